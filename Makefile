@@ -1,0 +1,70 @@
+# The things one does here. Each target makes the virtual environment it needs; after the first time no network is used.
+#
+#   make demo    store, kill, recover, read and inspect a real workload (under a minute)
+#   make test    everything that must hold: formatting, lints, types, import arrows, tests, doctests, coverage
+#   make lint    the same without the tests
+#   make bench   mqstore beside its peers, ratios with their spread (BENCH="put --quick" chooses)
+#   make docs    docs/commands.md from the commands' own help; fails when the file was stale (it is fresh afterwards)
+#   make clean   remove the environment, caches and var/
+#
+# PYTHON=/path/to/python3.12 chooses the interpreter; else the first of these that runs and is 3.11 or later is taken.
+
+CANDIDATES := python3 python3.14 python3.13 python3.12 python3.11 python
+PYTHON ?= $(shell for candidate in $(CANDIDATES); do \
+	$$candidate -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$candidate; break; }; \
+	done)
+VENV  ?= .venv
+BIN   := $(VENV)/bin
+BENCH ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench docs clean
+
+help:
+	@sed -n 's/^#   make/  make/p' Makefile
+
+demo: $(VENV)/stamp-core
+	$(BIN)/mqstore demo
+
+test: lint
+	$(BIN)/python -m pytest --cov --cov-report=term
+
+lint: $(VENV)/stamp-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+bench: $(VENV)/stamp-bench
+	$(BIN)/python -m bench.compare $(BENCH)
+
+docs: $(VENV)/stamp-core
+	@$(BIN)/python -m mqstore_tools.docs > $(VENV)/commands.md
+	@if cmp -s $(VENV)/commands.md docs/commands.md; then echo "docs/commands.md is fresh"; \
+	else cp $(VENV)/commands.md docs/commands.md; echo "docs/commands.md was stale; it has been written anew"; exit 1; fi
+
+clean:
+	rm -rf $(VENV) .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .benchmarks build dist var
+
+# --- environments ------------------------------------------------------------------------------------------------------
+# One environment, filled as far as a target needs. A stamp holds the pyproject.toml it was made for, so that a checkout
+# that only touches the file installs nothing. hatchling goes in first and builds are not isolated: reinstalling when
+# pyproject.toml changed but every requirement is there already works without a network.
+
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+$(VENV)/stamp-core:  EXTRA :=
+$(VENV)/stamp-dev:   EXTRA := [dev]
+$(VENV)/stamp-bench: EXTRA := [bench]
+
+$(VENV)/stamp-core $(VENV)/stamp-dev $(VENV)/stamp-bench: pyproject.toml $(BIN)/python
+	@if cmp -s pyproject.toml $@; then touch $@; else \
+	echo "installing mqstore$(EXTRA) into $(VENV)"; \
+	$(PIP) install 'hatchling>=1.26' && $(PIP) install --no-build-isolation --editable '.$(EXTRA)' && cp pyproject.toml $@; fi
+
+# Some systems ship venv without ensurepip: then the interpreter's own pip furnishes the environment.
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "mqstore needs Python 3.11 or later: make $(MAKECMDGOALS) PYTHON=/path/to/python3"; exit 1; }
+	@echo "making $(VENV) with $(PYTHON)"
+	@$(PYTHON) -m venv --clear $(VENV) >/dev/null 2>&1 || { rm -rf $(VENV); $(PYTHON) -m venv --without-pip $(VENV) && \
+	$(PYTHON) -m pip --quiet --python $(VENV)/bin/python install pip; }

@@ -1,0 +1,120 @@
+"""mqstore: a durable, file-backed message queue engine with Apache RocketMQ's store layout, inside your process.
+
+>>> import tempfile
+>>> with tempfile.TemporaryDirectory() as folder, open(folder) as store:
+...     receipt = store.put("greetings", b"hello")
+...     [message.body for message in store.read("greetings")]
+[b'hello']
+"""
+
+from __future__ import annotations
+
+from os import PathLike
+from typing import Literal
+
+from mqstore.clock import Clock, SimulatedClock, SystemClock
+from mqstore.errors import (
+    ConfigError,
+    CorruptStoreError,
+    FilterError,
+    FlushFailedError,
+    FlushTimeoutError,
+    FormatError,
+    InvalidMessageError,
+    MQStoreError,
+    NotAStoreError,
+    OffsetOutOfRangeError,
+    ReadOnlyStoreError,
+    SendError,
+    StoreBusyError,
+    StoreClosedError,
+    StoreFullError,
+    StoreIOError,
+    StoreLockedError,
+    TopicNotFoundError,
+    UnsupportedStoreError,
+)
+from mqstore.log.columns import Binary, Columns
+from mqstore.log.commitlog import QueueRef, SendReceipt
+from mqstore.log.message import Message
+from mqstore.log.outgoing import Body, OutgoingMessage
+from mqstore.log.reader import GetResult
+from mqstore.log.report import Cut, Finding, RecoveryReport
+from mqstore.log.stats import StoreStats
+from mqstore.log.store import MessageStore
+from mqstore.options import Durability, Duration, Profile, Retention, StoreConfig
+
+__all__ = [
+    "Binary",
+    "Body",
+    "Clock",
+    "Columns",
+    "ConfigError",
+    "CorruptStoreError",
+    "Cut",
+    "Durability",
+    "Duration",
+    "FilterError",
+    "Finding",
+    "FlushFailedError",
+    "FlushTimeoutError",
+    "FormatError",
+    "GetResult",
+    "InvalidMessageError",
+    "MQStoreError",
+    "Message",
+    "MessageStore",
+    "NotAStoreError",
+    "OffsetOutOfRangeError",
+    "OutgoingMessage",
+    "Profile",
+    "QueueRef",
+    "ReadOnlyStoreError",
+    "RecoveryReport",
+    "Retention",
+    "SendError",
+    "SendReceipt",
+    "SimulatedClock",
+    "StoreBusyError",
+    "StoreClosedError",
+    "StoreConfig",
+    "StoreFullError",
+    "StoreIOError",
+    "StoreLockedError",
+    "StoreStats",
+    "SystemClock",
+    "TopicNotFoundError",
+    "UnsupportedStoreError",
+    "open",
+]
+
+
+def open(
+    path: str | PathLike[str],
+    mode: Literal["rw", "r"] = "rw",
+    *,
+    create: bool = True,
+    profile: Profile | None = None,
+    durability: Durability = "append",
+    lock_timeout: Duration = 0,
+    config: StoreConfig | None = None,
+) -> MessageStore:
+    """Open a store directory.
+
+    "rw" takes the exclusive lock: StoreLockedError (with the holder's pid) if another process has it for longer than
+    `lock_timeout` seconds. "r" takes no lock and can only read; a writer may be at work meanwhile. A store that was not
+    closed cleanly is recovered first; `store.recovery` tells what was found. `profile` None: the directory's own,
+    "mqstore" for a new one. `durability` is what `put` promises when it returns: "append", in the page cache; "flush",
+    on disk. A killed process loses neither.
+
+    Raises NotAStoreError, StoreLockedError, CorruptStoreError, UnsupportedStoreError, ConfigError.
+    """
+    return MessageStore(
+        path,
+        mode,
+        create=create,
+        profile=profile,
+        durability=durability,
+        lock_timeout=lock_timeout,
+        config=config,
+    )

@@ -1,0 +1,379 @@
+"""The one place that makes system calls on files, so that a test can record each of them or make it fail.
+
+Holds no policy: it opens, reads, writes, syncs, allocates, maps, renames. It knows neither what the bytes mean nor
+which order of calls makes them safe; that is the business of its callers. What it does add to `os`:
+
+* a short read or write is continued, so callers see all of it or an error;
+* an error carries the path, and comes as `StoreFullError`, `ReadOnlyStoreError` or `StoreIOError`
+  (`errors.raise_os_error`). Two are answers rather than failures and pass unchanged: `FileNotFoundError` and
+  `FileExistsError`;
+* the platforms differ in one place only:
+
+  ==================  ===========================  =====================================================
+  method              Linux                        elsewhere, or where the file system refuses
+  ==================  ===========================  =====================================================
+  ``fdatasync``       ``fdatasync``                macOS ``F_FULLFSYNC`` (its fsync leaves data in the
+                                                   drive's cache), else ``fsync``
+  ``pwritev_dsync``   ``pwritev2`` ``RWF_DSYNC``   ``pwritev``, then ``fdatasync`` as above
+  ``allocate``        ``posix_fallocate``          zeros are written behind the present end
+  ==================  ===========================  =====================================================
+
+* no file is ever shortened (store-format 8.5): there is no truncate, only `truncate_sparse`, which refuses to.
+
+Descriptors are close-on-exec. Safe to use from several threads.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import stat
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from mqstore.errors import raise_os_error
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+__all__ = ["DIRECTORY_MODE", "FILE_MODE", "REAL", "FileSystem"]
+
+#: What store-format 1.1 gives files and folders unless options say otherwise.
+FILE_MODE = 0o600
+DIRECTORY_MODE = 0o700
+
+StrPath = str | os.PathLike[str]
+
+#: "This file system, or this kernel, cannot do that"; everything else is a real failure.
+_UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL})
+
+_ZEROS = bytes(1 << 20)
+
+if sys.platform == "darwin":
+    import fcntl
+
+    def _sync_data(fd: int) -> None:
+        try:
+            fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+            os.fsync(fd)
+else:
+    _sync_data = os.fdatasync
+
+if sys.platform == "linux":
+    _RWF_DSYNC = os.RWF_DSYNC
+else:
+    _RWF_DSYNC = 0
+
+# A mapping keeps its file alive by itself. Before 3.13 Python also kept a duplicate descriptor in each, which counts
+# against the descriptor limit; since then it need not.
+_MAP_OPTIONS: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+
+
+def _allocate(fd: int, length: int) -> bool:
+    """Reserve blocks for [0, length); False when the system cannot, and nothing has changed."""
+    if sys.platform == "darwin":
+        return False
+    else:  # mypy takes the code behind a platform test for unreachable unless it stands in the other branch
+        try:
+            os.posix_fallocate(fd, 0, length)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+            return False
+        return True
+
+
+class FileSystem:
+    """System calls on files. Stateless but for the paths of open descriptors, which error messages need.
+
+    All lengths and positions are bytes. Every method raises as the module says.
+
+    >>> import os, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = os.path.join(folder, "a")
+    ...     fd = REAL.open(path, os.O_RDWR | os.O_CREAT)
+    ...     REAL.pwrite(fd, b"hello", 3)
+    ...     content = REAL.pread(fd, 100, 0)
+    ...     REAL.close(fd)
+    >>> content
+    b'\\x00\\x00\\x00hello'
+    """
+
+    def __init__(self) -> None:
+        self._paths: dict[int, str] = {}
+        self._dsync_flag = _RWF_DSYNC
+
+    # -- descriptors ------------------------------------------------------------------------------------------------
+
+    def open(self, path: StrPath, flags: int, mode: int = FILE_MODE) -> int:
+        """A descriptor of `path`; `flags` are those of `os.open`."""
+        try:
+            fd = os.open(path, flags | os.O_CLOEXEC, mode)
+        except OSError as error:
+            self._fail(error, path, "open")
+        self._paths[fd] = os.fspath(path)
+        return fd
+
+    def close(self, fd: int) -> None:
+        """Give the descriptor back. It is gone even when this raises."""
+        # Forget the path first: once closed, another thread may be handed the same number.
+        path = self._paths.pop(fd, "")
+        try:
+            os.close(fd)
+        except OSError as error:
+            self._fail(error, path, "close")
+
+    def path_of(self, fd: int) -> str:
+        """The path that `fd` was opened by, "fd N" for a descriptor opened elsewhere."""
+        return self._paths.get(fd) or f"fd {fd}"
+
+    # -- bytes ------------------------------------------------------------------------------------------------------
+
+    def pread(self, fd: int, length: int, position: int) -> bytes:
+        """The bytes at [position, position + length), fewer only where the file ends. `length` is allocated first."""
+        try:
+            data = os.pread(fd, length, position)
+            if len(data) != length and data:
+                parts = [data]
+                got = len(data)
+                while got < length and (part := os.pread(fd, length - got, position + got)):
+                    parts.append(part)
+                    got += len(part)
+                data = b"".join(parts)
+        except OSError as error:
+            self._fail(error, fd, "pread")
+        return data
+
+    def pwrite(self, fd: int, data: ReadableBuffer, position: int) -> None:
+        """Write all of `data` (any contiguous buffer) at `position`. After an error a part of it may stand there."""
+        view = memoryview(data)
+        size = view.nbytes
+        try:
+            done = self._pwrite_some(fd, view, position)
+            if done != size:
+                view = view.cast("B")
+                while done < size:
+                    done += self._pwrite_some(fd, view[done:], position + done)
+        except OSError as error:
+            self._fail(error, fd, "pwrite")
+
+    def pwritev_dsync(self, fd: int, buffers: Sequence[ReadableBuffer], position: int) -> None:
+        """Write `buffers` one behind the other at `position`, durable on return: these bytes and what is needed to
+        find them, not what others wrote elsewhere in the file. At most 1024 buffers (IOV_MAX)."""
+        size = sum(memoryview(buffer).nbytes for buffer in buffers)
+        try:
+            done = self._pwritev_dsync_some(fd, buffers, position)
+            while done < size:
+                # Only a full disk or a signal leads here; one copy keeps the rest of it simple.
+                rest = b"".join(memoryview(buffer).cast("B") for buffer in buffers)[done:]
+                done += self._pwritev_dsync_some(fd, [rest], position + done)
+        except OSError as error:
+            self._fail(error, fd, "pwritev_dsync")
+
+    def fdatasync(self, fd: int) -> None:
+        """Make what was written to this file durable, its length included (its name: `sync_directory`).
+
+        An error is final: the kernel may have dropped the pages, and the next call would succeed without them
+        (store-format 8.1). Never retry."""
+        try:
+            _sync_data(fd)
+        except OSError as error:
+            self._fail(error, fd, "fdatasync")
+
+    def sync_directory(self, path: StrPath) -> None:
+        """Make the names in the folder `path` durable: files created, renamed, linked and removed there."""
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            except OSError as error:
+                # Some network and FUSE file systems have no such call, and order names on their own.
+                if error.errno not in _UNSUPPORTED:
+                    raise
+            finally:
+                os.close(fd)
+        except OSError as error:
+            self._fail(error, path, "sync_directory")
+
+    def allocate(self, fd: int, length: int) -> None:
+        """Make the file at least `length` bytes with disk blocks behind them, new ones zero, so that a later write
+        through a mapping cannot meet a full disk (which would be SIGBUS).
+
+        Meant for new files: where zeros must be written by hand, holes below the present end stay holes. After an
+        error the file may have grown; whoever made it removes it."""
+        try:
+            if _allocate(fd, length):
+                return
+            present = os.fstat(fd).st_size
+        except OSError as error:
+            self._fail(error, fd, "allocate")
+        zeros = memoryview(_ZEROS)
+        for position in range(present, length, len(_ZEROS)):
+            self.pwrite(fd, zeros[: length - position], position)
+
+    def truncate_sparse(self, fd: int, length: int) -> None:
+        """Give a new file its length without disk blocks. For files written with `pwrite` only, never through a
+        mapping. ValueError when it would shorten the file."""
+        try:
+            present = os.fstat(fd).st_size
+            if length < present:
+                raise ValueError(f"{self.path_of(fd)} holds {present} bytes and is never shortened (to {length})")
+            os.ftruncate(fd, length)
+        except OSError as error:
+            self._fail(error, fd, "truncate_sparse")
+
+    def map(self, fd: int, length: int, *, writable: bool) -> mmap.mmap:
+        """Map the first `length` bytes, shared. The descriptor may be closed afterwards. A file shorter than that is
+        StoreIOError: pages behind the end would be SIGBUS."""
+        try:
+            if not 0 < length <= os.fstat(fd).st_size:
+                raise OSError(errno.EINVAL, f"cannot map {length} bytes of a file of {os.fstat(fd).st_size}")
+            return mmap.mmap(fd, length, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ, **_MAP_OPTIONS)
+        except OSError as error:
+            self._fail(error, fd, "map")
+
+    # -- names ------------------------------------------------------------------------------------------------------
+
+    def replace(self, source: StrPath, target: StrPath) -> None:
+        """Rename `source` to `target` in one step, over what was there. Durable after `sync_directory`."""
+        try:
+            os.replace(source, target)
+        except OSError as error:
+            self._fail(error, source, "replace")
+
+    def link(self, source: StrPath, target: StrPath) -> None:
+        """Give the file `source` a second name. FileExistsError when `target` is taken."""
+        try:
+            os.link(source, target)
+        except OSError as error:
+            self._fail(error, source, "link")
+
+    def unlink(self, path: StrPath, *, missing_ok: bool = False) -> None:
+        """Remove a name; the bytes stay with whoever has the file open or mapped."""
+        try:
+            os.unlink(path)
+        except OSError as error:
+            if missing_ok and isinstance(error, FileNotFoundError):
+                return
+            self._fail(error, path, "unlink")
+
+    def mkdir(self, path: StrPath, mode: int = DIRECTORY_MODE, *, exist_ok: bool = False) -> None:
+        """Make one folder; its parent must exist. With `exist_ok` a folder that is there is fine."""
+        try:
+            os.mkdir(path, mode)
+        except OSError as error:
+            if exist_ok and isinstance(error, FileExistsError) and os.path.isdir(path):
+                return
+            self._fail(error, path, "mkdir")
+
+    def rmdir(self, path: StrPath) -> None:
+        """Remove an empty folder."""
+        try:
+            os.rmdir(path)
+        except OSError as error:
+            self._fail(error, path, "rmdir")
+
+    def scandir(self, path: StrPath) -> list[str]:
+        """All names in a folder, sorted. Bytes that are not UTF-8 come as lone surrogates (PEP 383)."""
+        try:
+            return sorted(os.listdir(path))
+        except OSError as error:
+            self._fail(error, path, "scandir")
+
+    def scandir_files(self, path: StrPath) -> list[tuple[str, int]]:
+        """(name, length) of the regular files in a folder, sorted; a symbolic link counts as what it leads to."""
+        found = []
+        try:
+            with os.scandir(path) as entries:
+                for entry in entries:
+                    try:
+                        if entry.is_file():
+                            found.append((entry.name, entry.stat().st_size))
+                    except FileNotFoundError:
+                        continue  # removed by its owner between the listing and the look at it
+        except OSError as error:
+            self._fail(error, path, "scandir")
+        return sorted(found)
+
+    def scandir_directories(self, path: StrPath) -> list[str]:
+        """The names of the folders in a folder, sorted."""
+        try:
+            with os.scandir(path) as entries:
+                return sorted(entry.name for entry in entries if entry.is_dir())
+        except OSError as error:
+            self._fail(error, path, "scandir")
+
+    def stat(self, file: int | StrPath) -> os.stat_result:
+        """What the system knows of a descriptor or a path (links followed)."""
+        try:
+            return os.stat(file)
+        except OSError as error:
+            self._fail(error, file, "stat")
+
+    def size(self, file: int | StrPath) -> int:
+        """Length of a descriptor's or a path's file in bytes."""
+        return self.stat(file).st_size
+
+    def exists(self, path: StrPath) -> bool:
+        """Whether the name leads to something. An error other than "no such file" raises: unknown is not absent."""
+        try:
+            self.stat(path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    # -- whole files, made of the calls above -------------------------------------------------------------------------
+
+    def read_whole(self, path: StrPath, limit_bytes: int) -> bytes:
+        """The content of a regular file of at most `limit_bytes`; StoreIOError (EFBIG, EINVAL) for anything else."""
+        # O_NONBLOCK means nothing to a file, but keeps a pipe that bears a store's name from hanging us.
+        fd = self.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            found = self.stat(fd)
+            if not stat.S_ISREG(found.st_mode):
+                self._fail(OSError(errno.EINVAL, "not a regular file"), fd, "read")
+            if found.st_size > limit_bytes:
+                text = f"{found.st_size} bytes, more than the {limit_bytes} that such a file may hold"
+                self._fail(OSError(errno.EFBIG, text), fd, "read")
+            return self.pread(fd, found.st_size, 0)
+        finally:
+            self.close(fd)
+
+    # -- beneath ----------------------------------------------------------------------------------------------------
+
+    def _pwrite_some(self, fd: int, data: memoryview, position: int) -> int:
+        """One pwrite: how many bytes went out, at least one (of a write that had any). Tests shorten it."""
+        done = os.pwrite(fd, data, position)
+        if not done and data.nbytes:
+            raise OSError(errno.EIO, "the write made no progress")
+        return done
+
+    def _pwritev_dsync_some(self, fd: int, buffers: Sequence[ReadableBuffer], position: int) -> int:
+        """One durable pwritev: how many bytes went out, at least one (of a write that had any)."""
+        if self._dsync_flag:
+            try:
+                done = os.pwritev(fd, buffers, position, self._dsync_flag)
+            except OSError as error:
+                if error.errno not in _UNSUPPORTED:
+                    raise
+                self._dsync_flag = 0
+        if not self._dsync_flag:
+            done = os.pwritev(fd, buffers, position)
+            _sync_data(fd)
+        if not done and any(memoryview(buffer).nbytes for buffer in buffers):
+            raise OSError(errno.EIO, "the write made no progress")
+        return done
+
+    def _fail(self, error: OSError, file: int | StrPath, operation: str) -> NoReturn:
+        if isinstance(error, FileNotFoundError | FileExistsError):
+            raise error
+        raise_os_error(error, self.path_of(file) if isinstance(file, int) else file, operation)
+
+
+#: The file system that production uses.
+REAL = FileSystem()

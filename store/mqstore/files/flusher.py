@@ -1,0 +1,227 @@
+"""Group commit: many threads wait for durability, one sync at a time serves all that wait (store-format 8.1).
+
+Holds a watermark, "every byte below `flushed` is durable", and the rule of who syncs next. Knows neither files nor
+what is synced: that is one function, given at construction. There is no thread here; the first caller that finds
+nobody syncing becomes the leader and syncs in its own thread, which saves the two thread switches that a flusher
+thread would cost each lone put. A waiting caller:
+
+    ============  ========================================  ========================================================
+    state         means                                     ends as
+    ============  ========================================  ========================================================
+    waiting       somebody leads a round                    covered, leading or failed, told by releasing its lock;
+                                                            or its time runs out and it takes itself off the list
+    covered       a round ended at or above its target      `wait_until` returns True
+    leading       a round ended below its target and it     it runs the next round, then covers or promotes others
+                  is the first in line
+    failed        a sync failed                             `FlushFailedError`
+    ============  ========================================  ========================================================
+
+What must hold: while anybody waits, somebody leads (no lost wake-up: a leader leaves only by covering all or by
+promoting the next); a round covers what was appended before it began, so who joins during a round needs one more;
+a failed sync ends it all, for the kernel may have dropped the pages it could not write, and a second sync would
+report success without them.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from _thread import allocate_lock
+from collections.abc import Callable
+from typing import NoReturn
+
+from mqstore.errors import FlushFailedError
+
+__all__ = ["GroupCommit"]
+
+_WAITING, _COVERED, _LEADING, _FAILED = range(4)
+
+
+class _Waiter:
+    """A caller in line. `state` is written before `lock` is released and never after, so the woken reads it freely."""
+
+    __slots__ = ("lock", "round", "state", "target")
+
+    def __init__(self, target: int | None, in_round: int) -> None:
+        self.lock = allocate_lock()
+        self.lock.acquire()
+        self.state = _WAITING
+        self.target = target
+        self.round = in_round
+
+
+class GroupCommit:
+    """A durable watermark that threads wait on.
+
+    `sync(flushed)` is called by one thread at a time with the present watermark. It makes durable all that had been
+    appended when it was called, and returns the new watermark. Whatever `Exception` it raises is final (store-format
+    8.1): `failure` holds it, and from then on whoever needs a sync gets `FlushFailedError`. A `KeyboardInterrupt`
+    that hits the leader says nothing about the disk: the next in line takes over.
+
+    >>> appended = 100
+    >>> commit = GroupCommit(lambda flushed: appended)
+    >>> commit.wait_until(60, timeout_s=5), commit.flushed
+    (True, 100)
+    """
+
+    __slots__ = ("_done", "_led", "_lock", "_round", "_sync", "_waiters", "failure", "flushed")
+
+    def __init__(self, sync: Callable[[int], int], flushed: int = 0) -> None:
+        #: Every byte below is durable. Only grows. Reading it needs no lock.
+        self.flushed = flushed
+        #: What the failed sync raised; None while all is well.
+        self.failure: BaseException | None = None
+        self._sync = sync
+        self._lock = threading.Lock()
+        self._led = False  # somebody runs a round, or was promoted to run the next
+        self._round = 0  # rounds begun
+        self._done = 0  # the last of them that succeeded
+        self._waiters: list[_Waiter] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether a sync is under way or about to be: a put that comes now will wait in line. A hint, no promise."""
+        return self._led
+
+    def wait_until(self, target: int, timeout_s: float | None) -> bool:
+        """Return True once every byte below `target` is durable; `target` must have been appended before.
+
+        False when another thread's sync has not covered it within `timeout_s` seconds (None: no limit): stored,
+        durability unknown. A sync that runs in this very thread can't be given up, so a call may last longer.
+        `FlushFailedError` when a sync failed, now or earlier, unless the target was covered before that.
+        """
+        return self.flushed >= target or self._join(target, timeout_s)
+
+    def sync_now(self, timeout_s: float | None = None) -> bool:
+        """Make everything durable that was appended before this call; results and errors as `wait_until`.
+
+        For the interval flusher, for closing, and for whoever does not know the end of the log."""
+        return self._join(None, timeout_s)
+
+    def poison(self, error: BaseException) -> None:
+        """Declare the medium failed: as if a sync had raised `error`. The first failure is kept."""
+        with self._lock:
+            self._fail_all(error)
+
+    def raise_if_failed(self) -> None:
+        """`FlushFailedError` once a sync has failed; for writers, before they append."""
+        if self.failure is not None:
+            self._raise_failure()
+
+    # -- beneath ----------------------------------------------------------------------------------------------------
+
+    def _join(self, target: int | None, timeout_s: float | None) -> bool:
+        # Ctrl-C may strike between any two calls below. So what obliges this thread is noted in the same breath as it
+        # arises (`_led = leading = True`), and the `finally` honours it on every way out.
+        leading = False
+        waiter: _Waiter | None = None
+        try:
+            with self._lock:
+                if target is not None and self.flushed >= target:
+                    return True
+                if self.failure is not None:
+                    self._raise_failure()
+                if not self._led:
+                    self._led = leading = True
+                else:
+                    waiter = _Waiter(target, self._round)
+                    self._waiters.append(waiter)
+            if waiter is not None:
+                wait_s = -1 if timeout_s is None else min(max(timeout_s, 0), threading.TIMEOUT_MAX)
+                if not waiter.lock.acquire(timeout=wait_s) and self._leave(waiter):
+                    return False
+                if waiter.state == _COVERED:
+                    return True
+                if waiter.state == _FAILED or self.failure is not None:  # the second: poisoned since its promotion
+                    self._raise_failure()
+                leading = True
+            # The round. Only the leader, one at a time, changes the watermark and the counts of rounds.
+            before = sys.exc_info()[1]
+            self._round = this_round = self._round + 1
+            try:
+                end = self._sync(self.flushed)
+            except BaseException as error:
+                self._judge(error, before)
+                raise
+            if self.failure is not None:  # poisoned while syncing: what that sync promised is worth nothing
+                self._raise_failure()
+            if end > self.flushed:
+                self.flushed = end
+            self._done = this_round
+            if target is not None and self.flushed < target:
+                raise AssertionError(f"waited for {target}, but only {self.flushed} bytes had been appended")
+            return True
+        finally:
+            if waiter is not None and not leading and not self._leave(waiter):
+                leading = waiter.state == _LEADING
+            if leading:
+                self._hand_over()
+
+    def _leave(self, waiter: _Waiter) -> bool:
+        """Take `waiter` off the list; False when it was told something in the meantime, which then stands."""
+        if waiter.state != _WAITING:
+            return False
+        with self._lock:
+            if waiter.state != _WAITING:
+                return False
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+            return True
+
+    def _judge(self, error: BaseException, before: BaseException | None) -> None:
+        """What the sync raised is a failure of the disk, unless it is Ctrl-C alone; but Ctrl-C raised while a failed
+        sync was being handled hides one. `before` is what the caller itself was handling, no concern of ours."""
+        verdict: BaseException | None = error
+        while verdict is not None and verdict is not before and not isinstance(verdict, Exception):
+            verdict = verdict.__context__
+        if verdict is None or verdict is before:
+            return
+        with self._lock:
+            self._fail_all(verdict)
+        if verdict is error:
+            self._raise_failure()
+
+    def _hand_over(self) -> None:
+        """End a leadership: wake whom the watermark covers, promote the first whom it does not."""
+        with self._lock:
+            waiters = self._waiters
+            if not waiters:
+                self._led = False
+                return
+            flushed = self.flushed
+            done = self._done
+            left: list[_Waiter] = []
+            successor: _Waiter | None = None
+            covered: list[_Waiter] = []
+            for waiter in waiters:
+                # Without a target: a round that began after it joined has covered it.
+                if (waiter.round < done) if waiter.target is None else (waiter.target <= flushed):
+                    covered.append(waiter)
+                elif successor is None:
+                    successor = waiter
+                else:
+                    left.append(waiter)
+            self._waiters = left
+            # The successor first: its sync runs without the interpreter lock while the others wake and append.
+            if successor is not None:
+                successor.state = _LEADING
+                successor.lock.release()
+            else:
+                self._led = False
+            for waiter in covered:
+                waiter.state = _COVERED
+                waiter.lock.release()
+
+    def _fail_all(self, error: BaseException) -> None:
+        """Keep the failure and tell all that wait. The lock is held."""
+        if self.failure is None:
+            self.failure = error
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            waiter.state = _FAILED
+            waiter.lock.release()
+
+    def _raise_failure(self) -> NoReturn:
+        raise FlushFailedError(
+            f"a sync failed ({self.failure}), so what the disk holds is unknown: close the store and open it again"
+        ) from self.failure

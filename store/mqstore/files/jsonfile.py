@@ -1,0 +1,271 @@
+"""JSON files that are never absent, never partial and never silently reset (store-format 11.1 and 11.2).
+
+Knows how such a file is written and read, not what is in it: the manifest, consumer offsets, delay progress, topics.
+
+==========================  ==========================================================================================
+name                        content
+==========================  ==========================================================================================
+``X.json``                  the value
+``X.json.bak``              the value before it
+``X.json.tmp``              a value being written; means nothing
+``X.json.bak.tmp``          a second name of ``X.json`` on its way to be ``.bak``; means nothing
+``X.json.corrupt-<ms>``     a file that did not decode, moved aside by a writer
+==========================  ==========================================================================================
+
+Saving, with what a crash right after each step leaves (old = the value of before, which may be "never written")::
+
+    1  write X.json.tmp, fdatasync           X old            tmp is synced before any name leads to it
+    2  X.json -> X.json.bak, by a hard link  X old, bak old   skipped when X.json does not decode: a good .bak stays
+    3  X.json.tmp -> X.json                  X new, bak old   one rename, so never absent, never partial
+    4  sync the folder                       and durable      in whatever order the renames reached the disk before,
+                                                              every file they lead to was synced
+
+Two dialects are read: strict JSON, which is what we write, and fastjson's, whose integer keys carry no quotes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shlex
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple, NoReturn
+
+from mqstore.clock import SYSTEM_CLOCK, Clock
+from mqstore.errors import CorruptStoreError, FormatError, MQStoreError
+from mqstore.files.filesystem import FILE_MODE, REAL, FileSystem
+
+__all__ = ["LoadedJson", "decode_json", "encode_json", "load_json", "save_json", "set_aside_json"]
+
+#: More is refused with StoreIOError before it is read: offsets of 100,000 queues for ten groups are a tenth of it.
+JSON_BYTES_MAX = 256 << 20
+
+Check = Callable[[dict[str, Any]], object]
+
+# Either a string, left alone, or an unquoted integer key with the brace or comma before it. The string's closing quote
+# is optional and its body possessive, so that broken input is passed once and not once per quotation mark.
+_TOKEN = re.compile(r'"(?:\\.|[^"\\])*+"?|([{,]\s*+)(-?[0-9]++)(\s*+:)', re.DOTALL)
+
+
+class LoadedJson(NamedTuple):
+    """`value`: what the file says, None when it was never written. `problems`: a sentence for each thing amiss."""
+
+    value: dict[str, Any] | None
+    problems: list[str]
+
+
+def decode_json(data: bytes) -> dict[str, Any]:
+    """The object in `data`, in either dialect. Of a key that comes twice the last counts, as in Java.
+
+    Raises `FormatError` for everything else: nothing at all, another type on top, NaN, nesting too deep, not UTF-8.
+
+    >>> decode_json(b'{"offsetTable":{"T@g":{0:250,1:251}}}')
+    {'offsetTable': {'T@g': {'0': 250, '1': 251}}}
+    """
+    if not data:
+        raise FormatError("the file is empty", "json", 0)
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise FormatError("not UTF-8", "json", error.start) from error
+    try:
+        try:
+            value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+        except json.JSONDecodeError:
+            value = json.loads(_TOKEN.sub(_quote_key, text), parse_constant=_refuse_constant, parse_float=_finite)
+    except json.JSONDecodeError as error:
+        # Columns shifted when keys were quoted, lines did not.
+        line_start = sum(len(line.encode()) + 1 for line in text.split("\n")[: error.lineno - 1])
+        raise FormatError(f"not JSON: {error.msg} in line {error.lineno}", "json", line_start) from error
+    except (ValueError, RecursionError) as error:  # a number of 5000 digits, 100,000 brackets, NaN
+        raise FormatError(f"not usable JSON: {error}", "json", 0) from error
+    if not isinstance(value, dict):
+        raise FormatError(f"an object is expected on top, not {type(value).__name__}", "json", 0)
+    return value
+
+
+def _quote_key(match: re.Match[str]) -> str:
+    before, digits, after = match.groups()
+    return match[0] if digits is None else f'{before}"{digits}"{after}'
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _finite(digits: str) -> float:
+    if math.isinf(number := float(digits)):  # 1e999: reading it would make a value that cannot be written again
+        raise ValueError(f"a number beyond all bounds ({len(digits)} characters)")
+    return number
+
+
+def encode_json(value: dict[str, Any]) -> bytes:
+    """Strict JSON as all our files have it: UTF-8, keys sorted, 2-space indent, newline at the end.
+
+    Integer keys are written as strings and come back as strings. ValueError for NaN and infinities, TypeError for
+    what JSON has no type for.
+    """
+    try:
+        return (json.dumps(value, ensure_ascii=False, allow_nan=False, indent=2, sort_keys=True) + "\n").encode("utf-8")
+    except UnicodeEncodeError:  # a lone surrogate, from a name that was not UTF-8: only an escape can carry it
+        return (json.dumps(value, allow_nan=False, indent=2, sort_keys=True) + "\n").encode("ascii")
+
+
+def load_json(
+    path: str | os.PathLike[str],
+    *,
+    writer: bool,
+    fs: FileSystem = REAL,
+    clock: Clock = SYSTEM_CLOCK,
+    check: Check | None = None,
+    root: str | os.PathLike[str] | None = None,
+) -> LoadedJson:
+    """The last good value of `path`: its own, else that of its ``.bak``; None when neither was ever written.
+
+    `check(value)` raises ValueError when the object has the wrong shape; that counts as not decoding. A `writer` moves
+    a bad main file aside, a reader changes nothing. `root` is the store directory that an error message names
+    (default: the file's folder, or that folder's parent when it is ``config``).
+
+    Raises `CorruptStoreError` when no good value is left although there was one, `StoreIOError` when a file cannot be
+    read: unreadable is neither missing nor bad, and falling back then would take offsets back without need.
+    """
+    main = os.fspath(path)
+    backup = main + ".bak"
+    value, fault = _read(main, fs, check)
+    if value is not None:
+        return LoadedJson(value, [])
+    backup_value, backup_fault = _read(backup, fs, check)
+    if backup_value is None:
+        if fault is None and backup_fault is None:
+            return LoadedJson(None, [])
+        what = "; ".join(
+            f"{name} {'is missing' if why is None else 'is damaged: ' + why}"
+            for name, why in ((main, fault), (backup, backup_fault))
+        )
+        raise CorruptStoreError(
+            what, main, repair=f"mqstore recover {shlex.quote(_store_of(main, root))} --rebuild config"
+        )
+    if fault is None:
+        return LoadedJson(backup_value, [f"{main} is missing; the value of {backup} was taken"])
+    problem = f"{main} is damaged ({fault}); the value of {backup} was taken"
+    if writer:
+        problem += f", the damaged file moved to {_move_aside(main, fs, clock)}"
+    return LoadedJson(backup_value, [problem])
+
+
+def save_json(
+    path: str | os.PathLike[str],
+    value: dict[str, Any],
+    fs: FileSystem = REAL,
+    *,
+    check: Check | None = None,
+    file_mode: int = FILE_MODE,
+) -> None:
+    """Put `value` at `path`, durably, keeping the value before it at ``.bak``. The folder must exist.
+
+    `check` is that of `load_json`. After an error `path` holds the old value, or the new one if only the last sync
+    failed; the call may be repeated. One caller at a time for each file.
+
+    Cost: two syncs (the file, the folder), and one read of the old file.
+    """
+    main = os.fspath(path)
+    content = encode_json(value)
+    _write_new(main + ".tmp", content, fs, file_mode)
+    try:
+        if _read(main, fs, check).value is not None:
+            _back_up(main, fs, file_mode)
+        fs.replace(main + ".tmp", main)
+    except OSError:
+        _remove_quietly(main + ".tmp", fs)
+        raise
+    fs.sync_directory(os.path.dirname(main) or ".")
+
+
+def set_aside_json(
+    path: str | os.PathLike[str], *, fs: FileSystem = REAL, clock: Clock = SYSTEM_CLOCK, check: Check | None = None
+) -> list[str]:
+    """Move `path` and its ``.bak`` out of the way if they are bad; the new names. For repair: afterwards the file loads
+    from what was good, or as never written."""
+    moved = []
+    for name in (os.fspath(path), os.fspath(path) + ".bak"):
+        if _read(name, fs, check).fault is not None:
+            moved.append(_move_aside(name, fs, clock))
+    return moved
+
+
+class _Read(NamedTuple):
+    value: dict[str, Any] | None
+    fault: str | None  # both None: no such file
+
+
+def _read(path: str, fs: FileSystem, check: Check | None) -> _Read:
+    try:
+        data = fs.read_whole(path, JSON_BYTES_MAX)
+    except FileNotFoundError:
+        return _Read(None, None)
+    try:
+        value = decode_json(data)
+        if check is not None:
+            check(value)
+    except ValueError as error:
+        return _Read(None, str(error))
+    return _Read(value, None)
+
+
+def _write_new(path: str, content: bytes, fs: FileSystem, mode: int) -> None:
+    """A new synced file. Always a new one, never a leftover rewritten: a backup may hold a hard link of that."""
+    fs.unlink(path, missing_ok=True)
+    fd = fs.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        try:
+            fs.pwrite(fd, content, 0)
+            fs.fdatasync(fd)
+        finally:
+            fs.close(fd)
+    except OSError:
+        _remove_quietly(path, fs)
+        raise
+
+
+def _back_up(main: str, fs: FileSystem, mode: int) -> None:
+    """Give the file at `main` the name ``.bak`` as well; what has that name now is good until the rename, and after."""
+    temporary = main + ".bak.tmp"
+    fs.unlink(temporary, missing_ok=True)
+    try:
+        fs.link(main, temporary)
+    except OSError:
+        # A file system without hard links, or a limit to them. If it is worse than that, the copy fails as well.
+        _write_new(temporary, fs.read_whole(main, JSON_BYTES_MAX), fs, mode)
+    try:
+        fs.replace(temporary, main + ".bak")
+        # POSIX: renaming between two names of one file does nothing and keeps both. They are that when a crash came
+        # between steps 2 and 3 of the save before.
+        fs.unlink(temporary, missing_ok=True)
+    except OSError:
+        _remove_quietly(temporary, fs)
+        raise
+
+
+def _move_aside(path: str, fs: FileSystem, clock: Clock) -> str:
+    stamp_ms = clock.now_ms()
+    while fs.exists(aside := f"{path}.corrupt-{stamp_ms}"):  # never over an earlier one
+        stamp_ms += 1
+    fs.replace(path, aside)
+    fs.sync_directory(os.path.dirname(path) or ".")
+    return aside
+
+
+def _remove_quietly(path: str, fs: FileSystem) -> None:
+    """Clean up behind an error that is already on its way; the next save removes what this could not."""
+    with suppress(OSError, MQStoreError):
+        fs.unlink(path, missing_ok=True)
+
+
+def _store_of(path: str, root: str | os.PathLike[str] | None) -> str:
+    if root is not None:
+        return os.fspath(root)
+    folder = os.path.dirname(os.path.abspath(path))
+    return os.path.dirname(folder) if os.path.basename(folder) == "config" else folder

@@ -1,0 +1,344 @@
+"""The writer lock: one writer for a store directory, over processes, threads and forks (store-format 7).
+
+A writer holds two locks on one descriptor of ``ROOT/lock``, since no single kind keeps everyone out:
+
+====================  ==============================  =============================================================
+lock                  keeps out                       lost when
+====================  ==============================  =============================================================
+``flock``             other mqstore processes         the last descriptor of this open file is closed
+byte 0, Linux         a Java broker, which takes a    as above (an open file description lock)
+byte 0, elsewhere     POSIX record lock on byte 0     *any* descriptor of the file is closed in this process
+====================  ==============================  =============================================================
+
+Because of that last line, and because a process never conflicts with its own POSIX locks, a second open in the same
+process is found in a registry, by (device, inode) of the directory and of the file, before the file is touched; and
+`writer_alive` asks the registry first as well.
+
+A forked child shares the open file description, so it would keep the store locked after its parent died. Children
+therefore close the descriptor at once (`os.register_at_fork`; a program that is executed closes it anyway), and their
+inherited lock objects say `held == False`. A child forked by C code behind Python's back is beyond this.
+
+File content: ``lock``, newline, one line of JSON ``{"pid", "host", "started_ms", "program"}``. It only tells people who
+holds the lock; the locks decide, so a file left by a crash is harmless. A Java broker rewrites the first four bytes.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import stat
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from portalocker import LockFlags
+from portalocker.exceptions import AlreadyLocked, LockException
+from portalocker.portalocker import FlockLocker
+
+from mqstore.clock import SYSTEM_CLOCK, Clock
+from mqstore.errors import MQStoreError, StoreFullError, StoreLockedError, raise_os_error
+from mqstore.files.filesystem import FILE_MODE, REAL, FileSystem
+
+__all__ = ["WriterLock", "writer_alive"]
+
+_PREFIX = b"lock\n"
+_CONTENT_BYTES_MAX = 4096
+_POLL_MS_MIN = 1
+_POLL_MS_MAX = 50
+
+# By class and not by `portalocker.lock`, whose kind of lock any part of the program can change globally.
+_FLOCK = FlockLocker()
+
+# struct flock of the two platforms; "0q" pads to the size that the system copies.
+if sys.platform == "darwin":
+    _FLOCK_STRUCT = struct.Struct("@qqihh0q")  # start, len, pid, type, whence
+
+    def _pack(kind: int) -> bytes:
+        return _FLOCK_STRUCT.pack(0, 1, 0, kind, os.SEEK_SET)
+
+    def _unpack(data: bytes) -> tuple[int, int]:
+        _, _, pid, kind, _ = _FLOCK_STRUCT.unpack(data)
+        return kind, pid
+
+else:
+    _FLOCK_STRUCT = struct.Struct("@hhqqi0q")  # type, whence, start, len, pid
+
+    def _pack(kind: int) -> bytes:
+        return _FLOCK_STRUCT.pack(kind, os.SEEK_SET, 0, 1, 0)
+
+    def _unpack(data: bytes) -> tuple[int, int]:
+        kind, _, _, _, pid = _FLOCK_STRUCT.unpack(data)
+        return kind, pid
+
+
+# macOS has the call too, but its headers call it private and POSIX lockers do not always see it.
+_SET_BYTE: int | None = getattr(fcntl, "F_OFD_SETLK", None) if sys.platform == "linux" else None
+
+
+def _lock_byte(fd: int) -> bool:
+    """Take the write lock on byte 0 without waiting; False when someone holds it."""
+    try:
+        # F_SETLK is what fcntl.lockf issues; F_OFD_SETLK differs only in who owns the lock.
+        fcntl.fcntl(fd, fcntl.F_SETLK if _SET_BYTE is None else _SET_BYTE, _pack(fcntl.F_WRLCK))
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            return False
+        raise
+    return True
+
+
+def _byte_holder(fd: int) -> int | None:
+    """Who has a write lock on byte 0: None for nobody, a process id, or -1 where the system knows no process (Linux
+    open file description locks). Takes nothing. Does not see POSIX locks of this process."""
+    kind, pid = _unpack(fcntl.fcntl(fd, fcntl.F_GETLK, _pack(fcntl.F_RDLCK)))
+    return None if kind == fcntl.F_UNLCK else pid
+
+
+Identity = tuple[int, int]  # device, inode
+
+_registry: dict[Identity, WriterLock] = {}
+# Held for every change of the registry and across fork(), so that a child never inherits a half-made change.
+_registry_lock = threading.RLock()
+
+
+def _identity(found: os.stat_result) -> Identity:
+    return found.st_dev, found.st_ino
+
+
+class _Holder(NamedTuple):
+    pid: int | None = None
+    host: str | None = None
+    since: int | None = None
+
+
+class _TakenError(Exception):
+    """Someone else has one of the locks."""
+
+    def __init__(self, holder: _Holder) -> None:
+        self.holder = holder
+
+
+class WriterLock:
+    """The right to write one store directory. Not re-entrant; kept until `release`, or until the process ends.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as root:
+    ...     lock = WriterLock(root, "mqstore 0.1.0")
+    ...     lock.acquire()
+    ...     print(lock.held, writer_alive(root))
+    ...     lock.release()
+    ...     print(lock.held, writer_alive(root))
+    True True
+    False False
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        program: str,
+        *,
+        clock: Clock = SYSTEM_CLOCK,
+        sleep: Callable[[float], object] = time.sleep,
+        fs: FileSystem = REAL,
+        file_mode: int = FILE_MODE,
+    ) -> None:
+        self._root = os.fspath(root)
+        self._path = os.path.join(self._root, "lock")
+        self._program = program
+        self._clock = clock
+        self._sleep = sleep
+        self._fs = fs
+        self._file_mode = file_mode
+        self._fd: int | None = None
+
+    @property
+    def held(self) -> bool:
+        """Whether this object holds the lock; always False in a forked child."""
+        return self._fd is not None
+
+    def acquire(self, timeout_s: float = 0.0) -> None:
+        """Take both locks, trying for `timeout_s` seconds when they are held elsewhere.
+
+        Raises `StoreLockedError` (pid, host, since as far as known), `ReadOnlyStoreError` or `StoreIOError` when the
+        file cannot be opened, FileNotFoundError when the directory is not there.
+        """
+        deadline_ms = self._clock.monotonic_ms() + timeout_s * 1000
+        pause_ms = _POLL_MS_MIN
+        while True:
+            try:
+                return self._try()
+            except _TakenError as taken:
+                left_ms = deadline_ms - self._clock.monotonic_ms()
+                if left_ms <= 0:
+                    raise self._refusal(taken.holder) from None
+            # Polling: neither lock can be waited for with a time limit, but for signals, which belong to the program.
+            self._sleep(min(pause_ms, left_ms) / 1000)
+            pause_ms = min(2 * pause_ms, _POLL_MS_MAX)
+
+    def release(self) -> None:
+        """Give both locks back; fine when they are not held."""
+        with _registry_lock:
+            fd, self._fd = self._fd, None
+            if fd is None:
+                return
+            for identity in [identity for identity, lock in _registry.items() if lock is self]:
+                del _registry[identity]
+            try:
+                # Explicitly, not only by closing: a child forked by C code may still have the descriptor.
+                fcntl.fcntl(fd, fcntl.F_SETLK if _SET_BYTE is None else _SET_BYTE, _pack(fcntl.F_UNLCK))
+                _FLOCK.unlock(fd)
+            finally:
+                self._fs.close(fd)
+
+    # -- one attempt ------------------------------------------------------------------------------------------------
+
+    def _try(self) -> None:
+        with _registry_lock:
+            directory = _identity(self._fs.stat(self._root))
+            self._refuse_registered(directory)
+            with suppress(FileNotFoundError):
+                self._refuse_registered(_identity(self._fs.stat(self._path)))
+            # Never through a link, nor into a pipe: what bears the name may be anything, and is written to.
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+            fd = self._fs.open(self._path, flags, self._file_mode)
+            try:
+                self._lock(fd)
+                file = _identity(self._fs.stat(fd))
+                # Someone may have removed the file between our open and our lock; then the next writer would lock a
+                # new one beside us.
+                if not self._leads_to(file):
+                    raise _TakenError(_Holder())
+                self._describe(fd)
+            except BaseException:
+                self._fs.close(fd)  # gives back whatever was taken
+                raise
+            self._fd = fd
+            _registry[directory] = _registry[file] = self
+
+    def _refuse_registered(self, identity: Identity) -> None:
+        if identity in _registry:
+            raise _TakenError(_Holder(os.getpid(), socket.gethostname()))
+
+    def _leads_to(self, file: Identity) -> bool:
+        try:
+            return _identity(self._fs.stat(self._path)) == file
+        except FileNotFoundError:
+            return False
+
+    def _lock(self, fd: int) -> None:
+        try:
+            if not stat.S_ISREG(self._fs.stat(fd).st_mode):
+                raise OSError(errno.EINVAL, "not a regular file")
+            try:
+                _FLOCK.lock(fd, LockFlags.EXCLUSIVE | LockFlags.NON_BLOCKING)
+            except AlreadyLocked:
+                raise _TakenError(self._holder(fd)) from None
+            except LockException as error:
+                # Some network file systems answer with EOFError; portalocker wraps whatever came.
+                cause = error.__cause__
+                raise (cause if isinstance(cause, OSError) else OSError(errno.EIO, str(error))) from None
+            if not _lock_byte(fd):
+                raise _TakenError(self._holder(fd))
+        except MQStoreError:
+            raise
+        except OSError as error:
+            raise_os_error(error, self._path, "lock")
+
+    def _holder(self, fd: int) -> _Holder:
+        pid = _byte_holder(fd)
+        content = self._fs.pread(fd, _CONTENT_BYTES_MAX, 0)
+        told = _parse(content)
+        if pid is not None and pid > 0 and pid != told.pid:
+            return _Holder(pid)  # a Java broker: the line is of an earlier mqstore
+        return told
+
+    def _describe(self, fd: int) -> None:
+        line = json.dumps(
+            {
+                "pid": os.getpid(),
+                "host": socket.gethostname(),
+                "started_ms": self._clock.now_ms(),
+                "program": self._program,
+            }
+        )
+        content = _PREFIX + line.encode("ascii")
+        # No file of a store is ever shortened: what an earlier, longer line left is covered with blanks.
+        content = content.ljust(min(self._fs.size(fd), _CONTENT_BYTES_MAX) - 1) + b"\n"
+        with suppress(StoreFullError):  # a note to people; a full disk must still open, to be consumed and freed
+            self._fs.pwrite(fd, content, 0)
+
+    def _refusal(self, holder: _Holder) -> StoreLockedError:
+        by = "another process" if holder.pid is None else f"process {holder.pid}"
+        # The host stands in a file that anyone may have written: !a leaves no control character to a terminal.
+        on = "" if holder.host is None else f" on host {holder.host!a}"
+        return StoreLockedError(
+            f"{self._root} is open for writing in {by}{on}; close it there, or open read-only (mode='r')", *holder
+        )
+
+
+def _parse(content: bytes) -> _Holder:
+    """What the second line of a lock file tells; nothing of it is trusted to be there or of the right type."""
+    try:
+        told: Any = json.loads(content[len(_PREFIX) :].partition(b"\n")[0])
+    except (ValueError, RecursionError):
+        return _Holder()
+    if not isinstance(told, dict):
+        return _Holder()
+    pid, host, since = told.get("pid"), told.get("host"), told.get("started_ms")
+    return _Holder(
+        pid if type(pid) is int else None,
+        host if type(host) is str else None,
+        since if type(since) is int else None,
+    )
+
+
+def writer_alive(root: str | os.PathLike[str], fs: FileSystem = REAL) -> bool:
+    """Whether a writer, mqstore or Java, holds the directory now. For readers: takes no lock and disturbs none.
+
+    Sees processes of this machine, and of others as far as a network file system carries byte locks.
+    """
+    path = os.path.join(root, "lock")
+    with _registry_lock:
+        try:
+            # The registry first: opening and closing the file would drop our own lock where it is a POSIX one.
+            if _identity(fs.stat(root)) in _registry or _identity(fs.stat(path)) in _registry:
+                return True
+            fd = fs.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        except FileNotFoundError:
+            return False
+        try:
+            return _byte_holder(fd) is not None
+        except OSError as error:
+            raise_os_error(error, path, "lock test")
+        finally:
+            fs.close(fd)
+
+
+def _close_in_child() -> None:
+    """Drop what a forked child inherited. Closes without unlocking: unlocking would take the lock from the parent."""
+    global _registry_lock
+    _registry_lock = threading.RLock()  # the inherited one is held by the thread that forked, in the parent
+    for lock in set(_registry.values()):
+        fd, lock._fd = lock._fd, None
+        if fd is not None:
+            with suppress(OSError):
+                os.close(fd)
+    _registry.clear()
+
+
+def _hold_registry() -> None:
+    _registry_lock.acquire()
+
+
+def _give_registry() -> None:
+    _registry_lock.release()
+
+
+os.register_at_fork(before=_hold_registry, after_in_parent=_give_registry, after_in_child=_close_in_child)

@@ -1,0 +1,117 @@
+"""The checkpoint page: how far the store was durable when it was last written (7).
+
+    offset size type  field
+         0    8 i64   physicMsgTimestamp    store time (ms) of the last message of a thorough commitlog flush
+         8    8 i64   logicsMsgTimestamp    the same for the consume queues
+        16    8 i64   indexMsgTimestamp     end time of the last full index file
+        24    8 i64   masterFlushedOffset   replication; 0
+        32    8 i64   confirmPhyOffset      start of the last valid record
+        40   24       zero
+        64    4 i32   extension magic 0x4D515331 "MQS1"            from here on ours; a Java broker never touches it
+        68    4 i32   extension version 1
+        72    8 i64   flushed       every commitlog byte below this physical offset has been synced
+        80    8 i64   dispatched    units and index entries of every record below it have been synced
+        88    8 i64   cleanEnd      end of the log at a clean close, -1 while a writer has the store open
+        96    4 i32   CRC-32C of bytes [0, 40) and [64, 96)
+       100   28       zero
+       128            the file is a page of 4096 bytes; the rest stays zero
+
+The CRC covers the first five fields as well: once a Java broker has changed one of them, the extension no longer
+counts, because the broker may have cut the log below the watermarks.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Final
+
+import crc32c
+
+__all__ = ["ENCODED_BYTES", "FILE_BYTES", "Checkpoint", "decode", "encode", "min_timestamp"]
+
+_FIELDS: Final = struct.Struct(">qqqqq")
+_EXTENSION: Final = struct.Struct(">iiqqq")
+_CRC: Final = struct.Struct(">I")
+_EXTENSION_AT: Final = 64
+_CRC_AT: Final = _EXTENSION_AT + _EXTENSION.size
+_EXTENSION_MAGIC: Final = 0x4D515331
+_EXTENSION_VERSION: Final = 1
+_MARGIN_MS: Final = 3000
+
+ENCODED_BYTES: Final = 128  # written with one pwrite, inside one sector
+FILE_BYTES: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The fields of the page. Times are milliseconds since the epoch, 0 = never; offsets are physical offsets.
+
+    `flushed`, `dispatched` and `clean_end` are the extension: all three numbers, or all three None when there is
+    none to trust. Raises ValueError when only some are None.
+    """
+
+    physic_msg_timestamp_ms: int = 0
+    logics_msg_timestamp_ms: int = 0
+    index_msg_timestamp_ms: int = 0
+    master_flushed_offset: int = 0
+    confirm_physical_offset: int = 0
+    flushed: int | None = None
+    dispatched: int | None = None
+    clean_end: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.flushed is None) != (self.dispatched is None) or (self.flushed is None) != (self.clean_end is None):
+            raise ValueError("flushed, dispatched and clean_end stand together: give all three or none")
+
+
+def encode(checkpoint: Checkpoint) -> bytes:
+    """The first 128 bytes of the file. Without an extension its place is zero, which no reader takes for one."""
+    page = bytearray(ENCODED_BYTES)
+    _FIELDS.pack_into(
+        page,
+        0,
+        checkpoint.physic_msg_timestamp_ms,
+        checkpoint.logics_msg_timestamp_ms,
+        checkpoint.index_msg_timestamp_ms,
+        checkpoint.master_flushed_offset,
+        checkpoint.confirm_physical_offset,
+    )
+    if checkpoint.flushed is not None:
+        _EXTENSION.pack_into(
+            page,
+            _EXTENSION_AT,
+            _EXTENSION_MAGIC,
+            _EXTENSION_VERSION,
+            checkpoint.flushed,
+            checkpoint.dispatched,
+            checkpoint.clean_end,
+        )
+        _CRC.pack_into(page, _CRC_AT, _crc(bytes(page)))
+    return bytes(page)
+
+
+def decode(data: bytes) -> Checkpoint:
+    """Read a page back; of a short or missing (b"") one, what is not there counts as zero. Never fails."""
+    page = bytes(data[:ENCODED_BYTES]).ljust(ENCODED_BYTES, b"\0")
+    fields = _FIELDS.unpack_from(page)
+    magic, version, *watermarks = _EXTENSION.unpack_from(page, _EXTENSION_AT)
+    known = magic == _EXTENSION_MAGIC and version == _EXTENSION_VERSION
+    if known and _CRC.unpack_from(page, _CRC_AT)[0] == _crc(page):
+        return Checkpoint(*fields, *watermarks)
+    return Checkpoint(*fields)
+
+
+def min_timestamp(checkpoint: Checkpoint, *, index_safe: bool = False) -> int:
+    """The store time (ms) up to which a Java broker's store is surely durable: 3 s before the older mark, at least 0.
+
+    `index_safe` brings the index mark in as well, as `messageIndexSafe` does.
+    """
+    marks = [checkpoint.physic_msg_timestamp_ms, checkpoint.logics_msg_timestamp_ms]
+    if index_safe:
+        marks.append(checkpoint.index_msg_timestamp_ms)
+    return max(0, min(marks) - _MARGIN_MS)
+
+
+def _crc(page: bytes) -> int:
+    return crc32c.crc32c(page[_EXTENSION_AT:_CRC_AT], crc32c.crc32c(page[: _FIELDS.size]))

@@ -1,0 +1,136 @@
+"""Inflating the bodies that producers compressed (2.2): sysFlag bit 0 says that one is, bits 8-10 say how.
+
+    bits 8-10   0x000 zlib (old writers)   0x100 LZ4 frames   0x200 Zstandard frames   0x300 zlib
+
+The store keeps bodies as they come; only a reader that wants the message's own bytes comes here. zlib is in the
+standard library; `lz4` and `zstandard` are asked for when a body needs them, so that nobody installs them for nothing.
+What a body claims is never believed: output is bounded, so a small record cannot make a reader allocate the machine's
+memory.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Final
+
+from mqstore.errors import FormatError, MQStoreError
+from mqstore.layout.record import COMPRESSED, COMPRESSION_LZ4, COMPRESSION_TYPE_MASK, COMPRESSION_ZLIB, COMPRESSION_ZSTD
+
+__all__ = ["MAX_INFLATED_BYTES", "MissingPackageError", "inflate"]
+
+MAX_INFLATED_BYTES: Final = 256 << 20
+
+# zstandard's decompression object knows no output limit, so its input comes in slices. The densest block there is holds
+# 128 KiB in 4 bytes: a slice of 256 bytes overshoots the limit by 8 MiB at most.
+_ZSTD_SLICE_BYTES: Final = 256
+
+
+class MissingPackageError(MQStoreError, ImportError):
+    """A body is compressed in a way that needs a package which is not installed; `name` is what to install."""
+
+
+def inflate(sys_flag: int, body: bytes, max_bytes: int = MAX_INFLATED_BYTES) -> bytes:
+    """The message's own bytes; `body` itself when `sys_flag` does not say that it is compressed.
+
+    Several frames (LZ4, Zstandard) one behind the other are one body; what follows the end of a zlib stream is ignored,
+    as Java's reader does. Raises `FormatError` (field "body", position within it) for bytes of another format, a stream
+    that is cut off, and a result over `max_bytes`, with field "sys_flag" for a compression type nobody has defined;
+    `MissingPackageError` when the package for the format is not there.
+    """
+    if not sys_flag & COMPRESSED:
+        return body
+    kind = sys_flag & COMPRESSION_TYPE_MASK
+    inflater = _INFLATERS.get(kind)
+    if inflater is None:
+        raise FormatError(f"compression type {kind >> 8} is unknown", "sys_flag", 0)
+    return inflater(body, max_bytes)
+
+
+def _inflate_zlib(body: bytes, max_bytes: int) -> bytes:
+    stream = zlib.decompressobj()
+    try:
+        data = stream.decompress(body, max_bytes + 1)  # one more than allowed, to tell "just fits" from "goes on"
+    except zlib.error as error:
+        raise FormatError(f"the body is no zlib stream: {error}", "body", 0) from error
+    if len(data) > max_bytes:
+        raise _too_large(max_bytes)
+    if not stream.eof:
+        raise FormatError("the zlib stream of the body is cut off", "body", len(body))
+    return data
+
+
+def _inflate_lz4(body: bytes, max_bytes: int) -> bytes:
+    try:
+        import lz4.frame
+    except ImportError as error:
+        raise _missing("lz4", "LZ4") from error
+
+    def frame(data: bytes, room: int) -> tuple[bytes, bytes, bool]:
+        stream = lz4.frame.LZ4FrameDecompressor()
+        out = stream.decompress(data, max_length=room)
+        return out, stream.unused_data or b"", stream.eof
+
+    # The binding raises plain RuntimeError for whatever the C library dislikes.
+    return _inflate_frames(body, max_bytes, frame, RuntimeError, "LZ4")
+
+
+def _inflate_zstd(body: bytes, max_bytes: int) -> bytes:
+    try:
+        import zstandard
+    except ImportError as error:
+        raise _missing("zstandard", "Zstandard") from error
+
+    def frame(data: bytes, room: int) -> tuple[bytes, bytes, bool]:
+        stream = zstandard.ZstdDecompressor().decompressobj()
+        pieces: list[bytes] = []
+        for start in range(0, len(data), _ZSTD_SLICE_BYTES):
+            end = start + _ZSTD_SLICE_BYTES
+            pieces.append(stream.decompress(data[start:end]))
+            room -= len(pieces[-1])
+            if stream.eof or room <= 0:
+                return b"".join(pieces), stream.unused_data + data[end:], stream.eof
+        return b"".join(pieces), b"", stream.eof
+
+    return _inflate_frames(body, max_bytes, frame, zstandard.ZstdError, "Zstandard")
+
+
+def _inflate_frames(
+    body: bytes,
+    max_bytes: int,
+    frame: Callable[[bytes, int], tuple[bytes, bytes, bool]],
+    failure: type[Exception],
+    name: str,
+) -> bytes:
+    """Frames one behind the other; `frame` inflates the first of some bytes: (output, bytes behind it, did it end)."""
+    pieces: list[bytes] = []
+    size, rest = 0, body
+    while rest or not pieces:
+        at = len(body) - len(rest)
+        try:
+            data, rest, ended = frame(rest, max_bytes + 1 - size)
+        except failure as error:
+            raise FormatError(f"the body is no {name} frame: {error}", "body", at) from error
+        size += len(data)
+        if size > max_bytes:
+            raise _too_large(max_bytes)
+        if not ended:
+            raise FormatError(f"the {name} frame of the body is cut off", "body", len(body))
+        pieces.append(data)
+    return b"".join(pieces)
+
+
+def _too_large(max_bytes: int) -> FormatError:
+    return FormatError(f"the body inflates to more than the limit of {max_bytes} bytes", "body", 0)
+
+
+def _missing(package: str, name: str) -> MissingPackageError:
+    return MissingPackageError(f"the body is {name}-compressed; to read it: pip install {package}", name=package)
+
+
+_INFLATERS: Final[dict[int, Callable[[bytes, int], bytes]]] = {
+    0: _inflate_zlib,
+    COMPRESSION_LZ4: _inflate_lz4,
+    COMPRESSION_ZSTD: _inflate_zstd,
+    COMPRESSION_ZLIB: _inflate_zlib,
+}

@@ -1,0 +1,75 @@
+"""The consume-queue unit: what a queue knows of one message (4.1).
+
+    offset size type  field
+         0    8 i64   physicalOffset   start of the record in the commitlog
+         8    4 i32   size             totalSize of the record, not of its body
+        12    8 i64   tagsCode         Java hash of TAGS (4.2); in SCHEDULE_TOPIC_XXXX the time of delivery in ms
+        20
+
+No header, no checksum: unit k of a queue lies at byte 20 k of its stream. Unwritten space is zero, so size 0 ends the
+data. The unit (0, 0x7FFFFFFF, 0) is void: its slot is taken, but it is no message (4.3).
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+__all__ = [
+    "UNIT",
+    "UNIT_BYTES",
+    "UNIT_DTYPE",
+    "VOID_SIZE",
+    "VOID_UNIT",
+    "decode_units",
+    "encode_units",
+    "is_message",
+    "is_void",
+]
+
+UNIT: Final = struct.Struct(">qiq")
+UNIT_BYTES: Final = UNIT.size
+UNIT_DTYPE: Final = np.dtype([("physical_offset", ">i8"), ("size", ">i4"), ("tags_code", ">i8")])
+
+VOID_SIZE: Final = 0x7FFF_FFFF
+VOID_UNIT: Final = UNIT.pack(0, VOID_SIZE, 0)
+
+
+def decode_units(data: ReadableBuffer) -> npt.NDArray[np.void]:
+    """The whole units in `data`, as an array of `UNIT_DTYPE` over the same memory; a cut-off last one is left out."""
+    view = memoryview(data)
+    units: npt.NDArray[np.void] = np.frombuffer(view, dtype=UNIT_DTYPE, count=view.nbytes // UNIT_BYTES)
+    return units
+
+
+def encode_units(
+    physical_offsets: npt.NDArray[np.integer[Any]],
+    sizes: npt.NDArray[np.integer[Any]],
+    tags_codes: npt.NDArray[np.integer[Any]],
+) -> bytes:
+    """The bytes of many units, one for each element of the three arrays of equal length."""
+    units = np.empty(len(physical_offsets), dtype=UNIT_DTYPE)
+    units["physical_offset"] = physical_offsets
+    units["size"] = sizes
+    units["tags_code"] = tags_codes
+    return units.tobytes()
+
+
+def is_void(units: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+    """Mask of the units that hold a slot but no message (4.3)."""
+    mask: npt.NDArray[np.bool_] = (
+        (units["size"] == VOID_SIZE) & (units["physical_offset"] == 0) & (units["tags_code"] == 0)
+    )
+    return mask
+
+
+def is_message(units: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+    """Mask of the units that point at a record: offset >= 0, size > 0 (9.3), and not void."""
+    mask: npt.NDArray[np.bool_] = (units["size"] > 0) & (units["physical_offset"] >= 0) & ~is_void(units)
+    return mask

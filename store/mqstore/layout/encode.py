@@ -1,0 +1,123 @@
+"""Many records at once: the bytes of a contiguous batch, built with numpy (store-format 2.1, 2.9, 2.10).
+
+One record costs a `struct` pack and a join (`record.header_struct`); a batch of a thousand costs a thousandth of a
+handful of array operations each. Both give the same bytes, which the tests hold against each other.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from crc32c import crc32c
+
+from mqstore.layout.record import MAGIC_V1, MAGIC_V2, Checksum
+
+__all__ = ["encode_records", "header_dtype"]
+
+_DTYPES: dict[tuple[int, int], np.dtype[np.void]] = {}
+
+
+def header_dtype(born_host_bytes: int, store_host_bytes: int) -> np.dtype[np.void]:
+    """Fields 1 to 15 of a record, everything before its body: 72 + hosts bytes, packed, big-endian."""
+    key = (born_host_bytes, store_host_bytes)
+    if key not in _DTYPES:
+        _DTYPES[key] = np.dtype(
+            [
+                ("size", ">i4"),
+                ("magic", ">i4"),
+                ("checksum", ">u4"),
+                ("queue_id", ">i4"),
+                ("flag", ">i4"),
+                ("queue_offset", ">i8"),
+                ("physical_offset", ">i8"),
+                ("sys_flag", ">i4"),
+                ("born_timestamp_ms", ">i8"),
+                ("born_host", f"S{born_host_bytes}"),
+                ("store_timestamp_ms", ">i8"),
+                ("store_host", f"S{store_host_bytes}"),
+                ("reconsume_times", ">i4"),
+                ("prepared_transaction_offset", ">i8"),
+                ("body_size", ">i4"),
+            ]
+        )
+    return _DTYPES[key]
+
+
+def encode_records(
+    bodies: Sequence[bytes],
+    tails: Sequence[bytes] | bytes,
+    *,
+    queue_id: int,
+    queue_offset: int,
+    physical_offset: int,
+    store_timestamp_ms: int,
+    born_timestamp_ms: int,
+    born_host: bytes,
+    store_host: bytes,
+    flags: Sequence[int] | int,
+    sys_flag: int,
+    v2: bool,
+    checksum: Checksum,
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+    """The bytes of `bodies` as consecutive records, and the size of each.
+
+    `tails` are the bytes behind each body (topic length, topic, properties length, properties), one for all or one
+    each. Offsets count up from `queue_offset` and `physical_offset`; the rest is common. The caller has checked limits.
+    """
+    count = len(bodies)
+    dtype = header_dtype(len(born_host), len(store_host))
+    body_sizes = np.fromiter(map(len, bodies), np.int64, count)
+    sizes = body_sizes + dtype.itemsize
+    sizes += len(tails) if isinstance(tails, bytes) else np.fromiter(map(len, tails), np.int64, count)
+    starts = np.empty(count, np.int64)
+    starts[0] = 0
+    np.cumsum(sizes[:-1], out=starts[1:])
+
+    header = np.empty(count, dtype)
+    header["size"] = sizes
+    header["magic"] = MAGIC_V2 if v2 else MAGIC_V1
+    header["checksum"] = 0
+    header["queue_id"] = queue_id
+    header["flag"] = flags
+    header["queue_offset"] = np.arange(queue_offset, queue_offset + count)
+    header["physical_offset"] = starts + physical_offset
+    header["sys_flag"] = sys_flag
+    header["born_timestamp_ms"] = born_timestamp_ms
+    header["born_host"] = born_host
+    header["store_timestamp_ms"] = store_timestamp_ms
+    header["store_host"] = store_host
+    header["reconsume_times"] = 0
+    header["prepared_transaction_offset"] = 0
+    header["body_size"] = body_sizes
+    if checksum == "crc32-body":
+        header["checksum"] = np.fromiter(map(zlib.crc32, bodies), np.uint32, count) & np.uint32(0x7FFF_FFFF)
+
+    size = int(sizes[0])
+    body_size = int(body_sizes[0])
+    width = dtype.itemsize
+    if isinstance(tails, bytes) and bool((body_sizes == body_size).all()):
+        # One shape for all: a matrix with a record a row, filled by column.
+        rows = np.empty((count, size), np.uint8)
+        rows[:, :width] = header.view(np.uint8).reshape(count, width)
+        if body_size:
+            rows[:, width : width + body_size] = np.frombuffer(b"".join(bodies), np.uint8).reshape(count, body_size)
+        rows[:, width + body_size :] = np.frombuffer(tails, np.uint8)
+        data = rows.reshape(-1)
+    else:
+        packed = header.tobytes()
+        heads = [packed[i : i + width] for i in range(0, len(packed), width)]
+        parts: list[bytes] = [b""] * (3 * count)
+        parts[0::3] = heads
+        parts[1::3] = bodies
+        parts[2::3] = [tails] * count if isinstance(tails, bytes) else tails
+        data = np.frombuffer(bytearray().join(parts), np.uint8)
+    if checksum == "crc32c-record":
+        view = data.data
+        bounds = starts.tolist()
+        bounds.append(len(view))
+        crcs = np.fromiter(map(crc32c, map(view.__getitem__, map(slice, bounds, bounds[1:]))), ">u4", count)
+        data[starts[:, None] + np.arange(8, 12)] = crcs.view(np.uint8).reshape(count, 4)
+    return data, sizes

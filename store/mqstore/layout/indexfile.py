@@ -1,0 +1,321 @@
+"""The index file: a hash table on disk from `topic#key` to physical offsets (store-format 6).
+
+    0            40                40 + 4 slots              40 + 4 slots + 20 entries
+    | header 40  | slots x i32     | entries x 20            |
+
+    header  0  8 i64 beginTimestamp   store time of the first entry, ms
+            8  8 i64 endTimestamp     store time of the last entry, ms
+           16  8 i64 beginPhyOffset   physical offset of the first entry
+           24  8 i64 endPhyOffset     physical offset of the last entry
+           32  4 i32 hashSlotCount    slots in use
+           36  4 i32 indexCount       number of the next entry; the first is 1, and 0 in a fresh file means 1
+    slot    0  4 i32 newest entry of the chain, 0 = empty
+    entry   0  4 i32 keyHash          not negative (6.2); its slot is keyHash % slots
+            4  8 i64 physicalOffset
+           12  4 i32 timeDiff         whole seconds after beginTimestamp, 0..2147483647
+           16  4 i32 prevEntry        the next older entry of the chain, 0 = end
+
+Entry e lies at 40 + 4 slots + 20 e; entry 0 is never used. Nothing in a file tells how many slots it has: the manifest
+does, or a guess from the length. This module knows no key and no record: it stores hashes, and what a query returns may
+belong to another key of equal hash. Hits are to be compared with the record (M13).
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mqstore.errors import FormatError
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer, WriteableBuffer
+
+__all__ = [
+    "ENTRY_BYTES",
+    "ENTRY_DTYPE",
+    "HEADER_BYTES",
+    "SLOT_BYTES",
+    "SLOT_DTYPE",
+    "IndexHeader",
+    "IndexProblem",
+    "check_index",
+    "file_bytes",
+    "put_entries",
+    "query_entries",
+    "slots_entries_from_length",
+]
+
+_HEADER: Final = struct.Struct(">qqqqii")
+_SLOT: Final = struct.Struct(">i")
+_ENTRY: Final = struct.Struct(">iqii")
+
+HEADER_BYTES: Final = _HEADER.size
+SLOT_BYTES: Final = _SLOT.size
+ENTRY_BYTES: Final = _ENTRY.size
+
+SLOT_DTYPE: Final = np.dtype(">i4")
+ENTRY_DTYPE: Final = np.dtype(
+    [("key_hash", ">i4"), ("physical_offset", ">i8"), ("seconds", ">i4"), ("previous", ">i4")]
+)
+
+_MAX_I32: Final = 0x7FFF_FFFF
+_SECOND_MS: Final = 1000
+_DEFAULT_ENTRIES_PER_SLOT: Final = 4  # of the Java broker's defaults and of ours (1.2)
+
+
+class IndexHeader(NamedTuple):
+    """The first 40 bytes. Times are store times in ms; `next_entry` is at least 1 once decoded from a sane file."""
+
+    begin_timestamp_ms: int = 0
+    end_timestamp_ms: int = 0
+    begin_physical_offset: int = 0
+    end_physical_offset: int = 0
+    used_slots: int = 0
+    next_entry: int = 1
+
+    def encode(self) -> bytes:
+        """The 40 bytes."""
+        return _HEADER.pack(*self)
+
+    @classmethod
+    def decode(cls, buf: ReadableBuffer) -> IndexHeader:
+        """Read the first 40 bytes of `buf`; an indexCount of 0 reads as 1. FormatError when `buf` is shorter."""
+        with memoryview(buf) as view:
+            if view.nbytes < HEADER_BYTES:
+                raise FormatError(f"an index file has at least {HEADER_BYTES} bytes, not {view.nbytes}", "header", 0)
+            header = cls(*_HEADER.unpack_from(view))
+        return header if header.next_entry else header._replace(next_entry=1)
+
+
+class IndexProblem(NamedTuple):
+    """Something wrong in an index file: `position` in bytes from its start, `field` that was being looked at."""
+
+    position: int
+    field: str
+    detail: str
+
+
+def file_bytes(slots: int, entries: int) -> int:
+    """The length of a file of that shape. It has room for `entries - 1`, since entry 0 is never used.
+
+    >>> file_bytes(100_000, 400_000)
+    8400040
+    """
+    return HEADER_BYTES + SLOT_BYTES * slots + ENTRY_BYTES * entries
+
+
+def slots_entries_from_length(length: int) -> tuple[int, int] | None:
+    """The shape that a file of `length` bytes has if it was made with four entries a slot; None if it can't have been.
+
+    A guess for stores without a manifest (1.2): other shapes may have the same length.
+
+    >>> slots_entries_from_length(420_000_040)
+    (5000000, 20000000)
+    """
+    slots, rest = divmod(length - HEADER_BYTES, file_bytes(1, _DEFAULT_ENTRIES_PER_SLOT) - HEADER_BYTES)
+    return (slots, slots * _DEFAULT_ENTRIES_PER_SLOT) if slots > 0 and rest == 0 else None
+
+
+def _tables(buf: ReadableBuffer, slots: int, entries: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.void]]:
+    """Slots and entries of a whole file as arrays over its memory."""
+    if slots < 1 or entries < 1:
+        raise ValueError(f"an index file has slots and entries, not {slots} and {entries}")
+    view = memoryview(buf)
+    if view.nbytes < file_bytes(slots, entries):
+        raise FormatError(
+            f"{view.nbytes} bytes are no index file of {slots} slots and {entries} entries", "length", view.nbytes
+        )
+    slot_table = np.frombuffer(view, SLOT_DTYPE, slots, HEADER_BYTES)
+    entry_table = np.frombuffer(view, ENTRY_DTYPE, entries, HEADER_BYTES + SLOT_BYTES * slots)
+    return slot_table, entry_table
+
+
+def put_entries(
+    buf: WriteableBuffer,
+    slots: int,
+    entries: int,
+    hashes: npt.ArrayLike,
+    physical_offsets: npt.ArrayLike,
+    store_timestamps_ms: npt.ArrayLike,
+) -> int:
+    """Put entries in the order given until the file is full; returns how many went in (6.3).
+
+    `buf` is the whole file, writable; the three sequences have the same length. The bytes are those of single puts one
+    after the other, except that entry 1 gets timeDiff 0 instead of one relative to another file (M14). Who calls leaves
+    out what is in the file already (physical offsets below endPhyOffset).
+
+    Entries are stored first, then the header, then the slots: a reader that takes slot, header and entry in this order
+    never meets a number that is not there yet.
+
+    Raises ValueError for a negative hash or unequal lengths, FormatError for a short buffer or a header whose
+    indexCount no file of this shape has; nothing was written then.
+    """
+    slot_table, entry_table = _tables(buf, slots, entries)
+    header = IndexHeader.decode(buf)
+    if not 1 <= header.next_entry <= entries:
+        raise FormatError(f"indexCount {header.next_entry} in a file of {entries} entries", "indexCount", 36)
+    key_hash = np.asarray(hashes, np.int64)
+    physical_offset = np.asarray(physical_offsets, np.int64)
+    time = np.asarray(store_timestamps_ms, np.int64)
+    if not len(key_hash) == len(physical_offset) == len(time):
+        raise ValueError(f"{len(key_hash)} hashes, {len(physical_offset)} offsets, {len(time)} times")
+    count = min(len(key_hash), entries - header.next_entry)
+    if count == 0:
+        return 0
+    key_hash, physical_offset, time = key_hash[:count], physical_offset[:count], time[:count]
+    if key_hash.min() < 0 or key_hash.max() > _MAX_I32:
+        raise ValueError("a key hash must be within 0..2147483647 (6.2)")
+
+    number = np.arange(header.next_entry, header.next_entry + count)
+    # Puts into the same slot one behind the other, each chained to the one before, the first to what the slot holds.
+    slot = key_hash % slots
+    order = np.argsort(slot, kind="stable")
+    slot, number_by_slot = slot[order], number[order]
+    opens = np.ones(count, np.bool_)
+    opens[1:] = slot[1:] != slot[:-1]
+    previous_by_slot = np.empty(count, np.int64)
+    previous_by_slot[1:] = number_by_slot[:-1]
+    held = slot_table[slot[opens]].astype(np.int64)
+    held[(held < 0) | (held > number_by_slot[opens])] = 0  # what no chain can have led to
+    previous_by_slot[opens] = held
+    closes = np.ones(count, np.bool_)
+    closes[:-1] = opens[1:]
+
+    begin = (
+        header
+        if header.next_entry > 1
+        else header._replace(begin_timestamp_ms=int(time[0]), begin_physical_offset=int(physical_offset[0]))
+    )
+    seconds = np.zeros(count, np.int64)
+    if begin.begin_timestamp_ms > 0:
+        seconds = np.clip((time - begin.begin_timestamp_ms) // _SECOND_MS, 0, _MAX_I32)
+
+    added = entry_table[header.next_entry : header.next_entry + count]
+    added["key_hash"] = key_hash
+    added["physical_offset"] = physical_offset
+    added["seconds"] = seconds
+    added["previous"][order] = previous_by_slot
+    _HEADER.pack_into(
+        buf,
+        0,
+        *begin._replace(
+            end_timestamp_ms=int(time[-1]),
+            end_physical_offset=int(physical_offset[-1]),
+            used_slots=_wrapped(begin.used_slots + int(np.count_nonzero(held == 0))),
+            next_entry=header.next_entry + count,
+        ),
+    )
+    slot_table[slot[closes]] = number_by_slot[closes]
+    return count
+
+
+def _wrapped(value: int) -> int:
+    """A counter that damage set next to the limit goes round as Java's does."""
+    return (value + 0x8000_0000) % 0x1_0000_0000 - 0x8000_0000
+
+
+def query_entries(buf: ReadableBuffer, slots: int, key_hash: int, begin_ms: int, end_ms: int, limit: int) -> list[int]:
+    """Physical offsets of up to `limit` entries with this hash and a time in `[begin_ms, end_ms]`, newest first (6.4).
+
+    An entry knows its time to the second only, so up to 999 ms before `begin_ms` are taken in too (M14): compare topic,
+    key and store time with the record. Which files to ask, by begin and end of their headers, is for the caller.
+
+    A chain ends at 0, at a number that was not given out, at an entry older than `begin_ms`, and where it does not lead
+    to an older entry; so it ends in any file, however damaged. FormatError if `buf` is shorter than header and slots.
+    """
+    with memoryview(buf) as view:
+        table = HEADER_BYTES + SLOT_BYTES * slots
+        if slots < 1 or view.nbytes < table:
+            raise FormatError(f"{view.nbytes} bytes are no index file of {slots} slots", "length", view.nbytes)
+        # Slot before header: see put_entries.
+        (number,) = _SLOT.unpack_from(view, HEADER_BYTES + SLOT_BYTES * (key_hash % slots))
+        header = IndexHeader.decode(view)
+        last = min(header.next_entry, (view.nbytes - table) // ENTRY_BYTES - 1)
+        found: list[int] = []
+        if header.next_entry <= 1 or number > last:
+            return found
+        earliest = begin_ms - (_SECOND_MS - 1)
+        while number > 0 and len(found) < limit:
+            stored_hash, physical_offset, seconds, previous = _ENTRY.unpack_from(view, table + ENTRY_BYTES * number)
+            if seconds < 0:
+                break
+            time = header.begin_timestamp_ms + _SECOND_MS * seconds
+            if time < earliest:
+                break  # what follows is older still
+            if stored_hash == key_hash and time <= end_ms:
+                found.append(physical_offset)
+            if previous >= number:
+                break
+            number = previous
+        return found
+
+
+def check_index(buf: ReadableBuffer, slots: int, entries: int) -> list[IndexProblem]:
+    """What is wrong in a whole index file; an empty list for one written by the rules, by Java's engine or by ours.
+
+    Looked at: the length, the header against the entries it counts, and whether every slot and entry leads where it
+    should, to an older entry of the same slot. Of each kind of problem the first is reported, with how many there are.
+    Whether the records that entries point at exist and have that key is for the caller to find out.
+    """
+    with memoryview(buf) as view:
+        length = view.nbytes
+    if length != file_bytes(slots, entries):
+        wanted = file_bytes(slots, entries)
+        problem = IndexProblem(min(length, wanted), "length", f"{length} bytes instead of {wanted}")
+        if length < wanted:
+            return [problem]
+        problems = [problem]
+    else:
+        problems = []
+    slot_table, entry_table = _tables(buf, slots, entries)
+    header = IndexHeader.decode(buf)
+    if not 1 <= header.next_entry <= entries:
+        # Nothing can be said of entries when it is not known which there are.
+        return [*problems, IndexProblem(36, "indexCount", f"{header.next_entry} in a file of {entries} entries")]
+
+    table = HEADER_BYTES + SLOT_BYTES * slots
+    used = entry_table[1 : header.next_entry]
+    number = np.arange(1, header.next_entry)
+    key_hash, previous = used["key_hash"].astype(np.int64), used["previous"].astype(np.int64)
+    physical_offset = used["physical_offset"].astype(np.int64)
+    head = slot_table.astype(np.int64)
+
+    def report(bad: npt.NDArray[np.bool_], start: int, stride: int, field: str, values: npt.NDArray[np.int64]) -> None:
+        rows = np.flatnonzero(bad)
+        if len(rows):
+            first = int(rows[0])
+            many = f", and {len(rows) - 1} more like it" if len(rows) > 1 else ""
+            problems.append(IndexProblem(start + stride * first, field, f"{field} {int(values[first])}{many}"))
+
+    first_entry = table + ENTRY_BYTES
+    report(key_hash < 0, first_entry, ENTRY_BYTES, "keyHash", key_hash)
+    backwards = np.zeros(len(used), np.bool_)
+    backwards[1:] = physical_offset[1:] < physical_offset[:-1]
+    report((physical_offset < 0) | backwards, first_entry + 4, ENTRY_BYTES, "physicalOffset", physical_offset)
+    seconds = used["seconds"].astype(np.int64)
+    report(seconds < 0, first_entry + 12, ENTRY_BYTES, "timeDiff", seconds)
+    # previous < number makes loops impossible; equal slots all along a chain make every entry reachable by its key.
+    slot = key_hash % slots
+    astray = (previous < 0) | (previous >= number)
+    linked = np.flatnonzero(~astray & (previous > 0))
+    astray[linked] = slot[linked] != slot[previous[linked] - 1]
+    report(astray, first_entry + 16, ENTRY_BYTES, "prevEntry", previous)
+
+    newest = np.zeros(slots, np.int64)
+    np.maximum.at(newest, slot, number)
+    report(head != newest, HEADER_BYTES, SLOT_BYTES, "slot", head)
+
+    if len(used):
+        found = (
+            (0, "beginTimestamp", header.begin_timestamp_ms > header.end_timestamp_ms, header.begin_timestamp_ms),
+            (16, "beginPhyOffset", header.begin_physical_offset != physical_offset[0], header.begin_physical_offset),
+            (24, "endPhyOffset", header.end_physical_offset != physical_offset[-1], header.end_physical_offset),
+        )
+        problems += [IndexProblem(at, field, f"{field} {value}") for at, field, bad, value in found if bad]
+    in_use = int(np.count_nonzero(newest))
+    if header.used_slots != in_use:
+        problems.append(IndexProblem(32, "hashSlotCount", f"{header.used_slots}, but {in_use} slots are in use"))
+    return problems

@@ -1,0 +1,178 @@
+"""Java's `String.hashCode`, the hash behind tags codes (4.2) and index slots (6.2): of one string, or of many at once.
+
+    h = 0;  h = h * 31 + unit   for each UTF-16 code unit, in wrapping 32-bit arithmetic, read as signed
+
+A character outside the BMP counts as its two surrogates. The hash of `a + b` is the hash of `b` started from the hash
+of `a`, so a prefix that many strings share ("topic#") is hashed once and handed in as `initial`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["index_hash", "index_hash_many", "java_hash", "java_hash_many", "tag_hash"]
+
+_MASK = 0xFFFF_FFFF
+_SIGN = 0x8000_0000
+
+# Up to this many rows, one by one is faster than setting numpy to work.
+_FEW_ROWS = 4
+# Bytes worked on at a time, padding included: the work arrays of so many stay in the second-level cache.
+_BLOCK_BYTES = 16_384
+
+
+def java_hash(text: str, initial: int = 0) -> int:
+    """`text.hashCode()` as Java computes it, a signed 32-bit integer (4.2).
+
+    `initial` is the hash of what stands before `text`. Lone surrogates count as the code unit they are.
+
+    >>> java_hash("TagA"), java_hash("polygenelubricants")
+    (2598919, -2147483648)
+    >>> java_hash("key", java_hash("topic#")) == java_hash("topic#key")
+    True
+    """
+    value = initial & _MASK
+    if text.isascii():
+        for unit in text.encode("ascii"):
+            value = (value * 31 + unit) & _MASK
+    else:
+        data = text.encode("utf-16-be", "surrogatepass")
+        for high, low in zip(data[::2], data[1::2], strict=True):
+            value = (value * 31 + (high << 8 | low)) & _MASK
+    return value - 0x1_0000_0000 if value & _SIGN else value
+
+
+@lru_cache(maxsize=4096)
+def tag_hash(tags: str) -> int:
+    """`java_hash` of a TAGS string, remembered: tags are few and come back with every message (4.2)."""
+    return java_hash(tags)
+
+
+def index_hash(key: str) -> int:
+    """The non-negative hash of an index key `topic#key` (6.2).
+
+    Java takes `Math.abs`, which leaves -2147483648 negative, and then puts 0 in its place.
+
+    >>> index_hash("polygenelubricants"), index_hash("pay-ok")
+    (0, 995269343)
+    """
+    value = abs(java_hash(key))
+    return 0 if value == _SIGN else value
+
+
+@overload
+def java_hash_many(
+    rows: Sequence[bytes], starts: None = None, sizes: None = None, *, initial: int | npt.NDArray[np.int32] = 0
+) -> npt.NDArray[np.int32]: ...
+
+
+@overload
+def java_hash_many(
+    rows: npt.NDArray[np.uint8],
+    starts: npt.NDArray[np.integer[Any]],
+    sizes: npt.NDArray[np.integer[Any]],
+    *,
+    initial: int | npt.NDArray[np.int32] = 0,
+) -> npt.NDArray[np.int32]: ...
+
+
+def java_hash_many(
+    rows: Sequence[bytes] | npt.NDArray[np.uint8],
+    starts: npt.NDArray[np.integer[Any]] | None = None,
+    sizes: npt.NDArray[np.integer[Any]] | None = None,
+    *,
+    initial: int | npt.NDArray[np.int32] = 0,
+) -> npt.NDArray[np.int32]:
+    """The hashes of many UTF-8 strings, int32, in the order given.
+
+    Either `rows` is a sequence of bytes objects, or it is one uint8 array in which row i is the `sizes[i]` bytes from
+    `starts[i]` (rows may overlap and come in any order). `initial` is the hash of a prefix, one for all rows or one a
+    row. Each row counts as the string Java would make of it, that is UTF-8 decoded with replacement; rows that are not
+    plain ASCII are decoded and hashed one by one. Raises ValueError for a row that does not lie inside the array.
+    """
+    if isinstance(rows, np.ndarray):
+        if starts is None or sizes is None:
+            raise ValueError("an array of bytes needs the starts and sizes of its rows")
+        data = rows
+        row_starts = np.asarray(starts, dtype=np.int64)
+        row_sizes = np.asarray(sizes, dtype=np.int64)
+    else:
+        data = np.frombuffer(b"".join(rows), dtype=np.uint8)
+        row_sizes = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
+        row_starts = np.cumsum(row_sizes) - row_sizes
+    count = len(row_starts)
+    if len(row_sizes) != count:
+        raise ValueError(f"{count} starts but {len(row_sizes)} sizes")
+    if count == 0:
+        return np.zeros(0, dtype=np.int32)
+    # `starts > length - sizes` rather than `starts + sizes > length`: sums of hostile values may wrap round.
+    if row_starts.min() < 0 or row_sizes.min() < 0 or bool((row_starts > len(data) - row_sizes).any()):
+        raise ValueError("a row does not lie inside the array of bytes")
+
+    prefixes = np.empty(count, dtype=np.uint32)
+    # Through int64, because numpy refuses a negative Python int for an unsigned array instead of wrapping it.
+    prefixes[:] = np.asarray(initial, dtype=np.int64).astype(np.uint32)
+    hashes = np.empty(count, dtype=np.uint32)
+    foreign = np.ones(count, dtype=np.bool_)  # rows that are not plain ASCII, or not worth an array
+    if count > _FEW_ROWS:
+        # Longest first: a block is as wide as its first row, and its rows differ little in length.
+        order = np.argsort(-row_sizes, kind="stable")
+        first = 0
+        while first < count:
+            width = int(row_sizes[order[first]])
+            block = order[first : first + max(1, _BLOCK_BYTES // max(1, width))]
+            hashes[block], foreign[block] = _hash_block(data, row_starts[block], row_sizes[block], prefixes[block])
+            first += len(block)
+    for i in np.flatnonzero(foreign).tolist():
+        start, size = int(row_starts[i]), int(row_sizes[i])
+        text = data[start : start + size].tobytes().decode("utf-8", "replace")
+        hashes[i] = java_hash(text, int(prefixes[i])) & _MASK
+    return hashes.view(np.int32)
+
+
+def index_hash_many(
+    data: npt.NDArray[np.uint8],
+    starts: npt.NDArray[np.integer[Any]],
+    sizes: npt.NDArray[np.integer[Any]],
+    *,
+    initial: int | npt.NDArray[np.int32] = 0,
+) -> npt.NDArray[np.int32]:
+    """`index_hash` of many keys, int32 and >= 0; arguments as of `java_hash_many`, `initial` the hash of `topic#`."""
+    hashes = java_hash_many(data, starts, sizes, initial=initial)
+    # abs(-2147483648) wraps to itself in int32 as it does in Java.
+    return np.maximum(np.abs(hashes), 0)
+
+
+def _hash_block(
+    data: npt.NDArray[np.uint8],
+    starts: npt.NDArray[np.int64],
+    sizes: npt.NDArray[np.int64],
+    prefixes: npt.NDArray[np.uint32],
+) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]:
+    """Hashes of rows sorted by falling size, as if all were ASCII, and which of them are not.
+
+    The rows stand right-aligned in a matrix, so that column j of all of them has the same power of 31 as its weight.
+    """
+    width = int(sizes[0])
+    powers = _powers(1 << width.bit_length())
+    positions = (starts + (sizes - width))[:, np.newaxis] + np.arange(width)
+    units = data.take(positions, mode="clip")  # clipped: the padding of the first rows may lie before the array
+    if sizes[-1] < width:
+        units[positions < starts[:, np.newaxis]] = 0
+    hashes = prefixes * powers[len(powers) - 1 - sizes] + units.astype(np.uint32) @ powers[len(powers) - width :]
+    return hashes, units.max(axis=1, initial=0) >= 0x80
+
+
+@lru_cache(maxsize=32)
+def _powers(count: int) -> npt.NDArray[np.uint32]:
+    """31 ** (count - 1), ..., 31, 1 modulo 2 ** 32."""
+    powers = np.full(count, 31, dtype=np.uint32)
+    powers[0] = 1
+    result: npt.NDArray[np.uint32] = np.cumprod(powers, dtype=np.uint32)[::-1].copy()
+    result.flags.writeable = False
+    return result

@@ -1,0 +1,68 @@
+"""The offset message id: the address of one stored copy of a message, as text (2.8).
+
+    storeHost (address 4 or 16 bytes, port i32) | physicalOffset i64        as upper-case hex: 32 or 56 characters
+
+The *unique key* (property UNIQ_KEY) may look the same and is something else: it is opaque to the store.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+from mqstore.errors import FormatError
+from mqstore.layout.hosts import IPV4_BYTES, IPV6_BYTES, decode_host
+
+__all__ = ["MessageId", "decode_message_id", "encode_message_id"]
+
+_OFFSET = struct.Struct(">q")
+
+
+class MessageId(NamedTuple):
+    """What a message id says: `host` as `ip:port` or `[v6]:port`, and the physical offset in that host's log."""
+
+    host: str
+    physical_offset: int
+
+
+def encode_message_id(store_host: bytes, physical_offset: int) -> str:
+    """The id of the record at `physical_offset` in the store of `store_host` (8 or 20 encoded bytes, 2.3).
+
+    Raises `FormatError` when the host has another length or the offset does not fit an i64.
+
+    >>> encode_message_id(bytes.fromhex("c0a8010a00002a9f"), 1024)
+    'C0A8010A00002A9F0000000000000400'
+    """
+    if len(store_host) not in (IPV4_BYTES, IPV6_BYTES):
+        raise FormatError(
+            f"a store host has {IPV4_BYTES} or {IPV6_BYTES} bytes, not {len(store_host)}", "store_host", 0
+        )
+    try:
+        return (store_host + _OFFSET.pack(physical_offset)).hex().upper()
+    except struct.error as error:
+        raise FormatError(
+            f"physical offset {physical_offset} does not fit 64 bits", "physical_offset", len(store_host)
+        ) from error
+
+
+def decode_message_id(text: str) -> MessageId:
+    """Read an id back; hex digits of either case. Raises `FormatError` for anything that is not 32 or 56 hex digits.
+
+    >>> decode_message_id("c0a8010a00002a9f0000000000000400")
+    MessageId(host='192.168.1.10:10911', physical_offset=1024)
+    """
+    lengths = (2 * (IPV4_BYTES + _OFFSET.size), 2 * (IPV6_BYTES + _OFFSET.size))
+    if len(text) not in lengths:
+        raise FormatError(
+            f"a message id has {lengths[0]} or {lengths[1]} hex digits, {text[:80]!r} has {len(text)} characters",
+            "message_id",
+            0,
+        )
+    try:
+        data = bytes.fromhex(text)
+    except ValueError as error:
+        raise FormatError(f"message id {text!r} is not hex", "message_id", 0) from error
+    if 2 * len(data) != len(text):  # bytes.fromhex passes over blanks
+        raise FormatError(f"message id {text!r} is not hex", "message_id", 0)
+    host, offset = data[: -_OFFSET.size], data[-_OFFSET.size :]
+    return MessageId(decode_host(host), _OFFSET.unpack(offset)[0])

@@ -1,0 +1,215 @@
+"""Message properties: their names (3), their bytes (2.4), and the CRC tail that may close them (2.5).
+
+    name 0x01 value 0x02   name 0x01 value 0x02   ...          UTF-8, no escaping, at most 32767 bytes together
+
+    CRC tail, the last 20 bytes of such a record:
+    5F 5F 43 52 43 33 32 23 "__CRC32#" | 01 | ten ASCII digits, LEAST significant first | 02
+
+The names are RocketMQ's (`MessageConst`). What they mean is the business of the rooms above; here they are spelled,
+so that nobody spells them twice.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from typing import Final
+
+from mqstore.errors import FormatError, InvalidMessageError
+
+# --- names (3) ------------------------------------------------------------------------------------------------------
+
+KEYS: Final = "KEYS"
+TAGS: Final = "TAGS"
+UNIQ_KEY: Final = "UNIQ_KEY"
+WAIT: Final = "WAIT"
+DELAY: Final = "DELAY"
+REAL_TOPIC: Final = "REAL_TOPIC"
+REAL_QID: Final = "REAL_QID"
+RETRY_TOPIC: Final = "RETRY_TOPIC"
+RECONSUME_TIME: Final = "RECONSUME_TIME"
+MAX_RECONSUME_TIMES: Final = "MAX_RECONSUME_TIMES"
+ORIGIN_MESSAGE_ID: Final = "ORIGIN_MESSAGE_ID"
+DLQ_ORIGIN_TOPIC: Final = "DLQ_ORIGIN_TOPIC"
+DLQ_ORIGIN_MESSAGE_ID: Final = "DLQ_ORIGIN_MESSAGE_ID"
+MIN_OFFSET: Final = "MIN_OFFSET"
+MAX_OFFSET: Final = "MAX_OFFSET"
+TRAN_MSG: Final = "TRAN_MSG"
+PGROUP: Final = "PGROUP"
+TRANSACTION_ID: Final = "__transactionId__"
+TRAN_PREPARED_QUEUE_OFFSET: Final = "TRAN_PREPARED_QUEUE_OFFSET"
+TRANSACTION_CHECK_TIMES: Final = "TRANSACTION_CHECK_TIMES"
+CHECK_IMMUNITY_TIME_IN_SECONDS: Final = "CHECK_IMMUNITY_TIME_IN_SECONDS"
+CONSUME_START_TIME: Final = "CONSUME_START_TIME"
+SHARDINGKEY: Final = "__SHARDINGKEY"
+POP_CK: Final = "POP_CK"
+POP_CK_OFFSET: Final = "POP_CK_OFFSET"
+FIRST_POP_TIME: Final = "1ST_POP_TIME"
+INNER_NUM: Final = "INNER_NUM"
+INNER_BASE: Final = "INNER_BASE"
+INNER_MULTI_DISPATCH: Final = "INNER_MULTI_DISPATCH"
+INNER_MULTI_QUEUE_OFFSET: Final = "INNER_MULTI_QUEUE_OFFSET"
+DUP_INFO: Final = "DUP_INFO"
+CRC32: Final = "__CRC32#"
+TIMER_DELAY_SEC: Final = "TIMER_DELAY_SEC"
+TIMER_DELAY_MS: Final = "TIMER_DELAY_MS"
+TIMER_DELIVER_MS: Final = "TIMER_DELIVER_MS"
+TIMER_OUT_MS: Final = "TIMER_OUT_MS"
+TIMER_ENQUEUE_MS: Final = "TIMER_ENQUEUE_MS"
+TIMER_DEQUEUE_MS: Final = "TIMER_DEQUEUE_MS"
+TIMER_ROLL_TIMES: Final = "TIMER_ROLL_TIMES"
+TIMER_DEL_UNIQKEY: Final = "TIMER_DEL_UNIQKEY"
+TIMER_DELAY_LEVEL: Final = "TIMER_DELAY_LEVEL"
+MSG_REGION: Final = "MSG_REGION"
+TRACE_ON: Final = "TRACE_ON"
+TRACE_CONTEXT: Final = "TRACE_CONTEXT"
+CLUSTER: Final = "CLUSTER"
+MSG_TYPE: Final = "MSG_TYPE"
+INSTANCE_ID: Final = "INSTANCE_ID"
+BUYER_ID: Final = "BUYER_ID"
+EXTEND_UNIQ_INFO: Final = "EXTEND_UNIQ_INFO"
+BORNHOST: Final = "__BORNHOST"
+BORN_TIMESTAMP: Final = "BORN_TIMESTAMP"
+CORRELATION_ID: Final = "CORRELATION_ID"
+REPLY_TO_CLIENT: Final = "REPLY_TO_CLIENT"
+TTL: Final = "TTL"
+ARRIVE_TIME: Final = "ARRIVE_TIME"
+PUSH_REPLY_TIME: Final = "PUSH_REPLY_TIME"
+TRANSFER_FLAG: Final = "TRANSFER_FLAG"
+CORRECTION_FLAG: Final = "CORRECTION_FLAG"
+MQ2_FLAG: Final = "MQ2_FLAG"
+REDIRECT: Final = "REDIRECT"
+PROPERTY_FORWARD_QUEUE_ID: Final = "PROPERTY_FORWARD_QUEUE_ID"
+DLQ_REASON: Final = "dlq_reason"  # the one name that is ours: why a message was dead-lettered
+
+# Properties of this prefix ride with a request and must not be stored.
+TRANSIENT_PREFIX: Final = "__RMQ.TRANSIENT."
+
+# fmt: off
+RESERVED: Final[frozenset[str]] = frozenset({
+    KEYS, TAGS, UNIQ_KEY, WAIT, DELAY, REAL_TOPIC, REAL_QID,
+    RETRY_TOPIC, RECONSUME_TIME, MAX_RECONSUME_TIMES, ORIGIN_MESSAGE_ID, DLQ_ORIGIN_TOPIC, DLQ_ORIGIN_MESSAGE_ID,
+    MIN_OFFSET, MAX_OFFSET, TRAN_MSG, PGROUP, TRANSACTION_ID, TRAN_PREPARED_QUEUE_OFFSET, TRANSACTION_CHECK_TIMES,
+    CHECK_IMMUNITY_TIME_IN_SECONDS, CONSUME_START_TIME, SHARDINGKEY, POP_CK, POP_CK_OFFSET, FIRST_POP_TIME,
+    INNER_NUM, INNER_BASE, INNER_MULTI_DISPATCH, INNER_MULTI_QUEUE_OFFSET, DUP_INFO, CRC32,
+    TIMER_DELAY_SEC, TIMER_DELAY_MS, TIMER_DELIVER_MS, TIMER_OUT_MS, TIMER_ENQUEUE_MS, TIMER_DEQUEUE_MS,
+    TIMER_ROLL_TIMES, TIMER_DEL_UNIQKEY, TIMER_DELAY_LEVEL,
+    MSG_REGION, TRACE_ON, TRACE_CONTEXT, CLUSTER, MSG_TYPE, INSTANCE_ID, BUYER_ID, EXTEND_UNIQ_INFO, BORNHOST,
+    BORN_TIMESTAMP, CORRELATION_ID, REPLY_TO_CLIENT, TTL, ARRIVE_TIME, PUSH_REPLY_TIME,
+    TRANSFER_FLAG, CORRECTION_FLAG, MQ2_FLAG, REDIRECT, PROPERTY_FORWARD_QUEUE_ID, DLQ_REASON,
+})
+# fmt: on
+
+
+def is_reserved(name: str) -> bool:
+    """Whether a user property may not have this name: it is one of section 3 or begins with `TRANSIENT_PREFIX`."""
+    return name in RESERVED or name.startswith(TRANSIENT_PREFIX)
+
+
+# --- bytes (2.4) ----------------------------------------------------------------------------------------------------
+
+NAME_END: Final = b"\x01"
+PAIR_END: Final = b"\x02"
+MAX_PROPERTIES_BYTES: Final = 32767  # propertiesLength is a signed i16
+
+
+def encode_properties(properties: Mapping[str, str | None]) -> bytes:
+    """The stored bytes, pairs in the order of the mapping, each closed by 0x02; a pair whose value is None is left out.
+
+    Raises `InvalidMessageError` (field "properties") for an empty name or value, for 0x01 or 0x02 inside either (there
+    is no escaping: they would be lost or split on reading), for text that UTF-8 cannot hold, and beyond 32767 bytes.
+
+    >>> encode_properties({"TAGS": "a", "WAIT": None})
+    b'TAGS\\x01a\\x02'
+    """
+    pieces: list[str] = []
+    for name, value in properties.items():
+        if value is None:
+            continue
+        if not name or not value:
+            raise InvalidMessageError(f"property {name!r} has an empty {'value' if name else 'name'}", "properties")
+        if "\x01" in name or "\x02" in name or "\x01" in value or "\x02" in value:
+            raise InvalidMessageError(f"property {name[:80]!r} holds a separator (0x01 or 0x02)", "properties")
+        pieces.append(f"{name}\x01{value}\x02")
+    try:
+        data = "".join(pieces).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidMessageError(f"properties are not valid Unicode text: {error}", "properties") from error
+    if len(data) > MAX_PROPERTIES_BYTES:
+        raise InvalidMessageError(
+            f"properties take {len(data)} bytes, the limit is {MAX_PROPERTIES_BYTES}", "properties"
+        )
+    return data
+
+
+def decode_properties(data: bytes) -> dict[str, str]:
+    """Read properties as leniently as RocketMQ does (2.4); never fails.
+
+    A piece without a name, without a value or without 0x01 is passed over, the first 0x01 of a piece is the one that
+    separates, the last of several equal names wins, bytes that are not UTF-8 become U+FFFD.
+
+    >>> decode_properties(b"TAGS\\x01a\\x02junk\\x02KEYS\\x01k1 k2")
+    {'TAGS': 'a', 'KEYS': 'k1 k2'}
+    """
+    properties: dict[str, str] = {}
+    for piece in str(data, "utf-8", "replace").split("\x02"):
+        name, _, value = piece.partition("\x01")
+        if name and value:
+            properties[name] = value
+    return properties
+
+
+# --- CRC tail (2.5) -------------------------------------------------------------------------------------------------
+
+_TAIL_START: Final = CRC32.encode() + NAME_END
+_TAIL_DIGITS: Final = 10
+CRC_TAIL_BYTES: Final = len(_TAIL_START) + _TAIL_DIGITS + len(PAIR_END)
+
+
+def encode_crc_tail(value: int) -> bytes:
+    """The 20 bytes that hold `value` (0..2147483647).
+
+    >>> encode_crc_tail(552320511)
+    b'__CRC32#\\x011150232550\\x02'
+    """
+    return _TAIL_START + f"{value:0{_TAIL_DIGITS}d}"[::-1].encode() + PAIR_END
+
+
+def decode_crc_tail(properties: bytes) -> int | None:
+    """The value in the CRC tail that closes `properties`, None when there is no tail.
+
+    Raises `FormatError` (position within `properties`) when a tail begins there but its digits or its end are damaged.
+    """
+    start = len(properties) - CRC_TAIL_BYTES
+    if not properties.startswith(_TAIL_START, max(start, 0)) or start < 0:
+        return None
+    if start > 0 and properties[start - 1 : start] != PAIR_END:
+        return None  # the name is part of another property's value
+    digits = properties[start + len(_TAIL_START) : -len(PAIR_END)]
+    if not digits.isdigit() or not properties.endswith(PAIR_END):
+        raise FormatError("the CRC property is not ten digits and 0x02", CRC32, start)
+    return int(digits[::-1])
+
+
+def reserve_crc_tail(properties: bytes) -> bytes:
+    """`properties` with 20 bytes of room for the tail; a `__CRC32#` that came in is removed, a missing 0x02 inserted.
+
+    Raises `InvalidMessageError` (field "properties") when tail and properties exceed 32767 bytes together.
+    """
+    if _TAIL_START in properties:
+        kept = [piece for piece in properties.split(PAIR_END) if not piece.startswith(_TAIL_START)]
+        properties = PAIR_END.join(kept)
+    if properties and not properties.endswith(PAIR_END):
+        properties += PAIR_END
+    if len(properties) + CRC_TAIL_BYTES > MAX_PROPERTIES_BYTES:
+        raise InvalidMessageError(
+            f"properties take {len(properties)} bytes and their CRC {CRC_TAIL_BYTES}, the limit is "
+            f"{MAX_PROPERTIES_BYTES} together",
+            "properties",
+        )
+    return properties + bytes(CRC_TAIL_BYTES)
+
+
+def append_crc_tail(record: bytearray) -> None:
+    """Fill the reserved last 20 bytes of a finished `record`: CRC-32 of all bytes before them, sign bit cleared."""
+    record[-CRC_TAIL_BYTES:] = encode_crc_tail(zlib.crc32(memoryview(record)[:-CRC_TAIL_BYTES]) & 0x7FFF_FFFF)

@@ -1,0 +1,519 @@
+"""The commitlog record: encode, decode, check (2.1, 2.6, 2.10, 9.2). One at a time; many at once is `scan`.
+
+    #  field                      size  offset (IPv4/IPv4)
+    1  totalSize                  i32     0   length of the whole record
+    2  magic                      i32     4   V1 DAA320A7, V2 DAA320AB
+    3  checksum                   i32     8   by profile: crc32-body, crc32c-record (below)
+    4  queueId                    i32    12
+    5  flag                       i32    16   the user's, opaque
+    6  queueOffset                i64    20
+    7  physicalOffset             i64    28   where byte 0 of this record lies in the log
+    8  sysFlag                    i32    36
+    9  bornTimestamp              i64    40   ms
+    10 bornHost                   B      48   8 bytes, or 20 with sysFlag bit 4
+    11 storeTimestamp             i64    56   ms; 48 + B
+    12 storeHost                  S      64   8 bytes, or 20 with sysFlag bit 5
+    13 reconsumeTimes             i32    72   from here on + (B - 8) + (S - 8)
+    14 preparedTransactionOffset  i64    76
+    15 bodyLength                 i32    84   then the body, n bytes, as stored (maybe compressed)
+    16 topicLength                i8 (V1) or i16 (V2), then the topic, t bytes of UTF-8
+    17 propertiesLength           i16         then the properties, p bytes (`properties`)
+
+    BLANK, the rest of a segment that no record fits:
+    totalSize i32 = bytes to the segment's end | magic i32 CBD43194 | anything
+
+Checksum `crc32-body` (profile rocketmq): crc32(body) with the sign bit cleared, 0 for an empty body.
+Checksum `crc32c-record` (profile mqstore): crc32c over all totalSize bytes, with bytes 8..11 taken as zero.
+Which of the two a store uses stands in its manifest, never in a record; nor does a record know which segment it is in.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import zlib
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+
+import crc32c
+
+from mqstore.errors import FormatError, InvalidMessageError
+from mqstore.layout.hosts import IPV4_BYTES, IPV6_BYTES, LOCAL_HOST, decode_host
+from mqstore.layout.messageid import encode_message_id
+from mqstore.layout.properties import (
+    CRC_TAIL_BYTES,
+    DELAY,
+    INNER_BASE,
+    INNER_NUM,
+    MAX_PROPERTIES_BYTES,
+    append_crc_tail,
+    decode_crc_tail,
+    decode_properties,
+    reserve_crc_tail,
+)
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+Checksum = Literal["crc32c-record", "crc32-body"]
+
+# Magic codes as the signed integers that they are on disk.
+MAGIC_V1: Final = 0xDAA320A7 - 0x1_0000_0000
+MAGIC_V2: Final = 0xDAA320AB - 0x1_0000_0000
+MAGIC_BLANK: Final = 0xCBD43194 - 0x1_0000_0000
+
+# Positions, each derived from the one before. Those up to BORN_HOST_AT never move.
+TOTAL_SIZE_AT: Final = 0
+MAGIC_AT: Final = TOTAL_SIZE_AT + 4
+CHECKSUM_AT: Final = MAGIC_AT + 4
+QUEUE_ID_AT: Final = CHECKSUM_AT + 4
+FLAG_AT: Final = QUEUE_ID_AT + 4
+QUEUE_OFFSET_AT: Final = FLAG_AT + 4
+PHYSICAL_OFFSET_AT: Final = QUEUE_OFFSET_AT + 8
+SYS_FLAG_AT: Final = PHYSICAL_OFFSET_AT + 8
+BORN_TIMESTAMP_AT: Final = SYS_FLAG_AT + 4
+BORN_HOST_AT: Final = BORN_TIMESTAMP_AT + 8
+
+# Positions of a record whose two hosts are IPv4; `*_at(sys_flag)` below gives them for any record.
+STORE_TIMESTAMP_AT_V4: Final = BORN_HOST_AT + IPV4_BYTES
+STORE_HOST_AT_V4: Final = STORE_TIMESTAMP_AT_V4 + 8
+RECONSUME_TIMES_AT_V4: Final = STORE_HOST_AT_V4 + IPV4_BYTES
+PREPARED_OFFSET_AT_V4: Final = RECONSUME_TIMES_AT_V4 + 4
+BODY_LENGTH_AT_V4: Final = PREPARED_OFFSET_AT_V4 + 8
+BODY_AT_V4: Final = BODY_LENGTH_AT_V4 + 4
+
+IPV6_EXTRA: Final = IPV6_BYTES - IPV4_BYTES
+
+# sysFlag bits (2.2). Bits not named here are kept as they come.
+COMPRESSED: Final = 0x001
+MULTI_TAGS: Final = 0x002
+TRANSACTION_MASK: Final = 0x00C
+TRANSACTION_PREPARED: Final = 0x004
+TRANSACTION_COMMIT: Final = 0x008
+TRANSACTION_ROLLBACK: Final = 0x00C
+BORN_HOST_V6: Final = 0x010
+STORE_HOST_V6: Final = 0x020
+NEED_UNWRAP: Final = 0x040
+INNER_BATCH: Final = 0x080
+COMPRESSION_TYPE_MASK: Final = 0x700
+COMPRESSION_LZ4: Final = 0x100
+COMPRESSION_ZSTD: Final = 0x200
+COMPRESSION_ZLIB: Final = 0x300
+
+MAX_TOPIC_BYTES_V1: Final = 127  # topicLength is a signed i8
+MAX_TOPIC_BYTES: Final = 255  # what we write; a reader takes what the i16 of V2 holds
+MIN_RECORD_BYTES: Final = BODY_AT_V4 + 1 + 2  # no body, no topic, no properties, V1
+BLANK_BYTES: Final = 8
+
+# The eight bytes that must stay free behind each record, so that a BLANK always fits (2.6).
+SEGMENT_RESERVE_BYTES: Final = BLANK_BYTES
+
+_SCHEDULE_TOPIC: Final = b"SCHEDULE_TOPIC_XXXX"  # delay levels; the one topic whose records are judged by their topic
+
+_BLANK: Final = struct.Struct(">ii")
+_START: Final = struct.Struct(">iii")
+_I32: Final = struct.Struct(">i")
+_I16: Final = struct.Struct(">h")
+_I8: Final = struct.Struct(">b")
+
+# Fields 1..15 in one go, for the four combinations of host sizes: index = sysFlag >> 4 & 3.
+_HEADS: Final = tuple(
+    struct.Struct(f">iiiiiqqiq{born}sq{store}siqi")
+    for store in (IPV4_BYTES, IPV6_BYTES)
+    for born in (IPV4_BYTES, IPV6_BYTES)
+)
+_HEAD_FIELDS: Final = (
+    ("total_size", "i"), ("magic", "i"), ("checksum", "i"), ("queue_id", "i"), ("flag", "i"), ("queue_offset", "q"),
+    ("physical_offset", "q"), ("sys_flag", "i"), ("born_timestamp_ms", "q"), ("born_host", "s"),
+    ("store_timestamp_ms", "q"), ("store_host", "s"), ("reconsume_times", "i"), ("prepared_transaction_offset", "q"),
+    ("body", "i"),
+)  # fmt: skip
+
+
+def header_struct(born_host_bytes: int, store_host_bytes: int) -> struct.Struct:
+    """Fields 1 to 15 of a record whose encoded hosts have these lengths (8 or 20 bytes): all before the body.
+
+    For callers that pack many records of one shape; `encode_record` checks its arguments, this does not.
+    """
+    return _HEADS[(born_host_bytes == IPV6_BYTES) + 2 * (store_host_bytes == IPV6_BYTES)]
+
+
+def store_timestamp_at(sys_flag: int) -> int:
+    """Where storeTimestamp lies, counted from the start of a record with this sysFlag."""
+    return STORE_TIMESTAMP_AT_V4 + (IPV6_EXTRA if sys_flag & BORN_HOST_V6 else 0)
+
+
+def body_length_at(sys_flag: int) -> int:
+    """Where bodyLength lies, counted from the start of a record with this sysFlag; the body follows 4 bytes behind."""
+    return _HEADS[sys_flag >> 4 & 3].size - 4
+
+
+class Record(NamedTuple):
+    """The fields of one record as they are stored: `body` maybe compressed, hosts and properties still encoded.
+
+    `topic_bytes` is what the record holds; a name that is not UTF-8 can only be told by them (1.2, path-safe).
+    """
+
+    total_size: int
+    magic: int
+    checksum: int
+    queue_id: int
+    flag: int
+    queue_offset: int
+    physical_offset: int
+    sys_flag: int
+    born_timestamp_ms: int
+    born_host: bytes
+    store_timestamp_ms: int
+    store_host: bytes
+    reconsume_times: int
+    prepared_transaction_offset: int
+    body: bytes
+    topic_bytes: bytes
+    properties_bytes: bytes
+
+    @property
+    def topic(self) -> str:
+        """The topic as text; bytes that are not UTF-8 become U+FFFD."""
+        return self.topic_bytes.decode("utf-8", "replace")
+
+    @property
+    def properties(self) -> dict[str, str]:
+        """The properties by the lenient rule of 2.4, decoded anew at each call."""
+        return decode_properties(self.properties_bytes)
+
+    @property
+    def message_id(self) -> str:
+        """The offset message id: address of this copy (2.8)."""
+        return encode_message_id(self.store_host, self.physical_offset)
+
+    @property
+    def born_host_text(self) -> str:
+        """`ip:port` or `[v6]:port` of the producer."""
+        return decode_host(self.born_host)
+
+    @property
+    def store_host_text(self) -> str:
+        """`ip:port` or `[v6]:port` of the store."""
+        return decode_host(self.store_host)
+
+
+# --- encoding -------------------------------------------------------------------------------------------------------
+
+
+def record_bytes(
+    *, body_bytes: int, topic_bytes: int, properties_bytes: int, born_host_bytes: int = 8, store_host_bytes: int = 8
+) -> int:
+    """The totalSize of a record of these lengths (2.1); `properties_bytes` counts the CRC tail if there will be one."""
+    topic_length_bytes = 1 if topic_bytes <= MAX_TOPIC_BYTES_V1 else 2
+    hosts_bytes = born_host_bytes + store_host_bytes
+    return 72 + hosts_bytes + body_bytes + topic_length_bytes + topic_bytes + 2 + properties_bytes
+
+
+def encode_record(
+    *,
+    topic: str | bytes,
+    body: bytes | bytearray | memoryview,
+    queue_id: int,
+    queue_offset: int,
+    physical_offset: int,
+    born_timestamp_ms: int,
+    store_timestamp_ms: int,
+    checksum: Checksum,
+    properties: bytes = b"",
+    flag: int = 0,
+    sys_flag: int = 0,
+    born_host: bytes = LOCAL_HOST,
+    store_host: bytes = LOCAL_HOST,
+    reconsume_times: int = 0,
+    prepared_transaction_offset: int = 0,
+    crc_tail: bool = False,
+) -> bytes:
+    """One record, ready to be written at `physical_offset` (2.1).
+
+    `properties` and the hosts are encoded already (`encode_properties`, `encode_host`). V1 up to 127 topic bytes, V2
+    above. The two host bits of `sys_flag` are set to what the hosts are; all others are kept. `crc_tail` appends the
+    `__CRC32#` property (2.5), which `checksum="crc32c-record"` makes pointless and therefore refuses with ValueError.
+
+    Raises `InvalidMessageError`, whose `field` is the argument at fault, for an empty topic or one over 255 bytes,
+    properties over 32767 bytes, and a number that its field cannot hold. The limits of messages (2.7) are checked where
+    messages come in, not here.
+    """
+    topic_data = topic.encode("utf-8") if isinstance(topic, str) else topic
+    topic_size = len(topic_data)
+    if not 1 <= topic_size <= MAX_TOPIC_BYTES:
+        raise InvalidMessageError(f"topic takes {topic_size} bytes, allowed are 1..{MAX_TOPIC_BYTES}", "topic")
+    if crc_tail:
+        if checksum != "crc32-body":
+            raise ValueError("the __CRC32# property belongs to checksum crc32-body; crc32c-record covers all it covers")
+        properties = reserve_crc_tail(properties)
+    if len(properties) > MAX_PROPERTIES_BYTES:
+        raise InvalidMessageError(
+            f"properties take {len(properties)} bytes, the limit is {MAX_PROPERTIES_BYTES}", "properties"
+        )
+    sys_flag = sys_flag & ~(BORN_HOST_V6 | STORE_HOST_V6) | _host_bits(born_host, store_host)
+    head_struct = _HEADS[sys_flag >> 4 & 3]
+    body_size = body.nbytes if isinstance(body, memoryview) else len(body)
+    if topic_size <= MAX_TOPIC_BYTES_V1:
+        magic, topic_length = MAGIC_V1, _I8.pack(topic_size)
+    else:
+        magic, topic_length = MAGIC_V2, _I16.pack(topic_size)
+    tail = b"".join((topic_length, topic_data, _I16.pack(len(properties)), properties))
+    total_size = head_struct.size + body_size + len(tail)
+    values = (
+        total_size, magic, _body_checksum(body) if checksum == "crc32-body" else 0, queue_id, flag, queue_offset,
+        physical_offset, sys_flag, born_timestamp_ms, born_host, store_timestamp_ms, store_host, reconsume_times,
+        prepared_transaction_offset, body_size,
+    )  # fmt: skip
+    try:
+        head = head_struct.pack(*values)
+    except struct.error as error:
+        raise _unfit(values, error) from error
+    if checksum == "crc32c-record":
+        # The checksum field is still zero, as the rule wants it; fill it in afterwards.
+        value = crc32c.crc32c(tail, crc32c.crc32c(body, crc32c.crc32c(head)))
+        head = b"".join((head[:CHECKSUM_AT], value.to_bytes(4, "big"), head[QUEUE_ID_AT:]))
+    if crc_tail:
+        record = bytearray().join((head, body, tail))
+        append_crc_tail(record)
+        return bytes(record)
+    return b"".join((head, body, tail))
+
+
+def encode_blank(size: int) -> bytes:
+    """The 8 defined bytes of a BLANK that fills the last `size` bytes (at least 8) of a segment (2.6).
+
+    >>> encode_blank(100).hex()
+    '00000064cbd43194'
+    """
+    if size < BLANK_BYTES:
+        raise ValueError(f"a BLANK needs {BLANK_BYTES} bytes, only {size} are left: the record before it was too long")
+    return _BLANK.pack(size, MAGIC_BLANK)
+
+
+def _host_bits(born_host: bytes, store_host: bytes) -> int:
+    """The sysFlag bits that these two encoded hosts demand."""
+    for host, field in ((born_host, "born_host"), (store_host, "store_host")):
+        if len(host) not in (IPV4_BYTES, IPV6_BYTES):
+            raise InvalidMessageError(f"an encoded host has {IPV4_BYTES} or {IPV6_BYTES} bytes, not {len(host)}", field)
+    return (BORN_HOST_V6 if len(born_host) == IPV6_BYTES else 0) | (
+        STORE_HOST_V6 if len(store_host) == IPV6_BYTES else 0
+    )
+
+
+def _unfit(values: tuple[object, ...], error: struct.error) -> InvalidMessageError:
+    """Which of the head's values `struct` did not take."""
+    for (field, code), value in zip(_HEAD_FIELDS, values, strict=True):
+        if code != "s":
+            try:
+                struct.pack(">" + code, value)
+            except struct.error:
+                bits = 8 * struct.calcsize(">" + code)
+                return InvalidMessageError(f"{field} {value!r} is not an integer of {bits} bits", field)
+    return InvalidMessageError(f"a field does not fit: {error}", "record")
+
+
+# --- decoding -------------------------------------------------------------------------------------------------------
+
+
+class _Shape(NamedTuple):
+    """A record's head and the positions in the buffer of the three parts of variable length."""
+
+    head: tuple[int, int, int, int, int, int, int, int, int, bytes, int, bytes, int, int, int]
+    body_at: int
+    body_size: int
+    topic_at: int
+    topic_size: int
+    properties_at: int
+    properties_size: int
+
+
+def _measure(view: memoryview, position: int, end: int) -> _Shape:
+    """Follow the lengths inside the record at `position`, never beyond `end`; FormatError names the first wrong one."""
+    available = end - position
+    if available < MIN_RECORD_BYTES:
+        raise FormatError(f"{available} bytes are left, no record is that short", "total_size", position)
+    total_size, magic = _BLANK.unpack_from(view, position)
+    if magic not in (MAGIC_V1, MAGIC_V2):
+        raise FormatError(f"magic {magic & 0xFFFFFFFF:08X} is that of no record", "magic", position + MAGIC_AT)
+    if not MIN_RECORD_BYTES <= total_size <= available:
+        raise FormatError(
+            f"a record of {total_size} bytes, possible are {MIN_RECORD_BYTES}..{available}", "total_size", position
+        )
+    end = position + total_size
+    (sys_flag,) = _I32.unpack_from(view, position + SYS_FLAG_AT)
+    head_struct = _HEADS[sys_flag >> 4 & 3]
+    body_at = position + head_struct.size
+    if body_at > end:
+        raise FormatError("the hosts that sysFlag promises do not fit", "sys_flag", position + SYS_FLAG_AT)
+    head = head_struct.unpack_from(view, position)
+    body_size = head[-1]
+    topic_length = _I8 if magic == MAGIC_V1 else _I16
+    if not 0 <= body_size <= end - body_at - topic_length.size - _I16.size:
+        raise FormatError(f"bodyLength {body_size} in a record of {total_size} bytes", "body", body_at - 4)
+    topic_at = body_at + body_size + topic_length.size
+    (topic_size,) = topic_length.unpack_from(view, topic_at - topic_length.size)
+    if not 0 <= topic_size <= end - topic_at - _I16.size:
+        raise FormatError(
+            f"topicLength {topic_size} in a record of {total_size} bytes", "topic", topic_at - topic_length.size
+        )
+    properties_at = topic_at + topic_size + _I16.size
+    (properties_size,) = _I16.unpack_from(view, properties_at - _I16.size)
+    if properties_at + properties_size != end:
+        raise FormatError(
+            f"propertiesLength {properties_size}, but the record of {total_size} bytes has {end - properties_at} left",
+            "properties",
+            properties_at - _I16.size,
+        )
+    return _Shape(head, body_at, body_size, topic_at, topic_size, properties_at, properties_size)
+
+
+def decode_record(buf: ReadableBuffer, position: int = 0, *, limit: int | None = None) -> Record:
+    """The record that starts at `buf[position]` and ends before `limit` (default: the end of `buf`).
+
+    All values are copied out. Checks the lengths inside against totalSize, and nothing else: neither checksum nor
+    physical offset (`check_record` does). Raises `FormatError` with the field and its position in `buf`.
+    """
+    with memoryview(buf) as view:
+        end = view.nbytes if limit is None else min(limit, view.nbytes)
+        shape = _measure(view, position, end)
+        head = shape.head
+        return Record(
+            head[0], head[1], head[2], head[3], head[4], head[5], head[6],
+            head[7], head[8], head[9], head[10], head[11], head[12], head[13],
+            bytes(view[shape.body_at : shape.body_at + shape.body_size]),
+            bytes(view[shape.topic_at : shape.topic_at + shape.topic_size]),
+            bytes(view[shape.properties_at : shape.properties_at + shape.properties_size]),
+        )  # fmt: skip
+
+
+# --- checking -------------------------------------------------------------------------------------------------------
+
+
+class Check(NamedTuple):
+    """What lies at a position of the log (9.2).
+
+    `status`: "ok" a record that verifies, "blank" a BLANK that fills its segment, "bad" anything else. `size`: bytes to
+    the next position for "ok" and "blank"; for "bad" the record's claim when it can be believed (magic and lengths
+    fit), else 0. `detail` and `field` say what is bad; both are empty otherwise.
+    """
+
+    status: Literal["ok", "blank", "bad"]
+    size: int
+    detail: str = ""
+    field: str = ""
+
+
+def record_checksum(buf: ReadableBuffer, position: int, size: int, checksum: Checksum) -> int:
+    """What field 3 of the record of `size` bytes at `position` must hold, the signed 32-bit integer on disk (2.10).
+
+    Raises `FormatError` when the bytes there are no record of that size.
+    """
+    with memoryview(buf) as view:
+        if not MIN_RECORD_BYTES <= size <= view.nbytes - position or _I32.unpack_from(view, position)[0] != size:
+            raise FormatError(f"no record of {size} bytes", "total_size", position)
+        if checksum == "crc32c-record":
+            return _record_checksum(view, position, size)
+        shape = _measure(view, position, position + size)
+        return _body_checksum(view[shape.body_at : shape.body_at + shape.body_size])
+
+
+def check_record(buf: ReadableBuffer, position: int, limit: int, physical_offset: int, checksum: Checksum) -> Check:
+    """Whether a record, or the BLANK that ends the segment, stands at `buf[position]` (9.2). Raises nothing.
+
+    `limit` is the index in `buf` of the segment's end; when `buf` ends earlier, only what it holds is looked at.
+    `physical_offset` is where `position` lies in the log. Beyond what RocketMQ asks, a record must claim just that
+    offset (a stale one from a recycled file must not come back), no length may be negative, the topic may not be empty,
+    the checksum is the profile's, a `__CRC32#` tail must fit when there is one, and a BLANK must end with its segment.
+    """
+    with memoryview(buf) as view:
+        end = min(limit, view.nbytes)
+        if position < 0 or end - position < BLANK_BYTES:
+            return Check("bad", 0, f"only {max(0, end - position)} bytes up to the end", "total_size")
+        total_size, magic = _BLANK.unpack_from(view, position)
+        if magic == MAGIC_BLANK:
+            if total_size == limit - position:
+                return Check("blank", total_size)
+            return Check(
+                "bad", 0, f"a BLANK of {total_size} bytes where the segment has {limit - position} left", "total_size"
+            )
+        if magic == total_size == 0:
+            return Check("bad", 0, "zeros: nothing was written here", "magic")
+        try:
+            shape = _measure(view, position, end)
+        except FormatError as error:
+            return Check("bad", 0, str(error), error.field)
+
+        def bad(detail: str, field: str) -> Check:
+            return Check("bad", total_size, detail, field)
+
+        if shape.head[6] != physical_offset:
+            return bad(
+                f"the record says it lies at {shape.head[6]}, but it lies at {physical_offset}", "physical_offset"
+            )
+        if shape.topic_size == 0:
+            return bad("the topic is empty", "topic")
+        stored = shape.head[2]
+        if checksum == "crc32c-record":
+            expected = _record_checksum(view, position, total_size)
+            if stored != expected:
+                return bad(f"checksum {_hex(stored)} stored, {_hex(expected)} computed over the record", "checksum")
+        elif shape.body_size > 0:
+            expected = _body_checksum(view[shape.body_at : shape.body_at + shape.body_size])
+            if stored != expected:
+                return bad(f"checksum {_hex(stored)} stored, {_hex(expected)} computed over the body", "checksum")
+        properties = bytes(view[shape.properties_at : shape.properties_at + shape.properties_size])
+        try:
+            claimed = decode_crc_tail(properties)
+        except FormatError as error:
+            return bad(str(error), "properties")
+        if claimed is not None:
+            actual = zlib.crc32(view[position : position + total_size - CRC_TAIL_BYTES]) & 0x7FFF_FFFF
+            if claimed != actual:
+                return bad(f"property CRC {_hex(claimed)} stored, {_hex(actual)} computed", "properties")
+        problem = unreadable_number(bytes(view[shape.topic_at : shape.topic_at + shape.topic_size]), properties)
+        return bad(problem, "properties") if problem else Check("ok", total_size)
+
+
+_NUMBER: Final = re.compile(r"[+-]?[0-9]+")
+
+
+def unreadable_number(topic: bytes, properties: bytes) -> str:
+    """What keeps RocketMQ from dispatching a record of these properties (9.2 row 7), "" if nothing does.
+
+    DELAY must be a number in the schedule topic, INNER_NUM and INNER_BASE must be numbers wherever they stand.
+    """
+    if topic != _SCHEDULE_TOPIC and b"INNER_" not in properties:
+        return ""  # all ordinary records: no need to take the properties apart
+    values = decode_properties(properties)
+    wanted = [(INNER_NUM, 16), (INNER_BASE, 64)]
+    if topic == _SCHEDULE_TOPIC:
+        wanted.append((DELAY, 32))
+    for name, bits in wanted:
+        text = values.get(name)
+        # Longer texts are not numbers of 64 bits either, and int() of a huge one is slow or refused.
+        if text is not None and (
+            len(text) > 40 or not _NUMBER.fullmatch(text) or not -(1 << bits - 1) <= int(text) < 1 << bits - 1
+        ):
+            return f"property {name} is {text[:40]!r}, not a number of {bits} bits"
+    return ""
+
+
+def _body_checksum(body: ReadableBuffer) -> int:
+    return zlib.crc32(body) & 0x7FFF_FFFF
+
+
+def _record_checksum(view: memoryview, position: int, size: int) -> int:
+    total_size, magic = _BLANK.unpack_from(view, position)
+    value = crc32c.crc32c(view[position + QUEUE_ID_AT : position + size], _checksum_start(total_size, magic))
+    return value - 0x1_0000_0000 if value & 0x8000_0000 else value
+
+
+@lru_cache(maxsize=4096)
+def _checksum_start(total_size: int, magic: int) -> int:
+    """The state of crc32c behind the checksum field, taken as zero: it depends on the first two fields alone."""
+    return crc32c.crc32c(_START.pack(total_size, magic, 0))
+
+
+def _hex(value: int) -> str:
+    return f"{value & 0xFFFFFFFF:08X}"

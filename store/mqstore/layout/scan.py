@@ -1,0 +1,587 @@
+"""Many records at once: walk, read and verify a stretch of commitlog with numpy (store-format 2.1, 9.2, 9.8).
+
+The speed centre of recovery, dispatch, verification and columnar reads. `record` knows one record in full; this module
+knows thousands of them by their fixed fields and lengths, and never makes a Python object per record where it can avoid
+it. It knows no file, segment or store: positions are relative to the buffer that was passed in, and what lies at a
+physical offset is the caller's sum. The byte table is that of `record`, and so are all constants.
+
+    walk       starts of consecutive records, by following totalSize
+    gather     their fields as arrays, each made when first asked for
+    verify     whether their checksums hold (2.5, 2.10)
+    find_next  the next record that verifies, wherever it starts: resynchronisation behind damage (9.8)
+
+Everything here is fed damaged bytes on purpose. Nothing reads outside the buffer, no length is trusted before it was
+compared with the room there is, and every loop moves forward by at least the smallest record.
+
+Strided arrays over the buffer are used freely: `ndarray((n,), dtype, buffer, position, (stride,))` reads a field of n
+records `stride` bytes apart, and with stride 1 "the value at any position", which indexing by positions then gathers.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+import zlib
+from functools import cached_property
+from itertools import pairwise, repeat
+from typing import TYPE_CHECKING, Final
+
+import crc32c
+import numpy as np
+import numpy.typing as npt
+
+from mqstore.errors import FormatError
+from mqstore.layout import record as _record
+from mqstore.layout.hosts import IPV4_BYTES, IPV6_BYTES
+from mqstore.layout.properties import CRC32, CRC_TAIL_BYTES, decode_crc_tail
+from mqstore.layout.record import IPV6_EXTRA, MAGIC_V1, MAGIC_V2, MIN_RECORD_BYTES, Checksum, check_record
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+__all__ = ["Headers", "find_next", "gather", "verify", "walk"]
+
+_Int64s = npt.NDArray[np.int64]
+_Int32s = npt.NDArray[np.int32]
+_Bools = npt.NDArray[np.bool_]
+
+# The part of a record whose fields lie at fixed positions when both hosts are IPv4: name, type, position.
+_FIELDS: Final = (
+    ("size", ">i4", _record.TOTAL_SIZE_AT),
+    ("magic", ">i4", _record.MAGIC_AT),
+    ("checksum", ">i4", _record.CHECKSUM_AT),
+    ("queue_id", ">i4", _record.QUEUE_ID_AT),
+    ("flag", ">i4", _record.FLAG_AT),
+    ("queue_offset", ">i8", _record.QUEUE_OFFSET_AT),
+    ("physical_offset", ">i8", _record.PHYSICAL_OFFSET_AT),
+    ("sys_flag", ">i4", _record.SYS_FLAG_AT),
+    ("born_timestamp_ms", ">i8", _record.BORN_TIMESTAMP_AT),
+    ("store_timestamp_ms", ">i8", _record.STORE_TIMESTAMP_AT_V4),
+    ("reconsume_times", ">i4", _record.RECONSUME_TIMES_AT_V4),
+    ("prepared_transaction_offset", ">i8", _record.PREPARED_OFFSET_AT_V4),
+    ("body_size", ">i4", _record.BODY_LENGTH_AT_V4),
+)
+_HEAD_BYTES: Final = _record.BODY_AT_V4
+_HEAD: Final = np.dtype(
+    {
+        "names": [name for name, _, _ in _FIELDS],
+        "formats": [kind for _, kind, _ in _FIELDS],
+        "offsets": [position for _, _, position in _FIELDS],
+        "itemsize": _HEAD_BYTES,
+    }
+)
+
+_PLACES: Final = {name: (kind, position) for name, kind, position in _FIELDS}
+
+_PAIR: Final = struct.Struct(">ii")
+_SIZE: Final = struct.Struct(">i")
+_MAGICS: Final = (MAGIC_V1, MAGIC_V2)
+
+# Both magics begin with the same three bytes, so one of two 16-bit values stands at an even address wherever one lies.
+_MAGIC_BYTES: Final = MAGIC_V1.to_bytes(4, "big", signed=True)
+_TAIL_NAME: Final = int.from_bytes(CRC32.encode(), "big")
+_EVEN_PAIR: Final = int.from_bytes(_MAGIC_BYTES[:2], sys.byteorder)
+_ODD_PAIR: Final = int.from_bytes(_MAGIC_BYTES[1:3], sys.byteorder)
+
+_WINDOW_FIRST, _WINDOW_LAST = 16, 1 << 15  # records compared at once while sizes stay the same
+_WORTH_SPECULATING = 8  # a run shorter than this cost more to find than the loop would have taken
+_STRETCH_FIRST, _STRETCH_LAST = 64, 4096  # records followed otherwise before speculation gets another chance
+_DENSE_BYTES = 600  # up to this mean size, looking at every byte for magics beats a Python step per record
+_WORTH_SEARCHING = 1024  # fewer records than this are followed one by one at any size
+_BLOCK_BYTES = 1 << 19  # looked at or copied at once; stays in the cache between the passes over it
+_WORTH_LINKING = 16  # a run of fewer records is verified one by one
+
+
+def _bytes_of(buf: ReadableBuffer) -> memoryview:
+    view = memoryview(buf)
+    return view if view.format == "B" and view.ndim == 1 and view.contiguous else view.cast("B")
+
+
+def walk(buf: ReadableBuffer, start: int, end: int, max_records: int | None = None) -> tuple[_Int64s, int]:
+    """Follow the chain of records that starts at `start` and stays within `end`.
+
+    Returns `(positions, stop)`: int64 starts of the records, and the position behind the last of them. A record counts
+    if its magic is V1 or V2 and its totalSize is at least the smallest possible and does not cross `end`; nothing else
+    is looked at. So `stop` is where a BLANK, zeros, damage or `end` lies, or the next record when `max_records` cut the
+    walk short. Section 9.2 rows 1 to 4.
+
+    ValueError if the range does not lie within the buffer.
+    """
+    view = _bytes_of(buf)
+    if not 0 <= start <= end <= len(view):
+        raise ValueError(f"the range {start}..{end} does not lie within a buffer of {len(view)} bytes")
+    budget = sys.maxsize if max_records is None else max_records
+    parts: list[_Int64s] = []
+    position, stretch, mean_bytes = start, _STRETCH_FIRST, _DENSE_BYTES + 1
+    while budget > 0:
+        count, size = _uniform_run(view, position, end, budget)
+        if count == 0:
+            break
+        parts.append(np.arange(count, dtype=np.int64) * size + position)
+        position += count * size
+        budget -= count
+        if count >= _WORTH_SPECULATING:
+            stretch = _STRETCH_FIRST
+            continue
+        # Sizes vary. Guesses that keep failing become ever rarer, a steady tail brings them back.
+        wanted, before = min(stretch, budget), position
+        if mean_bytes <= _DENSE_BYTES and wanted >= _WORTH_SEARCHING:
+            found, position = _search(view, position, end, min(wanted * mean_bytes, _BLOCK_BYTES), wanted)
+        else:
+            found, position = _chain(view, position, end, wanted)
+        if len(found):
+            parts.append(found)
+            budget -= len(found)
+            mean_bytes = (position - before) // len(found)
+            sizes = np.diff(found[-_WORTH_SPECULATING:])
+            stretch = min(4 * stretch, _STRETCH_LAST) if not len(sizes) or (sizes != sizes[0]).any() else _STRETCH_FIRST
+    return (np.concatenate(parts) if parts else np.empty(0, np.int64)), position
+
+
+def _uniform_run(view: memoryview, start: int, end: int, limit: int) -> tuple[int, int]:
+    """How many records of the same size and magic follow each other from `start`, and that size.
+
+    If the first eight bytes of the record at `start` also stand at `start + size`, that is where the chain leads and
+    what it finds there; by induction a strided comparison walks the chain exactly, not by likelihood.
+    """
+    if start + MIN_RECORD_BYTES > end:
+        return 0, 0
+    size, magic = _PAIR.unpack_from(view, start)
+    if magic not in _MAGICS or size < MIN_RECORD_BYTES or start + size > end:
+        return 0, 0
+    limit = min(limit, (end - start) // size)
+    heads: npt.NDArray[np.uint64] = np.ndarray((limit,), np.uint64, view, start, (size,))
+    first, done, window = heads[0], 1, _WINDOW_FIRST
+    while done < limit:
+        same = heads[done : done + window] == first
+        if not same.all():
+            return done + int(same.argmin()), size
+        done += len(same)
+        window = min(4 * window, _WINDOW_LAST)
+    return limit, size
+
+
+def _chain(view: memoryview, start: int, end: int, limit: int) -> tuple[_Int64s, int]:
+    """Follow at most `limit` records of any size: the sizes one by one, the magics all together afterwards."""
+    positions: list[int] = []
+    append, unpack = positions.append, _SIZE.unpack_from
+    position, last = start, end - MIN_RECORD_BYTES
+    for _ in repeat(None, limit):
+        if position > last:
+            break
+        (size,) = unpack(view, position)
+        if size < MIN_RECORD_BYTES:
+            break
+        append(position)
+        position += size
+    found = np.array(positions, np.int64)
+    if not positions:
+        return found, start
+    good = _is_magic(_column(view, found + _record.MAGIC_AT, ">i4"))
+    good[-1] &= position <= end  # only the last one can cross: from every other one the loop went on
+    if good.all():
+        return found, position
+    count = int(good.argmin())
+    return found[:count], int(found[count])
+
+
+def _search(view: memoryview, start: int, end: int, span: int, limit: int) -> tuple[_Int64s, int]:
+    """Follow at most `limit` records that start in `[start, start + span)` by the magics that lie there.
+
+    Every position with a magic and a possible size is a candidate; a record is a candidate that a record leads to. So
+    where each candidate leads to the next one, the chain is known without a step in Python. A magic inside a body
+    breaks the links on its two sides, and costs one look-up of where the chain goes on.
+    """
+    stop = min(end, start + span)
+    candidates, following = _candidates(view, start, stop, end)
+    broken = np.flatnonzero(following[:-1] != candidates[1:])
+    if len(broken) > len(candidates) // 8:  # bodies full of magics
+        return _chain(view, start, end, limit)
+    parts: list[_Int64s] = []
+    position = start
+    while limit > 0 and position < stop:
+        first = int(np.searchsorted(candidates, position))
+        if first == len(candidates) or candidates[first] != position:
+            break
+        at = int(np.searchsorted(broken, first))
+        last = int(broken[at]) if at < len(broken) else len(candidates) - 1
+        last = min(last, first + limit - 1)
+        parts.append(candidates[first : last + 1])
+        limit -= last + 1 - first
+        position = int(following[last])
+    return (np.concatenate(parts) if parts else candidates[:0]), position
+
+
+def _candidates(view: memoryview, start: int, stop: int, end: int) -> tuple[_Int64s, _Int64s]:
+    """Positions in `[start, stop)`, ascending, where a magic and a possible size stand, and where these records end."""
+    stop = min(stop, end - MIN_RECORD_BYTES + 1)
+    if stop <= start:
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    low, high = start + _record.MAGIC_AT, stop + _record.MAGIC_AT + len(_MAGIC_BYTES)
+    data: npt.NDArray[np.uint8] = np.ndarray((len(view),), np.uint8, view)
+    pairs = data[low : high - (high - low) % 2].view(np.uint16)
+    if not pairs.flags.aligned:  # comparing aligned values is several times faster; one byte before the first is there
+        low -= 1
+        pairs = data[low : high - (high - low) % 2].view(np.uint16)
+    odd = pairs == _ODD_PAIR
+    hits = np.flatnonzero((pairs == _EVEN_PAIR) | odd)
+    found = hits * 2 - odd[hits] + (low - _record.MAGIC_AT)
+    found = found[(found >= start) & (found < stop)]
+    heads = _column(view, found, ">i8")  # totalSize in the upper half, magic in the lower
+    following = found + (heads >> 32)
+    good = _is_magic(heads.astype(np.int32)) & (following >= found + MIN_RECORD_BYTES) & (following <= end)
+    return found[good], following[good]
+
+
+def _is_magic(magic: npt.NDArray[np.signedinteger]) -> _Bools:
+    result: _Bools = (magic == MAGIC_V1) | (magic == MAGIC_V2)
+    return result
+
+
+def _column(view: memoryview, positions: _Int64s, dtype: str) -> npt.NDArray[np.signedinteger]:
+    """The big-endian integers at `positions`, in native order; IndexError if one lies outside the buffer."""
+    kind = np.dtype(dtype)
+    everywhere: npt.NDArray[np.signedinteger] = np.ndarray(
+        (max(0, len(view) - kind.itemsize + 1),), kind, view, 0, (1,)
+    )
+    return everywhere[positions].astype(kind.newbyteorder("="))
+
+
+class Headers:
+    """The fields of many records as numpy arrays, each made when first asked for and then kept.
+
+    `positions` are the record starts (int64, bytes from the start of the buffer). Columns are native-endian, int32 or
+    int64 as in 2.1; those of body, topic and properties, positions and sizes in bytes, are int64. Do not write to them.
+
+    `ok` says whether the magic is V1 or V2, the record lies within the buffer, its topic is not empty and its inner
+    lengths add up to its size (9.2 rows 2, 4, 5, 9). In other rows the columns behind bornTimestamp mean nothing, and
+    those of body, topic and properties are zero, so that slicing by them is harmless.
+
+    The columns own their memory, but this object holds the buffer: drop it before closing a mapping.
+    """
+
+    def __init__(self, buf: ReadableBuffer, positions: npt.ArrayLike) -> None:
+        self._view = _bytes_of(buf)
+        self.positions: _Int64s = np.ascontiguousarray(positions, np.int64)
+        if len(self.positions):
+            low, high = int(self.positions.min()), int(self.positions.max())
+            if low < 0 or high + MIN_RECORD_BYTES > len(self._view):
+                raise ValueError(f"no record can start at {low if low < 0 else high} in {len(self._view)} bytes")
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    @cached_property
+    def _heads(self) -> npt.NDArray[np.void]:
+        # One copy of 88 bytes a record, so that every column after it reads dense memory and not the segment again.
+        if not len(self.positions):
+            return np.empty(0, _HEAD)
+        everywhere: npt.NDArray[np.void] = np.ndarray(
+            (len(self._view) - _HEAD_BYTES + 1,), f"V{_HEAD_BYTES}", self._view, 0, (1,)
+        )
+        return everywhere[self.positions].view(_HEAD)
+
+    def _int32(self, name: str) -> _Int32s:
+        return self._heads[name].astype(np.int32)
+
+    def _int64(self, name: str) -> _Int64s:
+        return self._heads[name].astype(np.int64)
+
+    @cached_property
+    def size(self) -> _Int32s:
+        return self._int32("size")
+
+    @cached_property
+    def magic(self) -> _Int32s:
+        return self._int32("magic")
+
+    @cached_property
+    def checksum(self) -> _Int32s:
+        """Field 3 as stored, of whatever profile."""
+        return self._int32("checksum")
+
+    @cached_property
+    def queue_id(self) -> _Int32s:
+        return self._int32("queue_id")
+
+    @cached_property
+    def flag(self) -> _Int32s:
+        return self._int32("flag")
+
+    @cached_property
+    def queue_offset(self) -> _Int64s:
+        return self._int64("queue_offset")
+
+    @cached_property
+    def physical_offset(self) -> _Int64s:
+        return self._int64("physical_offset")
+
+    @cached_property
+    def sys_flag(self) -> _Int32s:
+        return self._int32("sys_flag")
+
+    @cached_property
+    def born_timestamp_ms(self) -> _Int64s:
+        return self._int64("born_timestamp_ms")
+
+    # Behind bornHost everything moves by 12 bytes for each IPv6 address. Such rows are rare, so columns are read as if
+    # there were none and then put right where there are.
+
+    @cached_property
+    def _moved(self) -> npt.NDArray[np.intp]:
+        """Rows with an IPv6 host that are long enough to have one."""
+        rows = np.flatnonzero(self.sys_flag & (_record.BORN_HOST_V6 | _record.STORE_HOST_V6))
+        if not len(rows):
+            return rows
+        smallest = MIN_RECORD_BYTES + self._extra[rows]
+        room = np.minimum(self.size[rows], len(self._view) - self.positions[rows])
+        return rows[room >= smallest]
+
+    @cached_property
+    def _extra(self) -> _Int64s:
+        """How far the fields behind storeHost are moved: 0, 12 or 24 bytes."""
+        flags = self.sys_flag
+        born, store = (flags & _record.BORN_HOST_V6) != 0, (flags & _record.STORE_HOST_V6) != 0
+        extra: _Int64s = np.add(born, store, dtype=np.int64) * IPV6_EXTRA
+        return extra
+
+    def _mend(self, column: npt.NDArray[np.signedinteger], name: str) -> None:
+        rows = self._moved
+        if not len(rows):
+            return
+        kind, at = _PLACES[name]
+        # storeTimestamp lies between the two hosts, the others lie behind both.
+        extra = self._extra if name != "store_timestamp_ms" else (self.born_host_size - IPV4_BYTES).astype(np.int64)
+        column[rows] = _column(self._view, self.positions[rows] + at + extra[rows], kind)
+
+    @cached_property
+    def store_timestamp_ms(self) -> _Int64s:
+        column = self._int64("store_timestamp_ms")
+        self._mend(column, "store_timestamp_ms")
+        return column
+
+    @cached_property
+    def reconsume_times(self) -> _Int32s:
+        column = self._int32("reconsume_times")
+        self._mend(column, "reconsume_times")
+        return column
+
+    @cached_property
+    def prepared_transaction_offset(self) -> _Int64s:
+        column = self._int64("prepared_transaction_offset")
+        self._mend(column, "prepared_transaction_offset")
+        return column
+
+    @cached_property
+    def born_host_size(self) -> _Int32s:
+        """8 or 20: address and port, from position 48."""
+        return np.where(self.sys_flag & _record.BORN_HOST_V6, IPV6_BYTES, IPV4_BYTES).astype(np.int32)
+
+    @cached_property
+    def store_host_size(self) -> _Int32s:
+        """8 or 20: address and port, from position 56 + born_host_size."""
+        return np.where(self.sys_flag & _record.STORE_HOST_V6, IPV6_BYTES, IPV4_BYTES).astype(np.int32)
+
+    @cached_property
+    def _parts(self) -> tuple[_Bools, _Int64s, _Int64s, _Int64s, _Int64s, _Int64s, _Int64s]:
+        """`ok`, then position and size of body, topic and properties; each length is compared before it is used."""
+        positions, size, magic, extra = self.positions, self.size.astype(np.int64), self.magic, self._extra
+        body_size = self._int64("body_size")
+        self._mend(body_size, "body_size")
+        second = (magic == MAGIC_V2).astype(np.int64)  # V2 has one more byte of topicLength
+        spare = size - MIN_RECORD_BYTES - extra - second  # what body, topic and properties share
+        ok = (magic == MAGIC_V1) | (second != 0)
+        ok &= (spare > 0) & (positions + size <= len(self._view)) & (body_size >= 0) & (body_size < spare)
+
+        data: npt.NDArray[np.uint8] = np.ndarray((len(self._view),), np.uint8, self._view)
+        body = positions + _HEAD_BYTES + extra
+        at = np.where(ok, body + body_size, 0)
+        topic_size = data.view(np.int8)[at].astype(np.int64)
+        if second.any():
+            rows = np.flatnonzero(ok & (second != 0))
+            topic_size[rows] = _column(self._view, at[rows], ">i2")
+        topic = at + 1 + second
+        spare -= body_size
+        ok &= (topic_size > 0) & (topic_size <= spare)
+
+        at = np.where(ok, topic + topic_size, 0)
+        properties_size = _column(self._view, at, ">i2").astype(np.int64)
+        properties = at + 2
+        ok &= properties_size == spare - topic_size
+        if not ok.all():
+            for column in (body, body_size, topic, topic_size, properties, properties_size):
+                column[~ok] = 0
+        return ok, body, body_size, topic, topic_size, properties, properties_size
+
+    @property
+    def ok(self) -> _Bools:
+        return self._parts[0]
+
+    @property
+    def body_position(self) -> _Int64s:
+        return self._parts[1]
+
+    @property
+    def body_size(self) -> _Int64s:
+        return self._parts[2]
+
+    @property
+    def topic_position(self) -> _Int64s:
+        return self._parts[3]
+
+    @property
+    def topic_size(self) -> _Int64s:
+        """Bytes of the UTF-8 topic."""
+        return self._parts[4]
+
+    @property
+    def properties_position(self) -> _Int64s:
+        return self._parts[5]
+
+    @property
+    def properties_size(self) -> _Int64s:
+        return self._parts[6]
+
+
+def gather(buf: ReadableBuffer, positions: npt.ArrayLike) -> Headers:
+    """The fields of the records that start at `positions` (bytes from the start of `buf`), as `walk` returns them.
+
+    ValueError if a position is negative or leaves no room for the smallest record. Any other damage shows as `ok`
+    False in that row.
+    """
+    return Headers(buf, positions)
+
+
+def verify(buf: ReadableBuffer, headers: Headers, checksum: Checksum) -> _Bools:
+    """Which records hold what their checksums say: a bool for each row of `headers`, which was gathered from `buf`.
+
+    `crc32c-record` covers the whole record with the checksum field read as zero; `crc32-body` the stored body, and is
+    not compared when that is empty (2.10, 9.2 row 6). A `__CRC32#` tail is compared too where there is one (2.5). Rows
+    whose lengths do not add up (`Headers.ok`) are False. Not looked at: whether a record lies where its physicalOffset
+    says (compare the column), and whether its numbers can be read (9.2 row 7).
+    """
+    view = _bytes_of(buf)
+    result = headers.ok.copy()
+    rows = np.flatnonzero(result)
+    if not len(rows):
+        return result
+    starts, sizes = headers.positions[rows], headers.size[rows].astype(np.int64)
+    stored = headers.checksum[rows].view(np.uint32)
+    if checksum == "crc32c-record":
+        result[rows] = _records_hold(view, starts, sizes, stored)
+    else:
+        bodies, body_sizes = headers.body_position[rows], headers.body_size[rows]
+        found = np.fromiter(map(zlib.crc32, _slices(view, bodies, bodies + body_sizes)), np.uint32, len(rows))
+        result[rows] = ((found & 0x7FFF_FFFF) == stored) | (body_sizes == 0)
+
+    tail = np.flatnonzero(headers.properties_size[rows] >= CRC_TAIL_BYTES)
+    tail = tail[_column(view, (starts + sizes - CRC_TAIL_BYTES)[tail], ">i8") == _TAIL_NAME]
+    for row, at, end in zip(rows[tail].tolist(), starts[tail].tolist(), (starts + sizes)[tail].tolist(), strict=True):
+        result[row] &= _tail_holds(view, at, end, int(headers.properties_size[row]))
+    return result
+
+
+def _tail_holds(view: memoryview, start: int, end: int, properties_size: int) -> bool:
+    """Whether the `__CRC32#` property that seems to close the record in `[start, end)` fits, or is none after all."""
+    try:
+        # One byte more than the tail shows whether the name begins a property or lies inside a value.
+        claimed = decode_crc_tail(bytes(view[end - min(CRC_TAIL_BYTES + 1, properties_size) : end]))
+    except FormatError:
+        return False
+    return claimed is None or claimed == zlib.crc32(view[start : end - CRC_TAIL_BYTES]) & 0x7FFF_FFFF
+
+
+def _slices(view: memoryview, starts: _Int64s, ends: _Int64s) -> map[memoryview]:
+    return map(view.__getitem__, map(slice, starts.tolist(), ends.tolist()))
+
+
+def _records_hold(view: memoryview, starts: _Int64s, sizes: _Int64s, stored: npt.NDArray[np.uint32]) -> _Bools:
+    """Compare the CRC-32C of whole records: linked to runs where they lie side by side, one by one elsewhere.
+
+    A CRC is a shift register, linear over GF(2), so what runs into a record can be undone inside it: copy a run of
+    records, and put into each checksum field, which counts as zero, the difference between the state that the record
+    before should have left (its stored checksum says which) and the state a record starts from, shifted by the eight
+    bytes in between. Behind that field the register stands where it would stand had the record been computed alone. So
+    one call over the whole run yields the last record's checksum if all hold. A record that does not hold leaves a
+    difference that is shifted along but never lost, for shifting is invertible; only several of them could cancel each
+    other, with the chance of 2 ** -32 that any damage has to slip through a CRC. A run that does not come out right is
+    taken apart.
+    """
+    count, ends = len(starts), starts + sizes
+    links = np.zeros(count, np.uint32)
+    links[1:] = _shifted(stored[:-1])
+    alone = np.ones(count, np.bool_)
+    bounds = [0, *(np.flatnonzero(starts[1:] != ends[:-1]) + 1).tolist(), count]
+    copy = np.empty(min(_BLOCK_BYTES, int(sizes.sum())), np.uint8)
+    fields: npt.NDArray[np.uint32] = np.ndarray((len(copy) - 3,), "<u4", copy, 0, (1,))
+    data: npt.NDArray[np.uint8] = np.ndarray((len(view),), np.uint8, view)
+    for first, last in pairwise(bounds):
+        while last - first >= _WORTH_LINKING:
+            begin = int(starts[first])
+            stop = first + int(np.searchsorted(ends[first:last], begin + len(copy), "right"))
+            if stop - first >= _WORTH_LINKING:
+                length = int(ends[stop - 1]) - begin
+                copy[:length] = data[begin : begin + length]
+                fields[starts[first:stop] + (_record.CHECKSUM_AT - begin)] = links[first:stop]
+                fields[_record.CHECKSUM_AT] = 0  # nothing runs into the first
+                alone[first:stop] = crc32c.crc32c(copy.data[:length]) != stored[stop - 1]
+            first = max(stop, first + 1)
+    result = ~alone
+    rows = np.flatnonzero(alone)
+    if len(rows):
+        result[rows] = _each_holds(view, starts[rows], ends[rows], stored[rows])
+    return result
+
+
+def _each_holds(view: memoryview, starts: _Int64s, ends: _Int64s, stored: npt.NDArray[np.uint32]) -> _Bools:
+    """Compare the CRC-32C of whole records one by one.
+
+    The state behind the checksum field depends on size and magic alone, so it is computed once for each such pair.
+    """
+    pairs, which = np.unique(_column(view, starts, ">i8"), return_inverse=True)
+    states = [crc32c.crc32c(pair.to_bytes(8, "big", signed=True) + bytes(4)) for pair in pairs.tolist()]
+    begun = map(states.__getitem__, which.tolist())
+    computed = map(crc32c.crc32c, _slices(view, starts + _record.QUEUE_ID_AT, ends), begun)
+    result: _Bools = np.fromiter(computed, np.uint32, len(starts)) == stored
+    return result
+
+
+def _shift_table() -> npt.NDArray[np.uint32]:
+    """What each byte of a CRC-32C, by its place and value, has become when eight zero bytes were shifted in."""
+    table = np.zeros((4, 256), np.uint32)
+    zeros = bytes(_record.CHECKSUM_AT)
+    for bit in range(32):
+        row, low = table[bit // 8], 1 << bit % 8
+        # Linear: the image of a value is that of its highest bit and that of the rest. XOR removes the constant part.
+        image = np.uint32(crc32c.crc32c(zeros, 1 << bit) ^ crc32c.crc32c(zeros))
+        row[low : 2 * low] = row[:low] ^ image
+    return table
+
+
+_SHIFT: Final = _shift_table()
+
+
+def _shifted(values: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+    """The CRC register difference `values` after the bytes between a record's start and its checksum field."""
+    result: npt.NDArray[np.uint32] = (
+        _SHIFT[0][values & 255] ^ _SHIFT[1][values >> 8 & 255] ^ _SHIFT[2][values >> 16 & 255] ^ _SHIFT[3][values >> 24]
+    )
+    return result
+
+
+def find_next(buf: ReadableBuffer, start: int, end: int, base: int, checksum: Checksum) -> int | None:
+    """The first position in `[start, end)` where a record verifies and ends by `end`; None if there is none (9.8).
+
+    `base` is the physical offset of byte 0 of `buf`: a record counts only where its own physicalOffset says it lies, so
+    copies of records inside a body do not. All of 9.2 is asked of it. ValueError if the range is not within `buf`.
+    """
+    view = _bytes_of(buf)
+    if not 0 <= start <= end <= len(view):
+        raise ValueError(f"the range {start}..{end} does not lie within a buffer of {len(view)} bytes")
+    for low in range(start, end, _BLOCK_BYTES):
+        found, _ = _candidates(view, low, min(low + _BLOCK_BYTES, end), end)
+        found = found[_column(view, found + _record.PHYSICAL_OFFSET_AT, ">i8") == found + base]
+        for position in found[gather(view, found).ok].tolist():
+            if check_record(view, position, end, base + position, checksum).status == "ok":
+                return int(position)
+    return None

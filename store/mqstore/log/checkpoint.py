@@ -1,0 +1,53 @@
+"""The checkpoint file: one page that says how far the store was durable (store-format 7)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from mqstore.files.filesystem import FileSystem
+from mqstore.layout.checkpoint import ENCODED_BYTES, FILE_BYTES, Checkpoint, decode, encode
+
+__all__ = ["CheckpointFile"]
+
+
+class CheckpointFile:
+    """`checkpoint` under the root. Its 128 used bytes are written by one `pwrite`, within one sector, and synced."""
+
+    def __init__(self, root: Path, fs: FileSystem, file_mode: int) -> None:
+        self.path = root / "checkpoint"
+        self._fs = fs
+        self._file_mode = file_mode
+        self.current = Checkpoint()
+
+    def load(self) -> bool:
+        """Read it; False when it is missing or shorter than its five first fields."""
+        try:
+            fd = self._fs.open(self.path, os.O_RDONLY)
+        except FileNotFoundError:
+            return False
+        try:
+            data = self._fs.pread(fd, ENCODED_BYTES, 0)
+        finally:
+            self._fs.close(fd)
+        self.current = decode(data)
+        return len(data) >= 40
+
+    def save(self, checkpoint: Checkpoint) -> None:
+        """Write and sync `checkpoint`, unless it is what the file holds already."""
+        if checkpoint == self.current and self.path.exists():
+            return
+        fs = self._fs
+        created = not self.path.exists()
+        fd = fs.open(self.path, os.O_RDWR | os.O_CREAT, self._file_mode)
+        try:
+            data = encode(checkpoint)
+            if created or fs.size(fd) < FILE_BYTES:
+                data = data.ljust(FILE_BYTES, b"\0")  # a Java broker maps the whole page
+            fs.pwrite(fd, data, 0)
+            fs.fdatasync(fd)
+        finally:
+            fs.close(fd)
+        if created:
+            fs.sync_directory(self.path.parent)
+        self.current = checkpoint

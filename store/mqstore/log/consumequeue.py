@@ -1,0 +1,417 @@
+"""Consume queues: for each (topic, queue id) the run of 20-byte units that says where its messages lie.
+
+    consumequeue/<topic>/<queue id>/<20 digits>      unit k of the queue at byte k * 20 of the run (store-format 4)
+
+A queue is a function of the commitlog: whatever is lost here is built again from there. Its files are sparse and
+written with `pwrite` through a bounded set of descriptors, so that a hundred thousand small queues cost a few KiB
+each and a full disk shows as an error of the write, never as SIGBUS. Files appear at full length by a rename.
+
+May know files and layout; knows nothing of records beyond what a unit says, and nothing of consumer groups.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from mqstore.files.descriptors import DescriptorCache
+from mqstore.files.filesystem import FileSystem
+from mqstore.layout.consumequeue import UNIT, UNIT_BYTES, UNIT_DTYPE, VOID_UNIT, is_void
+from mqstore.log.names import is_path_safe
+
+__all__ = ["ConsumeQueue", "QueueTable"]
+
+_CHUNK_UNITS = 1 << 16
+_MAX_QUEUE_ID = 0x7FFF_FFFF
+
+
+class ConsumeQueue:
+    """One queue. Offsets count units; `min_offset <= max_offset <= next_offset`.
+
+    `max_offset` is the end of what has been dispatched, `next_offset` the number that the next message gets. Only the
+    holder of the dispatch lock writes units; only the holder of the append lock moves `next_offset`.
+    """
+
+    __slots__ = (
+        "_last_path",
+        "_last_segment",
+        "_starts",
+        "_table",
+        "directory",
+        "max_offset",
+        "min_offset",
+        "next_offset",
+        "plain_tail",
+        "queue_id",
+        "topic",
+    )
+
+    def __init__(self, table: QueueTable, topic: str, queue_id: int) -> None:
+        self._table = table
+        self.topic = topic
+        self.queue_id = queue_id
+        self.directory = os.path.join(table.root, topic, str(queue_id))
+        self.min_offset = 0
+        self.max_offset = 0
+        self.next_offset = 0
+        self.plain_tail = b""
+        """Topic and empty properties as they end a record; the append path fills it in once per queue."""
+        self._starts: list[int] = []
+        """Numbers of the segments that exist: segment n begins with unit n * units_per_segment."""
+        self._last_segment = -1
+        self._last_path = ""
+
+    def __repr__(self) -> str:
+        return f"ConsumeQueue({self.topic!r}, {self.queue_id}, {self.min_offset}..{self.max_offset})"
+
+    # -- files ------------------------------------------------------------------------------------------------------
+
+    def _path(self, segment: int) -> str:
+        if segment != self._last_segment:
+            self._last_path = os.path.join(self.directory, f"{segment * self._table.segment_bytes:020d}")
+            self._last_segment = segment
+        return self._last_path
+
+    def list_files(self) -> list[str]:
+        """Names of the queue's files, oldest first."""
+        return [f"{n * self._table.segment_bytes:020d}" for n in self._starts]
+
+    def load(self, *, exact: bool) -> None:
+        """Find the files, and the end: behind the last unit in use. `exact` looks at every unit of the last files
+        rather than bisecting, for a queue that a crash may have left with holes."""
+        table = self._table
+        starts = []
+        for name in table.fs.scandir(self.directory) if os.path.isdir(self.directory) else []:
+            if len(name) == 20 and name.isascii() and name.isdigit() and int(name) % table.segment_bytes == 0:
+                starts.append(int(name) // table.segment_bytes)
+        self._starts = sorted(starts)
+        per = table.units_per_segment
+        end = self._starts[0] * per if self._starts else 0
+        for segment in reversed(self._starts):
+            used = self._used_units(segment, exact=exact)
+            if used:
+                end = segment * per + used
+                break
+        self.max_offset = self.next_offset = end
+
+    def _used_units(self, segment: int, *, exact: bool) -> int:
+        per = self._table.units_per_segment
+        if exact:
+            sizes = self.units(segment * per, per)["size"]
+            used = np.flatnonzero(sizes > 0)
+            return int(used[-1]) + 1 if len(used) else 0
+        low, high = 0, per
+        first = segment * per
+        while low < high:
+            middle = (low + high) // 2
+            if UNIT.unpack(self.read(first + middle, 1))[1] > 0:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def refresh(self) -> None:
+        """Look for units that another process has published since (store-format 8.5)."""
+        per = self._table.units_per_segment
+        while True:
+            segment = self.max_offset // per
+            if not self._starts or segment not in self._starts[-2:]:
+                if not os.path.exists(self._path(segment)):
+                    if not self._starts:
+                        self.load(exact=False)
+                    return
+                self._starts.append(segment)
+            index = self.max_offset % per
+            sizes = self.units(self.max_offset, min(per - index, 4096))["size"]
+            end = np.flatnonzero(sizes <= 0)
+            count = int(end[0]) if len(end) else len(sizes)
+            self.max_offset += count
+            self.next_offset = self.max_offset
+            if len(end):
+                return
+
+    # -- units ------------------------------------------------------------------------------------------------------
+
+    def read(self, offset: int, count: int) -> bytes:
+        """The bytes of units [offset, offset + count). What no file holds reads as zeros, like a hole."""
+        table = self._table
+        per = table.units_per_segment
+        segment, index = divmod(offset, per)
+        if index + count <= per:
+            return self._read_segment(segment, index, count)
+        parts = []
+        while count > 0:
+            here = min(count, per - index)
+            parts.append(self._read_segment(segment, index, here))
+            count -= here
+            segment += 1
+            index = 0
+        return b"".join(parts)
+
+    def _read_segment(self, segment: int, index: int, count: int) -> bytes:
+        length = count * UNIT_BYTES
+        try:
+            data = self._table.descriptors.pread(self._path(segment), length, index * UNIT_BYTES)
+        except FileNotFoundError:
+            return bytes(length)
+        return data if len(data) == length else data + bytes(length - len(data))
+
+    def units(self, offset: int, count: int) -> npt.NDArray[np.void]:
+        """Units [offset, offset + count) as an array of `UNIT_DTYPE`, read-only."""
+        return np.frombuffer(self.read(offset, count), UNIT_DTYPE)
+
+    def chunks(self, start: int, stop: int) -> Iterator[tuple[int, npt.NDArray[np.void]]]:
+        """(offset, units) pieces of [start, stop), in order, each of bounded size."""
+        while start < stop:
+            count = min(stop - start, _CHUNK_UNITS)
+            yield start, self.units(start, count)
+            start += count
+
+    def write(self, offset: int, units: bytes | memoryview) -> None:
+        """Put `units` at `offset`; a repeat of what stands there is harmless. Slots that this skips become void.
+
+        Does not publish: the caller raises `max_offset` once the units stand. Raises StoreFullError, StoreIOError.
+        """
+        if offset > self.max_offset:
+            # A record gets its number under the append lock and the log is dispatched in order: who was numbered
+            # before and is not here is gone for good (store-format 4.3).
+            first = self.max_offset
+            if not self._starts:
+                first = offset // self._table.units_per_segment * self._table.units_per_segment
+            self._pwrite(first, VOID_UNIT * (offset - first))
+        self._pwrite(offset, units)
+
+    def _pwrite(self, offset: int, data: bytes | memoryview) -> None:
+        table = self._table
+        per = table.units_per_segment
+        view = memoryview(data)
+        done = 0
+        while done < len(view):
+            segment, index = divmod(offset + done // UNIT_BYTES, per)
+            length = min(len(view) - done, (per - index) * UNIT_BYTES)
+            path = self._path(segment)
+            if not self._starts or segment > self._starts[-1] or segment not in self._starts:
+                table.create_file(self.directory, path)
+                self._starts.append(segment)
+                self._starts.sort()
+            table.descriptors.pwrite(path, view[done : done + length], index * UNIT_BYTES)
+            table.note_dirty(path)
+            done += length
+
+    def publish(self, end: int) -> None:
+        """Units below `end` may be read."""
+        if self.max_offset == self.min_offset == 0 and not self.next_offset:
+            self.min_offset = self.first_offset() if self._starts else 0
+        self.max_offset = max(self.max_offset, end)
+        if self.next_offset < self.max_offset:
+            self.next_offset = self.max_offset
+
+    def first_offset(self) -> int:
+        """The first slot of the first file."""
+        return self._starts[0] * self._table.units_per_segment if self._starts else self.max_offset
+
+    def zero_from(self, offset: int) -> int:
+        """Zero every unit from `offset` on; how many were in use. Cutting means zeros, never a shorter file (8.5)."""
+        removed = 0
+        if not self._starts:
+            return 0
+        end = (self._starts[-1] + 1) * self._table.units_per_segment
+        for at, units in self.chunks(max(offset, self.first_offset()), end):
+            used = np.flatnonzero((units["physical_offset"] != 0) | (units["size"] != 0) | (units["tags_code"] != 0))
+            if len(used):
+                low, high = int(used[0]), int(used[-1]) + 1
+                self._pwrite(at + low, bytes((high - low) * UNIT_BYTES))
+                removed += len(used)
+        self.max_offset = min(self.max_offset, max(offset, self.first_offset()))
+        self.next_offset = min(self.next_offset, self.max_offset)
+        return removed
+
+    # -- the front --------------------------------------------------------------------------------------------------
+
+    def correct_min(self, min_physical: int) -> None:
+        """Set `min_offset` to the first unit, over all files, that is no placeholder and lies at or above
+        `min_physical`; `max_offset` when there is none (store-format 4.6)."""
+        per = self._table.units_per_segment
+        for segment in self._starts:
+            first = segment * per
+            count = min(per, self.max_offset - first)
+            if count <= 0:
+                break
+            if UNIT.unpack(self.read(first + count - 1, 1))[0] < min_physical and first + count < self.max_offset:
+                continue  # its newest message is gone, so are all before it
+            head = self.units(first, 1)
+            if head["physical_offset"][0] >= min_physical and not is_void(head)[0]:
+                self.min_offset = first
+                return
+            units = self.units(first, count)
+            live = np.flatnonzero((units["physical_offset"] >= min_physical) & (units["size"] > 0) & ~is_void(units))
+            if len(live):
+                self.min_offset = first + int(live[0])
+                return
+        self.min_offset = self.max_offset
+
+    def drop_before(self, min_physical: int) -> int:
+        """Delete leading files, never the last, whose newest unit lies below `min_physical`; how many (8.4)."""
+        per = self._table.units_per_segment
+        dropped = 0
+        while len(self._starts) > 1:
+            segment = self._starts[0]
+            units = self.units(segment * per, per)
+            if int(units["physical_offset"].max()) >= min_physical:
+                break
+            self._table.remove_file(self._path(segment))
+            del self._starts[0]
+            dropped += 1
+        if dropped:
+            self._table.fs.sync_directory(self.directory)
+        self.correct_min(min_physical)
+        return dropped
+
+    def first_unit(self) -> tuple[int, int, int] | None:
+        """(physical offset, size, tags code) of the unit at `min_offset`; None for an empty queue."""
+        if self.min_offset >= self.max_offset:
+            return None
+        return UNIT.unpack(self.read(self.min_offset, 1))
+
+
+class QueueTable:
+    """All consume queues of a store, by topic and queue id."""
+
+    def __init__(
+        self, root: Path, tmp: Path, segment_bytes: int, *, fs: FileSystem, descriptors: DescriptorCache, file_mode: int
+    ) -> None:
+        self.root = str(root)
+        self.segment_bytes = segment_bytes
+        self.units_per_segment = segment_bytes // UNIT_BYTES
+        self.fs = fs
+        self.descriptors = descriptors
+        self.unsafe_names: list[str] = []
+        """Folders that no queue can be made of (store-format 1.2)."""
+        self._tmp = str(tmp)
+        self._file_mode = file_mode
+        self._queues: dict[tuple[str, int], ConsumeQueue] = {}
+        self._lock = threading.Lock()
+        self._dirty: set[str] = set()
+        self._dirty_directories: set[str] = set()
+        self._made_directories: set[str] = set()
+
+    # -- the table --------------------------------------------------------------------------------------------------
+
+    def load(self, *, exact: bool) -> None:
+        """Find every queue on disk."""
+        for topic in sorted(self._folders(self.root)):
+            if not is_path_safe(topic):
+                self.unsafe_names.append(topic)
+                continue
+            for name in self._folders(os.path.join(self.root, topic)):
+                if not (name.isascii() and name.isdigit() and str(int(name)) == name and int(name) <= _MAX_QUEUE_ID):
+                    continue
+                self.create(topic, int(name)).load(exact=exact)
+
+    def _folders(self, path: str) -> list[str]:
+        if not os.path.isdir(path):
+            return []
+        return self.fs.scandir_directories(path)
+
+    def refresh(self) -> None:
+        """Find queues that another process has made since."""
+        for topic in self._folders(self.root):
+            if is_path_safe(topic):
+                for name in self._folders(os.path.join(self.root, topic)):
+                    if name.isascii() and name.isdigit() and (topic, int(name)) not in self._queues:
+                        self.create(topic, int(name)).load(exact=False)
+
+    def get(self, topic: str, queue_id: int) -> ConsumeQueue | None:
+        return self._queues.get((topic, queue_id))
+
+    def create(self, topic: str, queue_id: int) -> ConsumeQueue:
+        """The queue, made in memory when it is new; its folder appears with its first unit."""
+        key = (topic, queue_id)
+        queue = self._queues.get(key)
+        if queue is None:
+            with self._lock:
+                queue = self._queues.setdefault(key, ConsumeQueue(self, topic, queue_id))
+        return queue
+
+    def forget(self, topic: str, queue_id: int) -> None:
+        """Drop the queue from memory."""
+        with self._lock:
+            self._queues.pop((topic, queue_id), None)
+
+    def __iter__(self) -> Iterator[ConsumeQueue]:
+        return iter(list(self._queues.values()))
+
+    def __len__(self) -> int:
+        return len(self._queues)
+
+    def topics(self) -> list[str]:
+        """Topics that have, or are about to have, a queue; sorted."""
+        return sorted({topic for topic, _ in list(self._queues)})
+
+    def of(self, topic: str) -> list[ConsumeQueue]:
+        """The queues of `topic` by queue id."""
+        return sorted((q for q in list(self._queues.values()) if q.topic == topic), key=lambda q: q.queue_id)
+
+    # -- files ------------------------------------------------------------------------------------------------------
+
+    def create_file(self, directory: str, path: str) -> None:
+        """A sparse file of full length at `path`: prepared in tmp/, so that no name there is ever short."""
+        fs = self.fs
+        if directory not in self._made_directories:
+            parent = os.path.dirname(directory)
+            for folder in (self.root, parent, directory):
+                fs.mkdir(folder, exist_ok=True)
+            self._made_directories.add(directory)
+            with self._lock:
+                self._dirty_directories.update((os.path.dirname(self.root), self.root, parent))
+        temporary = os.path.join(self._tmp, f"cq-{threading.get_ident()}")
+        fd = fs.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, self._file_mode)
+        try:
+            fs.truncate_sparse(fd, self.segment_bytes)
+        finally:
+            fs.close(fd)
+        fs.replace(temporary, path)
+        self.descriptors.forget(path)
+        with self._lock:
+            self._dirty_directories.add(directory)
+
+    def remove_file(self, path: str) -> None:
+        self.descriptors.forget(path)
+        self.fs.unlink(path)
+        self._dirty.discard(path)
+
+    def note_dirty(self, path: str) -> None:
+        with self._lock:  # `sync` swaps the set from another thread
+            self._dirty.add(path)
+
+    @property
+    def dirty_count(self) -> int:
+        """Files that were written since the last `sync`."""
+        return len(self._dirty)
+
+    def sync(self) -> None:
+        """Make every unit written so far durable: files first, then the folders that name them.
+
+        What fails stays dirty; the error goes up. Runs beside the dispatcher, which may dirty more meanwhile.
+        """
+        with self._lock:
+            files, self._dirty = self._dirty, set()
+            directories, self._dirty_directories = self._dirty_directories, set()
+        try:
+            for path in sorted(files):
+                try:
+                    self.descriptors.fdatasync(path)
+                except FileNotFoundError:  # retention took it
+                    continue
+            for directory in sorted(directories):
+                self.fs.sync_directory(directory)
+        except BaseException:
+            with self._lock:
+                self._dirty |= files
+                self._dirty_directories |= directories
+            raise

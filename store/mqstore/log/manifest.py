@@ -1,0 +1,354 @@
+"""What a directory is: the manifest, and what is concluded where there is none (store-format 1.1, 1.2).
+
+    found                                             taken as
+    nothing, or only lock, tmp/, inbox/, _staging/    no store yet: created in mode "rw"
+    mqstore.json (or its .bak) that decodes           what it says
+    manifest files, none decodes                      CorruptStoreError
+    no manifest, commitlog/ there                     a Java broker's store; sizes read off its files
+    anything else                                     NotAStoreError
+
+Nothing here changes a file but `save` and `write_guard`, which run under the writer lock.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import secrets
+from dataclasses import dataclass, field, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any, cast
+
+from mqstore.clock import Clock
+from mqstore.errors import ConfigError, CorruptStoreError, NotAStoreError, UnsupportedStoreError
+from mqstore.files.filesystem import FileSystem
+from mqstore.files.jsonfile import load_json, save_json
+from mqstore.layout.consumequeue import UNIT_BYTES
+from mqstore.layout.indexfile import slots_entries_from_length
+from mqstore.layout.record import Checksum, check_record
+from mqstore.options import DEFAULT_DELAY_LEVELS, Profile, StoreConfig
+
+__all__ = ["GUARD", "MANIFEST", "Manifest", "resolve", "save", "segment_names", "sizes_found", "write_guard"]
+
+MANIFEST = "mqstore.json"
+GUARD = os.path.join("commitlog", "mqstore.profile")
+SCHEMA = 1
+
+_NOT_YET = frozenset({"lock", "tmp", "inbox", "_staging", MANIFEST + ".tmp", "serve.json", "serve.sock"})
+_CHECKSUM: dict[Profile, Checksum] = {"mqstore": "crc32c-record", "rocketmq": "crc32-body"}
+# commitlog bytes, consume-queue units, index slots, index entries, timerlog bytes
+_SIZES: dict[Profile, tuple[int, int, int, int, int]] = {
+    "mqstore": (64 << 20, 16_384, 100_000, 400_000, 8 << 20),
+    "rocketmq": (1 << 30, 300_000, 5_000_000, 20_000_000, 100 << 20),
+}
+# A file that decodes but holds something else than this is as bad as one that does not decode.
+_TYPES: dict[str, type] = {
+    "format": str,
+    "schema": int,
+    "requires": list,
+    "profile": str,
+    "checksum": str,
+    "store_id": str,
+    "commitlog_segment_bytes": int,
+    "consumequeue_segment_bytes": int,
+    "index_slots": int,
+    "index_entries": int,
+    "group_hash": str,
+    "delay_levels": str,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What was fixed when a store was created. Sizes in bytes."""
+
+    profile: Profile
+    checksum: Checksum
+    store_id: str
+    created_ms: int
+    commitlog_segment_bytes: int
+    consumequeue_segment_bytes: int
+    index_slots: int
+    index_entries: int
+    timerlog_segment_bytes: int
+    group_hash: str
+    delay_levels: str
+    exists: bool
+    """Whether the directory is a store already (False: about to be created)."""
+    has_file: bool
+    """Whether `mqstore.json` is (to be) there; never for a Java broker's directory."""
+    unknown: dict[str, Any] = field(default_factory=dict)
+    """Keys of a newer program, kept on rewriting."""
+    problems: tuple[str, ...] = ()
+
+
+def segment_names(directory: Path) -> list[str]:
+    """Names of 20 digits in `directory`, sorted; [] when it is absent."""
+    try:
+        return sorted(n for n in os.listdir(directory) if len(n) == 20 and n.isascii() and n.isdigit())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _sizes_of_new(profile: Profile, config: StoreConfig) -> tuple[int, int, int, int, int]:
+    segment, units, slots, entries, timerlog = _SIZES[profile]
+    return (
+        config.segment_bytes or segment,
+        (config.consumequeue_units or units) * UNIT_BYTES,
+        config.index_slots or slots,
+        config.index_entries or entries,
+        timerlog,
+    )
+
+
+def _sizes_of_files(root: Path, profile: Profile, config: StoreConfig) -> tuple[int, int, int, int, int]:
+    """Sizes of a store that records them nowhere: what its files say, else the option, else the profile's default."""
+    segment, cq_bytes, slots, entries, timerlog = _sizes_of_new(profile, config)
+    names = segment_names(root / "commitlog")
+    starts = [int(name) for name in names]
+    # Names tell the size even where a file was cut short; a lone file only has its length.
+    steps = {b - a for a, b in itertools.pairwise(starts)}
+    lengths = [os.stat(root / "commitlog" / name).st_size for name in names]
+    if steps:
+        segment = min(steps)
+    elif lengths and lengths[0]:
+        segment = lengths[0]
+    queue_lengths: dict[int, int] = {}
+    for directory, _, files in os.walk(root / "consumequeue"):
+        for name in files:
+            if len(name) == 20 and name.isdigit():
+                length = os.stat(os.path.join(directory, name)).st_size
+                queue_lengths[length] = queue_lengths.get(length, 0) + 1
+        if sum(queue_lengths.values()) > 64:
+            break
+    if queue_lengths:
+        common = max(queue_lengths, key=lambda length: (queue_lengths[length], length))
+        if common >= UNIT_BYTES and common % UNIT_BYTES == 0:
+            cq_bytes = common
+    index_names = sorted(n for n in _listdir(root / "index") if n.isdigit())
+    if index_names and config.index_slots is None:
+        guess = slots_entries_from_length(os.stat(root / "index" / index_names[0]).st_size)
+        if guess is not None:
+            slots, entries = guess
+    elif index_names and config.index_entries is None and config.index_slots is not None:
+        length = os.stat(root / "index" / index_names[0]).st_size
+        entries = max(2, (length - 40 - 4 * slots) // 20)
+    return segment, cq_bytes, slots, entries, timerlog
+
+
+def sizes_found(root: Path, profile: Profile, config: StoreConfig | None = None) -> Manifest:
+    """The manifest of a directory that has none, by what its files say (1.2)."""
+    config = config or StoreConfig()
+    segment, cq_bytes, slots, entries, timerlog = _sizes_of_files(root, profile, config)
+    return Manifest(
+        profile=profile,
+        checksum=_CHECKSUM[profile],
+        store_id="",
+        created_ms=0,
+        commitlog_segment_bytes=segment,
+        consumequeue_segment_bytes=cq_bytes,
+        index_slots=slots,
+        index_entries=entries,
+        timerlog_segment_bytes=timerlog,
+        group_hash="jump",
+        delay_levels=config.delay_levels or DEFAULT_DELAY_LEVELS,
+        exists=True,
+        has_file=False,
+    )
+
+
+def _listdir(path: Path) -> list[str]:
+    try:
+        return os.listdir(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _first_record_is_ours(root: Path) -> bool:
+    """True when the first record fails the Java checksum and passes ours: the manifest was lost."""
+    names = segment_names(root / "commitlog")
+    if not names:
+        return False
+    path = root / "commitlog" / names[0]
+    with open(path, "rb") as file:
+        head = file.read(4)
+        size = int.from_bytes(head, "big", signed=True)
+        if not 0 < size <= os.stat(path).st_size:
+            return False
+        record = head + file.read(size - 4)
+    start = int(names[0])
+    return (
+        check_record(record, 0, size, start, "crc32-body").status == "bad"
+        and check_record(record, 0, size, start, "crc32c-record").status == "ok"
+    )
+
+
+def _decode(value: Any, path: Path, problems: list[str]) -> Manifest:
+    def bad(detail: str) -> CorruptStoreError:
+        return CorruptStoreError(
+            f"{path} is no manifest: {detail}", str(path), repair=f"mqstore recover {path.parent} --rebuild config"
+        )
+
+    if not isinstance(value, dict) or value.get("format") != "mqstore":
+        raise bad('it is not a JSON object with "format": "mqstore"')
+    for key, kind in _TYPES.items():
+        if type(value.get(key)) is not kind:
+            raise bad(f"{key} should be {kind.__name__}, found {value.get(key)!r}")
+    requires = tuple(str(name) for name in value["requires"])
+    if value["schema"] > SCHEMA or requires:
+        raise UnsupportedStoreError(
+            f"{path.parent} was written by a newer mqstore (schema {value['schema']}, requires {list(requires)}); "
+            f"this one knows schema {SCHEMA}: upgrade mqstore",
+            value["schema"],
+            requires,
+        )
+    profile = value["profile"]
+    if profile not in _CHECKSUM or value["checksum"] != _CHECKSUM[cast(Profile, profile)]:
+        raise bad(f"profile {profile!r} with checksum {value['checksum']!r}")
+    sizes = [
+        value["commitlog_segment_bytes"],
+        value["consumequeue_segment_bytes"],
+        value["index_slots"],
+        value["index_entries"],
+    ]
+    if min(sizes) < 1 or max(sizes) > 0x7FFF_FFFF or sizes[1] % UNIT_BYTES:
+        raise bad(f"impossible sizes {sizes}")
+    known = {*_TYPES, "created_ms", "created_by", "timerlog_segment_bytes"}
+    return Manifest(
+        profile=cast(Profile, profile),
+        checksum=cast(Checksum, value["checksum"]),
+        store_id=value["store_id"],
+        created_ms=int(value.get("created_ms", 0)),
+        commitlog_segment_bytes=sizes[0],
+        consumequeue_segment_bytes=sizes[1],
+        index_slots=sizes[2],
+        index_entries=sizes[3],
+        timerlog_segment_bytes=int(value.get("timerlog_segment_bytes", _SIZES["mqstore"][4])),
+        group_hash=value["group_hash"],
+        delay_levels=value["delay_levels"],
+        exists=True,
+        has_file=True,
+        unknown={k: v for k, v in value.items() if k not in known} | {"created_by": value.get("created_by", "")},
+        problems=tuple(problems),
+    )
+
+
+def resolve(
+    root: Path,
+    *,
+    writer: bool,
+    create: bool,
+    profile: Profile | None,
+    config: StoreConfig,
+    clock: Clock,
+    fs: FileSystem,
+) -> Manifest:
+    """What the directory `root` is, or what it is to become. Writes nothing.
+
+    Raises NotAStoreError, ConfigError (an option differs from the store's), CorruptStoreError, UnsupportedStoreError.
+    """
+    if root.exists() and not root.is_dir():
+        raise NotAStoreError(f"{root} is a file; a store is a directory")
+    names = set(_listdir(root))
+    if MANIFEST in names or MANIFEST + ".bak" in names:
+        value, problems = load_json(root / MANIFEST, writer=False, fs=fs, root=root)
+        found = _decode(value, root / MANIFEST, problems)
+    elif "commitlog" in names:
+        if (root / GUARD).exists() or _first_record_is_ours(root):
+            raise CorruptStoreError(
+                f"{root} is a store of profile mqstore whose manifest {MANIFEST} is gone",
+                str(root / MANIFEST),
+                repair=f"mqstore recover {root} --rebuild config",
+            )
+        found = sizes_found(root, "rocketmq", config)
+    elif names - _NOT_YET:
+        some = ", ".join(sorted(names - _NOT_YET)[:5])
+        raise NotAStoreError(f"{root} is no store: it holds {some} but neither {MANIFEST} nor commitlog/")
+    else:
+        if not (writer and create):
+            raise NotAStoreError(
+                f"{root} holds no store" + ("; open it with create=True to make one" if writer else "")
+            )
+        chosen = profile or "mqstore"
+        if chosen not in _SIZES:
+            raise ConfigError(f"profile must be 'mqstore' or 'rocketmq', not {profile!r}")
+        segment, cq_bytes, slots, entries, timerlog = _sizes_of_new(chosen, config)
+        return Manifest(
+            profile=chosen,
+            checksum=_CHECKSUM[chosen],
+            store_id=secrets.token_hex(16),
+            created_ms=clock.now_ms(),
+            commitlog_segment_bytes=segment,
+            consumequeue_segment_bytes=cq_bytes,
+            index_slots=slots,
+            index_entries=entries,
+            timerlog_segment_bytes=timerlog,
+            group_hash=config.group_hash or "jump",
+            delay_levels=config.delay_levels or DEFAULT_DELAY_LEVELS,
+            exists=False,
+            has_file=True,
+            unknown={"created_by": f"mqstore {_version()}"},
+        )
+    return _agree(found, root, profile, config)
+
+
+def _agree(found: Manifest, root: Path, profile: Profile | None, config: StoreConfig) -> Manifest:
+    """`found`, after checking that what the caller asked for is what the store is."""
+    if profile is not None and profile != found.profile:
+        raise ConfigError(f"{root} has profile {found.profile!r}, not {profile!r}; `mqstore convert` rewrites a store")
+    for option, asked, is_ in (
+        ("segment_bytes", config.segment_bytes, found.commitlog_segment_bytes),
+        ("consumequeue_units", config.consumequeue_units, found.consumequeue_segment_bytes // UNIT_BYTES),
+        ("index_slots", config.index_slots, found.index_slots),
+        ("index_entries", config.index_entries, found.index_entries),
+        ("group_hash", config.group_hash, found.group_hash),
+    ):
+        if asked is not None and asked != is_:
+            raise ConfigError(f"{option}={asked}: {root} was created with {is_}, and that cannot change")
+    if config.delay_levels is not None and config.delay_levels != found.delay_levels:
+        return replace(found, delay_levels=config.delay_levels)
+    return found
+
+
+def _version() -> str:
+    try:
+        return metadata.version("mqstore")
+    except metadata.PackageNotFoundError:  # running from a source tree
+        return "0"
+
+
+def save(manifest: Manifest, root: Path, fs: FileSystem) -> None:
+    """Write `mqstore.json` by the protocol of store-format 11.2."""
+    value = {
+        **manifest.unknown,
+        "format": "mqstore",
+        "schema": SCHEMA,
+        "requires": [],
+        "profile": manifest.profile,
+        "checksum": manifest.checksum,
+        "store_id": manifest.store_id,
+        "created_ms": manifest.created_ms,
+        "commitlog_segment_bytes": manifest.commitlog_segment_bytes,
+        "consumequeue_segment_bytes": manifest.consumequeue_segment_bytes,
+        "index_slots": manifest.index_slots,
+        "index_entries": manifest.index_entries,
+        "timerlog_segment_bytes": manifest.timerlog_segment_bytes,
+        "group_hash": manifest.group_hash,
+        "delay_levels": manifest.delay_levels,
+    }
+    save_json(root / MANIFEST, json.loads(json.dumps(value)), fs)
+
+
+def write_guard(root: Path, fs: FileSystem) -> None:
+    """Keep a Java broker out: a file of another length makes its load fail before it changes anything (1.1)."""
+    path = root / GUARD
+    data = b"written by mqstore; see mqstore.json\n"
+    fd = fs.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fs.pwrite(fd, data, 0)
+        fs.fdatasync(fd)
+    finally:
+        fs.close(fd)
+    fs.sync_directory(path.parent)

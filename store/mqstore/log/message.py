@@ -1,0 +1,264 @@
+"""A stored message as a reader sees it: a view that decodes what is asked for (design.md, "Lazy reads").
+
+A `Message` keeps the buffer that holds its record, the record's position and size, and nothing else. Each attribute is
+decoded when read. The buffer is a mapped segment: the view pins it, so the bytes stay valid after retention has
+unlinked the file.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from struct import Struct
+from types import MappingProxyType
+from typing import Any
+
+from mqstore.layout.compression import inflate
+from mqstore.layout.hosts import decode_host
+from mqstore.layout.messageid import encode_message_id
+from mqstore.layout.properties import (
+    DLQ_REASON,
+    KEYS,
+    ORIGIN_MESSAGE_ID,
+    RESERVED,
+    SHARDINGKEY,
+    TAGS,
+    UNIQ_KEY,
+    decode_properties,
+)
+from mqstore.log.commitlog import QueueRef
+
+__all__ = ["Message", "row_of"]
+
+_I4 = Struct(">i").unpack_from
+_I8 = Struct(">q").unpack_from
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_BODY = 88
+"""Where the body starts when both hosts are IPv4."""
+_NOT_PLAIN = 0x31  # compressed, or a host of another length
+_MAGIC_V2_LOW_BYTE = 0xAB
+
+
+def _instant(timestamp_ms: int) -> datetime:
+    return _EPOCH + timedelta(milliseconds=timestamp_ms)
+
+
+class Message:
+    """One stored message; looks like an immutable value. Attributes are named as in client-semantics B.2.
+
+    `offset` is the queue offset, `attempt` counts deliveries from 1, `properties` holds what the user set.
+    Bytes come as `body` (inflated when they were stored compressed); `body_view` gives the stored bytes uncopied.
+    """
+
+    __slots__ = ("_buffer", "_start", "offset", "queue", "size", "tags_code")
+
+    def __init__(
+        self, buffer: mmap.mmap | bytes, start: int, size: int, queue: QueueRef, offset: int, tags_code: int
+    ) -> None:
+        self._buffer = buffer
+        self._start = start
+        self.size = size
+        self.queue = queue
+        self.offset = offset
+        self.tags_code = tags_code
+
+    # -- where it is ------------------------------------------------------------------------------------------------
+
+    @property
+    def topic(self) -> str:
+        return self.queue.topic
+
+    @property
+    def queue_id(self) -> int:
+        return self.queue.queue_id
+
+    @property
+    def physical_offset(self) -> int:
+        """Position of the record in the commitlog."""
+        return int(_I8(self._buffer, self._start + 28)[0])
+
+    @property
+    def message_id(self) -> str:
+        """Offset message id, the address of this stored copy (store-format 2.8)."""
+        return encode_message_id(self._host(store=True), self.physical_offset)
+
+    @property
+    def unique_key(self) -> str:
+        """What stays the same in every copy: deduplicate on it."""
+        system = self.system_properties
+        return system.get(UNIQ_KEY) or system.get(ORIGIN_MESSAGE_ID) or self.message_id
+
+    # -- header -----------------------------------------------------------------------------------------------------
+
+    @property
+    def flag(self) -> int:
+        return int(_I4(self._buffer, self._start + 16)[0])
+
+    @property
+    def sys_flag(self) -> int:
+        return int(_I4(self._buffer, self._start + 36)[0])
+
+    @property
+    def born_timestamp_ms(self) -> int:
+        return int(_I8(self._buffer, self._start + 40)[0])
+
+    @property
+    def store_timestamp_ms(self) -> int:
+        return int(_I8(self._buffer, self._start + (68 if self._buffer[self._start + 39] & 0x10 else 56))[0])
+
+    @property
+    def born_at(self) -> datetime:
+        return _instant(self.born_timestamp_ms)
+
+    @property
+    def stored_at(self) -> datetime:
+        return _instant(self.store_timestamp_ms)
+
+    def _host(self, *, store: bool) -> bytes:
+        flags = self._buffer[self._start + 39]
+        if not store:
+            at, six = self._start + 48, flags & 0x10
+        else:
+            at, six = self._start + (76 if flags & 0x10 else 64), flags & 0x20
+        return self._buffer[at : at + (20 if six else 8)]
+
+    @property
+    def born_host(self) -> str:
+        return decode_host(self._host(store=False))
+
+    @property
+    def store_host(self) -> str:
+        return decode_host(self._host(store=True))
+
+    @property
+    def reconsume_times(self) -> int:
+        return int(_I4(self._buffer, self._body_start() - 16)[0])
+
+    @property
+    def attempt(self) -> int:
+        return self.reconsume_times + 1
+
+    @property
+    def prepared_transaction_offset(self) -> int:
+        return int(_I8(self._buffer, self._body_start() - 12)[0])
+
+    # -- body -------------------------------------------------------------------------------------------------------
+
+    def _body_start(self) -> int:
+        flags = self._buffer[self._start + 39]
+        return self._start + _BODY + (12 if flags & 0x10 else 0) + (12 if flags & 0x20 else 0)
+
+    @property
+    def body(self) -> bytes:
+        """The body as it was sent. Raises FormatError when a compressed one does not inflate."""
+        buffer = self._buffer
+        start = self._start
+        if not buffer[start + 39] & _NOT_PLAIN:
+            start += _BODY
+            return buffer[start : start + _I4(buffer, start - 4)[0]]
+        start = self._body_start()
+        stored = buffer[start : start + _I4(buffer, start - 4)[0]]
+        return inflate(self.sys_flag, stored)
+
+    @property
+    def body_view(self) -> memoryview:
+        """The stored bytes of the body, read-only and uncopied; as long as it lives, so does the mapping."""
+        start = self._body_start()
+        return memoryview(self._buffer)[start : start + _I4(self._buffer, start - 4)[0]].toreadonly()
+
+    def text(self, encoding: str = "utf-8") -> str:
+        """The body as text."""
+        return self.body.decode(encoding)
+
+    def json(self) -> Any:
+        """The body as JSON."""
+        return json.loads(self.body)
+
+    # -- properties -------------------------------------------------------------------------------------------------
+
+    def stored_properties(self) -> dict[str, str]:
+        """Every property of the record, the user's and the system's."""
+        buffer = self._buffer
+        at = self._body_start()
+        at += _I4(buffer, at - 4)[0]
+        if buffer[self._start + 7] == _MAGIC_V2_LOW_BYTE:
+            at += 2 + (buffer[at] << 8 | buffer[at + 1])
+        else:
+            at += 1 + buffer[at]
+        length = buffer[at] << 8 | buffer[at + 1]
+        return decode_properties(buffer[at + 2 : at + 2 + length]) if length else {}
+
+    @property
+    def properties(self) -> Mapping[str, str]:
+        """What the user set, and `dlq_reason`."""
+        return MappingProxyType(
+            {k: v for k, v in self.stored_properties().items() if k not in RESERVED or k == DLQ_REASON}
+        )
+
+    @property
+    def system_properties(self) -> Mapping[str, str]:
+        """Reserved properties: tag, keys, ids, retry and delay marks (store-format 3)."""
+        return MappingProxyType({k: v for k, v in self.stored_properties().items() if k in RESERVED})
+
+    @property
+    def tag(self) -> str | None:
+        return self.stored_properties().get(TAGS)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return tuple(k for k in self.stored_properties().get(KEYS, "").split(" ") if k)
+
+    @property
+    def message_group(self) -> str | None:
+        return self.stored_properties().get(SHARDINGKEY)
+
+    # -- as a value -------------------------------------------------------------------------------------------------
+
+    def record_bytes(self) -> bytes:
+        """The whole record as stored."""
+        return self._buffer[self._start : self._start + self.size]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Message):
+            return NotImplemented
+        return self.queue == other.queue and self.offset == other.offset and self.record_bytes() == other.record_bytes()
+
+    def __hash__(self) -> int:
+        return hash((self.queue, self.offset, self.physical_offset))
+
+    def __repr__(self) -> str:
+        body = self.body_view
+        shown = bytes(body[:32])
+        more = f"... {len(body)} bytes" if len(body) > 32 else ""
+        return f"Message({self.topic!r}, queue_id={self.queue_id}, offset={self.offset}, body={shown!r}{more})"
+
+
+def row_of(message: Message, *, stored: bool = False) -> dict[str, Any]:
+    """The message under the names and units of exports and columns (client-semantics B.2); `body` is bytes.
+
+    `stored` leaves a compressed body as it lies in the log, for one that cannot be inflated.
+    """
+    properties = message.stored_properties()
+    return {
+        "topic": message.topic,
+        "queue_id": message.queue_id,
+        "queue_offset": message.offset,
+        "physical_offset": message.physical_offset,
+        "size": message.size,
+        "body": bytes(message.body_view) if stored else message.body,
+        "tags": properties.get(TAGS),
+        "keys": properties.get(KEYS),
+        "properties": properties,
+        "flag": message.flag,
+        "sys_flag": message.sys_flag,
+        "born_timestamp_ms": message.born_timestamp_ms,
+        "born_host": message.born_host,
+        "store_timestamp_ms": message.store_timestamp_ms,
+        "store_host": message.store_host,
+        "reconsume_times": message.reconsume_times,
+        "prepared_transaction_offset": message.prepared_transaction_offset,
+        "message_id": message.message_id,
+        "unique_key": properties.get(UNIQ_KEY),
+    }

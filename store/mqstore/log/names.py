@@ -1,0 +1,45 @@
+"""Which names may become paths, and which may be created (store-format 1.2, client-semantics A1.2)."""
+
+from __future__ import annotations
+
+import re
+
+from mqstore.errors import InvalidMessageError
+
+__all__ = ["RETRY_PREFIX", "check_topic", "is_path_safe"]
+
+RETRY_PREFIX = "%RETRY%"
+_DLQ_PREFIX = "%DLQ%"
+_LEGAL = re.compile(r"[%|a-zA-Z0-9_-]+")
+MAX_TOPIC = 127
+MAX_SYSTEM_TOPIC = 255
+
+
+def is_path_safe(name: str) -> bool:
+    """Whether a name read from a record or a JSON file may become a file name: 1..255 bytes of UTF-8, no `/`, no
+    control character, not `.` or `..`.
+
+    >>> is_path_safe("%RETRY%billing"), is_path_safe("../etc"), is_path_safe("")
+    (True, False, False)
+    """
+    if name in (".", "..") or "/" in name:
+        return False
+    try:
+        encoded = name.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return 1 <= len(encoded) <= 255 and not any(ord(c) < 32 or 0x7F <= ord(c) < 0xA0 for c in name)
+
+
+def check_topic(topic: str) -> bytes:
+    """`topic` as bytes, if a message may be put to it. InvalidMessageError says which rule it breaks."""
+    if not isinstance(topic, str):
+        raise InvalidMessageError(f"topic must be a str, not {type(topic).__name__}", "topic")
+    if not _LEGAL.fullmatch(topic):
+        raise InvalidMessageError(
+            f"topic {topic!r}: only letters, digits and the characters % | _ - are allowed, and at least one", "topic"
+        )
+    limit = MAX_SYSTEM_TOPIC if topic.startswith((RETRY_PREFIX, _DLQ_PREFIX)) else MAX_TOPIC
+    if len(topic) > limit:
+        raise InvalidMessageError(f"topic {topic[:40]!r}... has {len(topic)} characters; the limit is {limit}", "topic")
+    return topic.encode("ascii")

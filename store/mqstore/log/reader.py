@@ -1,0 +1,678 @@
+"""Reading a store: from (topic, queue, offset) to messages (store-format 8.5, 10).
+
+    unit of the queue -> record in a mapped segment -> checks -> Message, a view of the mapping
+
+The same code serves the writer's own process and readers in others; what differs is how they learn of news
+(`_catch_up`) and what a record that does not verify means: to the writer it is damage, to be passed over and counted;
+to another process it may be a record that is just being written, so reading stops before it.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from heapq import merge
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from mqstore.clock import Clock
+from mqstore.errors import (
+    FormatError,
+    InvalidMessageError,
+    OffsetOutOfRangeError,
+    StoreClosedError,
+    TopicNotFoundError,
+)
+from mqstore.files.filesystem import FileSystem
+from mqstore.files.segments import Segment, SegmentRun
+from mqstore.layout.consumequeue import is_void
+from mqstore.layout.messageid import decode_message_id
+from mqstore.layout.record import Checksum, check_record, decode_record
+from mqstore.layout.scan import Headers, gather, verify
+from mqstore.log.columns import Columns, columns_of
+from mqstore.log.commitlog import QueueRef
+from mqstore.log.consumequeue import ConsumeQueue, QueueTable
+from mqstore.log.index import Index
+from mqstore.log.manifest import Manifest
+from mqstore.log.message import Message
+from mqstore.log.names import is_path_safe
+from mqstore.log.tagfilter import TagFilter, parse_tags
+
+__all__ = ["Bound", "GetResult", "StoreReader"]
+
+_log = logging.getLogger("mqstore")
+
+Bound = Literal["lower", "upper"]
+_FEW = 8
+"""Up to so many units one struct at a time is faster than arrays."""
+_SCAN_UNITS = 800
+"""Units looked at for one filtered read (store-format 10.1)."""
+_FOLLOW_MIN_S, _FOLLOW_MAX_S = 0.001, 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class GetResult:
+    """What a read found. `next_offset` is where to go on; bounds are those at the time of the read (10.1)."""
+
+    status: Literal[
+        "FOUND",
+        "NO_MATCHED_MESSAGE",
+        "MESSAGE_WAS_REMOVING",
+        "NO_MESSAGE_IN_QUEUE",
+        "NO_MATCHED_LOGIC_QUEUE",
+        "OFFSET_TOO_SMALL",
+        "OFFSET_OVERFLOW_ONE",
+        "OFFSET_OVERFLOW_BADLY",
+    ]
+    messages: list[Message]
+    next_offset: int
+    min_offset: int
+    max_offset: int
+
+
+class _Verified:
+    """Which records of the segments read lately have been verified: once per record and process is enough.
+
+    Records are at least 91 bytes apart, so the 64-byte cell that a record starts in is its own.
+    """
+
+    def __init__(self, segment_bytes: int, segments: int = 64) -> None:
+        self._cells = (segment_bytes >> 6) + 1
+        self._limit = segments
+        self._by_start: OrderedDict[int, npt.NDArray[np.bool_]] = OrderedDict()
+
+    def of(self, segment: Segment) -> npt.NDArray[np.bool_]:
+        cells = self._by_start.get(segment.start)
+        if cells is None:
+            cells = self._by_start[segment.start] = np.zeros(self._cells, np.bool_)
+            while len(self._by_start) > self._limit:
+                self._by_start.popitem(last=False)
+        return cells
+
+
+class StoreReader:
+    """Everything about a store that does not change it. `MessageStore` is what a program opens."""
+
+    path: Path
+    mode: str
+    manifest: Manifest
+    _closed: bool = False
+    _run: SegmentRun
+    _queues: QueueTable
+    _index: Index
+    _fs: FileSystem
+    _clock: Clock
+    _checksum: Checksum
+    _verify_reads: bool
+
+    def _init_reader(self) -> None:
+        self._verified = _Verified(self._run.segment_bytes)
+        self._gets = 0
+        self._get_bytes = 0
+        self._bad: set[int] = set()
+        self._refs: dict[ConsumeQueue, QueueRef] = {}
+
+    # -- for the two kinds of owner ---------------------------------------------------------------------------------
+
+    def _catch_up(self, queue: ConsumeQueue | None) -> None:
+        """Make what is new in `queue` (None: anywhere) visible."""
+        raise NotImplementedError
+
+    def _wait_for(self, queue: ConsumeQueue, offset: int, timeout_s: float) -> bool:
+        """Block until `queue` has a unit at `offset`; whether it has."""
+        deadline = time.monotonic() + timeout_s
+        pause = _FOLLOW_MIN_S
+        while queue.max_offset <= offset:
+            left = deadline - time.monotonic()
+            if left <= 0 or self._closed:
+                return False
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, _FOLLOW_MAX_S)
+            self._catch_up(queue)
+        return True
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called, or this is a forked child of the process that opened the store."""
+        return self._closed
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreClosedError(f"{self.path} was closed (or this process was forked from its owner); open it again")
+
+    # -- what there is ----------------------------------------------------------------------------------------------
+
+    def topics(self) -> list[str]:
+        """Names of the topics that have a queue, sorted."""
+        self._check_open()
+        self._catch_up(None)
+        return sorted({queue.topic for queue in self._queues if queue.max_offset or queue.next_offset})
+
+    def queues(self, topic: str) -> list[QueueRef]:
+        """The queues of `topic`, by queue id; TopicNotFoundError without one."""
+        self._check_open()
+        self._catch_up(None)
+        found = [QueueRef(topic, q.queue_id) for q in self._queues.of(topic) if q.max_offset or q.next_offset]
+        if not found:
+            raise TopicNotFoundError(f"{self.path} has no topic {topic!r}")
+        return found
+
+    def _queue(self, topic: str, queue_id: int, offset: int | None = None) -> ConsumeQueue:
+        """The queue, brought up to date unless `offset` is known to be there already."""
+        if self._closed:
+            self._check_open()
+        queue = self._queues.get(topic, queue_id)
+        if queue is None:
+            if is_path_safe(topic):
+                self._catch_up(None)
+                queue = self._queues.get(topic, queue_id)
+            if queue is None:
+                raise TopicNotFoundError(f"{self.path} has no queue {queue_id} of topic {topic!r}")
+        elif offset is None or offset >= queue.max_offset:
+            self._catch_up(queue)
+        return queue
+
+    def offsets(self, topic: str, queue_id: int = 0) -> tuple[int, int]:
+        """(offset of the first message, offset of the next one to come) of a queue."""
+        queue = self._queue(topic, queue_id)
+        return queue.min_offset, queue.max_offset
+
+    # -- messages ---------------------------------------------------------------------------------------------------
+
+    def read(
+        self,
+        topic: str,
+        queue_id: int = 0,
+        offset: int = 0,
+        max_messages: int = 32,
+        *,
+        max_bytes: int | None = None,
+        tags: str | None = "*",
+    ) -> list[Message]:
+        """Messages of a queue from `offset` on; [] at the end. The first is returned however big it is.
+
+        Raises TopicNotFoundError, OffsetOutOfRangeError (which carries the bounds), FilterError. Damaged records are
+        passed over and counted (`stats().bad_records`).
+        """
+        result = self.get(topic, queue_id, offset, max_messages, max_bytes=max_bytes, tags=tags)
+        if result.messages:
+            return result.messages
+        if result.status in ("OFFSET_TOO_SMALL", "OFFSET_OVERFLOW_BADLY"):
+            raise OffsetOutOfRangeError(
+                f"offset {offset} of {topic}/{queue_id} is not between {result.min_offset} and {result.max_offset}",
+                result.min_offset,
+                result.max_offset,
+            )
+        while (
+            result.status in ("NO_MATCHED_MESSAGE", "MESSAGE_WAS_REMOVING") and result.next_offset < result.max_offset
+        ):
+            result = self.get(topic, queue_id, result.next_offset, max_messages, max_bytes=max_bytes, tags=tags)
+        return result.messages
+
+    def get(
+        self,
+        topic: str,
+        queue_id: int,
+        offset: int,
+        max_messages: int = 32,
+        *,
+        max_bytes: int | None = None,
+        tags: str | None = "*",
+    ) -> GetResult:
+        """As `read`, with a status in place of errors, and where to go on (store-format 10.1)."""
+        queue = self._queue(topic, queue_id, offset)
+        low, high = queue.min_offset, queue.max_offset
+        if high == low and offset == high == 0:
+            return GetResult("NO_MESSAGE_IN_QUEUE", [], 0, low, high)
+        if offset < low:
+            return GetResult("OFFSET_TOO_SMALL", [], low, low, high)
+        if offset >= high:
+            status: Literal["OFFSET_OVERFLOW_ONE", "OFFSET_OVERFLOW_BADLY"] = (
+                "OFFSET_OVERFLOW_ONE" if offset == high else "OFFSET_OVERFLOW_BADLY"
+            )
+            return GetResult(status, [], high, low, high)
+        tag_filter = parse_tags(tags, topic) if tags != "*" else None
+        messages: list[Message] = []
+        position = offset
+        budget = max_bytes
+        seen = False
+        limit = min(high, offset + max(_SCAN_UNITS, max_messages)) if tag_filter is not None else high
+        while position < limit and len(messages) < max_messages:
+            count = min(limit - position, max(1, max_messages - len(messages)))
+            if tag_filter is not None:
+                count = min(limit - position, max(count, 256))
+            found, position, stop = self._views(
+                queue, position, count, tag_filter, max_messages - len(messages), budget, not messages
+            )
+            seen = seen or bool(found)
+            messages += found
+            if stop:
+                break
+            if budget is not None:
+                budget -= sum(message.size for message in found)
+        if messages:
+            self._gets += len(messages)
+            self._get_bytes += sum([message.size for message in messages])
+            return GetResult("FOUND", messages, position, low, high)
+        return GetResult(
+            "NO_MATCHED_MESSAGE" if tag_filter is not None else "MESSAGE_WAS_REMOVING", [], position, low, high
+        )
+
+    def _ref(self, queue: ConsumeQueue) -> QueueRef:
+        ref = self._refs.get(queue)
+        if ref is None:
+            ref = self._refs[queue] = QueueRef(queue.topic, queue.queue_id)
+        return ref
+
+    def _views(
+        self,
+        queue: ConsumeQueue,
+        offset: int,
+        count: int,
+        tag_filter: TagFilter | None,
+        max_messages: int,
+        max_bytes: int | None,
+        first_is_free: bool,
+    ) -> tuple[list[Message], int, bool]:
+        """(messages among units [offset, offset + count), offset behind the last unit consumed, whether to stop)."""
+        located, slots, after, stop = self._locate(
+            queue, offset, count, tag_filter, max_messages, max_bytes, first_is_free
+        )
+        ref = self._ref(queue)
+        messages: list[Message] = []
+        for buffer, starts, sizes, tags, at in located:
+            messages += [
+                Message(buffer, start, size, ref, slot, tag)
+                for start, size, tag, slot in zip(starts, sizes, tags, slots[at : at + len(starts)], strict=True)
+            ]
+        if tag_filter is not None:
+            messages = [message for message in messages if tag_filter.message(message.tag)]
+        return messages, after, stop
+
+    def _locate(
+        self,
+        queue: ConsumeQueue,
+        offset: int,
+        count: int,
+        tag_filter: TagFilter | None,
+        max_messages: int,
+        max_bytes: int | None,
+        first_is_free: bool,
+    ) -> tuple[list[tuple[mmap.mmap, list[int], list[int], list[int], int]], list[int], int, bool]:
+        """Where the records of units [offset, offset + count) lie, checked.
+
+        Returns stretches (buffer, starts, sizes, tags codes, index of the first in slots), the slot of each, the offset
+        behind the last unit consumed, and whether a limit ended it.
+        """
+        units = queue.units(offset, count)
+        physical = units["physical_offset"].astype(np.int64)
+        sizes = units["size"].astype(np.int64)
+        tags = units["tags_code"].astype(np.int64)
+        after, stop = offset + count, False
+        live = (sizes > 0) & (physical >= 0)
+        if (sizes == 0x7FFF_FFFF).any():
+            live &= ~is_void(units)
+        if tag_filter is not None:
+            live &= tag_filter.units(tags)
+        chosen: npt.NDArray[np.intp] | None = None
+        if not live.all():
+            chosen = np.flatnonzero(live)
+        if chosen is None and count > max_messages:
+            chosen = np.arange(max_messages)
+            after, stop = offset + max_messages, True
+        elif chosen is not None and len(chosen) > max_messages:
+            after, stop = offset + int(chosen[max_messages]), True
+            chosen = chosen[:max_messages]
+        if max_bytes is not None:
+            taken = np.cumsum(sizes if chosen is None else sizes[chosen])
+            fits = int(np.searchsorted(taken, max_bytes, side="right"))
+            fits = max(fits, 1 if first_is_free else 0)
+            if fits < len(taken):
+                chosen = np.arange(count) if chosen is None else chosen
+                after, stop = offset + int(chosen[fits]), True
+                chosen = chosen[:fits]
+        if chosen is not None:
+            physical, sizes, tags = physical[chosen], sizes[chosen], tags[chosen]
+            slots = chosen + offset
+        else:
+            slots = np.arange(offset, offset + count)
+        located: list[tuple[mmap.mmap, list[int], list[int], list[int], int]] = []
+        all_slots: list[int] = []
+        bounds = np.flatnonzero(np.diff(physical // self._run.segment_bytes)) + 1
+        for low, high in zip([0, *bounds.tolist()], [*bounds.tolist(), len(physical)], strict=True):
+            if low == high:
+                continue
+            buffer, good = self._check(queue, physical[low:high], sizes[low:high], slots[low:high])
+            if buffer is None or not good.all():
+                self._note_bad(queue, physical[low:high][~good])
+                if not self._passes_over_bad:
+                    # Another process's writer may be at work there: what does not verify yet ends the read.
+                    whole = int(np.argmin(good))
+                    later_is_good = bool(good[whole:].any()) or high < len(physical)
+                    if not later_is_good:
+                        after, stop = int(slots[low + whole]), True
+            if buffer is None:
+                continue
+            keep = slice(None) if good.all() else good
+            starts = (physical[low:high] - physical[low] // self._run.segment_bytes * self._run.segment_bytes)[keep]
+            located.append(
+                (buffer, starts.tolist(), sizes[low:high][keep].tolist(), tags[low:high][keep].tolist(), len(all_slots))
+            )
+            all_slots += slots[low:high][keep].tolist()
+        return located, all_slots, after, stop
+
+    _passes_over_bad = True
+
+    def _note_bad(self, queue: ConsumeQueue, physical: npt.NDArray[np.int64]) -> None:
+        for position in physical.tolist():
+            if position not in self._bad and len(self._bad) < 100_000:
+                self._bad.add(position)
+                if self._passes_over_bad:
+                    _log.error(
+                        "%s: the record at %d of %s/%d does not verify and is passed over; see `mqstore verify`",
+                        self.path,
+                        position,
+                        queue.topic,
+                        queue.queue_id,
+                    )
+
+    def _segment_at(self, physical: int) -> tuple[Segment, mmap.mmap] | None:
+        segment = self._run.find(physical)
+        if segment is None:
+            self._find_news()
+            segment = self._run.find(physical)
+        if segment is None:
+            return None
+        try:
+            return segment, self._run.mapping(segment)
+        except FileNotFoundError:
+            return None
+
+    def _find_news(self) -> None:
+        """List the folder again; only who does not own it needs to."""
+
+    def _check(
+        self,
+        queue: ConsumeQueue,
+        physical: npt.NDArray[np.int64],
+        sizes: npt.NDArray[np.int64],
+        slots: npt.NDArray[np.int64],
+    ) -> tuple[mmap.mmap | None, npt.NDArray[np.bool_]]:
+        """The mapping that holds these units' records, and which of them verify as what the units say (8.5, 9.2)."""
+        there = self._segment_at(int(physical[0]))
+        if there is None:
+            return None, np.zeros(len(physical), np.bool_)
+        segment, buffer = there
+        base = segment.start
+        starts = physical - base
+        good = starts + sizes <= len(buffer)
+        if not self._verify_reads:
+            return buffer, good
+        cells = self._verified.of(segment) if self._passes_over_bad else None
+        if cells is not None and bool(cells[starts >> 6].all()):
+            return buffer, good
+        if len(starts) <= _FEW:
+            for i in range(len(starts)):
+                if good[i]:
+                    good[i] = self._check_one(
+                        queue, buffer, int(starts[i]), int(physical[i]), int(sizes[i]), int(slots[i])
+                    )
+        else:
+            rows = np.flatnonzero(good & (starts + 91 <= len(buffer)))
+            good[:] = False
+            headers = gather(buffer, starts[rows])
+            fine = headers.ok & (headers.size == sizes[rows]) & (headers.physical_offset == physical[rows])
+            fine &= (headers.queue_id == queue.queue_id) & (headers.queue_offset == slots[rows])
+            if fine.any():
+                if not fine.all():
+                    rows = rows[fine]
+                    headers = gather(buffer, starts[rows])
+                fine = verify(buffer, headers, self._checksum) & _topic_is(buffer, headers, queue.topic)
+                good[rows[fine]] = True
+        if cells is not None:
+            cells[starts[good] >> 6] = True
+        return buffer, good
+
+    def _check_one(
+        self, queue: ConsumeQueue, buffer: mmap.mmap, start: int, physical: int, size: int, slot: int
+    ) -> bool:
+        check = check_record(buffer, start, len(buffer), physical, self._checksum)
+        if check.status != "ok" or check.size != size:
+            return False
+        record = decode_record(buffer, start)
+        return record.queue_id == queue.queue_id and record.queue_offset == slot and record.topic == queue.topic
+
+    def read_columns(
+        self,
+        topic: str,
+        queue_id: int = 0,
+        offset: int = 0,
+        max_messages: int = 65_536,
+        columns: Sequence[str] | None = None,
+    ) -> Columns:
+        """The messages that `read` would give, as arrays: for analysis, export and Spark (client-semantics B.3).
+
+        Numbers are numpy int32/int64, texts and bodies pairs of (int64 offsets, uint8 data) as Arrow's large binary has
+        them. `columns` None means all (`columns.NAMES`); what is not asked for is not decoded. Raises as `read`, and
+        ConfigError for an unknown column.
+        """
+        queue = self._queue(topic, queue_id, offset + max_messages - 1)
+        low, high = queue.min_offset, queue.max_offset
+        if not low <= offset <= high:
+            raise OffsetOutOfRangeError(
+                f"offset {offset} of {topic}/{queue_id} is not between {low} and {high}", low, high
+            )
+        count = min(high - offset, max_messages)
+        if count <= 0:
+            return columns_of(queue.topic, queue.queue_id, [], np.zeros(0, np.int64), offset, columns)
+        located, slots, after, _ = self._locate(queue, offset, count, None, count, None, True)
+        stretches = [
+            (buffer, np.array(starts, np.int64), np.array(tags, np.int64)) for buffer, starts, _, tags, _ in located
+        ]
+        self._gets += len(slots)
+        return columns_of(queue.topic, queue.queue_id, stretches, np.array(slots, np.int64), after, columns)
+
+    # -- single messages --------------------------------------------------------------------------------------------
+
+    def at(self, physical_offset: int) -> Message:
+        """The message whose record starts at `physical_offset`. LookupError when no record that verifies does."""
+        self._check_open()
+        there = self._segment_at(physical_offset) if physical_offset >= 0 else None
+        if there is None:
+            raise LookupError(f"{self.path} holds nothing at physical offset {physical_offset}")
+        segment, buffer = there
+        at = physical_offset - segment.start
+        check = check_record(buffer, at, len(buffer), physical_offset, self._checksum)
+        if check.status != "ok":
+            raise LookupError(f"{self.path} holds no message at physical offset {physical_offset}: {check.detail}")
+        record = decode_record(buffer, at)
+        return Message(buffer, at, check.size, QueueRef(record.topic, record.queue_id), record.queue_offset, 0)
+
+    def get_by_id(self, message_id: str) -> Message:
+        """The message with this offset message id. LookupError: gone, or not the start of a record;
+        InvalidMessageError: no message id."""
+        try:
+            _, physical_offset = decode_message_id(message_id)
+        except FormatError as error:
+            raise InvalidMessageError(f"{message_id!r} is no message id: {error}", "message_id") from error
+        return self.at(physical_offset)
+
+    def find(
+        self,
+        topic: str,
+        *,
+        key: str | None = None,
+        unique_key: str | None = None,
+        start_ms: int = 0,
+        stop_ms: int = (1 << 62),
+        limit: int = 32,
+    ) -> list[Message]:
+        """Messages of `topic` that bear `key` (or `unique_key`), stored in [start_ms, stop_ms], newest first.
+
+        The index suggests by hash and second; topic, key and time are then compared on each record (6.4).
+        """
+        self._check_open()
+        if (key is None) == (unique_key is None):
+            raise InvalidMessageError("give key= or unique_key=, one of them", "key")
+        wanted = key if key is not None else unique_key
+        assert wanted is not None
+        self._catch_up(None)
+        found: dict[int, Message] = {}
+        asked = limit
+        while True:
+            offsets = self._index.query(topic, wanted, start_ms, stop_ms, asked)
+            for physical_offset in offsets:
+                if physical_offset in found:
+                    continue
+                try:
+                    message = self.at(physical_offset)
+                except LookupError:
+                    continue  # retention took it, or it is damaged
+                bears = wanted in message.keys if key is not None else message.unique_key == wanted
+                if bears and message.topic == topic and start_ms <= message.store_timestamp_ms <= stop_ms:
+                    found[physical_offset] = message
+            if len(found) >= limit or len(offsets) < asked:
+                break
+            asked *= 4  # other keys of the same hash took places
+        return sorted(found.values(), key=lambda m: m.physical_offset, reverse=True)[:limit]
+
+    # -- time -------------------------------------------------------------------------------------------------------
+
+    def offset_at(self, topic: str, queue_id: int, when: datetime | int, bound: Bound = "lower") -> int:
+        """The offset that belongs to a time (an aware datetime, or ms since the epoch), store-format 4.7.
+
+        `"lower"`: the first message stored at or after it, the end if there is none. `"upper"`: the last message stored
+        at or before it, the first if there is none.
+        """
+        stamp = int(when.timestamp() * 1000) if isinstance(when, datetime) else when
+        queue = self._queue(topic, queue_id)
+        low, high = queue.min_offset, queue.max_offset
+        first, end = low, high
+        # Smallest slot with time >= stamp ("lower") or > stamp ("upper").
+        while low < high:
+            middle = (low + high) // 2
+            probe, time_ms = self._time_at_or_after(queue, middle, high)
+            if time_ms is None or time_ms > stamp or (time_ms == stamp and bound == "lower"):
+                high = middle
+            else:
+                low = probe + 1
+        return low if bound == "lower" else max(first, min(low - 1, end - 1)) if end > first else first
+
+    def _time_at_or_after(self, queue: ConsumeQueue, slot: int, end: int) -> tuple[int, int | None]:
+        """(slot, store time) of the first readable message in [slot, end)."""
+        while slot < end:
+            physical, size, _ = queue.units(slot, 1)[0].tolist()
+            there = self._segment_at(physical) if 0 < size < 0x7FFF_FFFF and physical >= 0 else None
+            if there is not None:
+                segment, buffer = there
+                start = physical - segment.start
+                if start + size <= len(buffer) and size >= 91:
+                    return slot, Message(buffer, start, size, self._ref(queue), slot, 0).store_timestamp_ms
+            slot += 1
+        return end, None
+
+    # -- iteration --------------------------------------------------------------------------------------------------
+
+    def iter(
+        self,
+        topic: str,
+        queue_id: int | None = None,
+        *,
+        start: Literal["earliest", "latest"] | datetime | int = "earliest",
+        stop: int | None = None,
+        follow: bool = False,
+        tags: str | None = "*",
+    ) -> Iterator[Message]:
+        """Messages of one queue in order, or with `queue_id` None of all queues of the topic merged by store time.
+
+        `start`: a word, a time, or (one queue) an offset; `stop`: the offset to end before. With `follow` it waits for
+        more, for ever; of several queues it then yields what has come, merged within each round.
+        """
+        if queue_id is not None:
+            yield from self._iter_queue(self._queue(topic, queue_id), start, stop, follow, tags)
+            return
+        if isinstance(start, int) or stop is not None:
+            raise InvalidMessageError("start and stop as offsets belong to one queue: give queue_id=", "start")
+        positions = {ref: self._start_of(self._queue(*ref), start) for ref in self.queues(topic)}
+        while True:
+            rounds = [
+                self._iter_queue(self._queue(*ref), positions[ref], self._queue(*ref).max_offset, False, tags)
+                for ref in positions
+            ]
+            for message in merge(*rounds, key=lambda m: (m.store_timestamp_ms, m.physical_offset)):
+                positions[message.queue] = message.offset + 1
+                yield message
+            if not follow:
+                return
+            behind = [ref for ref, at in positions.items() if self._queue(*ref).max_offset > at]
+            if not behind:
+                self._wait_for_any([self._queue(*ref) for ref in positions], list(positions.values()))
+            for ref in self.queues(topic):
+                positions.setdefault(ref, 0)
+
+    def _wait_for_any(self, queues: list[ConsumeQueue], offsets: list[int]) -> None:
+        pause = _FOLLOW_MIN_S
+        while not any(queue.max_offset > offset for queue, offset in zip(queues, offsets, strict=True)):
+            self._check_open()
+            time.sleep(pause)
+            pause = min(2 * pause, _FOLLOW_MAX_S)
+            for queue in queues:
+                self._catch_up(queue)
+
+    def _start_of(self, queue: ConsumeQueue, start: str | datetime | int) -> int:
+        if isinstance(start, int):
+            return start
+        if isinstance(start, datetime):
+            return self.offset_at(queue.topic, queue.queue_id, start)
+        if start not in ("earliest", "latest"):
+            raise InvalidMessageError(f"start is 'earliest', 'latest', a datetime or an offset, not {start!r}", "start")
+        return queue.min_offset if start == "earliest" else queue.max_offset
+
+    def _iter_queue(
+        self, queue: ConsumeQueue, start: str | datetime | int, stop: int | None, follow: bool, tags: str | None
+    ) -> Iterator[Message]:
+        position = self._start_of(queue, start)
+        size = 32
+        while stop is None or position < stop:
+            want = size if stop is None else min(size, stop - position)
+            result = self.get(queue.topic, queue.queue_id, position, want, tags=tags)
+            if result.status in ("OFFSET_TOO_SMALL", "OFFSET_OVERFLOW_BADLY"):
+                raise OffsetOutOfRangeError(
+                    f"offset {position} of {queue.topic}/{queue.queue_id} is not between "
+                    f"{result.min_offset} and {result.max_offset}",
+                    result.min_offset,
+                    result.max_offset,
+                )
+            for message in result.messages:
+                if stop is not None and message.offset >= stop:
+                    return
+                yield message
+            if result.next_offset > position:
+                position = result.next_offset
+                size = min(2 * size, 1024)
+            elif not follow:
+                return
+            else:
+                size = 32
+                self._check_open()
+                self._wait_for(queue, position, 60.0)
+
+
+def _topic_is(buffer: mmap.mmap, headers: Headers, topic: str) -> npt.NDArray[np.bool_]:
+    """Which records bear `topic`."""
+    name = np.frombuffer(topic.encode("utf-8", "surrogateescape"), np.uint8)
+    positions = headers.topic_position
+    same: npt.NDArray[np.bool_] = headers.topic_size == len(name)
+    rows = np.flatnonzero(same)
+    if len(rows):
+        data = np.frombuffer(buffer, np.uint8)
+        same[rows] = (data[positions[rows][:, None] + np.arange(len(name))] == name).all(axis=1)
+    return same

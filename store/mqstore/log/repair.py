@@ -1,0 +1,122 @@
+"""Repair on request, away from the path that serves: what `mqstore recover` does (store-format 9.7, 11.2)."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from dataclasses import replace
+from pathlib import Path
+
+from mqstore.clock import SYSTEM_CLOCK
+from mqstore.errors import CorruptStoreError, NotAStoreError, StoreLockedError
+from mqstore.files.filesystem import REAL, FileSystem
+from mqstore.files.jsonfile import load_json, set_aside_json
+from mqstore.files.lock import WriterLock, writer_alive
+from mqstore.layout.record import Checksum, check_record
+from mqstore.log import manifest as manifests
+from mqstore.log.recovery import Progress, RecoverOptions
+from mqstore.log.report import RecoveryReport
+from mqstore.log.store import MessageStore
+from mqstore.options import Profile, StoreConfig
+
+__all__ = ["rebuild_config", "recover_store"]
+
+
+def recover_store(
+    path: str | os.PathLike[str],
+    options: RecoverOptions,
+    *,
+    config: StoreConfig | None = None,
+    progress: Progress | None = None,
+    fs: FileSystem = REAL,
+) -> RecoveryReport:
+    """Read the whole log of the store at `path`, bring queues and index in line with it, and report.
+
+    With `options.dry_run` nothing is written, and the report says what would be. May be killed and run again. Raises
+    StoreLockedError while a writer has the store, else as `mqstore.open`.
+    """
+    options = replace(options, full=True)
+    if options.dry_run:
+        if writer_alive(path, fs):
+            raise StoreLockedError(f"a writer has {os.fspath(path)} open; what it is writing cannot be judged")
+        with MessageStore(path, "r", config=config, fs=fs) as store:
+            return store.plan_recovery(options, progress)
+    with MessageStore(path, create=False, config=config, fs=fs, recover_options=options, progress=progress) as store:
+        return store.recovery
+
+
+def rebuild_config(path: str | os.PathLike[str], *, dry_run: bool = False, fs: FileSystem = REAL) -> list[str]:
+    """Give a store whose JSON files do not decode good ones again; what was done, a sentence for each file.
+
+    A lost manifest is written anew from what the files say: the checksum that the first record passes tells the
+    profile, names and lengths tell the sizes. Any other bad file is moved aside with its backup, so that it starts from
+    defaults: offsets in it are lost, which is why this never happens unasked.
+    """
+    root = Path(path)
+    if not (root / "commitlog").is_dir() and not (root / manifests.MANIFEST).exists():
+        raise NotAStoreError(f"{root} is no store: it has neither {manifests.MANIFEST} nor commitlog/")
+    lock = WriterLock(root, "mqstore recover", fs=fs)
+    if dry_run:
+        if writer_alive(root, fs):
+            raise StoreLockedError(f"a writer has {root} open")
+    else:
+        lock.acquire()
+    try:
+        done = _rebuild_manifest(root, dry_run=dry_run, fs=fs)
+        folder = root / "config"
+        names = (
+            {n.removesuffix(".bak") for n in os.listdir(folder) if n.endswith((".json", ".json.bak"))}
+            if folder.is_dir()
+            else set()
+        )
+        for name in sorted(names):
+            try:
+                load_json(folder / name, writer=False, fs=fs, root=root)
+            except CorruptStoreError as error:
+                if not dry_run:
+                    set_aside_json(folder / name, fs=fs)
+                done.append(f"config/{name} is moved aside and starts from defaults: {error.args[0]}")
+        return done
+    finally:
+        lock.release()
+
+
+def _rebuild_manifest(root: Path, *, dry_run: bool, fs: FileSystem) -> list[str]:
+    path = root / manifests.MANIFEST
+    bad = False
+    if path.exists() or path.with_name(path.name + ".bak").exists():
+        try:
+            load_json(path, writer=False, fs=fs, root=root)
+        except CorruptStoreError:
+            bad = True
+        else:
+            return []
+    lost = bad or (root / manifests.GUARD).exists() or _checksum_of(root) == "crc32c-record"
+    if not lost:
+        return []  # a Java broker's directory has none
+    profile: Profile = "rocketmq" if _checksum_of(root) == "crc32-body" else "mqstore"
+    checksum: Checksum = "crc32-body" if profile == "rocketmq" else "crc32c-record"
+    found = manifests.sizes_found(root, profile)
+    if not dry_run:
+        if bad:
+            set_aside_json(path, fs=fs)
+        manifests.save(
+            replace(found, store_id=secrets.token_hex(16), checksum=checksum, created_ms=SYSTEM_CLOCK.now_ms()),
+            root,
+            fs,
+        )
+    return [
+        f"{manifests.MANIFEST} is written anew: profile {profile}, segments of {found.commitlog_segment_bytes} bytes, "
+        f"queue files of {found.consumequeue_segment_bytes}; delay_levels and group_hash start from defaults"
+    ]
+
+
+def _checksum_of(root: Path) -> Checksum | None:
+    """The checksum that the first record of a segment passes; None when none decides."""
+    for name in manifests.segment_names(root / "commitlog"):
+        data = (root / "commitlog" / name).read_bytes()
+        kinds: tuple[Checksum, ...] = ("crc32c-record", "crc32-body")
+        for kind in kinds:
+            if check_record(data, 0, len(data), int(name), kind).status == "ok":
+                return kind
+    return None

@@ -1,0 +1,101 @@
+"""What opening, verifying and recovering have to say: plain values that print, serialise and compare."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+__all__ = ["Cut", "Finding", "Kind", "Rebuilt", "RecoveryReport"]
+
+Kind = Literal[
+    "torn_tail",
+    "lost_tail",
+    "bad_record",
+    "segment_size",
+    "missing_segment",
+    "missing_units",
+    "bad_unit",
+    "bad_index",
+    "bad_checkpoint",
+    "bad_json",
+    "unsafe_name",
+    "undispatched",
+]
+"""Kinds of findings (store-format 9.7; docs/recovery.md tells what each means)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is not as it should be: `length` bytes at `position` of `file` (a path below the store)."""
+
+    kind: Kind
+    file: str
+    position: int
+    length: int
+    detail: str
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Bytes [start, stop) of `file` that no longer count."""
+
+    file: str
+    start: int
+    stop: int
+    reason: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Under the names of `mqstore recover --json`."""
+        return {"file": self.file, "from": self.start, "to": self.stop, "reason": self.reason}
+
+
+@dataclass(slots=True)
+class Rebuilt:
+    """What was built anew: queues touched, units written, index entries written."""
+
+    consume_queues: int = 0
+    units: int = 0
+    index_entries: int = 0
+
+
+@dataclass(slots=True)
+class RecoveryReport:
+    """What an opening found and did (store-format 9.8). Offsets and lengths in bytes.
+
+    `changed` is False when the store was in order: a second recovery of the same directory always says so.
+    """
+
+    clean_shutdown: bool = True
+    scanned_from: int | None = None
+    """First physical offset that was read; None when nothing had to be."""
+    log_end: int = 0
+    truncated: list[Cut] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    rebuilt: Rebuilt = field(default_factory=Rebuilt)
+    kept: list[str] = field(default_factory=list)
+    """Files that hold a copy of whole records that were cut."""
+    salvaged: int = 0
+    """Whole records copied out by `recover --salvage`."""
+    messages: int = 0
+    """Records that verified in the range read."""
+    changed: bool = False
+    seconds: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, under the names of `mqstore recover --json`."""
+        return {
+            "changed": self.changed,
+            "clean_shutdown": self.clean_shutdown,
+            "scanned_from": self.scanned_from,
+            "log_end": self.log_end,
+            "truncated": [cut.as_dict() for cut in self.truncated],
+            "findings": [finding.as_dict() for finding in self.findings],
+            "rebuilt": asdict(self.rebuilt),
+            "kept": list(self.kept),
+            "salvaged": self.salvaged,
+            "messages": self.messages,
+            "seconds": self.seconds,
+        }

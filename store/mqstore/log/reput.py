@@ -1,0 +1,211 @@
+"""The dispatcher: follows the commitlog and builds consume queues and index from it (store-format 5.2).
+
+    position --- records ---> end        everything below `position` has its units; readers see units, never the log
+
+It runs in passes, each over what was appended since the last: walk, gather, units by queue, index entries, wake who
+waits. Who calls it does not matter, a background thread or a reader that wants to see its own put: one lock, one order.
+A put never waits for it. If a write fails, nothing is lost: `position` stays, and the next pass does it again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from _thread import LockType, allocate_lock
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from mqstore.layout.dispatch import Rows, rows_of
+from mqstore.layout.record import Checksum, check_record
+from mqstore.layout.scan import find_next, gather, walk
+from mqstore.log.commitlog import CommitLog
+from mqstore.log.consumequeue import ConsumeQueue, QueueTable
+from mqstore.log.index import Index
+from mqstore.log.names import is_path_safe
+
+__all__ = ["Dispatcher", "slot_runs"]
+
+_log = logging.getLogger("mqstore")
+_BATCH = 8192
+
+
+def slot_runs(end: int, offsets: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
+    """(start, stop) index ranges of `offsets` that are consecutive slots, none below `end` nor below an earlier one.
+
+    A record whose slot is taken already is a repeat and left out: the first one stands (store-format 4.5).
+    """
+    count = len(offsets)
+    if count and offsets[0] >= end and offsets[-1] - offsets[0] == count - 1 and bool((np.diff(offsets) == 1).all()):
+        return [(0, count)]
+    runs: list[tuple[int, int]] = []
+    for i, offset in enumerate(offsets.tolist()):
+        if offset < end:
+            continue
+        if runs and runs[-1][1] == i and offset == end:
+            runs[-1] = (runs[-1][0], i + 1)
+        else:
+            runs.append((i, i + 1))
+        end = offset + 1
+    return runs
+
+
+class Dispatcher:
+    """Builds units and index entries for everything below `end_of()`."""
+
+    def __init__(
+        self,
+        log: CommitLog,
+        queues: QueueTable,
+        index: Index,
+        *,
+        checksum: Checksum,
+        end_of: Callable[[], int],
+        delay_table_ms: Sequence[int],
+    ) -> None:
+        self.position = 0
+        self.dispatched = 0
+        """Records that got a unit since opening."""
+        self.error: Exception | None = None
+        """What stopped the last pass; None once a pass has succeeded again."""
+        self.listeners: list[Callable[[ConsumeQueue], None]] = []
+        """Called with each queue that has grown, in the dispatching thread; must not block."""
+        self.last_store_timestamp_ms = 0
+        self.waiting = 0
+        """Threads parked in `wait`."""
+        self._log = log
+        self._queues = queues
+        self._index = index
+        self._checksum = checksum
+        self._end_of = end_of
+        self._delay_table_ms = delay_table_ms
+        self._lock = threading.Lock()
+        self._parked: dict[ConsumeQueue, list[LockType]] = {}
+        self._parked_lock = threading.Lock()
+        self._unsafe: set[str] = set()
+
+    def run_once(self) -> int:
+        """Dispatch what has been appended since; bytes done. Raises what writing units or index entries raised."""
+        if self.position >= self._end_of():
+            return 0
+        with self._lock:
+            begin = self.position
+            try:
+                while self.position < self._end_of():
+                    self._pass(self._end_of())
+            except Exception as error:
+                self.error = error
+                raise
+            self.error = None
+            return self.position - begin
+
+    def catch_up(self) -> bool:
+        """As `run_once`, for a reader: what hinders dispatch is noted and shows in `stats()`, what is dispatched can
+        still be read. Whether all is dispatched."""
+        try:
+            self.run_once()
+        except OSError as error:
+            _log.debug("dispatch is behind: %s", error)
+        return self.error is None
+
+    def _pass(self, end: int) -> None:
+        """One stretch: the rest of a segment, or `_BATCH` records of it."""
+        run = self._log.run
+        segment = run.find(self.position)
+        if segment is None:
+            # The front was dropped under a dispatcher that lay far behind.
+            following = [start for start in run.starts if start > self.position]
+            self.position = min(end, following[0]) if following else end
+            return
+        base = segment.start
+        buffer = run.mapping(segment)
+        stop_at = min(end - base, len(buffer))
+        positions, stop = walk(buffer, self.position - base, stop_at, _BATCH)
+        if len(positions):
+            headers = gather(buffer, positions)
+            if not headers.ok.all():
+                headers = gather(buffer, positions[headers.ok])
+            self._dispatch(rows_of(buffer, headers, base, self._delay_table_ms))
+            self.position = base + stop
+            if stop >= stop_at or len(positions) == _BATCH:
+                return
+        check = check_record(buffer, stop, len(buffer), base + stop, self._checksum)
+        if check.status == "blank" or stop >= len(buffer):
+            self.position = base + run.segment_bytes
+            return
+        found = find_next(buffer, stop + 1, stop_at, base, self._checksum)
+        self.position = end if found is None and end - base <= len(buffer) else base + (found or run.segment_bytes)
+        _log.error("commitlog damaged at %d: %s; dispatch goes on at %d", base + stop, check.detail, self.position)
+
+    def _dispatch(self, rows: Rows) -> None:
+        grown = []
+        for topic, queue_id, chosen in rows.by_queue():
+            if queue_id < 0 or not self._usable(topic):
+                continue
+            queue = self._queues.create(topic, queue_id)
+            offsets = rows.queue_offset[chosen]
+            for start, stop in slot_runs(queue.max_offset, offsets):
+                first = int(offsets[start])
+                queue.write(first, rows.units(chosen[start:stop]).tobytes())
+                queue.publish(first + stop - start)
+                self.dispatched += stop - start
+            grown.append(queue)
+        if len(rows.entry_row):
+            at = rows.entry_row
+            self._index.put(rows.entry_hash, rows.physical_offset[at], rows.store_timestamp_ms[at])
+        if len(rows):
+            self.last_store_timestamp_ms = int(rows.store_timestamp_ms[-1])
+        for queue in grown:
+            self._wake(queue)
+            for listener in self.listeners:
+                listener(queue)
+
+    def _usable(self, topic: str) -> bool:
+        if is_path_safe(topic):
+            return True
+        if topic not in self._unsafe and len(self._unsafe) < 1000:
+            self._unsafe.add(topic)
+            _log.warning("topic %r cannot be a folder name: its messages are found by physical offset only", topic)
+        return False
+
+    # -- waiting ----------------------------------------------------------------------------------------------------
+
+    def _wake(self, queue: ConsumeQueue) -> None:
+        if queue in self._parked:
+            with self._parked_lock:
+                locks = self._parked.pop(queue, ())
+            for lock in locks:
+                lock.release()
+
+    def wake_all(self) -> None:
+        """Let every waiter go: the store is closing."""
+        with self._parked_lock:
+            parked, self._parked = self._parked, {}
+        for locks in parked.values():
+            for lock in locks:
+                lock.release()
+
+    def wait(self, queue: ConsumeQueue, offset: int, timeout_s: float, on_parked: Callable[[], None]) -> bool:
+        """Park until `queue` has a unit at `offset`, or the time is up; whether it has. `on_parked` is called once this
+        thread is sure to be woken by any later dispatch."""
+        lock = allocate_lock()
+        lock.acquire()
+        with self._parked_lock:
+            self._parked.setdefault(queue, []).append(lock)
+            self.waiting += 1
+        try:
+            # Only now: what was dispatched before we were on the list has woken nobody.
+            if queue.max_offset > offset:
+                return True
+            on_parked()
+            lock.acquire(timeout=timeout_s)
+            return queue.max_offset > offset
+        finally:
+            with self._parked_lock:
+                self.waiting -= 1
+                locks = self._parked.get(queue)
+                if locks is not None and lock in locks:
+                    locks.remove(lock)
+                    if not locks:
+                        del self._parked[queue]

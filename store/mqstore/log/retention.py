@@ -1,0 +1,53 @@
+"""What a retention policy no longer keeps: whole segments, oldest first, never the last (store-format 8.3).
+
+Age is the store time of a segment's last record, not the file's: a directory that was copied is not young.
+"""
+
+from __future__ import annotations
+
+import os
+
+from mqstore.files.segments import SegmentRun
+from mqstore.layout.scan import gather, walk
+from mqstore.options import Retention, seconds
+
+__all__ = ["expired_before"]
+
+
+def expired_before(run: SegmentRun, policy: Retention, now_ms: int) -> int:
+    """The physical offset below which `policy` keeps nothing; 0 when it keeps all."""
+    segments = run.segments()
+    size = run.segment_bytes
+    excess = 0
+    if policy.max_bytes is not None:
+        excess = -(-max(0, len(segments) * size - policy.max_bytes) // size)
+    if policy.disk_ratio is not None:
+        excess = max(excess, -(-_bytes_over(run, policy.disk_ratio) // size))
+    bound = 0
+    for i, segment in enumerate(segments[:-1]):
+        old = False
+        if i >= excess and policy.age is not None:
+            newest = _newest_time(run, segment.start)
+            old = newest is not None and newest + seconds(policy.age, "age") * 1000 <= now_ms
+        if i >= excess and not old:
+            break
+        bound = segment.end
+    return bound
+
+
+def _bytes_over(run: SegmentRun, ratio: float) -> int:
+    """How many bytes too many the file system holds, as `df` counts them."""
+    usage = os.statvfs(run.directory)
+    used = (usage.f_blocks - usage.f_bfree) * usage.f_frsize
+    total = used + usage.f_bavail * usage.f_frsize
+    return max(0, used - int(total * ratio))
+
+
+def _newest_time(run: SegmentRun, start: int) -> int | None:
+    """Store time (ms) of the last record of a full segment; None when no record leads there."""
+    segment = run.find(start)
+    if segment is None:
+        return None
+    buffer = run.mapping(segment)
+    positions, _ = walk(buffer, 0, len(buffer))
+    return int(gather(buffer, positions[-1:]).store_timestamp_ms[0]) if len(positions) else None

@@ -1,0 +1,84 @@
+"""What a store tells of itself: counters, latencies, lags (client-semantics B.3, broker-semantics 13)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["Histogram", "StoreStats"]
+
+_BUCKETS = 40
+
+
+class Histogram:
+    """Durations in buckets of powers of two nanoseconds: bucket i counts durations below 2**i ns.
+
+    >>> histogram = Histogram()
+    >>> for nanoseconds in (900, 1000, 1100, 70_000): histogram.add(nanoseconds)
+    >>> histogram.percentile_ns(50), histogram.count
+    (1024, 4)
+    """
+
+    __slots__ = ("_counts",)
+
+    def __init__(self) -> None:
+        self._counts = [0] * _BUCKETS
+
+    def add(self, nanoseconds: int) -> None:
+        bucket = nanoseconds.bit_length()
+        self._counts[bucket if bucket < _BUCKETS else _BUCKETS - 1] += 1
+
+    @property
+    def count(self) -> int:
+        return sum(self._counts)
+
+    def percentile_ns(self, percent: float) -> int:
+        """Upper bound of the bucket that holds the given percentile; 0 when nothing was counted."""
+        wanted = self.count * percent / 100
+        seen = 0
+        for bucket, number in enumerate(self._counts):
+            seen += number
+            if number and seen >= wanted:
+                return 1 << bucket
+        return 0
+
+    def buckets(self) -> dict[int, int]:
+        """Upper bound in nanoseconds -> how many durations fell below it and not below the one before."""
+        return {1 << bucket: number for bucket, number in enumerate(self._counts) if number}
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """A snapshot. Counters run from opening; lags and sizes are as of now, in bytes."""
+
+    puts: int
+    """Messages appended."""
+    put_bytes: int
+    """Bytes appended, BLANKs included."""
+    gets: int
+    """Messages handed out."""
+    get_bytes: int
+    """Bytes of their records."""
+    dispatched: int
+    """Messages that got a unit."""
+    put_latency_ns: dict[int, int] = field(repr=False)
+    """A sample of put durations: upper bound in nanoseconds -> count."""
+    flush_latency_ns: dict[int, int] = field(repr=False)
+    """Durations of commitlog syncs, likewise."""
+    dispatch_lag_bytes: int
+    """Appended and not yet visible to readers."""
+    flush_lag_bytes: int
+    """Appended and not yet known to be on disk."""
+    index_pending: int
+    """Index entries that wait for room on the disk."""
+    min_offset: int
+    """First physical offset that is kept."""
+    max_offset: int
+    """Physical offset of the next record."""
+    segments: int
+    commitlog_bytes: int
+    """Bytes of segment files."""
+    queues: int
+    bad_records: int
+    """Records that failed verification when they were to be handed out, and were passed over."""
+    errors: dict[str, str]
+    """Background task -> what it last failed with; empty when all is well."""

@@ -1,0 +1,703 @@
+"""The message store: the log's door (design.md). Opening, putting, keeping house, closing.
+
+    put -> commitlog -> (dispatcher) -> consume queue + index -> read
+
+    thread       does                                                        waits for
+    dispatcher   builds units from what was appended, wakes waiting readers  a put, or 2 ms while puts keep coming
+    flusher      interval syncs, checkpoint, next segment, retention         its next due time, or a position in the log
+
+Both are plain `run` functions that a test with a clock of its own calls by hand (`dispatch`, `run_once`). A put with
+durability "flush" syncs in its own thread, or waits for the one who does. Nothing here knows of consumer groups.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import resource
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+from mqstore.clock import SYSTEM_CLOCK
+from mqstore.errors import (
+    ConfigError,
+    StoreClosedError,
+    StoreFullError,
+)
+from mqstore.files.abort import AbortMark
+from mqstore.files.descriptors import DescriptorCache
+from mqstore.files.filesystem import REAL, FileSystem
+from mqstore.files.flusher import GroupCommit
+from mqstore.files.jsonfile import load_json
+from mqstore.files.lock import WriterLock, writer_alive
+from mqstore.files.segments import LoadProblem, SegmentRun
+from mqstore.layout.checkpoint import Checkpoint
+from mqstore.layout.hosts import encode_host
+from mqstore.log import manifest as manifests
+from mqstore.log.checkpoint import CheckpointFile
+from mqstore.log.commitlog import CommitLog
+from mqstore.log.consumequeue import ConsumeQueue, QueueTable
+from mqstore.log.index import Index
+from mqstore.log.recovery import Outcome, Parts, Progress, RecoverOptions, recover
+from mqstore.log.report import Finding, RecoveryReport
+from mqstore.log.reput import Dispatcher
+from mqstore.log.retention import expired_before
+from mqstore.log.stats import StoreStats
+from mqstore.log.verify import Verifier
+from mqstore.log.writer import StoreWriter
+from mqstore.options import Durability, Duration, Profile, Retention, StoreConfig, delay_table_ms, seconds
+
+__all__ = ["MessageStore"]
+
+_log = logging.getLogger("mqstore")
+
+MAX_QUEUE_ID = 16_383
+_PACE_S = 0.002
+"""How long the dispatcher lets puts run before it takes the next stretch: one switch of threads costs as much as
+thousands of puts."""
+_RETRY_MIN_S, _RETRY_MAX_S = 0.1, 10.0
+_POPULATE_BYTES = 4 << 20
+_CHECKPOINT_MS = 1_000
+_QUEUE_SYNC_MS = 10_000
+_FEW_FILES = 64
+_RETENTION_MS = 10_000
+
+
+_open_stores: weakref.WeakSet[MessageStore] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for store in list(_open_stores):
+        if not store.closed:
+            store.close()
+
+
+def _disown_all() -> None:
+    # In a forked child: the mappings are shared with the parent, who goes on writing them.
+    for store in list(_open_stores):
+        store._disown()
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_disown_all)
+
+
+class MessageStore(StoreWriter):
+    """A store directory, opened. Use `mqstore.open`.
+
+    >>> import mqstore, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
+    ...     receipt = store.put("orders", b"hello", tag="created", keys=["o-1"])
+    ...     [message] = store.read("orders")
+    ...     message.body, message.tag, message.keys, receipt.offset
+    (b'hello', 'created', ('o-1',), 0)
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        mode: Literal["rw", "r"] = "rw",
+        *,
+        create: bool = True,
+        profile: Profile | None = None,
+        durability: Durability = "append",
+        lock_timeout: Duration = 0,
+        config: StoreConfig | None = None,
+        fs: FileSystem = REAL,
+        recover_options: RecoverOptions | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self._closed = True  # until opening has succeeded
+        if mode not in ("rw", "r"):
+            raise ConfigError(f"mode must be 'rw' or 'r', not {mode!r}")
+        if durability not in ("append", "flush"):
+            raise ConfigError(f"durability must be 'append' or 'flush', not {durability!r}")
+        self.path = Path(path)
+        self.mode = mode
+        self.durability: Durability = durability
+        self.config = config = config or StoreConfig()
+        self._fs = fs
+        self._clock = config.clock or SYSTEM_CLOCK
+        self._background = config.clock is None
+        self._verify_reads = config.verify_reads
+        self._errors: dict[str, str] = {}
+        writer = mode == "rw"
+        self.manifest = manifests.resolve(
+            self.path, writer=writer, create=create, profile=profile, config=config, clock=self._clock, fs=fs
+        )
+        self._abort = AbortMark(self.path, fs, config.file_mode)
+        self._lock: WriterLock | None = None
+        if not writer:
+            self._build(writable=False)
+            self._open_for_reading()
+            return
+        if self._background or not self.path.exists():
+            self._make_root()
+        self._lock = WriterLock(self.path, "mqstore", clock=SYSTEM_CLOCK, fs=fs, file_mode=config.file_mode)
+        self._lock.acquire(seconds(lock_timeout, "lock_timeout"))
+        try:
+            # Another process may have made the store while we waited.
+            self.manifest = manifests.resolve(
+                self.path, writer=True, create=create, profile=profile, config=config, clock=self._clock, fs=fs
+            )
+            self._open_for_writing(recover_options or RecoverOptions(), progress)
+        except BaseException:
+            self._lock.release()
+            raise
+        self._closed = False
+        _open_stores.add(self)
+        if self._background:
+            self._start_threads()
+
+    # -- opening ----------------------------------------------------------------------------------------------------
+
+    def _make_root(self) -> None:
+        created = []
+        folder = self.path
+        while not folder.exists():
+            created.append(folder)
+            folder = folder.parent
+        for folder in reversed(created):
+            self._fs.mkdir(folder, exist_ok=True)
+            self._fs.sync_directory(folder.parent)
+
+    def _build(self, *, writable: bool) -> None:
+        """The parts, over the sizes of the manifest. Opens no file yet."""
+        manifest, config, fs = self.manifest, self.config, self._fs
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        # A mapping may cost a descriptor; leave the program half of what it may have.
+        budget = config.max_mappings if soft < 0 else max(8, min(config.max_mappings, soft // 4))
+        tmp = self.path / "tmp"
+        self._checksum = manifest.checksum
+        self._delay_table_ms = delay_table_ms(manifest.delay_levels)
+        self._run = SegmentRun(
+            self.path / "commitlog",
+            tmp,
+            manifest.commitlog_segment_bytes,
+            fs=fs,
+            writable=writable,
+            max_mappings=budget,
+            file_mode=config.file_mode,
+        )
+        self._descriptors = DescriptorCache(fs, budget, writable=writable)
+        self._queues = QueueTable(
+            self.path / "consumequeue",
+            tmp,
+            manifest.consumequeue_segment_bytes,
+            fs=fs,
+            descriptors=self._descriptors,
+            file_mode=config.file_mode,
+        )
+        self._index = Index(
+            self.path / "index",
+            tmp,
+            manifest.index_slots,
+            manifest.index_entries,
+            fs=fs,
+            clock=self._clock,
+            writable=writable,
+            file_mode=config.file_mode,
+        )
+        self._checkpoint = CheckpointFile(self.path, fs, config.file_mode)
+        self._store_host = encode_host(config.store_host)
+        self._log = CommitLog(
+            self._run, checksum=self._checksum, clock=self._clock, store_host=self._store_host, on_alarm=self._on_alarm
+        )
+        self._commit = GroupCommit(self._sync)
+        self._dispatcher = Dispatcher(
+            self._log,
+            self._queues,
+            self._index,
+            checksum=self._checksum,
+            end_of=self._visible_end,
+            delay_table_ms=self._delay_table_ms,
+        )
+        self._first_put_position = 0
+        self._alarm_lock = threading.Lock()
+        self._dispatcher_idle = False
+        self._dispatcher_wake = threading.Event()
+        self._flusher_wake = threading.Event()
+        self._stopping = False
+        self._threads: list[threading.Thread] = []
+        self._populated = 0
+        self._due_ms: dict[str, int] = {}
+        self._tasks: list[tuple[str, int, Callable[[], object]]] = [
+            ("flush", int(seconds(config.flush_interval, "flush_interval") * 1000), self._interval_flush),
+            ("checkpoint", _CHECKPOINT_MS, self._interval_checkpoint),
+        ]
+        if config.retention is not None:
+            self._tasks.append(("retention", _RETENTION_MS, self.clean))
+        self._init_reader()
+        self._init_writer()
+
+    def _open_for_reading(self) -> None:
+        self._passes_over_bad = False
+        self.recovery = RecoveryReport()
+        self._load_problems: list[LoadProblem] = self._run.load()
+        self._has_checkpoint = self._checkpoint.load()
+        self.clean_shutdown = not self._abort.exists()
+        self.recovery.clean_shutdown = self.clean_shutdown
+        self._queues.load(exact=not self.clean_shutdown)
+        self._index_findings = self._index.load()
+        first = self._run.starts[0] if self._run.starts else 0
+        for queue in self._queues:
+            queue.correct_min(first)
+        self._log.end = self._run.end
+        self._next_listing = 0.0
+        self._closed = False
+
+    def _open_for_writing(self, options: RecoverOptions, progress: Progress | None) -> None:
+        fs = self._fs
+        created = not self.manifest.exists
+        clean = not self._abort.exists()
+        self._abort.set(os.getpid())
+        self._build(writable=True)
+        if created or (self.manifest.has_file and self.manifest.delay_levels != self._stored_delay_levels()):
+            manifests.save(self.manifest, self.path, fs)
+        self._prepare_folders(created)
+        self._load_problems = self._run.load()
+        self._has_checkpoint = self._checkpoint.load()
+        self._queues.load(exact=not clean or options.full)
+        self._index_findings = self._index.load()
+        if self._index_findings and options.full:
+            for finding in self._index_findings:  # of another length: no use to anyone, rebuilt below
+                fs.unlink(self.path / finding.file)
+        self.clean_shutdown = clean
+        outcome: Outcome = recover(
+            self._parts(clean=clean, has_checkpoint=self._has_checkpoint or created),
+            self._load_problems,
+            options,
+            progress,
+        )
+        self.recovery = outcome.report
+        end = outcome.end
+        if outcome.report.scanned_from is not None:
+            # What a killed process left in the page cache counts from now on, so it has to be on disk from now on.
+            self._run.sync(outcome.report.scanned_from, end)
+        self._log.reset(end)
+        self._commit.flushed = end
+        self._first_put_position = end
+        self._dispatcher.position = end
+        self._dispatcher.last_store_timestamp_ms = outcome.last_store_timestamp_ms
+        self._populated = end
+        self._write_checkpoint(end, end, clean_end=-1, last_record=max(0, outcome.last_record))
+        self._set_alarm()
+
+    def _parts(self, *, clean: bool, has_checkpoint: bool) -> Parts:
+        return Parts(
+            root=self.path,
+            run=self._run,
+            queues=self._queues,
+            index=self._index,
+            checkpoint=self._checkpoint.current,
+            has_checkpoint=has_checkpoint,
+            clean=clean,
+            checksum=self._checksum,
+            delay_table_ms=self._delay_table_ms,
+            fs=self._fs,
+            clock=self._clock,
+        )
+
+    def plan_recovery(self, options: RecoverOptions, progress: Progress | None = None) -> RecoveryReport:
+        """What `mqstore recover` would do to this store, opened for reading; changes nothing."""
+        assert self.mode == "r"
+        assert options.dry_run
+        parts = self._parts(clean=self.clean_shutdown, has_checkpoint=self._has_checkpoint)
+        return recover(parts, self._load_problems, options, progress).report
+
+    def _stored_delay_levels(self) -> str:
+        value, _ = load_json(self.path / manifests.MANIFEST, writer=False, fs=self._fs)
+        return str(value.get("delay_levels")) if isinstance(value, dict) else ""
+
+    def _prepare_folders(self, created: bool) -> None:
+        fs = self._fs
+        tmp = self.path / "tmp"
+        fs.mkdir(tmp, exist_ok=True)
+        for name in fs.scandir(tmp):
+            fs.unlink(tmp / name)
+        if created:
+            fs.mkdir(self.path / "commitlog", exist_ok=True)
+            if self.manifest.profile == "mqstore":
+                manifests.write_guard(self.path, fs)
+            fs.sync_directory(self.path)
+
+    # -- dispatch and waiting ---------------------------------------------------------------------------------------
+
+    def dispatch(self) -> int:
+        """Make everything put so far visible, now, in this thread; bytes done. Readers do it by themselves."""
+        self._check_open()
+        return self._dispatcher.run_once()
+
+    def _catch_up(self, queue: ConsumeQueue | None) -> None:
+        if self.mode == "rw":
+            if self._dispatcher.position < self._visible_end():
+                self._dispatcher.catch_up()
+            return
+        if queue is not None:
+            queue.refresh()
+        now = time.monotonic()
+        if queue is None or now >= self._next_listing:
+            self._next_listing = now + 1.0
+            self._find_news()
+            if queue is None:
+                self._queues.refresh()
+                self._index.refresh()
+                for each in self._queues:
+                    each.refresh()
+            first = self._run.starts[0] if self._run.starts else 0
+            for each in self._queues if queue is None else (queue,):
+                each.correct_min(first)
+
+    def _find_news(self) -> None:
+        if self.mode == "r":
+            self._run.refresh()
+            self._log.end = self._run.end
+
+    def wait(self, topic: str, queue_id: int, offset: int, timeout: Duration) -> bool:
+        """Block until the queue has a message at `offset`, or `timeout` seconds have passed; whether it has."""
+        return self._wait_for(self._queue(topic, queue_id, offset), offset, seconds(timeout, "timeout"))
+
+    def _wait_for(self, queue: ConsumeQueue, offset: int, timeout_s: float) -> bool:
+        if self.mode == "r":
+            return super()._wait_for(queue, offset, timeout_s)
+        self._catch_up(queue)
+        if queue.max_offset > offset:
+            return True
+        return self._dispatcher.wait(queue, offset, timeout_s, self._dispatcher_wake.set)
+
+    def _flushed(self) -> None:
+        if self._flush_by_default and self._dispatcher_idle:
+            self._on_alarm()
+
+    def _on_alarm(self) -> None:
+        """A put has passed `log.alarm`: wake whoever asked for it."""
+        with self._alarm_lock:
+            if self._dispatcher_idle:
+                self._dispatcher_idle = False
+                self._dispatcher_wake.set()
+            if self._background and self._log.end >= self._populated - _POPULATE_BYTES // 2:
+                self._flusher_wake.set()
+            self._set_alarm()
+
+    def _set_alarm(self) -> None:
+        if self._dispatcher_idle:
+            self._log.alarm = 0
+        elif self._background:
+            self._log.alarm = max(self._log.end + 1, self._populated - _POPULATE_BYTES // 2)
+        else:
+            self._log.alarm = 1 << 62
+
+    def _run_dispatcher(self) -> None:
+        wake = self._dispatcher_wake
+        retry_s = _RETRY_MIN_S
+        while not self._stopping:
+            try:
+                done = self._dispatcher.run_once()
+            except Exception as error:
+                self._background_error("dispatch", error)
+                wake.wait(retry_s)
+                wake.clear()
+                retry_s = min(2 * retry_s, _RETRY_MAX_S)
+                continue
+            if "dispatch" in self._errors:
+                del self._errors["dispatch"]
+            retry_s = _RETRY_MIN_S
+            if done and not self._dispatcher.waiting:
+                wake.wait(_PACE_S)
+                wake.clear()
+                continue
+            with self._alarm_lock:
+                self._dispatcher_idle = True
+                self._set_alarm()
+            # A put between our pass and that line saw no alarm: look again before sleeping.
+            if self._dispatcher.position >= self._visible_end():
+                wake.wait()
+            wake.clear()
+            with self._alarm_lock:
+                self._dispatcher_idle = False
+                self._set_alarm()
+
+    def _background_error(self, task: str, error: BaseException) -> None:
+        text = f"{type(error).__name__}: {error}"
+        if self._errors.get(task) != text:
+            _log.error("%s: %s: %s", self.path, task, text)
+            self._errors[task] = text
+
+    # -- housekeeping -----------------------------------------------------------------------------------------------
+
+    def _start_threads(self) -> None:
+        for name, target in (("dispatcher", self._run_dispatcher), ("flusher", self._run_flusher)):
+            thread = threading.Thread(target=target, name=f"mqstore-{name}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _run_flusher(self) -> None:
+        while not self._stopping:
+            now = self._clock.monotonic_ms()
+            due = self.run_once(now)
+            self._flusher_wake.wait(max(0.001, (due - self._clock.monotonic_ms()) / 1000))
+            self._flusher_wake.clear()
+
+    def run_once(self, now_ms: int) -> int:
+        """Do the background work that is due at `now_ms` (monotonic); when to come again. For tests that own the clock
+        and for the flusher thread. A task that fails is logged, shows in `stats().errors`, and is tried again."""
+        for name, interval_ms, task in self._tasks:
+            if now_ms < self._due_ms.setdefault(name, now_ms + interval_ms):
+                continue
+            self._due_ms[name] = now_ms + max(1, interval_ms)
+            self._attempt(name, task)
+        self._attempt("prepare", self._prepare_ahead)  # cheap when there is nothing to do
+        return min(self._due_ms[name] for name, _, _ in self._tasks)
+
+    def _attempt(self, name: str, task: Callable[[], object]) -> None:
+        try:
+            task()
+            self._errors.pop(name, None)
+        except Exception as error:
+            self._background_error(name, error)
+
+    def _prepare_ahead(self) -> None:
+        """Fault pages in and make the next segment before the writer needs them."""
+        last = self._run.last
+        if last is None or self._stopping:
+            return
+        end = self._log.end
+        if (
+            last.start <= end < last.end
+            and end + _POPULATE_BYTES // 2 >= self._populated
+            and self._populated < last.end
+        ):
+            start = max(end, self._populated)
+            stop = min(last.end, end + _POPULATE_BYTES)
+            if stop > start:
+                self._run.populate(last, start - last.start, stop - start)
+                self._populated = stop
+        if end - last.start >= last.size * 3 // 4 and end > self._first_put_position:
+            self._run.prepare(last.end, populate_bytes=_POPULATE_BYTES)
+        if self._populated < last.start:
+            self._populated = min(last.end, last.start + _POPULATE_BYTES)
+        with self._alarm_lock:
+            self._set_alarm()
+            if self._populated >= last.end:
+                self._log.alarm = 0 if self._dispatcher_idle else last.end
+
+    def _interval_flush(self) -> None:
+        now = self._clock.monotonic_ms()
+        end, flushed = self._log.end, self._commit.flushed
+        thorough_ms = int(seconds(self.config.flush_thorough, "flush_thorough") * 1000)
+        last = self._due_ms.setdefault("thorough", now + thorough_ms)
+        if end > flushed and (now >= last or end // 4096 - flushed // 4096 >= self.config.flush_pages):
+            self._commit.sync_now()
+            self._flushed()
+        if now >= last:
+            self._due_ms["thorough"] = now + thorough_ms
+
+    def _interval_checkpoint(self) -> None:
+        now = self._clock.monotonic_ms()
+        current = self._checkpoint.current
+        dispatched = current.dispatched or 0
+        # Many small queues make a sync expensive; what it saves is only reading on the next crash.
+        if self._queues.dirty_count <= _FEW_FILES or now >= self._due_ms.get("queues", 0):
+            position = self._dispatcher.position
+            if not self._index.pending:
+                self._queues.sync()
+                self._index.sync()
+                dispatched = position
+                self._due_ms["queues"] = now + _QUEUE_SYNC_MS
+        self._write_checkpoint(
+            self._commit.flushed, dispatched, clean_end=-1, last_record=current.confirm_physical_offset
+        )
+
+    def _write_checkpoint(self, flushed: int, dispatched: int, *, clean_end: int, last_record: int) -> None:
+        """Times only move once what they stand for is on disk: the last dispatched message is the newest whose store
+        time we know to lie below both watermarks."""
+        current = self._checkpoint.current
+        physic = logics = self._dispatcher.last_store_timestamp_ms
+        if self._dispatcher.position > flushed:
+            physic = current.physic_msg_timestamp_ms
+        if self._dispatcher.position > dispatched:
+            logics = current.logics_msg_timestamp_ms
+        self._checkpoint.save(
+            Checkpoint(
+                physic_msg_timestamp_ms=max(physic, 0),
+                logics_msg_timestamp_ms=max(logics, 0),
+                index_msg_timestamp_ms=self._index.full_end_timestamp_ms(),
+                master_flushed_offset=0,
+                confirm_physical_offset=last_record,
+                flushed=flushed,
+                dispatched=min(dispatched, flushed),
+                clean_end=clean_end,
+            )
+        )
+
+    # -- retention --------------------------------------------------------------------------------------------------
+
+    def drop_before(self, physical_offset: int) -> list[str]:
+        """Delete whole segments below `physical_offset`, oldest first, never the one being written; consume queues and
+        index follow. The names of the deleted segments. A view that is held stays valid (store-format 8.3)."""
+        self._check_writable()
+        bound = min(physical_offset, self._log.end, self._dispatcher.position, self._commit.flushed)
+        removed = self._run.drop_before(bound)
+        if removed:
+            first = self._run.starts[0]
+            for queue in self._queues:
+                queue.drop_before(first)
+            self._index.drop_before(first)
+        return removed
+
+    def clean(self, retention: Retention | None = None) -> list[str]:
+        """Delete what `retention` (default: the store's) no longer keeps; the names of the deleted segments."""
+        self._check_writable()
+        policy = retention or self.config.retention
+        if policy is None:
+            return []
+        bound = expired_before(self._run, policy, self._clock.now_ms())
+        return self.drop_before(bound) if bound else []
+
+    # -- looking at it ----------------------------------------------------------------------------------------------
+
+    @property
+    def min_offset(self) -> int:
+        """First physical offset that is kept."""
+        return self._log.min_offset
+
+    @property
+    def max_offset(self) -> int:
+        """Physical offset of the next record; for a reader the end of the last file."""
+        return self._log.end
+
+    def stats(self) -> StoreStats:
+        """A snapshot of counters, lags and sizes."""
+        errors = dict(self._errors)
+        if self._index.dropped_entries:
+            errors["index"] = f"{self._index.dropped_entries} entries given up while the disk was full"
+        return StoreStats(
+            puts=self._log.puts,
+            put_bytes=self._log.end - self._first_put_position if self.mode == "rw" else 0,
+            gets=self._gets,
+            get_bytes=self._get_bytes,
+            dispatched=self._dispatcher.dispatched,
+            put_latency_ns=self._put_latency.buckets(),
+            flush_latency_ns=self._flush_latency.buckets(),
+            dispatch_lag_bytes=max(0, self._log.end - self._dispatcher.position) if self.mode == "rw" else 0,
+            flush_lag_bytes=max(0, self._log.end - self._commit.flushed) if self.mode == "rw" else 0,
+            index_pending=self._index.pending,
+            min_offset=self.min_offset,
+            max_offset=self.max_offset,
+            segments=len(self._run.starts),
+            commitlog_bytes=len(self._run.starts) * self._run.segment_bytes,
+            queues=len(self._queues),
+            bad_records=len(self._bad),
+            errors=errors,
+        )
+
+    def verifier(self) -> Verifier:
+        """A `Verifier` of this store: its `findings()` go through everything; for progress look at it meanwhile."""
+        self._check_open()
+        if self.mode == "rw":
+            self._dispatcher.catch_up()
+        return Verifier(
+            self.path,
+            self._run,
+            self._queues,
+            self._index,
+            checkpoint=self._checkpoint.current,
+            has_checkpoint=self._has_checkpoint or self.mode == "rw",
+            checksum=self._checksum,
+            delay_table_ms=self._delay_table_ms,
+            clean=self.clean_shutdown,
+            live=self.mode == "rw" or writer_alive(self.path, self._fs),
+            problems=self._load_problems if self.mode == "r" else [],
+            index_findings=self._index_findings if self.mode == "r" else [],
+            fs=self._fs,
+        )
+
+    def verify(self) -> Iterator[Finding]:
+        """Everything in the store that is not as it should be (store-format 9.7); nothing for one in order."""
+        return self.verifier().findings()
+
+    # -- closing ----------------------------------------------------------------------------------------------------
+
+    def close(self, timeout: Duration = 30) -> None:
+        """Dispatch, flush, write the checkpoint, give the lock back. A store whose last sync failed is released but not
+        declared clean: the next opening reads it again. Fine to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        _open_stores.discard(self)
+        self._dispatcher.wake_all()
+        if self.mode == "r":
+            self._release()
+            return
+        self._stopping = True
+        self._dispatcher_wake.set()
+        self._flusher_wake.set()
+        for thread in self._threads:
+            thread.join(seconds(timeout, "timeout"))
+        closed = StoreClosedError(f"{self.path} was closed; open it again")
+        try:
+            failed = self._log.failed
+            self._log.poison(closed)
+            if failed is None:
+                self._finish()
+        finally:
+            self._release()
+
+    def _finish(self) -> None:
+        """Everything a clean end promises (store-format 9.8, Closing); until the last line a crash is a crash."""
+        if self._log.end > self._commit.flushed:
+            self._commit.sync_now()
+        try:
+            self._dispatcher.run_once()
+            if self._index.pending:
+                raise StoreFullError(28, "index entries wait for room", str(self.path / "index"), "close")
+            self._queues.sync()
+            self._index.sync()
+        except OSError as error:
+            _log.error("%s: not closed cleanly: %s; the next opening reads the log again", self.path, error)
+            return
+        end = self._log.end
+        self._write_checkpoint(end, end, clean_end=end, last_record=self._last_record(end))
+        self._abort.clear()
+
+    def _last_record(self, end: int) -> int:
+        """Physical offset of the newest record, for the checkpoint: opening looks there for proof of a clean end."""
+        newest = -1
+        for queue in self._queues:
+            if queue.max_offset > queue.min_offset:
+                physical, size, _ = queue.units(queue.max_offset - 1, 1)[0].tolist()
+                if size < 0x7FFF_FFFF:
+                    newest = max(newest, physical)
+        return newest if newest >= 0 else min(self._checkpoint.current.confirm_physical_offset, end)
+
+    def _release(self) -> None:
+        self._run.close()
+        self._descriptors.close()
+        self._index.close()
+        if self._lock is not None:
+            self._lock.release()
+
+    def _disown(self) -> None:
+        """In a forked child: never touch the parent's files again."""
+        self._closed = True
+        self._stopping = True
+        self._log.failed = StoreClosedError(f"{self.path} belongs to the process that forked this one; open it here")
+        self._log._limit = -1
+        self._log._mapping = None
+
+    def __enter__(self) -> MessageStore:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<MessageStore {str(self.path)!r} mode={self.mode!r}{' closed' if self._closed else ''}>"

@@ -1,0 +1,51 @@
+"""Tag expressions: `A || B`, or `*` for everything (store-format 4.2, 10.3).
+
+A unit carries only the tag's hash, and hashes collide: the unit decides what is worth reading, the record decides.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from mqstore.errors import FilterError
+from mqstore.layout.dispatch import SCHEDULE_TOPIC
+from mqstore.layout.javahash import java_hash
+
+__all__ = ["TagFilter", "parse_tags"]
+
+
+class TagFilter:
+    """Passes messages whose tag is one of `tags`."""
+
+    __slots__ = ("_hashes", "tags")
+
+    def __init__(self, tags: frozenset[str]) -> None:
+        self.tags = tags
+        self._hashes = np.array(sorted(java_hash(tag) for tag in tags), np.int32)
+
+    def units(self, tags_codes: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Mask of the units that may pass: the low 32 bits of the tags code decide."""
+        return np.isin(tags_codes.astype(np.int32), self._hashes)
+
+    def message(self, tag: str | None) -> bool:
+        """Whether a message with this tag passes."""
+        return tag in self.tags
+
+
+def parse_tags(expression: str | None, topic: str) -> TagFilter | None:
+    """The filter that `expression` stands for; None for one that passes everything.
+
+    >>> parse_tags("paid || refunded", "orders").tags == {"paid", "refunded"}
+    True
+    """
+    if expression is None:
+        return None
+    tags = frozenset(piece.strip() for piece in expression.split("||")) - {""}
+    if not tags or "*" in tags:
+        if len(tags) > 1:
+            raise FilterError(f"tags {expression!r}: '*' stands for every tag and cannot be joined with others", 0)
+        return None
+    if topic == SCHEDULE_TOPIC:
+        raise FilterError(f"tags {expression!r}: units of {SCHEDULE_TOPIC} bear times, not tags; read them with '*'", 0)
+    return TagFilter(tags)

@@ -1,0 +1,161 @@
+"""What a caller may choose, and what each choice defaults to (client-semantics B.3, store-format 1.2).
+
+`StoreConfig()` is the whole policy at a glance. The first six fields are fixed when a store is created and stand in
+its manifest; opening with another value is a `ConfigError`. The rest may differ from one opening to the next.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+from mqstore.clock import Clock
+from mqstore.errors import ConfigError
+
+__all__ = [
+    "DEFAULT_DELAY_LEVELS",
+    "Durability",
+    "Duration",
+    "Profile",
+    "Retention",
+    "StoreConfig",
+    "delay_table_ms",
+    "seconds",
+]
+
+Duration = float | timedelta
+"""A length of time as a person types it: seconds, or a `timedelta`."""
+
+Durability = Literal["append", "flush"]
+"""Where a message is when `put` returns: "append" in the page cache, "flush" on disk. No kill loses either."""
+
+Profile = Literal["mqstore", "rocketmq"]
+
+DEFAULT_DELAY_LEVELS = "1s 5s 10s 30s 1m 2m 3m 4m 5m 6m 7m 8m 9m 10m 20m 30m 1h 2h"
+
+_UNIT_MS = {"s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
+_LEVEL = re.compile(r"(\d{1,9})([smhd])")
+
+
+def seconds(duration: Duration, name: str) -> float:
+    """`duration` as seconds. Raises ConfigError, naming the option, when it is negative or no number.
+
+    >>> seconds(timedelta(minutes=1), "age")
+    60.0
+    """
+    value = duration.total_seconds() if isinstance(duration, timedelta) else float(duration)
+    if math.isnan(value) or value < 0:
+        raise ConfigError(f"{name} must be zero or more seconds, not {duration!r}")
+    return value
+
+
+def delay_table_ms(levels: str) -> tuple[int, ...]:
+    """Milliseconds of each delay level, level 1 first (broker-semantics 4).
+
+    >>> delay_table_ms("1s 5s 2h")
+    (1000, 5000, 7200000)
+    """
+    table = []
+    for word in levels.split():
+        match = _LEVEL.fullmatch(word)
+        if match is None:
+            raise ConfigError(
+                f"delay_levels: {word!r} is not a number followed by s, m, h or d, as in {DEFAULT_DELAY_LEVELS!r}"
+            )
+        table.append(int(match[1]) * _UNIT_MS[match[2]])
+    if not table:
+        raise ConfigError(f"delay_levels is empty; the default is {DEFAULT_DELAY_LEVELS!r}")
+    return tuple(table)
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """When whole commitlog segments may go, oldest first, never the one being written (store-format 8.3).
+
+    Without consumer groups above it, the message store drops what passes either limit; `None` means no such limit.
+    """
+
+    age: Duration | None = timedelta(hours=72)
+    """Drop a segment whose last message was stored longer ago than this."""
+    max_bytes: int | None = 1 << 30
+    """Keep no more than about this many bytes of commitlog."""
+    disk_ratio: float | None = None
+    """Also drop while the file system is fuller than this (0..1)."""
+
+    def __post_init__(self) -> None:
+        if self.age is not None:
+            seconds(self.age, "retention.age")
+        if self.max_bytes is not None and self.max_bytes < 0:
+            raise ConfigError(f"retention.max_bytes must be zero or more, not {self.max_bytes}")
+        if self.disk_ratio is not None and not 0 < self.disk_ratio <= 1:
+            raise ConfigError(f"retention.disk_ratio must lie in (0, 1], not {self.disk_ratio}")
+
+
+@dataclass(frozen=True, slots=True)
+class StoreConfig:
+    """Options of `mqstore.open`. Sizes are bytes, durations seconds or `timedelta`.
+
+    >>> StoreConfig(segment_bytes=1 << 20).flush_pages
+    4
+    """
+
+    segment_bytes: int | None = None
+    """Length of a commitlog segment; None: 64 MiB (profile `rocketmq`: 1 GiB). At least 1024."""
+    consumequeue_units: int | None = None
+    """20-byte units in a consume-queue file; None: 16 384 (`rocketmq`: 300 000)."""
+    index_slots: int | None = None
+    """Hash slots of an index file; None: 100 000 (`rocketmq`: 5 000 000)."""
+    index_entries: int | None = None
+    """Entries of an index file; None: 400 000 (`rocketmq`: 20 000 000)."""
+    group_hash: Literal["jump", "siphash24"] | None = None
+    """How a message group picks its queue; None: the store's own, `jump` for a new one."""
+    delay_levels: str | None = None
+    """Table behind the delay levels; None: the store's own. The one creation option that may change later."""
+
+    max_message_size: int = 4 << 20
+    """Largest body that `put` accepts."""
+    retention: Retention | None = None
+    """None: nothing is dropped unless `clean` or `drop_before` is called."""
+    flush_interval: Duration = 0.5
+    """How often the flusher looks; it syncs when `flush_pages` are dirty."""
+    flush_pages: int = 4
+    """Dirty 4 KiB pages that make an interval flush worth its sync."""
+    flush_thorough: Duration = 10.0
+    """How often whatever is dirty is synced."""
+    flush_timeout: Duration = 5.0
+    """How long a put waits for its sync before `FlushTimeoutError`."""
+    verify_reads: bool = True
+    """Check every record's checksum before its message is handed out."""
+    max_mappings: int = 1024
+    """Live mappings and descriptors that the store keeps for itself; lowered to fit the process's descriptor limit."""
+    store_host: str = "127.0.0.1:0"
+    """Address written into records; part of the offset message id."""
+    file_mode: int = 0o600
+    """Permissions of created files; folders get the matching search bits."""
+    clock: Clock | None = None
+    """None: the system's. With a clock of its own a store starts no thread: drive it with `run_once`."""
+
+    def __post_init__(self) -> None:
+        for name, low in (
+            ("segment_bytes", 1024),
+            ("consumequeue_units", 1),
+            ("index_slots", 1),
+            ("index_entries", 2),
+            ("max_message_size", 0),
+            ("flush_pages", 0),
+            ("max_mappings", 4),
+        ):
+            value = getattr(self, name)
+            if value is not None and not low <= value <= 0x7FFF_FFFF:
+                raise ConfigError(f"{name} must lie in {low}..{0x7FFF_FFFF}, not {value}")
+        if self.consumequeue_units is not None and self.consumequeue_units > 0x7FFF_FFFF // 20:
+            raise ConfigError(f"consumequeue_units must be at most {0x7FFF_FFFF // 20}, not {self.consumequeue_units}")
+        if self.group_hash not in (None, "jump", "siphash24"):
+            raise ConfigError(f"group_hash must be 'jump' or 'siphash24', not {self.group_hash!r}")
+        if self.delay_levels is not None:
+            delay_table_ms(self.delay_levels)
+        for name in ("flush_interval", "flush_thorough", "flush_timeout"):
+            seconds(getattr(self, name), name)

@@ -1,0 +1,80 @@
+"""What all rooms' tests share: stores that the real Java engine wrote, and what that engine reads back from them.
+
+`tests/golden/NAME.tar.xz` is a store directory, `NAME.jsonl.xz` the Java engine's own listing of it, one JSON object
+a line, told apart by `kind`: `queue`, `message`, `lost` (a unit whose record is gone), `key` (what a query finds),
+`store`.
+
+    clean     400 puts of every sort, shut down cleanly
+    crashed   500 puts, halted: `abort` is there, checkpoint and index are as they were
+    propcrc   120 puts with the CRC property at the end of each record
+    rolled    900 puts over 54 small commitlog segments
+    trimmed   `rolled` without its first 15 segments, opened and closed once more by the Java engine
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+import shutil
+import tarfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+GOLDEN_NAMES = ("clean", "crashed", "propcrc", "rolled", "trimmed")
+_GOLDEN = Path(__file__).parent / "golden"
+
+
+@dataclass(frozen=True)
+class GoldenStore:
+    """A store at `path`, which the test may change at will, and the lines of its listing, which it may not."""
+
+    name: str
+    path: Path
+    lines: list[dict[str, Any]]
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        """The lines of one kind."""
+        return [line for line in self.lines if line["kind"] == kind]
+
+    @property
+    def segments(self) -> list[tuple[int, bytes]]:
+        """(start offset, bytes) of each commitlog segment, in order."""
+        files = sorted((self.path / "commitlog").iterdir())
+        return [(int(file.name), file.read_bytes()) for file in files]
+
+    @property
+    def units(self) -> dict[tuple[str, int], bytes]:
+        """The bytes of each queue's unit files, joined, by (topic, queue id)."""
+        return {
+            (queue.parent.name, int(queue.name)): b"".join(file.read_bytes() for file in sorted(queue.iterdir()))
+            for queue in (self.path / "consumequeue").glob("*/*")
+        }
+
+
+@cache
+def _listing(name: str) -> list[dict[str, Any]]:
+    with lzma.open(_GOLDEN / f"{name}.jsonl.xz", "rt", encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+@pytest.fixture(scope="session")
+def golden(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], GoldenStore]:
+    """`golden(name)` unpacks a golden store into a directory of the caller's own, a new one at each call."""
+    masters: dict[str, Path] = {}
+
+    def unpack(name: str) -> GoldenStore:
+        if name not in masters:
+            folder = tmp_path_factory.mktemp("golden")
+            with tarfile.open(_GOLDEN / f"{name}.tar.xz") as archive:
+                archive.extractall(folder, filter="data")
+            masters[name] = folder / name
+        copy = tmp_path_factory.mktemp(name) / name
+        shutil.copytree(masters[name], copy)
+        return GoldenStore(name, copy, _listing(name))
+
+    return unpack

@@ -1,0 +1,313 @@
+"""The file system: all bytes or an error that names the file; nothing is ever shortened."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mqstore.errors import ReadOnlyStoreError, StoreFullError, StoreIOError
+from mqstore.files import filesystem
+from mqstore.files.filesystem import REAL, FileSystem
+from tests.faults import Call, Crash, FaultyFileSystem
+
+NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL
+
+
+@pytest.fixture
+def fs() -> FaultyFileSystem:
+    return FaultyFileSystem()
+
+
+def test_a_new_file_is_private_and_not_inherited_by_programs(tmp_path: Path) -> None:
+    fd = REAL.open(tmp_path / "a", NEW)
+    assert os.fstat(fd).st_mode & 0o777 == 0o600
+    assert not os.get_inheritable(fd)
+    REAL.close(fd)
+    REAL.mkdir(tmp_path / "folder")
+    assert (tmp_path / "folder").stat().st_mode & 0o777 == 0o700
+
+
+def test_reading_across_the_end_gives_what_there_is(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"0123456789")
+    fd = REAL.open(tmp_path / "a", os.O_RDONLY)
+    assert REAL.pread(fd, 4, 3) == b"3456"
+    assert REAL.pread(fd, 100, 7) == b"789"
+    assert REAL.pread(fd, 100, 10) == b""
+    REAL.close(fd)
+
+
+def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").write_bytes(b"0123456789")
+    pread = os.pread
+    fd = REAL.open(tmp_path / "a", os.O_RDONLY)
+    monkeypatch.setattr(os, "pread", lambda fd, length, position: pread(fd, min(length, 3), position))
+    assert REAL.pread(fd, 8, 1) == b"12345678"
+    assert REAL.pread(fd, 20, 1) == b"123456789"
+    REAL.close(fd)
+
+
+@pytest.mark.parametrize("length", [1, 3, 7, 799])
+def test_short_writes_are_continued_for_every_kind_of_buffer(tmp_path: Path, fs: FaultyFileSystem, length: int) -> None:
+    rows = np.arange(100, dtype=">i8")  # 100 elements, 800 bytes: a length in elements must not pass for bytes
+    fs.shorten("pwrite", length=length)
+    fd = fs.open(tmp_path / "a", NEW)
+    fs.pwrite(fd, rows.data, 5)
+    fs.close(fd)
+    assert (tmp_path / "a").read_bytes() == bytes(5) + rows.tobytes()
+
+
+def test_a_short_write_of_as_many_bytes_as_there_are_elements_is_still_short(
+    tmp_path: Path, fs: FaultyFileSystem
+) -> None:
+    rows = np.arange(100, dtype=">i8")
+    fs.shorten("pwrite", length=100)
+    fd = fs.open(tmp_path / "a", NEW)
+    fs.pwrite(fd, rows.data, 0)
+    fs.close(fd)
+    assert (tmp_path / "a").read_bytes() == rows.tobytes()
+
+
+def test_a_write_that_makes_no_progress_is_an_error_and_not_a_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "pwrite", lambda *_: 0)
+    fd = REAL.open(tmp_path / "a", NEW)
+    with pytest.raises(StoreIOError, match="no progress"):
+        REAL.pwrite(fd, b"x", 0)
+    REAL.pwrite(fd, b"", 0)
+    REAL.close(fd)
+
+
+@pytest.mark.parametrize("flag", ["as here", "absent", "refused"])
+@pytest.mark.parametrize("length", [1, 4, 9, 1000])
+def test_durable_writes_put_all_buffers_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str, length: int
+) -> None:
+    fs = FaultyFileSystem()
+    synced: list[int] = []
+    sync = filesystem._sync_data
+
+    def recorded_sync(fd: int) -> None:
+        synced.append(fd)
+        sync(fd)
+
+    monkeypatch.setattr(filesystem, "_sync_data", recorded_sync)
+    if flag == "absent":
+        fs._dsync_flag = 0
+    if flag == "refused":
+        pwritev = os.pwritev
+
+        def refuse(fd: int, buffers: list[bytes], position: int, flags: int = 0) -> int:
+            if flags:
+                raise OSError(errno.EOPNOTSUPP, "no")
+            return pwritev(fd, buffers, position)
+
+        monkeypatch.setattr(os, "pwritev", refuse)
+    fs.shorten("pwritev_dsync", length=length)
+    fd = fs.open(tmp_path / "a", NEW)
+    fs.pwritev_dsync(fd, [b"one", memoryview(b"two"), bytearray(b"three")], 2)
+    fs.close(fd)
+    assert (tmp_path / "a").read_bytes() == b"\0\0onetwothree"
+    if flag != "as here":
+        assert synced  # what the flag would have done, fdatasync did
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        (errno.ENOSPC, StoreFullError),
+        (errno.EDQUOT, StoreFullError),
+        (errno.EROFS, ReadOnlyStoreError),
+        (errno.EACCES, ReadOnlyStoreError),
+        (errno.EIO, StoreIOError),
+        (errno.EMFILE, StoreIOError),
+    ],
+)
+def test_errors_name_operation_and_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[OSError]
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    fd = REAL.open(tmp_path / "victim", NEW)
+    monkeypatch.setattr(os, "pwrite", refuse)
+    with pytest.raises(kind, match="pwrite") as caught:
+        REAL.pwrite(fd, b"x", 0)
+    assert caught.value.errno == number
+    assert caught.value.filename == str(tmp_path / "victim")
+    REAL.close(fd)
+
+
+def test_a_missing_file_and_a_taken_name_are_answers(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        REAL.open(tmp_path / "a", os.O_RDONLY)
+    with pytest.raises(FileNotFoundError):
+        REAL.scandir(tmp_path / "a")
+    with pytest.raises(FileNotFoundError):
+        REAL.unlink(tmp_path / "a")
+    REAL.unlink(tmp_path / "a", missing_ok=True)
+    assert not REAL.exists(tmp_path / "a")
+    REAL.mkdir(tmp_path / "a")
+    with pytest.raises(FileExistsError):
+        REAL.mkdir(tmp_path / "a")
+    REAL.mkdir(tmp_path / "a", exist_ok=True)
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError):
+        REAL.mkdir(tmp_path / "file", exist_ok=True)
+    with pytest.raises(FileExistsError):
+        REAL.link(tmp_path / "file", tmp_path / "file")
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_allocated_files_have_their_length_and_blocks_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_hand: bool
+) -> None:
+    if by_hand:
+        monkeypatch.setattr(filesystem, "_allocate", lambda *_: False)
+    length = 2 * len(filesystem._ZEROS) + 5
+    fd = REAL.open(tmp_path / "a", NEW)
+    REAL.pwrite(fd, b"kept", 0)
+    REAL.allocate(fd, length)
+    REAL.allocate(fd, 10)  # never shorter
+    assert REAL.size(fd) == length
+    assert os.fstat(fd).st_blocks * 512 >= length
+    assert REAL.pread(fd, length, 0) == b"kept" + bytes(length - 4)
+    REAL.close(fd)
+
+
+def test_a_sparse_file_grows_and_never_shrinks(tmp_path: Path) -> None:
+    fd = REAL.open(tmp_path / "a", NEW)
+    REAL.truncate_sparse(fd, 1 << 20)
+    assert REAL.size(tmp_path / "a") == 1 << 20
+    with pytest.raises(ValueError, match="never shortened"):
+        REAL.truncate_sparse(fd, 10)
+    assert REAL.size(fd) == 1 << 20
+    REAL.close(fd)
+
+
+def test_a_mapping_is_shared_outlives_its_descriptor_and_never_passes_the_end(tmp_path: Path) -> None:
+    fd = REAL.open(tmp_path / "a", NEW)
+    REAL.allocate(fd, 8192)
+    for length in (0, 8193):
+        with pytest.raises(StoreIOError, match="cannot map"):
+            REAL.map(fd, length, writable=True)
+    writable, read_only = REAL.map(fd, 8192, writable=True), REAL.map(fd, 4096, writable=False)
+    REAL.close(fd)
+    writable[:3] = b"abc"
+    assert read_only[:3] == b"abc"
+    assert (tmp_path / "a").read_bytes()[:3] == b"abc"
+    with pytest.raises(TypeError):
+        read_only[0] = 1
+    writable.close()
+    read_only.close()
+
+
+def test_listings_are_sorted_and_tell_files_from_folders(tmp_path: Path) -> None:
+    (tmp_path / "b").write_bytes(b"12345")
+    (tmp_path / "a").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "gone").symlink_to("nowhere")
+    assert REAL.scandir(tmp_path) == ["a", "b", "folder", "gone"]
+    assert REAL.scandir_files(tmp_path) == [("a", 0), ("b", 5)]
+    assert REAL.scandir_directories(tmp_path) == ["folder"]
+    REAL.rmdir(tmp_path / "folder")
+    assert REAL.scandir_directories(tmp_path) == []
+
+
+def test_reading_a_whole_file_has_a_bound_and_takes_only_files(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"12345")
+    os.mkfifo(tmp_path / "pipe")  # opening it for reading would wait for a writer that never comes
+    assert REAL.read_whole(tmp_path / "a", 5) == b"12345"
+    for name, limit, number in (("a", 4, errno.EFBIG), ("pipe", 4, errno.EINVAL), ("", 4, errno.EINVAL)):
+        with pytest.raises(StoreIOError) as caught:
+            REAL.read_whole(tmp_path / name, limit)
+        assert caught.value.errno == number
+
+
+def test_a_folder_that_cannot_be_synced_is_an_error_unless_its_file_system_has_no_such_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(number: int) -> None:
+        def fsync(_: int) -> None:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(os, "fsync", fsync)
+
+    REAL.sync_directory(tmp_path)
+    answer(errno.EINVAL)
+    REAL.sync_directory(tmp_path)
+    answer(errno.EIO)
+    with pytest.raises(StoreIOError, match="sync_directory"):
+        REAL.sync_directory(tmp_path)
+
+
+def test_the_path_of_a_closed_descriptor_is_forgotten(tmp_path: Path) -> None:
+    fs = FileSystem()
+    fd = fs.open(tmp_path / "a", NEW)
+    assert fs.path_of(fd) == str(tmp_path / "a")
+    fs.close(fd)
+    assert fs.path_of(fd) == f"fd {fd}"
+
+
+# -- the fault injector itself: a test that scripts a fault relies on it happening -------------------------------------
+
+
+def test_calls_are_recorded_with_path_position_and_length(tmp_path: Path, fs: FaultyFileSystem) -> None:
+    path = str(tmp_path / "a")
+    fd = fs.open(path, NEW)
+    fs.pwrite(fd, b"12345", 7)
+    fs.fdatasync(fd)
+    fs.close(fd)
+    fs.replace(path, path + "2")
+    assert fs.calls == [
+        Call("create", path),
+        Call("pwrite", path, 7, 5),
+        Call("fdatasync", path),
+        Call("close", path),
+        Call("replace", path, target=path + "2"),
+    ]
+    assert [call.operation for call in fs.changes()] == ["create", "pwrite", "fdatasync", "replace"]
+
+
+def test_the_nth_call_fails_as_the_real_one_would_and_has_no_effect(tmp_path: Path, fs: FaultyFileSystem) -> None:
+    fs.fail({"pwrite", "fdatasync"}, errno.EDQUOT, nth=2, times=2, path_part="a")
+    fs.fail("open", errno.ENOENT)
+    fd = fs.open(tmp_path / "a", NEW)
+    fs.pwrite(fd, b"1", 0)
+    with pytest.raises(StoreFullError):
+        fs.pwrite(fd, b"2", 0)
+    with pytest.raises(StoreFullError):
+        fs.fdatasync(fd)
+    fs.fdatasync(fd)
+    assert fs.pread(fd, 10, 0) == b"1"
+    fs.close(fd)
+    with pytest.raises(FileNotFoundError):
+        fs.open(tmp_path / "a", os.O_RDONLY)
+
+
+def test_a_write_can_be_torn_by_an_error(tmp_path: Path, fs: FaultyFileSystem) -> None:
+    fs.shorten("pwrite", length=4, nth=2, fail_rest=errno.ENOSPC)
+    fd = fs.open(tmp_path / "a", NEW)
+    fs.pwrite(fd, b"----------", 0)
+    with pytest.raises(StoreFullError):
+        fs.pwrite(fd, b"0123456789", 0)
+    fs.pwrite(fd, b"x", 9)
+    fs.close(fd)
+    assert (tmp_path / "a").read_bytes() == b"0123-----x"
+
+
+@pytest.mark.parametrize(("torn", "left"), [(False, b"one"), (True, b"onetw")])
+def test_after_a_crash_nothing_happens_any_more(tmp_path: Path, fs: FaultyFileSystem, torn: bool, left: bytes) -> None:
+    fd = fs.open(tmp_path / "a", NEW)
+    fs.crash(2, torn=torn)
+    fs.pwrite(fd, b"one", 0)
+    with pytest.raises(Crash):
+        fs.pwrite(fd, b"two!", 3)
+    with pytest.raises(Crash):
+        fs.unlink(tmp_path / "a")
+    fs.close(fd)
+    assert (tmp_path / "a").read_bytes() == left

@@ -1,0 +1,496 @@
+"""Group commit: who syncs, who waits, and that nobody is forgotten or told of durability that is not there."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from mqstore.errors import FlushFailedError
+from mqstore.files.flusher import GroupCommit
+
+LIMIT_S = 60  # how long a test waits for what must happen before it says that it did not
+
+
+class Disk:
+    """A log and a disk that only counts. `hold()` makes the next syncs wait in the middle until `let_go()`."""
+
+    def __init__(self) -> None:
+        self.appended = 0
+        self.durable = 0
+        self.calls: list[int] = []
+        self.threads: list[int] = []
+        self.in_sync = threading.Semaphore(0)
+        self._gate = threading.Event()
+        self._gate.set()
+        self.errors: dict[int, BaseException] = {}  # what the n-th call raises, from 1
+
+    def append(self, size: int = 10) -> int:
+        self.appended += size
+        return self.appended
+
+    def sync(self, flushed: int) -> int:
+        self.calls.append(flushed)
+        self.threads.append(threading.get_ident())
+        number = len(self.calls)
+        end = self.appended
+        self.in_sync.release()
+        assert self._gate.wait(LIMIT_S)
+        if number in self.errors:
+            raise self.errors[number]
+        self.durable = end
+        return end
+
+    def hold(self) -> None:
+        self._gate.clear()
+
+    def let_go(self) -> None:
+        self._gate.set()
+
+    def wait_for_sync(self) -> None:
+        assert self.in_sync.acquire(timeout=LIMIT_S)
+
+
+class Caller(threading.Thread):
+    """Runs one call and keeps what came of it."""
+
+    def __init__(self, call: Callable[[], bool]) -> None:
+        super().__init__(daemon=True)
+        self.call = call
+        self.result: bool | BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.result = self.call()
+        except BaseException as error:
+            self.result = error
+
+    def outcome(self) -> bool | BaseException | None:
+        self.join(LIMIT_S)
+        assert not self.is_alive(), "forgotten"
+        return self.result
+
+
+def wait_for_line(commit: GroupCommit, length: int) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while len(commit._waiters) != length:
+        assert time.monotonic() < deadline, f"{len(commit._waiters)} in line instead of {length}"
+        time.sleep(0)  # no pause: only lets the others run
+
+
+def at_rest(commit: GroupCommit) -> bool:
+    return not commit._led and not commit._waiters
+
+
+def test_a_lone_caller_syncs_in_its_own_thread() -> None:
+    disk = Disk()
+    commit = GroupCommit(disk.sync, flushed=5)
+    disk.append(100)
+
+    assert commit.wait_until(40, 5) is True
+
+    assert commit.flushed == 100
+    assert disk.calls == [5]
+    assert disk.threads == [threading.get_ident()]
+    assert at_rest(commit)
+
+
+def test_what_is_durable_already_costs_no_sync() -> None:
+    disk = Disk()
+    commit = GroupCommit(disk.sync, flushed=100)
+
+    assert commit.wait_until(100, 0) is True
+
+    assert disk.calls == []
+
+
+def test_all_that_wait_during_one_sync_share_the_next() -> None:
+    disk = Disk()
+    commit = GroupCommit(disk.sync)
+    disk.hold()
+    first = disk.append()
+    leader = Caller(lambda: commit.wait_until(first, None))
+    disk.wait_for_sync()
+    targets = [disk.append() for _ in range(8)]
+    followers = [Caller(partial(commit.wait_until, target, None)) for target in targets]
+    wait_for_line(commit, 8)
+    assert commit.busy
+
+    disk.let_go()
+
+    assert leader.outcome() is True
+    assert [follower.outcome() for follower in followers] == [True] * 8
+    assert disk.calls == [0, 10]
+    assert commit.flushed == 90
+    assert not commit.busy
+    assert at_rest(commit)
+
+
+def test_what_is_appended_during_a_sync_is_not_covered_by_it() -> None:
+    disk = Disk()
+    commit = GroupCommit(disk.sync)
+    disk.hold()
+    first = disk.append()
+    leader = Caller(lambda: commit.wait_until(first, None))
+    disk.wait_for_sync()
+    late = disk.append()
+    seen: list[int] = []
+
+    def wait() -> bool:
+        told = commit.wait_until(late, None)
+        seen.append(disk.durable)
+        return told
+
+    follower = Caller(wait)
+    wait_for_line(commit, 1)
+
+    disk.let_go()
+
+    assert leader.outcome() is True
+    assert follower.outcome() is True
+    assert seen == [20]
+
+
+def test_sync_now_covers_what_was_appended_before_it_even_when_a_sync_is_under_way() -> None:
+    disk = Disk()
+    commit = GroupCommit(disk.sync)
+    disk.hold()
+    first = disk.append()
+    leader = Caller(lambda: commit.wait_until(first, None))
+    disk.wait_for_sync()
+    disk.append()
+    flusher = Caller(commit.sync_now)
+    wait_for_line(commit, 1)
+
+    disk.let_go()
+
+    assert flusher.outcome() is True
+    assert leader.outcome() is True
+    assert commit.flushed == 20
+
+
+def test_sync_now_runs_a_round_of_its_own_when_nobody_does() -> None:
+    disk = Disk()
+    commit = GroupCommit(disk.sync)
+    disk.append()
+
+    assert commit.sync_now() is True
+
+    assert commit.flushed == 10
+    assert at_rest(commit)
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, 0.001])
+def test_a_follower_whose_time_is_up_is_told_so_and_leaves_the_line(timeout_s: float) -> None:
+    disk = Disk()
+    commit = GroupCommit(disk.sync)
+    disk.hold()
+    first = disk.append()
+    leader = Caller(lambda: commit.wait_until(first, None))
+    disk.wait_for_sync()
+    late = disk.append()
+
+    assert commit.wait_until(late, timeout_s) is False
+
+    assert commit._waiters == []
+    disk.let_go()
+    assert leader.outcome() is True
+    assert at_rest(commit)
+    assert commit.wait_until(late, 5) is True
+
+
+def test_a_follower_that_is_promoted_just_when_its_time_is_up_leads(monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Disk()
+    commit = GroupCommit(disk.sync)
+    disk.hold()
+    first = disk.append()
+    leader = Caller(lambda: commit.wait_until(first, None))
+    disk.wait_for_sync()
+    late = disk.append()
+    leave = GroupCommit._leave
+
+    def leave_late(self: GroupCommit, waiter: Any) -> bool:
+        disk.let_go()
+        assert leader.outcome() is True
+        return leave(self, waiter)
+
+    monkeypatch.setattr(GroupCommit, "_leave", leave_late)
+
+    assert commit.wait_until(late, 0) is True
+
+    assert disk.durable == late
+    assert at_rest(commit)
+
+
+def test_a_follower_hit_by_ctrl_c_leaves_the_line() -> None:
+    disk = Disk()
+    commit = GroupCommit(disk.sync)
+    disk.hold()
+    first = disk.append()
+    leader = Caller(lambda: commit.wait_until(first, None))
+    disk.wait_for_sync()
+
+    def strike(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    def strike_once_in_line() -> bool:
+        wait_for_line(commit, 1)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+        return True
+
+    before = signal.signal(signal.SIGUSR1, strike)
+    try:
+        striker = Caller(strike_once_in_line)
+        with pytest.raises(KeyboardInterrupt):
+            commit.wait_until(disk.append(), LIMIT_S)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+    assert striker.outcome() is True
+    assert commit._waiters == []
+    disk.let_go()
+    assert leader.outcome() is True
+    assert at_rest(commit)
+
+
+def test_the_watermark_never_goes_back() -> None:
+    answers = iter([100, 60])
+    commit = GroupCommit(lambda flushed: next(answers))
+
+    commit.sync_now()
+    commit.sync_now()
+
+    assert commit.flushed == 100
+
+
+def test_a_failed_sync_is_final_for_all_now_and_later() -> None:
+    disk = Disk()
+    disk.errors[2] = OSError(5, "Input/output error")
+    commit = GroupCommit(disk.sync)
+    assert commit.wait_until(disk.append(), 5)
+    disk.hold()
+    second = disk.append()
+    leader = Caller(lambda: commit.wait_until(second, None))
+    disk.wait_for_sync()
+    disk.wait_for_sync()
+    followers = [Caller(lambda: commit.wait_until(second, None)), Caller(commit.sync_now)]
+    wait_for_line(commit, 2)
+
+    disk.let_go()
+
+    for caller in (leader, *followers):
+        outcome = caller.outcome()
+        assert isinstance(outcome, FlushFailedError)
+        assert outcome.__cause__ is disk.errors[2]
+    assert commit.flushed == 10
+    with pytest.raises(FlushFailedError, match="Input/output error"):
+        commit.wait_until(second, 5)
+    with pytest.raises(FlushFailedError):
+        commit.sync_now()
+    with pytest.raises(FlushFailedError):
+        commit.raise_if_failed()
+    assert len(disk.calls) == 2, "a failed sync must not be tried again"
+    assert commit.wait_until(10, 0) is True, "what was durable before stays so"
+
+
+def test_poison_stops_those_in_line_and_the_sync_that_is_under_way() -> None:
+    disk = Disk()
+    commit = GroupCommit(disk.sync)
+    disk.hold()
+    first = disk.append()
+    leader = Caller(lambda: commit.wait_until(first, None))
+    disk.wait_for_sync()
+    follower = Caller(lambda: commit.wait_until(first, None))
+    wait_for_line(commit, 1)
+
+    commit.poison(OSError(5, "a write failed"))
+
+    assert isinstance(follower.outcome(), FlushFailedError)
+    disk.let_go()
+    assert isinstance(leader.outcome(), FlushFailedError)
+    assert commit.flushed == 0
+    commit.poison(OSError(5, "another"))
+    assert "a write failed" in str(commit.failure), "the first failure is the one to look at"
+
+
+def test_a_leader_hit_by_ctrl_c_hands_over_and_nothing_is_poisoned() -> None:
+    disk = Disk()
+    disk.errors[1] = KeyboardInterrupt()
+    commit = GroupCommit(disk.sync)
+    disk.hold()
+    first = disk.append()
+    leader = Caller(lambda: commit.wait_until(first, None))
+    disk.wait_for_sync()
+    followers = [Caller(lambda: commit.wait_until(first, None)), Caller(commit.sync_now)]
+    wait_for_line(commit, 2)
+
+    disk.let_go()
+
+    assert isinstance(leader.outcome(), KeyboardInterrupt)
+    assert [follower.outcome() for follower in followers] == [True, True]
+    assert disk.durable == 10, "the interrupted round must not count"
+    assert commit.failure is None
+    assert at_rest(commit)
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_ctrl_c_while_a_failed_sync_is_being_handled_does_not_hide_the_failure() -> None:
+    def sync(flushed: int) -> int:
+        try:
+            raise OSError(5, "Input/output error")
+        except OSError:
+            interrupt()  # as the interpreter does it: the error becomes the context
+        return flushed
+
+    commit = GroupCommit(sync)
+
+    with pytest.raises(KeyboardInterrupt):
+        commit.sync_now()
+
+    with pytest.raises(FlushFailedError, match="Input/output error"):
+        commit.sync_now()
+
+
+@pytest.mark.parametrize("handled", [OSError(2, "something of the caller's"), GeneratorExit()])
+def test_ctrl_c_in_a_put_made_while_the_caller_handles_another_error_is_no_failure(handled: BaseException) -> None:
+    disk = Disk()
+    disk.errors[1] = KeyboardInterrupt()
+    commit = GroupCommit(disk.sync)
+
+    def put_while_handling() -> None:
+        try:
+            try:
+                raise OSError(5, "the caller's own")
+            finally:
+                raise handled
+        except type(handled):
+            commit.wait_until(disk.append(), 5)
+
+    with pytest.raises(KeyboardInterrupt):
+        put_while_handling()
+
+    assert commit.failure is None
+    assert commit.sync_now()
+
+
+def test_waiting_for_what_was_never_appended_is_an_error_of_the_caller_and_harms_nobody() -> None:
+    disk = Disk()
+    commit = GroupCommit(disk.sync)
+
+    with pytest.raises(AssertionError, match="waited for 11"):
+        commit.wait_until(disk.append() + 1, 5)
+
+    assert at_rest(commit)
+    assert commit.wait_until(10, 5) is True
+
+
+class Storm:
+    """Many threads append and wait; the fake sync checks that it is alone, and takes a random number of steps."""
+
+    def __init__(self, seed: int, *, fail_at: int = -1, interrupt_every: int = 0) -> None:
+        self.random = random.Random(seed)
+        self.lock = threading.Lock()
+        self.appended = 0
+        self.durable = 0
+        self.rounds = 0
+        self.alone = threading.Lock()
+        self.overlapped = False
+        self.fail_at = fail_at
+        self.interrupt_every = interrupt_every
+        self.commit = GroupCommit(self.sync)
+
+    def sync(self, flushed: int) -> int:
+        if not self.alone.acquire(blocking=False):
+            self.overlapped = True
+            return flushed
+        try:
+            self.rounds += 1
+            end = self.appended
+            for _ in range(self.random.randrange(4)):
+                time.sleep(0)
+            if self.rounds == self.fail_at:
+                raise OSError(5, "Input/output error")
+            if self.interrupt_every and self.rounds % self.interrupt_every == 0:
+                raise KeyboardInterrupt
+            self.durable = end
+            return end
+        finally:
+            self.alone.release()
+
+    def run(self, threads: int, puts: int, timeouts: tuple[float | None, ...] = (None,)) -> dict[str, int]:
+        counts = dict.fromkeys(("acknowledged", "late", "failed", "interrupted", "lied"), 0)
+
+        def work(number: int) -> None:
+            for turn in range(puts):
+                with self.lock:
+                    self.appended += 7
+                    target = self.appended
+                timeout_s = timeouts[(turn + number) % len(timeouts)]
+                try:
+                    if turn % 29 == 28:
+                        result = self.commit.sync_now(timeout_s)
+                    else:
+                        result = self.commit.wait_until(target, timeout_s)
+                except FlushFailedError:
+                    kind = "failed"
+                except KeyboardInterrupt:
+                    kind = "interrupted"
+                else:
+                    kind = "late" if not result else "acknowledged" if self.durable >= target else "lied"
+                with self.lock:
+                    counts[kind] += 1
+
+        workers = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(threads)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(LIMIT_S)
+        assert not any(worker.is_alive() for worker in workers), "somebody was forgotten"
+        assert not self.overlapped, "two synced at once"
+        assert at_rest(self.commit)
+        assert counts["lied"] == 0
+        assert sum(counts.values()) == threads * puts
+        return counts
+
+
+def test_storm_of_sixteen_threads() -> None:
+    storm = Storm(1)
+
+    counts = storm.run(16, 200)
+
+    assert counts["acknowledged"] == 3200
+    assert storm.rounds < 3200, "nobody shared a sync"
+
+
+def test_storm_with_timeouts() -> None:
+    counts = Storm(2).run(16, 200, timeouts=(None, 0, 0.00005, 0.0005))
+
+    assert counts["failed"] == counts["interrupted"] == 0
+    assert counts["acknowledged"] > 0
+
+
+def test_storm_with_interrupted_leaders() -> None:
+    counts = Storm(3, interrupt_every=5).run(16, 100, timeouts=(None, 0.0002))
+
+    assert counts["interrupted"] > 0
+    assert counts["failed"] == 0
+
+
+def test_storm_that_ends_in_a_failure() -> None:
+    storm = Storm(4, fail_at=40)
+
+    counts = storm.run(16, 100)
+
+    assert storm.rounds == 40
+    assert counts["failed"] > 0
+    assert counts["acknowledged"] > 0

@@ -1,0 +1,532 @@
+"""JSON files: both dialects, a save that may die anywhere, and a load that never resets in silence (P10)."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mqstore.clock import SimulatedClock
+from mqstore.errors import CorruptStoreError, FormatError, StoreFullError, StoreIOError
+from mqstore.files import jsonfile
+from mqstore.files.jsonfile import decode_json, encode_json, load_json, save_json, set_aside_json
+from tests.faults import CHANGES, Crash, FaultyFileSystem
+
+NOW_MS = 1_700_000_000_000
+
+CONSUMER_OFFSET = """{
+→"dataVersion":{
+→→"counter":3,
+→→"stateVersion":0,
+→→"timestamp":1700000000000
+→},
+→"offsetTable":{
+→→"OrderTopic@g1":{0:250,1:251,2:252,3:253
+→→}
+→}
+}"""
+
+DELAY_OFFSET = """{
+→"offsetTable":{3:12,4:0
+→}
+}"""
+
+CONSUMER_ORDER_INFO = """{
+→"table":{
+→→"OrderTopic@g1":{0:{
+→→→→"cm":3,
+→→→→"i":60000,
+→→→→"l":1700000000005,
+→→→→"o":[
+→→→→→460,
+→→→→→1,
+→→→→→2
+→→→→],
+→→→→"oc":{460:1
+→→→→},
+→→→→"ot":{462:1700000090000
+→→→→},
+→→→→"popTime":1700000000000
+→→→}
+→→}
+→}
+}"""
+
+SUBSCRIPTION_GROUP = """{
+→"forbiddenTable":{},
+→"subscriptionGroupTable":{
+→→"g1":{
+→→→"attributes":{},
+→→→"groupRetryPolicy":{
+→→→→"type":"CUSTOMIZED"
+→→→}
+→→}
+→}
+}"""
+
+CONSUMER_FILTER = (
+    '{"filterDataByTopic":{"T":{"groupFilterData":{"g1":{"bloomFilterData":{"bitNum":112,"bitPos":[1,5,9]},'
+    '"dead":false,"expression":"a > 1 , 2:"}},"topic":"T"}}}'
+)
+
+
+# -- dialects ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (
+            CONSUMER_OFFSET,
+            {
+                "dataVersion": {"counter": 3, "stateVersion": 0, "timestamp": 1700000000000},
+                "offsetTable": {"OrderTopic@g1": {"0": 250, "1": 251, "2": 252, "3": 253}},
+            },
+        ),
+        (DELAY_OFFSET, {"offsetTable": {"3": 12, "4": 0}}),
+        (
+            CONSUMER_ORDER_INFO,
+            {
+                "table": {
+                    "OrderTopic@g1": {
+                        "0": {
+                            "cm": 3,
+                            "i": 60000,
+                            "l": 1700000000005,
+                            "o": [460, 1, 2],
+                            "oc": {"460": 1},
+                            "ot": {"462": 1700000090000},
+                            "popTime": 1700000000000,
+                        }
+                    }
+                }
+            },
+        ),
+        (
+            SUBSCRIPTION_GROUP,
+            {
+                "forbiddenTable": {},
+                "subscriptionGroupTable": {"g1": {"attributes": {}, "groupRetryPolicy": {"type": "CUSTOMIZED"}}},
+            },
+        ),
+        (
+            CONSUMER_FILTER,
+            {
+                "filterDataByTopic": {
+                    "T": {
+                        "groupFilterData": {
+                            "g1": {
+                                "bloomFilterData": {"bitNum": 112, "bitPos": [1, 5, 9]},
+                                "dead": False,
+                                "expression": "a > 1 , 2:",
+                            }
+                        },
+                        "topic": "T",
+                    }
+                }
+            },
+        ),
+        ("{-1:2,\n\t 3 :4}", {"-1": 2, "3": 4}),
+        ('{"a":"{1:2,3:4}","\\"{5:":"\\\\",6:7}', {"a": "{1:2,3:4}", '"{5:': "\\", "6": 7}),
+        ('{"same":1,"same":2}', {"same": 2}),
+        ("{}", {}),
+    ],
+)
+def test_both_dialects_are_read(text: str, value: dict[str, Any]) -> None:
+    assert decode_json(text.replace("→", "\t").encode()) == value
+
+
+@pytest.mark.parametrize(
+    ("data", "position"),
+    [
+        (b"", 0),
+        (b"\0" * 4096, 0),
+        (b"[1, 2]", 0),
+        (b"null", 0),
+        (b"7", 0),
+        (b'{"a": NaN}', 0),
+        (b'{"a": -Infinity}', 0),
+        (b'{"a": 1e999}', 0),
+        (b'{"a": ' + b"7" * 5000 + b"}", 0),
+        (b"[" * 200_000, 0),
+        (b'{"a": ' * 200_000, 0),
+        (b'{"a": "\xff"}', 7),
+        (b'{"a": 1}{', 0),
+        (b"{'a': 1}", 0),
+        ('{"ä":1,\n{2:3}\n'.encode(), 9),
+        (CONSUMER_OFFSET.encode()[:-1], None),
+        ("{\u0661:2}".encode(), 0),  # an Arabic digit one is no digit to JSON
+    ],
+)
+def test_everything_else_is_a_format_error(data: bytes, position: int | None) -> None:
+    with pytest.raises(FormatError) as caught:
+        decode_json(data)
+    if position is not None:
+        assert caught.value.position == position
+
+
+@pytest.mark.parametrize("part", [b'\\"', b'"', b"{ ", b", ", b"{1", b'{"a":{1:', b"\\", b'"\\'])
+def test_hostile_input_is_read_in_one_pass(part: bytes) -> None:
+    """Quadratic work on this much would outlast the test suite's time limit."""
+    with pytest.raises(FormatError):
+        decode_json(b'{"' + part * (3_000_000 // len(part)))
+
+
+@given(st.binary(max_size=60) | st.text('{}[],:"\\-019 \n\tn', max_size=60).map(str.encode))
+def test_any_bytes_are_an_object_or_a_format_error(data: bytes) -> None:
+    try:
+        value = decode_json(data)
+    except FormatError:
+        return
+    assert isinstance(value, dict)
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.text(), JSON_VALUES, max_size=4))
+def test_what_is_written_is_read_back(value: dict[str, Any]) -> None:
+    assert decode_json(encode_json(value)) == value
+
+
+def fastjson(value: Any) -> str:
+    """What the Java side would write, on one line: integer keys without quotes."""
+    if isinstance(value, dict):
+        return (
+            "{"
+            + ",".join(f"{k if isinstance(k, int) else json.dumps(k)}:{fastjson(v)}" for k, v in value.items())
+            + "}"
+        )
+    return json.dumps(value)
+
+
+@given(
+    st.dictionaries(
+        st.integers() | st.text('{,:12"\\'), st.dictionaries(st.integers(), st.text('{,:12"\\')), max_size=4
+    )
+)
+def test_unquoted_keys_are_read_and_strings_that_look_like_them_left_alone(value: dict[Any, dict[int, str]]) -> None:
+    expected = {str(key): {str(k): v for k, v in inner.items()} for key, inner in value.items()}
+    if len(expected) == len(value):  # not both 1 and "1"
+        assert decode_json(fastjson(value).encode()) == expected
+
+
+def test_text_is_strict_sorted_and_readable() -> None:
+    assert encode_json({"b": {10: 1, 9: 2}, "a": "Grüße"}) == (
+        b'{\n  "a": "Gr\xc3\xbc\xc3\x9fe",\n  "b": {\n    "9": 2,\n    "10": 1\n  }\n}\n'
+    )
+    with pytest.raises(ValueError, match="JSON"):
+        encode_json({"a": float("nan")})
+    surrogate = os.fsdecode(b"\xff")
+    assert decode_json(encode_json({surrogate: 1})) == {surrogate: 1}
+
+
+# -- saving ------------------------------------------------------------------------------------------------------------
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_value_before_is_kept_as_bak(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    save_json(path, {"n": 1})
+    assert names(tmp_path) == ["x.json"]
+    save_json(path, {"n": 2})
+    save_json(path, {"n": 3})
+    assert names(tmp_path) == ["x.json", "x.json.bak"]
+    assert path.read_bytes() == b'{\n  "n": 3\n}\n'
+    assert json.loads((tmp_path / "x.json.bak").read_bytes()) == {"n": 2}
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_the_steps_of_a_save_come_in_the_order_that_makes_them_durable(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    save_json(path, {"n": 1})
+    fs = FaultyFileSystem()
+    save_json(path, {"n": 2}, fs)
+    steps = [(call.operation, Path(call.path).name, Path(call.target).name) for call in fs.changes()]
+    assert [step for step in steps if step[0] != "unlink"] == [
+        ("create", "x.json.tmp", ""),
+        ("pwrite", "x.json.tmp", ""),
+        ("fdatasync", "x.json.tmp", ""),
+        ("link", "x.json", "x.json.bak.tmp"),
+        ("replace", "x.json.bak.tmp", "x.json.bak"),
+        ("replace", "x.json.tmp", "x.json"),
+        ("sync_directory", tmp_path.name, ""),
+    ]
+
+
+def test_a_relative_name_syncs_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_json("x.json", {"n": 1})
+    assert load_json("x.json", writer=True) == ({"n": 1}, [])
+
+
+def seeded(folder: Path, before: str) -> tuple[Path, list[dict[str, int] | None]]:
+    """A file in one of the states a save may find, and the values that a load after a crash may give."""
+    path = folder / "x.json"
+    folder.mkdir(parents=True)
+    if before == "nothing":
+        return path, [None]
+    save_json(path, {"n": 1})
+    if before in ("both", "leftovers", "main lost"):
+        save_json(path, {"n": 2})
+    if before == "leftovers":
+        (folder / "x.json.tmp").write_bytes(b"half a val")
+        os.link(path, folder / "x.json.bak.tmp")
+    if before == "main lost":  # what a Java broker leaves between its two steps
+        path.unlink()
+        return path, [{"n": 1}]
+    return path, [{"n": 2 if before != "main" else 1}]
+
+
+STATES = ["nothing", "main", "both", "leftovers", "main lost"]
+
+
+def change_count(folder: Path, before: str, no_links: bool) -> int:
+    path, _ = seeded(folder, before)
+    fs = FaultyFileSystem()
+    if no_links:
+        fs.fail("link", errno.EPERM, times=None)
+    save_json(path, {"n": 9}, fs)
+    return len(fs.changes())
+
+
+@pytest.mark.parametrize("no_links", [False, True])
+@pytest.mark.parametrize("torn", [False, True])
+@pytest.mark.parametrize("before", STATES)
+def test_a_crash_at_any_step_leaves_the_old_value_or_the_new_one(
+    tmp_path: Path, before: str, torn: bool, no_links: bool
+) -> None:
+    steps = change_count(tmp_path / "count", before, no_links)
+    assert steps >= 5
+    seen = []
+    for nth in range(1, steps + 1):
+        path, allowed = seeded(tmp_path / str(nth), before)
+        existed = path.exists()
+        fs = FaultyFileSystem()
+        if no_links:
+            fs.fail("link", errno.EPERM, times=None)
+        fs.crash(nth, torn=torn)
+        with pytest.raises(Crash):
+            save_json(path, {"n": 9}, fs)
+        assert path.exists() or not existed
+        value, problems = load_json(path, writer=True)
+        assert value in [*allowed, {"n": 9}]
+        assert not problems or before == "main lost"
+        backup = path.with_name("x.json.bak")
+        if backup.exists():
+            decode_json(backup.read_bytes())
+        seen.append(value)
+        save_json(path, {"n": 10})  # what the crash left is no obstacle
+        assert load_json(path, writer=False).value == {"n": 10}
+        assert {"x.json"} <= set(names(path.parent)) <= {"x.json", "x.json.bak"}
+    assert seen[0] == allowed[0]
+    assert seen[-1] == {"n": 9}
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+@pytest.mark.parametrize("before", STATES)
+def test_an_error_at_any_step_leaves_the_old_value_or_the_new_one(tmp_path: Path, before: str, number: int) -> None:
+    steps = change_count(tmp_path / "count", before, no_links=False)
+    for nth in range(1, steps + 1):
+        path, allowed = seeded(tmp_path / str(nth), before)
+        fs = FaultyFileSystem()
+        fs.fail(CHANGES, number, nth=nth)
+        caught: OSError | None = None
+        try:
+            save_json(path, {"n": 9}, fs)
+        except (StoreFullError, StoreIOError) as error:
+            caught = error
+        if caught is not None:
+            assert caught.errno == number
+            renamed = fs.changes()[-1].operation == "sync_directory"
+            assert load_json(path, writer=True).value == ({"n": 9} if renamed else allowed[0])
+            assert not path.with_name("x.json.tmp").exists() or before == "leftovers"
+        else:  # a link that cannot be made is a copy
+            assert load_json(path, writer=True).value == {"n": 9}
+        save_json(path, {"n": 10}, fs)  # goes on when the cause is gone
+        assert load_json(path, writer=False).value == {"n": 10}
+
+
+def test_a_short_write_in_a_save_is_continued_and_a_torn_one_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    fs = FaultyFileSystem()
+    fs.shorten(length=3)
+    save_json(path, {"n": 1}, fs)
+    assert load_json(path, writer=True).value == {"n": 1}
+    fs.heal()
+    fs.shorten(length=3, fail_rest=errno.ENOSPC)
+    with pytest.raises(StoreFullError):
+        save_json(path, {"n": 2}, fs)
+    assert load_json(path, writer=True) == ({"n": 1}, [])
+    assert names(tmp_path) == ["x.json"]
+
+
+def test_a_damaged_file_does_not_replace_a_good_bak(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    save_json(path, {"n": 1})
+    save_json(path, {"n": 2})
+    path.write_bytes(b"\0" * 13)
+    save_json(path, {"n": 3})
+    assert json.loads((tmp_path / "x.json.bak").read_bytes()) == {"n": 1}
+
+
+def test_a_value_that_json_cannot_hold_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    save_json(path, {"n": 1})
+    with pytest.raises(ValueError, match="JSON"):
+        save_json(path, {"n": float("inf")})
+    with pytest.raises(TypeError):
+        save_json(path, {"n": object()})
+    assert names(tmp_path) == ["x.json"]
+
+
+def test_hard_linked_snapshots_keep_their_content(tmp_path: Path) -> None:
+    """`cp -al` is a backup that many use: nothing of ours may be rewritten in place, leftovers included."""
+    path = tmp_path / "x.json"
+    save_json(path, {"n": 1})
+    save_json(path, {"n": 2})
+    (tmp_path / "x.json.tmp").write_bytes(b"left")
+    snapshot = tmp_path / "snapshot"
+    snapshot.mkdir()
+    before = {}
+    for name in ("x.json", "x.json.bak", "x.json.tmp"):
+        os.link(tmp_path / name, snapshot / name)
+        before[name] = (snapshot / name).read_bytes()
+    save_json(path, {"n": 3})
+    save_json(path, {"n": 4})
+    assert {name: (snapshot / name).read_bytes() for name in before} == before
+
+
+# -- loading -----------------------------------------------------------------------------------------------------------
+
+GOOD, BAD_ONES = b'{"n": 5}', [b"", b"\0\0\0\0", b'{"n": 5', b"[5]", b'{"wrong": 1}']
+
+
+def shape(value: dict[str, Any]) -> None:
+    if not isinstance(value.get("n"), int):
+        raise FormatError("n is not a number", "n", 0)
+
+
+def put(folder: Path, main: bytes | None, backup: bytes | None) -> Path:
+    for name, content in (("x.json", main), ("x.json.bak", backup)):
+        if content is not None:
+            (folder / name).write_bytes(content)
+    return folder / "x.json"
+
+
+@pytest.mark.parametrize("backup", [None, GOOD, b"bad"])
+def test_a_good_file_is_taken_whatever_its_bak_is(tmp_path: Path, backup: bytes | None) -> None:
+    path = put(tmp_path, b'{"n": 6, "of the future": [1]}', backup)
+    assert load_json(path, writer=True, check=shape) == ({"n": 6, "of the future": [1]}, [])
+
+
+def test_never_written_is_no_value_and_no_problem(tmp_path: Path) -> None:
+    assert load_json(tmp_path / "x.json", writer=True) == (None, [])
+    assert load_json(tmp_path / "no folder" / "x.json", writer=True) == (None, [])
+
+
+@pytest.mark.parametrize("bad", BAD_ONES)
+def test_a_writer_falls_back_to_bak_and_moves_the_bad_file_aside(tmp_path: Path, bad: bytes) -> None:
+    path = put(tmp_path, bad, GOOD)
+    fs = FaultyFileSystem()
+    value, problems = load_json(path, writer=True, check=shape, clock=SimulatedClock(NOW_MS), fs=fs)
+    assert value == {"n": 5}
+    assert len(problems) == 1
+    assert "x.json is damaged" in problems[0]
+    aside = tmp_path / f"x.json.corrupt-{NOW_MS}"
+    assert str(aside) in problems[0]
+    assert aside.read_bytes() == bad
+    assert [call.operation for call in fs.changes()] == ["replace", "sync_directory"]
+    again = load_json(path, writer=True, check=shape)  # the next open, before anything was saved
+    assert again.value == {"n": 5}
+    save_json(path, {"n": 7}, check=shape)
+    assert load_json(path, writer=True, check=shape) == ({"n": 7}, [])
+
+
+@pytest.mark.parametrize("bad", BAD_ONES)
+def test_a_reader_falls_back_and_changes_nothing(tmp_path: Path, bad: bytes) -> None:
+    path = put(tmp_path, bad, GOOD)
+    fs = FaultyFileSystem()
+    value, problems = load_json(path, writer=False, check=shape, fs=fs)
+    assert value == {"n": 5}
+    assert len(problems) == 1
+    assert fs.changes() == []
+    assert path.read_bytes() == bad
+
+
+def test_files_moved_aside_do_not_replace_each_other(tmp_path: Path) -> None:
+    clock = SimulatedClock(NOW_MS)
+    for bad in (b"first", b"second"):
+        load_json(put(tmp_path, bad, GOOD), writer=True, clock=clock)
+    assert (tmp_path / f"x.json.corrupt-{NOW_MS}").read_bytes() == b"first"
+    assert (tmp_path / f"x.json.corrupt-{NOW_MS + 1}").read_bytes() == b"second"
+
+
+def test_a_missing_file_with_a_good_bak_is_taken_and_told(tmp_path: Path) -> None:
+    value, problems = load_json(put(tmp_path, None, GOOD), writer=True)
+    assert value == {"n": 5}
+    assert len(problems) == 1
+    assert "missing" in problems[0]
+
+
+@pytest.mark.parametrize("writer", [True, False])
+@pytest.mark.parametrize(
+    ("main", "backup"), [(b"bad", None), (b"bad", b"bad"), (b"", b""), (None, b"bad"), (None, b""), (b"", None)]
+)
+def test_no_good_value_left_is_an_error_that_names_the_repair(
+    tmp_path: Path, main: bytes | None, backup: bytes | None, writer: bool
+) -> None:
+    config = tmp_path / "a store" / "config"
+    config.mkdir(parents=True)
+    path = put(config, main, backup)
+    before = names(config)
+    with pytest.raises(CorruptStoreError) as caught:
+        load_json(path, writer=writer)
+    assert caught.value.file == str(path)
+    assert caught.value.repair == f"mqstore recover '{tmp_path}/a store' --rebuild config"
+    assert str(path) in str(caught.value)
+    assert caught.value.repair in str(caught.value)
+    assert names(config) == before
+
+
+def test_the_store_of_a_manifest_is_its_folder_and_can_be_said(tmp_path: Path) -> None:
+    path = put(tmp_path, b"bad", None)
+    for root, expected in ((None, tmp_path), ("/data/q", "/data/q")):
+        with pytest.raises(CorruptStoreError) as caught:
+            load_json(path, writer=True, root=root)
+        assert caught.value.repair == f"mqstore recover {expected} --rebuild config"
+
+
+def test_a_file_that_cannot_be_read_is_not_taken_for_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = put(tmp_path, GOOD, b'{"n": 1}')
+    fs = FaultyFileSystem()
+    fs.fail("pread", errno.EIO)
+    with pytest.raises(StoreIOError):
+        load_json(path, writer=True, fs=fs)
+    monkeypatch.setattr(jsonfile, "JSON_BYTES_MAX", 7)
+    with pytest.raises(StoreIOError, match="more than the 7"):
+        load_json(path, writer=True)
+    assert names(tmp_path) == ["x.json", "x.json.bak"]
+
+
+def test_repair_moves_the_bad_ones_aside_and_keeps_the_good(tmp_path: Path) -> None:
+    clock = SimulatedClock(NOW_MS)
+    path = put(tmp_path, b"bad", b"")
+    assert set_aside_json(path, clock=clock) == [f"{path}.corrupt-{NOW_MS}", f"{path}.bak.corrupt-{NOW_MS}"]
+    assert load_json(path, writer=True) == (None, [])
+    put(tmp_path, None, GOOD)
+    assert set_aside_json(path, clock=clock) == []
+    assert load_json(path, writer=True).value == {"n": 5}

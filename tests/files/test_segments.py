@@ -1,0 +1,923 @@
+"""Runs of segments: names and lengths, growing, cutting, mappings that outlive their segment, a disk that is full."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import mmap
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mqstore.errors import StoreFullError, StoreIOError
+from mqstore.files.filesystem import REAL, FileSystem
+from mqstore.files.segments import LoadProblem, SegmentRun, segment_name
+from tests.faults import Crash, FaultyFileSystem
+
+SIZE = 16 * 1024  # a few pages
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "log"
+
+
+def open_run(folder: Path, *, fs: FileSystem = REAL, writable: bool = True, **options: Any) -> SegmentRun:
+    run = SegmentRun(folder, folder.parent / "tmp", options.pop("size", SIZE), fs=fs, writable=writable, **options)
+    run.load()
+    return run
+
+
+def filled(folder: Path, count: int, *, first: int = 0, fs: FileSystem = REAL, **options: Any) -> SegmentRun:
+    """A run of `count` segments; each byte of the n-th is n + 1."""
+    run = open_run(folder, fs=fs, **options)
+    for number in range(count):
+        segment = run.create(first + number * SIZE)
+        run.write(segment.start, bytes([number + 1]) * SIZE)
+    run.sync(run.min_offset, run.end)
+    return run
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder)) if folder.exists() else []
+
+
+def mapped_files(folder: Path) -> list[str]:
+    """Names of the files of `folder` that this process has mapped, once for each mapping."""
+    gc.collect()
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sorted(Path(line.split(None, 5)[5]).name for line in lines if f" {folder}/" in line)
+
+
+# --- growing ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_empty_run_has_nothing_and_makes_no_folder(folder: Path) -> None:
+    run = open_run(folder)
+
+    assert (run.starts, run.min_offset, run.end, run.last) == ((), 0, 0, None)
+    assert run.find(0) is None
+    assert not folder.exists()
+
+
+def test_created_segments_have_twenty_digits_full_length_and_zeros(folder: Path) -> None:
+    run = open_run(folder)
+
+    for start in (3 * SIZE, 4 * SIZE):
+        run.create(start)
+
+    assert names(folder) == ["00000000000000049152", "00000000000000065536"]
+    assert all((folder / name).read_bytes() == bytes(SIZE) for name in names(folder))
+    assert names(folder.parent / "tmp") == []
+    assert (run.starts, run.min_offset, run.end) == ((3 * SIZE, 4 * SIZE), 3 * SIZE, 5 * SIZE)
+    assert run.last is run.find(4 * SIZE)
+
+
+def test_find_knows_both_ends_of_each_segment(folder: Path) -> None:
+    run = filled(folder, 2, first=SIZE)
+
+    starts = {offset: (segment.start if (segment := run.find(offset)) else None) for offset in
+              (SIZE - 1, SIZE, 2 * SIZE - 1, 2 * SIZE, 3 * SIZE - 1, 3 * SIZE)}  # fmt: skip
+
+    assert starts == {
+        SIZE - 1: None,
+        SIZE: SIZE,
+        2 * SIZE - 1: SIZE,
+        2 * SIZE: 2 * SIZE,
+        3 * SIZE - 1: 2 * SIZE,
+        3 * SIZE: None,
+    }
+
+
+@pytest.mark.parametrize("start", [0, SIZE, 2 * SIZE + 20, -SIZE, 1 << 63])
+def test_a_segment_is_created_only_behind_the_last_and_on_the_grid(folder: Path, start: int) -> None:
+    run = filled(folder, 2)
+
+    with pytest.raises(ValueError, match="can start at"):
+        run.create(start)
+
+    assert len(names(folder)) == 2
+
+
+def test_a_prepared_segment_waits_outside_the_folder_and_is_renamed_in(folder: Path) -> None:
+    run = filled(folder, 1)
+    run.prepare(SIZE, populate_bytes=8192)
+    assert names(folder) == [segment_name(0)]
+    (prepared,) = (folder.parent / "tmp").iterdir()
+    inode = prepared.stat().st_ino
+
+    segment = run.create(SIZE)
+
+    assert os.stat(segment.path).st_ino == inode
+    assert Path(segment.path) == folder / segment_name(SIZE)
+    assert names(folder.parent / "tmp") == []
+    run.mapping(segment)[0:3] = b"abc"
+    assert Path(segment.path).read_bytes() == b"abc" + bytes(SIZE - 3)
+
+
+def test_preparing_twice_makes_one_and_another_start_gives_up_the_first(folder: Path) -> None:
+    run = filled(folder, 1)
+    run.prepare(SIZE)
+    first = names(folder.parent / "tmp")
+    run.prepare(SIZE)
+    assert names(folder.parent / "tmp") == first
+
+    run.prepare(2 * SIZE)
+
+    (only,) = names(folder.parent / "tmp")
+    assert only.startswith(segment_name(2 * SIZE))
+    run.create(SIZE)
+    assert names(folder.parent / "tmp") == []
+
+
+def test_close_removes_what_was_prepared_and_keeps_what_was_created(folder: Path) -> None:
+    run = filled(folder, 1)
+    run.prepare(SIZE)
+
+    run.close()
+
+    assert names(folder.parent / "tmp") == []
+    assert names(folder) == [segment_name(0)]
+
+
+def test_a_prepared_segment_may_be_written_and_synced_beforehand(folder: Path) -> None:
+    run = filled(folder, 1)
+
+    run.prepare(SIZE, converted=True)
+    segment = run.create(SIZE)
+
+    assert Path(segment.path).read_bytes() == bytes(SIZE)
+    assert segment.writable
+
+
+def test_files_and_folders_get_the_modes_asked_for(folder: Path) -> None:
+    filled(folder, 1)
+    shared = folder.parent / "shared"
+    filled(shared, 1, file_mode=0o640)
+
+    umask = os.umask(0)
+    os.umask(umask)
+    assert [path.stat().st_mode & 0o777 for path in (folder, folder / segment_name(0))] == [0o700, 0o600]
+    assert [path.stat().st_mode & 0o777 for path in (shared, shared / segment_name(0))] == [
+        0o750 & ~umask,
+        0o640 & ~umask,
+    ]
+
+
+def test_offsets_beyond_four_gibibytes_and_sparse_files_of_that_length(folder: Path) -> None:
+    size = 6 << 30
+    run = open_run(folder, size=size, sparse=True)
+    start = size * 1_000_000_000  # the greatest that fits is near 2**63
+
+    segment = run.create(start)
+    run.write(start + (5 << 30), b"far out")
+    run.sync(start, start + size)
+
+    assert run.end == start + size
+    assert run.find(start + (5 << 30)) is segment
+    assert run.mapping(segment)[5 << 30 : (5 << 30) + 7] == b"far out"
+    assert not segment.writable
+    if sys.platform == "linux":
+        assert os.stat(segment.path).st_blocks * 512 < 1 << 20
+    again = open_run(folder, size=size, sparse=True)
+    assert again.starts == (start,)
+
+
+def test_mapped_files_have_their_disk_blocks(folder: Path) -> None:
+    segment = open_run(folder).create(0)
+
+    assert os.stat(segment.path).st_blocks * 512 >= SIZE
+
+
+# --- a full disk, and other refusals ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("call", ["prepare", "create"])
+def test_a_full_disk_is_an_error_and_leaves_nothing_behind(folder: Path, number: int, call: str) -> None:
+    fs = FaultyFileSystem()
+    run = filled(folder, 2, fs=fs)
+    fs.fail("allocate", number)
+
+    with pytest.raises(StoreFullError):
+        getattr(run, call)(2 * SIZE)
+
+    assert names(folder) == [segment_name(0), segment_name(SIZE)]
+    assert names(folder.parent / "tmp") == []
+    assert run.end == 2 * SIZE
+    assert run.create(2 * SIZE) is run.last, "goes on when there is room again"
+
+
+@pytest.mark.parametrize("operation", ["create", "allocate", "fdatasync", "replace"])
+def test_whatever_step_of_create_fails_nothing_is_left_behind(folder: Path, operation: str) -> None:
+    fs = FaultyFileSystem()
+    run = filled(folder, 1, fs=fs)
+    fs.fail(operation, errno.EIO)
+
+    with pytest.raises(StoreIOError):
+        run.create(SIZE)
+
+    assert names(folder) == [segment_name(0)]
+    assert names(folder.parent / "tmp") == []
+    assert list(run.starts) == [0]
+    run.create(SIZE)
+    assert list(run.starts) == [0, SIZE]
+
+
+def test_a_failed_map_of_a_prepared_segment_leaves_nothing_behind(folder: Path) -> None:
+    fs = FaultyFileSystem()
+    run = filled(folder, 1, fs=fs)
+    fs.fail("map", errno.ENOMEM)
+
+    with pytest.raises(StoreIOError):
+        run.prepare(SIZE, populate_bytes=4096)
+
+    assert names(folder.parent / "tmp") == []
+
+
+@pytest.mark.parametrize("nth", range(1, 9))
+def test_no_name_in_the_folder_is_ever_short_wherever_create_dies(folder: Path, nth: int) -> None:
+    fs = FaultyFileSystem()
+    run = open_run(folder, fs=fs)
+    fs.crash(nth)
+    try:
+        run.create(0)
+        run.sync(0, 1)
+    except Crash:
+        pass
+
+    for name in names(folder):
+        assert (folder / name).stat().st_size == SIZE
+    after = open_run(folder)
+    assert after.end in (0, SIZE)
+
+
+# --- what is durable --------------------------------------------------------------------------------------------------
+
+
+def order_of(fs: FaultyFileSystem) -> list[tuple[str, str]]:
+    return [(call.operation, Path(call.path).name.split(".")[0]) for call in fs.calls if call.operation
+            in ("allocate", "fdatasync", "replace", "sync_directory", "unlink", "mkdir")]  # fmt: skip
+
+
+def test_length_before_name_and_name_before_the_first_acknowledgement(folder: Path) -> None:
+    fs = FaultyFileSystem()
+    run = open_run(folder, fs=fs)
+    first = segment_name(0)
+
+    run.create(0)
+    run.write(0, b"x")
+    run.sync(0, 1)
+    run.sync(0, 1)
+
+    assert order_of(fs) == [
+        ("mkdir", "tmp"),
+        ("allocate", first),
+        ("fdatasync", first),
+        ("mkdir", "log"),
+        ("sync_directory", folder.parent.name),
+        ("replace", first),
+        ("fdatasync", first),
+        ("sync_directory", "log"),
+        ("fdatasync", first),
+    ]
+
+
+def test_sync_reaches_every_segment_of_the_range_and_no_other(folder: Path) -> None:
+    fs = FaultyFileSystem()
+    run = filled(folder, 5, fs=fs)
+    fs.calls.clear()
+
+    run.sync(2 * SIZE - 1, 4 * SIZE)
+
+    synced = [Path(call.path).name for call in fs.calls if call.operation == "fdatasync"]
+    assert synced == [segment_name(SIZE), segment_name(2 * SIZE), segment_name(3 * SIZE)]
+
+
+def test_an_empty_range_needs_no_sync(folder: Path) -> None:
+    fs = FaultyFileSystem()
+    run = filled(folder, 2, fs=fs)
+    fs.calls.clear()
+
+    run.sync(SIZE, SIZE)
+
+    assert fs.calls == []
+
+
+def test_a_folder_sync_that_failed_is_made_up_for(folder: Path) -> None:
+    fs = FaultyFileSystem()
+    run = filled(folder, 1, fs=fs)
+    run.create(SIZE)
+    fs.fail("sync_directory", errno.EIO)
+    with pytest.raises(StoreIOError):
+        run.sync_folder()
+    fs.calls.clear()
+
+    run.sync_folder()
+    run.sync_folder()
+
+    assert order_of(fs) == [("sync_directory", "log")]
+
+
+def test_a_name_that_comes_during_a_folder_sync_is_not_taken_for_durable(folder: Path) -> None:
+    class Meddling(FaultyFileSystem):
+        def sync_directory(self, path: Any) -> None:
+            super().sync_directory(path)
+            if meddle:
+                meddle.pop()
+                run.create(SIZE)
+
+    meddle: list[bool] = []
+    fs = Meddling()
+    run = filled(folder, 1, fs=fs)
+    run._names_changed += 1
+    meddle.append(True)
+    run.sync_folder()
+    fs.calls.clear()
+
+    run.sync(SIZE, SIZE + 1)
+
+    assert ("sync_directory", "log") in order_of(fs)
+
+
+def test_a_failed_sync_is_told(folder: Path) -> None:
+    fs = FaultyFileSystem()
+    run = filled(folder, 1, fs=fs)
+    fs.fail("fdatasync", errno.EIO)
+
+    with pytest.raises(StoreIOError):
+        run.sync(0, 1)
+
+
+# --- mappings ---------------------------------------------------------------------------------------------------------
+
+
+def test_written_bytes_show_in_mappings_and_stored_ones_in_the_file(folder: Path) -> None:
+    run = open_run(folder)
+    segment = run.create(0)
+    mapping = run.mapping(segment)
+
+    run.write(100, b"written")
+    mapping[200:206] = b"stored"
+
+    assert mapping[100:107] == b"written"
+    assert Path(segment.path).read_bytes()[200:206] == b"stored"
+
+
+@pytest.mark.parametrize(
+    ("offset", "error"), [(SIZE - 3, ValueError), (2 * SIZE - 3, ValueError), (3 * SIZE, ValueError)]
+)
+def test_a_write_across_the_end_of_a_segment_is_refused(folder: Path, offset: int, error: type[Exception]) -> None:
+    run = filled(folder, 2)
+
+    with pytest.raises(error):
+        run.write(offset, b"four")
+
+    assert (folder / segment_name(0)).read_bytes() == b"\x01" * SIZE
+    assert [os.path.getsize(folder / name) for name in names(folder)] == [SIZE, SIZE]
+
+
+def test_only_the_last_segments_can_be_changed_through_a_mapping(folder: Path) -> None:
+    run = open_run(folder)
+    segments = [run.create(number * SIZE) for number in range(4)]
+    for segment in segments:
+        run.mapping(segment)
+
+    assert [segment.writable for segment in segments] == [False, False, False, True]
+    with pytest.raises(TypeError):
+        run.mapping(segments[1])[0:1] = b"x"
+    run.mapping(segments[3])[0:1] = b"x"
+
+
+def test_the_segment_before_the_last_stays_writable_and_the_one_before_that_does_not(folder: Path) -> None:
+    run = open_run(folder)
+    segments = []
+    for number in range(3):
+        segments.append(run.create(number * SIZE))
+        run.mapping(segments[-1])[0:1] = b"x"
+
+    assert [segment.writable for segment in segments] == [False, True, True]
+    assert segments[0].mapping is None
+    assert run.mapping(segments[0])[0:1] == b"x"
+
+
+def test_preparing_the_next_segment_retires_all_but_the_last_and_harms_no_view(folder: Path) -> None:
+    run = open_run(folder)
+    segments = []
+    for number in range(2):
+        segments.append(run.create(number * SIZE))
+        run.mapping(segments[-1])[0:SIZE] = bytes([number + 1]) * SIZE
+    view = memoryview(run.mapping(segments[0]))
+
+    run.prepare(2 * SIZE)
+
+    assert [segment.writable for segment in segments] == [False, True]
+    assert segments[0].mapping is None
+    assert bytes(view) == b"\x01" * SIZE
+    view[0:1] = b"!"  # a writer that is late still reaches the file
+    run.sync(0, SIZE)
+    assert (folder / segment_name(0)).read_bytes() == b"!" + b"\x01" * (SIZE - 1)
+    assert run.mapping(segments[0])[0:2] == b"!\x01"
+
+
+def test_after_a_cut_the_new_last_segment_is_writable_again(folder: Path) -> None:
+    run = filled(folder, 4)
+    first = run.find(0)
+    assert first is not None
+    assert run.mapping(first)[0] == 1
+
+    run.drop_from(SIZE)
+
+    assert run.last is first
+    run.mapping(first)[0:1] = b"x"
+    run.write(1, b"y")
+    assert (folder / segment_name(0)).read_bytes()[:2] == b"xy"
+
+
+def test_a_reader_maps_nothing_writable(folder: Path) -> None:
+    filled(folder, 2)
+    run = open_run(folder, writable=False)
+    assert run.last is not None
+
+    with pytest.raises(TypeError):
+        run.mapping(run.last)[0:1] = b"x"
+    with pytest.raises(AssertionError):
+        run.write(0, b"x")
+    for change in (lambda: run.create(2 * SIZE), lambda: run.drop_from(0), lambda: run.zero(0), lambda: run.sync(0, 1)):
+        with pytest.raises(AssertionError):
+            change()
+    assert (folder / segment_name(0)).read_bytes() == b"\x01" * SIZE
+
+
+@linux_only
+def test_the_run_keeps_as_many_mappings_as_it_may_the_last_used_ones(folder: Path) -> None:
+    filled(folder, 8).close()
+    run = open_run(folder, writable=False, max_mappings=3)
+    for segment in run.segments():
+        assert run.mapping(segment)[0] == segment.start // SIZE + 1
+    run.mapping(run.segments()[5])  # used again, so 6 is now the one unused for longest
+
+    run.mapping(run.segments()[0])
+
+    assert mapped_files(folder) == [segment_name(number * SIZE) for number in (0, 5, 7)]
+    run.close()
+    assert mapped_files(folder) == []
+
+
+@linux_only
+def test_a_writer_keeps_two_mappings_more_and_gives_back_descriptors(folder: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    run = open_run(folder, max_mappings=2)
+    for number in range(8):
+        segment = run.create(number * SIZE)
+        run.mapping(segment)[0:1] = b"x"
+        run.write(segment.start + 1, b"y")
+        for older in run.segments():
+            run.mapping(older)
+
+    assert len(mapped_files(folder)) == 4
+    run.close()
+    assert mapped_files(folder) == []
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_view_outlives_its_segment(folder: Path) -> None:
+    run = filled(folder, 3, max_mappings=1)
+    first = run.find(0)
+    assert first is not None
+    view = memoryview(run.mapping(first))[100:200]
+
+    assert run.drop_before(SIZE) == [segment_name(0)]
+    run.mapping(run.segments()[0])
+    run.close()
+
+    assert view == b"\x01" * 100
+    assert names(folder) == [segment_name(SIZE), segment_name(2 * SIZE)]
+    assert first.mapping is None
+
+
+def test_a_dropped_segment_cannot_be_mapped_any_more(folder: Path) -> None:
+    run = filled(folder, 2)
+    first = run.find(0)
+    assert first is not None
+
+    run.drop_before(SIZE)
+
+    with pytest.raises(FileNotFoundError):
+        run.mapping(first)
+    assert run.find(0) is None
+
+
+def test_a_reference_to_a_segment_that_was_replaced_does_not_enter_the_run_again(folder: Path) -> None:
+    run = filled(folder, 2)
+    old = run.find(SIZE)
+    assert old is not None
+    run.drop_from(SIZE)
+    new = run.create(SIZE)
+
+    run.mapping(old)
+
+    assert old.mapping is None
+    assert run.find(SIZE) is new
+
+
+def test_populating_changes_no_byte(folder: Path) -> None:
+    run = open_run(folder)
+    segment = run.create(0)
+    assert run.populate(segment, 0, SIZE) is False, "not mapped yet"
+    run.mapping(segment)[5:8] = b"abc"
+
+    done = run.populate(segment, 4097, SIZE * 10)
+
+    assert Path(segment.path).read_bytes() == bytes(5) + b"abc" + bytes(SIZE - 8)
+    if sys.platform == "linux":
+        assert done is True
+
+
+def test_populating_a_segment_that_is_no_longer_written_to_does_nothing(folder: Path) -> None:
+    run = filled(folder, 3)
+    first = run.find(0)
+    assert first is not None
+    run.mapping(first)
+
+    assert run.populate(first, 0, SIZE) is False
+
+
+@linux_only
+def test_a_synced_byte_of_a_mapping_for_writing_does_not_take_its_neighbours_along(folder: Path) -> None:
+    """A fault that reads ahead would fill the cache with large folios, and a sync of 1 byte would write them whole."""
+    run = open_run(folder)
+    segment = run.create(0)
+    run.mapping(segment)
+
+    smaps = Path("/proc/self/smaps").read_text()
+    entry = smaps[smaps.index(segment.path) :]
+    flags = next(line for line in entry.splitlines() if line.startswith("VmFlags:"))
+
+    assert " rr" in flags  # random read advised
+    assert isinstance(segment.mapping, mmap.mmap)
+
+
+# --- cutting ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cut", [0, 1, 4095, 4096, 4097, 5000, SIZE - 1])
+def test_zero_leaves_what_is_before_and_clears_what_is_behind(folder: Path, cut: int) -> None:
+    run = filled(folder, 3)
+
+    run.zero(SIZE + cut)
+
+    assert (folder / segment_name(0)).read_bytes() == b"\x01" * SIZE
+    assert (folder / segment_name(SIZE)).read_bytes() == b"\x02" * cut + bytes(SIZE - cut)
+    assert (folder / segment_name(2 * SIZE)).read_bytes() == b"\x03" * SIZE
+
+
+def test_zero_writes_only_pages_that_are_not_zero_but_syncs_always(folder: Path) -> None:
+    fs = FaultyFileSystem()
+    run = open_run(folder, fs=fs)
+    run.create(0)
+    run.write(4096 * 2 + 7, b"stale")
+    fs.calls.clear()
+
+    assert run.zero(100) == 4096
+    assert run.zero(100) == 0
+
+    assert [(call.operation, call.position, call.length) for call in fs.changes()] == [
+        ("pwrite", 8192, 4096),
+        ("fdatasync", 0, 0),
+        ("fdatasync", 0, 0),
+    ]
+
+
+def test_zero_reaches_the_far_end_of_a_segment_of_many_chunks(folder: Path) -> None:
+    size = (3 << 20) + 4100
+    run = open_run(folder, size=size)
+    run.create(0)
+    run.write(1000, b"kept")
+    run.write(2 << 20, b"stale")
+    run.write(size - 1, b"!")
+
+    run.zero(1002)
+
+    assert (folder / segment_name(0)).read_bytes() == bytes(1000) + b"ke" + bytes(size - 1002)
+
+
+def test_zero_shows_in_a_mapping_that_somebody_holds(folder: Path) -> None:
+    run = filled(folder, 1)
+    assert run.last is not None
+    view = memoryview(run.mapping(run.last))
+
+    run.zero(10)
+
+    assert view[:20] == b"\x01" * 10 + bytes(10)
+    view.release()
+
+
+def test_zero_behind_the_end_does_nothing(folder: Path) -> None:
+    fs = FaultyFileSystem()
+    run = filled(folder, 1, fs=fs)
+    fs.calls.clear()
+
+    assert run.zero(SIZE) == 0
+
+    assert fs.calls == []
+
+
+def test_drop_before_removes_whole_segments_from_the_front_and_never_the_last(folder: Path) -> None:
+    fs = FaultyFileSystem()
+    run = filled(folder, 4, fs=fs)
+    fs.calls.clear()
+
+    assert run.drop_before(2 * SIZE + 1) == [segment_name(0), segment_name(SIZE)]
+    assert run.drop_before(100 * SIZE) == [segment_name(2 * SIZE)]
+
+    assert run.starts == (3 * SIZE,)
+    assert names(folder) == [segment_name(3 * SIZE)]
+    assert order_of(fs) == [
+        ("unlink", segment_name(0)),
+        ("unlink", segment_name(SIZE)),
+        ("sync_directory", "log"),
+        ("unlink", segment_name(2 * SIZE)),
+        ("sync_directory", "log"),
+    ]
+
+
+def test_drop_from_removes_the_last_first_so_that_dying_leaves_no_gap(folder: Path) -> None:
+    fs = FaultyFileSystem()
+    run = filled(folder, 4, fs=fs)
+    fs.calls.clear()
+
+    assert run.drop_from(SIZE + 1) == [segment_name(3 * SIZE), segment_name(2 * SIZE)]
+
+    assert names(folder) == [segment_name(0), segment_name(SIZE)]
+    assert run.end == 2 * SIZE
+    assert order_of(fs)[-1] == ("sync_directory", "log")
+
+
+def test_dropping_everything_leaves_a_run_that_can_start_anew(folder: Path) -> None:
+    run = filled(folder, 2)
+
+    run.drop_from(0)
+
+    assert (run.starts, run.end, run.last) == ((), 0, None)
+    assert run.create(7 * SIZE).start == 7 * SIZE
+
+
+def test_a_failed_removal_is_told_and_the_run_knows_what_is_left(folder: Path) -> None:
+    fs = FaultyFileSystem()
+    run = filled(folder, 4, fs=fs)
+    fs.fail("unlink", errno.EIO, nth=2)
+
+    with pytest.raises(StoreIOError):
+        run.drop_before(3 * SIZE)
+
+    assert run.starts == (SIZE, 2 * SIZE, 3 * SIZE)
+    assert names(folder) == [segment_name(start) for start in run.starts]
+
+
+# --- opening ----------------------------------------------------------------------------------------------------------
+
+
+def problems_of(folder: Path, *, writable: bool = True) -> tuple[SegmentRun, list[tuple[str, str, int, int]]]:
+    run = SegmentRun(folder, folder.parent / "tmp", SIZE, writable=writable)
+    found: list[LoadProblem] = run.load()
+    assert all(problem.detail for problem in found)
+    return run, [(Path(p.file).name, p.kind, p.position, p.length) for p in found]
+
+
+def test_a_whole_run_opens_without_remarks(folder: Path) -> None:
+    filled(folder, 3, first=5 * SIZE).close()
+
+    run, problems = problems_of(folder)
+
+    assert problems == []
+    assert run.starts == (5 * SIZE, 6 * SIZE, 7 * SIZE)
+    assert [run.mapping(segment)[0] for segment in run.segments()] == [1, 2, 3]
+
+
+def test_names_that_are_no_segments_are_passed_over(folder: Path) -> None:
+    filled(folder, 1).close()
+    (folder / "mqstore.profile").write_text("mqstore\n")
+    (folder / ("0" * 19)).write_bytes(b"")
+    (folder / ("0" * 19 + "٣")).write_bytes(b"")  # a digit, but not ours
+    (folder / segment_name(SIZE)).mkdir()
+
+    run, problems = problems_of(folder)
+
+    assert problems == []
+    assert run.starts == (0,)
+    assert len(names(folder)) == 5
+
+
+def test_a_short_last_file_is_extended_with_zeros_by_a_writer(folder: Path) -> None:
+    filled(folder, 2).close()
+    os.truncate(folder / segment_name(SIZE), 5000)
+
+    run, problems = problems_of(folder)
+
+    assert problems == [(segment_name(SIZE), "segment_size", SIZE + 5000, SIZE - 5000)]
+    assert (folder / segment_name(SIZE)).read_bytes() == b"\x02" * 5000 + bytes(SIZE - 5000)
+    assert os.stat(folder / segment_name(SIZE)).st_blocks * 512 >= SIZE, "allocated, since it will be mapped"
+    assert run.last is not None
+    run.mapping(run.last)[SIZE - 1 :] = b"!"
+    assert problems_of(folder)[1] == []
+
+
+def test_an_extension_is_allocated_and_durable_before_load_returns(folder: Path) -> None:
+    filled(folder, 1).close()
+    os.truncate(folder / segment_name(0), 5000)
+    fs = FaultyFileSystem()
+
+    open_run(folder, fs=fs)
+
+    assert order_of(fs) == [("allocate", segment_name(0)), ("fdatasync", segment_name(0))]
+
+
+def test_a_short_last_file_is_read_as_far_as_it_goes_by_a_reader(folder: Path) -> None:
+    filled(folder, 2).close()
+    os.truncate(folder / segment_name(SIZE), 5000)
+
+    run, problems = problems_of(folder, writable=False)
+
+    assert problems == [(segment_name(SIZE), "segment_size", SIZE + 5000, SIZE - 5000)]
+    assert run.last is not None
+    assert run.last.length == 5000
+    assert run.mapping(run.last)[:] == b"\x02" * 5000
+    assert os.path.getsize(folder / segment_name(SIZE)) == 5000
+
+
+def test_a_zero_length_last_file_is_removed_by_a_writer_and_left_by_a_reader(folder: Path) -> None:
+    filled(folder, 2).close()
+    (folder / segment_name(2 * SIZE)).touch()
+    expected = [(segment_name(2 * SIZE), "empty_segment", 2 * SIZE, 0)]
+
+    reader, problems = problems_of(folder, writable=False)
+    assert problems == expected
+    assert reader.end == 2 * SIZE
+    assert len(names(folder)) == 3
+
+    writer, problems = problems_of(folder)
+    assert problems == expected
+    assert writer.end == 2 * SIZE
+    assert names(folder) == [segment_name(0), segment_name(SIZE)]
+
+
+def test_a_zero_length_file_before_a_short_last_one(folder: Path) -> None:
+    filled(folder, 1).close()
+    (folder / segment_name(SIZE)).touch()
+    (folder / segment_name(2 * SIZE)).write_bytes(b"abc")
+
+    run, problems = problems_of(folder)
+
+    assert problems == [
+        (segment_name(SIZE), "empty_segment", SIZE, 0),
+        (segment_name(2 * SIZE), "segment_size", 2 * SIZE + 3, SIZE - 3),
+        (segment_name(SIZE), "missing_segment", SIZE, SIZE),
+    ]
+    assert run.starts == (0, 2 * SIZE)
+
+
+def test_files_of_a_wrong_length_in_the_middle_are_reported_and_served_as_far_as_they_go(folder: Path) -> None:
+    filled(folder, 4).close()
+    os.truncate(folder / segment_name(SIZE), 77)
+    with open(folder / segment_name(2 * SIZE), "ab") as file:
+        file.write(b"surplus")
+
+    run, problems = problems_of(folder)
+
+    assert problems == [
+        (segment_name(SIZE), "segment_size", SIZE + 77, SIZE - 77),
+        (segment_name(2 * SIZE), "segment_size", 3 * SIZE, 7),
+    ]
+    assert [segment.length for segment in run.segments()] == [SIZE, 77, SIZE, SIZE]
+    assert [len(run.mapping(segment)) for segment in run.segments()] == [SIZE, 77, SIZE, SIZE]
+    assert [os.path.getsize(folder / name) for name in names(folder)] == [SIZE, 77, SIZE + 7, SIZE], "not touched"
+
+
+def test_missing_segments_are_reported_as_one_range(folder: Path) -> None:
+    filled(folder, 5).close()
+    for number in (1, 2):
+        os.unlink(folder / segment_name(number * SIZE))
+
+    run, problems = problems_of(folder)
+
+    assert problems == [(segment_name(SIZE), "missing_segment", SIZE, 2 * SIZE)]
+    assert run.find(SIZE) is None
+    assert run.find(2 * SIZE) is None
+    assert run.starts == (0, 3 * SIZE, 4 * SIZE)
+    run.sync(0, run.end)
+
+
+def test_names_off_the_grid_or_beyond_what_an_offset_can_be_are_reported_and_not_served(folder: Path) -> None:
+    filled(folder, 1).close()
+    for start in (SIZE + 1, 10**20 - 10**20 % SIZE - SIZE):
+        (folder / segment_name(start)).write_bytes(bytes(SIZE))
+
+    run, problems = problems_of(folder)
+
+    assert [(kind, length) for _, kind, _, length in problems] == [("segment_name", 0)] * 2
+    assert run.starts == (0,)
+
+
+def test_opening_twice_finds_nothing_more_to_mend(folder: Path) -> None:
+    filled(folder, 3).close()
+    os.truncate(folder / segment_name(2 * SIZE), 1)
+    (folder / segment_name(3 * SIZE)).touch()
+    problems_of(folder)
+    before = {name: (folder / name).read_bytes() for name in names(folder)}
+
+    assert problems_of(folder)[1] == []
+
+    assert {name: (folder / name).read_bytes() for name in names(folder)} == before
+
+
+# --- readers beside a writer ------------------------------------------------------------------------------------------
+
+
+def test_a_reader_sees_new_and_removed_segments_when_it_looks_again(folder: Path) -> None:
+    writer = filled(folder, 3)
+    reader = open_run(folder, writable=False)
+    kept = reader.find(2 * SIZE)
+    assert kept is not None
+    mapping = reader.mapping(kept)
+    first = reader.find(0)
+    assert first is not None
+    view = memoryview(reader.mapping(first))
+    assert reader.refresh() is False
+
+    writer.create(3 * SIZE)
+    writer.write(3 * SIZE, b"new")
+    writer.drop_before(SIZE)
+
+    assert reader.refresh() is True
+    assert reader.starts == (SIZE, 2 * SIZE, 3 * SIZE)
+    assert reader.find(2 * SIZE) is kept
+    assert kept.mapping is mapping
+    assert bytes(view[:3]) == b"\x01\x01\x01"
+    assert reader.last is not None
+    assert reader.mapping(reader.last)[:3] == b"new"
+
+
+def test_a_reader_sees_a_mended_segment_in_full(folder: Path) -> None:
+    filled(folder, 2).close()
+    os.truncate(folder / segment_name(SIZE), 10)
+    reader = open_run(folder, writable=False)
+    open_run(folder)
+
+    assert reader.refresh() is True
+
+    assert reader.last is not None
+    assert len(reader.mapping(reader.last)) == SIZE
+
+
+def test_readers_and_retention_beside_a_writer(folder: Path) -> None:
+    """Roll, map, sync and drop from several threads: every byte that is found is the right one."""
+    run = open_run(folder, max_mappings=2)
+    stop = threading.Event()
+    wrong: list[object] = []
+
+    def read() -> None:
+        while not stop.is_set():
+            for segment in run.segments():
+                try:
+                    byte = run.mapping(segment)[SIZE - 1]
+                except FileNotFoundError:
+                    continue
+                except Exception as error:
+                    wrong.append(error)
+                    return
+                if byte not in (0, segment.start // SIZE % 250 + 1):
+                    wrong.append((segment, byte))
+
+    def housekeep() -> None:
+        while not stop.is_set():
+            try:
+                run.drop_before(run.end - 5 * SIZE)
+                run.sync(run.min_offset, run.end)
+                run.prepare(run.end, populate_bytes=4096)
+            except Exception as error:
+                wrong.append(error)
+                return
+
+    threads = [threading.Thread(target=work) for work in (read, read, housekeep)]
+    for thread in threads:
+        thread.start()
+    for number in range(60):
+        segment = run.create(number * SIZE)
+        run.mapping(segment)[SIZE - 1 :] = bytes([number % 250 + 1])
+    stop.set()
+    for thread in threads:
+        thread.join()
+
+    assert wrong == []
+    assert run.end == 60 * SIZE
+    run.drop_before(run.end - 5 * SIZE)
+    assert names(folder) == [segment_name(start) for start in run.starts]
+    assert len(run.starts) <= 6

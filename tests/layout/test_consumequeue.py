@@ -1,0 +1,92 @@
+"""Consume-queue units: the vectors of store-format 13.2, and every unit of the golden stores against its listing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mqstore.layout.consumequeue import (
+    UNIT,
+    UNIT_BYTES,
+    UNIT_DTYPE,
+    VOID_UNIT,
+    decode_units,
+    encode_units,
+    is_message,
+    is_void,
+)
+from mqstore.layout.javahash import tag_hash
+
+if TYPE_CHECKING:
+    from tests.conftest import GoldenStore
+
+GOLDEN = ["clean", "crashed", "propcrc", "rolled", "trimmed"]
+I64 = st.integers(-(2**63), 2**63 - 1)
+I32 = st.integers(-(2**31), 2**31 - 1)
+
+
+@pytest.mark.parametrize(
+    ("unit", "data"),
+    [
+        ((1024, 176, tag_hash("TagA")), "00 00 00 00 00 00 04 00 00 00 00 b0 00 00 00 00 00 27 a8 07"),
+        ((1200, 200, 1700000000123 + 10_000), "00 00 00 00 00 00 04 b0 00 00 00 c8 00 00 01 8b cf e5 8f 8b"),
+        ((4096, 180, tag_hash("pay-ok")), "00 00 00 00 00 00 10 00 00 00 00 b4 ff ff ff ff c4 ad 65 21"),
+        ((0, 2147483647, 0), "00 00 00 00 00 00 00 00 7f ff ff ff 00 00 00 00 00 00 00 00"),
+    ],
+)
+def test_units_equal_the_worked_vectors(unit: tuple[int, int, int], data: str) -> None:
+    assert UNIT.pack(*unit) == bytes.fromhex(data)
+    assert decode_units(bytes.fromhex(data)).tolist() == [unit]
+
+
+def test_a_unit_has_twenty_bytes_both_ways() -> None:
+    assert UNIT_BYTES == UNIT_DTYPE.itemsize == len(VOID_UNIT) == 20
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_units_hold_what_the_java_engine_reads_from_them(golden: Callable[[str], GoldenStore], name: str) -> None:
+    store = golden(name)
+    units = {queue: decode_units(data) for queue, data in store.units.items()}
+    first = {
+        queue: int(min(path.name for path in (store.path / "consumequeue" / queue[0] / str(queue[1])).iterdir())) // 20
+        for queue in units
+    }
+    assert len(store.of("message")) > 100
+    for message in store.of("message"):
+        queue = (message["topic"], message["queue_id"])
+        unit = units[queue][message["queue_offset"] - first[queue]]
+        assert unit.tolist() == (message["physical_offset"], message["size"], message["tags_code"])
+        if message["tags"] and message["topic"] != "SCHEDULE_TOPIC_XXXX":
+            assert unit["tags_code"] == tag_hash(message["tags"])
+    for line in store.of("queue"):
+        queue = (line["topic"], line["queue_id"])
+        if queue in units:
+            assert first[queue] + int((is_message(units[queue]) | is_void(units[queue])).sum()) == line["max_offset"]
+
+
+def test_void_is_exactly_one_pattern() -> None:
+    units = [(0, 0x7FFFFFFF, 0), (1, 0x7FFFFFFF, 0), (0, 0x7FFFFFFF, 1), (0, 0x7FFFFFFE, 0), (0, 0, 0)]
+    array = np.array(units, dtype=UNIT_DTYPE)
+    assert is_void(array).tolist() == [True, False, False, False, False]
+    assert decode_units(VOID_UNIT).tolist() == [units[0]]
+
+
+def test_only_a_unit_that_points_at_a_record_is_a_message() -> None:
+    units = [(0, 91, 0), (0, 0x7FFFFFFF, 0), (0, 0, 0), (-1, 91, 0), (5, -91, 0), (0, 1, -1)]
+    assert is_message(np.array(units, dtype=UNIT_DTYPE)).tolist() == [True, False, False, False, False, True]
+
+
+@given(st.lists(st.tuples(I64, I32, I64), max_size=20), st.binary(max_size=19))
+def test_units_survive_a_round_trip_and_a_cut_off_one_is_left_out(
+    units: list[tuple[int, int, int]], cut: bytes
+) -> None:
+    columns = [np.array([unit[i] for unit in units], dtype=np.int64) for i in range(3)]
+    data = encode_units(columns[0], columns[1], columns[2])
+    assert data == b"".join(UNIT.pack(*unit) for unit in units)
+    assert decode_units(data + cut).tolist() == units
+    assert decode_units(bytearray(data)).tolist() == units

@@ -1,0 +1,132 @@
+"""Java's string hash: the values of store-format 13.3 that a JVM confirmed, and a slow model."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mqstore.layout.javahash import index_hash, index_hash_many, java_hash, java_hash_many, tag_hash
+
+CONFIRMED_WITH_A_JVM = [
+    ("TagA", 2598919),
+    ("TagB", 2598920),
+    ("TagC", 2598921),
+    ("订单", 1129459),
+    ("😀", 1772899),  # two surrogates
+    ("Aa", 2112),
+    ("BB", 2112),
+    ("pay-ok", -995269343),
+    ("polygenelubricants", -2147483648),
+    ("撤单", 820017),
+    ("", 0),
+]
+
+any_text = st.text(st.characters(exclude_categories=()), max_size=60)  # surrogates included
+utf8_text = st.text(max_size=400)
+
+
+def model(text: str) -> int:
+    """4.2 word for word, over UTF-16 units and unbounded integers, the wrap-around left to the end."""
+    data = text.encode("utf-16-le", "surrogatepass")
+    units = [int.from_bytes(data[i : i + 2], "little") for i in range(0, len(data), 2)]
+    value: int = sum(unit * 31 ** (len(units) - 1 - i) for i, unit in enumerate(units)) % 2**32
+    return value - 2**32 if value >= 2**31 else value
+
+
+@pytest.mark.parametrize(("text", "value"), CONFIRMED_WITH_A_JVM)
+def test_java_hash_equals_what_a_jvm_computes(text: str, value: int) -> None:
+    assert java_hash(text) == value
+    assert tag_hash(text) == value
+    assert java_hash_many([text.encode()]).tolist() == [value]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("OrderTopic#7F00000104D218B4AAC208A2B1C00000", 1542078943),
+        ("OrderTopic#ORD-1", 1452900291),
+        ("polygenelubricants", 0),  # abs(-2147483648) overflows in Java
+        ("pay-ok", 995269343),
+    ],
+)
+def test_index_hash_equals_the_worked_index_file(key: str, value: int) -> None:
+    data = np.frombuffer(key.encode(), np.uint8)
+    assert index_hash(key) == value
+    assert index_hash_many(data, np.array([0]), np.array([len(data)])).tolist() == [value]
+
+
+@given(any_text)
+def test_java_hash_equals_the_model(text: str) -> None:
+    assert java_hash(text) == model(text)
+
+
+@given(any_text, any_text)
+def test_hash_of_a_concatenation_continues_the_hash_of_its_prefix(prefix: str, text: str) -> None:
+    assert java_hash(text, java_hash(prefix)) == java_hash(prefix + text)
+
+
+@given(st.lists(utf8_text | st.from_regex(r"[ -~]{0,600}", fullmatch=True), max_size=30))
+def test_many_hashes_equal_single_ones(texts: list[str]) -> None:
+    result = java_hash_many([text.encode() for text in texts])
+    assert result.dtype == np.int32
+    assert result.tolist() == [model(text) for text in texts]
+
+
+@given(st.lists(st.binary(max_size=300), max_size=20))
+def test_bytes_that_are_not_utf8_count_as_replacement_characters(rows: list[bytes]) -> None:
+    assert java_hash_many(rows).tolist() == [model(row.decode("utf-8", "replace")) for row in rows]
+
+
+@given(st.binary(max_size=700), st.data())
+def test_rows_of_an_array_may_overlap_and_come_in_any_order(data: bytes, draw: st.DataObject) -> None:
+    edges = st.tuples(st.integers(0, len(data)), st.integers(0, len(data))).map(sorted)
+    rows = draw.draw(st.lists(edges, max_size=20))
+    prefixes = draw.draw(st.lists(any_text, min_size=len(rows), max_size=len(rows)))
+    starts = np.array([start for start, _ in rows], dtype=np.int64)
+    sizes = np.array([end - start for start, end in rows], dtype=np.int64)
+    initial = np.array([model(prefix) for prefix in prefixes], dtype=np.int32)
+    array = np.frombuffer(data, np.uint8)
+
+    result = java_hash_many(array, starts, sizes, initial=initial)
+    keys = index_hash_many(array, starts, sizes, initial=initial)
+
+    texts = [data[start:end].decode("utf-8", "replace") for start, end in rows]
+    expected = [model(prefix + text) for prefix, text in zip(prefixes, texts, strict=True)]
+    assert result.tolist() == expected
+    assert keys.tolist() == [0 if value == -(2**31) else abs(value) for value in expected]
+
+
+def test_rows_beyond_one_chunk_keep_their_places() -> None:
+    rows = [f"key-{i * i}".encode() * (i % 5) for i in range(9001)]
+    assert java_hash_many(rows, initial=-7).tolist() == [java_hash(row.decode(), -7) for row in rows]
+
+
+@pytest.mark.parametrize("size", [255, 256, 257, 32_767])
+def test_long_rows_continue_their_prefix_too(size: int) -> None:
+    rows = [b"k" * size, b"k", b"\0" * size + "单".encode(), b"", b"ab" * 20] * 3
+    assert java_hash_many(rows, initial=-7).tolist() == [java_hash(row.decode(), -7) for row in rows]
+
+
+@pytest.mark.parametrize("row", [b"\x80", b"\0\x80", b"\x80" * 300, b"\xff", b"\xed\xa0\x80"])
+def test_the_smallest_byte_that_is_not_ascii_is_seen(row: bytes) -> None:
+    hashes = [97, model(row.decode("utf-8", "replace")), 98]
+    assert java_hash_many([b"a", row, b"b"]).tolist() == hashes
+    assert java_hash_many([b"a", row, b"b"] * 5).tolist() == hashes * 5
+
+
+@pytest.mark.parametrize(("start", "size"), [(-1, 1), (0, -1), (0, 4), (3, 1), (2**62, 2**62), (4, 0)])
+def test_a_row_outside_the_array_is_refused(start: int, size: int) -> None:
+    with pytest.raises(ValueError, match="inside"):
+        java_hash_many(np.zeros(3, np.uint8), np.array([start]), np.array([size]))
+
+
+def test_rows_without_bytes_have_the_hash_of_their_prefix() -> None:
+    assert java_hash_many([b""] * 20).tolist() == [0] * 20
+    assert java_hash_many([b""] * 20, initial=5).tolist() == [5] * 20
+
+
+def test_no_rows_give_no_hashes() -> None:
+    assert java_hash_many([]).tolist() == []
+    assert java_hash_many(np.zeros(3, np.uint8), np.zeros(0, np.int64), np.zeros(0, np.int64)).tolist() == []

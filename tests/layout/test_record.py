@@ -1,0 +1,660 @@
+"""The commitlog record: vectors of store-format 13, every record of the golden stores, and damage of each sort.
+
+`model_record` builds records field by field, apart from the code under test.
+"""
+
+from __future__ import annotations
+
+import base64
+import ipaddress
+import mmap
+import struct
+import zlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import crc32c
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mqstore.errors import FormatError, InvalidMessageError
+from mqstore.layout import record as record_module
+from mqstore.layout.hosts import encode_host
+from mqstore.layout.properties import decode_crc_tail, decode_properties, encode_crc_tail, encode_properties
+from mqstore.layout.record import (
+    MAGIC_BLANK,
+    MAGIC_V1,
+    MAGIC_V2,
+    Check,
+    Checksum,
+    check_record,
+    decode_record,
+    encode_blank,
+    encode_record,
+    record_bytes,
+    record_checksum,
+)
+
+if TYPE_CHECKING:
+    from tests.conftest import GoldenStore
+
+GOLDEN = ["clean", "crashed", "propcrc", "rolled", "trimmed"]
+CHECKSUMS: tuple[Checksum, ...] = ("crc32-body", "crc32c-record")
+
+# 13.1, and 13.9 which differs in bytes 8..11
+WORKED_BYTES = bytes.fromhex("""
+    00 00 00 b0 da a3 20 a7 30 f1 01 36 00 00 00 01  00 00 00 00 00 00 00 00 00 00 00 05 00 00 00 00
+    00 00 04 00 00 00 00 00 00 00 01 8b cf e5 68 00  7f 00 00 01 00 00 c3 50 00 00 01 8b cf e5 68 7b
+    c0 a8 01 0a 00 00 2a 9f 00 00 00 00 00 00 00 00  00 00 00 00 00 00 00 0c 68 65 6c 6c 6f 20 e8 ae
+    a2 e5 8d 95 0a 4f 72 64 65 72 54 6f 70 69 63 00  3f 4b 45 59 53 01 4f 52 44 2d 31 02 54 41 47 53
+    01 54 61 67 41 02 55 4e 49 51 5f 4b 45 59 01 37  46 30 30 30 30 30 31 30 34 44 32 31 38 42 34 41
+    41 43 32 30 38 41 32 42 31 43 30 30 30 30 30 02
+""")
+WORKED_BYTES_MQSTORE = WORKED_BYTES[:8] + bytes.fromhex("9f c0 0d f9") + WORKED_BYTES[12:]
+WORKED = {
+    "topic": "OrderTopic",
+    "queue_id": 1,
+    "queue_offset": 5,
+    "physical_offset": 1024,
+    "born_timestamp_ms": 1700000000000,
+    "born_host": encode_host("127.0.0.1:50000"),
+    "store_timestamp_ms": 1700000000123,
+    "store_host": encode_host("192.168.1.10:10911"),
+    "body": "hello 订单".encode(),
+    "properties": encode_properties({"KEYS": "ORD-1", "TAGS": "TagA", "UNIQ_KEY": "7F00000104D218B4AAC208A2B1C00000"}),
+}
+ZEROS: dict[str, Any] = {
+    "queue_id": 0, "queue_offset": 0, "physical_offset": 0, "born_timestamp_ms": 0, "store_timestamp_ms": 0,
+}  # fmt: skip
+SEGMENT_BYTES = 4096
+
+
+def model_record(
+    *,
+    topic: bytes,
+    body: bytes,
+    properties: bytes,
+    numbers: tuple[int, int, int, int, int, int, int, int, int],
+    born_host: bytes,
+    store_host: bytes,
+    checksum: Checksum,
+) -> bytes:
+    """A record put together field by field, the checksum by its definition in 2.10."""
+    queue_id, flag, queue_offset, physical_offset, sys_flag, born_ms, store_ms, reconsume_times, prepared = numbers
+    sys_flag = sys_flag & ~0x30 | (0x10 if len(born_host) == 20 else 0) | (0x20 if len(store_host) == 20 else 0)
+
+    def number(value: int, size: int) -> bytes:
+        return value.to_bytes(size, "big", signed=True)
+
+    fields = [
+        number(queue_id, 4), number(flag, 4), number(queue_offset, 8), number(physical_offset, 8), number(sys_flag, 4),
+        number(born_ms, 8), born_host, number(store_ms, 8), store_host, number(reconsume_times, 4), number(prepared, 8),
+        number(len(body), 4), body, number(len(topic), 1 if len(topic) < 128 else 2), topic,
+        number(len(properties), 2), properties,
+    ]  # fmt: skip
+    rest = b"".join(fields)
+    start = number(12 + len(rest), 4) + (b"\xda\xa3\x20\xa7" if len(topic) < 128 else b"\xda\xa3\x20\xab")
+    if checksum == "crc32-body":
+        return start + (zlib.crc32(body) & 0x7FFFFFFF).to_bytes(4, "big") + rest
+    return start + crc32c.crc32c(start + bytes(4) + rest).to_bytes(4, "big") + rest
+
+
+i32 = st.integers(-(2**31), 2**31 - 1)
+i64 = st.integers(-(2**63), 2**63 - 1)
+hosts = st.binary(min_size=8, max_size=8) | st.binary(min_size=20, max_size=20)
+models = st.fixed_dictionaries(
+    {
+        # Lengths picked outright: left to itself, hypothesis hardly ever draws one that needs V2.
+        "topic": st.sampled_from([1, 2, 20, 127, 128, 255]).flatmap(
+            lambda size: st.binary(min_size=size, max_size=size)
+        ),
+        "body": st.binary(max_size=300),
+        "properties": st.dictionaries(st.sampled_from(["KEYS", "TAGS", "色"]), st.sampled_from(["a", "b c"])).map(
+            encode_properties
+        ),
+        "numbers": st.tuples(i32, i32, i64, i64, i32, i64, i64, i32, i64),
+        "born_host": hosts,
+        "store_host": hosts,
+        "checksum": st.sampled_from(CHECKSUMS),
+    }
+)
+
+
+def encode_model(model: dict[str, Any]) -> bytes:
+    """The same record from the code under test."""
+    names = (
+        "queue_id", "flag", "queue_offset", "physical_offset", "sys_flag", "born_timestamp_ms", "store_timestamp_ms",
+        "reconsume_times", "prepared_transaction_offset",
+    )  # fmt: skip
+    others = {name: value for name, value in model.items() if name != "numbers"}
+    return encode_record(**others, **dict(zip(names, model["numbers"], strict=True)))
+
+
+def worked(checksum: Checksum, **changes: Any) -> bytes:
+    return encode_record(**{**WORKED, **changes}, checksum=checksum)
+
+
+def in_segment(record: bytes) -> bytes:
+    """The record at the start of an otherwise empty segment."""
+    return record.ljust(SEGMENT_BYTES, b"\0")
+
+
+# --- worked vectors -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("checksum", "data"), [("crc32-body", WORKED_BYTES), ("crc32c-record", WORKED_BYTES_MQSTORE)], ids=CHECKSUMS
+)
+def test_a_record_equals_the_worked_vector_of_its_profile(checksum: Checksum, data: bytes) -> None:
+    assert worked(checksum) == data
+    assert check_record(in_segment(data), 0, SEGMENT_BYTES, 1024, checksum) == Check("ok", 176)
+    assert record_checksum(data, 0, 176, checksum) == struct.unpack_from(">i", data, 8)[0]
+
+
+def test_the_worked_vector_decodes_to_its_fields() -> None:
+    record = decode_record(WORKED_BYTES_MQSTORE)
+    assert (record.total_size, record.magic, record.checksum) == (176, MAGIC_V1, -1614803463)
+    assert (record.topic, record.body.decode()) == ("OrderTopic", "hello 订单")
+    assert record.message_id == "C0A8010A00002A9F0000000000000400"
+    assert (record.born_host_text, record.store_host_text) == ("127.0.0.1:50000", "192.168.1.10:10911")
+    assert record.properties == {"KEYS": "ORD-1", "TAGS": "TagA", "UNIQ_KEY": "7F00000104D218B4AAC208A2B1C00000"}
+
+
+def test_a_crc_tail_equals_the_worked_vector() -> None:
+    record = encode_record(
+        **ZEROS, topic="T", body=b"abc", properties=b"TAGS\x01a\x02", checksum="crc32-body", crc_tail=True
+    )
+    assert len(record) == 122
+    assert record[8:12].hex() == "352441c2"
+    assert int.from_bytes(record[122 - 29 : 122 - 27], "big") == 27
+    assert record[-20:].hex() == "5f5f43524333322301313135303233323535" + "3002"
+    assert check_record(in_segment(record), 0, SEGMENT_BYTES, 0, "crc32-body") == Check("ok", 122)
+
+
+def test_a_long_topic_and_ipv6_hosts_equal_the_worked_vector() -> None:
+    topic = "%RETRY%" + "G" * 120 + "_" + "T" * 20
+    record = encode_record(
+        **ZEROS,
+        topic=topic,
+        body=b"x",
+        born_host=encode_host("[1050:0:0:0:5:600:300c:326b]:123"),
+        store_host=encode_host("[::1]:124"),
+        checksum="crc32-body",
+    )
+    assert len(record) == 265
+    assert record[:8].hex() == "00000109" + "daa320ab"
+    assert record[36:40].hex() == "00000030"
+    assert record[48:68] == encode_host("[1050::5:600:300c:326b]:123")
+    assert record[76:96] == encode_host("[::1]:124")
+    assert record_module.store_timestamp_at(0x30) == 68
+    assert decode_record(record).magic == MAGIC_V2
+    assert decode_record(record).topic == topic
+
+
+def test_field_positions_are_those_of_the_table() -> None:
+    m = record_module
+    assert [m.QUEUE_ID_AT, m.QUEUE_OFFSET_AT, m.PHYSICAL_OFFSET_AT, m.SYS_FLAG_AT] == [12, 20, 28, 36]
+    assert [m.BORN_TIMESTAMP_AT, m.BORN_HOST_AT, m.STORE_TIMESTAMP_AT_V4, m.STORE_HOST_AT_V4] == [40, 48, 56, 64]
+    assert [m.RECONSUME_TIMES_AT_V4, m.PREPARED_OFFSET_AT_V4, m.BODY_LENGTH_AT_V4, m.BODY_AT_V4] == [72, 76, 84, 88]
+    assert [m.body_length_at(flag) for flag in (0, 0x10, 0x20, 0x30)] == [84, 96, 96, 108]
+    assert [m.store_timestamp_at(flag) for flag in (0, 0x10, 0x20, 0x30)] == [56, 68, 56, 68]
+    assert m.MIN_RECORD_BYTES == 91
+
+
+@pytest.mark.parametrize("sys_flag", [0, 0x10, 0x20, 0x30])
+def test_the_header_struct_holds_fields_1_to_15(sys_flag: int) -> None:
+    born, store = (20 if sys_flag & 0x10 else 8), (20 if sys_flag & 0x20 else 8)
+    data = worked("crc32-body", born_host=bytes(born), store_host=b"\1" * store)
+    header = record_module.header_struct(born, store)
+    assert header.size == record_module.body_length_at(sys_flag) + 4
+    assert (header.unpack_from(data)[9], header.unpack_from(data)[11]) == (bytes(born), b"\1" * store)
+
+
+def test_a_blank_equals_the_worked_vector() -> None:
+    assert encode_blank(100) == bytes.fromhex("00 00 00 64 cb d4 31 94")
+
+
+@pytest.mark.parametrize("size", [7, 0, -1])
+def test_a_blank_of_less_than_eight_bytes_cannot_be(size: int) -> None:
+    with pytest.raises(ValueError, match="BLANK"):
+        encode_blank(size)
+
+
+# --- the Java engine's stores ---------------------------------------------------------------------------------------
+
+
+def java_host(text: str) -> str:
+    """A host as Java prints it, in our spelling."""
+    address, _, port = text.rpartition(":")
+    ip = ipaddress.ip_address(address)
+    return f"{ip}:{port}" if ip.version == 4 else f"[{ip}]:{port}"
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_each_record_of_the_java_engine_reads_as_that_engine_reads_it(
+    golden: Callable[[str], GoldenStore], name: str
+) -> None:
+    store = golden(name)
+    segments = store.segments
+    size = len(segments[0][1])
+    data = dict(segments)
+    seen = 0
+    for message in store.of("message"):
+        offset = message["physical_offset"]
+        segment, position = data[offset - offset % size], offset % size
+        assert check_record(segment, position, size, offset, "crc32-body") == Check("ok", message["size"])
+        record = decode_record(segment, position)
+        assert {
+            "topic": record.topic,
+            "queue_id": record.queue_id,
+            "queue_offset": record.queue_offset,
+            "physical_offset": record.physical_offset,
+            "size": record.total_size,
+            "magic": record.magic,
+            "flag": record.flag,
+            "sys_flag": record.sys_flag,
+            "born_timestamp_ms": record.born_timestamp_ms,
+            "born_host": record.born_host_text,
+            "store_timestamp_ms": record.store_timestamp_ms,
+            "store_host": record.store_host_text,
+            "reconsume_times": record.reconsume_times,
+            "prepared_transaction_offset": record.prepared_transaction_offset,
+            "body_crc": record.checksum,
+            "message_id": record.message_id,
+            "properties": record.properties,
+            "tags": record.properties.get("TAGS"),
+            "keys": record.properties.get("KEYS"),
+            "unique_key": record.properties.get("UNIQ_KEY"),
+        } == {
+            key: java_host(value) if key.endswith("_host") else value
+            for key, value in message.items()
+            if key not in ("kind", "tags_code", "body", "stored_body")
+        }
+        assert record.body == base64.b64decode(message["stored_body"] or message["body"])
+        seen += 1
+    assert seen == store.of("store")[0]["readable"]
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_the_whole_log_of_the_java_engine_verifies_and_encodes_to_the_same_bytes(
+    golden: Callable[[str], GoldenStore], name: str
+) -> None:
+    store = golden(name)
+    bounds = store.of("store")[0]
+    kinds: set[str] = set()
+    offset = bounds["min_physical_offset"]
+    for start, segment in store.segments:
+        position = 0
+        while True:
+            check = check_record(segment, position, len(segment), start + position, "crc32-body")
+            kinds.add(check.status)
+            if check.status != "ok":
+                break
+            stored = segment[position : position + check.size]
+            record = decode_record(segment, position)
+            tail = decode_crc_tail(record.properties_bytes) is not None
+            assert tail == (name == "propcrc")
+            assert stored == encode_record(
+                topic=record.topic_bytes,
+                body=record.body,
+                properties=record.properties_bytes,
+                queue_id=record.queue_id,
+                flag=record.flag,
+                queue_offset=record.queue_offset,
+                physical_offset=record.physical_offset,
+                sys_flag=record.sys_flag,
+                born_timestamp_ms=record.born_timestamp_ms,
+                born_host=record.born_host,
+                store_timestamp_ms=record.store_timestamp_ms,
+                store_host=record.store_host,
+                reconsume_times=record.reconsume_times,
+                prepared_transaction_offset=record.prepared_transaction_offset,
+                checksum="crc32-body",
+                crc_tail=tail,
+            )
+            position += check.size
+        if check.status == "blank":
+            assert position + check.size == len(segment)
+            position = len(segment)
+        else:
+            assert check.detail == "zeros: nothing was written here"
+        offset = start + position
+        if check.status == "bad":
+            break
+    assert offset == bounds["max_physical_offset"]
+    assert kinds == {"ok", "blank", "bad"}
+
+
+# --- encoding -------------------------------------------------------------------------------------------------------
+
+
+@given(models)
+def test_records_equal_the_model_and_survive_a_round_trip(model: dict[str, Any]) -> None:
+    data = encode_model(model)
+    assert data == model_record(**model)
+    record = decode_record(b"front" + data + b"behind", 5)
+    assert (record.total_size, record.topic_bytes, record.body) == (len(data), model["topic"], model["body"])
+    assert record.properties_bytes == model["properties"]
+    assert record.properties == decode_properties(model["properties"])
+    assert (record.born_host, record.store_host) == (model["born_host"], model["store_host"])
+    assert len(data) == record_bytes(
+        body_bytes=len(model["body"]),
+        topic_bytes=len(model["topic"]),
+        properties_bytes=len(model["properties"]),
+        born_host_bytes=len(model["born_host"]),
+        store_host_bytes=len(model["store_host"]),
+    )
+    numbers = model["numbers"]
+    assert numbers[4] & ~0x30 == record.sys_flag & ~0x30
+    assert numbers[:4] + numbers[5:] == (
+        record.queue_id, record.flag, record.queue_offset, record.physical_offset, record.born_timestamp_ms,
+        record.store_timestamp_ms, record.reconsume_times, record.prepared_transaction_offset,
+    )  # fmt: skip
+
+
+@given(models)
+def test_what_was_encoded_verifies_and_one_changed_bit_does_not(model: dict[str, Any]) -> None:
+    model = {**model, "checksum": "crc32c-record"}
+    data = encode_model(model)
+    limit, offset = len(data) + 8, model["numbers"][3]
+    assert check_record(data + encode_blank(8), 0, limit, offset, "crc32c-record") == Check("ok", len(data))
+    for position in range(0, len(data), 7):
+        broken = bytearray(data + encode_blank(8))
+        broken[position] ^= 1 << position % 8
+        assert check_record(broken, 0, limit, offset, "crc32c-record").status == "bad"
+
+
+@pytest.mark.parametrize(("size", "magic"), [(1, MAGIC_V1), (127, MAGIC_V1), (128, MAGIC_V2), (255, MAGIC_V2)])
+def test_the_version_goes_by_the_bytes_of_the_topic(size: int, magic: int) -> None:
+    assert decode_record(worked("crc32-body", topic=b"t" * size)).magic == magic
+
+
+def test_a_topic_counts_its_utf8_bytes() -> None:
+    assert decode_record(worked("crc32-body", topic="单" * 43)).magic == MAGIC_V2
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("topic", {"topic": ""}),
+        ("topic", {"topic": b"t" * 256}),
+        ("properties", {"properties": bytes(32768)}),
+        ("properties", {"properties": bytes(32767 - 19), "crc_tail": True}),
+        ("queue_id", {"queue_id": 2**31}),
+        ("flag", {"flag": -(2**31) - 1}),
+        ("queue_offset", {"queue_offset": 2**63}),
+        ("physical_offset", {"physical_offset": -(2**63) - 1}),
+        ("sys_flag", {"sys_flag": 2**31}),
+        ("born_timestamp_ms", {"born_timestamp_ms": 1.5}),
+        ("store_timestamp_ms", {"store_timestamp_ms": 2**63}),
+        ("reconsume_times", {"reconsume_times": 2**31}),
+        ("prepared_transaction_offset", {"prepared_transaction_offset": 2**63}),
+        ("born_host", {"born_host": bytes(7)}),
+        ("store_host", {"store_host": bytes(16)}),
+    ],
+)
+def test_what_a_field_cannot_hold_is_refused_by_name(field: str, change: dict[str, Any]) -> None:
+    with pytest.raises(InvalidMessageError) as caught:
+        worked("crc32-body", **change)
+    assert caught.value.field == field
+
+
+def test_a_crc_tail_under_the_wider_checksum_is_refused() -> None:
+    with pytest.raises(ValueError, match="CRC32"):
+        worked("crc32c-record", crc_tail=True)
+
+
+@pytest.mark.parametrize("checksum", CHECKSUMS)
+def test_a_body_may_be_any_buffer(checksum: Checksum) -> None:
+    body = b"hello buffers"
+    expected = worked(checksum, body=body)
+    assert worked(checksum, body=bytearray(body)) == expected
+    assert worked(checksum, body=memoryview(b"<" + body)[1:]) == expected
+
+
+def test_an_empty_body_has_checksum_zero_or_that_of_its_record() -> None:
+    assert decode_record(worked("crc32-body", body=b"")).checksum == 0
+    assert decode_record(worked("crc32c-record", body=b"")).checksum != 0
+
+
+@pytest.mark.parametrize("wrap", [bytes, bytearray, memoryview])
+def test_any_buffer_is_read(wrap: Callable[[bytes], bytes]) -> None:
+    data = wrap(in_segment(WORKED_BYTES))
+    assert decode_record(data).body == WORKED["body"]
+    assert check_record(data, 0, SEGMENT_BYTES, 1024, "crc32-body").status == "ok"
+
+
+def test_reading_leaves_no_view_behind_on_a_mapping() -> None:
+    with mmap.mmap(-1, SEGMENT_BYTES) as mapping:  # closing a mapping that has views raises BufferError
+        mapping[:176] = WORKED_BYTES
+        assert decode_record(mapping).body == WORKED["body"]
+        assert check_record(mapping, 0, SEGMENT_BYTES, 1024, "crc32-body").status == "ok"
+        assert record_checksum(mapping, 0, 176, "crc32-body") == 0x30F10136
+        with pytest.raises(FormatError):
+            decode_record(mapping, 1)
+
+
+def test_a_topic_that_is_not_utf8_keeps_its_bytes() -> None:
+    record = decode_record(worked("crc32-body", topic=b"a\xff"))
+    assert (record.topic, record.topic_bytes) == ("a\ufffd", b"a\xff")
+
+
+# --- damage ---------------------------------------------------------------------------------------------------------
+
+
+def damaged(position: int, data: bytes, checksum: Checksum = "crc32c-record") -> bytes:
+    """The worked record with `data` at `position`, its checksum made to fit again: only other rules can refuse it."""
+    record = bytearray(worked(checksum))
+    record[position : position + len(data)] = data
+    if checksum == "crc32c-record":
+        record[8:12] = bytes(4)
+        record[8:12] = crc32c.crc32c(bytes(record)).to_bytes(4, "big")
+    return bytes(record)
+
+
+@pytest.mark.parametrize("checksum", CHECKSUMS)
+@pytest.mark.parametrize(
+    ("position", "data", "field"),
+    [
+        (0, (0).to_bytes(4, "big"), "total_size"),
+        (0, (90).to_bytes(4, "big"), "total_size"),
+        (0, (-176 & 0xFFFFFFFF).to_bytes(4, "big"), "total_size"),
+        (0, (SEGMENT_BYTES + 1).to_bytes(4, "big"), "total_size"),
+        (0, (175).to_bytes(4, "big"), "properties"),
+        (0, (177).to_bytes(4, "big"), "properties"),
+        (0, (99).to_bytes(4, "big"), "body"),
+        (0, (110).to_bytes(4, "big"), "topic"),
+        (4, bytes.fromhex("daa320ac"), "magic"),
+        (36, bytes.fromhex("00000030"), "body"),  # host bits that do not fit the hosts
+        (84, bytes.fromhex("ffffffff"), "body"),
+        (84, bytes.fromhex("7fffffff"), "body"),
+        (84, bytes.fromhex("00000000"), "topic"),
+        (100, bytes.fromhex("80"), "topic"),  # the topic length of V1 is signed
+        (100, bytes.fromhex("ff"), "topic"),
+        (100, bytes.fromhex("7f"), "topic"),
+        (111, bytes.fromhex("ffff"), "properties"),
+        (111, bytes.fromhex("0040"), "properties"),
+        (28, (1025).to_bytes(8, "big"), "physical_offset"),
+    ],
+)
+def test_damage_is_named_by_its_field(checksum: Checksum, position: int, data: bytes, field: str) -> None:
+    record = in_segment(damaged(position, data, checksum))
+    check = check_record(record, 0, SEGMENT_BYTES, 1024, checksum)
+    assert (check.status, check.field) == ("bad", field)
+    assert check.detail
+    if field == "physical_offset":
+        assert check.size == 176  # the lengths hold: the next record can still be found
+        assert decode_record(record).physical_offset == 1025
+    else:
+        with pytest.raises(FormatError) as caught:
+            decode_record(record)
+        assert caught.value.field == field
+
+
+@pytest.mark.parametrize("checksum", CHECKSUMS)
+def test_a_record_without_a_topic_is_bad(checksum: Checksum) -> None:
+    record = in_segment(
+        model_record(
+            topic=b"",
+            body=b"abc",
+            properties=b"",
+            numbers=(0, 0, 0, 0, 0, 0, 0, 0, 0),
+            born_host=bytes(8),
+            store_host=bytes(8),
+            checksum=checksum,
+        )
+    )
+    check = check_record(record, 0, SEGMENT_BYTES, 0, checksum)
+    assert (check.status, check.size, check.field) == ("bad", 94, "topic")
+
+
+@pytest.mark.parametrize("position", [8, 11, 88, 99])
+def test_a_changed_body_or_checksum_is_bad_in_both_profiles(position: int) -> None:
+    for checksum in CHECKSUMS:
+        record = bytearray(in_segment(worked(checksum)))
+        record[position] ^= 1
+        check = check_record(record, 0, SEGMENT_BYTES, 1024, checksum)
+        assert (check.status, check.size, check.field) == ("bad", 176, "checksum")
+
+
+@pytest.mark.parametrize("position", [15, 19, 27, 39, 47, 55, 63, 71, 75, 83, 101, 113, 175])
+def test_a_changed_header_topic_or_property_is_bad_under_the_wider_checksum_only(position: int) -> None:
+    statuses = []
+    for checksum in CHECKSUMS:
+        record = bytearray(in_segment(worked(checksum)))
+        record[position] ^= 1
+        statuses.append(check_record(record, 0, SEGMENT_BYTES, 1024, checksum).status)
+    assert statuses == ["ok", "bad"]
+
+
+def test_an_empty_body_has_its_checksum_tested_in_profile_mqstore_only() -> None:
+    statuses = []
+    for checksum in CHECKSUMS:
+        record = bytearray(in_segment(worked(checksum, body=b"")))
+        record[11] ^= 1
+        statuses.append(check_record(record, 0, SEGMENT_BYTES, 1024, checksum).status)
+    assert statuses == ["ok", "bad"]
+
+
+@pytest.mark.parametrize("checksum", CHECKSUMS)
+def test_the_other_profiles_record_does_not_verify(checksum: Checksum) -> None:
+    other = CHECKSUMS[1 - CHECKSUMS.index(checksum)]
+    assert check_record(in_segment(worked(other)), 0, SEGMENT_BYTES, 1024, checksum).field == "checksum"
+
+
+@pytest.mark.parametrize("position", [12, 36 + 3, 88, 176 + 9, 176 + 12, 176 + 19])
+def test_a_crc_tail_is_verified_when_it_is_there(position: int) -> None:
+    record = bytearray(in_segment(worked("crc32-body", crc_tail=True)))
+    assert check_record(record, 0, SEGMENT_BYTES, 1024, "crc32-body") == Check("ok", 196)
+    record[position] ^= 0x40 if position >= 176 else 1
+    check = check_record(record, 0, SEGMENT_BYTES, 1024, "crc32-body")
+    assert (check.status, check.size) == ("bad", 196)
+    assert check.field == ("checksum" if position == 88 else "properties")
+
+
+@pytest.mark.parametrize("difference", [-1, 1])
+def test_a_crc_tail_must_be_met_exactly(difference: int) -> None:
+    record = worked("crc32-body", crc_tail=True)
+    other = encode_crc_tail((zlib.crc32(record[:-20]) & 0x7FFFFFFF) + difference)
+    check = check_record(in_segment(record[:-20] + other), 0, SEGMENT_BYTES, 1024, "crc32-body")
+    assert (check.status, check.size, check.field) == ("bad", 196, "properties")
+
+
+@pytest.mark.parametrize(
+    ("topic", "properties", "verifies"),
+    [
+        ("SCHEDULE_TOPIC_XXXX", {"DELAY": "3"}, True),
+        ("SCHEDULE_TOPIC_XXXX", {"DELAY": "+3"}, True),
+        ("SCHEDULE_TOPIC_XXXX", {}, True),
+        ("SCHEDULE_TOPIC_XXXX", {"DELAY": "three"}, False),
+        ("SCHEDULE_TOPIC_XXXX", {"DELAY": " 3"}, False),
+        ("SCHEDULE_TOPIC_XXXX", {"DELAY": "2147483648"}, False),
+        ("SCHEDULE_TOPIC_XXXX", {"DELAY": "9" * 5000}, False),
+        ("orders", {"DELAY": "three"}, True),
+        ("orders", {"INNER_NUM": "32767", "INNER_BASE": "-9223372036854775808"}, True),
+        ("orders", {"INNER_NUM": "32768"}, False),
+        ("orders", {"INNER_BASE": "9223372036854775808"}, False),
+        ("orders", {"INNER_BASE": "x"}, False),
+        ("orders", {"INNER_MULTI_DISPATCH": "x"}, True),
+    ],
+)
+@pytest.mark.parametrize("checksum", CHECKSUMS)
+def test_numbers_that_the_dispatch_needs_must_be_numbers(
+    topic: str, properties: dict[str, str], verifies: bool, checksum: Checksum
+) -> None:
+    record = worked(checksum, topic=topic, properties=encode_properties(properties)) + bytes(8)
+    check = check_record(record, 0, len(record), 1024, checksum)
+    assert check.status == ("ok" if verifies else "bad")
+    assert check.field == ("" if verifies else "properties")
+
+
+# --- where a segment ends -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("left", [8, 9, 100, 4096])
+def test_a_blank_fills_its_segment_exactly(left: int) -> None:
+    blank = bytes(3) + encode_blank(left) + b"\xee" * (left - 8)
+    assert check_record(blank, 3, 3 + left, 77, "crc32c-record") == Check("blank", left)
+    for limit in (2 + left, 4 + left):
+        check = check_record(blank + b"\0", 3, limit, 77, "crc32c-record")
+        assert check.status == "bad"
+        assert check.size == 0
+
+
+def test_a_blank_is_known_by_its_first_eight_bytes() -> None:
+    """A read-only tool maps what the file really holds, which may be less than the segment."""
+    assert check_record(encode_blank(100), 0, 100, 0, "crc32-body") == Check("blank", 100)
+
+
+@pytest.mark.parametrize("left", range(-1, 8))
+def test_less_than_eight_bytes_hold_nothing(left: int) -> None:
+    assert check_record(bytes(20), 20 - left, 20, 0, "crc32-body").status == "bad"
+
+
+def test_zeros_are_told_as_unwritten() -> None:
+    check = check_record(bytes(SEGMENT_BYTES), 0, SEGMENT_BYTES, 0, "crc32c-record")
+    assert (check.status, check.size, check.field) == ("bad", 0, "magic")
+    assert "nothing was written" in check.detail
+
+
+@pytest.mark.parametrize("cut", [0, 7, 8, 40, 90, 91, 175])
+def test_a_record_that_is_cut_off_is_bad(cut: int) -> None:
+    for buf, limit in ((WORKED_BYTES[:cut], SEGMENT_BYTES), (WORKED_BYTES, cut)):
+        assert check_record(buf, 0, limit, 1024, "crc32-body").status == "bad"
+        with pytest.raises(FormatError):
+            decode_record(buf, 0, limit=limit)
+    with pytest.raises(FormatError):
+        record_checksum(WORKED_BYTES[:cut], 0, cut, "crc32c-record")
+
+
+@pytest.mark.parametrize("checksum", CHECKSUMS)
+@given(
+    data=st.binary(max_size=200), size=st.integers(-1, 300), magic=st.sampled_from([MAGIC_V1, MAGIC_V2, MAGIC_BLANK])
+)
+def test_no_bytes_make_a_reader_fail_otherwise(data: bytes, size: int, magic: int, checksum: Checksum) -> None:
+    buf = struct.pack(">ii", size, magic) + data
+    check = check_record(buf, 0, 250, int.from_bytes(data[20:28], "big", signed=True), checksum)
+    assert check.status in ("ok", "blank", "bad")
+    assert 0 <= check.size <= 250
+    position, total_size = 0, size
+    try:
+        total_size = decode_record(buf).total_size
+    except FormatError as error:
+        position = error.position
+    assert 0 <= position < len(buf)
+    assert total_size == size
+
+
+@given(models, st.data())
+def test_lengths_of_any_value_never_read_past_the_record(model: dict[str, Any], draw: st.DataObject) -> None:
+    data = bytearray(encode_model(model))
+    at = draw.draw(st.sampled_from([0, 36, record_module.body_length_at(decode_record(data).sys_flag)]))
+    data[at : at + 4] = draw.draw(st.binary(min_size=4, max_size=4))
+    try:
+        record = decode_record(data)
+    except FormatError:
+        return
+    parts = len(record.body) + len(record.topic_bytes) + len(record.properties_bytes)
+    hosts_size = len(record.born_host) + len(record.store_host)
+    assert record.total_size == 72 + hosts_size + parts + (1 if record.magic == MAGIC_V1 else 2) + 2 <= len(data)
