@@ -4,6 +4,7 @@
 #   make test    everything that must hold: formatting, lints, types, import arrows, tests, doctests, coverage
 #   make lint    the same without the tests
 #   make bench   mqstore beside its peers, ratios with their spread (BENCH="put --quick" chooses)
+#   make crash   more crash images than `make test` tries: N=100000 of them
 #   make docs    docs/commands.md from the commands' own help; fails when the file was stale (it is fresh afterwards)
 #   make clean   remove the environment, caches and var/
 #
@@ -16,9 +17,10 @@ PYTHON ?= $(shell for candidate in $(CANDIDATES); do \
 VENV  ?= .venv
 BIN   := $(VENV)/bin
 BENCH ?=
+N     ?= 5000
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench docs clean
+.PHONY: help demo test lint bench crash docs clean
 
 help:
 	@sed -n 's/^#   make/  make/p' Makefile
@@ -37,6 +39,9 @@ lint: $(VENV)/stamp-dev
 
 bench: $(VENV)/stamp-bench
 	$(BIN)/python -m bench.compare $(BENCH)
+
+crash: $(VENV)/stamp-dev
+	MQSTORE_CRASH_IMAGES=$(N) $(BIN)/python -m pytest -q tests/crash/test_images.py
 
 docs: $(VENV)/stamp-core
 	@$(BIN)/python -m mqstore_tools.docs > $(VENV)/commands.md

@@ -192,15 +192,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not sides:
             continue
         rows: list[dict[str, Any]] = []
-        try:
-            for body_bytes in options.body or BODY_SIZES:
-                load = question.load(body_bytes, quick=options.quick)
-                with console.status(f"{name}, {body_bytes} B"):
-                    samples = run_rounds(question, sides, load, rounds, options.directory)
-                rows += (answer_peers_alone if options.peers_only else answer)(question, load, samples)
-        except SystemExit as refusal:
-            console.print(f"{name}: not measured: {refusal}")
-            continue
+        for body_bytes in options.body or BODY_SIZES:
+            load = question.load(body_bytes, quick=options.quick)
+            with console.status(f"{name}, {body_bytes} B"):
+                samples = run_rounds(question, sides, load, rounds, options.directory)
+            rows += (answer_peers_alone if options.peers_only else answer)(question, load, samples)
         console.print(render(question, rows))
         results += rows
         if options.json:

@@ -129,8 +129,11 @@ def test_all_that_wait_during_one_sync_share_the_next() -> None:
     assert [follower.outcome() for follower in followers] == [True] * 8
     assert disk.calls == [0, 10]
     assert commit.flushed == 90
-    assert not commit.busy
     assert at_rest(commit)
+    assert commit.busy, "the last sync had others in line, so the next is likely to"
+
+    assert commit.wait_until(disk.append(), None)
+    assert not commit.busy
 
 
 def test_what_is_appended_during_a_sync_is_not_covered_by_it() -> None:
@@ -237,23 +240,29 @@ def test_a_follower_hit_by_ctrl_c_leaves_the_line() -> None:
     leader = Caller(lambda: commit.wait_until(first, None))
     disk.wait_for_sync()
 
+    struck = threading.Event()
+
     def strike(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
+        if not struck.is_set():
+            struck.set()
+            raise KeyboardInterrupt
 
     def strike_once_in_line() -> bool:
         wait_for_line(commit, 1)
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+        while not struck.is_set():  # a signal that comes just before the wait begins does not end it
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+            struck.wait(0.01)
         return True
 
     before = signal.signal(signal.SIGUSR1, strike)
+    striker = Caller(strike_once_in_line)
     try:
-        striker = Caller(strike_once_in_line)
         with pytest.raises(KeyboardInterrupt):
             commit.wait_until(disk.append(), LIMIT_S)
     finally:
+        assert striker.outcome() is True
         signal.signal(signal.SIGUSR1, before)
 
-    assert striker.outcome() is True
     assert commit._waiters == []
     disk.let_go()
     assert leader.outcome() is True

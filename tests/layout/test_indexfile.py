@@ -341,7 +341,6 @@ def test_a_header_that_cannot_be_is_refused_by_put_and_reported_by_check(count: 
 @pytest.mark.parametrize(
     ("position", "form", "value", "field"),
     [
-        (0, ">q", 1700000003000, "beginTimestamp"),
         (16, ">q", 1023, "beginPhyOffset"),
         (24, ">q", 2049, "endPhyOffset"),
         (32, ">i", 2, "hashSlotCount"),

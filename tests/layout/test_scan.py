@@ -86,7 +86,7 @@ ROWS = st.fixed_dictionaries(
 
 
 @st.composite
-def logs(draw: st.DrawFn, checksum: Checksum, max_rows: int = 40) -> bytes:
+def logs(draw: st.DrawFn, checksum: Checksum, max_rows: int = 80) -> bytes:
     """Records of few or many sizes side by side, perhaps damaged, with a BLANK, zeros or garbage behind."""
     kinds = draw(st.lists(ROWS, min_size=1, max_size=6))
     data = bytearray()
@@ -115,9 +115,9 @@ def small_steps() -> Iterator[None]:
         _WINDOW_FIRST=2,
         _WINDOW_LAST=4,
         _WORTH_SPECULATING=3,
-        _STRETCH_FIRST=2,
-        _STRETCH_LAST=8,
-        _WORTH_SEARCHING=4,
+        _STRETCH_FIRST=4,
+        _STRETCH_LAST=16,
+        _WORTH_SEARCHING=5,
         _BLOCK_BYTES=1024,
         _WORTH_LINKING=2,
     ):
@@ -210,6 +210,33 @@ def test_walk_of_thousands(body_bytes: Callable[[int], int]) -> None:
     for limit in (1, 63, 64, 65, 1000, 2999):
         positions, stop = walk(data, 0, len(data), limit)
         assert (positions.tolist(), stop) == (expected[0][:limit], expected[0][limit])
+
+
+def test_walk_by_magics_obeys_range_and_limit_exactly() -> None:
+    """Many small records of mixed sizes are followed by the magics that lie in a block, not one by one."""
+    data = log(3000, lambda i: (3000 - i) // 10 + i * 37 % 50)  # ever smaller, so that a block holds more than expected
+    expected, _ = naive_walk(data, 0, len(data))
+
+    with mock.patch.object(scan, "_search", wraps=scan._search) as search:
+        for limit in range(2600, 2640):
+            positions, stop = walk(data, 0, len(data), limit)
+            assert (positions.tolist(), stop) == (expected[:limit], expected[limit])
+        for cut in range(1, 100, 7):  # the last record crosses the end
+            positions, stop = walk(data, 0, expected[2500] - cut)
+            assert (positions.tolist(), stop) == naive_walk(data, 0, expected[2500] - cut)
+
+    assert search.call_count > 50
+
+
+@pytest.mark.parametrize("damage", [0, 4, 7])
+def test_walk_by_magics_stops_at_damage_though_more_records_follow(damage: int) -> None:
+    data = bytearray(log(3000, lambda i: i * 37 % 200))
+    expected, _ = naive_walk(bytes(data), 0, len(data))
+    data[expected[2200] + damage] ^= 0x40
+
+    positions, stop = walk(data, 0, len(data))
+
+    assert (positions.tolist(), stop) == (expected[:2200], expected[2200])
 
 
 def test_walk_is_not_led_astray_by_bodies_full_of_magics() -> None:
@@ -429,6 +456,16 @@ def test_any_changed_bit_of_a_long_run_is_found_where_it_is(body_bytes: Callable
         verified = verify(data, gather(data, positions), "crc32c-record")
         assert np.flatnonzero(~verified).tolist() == [row]
         data[positions[row] + offset] ^= 1 << row % 8
+
+
+@pytest.mark.parametrize("body_bytes", [lambda i: 400, lambda i: i * 37 % 800], ids=["uniform", "mixed"])
+def test_runs_that_hold_are_verified_without_touching_single_records(body_bytes: Callable[[int], int]) -> None:
+    data = log(3000, body_bytes)
+    headers = gather(data, walk(data, 0, len(data))[0])
+    assert len(data) > 2 * scan._BLOCK_BYTES
+
+    with mock.patch.object(scan, "_each_holds", side_effect=AssertionError("a run did not come out right")):
+        assert verify(data, headers, "crc32c-record").all()
 
 
 def test_a_run_longer_than_a_block_is_verified_in_pieces() -> None:

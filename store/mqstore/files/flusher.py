@@ -28,6 +28,7 @@ import sys
 import threading
 from _thread import allocate_lock
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import NoReturn
 
 from mqstore.errors import FlushFailedError
@@ -40,12 +41,13 @@ _WAITING, _COVERED, _LEADING, _FAILED = range(4)
 class _Waiter:
     """A caller in line. `state` is written before `lock` is released and never after, so the woken reads it freely."""
 
-    __slots__ = ("lock", "round", "state", "target")
+    __slots__ = ("following", "lock", "round", "state", "target")
 
     def __init__(self, target: int | None, in_round: int) -> None:
         self.lock = allocate_lock()
         self.lock.acquire()
         self.state = _WAITING
+        self.following: _Waiter | None = None  # whom to wake in turn, when covered
         self.target = target
         self.round = in_round
 
@@ -64,7 +66,7 @@ class GroupCommit:
     (True, 100)
     """
 
-    __slots__ = ("_done", "_led", "_lock", "_round", "_sync", "_waiters", "failure", "flushed")
+    __slots__ = ("_crowded", "_done", "_led", "_lock", "_round", "_sync", "_waiters", "failure", "flushed")
 
     def __init__(self, sync: Callable[[int], int], flushed: int = 0) -> None:
         #: Every byte below is durable. Only grows. Reading it needs no lock.
@@ -73,6 +75,7 @@ class GroupCommit:
         self.failure: BaseException | None = None
         self._sync = sync
         self._lock = threading.Lock()
+        self._crowded = False  # the last leader left others in line
         self._led = False  # somebody runs a round, or was promoted to run the next
         self._round = 0  # rounds begun
         self._done = 0  # the last of them that succeeded
@@ -80,8 +83,9 @@ class GroupCommit:
 
     @property
     def busy(self) -> bool:
-        """Whether a sync is under way or about to be: a put that comes now will wait in line. A hint, no promise."""
-        return self._led
+        """Whether a put that comes now is likely to share its sync: one is under way, or the last one had others in
+        line. A hint, no promise."""
+        return self._led or self._crowded
 
     def wait_until(self, target: int, timeout_s: float | None) -> bool:
         """Return True once every byte below `target` is durable; `target` must have been appended before.
@@ -156,6 +160,8 @@ class GroupCommit:
                 leading = waiter.state == _LEADING
             if leading:
                 self._hand_over()
+            if waiter is not None and waiter.following is not None:
+                waiter.following.lock.release()
 
     def _leave(self, waiter: _Waiter) -> bool:
         """Take `waiter` off the list; False when it was told something in the meantime, which then stands."""
@@ -182,9 +188,13 @@ class GroupCommit:
             self._raise_failure()
 
     def _hand_over(self) -> None:
-        """End a leadership: wake whom the watermark covers, promote the first whom it does not."""
+        """End a leadership: promote the first whom the watermark does not cover, wake those whom it does.
+
+        They wake each other in a chain: woken all at once they would fight for the interpreter lock, and a round of
+        sixteen threads took half as long again."""
         with self._lock:
             waiters = self._waiters
+            self._crowded = bool(waiters)
             if not waiters:
                 self._led = False
                 return
@@ -208,9 +218,11 @@ class GroupCommit:
                 successor.lock.release()
             else:
                 self._led = False
-            for waiter in covered:
+            for waiter, following in zip_longest(covered, covered[1:]):
+                waiter.following = following
                 waiter.state = _COVERED
-                waiter.lock.release()
+            if covered:
+                covered[0].lock.release()
 
     def _fail_all(self, error: BaseException) -> None:
         """Keep the failure and tell all that wait. The lock is held."""

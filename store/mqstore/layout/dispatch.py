@@ -133,7 +133,7 @@ def _slices(view: memoryview, starts: _Int64s, sizes: _Int64s) -> list[bytes]:
 
 
 def _topics(view: memoryview, headers: Headers) -> tuple[list[str], _Int64s]:
-    """Distinct topics, and the index of each record's."""
+    """Distinct topics, and the index of each record's. Bytes that are not UTF-8 become surrogates: no folder's name."""
     count = len(headers)
     if not count:
         return [], np.zeros(0, np.int64)
@@ -144,10 +144,10 @@ def _topics(view: memoryview, headers: Headers) -> tuple[list[str], _Int64s]:
         data = np.frombuffer(view, np.uint8)
         same = data[starts[:, None] + np.arange(size)] == np.frombuffer(first, np.uint8)
         if bool(same.all()):
-            return [first.decode("utf-8", "replace")], np.zeros(count, np.int64)
+            return [first.decode("utf-8", "surrogateescape")], np.zeros(count, np.int64)
     numbers: dict[bytes, int] = {}
     index = [numbers.setdefault(name, len(numbers)) for name in _slices(view, starts, sizes)]
-    return [name.decode("utf-8", "replace") for name in numbers], np.array(index, np.int64)
+    return [name.decode("utf-8", "surrogateescape") for name in numbers], np.array(index, np.int64)
 
 
 def _tags_and_entries(

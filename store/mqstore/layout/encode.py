@@ -7,13 +7,16 @@ handful of array operations each. Both give the same bytes, which the tests hold
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import repeat, starmap
+from struct import Struct
 
 import numpy as np
 import numpy.typing as npt
 from crc32c import crc32c
 
-from mqstore.layout.record import MAGIC_V1, MAGIC_V2, Checksum
+from mqstore.layout.hosts import IPV6_BYTES
+from mqstore.layout.record import BORN_HOST_V6, CHECKSUM_AT, STORE_HOST_V6, Checksum
 
 __all__ = ["encode_records", "header_dtype"]
 
@@ -50,22 +53,21 @@ def encode_records(
     bodies: Sequence[bytes],
     tails: Sequence[bytes] | bytes,
     *,
+    magic: int,
     queue_id: int,
     queue_offset: int,
     physical_offset: int,
-    store_timestamp_ms: int,
-    born_timestamp_ms: int,
+    timestamp_ms: int,
     born_host: bytes,
     store_host: bytes,
     flags: Sequence[int] | int,
-    sys_flag: int,
-    v2: bool,
     checksum: Checksum,
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
     """The bytes of `bodies` as consecutive records, and the size of each.
 
     `tails` are the bytes behind each body (topic length, topic, properties length, properties), one for all or one
-    each. Offsets count up from `queue_offset` and `physical_offset`; the rest is common. The caller has checked limits.
+    each. Offsets count up from `queue_offset` and `physical_offset`; `timestamp_ms` is born and store timestamp. The
+    caller has checked limits.
     """
     count = len(bodies)
     dtype = header_dtype(len(born_host), len(store_host))
@@ -78,16 +80,18 @@ def encode_records(
 
     header = np.empty(count, dtype)
     header["size"] = sizes
-    header["magic"] = MAGIC_V2 if v2 else MAGIC_V1
+    header["magic"] = magic
     header["checksum"] = 0
     header["queue_id"] = queue_id
     header["flag"] = flags
     header["queue_offset"] = np.arange(queue_offset, queue_offset + count)
     header["physical_offset"] = starts + physical_offset
-    header["sys_flag"] = sys_flag
-    header["born_timestamp_ms"] = born_timestamp_ms
+    header["sys_flag"] = (BORN_HOST_V6 if len(born_host) == IPV6_BYTES else 0) | (
+        STORE_HOST_V6 if len(store_host) == IPV6_BYTES else 0
+    )
+    header["born_timestamp_ms"] = timestamp_ms
     header["born_host"] = born_host
-    header["store_timestamp_ms"] = store_timestamp_ms
+    header["store_timestamp_ms"] = timestamp_ms
     header["store_host"] = store_host
     header["reconsume_times"] = 0
     header["prepared_transaction_offset"] = 0
@@ -98,6 +102,7 @@ def encode_records(
     size = int(sizes[0])
     body_size = int(body_sizes[0])
     width = dtype.itemsize
+    crcs: Iterator[int]
     if isinstance(tails, bytes) and bool((body_sizes == body_size).all()):
         # One shape for all: a matrix with a record a row, filled by column.
         rows = np.empty((count, size), np.uint8)
@@ -106,18 +111,16 @@ def encode_records(
             rows[:, width : width + body_size] = np.frombuffer(b"".join(bodies), np.uint8).reshape(count, body_size)
         rows[:, width + body_size :] = np.frombuffer(tails, np.uint8)
         data = rows.reshape(-1)
+        # Unpacking hands out a record at a time without a slice object each: twice as fast as slicing.
+        crcs = starmap(crc32c, Struct(f"{size}s").iter_unpack(data.data))
     else:
         packed = header.tobytes()
         heads = [packed[i : i + width] for i in range(0, len(packed), width)]
-        parts: list[bytes] = [b""] * (3 * count)
-        parts[0::3] = heads
-        parts[1::3] = bodies
-        parts[2::3] = [tails] * count if isinstance(tails, bytes) else tails
-        data = np.frombuffer(bytearray().join(parts), np.uint8)
+        each_tail = repeat(tails) if isinstance(tails, bytes) else tails
+        records = [head + body + tail for head, body, tail in zip(heads, bodies, each_tail, strict=False)]
+        data = np.frombuffer(bytearray().join(records), np.uint8)
+        crcs = map(crc32c, records)
     if checksum == "crc32c-record":
-        view = data.data
-        bounds = starts.tolist()
-        bounds.append(len(view))
-        crcs = np.fromiter(map(crc32c, map(view.__getitem__, map(slice, bounds, bounds[1:]))), ">u4", count)
-        data[starts[:, None] + np.arange(8, 12)] = crcs.view(np.uint8).reshape(count, 4)
+        fields = np.fromiter(crcs, ">u4", count).view(np.uint8).reshape(count, 4)
+        data[starts[:, None] + np.arange(CHECKSUM_AT, CHECKSUM_AT + 4)] = fields
     return data, sizes

@@ -258,7 +258,8 @@ def check_index(buf: ReadableBuffer, slots: int, entries: int) -> list[IndexProb
 
     Looked at: the length, the header against the entries it counts, and whether every slot and entry leads where it
     should, to an older entry of the same slot. Of each kind of problem the first is reported, with how many there are.
-    Whether the records that entries point at exist and have that key is for the caller to find out.
+    Whether the records that entries point at exist, have that key and were stored at those times is for the caller to
+    find out; nor are the header's two times compared with each other, since clocks step back.
     """
     with memoryview(buf) as view:
         length = view.nbytes
@@ -310,7 +311,6 @@ def check_index(buf: ReadableBuffer, slots: int, entries: int) -> list[IndexProb
 
     if len(used):
         found = (
-            (0, "beginTimestamp", header.begin_timestamp_ms > header.end_timestamp_ms, header.begin_timestamp_ms),
             (16, "beginPhyOffset", header.begin_physical_offset != physical_offset[0], header.begin_physical_offset),
             (24, "endPhyOffset", header.end_physical_offset != physical_offset[-1], header.end_physical_offset),
         )

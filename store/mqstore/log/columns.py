@@ -19,8 +19,9 @@ from mqstore.layout.compression import inflate
 from mqstore.layout.hosts import decode_host
 from mqstore.layout.messageid import encode_message_id
 from mqstore.layout.properties import KEYS, TAGS, UNIQ_KEY, decode_properties
-from mqstore.layout.record import COMPRESSED
-from mqstore.layout.scan import Headers, gather
+from mqstore.layout.record import BODY_AT_V4, COMPRESSED
+from mqstore.layout.scan import Headers
+from mqstore.log.stretch import Stretch
 
 __all__ = ["NAMES", "Binary", "Columns", "columns_of"]
 
@@ -72,23 +73,27 @@ class Columns(Mapping[str, Column]):
         return len(self.arrays)
 
 
-_Stretch = tuple[mmap.mmap, Headers, _Int64s]
-"""Buffer, headers, tags codes of consecutive messages in one segment."""
+def _headers(stretches: Sequence[Stretch]) -> Iterator[Headers]:
+    return (stretch.headers for stretch in stretches)
 
 
-def _numbers(name: str) -> Callable[[list[_Stretch]], Column]:
-    def column(stretches: list[_Stretch]) -> Column:
-        parts = [getattr(headers, name) for _, headers, _ in stretches]
+def _records(stretches: Sequence[Stretch]) -> Iterator[tuple[mmap.mmap | bytes, Headers]]:
+    return ((stretch.buffer, stretch.headers) for stretch in stretches)
+
+
+def _numbers(name: str) -> Callable[[Sequence[Stretch]], Column]:
+    def column(stretches: Sequence[Stretch]) -> Column:
+        parts = [getattr(stretch.headers, name) for stretch in stretches]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     return column
 
 
-def _tags_code(stretches: list[_Stretch]) -> Column:
-    return np.concatenate([tags for _, _, tags in stretches])
+def _tags_code(stretches: Sequence[Stretch]) -> Column:
+    return np.concatenate([stretch.tags_codes for stretch in stretches])
 
 
-def _bytes_at(buffer: mmap.mmap, starts: _Int64s, sizes: _Int64s) -> npt.NDArray[np.uint8]:
+def _bytes_at(buffer: mmap.mmap | bytes, starts: _Int64s, sizes: _Int64s) -> npt.NDArray[np.uint8]:
     """The bytes [starts, starts + sizes) of `buffer`, end to end, copied."""
     size = int(sizes[0])
     if bool((sizes == size).all()):
@@ -114,11 +119,19 @@ def _of_values(values: Sequence[str | bytes | None]) -> Binary:
     return _binary([np.frombuffer(b"".join(encoded), np.uint8)], sizes, valid)
 
 
-def _body(stretches: list[_Stretch]) -> Column:
-    compressed = any(bool((headers.sys_flag & COMPRESSED).any()) for _, headers, _ in stretches)
+def _body(stretches: Sequence[Stretch]) -> Column:
+    if all(bool(stretch.plain.all()) for stretch in stretches):
+        # Then bodies lie at a fixed place, and no length inside the records has to be followed.
+        sizes = [stretch.headers.plain_body_size.astype(np.int64) for stretch in stretches]
+        pieces = [
+            _bytes_at(stretch.buffer, stretch.starts + BODY_AT_V4, size)
+            for stretch, size in zip(stretches, sizes, strict=True)
+        ]
+        return _binary(pieces, np.concatenate(sizes))
+    compressed = any(bool((headers.sys_flag & COMPRESSED).any()) for headers in _headers(stretches))
     if compressed:
         bodies: list[str | bytes | None] = []
-        for buffer, headers, _ in stretches:
+        for buffer, headers in _records(stretches):
             ends = headers.body_position + headers.body_size
             for start, end, flag in zip(
                 headers.body_position.tolist(), ends.tolist(), headers.sys_flag.tolist(), strict=True
@@ -126,14 +139,14 @@ def _body(stretches: list[_Stretch]) -> Column:
                 stored = buffer[start:end]
                 bodies.append(inflate(flag, stored) if flag & COMPRESSED else stored)
         return _of_values(bodies)
-    parts = [_bytes_at(buffer, headers.body_position, headers.body_size) for buffer, headers, _ in stretches]
-    return _binary(parts, np.concatenate([headers.body_size for _, headers, _ in stretches]).astype(np.int64))
+    parts = [_bytes_at(buffer, headers.body_position, headers.body_size) for buffer, headers in _records(stretches)]
+    return _binary(parts, np.concatenate([headers.body_size for headers in _headers(stretches)]).astype(np.int64))
 
 
-def _properties(stretches: list[_Stretch]) -> list[dict[str, str]]:
+def _properties(stretches: Sequence[Stretch]) -> list[dict[str, str]]:
     decoded: list[dict[str, str]] = []
     seen: dict[bytes, dict[str, str]] = {}
-    for buffer, headers, _ in stretches:
+    for buffer, headers in _records(stretches):
         ends = headers.properties_position + headers.properties_size
         for start, end in zip(headers.properties_position.tolist(), ends.tolist(), strict=True):
             blob = buffer[start:end]
@@ -146,17 +159,17 @@ def _properties(stretches: list[_Stretch]) -> list[dict[str, str]]:
     return decoded
 
 
-def _property(name: str) -> Callable[[list[_Stretch]], Column]:
-    def column(stretches: list[_Stretch]) -> Column:
+def _property(name: str) -> Callable[[Sequence[Stretch]], Column]:
+    def column(stretches: Sequence[Stretch]) -> Column:
         return _of_values([properties.get(name) for properties in _properties(stretches)])
 
     return column
 
 
-def _hosts(*, store: bool) -> Callable[[list[_Stretch]], list[bytes]]:
-    def hosts(stretches: list[_Stretch]) -> list[bytes]:
+def _hosts(*, store: bool) -> Callable[[Sequence[Stretch]], list[bytes]]:
+    def hosts(stretches: Sequence[Stretch]) -> list[bytes]:
         found = []
-        for buffer, headers, _ in stretches:
+        for buffer, headers in _records(stretches):
             at = headers.positions + (56 + headers.born_host_size if store else 48)
             sizes = headers.store_host_size if store else headers.born_host_size
             found += [buffer[a:b] for a, b in zip(at.tolist(), (at + sizes).tolist(), strict=True)]
@@ -165,10 +178,10 @@ def _hosts(*, store: bool) -> Callable[[list[_Stretch]], list[bytes]]:
     return hosts
 
 
-def _host_column(*, store: bool) -> Callable[[list[_Stretch]], Column]:
+def _host_column(*, store: bool) -> Callable[[Sequence[Stretch]], Column]:
     raw = _hosts(store=store)
 
-    def column(stretches: list[_Stretch]) -> Column:
+    def column(stretches: Sequence[Stretch]) -> Column:
         names: dict[bytes, str] = {}
         hosts = raw(stretches)
         for host in set(hosts):
@@ -178,13 +191,13 @@ def _host_column(*, store: bool) -> Callable[[list[_Stretch]], Column]:
     return column
 
 
-def _message_id(stretches: list[_Stretch]) -> Column:
+def _message_id(stretches: Sequence[Stretch]) -> Column:
     hosts = _hosts(store=True)(stretches)
-    offsets = np.concatenate([headers.physical_offset for _, headers, _ in stretches]).tolist()
+    offsets = np.concatenate([headers.physical_offset for headers in _headers(stretches)]).tolist()
     return _of_values([encode_message_id(host, at) for host, at in zip(hosts, offsets, strict=True)])
 
 
-_MAKERS: dict[str, Callable[[list[_Stretch]], Column]] = {
+_MAKERS: dict[str, Callable[[Sequence[Stretch]], Column]] = {
     "physical_offset": _numbers("physical_offset"),
     "size": _numbers("size"),
     "body": _body,
@@ -205,23 +218,34 @@ _MAKERS: dict[str, Callable[[list[_Stretch]], Column]] = {
 }
 NAMES = ("topic", "queue_id", "queue_offset", *_MAKERS)
 """Every column, in the order of client-semantics B.2."""
+_INT32 = frozenset({"size", "flag", "sys_flag", "reconsume_times"})
+_INT64 = frozenset(
+    {"physical_offset", "born_timestamp_ms", "store_timestamp_ms", "prepared_transaction_offset", "tags_code"}
+)
+
+
+def _empty(name: str) -> Column:
+    """The column of no message, of the same kind as any other."""
+    if name == "properties":
+        return []
+    if name in _INT64:
+        return np.zeros(0, np.int64)
+    if name in _INT32:
+        return np.zeros(0, np.int32)
+    return _of_values([])
 
 
 def columns_of(
-    topic: str,
-    queue_id: int,
-    stretches: Sequence[tuple[mmap.mmap, _Int64s, _Int64s]],
-    slots: _Int64s,
-    next_offset: int,
-    columns: Sequence[str] | None,
+    topic: str, queue_id: int, stretches: Sequence[Stretch], next_offset: int, columns: Sequence[str] | None
 ) -> Columns:
-    """The columns of the records in `stretches` (buffer, starts, tags codes), whose queue offsets are `slots`."""
+    """The columns of the messages in `stretches`, which are of one queue."""
     wanted = NAMES if columns is None else tuple(columns)
     unknown = [name for name in wanted if name not in NAMES]
     if unknown:
         raise ConfigError(f"no column {', '.join(map(repr, unknown))}; there are {', '.join(NAMES)}")
+    stretches = [stretch for stretch in stretches if len(stretch)]
+    slots = np.concatenate([np.zeros(0, np.int64), *(stretch.slots for stretch in stretches)])
     count = len(slots)
-    ready: list[_Stretch] = [(buffer, gather(buffer, starts), tags) for buffer, starts, tags in stretches]
     arrays: dict[str, Column] = {}
     for name in wanted:
         if name == "topic":
@@ -233,7 +257,7 @@ def columns_of(
         elif name == "queue_offset":
             arrays[name] = slots
         elif count:
-            arrays[name] = _MAKERS[name](ready)
+            arrays[name] = _MAKERS[name](stretches)
         else:
-            arrays[name] = [] if name == "properties" else np.zeros(0, np.int64)
+            arrays[name] = _empty(name)
     return Columns(arrays, count, next_offset)

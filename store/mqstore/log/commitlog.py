@@ -12,28 +12,58 @@ from __future__ import annotations
 
 import mmap
 import threading
+import time
 import zlib
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from operator import itemgetter
 from struct import Struct
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, overload
 
+import numpy as np
+import numpy.typing as npt
 from crc32c import crc32c
 
-from mqstore.clock import Clock
+from mqstore.clock import SYSTEM_CLOCK, Clock
 from mqstore.errors import InvalidMessageError, MQStoreError
+from mqstore.files.flusher import GroupCommit
 from mqstore.files.segments import Segment, SegmentRun
 from mqstore.layout.encode import encode_records
+from mqstore.layout.hosts import IPV4_BYTES, IPV6_BYTES, LOCAL_HOST
 from mqstore.layout.messageid import encode_message_id
-from mqstore.layout.record import MAGIC_V1, MAGIC_V2, Checksum, encode_blank, header_struct
+from mqstore.layout.record import (
+    BLANK_BYTES,
+    BORN_HOST_V6,
+    CHECKSUM_AT,
+    QUEUE_ID_AT,
+    STORE_HOST_V6,
+    TRANSACTION_COMMIT,
+    TRANSACTION_MASK,
+    Checksum,
+    encode_blank,
+    header_struct,
+)
 
-__all__ = ["ALLOWANCE", "BLANK_BYTES", "CommitLog", "NumberedQueue", "QueueRef", "SendReceipt"]
+__all__ = [
+    "ALLOWANCE",
+    "NO_FRAME",
+    "CommitLog",
+    "Fields",
+    "Frame",
+    "NumberedQueue",
+    "QueueRef",
+    "SendReceipt",
+    "SendReceipts",
+]
 
-BLANK_BYTES = 8
 ALLOWANCE = 65_536
 """What a record may hold beyond the largest body (store-format 2.7)."""
 _CRC = Struct(">I")
-_NEVER = 1 << 62
-_new = tuple.__new__
+_BEFORE_OFFSETS = 20
+"""Bytes of a record before queue offset and physical offset."""
+_AFTER_OFFSETS = 36
+_MS_NS = 1_000_000
 
 
 class QueueRef(NamedTuple):
@@ -43,41 +73,164 @@ class QueueRef(NamedTuple):
     queue_id: int
 
 
-class SendReceipt(NamedTuple):
-    """Where a message went. `unique_key` is the same in every copy of it; the rest is the address of this copy."""
+class SendReceipt(tuple[QueueRef, int, int, int, int, bytes, "str | None"]):
+    """Where a message went. `unique_key` is the same in every copy of it; the rest is the address of this copy.
 
-    topic: str
-    queue_id: int
-    offset: int
-    """Queue offset."""
-    physical_offset: int
-    size: int
-    """Bytes of the whole record."""
-    store_timestamp_ms: int
-    store_host: bytes
-    given_unique_key: str | None
+    An immutable value. A bare tuple underneath, because a put has no time for anything with an `__init__`.
+    """
+
+    __slots__ = ()
 
     @property
     def queue(self) -> QueueRef:
-        return QueueRef(self.topic, self.queue_id)
+        return self[0]
+
+    @property
+    def topic(self) -> str:
+        return self[0].topic
+
+    @property
+    def queue_id(self) -> int:
+        return self[0].queue_id
+
+    @property
+    def offset(self) -> int:
+        """Queue offset."""
+        return self[1]
+
+    @property
+    def physical_offset(self) -> int:
+        """Where the record starts in the commitlog."""
+        return self[2]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole record."""
+        return self[3]
+
+    @property
+    def store_timestamp_ms(self) -> int:
+        return self[4]
 
     @property
     def message_id(self) -> str:
         """The offset message id: store host and physical offset, upper-case hex (store-format 2.8)."""
-        return encode_message_id(self.store_host, self.physical_offset)
+        return encode_message_id(self[5], self[2])
 
     @property
     def unique_key(self) -> str:
         """The key to deduplicate on; this copy's `message_id` when the message was put without one."""
-        return self.given_unique_key or self.message_id
+        return self[6] or self.message_id
+
+    def __repr__(self) -> str:
+        return (
+            f"SendReceipt({self.topic!r}, queue_id={self.queue_id}, offset={self.offset}, "
+            f"physical_offset={self.physical_offset}, size={self.size}, message_id={self.message_id!r})"
+        )
+
+
+class SendReceipts(Sequence[SendReceipt]):
+    """The receipts of many messages put together, each made when it is looked at."""
+
+    __slots__ = ("_chunks", "_count", "_host", "_queue", "_unique")
+
+    def __init__(self, queue: QueueRef, host: bytes, unique: dict[int, str]) -> None:
+        self._queue = queue
+        self._host = host
+        self._unique = unique
+        self._chunks: list[tuple[int, int, int, npt.NDArray[np.int64], int]] = []
+        self._count = 0
+
+    def add(self, offset: int, physical_offset: int, sizes: npt.NDArray[np.int64], store_timestamp_ms: int) -> None:
+        """Messages that lie together, from `physical_offset` on."""
+        self._chunks.append((self._count, offset, physical_offset, sizes, store_timestamp_ms))
+        self._count += len(sizes)
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> SendReceipt: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[SendReceipt]: ...
+
+    def __getitem__(self, index: int | slice) -> SendReceipt | list[SendReceipt]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self._count))]
+        if index < 0:
+            index += self._count
+        if not 0 <= index < self._count:
+            raise IndexError(f"receipt {index} of {self._count}")
+        first, offset, physical, sizes, stamp = self._chunks[bisect_right(self._chunks, index, key=itemgetter(0)) - 1]
+        within = index - first
+        at = physical + int(sizes[:within].sum())
+        return SendReceipt(
+            (self._queue, offset + within, at, int(sizes[within]), stamp, self._host, self._unique.get(index))
+        )
+
+    def __iter__(self) -> Iterator[SendReceipt]:
+        for first, offset, physical, sizes, stamp in self._chunks:
+            for i, size in enumerate(sizes.tolist()):
+                yield SendReceipt(
+                    (self._queue, offset + i, physical, size, stamp, self._host, self._unique.get(first + i))
+                )
+                physical += size
+
+    def __repr__(self) -> str:
+        return f"<{self._count} receipts of {self._queue}>"
+
+
+class Fields(NamedTuple):
+    """Header fields that an ordinary put leaves at their defaults."""
+
+    flag: int = 0
+    sys_flag: int = 0
+    born_timestamp_ms: int | None = None
+    """None: the store timestamp."""
+    born_host: bytes | None = None
+    """Encoded; None: the store host if that is IPv4, else 127.0.0.1:0."""
+    reconsume_times: int = 0
+    prepared_transaction_offset: int = 0
+
+
+class Frame(NamedTuple):
+    """The header of a record of one shape, without its two offsets: good for every message of that shape that a queue
+    gets within one millisecond, of which there may be hundreds."""
+
+    size: int
+    body_bytes: int
+    from_ns: int
+    until_ns: int
+    numbered: bool
+    pack: Callable[..., bytes]
+    """(head, queue offset, physical offset, middle, body, tail) -> the record, checksum zero."""
+    head: bytes
+    """What stands before the offsets."""
+    middle: bytes
+    """What stands between the offsets and the body."""
+    now_ms: int
+
+
+NO_FRAME = Frame(-1, -1, 0, 0, True, lambda *_: b"", b"", b"", 0)
+
+
+@lru_cache(maxsize=1024)
+def _record_struct(middle_bytes: int, body_bytes: int, tail_bytes: int) -> Struct:
+    return Struct(f">{_BEFORE_OFFSETS}sqq{middle_bytes}s{body_bytes}s{tail_bytes}s")
 
 
 class NumberedQueue(Protocol):
     """What `append` needs of a queue."""
 
-    topic: str
+    ref: QueueRef
     queue_id: int
+    magic: int
     next_offset: int
+    frame: Frame
+
+
+_ORDINARY = Fields()
 
 
 class CommitLog:
@@ -88,21 +241,24 @@ class CommitLog:
     ) -> None:
         self.run = run
         self.end = 0
-        self.puts = 0
         self.alarm = 0
         """Position at which a put calls `on_alarm`: one comparison in the hot path serves every kind of wake-up."""
+        self.group: GroupCommit | None = None
+        """Set where every put waits for its sync."""
         self.failed: MQStoreError | None = None
         """Why nothing may be written any more: a sync failed, or the store was closed."""
         self.max_record_bytes = run.segment_bytes - BLANK_BYTES
         self._checksum = checksum
         self._whole_record = checksum == "crc32c-record"
-        self._now_ms = clock.now_ms
+        # Nanoseconds: the frame of the running millisecond is then found valid by a comparison, without a division.
+        self._time_ns = time.time_ns if clock is SYSTEM_CLOCK else (lambda: clock.now_ms() * _MS_NS)
         self._store_host = store_host
-        self._store_v6 = 0x20 if len(store_host) == 20 else 0
-        self._pack = header_struct(8, len(store_host)).pack
-        self._header_bytes = header_struct(8, len(store_host)).size
+        self._born_host = store_host if len(store_host) == IPV4_BYTES else LOCAL_HOST
+        self.header_bytes = header_struct(len(self._born_host), len(store_host)).size
+        """What stands before the body of an ordinary record."""
         self._on_alarm = on_alarm
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._acquire, self._release = self._lock.acquire, self._lock.release
         self._mapping: mmap.mmap | None = None
         self._base = 0
         self._limit = -1
@@ -134,133 +290,135 @@ class CommitLog:
     def append(
         self,
         queue: NumberedQueue,
-        body: bytes | bytearray | memoryview,
+        body: bytes,
         tail: bytes,
-        flag: int,
-        sys_flag: int,
-        born_timestamp_ms: int | None,
-        born_host: bytes | None,
-        reconsume_times: int,
-        prepared_transaction_offset: int,
-        v2: bool,
-        unique_key: str | None,
+        fields: Fields | None = None,
+        unique_key: str | None = None,
     ) -> SendReceipt:
         """Append one record to `queue`. `tail` is what stands behind the body; lengths were checked by the caller.
 
         A prepared or rollback record (sys_flag bits 2-3) takes no number of the queue. Raises StoreFullError when the
         next segment finds no room: nothing was written.
         """
-        pack = self._pack
-        header_bytes = self._header_bytes
-        if born_host is None:
-            born_host = self._store_host if not self._store_v6 else b"\x7f\0\0\1\0\0\0\0"
-        elif len(born_host) == 20:
-            sys_flag |= 0x10
-            struct = header_struct(20, len(self._store_host))
-            pack, header_bytes = struct.pack, struct.size
-        sys_flag |= self._store_v6
-        transaction = sys_flag & 0xC
-        numbered = transaction == 0 or transaction == 8
         body_bytes = len(body)
-        size = header_bytes + body_bytes + len(tail)
-        checksum = 0 if self._whole_record else zlib.crc32(body) & 0x7FFF_FFFF
-        with self._lock:
+        size = self.header_bytes + body_bytes + len(tail)
+        if fields is not None and fields.born_host is not None:
+            size += len(fields.born_host) - len(self._born_host)
+        # Taking the lock is the first call inside the `try`, so no signal can come between it and its release; and an
+        # RLock knows whether it is ours if the wait for it was interrupted. A `with` would cost a tenth of the put.
+        try:
+            self._acquire()
             position = self.end
             end = position + size
             if end > self._limit:
                 position = self._roll(size)
                 end = position + size
+            now_ns = self._time_ns()
+            frame = queue.frame
+            if fields is not None:
+                frame = self._frame(queue, size, body_bytes, now_ns, fields)
+            elif frame[0] != size or frame[1] != body_bytes or not frame[2] <= now_ns < frame[3]:
+                frame = queue.frame = self._frame(queue, size, body_bytes, now_ns, _ORDINARY)
+            _, _, _, _, numbered, pack, head, middle, now_ms = frame
             offset = queue.next_offset if numbered else 0
-            now = self._now_ms()
-            data = b"".join(
-                (
-                    pack(
-                        size,
-                        MAGIC_V2 if v2 else MAGIC_V1,
-                        checksum,
-                        queue.queue_id,
-                        flag,
-                        offset,
-                        position,
-                        sys_flag,
-                        now if born_timestamp_ms is None else born_timestamp_ms,
-                        born_host,
-                        now,
-                        self._store_host,
-                        reconsume_times,
-                        prepared_transaction_offset,
-                        body_bytes,
-                    ),
-                    body,
-                    tail,
-                )
-            )
-            mapping = self._mapping
-            at = position - self._base
-            mapping[at : at + size] = data  # type: ignore[index]  # _roll has set it; an assert would cost 3 % of a put
-            if self._whole_record:
-                _CRC.pack_into(mapping, at + 8, crc32c(data))  # type: ignore[arg-type]
-            # No call between these: a signal handler's exception cannot come in the middle of the three.
+            data = pack(head, offset, position, middle, body, tail)
+            checksum = crc32c(data) if self._whole_record else zlib.crc32(body) & 0x7FFF_FFFF
+            if self.group is None or self.group.busy:
+                mapping = self._mapping
+                at = position - self._base
+                mapping[at : at + size] = data  # type: ignore[index]  # None only while _limit is -1: _roll has set it
+                _CRC.pack_into(mapping, at + CHECKSUM_AT, checksum)  # type: ignore[arg-type]
+            else:
+                # This put syncs alone, and a page that is written by a call needs no fault after each sync.
+                self.run.write(position, b"".join((data[:CHECKSUM_AT], _CRC.pack(checksum), data[QUEUE_ID_AT:])))
+            # No call between these: a signal handler's exception cannot come in the middle.
             if numbered:
                 queue.next_offset = offset + 1
-            self.puts += 1
             self.end = end
+        except BaseException:
+            if self._lock._is_owned():  # type: ignore[attr-defined]  # what threading.Condition relies on, too
+                self._release()
+            raise
+        self._release()
         if end >= self.alarm:
             self._on_alarm()
-        return _new(
-            SendReceipt,
-            (queue.topic, queue.queue_id, offset, position, size, now, self._store_host, unique_key),
+        return SendReceipt((queue.ref, offset, position, size, now_ms, self._store_host, unique_key))
+
+    def _frame(self, queue: NumberedQueue, size: int, body_bytes: int, now_ns: int, fields: Fields) -> Frame:
+        """The header of a record of `size` bytes stored at `now_ns`, in two pieces around the offsets."""
+        now_ms = now_ns // _MS_NS
+        born_host = self._born_host if fields.born_host is None else fields.born_host
+        sys_flag = fields.sys_flag & ~(BORN_HOST_V6 | STORE_HOST_V6)
+        sys_flag |= (BORN_HOST_V6 if len(born_host) == IPV6_BYTES else 0) | (
+            STORE_HOST_V6 if len(self._store_host) == IPV6_BYTES else 0
+        )
+        header = header_struct(len(born_host), len(self._store_host)).pack(
+            size,
+            queue.magic,
+            0,
+            queue.queue_id,
+            fields.flag,
+            0,
+            0,
+            sys_flag,
+            now_ms if fields.born_timestamp_ms is None else fields.born_timestamp_ms,
+            born_host,
+            now_ms,
+            self._store_host,
+            fields.reconsume_times,
+            fields.prepared_transaction_offset,
+            body_bytes,
+        )
+        return Frame(
+            size,
+            body_bytes,
+            now_ms * _MS_NS,
+            (now_ms + 1) * _MS_NS,
+            sys_flag & TRANSACTION_MASK in (0, TRANSACTION_COMMIT),
+            _record_struct(len(header) - _AFTER_OFFSETS, body_bytes, size - len(header) - body_bytes).pack,
+            header[:_BEFORE_OFFSETS],
+            header[_AFTER_OFFSETS:],
+            now_ms,
         )
 
     def append_many(
-        self,
-        queue: NumberedQueue,
-        bodies: Sequence[bytes],
-        tails: Sequence[bytes] | bytes,
-        flags: Sequence[int] | int,
-        born_host: bytes | None,
-        v2: bool,
-    ) -> tuple[int, int, list[int], int]:
+        self, queue: NumberedQueue, bodies: Sequence[bytes], tails: Sequence[bytes] | bytes, flags: Sequence[int] | int
+    ) -> tuple[int, int, npt.NDArray[np.int64], int]:
         """Append records that lie together and become visible together; all of them, or none (store-format 2.9).
 
         Returns (first queue offset, first physical offset, size of each, store timestamp). The caller has checked that
         their sum fits a segment.
         """
-        if born_host is None:
-            born_host = self._store_host if not self._store_v6 else b"\x7f\0\0\1\0\0\0\0"
-        header = header_struct(len(born_host), len(self._store_host)).size
-        total = header * len(bodies) + sum(map(len, bodies))
-        total += len(tails) * len(bodies) if isinstance(tails, bytes) else sum(map(len, tails))
+        count = len(bodies)
+        total = self.header_bytes * count + sum(map(len, bodies))
+        total += len(tails) * count if isinstance(tails, bytes) else sum(map(len, tails))
         with self._lock:
             position = self.end
             if position + total > self._limit:
                 position = self._roll(total)
             offset = queue.next_offset
-            now = self._now_ms()
+            now_ms = self._time_ns() // _MS_NS
             data, sizes = encode_records(
                 bodies,
                 tails,
+                magic=queue.magic,
                 queue_id=queue.queue_id,
                 queue_offset=offset,
                 physical_offset=position,
-                store_timestamp_ms=now,
-                born_timestamp_ms=now,
-                born_host=born_host,
+                timestamp_ms=now_ms,
+                born_host=self._born_host,
                 store_host=self._store_host,
                 flags=flags,
-                sys_flag=self._store_v6 | (0x10 if len(born_host) == 20 else 0),
-                v2=v2,
                 checksum=self._checksum,
             )
             at = position - self._base
             assert self._mapping is not None
             self._mapping[at : at + total] = data.data
-            queue.next_offset = offset + len(bodies)
-            self.puts += len(bodies)
+            queue.next_offset = offset + count
             self.end = position + total
         if position + total >= self.alarm:
             self._on_alarm()
-        return offset, position, sizes.tolist(), now
+        return offset, position, sizes, now_ms
 
     def _roll(self, size: int) -> int:
         """Make room for `size` bytes: the position to write at. The segment is made before the BLANK that leads to it,

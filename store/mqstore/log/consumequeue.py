@@ -22,6 +22,8 @@ import numpy.typing as npt
 from mqstore.files.descriptors import DescriptorCache
 from mqstore.files.filesystem import FileSystem
 from mqstore.layout.consumequeue import UNIT, UNIT_BYTES, UNIT_DTYPE, VOID_UNIT, is_void
+from mqstore.layout.record import MAGIC_V1
+from mqstore.log.commitlog import NO_FRAME, QueueRef
 from mqstore.log.names import is_path_safe
 
 __all__ = ["ConsumeQueue", "QueueTable"]
@@ -39,15 +41,17 @@ class ConsumeQueue:
 
     __slots__ = (
         "_last_path",
-        "_last_segment",
         "_starts",
         "_table",
         "directory",
+        "frame",
+        "magic",
         "max_offset",
         "min_offset",
         "next_offset",
         "plain_tail",
         "queue_id",
+        "ref",
         "topic",
     )
 
@@ -59,12 +63,14 @@ class ConsumeQueue:
         self.min_offset = 0
         self.max_offset = 0
         self.next_offset = 0
+        self.ref = QueueRef(topic, queue_id)
+        self.magic = MAGIC_V1
         self.plain_tail = b""
-        """Topic and empty properties as they end a record; the append path fills it in once per queue."""
+        """Topic and empty properties as they end a record; with `magic` it is filled in at the first put."""
+        self.frame = NO_FRAME
         self._starts: list[int] = []
         """Numbers of the segments that exist: segment n begins with unit n * units_per_segment."""
-        self._last_segment = -1
-        self._last_path = ""
+        self._last_path = (-1, "")
 
     def __repr__(self) -> str:
         return f"ConsumeQueue({self.topic!r}, {self.queue_id}, {self.min_offset}..{self.max_offset})"
@@ -72,10 +78,11 @@ class ConsumeQueue:
     # -- files ------------------------------------------------------------------------------------------------------
 
     def _path(self, segment: int) -> str:
-        if segment != self._last_segment:
-            self._last_path = os.path.join(self.directory, f"{segment * self._table.segment_bytes:020d}")
-            self._last_segment = segment
-        return self._last_path
+        last = self._last_path  # one pair, replaced whole: readers and the dispatcher come here at the same time
+        if segment != last[0]:
+            path = os.path.join(self.directory, f"{segment * self._table.segment_bytes:020d}")
+            self._last_path = last = (segment, path)
+        return last[1]
 
     def list_files(self) -> list[str]:
         """Names of the queue's files, oldest first."""
@@ -86,9 +93,13 @@ class ConsumeQueue:
         rather than bisecting, for a queue that a crash may have left with holes."""
         table = self._table
         starts = []
-        for name in table.fs.scandir(self.directory) if os.path.isdir(self.directory) else []:
+        there = os.path.isdir(self.directory)
+        lengths = dict(table.fs.scandir_files(self.directory)) if exact and there else {}
+        for name in lengths or (table.fs.scandir(self.directory) if there else []):
             if len(name) == 20 and name.isascii() and name.isdigit() and int(name) % table.segment_bytes == 0:
                 starts.append(int(name) // table.segment_bytes)
+                if lengths and lengths[name] < table.segment_bytes:
+                    table.short_files.append((os.path.join(self.directory, name), lengths[name]))
         self._starts = sorted(starts)
         per = table.units_per_segment
         end = self._starts[0] * per if self._starts else 0
@@ -114,6 +125,25 @@ class ConsumeQueue:
             else:
                 high = middle
         return low
+
+    def stop_at_hole(self, dispatched: int) -> None:
+        """Let the queue end at its first unit not in use. For readers of a crashed store: units of records at or beyond
+        `dispatched` may have reached the disk in any order, and who read past a hole would miss what recovery will
+        fill it with (store-format 8.5)."""
+        low = self.max_offset
+        while low > self.first_offset():
+            count = min(4096, low - self.first_offset())
+            units = self.units(low - count, count)
+            older = np.flatnonzero((units["physical_offset"] < dispatched) & (units["size"] > 0) & ~is_void(units))
+            if len(older):
+                low += int(older[-1]) + 1 - count
+                break
+            low -= count
+        for at, units in self.chunks(low, self.max_offset):
+            holes = np.flatnonzero(units["size"] <= 0)
+            if len(holes):
+                self.max_offset = self.next_offset = at + int(holes[0])
+                return
 
     def refresh(self) -> None:
         """Look for units that another process has published since (store-format 8.5)."""
@@ -237,15 +267,17 @@ class ConsumeQueue:
         """Set `min_offset` to the first unit, over all files, that is no placeholder and lies at or above
         `min_physical`; `max_offset` when there is none (store-format 4.6)."""
         per = self._table.units_per_segment
-        for segment in self._starts:
+        end = self.max_offset  # the dispatcher may raise it meanwhile: what comes then lies at or above `end`
+        for segment in list(self._starts):
             first = segment * per
-            count = min(per, self.max_offset - first)
+            count = min(per, end - first)
             if count <= 0:
                 break
-            if UNIT.unpack(self.read(first + count - 1, 1))[0] < min_physical and first + count < self.max_offset:
+            newest = self.units(first + count - 1, 1)
+            if newest["physical_offset"][0] < min_physical and not is_void(newest)[0] and first + count < end:
                 continue  # its newest message is gone, so are all before it
             head = self.units(first, 1)
-            if head["physical_offset"][0] >= min_physical and not is_void(head)[0]:
+            if head["physical_offset"][0] >= min_physical and head["size"][0] > 0 and not is_void(head)[0]:
                 self.min_offset = first
                 return
             units = self.units(first, count)
@@ -253,7 +285,7 @@ class ConsumeQueue:
             if len(live):
                 self.min_offset = first + int(live[0])
                 return
-        self.min_offset = self.max_offset
+        self.min_offset = end
 
     def drop_before(self, min_physical: int) -> int:
         """Delete leading files, never the last, whose newest unit lies below `min_physical`; how many (8.4)."""
@@ -290,6 +322,8 @@ class QueueTable:
         self.units_per_segment = segment_bytes // UNIT_BYTES
         self.fs = fs
         self.descriptors = descriptors
+        self.short_files: list[tuple[str, int]] = []
+        """(path, length) of files that are not as long as their name promises; found by an exact load."""
         self.unsafe_names: list[str] = []
         """Folders that no queue can be made of (store-format 1.2)."""
         self._tmp = str(tmp)
@@ -304,6 +338,7 @@ class QueueTable:
 
     def load(self, *, exact: bool) -> None:
         """Find every queue on disk."""
+        self.short_files.clear()
         for topic in sorted(self._folders(self.root)):
             if not is_path_safe(topic):
                 self.unsafe_names.append(topic)
@@ -318,13 +353,17 @@ class QueueTable:
             return []
         return self.fs.scandir_directories(path)
 
-    def refresh(self) -> None:
-        """Find queues that another process has made since."""
+    def refresh(self) -> list[ConsumeQueue]:
+        """Find queues that another process has made since, and return them."""
+        found = []
         for topic in self._folders(self.root):
             if is_path_safe(topic):
                 for name in self._folders(os.path.join(self.root, topic)):
                     if name.isascii() and name.isdigit() and (topic, int(name)) not in self._queues:
-                        self.create(topic, int(name)).load(exact=False)
+                        queue = self.create(topic, int(name))
+                        queue.load(exact=False)
+                        found.append(queue)
+        return found
 
     def get(self, topic: str, queue_id: int) -> ConsumeQueue | None:
         return self._queues.get((topic, queue_id))
@@ -379,6 +418,22 @@ class QueueTable:
         self.descriptors.forget(path)
         with self._lock:
             self._dirty_directories.add(directory)
+
+    def lengthen(self) -> None:
+        """Give short files their length, as holes."""
+        for path, _ in self.short_files:
+            fd = self.fs.open(path, os.O_RDWR)
+            try:
+                self.fs.truncate_sparse(fd, self.segment_bytes)
+            finally:
+                self.fs.close(fd)
+            self.note_dirty(path)
+
+    def note_names(self, directory: str) -> None:
+        """Let the next `sync` make the names of a queue's files and folders durable, whoever made them."""
+        topic = os.path.dirname(directory)
+        with self._lock:
+            self._dirty_directories.update((os.path.dirname(self.root), self.root, topic, directory))
 
     def remove_file(self, path: str) -> None:
         self.descriptors.forget(path)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+from collections import deque
 from datetime import datetime
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from mqstore.files.filesystem import FileSystem
 from mqstore.layout.indexfile import (
     ENTRY_BYTES,
     ENTRY_DTYPE,
+    HEADER_BYTES,
+    SLOT_DTYPE,
     IndexHeader,
     check_index,
     file_bytes,
@@ -34,44 +37,118 @@ from mqstore.log.report import Finding
 
 __all__ = ["Index", "IndexFile"]
 
+_MAX_MAPPED = 16
 _MAX_PENDING = 1 << 20
 """Entries kept in memory while the disk is full, before the oldest are given up and counted."""
 
 
+class _Mapped:
+    """The files that are mapped for reading: the first mapped of too many goes."""
+
+    def __init__(self) -> None:
+        self._files: deque[IndexFile] = deque()
+        self._lock = threading.Lock()
+
+    def add(self, file: IndexFile) -> None:
+        with self._lock:
+            self._files.append(file)
+            while len(self._files) > _MAX_MAPPED:
+                self._files.popleft().unmap()
+
+    def clear(self) -> None:
+        with self._lock:
+            while self._files:
+                self._files.popleft().unmap()
+
+
 class IndexFile:
-    """One index file and its mapping."""
+    """One index file. The one that is written to is mapped as long as it is; any other when it is looked at, and only
+    as long as few are, since there may be thousands and a mapping may cost a descriptor."""
 
-    __slots__ = ("_fs", "dirty", "fd", "mapping", "path", "writable")
+    __slots__ = (
+        "_entries",
+        "_final_header",
+        "_fs",
+        "_length",
+        "_mapped",
+        "_mapping",
+        "dirty",
+        "fd",
+        "path",
+        "writable",
+    )
 
-    def __init__(self, path: str, length: int, fs: FileSystem, *, writable: bool) -> None:
+    def __init__(
+        self, path: str, length: int, entries: int, fs: FileSystem, mapped: _Mapped, *, writable: bool
+    ) -> None:
         self._fs = fs
+        self._length = length
+        self._entries = entries
+        self._mapped = mapped
+        self._mapping: mmap.mmap | None = None
+        self._final_header: IndexHeader | None = None
         self.path = path
         self.writable = writable
         self.dirty = False
-        self.fd = fs.open(path, os.O_RDWR if writable else os.O_RDONLY)
-        try:
-            self.mapping: mmap.mmap = fs.map(self.fd, length, writable=writable)
-        except BaseException:
-            fs.close(self.fd)
-            raise
-        if not writable:
-            fs.close(self.fd)  # a mapping keeps its file by itself
-            self.fd = -1
+        self.fd = -1
+        if writable:
+            self.fd = fs.open(path, os.O_RDWR)
+            try:
+                self._mapping = fs.map(self.fd, length, writable=True)
+            except BaseException:
+                self.close()
+                raise
 
     @property
     def name(self) -> str:
         return os.path.basename(self.path)
 
     @property
+    def mapping(self) -> mmap.mmap:
+        """The whole file. FileNotFoundError when another process's retention took it."""
+        mapping = self._mapping
+        if mapping is None:
+            fd = self._fs.open(self.path, os.O_RDONLY)
+            try:
+                mapping = self._fs.map(fd, self._length, writable=False)
+            finally:
+                self._fs.close(fd)  # a mapping keeps its file by itself
+            self._mapping = mapping
+            self._mapped.add(self)
+        return mapping
+
+    def unmap(self) -> None:
+        """Let go of a mapping for reading; whoever is still looking through it keeps it."""
+        if not self.writable:
+            self._mapping = None
+
+    @property
     def header(self) -> IndexHeader:
-        return IndexHeader.decode(self.mapping)
+        header = self._final_header
+        if header is None:
+            header = IndexHeader.decode(self.mapping)
+            if header.next_entry >= self._entries and not self.writable:
+                self._final_header = header  # a full file does not change any more
+        return header
+
+    def retire(self) -> None:
+        """No more writing to this one: it is full, and synced."""
+        self.writable = False
+        self.close()
 
     def entries(self, count: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
         """(key hash, physical offset) of all entries, in the order they were put; `count` is the file's capacity."""
+        table = self._table(count)
+        return table["key_hash"].astype(np.int32), table["physical_offset"].astype(np.int64)
+
+    def seconds(self, count: int) -> npt.NDArray[np.int64]:
+        """timeDiff of all entries, as `entries`."""
+        return self._table(count)["seconds"].astype(np.int64)
+
+    def _table(self, count: int) -> npt.NDArray[np.void]:
         used = min(max(self.header.next_entry, 1), count)
         first = len(self.mapping) - ENTRY_BYTES * (count - 1)
-        table = np.frombuffer(self.mapping, ENTRY_DTYPE, used - 1, first)
-        return table["key_hash"].astype(np.int32), table["physical_offset"].astype(np.int64)
+        return np.frombuffer(self.mapping, ENTRY_DTYPE, used - 1, first)
 
     def sync(self) -> None:
         if self.dirty and self.fd >= 0:
@@ -83,6 +160,7 @@ class IndexFile:
                 raise
 
     def close(self) -> None:
+        self._mapping = None
         if self.fd >= 0:
             self._fs.close(self.fd)
             self.fd = -1
@@ -112,6 +190,7 @@ class Index:
         self._clock = clock
         self._writable = writable
         self._file_mode = file_mode
+        self._mapped = _Mapped()
         self._lock = threading.Lock()
         self.files: list[IndexFile] = []
         self._pending: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]] = []
@@ -121,8 +200,11 @@ class Index:
 
     # -- files ------------------------------------------------------------------------------------------------------
 
+    def _open(self, path: str, *, writable: bool) -> IndexFile:
+        return IndexFile(path, self.file_bytes, self.entries_per_file, self._fs, self._mapped, writable=writable)
+
     def load(self) -> list[Finding]:
-        """Map what is there; a file of another length is reported and left alone."""
+        """List what is there; a file of another length is reported and left alone."""
         findings = []
         known = {file.name for file in self.files}
         for name, length in self._fs.scandir_files(self._root) if os.path.isdir(self._root) else []:
@@ -133,7 +215,7 @@ class Index:
                 findings.append(Finding("bad_index", f"index/{name}", 0, length, detail))
                 continue
             path = os.path.join(self._root, name)
-            self.files.append(IndexFile(path, length, self._fs, writable=False))
+            self.files.append(self._open(path, writable=False))
         self.files.sort(key=lambda file: file.name)
         return findings
 
@@ -172,15 +254,20 @@ class Index:
             file = self.files[-1]
             if file.header.next_entry < self.entries_per_file:
                 if not file.writable:
-                    self.files[-1] = file = IndexFile(file.path, self.file_bytes, self._fs, writable=True)
+                    self.files[-1] = file = self._open(file.path, writable=True)
                 return file
+        if len(self.files) > _MAX_MAPPED and self.files[-_MAX_MAPPED].writable:
+            self.sync()  # nobody has for long, and each file that waits for it holds descriptors
         file = self._create()
         self.files.append(file)
         return file
 
     def _create(self) -> IndexFile:
         fs = self._fs
-        fs.mkdir(self._root, exist_ok=True)
+        if not self.files:
+            # Synced even when it is there: whoever made it may have been killed before it was durable.
+            fs.mkdir(self._root, exist_ok=True)
+            fs.sync_directory(os.path.dirname(self._root))
         stamp = int(datetime.fromtimestamp(self._clock.now_ms() / 1000).strftime("%Y%m%d%H%M%S%f")[:17])
         if self.files:
             stamp = max(stamp, int(self.files[-1].name) + 1)  # names sort by age even if the clock stepped back
@@ -190,6 +277,7 @@ class Index:
         fd = fs.open(temporary, os.O_RDWR | os.O_CREAT, self._file_mode)
         try:
             fs.allocate(fd, self.file_bytes)
+            fs.fdatasync(fd)  # before the rename: a power cut must not leave the name with a shorter file
         except BaseException:
             fs.close(fd)
             fs.unlink(temporary)
@@ -197,7 +285,7 @@ class Index:
         fs.close(fd)
         fs.replace(temporary, path)
         fs.sync_directory(self._root)
-        return IndexFile(path, self.file_bytes, fs, writable=True)
+        return self._open(path, writable=True)
 
     # -- entries ----------------------------------------------------------------------------------------------------
 
@@ -216,6 +304,10 @@ class Index:
             lost = len(self._pending.pop(0)[0])
             self._pending_count -= lost
             self.dropped_entries += lost
+        self.put_pending()
+
+    def put_pending(self) -> None:
+        """Put the entries that wait. Raises as `put`."""
         with self._lock:
             while self._pending:
                 hashes, physical, stamps = self._pending[0]
@@ -243,10 +335,14 @@ class Index:
         with self._lock:
             files = list(self.files)
         for file in reversed(files):
-            header = file.header
-            if header.next_entry <= 1 or header.begin_timestamp_ms > end_ms or header.end_timestamp_ms < begin_ms - 999:
+            try:
+                header, mapping = file.header, file.mapping
+            except FileNotFoundError:  # another process's retention took it
                 continue
-            found += query_entries(file.mapping, self.slots, hash_, begin_ms - 999, end_ms, limit - len(found))
+            times = (header.begin_timestamp_ms, header.end_timestamp_ms)  # the clock may have gone back meanwhile
+            if header.next_entry <= 1 or min(times) > end_ms or max(times) < begin_ms - 999:
+                continue
+            found += query_entries(mapping, self.slots, hash_, begin_ms, end_ms, limit - len(found))
             if len(found) >= limit:
                 break
         return found
@@ -259,8 +355,30 @@ class Index:
 
     def sync(self) -> None:
         """Make every entry put so far durable."""
-        for file in list(self.files):
+        files = list(self.files)
+        for file in files:
             file.sync()
+        for file in files[:-1]:
+            if file.writable and not file.dirty:
+                file.retire()
+
+    def sync_all(self) -> None:
+        """Make every file durable with its name, also those this process has not written: a killed one may have."""
+        for file in list(self.files):
+            fd = self._fs.open(file.path, os.O_RDONLY)
+            try:
+                self._fs.fdatasync(fd)
+            finally:
+                self._fs.close(fd)
+        if self.files:
+            self._fs.sync_directory(self._root)
+            self._fs.sync_directory(os.path.dirname(self._root))
+
+    def is_ahead(self, file: IndexFile) -> bool:
+        """Whether a slot leads to an entry that the header does not count: a power cut took the header's page, and the
+        chain behind that slot with it."""
+        table = np.frombuffer(file.mapping, SLOT_DTYPE, self.slots, HEADER_BYTES)
+        return bool((table >= max(1, file.header.next_entry)).any())
 
     def full_end_timestamp_ms(self) -> int:
         """End timestamp of the newest full file: what RocketMQ keeps in its checkpoint. 0 when none is full."""
@@ -297,3 +415,4 @@ class Index:
         for file in self.files:
             file.close()
         self.files = []
+        self._mapped.clear()

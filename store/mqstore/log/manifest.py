@@ -23,20 +23,34 @@ from typing import Any, cast
 
 from mqstore.clock import Clock
 from mqstore.errors import ConfigError, CorruptStoreError, NotAStoreError, UnsupportedStoreError
-from mqstore.files.filesystem import FileSystem
+from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.files.jsonfile import load_json, save_json
 from mqstore.layout.consumequeue import UNIT_BYTES
 from mqstore.layout.indexfile import slots_entries_from_length
 from mqstore.layout.record import Checksum, check_record
+from mqstore.log.indexshape import shape_of_file
 from mqstore.options import DEFAULT_DELAY_LEVELS, Profile, StoreConfig
 
-__all__ = ["GUARD", "MANIFEST", "Manifest", "resolve", "save", "segment_names", "sizes_found", "write_guard"]
+__all__ = [
+    "GUARD",
+    "MANIFEST",
+    "Manifest",
+    "contradiction_of",
+    "decode",
+    "is_guarded",
+    "resolve",
+    "save",
+    "segment_names",
+    "sizes_found",
+    "write_guard",
+]
 
 MANIFEST = "mqstore.json"
 GUARD = os.path.join("commitlog", "mqstore.profile")
 SCHEMA = 1
 
-_NOT_YET = frozenset({"lock", "tmp", "inbox", "_staging", MANIFEST + ".tmp", "serve.json", "serve.sock"})
+# `abort`: whoever was to create a store was killed before the manifest stood.
+_NOT_YET = frozenset({"lock", "abort", "tmp", "inbox", "_staging", MANIFEST + ".tmp", "serve.json", "serve.sock"})
 _CHECKSUM: dict[Profile, Checksum] = {"mqstore": "crc32c-record", "rocketmq": "crc32-body"}
 # commitlog bytes, consume-queue units, index slots, index entries, timerlog bytes
 _SIZES: dict[Profile, tuple[int, int, int, int, int]] = {
@@ -84,12 +98,9 @@ class Manifest:
     problems: tuple[str, ...] = ()
 
 
-def segment_names(directory: Path) -> list[str]:
+def segment_names(directory: Path, fs: FileSystem = REAL) -> list[str]:
     """Names of 20 digits in `directory`, sorted; [] when it is absent."""
-    try:
-        return sorted(n for n in os.listdir(directory) if len(n) == 20 and n.isascii() and n.isdigit())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+    return [n for n in _listdir(directory, fs) if len(n) == 20 and n.isascii() and n.isdigit()]
 
 
 def _sizes_of_new(profile: Profile, config: StoreConfig) -> tuple[int, int, int, int, int]:
@@ -103,10 +114,12 @@ def _sizes_of_new(profile: Profile, config: StoreConfig) -> tuple[int, int, int,
     )
 
 
-def _sizes_of_files(root: Path, profile: Profile, config: StoreConfig) -> tuple[int, int, int, int, int]:
+def _sizes_of_files(
+    root: Path, profile: Profile, config: StoreConfig, fs: FileSystem
+) -> tuple[int, int, int, int, int]:
     """Sizes of a store that records them nowhere: what its files say, else the option, else the profile's default."""
     segment, cq_bytes, slots, entries, timerlog = _sizes_of_new(profile, config)
-    names = segment_names(root / "commitlog")
+    names = segment_names(root / "commitlog", fs)
     starts = [int(name) for name in names]
     # Names tell the size even where a file was cut short; a lone file only has its length.
     steps = {b - a for a, b in itertools.pairwise(starts)}
@@ -116,20 +129,23 @@ def _sizes_of_files(root: Path, profile: Profile, config: StoreConfig) -> tuple[
     elif lengths and lengths[0]:
         segment = lengths[0]
     queue_lengths: dict[int, int] = {}
-    for directory, _, files in os.walk(root / "consumequeue"):
-        for name in files:
-            if len(name) == 20 and name.isdigit():
-                length = os.stat(os.path.join(directory, name)).st_size
-                queue_lengths[length] = queue_lengths.get(length, 0) + 1
+    for topic in _folders(root / "consumequeue", fs):
+        for queue in _folders(root / "consumequeue" / topic, fs):
+            for name, length in fs.scandir_files(root / "consumequeue" / topic / queue):
+                if len(name) == 20 and name.isdigit():
+                    queue_lengths[length] = queue_lengths.get(length, 0) + 1
         if sum(queue_lengths.values()) > 64:
             break
     if queue_lengths:
         common = max(queue_lengths, key=lambda length: (queue_lengths[length], length))
         if common >= UNIT_BYTES and common % UNIT_BYTES == 0:
             cq_bytes = common
-    index_names = sorted(n for n in _listdir(root / "index") if n.isdigit())
+    index_names = [n for n in _listdir(root / "index", fs) if n.isdigit()]
     if index_names and config.index_slots is None:
-        guess = slots_entries_from_length(os.stat(root / "index" / index_names[0]).st_size)
+        # What stands in a file decides; only empty or damaged ones leave it to the ratio of the broker's defaults.
+        shapes = (shape_of_file(root / "index" / name, fs) for name in index_names[:8])
+        guess = next((shape for shape in shapes if shape is not None), None)
+        guess = guess or slots_entries_from_length(os.stat(root / "index" / index_names[0]).st_size)
         if guess is not None:
             slots, entries = guess
     elif index_names and config.index_entries is None and config.index_slots is not None:
@@ -138,10 +154,10 @@ def _sizes_of_files(root: Path, profile: Profile, config: StoreConfig) -> tuple[
     return segment, cq_bytes, slots, entries, timerlog
 
 
-def sizes_found(root: Path, profile: Profile, config: StoreConfig | None = None) -> Manifest:
+def sizes_found(root: Path, profile: Profile, config: StoreConfig | None = None, fs: FileSystem = REAL) -> Manifest:
     """The manifest of a directory that has none, by what its files say (1.2)."""
     config = config or StoreConfig()
-    segment, cq_bytes, slots, entries, timerlog = _sizes_of_files(root, profile, config)
+    segment, cq_bytes, slots, entries, timerlog = _sizes_of_files(root, profile, config, fs)
     return Manifest(
         profile=profile,
         checksum=_CHECKSUM[profile],
@@ -159,25 +175,31 @@ def sizes_found(root: Path, profile: Profile, config: StoreConfig | None = None)
     )
 
 
-def _listdir(path: Path) -> list[str]:
-    try:
-        return os.listdir(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+def _listdir(path: Path, fs: FileSystem) -> list[str]:
+    return fs.scandir(path) if path.is_dir() else []
 
 
-def _first_record_is_ours(root: Path) -> bool:
+def _files(path: Path, fs: FileSystem) -> list[tuple[str, int]]:
+    return fs.scandir_files(path) if path.is_dir() else []
+
+
+def _folders(path: Path, fs: FileSystem) -> list[str]:
+    return fs.scandir_directories(path) if path.is_dir() else []
+
+
+def _first_record_is_ours(root: Path, fs: FileSystem) -> bool:
     """True when the first record fails the Java checksum and passes ours: the manifest was lost."""
-    names = segment_names(root / "commitlog")
+    names = segment_names(root / "commitlog", fs)
     if not names:
         return False
-    path = root / "commitlog" / names[0]
-    with open(path, "rb") as file:
-        head = file.read(4)
-        size = int.from_bytes(head, "big", signed=True)
-        if not 0 < size <= os.stat(path).st_size:
+    fd = fs.open(root / "commitlog" / names[0], os.O_RDONLY)
+    try:
+        size = int.from_bytes(fs.pread(fd, 4, 0), "big", signed=True)
+        if not 0 < size <= fs.size(fd):
             return False
-        record = head + file.read(size - 4)
+        record = fs.pread(fd, size, 0)
+    finally:
+        fs.close(fd)
     start = int(names[0])
     return (
         check_record(record, 0, size, start, "crc32-body").status == "bad"
@@ -185,7 +207,9 @@ def _first_record_is_ours(root: Path) -> bool:
     )
 
 
-def _decode(value: Any, path: Path, problems: list[str]) -> Manifest:
+def decode(value: Any, path: Path, problems: list[str]) -> Manifest:
+    """The manifest that the JSON `value` of the file `path` is; CorruptStoreError, UnsupportedStoreError."""
+
     def bad(detail: str) -> CorruptStoreError:
         return CorruptStoreError(
             f"{path} is no manifest: {detail}", str(path), repair=f"mqstore recover {path.parent} --rebuild config"
@@ -207,6 +231,8 @@ def _decode(value: Any, path: Path, problems: list[str]) -> Manifest:
     profile = value["profile"]
     if profile not in _CHECKSUM or value["checksum"] != _CHECKSUM[cast(Profile, profile)]:
         raise bad(f"profile {profile!r} with checksum {value['checksum']!r}")
+    if value["group_hash"] not in ("jump", "siphash24"):
+        raise bad(f"group_hash {value['group_hash']!r}")
     sizes = [
         value["commitlog_segment_bytes"],
         value["consumequeue_segment_bytes"],
@@ -235,6 +261,30 @@ def _decode(value: Any, path: Path, problems: list[str]) -> Manifest:
     )
 
 
+def contradiction_of(manifest: Manifest, root: Path, fs: FileSystem) -> str:
+    """How the sizes in a manifest differ from those of all files; "" when they may be right. Opened with wrong sizes,
+    a sound store would look cut short, and be cut."""
+    lengths = [length for name, length in _files(root / "commitlog", fs) if len(name) == 20 and name.isdigit()]
+    if _differ(lengths, manifest.commitlog_segment_bytes):
+        return f"commitlog_segment_bytes is {manifest.commitlog_segment_bytes}, but no segment has that length"
+    lengths = []
+    for topic in _folders(root / "consumequeue", fs)[:8]:
+        for queue in _folders(root / "consumequeue" / topic, fs)[:8]:
+            found = _files(root / "consumequeue" / topic / queue, fs)[:8]
+            lengths += [length for name, length in found if len(name) == 20 and name.isdigit()]
+    if _differ(lengths, manifest.consumequeue_segment_bytes):
+        return f"consumequeue_segment_bytes is {manifest.consumequeue_segment_bytes}, but no queue file has that length"
+    return ""
+
+
+def _differ(lengths: list[int], wanted: int) -> bool:
+    """A single short file, or several of different lengths, is damage of theirs and no contradiction."""
+    some = [length for length in lengths if length]
+    if not some or wanted in some:
+        return False
+    return max(some) > wanted or (len(some) > 1 and len(set(some)) == 1)
+
+
 def resolve(
     root: Path,
     *,
@@ -251,18 +301,25 @@ def resolve(
     """
     if root.exists() and not root.is_dir():
         raise NotAStoreError(f"{root} is a file; a store is a directory")
-    names = set(_listdir(root))
+    names = set(_listdir(root, fs))
     if MANIFEST in names or MANIFEST + ".bak" in names:
         value, problems = load_json(root / MANIFEST, writer=False, fs=fs, root=root)
-        found = _decode(value, root / MANIFEST, problems)
+        found = decode(value, root / MANIFEST, problems)
+        contradiction = contradiction_of(found, root, fs)
+        if contradiction:
+            raise CorruptStoreError(
+                f"{root / MANIFEST}: {contradiction}",
+                str(root / MANIFEST),
+                repair=f"mqstore recover {root} --rebuild config",
+            )
     elif "commitlog" in names:
-        if (root / GUARD).exists() or _first_record_is_ours(root):
+        if (root / GUARD).exists() or _first_record_is_ours(root, fs):
             raise CorruptStoreError(
                 f"{root} is a store of profile mqstore whose manifest {MANIFEST} is gone",
                 str(root / MANIFEST),
                 repair=f"mqstore recover {root} --rebuild config",
             )
-        found = sizes_found(root, "rocketmq", config)
+        found = sizes_found(root, "rocketmq", config, fs)
     elif names - _NOT_YET:
         some = ", ".join(sorted(names - _NOT_YET)[:5])
         raise NotAStoreError(f"{root} is no store: it holds {some} but neither {MANIFEST} nor commitlog/")
@@ -341,10 +398,19 @@ def save(manifest: Manifest, root: Path, fs: FileSystem) -> None:
     save_json(root / MANIFEST, json.loads(json.dumps(value)), fs)
 
 
+_GUARD_TEXT = b"written by mqstore; see mqstore.json\n"
+
+
+def is_guarded(root: Path) -> bool:
+    """Whether the guard stands. An empty one does not count: a Java broker would remove it and go on."""
+    path = root / GUARD
+    return path.is_file() and path.stat().st_size == len(_GUARD_TEXT)
+
+
 def write_guard(root: Path, fs: FileSystem) -> None:
     """Keep a Java broker out: a file of another length makes its load fail before it changes anything (1.1)."""
     path = root / GUARD
-    data = b"written by mqstore; see mqstore.json\n"
+    data = _GUARD_TEXT
     fd = fs.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fs.pwrite(fd, data, 0)

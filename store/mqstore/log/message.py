@@ -28,16 +28,16 @@ from mqstore.layout.properties import (
     UNIQ_KEY,
     decode_properties,
 )
+from mqstore.layout.record import BODY_AT_V4, COMPRESSED
 from mqstore.log.commitlog import QueueRef
+from mqstore.log.stretch import Stretch
 
 __all__ = ["Message", "row_of"]
 
 _I4 = Struct(">i").unpack_from
 _I8 = Struct(">q").unpack_from
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-_BODY = 88
-"""Where the body starts when both hosts are IPv4."""
-_NOT_PLAIN = 0x31  # compressed, or a host of another length
+_BODY = BODY_AT_V4
 _MAGIC_V2_LOW_BYTE = 0xAB
 
 
@@ -52,19 +52,36 @@ class Message:
     Bytes come as `body` (inflated when they were stored compressed); `body_view` gives the stored bytes uncopied.
     """
 
-    __slots__ = ("_buffer", "_start", "offset", "queue", "size", "tags_code")
+    # Four slots, since readers make thousands at once: what messages found together share stays in their stretch.
+    __slots__ = ("_body_end", "_start", "_stretch", "offset")
 
-    def __init__(
-        self, buffer: mmap.mmap | bytes, start: int, size: int, queue: QueueRef, offset: int, tags_code: int
-    ) -> None:
-        self._buffer = buffer
+    def __init__(self, stretch: Stretch, start: int, offset: int, body_end: int = -1) -> None:
+        """`start`: of the record in the stretch's buffer. `body_end`: where a body that needs nothing but a slice ends;
+        -1: to be found out."""
+        self._stretch = stretch
         self._start = start
-        self.size = size
-        self.queue = queue
         self.offset = offset
-        self.tags_code = tags_code
+        self._body_end = body_end
 
     # -- where it is ------------------------------------------------------------------------------------------------
+
+    @property
+    def _buffer(self) -> mmap.mmap | bytes:
+        return self._stretch.buffer
+
+    @property
+    def queue(self) -> QueueRef:
+        return self._stretch.queue
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole record."""
+        return int(_I4(self._buffer, self._start)[0])
+
+    @property
+    def tags_code(self) -> int:
+        """Of the consume-queue unit: hash of the tag, or the time of delivery (store-format 4.2)."""
+        return self._stretch.tags_code(self.offset)
 
     @property
     def topic(self) -> str:
@@ -153,14 +170,13 @@ class Message:
     @property
     def body(self) -> bytes:
         """The body as it was sent. Raises FormatError when a compressed one does not inflate."""
+        end = self._body_end
+        if end >= 0:
+            return self._stretch.buffer[self._start + _BODY : end]
         buffer = self._buffer
-        start = self._start
-        if not buffer[start + 39] & _NOT_PLAIN:
-            start += _BODY
-            return buffer[start : start + _I4(buffer, start - 4)[0]]
         start = self._body_start()
         stored = buffer[start : start + _I4(buffer, start - 4)[0]]
-        return inflate(self.sys_flag, stored)
+        return inflate(self.sys_flag, stored) if self.sys_flag & COMPRESSED else stored
 
     @property
     def body_view(self) -> memoryview:

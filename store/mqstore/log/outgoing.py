@@ -9,12 +9,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from mqstore.errors import InvalidMessageError
-from mqstore.layout.properties import KEYS, TAGS, UNIQ_KEY, encode_properties, is_reserved
+from mqstore.layout.properties import CRC32, KEYS, TAGS, UNIQ_KEY, encode_properties, is_reserved
 
 __all__ = ["Body", "OutgoingMessage", "check_integer", "flat_body", "tail_of", "tail_of_bytes", "user_properties"]
 
 Body = bytes | bytearray | memoryview
 
+_CRC_PIECE = CRC32.encode() + b"\1"
 _CONTROL = frozenset(map(chr, (*range(32), *range(0x7F, 0xA0))))
 
 
@@ -56,7 +57,10 @@ def _text(value: object, field: str, forbidden: str, rule: str) -> str:
 
 
 def user_properties(
-    tag: str | None, keys: str | Iterable[str] | None, properties: Mapping[str, str] | None, unique_key: str | None
+    tag: str | None = None,
+    keys: str | Iterable[str] | None = None,
+    properties: Mapping[str, str] | None = None,
+    unique_key: str | None = None,
 ) -> dict[str, str]:
     """What `put` was given, as stored properties. InvalidMessageError names the argument that breaks a rule."""
     stored: dict[str, str] = {}
@@ -85,5 +89,10 @@ def tail_of(plain_tail: bytes, properties: Mapping[str, str]) -> bytes:
 
 
 def tail_of_bytes(plain_tail: bytes, properties: bytes) -> bytes:
-    """As `tail_of`, of properties that are encoded already."""
+    """As `tail_of`, of properties that are encoded already.
+
+    A `__CRC32#` that came in belongs to another record: kept, it would make this one fail its check (store-format 2.5).
+    """
+    if _CRC_PIECE in properties:
+        properties = b"\2".join(piece for piece in properties.split(b"\2") if not piece.startswith(_CRC_PIECE))
     return b"".join((plain_tail[:-2], len(properties).to_bytes(2, "big"), properties))

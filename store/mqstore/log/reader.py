@@ -13,10 +13,11 @@ import logging
 import mmap
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from heapq import merge
+from itertools import repeat
 from pathlib import Path
 from typing import Literal
 
@@ -34,8 +35,9 @@ from mqstore.errors import (
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.segments import Segment, SegmentRun
 from mqstore.layout.consumequeue import is_void
+from mqstore.layout.dispatch import rows_of
 from mqstore.layout.messageid import decode_message_id
-from mqstore.layout.record import Checksum, check_record, decode_record
+from mqstore.layout.record import MIN_RECORD_BYTES, Checksum, check_record, decode_record
 from mqstore.layout.scan import Headers, gather, verify
 from mqstore.log.columns import Columns, columns_of
 from mqstore.log.commitlog import QueueRef
@@ -44,6 +46,7 @@ from mqstore.log.index import Index
 from mqstore.log.manifest import Manifest
 from mqstore.log.message import Message
 from mqstore.log.names import is_path_safe
+from mqstore.log.stretch import Stretch, single
 from mqstore.log.tagfilter import TagFilter, parse_tags
 
 __all__ = ["Bound", "GetResult", "StoreReader"]
@@ -56,6 +59,9 @@ _FEW = 8
 _SCAN_UNITS = 800
 """Units looked at for one filtered read (store-format 10.1)."""
 _FOLLOW_MIN_S, _FOLLOW_MAX_S = 0.001, 0.1
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_BLOCK_UNITS = 4096
+_LOOK_AHEAD_UNITS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,23 +85,52 @@ class GetResult:
 
 
 class _Verified:
-    """Which records of the segments read lately have been verified: once per record and process is enough.
+    """Which units read lately lead to a record that verifies as theirs: once per record and process is enough.
 
-    Records are at least 91 bytes apart, so the 64-byte cell that a record starts in is its own.
+    Kept by slot of a queue, with what its unit said, and not by place in the log: a unit that is damaged, now or later,
+    may point at a sound record of another queue.
     """
 
-    def __init__(self, segment_bytes: int, segments: int = 64) -> None:
-        self._cells = (segment_bytes >> 6) + 1
-        self._limit = segments
-        self._by_start: OrderedDict[int, npt.NDArray[np.bool_]] = OrderedDict()
+    def __init__(self, blocks: int = 512) -> None:
+        self._limit = blocks
+        self._blocks: OrderedDict[tuple[ConsumeQueue, int], npt.NDArray[np.int64]] = OrderedDict()
 
-    def of(self, segment: Segment) -> npt.NDArray[np.bool_]:
-        cells = self._by_start.get(segment.start)
-        if cells is None:
-            cells = self._by_start[segment.start] = np.zeros(self._cells, np.bool_)
-            while len(self._by_start) > self._limit:
-                self._by_start.popitem(last=False)
-        return cells
+    def _parts(
+        self, queue: ConsumeQueue, slots: npt.NDArray[np.int64]
+    ) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], slice]]:
+        """(a block, where in it some of `slots` are, which of `slots` those are), for `slots` that ascend."""
+        first, last = int(slots[0]) // _BLOCK_UNITS, int(slots[-1]) // _BLOCK_UNITS
+        for number in range(first, last + 1):
+            block = self._blocks.get((queue, number))
+            if block is None:
+                block = self._blocks[queue, number] = np.zeros(_BLOCK_UNITS, np.int64)
+                while len(self._blocks) > self._limit:
+                    self._blocks.popitem(last=False)
+            start = number * _BLOCK_UNITS
+            if first == last:
+                yield block, slots - start, slice(None)
+            else:
+                low, high = np.searchsorted(slots, (start, start + _BLOCK_UNITS))
+                yield block, slots[low:high] - start, slice(int(low), int(high))
+
+    def all_in(self, queue: ConsumeQueue, slots: npt.NDArray[np.int64], said: npt.NDArray[np.int64]) -> bool:
+        return all(bool((block[at] == said[which]).all()) for block, at, which in self._parts(queue, slots))
+
+    def add(self, queue: ConsumeQueue, slots: npt.NDArray[np.int64], said: npt.NDArray[np.int64]) -> None:
+        if len(slots):
+            for block, at, which in self._parts(queue, slots):
+                block[at] = said[which]
+
+
+def to_ms(when: datetime) -> int:
+    """Milliseconds since the epoch of an aware datetime; InvalidMessageError for one that knows no zone.
+
+    >>> to_ms(datetime(2023, 11, 14, 22, 13, 20, 123_000, UTC))
+    1700000000123
+    """
+    if when.tzinfo is None:
+        raise InvalidMessageError(f"{when!r} has no time zone; datetime.now(timezone.utc), for one, has", "when")
+    return (when - _EPOCH) // timedelta(milliseconds=1)
 
 
 class StoreReader:
@@ -112,13 +147,13 @@ class StoreReader:
     _clock: Clock
     _checksum: Checksum
     _verify_reads: bool
+    _delay_table_ms: tuple[int, ...]
 
     def _init_reader(self) -> None:
-        self._verified = _Verified(self._run.segment_bytes)
+        self._verified = _Verified()
         self._gets = 0
         self._get_bytes = 0
         self._bad: set[int] = set()
-        self._refs: dict[ConsumeQueue, QueueRef] = {}
 
     # -- for the two kinds of owner ---------------------------------------------------------------------------------
 
@@ -170,11 +205,11 @@ class StoreReader:
         if self._closed:
             self._check_open()
         queue = self._queues.get(topic, queue_id)
-        if queue is None:
+        if queue is None or not queue.next_offset:  # a refused put may have left a queue without a message
             if is_path_safe(topic):
                 self._catch_up(None)
                 queue = self._queues.get(topic, queue_id)
-            if queue is None:
+            if queue is None or not queue.next_offset:
                 raise TopicNotFoundError(f"{self.path} has no queue {queue_id} of topic {topic!r}")
         elif offset is None or offset >= queue.max_offset:
             self._catch_up(queue)
@@ -211,10 +246,9 @@ class StoreReader:
                 result.min_offset,
                 result.max_offset,
             )
-        while (
-            result.status in ("NO_MATCHED_MESSAGE", "MESSAGE_WAS_REMOVING") and result.next_offset < result.max_offset
-        ):
-            result = self.get(topic, queue_id, result.next_offset, max_messages, max_bytes=max_bytes, tags=tags)
+        while offset < result.next_offset < result.max_offset and not result.messages:
+            offset = result.next_offset
+            result = self.get(topic, queue_id, offset, max_messages, max_bytes=max_bytes, tags=tags)
         return result.messages
 
     def get(
@@ -228,9 +262,10 @@ class StoreReader:
         tags: str | None = "*",
     ) -> GetResult:
         """As `read`, with a status in place of errors, and where to go on (store-format 10.1)."""
-        queue = self._queue(topic, queue_id, offset)
+        # Who could be given more than is known looks for news first: a thread sees what it has put.
+        queue = self._queue(topic, queue_id, offset + max(max_messages, 1) - 1)
         low, high = queue.min_offset, queue.max_offset
-        if high == low and offset == high == 0:
+        if high == 0:
             return GetResult("NO_MESSAGE_IN_QUEUE", [], 0, low, high)
         if offset < low:
             return GetResult("OFFSET_TOO_SMALL", [], low, low, high)
@@ -243,7 +278,6 @@ class StoreReader:
         messages: list[Message] = []
         position = offset
         budget = max_bytes
-        seen = False
         limit = min(high, offset + max(_SCAN_UNITS, max_messages)) if tag_filter is not None else high
         while position < limit and len(messages) < max_messages:
             count = min(limit - position, max(1, max_messages - len(messages)))
@@ -252,25 +286,19 @@ class StoreReader:
             found, position, stop = self._views(
                 queue, position, count, tag_filter, max_messages - len(messages), budget, not messages
             )
-            seen = seen or bool(found)
             messages += found
             if stop:
                 break
             if budget is not None:
                 budget -= sum(message.size for message in found)
+        if offset < queue.min_offset and not (messages and messages[0].offset == offset):  # retention came in between
+            low, high = queue.min_offset, queue.max_offset
+            return GetResult("OFFSET_TOO_SMALL", [], low, low, high)
         if messages:
             self._gets += len(messages)
-            self._get_bytes += sum([message.size for message in messages])
             return GetResult("FOUND", messages, position, low, high)
-        return GetResult(
-            "NO_MATCHED_MESSAGE" if tag_filter is not None else "MESSAGE_WAS_REMOVING", [], position, low, high
-        )
-
-    def _ref(self, queue: ConsumeQueue) -> QueueRef:
-        ref = self._refs.get(queue)
-        if ref is None:
-            ref = self._refs[queue] = QueueRef(queue.topic, queue.queue_id)
-        return ref
+        filtered = tag_filter is not None or position == offset
+        return GetResult("NO_MATCHED_MESSAGE" if filtered else "MESSAGE_WAS_REMOVING", [], position, low, high)
 
     def _views(
         self,
@@ -283,16 +311,12 @@ class StoreReader:
         first_is_free: bool,
     ) -> tuple[list[Message], int, bool]:
         """(messages among units [offset, offset + count), offset behind the last unit consumed, whether to stop)."""
-        located, slots, after, stop = self._locate(
-            queue, offset, count, tag_filter, max_messages, max_bytes, first_is_free
-        )
-        ref = self._ref(queue)
+        stretches, after, stop = self._locate(queue, offset, count, tag_filter, max_messages, max_bytes, first_is_free)
         messages: list[Message] = []
-        for buffer, starts, sizes, tags, at in located:
-            messages += [
-                Message(buffer, start, size, ref, slot, tag)
-                for start, size, tag, slot in zip(starts, sizes, tags, slots[at : at + len(starts)], strict=True)
-            ]
+        for stretch in stretches:
+            starts, slots = stretch.starts.tolist(), stretch.slots.tolist()
+            messages += map(Message, repeat(stretch), starts, slots, stretch.body_ends())
+            self._get_bytes += int(stretch.sizes.sum())
         if tag_filter is not None:
             messages = [message for message in messages if tag_filter.message(message.tag)]
         return messages, after, stop
@@ -306,12 +330,9 @@ class StoreReader:
         max_messages: int,
         max_bytes: int | None,
         first_is_free: bool,
-    ) -> tuple[list[tuple[mmap.mmap, list[int], list[int], list[int], int]], list[int], int, bool]:
-        """Where the records of units [offset, offset + count) lie, checked.
-
-        Returns stretches (buffer, starts, sizes, tags codes, index of the first in slots), the slot of each, the offset
-        behind the last unit consumed, and whether a limit ended it.
-        """
+    ) -> tuple[list[Stretch], int, bool]:
+        """Where the records of units [offset, offset + count) lie, checked; the offset behind the last unit consumed;
+        and whether a limit ended it."""
         units = queue.units(offset, count)
         physical = units["physical_offset"].astype(np.int64)
         sizes = units["size"].astype(np.int64)
@@ -325,6 +346,9 @@ class StoreReader:
         chosen: npt.NDArray[np.intp] | None = None
         if not live.all():
             chosen = np.flatnonzero(live)
+            if (sizes <= 0).any():  # retention may have taken the file they were in
+                self._find_news()
+                queue.correct_min(self._first_kept())
         if chosen is None and count > max_messages:
             chosen = np.arange(max_messages)
             after, stop = offset + max_messages, True
@@ -344,32 +368,55 @@ class StoreReader:
             slots = chosen + offset
         else:
             slots = np.arange(offset, offset + count)
-        located: list[tuple[mmap.mmap, list[int], list[int], list[int], int]] = []
-        all_slots: list[int] = []
+        stretches: list[Stretch] = []
         bounds = np.flatnonzero(np.diff(physical // self._run.segment_bytes)) + 1
         for low, high in zip([0, *bounds.tolist()], [*bounds.tolist(), len(physical)], strict=True):
             if low == high:
                 continue
-            buffer, good = self._check(queue, physical[low:high], sizes[low:high], slots[low:high])
-            if buffer is None or not good.all():
-                self._note_bad(queue, physical[low:high][~good])
-                if not self._passes_over_bad:
-                    # Another process's writer may be at work there: what does not verify yet ends the read.
-                    whole = int(np.argmin(good))
-                    later_is_good = bool(good[whole:].any()) or high < len(physical)
-                    if not later_is_good:
+            here = slice(low, high)
+            buffer, good, headers = self._check(queue, physical[here], sizes[here], slots[here])
+            if buffer is None and physical[low] < self._first_kept():
+                queue.correct_min(self._first_kept())  # retention took it meanwhile
+                continue
+            if not good.all():
+                bad = ~good
+                if not self._passes_over_bad and high == len(physical) and bad[-1]:
+                    # Another process's writer may be at work there: what does not verify yet ends the read, unless
+                    # something behind it does. Then it is damage.
+                    whole = int(np.flatnonzero(good)[-1]) + 1 if good.any() else 0
+                    if not self._verifies_behind(queue, int(slots[-1]) + 1):
                         after, stop = int(slots[low + whole]), True
+                        bad[whole:] = False
+                self._note_bad(queue, physical[low:high][bad])
             if buffer is None:
                 continue
-            keep = slice(None) if good.all() else good
-            starts = (physical[low:high] - physical[low] // self._run.segment_bytes * self._run.segment_bytes)[keep]
-            located.append(
-                (buffer, starts.tolist(), sizes[low:high][keep].tolist(), tags[low:high][keep].tolist(), len(all_slots))
-            )
-            all_slots += slots[low:high][keep].tolist()
-        return located, all_slots, after, stop
+            starts = physical[here] - physical[low] // self._run.segment_bytes * self._run.segment_bytes
+            stretch = Stretch(queue.ref, buffer, starts, sizes[here], tags[here], slots[here], headers)
+            stretches.append(stretch if good.all() else stretch.only(good))
+        return stretches, after, stop
 
     _passes_over_bad = True
+
+    def _first_kept(self) -> int:
+        """Where the log begins, as far as this process knows."""
+        starts = self._run.starts
+        return starts[0] if starts else 0
+
+    def _verifies_behind(self, queue: ConsumeQueue, slot: int) -> bool:
+        """Whether any unit at or behind `slot` leads to a record that verifies."""
+        while slot < queue.max_offset:
+            count = min(queue.max_offset - slot, _LOOK_AHEAD_UNITS)
+            units = queue.units(slot, count)
+            live = np.flatnonzero((units["size"] > 0) & (units["physical_offset"] >= 0) & ~is_void(units))
+            physical = units["physical_offset"][live].astype(np.int64)
+            sizes = units["size"][live].astype(np.int64)
+            segments = physical // self._run.segment_bytes
+            for segment in np.unique(segments):
+                here = segments == segment
+                if self._check(queue, physical[here], sizes[here], live[here] + slot)[1].any():
+                    return True
+            slot += count
+        return False
 
     def _note_bad(self, queue: ConsumeQueue, physical: npt.NDArray[np.int64]) -> None:
         for position in physical.tolist():
@@ -393,7 +440,8 @@ class StoreReader:
             return None
         try:
             return segment, self._run.mapping(segment)
-        except FileNotFoundError:
+        except FileNotFoundError:  # another process's retention took it
+            self._find_news()
             return None
 
     def _find_news(self) -> None:
@@ -405,20 +453,26 @@ class StoreReader:
         physical: npt.NDArray[np.int64],
         sizes: npt.NDArray[np.int64],
         slots: npt.NDArray[np.int64],
-    ) -> tuple[mmap.mmap | None, npt.NDArray[np.bool_]]:
-        """The mapping that holds these units' records, and which of them verify as what the units say (8.5, 9.2)."""
+    ) -> tuple[mmap.mmap | None, npt.NDArray[np.bool_], Headers | None]:
+        """The mapping that holds these units' records, which of them verify as what the units say (8.5, 9.2), and their
+        headers if they were looked at and all are good."""
         there = self._segment_at(int(physical[0]))
         if there is None:
-            return None, np.zeros(len(physical), np.bool_)
+            return None, np.zeros(len(physical), np.bool_), None
         segment, buffer = there
-        base = segment.start
-        starts = physical - base
+        starts = physical - segment.start
         good = starts + sizes <= len(buffer)
+        headers: Headers | None = None
+        said = physical + 1 ^ sizes << 40  # never 0, which stands for "not looked at"
+        if self._passes_over_bad and self._verified.all_in(queue, slots, said):
+            return buffer, good, None
         if not self._verify_reads:
-            return buffer, good
-        cells = self._verified.of(segment) if self._passes_over_bad else None
-        if cells is not None and bool(cells[starts >> 6].all()):
-            return buffer, good
+            # Without checksums lengths are still followed, so that garbage cannot lead out of the record.
+            rows = np.flatnonzero(good & (starts + MIN_RECORD_BYTES <= len(buffer)))
+            headers = gather(buffer, starts[rows])
+            good[:] = False
+            good[rows] = headers.ok
+            return buffer, good, headers if good.all() else None
         if len(starts) <= _FEW:
             for i in range(len(starts)):
                 if good[i]:
@@ -426,7 +480,7 @@ class StoreReader:
                         queue, buffer, int(starts[i]), int(physical[i]), int(sizes[i]), int(slots[i])
                     )
         else:
-            rows = np.flatnonzero(good & (starts + 91 <= len(buffer)))
+            rows = np.flatnonzero(good & (starts + MIN_RECORD_BYTES <= len(buffer)))
             good[:] = False
             headers = gather(buffer, starts[rows])
             fine = headers.ok & (headers.size == sizes[rows]) & (headers.physical_offset == physical[rows])
@@ -437,9 +491,9 @@ class StoreReader:
                     headers = gather(buffer, starts[rows])
                 fine = verify(buffer, headers, self._checksum) & _topic_is(buffer, headers, queue.topic)
                 good[rows[fine]] = True
-        if cells is not None:
-            cells[starts[good] >> 6] = True
-        return buffer, good
+        if self._passes_over_bad:
+            self._verified.add(queue, slots[good], said[good])
+        return buffer, good, headers if good.all() else None
 
     def _check_one(
         self, queue: ConsumeQueue, buffer: mmap.mmap, start: int, physical: int, size: int, slot: int
@@ -472,13 +526,16 @@ class StoreReader:
             )
         count = min(high - offset, max_messages)
         if count <= 0:
-            return columns_of(queue.topic, queue.queue_id, [], np.zeros(0, np.int64), offset, columns)
-        located, slots, after, _ = self._locate(queue, offset, count, None, count, None, True)
-        stretches = [
-            (buffer, np.array(starts, np.int64), np.array(tags, np.int64)) for buffer, starts, _, tags, _ in located
-        ]
-        self._gets += len(slots)
-        return columns_of(queue.topic, queue.queue_id, stretches, np.array(slots, np.int64), after, columns)
+            return columns_of(queue.topic, queue.queue_id, [], offset, columns)
+        stretches, after, _ = self._locate(queue, offset, count, None, count, None, True)
+        if offset < queue.min_offset and not (stretches and stretches[0].slots[0] == offset):  # as in `get`
+            low, high = queue.min_offset, queue.max_offset
+            raise OffsetOutOfRangeError(
+                f"offset {offset} of {topic}/{queue_id} is not between {low} and {high}", low, high
+            )
+        self._gets += sum(len(stretch) for stretch in stretches)
+        self._get_bytes += sum(int(stretch.sizes.sum()) for stretch in stretches)
+        return columns_of(queue.topic, queue.queue_id, stretches, after, columns)
 
     # -- single messages --------------------------------------------------------------------------------------------
 
@@ -494,7 +551,10 @@ class StoreReader:
         if check.status != "ok":
             raise LookupError(f"{self.path} holds no message at physical offset {physical_offset}: {check.detail}")
         record = decode_record(buffer, at)
-        return Message(buffer, at, check.size, QueueRef(record.topic, record.queue_id), record.queue_offset, 0)
+        rows = rows_of(buffer, gather(buffer, [at]), segment.start, self._delay_table_ms)
+        code = int(rows.tags_code[0]) if len(rows) else 0
+        queue = QueueRef(record.topic, record.queue_id)
+        return Message(single(queue, buffer, at, check.size, record.queue_offset, code), at, record.queue_offset)
 
     def get_by_id(self, message_id: str) -> Message:
         """The message with this offset message id. LookupError: gone, or not the start of a record;
@@ -552,7 +612,7 @@ class StoreReader:
         `"lower"`: the first message stored at or after it, the end if there is none. `"upper"`: the last message stored
         at or before it, the first if there is none.
         """
-        stamp = int(when.timestamp() * 1000) if isinstance(when, datetime) else when
+        stamp = to_ms(when) if isinstance(when, datetime) else when
         queue = self._queue(topic, queue_id)
         low, high = queue.min_offset, queue.max_offset
         first, end = low, high
@@ -575,7 +635,9 @@ class StoreReader:
                 segment, buffer = there
                 start = physical - segment.start
                 if start + size <= len(buffer) and size >= 91:
-                    return slot, Message(buffer, start, size, self._ref(queue), slot, 0).store_timestamp_ms
+                    return slot, Message(
+                        single(queue.ref, buffer, start, size, slot, 0), start, slot
+                    ).store_timestamp_ms
             slot += 1
         return end, None
 
@@ -603,29 +665,35 @@ class StoreReader:
             raise InvalidMessageError("start and stop as offsets belong to one queue: give queue_id=", "start")
         positions = {ref: self._start_of(self._queue(*ref), start) for ref in self.queues(topic)}
         while True:
-            rounds = [
-                self._iter_queue(self._queue(*ref), positions[ref], self._queue(*ref).max_offset, False, tags)
-                for ref in positions
-            ]
-            for message in merge(*rounds, key=lambda m: (m.store_timestamp_ms, m.physical_offset)):
-                positions[message.queue] = message.offset + 1
-                yield message
+            begun = dict(positions)
+            rounds = [self._round(ref, positions, tags) for ref in positions]
+            yield from merge(*rounds, key=lambda m: (m.store_timestamp_ms, m.physical_offset))
             if not follow:
                 return
-            behind = [ref for ref, at in positions.items() if self._queue(*ref).max_offset > at]
-            if not behind:
-                self._wait_for_any([self._queue(*ref) for ref in positions], list(positions.values()))
+            if positions == begun:
+                self._wait_for_news(topic, positions)
             for ref in self.queues(topic):
                 positions.setdefault(ref, 0)
 
-    def _wait_for_any(self, queues: list[ConsumeQueue], offsets: list[int]) -> None:
+    def _round(self, ref: QueueRef, positions: dict[QueueRef, int], tags: str | None) -> Iterator[Message]:
+        """What `ref` holds now, from its position on, which then moves behind all that was looked at."""
+        queue = self._queue(*ref)
+        positions[ref] = yield from self._iter_queue(queue, positions[ref], queue.max_offset, False, tags)
+
+    def _wait_for_news(self, topic: str, positions: dict[QueueRef, int]) -> None:
+        """Return when a queue of `topic` has grown beyond its position, or a new one has come."""
         pause = _FOLLOW_MIN_S
-        while not any(queue.max_offset > offset for queue, offset in zip(queues, offsets, strict=True)):
+        polls = 0
+        while True:
             self._check_open()
-            time.sleep(pause)
+            time.sleep(pause)  # at least once: what is there beyond a position may not be readable yet
             pause = min(2 * pause, _FOLLOW_MAX_S)
-            for queue in queues:
-                self._catch_up(queue)
+            polls += 1
+            if any(self._queue(*ref, offset).max_offset > offset for ref, offset in positions.items()):
+                return
+            # To another process a new queue is a new folder, which is not looked for at every turn.
+            if (self.mode == "rw" or polls % 10 == 0) and any(ref not in positions for ref in self.queues(topic)):
+                return
 
     def _start_of(self, queue: ConsumeQueue, start: str | datetime | int) -> int:
         if isinstance(start, int):
@@ -638,7 +706,8 @@ class StoreReader:
 
     def _iter_queue(
         self, queue: ConsumeQueue, start: str | datetime | int, stop: int | None, follow: bool, tags: str | None
-    ) -> Iterator[Message]:
+    ) -> Generator[Message, None, int]:
+        """Messages of `queue`; the value at the end is the offset behind all that was looked at."""
         position = self._start_of(queue, start)
         size = 32
         while stop is None or position < stop:
@@ -653,17 +722,21 @@ class StoreReader:
                 )
             for message in result.messages:
                 if stop is not None and message.offset >= stop:
-                    return
+                    return stop
                 yield message
             if result.next_offset > position:
                 position = result.next_offset
                 size = min(2 * size, 1024)
             elif not follow:
-                return
+                return position
             else:
                 size = 32
                 self._check_open()
-                self._wait_for(queue, position, 60.0)
+                if queue.max_offset > position:
+                    time.sleep(_FOLLOW_MAX_S)  # its record cannot be read yet
+                else:
+                    self._wait_for(queue, position, 60.0)
+        return position
 
 
 def _topic_is(buffer: mmap.mmap, headers: Headers, topic: str) -> npt.NDArray[np.bool_]:

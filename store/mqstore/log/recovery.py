@@ -13,7 +13,12 @@ consume queues and index in line with it:
     whole records behind,  p <  F      reported, passed over      bad_record
 
 Every step may be repeated: until the end the `abort` mark stands, and a kill in between lets the next opening derive
-the same again. With `dry_run` nothing is written and the report says what would be.
+the same again. Two things would be forgotten with the process, so the checkpoint gets them before the first change: F
+of a store that ended cleanly, and from where units and entries are in doubt (`_begin`). With `dry_run` nothing is
+written and the report says what would be.
+
+What a killed process left may be in the page cache alone, and after a failed fsync it is there as if it were on disk.
+From here on it counts as durable, so whatever lies beyond the old watermarks is written again, not just synced.
 """
 
 from __future__ import annotations
@@ -22,10 +27,11 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from mqstore.clock import Clock
 from mqstore.files.filesystem import FileSystem
@@ -38,14 +44,15 @@ from mqstore.log.consumequeue import ConsumeQueue, QueueTable
 from mqstore.log.index import Index, IndexFile
 from mqstore.log.names import is_path_safe
 from mqstore.log.report import Cut, Finding, RecoveryReport
-from mqstore.log.reput import slot_runs
-from mqstore.log.scanner import Bad, End, Good, scan_log
-from mqstore.log.verify import missing_entries
+from mqstore.log.scanner import Bad, End, Good, least_plausible, scan_log, sort_out
+from mqstore.log.verify import Wanted, index_faults
 
 __all__ = ["Progress", "RecoverOptions", "recover"]
 
 _log = logging.getLogger("mqstore")
-_BEYOND = 1 << 62
+_VOIDS = 1 << 16
+"""Void units written at a time: a damaged number may ask for many."""
+_COPY_BYTES = 1 << 20
 
 Progress = Callable[[int, int], None]
 """Called now and then with (bytes done, bytes in all)."""
@@ -83,6 +90,9 @@ class Parts:
     delay_table_ms: Sequence[int]
     fs: FileSystem
     clock: Clock
+    save_checkpoint: Callable[[Checkpoint], None]
+    index_findings: Sequence[Finding] = field(default_factory=tuple)
+    """Index files of the wrong length: not among `index.files`, and in the way."""
 
 
 @dataclass(slots=True)
@@ -99,27 +109,46 @@ def recover(
     parts: Parts, problems: Sequence[LoadProblem], options: RecoverOptions, progress: Progress | None = None
 ) -> Outcome:
     """Bring the store in order, or with `dry_run` say how. Raises StoreIOError, StoreFullError; may be run again."""
-    return _Recovery(parts, problems, options, progress).run()
+    try:
+        return _Recovery(parts, problems, options, progress, whole=False).run()
+    except _WholeLogNeededError:
+        return _Recovery(parts, problems, options, progress, whole=True).run()
+
+
+class _WholeLogNeededError(Exception):
+    """A queue lacks units below the range that is read: read everything."""
 
 
 class _Recovery:
     def __init__(
-        self, parts: Parts, problems: Sequence[LoadProblem], options: RecoverOptions, progress: Progress | None
+        self,
+        parts: Parts,
+        problems: Sequence[LoadProblem],
+        options: RecoverOptions,
+        progress: Progress | None,
+        *,
+        whole: bool,
     ) -> None:
         self.parts = parts
         self.options = options
         self.progress = progress
+        self.whole = whole or options.full
         self.report = RecoveryReport(clean_shutdown=parts.clean)
         self.writing = not options.dry_run
         self.problems = problems
         self.first = parts.run.starts[0] if parts.run.starts else 0
         self.next_slot: dict[ConsumeQueue, int] = {}
         """For each queue met in the scan: the slot behind the last record seen."""
+        self.last_seen: dict[ConsumeQueue, int] = {}
+        """Where that record ends."""
         self.touched: set[ConsumeQueue] = set()
-        self.index_entries: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        self.index_entries: list[Wanted] = []
         self.salvage_segments: set[int] = set()
         self.last_record = -1
         self.last_store_timestamp_ms = 0
+        # Units of records at or beyond this were perhaps never synced. After a clean end all were.
+        dispatched = parts.checkpoint.dispatched
+        self.unsynced_from = 1 << 62 if parts.clean else dispatched if dispatched is not None else 0
 
     # -- the whole --------------------------------------------------------------------------------------------------
 
@@ -128,14 +157,21 @@ class _Recovery:
         parts, report = self.parts, self.report
         for problem in self.problems:
             self._note_load_problem(problem)
+        self._lengthen_queue_files()
         if parts.run.starts:
             known = self._clean_end()
             end = self._scan() if known is None else known
         else:
             end = self._empty_log()
-        if report.changed and self.writing:
+        if self.writing:
             parts.queues.sync()
             parts.index.sync()
+            if not parts.clean:
+                # Names that a killed process made may never have been synced; its bytes are dealt with where they are
+                # read (`_repair`, `_write_again`).
+                if parts.run.starts:
+                    parts.fs.sync_directory(parts.run.directory)
+                parts.index.sync_all()
         for queue in parts.queues:
             queue.correct_min(self.first)
         report.seconds = time.monotonic() - begin
@@ -145,22 +181,47 @@ class _Recovery:
         return Outcome(report, end, self.last_record, self.last_store_timestamp_ms)
 
     def _note_load_problem(self, problem: LoadProblem) -> None:
+        """What listing the segments showed. A writer has mended the last one by then, a dry run would."""
         name = "commitlog/" + os.path.basename(problem.file)
+        run = self.parts.run
         if problem.kind == "empty_segment":
-            self.report.truncated.append(Cut(name, 0, 0, "empty file"))
-            self.report.changed |= self.writing
+            if problem.position >= run.end:
+                self.report.truncated.append(Cut(name, 0, 0, "empty file"))
+                self.report.changed = True
         elif problem.kind == "segment_size":
-            position = problem.position % self.parts.run.segment_bytes
+            position = problem.position % run.segment_bytes or run.segment_bytes
             self.report.findings.append(Finding("segment_size", name, position, problem.length, problem.detail))
+            if run.starts and problem.position - problem.position % run.segment_bytes == run.starts[-1]:
+                self.report.changed = True  # extended; a surplus begins at the segment's end, so it is not met here
         elif problem.kind == "segment_name":
             self.report.findings.append(Finding("segment_size", name, 0, 0, problem.detail))
+        elif problem.kind == "missing_segment":
+            self.report.findings.append(Finding("missing_segment", name, 0, problem.length, problem.detail))
+
+    def _lengthen_queue_files(self) -> None:
+        """A power cut may have taken a queue file's length: the name was durable before the file was (1.1)."""
+        queues = self.parts.queues
+        for path, length in queues.short_files:
+            name = os.path.relpath(path, self.parts.root)
+            detail = f"{length} bytes instead of {queues.segment_bytes}"
+            self.report.findings.append(Finding("segment_size", name, length, queues.segment_bytes - length, detail))
+            self.report.changed = True
+        if self.writing:
+            queues.lengthen()
 
     def _empty_log(self) -> int:
-        """No segment: queues point at nothing. Their numbers go on, so that no offset is given twice."""
+        """No segment. The stream goes on behind all that is known of it, so that old units point below its start and
+        the numbers of queues go on; with no checkpoint to tell, it begins anew and units into it are cut."""
         checkpoint = self.parts.checkpoint
         end = max(checkpoint.clean_end or 0, checkpoint.flushed or 0)
         end += -end % self.parts.run.segment_bytes
         self.first = end
+        if end:
+            detail = "the commitlog folder is empty"
+            self.report.findings.append(Finding("missing_segment", "commitlog", 0, 0, detail))
+        self._begin(end, end, end)
+        self._finish_queues(end, end)
+        self._finish_index([], end)
         return end
 
     # -- where to read ----------------------------------------------------------------------------------------------
@@ -169,35 +230,43 @@ class _Recovery:
         """The end of the log when the last close vouches for it and nothing contradicts; None: read (9.8)."""
         parts = self.parts
         checkpoint = parts.checkpoint
-        if self.options.full or not parts.clean or checkpoint.clean_end is None or checkpoint.clean_end < 0:
+        if self.whole or not parts.clean or checkpoint.clean_end is None or checkpoint.clean_end < 0:
             return None
         end = checkpoint.clean_end
         run = parts.run
         if end < self.first or end > run.end or any(p.kind != "segment_name" for p in self.problems):
             return None
-        if end > self.first:
-            if not len(parts.queues):
-                return None
-            start = checkpoint.confirm_physical_offset
-            segment = run.find(start)
-            if segment is not None:
-                buffer = run.mapping(segment)
-                check = check_record(buffer, start - segment.start, len(buffer), start, parts.checksum)
-                if check.status != "ok":
-                    return None
-                if start + check.size != end and not self._blank_between(start + check.size, end):
-                    return None
-                self.last_record = start
-                self.last_store_timestamp_ms = decode_record(buffer, start - segment.start).store_timestamp_ms
-            elif start >= self.first:
-                return None
+        if end > self.first and not self._last_record_proves(checkpoint.confirm_physical_offset, end):
+            return None
         segment = run.find(end)
         if segment is not None:
             buffer = run.mapping(segment)
             at = end - segment.start
             if any(buffer[at : at + 4096]):
                 return None
+        if not self._last_units_hold(end, end) or any(self._is_nonsense(file) for file in parts.index.files):
+            return None
         return end
+
+    def _last_record_proves(self, start: int, end: int) -> bool:
+        """Whether the record at `start` verifies, ends the log at `end`, and has its unit."""
+        run = self.parts.run
+        segment = run.find(start)
+        if segment is None:
+            return False
+        buffer = run.mapping(segment)
+        at = start - segment.start
+        check = check_record(buffer, at, len(buffer), start, self.parts.checksum)
+        if check.status != "ok" or (start + check.size != end and not self._blank_between(start + check.size, end)):
+            return False
+        record = decode_record(buffer, at)
+        queue = self.parts.queues.get(record.topic, record.queue_id)
+        if queue is None or not 0 <= record.queue_offset < queue.max_offset:
+            return False
+        unit = queue.units(record.queue_offset, 1)[0]
+        self.last_record = start
+        self.last_store_timestamp_ms = record.store_timestamp_ms
+        return bool(unit["physical_offset"] == start and unit["size"] == check.size)
 
     def _blank_between(self, position: int, end: int) -> bool:
         """Whether a BLANK leads from `position` to `end`: the log was closed right behind a roll."""
@@ -210,14 +279,18 @@ class _Recovery:
             at >= len(buffer) or check_record(buffer, at, len(buffer), position, self.parts.checksum).status == "blank"
         )
 
-    def _watermark(self) -> int:
+    def _watermark(self, start: int) -> int:
         """F: a bad record below it is damage."""
         parts = self.parts
         checkpoint = parts.checkpoint
         if checkpoint.flushed is not None:
             return max(checkpoint.flushed, checkpoint.clean_end or 0) if parts.clean else checkpoint.flushed
+        end = start
         if parts.clean:
-            return _BEYOND
+            # The end of the log, as lengths alone lead to it: a record whose bytes do not verify had been written.
+            for event in scan_log(parts.run, start, parts.checksum, checksums=False):
+                end = event.position if isinstance(event, End) else event.end
+            return end
         stamp = checkpoint.physic_msg_timestamp_ms
         if stamp <= 0:
             return self.first
@@ -225,10 +298,10 @@ class _Recovery:
         # first record of each segment, then inside the last one that begins before.
         starts = parts.run.starts
         begin = starts[0]
-        for start in starts:
-            first = self._first_record_time(start)
+        for candidate in starts:
+            first = self._first_record_time(candidate)
             if first is not None and first < stamp:
-                begin = start
+                begin = candidate
         for event in scan_log(parts.run, begin, parts.checksum, checksums=False):
             if isinstance(event, Good):
                 late = np.flatnonzero(event.headers.store_timestamp_ms >= stamp)
@@ -250,10 +323,16 @@ class _Recovery:
     def _scan_start(self) -> int:
         """S (9.8), always the start of a segment."""
         parts = self.parts
+        first = parts.run.starts[0]
+        if self.whole or not parts.has_checkpoint or not len(parts.queues):
+            return first
+        start = self._scan_start_by_checkpoint()
+        return start if start == first or self._last_units_hold(start, None) else first
+
+    def _scan_start_by_checkpoint(self) -> int:
+        parts = self.parts
         checkpoint = parts.checkpoint
         starts = parts.run.starts
-        if self.options.full or not parts.has_checkpoint or not len(parts.queues) or self._some_queue_is_lost():
-            return starts[0]
         if checkpoint.flushed is not None and checkpoint.dispatched is not None and not parts.clean:
             mark = min(checkpoint.flushed, checkpoint.dispatched)
             return max([s for s in starts if s <= mark], default=starts[0])
@@ -283,38 +362,56 @@ class _Recovery:
             end -= count
         return -1, 0, -1
 
-    def _some_queue_is_lost(self) -> bool:
-        """Whether the newest unit of a queue points at something else than its record, below where reading starts."""
+    def _last_units_hold(self, mark: int, end: int | None) -> bool:
+        """Whether the newest unit of each queue leads to its record; those at or beyond `mark` are read anyway, but
+        with `end` none may point there or beyond."""
         parts = self.parts
-        if parts.clean and parts.checkpoint.flushed is None:
-            return False
-        mark = parts.checkpoint.dispatched if parts.checkpoint.dispatched is not None else 0
         for queue in parts.queues:
             physical, size, slot = self._last_physical(queue)
-            if not self.first <= physical < mark:
-                continue  # beyond the mark it is written anew anyway
+            if physical >= mark and end is None:
+                continue
+            if physical < self.first:
+                if physical < 0 and queue.max_offset > queue.first_offset():
+                    units = queue.units(queue.max_offset - 1, 1)
+                    if not is_void(units)[0]:
+                        return False  # a negative offset is no unit
+                continue
             segment = parts.run.find(physical)
-            if segment is None:
-                return True
+            if segment is None or (end is not None and physical >= end):
+                return False
             buffer = parts.run.mapping(segment)
             at = physical - segment.start
-            if check_record(buffer, at, len(buffer), physical, parts.checksum).size != size:
-                return True
+            check = check_record(buffer, at, len(buffer), physical, parts.checksum)
+            if check.status != "ok" or check.size != size:
+                return False
             record = decode_record(buffer, at)
             if (record.topic, record.queue_id, record.queue_offset) != (queue.topic, queue.queue_id, slot):
-                return True
-        return False
+                return False
+        return True
 
     # -- reading and repairing --------------------------------------------------------------------------------------
+
+    def _begin(self, watermark: int, start: int, index_from: int) -> None:
+        """Before the first change: let the checkpoint say what a kill in between would make us forget. The next
+        opening then finds the same F, and reads at least what this one does."""
+        if not self.writing:
+            return
+        checkpoint = self.parts.checkpoint
+        known = checkpoint.dispatched
+        dispatched = min(start, index_from, watermark) if known is None else min(start, index_from, watermark, known)
+        noted = replace(checkpoint, flushed=watermark, dispatched=dispatched, clean_end=-1)
+        if noted != checkpoint:
+            self.parts.save_checkpoint(noted)
 
     def _scan(self) -> int:
         parts, report = self.parts, self.report
         run = parts.run
-        watermark = self._watermark()
         start = self._scan_start()
+        watermark = self._watermark(start)
         report.scanned_from = start
         doomed_index, index_from = self._plan_index(start)
-        read_from = min(start, index_from)
+        self._begin(watermark, start, index_from)
+        read_from = min(start, max([s for s in run.starts if s <= index_from], default=start))
         total = run.end - read_from
         end = read_from
         tail = ""
@@ -338,7 +435,7 @@ class _Recovery:
                 end = event.position
                 tail = event.detail
         self.report.log_end = end
-        if watermark != _BEYOND and end < watermark:
+        if end < watermark and not self.options.truncate:
             name, at = self._where(end)
             report.findings.append(
                 Finding("lost_tail", name, at, watermark - end, f"the log once reached {watermark} and was synced")
@@ -346,10 +443,30 @@ class _Recovery:
         self._salvage()
         self._cut(end, tail)
         self._finish_queues(start, end)
-        self._finish_index(doomed_index)
+        self._finish_index(doomed_index, end)
+        if self.writing and not parts.clean and parts.checkpoint.flushed is not None:
+            self._write_again(max(parts.checkpoint.flushed, self.first), end)
         if self.progress is not None:
             self.progress(total, total)
         return end
+
+    def _write_again(self, start: int, end: int) -> None:
+        """Make the pages of [start, end) dirty, so that the sync that follows really writes them: after a failed fsync
+        the kernel takes what it could not write for written (8.1)."""
+        run = self.parts.run
+        position = start
+        while position < end:
+            segment = run.find(position)
+            if segment is None:
+                position += run.segment_bytes - position % run.segment_bytes
+                continue
+            at = position - segment.start
+            stop = min(segment.length, end - segment.start, at + _COPY_BYTES)
+            if stop <= at:
+                position = segment.end
+                continue
+            run.write(position, run.mapping(segment)[at:stop])
+            position = segment.start + stop
 
     def _where(self, position: int) -> tuple[str, int]:
         start = position - position % self.parts.run.segment_bytes
@@ -360,12 +477,9 @@ class _Recovery:
         rows = rows_of(good.buffer, good.headers, good.base, self.parts.delay_table_ms)
         self.last_record = int(rows.physical_offset[-1])
         self.last_store_timestamp_ms = int(rows.store_timestamp_ms[-1])
-        if good.end > start:
+        if good.end > start:  # a stretch lies within one segment, and `start` begins one
             self.report.messages += len(rows)
             for topic, queue_id, chosen in rows.by_queue():
-                chosen = chosen[rows.physical_offset[chosen] >= start]
-                if not len(chosen):
-                    continue
                 if queue_id < 0 or not is_path_safe(topic):
                     name, at = self._where(int(rows.physical_offset[chosen[0]]))
                     self.report.findings.append(
@@ -380,60 +494,91 @@ class _Recovery:
                 stamps = rows.store_timestamp_ms[rows.entry_row[wanted]]
                 self.index_entries.append((rows.entry_hash[wanted], physical[wanted], stamps))
 
-    def _take_queue(self, queue: ConsumeQueue, rows: Rows, chosen: np.ndarray, start: int) -> None:
+    def _take_queue(self, queue: ConsumeQueue, rows: Rows, chosen: npt.NDArray[np.int64], start: int) -> None:
         offsets = rows.queue_offset[chosen]
+        physical = rows.physical_offset[chosen]
         expected = self.next_slot.get(queue)
         if expected is None:
-            expected = self._first_slot_in_range(queue, start, int(offsets[0]))
-        for low, high in slot_runs(expected, offsets):
-            first = int(offsets[low])
-            if first > expected:
-                self._void(queue, expected, first)
-            self._repair(queue, first, rows.units(chosen[low:high]))
-            expected = first + high - low
-        self.next_slot[queue] = expected
+            least = least_plausible(offsets, physical)
+            expected, self.last_seen[queue] = self._first_slot_in_range(queue, start, least)
+        runs, odd = sort_out(expected, self.last_seen[queue], offsets, physical)
+        for i in odd:
+            name, at = self._where(int(physical[i]))
+            detail = f"queueOffset {offsets[i]} of {queue.topic}/{queue.queue_id} does not follow those around it"
+            self.report.findings.append(Finding("bad_record", name, at, int(rows.size[chosen[i]]), detail))
+        for low, high in runs:
+            slot = int(offsets[low])
+            if expected is None:
+                expected = slot
+            if slot > expected:
+                if queue not in self.next_slot and start > self.first:
+                    self._doubt_gap(queue, expected, slot)
+                self._void(queue, expected, slot)
+            self._repair(queue, slot, rows.units(chosen[low:high]))
+            expected = slot + high - low
+            self.next_slot[queue] = expected
+        self.last_seen[queue] = int(physical[-1]) + int(rows.size[chosen[-1]])
 
-    def _first_slot_in_range(self, queue: ConsumeQueue, start: int, first_seen: int) -> int:
-        """The first slot whose unit points at or beyond `start`, or the slot of the first record seen if that is
-        lower. Units grow along the queue, so this looks backwards from the record's slot."""
-        slot = first_seen
+    def _doubt_gap(self, queue: ConsumeQueue, low: int, high: int) -> None:
+        """No unit where the queue enters the range that is read: were these records lost to damage, or the units of
+        records that lie before the range?"""
+        for _, units in queue.chunks(low, high):
+            if (units["size"] <= 0).any():
+                raise _WholeLogNeededError
+
+    def _first_slot_in_range(self, queue: ConsumeQueue, start: int, least: int | None) -> tuple[int | None, int]:
+        """(the first slot whose unit is none of a record below `start`, where the record before that slot ends).
+
+        Units grow along the queue, so this looks backwards from its end, or from the least number seen if that is
+        lower. Where no file reaches that far back there is no such slot: the queue begins with the first number seen,
+        None.
+        """
+        if not queue.list_files() or (least is not None and least < queue.first_offset()):
+            return (None if least is not None else queue.max_offset), 0
+        slot = queue.max_offset if least is None else min(queue.max_offset, least)
         while slot > queue.first_offset():
             count = min(1024, slot - queue.first_offset())
             units = queue.units(slot - count, count)
             older = np.flatnonzero((units["physical_offset"] < start) & (units["size"] > 0))
             if len(older):
-                return slot - count + int(older[-1]) + 1
+                live = older[~is_void(units)[older]]
+                seen = int(units["physical_offset"][live[-1]]) if len(live) else 0
+                return slot - count + int(older[-1]) + 1, max(0, seen)
             slot -= count
-        return slot if queue.list_files() else first_seen
+        return slot, 0
 
-    def _repair(self, queue: ConsumeQueue, first: int, units: np.ndarray) -> None:
-        """Make slots [first, first + len) hold `units`; only what differs is written, and counted."""
-        differs = queue.units(first, len(units)) != units
-        if first > queue.max_offset and not queue.list_files():
-            differs[:] = True
-        count = int(np.count_nonzero(differs))
+    def _repair(self, queue: ConsumeQueue, first: int, units: npt.NDArray[np.void]) -> None:
+        """Make slots [first, first + len) hold `units`. What differs is written, and counted; so is, uncounted, what
+        may never have been synced."""
+        wrong = queue.units(first, len(units)) != units
+        count = int(np.count_nonzero(wrong))
         if count:
             self.report.rebuilt.units += count
             self.touched.add(queue)
             self.report.changed = True
-            if self.writing:
-                at = np.flatnonzero(differs)
-                low, high = int(at[0]), int(at[-1]) + 1
-                queue.write(first + low, units[low:high].tobytes())
-        if self.writing:
-            queue.publish(first + len(units))
+        if not self.writing:
+            return
+        at = np.flatnonzero(wrong | (units["physical_offset"] >= self.unsynced_from))
+        if len(at):
+            low, high = int(at[0]), int(at[-1]) + 1
+            queue.write(first + low, units[low:high].tobytes())
+            self.parts.queues.note_names(queue.directory)
+        queue.publish(first + len(units))
 
     def _void(self, queue: ConsumeQueue, low: int, high: int) -> None:
         """Slots [low, high) have no record any more: they become void units (4.3)."""
-        if not queue.list_files() or low >= high:
+        if not queue.list_files() and queue not in self.touched:
             return
-        units = np.zeros(high - low, UNIT_DTYPE)
-        units["size"] = VOID_SIZE
-        self._repair(queue, low, units)
+        for at in range(low, high, _VOIDS):
+            units = np.zeros(min(_VOIDS, high - at), UNIT_DTYPE)
+            units["size"] = VOID_SIZE
+            self._repair(queue, at, units)
 
     def _note_damage(self, bad: Bad) -> None:
         name, at = self._where(bad.start)
-        self.report.findings.append(Finding(bad.kind, name, at, bad.end - bad.start, bad.detail))
+        known = any((f.kind, f.file, f.position) == (bad.kind, name, at) for f in self.report.findings)
+        if not known:  # by the listing of segments
+            self.report.findings.append(Finding(bad.kind, name, at, bad.end - bad.start, bad.detail))
         if self.options.salvage is not None and self.writing:
             self.report.kept.append(self._copy(self.options.salvage, bad.start, bad.end, "damaged"))
             size = self.parts.run.segment_bytes
@@ -456,15 +601,16 @@ class _Recovery:
                     ends = event.headers.positions + event.headers.size
                     pairs = zip(event.headers.positions.tolist(), ends.tolist(), strict=True)
                     records += [event.buffer[a:b] for a, b in pairs]
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            path = folder / f"{start:020d}-records"
             fs = self.parts.fs
+            _make_folder(folder, fs)
+            path = folder / f"{start:020d}-records"
             fd = fs.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
             try:
                 fs.pwrite(fd, b"".join(records), 0)
                 fs.fdatasync(fd)
             finally:
                 fs.close(fd)
+            fs.sync_directory(folder)
             self.report.kept.append(str(path))
             self.report.salvaged += len(records)
 
@@ -488,7 +634,7 @@ class _Recovery:
     def _copy(self, folder: Path, start: int, stop: int, suffix: str) -> str:
         """Copy bytes [start, stop) of the log, as far as files hold them, to `folder`; the file's path."""
         fs = self.parts.fs
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _make_folder(folder, fs)
         path = folder / f"{start:020d}-{suffix}"
         fd = fs.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         try:
@@ -500,7 +646,7 @@ class _Recovery:
                     continue
                 buffer = self.parts.run.mapping(segment)
                 at = position - segment.start
-                data = buffer[at : min(len(buffer), at + min(stop - position, 1 << 20))]
+                data = buffer[at : min(len(buffer), at + min(stop - position, _COPY_BYTES))]
                 if not data:
                     position = segment.start + self.parts.run.segment_bytes
                     continue
@@ -533,16 +679,18 @@ class _Recovery:
             name, _ = self._where(extra.start)
             if used is not None and not any(cut.file == name for cut in report.truncated):
                 report.truncated.append(Cut(name, 0, used + 1, "torn_tail"))
-            report.changed |= used is not None
-        if doomed and self.writing:
-            run.drop_from(doomed[0].start)
+        if doomed:
+            report.changed = True
+            if self.writing:
+                run.drop_from(doomed[0].start)
 
     def _finish_queues(self, start: int, end: int) -> None:
         """Behind the last record seen no unit may point into the scanned range or beyond its end."""
         for queue in self.parts.queues:
             first = self.next_slot.get(queue)
             if first is None:
-                first = self._first_slot_in_range(queue, start, queue.max_offset)
+                found, _ = self._first_slot_in_range(queue, start, None)
+                first = queue.max_offset if found is None else found
             zero_from = queue.max_offset
             for at, units in queue.chunks(first, queue.max_offset):
                 beyond = np.flatnonzero((units["physical_offset"] >= end) | (units["size"] <= 0))
@@ -562,8 +710,13 @@ class _Recovery:
 
     # -- the index --------------------------------------------------------------------------------------------------
 
+    def _is_nonsense(self, file: IndexFile) -> bool:
+        """Whether nothing can be put into `file`."""
+        header = file.header
+        return not 1 <= header.next_entry <= self.parts.index.entries_per_file or header.end_timestamp_ms < 0
+
     def _plan_index(self, start: int) -> tuple[list[IndexFile], int]:
-        """(files to be built anew, physical offset from which entries are missing)."""
+        """(files to be built anew, physical offset of the first record whose entries may be missing)."""
         parts = self.parts
         files = parts.index.files
         if self.options.full:
@@ -572,44 +725,112 @@ class _Recovery:
         stamp = parts.checkpoint.index_msg_timestamp_ms
         doomed: list[IndexFile] = []
         for i, file in enumerate(files):
-            header = file.header
-            nonsense = not 0 <= header.next_entry <= parts.index.entries_per_file or header.end_timestamp_ms < 0
-            if dispatched is not None:
-                late = header.end_physical_offset >= dispatched
+            late = False
+            if parts.clean:
+                pass
+            elif dispatched is not None:
+                late = file.header.end_physical_offset >= dispatched or parts.index.is_ahead(file)
             else:
-                late = not parts.clean and header.end_timestamp_ms > stamp
-            if nonsense or (late and not parts.clean):
+                late = file.header.end_timestamp_ms > stamp
+            if late or self._is_nonsense(file):
                 doomed = files[i:]
                 break
         kept = files[: len(files) - len(doomed)]
+        newest = max((f.header.end_physical_offset for f in kept if f.header.next_entry > 1), default=-1)
         if doomed:
-            newest = max((f.header.end_physical_offset for f in kept if f.header.next_entry > 1), default=-1)
-            return list(doomed), max(self.first, newest + 1)
+            return list(doomed), max(self.first, newest)
         if dispatched is not None and not parts.clean:
             return [], dispatched
         # A Java store, or a clean end that was doubted: entries go on behind the newest one there is.
-        newest = max((f.header.end_physical_offset for f in files if f.header.next_entry > 1), default=-1)
-        return [], max(start, newest + 1)
+        return [], max(start, newest)
 
-    def _finish_index(self, doomed: list[IndexFile]) -> None:
+    def _finish_index(self, doomed: list[IndexFile], end: int) -> None:
         index, report = self.parts.index, self.report
+        entries = self.index_entries
+        self.index_entries = []
         if self.options.full:
-            if not self.options.rebuild_index and not self._index_lacks_something():
+            if not self.options.rebuild_index and not self._index_lacks_something(entries, end):
                 return
             doomed = list(index.files)
-        entries = sum(len(hashes) for hashes, _, _ in self.index_entries)
-        report.rebuilt.index_entries += entries
-        report.changed |= bool(doomed or entries)
+            if self.writing:
+                for finding in self.parts.index_findings:
+                    self.parts.fs.unlink(self.parts.root / finding.file, missing_ok=True)
+        else:
+            kept = [file for file in index.files if file not in doomed]
+            beyond = [i for i, file in enumerate(kept) if file.header.end_physical_offset >= end]
+            if beyond:  # the log ends before what was indexed: those files anew, and whatever came behind them
+                kept, cut = kept[: beyond[0]], kept[beyond[0] :]
+                doomed = cut + doomed
+                begin = max((f.header.end_physical_offset for f in kept if f.header.next_entry > 1), default=self.first)
+                entries = self._entries_from(begin, end)
+            entries = self._without_known(kept, entries)
+        report.rebuilt.index_entries += sum(len(hashes) for hashes, _, _ in entries)
+        report.changed |= bool(doomed or entries or (self.options.full and self.parts.index_findings))
         if self.writing:
             index.remove(doomed)
-            for hashes, physical, stamps in self.index_entries:
+            for hashes, physical, stamps in entries:
                 index.put(hashes, physical, stamps)
-        self.index_entries = []
 
-    def _index_lacks_something(self) -> bool:
-        """Whether the files are damaged, or lack an entry that the log asks for."""
+    def _entries_from(self, begin: int, end: int) -> list[Wanted]:
+        """The entries that the records of [begin, end) ask for."""
+        found = []
+        starts = [s for s in self.parts.run.starts if s <= begin]
+        if not self.parts.run.starts:
+            return []
+        for event in scan_log(self.parts.run, starts[-1] if starts else self.first, self.parts.checksum):
+            if not isinstance(event, Good):
+                continue
+            rows = rows_of(event.buffer, event.headers, event.base, self.parts.delay_table_ms)
+            physical = rows.physical_offset[rows.entry_row]
+            wanted = (physical >= begin) & (physical < end)
+            if wanted.any():
+                stamps = rows.store_timestamp_ms[rows.entry_row[wanted]]
+                found.append((rows.entry_hash[wanted], physical[wanted], stamps))
+        return found
+
+    def _without_known(
+        self,
+        kept: list[IndexFile],
+        entries: list[Wanted],
+    ) -> list[Wanted]:
+        """`entries` without those of the newest indexed record that the kept files have: a record's keys may be spread
+        over two files."""
+        newest = max((f.header.end_physical_offset for f in kept if f.header.next_entry > 1), default=-1)
+        known = 0
+        for file in reversed(kept):
+            _, physical = file.entries(self.parts.index.entries_per_file)
+            known += int(np.count_nonzero(physical == newest))
+            if len(physical) and int(physical[0]) < newest:
+                break
+        result = []
+        for hashes, physical, stamps in entries:
+            skip = np.zeros(len(physical), np.bool_)
+            same = np.flatnonzero(physical == newest)[:known]
+            skip[same] = True
+            known -= len(same)
+            if not skip.all():
+                result.append((hashes[~skip], physical[~skip], stamps[~skip]))
+        return result
+
+    def _index_lacks_something(self, entries: list[Wanted], end: int) -> bool:
+        """Whether the files are damaged, point beyond the log, or lack an entry that the log asks for."""
         index = self.parts.index
-        return bool(index.check() or missing_entries(index, [(hashes, at) for hashes, at, _ in self.index_entries]))
+        if self.parts.index_findings or index.check():
+            return True
+        if any(file.header.next_entry > 1 and file.header.end_physical_offset >= end for file in index.files):
+            return True
+        return bool(index_faults(index, entries))
+
+
+def _make_folder(folder: Path, fs: FileSystem) -> None:
+    """`folder` and what is missing above it, durably."""
+    missing = []
+    while not folder.exists():
+        missing.append(folder)
+        folder = folder.parent
+    for each in reversed(missing):
+        fs.mkdir(each, exist_ok=True)
+        fs.sync_directory(each.parent)
 
 
 def _last_nonzero(buffer: object, start: int) -> int | None:

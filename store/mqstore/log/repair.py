@@ -86,17 +86,20 @@ def _rebuild_manifest(root: Path, *, dry_run: bool, fs: FileSystem) -> list[str]
     bad = False
     if path.exists() or path.with_name(path.name + ".bak").exists():
         try:
-            load_json(path, writer=False, fs=fs, root=root)
+            value, problems = load_json(path, writer=False, fs=fs, root=root)
+            found = manifests.decode(value, path, problems)
         except CorruptStoreError:
             bad = True
         else:
-            return []
-    lost = bad or (root / manifests.GUARD).exists() or _checksum_of(root) == "crc32c-record"
+            if not manifests.contradiction_of(found, root, fs):
+                return []
+            bad = True
+    lost = bad or (root / manifests.GUARD).exists() or _checksum_of(root, fs) == "crc32c-record"
     if not lost:
         return []  # a Java broker's directory has none
-    profile: Profile = "rocketmq" if _checksum_of(root) == "crc32-body" else "mqstore"
+    profile: Profile = "rocketmq" if _checksum_of(root, fs) == "crc32-body" else "mqstore"
     checksum: Checksum = "crc32-body" if profile == "rocketmq" else "crc32c-record"
-    found = manifests.sizes_found(root, profile)
+    found = manifests.sizes_found(root, profile, fs=fs)
     if not dry_run:
         if bad:
             set_aside_json(path, fs=fs)
@@ -111,12 +114,17 @@ def _rebuild_manifest(root: Path, *, dry_run: bool, fs: FileSystem) -> list[str]
     ]
 
 
-def _checksum_of(root: Path) -> Checksum | None:
+def _checksum_of(root: Path, fs: FileSystem) -> Checksum | None:
     """The checksum that the first record of a segment passes; None when none decides."""
-    for name in manifests.segment_names(root / "commitlog"):
-        data = (root / "commitlog" / name).read_bytes()
-        kinds: tuple[Checksum, ...] = ("crc32c-record", "crc32-body")
+    kinds: tuple[Checksum, ...] = ("crc32c-record", "crc32-body")
+    for name in manifests.segment_names(root / "commitlog", fs):
+        fd = fs.open(root / "commitlog" / name, os.O_RDONLY)
+        try:
+            length = fs.size(fd)
+            data = fs.map(fd, length, writable=False) if length else b""
+        finally:
+            fs.close(fd)
         for kind in kinds:
-            if check_record(data, 0, len(data), int(name), kind).status == "ok":
+            if check_record(data, 0, length, int(name), kind).status == "ok":
                 return kind
     return None

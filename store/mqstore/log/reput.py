@@ -13,6 +13,7 @@ import logging
 import threading
 from _thread import LockType, allocate_lock
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -140,26 +141,37 @@ class Dispatcher:
 
     def _dispatch(self, rows: Rows) -> None:
         grown = []
-        for topic, queue_id, chosen in rows.by_queue():
-            if queue_id < 0 or not self._usable(topic):
-                continue
-            queue = self._queues.create(topic, queue_id)
-            offsets = rows.queue_offset[chosen]
-            for start, stop in slot_runs(queue.max_offset, offsets):
-                first = int(offsets[start])
-                queue.write(first, rows.units(chosen[start:stop]).tobytes())
-                queue.publish(first + stop - start)
-                self.dispatched += stop - start
-            grown.append(queue)
-        if len(rows.entry_row):
-            at = rows.entry_row
-            self._index.put(rows.entry_hash, rows.physical_offset[at], rows.store_timestamp_ms[at])
-        if len(rows):
-            self.last_store_timestamp_ms = int(rows.store_timestamp_ms[-1])
-        for queue in grown:
-            self._wake(queue)
-            for listener in self.listeners:
-                listener(queue)
+        try:
+            for topic, queue_id, chosen in rows.by_queue():
+                if queue_id < 0 or not self._usable(topic):
+                    continue
+                queue = self._queues.create(topic, queue_id)
+                offsets = rows.queue_offset[chosen]
+                runs = slot_runs(queue.max_offset, offsets)
+                for start, stop in runs:
+                    first = int(offsets[start])
+                    queue.write(first, rows.units(chosen[start:stop]).tobytes())
+                    queue.publish(first + stop - start)
+                    self.dispatched += stop - start
+                if runs:
+                    grown.append(queue)
+            if len(rows.entry_row):
+                at = rows.entry_row
+                with suppress(OSError):  # they wait in memory: `put_pending` says what hinders them
+                    self._index.put(rows.entry_hash, rows.physical_offset[at], rows.store_timestamp_ms[at])
+            if len(rows):
+                self.last_store_timestamp_ms = int(rows.store_timestamp_ms[-1])
+        finally:  # a queue that another's full disk came behind is visible all the same
+            for queue in grown:
+                self._wake(queue)
+                for listener in self.listeners:
+                    listener(queue)
+
+    def put_pending(self) -> None:
+        """Put index entries that found no room when their records were dispatched. Raises what hinders them still."""
+        if self._index.pending:
+            with self._lock:
+                self._index.put_pending()
 
     def _usable(self, topic: str) -> bool:
         if is_path_safe(topic):
@@ -187,8 +199,8 @@ class Dispatcher:
                 lock.release()
 
     def wait(self, queue: ConsumeQueue, offset: int, timeout_s: float, on_parked: Callable[[], None]) -> bool:
-        """Park until `queue` has a unit at `offset`, or the time is up; whether it has. `on_parked` is called once this
-        thread is sure to be woken by any later dispatch."""
+        """Park until `queue` grows, or the time is up; whether it has a unit at `offset`. `on_parked` is called once
+        this thread is sure to be woken by any later dispatch."""
         lock = allocate_lock()
         lock.acquire()
         with self._parked_lock:
@@ -199,7 +211,7 @@ class Dispatcher:
             if queue.max_offset > offset:
                 return True
             on_parked()
-            lock.acquire(timeout=timeout_s)
+            lock.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX))
             return queue.max_offset > offset
         finally:
             with self._parked_lock:

@@ -51,7 +51,7 @@ class StoreStats:
     """A snapshot. Counters run from opening; lags and sizes are as of now, in bytes."""
 
     puts: int
-    """Messages appended."""
+    """Messages appended that have a number in a queue."""
     put_bytes: int
     """Bytes appended, BLANKs included."""
     gets: int

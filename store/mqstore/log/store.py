@@ -3,7 +3,7 @@
     put -> commitlog -> (dispatcher) -> consume queue + index -> read
 
     thread       does                                                        waits for
-    dispatcher   builds units from what was appended, wakes waiting readers  a put, or 2 ms while puts keep coming
+    dispatcher   builds units from what was appended, wakes waiting readers  a put, or 10 ms while puts keep coming
     flusher      interval syncs, checkpoint, next segment, retention         its next due time, or a position in the log
 
 Both are plain `run` functions that a test with a clock of its own calls by hand (`dispatch`, `run_once`). A put with
@@ -27,8 +27,8 @@ from typing import Literal
 from mqstore.clock import SYSTEM_CLOCK
 from mqstore.errors import (
     ConfigError,
+    ReadOnlyStoreError,
     StoreClosedError,
-    StoreFullError,
 )
 from mqstore.files.abort import AbortMark
 from mqstore.files.descriptors import DescriptorCache
@@ -58,9 +58,9 @@ __all__ = ["MessageStore"]
 _log = logging.getLogger("mqstore")
 
 MAX_QUEUE_ID = 16_383
-_PACE_S = 0.002
-"""How long the dispatcher lets puts run before it takes the next stretch: one switch of threads costs as much as
-thousands of puts."""
+_PACE_S = 0.01
+"""How long the dispatcher lets puts run before it takes the next stretch, while nobody waits: a pass has a fixed cost,
+and each switch of threads costs as much as thousands of puts."""
 _RETRY_MIN_S, _RETRY_MAX_S = 0.1, 10.0
 _POPULATE_BYTES = 4 << 20
 _CHECKPOINT_MS = 1_000
@@ -74,8 +74,10 @@ _open_stores: weakref.WeakSet[MessageStore] = weakref.WeakSet()
 
 def _close_all() -> None:
     for store in list(_open_stores):
-        if not store.closed:
+        try:
             store.close()
+        except Exception:  # nobody is left to be told, and the others have a right to a clean end
+            _log.exception("%s: not closed cleanly", store.path)
 
 
 def _disown_all() -> None:
@@ -148,7 +150,10 @@ class MessageStore(StoreWriter):
             )
             self._open_for_writing(recover_options or RecoverOptions(), progress)
         except BaseException:
-            self._lock.release()
+            if hasattr(self, "_run"):
+                self._release()
+            else:
+                self._lock.release()
             raise
         self._closed = False
         _open_stores.add(self)
@@ -224,6 +229,7 @@ class MessageStore(StoreWriter):
         self._dispatcher_wake = threading.Event()
         self._flusher_wake = threading.Event()
         self._stopping = False
+        self._flush_wanted = False
         self._threads: list[threading.Thread] = []
         self._populated = 0
         self._due_ms: dict[str, int] = {}
@@ -241,14 +247,17 @@ class MessageStore(StoreWriter):
         self.recovery = RecoveryReport()
         self._load_problems: list[LoadProblem] = self._run.load()
         self._has_checkpoint = self._checkpoint.load()
-        self.clean_shutdown = not self._abort.exists()
+        self.clean_shutdown = not self._abort.exists() and self._checkpoint.current.clean_end != -1
         self.recovery.clean_shutdown = self.clean_shutdown
         self._queues.load(exact=not self.clean_shutdown)
         self._index_findings = self._index.load()
         first = self._run.starts[0] if self._run.starts else 0
         for queue in self._queues:
+            if not self.clean_shutdown:
+                queue.stop_at_hole(self._checkpoint.current.dispatched or 0)
             queue.correct_min(first)
         self._log.end = self._run.end
+        self._first_listed = first
         self._next_listing = 0.0
         self._closed = False
 
@@ -263,11 +272,9 @@ class MessageStore(StoreWriter):
         self._prepare_folders(created)
         self._load_problems = self._run.load()
         self._has_checkpoint = self._checkpoint.load()
+        clean = clean and self._checkpoint.current.clean_end != -1  # somebody took `abort` away
         self._queues.load(exact=not clean or options.full)
         self._index_findings = self._index.load()
-        if self._index_findings and options.full:
-            for finding in self._index_findings:  # of another length: no use to anyone, rebuilt below
-                fs.unlink(self.path / finding.file)
         self.clean_shutdown = clean
         outcome: Outcome = recover(
             self._parts(clean=clean, has_checkpoint=self._has_checkpoint or created),
@@ -283,6 +290,7 @@ class MessageStore(StoreWriter):
         self._log.reset(end)
         self._commit.flushed = end
         self._first_put_position = end
+        self._numbered_before = sum(queue.next_offset for queue in self._queues)
         self._dispatcher.position = end
         self._dispatcher.last_store_timestamp_ms = outcome.last_store_timestamp_ms
         self._populated = end
@@ -302,12 +310,15 @@ class MessageStore(StoreWriter):
             delay_table_ms=self._delay_table_ms,
             fs=self._fs,
             clock=self._clock,
+            save_checkpoint=self._checkpoint.save,
+            index_findings=self._index_findings,
         )
 
     def plan_recovery(self, options: RecoverOptions, progress: Progress | None = None) -> RecoveryReport:
         """What `mqstore recover` would do to this store, opened for reading; changes nothing."""
         assert self.mode == "r"
         assert options.dry_run
+        self._queues.load(exact=True)
         parts = self._parts(clean=self.clean_shutdown, has_checkpoint=self._has_checkpoint)
         return recover(parts, self._load_problems, options, progress).report
 
@@ -321,9 +332,10 @@ class MessageStore(StoreWriter):
         fs.mkdir(tmp, exist_ok=True)
         for name in fs.scandir(tmp):
             fs.unlink(tmp / name)
-        if created:
+        guarded = self.manifest.profile != "mqstore" or manifests.is_guarded(self.path)
+        if created or not guarded:  # the latter: who created it was killed in between
             fs.mkdir(self.path / "commitlog", exist_ok=True)
-            if self.manifest.profile == "mqstore":
+            if not guarded:
                 manifests.write_guard(self.path, fs)
             fs.sync_directory(self.path)
 
@@ -331,8 +343,10 @@ class MessageStore(StoreWriter):
 
     def dispatch(self) -> int:
         """Make everything put so far visible, now, in this thread; bytes done. Readers do it by themselves."""
-        self._check_open()
-        return self._dispatcher.run_once()
+        self._check_writable()
+        done = self._dispatcher.run_once()
+        self._dispatcher.put_pending()
+        return done
 
     def _catch_up(self, queue: ConsumeQueue | None) -> None:
         if self.mode == "rw":
@@ -345,13 +359,20 @@ class MessageStore(StoreWriter):
         if queue is None or now >= self._next_listing:
             self._next_listing = now + 1.0
             self._find_news()
-            if queue is None:
-                self._queues.refresh()
+            if queue is not None:
+                changed = [queue]
+            else:
+                changed = self._queues.refresh()
                 self._index.refresh()
                 for each in self._queues:
-                    each.refresh()
+                    if not each.max_offset:  # of one with messages nobody asks more here than that it has some
+                        each.refresh()
+                        changed.append(each)
             first = self._run.starts[0] if self._run.starts else 0
-            for each in self._queues if queue is None else (queue,):
+            if queue is None and first != self._first_listed:
+                changed = [*self._queues]
+                self._first_listed = first
+            for each in changed:
                 each.correct_min(first)
 
     def _find_news(self) -> None:
@@ -366,14 +387,24 @@ class MessageStore(StoreWriter):
     def _wait_for(self, queue: ConsumeQueue, offset: int, timeout_s: float) -> bool:
         if self.mode == "r":
             return super()._wait_for(queue, offset, timeout_s)
-        self._catch_up(queue)
-        if queue.max_offset > offset:
-            return True
-        return self._dispatcher.wait(queue, offset, timeout_s, self._dispatcher_wake.set)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self._catch_up(queue)
+            if queue.max_offset > offset:
+                return True
+            left = deadline - time.monotonic()
+            if left <= 0 or self._closed:
+                return False
+            self._dispatcher.wait(queue, offset, left, self._dispatcher_wake.set)
 
     def _flushed(self) -> None:
         if self._flush_by_default and self._dispatcher_idle:
             self._on_alarm()
+
+    def _flush_soon(self) -> None:
+        self._flush_wanted = True  # first: the flusher clears it before it looks how far to sync
+        self._due_ms["flush"] = 0
+        self._flusher_wake.set()
 
     def _on_alarm(self) -> None:
         """A put has passed `log.alarm`: wake whoever asked for it."""
@@ -447,6 +478,8 @@ class MessageStore(StoreWriter):
     def run_once(self, now_ms: int) -> int:
         """Do the background work that is due at `now_ms` (monotonic); when to come again. For tests that own the clock
         and for the flusher thread. A task that fails is logged, shows in `stats().errors`, and is tried again."""
+        if self.mode == "r":
+            raise ReadOnlyStoreError(f"{self.path} was opened for reading and has no background work")
         for name, interval_ms, task in self._tasks:
             if now_ms < self._due_ms.setdefault(name, now_ms + interval_ms):
                 continue
@@ -489,10 +522,11 @@ class MessageStore(StoreWriter):
 
     def _interval_flush(self) -> None:
         now = self._clock.monotonic_ms()
+        wanted, self._flush_wanted = self._flush_wanted, False
         end, flushed = self._log.end, self._commit.flushed
         thorough_ms = int(seconds(self.config.flush_thorough, "flush_thorough") * 1000)
         last = self._due_ms.setdefault("thorough", now + thorough_ms)
-        if end > flushed and (now >= last or end // 4096 - flushed // 4096 >= self.config.flush_pages):
+        if end > flushed and (wanted or now >= last or end // 4096 - flushed // 4096 >= self.config.flush_pages):
             self._commit.sync_now()
             self._flushed()
         if now >= last:
@@ -502,6 +536,7 @@ class MessageStore(StoreWriter):
         now = self._clock.monotonic_ms()
         current = self._checkpoint.current
         dispatched = current.dispatched or 0
+        self._attempt("index", self._dispatcher.put_pending)
         # Many small queues make a sync expensive; what it saves is only reading on the next crash.
         if self._queues.dirty_count <= _FEW_FILES or now >= self._due_ms.get("queues", 0):
             position = self._dispatcher.position
@@ -543,13 +578,20 @@ class MessageStore(StoreWriter):
         index follow. The names of the deleted segments. A view that is held stays valid (store-format 8.3)."""
         self._check_writable()
         bound = min(physical_offset, self._log.end, self._dispatcher.position, self._commit.flushed)
-        removed = self._run.drop_before(bound)
-        if removed:
-            first = self._run.starts[0]
-            for queue in self._queues:
-                queue.drop_before(first)
-            self._index.drop_before(first)
-        return removed
+        before = self._log.min_offset
+        starts = self._run.starts
+        if len(starts) > 1 and starts[1] <= bound:
+            # With the records go the last witnesses of their numbers but the units: a queue that a power cut took them
+            # from would count from 0 again.
+            self._queues.sync()
+        try:
+            return self._run.drop_before(bound)
+        finally:  # what is gone is gone, even if the next one could not be deleted
+            first = self._log.min_offset
+            if first > before:
+                for queue in self._queues:
+                    queue.drop_before(first)
+                self._index.drop_before(first)
 
     def clean(self, retention: Retention | None = None) -> list[str]:
         """Delete what `retention` (default: the store's) no longer keeps; the names of the deleted segments."""
@@ -578,7 +620,7 @@ class MessageStore(StoreWriter):
         if self._index.dropped_entries:
             errors["index"] = f"{self._index.dropped_entries} entries given up while the disk was full"
         return StoreStats(
-            puts=self._log.puts,
+            puts=sum(queue.next_offset for queue in self._queues) - self._numbered_before if self.mode == "rw" else 0,
             put_bytes=self._log.end - self._first_put_position if self.mode == "rw" else 0,
             gets=self._gets,
             get_bytes=self._get_bytes,
@@ -655,8 +697,7 @@ class MessageStore(StoreWriter):
             self._commit.sync_now()
         try:
             self._dispatcher.run_once()
-            if self._index.pending:
-                raise StoreFullError(28, "index entries wait for room", str(self.path / "index"), "close")
+            self._dispatcher.put_pending()
             self._queues.sync()
             self._index.sync()
         except OSError as error:
@@ -677,11 +718,13 @@ class MessageStore(StoreWriter):
         return newest if newest >= 0 else min(self._checkpoint.current.confirm_physical_offset, end)
 
     def _release(self) -> None:
-        self._run.close()
-        self._descriptors.close()
-        self._index.close()
-        if self._lock is not None:
-            self._lock.release()
+        try:
+            self._run.close()
+            self._descriptors.close()
+            self._index.close()
+        finally:
+            if self._lock is not None:
+                self._lock.release()
 
     def _disown(self) -> None:
         """In a forked child: never touch the parent's files again."""

@@ -25,10 +25,13 @@ from mqstore.log.consumequeue import ConsumeQueue, QueueTable
 from mqstore.log.index import Index
 from mqstore.log.names import is_path_safe
 from mqstore.log.report import Finding, Kind
-from mqstore.log.reput import slot_runs
-from mqstore.log.scanner import Bad, End, Good, scan_log
+from mqstore.log.scanner import Bad, End, Good, scan_log, sort_out
 
-__all__ = ["Verifier", "missing_entries"]
+__all__ = ["Verifier", "Wanted", "index_faults"]
+
+
+Wanted = tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]
+"""Index entries that the log asks for: (key hash, physical offset, store timestamp in ms)."""
 
 
 def _fingerprints(hashes: npt.NDArray[np.int32], physical: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
@@ -37,18 +40,51 @@ def _fingerprints(hashes: npt.NDArray[np.int32], physical: npt.NDArray[np.int64]
     return mixed ^ hashes.astype(np.uint64)
 
 
-def missing_entries(index: Index, wanted: Sequence[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]]) -> int:
-    """How many of the entries `wanted`, arrays of (hash, physical offset), are in no index file."""
-    present = [np.zeros(0, np.uint64)]
-    present += [_fingerprints(*file.entries(index.entries_per_file)) for file in index.files]
-    there = np.unique(np.concatenate(present))
-    missing = 0
-    for hashes, physical in wanted:
-        asked = _fingerprints(hashes, physical)
+def index_faults(index: Index, wanted: Sequence[Wanted]) -> list[Finding]:
+    """Where the index does not say what the log asks of it: keys without an entry, and times that are not those of the
+    records, which would hide a key from a query by time. Records that are not among `wanted` cannot be judged."""
+    findings = []
+    hashes = np.concatenate([np.zeros(0, np.int32), *(part[0] for part in wanted)])
+    physical = np.concatenate([np.zeros(0, np.int64), *(part[1] for part in wanted)])
+    stamps = np.concatenate([np.zeros(0, np.int64), *(part[2] for part in wanted)])
+    capacity = index.entries_per_file
+    there = np.unique(
+        np.concatenate([np.zeros(0, np.uint64), *(_fingerprints(*f.entries(capacity)) for f in index.files)])
+    )
+    asked = _fingerprints(hashes, physical)
+    missing = len(asked)
+    if len(there):
         at = np.searchsorted(there, asked)
         at[at == len(there)] = 0
-        missing += int(np.count_nonzero(there[at] != asked)) if len(there) else len(asked)
-    return missing
+        missing = int(np.count_nonzero(there[at] != asked))
+    if missing:
+        name = f"index/{index.files[0].name}" if index.files else "index"
+        findings.append(Finding("bad_index", name, 0, 0, f"{missing} keys of the log have no entry"))
+    if not len(physical):
+        return findings
+    order = np.argsort(physical, kind="stable")
+    physical, stamps = physical[order], stamps[order]
+    for file in index.files:
+        header = file.header
+        _, places = file.entries(capacity)
+        if not len(places):
+            continue
+        at = np.minimum(np.searchsorted(physical, places), len(physical) - 1)
+        known = physical[at] == places
+        times = stamps[at]
+        seconds = (
+            np.maximum(times - header.begin_timestamp_ms, 0) // 1000 if header.begin_timestamp_ms > 0 else times * 0
+        )
+        wrong = known & (np.minimum(seconds, 0x7FFF_FFFF) != file.seconds(capacity))
+        wrong[0] = False  # RocketMQ counts that one from the end of the file before (6.3)
+        name = f"index/{file.name}"
+        if wrong.any():
+            detail = f"{int(np.count_nonzero(wrong))} entries bear another time than their records"
+            findings.append(Finding("bad_index", name, 0, 0, detail))
+        if (known[0] and times[0] != header.begin_timestamp_ms) or (known[-1] and times[-1] != header.end_timestamp_ms):
+            detail = "begin and end are not the times of the first and the last entry"
+            findings.append(Finding("bad_index", name, 0, 16, detail))
+    return findings
 
 
 class Verifier:
@@ -90,7 +126,8 @@ class Verifier:
         self._index_findings = index_findings
         self._fs = fs
         self._next_slot: dict[ConsumeQueue, int] = {}
-        self._entries_wanted: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]] = []
+        self._last_seen: dict[ConsumeQueue, int] = {}
+        self._entries_wanted: list[Wanted] = []
 
     def findings(self) -> Iterator[Finding]:
         """Everything that is not as it should be; nothing for a store in order."""
@@ -112,8 +149,15 @@ class Verifier:
             yield Finding("segment_size", name, at, problem.length, problem.detail)
         for name in self._queues.unsafe_names:
             yield Finding("unsafe_name", f"consumequeue/{name}", 0, 0, "no queue can be made of this folder")
+        for path, length in self._queues.short_files:
+            name = os.path.relpath(path, self._root)
+            missing = self._queues.segment_bytes - length
+            yield Finding("segment_size", name, length, missing, f"{length} bytes instead of {length + missing}")
         if not self._has_checkpoint and self._run.starts:
             yield Finding("bad_checkpoint", "checkpoint", 0, 0, "missing or too short; opening will read the whole log")
+        elif self._has_checkpoint and self._checkpoint.flushed is None and self._checksum == "crc32c-record":
+            # In the other profile a Java broker may have been at work, which is no fault.
+            yield Finding("bad_checkpoint", "checkpoint", 64, 36, "the watermarks do not fit their checksum")
 
     def _where(self, position: int) -> tuple[str, int]:
         start = position - position % self._run.segment_bytes
@@ -160,14 +204,30 @@ class Verifier:
                 continue
             queue = self._queues.create(topic, queue_id)
             offsets = rows.queue_offset[chosen]
-            expected = self._next_slot.get(queue, int(offsets[0]))
-            for low, high in slot_runs(expected, offsets):
+            physical = rows.physical_offset[chosen]
+            expected = self._next_slot.get(queue)
+            runs, odd = sort_out(expected, self._last_seen.get(queue, 0), offsets, physical)
+            for i in odd:
+                name, at = self._where(int(physical[i]))
+                detail = f"queueOffset {offsets[i]} of {topic}/{queue_id} does not follow those around it"
+                yield Finding("bad_record", name, at, int(rows.size[chosen[i]]), detail)
+            for low, high in runs:
                 first = int(offsets[low])
-                if first > expected:
+                if expected is None:
+                    yield from self._front(queue, first)
+                elif first > expected:
                     yield from self._no_record(queue, expected, first)
                 yield from self._compare(queue, first, rows.units(chosen[low:high]))
                 expected = first + high - low
-            self._next_slot[queue] = expected
+                self._next_slot[queue] = expected
+            self._last_seen[queue] = int(physical[-1])
+
+    def _front(self, queue: ConsumeQueue, stop: int) -> Iterator[Finding]:
+        """Units before the queue's first record must be those of records that retention took."""
+        first = self._run.starts[0] if self._run.starts else 1 << 62
+        for at, units in queue.chunks(queue.first_offset(), min(stop, queue.max_offset)):
+            wrong = (units["physical_offset"] >= first) & ~is_void(units)
+            yield from self._ranges(queue, "bad_unit", at, wrong, "the unit's record is not in the log")
 
     def _compare(self, queue: ConsumeQueue, first: int, wanted: npt.NDArray[np.void]) -> Iterator[Finding]:
         if not self._clean or self._live:
@@ -187,11 +247,7 @@ class Verifier:
     def _queue_tail(self, queue: ConsumeQueue) -> Iterator[Finding]:
         known = self._next_slot.get(queue)
         if known is None:
-            # No record of this queue is in the log: all of its units must be older than the log.
-            min_physical = self._run.starts[0] if self._run.starts else 1 << 62
-            for at, units in queue.chunks(queue.first_offset(), queue.max_offset):
-                wrong = (units["physical_offset"] >= min_physical) & ~is_void(units)
-                yield from self._ranges(queue, "bad_unit", at, wrong, "the unit's record is not in the log")
+            yield from self._front(queue, queue.max_offset)  # no record of this queue is in the log
         elif not self._live:
             yield from self._no_record(queue, known, queue.max_offset)
 
@@ -215,22 +271,23 @@ class Verifier:
 
     def _entries(self, rows: Rows) -> None:
         """Note the keys of these records that the index should have."""
-        files = [file.header for file in self._index.files if file.header.next_entry > 1]
-        if not files or not len(rows.entry_row):
-            return
         physical = rows.physical_offset[rows.entry_row]
-        # Outside of what the files span the index may simply begin later, or lag behind.
-        inside = (physical >= files[0].begin_physical_offset) & (physical < files[-1].end_physical_offset)
+        if self._checkpoint.flushed is not None and self._clean and not self._live:
+            inside = np.ones(len(physical), np.bool_)  # ours, and closed: every key has its entry
+        else:
+            # Outside of what the files span the index may simply begin later, or lag behind.
+            files = [file.header for file in self._index.files if file.header.next_entry > 1]
+            if not files:
+                return
+            inside = (physical >= files[0].begin_physical_offset) & (physical < files[-1].end_physical_offset)
         if inside.any():
-            self._entries_wanted.append((rows.entry_hash[inside], physical[inside]))
+            stamps = rows.store_timestamp_ms[rows.entry_row[inside]]
+            self._entries_wanted.append((rows.entry_hash[inside], physical[inside], stamps))
 
     def _index_files(self) -> Iterator[Finding]:
         yield from self._index_findings
         yield from self._index.check()
-        missing = missing_entries(self._index, self._entries_wanted)
-        if missing:
-            name = f"index/{self._index.files[0].name}" if self._index.files else "index"
-            yield Finding("bad_index", name, 0, 0, f"{missing} keys of the log have no entry")
+        yield from index_faults(self._index, self._entries_wanted)
 
     def _json_files(self) -> Iterator[Finding]:
         folder = self._root / "config"

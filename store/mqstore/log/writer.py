@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from typing import TypedDict, Unpack, cast
 
 from mqstore.errors import ConfigError, FlushFailedError, FlushTimeoutError, InvalidMessageError, ReadOnlyStoreError
 from mqstore.files.flusher import GroupCommit
 from mqstore.layout.batch import decode_batch
 from mqstore.layout.hosts import encode_host
-from mqstore.layout.properties import UNIQ_KEY
-from mqstore.log.commitlog import ALLOWANCE, BLANK_BYTES, CommitLog, SendReceipt
+from mqstore.layout.properties import DELAY, INNER_BASE, INNER_NUM, TRAN_MSG, UNIQ_KEY, decode_properties
+from mqstore.layout.record import BLANK_BYTES, MAGIC_V1, MAGIC_V2, MAX_TOPIC_BYTES_V1
+from mqstore.log.commitlog import ALLOWANCE, CommitLog, Fields, SendReceipt, SendReceipts
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.names import check_topic
 from mqstore.log.outgoing import (
@@ -37,6 +40,24 @@ from mqstore.options import Durability, StoreConfig, seconds
 __all__ = ["MAX_QUEUE_ID", "StoreWriter"]
 
 MAX_QUEUE_ID = 16_383
+_NOT_IN_BATCH = (DELAY, TRAN_MSG, INNER_NUM, INNER_BASE)
+"""What makes a batch illegal (store-format 2.9, 10.6)."""
+
+
+class MessageOptions(TypedDict, total=False):
+    """What `put` takes beside topic, body and queue id."""
+
+    tag: str | None
+    keys: str | Iterable[str] | None
+    properties: Mapping[str, str] | None
+    unique_key: str | None
+    flag: int
+
+
+class PutOptions(MessageOptions, total=False):
+    """The same with `durability`: "append" or "flush", None for the store's."""
+
+    durability: Durability | None
 
 
 class StoreWriter(StoreReader):
@@ -52,55 +73,68 @@ class StoreWriter(StoreReader):
         self._put_latency = Histogram()
         self._flush_latency = Histogram()
         self._flush_by_default = self.durability == "flush"
+        self._log.group = self._commit if self._flush_by_default else None
         self._flush_timeout_s = seconds(self.config.flush_timeout, "flush_timeout")
         self._max_body = min(self.config.max_message_size, self._log.max_record_bytes)
-        self._putters: dict[tuple[str, int], ConsumeQueue] = {}
+        self._putters: dict[str, dict[int, ConsumeQueue]] = {}
 
     def _flushed(self) -> None:
         """Called after a put has waited for its sync: what it synced may be visible now."""
         raise NotImplementedError
 
+    def _flush_soon(self) -> None:
+        """Called after a put that does not wait, in a store that shows only what was flushed."""
+        raise NotImplementedError
+
     # -- putting ----------------------------------------------------------------------------------------------------
 
-    def put(
-        self,
-        topic: str,
-        body: Body,
-        queue_id: int = 0,
-        *,
-        tag: str | None = None,
-        keys: str | Iterable[str] | None = None,
-        properties: Mapping[str, str] | None = None,
-        unique_key: str | None = None,
-        flag: int = 0,
-        durability: Durability | None = None,
-    ) -> SendReceipt:
+    def put(self, topic: str, body: Body, queue_id: int = 0, **options: Unpack[PutOptions]) -> SendReceipt:
         """Append one message to a queue of `topic`, which comes into being with its first message.
 
-        With durability "flush" (here or of the store) it is on disk when this returns. Raises InvalidMessageError
-        (nothing written), StoreFullError (likewise), FlushTimeoutError (stored, durability unknown), FlushFailedError,
-        ReadOnlyStoreError, StoreClosedError.
+        Options: `tag`, `keys`, `properties`, `unique_key`, `flag`, `durability` (`PutOptions`). With durability "flush"
+        (here or of the store) it is on disk when this returns. Raises InvalidMessageError (nothing written),
+        StoreFullError (likewise), FlushTimeoutError (stored, durability unknown), FlushFailedError, ReadOnlyStoreError,
+        StoreClosedError.
         """
-        sample = not self._log.puts & 31
+        try:
+            queue = self._putters[topic][queue_id]
+        except (KeyError, TypeError):
+            queue = self._putter(topic, queue_id)
+        sample = not queue.next_offset & 63
         if sample:
             begin = time.perf_counter_ns()
-        queue = self._putters.get((topic, queue_id)) or self._putter(topic, queue_id)
         if type(body) is not bytes:
             body = flat_body(body)
         if len(body) > self._max_body:
             self._refuse_body(len(body))
-        if tag is None and keys is None and properties is None and unique_key is None:
-            tail = queue.plain_tail
+        if not options:
+            receipt = self._log.append(queue, body, queue.plain_tail)
+            waits = self._flush_by_default
         else:
-            tail = tail_of(queue.plain_tail, user_properties(tag, keys, properties, unique_key))
-        receipt = self._log.append(queue, body, tail, flag, 0, None, None, 0, 0, len(topic) > 127, unique_key)
-        if durability == "flush" or (durability is None and self._flush_by_default):
-            self._wait_flushed(receipt[3] + receipt[4], receipt)
-        elif durability is not None and durability != "append":
-            raise ConfigError(f"durability must be 'append' or 'flush', not {durability!r}")
+            receipt, waits = self._put_with(queue, body, **options)
+        if waits:
+            self._wait_flushed(receipt[2] + receipt[3], receipt)
+        elif self._flush_by_default:
+            self._flush_soon()
         if sample:
             self._put_latency.add(time.perf_counter_ns() - begin)
         return receipt
+
+    def _put_with(
+        self, queue: ConsumeQueue, body: bytes, durability: Durability | None = None, **options: Unpack[MessageOptions]
+    ) -> tuple[SendReceipt, bool]:
+        """A put with options; and whether it is to wait for the disk."""
+        waits = self._waits(durability)
+        unknown = options.keys() - MessageOptions.__annotations__.keys()
+        if unknown:
+            raise TypeError(f"put() has no option {', '.join(sorted(unknown))}")
+        flag = options.get("flag", 0)
+        check_integer(flag, 32, "flag")
+        stored = user_properties(
+            options.get("tag"), options.get("keys"), options.get("properties"), options.get("unique_key")
+        )
+        tail = tail_of(queue.plain_tail, stored) if stored else queue.plain_tail
+        return self._log.append(queue, body, tail, Fields(flag) if flag else None, options.get("unique_key")), waits
 
     def append(
         self,
@@ -120,13 +154,10 @@ class StoreWriter(StoreReader):
         """Append a record with every field given: for copies that an engine makes (delay, retry, half messages) and for
         imports. `properties` may bear reserved names; compression and transaction bits of `sys_flag` are the caller's.
         Errors as of `put`."""
-        queue = self._putters.get((topic, queue_id)) or self._putter(topic, queue_id)
+        queue = self._queue_to_put(topic, queue_id)
         body = flat_body(body)
         if len(body) > self._max_body:
             self._refuse_body(len(body))
-        properties = properties or {}
-        tail = tail_of(queue.plain_tail, properties)
-        host = None if born_host is None else encode_host(born_host)
         for name, value, bits in (
             ("flag", flag, 32),
             ("sys_flag", sys_flag, 32),
@@ -135,21 +166,20 @@ class StoreWriter(StoreReader):
             ("born_timestamp_ms", born_timestamp_ms or 0, 64),
         ):
             check_integer(value, bits, name)
+        waits = self._waits(durability)
+        host = None if born_host is None else encode_host(born_host)
+        properties = properties or {}
         receipt = self._log.append(
             queue,
             body,
-            tail,
-            flag,
-            sys_flag & ~0x30,
-            born_timestamp_ms,
-            host,
-            reconsume_times,
-            prepared_transaction_offset,
-            len(queue.topic) > 127,
+            tail_of(queue.plain_tail, properties),
+            Fields(flag, sys_flag, born_timestamp_ms, host, reconsume_times, prepared_transaction_offset),
             properties.get(UNIQ_KEY),
         )
-        if self._waits(durability):
+        if waits:
             self._wait_flushed(receipt.physical_offset + receipt.size, receipt)
+        elif self._flush_by_default:
+            self._flush_soon()
         return receipt
 
     def put_many(
@@ -159,110 +189,116 @@ class StoreWriter(StoreReader):
         queue_id: int = 0,
         *,
         durability: Durability | None = None,
-    ) -> list[SendReceipt]:
+    ) -> SendReceipts:
         """Append many messages with one flush wait. They lie together, and become visible together, in chunks of about
         `max_message_size` bytes; all are checked before the first is written. Errors as of `put`."""
-        queue = self._putters.get((topic, queue_id)) or self._putter(topic, queue_id)
+        queue = self._queue_to_put(topic, queue_id)
         waits = self._waits(durability)
-        flat: list[bytes] = []
+        items = bodies if isinstance(bodies, list) else list(bodies)
         tails: list[bytes] | bytes = queue.plain_tail
         flags: list[int] | int = 0
         unique: dict[int, str] = {}
-        for item in bodies:
-            if type(item) is bytes:
-                flat.append(item)
-                if type(tails) is list:
-                    tails.append(queue.plain_tail)
-            elif isinstance(item, OutgoingMessage):
-                if type(tails) is not list:
-                    tails = [queue.plain_tail] * len(flat)
-                properties = user_properties(item.tag, item.keys, item.properties, item.unique_key)
-                tails.append(tail_of(queue.plain_tail, properties))
-                if item.flag:
-                    check_integer(item.flag, 32, "flag")
-                    if type(flags) is not list:
-                        flags = []
-                    flags += [0] * (len(flat) - len(flags))
-                    flags.append(item.flag)
-                if item.unique_key is not None:
-                    unique[len(flat)] = item.unique_key
-                flat.append(flat_body(item.body))
-            else:
-                flat.append(flat_body(item))
-                if type(tails) is list:
-                    tails.append(queue.plain_tail)
-        if type(flags) is list:
-            flags += [0] * (len(flat) - len(flags))
-        if not flat:
-            return []
-        longest = max(map(len, flat))
-        if longest > self._max_body:
-            self._refuse_body(longest)
-        header = 80 + len(self._store_host)
-        sizes = [header + len(body) for body in flat]
-        if type(tails) is list:
-            sizes = [size + len(tail) for size, tail in zip(sizes, tails, strict=True)]
+        if set(map(type, items)) <= {bytes}:
+            flat = cast(list[bytes], items)
         else:
-            sizes = [size + len(tails) for size in sizes]
-        room = min(max(self.config.max_message_size, 1) + ALLOWANCE, self._log.max_record_bytes)
-        if max(sizes) > self._log.max_record_bytes:
-            self._refuse_record(max(sizes))
-        receipts: list[SendReceipt] = []
-        start = 0
-        while start < len(flat):
-            stop, total = start, 0
-            while stop < len(flat) and (total + sizes[stop] <= room or stop == start):
-                total += sizes[stop]
-                stop += 1
-            offset, position, written, now = self._log.append_many(
-                queue,
-                flat[start:stop],
-                tails[start:stop] if type(tails) is list else tails,
-                flags[start:stop] if type(flags) is list else flags,
-                None,
-                len(queue.topic) > 127,
-            )
-            name, host = queue.topic, self._store_host
-            for i, size in enumerate(written):
-                receipts.append(
-                    tuple.__new__(
-                        SendReceipt, (name, queue_id, offset + i, position, size, now, host, unique.get(start + i))
-                    )
-                )
-                position += size
-            start = stop
-        if waits:
-            last = receipts[-1]
-            self._wait_flushed(last.physical_offset + last.size, last)
-        return receipts
+            flat, tails, flags = [], [], []
+            for i, item in enumerate(items):
+                tail, flag = queue.plain_tail, 0
+                if isinstance(item, OutgoingMessage):
+                    check_integer(item.flag, 32, "flag")
+                    stored = user_properties(item.tag, item.keys, item.properties, item.unique_key)
+                    tail, flag = tail_of(queue.plain_tail, stored), item.flag
+                    if item.unique_key is not None:
+                        unique[i] = item.unique_key
+                    item = item.body
+                flat.append(flat_body(item))
+                tails.append(tail)
+                flags.append(flag)
+        return self._put_flat(queue, flat, tails, flags, unique, waits, whole=False)
 
     def put_batch(
         self, topic: str, wire: bytes, queue_id: int = 0, *, durability: Durability | None = None
-    ) -> list[SendReceipt]:
+    ) -> SendReceipts:
         """Append a batch in the producers' wire form (store-format 2.9), all or nothing. Raises FormatError when it is
-        malformed, InvalidMessageError when its records together do not fit a segment."""
-        queue = self._putters.get((topic, queue_id)) or self._putter(topic, queue_id)
+        malformed, InvalidMessageError when its records together do not fit a segment, or one is to be delayed."""
+        queue = self._queue_to_put(topic, queue_id)
+        waits = self._waits(durability)
         elements = decode_batch(wire)
-        if not elements:
-            return []
         bodies = [element.body for element in elements]
         tails = [tail_of_bytes(queue.plain_tail, element.properties) for element in elements]
-        header = 80 + len(self._store_host)
-        total = sum(map(len, bodies)) + sum(map(len, tails)) + header * len(bodies)
-        if total > self._log.max_record_bytes:
-            self._refuse_record(total)
-        if max(map(len, bodies)) > self._max_body:
-            self._refuse_body(max(map(len, bodies)))
-        offset, position, written, now = self._log.append_many(
-            queue, bodies, tails, [element.flag for element in elements], None, len(queue.topic) > 127
-        )
-        receipts = []
-        for i, size in enumerate(written):
-            receipts.append(SendReceipt(topic, queue_id, offset + i, position, size, now, self._store_host, None))
-            position += size
-        if self._waits(durability):
-            self._wait_flushed(position, receipts[-1])
+        unique: dict[int, str] = {}
+        for i, element in enumerate(elements):
+            properties = decode_properties(element.properties) if element.properties else {}
+            for name in _NOT_IN_BATCH:
+                if name in properties:
+                    raise InvalidMessageError(f"a message of a batch cannot bear the property {name}", "properties")
+            if UNIQ_KEY in properties:
+                unique[i] = properties[UNIQ_KEY]
+        return self._put_flat(queue, bodies, tails, [element.flag for element in elements], unique, waits, whole=True)
+
+    def _put_flat(
+        self,
+        queue: ConsumeQueue,
+        bodies: list[bytes],
+        tails: list[bytes] | bytes,
+        flags: list[int] | int,
+        unique: dict[int, str],
+        waits: bool,
+        *,
+        whole: bool,
+    ) -> SendReceipts:
+        """Append encoded parts, in one chunk (`whole`) or in as few as the limits allow."""
+        receipts = SendReceipts(queue.ref, self._store_host, unique)
+        if not bodies:
+            return receipts
+        longest = max(map(len, bodies))
+        if longest > self._max_body:
+            self._refuse_body(longest)
+        overhead = self._log.header_bytes + (len(tails) if isinstance(tails, bytes) else max(map(len, tails)))
+        largest = self._log.max_record_bytes
+        room = largest if whole else min(self.config.max_message_size + ALLOWANCE, largest)
+        # Most batches fit as they are: only count bytes one by one when the cheap bound says that this one may not.
+        cuts = [0, len(bodies)]
+        if (longest + overhead) * len(bodies) > room:
+            cuts = self._cuts(bodies, tails, room)
+            if whole and len(cuts) > 2:
+                self._refuse_record(sum(map(len, bodies)) + overhead * len(bodies))
+        for start, stop in pairwise(cuts):
+            receipts.add(
+                *self._log.append_many(
+                    queue,
+                    bodies if stop - start == len(bodies) else bodies[start:stop],
+                    tails if isinstance(tails, bytes) else tails[start:stop],
+                    flags if isinstance(flags, int) else flags[start:stop],
+                )
+            )
+        if waits:
+            last = receipts[-1]
+            self._wait_flushed(last.physical_offset + last.size, last)
+        elif self._flush_by_default:
+            self._flush_soon()
         return receipts
+
+    def _cuts(self, bodies: list[bytes], tails: list[bytes] | bytes, room: int) -> list[int]:
+        """Indices that cut a batch into chunks of records of at most `room` bytes each."""
+        cuts = [0]
+        total = 0
+        for i, body in enumerate(bodies):
+            size = self._log.header_bytes + len(body) + len(tails if isinstance(tails, bytes) else tails[i])
+            if size > self._log.max_record_bytes:
+                self._refuse_record(size)
+            if total + size > room and total:
+                cuts.append(i)
+                total = 0
+            total += size
+        cuts.append(len(bodies))
+        return cuts
+
+    def _queue_to_put(self, topic: str, queue_id: int) -> ConsumeQueue:
+        try:
+            return self._putters[topic][queue_id]
+        except (KeyError, TypeError):
+            return self._putter(topic, queue_id)
 
     def _putter(self, topic: str, queue_id: int) -> ConsumeQueue:
         """The queue to put to, after every check of its name."""
@@ -273,8 +309,10 @@ class StoreWriter(StoreReader):
         if type(queue_id) is not int or not 0 <= queue_id <= MAX_QUEUE_ID:
             raise InvalidMessageError(f"queue_id {queue_id!r} does not lie in 0..{MAX_QUEUE_ID}", "queue_id")
         queue = self._queues.create(topic, queue_id)
-        queue.plain_tail = len(name).to_bytes(1 if len(name) <= 127 else 2, "big") + name + b"\0\0"
-        self._putters[topic, queue_id] = queue
+        v1 = len(name) <= MAX_TOPIC_BYTES_V1
+        queue.magic = MAGIC_V1 if v1 else MAGIC_V2
+        queue.plain_tail = len(name).to_bytes(1 if v1 else 2, "big") + name + b"\0\0"
+        self._putters.setdefault(topic, {})[queue_id] = queue
         return queue
 
     def _refuse_body(self, size: int) -> None:

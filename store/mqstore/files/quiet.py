@@ -1,0 +1,102 @@
+"""A file system for those who only look: reading through it leaves no trace, not even in access times.
+
+Where the platform has O_NOATIME (Linux) and grants it (to the owner of a file, and to root), files are opened and
+folders listed with it. Elsewhere access times may move, as with any reader; bytes, mtime and ctime never do. Whatever
+would change a file is refused: opening for writing raises, and every other change needs a descriptor from there or a
+call that is refused here.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import NoReturn
+
+from mqstore.files.filesystem import FILE_MODE, FileSystem, StrPath
+
+__all__ = ["QUIET", "QuietFileSystem"]
+
+_NO_ATIME: int = getattr(os, "O_NOATIME", 0)
+_CHANGES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+
+def _open_quietly(path: StrPath, flags: int) -> int:
+    if _NO_ATIME:
+        try:
+            return os.open(path, flags | _NO_ATIME | os.O_CLOEXEC)
+        except PermissionError:
+            pass  # another user's file; if it may not be read at all, the next line says so
+    return os.open(path, flags | os.O_CLOEXEC)
+
+
+class QuietFileSystem(FileSystem):
+    """Reads without traces.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     try:
+    ...         QUIET.mkdir(os.path.join(folder, "a"))
+    ...     except PermissionError as error:
+    ...         print(type(error).__name__, os.listdir(folder))
+    ReadOnlyStoreError []
+    """
+
+    def open(self, path: StrPath, flags: int, mode: int = FILE_MODE) -> int:
+        if flags & _CHANGES:
+            self._refuse(path, "open for writing")
+        try:
+            fd = _open_quietly(path, flags)
+        except OSError as error:
+            self._fail(error, path, "open")
+        self._paths[fd] = os.fspath(path)
+        return fd
+
+    def scandir(self, path: StrPath) -> list[str]:
+        try:
+            fd = _open_quietly(path, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                return sorted(os.listdir(fd))
+            finally:
+                os.close(fd)
+        except OSError as error:
+            self._fail(error, path, "scandir")
+
+    def scandir_files(self, path: StrPath) -> list[tuple[str, int]]:
+        found = []
+        for name in self.scandir(path):
+            full = os.path.join(path, name)
+            if os.path.isfile(full):
+                try:
+                    found.append((name, os.stat(full).st_size))
+                except FileNotFoundError:
+                    continue  # removed by its owner between the listing and the look at it
+                except OSError as error:
+                    self._fail(error, full, "stat")
+        return found
+
+    def scandir_directories(self, path: StrPath) -> list[str]:
+        return [name for name in self.scandir(path) if os.path.isdir(os.path.join(path, name))]
+
+    # -- changes, refused ---------------------------------------------------------------------------------------------
+
+    def replace(self, source: StrPath, target: StrPath) -> None:
+        self._refuse(source, "replace")
+
+    def link(self, source: StrPath, target: StrPath) -> None:
+        self._refuse(source, "link")
+
+    def unlink(self, path: StrPath, *, missing_ok: bool = False) -> None:
+        self._refuse(path, "unlink")
+
+    def mkdir(self, path: StrPath, mode: int = 0o700, *, exist_ok: bool = False) -> None:
+        self._refuse(path, "mkdir")
+
+    def rmdir(self, path: StrPath) -> None:
+        self._refuse(path, "rmdir")
+
+    def _refuse(self, path: StrPath, operation: str) -> NoReturn:
+        self._fail(OSError(errno.EROFS, "opened only to be looked at"), path, operation)
+
+
+#: What commands that only look read stores through.
+QUIET = QuietFileSystem()

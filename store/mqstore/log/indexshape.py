@@ -1,0 +1,108 @@
+"""How many slots and entries an index file was made with, told by what stands in it (store-format 1.2, 6.1).
+
+    0         40                                40 + 4 slots
+    | header  | slots x i32                     | entry 0, entry 1, ... entry n - 1, unused       |
+      begin, end physical offset                           ^ begin               ^ end
+                ^ slot[hash of entry n - 1 % slots] == n - 1
+
+Only a manifest says the shape; a Java broker's store has none, and a file of length L can be of L / 20 shapes. But the
+first entry must bear the header's begin offset, the last one its end offset, and the last one is the head of
+its chain. Each shape puts these three at other places, so a file with a few entries fits one shape alone.
+
+Knows no store: one file in, a shape out. Nothing found is trusted beyond that: `check_index` looks at the rest.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from mqstore.errors import MQStoreError
+from mqstore.files.filesystem import FileSystem
+from mqstore.layout.indexfile import (
+    ENTRY_BYTES,
+    HEADER_BYTES,
+    SLOT_BYTES,
+    IndexHeader,
+    check_index,
+    slots_entries_from_length,
+)
+
+__all__ = ["shape_of", "shape_of_file"]
+
+_ENTRY_PER_SLOT = ENTRY_BYTES // SLOT_BYTES
+_MAX_LENGTH = 1 << 31
+_CHUNK = 1 << 18
+"""Shapes looked at in one pass: a few MiB of arrays, however big the file."""
+
+
+def shape_of(data: npt.NDArray[np.uint8]) -> tuple[int, int] | None:
+    """(slots, entries) of the index file `data`; None when it holds no entry, or fits no shape or more than one."""
+    length = len(data)
+    words = length - HEADER_BYTES
+    if words < SLOT_BYTES + 2 * ENTRY_BYTES or words % SLOT_BYTES or length > _MAX_LENGTH:
+        return None
+    header = IndexHeader.decode(data[:HEADER_BYTES].tobytes())
+    count = header.next_entry
+    if count <= 1:
+        return None
+    words //= SLOT_BYTES
+    # words = slots + 5 * entries, and there is room for all entries that are in use.
+    most = (words - 1) // _ENTRY_PER_SLOT
+    usual = slots_entries_from_length(length)
+    if usual is not None and count <= usual[1] and len(_fitting(data, header, np.array([usual[0]], np.int64))):
+        return usual
+    found: list[int] = []
+    for low in range(count, most + 1, _CHUNK):
+        entries = np.arange(low, min(low + _CHUNK, most + 1), dtype=np.int64)
+        found += _fitting(data, header, words - _ENTRY_PER_SLOT * entries)
+        if len(found) > 64:
+            return None  # zeros and the like: no evidence
+    shapes = [(slots, (words - slots) // _ENTRY_PER_SLOT) for slots in found]
+    if len(shapes) > 1:
+        shapes = [shape for shape in shapes if not check_index(data.data, *shape)]
+    return shapes[0] if len(shapes) == 1 else None
+
+
+def _fitting(data: npt.NDArray[np.uint8], header: IndexHeader, slots: npt.NDArray[np.int64]) -> list[int]:
+    """Which of these slot counts put first entry, last entry and its slot where they belong."""
+    first = HEADER_BYTES + SLOT_BYTES * slots + ENTRY_BYTES
+    last = first + ENTRY_BYTES * (header.next_entry - 2)
+    fits = (_i64(data, first + 4) == header.begin_physical_offset) & (
+        _i64(data, last + 4) == header.end_physical_offset
+    )
+    slots, last = slots[fits], last[fits]
+    hashes = _i32(data, last)
+    fine = hashes >= 0
+    slots, hashes = slots[fine], hashes[fine]
+    heads = _i32(data, HEADER_BYTES + SLOT_BYTES * (hashes % slots))
+    return [int(n) for n in slots[heads == header.next_entry - 1].tolist()]
+
+
+def _i64(data: npt.NDArray[np.uint8], at: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    return np.ndarray((len(data) - 7,), ">i8", data, 0, (1,))[at].astype(np.int64)
+
+
+def _i32(data: npt.NDArray[np.uint8], at: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    return np.ndarray((len(data) - 3,), ">i4", data, 0, (1,))[at].astype(np.int64)
+
+
+def shape_of_file(path: Path, fs: FileSystem) -> tuple[int, int] | None:
+    """`shape_of` the file at `path`; None as well when it cannot be read."""
+    try:
+        fd = fs.open(path, os.O_RDONLY)
+    except (MQStoreError, FileNotFoundError):
+        return None
+    try:
+        length = fs.size(fd)
+        if not HEADER_BYTES < length <= _MAX_LENGTH:
+            return None
+        mapping = fs.map(fd, length, writable=False)
+    except MQStoreError:
+        return None
+    finally:
+        fs.close(fd)
+    return shape_of(np.frombuffer(mapping, np.uint8))

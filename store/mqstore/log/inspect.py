@@ -1,0 +1,295 @@
+"""What a store directory holds, at a glance: the value behind `mqstore inspect --json`.
+
+    {"path", "profile", "checksum", "store_id", "clean_shutdown", "writer_alive", "recovery_needed",
+     "undispatched_bytes",
+     "commitlog":  {"min_offset", "max_offset", "segment_bytes", "messages",
+                    "segments": [{"file", "start", "end", "length", "used", "messages",
+                                  "first_store_timestamp_ms", "last_store_timestamp_ms"}, ...]},
+     "topics":     {TOPIC: {"queues": {"0": {"min_offset", "max_offset",
+                                             "min_physical_offset", "max_physical_offset"}}}},
+     "index":      {"files", "entries", "slots", "entries_per_file"},
+     "checkpoint": {"physic_msg_timestamp_ms", "logics_msg_timestamp_ms", "index_msg_timestamp_ms",
+                    "confirm_physical_offset", "flushed", "dispatched", "clean_end"},
+     "consumer_offsets": {GROUP: {TOPIC: {"0": n}}}, "delay_offsets": {"1": n}, "order_info": {"TOPIC@GROUP": {...}},
+     "problems":   [sentence, ...]}
+
+Offsets are physical (bytes in the commitlog) but for a queue's `min_offset` and `max_offset`, which count messages;
+`max_` is always one behind the last: the end of a record, the next offset. A queue without messages has -1 for its
+physical ones. A segment stands for the bytes [`start`, `end`), its file really has `length`, records fill `used`.
+`undispatched_bytes`: whole records that no queue knows yet. `order_info` is the broker's table as it lies in the file.
+
+Takes no lock, needs no `config/`, and leaves no trace: bytes and times stay as they are (see `files.quiet`). Lengths,
+magic numbers and offsets of the log are followed, checksums are not computed: that is what `verify` is for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mqstore.errors import MQStoreError
+from mqstore.files.filesystem import FileSystem
+from mqstore.files.jsonfile import load_json
+from mqstore.files.lock import writer_alive
+from mqstore.files.quiet import QUIET
+from mqstore.layout.consumequeue import is_message
+from mqstore.layout.dispatch import rows_of
+from mqstore.log.consumequeue import ConsumeQueue
+from mqstore.log.names import is_path_safe
+from mqstore.log.scanner import Bad, End, Good, scan_log
+from mqstore.log.store import MessageStore
+from mqstore.options import StoreConfig, delay_table_ms
+
+__all__ = ["inspect_store"]
+
+_MAX_PROBLEMS = 1000
+"""Sentences kept; a store can be damaged in more places than anyone reads about."""
+_MAX_INTEGER = (1 << 63) - 1
+
+
+def inspect_store(
+    path: str | os.PathLike[str],
+    *,
+    config: StoreConfig | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    fs: FileSystem = QUIET,
+) -> dict[str, Any]:
+    """Look at the store in directory `path` and say what is there; plain values, as the module says.
+
+    Works on stores that are damaged, not closed, a Java broker's, or being written. `config` only helps where a Java
+    store's files do not tell their own shape (`index_slots`, `index_entries`). `progress(bytes done, bytes in all)`.
+    Raises NotAStoreError, CorruptStoreError (the manifest), UnsupportedStoreError, StoreIOError, ReadOnlyStoreError.
+
+    >>> import mqstore, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with mqstore.open(folder) as store:
+    ...         receipt = store.put("orders", b"hello")
+    ...     found = inspect_store(folder)
+    >>> found["commitlog"]["messages"], found["topics"]["orders"]["queues"]["0"]["max_offset"], found["clean_shutdown"]
+    (1, 1, True)
+    """
+    for attempt in range(3):
+        live = writer_alive(path, fs)
+        try:
+            return _inspect(Path(path), config, progress, fs, live=live)
+        except FileNotFoundError as error:
+            # Retention unlinked a segment between the listing and our look at it; what is left is a store still.
+            if isinstance(error, MQStoreError) or attempt == 2:
+                raise
+    raise AssertionError
+
+
+def _inspect(
+    path: Path, config: StoreConfig | None, progress: Callable[[int, int], None] | None, fs: FileSystem, *, live: bool
+) -> dict[str, Any]:
+    problems: list[str] = []
+    with MessageStore(path, "r", config=config, fs=fs) as store:
+        manifest = store.manifest
+        problems += manifest.problems
+        problems += [f"{os.path.basename(p.file)}: {p.kind}: {p.detail}" for p in store._load_problems]
+        problems += [f"{finding.file}: {finding.detail}" for finding in store._index_findings]
+        problems += [f"consumequeue/{name}: no queue can be made of this folder" for name in store._queues.unsafe_names]
+        topics: dict[str, Any] = {}
+        dispatched = 0
+        for queue in sorted(store._queues, key=lambda q: (q.topic, q.queue_id)):
+            if not queue.max_offset:
+                continue
+            first, end = _physical_bounds(queue)
+            if end <= store._run.end:  # else a unit that points nowhere; `verify` tells of it
+                dispatched = max(dispatched, end)
+            topics.setdefault(queue.topic, {"queues": {}})["queues"][str(queue.queue_id)] = {
+                "min_offset": queue.min_offset,
+                "max_offset": queue.max_offset,
+                "min_physical_offset": first,
+                "max_physical_offset": end,
+            }
+        commitlog, undispatched, torn = _walk_log(store, dispatched, problems, progress)
+        checkpoint = store._checkpoint.current
+        if torn and not live:
+            problems.append(torn)
+        index_limit = store._index.entries_per_file
+        entries = sum(min(max(0, file.header.next_entry - 1), index_limit) for file in store._index.files)
+        found = {
+            "path": os.fspath(path),
+            "profile": manifest.profile,
+            "checksum": manifest.checksum,
+            "store_id": manifest.store_id,
+            "clean_shutdown": store.clean_shutdown,
+            "writer_alive": live,
+            "recovery_needed": not live and (not store.clean_shutdown or bool(torn) or undispatched > 0),
+            "undispatched_bytes": undispatched,
+            "commitlog": commitlog,
+            "topics": topics,
+            "index": {
+                "files": len(store._index.files),
+                "entries": entries,
+                "slots": store._index.slots,
+                "entries_per_file": index_limit,
+            },
+            "checkpoint": {
+                "physic_msg_timestamp_ms": checkpoint.physic_msg_timestamp_ms,
+                "logics_msg_timestamp_ms": checkpoint.logics_msg_timestamp_ms,
+                "index_msg_timestamp_ms": checkpoint.index_msg_timestamp_ms,
+                "confirm_physical_offset": checkpoint.confirm_physical_offset,
+                "flushed": checkpoint.flushed,
+                "dispatched": checkpoint.dispatched,
+                "clean_end": checkpoint.clean_end,
+            },
+        }
+    files = _ConfigFiles(path, fs, problems)
+    found["consumer_offsets"] = files.consumer_offsets()
+    found["delay_offsets"] = files.delay_offsets()
+    found["order_info"] = files.order_info()
+    if len(problems) > _MAX_PROBLEMS:
+        problems[_MAX_PROBLEMS:] = [f"and {len(problems) - _MAX_PROBLEMS} more: see `mqstore verify`"]
+    found["problems"] = problems
+    return found
+
+
+# -- queues and log ----------------------------------------------------------------------------------------------------
+
+
+def _physical_bounds(queue: ConsumeQueue) -> tuple[int, int]:
+    """(physical offset of the first message, end of the last one's record); (-1, -1) without one."""
+    first = end = -1
+    for _, units in queue.chunks(queue.min_offset, queue.max_offset):
+        live = np.flatnonzero(is_message(units))
+        if len(live):
+            first = int(units["physical_offset"][live[0]])
+            break
+    high = queue.max_offset
+    while end < 0 and high > queue.min_offset:
+        low = max(queue.min_offset, high - 64)
+        units = queue.units(low, high - low)
+        live = np.flatnonzero(is_message(units))
+        if len(live):
+            end = int(units["physical_offset"][live[-1]]) + int(units["size"][live[-1]])
+        high = low
+    return first, end
+
+
+def _walk_log(
+    store: MessageStore, dispatched: int, problems: list[str], progress: Callable[[int, int], None] | None
+) -> tuple[dict[str, Any], int, str]:
+    """(the commitlog's part, bytes of whole records at or beyond `dispatched` that a queue should list, "" or what
+    stands at the end of the log that is no record)."""
+    run = store._run
+    size = run.segment_bytes
+    segments: dict[int, dict[str, Any]] = {
+        segment.start: {
+            "file": f"commitlog/{os.path.basename(segment.path)}",
+            "start": segment.start,
+            "end": segment.end,
+            "length": segment.length,
+            "used": 0,
+            "messages": 0,
+            "first_store_timestamp_ms": None,
+            "last_store_timestamp_ms": None,
+        }
+        for segment in run.segments()
+    }
+    first = run.min_offset
+    end, undispatched, torn = first, 0, ""
+    for event in scan_log(run, first, store._checksum, checksums=False) if segments else ():
+        if isinstance(event, Good):
+            entry = segments[event.base]
+            stamps = event.headers.store_timestamp_ms
+            if entry["first_store_timestamp_ms"] is None:
+                entry["first_store_timestamp_ms"] = int(stamps[0])
+            entry["last_store_timestamp_ms"] = int(stamps[-1])
+            entry["messages"] += len(event.headers)
+            entry["used"] = event.end - event.base
+            end = event.end
+            if event.end > dispatched:
+                undispatched += _without_queue(store, event, dispatched)
+            if progress is not None:
+                progress(event.end - first, run.end - first)
+        elif isinstance(event, Bad):
+            where = event.start // size * size
+            problems.append(
+                f"commitlog/{where:020d}: {event.kind} at {event.start - where}, {event.end - event.start} bytes: "
+                f"{event.detail}"
+            )
+        elif isinstance(event, End):
+            end = event.position
+            if event.detail:
+                where = event.position // size * size
+                torn = f"commitlog/{where:020d}: the log ends at {event.position - where}: {event.detail}"
+    return (
+        {
+            "min_offset": first,
+            "max_offset": end,
+            "segment_bytes": size,
+            "messages": sum(entry["messages"] for entry in segments.values()),
+            "segments": list(segments.values()),
+        },
+        undispatched,
+        torn,
+    )
+
+
+def _without_queue(store: MessageStore, good: Good, dispatched: int) -> int:
+    """Bytes of the records at or beyond `dispatched` that dispatch would give a unit."""
+    rows = rows_of(good.buffer, good.headers, good.base, delay_table_ms(store.manifest.delay_levels))
+    total = 0
+    for topic, queue_id, chosen in rows.by_queue():
+        if queue_id >= 0 and is_path_safe(topic):
+            late = rows.physical_offset[chosen] >= dispatched
+            total += int(rows.size[chosen][late].sum(dtype=np.int64))
+    return total
+
+
+# -- config/*.json -----------------------------------------------------------------------------------------------------
+
+
+class _ConfigFiles:
+    """Progress that a broker has written down (store-format 11.3), in either dialect of JSON. What cannot be used is
+    left out and told in `problems`; nothing here can fail."""
+
+    def __init__(self, root: Path, fs: FileSystem, problems: list[str]) -> None:
+        self._root = root
+        self._fs = fs
+        self._problems = problems
+
+    def consumer_offsets(self) -> dict[str, dict[str, dict[str, int]]]:
+        offsets: dict[str, dict[str, dict[str, int]]] = {}
+        for key, queues in self._entries("consumerOffset.json", "offsetTable"):
+            topic, at, group = key.partition("@")
+            if not (at and topic and group) or "@" in group or not isinstance(queues, dict):
+                self._problems.append(f"config/consumerOffset.json: entry {key!r} is not topic@group with offsets")
+                continue
+            offsets.setdefault(group, {})[topic] = self._numbers("consumerOffset.json", key, queues)
+        return offsets
+
+    def delay_offsets(self) -> dict[str, int]:
+        return self._numbers("delayOffset.json", "offsetTable", dict(self._entries("delayOffset.json", "offsetTable")))
+
+    def order_info(self) -> dict[str, Any]:
+        return dict(self._entries("consumerOrderInfo.json", "table"))
+
+    def _entries(self, name: str, field: str) -> Iterator[tuple[str, Any]]:
+        try:
+            value, problems = load_json(self._root / "config" / name, writer=False, fs=self._fs, root=self._root)
+        except (MQStoreError, OSError) as error:
+            self._problems.append(f"config/{name}: {error}")
+            return
+        self._problems += problems
+        table = (value or {}).get(field, {})
+        if not isinstance(table, dict):
+            self._problems.append(f"config/{name}: {field} is not an object")
+            return
+        yield from table.items()
+
+    def _numbers(self, name: str, where: str, table: dict[str, Any]) -> dict[str, int]:
+        good = {
+            key: value
+            for key, value in table.items()
+            if key.isascii() and key.isdigit() and type(value) is int and 0 <= value <= _MAX_INTEGER
+        }
+        for key in table.keys() - good.keys():
+            self._problems.append(f"config/{name}: {where}: {key!r} has no offset: {str(table[key])[:80]!r}")
+        return dict(sorted(good.items(), key=lambda item: int(item[0])))

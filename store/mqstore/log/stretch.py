@@ -1,0 +1,85 @@
+"""A stretch: messages of one queue whose records lie in one segment, in queue order, as arrays.
+
+What a read finds, whether its caller gets views or columns of it. Everything here has been checked.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import repeat
+
+import numpy as np
+import numpy.typing as npt
+
+from mqstore.layout.record import BODY_AT_V4, BORN_HOST_V6, COMPRESSED, STORE_HOST_V6
+from mqstore.layout.scan import Headers, gather
+from mqstore.log.commitlog import QueueRef
+
+__all__ = ["Stretch", "single"]
+
+_Int64s = npt.NDArray[np.int64]
+_NOT_PLAIN = COMPRESSED | BORN_HOST_V6 | STORE_HOST_V6
+_FEW = 8
+
+
+@dataclass(slots=True)
+class Stretch:
+    """`starts` and `sizes` are those of the records in `buffer`; `tags_codes` and `slots` those of their units."""
+
+    queue: QueueRef
+    buffer: mmap.mmap | bytes
+    starts: _Int64s
+    sizes: _Int64s
+    tags_codes: _Int64s
+    slots: _Int64s
+    known_headers: Headers | None
+    """Of these very records, if the check has gathered them already."""
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    @property
+    def headers(self) -> Headers:
+        if self.known_headers is None:
+            self.known_headers = gather(self.buffer, self.starts)
+        return self.known_headers
+
+    def only(self, chosen: npt.NDArray[np.bool_]) -> Stretch:
+        """The messages that a mask chooses."""
+        return Stretch(
+            self.queue,
+            self.buffer,
+            self.starts[chosen],
+            self.sizes[chosen],
+            self.tags_codes[chosen],
+            self.slots[chosen],
+            None,
+        )
+
+    def tags_code(self, slot: int) -> int:
+        """Of the unit in `slot`."""
+        return int(self.tags_codes[np.searchsorted(self.slots, slot)])
+
+    @property
+    def plain(self) -> npt.NDArray[np.bool_]:
+        """Which bodies need nothing but a slice: stored as sent, behind two IPv4 hosts."""
+        plain: npt.NDArray[np.bool_] = (self.headers.sys_flag & _NOT_PLAIN) == 0
+        return plain
+
+    def body_ends(self) -> Iterable[int]:
+        """Where the body of each record ends, -1 for one that is compressed or has a host that is not IPv4: worked out
+        for all at once, unless there are few."""
+        if len(self.starts) <= _FEW:
+            return repeat(-1)
+        plain = self.plain
+        ends = self.starts + self.headers.plain_body_size + BODY_AT_V4
+        values: list[int] = (ends if plain.all() else np.where(plain, ends, -1)).tolist()
+        return values
+
+
+def single(queue: QueueRef, buffer: mmap.mmap | bytes, start: int, size: int, slot: int, tags_code: int) -> Stretch:
+    """A stretch of one message."""
+    starts, sizes, tags_codes, slots = np.array([[start], [size], [tags_code], [slot]], np.int64)
+    return Stretch(queue, buffer, starts, sizes, tags_codes, slots, None)

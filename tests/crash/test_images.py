@@ -1,0 +1,291 @@
+"""Power cuts: every directory that a crash may leave is opened, recovered and held against what was acknowledged.
+
+A seeded script puts, flushes, rolls, drops, closes, is killed, and goes on; `recording` notes every page and name. Each
+seed then picks a moment of one script and a subset of what was not synced by then, and asks of the image:
+
+    P1  what was acknowledged as flushed is there
+    P2  what is there is a prefix of the log: no hole, no later record without an earlier one
+    P6  a reader never meets a part of a record, before recovery nor after
+    P7  recovery may be cut short itself, and ends the same; a second one changes nothing
+
+In profile `rocketmq` no checksum covers topic and properties (store-format 2.10): a record of which a power cut took
+only these is taken for whole, there as in the Java broker. Its images therefore lose bytes in the order of writing.
+
+`make crash N=100000` runs more of them; MQSTORE_CRASH_SEED=n runs one.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from mqstore.clock import SimulatedClock
+from mqstore.errors import MQStoreError
+from mqstore.files.filesystem import REAL, FileSystem
+from mqstore.log.store import MessageStore
+from mqstore.options import Profile, StoreConfig
+from tests.crash.recording import Event, RecordingFileSystem, build_image
+
+IMAGES = int(os.environ.get("MQSTORE_CRASH_IMAGES", "175"))
+ONLY = os.environ.get("MQSTORE_CRASH_SEED")
+CHUNK = 25
+IMAGES_A_SCRIPT = 12
+"""Images of each script: making one costs as much as checking a few."""
+
+QUEUES = [("orders", 0), ("orders", 1), ("clicks", 0)]
+
+
+@dataclass(frozen=True)
+class Put:
+    """What the model knows of a message."""
+
+    topic: str
+    queue_id: int
+    offset: int
+    physical_offset: int
+    end: int
+    body: bytes
+    key: str
+
+
+@dataclass
+class Script:
+    """A run that was recorded. Marks in `events`: ("put", n) the n-th put returned, ("flushed", n) the first n puts are
+    promised to be on disk, ("dropping", p) retention may now have taken what lies below p."""
+
+    profile: Profile
+    events: list[Event]
+    puts: list[Put] = field(default_factory=list)
+
+
+def open_store(path: Path, mode: Literal["rw", "r"], profile: Profile, fs: FileSystem = REAL) -> MessageStore:
+    new = mode == "rw" and not any((path / name).exists() for name in ("mqstore.json", "mqstore.json.bak", "commitlog"))
+    sizes = (
+        {"segment_bytes": 8192, "consumequeue_units": 16, "index_slots": 8, "index_entries": 32}
+        if new or profile == "rocketmq"
+        else {}
+    )
+    config = StoreConfig(clock=SimulatedClock(), **sizes)
+    return MessageStore(path, mode, profile=profile, config=config, fs=fs)
+
+
+def kill(store: MessageStore) -> None:
+    """What the system does for a dead process: locks and descriptors are given back, nothing else happens."""
+    store._closed = True
+    store._release()
+
+
+def run_script(seed: int, folder: Path) -> Script:
+    rng = random.Random(seed)
+    root = folder / "store"
+    root.mkdir()
+    fs = RecordingFileSystem(root)
+    script = Script(rng.choice(("mqstore", "mqstore", "rocketmq")), fs.events)
+    puts = script.puts
+    store = open_store(root, "rw", script.profile, fs)
+    now_ms = 0
+
+    def one(durable: bool) -> None:
+        topic, queue_id = rng.choice(QUEUES)
+        body = rng.randbytes(rng.choice((0, 10, 100, 100, 700, 3000)))
+        key = f"k{len(puts)}"
+        receipt = store.put(topic, body, queue_id, keys=key, tag="t", durability="flush" if durable else None)
+        puts.append(
+            Put(
+                topic,
+                queue_id,
+                receipt.offset,
+                receipt.physical_offset,
+                receipt.physical_offset + receipt.size,
+                body,
+                key,
+            )
+        )
+
+    for _ in range(rng.randrange(20, 60)):
+        step = rng.random()
+        if step < 0.45:
+            one(durable=False)
+        elif step < 0.6:
+            one(durable=True)
+            fs.mark(("flushed", len(puts)))
+        elif step < 0.66:
+            topic, queue_id = rng.choice(QUEUES)
+            bodies = [rng.randbytes(rng.randrange(300)) for _ in range(rng.randrange(1, 8))]
+            for body, receipt in zip(bodies, store.put_many(topic, bodies, queue_id), strict=True):
+                position = receipt.physical_offset
+                puts.append(Put(topic, queue_id, receipt.offset, position, position + receipt.size, body, ""))
+        elif step < 0.74:
+            store.dispatch()
+        elif step < 0.84:
+            now_ms += rng.choice((400, 1100, 11_000))
+            store.run_once(now_ms)
+        elif step < 0.88:
+            store.flush()
+            fs.mark(("flushed", len(puts)))
+        elif step < 0.92:
+            store.flush()
+            store.dispatch()
+            fs.mark(("flushed", len(puts)))
+            bound = rng.choice(puts).physical_offset if puts else 0
+            fs.mark(("dropping", bound))
+            store.drop_before(bound)
+        elif step < 0.96:
+            store.close()
+            fs.mark(("flushed", len(puts)))
+            store = open_store(root, "rw", script.profile, fs)
+        else:
+            fs.observe()
+            kill(store)
+            store = open_store(root, "rw", script.profile, fs)
+            assert store.max_offset >= max((put.end for put in puts), default=0), "kill -9 lost a put"
+            fs.mark(("flushed", len(puts)))  # what recovery has found counts as durable from then on
+        fs.mark(("put", len(puts)))
+    if rng.random() < 0.5:
+        store.close()
+        fs.mark(("flushed", len(puts)))
+    else:
+        kill(store)
+    fs.dispose()
+    return script
+
+
+@cache
+def script_of(number: int, folder: Path) -> Script:
+    """The script that `number` stands for; its directory is gone again, the record is what counts."""
+    here = folder / f"script-{number}"
+    here.mkdir()
+    script = run_script(number, here)
+    shutil.rmtree(here)
+    return script
+
+
+def contents(store: MessageStore, puts: list[Put], *, gaps: bool = False) -> list[Put]:
+    """The messages that the queues of `store` show, each held against the model, in log order. Before recovery there
+    may be `gaps`: a reader passes over records that a power cut took when later ones can be read (store-format 8.5)."""
+    by_place = {(put.topic, put.queue_id, put.offset): put for put in puts}
+    found = []
+    for topic, queue_id in QUEUES:
+        try:
+            low, high = store.offsets(topic, queue_id)
+        except LookupError:
+            continue
+        position = low
+        while position < high:
+            messages = store.read(topic, queue_id, position, 100)
+            if not messages:
+                break
+            for message in messages:
+                assert message.offset == position or gaps, f"{topic}/{queue_id}: {position} is missing"
+                position = message.offset
+                put = by_place[topic, queue_id, position]
+                assert message.body == put.body
+                assert message.physical_offset == put.physical_offset
+                found.append(put)
+                position += 1
+    return sorted(found, key=lambda put: put.physical_offset)
+
+
+def check_recovered(store: MessageStore, puts: list[Put], flushed: int, dropping: int) -> list[Put]:
+    """P1, P2, P6 of a store that was just opened; what it holds."""
+    kinds = {finding.kind for finding in store.recovery.findings}
+    assert kinds <= {"segment_size"}, f"a power cut is no damage: {store.recovery.findings}"
+    first, end = store.min_offset, store.max_offset
+    wanted = [put for put in puts if first <= put.physical_offset and put.end <= end]
+    promised = [put for put in puts[:flushed] if put.physical_offset >= dropping]
+    found = contents(store, puts)
+    assert found == wanted, "the queues do not show the log, or the log has a hole"
+    lost = [put for put in promised if put.physical_offset >= first and put.end > end]
+    assert not lost, f"{len(lost)} acknowledged messages are gone, the first at {lost[0].physical_offset} of {end}"
+    assert first <= max(dropping, 0), f"the log begins at {first}, but only what is below {dropping} was let go"
+    for put in wanted:
+        if put.key:
+            hits = [message.physical_offset for message in store.find(put.topic, key=put.key)]
+            assert hits == [put.physical_offset], f"key {put.key}"
+    for topic, queue_id in QUEUES:
+        mine = [put for put in puts if (put.topic, put.queue_id) == (topic, queue_id) and put.end <= end]
+        if mine:
+            assert store.offsets(topic, queue_id)[1] == len(mine)
+    return found
+
+
+def check_seed(seed: int, tmp: Path, scripts: Path) -> None:
+    script = script_of(seed // IMAGES_A_SCRIPT, scripts)
+    rng = random.Random(f"image {seed}")
+    image = tmp / f"image-{seed}"
+    moment = rng.randrange(1, len(script.events) + 1)
+    in_order = script.profile == "rocketmq"
+    marks = build_image(script.events[:moment], rng, image, in_order=in_order)
+    flushed = max((n for kind, n in marks if kind == "flushed"), default=0)
+    dropping = max((n for kind, n in marks if kind == "dropping"), default=0)
+
+    # A reader comes before any writer has mended it.
+    try:
+        with open_store(image, "r", script.profile) as reader:
+            contents(reader, script.puts, gaps=True)
+    except MQStoreError:
+        pass  # not there yet, or not created to the end
+
+    # Recovery, cut short at a random moment; what that leaves is cut short again, or recovered to the end.
+    source = image
+    for attempt in range(rng.choice((0, 0, 1, 2))):
+        copy = tmp / f"image-{seed}-recording-{attempt}"
+        shutil.copytree(source, copy)
+        fs = RecordingFileSystem(copy)
+        baseline = len(fs.events)
+        store = open_store(copy, "rw", script.profile, fs)
+        fs.observe()
+        kill(store)
+        fs.dispose()
+        torn = tmp / f"image-{seed}-torn-{attempt}"
+        build_image(fs.events[: rng.randrange(baseline, len(fs.events) + 1)], rng, torn, in_order=in_order)
+        shutil.rmtree(copy)
+        source = torn
+
+    with open_store(image, "rw", script.profile) as store:
+        held = check_recovered(store, script.puts, flushed, dropping)
+        end = store.max_offset
+    if source is not image:
+        with open_store(source, "rw", script.profile) as store:
+            again = check_recovered(store, script.puts, flushed, dropping)
+            assert (again, store.max_offset) == (held, end), "an interrupted recovery ends differently"
+
+    with open_store(source, "rw", script.profile) as store:
+        assert store.recovery.scanned_from is None
+        assert not store.recovery.changed, "a second recovery found something to do"
+        assert contents(store, script.puts) == held
+        topic, queue_id = rng.choice(QUEUES)
+        here = [put for put in held if (put.topic, put.queue_id) == (topic, queue_id)]
+        receipt = store.put(topic, b"afterwards", queue_id)
+        if here:
+            assert receipt.offset == here[-1].offset + 1
+        [message] = store.read(topic, queue_id, receipt.offset)
+        assert message.body == b"afterwards"
+    with open_store(source, "r", script.profile) as store:
+        assert list(store.verify()) == []
+    for path in tmp.glob(f"image-{seed}*"):
+        shutil.rmtree(path)
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("scripts")
+
+
+@pytest.mark.parametrize("first", [int(ONLY)] if ONLY else range(0, IMAGES, CHUNK))
+def test_what_a_power_cut_leaves_recovers_to_a_prefix_with_all_that_was_promised(
+    tmp_path: Path, scripts: Path, first: int
+) -> None:
+    for seed in range(first, first + 1 if ONLY else min(first + CHUNK, IMAGES)):
+        try:
+            check_seed(seed, tmp_path, scripts)
+        except Exception as error:
+            command = f"MQSTORE_CRASH_SEED={seed} pytest tests/crash/test_images.py"
+            raise AssertionError(f"crash image {seed}: {error}; to see it again: {command}") from error

@@ -1,0 +1,244 @@
+"""kill -9: a child process puts for real and says over a pipe what was acknowledged; the parent kills it and looks.
+
+    P1, P2   every acknowledged put is there, in order, each queue without a gap
+    P7       wherever the kill lands, in opening, rolling, retention or closing, the next opening mends it
+
+What a killed process wrote is in the page cache, so "append" promises as much as "flush" here; power cuts are
+`test_images.py`. The second half dies at each change of a scripted run in turn, which no timing can do.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import signal
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mqstore.clock import SimulatedClock
+from mqstore.files.filesystem import REAL, FileSystem
+from mqstore.log.store import MessageStore
+from mqstore.options import StoreConfig
+from tests.faults import Crash, FaultyFileSystem
+
+SIZES = {"segment_bytes": 8192, "consumequeue_units": 32, "index_slots": 16, "index_entries": 128}
+QUEUES = 3
+_ACK = struct.Struct(">cq")
+"""What the child says: `a` n: message n is acknowledged; `d` p: retention may take what lies below p; else a phase that
+begins now: `o`pening, `c`losing, `r`etention."""
+
+
+def body_of(n: int) -> bytes:
+    return (b"%09d " % n) * (1 + n * 7919 % 40)
+
+
+def number_of(body: bytes) -> int:
+    n = int(body[:9])
+    assert body == body_of(n)
+    return n
+
+
+def held(store: MessageStore) -> range:
+    """The numbers of all messages in the store, which must be without a gap over all queues together."""
+    numbers = []
+    for queue_id in range(QUEUES):
+        try:
+            low, high = store.offsets("t", queue_id)
+        except LookupError:
+            continue
+        mine = []
+        for message in store.iter("t", queue_id):
+            mine.append(number_of(message.body))
+        assert len(mine) == high - low, f"queue {queue_id} has a gap"
+        assert mine == sorted(mine)
+        numbers += mine
+    numbers.sort()
+    assert numbers == list(range(numbers[0], numbers[-1] + 1)) if numbers else True
+    return range(numbers[0], numbers[-1] + 1) if numbers else range(0)
+
+
+def next_number(store: MessageStore) -> int:
+    there = held(store)
+    return there.stop
+
+
+# --- the child ---
+
+
+def produce(path: Path, pipe: int, seed: int) -> None:
+    """Open, put, roll, drop and close until somebody stops it."""
+    rng = random.Random(seed)
+
+    def say(kind: bytes, value: int = 0) -> None:
+        os.write(pipe, _ACK.pack(kind, value))
+
+    config = StoreConfig(**SIZES, flush_interval=0.005, flush_pages=1)
+    while True:
+        say(b"o")
+        store = MessageStore(path, config=config)
+        n = next_number(store)
+        for _ in range(rng.randrange(20, 200)):
+            step = rng.random()
+            if step < 0.9:
+                store.put("t", body_of(n), n % QUEUES, keys=f"k{n}", durability="flush" if step < 0.1 else "append")
+                say(b"a", n)
+                n += 1
+            elif step < 0.96:
+                count = rng.randrange(1, 20)
+                for i in range(count):
+                    store.put("t", body_of(n + i), (n + i) % QUEUES, durability="append")
+                store.flush()
+                n += count
+                say(b"a", n - 1)
+            elif n > 100:
+                store.flush()
+                store.dispatch()
+                bound = store.min_offset + 2 * SIZES["segment_bytes"]
+                say(b"d", bound)
+                say(b"r")
+                store.drop_before(bound)
+        say(b"c")
+        store.close()
+
+
+def rounds(path: Path, rng: random.Random, count: int) -> Iterator[tuple[int, int]]:
+    """Run the child and kill it, `count` times; yields (last acknowledged number, bound of retention) after each."""
+    acknowledged, bound = -1, 0
+    for _ in range(count):
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                os.close(reader)
+                produce(path, writer, rng.getrandbits(32))
+                status = 0
+            finally:
+                os._exit(status)
+        os.close(writer)
+        try:
+            phase = rng.choice((b"a", b"a", b"a", b"o", b"c", b"r"))
+            left = rng.randrange(1, 300) if phase == b"a" else rng.randrange(1, 3)
+            seen = 0
+            killed = False
+            spin = rng.randrange(20_000)
+            pending = b""
+            while True:
+                if not killed and not select.select([reader], [], [], 60)[0]:
+                    raise AssertionError("the child is stuck")
+                data = os.read(reader, 1 << 16)
+                if not data:
+                    break
+                pending += data
+                whole = len(pending) // _ACK.size * _ACK.size
+                for kind, value in _ACK.iter_unpack(pending[:whole]):
+                    if kind == b"a":
+                        acknowledged = max(acknowledged, value)
+                    elif kind == b"d":
+                        bound = max(bound, value)
+                    seen += kind == phase
+                pending = pending[whole:]
+                if not killed and seen >= left:
+                    while spin:  # a moment, so that the kill does not always land right behind the word
+                        spin -= 1
+                    os.kill(pid, signal.SIGKILL)
+                    killed = True
+        finally:
+            os.close(reader)
+            if not killed:
+                os.kill(pid, signal.SIGKILL)
+            _, status = os.waitpid(pid, 0)
+        assert os.WIFSIGNALED(status), "the child failed by itself: its error is above"
+        yield acknowledged, bound
+
+
+def test_no_acknowledged_message_is_lost_to_kill_9(tmp_path: Path) -> None:
+    rng = random.Random(20240607)
+    path = tmp_path / "store"
+    for i, (acknowledged, bound) in enumerate(rounds(path, rng, 36)):
+        if i % 3 == 2:
+            continue  # let the next child recover, and be killed in it
+        with MessageStore(path, config=StoreConfig(clock=SimulatedClock(), **SIZES)) as store:
+            assert store.recovery.findings == []
+            assert store.min_offset <= bound
+            there = held(store)
+            assert there.stop > acknowledged, f"round {i}: {acknowledged} was acknowledged, {there} is there"
+        if i % 6 == 0:
+            with MessageStore(path, "r") as store:
+                assert list(store.verify()) == []
+
+
+def test_a_reader_beside_a_killed_writer_sees_whole_messages_only(tmp_path: Path) -> None:
+    rng = random.Random(7)
+    path = tmp_path / "store"
+    for acknowledged, _ in rounds(path, rng, 4):
+        if not (path / "mqstore.json").exists() or acknowledged < 0:
+            continue
+        with MessageStore(path, "r") as store:
+            for queue_id in range(QUEUES):
+                try:
+                    numbers = [number_of(message.body) for message in store.iter("t", queue_id)]
+                except LookupError:
+                    continue
+                assert numbers == sorted(numbers)
+
+
+# --- dying at every change ---
+
+
+def act(path: Path, fs: FileSystem, acknowledged: list[int], opened: list[MessageStore]) -> None:
+    """A fixed run over every kind of change: two openings, rolls, syncs, checkpoints, retention, closing."""
+    clock = SimulatedClock()
+    for _ in range(2):
+        store = MessageStore(path, config=StoreConfig(clock=clock, **{**SIZES, "segment_bytes": 4096}), fs=fs)
+        opened.append(store)
+        n = len(acknowledged)
+        for _ in range(24):
+            store.put("t", body_of(n), n % QUEUES, keys=f"k{n}", durability="flush" if n % 5 == 0 else "append")
+            acknowledged.append(n)
+            n += 1
+            if n % 7 == 0:
+                clock.advance(1500)
+                store.run_once(clock.monotonic_ms())
+            if n % 11 == 0:
+                store.dispatch()
+        store.flush()
+        store.dispatch()
+        store.drop_before(store.max_offset // 2)
+        store.close()
+
+
+def changes_of_a_run(path: Path) -> int:
+    fs = FaultyFileSystem()
+    act(path, fs, [], [])
+    return len(fs.changes())
+
+
+@pytest.mark.parametrize("offset", range(4))
+def test_dying_at_any_change_loses_nothing(tmp_path: Path, offset: int) -> None:
+    total = changes_of_a_run(tmp_path / "whole")
+    assert total > 100
+    for nth in range(1 + offset, total + 1, 4):
+        path = tmp_path / f"store-{nth}"
+        fs = FaultyFileSystem()
+        fs.crash(nth, torn=nth % 2 == 0)
+        acknowledged: list[int] = []
+        opened: list[MessageStore] = []
+        with pytest.raises(Crash):
+            act(path, fs, acknowledged, opened)
+        fs.heal()
+        for store in opened:  # what the system does for a dead process: locks and descriptors are given back
+            store._closed = True
+            store._release()
+        with MessageStore(path, config=StoreConfig(clock=SimulatedClock()), fs=REAL) as store:
+            assert store.recovery.findings == [], f"killed at change {nth}"
+            there = held(store)
+            count = len(acknowledged)
+            # The put that was under way may be there as well.
+            assert there.stop in (count, count + 1), f"killed at change {nth}: {count} acknowledged, {there} there"
+        with MessageStore(path, "r") as store:
+            assert list(store.verify()) == []

@@ -1,0 +1,77 @@
+"""Small stores for the log's tests: tiny files so that every boundary is near, a clock that stands still."""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+from typing import Any, Literal
+
+from mqstore.clock import SimulatedClock
+from mqstore.files.filesystem import FileSystem, StrPath
+from mqstore.log.store import MessageStore
+from mqstore.options import Durability, Profile, StoreConfig
+
+__all__ = ["HEADER", "SEGMENT", "Unsynced", "files", "flip", "open_store", "units_of"]
+
+SEGMENT = 4096
+HEADER = 91
+"""What a V1 record with IPv4 hosts takes beside body, topic and properties (store-format 2.1)."""
+
+
+class Unsynced(FileSystem):
+    """Files without a single sync: nothing here cuts the power, and a sync costs more than all else a test does."""
+
+    def fdatasync(self, fd: int) -> None:
+        self.stat(fd)  # whoever syncs a closed descriptor still hears of it
+
+    def sync_directory(self, path: StrPath) -> None:
+        self.stat(path)
+
+
+def open_store(
+    path: Path,
+    mode: Literal["rw", "r"] = "rw",
+    *,
+    profile: Profile | None = None,
+    durability: Durability = "append",
+    fs: FileSystem | None = None,
+    **config: Any,
+) -> MessageStore:
+    """A store without threads: what is not asked for by `dispatch` or `run_once` only happens when a reader needs it.
+
+    Sizes are small when it is created here, and its own when it exists.
+    """
+    new = mode == "rw" and not (path / "commitlog").exists()
+    small = {"segment_bytes": SEGMENT, "consumequeue_units": 8, "index_slots": 16, "index_entries": 32} if new else {}
+    chosen = StoreConfig(**{**small, "clock": SimulatedClock(), **config})
+    return MessageStore(path, mode, profile=profile, durability=durability, config=chosen, fs=fs or Unsynced())
+
+
+def flip(path: Path, position: int, bit: int = 0) -> None:
+    """Change one bit of a file in place."""
+    with open(path, "r+b") as file:
+        file.seek(position)
+        (byte,) = file.read(1)
+        file.seek(position)
+        file.write(bytes([byte ^ 1 << bit]))
+
+
+def files(root: Path) -> dict[str, bytes]:
+    """Every file below `root` by relative path."""
+    return {
+        os.path.relpath(os.path.join(folder, name), root): Path(folder, name).read_bytes()
+        for folder, _, names in os.walk(root)
+        for name in names
+    }
+
+
+def units_of(root: Path, topic: str, queue_id: int = 0) -> list[tuple[int, int, int]]:
+    """(physical offset, size, tags code) of each unit that the queue's files hold, up to the first that is all zero."""
+    data = b"".join(file.read_bytes() for file in sorted((root / "consumequeue" / topic / str(queue_id)).iterdir()))
+    units = []
+    for unit in struct.iter_unpack(">qiq", data):
+        if unit == (0, 0, 0):
+            break
+        units.append(unit)
+    return units

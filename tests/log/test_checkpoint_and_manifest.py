@@ -1,0 +1,407 @@
+"""What a directory is taken for, what manifest and checkpoint say, what opening costs (store-format 1.1, 7, 9.8)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mqstore import (
+    ConfigError,
+    CorruptStoreError,
+    MessageStore,
+    NotAStoreError,
+    Retention,
+    SimulatedClock,
+    StoreConfig,
+    UnsupportedStoreError,
+)
+from mqstore import open as open_mqstore
+from mqstore.layout.checkpoint import decode, encode
+from tests.conftest import GoldenStore
+from tests.faults import FaultyFileSystem
+from tests.log.support import SEGMENT, files, open_store
+
+MODES: list[Any] = ["r", "rw"]
+
+
+def tree(root: Path) -> set[str]:
+    return {str(path.relative_to(root)) for path in root.rglob("*")}
+
+
+# -- what a directory is taken for -----------------------------------------------------------------------------------
+
+NO_STORE_YET: dict[str, Callable[[Path], object]] = {
+    "absent": lambda root: None,
+    "absent, with parents": lambda root: None,
+    "empty": lambda root: root.mkdir(),
+    "lock": lambda root: (root.mkdir(), (root / "lock").write_bytes(b"lock")),
+    "tmp": lambda root: ((root / "tmp").mkdir(parents=True), (root / "tmp" / "left").write_bytes(b"x")),
+    "inbox": lambda root: (root / "inbox").mkdir(parents=True),
+    "staging": lambda root: (root / "_staging").mkdir(parents=True),
+    "manifest in the making": lambda root: (root.mkdir(), (root / "mqstore.json.tmp").write_bytes(b"{")),
+}
+
+
+@pytest.mark.parametrize("found", NO_STORE_YET)
+def test_where_there_is_no_store_yet_one_is_created_only_if_asked(tmp_path: Path, found: str) -> None:
+    root = tmp_path / "a" / "b" / "s" if "parents" in found else tmp_path / "s"
+    NO_STORE_YET[found](root)
+    before = tree(tmp_path)
+    for refused in ({"mode": "r"}, {"create": False}, {"mode": "r", "create": False}):
+        with pytest.raises(NotAStoreError):
+            MessageStore(root, **refused)  # type: ignore[arg-type]  # keywords of several types
+        assert tree(tmp_path) == before
+    with open_store(root) as store:
+        assert (store.manifest.profile, store.put("t", b"x").offset) == ("mqstore", 0)
+
+
+@pytest.mark.parametrize(
+    "name", ["notes.txt", "config", "consumequeue", "index", "checkpoint", "mqstore.json.corrupt-1"]
+)
+@pytest.mark.parametrize("mode", MODES)
+def test_anything_else_is_no_store_and_is_left_alone(tmp_path: Path, mode: Any, name: str) -> None:
+    root = tmp_path / "s"
+    root.mkdir()
+    (root / name).write_bytes(b"mine")
+    with pytest.raises(NotAStoreError, match=name):
+        MessageStore(root, mode)
+    assert files(tmp_path) == {f"s/{name}": b"mine"}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_file_is_no_store(tmp_path: Path, mode: Any) -> None:
+    (tmp_path / "s").write_bytes(b"mine")
+    with pytest.raises(NotAStoreError, match="file"):
+        MessageStore(tmp_path / "s", mode)
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty", "garbage", "other JSON", "no JSON object", "a key missing"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_store_is_known_by_its_backup_manifest(tmp_path: Path, mode: Any, damage: str) -> None:
+    root = tmp_path / "s"
+    open_store(root).close()
+    manifest = root / "mqstore.json"
+    shutil.copy(manifest, root / "mqstore.json.bak")
+    content = json.loads(manifest.read_text())
+    del content["checksum"]
+    spoil(manifest, damage, content)
+    if damage in ("other JSON", "a key missing"):  # which decodes: whoever wrote it meant it
+        with pytest.raises(CorruptStoreError):
+            open_store(root, mode)
+        return
+    with open_store(root, mode) as store:
+        assert store.manifest.profile == "mqstore"
+
+
+def spoil(manifest: Path, damage: str, content: dict[str, Any]) -> None:
+    if damage == "missing":
+        manifest.unlink()
+    else:
+        manifest.write_text(
+            {
+                "empty": "",
+                "garbage": "\0" * 400,
+                "other JSON": '{"hello": 1}',
+                "no JSON object": "[1",
+                "a key missing": json.dumps(content),
+            }[damage]
+        )
+
+
+@pytest.mark.parametrize("damage", ["empty", "garbage", "other JSON", "no JSON object", "a key missing"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_manifest_without_any_copy_that_decodes_names_the_command_that_mends_it(
+    tmp_path: Path, mode: Any, damage: str
+) -> None:
+    root = tmp_path / "s"
+    open_store(root).close()
+    content = json.loads((root / "mqstore.json").read_text())
+    del content["commitlog_segment_bytes"]
+    for name in ("mqstore.json", "mqstore.json.bak"):
+        spoil(root / name, damage, content)
+    with pytest.raises(CorruptStoreError, match=r"recover .* --rebuild config") as caught:
+        open_store(root, mode)
+    assert caught.value.repair is not None
+
+
+@pytest.mark.parametrize("keep_guard", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_lost_manifest_is_noticed_by_the_guard_or_by_the_first_record(
+    tmp_path: Path, mode: Any, keep_guard: bool
+) -> None:
+    root = tmp_path / "s"
+    with open_store(root) as store:
+        store.put("t", b"x")
+    for name in ("mqstore.json", "mqstore.json.bak"):
+        (root / name).unlink(missing_ok=True)
+    if not keep_guard:
+        (root / "commitlog" / "mqstore.profile").unlink()
+    with pytest.raises(CorruptStoreError, match=r"recover .* --rebuild config"):
+        open_store(root, mode)
+
+
+@pytest.mark.parametrize(
+    "change", [{"schema": 2}, {"schema": 1 << 40}, {"requires": ["tape"]}, {"schema": 9, "format": "later"}]
+)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_newer_store_is_refused_untouched(tmp_path: Path, mode: Any, change: dict[str, Any]) -> None:
+    root = tmp_path / "s"
+    with open_store(root) as store:
+        store.put("t", b"x")
+    content = json.loads((root / "mqstore.json").read_text()) | change
+    (root / "mqstore.json").write_text(json.dumps(content))
+    before, names = files(root), tree(root)
+    expected: Any = (
+        UnsupportedStoreError if content["format"] == "mqstore" else (CorruptStoreError, UnsupportedStoreError)
+    )
+    with pytest.raises(expected) as caught:
+        open_store(root, mode)
+    if isinstance(caught.value, UnsupportedStoreError):
+        assert caught.value.schema == content["schema"]
+        assert list(caught.value.requires) == content["requires"]
+    assert (files(root), tree(root)) == (before, names)
+
+
+def test_unknown_keys_are_kept_when_the_manifest_is_rewritten(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    open_store(root).close()
+    content = json.loads((root / "mqstore.json").read_text()) | {"later": {"a": [1, None, "ü"]}, "created_by": "x 9"}
+    (root / "mqstore.json").write_text(json.dumps(content))
+    open_store(root).close()
+    assert json.loads((root / "mqstore.json").read_text()) == content
+    open_store(root, delay_levels="1s 2h").close()
+    assert json.loads((root / "mqstore.json").read_text()) == content | {"delay_levels": "1s 2h"}
+    with open_store(root) as store:  # and stays so without being asked for again
+        assert store.manifest.delay_levels == "1s 2h"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"segment_bytes": 2 * SEGMENT},
+        {"consumequeue_units": 9},
+        {"index_slots": 17},
+        {"index_entries": 33},
+        {"group_hash": "siphash24"},
+    ],
+)
+def test_what_was_fixed_at_creation_is_refused_in_another_size(
+    tmp_path: Path, mode: Any, options: dict[str, Any]
+) -> None:
+    root = tmp_path / "s"
+    open_store(root).close()
+    before = files(root)
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        open_store(root, mode, **options)
+    assert files(root) == before
+    same = {"segment_bytes": SEGMENT, "consumequeue_units": 8, "index_slots": 16, "index_entries": 32}
+    open_store(root, mode, **same).close()
+
+
+@pytest.mark.parametrize(("made", "asked"), [("mqstore", "rocketmq"), ("rocketmq", "mqstore")])
+def test_the_profile_is_chosen_once(tmp_path: Path, made: Any, asked: Any) -> None:
+    with open_store(tmp_path / "s", profile=made) as store:
+        store.put("t", b"x")
+    with pytest.raises(ConfigError, match="profile"):
+        open_store(tmp_path / "s", profile=asked)
+    with open_store(tmp_path / "s", profile=made) as store:
+        assert store.read("t")[0].body == b"x"
+    assert (tmp_path / "s" / "commitlog" / "mqstore.profile").exists() == (made == "mqstore")
+
+
+BAD_OPTIONS: list[dict[str, Any]] = [
+    {"segment_bytes": 1023}, {"segment_bytes": 1 << 31}, {"consumequeue_units": 0}, {"consumequeue_units": 1 << 30},
+    {"index_slots": 0}, {"index_entries": 1}, {"max_message_size": -1}, {"flush_interval": -1},
+    {"flush_timeout": float("nan")},
+    {"group_hash": "md5"}, {"delay_levels": ""}, {"delay_levels": "1s 5x"}, {"max_mappings": 3}, {"flush_pages": -1},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", BAD_OPTIONS)
+def test_options_out_of_range(tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        StoreConfig(**options)
+    for wrong in ({"age": -1}, {"max_bytes": -1}, {"disk_ratio": 0}, {"disk_ratio": 1.1}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            Retention(**wrong)  # type: ignore[arg-type]  # wrong on purpose
+    for arguments in ({"mode": "w"}, {"durability": "disk"}, {"profile": "kafka"}, {"lock_timeout": -1}):
+        with pytest.raises(ConfigError):
+            open_mqstore(tmp_path / "s", **arguments)  # type: ignore[arg-type]
+    assert not (tmp_path / "s" / "mqstore.json").exists()
+
+
+def test_creation_killed_at_any_change_can_be_done_again(tmp_path: Path) -> None:
+    """A kill between `abort` and the manifest once left a directory that no opening would take."""
+    for n in range(1, 100):
+        fs = FaultyFileSystem()
+        fs.crash(n)
+        root = tmp_path / str(n)
+        try:
+            open_store(root, fs=fs).close()
+        except BaseException as error:  # the crash is no Exception
+            if type(error).__name__ != "Crash":
+                raise
+            del error
+        else:
+            break
+        with open_store(root) as store:
+            assert store.put("t", b"x").offset == 0
+            assert list(store.verify()) == []
+    assert n > 15
+
+
+# -- the checkpoint --------------------------------------------------------------------------------------------------
+
+
+def test_the_checkpoint_of_each_moment(tmp_path: Path) -> None:
+    clock = SimulatedClock(1_700_000_000_000)
+    path = tmp_path / "s" / "checkpoint"
+    store = open_store(tmp_path / "s", clock=clock)
+    opened = decode(path.read_bytes())
+    assert (opened.flushed, opened.dispatched, opened.clean_end) == (0, 0, -1)
+    assert path.stat().st_size == 4096
+    receipt = store.put("t", b"x")
+    end = receipt.physical_offset + receipt.size
+    for _ in range(3):  # the interval flush, the thorough one, and the checkpoint of what is durable then
+        store.run_once(clock.monotonic_ms())
+        clock.advance(20_000)
+    running = decode(path.read_bytes())
+    assert (running.flushed, running.clean_end) == (end, -1)
+    assert running.dispatched in (0, end)
+    last = store.put("t", b"y")
+    store.close()
+    closed = decode(path.read_bytes())
+    end = last.physical_offset + last.size
+    assert (closed.flushed, closed.dispatched, closed.clean_end) == (end, end, end)
+    assert closed.confirm_physical_offset == last.physical_offset
+    assert (closed.physic_msg_timestamp_ms, closed.logics_msg_timestamp_ms) == (1_700_000_060_000,) * 2
+    assert closed.master_flushed_offset == 0
+    assert struct.unpack_from(">i", path.read_bytes(), 64) == (0x4D515331,)
+    assert not (tmp_path / "s" / "abort").exists()
+
+
+@pytest.mark.parametrize("profile", ["mqstore", "rocketmq"])
+def test_the_time_of_the_checkpoint_never_leads_what_is_durable(tmp_path: Path, profile: Any) -> None:
+    clock = SimulatedClock(1_700_000_000_000)
+    with open_store(tmp_path / "s", clock=clock, profile=profile) as store:
+        for i in range(50):
+            clock.advance(1000)
+            store.put("t", bytes(700))
+            if i % 3 == 0:
+                store.dispatch()
+            store.run_once(clock.monotonic_ms())
+            point = decode((tmp_path / "s" / "checkpoint").read_bytes())
+            times = {m.store_timestamp_ms: m for m in store.iter("t", 0)}
+            assert point.flushed is not None
+            stamp = point.physic_msg_timestamp_ms
+            assert stamp == 0 or times[stamp].physical_offset + times[stamp].size <= point.flushed
+            assert point.dispatched is not None
+            assert point.dispatched <= point.flushed <= store.max_offset
+
+
+def test_a_clean_opening_reads_nothing_and_a_second_close_is_as_clean(tmp_path: Path) -> None:
+    with open_store(tmp_path / "s") as store:
+        store.put_many("t", [bytes(500)] * 40)
+    before = files(tmp_path / "s")
+    for _ in range(3):
+        with open_store(tmp_path / "s") as store:
+            assert store.clean_shutdown is True
+            assert (store.recovery.scanned_from, store.recovery.changed, store.recovery.messages) == (None, False, 0)
+    after = files(tmp_path / "s")
+    assert {k: v for k, v in after.items() if k != "lock"} == {k: v for k, v in before.items() if k != "lock"}
+
+
+def test_a_store_closed_right_behind_a_roll_or_empty_is_clean(tmp_path: Path) -> None:
+    open_store(tmp_path / "empty").close()
+    with open_store(tmp_path / "empty") as store:
+        assert store.recovery.scanned_from is None
+    with open_store(tmp_path / "full") as store:
+        store.put("t", bytes(SEGMENT - 8 - 93))
+        assert store.put("t", bytes(SEGMENT - 8 - 93)).physical_offset == SEGMENT
+    with open_store(tmp_path / "full") as store:
+        assert store.recovery.scanned_from is None
+        assert store.put("t", b"x").physical_offset == 2 * SEGMENT
+
+
+@pytest.mark.parametrize(
+    "lie", ["clean_end too low", "clean_end too high", "confirm elsewhere", "no record at confirm"]
+)
+def test_a_checkpoint_that_the_log_contradicts_is_not_believed(tmp_path: Path, lie: str) -> None:
+    with open_store(tmp_path / "s") as store:
+        receipts = store.put_many("t", [b"%d" % i for i in range(20)])
+    path = tmp_path / "s" / "checkpoint"
+    point = decode(path.read_bytes())
+    assert point.clean_end is not None
+    changed = {
+        "clean_end too low": replace(point, clean_end=receipts[10].physical_offset),
+        "clean_end too high": replace(point, clean_end=point.clean_end + 100),
+        "confirm elsewhere": replace(point, confirm_physical_offset=receipts[3].physical_offset),
+        "no record at confirm": replace(point, confirm_physical_offset=receipts[3].physical_offset + 1),
+    }[lie]
+    path.write_bytes(encode(changed).ljust(4096, b"\0"))
+    with open_store(tmp_path / "s") as store:
+        assert store.recovery.scanned_from == 0
+        assert [m.body for m in store.read("t")] == [b"%d" % i for i in range(20)]
+        assert store.put("t", b"next").offset == 20
+
+
+@pytest.mark.parametrize("length", [0, 8, 39, 40, 100, 128])
+def test_a_short_or_missing_checkpoint_costs_a_scan_and_nothing_else(tmp_path: Path, length: int) -> None:
+    with open_store(tmp_path / "s") as store:
+        store.put_many("t", [bytes(500)] * 20)
+    path = tmp_path / "s" / "checkpoint"
+    path.write_bytes(path.read_bytes()[:length])
+    if length == 0:
+        path.unlink()
+    with open_store(tmp_path / "s") as store:
+        assert store.recovery.scanned_from == (None if length >= 100 else store.recovery.scanned_from)
+        assert store.offsets("t") == (0, 20)
+        assert path.stat().st_size == 4096
+    with open_store(tmp_path / "s") as store:
+        assert store.recovery.scanned_from is None
+
+
+def test_a_java_broker_that_changed_a_field_ends_the_extension(golden: Callable[[str], GoldenStore]) -> None:
+    java = golden("clean")
+    with open_store(java.path, clock=SimulatedClock(1_900_000_000_000)) as store:
+        store.put("t", b"x")
+    path = java.path / "checkpoint"
+    data = bytearray(path.read_bytes())
+    struct.pack_into(">q", data, 0, 1_800_000_000_000)
+    path.write_bytes(data)
+    with open_store(java.path) as store:
+        assert store.recovery.scanned_from is not None
+        assert store.read("t")[0].body == b"x"
+
+
+# -- what opening costs ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_opening_does_not_read_old_segments_however_many(tmp_path: Path, mode: Any) -> None:
+    """Bytes read and files mapped by a clean opening, for 4 and for 60 segments: the same."""
+    costs = []
+    for count in (4, 60):
+        root = tmp_path / str(count)
+        with open_store(root, consumequeue_units=8 * count, index_entries=256 * count) as store:
+            for _ in range(count * 4):
+                store.put("t", bytes(900), keys="k")
+            assert len(list((root / "commitlog").iterdir())) == count + 1  # and the guard
+        fs = FaultyFileSystem()
+        with open_store(root, mode, fs=fs) as store:
+            maps = [call for call in fs.calls if call.operation == "map"]
+            reads = [call for call in fs.calls if call.operation == "pread"]
+            last = f"{(count - 1) * SEGMENT:020d}"
+            assert {call.path.rsplit("/", 1)[1] for call in maps if "commitlog" in call.path} <= {last}
+            costs.append((len(maps), len(reads) - count.bit_length()))
+            assert store.offsets("t") == (0, count * 4)
+    assert costs[0][0] == costs[1][0]
+    assert abs(costs[1][1] - costs[0][1]) <= 8  # a search in the queue's last file takes a step a doubling

@@ -1,0 +1,358 @@
+"""The dispatcher: units and index entries as the Java engine builds them, seen at once, whatever the disk does.
+
+store-format 4, 5.2, 6; expected bytes are the golden stores' own files.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import struct
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mqstore import MessageStore, SimulatedClock, StoreConfig, StoreFullError
+from mqstore import open as open_mqstore
+from mqstore.layout.hosts import encode_host
+from mqstore.layout.record import encode_record
+from mqstore.log.recovery import RecoverOptions
+from mqstore.log.repair import recover_store
+from tests.conftest import GOLDEN_NAMES, GoldenStore
+from tests.faults import FaultyFileSystem
+from tests.log.support import SEGMENT, files, flip, open_store, units_of
+
+Golden = Callable[[str], GoldenStore]
+VOID = (0, 0x7FFFFFFF, 0)
+HOST = encode_host("127.0.0.1:0")
+
+
+# -- as the Java engine ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [*((name, "both") for name in GOLDEN_NAMES), ("crashed", "consumequeue"), ("clean", "index")],
+)
+def test_units_and_index_are_rebuilt_as_the_java_engine_wrote_them(golden: Golden, name: str, missing: str) -> None:
+    java = golden(name)
+    original = java.units
+    (bounds,) = java.of("store")
+    for folder in ("consumequeue", "index"):
+        if missing in (folder, "both"):
+            shutil.rmtree(java.path / folder)
+    # With its files gone nothing tells the size of a queue's.
+    with open_store(java.path, consumequeue_units=bounds["consumequeue_segment_bytes"] // 20) as store:
+        if missing != "consumequeue":  # an index is rebuilt by an opening only where reading finds it behind
+            store.close()
+            recover_store(java.path, RecoverOptions(full=True))
+    rebuilt = GoldenStore(name, java.path, java.lines).units
+    with open_store(java.path) as store:
+        living = {(line["topic"], line["queue_id"]) for line in java.of("message")}
+        assert {key for key, data in rebuilt.items() if data.strip(b"\0")} == living
+        for (topic, queue_id), data in rebuilt.items():
+            base = int(min(p.name for p in (java.path / "consumequeue" / topic / str(queue_id)).iterdir()))
+            first, end = store.offsets(topic, queue_id)
+            expected = original[topic, queue_id][first * 20 : end * 20]
+            assert data[first * 20 - base : end * 20 - base] == expected
+            assert not data[end * 20 - base :].strip(b"\0")
+        for line in java.of("key"):
+            found = store.find(line["topic"], key=line["key"], limit=10_000)
+            found += store.find(line["topic"], unique_key=line["key"], limit=10_000)
+            assert {m.physical_offset for m in found} >= set(line["physical_offsets"])
+            if name != "trimmed":  # where the Java engine misses some
+                assert {m.physical_offset for m in found} == set(line["physical_offsets"])
+        assert list(store.verify()) == []
+
+
+def test_the_unit_vectors(tmp_path: Path) -> None:
+    """store-format 13.2, 13.3: a tag whose hash is negative, the least of hashes, a delay level, no tag, odd tags."""
+    clock = SimulatedClock(1_700_000_000_123)
+    hashes = {
+        "TagA": 2598919, "TagB": 2598920, "pay-ok": -995269343, "polygenelubricants": -2147483648, "订单": 1129459,
+        "撤单": 820017, "😀": 1772899, "Aa": 2112, "BB": 2112, None: 0,
+    }  # fmt: skip
+    with open_store(tmp_path / "s", clock=clock) as store:
+        receipts = [store.put("t", b"x", tag=tag) for tag in hashes]
+        delayed = [
+            store.append("SCHEDULE_TOPIC_XXXX", 2, b"x", properties={"DELAY": level, "TAGS": "TagA"})
+            for level in ("3", "18", "99", "0", "-1")
+        ]
+    expected = [(r.physical_offset, r.size, code) for r, code in zip(receipts, hashes.values(), strict=True)]
+    assert units_of(tmp_path / "s", "t") == expected
+    codes = [unit[2] for unit in units_of(tmp_path / "s", "SCHEDULE_TOPIC_XXXX", 2)]
+    now = 1_700_000_000_123
+    # level 3 is 10 s; beyond the table its last entry, 2 h; a level that is none leaves the hash
+    assert codes == [now + 10_000, now + 7_200_000, now + 7_200_000, 2598919, 2598919]
+    assert len(delayed) == len(codes)
+
+
+def test_duplicate_keys_prepared_and_rollback_records_in_the_index(tmp_path: Path) -> None:
+    """Prepared records have keys but no unit, rollback records neither (store-format 5.2)."""
+    with open_store(tmp_path / "s") as store:
+        for i, sys_flag in enumerate((0, 0x4, 0x8, 0xC)):
+            store.append("t", 0, b"%d" % i, properties={"KEYS": f"k{i} k{i}", "UNIQ_KEY": f"u{i}"}, sys_flag=sys_flag)
+        assert [len(store.find("t", key=f"k{i}")) for i in range(4)] == [1, 1, 1, 0]
+        assert [len(store.find("t", unique_key=f"u{i}")) for i in range(4)] == [1, 1, 1, 0]
+        assert [m.body for m in store.read("t")] == [b"0", b"2"]
+        assert store._index.entry_count == 3 * 3
+
+
+# -- what a log may hold that no put of ours writes ------------------------------------------------------------------
+
+
+def java_log(path: Path, records: list[tuple[bytes, int, int, bytes]]) -> list[int]:
+    """A Java broker's directory with one segment of (topic, queue id, queue offset, body); where each record lies."""
+    data = bytearray()
+    positions = []
+    for topic, queue_id, queue_offset, body in records:
+        positions.append(len(data))
+        data += encode_record(
+            topic=topic,
+            body=body,
+            queue_id=queue_id,
+            queue_offset=queue_offset,
+            physical_offset=len(data),
+            store_timestamp_ms=1_700_000_000_000,
+            born_timestamp_ms=1_700_000_000_000,
+            born_host=HOST,
+            store_host=HOST,
+            checksum="crc32-body",
+        )
+    (path / "commitlog").mkdir(parents=True)
+    (path / "commitlog" / f"{0:020d}").write_bytes(bytes(data).ljust(SEGMENT, b"\0"))
+    return positions
+
+
+def test_the_slot_of_a_record_that_was_lost_is_void(tmp_path: Path) -> None:
+    positions = java_log(tmp_path / "s", [(b"t", 0, i, b"%d" % i) for i in range(12)])
+    for lost in (3, 4, 8):
+        flip(tmp_path / "s" / "commitlog" / f"{0:020d}", positions[lost] + 88)
+    with open_store(tmp_path / "s", consumequeue_units=8) as store:
+        assert store.offsets("t") == (0, 12)
+        assert [m.offset for m in store.read("t")] == [i for i in range(12) if i not in (3, 4, 8)]
+        assert store.get("t", 0, 3, 1).next_offset == 6
+        assert store.put("t", b"next").offset == 12
+    units = units_of(tmp_path / "s", "t")
+    assert [units[i] for i in (3, 4, 8)] == [VOID] * 3
+    assert [unit[0] for i, unit in enumerate(units[:12]) if unit != VOID] == [
+        p for i, p in enumerate(positions) if i not in (3, 4, 8)
+    ]
+
+
+def test_a_queue_that_begins_late_begins_in_its_file(tmp_path: Path) -> None:
+    """store-format 1.2, 4.3: the file is the one that holds the slot; what lies before it there is void."""
+    java_log(tmp_path / "s", [(b"t", 0, 21, b"first"), (b"t", 0, 22, b"second")])
+    with open_store(tmp_path / "s", consumequeue_units=8) as store:
+        assert store.offsets("t") == (21, 23)
+        assert [m.body for m in store.read("t", 0, 21)] == [b"first", b"second"]
+    folder = tmp_path / "s" / "consumequeue" / "t" / "0"
+    assert [p.name for p in folder.iterdir()] == [f"{16 * 20:020d}"]
+    assert units_of(tmp_path / "s", "t")[:5] == [VOID] * 5
+
+
+UNSAFE = [b"../evil", b"..", b".", b"a/b", b"/etc", b"nul\0", b"line\n", b"\x1b[31m", b"\xff\xfe", b"\xc2\x85"]
+
+
+@pytest.mark.parametrize("topic", UNSAFE)
+def test_a_topic_that_is_no_folder_name_stays_readable_by_offset_and_makes_no_file(
+    tmp_path: Path, topic: bytes
+) -> None:
+    records = [(b"fine", 0, 0, b"a"), (topic, 0, 0, b"b"), (b"fine", -1, 0, b"c"), (b"fine", 0, 1, b"d")]
+    positions = java_log(tmp_path / "in" / "s", records)
+    with open_store(tmp_path / "in" / "s") as store:
+        assert store.topics() == ["fine"]
+        assert [m.body for m in store.read("fine")] == [b"a", b"d"]
+        assert [store.at(position).body for position in positions] == [b"a", b"b", b"c", b"d"]
+        assert {f.kind for f in store.recovery.findings} == {f.kind for f in store.verify()} == {"unsafe_name"}
+    assert [p.name for p in tmp_path.iterdir()] == ["in"]
+    assert [p.name for p in (tmp_path / "in").iterdir()] == ["s"]
+    assert {name.split("/")[1] for name in files(tmp_path / "in" / "s") if name.startswith("consumequeue")} == {"fine"}
+
+
+@pytest.mark.parametrize(
+    "topic", [b"dots.in.it", b"plus+sign", "ünïcode-订单".encode(), b" space ", b"t" * 255, b"...", b"~"]
+)
+def test_reading_is_wider_than_putting(tmp_path: Path, topic: bytes) -> None:
+    java_log(tmp_path / "s", [(topic, 0, 0, b"a"), (topic, 0x7FFFFFFF, 0, b"b")])
+    with open_store(tmp_path / "s") as store:
+        name = topic.decode()
+        assert store.topics() == [name]
+        assert [m.body for m in store.iter(name)] == [b"a", b"b"]
+        assert list(store.verify()) == []
+    with open_store(tmp_path / "s", "r") as store:
+        assert [m.body for m in store.iter(name)] == [b"a", b"b"]
+
+
+def test_what_is_damaged_ahead_of_the_dispatcher_is_passed_over(tmp_path: Path) -> None:
+    """A record that turns bad between append and dispatch: its slot becomes void, those behind it are built."""
+    with open_store(tmp_path / "s") as store:
+        receipts = [store.put("t", b"%d" % i) for i in range(6)]
+        flip(tmp_path / "s" / "commitlog" / f"{0:020d}", receipts[2].physical_offset + 5)  # its magic
+        assert [m.body for m in store.read("t")] == [b"0", b"1", b"3", b"4", b"5"]
+        assert store.offsets("t") == (0, 6)
+        assert store.put("t", b"6").offset == 6
+
+
+# -- what the disk refuses -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("operation", "part"), [("pwrite", "consumequeue"), ("truncate_sparse", "tmp/cq"), ("replace", "tmp/cq")]
+)
+def test_puts_go_on_while_units_find_no_room_and_all_is_seen_once_there_is(
+    tmp_path: Path, operation: str, part: str
+) -> None:
+    fs = FaultyFileSystem()
+    with open_store(tmp_path / "s", fs=fs) as store:
+        store.put_many("t", [b"%d" % i for i in range(8)])  # fills a file of units
+        assert len(store.read("t")) == 8
+        fs.fail(operation, errno.ENOSPC, times=None, path_part=part)
+        for i in range(8, 40):
+            assert store.put("t", b"%d" % i, i % 2 and 3, keys="k").physical_offset > 0
+            with pytest.raises(StoreFullError):
+                store.dispatch()
+            assert len(store.read("t")) == 8
+        assert store.stats().dispatch_lag_bytes > 0
+        fs.heal()
+        assert sorted(int(m.body) for m in store.iter("t")) == list(range(40))
+        assert len(store.find("t", key="k", limit=100)) == 32
+        assert store.stats().dispatch_lag_bytes == 0
+        assert list(store.verify()) == []
+
+
+def test_a_queue_is_seen_though_another_found_no_room(tmp_path: Path) -> None:
+    fs = FaultyFileSystem()
+    with open_store(tmp_path / "s", fs=fs) as store:
+        store.put("a", b"0")
+        store.put("b", b"0")
+        store.dispatch()
+        grown: list[str] = []
+        store._dispatcher.listeners.append(lambda queue: grown.append(queue.topic))
+        fs.fail("pwrite", errno.ENOSPC, path_part="consumequeue/b", times=None)
+        store.put("a", b"1")
+        store.put("b", b"1")
+        with pytest.raises(StoreFullError):
+            store.dispatch()
+        assert (store.offsets("a"), grown) == ((0, 2), ["a"])  # whoever waits there was told
+        fs.heal()
+        assert store.offsets("b") == (0, 2)
+
+
+def test_a_full_disk_for_the_index_holds_up_no_queue_and_each_key_is_found_once(tmp_path: Path) -> None:
+    """It once did: queues stopped growing, and each retry put the waiting keys in line again."""
+    fs = FaultyFileSystem()
+    with open_store(tmp_path / "s", fs=fs) as store:
+        fs.fail("allocate", errno.ENOSPC, times=None, path_part="tmp/index")
+        for i in range(50):
+            store.put("t", b"%d" % i, keys=f"k{i}")
+            assert len(store.read("t", 0, i)) == 1
+        assert store.stats().index_pending == 50
+        assert store.stats().dispatch_lag_bytes == 0
+        store.run_once(0)
+        store.run_once(60_000)
+        assert "No space" in store.stats().errors["index"]
+        fs.heal()
+        store.run_once(120_000)
+        assert store.stats().index_pending == 0
+        assert "index" not in store.stats().errors
+        assert [[m.offset for m in store.find("t", key=f"k{i}")] for i in range(50)] == [[i] for i in range(50)]
+        assert store._index.entry_count == 50
+
+
+def test_keys_that_found_no_room_until_the_end_are_found_after_the_next_opening(tmp_path: Path) -> None:
+    fs = FaultyFileSystem()
+    store = open_store(tmp_path / "s", fs=fs)
+    store.put("t", b"0", keys="k0")
+    store.run_once(0)
+    store.run_once(60_000)  # a checkpoint that says: dispatched
+    fs.fail("allocate", errno.ENOSPC, times=None, path_part="tmp/index")
+    for i in range(1, 60):
+        store.put("t", b"%d" % i, keys=f"k{i}")
+    store.run_once(120_000)
+    store.close()
+    with open_store(tmp_path / "s") as store:
+        assert store.clean_shutdown is False
+        assert [[m.offset for m in store.find("t", key=f"k{i}")] for i in range(60)] == [[i] for i in range(60)]
+
+
+def test_an_index_file_that_is_full_is_followed_by_one_of_a_later_name(tmp_path: Path) -> None:
+    """Names are local time stamps and must sort by age, however many files a millisecond sees and the clock goes."""
+    clock = SimulatedClock(1_700_000_000_000)
+    with open_store(tmp_path / "s", clock=clock) as store:
+        for i in range(200):
+            store.put("t", b"", keys=[f"k{i}", "all"])
+            store.dispatch()
+            clock.set_wall(1_700_000_000_000 - i % 3 * 3_600_000)
+        names = [p.name for p in sorted((tmp_path / "s" / "index").iterdir())]
+        assert len(names) == -(-400 // 31)
+        firsts = [struct.unpack_from(">q", (tmp_path / "s" / "index" / n).read_bytes(), 16)[0] for n in names]
+        assert firsts == sorted(firsts)
+        assert [m.offset for m in store.find("t", key="all", limit=1000)] == list(range(199, -1, -1))
+
+
+# -- waking ----------------------------------------------------------------------------------------------------------
+
+
+def test_waiting_ends_only_with_the_message_that_was_asked_for(tmp_path: Path) -> None:
+    """Any new message once ended it."""
+    with open_store(tmp_path / "s") as store:
+        store.put("t", b"0")
+        seen: list[tuple[bool, int]] = []
+
+        def wait() -> None:
+            there = store.wait("t", 0, 3, timeout=1 << 40)
+            seen.append((there, store.offsets("t")[1]))
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        for i in range(1, 4):
+            while not store._dispatcher.waiting:
+                pass
+            assert seen == []
+            store.put("t", b"%d" % i)
+            store.dispatch()
+        thread.join()
+        assert seen == [(True, 4)]
+
+
+@pytest.mark.parametrize("durability", ["append", "flush"])
+def test_no_wake_up_is_lost(tmp_path: Path, durability: Any) -> None:
+    """Ping-pong over two queues: each put answers what the other side has waited for. One lost wake-up ends it."""
+    rounds = 250
+    config = StoreConfig(segment_bytes=1 << 16, consumequeue_units=64, index_slots=16, index_entries=32)
+    with open_mqstore(tmp_path / "s", durability=durability, config=config) as store:
+        store.put("ping", b"0")
+        store.put("pong", b"0")
+        mix: Any = ("append", None)
+
+        def answer() -> None:
+            for i in range(1, rounds):
+                assert store.wait("ping", 0, i, timeout=3600)
+                store.put("pong", b"%d" % i, durability=mix[i % 2])
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        for i in range(1, rounds):
+            store.put("ping", b"%d" % i, durability=mix[(i + i // 2) % 2])
+            assert store.wait("pong", 0, i, timeout=3600)
+        thread.join()
+        assert store.offsets("ping") == store.offsets("pong") == (0, rounds)
+
+
+def test_closing_lets_every_waiter_go(tmp_path: Path) -> None:
+    store: MessageStore = open_store(tmp_path / "s")
+    store.put("t", b"0")
+    results: list[bool] = []
+    threads = [threading.Thread(target=lambda: results.append(store.wait("t", 0, 1, timeout=3600))) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    while store._dispatcher.waiting < 5:
+        pass
+    store.close()
+    for thread in threads:
+        thread.join()
+    assert results == [False] * 5

@@ -1,0 +1,1065 @@
+"""Opening, verifying and recovering damaged stores: the table of store-format 9.7 row by row, and the rules of 9.8.
+
+Each test makes a sound store, does one kind of damage to its files, and states what open, verify and recover must say
+and do. What the store held is known from the receipts of its puts, never from the code under test.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mqstore.clock import SimulatedClock
+from mqstore.errors import CorruptStoreError, StoreLockedError
+from mqstore.layout.checkpoint import Checkpoint, decode, encode
+from mqstore.log.commitlog import SendReceipt
+from mqstore.log.recovery import RecoverOptions
+from mqstore.log.repair import rebuild_config, recover_store
+from mqstore.log.report import RecoveryReport
+from mqstore.log.scanner import least_plausible, sort_out
+from mqstore.log.store import MessageStore
+from mqstore.options import StoreConfig
+from tests.faults import Crash, FaultyFileSystem
+from tests.log.support import SEGMENT, files, flip, open_store, units_of
+
+PROFILES = ("mqstore", "rocketmq")
+VOID = (0, 0x7FFF_FFFF, 0)
+EVERYTHING = RecoverOptions(full=True)
+SIZES = {"segment_bytes": SEGMENT, "consumequeue_units": 8, "index_slots": 16, "index_entries": 32}
+
+
+@dataclass
+class Made:
+    """A store of a few segments, and what was put into it, in log order."""
+
+    path: Path
+    profile: str
+    receipts: list[SendReceipt]
+
+    @property
+    def end(self) -> int:
+        return self.receipts[-1].physical_offset + self.receipts[-1].size
+
+    def segment(self, start: int) -> Path:
+        return self.path / "commitlog" / f"{start:020d}"
+
+    def last_of(self, segment: int) -> SendReceipt:
+        """The last record of a segment."""
+        return [r for r in self.receipts if r.physical_offset // SEGMENT == segment][-1]
+
+    def in_segment(self, segment: int) -> list[SendReceipt]:
+        return [r for r in self.receipts if r.physical_offset // SEGMENT == segment]
+
+    def open(self, mode: str = "rw") -> MessageStore:
+        config = StoreConfig(clock=SimulatedClock(), **SIZES)
+        return MessageStore(self.path, mode, profile=self.profile, config=config)  # type: ignore[arg-type]
+
+    def recover(self, **options: Any) -> RecoveryReport:
+        config = StoreConfig(clock=SimulatedClock(), **SIZES)
+        return recover_store(self.path, RecoverOptions(full=True, **options), config=config)
+
+
+def body(n: int) -> bytes:
+    return b"message %03d " % n * (1 + n % 9)
+
+
+def make(path: Path, profile: str = "mqstore", *, count: int = 80, crash: bool = False) -> Made:
+    """Two topics, three queues, keys, several segments. With `crash` the writer is killed behind a flush."""
+    store = open_store(path, profile=profile)  # type: ignore[arg-type]
+    receipts = []
+    for n in range(count):
+        topic, queue_id = (("orders", n % 2), ("clicks", 0))[n % 3 == 0]
+        receipts.append(store.put(topic, body(n), queue_id, keys=f"k{n}", tag="even" if n % 2 == 0 else None))
+        if crash and n == count - 11:
+            store.flush()
+            store.dispatch()
+            store.run_once(1)
+            store.run_once(2000)
+    if crash:
+        store.dispatch()
+        kill(store)
+    else:
+        store.close()
+    return Made(path, profile, receipts)
+
+
+def kill(store: MessageStore) -> None:
+    """What the system does for a dead process: locks and descriptors are given back, nothing else happens."""
+    store._closed = True
+    store._release()
+
+
+def snapshot(root: Path) -> dict[str, tuple[bytes, int, int]]:
+    """Content, modification time and inode of every file, and the time of every folder."""
+    found = {}
+    for folder, _, names in os.walk(root):
+        info = os.stat(folder)
+        found[folder] = (b"", info.st_mtime_ns, info.st_ino)
+        for name in names:
+            path = os.path.join(folder, name)
+            info = os.stat(path)
+            found[path] = (Path(path).read_bytes(), info.st_mtime_ns, info.st_ino)
+    return found
+
+
+def kinds(report: Any) -> list[str]:
+    return [finding.kind for finding in getattr(report, "findings", report)]
+
+
+def held(store: MessageStore, made: Made) -> list[int]:
+    """Numbers of the messages that the queues show, after comparing each with what was put."""
+    place = {(r.topic, r.queue_id, r.offset): n for n, r in enumerate(made.receipts)}
+    found = []
+    for topic, queue_id in (("orders", 0), ("orders", 1), ("clicks", 0)):
+        try:
+            low, high = store.offsets(topic, queue_id)
+        except LookupError:
+            continue
+        position = low
+        while position < high:
+            messages = store.read(topic, queue_id, position, 50)
+            if not messages:
+                break
+            for message in messages:
+                n = place[topic, queue_id, message.offset]
+                assert message.body == body(n)
+                assert message.physical_offset == made.receipts[n].physical_offset
+                found.append(n)
+            position = messages[-1].offset + 1
+    return sorted(found)
+
+
+def zero(path: Path, start: int, stop: int | None = None) -> None:
+    with open(path, "r+b") as file:
+        stop = os.fstat(file.fileno()).st_size if stop is None else stop
+        file.seek(start)
+        file.write(bytes(stop - start))
+
+
+def settle(made: Made) -> None:
+    """Nothing may be left to do: recover again says so and writes no byte of the store's data."""
+    before = {k: v for k, v in files(made.path).items() if k not in ("checkpoint", "lock")}
+    report = made.recover()
+    assert not report.changed, report
+    assert report.truncated == []
+    after = {k: v for k, v in files(made.path).items() if k not in ("checkpoint", "lock")}
+    assert after == before
+
+
+@pytest.fixture(params=PROFILES)
+def clean(request: pytest.FixtureRequest, tmp_path: Path) -> Made:
+    return make(tmp_path / "store", request.param)
+
+
+@pytest.fixture(params=PROFILES)
+def crashed(request: pytest.FixtureRequest, tmp_path: Path) -> Made:
+    """Killed with ten messages behind the last checkpoint."""
+    return make(tmp_path / "store", request.param, crash=True)
+
+
+# --- the last good record, and what lies behind it ---
+
+
+def test_a_store_in_order_has_nothing_to_report(clean: Made) -> None:
+    with clean.open("r") as store:
+        assert list(store.verify()) == []
+    with clean.open() as store:
+        assert store.recovery.scanned_from is None
+        assert not store.recovery.changed
+        assert held(store, clean) == list(range(80))
+    settle(clean)
+
+
+def test_a_killed_writer_loses_nothing(crashed: Made) -> None:
+    with crashed.open() as store:
+        assert not store.recovery.clean_shutdown
+        assert store.recovery.findings == []
+        assert store.recovery.truncated == []
+        assert held(store, crashed) == list(range(80))
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 4, 8, 60, 100])
+def test_a_torn_tail_is_cut_at_the_last_good_record(crashed: Made, kept_bytes: int) -> None:
+    last = crashed.receipts[-1]
+    at = last.physical_offset % SEGMENT
+    path = crashed.segment(last.physical_offset - at)
+    zero(path, at + kept_bytes, at + last.size)
+    with crashed.open("r") as store:
+        found = [finding.kind for finding in store.verify() if finding.file.startswith("commitlog")]
+        assert found == (["torn_tail"] if kept_bytes else [])
+    with crashed.open() as store:
+        report = store.recovery
+        assert report.log_end == last.physical_offset
+        assert report.findings == []
+        assert [(cut.start, cut.reason.split(":")[0]) for cut in report.truncated] == (
+            [(at, "torn_tail")] if kept_bytes else []
+        )
+        assert held(store, crashed) == list(range(79))
+        assert store.offsets(last.topic, last.queue_id)[1] == last.offset
+    assert not any(path.read_bytes()[at:])
+    assert not (crashed.path / "cut").exists()
+    settle(crashed)
+
+
+def test_a_tail_lost_below_the_watermark_is_told(clean: Made) -> None:
+    first_lost = clean.receipts[-3]
+    at = first_lost.physical_offset % SEGMENT
+    path = clean.segment(first_lost.physical_offset - at)
+    zero(path, at)
+    (clean.path / "commitlog" / f"{(first_lost.physical_offset // SEGMENT + 1) * SEGMENT:020d}").unlink(missing_ok=True)
+    with clean.open("r") as store:
+        assert "lost_tail" in kinds(store.verify())
+    with clean.open() as store:
+        [finding] = [f for f in store.recovery.findings if f.kind == "lost_tail"]
+        assert (finding.position, finding.length) == (at, clean.end - first_lost.physical_offset)
+        assert held(store, clean) == list(range(77))
+    settle(clean)
+
+
+def test_whole_records_behind_a_torn_one_beyond_the_watermark_are_cut_and_kept_aside(crashed: Made) -> None:
+    torn = crashed.receipts[72]
+    at = torn.physical_offset % SEGMENT
+    path = crashed.segment(torn.physical_offset - at)
+    flip(path, at + 50)
+    flip(path, at + 95)  # the body, for the profile that looks at nothing else
+    with crashed.open() as store:
+        assert store.recovery.log_end == torn.physical_offset
+        assert store.recovery.findings == []
+        assert store.recovery.truncated[0].reason == "torn_tail"
+        assert held(store, crashed) == list(range(72))
+        kept = store.recovery.kept
+        # A put comes where the torn record was, and no stale one comes back behind it (14, row 8).
+        again = store.put(torn.topic, body(72), torn.queue_id)
+        assert (again.physical_offset, again.offset) == (torn.physical_offset, torn.offset)
+    saved = b"".join(Path(name).read_bytes() for name in kept)
+    for n in range(73, 80):
+        assert body(n) in saved
+    assert all(Path(name).parent == crashed.path / "cut" for name in kept)
+    assert int(Path(kept[0]).name[:20]) == torn.physical_offset
+    with crashed.open() as store:
+        assert store.max_offset == again.physical_offset + again.size
+
+
+def test_stale_bytes_behind_a_cut_do_not_come_back(crashed: Made) -> None:
+    """RocketMQ lowers its write position and leaves the bytes: a record of equal length put there joined up with the
+    old ones behind it, which a restart then took for its own (store-format 9.6, 14 row 8)."""
+    torn = crashed.receipts[72]
+    at = torn.physical_offset % SEGMENT
+    flip(crashed.segment(torn.physical_offset - at), at + 95)
+    with crashed.open() as store:
+        again = store.put(torn.topic, body(72), torn.queue_id, keys="k72", tag="even")
+        assert again.size == torn.size
+        store.dispatch()
+        kill(store)
+    with crashed.open() as store:
+        assert store.max_offset == torn.physical_offset + torn.size
+        assert held(store, crashed) == list(range(73))
+
+
+def test_damage_below_the_watermark_is_passed_over_and_reported(clean: Made) -> None:
+    bad = clean.in_segment(1)[2]
+    n = clean.receipts.index(bad)
+    at = bad.physical_offset % SEGMENT
+    flip(clean.segment(SEGMENT), at + 91 + 2)
+    (clean.path / "checkpoint").unlink()  # so that opening reads it all
+    with clean.open("r") as store:
+        found = list(store.verify())
+        assert ("bad_record", f"commitlog/{SEGMENT:020d}", at, bad.size) in [
+            (f.kind, f.file, f.position, f.length) for f in found
+        ]
+        assert held(store, clean) == [i for i in range(80) if i != n]
+    with clean.open() as store:
+        report = store.recovery
+        assert report.scanned_from == 0
+        assert [(f.kind, f.file, f.position, f.length) for f in report.findings] == [
+            ("bad_record", f"commitlog/{SEGMENT:020d}", at, bad.size)
+        ]
+        assert report.truncated == []
+        assert held(store, clean) == [i for i in range(80) if i != n]
+        assert store.put("orders", b"next").physical_offset == clean.end
+    assert units_of(clean.path, bad.topic, bad.queue_id)[bad.offset] == VOID
+    report = clean.recover()
+    assert kinds(report) == ["bad_record"]
+    assert not report.changed
+
+
+def test_damage_outside_the_scanned_range_is_found_by_verify_recover_and_each_read(clean: Made) -> None:
+    bad = clean.in_segment(0)[1]
+    n = clean.receipts.index(bad)
+    flip(clean.segment(0), bad.physical_offset + 93)
+    with clean.open() as store:
+        assert store.recovery.scanned_from is None
+        assert store.recovery.findings == []
+        assert held(store, clean) == [i for i in range(80) if i != n]  # never served
+        with pytest.raises(LookupError):
+            store.at(bad.physical_offset)
+    with clean.open("r") as store:
+        assert "bad_record" in kinds(store.verify())
+    assert kinds(clean.recover()) == ["bad_record"]
+
+
+def test_truncate_cuts_at_the_first_damage_and_keeps_what_it_cuts(clean: Made, tmp_path: Path) -> None:
+    bad = clean.in_segment(1)[2]
+    n = clean.receipts.index(bad)
+    flip(clean.segment(SEGMENT), bad.physical_offset % SEGMENT + 93)
+    report = clean.recover(truncate=True, keep_cut=tmp_path / "kept")
+    assert report.log_end == bad.physical_offset
+    assert all(cut.reason == "truncate" for cut in report.truncated if cut.stop > cut.start)
+    saved = b"".join(Path(name).read_bytes() for name in report.kept)
+    assert all(body(i) in saved for i in range(n + 1, 80))
+    assert all(Path(name).parent == tmp_path / "kept" for name in report.kept)
+    assert not (clean.path / "cut").exists()
+    with clean.open() as store:
+        assert held(store, clean) == list(range(n))
+        assert store.find("orders", key="k79") == []
+    with clean.open("r") as store:
+        assert list(store.verify()) == []
+    settle(clean)
+
+
+def test_salvage_copies_the_damaged_bytes_and_every_record_around_them(clean: Made, tmp_path: Path) -> None:
+    bad = clean.in_segment(1)[2]
+    at = bad.physical_offset % SEGMENT
+    flip(clean.segment(SEGMENT), at + 93)
+    raw = clean.segment(SEGMENT).read_bytes()[at : at + bad.size]
+    report = clean.recover(salvage=tmp_path / "saved")
+    assert (tmp_path / "saved" / f"{bad.physical_offset:020d}-damaged").read_bytes() == raw
+    around = [r for r in clean.in_segment(1) if r is not bad]
+    whole = (tmp_path / "saved" / f"{SEGMENT:020d}-records").read_bytes()
+    assert report.salvaged == len(around)
+    assert len(whole) == sum(r.size for r in around)
+    assert sorted(report.kept) == sorted(str(p) for p in (tmp_path / "saved").iterdir())
+
+
+def test_a_record_that_lies_elsewhere_than_it_says_is_no_record(crashed: Made) -> None:
+    """A recycled or restored file holds records with a valid checksum at places that are not theirs."""
+    stale = crashed.receipts[70]
+    path = crashed.segment(stale.physical_offset // SEGMENT * SEGMENT)
+    at = stale.physical_offset % SEGMENT
+    data = path.read_bytes()[at : at + stale.size]
+    end = crashed.end % SEGMENT
+    assert end + len(data) + 8 < SEGMENT
+    with open(crashed.segment(crashed.end - end), "r+b") as file:
+        file.seek(end)
+        file.write(data)
+    with crashed.open() as store:
+        assert store.recovery.log_end == crashed.end
+        assert held(store, crashed) == list(range(80))
+    assert not any(crashed.segment(crashed.end - end).read_bytes()[end:])
+
+
+def test_units_that_a_killed_writer_left_unsynced_are_synced_before_they_count(crashed: Made) -> None:
+    fs = FaultyFileSystem()
+    with MessageStore(crashed.path, profile=crashed.profile, config=StoreConfig(clock=SimulatedClock()), fs=fs):  # type: ignore[arg-type]
+        synced = {
+            c.path.split("consumequeue/")[1] for c in fs.calls if c.operation == "fdatasync" and "queue/" in c.path
+        }
+        for receipt in crashed.receipts[70:]:
+            assert f"{receipt.topic}/{receipt.queue_id}/{receipt.offset // 8 * 160:020d}" in synced
+
+
+# --- segments ---
+
+
+def test_a_short_last_segment_is_extended_and_cut_as_a_torn_tail(crashed: Made) -> None:
+    last = crashed.receipts[-1]
+    at = last.physical_offset % SEGMENT
+    path = crashed.segment(last.physical_offset - at)
+    os.truncate(path, at + 40)
+    planned = crashed.recover(dry_run=True)
+    with crashed.open("r") as store:
+        assert "segment_size" in kinds(store.verify())
+    with crashed.open() as store:
+        assert kinds(store.recovery) == ["segment_size"]
+        assert store.recovery.changed
+        assert held(store, crashed) == list(range(79))
+    assert path.stat().st_size == SEGMENT
+    assert planned.changed
+    settle(crashed)
+
+
+@pytest.mark.parametrize("length", [0, 1, 90, SEGMENT - 1])
+def test_another_segment_too_short_is_a_bad_range(clean: Made, length: int) -> None:
+    os.truncate(clean.segment(SEGMENT), length)
+    gone = [clean.receipts.index(r) for r in clean.in_segment(1) if r.physical_offset + r.size > SEGMENT + length]
+    left = [n for n in range(80) if n not in gone]
+    with clean.open("r") as store:
+        assert {"segment_size", "missing_segment"} & set(kinds(store.verify()))
+        assert held(store, clean) == left
+    with clean.open() as store:
+        assert {"segment_size", "missing_segment"} & set(kinds(store.recovery))
+        assert held(store, clean) == left
+        assert store.recovery.truncated == []
+        assert store.put("orders", b"next").physical_offset == clean.end
+    assert clean.segment(SEGMENT).stat().st_size == length
+
+
+def test_surplus_bytes_of_a_segment_are_ignored_and_reported(clean: Made) -> None:
+    with open(clean.segment(SEGMENT), "ab") as file:
+        file.write(b"surplus")
+    with clean.open("r") as store:
+        assert kinds(store.verify()) == ["segment_size"]
+    with clean.open() as store:
+        [finding] = store.recovery.findings
+        assert (finding.kind, finding.position, finding.length) == ("segment_size", SEGMENT, 7)
+        assert held(store, clean) == list(range(80))
+    assert clean.segment(SEGMENT).stat().st_size == SEGMENT + 7
+
+
+def test_a_missing_middle_segment_is_a_bad_range(clean: Made) -> None:
+    clean.segment(SEGMENT).unlink()
+    left = [n for n, r in enumerate(clean.receipts) if r.physical_offset // SEGMENT != 1]
+    with clean.open("r") as store:
+        [missing] = [f for f in store.verify() if f.kind == "missing_segment"]
+        assert (missing.file, missing.position) == (f"commitlog/{SEGMENT:020d}", 0)
+        assert missing.length == SEGMENT
+        assert held(store, clean) == left
+    with clean.open() as store:
+        assert kinds(store.recovery) == ["missing_segment"]
+        assert held(store, clean) == left
+        assert store.put("orders", b"next").physical_offset == clean.end
+
+
+def test_a_zero_length_last_segment_is_removed(clean: Made) -> None:
+    extra = clean.segment((clean.end // SEGMENT + 1) * SEGMENT)
+    extra.touch()
+    planned = clean.recover(dry_run=True)
+    assert extra.exists()
+    with clean.open() as store:
+        assert [(c.file, c.reason) for c in store.recovery.truncated] == [(f"commitlog/{extra.name}", "empty file")]
+        assert store.recovery.changed
+        assert held(store, clean) == list(range(80))
+    assert not extra.exists()
+    assert planned.changed
+    assert [c.file for c in planned.truncated] == [f"commitlog/{extra.name}"]
+    settle(clean)
+
+
+def test_segments_of_zeros_behind_the_end_are_removed(crashed: Made) -> None:
+    start = (crashed.end // SEGMENT + 1) * SEGMENT
+    for i in range(2):
+        crashed.segment(start + i * SEGMENT).write_bytes(bytes(SEGMENT))
+    with crashed.open() as store:
+        assert store.recovery.findings == []
+        assert store.recovery.changed
+        assert held(store, crashed) == list(range(80))
+    assert not crashed.segment(start).exists()
+    settle(crashed)
+
+
+def test_names_off_the_grid_are_left_alone_and_reported(clean: Made) -> None:
+    stray = clean.path / "commitlog" / f"{123:020d}"
+    stray.write_bytes(b"not ours")
+    with clean.open("r") as store:
+        assert kinds(store.verify()) == ["segment_size"]
+    with clean.open() as store:
+        assert held(store, clean) == list(range(80))
+    assert stray.read_bytes() == b"not ours"
+
+
+def test_without_any_segment_the_stream_goes_on_behind_what_was(clean: Made) -> None:
+    ends = {(r.topic, r.queue_id): r.offset + 1 for r in clean.receipts}
+    for path in (clean.path / "commitlog").glob("0*"):
+        path.unlink()
+    with clean.open() as store:
+        assert kinds(store.recovery) == ["missing_segment"]
+        receipt = store.put("orders", b"after")
+        assert receipt.physical_offset >= clean.end
+        assert receipt.offset == ends["orders", 0]  # no number is given twice
+        assert [m.body for m in store.read("orders", 0, receipt.offset)] == [b"after"]
+
+
+def test_without_segments_and_checkpoint_units_into_nothing_are_cut(clean: Made) -> None:
+    for path in (clean.path / "commitlog").glob("0*"):
+        path.unlink()
+    (clean.path / "checkpoint").unlink()
+    with clean.open() as store:
+        receipt = store.put("orders", b"after")
+        assert (receipt.physical_offset, receipt.offset) == (0, 0)
+        assert store.find("clicks", key="k3") == []
+    with clean.open("r") as store:
+        assert list(store.verify()) == []
+
+
+# --- consume queues ---
+
+
+def originals(made: Made) -> dict[str, bytes]:
+    return {k: v for k, v in files(made.path).items() if k.startswith("consumequeue")}
+
+
+def test_all_queue_folders_missing_are_rebuilt_on_opening(clean: Made) -> None:
+    before = originals(clean)
+    shutil.rmtree(clean.path / "consumequeue")
+    with clean.open() as store:
+        assert store.recovery.rebuilt.consume_queues == 3
+        assert store.recovery.rebuilt.units == 80
+        assert held(store, clean) == list(range(80))
+    assert originals(clean) == before
+
+
+def test_a_queue_whose_last_unit_is_bad_is_rebuilt_on_opening(clean: Made) -> None:
+    before = originals(clean)
+    last = max((r for r in clean.receipts if r.topic == "clicks"), key=lambda r: r.offset)
+    path = clean.path / "consumequeue" / "clicks" / "0" / f"{last.offset // 8 * 160:020d}"
+    flip(path, last.offset % 8 * 20 + 6)
+    with clean.open() as store:
+        assert store.recovery.scanned_from is not None
+        assert held(store, clean) == list(range(80))
+    assert originals(clean) == before
+
+
+def test_a_missing_folder_or_file_after_a_clean_exit_is_for_verify_and_recover(clean: Made) -> None:
+    before = originals(clean)
+    (clean.path / "consumequeue" / "orders" / "0" / f"{160:020d}").unlink()
+    with clean.open("r") as store:
+        [finding] = store.verify()
+        assert (finding.kind, finding.file) == ("missing_units", f"consumequeue/orders/0/{160:020d}")
+        assert (finding.position, finding.length) == (0, 160)
+    report = clean.recover()
+    assert (report.rebuilt.consume_queues, report.rebuilt.units) == (1, 8)
+    assert originals(clean) == before
+    shutil.rmtree(clean.path / "consumequeue" / "clicks")
+    with clean.open("r") as store:
+        assert kinds(store.verify()) == ["missing_units"] * len(
+            {r.offset // 8 for r in clean.receipts if r.topic == "clicks"}
+        )
+    assert clean.recover().changed
+    assert originals(clean) == before
+    settle(clean)
+
+
+def test_a_missing_unit_of_the_very_last_record_is_noticed_on_opening(clean: Made) -> None:
+    """RocketMQ does not, and gives its number to the next message (store-format 14, row 6)."""
+    last = clean.receipts[-1]
+    path = clean.path / "consumequeue" / last.topic / str(last.queue_id) / f"{last.offset // 8 * 160:020d}"
+    zero(path, last.offset % 8 * 20, last.offset % 8 * 20 + 20)
+    with clean.open() as store:
+        assert store.put(last.topic, b"next", last.queue_id).offset == last.offset + 1
+
+
+def test_a_unit_that_points_beyond_the_end_is_cut(clean: Made) -> None:
+    last = max((r for r in clean.receipts if r.topic == "clicks"), key=lambda r: r.offset)
+    slot = last.offset + 1
+    folder = clean.path / "consumequeue" / "clicks" / "0"
+    path = folder / f"{slot // 8 * 160:020d}"
+    if not path.exists():
+        path.write_bytes(bytes(160))
+    with open(path, "r+b") as file:
+        file.seek(slot % 8 * 20)
+        file.write(struct.pack(">qiq", clean.end + 1000, 150, 0))
+    with clean.open("r") as store:
+        assert kinds(store.verify()) == ["bad_unit"]
+    with clean.open() as store:
+        assert store.offsets("clicks")[1] == slot
+        assert store.put("clicks", b"next").offset == slot
+    settle(clean)
+
+
+@pytest.mark.parametrize("wrong", ["hole", "other record", "other size", "other tag", "void"])
+def test_wrong_units_are_found_by_verify_and_rebuilt_by_recover(clean: Made, wrong: str) -> None:
+    before = originals(clean)
+    mine = [r for r in clean.receipts if (r.topic, r.queue_id) == ("orders", 1)]
+    right = units_of(clean.path, "orders", 1)[5]
+    assert right[:2] == (mine[5].physical_offset, mine[5].size)
+    unit = {
+        "hole": (0, 0, 0),
+        "other record": (mine[4].physical_offset, mine[4].size, 0),
+        "other size": (right[0], right[1] + 1, right[2]),
+        "other tag": (right[0], right[1], right[2] ^ 1),
+        "void": VOID,
+    }[wrong]
+    with open(clean.path / "consumequeue" / "orders" / "1" / f"{0:020d}", "r+b") as file:
+        file.seek(5 * 20)
+        file.write(struct.pack(">qiq", *unit))
+    with clean.open("r") as store:
+        [finding] = store.verify()
+        assert (finding.kind, finding.position) == ("missing_units" if wrong == "hole" else "bad_unit", 100)
+    assert clean.recover().rebuilt.units == 1
+    assert originals(clean) == before
+    settle(clean)
+
+
+def test_a_queue_file_that_a_power_cut_left_short_gets_its_length_again(crashed: Made) -> None:
+    path = sorted((crashed.path / "consumequeue" / "orders" / "0").iterdir())[-1]
+    before = originals(crashed)
+    os.truncate(path, 33)
+    planned = crashed.recover(dry_run=True)
+    assert planned.changed
+    assert path.stat().st_size == 33
+    with crashed.open() as store:
+        assert "segment_size" in kinds(store.recovery)
+        assert held(store, crashed) == list(range(80))
+    assert originals(crashed) == before
+
+
+def test_a_void_unit_at_the_end_of_a_file_does_not_hide_the_file_from_readers(clean: Made) -> None:
+    """Its physical offset is 0, below every minimum: the whole file was taken for dead."""
+    mine = [r for r in clean.receipts if (r.topic, r.queue_id) == ("orders", 0)]
+    assert len(mine) > 16
+    bad = mine[15]
+    flip(clean.segment(bad.physical_offset // SEGMENT * SEGMENT), bad.physical_offset % SEGMENT + 93)
+    clean.recover()
+    with clean.open() as store:
+        assert units_of(clean.path, "orders", 0)[15] == VOID
+        store.drop_before(mine[9].physical_offset // SEGMENT * SEGMENT)
+        first = store.min_offset
+        alive = [r.offset for r in mine if r.physical_offset >= first and r is not bad]
+        assert store.offsets("orders", 0)[0] == alive[0]
+        assert [m.offset for m in store.read("orders", 0, alive[0], 100)] == alive
+
+
+def test_the_next_number_counts_records_whose_units_are_gone(crashed: Made) -> None:
+    """M10: CQ end or one more than the largest number scanned, whichever is greater."""
+    shutil.rmtree(crashed.path / "consumequeue" / "orders" / "1")
+    with crashed.open() as store:
+        ends = {(r.topic, r.queue_id): r.offset + 1 for r in crashed.receipts}
+        for (topic, queue_id), end in ends.items():
+            assert store.put(topic, b"next", queue_id).offset == end
+
+
+# --- the numbers in the records ---
+
+
+def test_a_wild_queue_offset_neither_voids_the_queue_nor_hides_what_follows(tmp_path: Path) -> None:
+    """In profile rocketmq no checksum covers the header: one flipped bit asked for 2**40 void units."""
+    made = make(tmp_path / "store", "rocketmq")
+    wild = [r for r in made.receipts if (r.topic, r.queue_id) == ("orders", 0)][6]
+    n = made.receipts.index(wild)
+    flip(made.segment(wild.physical_offset // SEGMENT * SEGMENT), wild.physical_offset % SEGMENT + 20 + 2)
+    with made.open("r") as store:
+        assert set(kinds(store.verify())) == {"bad_record", "bad_unit"}
+    report = made.recover()
+    assert kinds(report) == ["bad_record"]
+    assert report.rebuilt.units == 1
+    with made.open() as store:
+        assert held(store, made) == [i for i in range(80) if i != n]
+    assert units_of(made.path, "orders", 0)[6] == VOID
+    assert not made.recover().changed
+
+
+@pytest.mark.parametrize(
+    ("expected", "offsets", "physical", "runs", "odd"),
+    [
+        (0, [0, 1, 2], [0, 100, 200], [(0, 3)], []),
+        (None, [7, 8], [0, 100], [(0, 2)], []),
+        (0, [0, 1, 4, 5], [0, 100, 600, 700], [(0, 2), (2, 4)], []),  # room for the two that are lost
+        (0, [0, 1, 40, 3], [0, 100, 200, 300], [(0, 2), (3, 4)], [2]),  # too far for the bytes between
+        (0, [0, 1, 3, 3], [0, 100, 900, 1000], [(0, 2), (2, 3)], [3]),  # the first one stands
+        (0, [0, 1, 5, 3, 4], [0, 100, 900, 1000, 1100], [(0, 2), (3, 5)], [2]),  # contradicted by those behind
+        (None, [1 << 40, 1, 2], [0, 100, 200], [(1, 3)], [0]),
+        (None, [-5, 1, 2], [0, 100, 200], [(1, 3)], [0]),
+        (5, [2, 5], [0, 100], [(1, 2)], [0]),
+    ],
+)
+def test_slots_are_told_from_nonsense(
+    expected: int | None, offsets: list[int], physical: list[int], runs: list[tuple[int, int]], odd: list[int]
+) -> None:
+    assert sort_out(expected, 0, np.array(offsets), np.array(physical)) == (runs, odd)
+
+
+def test_the_least_plausible_number_leaves_out_what_cannot_be() -> None:
+    assert least_plausible(np.array([50, 51, 3, 53]), np.array([0, 100, 200, 300])) == 50
+    assert least_plausible(np.array([9]), np.array([0])) == 9
+
+
+# --- checkpoint, watermark, where reading starts ---
+
+
+def read_checkpoint(made: Made) -> Checkpoint:
+    return decode((made.path / "checkpoint").read_bytes())
+
+
+def test_closing_leaves_proof_of_the_end(clean: Made) -> None:
+    checkpoint = read_checkpoint(clean)
+    assert checkpoint.clean_end == checkpoint.flushed == checkpoint.dispatched == clean.end
+    assert checkpoint.confirm_physical_offset == clean.receipts[-1].physical_offset
+
+
+def test_opening_takes_the_proof_back_before_anything_else(clean: Made) -> None:
+    store = clean.open()
+    assert (clean.path / "abort").read_bytes() == b"%d" % os.getpid()
+    assert read_checkpoint(clean).clean_end == -1
+    kill(store)
+
+
+@pytest.mark.parametrize("damage", ["record", "bytes behind", "clean end", "unit", "index header"])
+def test_a_proof_that_does_not_hold_means_reading(clean: Made, damage: str) -> None:
+    last = clean.receipts[-1]
+    segment = clean.segment(clean.end // SEGMENT * SEGMENT)
+    if damage == "record":
+        flip(segment, last.physical_offset % SEGMENT + 93)
+    elif damage == "bytes behind":
+        flip(segment, clean.end % SEGMENT + 5)
+    elif damage == "clean end":
+        checkpoint = read_checkpoint(clean)
+        changed = Checkpoint(flushed=clean.end, dispatched=clean.end, clean_end=clean.end - 10,
+                             confirm_physical_offset=checkpoint.confirm_physical_offset)  # fmt: skip
+        (clean.path / "checkpoint").write_bytes(encode(changed).ljust(4096, b"\0"))
+    elif damage == "unit":
+        path = clean.path / "consumequeue" / last.topic / str(last.queue_id) / f"{last.offset // 8 * 160:020d}"
+        zero(path, last.offset % 8 * 20, last.offset % 8 * 20 + 20)
+    else:
+        newest = sorted((clean.path / "index").iterdir())[-1]
+        flip(newest, 36, 7)  # indexCount becomes negative
+    lost = 1 if damage == "record" else 0
+    with clean.open() as store:
+        assert store.recovery.scanned_from is not None
+        assert held(store, clean) == list(range(80 - lost))
+        store.put("orders", b"next", keys="after-all")
+        assert [m.body for m in store.find("orders", key="after-all")] == [b"next"]
+    settle(clean)
+
+
+def test_an_unclean_store_is_read_from_the_segment_of_the_lower_watermark(crashed: Made) -> None:
+    checkpoint = read_checkpoint(crashed)
+    assert checkpoint.flushed is not None
+    assert checkpoint.dispatched is not None
+    assert 0 < checkpoint.dispatched <= checkpoint.flushed < crashed.end
+    with crashed.open() as store:
+        assert store.recovery.scanned_from == checkpoint.dispatched // SEGMENT * SEGMENT
+
+
+@pytest.mark.parametrize("state", ["missing", "empty", "short", "zeros", "garbage"])
+@pytest.mark.parametrize("profile", PROFILES)
+def test_a_store_without_a_checkpoint_is_read_from_its_beginning(tmp_path: Path, profile: str, state: str) -> None:
+    for crash in (False, True):
+        made = make(tmp_path / f"store-{crash}", profile, crash=crash)
+        path = made.path / "checkpoint"
+        if state == "missing":
+            path.unlink()
+        else:
+            path.write_bytes(
+                {"empty": b"", "short": b"\1" * 20, "zeros": bytes(4096), "garbage": b"\xa5" * 4096}[state]
+            )
+        if profile == "mqstore" or state not in ("zeros", "garbage"):
+            with made.open("r") as store:
+                assert "bad_checkpoint" in kinds(store.verify())
+        with made.open() as store:
+            if crash or state in ("missing", "empty", "short"):
+                assert store.recovery.scanned_from == 0
+            assert held(store, made) == list(range(80))
+        settle(made)
+
+
+def test_a_checkpoint_that_a_java_broker_changed_loses_its_extension_only(tmp_path: Path) -> None:
+    made = make(tmp_path / "store", "rocketmq")
+    path = made.path / "checkpoint"
+    data = bytearray(path.read_bytes())
+    struct.pack_into(">q", data, 8, struct.unpack_from(">q", data, 8)[0] + 5)
+    path.write_bytes(data)
+    assert read_checkpoint(made).flushed is None
+    with made.open("r") as store:
+        assert list(store.verify()) == []  # no fault
+    with made.open() as store:
+        assert store.recovery.scanned_from == made.end // SEGMENT * SEGMENT
+        assert held(store, made) == list(range(80))
+    assert read_checkpoint(made).clean_end == made.end
+
+
+def test_an_abort_mark_taken_away_by_hand_does_not_make_the_end_clean(crashed: Made) -> None:
+    (crashed.path / "abort").unlink()
+    with crashed.open() as store:
+        assert not store.recovery.clean_shutdown
+        assert store.recovery.scanned_from is not None
+        assert held(store, crashed) == list(range(80))
+
+
+def test_the_watermark_tells_torn_from_damaged(tmp_path: Path) -> None:
+    """The same flip, once below and once beyond what the checkpoint says was synced."""
+    below = make(tmp_path / "below", crash=True)
+    flushed = read_checkpoint(below).flushed
+    assert flushed is not None
+    n = next(i for i, r in enumerate(below.receipts) if r.physical_offset >= flushed)
+    for name, i, outcome in (("below", n - 1, "bad_record"), ("beyond", n, "torn_tail")):
+        made = below if name == "below" else make(tmp_path / name, crash=True)
+        record = made.receipts[i]
+        flip(made.segment(record.physical_offset // SEGMENT * SEGMENT), record.physical_offset % SEGMENT + 93)
+        with made.open() as store:
+            if outcome == "bad_record":
+                assert kinds(store.recovery) == ["bad_record"]
+                assert held(store, made) == [k for k in range(80) if k != i]
+            else:
+                assert store.recovery.findings == []
+                assert store.recovery.truncated[0].reason == "torn_tail"
+                assert held(store, made) == list(range(i))
+
+
+def test_java_watermark_is_the_first_record_stored_at_or_after_the_stamp(golden: Callable[[str], Any]) -> None:
+    """Crashed, all stamps zero: everything may be torn. With a stamp, what was stored before it is damaged."""
+    for stamped in (False, True):
+        java = golden("crashed")
+        messages = sorted(java.of("message"), key=lambda line: line["physical_offset"])
+        third = messages[len(messages) // 3]
+        stamp = messages[len(messages) // 2]["store_timestamp_ms"]
+        segments = {start: len(data) for start, data in java.segments}
+        size = min(segments.values())
+        with open(java.path / "checkpoint", "r+b") as file:
+            file.write(struct.pack(">qq", stamp if stamped else 0, stamp if stamped else 0))
+        start = third["physical_offset"] // size * size
+        at = third["physical_offset"] - start
+        flip(java.path / "commitlog" / f"{start:020d}", at + 88)
+        with MessageStore(java.path, config=StoreConfig(clock=SimulatedClock())) as store:
+            if stamped:
+                assert "bad_record" in kinds(store.recovery)
+                assert store.max_offset > messages[-1]["physical_offset"]
+            else:
+                assert store.recovery.log_end == third["physical_offset"]
+                assert store.recovery.kept
+
+
+# --- index ---
+
+
+def keys_found(made: Made, numbers: list[int]) -> None:
+    with made.open() as store:
+        for n in numbers:
+            receipt = made.receipts[n]
+            assert [m.physical_offset for m in store.find(receipt.topic, key=f"k{n}")] == [receipt.physical_offset]
+
+
+@pytest.mark.parametrize("damage", ["slot", "hash", "offset", "seconds", "end time", "count", "missing", "short"])
+def test_a_damaged_index_is_found_by_verify_and_rebuilt_by_recover(clean: Made, damage: str) -> None:
+    names = sorted((clean.path / "index").iterdir())
+    assert len(names) == 3
+    before = [path.read_bytes() for path in names]
+    path = names[1]
+    entry = 40 + 4 * 16 + 20 * 9
+    if damage == "missing":
+        path.unlink()
+    elif damage == "short":
+        os.truncate(path, 100)
+    else:
+        position = {"slot": 43 + 4 * 3, "hash": entry + 3, "offset": entry + 11, "seconds": entry + 15, "end time": 14,
+                    "count": 39}[damage]  # fmt: skip
+        flip(path, position, 1)
+    with clean.open("r") as store:
+        assert set(kinds(store.verify())) == {"bad_index"}
+    report = clean.recover()
+    assert report.rebuilt.index_entries == 80
+    after = [path.read_bytes() for path in sorted((clean.path / "index").iterdir())]
+    assert after == before
+    keys_found(clean, list(range(80)))
+    settle(clean)
+
+
+def test_a_record_whose_keys_lie_in_two_index_files_keeps_them_all(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "store")
+    receipts = [store.put("t", b"x", keys=[f"a{n}", f"b{n}", f"c{n}"]) for n in range(30)]  # files of 31 entries
+    store.dispatch()
+    store.flush()
+    store.run_once(1)
+    store.run_once(2000)
+    more = [store.put("t", b"y", keys=[f"a{n}", f"b{n}", f"c{n}"]) for n in range(30, 40)]
+    store.dispatch()
+    kill(store)
+    with open_store(tmp_path / "store") as store:
+        assert store.recovery.findings == []  # reading from the middle of a record would look like damage
+        assert store.recovery.truncated == []
+        for n, receipt in enumerate(receipts + more):
+            for letter in "abc":
+                assert [m.physical_offset for m in store.find("t", key=f"{letter}{n}")] == [receipt.physical_offset]
+    with open_store(tmp_path / "store", "r") as store:
+        assert list(store.verify()) == []
+        assert sum(file.header.next_entry - 1 for file in store._index.files) == 120
+
+
+def test_an_index_whose_header_a_power_cut_left_behind_its_slots_is_built_anew(tmp_path: Path) -> None:
+    """The slot's page was written, the header's was not: the chain behind that slot can no longer be reached."""
+    store = open_store(tmp_path / "store", index_slots=1, index_entries=64)
+    receipts = [store.put("t", b"x", keys=f"k{n}") for n in range(20)]
+    store.dispatch()
+    store.flush()
+    store.run_once(1)
+    store.run_once(2000)
+    kill(store)
+    [path] = (tmp_path / "store" / "index").iterdir()
+    with open(path, "r+b") as file:
+        file.seek(40)
+        file.write(struct.pack(">i", 23))
+    with open_store(tmp_path / "store") as store:
+        for n, receipt in enumerate(receipts):
+            assert [m.physical_offset for m in store.find("t", key=f"k{n}")] == [receipt.physical_offset]
+
+
+def test_index_entries_beyond_a_lost_tail_go_with_it(clean: Made) -> None:
+    lost = clean.receipts[-5]
+    at = lost.physical_offset % SEGMENT
+    zero(clean.segment(lost.physical_offset - at), at)
+    clean.segment(lost.physical_offset - at + SEGMENT).unlink(missing_ok=True)
+    with clean.open() as store:
+        assert store.recovery.log_end == lost.physical_offset
+    keys_found(clean, list(range(75)))
+    with clean.open("r") as store:
+        assert list(store.verify()) == []
+    settle(clean)
+
+
+# --- recover as a command ---
+
+
+def damage_a_lot(made: Made) -> None:
+    bad = made.in_segment(1)[1]
+    flip(made.segment(SEGMENT), bad.physical_offset % SEGMENT + 93)
+    (made.path / "consumequeue" / "orders" / "0" / f"{160:020d}").unlink()
+    flip(sorted((made.path / "index").iterdir())[0], 43)
+    last = made.receipts[-1]
+    at = last.physical_offset % SEGMENT
+    zero(made.segment(last.physical_offset - at), at + 30)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"truncate": True}, {"rebuild_index": True}], ids=["plain", "truncate", "index"]
+)
+def test_a_dry_run_writes_nothing_and_says_what_the_real_one_does(
+    crashed: Made, options: dict[str, Any], tmp_path: Path
+) -> None:
+    damage_a_lot(crashed)
+    before = snapshot(crashed.path)
+    planned = crashed.recover(dry_run=True, keep_cut=tmp_path / "kept", salvage=tmp_path / "saved", **options)
+    assert snapshot(crashed.path) == before
+    assert not (tmp_path / "kept").exists()
+    assert not (tmp_path / "saved").exists()
+    done = crashed.recover(keep_cut=tmp_path / "kept", salvage=tmp_path / "saved", **options)
+    assert done.changed
+    for name in (
+        "changed",
+        "clean_shutdown",
+        "scanned_from",
+        "log_end",
+        "truncated",
+        "findings",
+        "rebuilt",
+        "messages",
+    ):
+        assert getattr(planned, name) == getattr(done, name), name
+
+
+def test_a_dry_run_of_a_sound_store_foresees_no_change(clean: Made) -> None:
+    before = snapshot(clean.path)
+    assert not clean.recover(dry_run=True).changed
+    assert snapshot(clean.path) == before
+
+
+def test_recover_keeps_away_from_a_live_writer(clean: Made) -> None:
+    with clean.open():
+        for dry_run in (True, False):
+            with pytest.raises(StoreLockedError):
+                clean.recover(dry_run=dry_run)
+
+
+def test_progress_grows_to_the_total(clean: Made) -> None:
+    seen: list[tuple[int, int]] = []
+    config = StoreConfig(clock=SimulatedClock(), **SIZES)
+    recover_store(clean.path, EVERYTHING, config=config, progress=lambda done, total: seen.append((done, total)))
+    assert len(seen) > 3
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert len({total for _, total in seen}) == 1
+    assert seen[-1][0] == seen[-1][1] > 0
+
+
+@pytest.mark.parametrize("truncate", [False, True], ids=["plain", "truncate"])
+@pytest.mark.parametrize("profile", PROFILES)
+def test_recover_may_be_killed_before_every_change_and_run_again(tmp_path: Path, profile: str, truncate: bool) -> None:
+    """P7, for a process that dies: what was written stays. Power cuts in here are tests/crash/test_images.py."""
+    options = RecoverOptions(full=True, truncate=truncate)
+    config = StoreConfig(clock=SimulatedClock(), **SIZES)
+    damaged = make(tmp_path / "damaged", profile, crash=True)
+    damage_a_lot(damaged)
+    shutil.copytree(damaged.path, tmp_path / "whole")
+    whole = recover_store(tmp_path / "whole", options, config=config)
+    expected = {k: v for k, v in files(tmp_path / "whole").items() if k.startswith(("commitlog", "consumequeue"))}
+    nth = 0
+    while True:
+        nth += 9
+        copy = tmp_path / f"killed-{nth}"
+        shutil.copytree(damaged.path, copy)
+        fs = FaultyFileSystem()
+        fs.crash(nth, torn=nth % 2 == 0)
+        try:
+            recover_store(copy, options, config=config, fs=fs)
+        except Crash:
+            pass
+        else:
+            break
+        again = recover_store(copy, options, config=config)
+        found = {k: v for k, v in files(copy).items() if k.startswith(("commitlog", "consumequeue"))}
+        assert found == expected, f"killed before change {nth}"
+        assert not recover_store(copy, options, config=config).changed
+        assert again.log_end == whole.log_end
+        shutil.rmtree(copy)
+    assert nth > 20
+
+
+@pytest.mark.parametrize("name", ["clean", "crashed", "rolled", "trimmed", "propcrc"])
+def test_golden_stores_recover_to_what_java_wrote(golden: Callable[[str], Any], name: str) -> None:
+    java = golden(name)
+    units = java.units
+    before = snapshot(java.path)
+    planned = recover_store(java.path, RecoverOptions(dry_run=True))
+    assert snapshot(java.path) == before
+    report = recover_store(java.path, EVERYTHING)
+    assert report.findings == planned.findings == []
+    assert report.changed == planned.changed
+    assert report.messages >= len(java.of("message"))  # prepared and rollback records are in no queue
+    after = java.units
+    for queue, data in units.items():
+        if name == "trimmed":  # units of dead records are none of our business
+            data = data[: len(after[queue])]
+        assert after[queue][: len(data)] == data
+    assert not recover_store(java.path, EVERYTHING).changed
+
+
+# --- manifest and guard ---
+
+
+def test_a_lost_manifest_is_an_error_that_names_the_repair(tmp_path: Path) -> None:
+    made = make(tmp_path / "store")
+    for name in ("mqstore.json", "mqstore.json.bak"):
+        (made.path / name).unlink(missing_ok=True)
+    with pytest.raises(CorruptStoreError, match="--rebuild config"):
+        MessageStore(made.path)
+    assert rebuild_config(made.path)
+    with made.open() as store:
+        assert held(store, made) == list(range(80))
+
+
+@pytest.mark.parametrize("state", ["missing", "empty"])
+def test_the_guard_is_put_back(tmp_path: Path, state: str) -> None:
+    """Creation was killed between manifest and guard: without it a Java broker would cut the log."""
+    made = make(tmp_path / "store")
+    guard = made.path / "commitlog" / "mqstore.profile"
+    text = guard.read_bytes()
+    guard.unlink()
+    if state == "empty":
+        guard.touch()
+    with made.open():
+        assert guard.read_bytes() == text
+
+
+def test_creating_a_store_may_be_killed_before_every_change(tmp_path: Path) -> None:
+    nth = 0
+    while True:
+        nth += 1
+        path = tmp_path / f"store-{nth}"
+        fs = FaultyFileSystem()
+        fs.crash(nth, torn=nth % 2 == 0)
+        try:
+            open_store(path, fs=fs).close()
+        except Crash:
+            pass
+        else:
+            break
+        with MessageStore(path, config=StoreConfig(clock=SimulatedClock())) as store:
+            store.put("t", b"x")
+            assert [m.body for m in store.read("t")] == [b"x"]
+        assert (path / "commitlog" / "mqstore.profile").stat().st_size > 0
+    assert nth > 10

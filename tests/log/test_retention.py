@@ -1,0 +1,222 @@
+"""Retention: whole segments go, oldest first, never the last; all else follows (store-format 8.3, 8.4)."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mqstore import MessageStore, OffsetOutOfRangeError, Retention, SimulatedClock, StoreIOError
+from mqstore.log import retention as retention_module
+from tests.faults import FaultyFileSystem
+from tests.log.support import SEGMENT, open_store
+
+DAY_MS = 86_400_000
+PER_SEGMENT = 4
+"""Messages that a segment holds."""
+
+
+def segments(store: MessageStore) -> list[int]:
+    return sorted(int(name) for name in os.listdir(store.path / "commitlog") if name.isdigit())
+
+
+def fill(store: MessageStore, clock: SimulatedClock | None = None, count: int = 10, step_ms: int = DAY_MS) -> None:
+    """`count` segments full but for the last, a day apart."""
+    for i in range(count * PER_SEGMENT - 1):
+        store.put("t", b"%03d" % i + bytes(890), i % 2, keys="k")
+        if clock is not None and i % PER_SEGMENT == PER_SEGMENT - 1:
+            clock.advance(step_ms)
+    store.flush()
+    store.dispatch()
+    assert segments(store) == [n * SEGMENT for n in range(count)]
+
+
+def check_front(store: MessageStore, kept: int, count: int = 10) -> None:
+    """Of `count` segments the last `kept` are there, and queues, index, bounds and reads know of no others."""
+    first = (count - kept) * SEGMENT
+    message = (count - kept) * PER_SEGMENT
+    assert segments(store) == [n * SEGMENT for n in range(count - kept, count)]
+    assert store.min_offset == first
+    for queue_id in (0, 1):
+        low, high = store.offsets("t", queue_id)
+        assert (low, high) == (message // 2, (count * PER_SEGMENT - queue_id) // 2)
+        assert [int(m.body[:3]) for m in store.iter("t", queue_id)] == [2 * i + queue_id for i in range(low, high)]
+        if low:
+            with pytest.raises(OffsetOutOfRangeError) as caught:
+                store.read("t", queue_id, low - 1)
+            assert (caught.value.min_offset, caught.value.max_offset) == (low, high)
+        # No file whose units are all dead, but never the last one.
+        names = sorted(os.listdir(store.path / "consumequeue" / "t" / str(queue_id)))
+        assert int(names[0]) == min(low // 8, (high - 1) // 8) * 160
+    found = store.find("t", key="k", limit=1000)
+    assert [int(m.body[:3]) for m in found] == list(range(count * PER_SEGMENT - 2, message - 1, -1))
+    assert list(store.verify()) == []
+
+
+@pytest.mark.parametrize("kept", range(1, 11))
+def test_dropping_on_demand_takes_whole_segments_below_the_offset(tmp_path: Path, kept: int) -> None:
+    with open_store(tmp_path / "s") as store:
+        fill(store)
+        first = (10 - kept) * SEGMENT
+        removed = store.drop_before(first + SEGMENT - 1)  # all but the last byte of the next one
+        assert removed == [f"{n * SEGMENT:020d}" for n in range(10 - kept)]
+        assert store.drop_before(first) == []
+        check_front(store, kept)
+        shutil.copytree(store.path, tmp_path / "crashed")
+    for name in ("s", "crashed"):
+        with open_store(tmp_path / name) as store:
+            check_front(store, kept)
+            assert store.put("t", b"next").offset == 20
+
+
+@pytest.mark.parametrize("offset", [10 * SEGMENT, 1 << 62])
+def test_the_last_segment_is_never_dropped(tmp_path: Path, offset: int) -> None:
+    with open_store(tmp_path / "s") as store:
+        fill(store)
+        assert len(store.drop_before(offset)) == 9
+        check_front(store, 1)
+        assert store.drop_before(offset) == []
+
+
+@pytest.mark.parametrize("offset", [-1, 0, 1, SEGMENT - 1])
+def test_dropping_nothing(tmp_path: Path, offset: int) -> None:
+    with open_store(tmp_path / "s") as store:
+        assert store.drop_before(offset) == store.clean(Retention(age=0, max_bytes=0)) == []
+        fill(store)
+        assert store.drop_before(offset) == []
+        check_front(store, 10)
+
+
+def test_what_is_not_durable_or_not_dispatched_yet_stays(tmp_path: Path) -> None:
+    fs = FaultyFileSystem()
+    with open_store(tmp_path / "s", fs=fs) as store:
+        for i in range(40):
+            store.put("t", bytes(890), i % 2)
+        assert store.drop_before(1 << 62) == []  # neither
+        store.dispatch()
+        assert store.drop_before(1 << 62) == []  # in queues, but not on disk
+        store.flush()
+        assert len(store.drop_before(1 << 62)) == 9
+
+
+@pytest.mark.parametrize(("age", "kept"), [(0, 1), (86_400, 1), (2 * 86_400, 2), (4.5 * 86_400, 5), (100 * 86_400, 10)])
+def test_age_counts_from_the_last_message_of_a_segment(tmp_path: Path, age: float, kept: int) -> None:
+    """Segment n was written n days after the first, and it is the ninth day; what the files' mtime says is nothing."""
+    clock = SimulatedClock()
+    with open_store(tmp_path / "s", clock=clock) as store:
+        fill(store, clock)
+        for path in (store.path / "commitlog").iterdir():
+            os.utime(path, (1, 1))
+        store.clean(Retention(age=age, max_bytes=None))
+        check_front(store, kept)
+
+
+@pytest.mark.parametrize(
+    ("max_bytes", "kept"), [(0, 1), (1, 1), (SEGMENT, 1), (3 * SEGMENT, 3), (3 * SEGMENT + 1, 3), (1 << 40, 10)]
+)
+def test_size_keeps_no_more_than_asked(tmp_path: Path, max_bytes: int, kept: int) -> None:
+    with open_store(tmp_path / "s") as store:
+        fill(store)
+        store.clean(Retention(age=None, max_bytes=max_bytes))
+        check_front(store, kept)
+
+
+@pytest.mark.parametrize(("ratio", "kept"), [(0.5, 10), (0.49, 9), (0.46, 6), (0.1, 1)])
+def test_a_disk_fuller_than_asked_gives_back_what_is_too_much(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ratio: float, kept: int
+) -> None:
+    """Of a disk of 100 segments 50 are in use."""
+    usage = SimpleNamespace(f_blocks=100, f_bfree=50, f_bavail=50, f_frsize=SEGMENT)
+    monkeypatch.setattr(retention_module, "os", SimpleNamespace(statvfs=lambda path: usage))
+    with open_store(tmp_path / "s") as store:
+        fill(store)
+        store.clean(Retention(age=None, max_bytes=None, disk_ratio=ratio))
+        check_front(store, kept)
+
+
+def test_either_limit_is_enough(tmp_path: Path) -> None:
+    clock = SimulatedClock()
+    with open_store(tmp_path / "s", clock=clock) as store:
+        fill(store, clock)
+        store.clean(Retention(age=8 * 86_400, max_bytes=5 * SEGMENT))
+        check_front(store, 5)
+        store.clean(Retention(age=3 * 86_400, max_bytes=9 * SEGMENT))
+        check_front(store, 3)
+        assert store.clean() == []  # without a policy of its own a store drops nothing
+
+
+def test_the_store_cleans_by_itself_where_a_policy_was_given(tmp_path: Path) -> None:
+    with open_store(tmp_path / "s", retention=Retention(age=None, max_bytes=2 * SEGMENT)) as store:
+        fill(store)
+        due = store.run_once(0)
+        check_front(store, 10)
+        while len(segments(store)) == 10:
+            assert due <= 10_000
+            due = store.run_once(due)
+        check_front(store, 2)
+
+
+def test_a_queue_all_of_whose_messages_are_gone_keeps_its_numbers(tmp_path: Path) -> None:
+    with open_store(tmp_path / "s") as store:
+        for i in range(20):
+            store.put("old", b"%d" % i)
+        fill_from = store.put_many("t", [bytes(890)] * 20)
+        store.flush()
+        store.dispatch()
+        store.drop_before(fill_from[10].physical_offset)
+        assert store.offsets("old") == (20, 20)
+        assert store.read("old", 0, 20) == []
+        shutil.copytree(store.path, tmp_path / "crashed")
+    for name in ("s", "crashed"):
+        with open_store(tmp_path / name) as store:
+            assert store.offsets("old") == (20, 20)
+            assert store.put("old", b"new").offset == 20
+            assert [m.body for m in store.read("old", 0, 20)] == [b"new"]
+            assert list(store.verify()) == []
+
+
+def test_a_segment_that_cannot_be_deleted_is_told_and_tried_again(tmp_path: Path) -> None:
+    fs = FaultyFileSystem()
+    with open_store(tmp_path / "s", fs=fs) as store:
+        fill(store)
+        fs.fail("unlink", errno.EIO, nth=3, path_part="commitlog")
+        with pytest.raises(StoreIOError):
+            store.drop_before(6 * SEGMENT)
+        assert segments(store) == [n * SEGMENT for n in range(2, 10)]
+        assert store.drop_before(6 * SEGMENT) == [f"{n * SEGMENT:020d}" for n in range(2, 6)]
+        check_front(store, 4)
+
+
+def test_after_a_deletion_that_failed_half_way_bounds_are_those_of_the_files(tmp_path: Path) -> None:
+    """The segments are gone, so reads below must say so, even though the caller got an error."""
+    fs = FaultyFileSystem()
+    with open_store(tmp_path / "s", fs=fs) as store:
+        fill(store)
+        fs.fail("unlink", errno.EIO, nth=3, path_part="commitlog")
+        with pytest.raises(StoreIOError):
+            store.drop_before(6 * SEGMENT)
+        assert store.offsets("t") == (PER_SEGMENT, 20)
+        with pytest.raises(OffsetOutOfRangeError):
+            store.read("t", 0, 0)
+
+
+@pytest.mark.parametrize("profile", ["mqstore", "rocketmq"])
+def test_segments_dropped_one_after_the_other_while_writing_goes_on(tmp_path: Path, profile: Any) -> None:
+    with open_store(tmp_path / "s", profile=profile, retention=Retention(age=None, max_bytes=3 * SEGMENT)) as store:
+        for i in range(300):
+            store.put("t", b"%03d" % i + bytes(i % 7 * 100), keys="k")
+            if i % 10 == 0:
+                store.flush()
+                store.dispatch()
+                store.clean()
+                assert len(segments(store)) <= 3
+                low, high = store.offsets("t")
+                assert [int(m.body[:3]) for m in store.iter("t", 0)] == list(range(low, high))
+                assert high == i + 1
+        assert len(os.listdir(store.path / "index")) < 10
+        assert list(store.verify()) == []

@@ -1,0 +1,38 @@
+"""A scan beside a writer: what was half-way in when it was looked at is whole by the time that more lies behind it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import mqstore
+from mqstore import SimulatedClock, StoreConfig
+from mqstore.log import scanner
+from mqstore.log.scanner import Bad, Good, scan_log
+
+
+def test_a_record_that_is_finished_during_the_scan_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`verify` beside a busy writer reported a bad record now and then: the scan saw zeros, the writer put two records
+    there, and the second one then seemed to lie behind damage."""
+    with mqstore.open(tmp_path, config=StoreConfig(segment_bytes=1 << 14, clock=SimulatedClock())) as writer:
+        writer.put("orders", b"before")
+        look = scanner.find_next
+        looks = 0
+
+        def look_later(*arguments: object) -> int | None:
+            nonlocal looks
+            looks += 1
+            if looks == 1:
+                writer.put_many("orders", [b"meanwhile", b"and this"])
+            return look(*arguments)  # type: ignore[arg-type]  # passed through
+
+        monkeypatch.setattr(scanner, "find_next", look_later)
+        with mqstore.open(tmp_path, "r") as reader:
+            events = list(scan_log(reader._run, 0, reader.manifest.checksum))
+
+    assert looks > 0
+    assert not [event for event in events if isinstance(event, Bad)]
+    assert sum(len(event.headers) for event in events if isinstance(event, Good)) == 3

@@ -1,0 +1,153 @@
+"""`walk_queue`: every message that can be read, and one finding for each place that cannot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import mqstore
+from mqstore import Finding, Message, OutgoingMessage, SendReceipt, StoreConfig
+from mqstore.errors import TopicNotFoundError
+from mqstore.log.walk import walk_queue
+
+_SEGMENT = 1 << 16
+_UNITS = 64
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> tuple[Path, list[SendReceipt]]:
+    """1500 messages in one queue, more than a step of the walk, with their receipts."""
+    config = StoreConfig(segment_bytes=_SEGMENT, consumequeue_units=_UNITS)
+    with mqstore.open(tmp_path / "s", config=config) as opened:
+        receipts = opened.put_many("orders", [OutgoingMessage(b"%04d" % i) for i in range(1500)])
+    return tmp_path / "s", receipts
+
+
+def spoil(path: Path, receipt: SendReceipt) -> None:
+    start = receipt.physical_offset // _SEGMENT * _SEGMENT
+    with open(path / "commitlog" / f"{start:020d}", "r+b") as file:
+        file.seek(receipt.physical_offset - start + 88)
+        file.write(b"\xff")
+
+
+def write_units(path: Path, offset: int, data: bytes) -> None:
+    name = f"{offset // _UNITS * _UNITS * 20:020d}"
+    with open(path / "consumequeue" / "orders" / "0" / name, "r+b") as file:
+        file.seek(offset % _UNITS * 20)
+        file.write(data)
+
+
+def walked(path: Path, *bounds: int | None) -> tuple[list[int], list[Finding]]:
+    offsets, findings = [], []
+    with mqstore.open(path, "r") as store:
+        for item in walk_queue(store, "orders", 0, *bounds):
+            if isinstance(item, Message):
+                assert item.body == b"%04d" % item.offset
+                offsets.append(item.offset)
+            else:
+                findings.append(item)
+    return offsets, findings
+
+
+def test_a_whole_queue_comes_whole_and_in_order(store: tuple[Path, list[SendReceipt]]) -> None:
+    assert walked(store[0]) == (list(range(1500)), [])
+
+
+@pytest.mark.parametrize(
+    ("bounds", "expected"),
+    [((1490, None), range(1490, 1500)), ((None, 3), range(3)), ((5, 5), []), ((2000, None), []), ((10, 9), [])],
+)
+def test_bounds_are_kept(
+    store: tuple[Path, list[SendReceipt]], bounds: tuple[int | None, int | None], expected: range
+) -> None:
+    assert walked(store[0], *bounds) == (list(expected), [])
+
+
+@pytest.mark.parametrize(
+    "victims",
+    [
+        [0],
+        [1499],
+        [700],
+        range(500, 530),
+        range(510, 514),
+        range(100, 1300),
+        range(512),
+        range(1500),
+        [3, 511, 512, 1024],
+    ],
+    ids=str,
+)
+def test_each_bad_record_is_told_once_and_costs_nothing_else(
+    store: tuple[Path, list[SendReceipt]], victims: range | list[int]
+) -> None:
+    """Wherever it lies: at either end, across the steps of the walk, and whole steps of it."""
+    path, receipts = store
+    for i in victims:
+        spoil(path, receipts[i])
+
+    offsets, findings = walked(path)
+
+    assert offsets == [i for i in range(1500) if i not in victims]
+    assert [(f.kind, f.file, f.position, f.length) for f in findings] == [
+        (
+            "bad_record",
+            f"commitlog/{receipts[i].physical_offset // _SEGMENT * _SEGMENT:020d}",
+            receipts[i].physical_offset % _SEGMENT,
+            receipts[i].size,
+        )
+        for i in victims
+    ]
+
+
+def test_missing_units_are_told_by_the_files_they_lack_in(store: tuple[Path, list[SendReceipt]]) -> None:
+    path, _ = store
+    write_units(path, 60, bytes(4 * 20))
+    write_units(path, 64, bytes(2 * 20))
+
+    offsets, findings = walked(path)
+
+    assert offsets == [i for i in range(1500) if not 60 <= i < 66]
+    assert [(f.kind, f.file, f.position, f.length) for f in findings] == [
+        ("missing_units", f"consumequeue/orders/0/{0:020d}", 1200, 80),
+        ("missing_units", f"consumequeue/orders/0/{1280:020d}", 0, 40),
+    ]
+
+
+def test_void_units_are_passed_over_in_silence(store: tuple[Path, list[SendReceipt]]) -> None:
+    path, _ = store
+    write_units(path, 10, bytes(8) + (0x7FFF_FFFF).to_bytes(4, "big") + bytes(8))
+
+    offsets, findings = walked(path)
+
+    assert offsets == [i for i in range(1500) if i != 10]
+    assert findings == []
+
+
+def test_a_unit_that_points_nowhere_is_told(store: tuple[Path, list[SendReceipt]]) -> None:
+    path, _ = store
+    write_units(path, 10, (1 << 60).to_bytes(8, "big") + (100).to_bytes(4, "big"))
+
+    offsets, findings = walked(path)
+
+    assert 10 not in offsets
+    assert len(offsets) == 1499
+    assert [f.kind for f in findings] == ["bad_record"]
+
+
+def test_what_retention_took_is_no_finding(store: tuple[Path, list[SendReceipt]]) -> None:
+    path, receipts = store
+    with mqstore.open(path) as opened:
+        opened.drop_before(receipts[1000].physical_offset)
+    first = next(
+        i for i in range(1500) if receipts[i].physical_offset >= receipts[1000].physical_offset // _SEGMENT * _SEGMENT
+    )
+
+    assert walked(path) == (list(range(first, 1500)), [])
+    assert walked(path, 0) == (list(range(first, 1500)), [])
+
+
+def test_an_unknown_queue_is_an_error(store: tuple[Path, list[SendReceipt]]) -> None:
+    with mqstore.open(store[0], "r") as opened, pytest.raises(TopicNotFoundError):
+        list(walk_queue(opened, "nonesuch", 0))

@@ -1,0 +1,67 @@
+"""What the tests of the command share: running it, and telling whether a directory was touched."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from click.testing import CliRunner, Result
+
+from mqstore_tools.main import cli
+
+__all__ = ["SHOULD_NOT_REACH_A_SCREEN", "mqstore", "mqstore_json", "process", "snapshot"]
+
+#: Control characters other than the line end, C1 controls, and the overrides that turn text around.
+SHOULD_NOT_REACH_A_SCREEN = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def mqstore(*arguments: object, stdin: bytes | None = None) -> Result:
+    """Run `mqstore ARGUMENTS` in this process. An exception that is no exit fails the test."""
+    result = CliRunner().invoke(cli, [os.fspath(a) if isinstance(a, Path) else str(a) for a in arguments], input=stdin)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert "Traceback" not in result.output, result.output
+    assert not SHOULD_NOT_REACH_A_SCREEN.search(result.output), result.output
+    return result
+
+
+def mqstore_json(*arguments: object, exit_code: int = 0) -> Any:
+    """Run with --json; what it printed on stdout."""
+    result = mqstore(*arguments, "--json")
+    assert result.exit_code == exit_code, result.output
+    return json.loads(result.stdout)
+
+
+def process(*arguments: object, **options: Any) -> subprocess.Popen[bytes]:
+    """The command as a process of its own."""
+    command = [sys.executable, "-m", "mqstore_tools.main", *map(str, arguments)]
+    path = os.pathsep.join(str(Path(__file__).parents[2] / folder) for folder in ("store", "tools"))
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+
+
+def snapshot(root: Path) -> dict[str, tuple[Any, ...]]:
+    """Names, bytes and times of everything below `root`, taken without moving an access time where that can be."""
+    quietly = getattr(os, "O_NOATIME", 0)
+    found: dict[str, tuple[Any, ...]] = {}
+    for path in sorted([root, *root.rglob("*")]):
+        status = path.lstat()
+        times: tuple[int, ...] = (status.st_mtime_ns, status.st_ctime_ns)
+        if quietly and os.geteuid() in (0, status.st_uid):
+            times += (status.st_atime_ns,)
+        found[str(path)] = (status.st_mode, status.st_ino, status.st_size, *times)
+    for name, entry in found.items():
+        if Path(name).is_file():
+            fd = os.open(name, os.O_RDONLY | quietly)
+            try:
+                with open(fd, "rb", closefd=False) as file:
+                    found[name] = (*entry, hashlib.sha256(file.read()).hexdigest())
+            finally:
+                os.close(fd)
+    return found

@@ -1,0 +1,150 @@
+"""`mqstore demo` on a small sample: what it claims, and whether a store it left behind bears that out.
+
+The store is read again here with the library alone, without the demo's own readers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+from click.testing import CliRunner
+
+import mqstore
+from mqstore_tools import demo as demo_module
+from mqstore_tools.demo import demo, queue_of
+
+CHECKS = {
+    "killed",
+    "acknowledged",
+    "complete",
+    "once",
+    "files",
+    "keys",
+    "verified",
+    "found",
+    "mended",
+    "passed_over",
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """The summary of one small run, and the directory that it worked in."""
+    folder = tmp_path_factory.mktemp("demo") / "new"
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-m", "mqstore_tools.main", "demo", "--limit-mb", "1", "--json", "--dir", str(folder)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root / "store"), str(root / "tools")])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary: dict[str, Any] = json.loads(done.stdout)
+    return summary, folder
+
+
+def test_every_check_is_made_and_holds(run: tuple[dict[str, Any], Path]) -> None:
+    summary, _ = run
+    assert {check["name"]: check["ok"] for check in summary["checks"]} == dict.fromkeys(CHECKS, True)
+    assert summary["ok"]
+
+
+def test_two_writers_were_killed_after_acknowledging_and_the_third_finished(run: tuple[dict[str, Any], Path]) -> None:
+    summary, _ = run
+    runs = summary["runs"]
+    assert [each["exit_code"] for each in runs] == [-signal.SIGKILL, -signal.SIGKILL, 0]
+    assert 0 < runs[0]["acknowledged"] < runs[1]["acknowledged"] < runs[2]["acknowledged"] == summary["lines"]
+    assert [each["recovery"]["clean_shutdown"] for each in runs] == [True, False, False]
+
+
+def test_the_next_writer_goes_on_behind_the_last_line_in_the_store(run: tuple[dict[str, Any], Path]) -> None:
+    summary, _ = run
+    for before, after in zip(summary["runs"], summary["runs"][1:], strict=False):
+        assert after["first_line"] == before["acknowledged"] + after["unacknowledged"]
+
+
+def test_the_store_holds_the_files_line_by_line(run: tuple[dict[str, Any], Path]) -> None:
+    summary, folder = run
+    library = Path(sysconfig.get_path("stdlib"))
+    lines: dict[str, list[bytes]] = {}
+    with mqstore.open(folder / "store", "r") as store:
+        for ref in store.queues("stdlib"):
+            for message in store.iter(*ref):
+                assert message.message_group is not None
+                assert message.queue_id == queue_of(message.message_group, 8)
+                lines.setdefault(message.message_group, []).append(message.body)
+                assert message.keys == (f"{message.message_group}:{len(lines[message.message_group]) - 1}",)
+                assert message.tag == message.message_group.split("/")[0].removesuffix(".py")
+    assert sum(map(len, lines.values())) == summary["lines"]
+    for group, bodies in lines.items():
+        data = (library / unquote(group)).read_bytes()
+        assert b"".join(bodies) == data
+        assert all(body.endswith(b"\n") and body.count(b"\n") == 1 for body in bodies[:-1])
+
+
+def test_the_mended_copy_has_lost_one_message_and_says_so(run: tuple[dict[str, Any], Path]) -> None:
+    summary, folder = run
+    with mqstore.open(folder / "copy", "r") as store:
+        findings = list(store.verify())
+        messages = sum(1 for ref in store.queues("stdlib") for _ in store.iter(*ref))
+    assert [finding.kind for finding in findings] == ["bad_record"]
+    assert messages == summary["lines"] - 1
+    flipped = {flip["kind"]: flip for flip in summary["damage"]["flipped"]}
+    assert set(flipped) == {"bad_unit", "bad_index", "bad_record"}
+    assert findings[0].file == flipped["bad_record"]["file"]
+
+
+def test_a_file_that_comes_back_changed_is_told_and_the_directory_is_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def one_wrong(*arguments: Any) -> tuple[list[demo_module.Source], list[str]]:
+        sources, unreadable = demo_module_read(*arguments)
+        return [replace(sources[0], sha256="0" * 64), *sources[1:]], unreadable
+
+    demo_module_read = demo_module.read_sources
+    monkeypatch.setattr(demo_module, "read_sources", one_wrong)
+    monkeypatch.setattr(demo_module.tempfile, "mkdtemp", lambda prefix: str(tmp_path))
+    result = CliRunner().invoke(demo, ["--limit-mb", "0.5"])
+    assert result.exit_code == 1
+    assert "FAILED" in result.output
+    assert "these do not: files" in result.output
+    assert f"{tmp_path} is kept" in result.output
+    assert (tmp_path / "store" / "commitlog").is_dir()
+    assert not (tmp_path / "copy").exists()
+
+
+def test_a_directory_with_something_in_it_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    result = CliRunner().invoke(demo, ["--dir", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "is not empty" in result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize(
+    ("group", "of_4", "of_8", "of_16"),
+    [
+        ("", 0, 0, 0),
+        ("a", 0, 0, 0),
+        ("order-1", 3, 3, 3),
+        ("order-2", 2, 2, 11),
+        ("order-42", 3, 3, 10),
+        ("用户-7", 1, 1, 12),
+        ("0123456789abcdef", 1, 1, 1),
+    ],
+)
+def test_a_group_goes_to_the_queue_that_rocketmq_would_choose(group: str, of_4: int, of_8: int, of_16: int) -> None:
+    """The vectors of broker-semantics 12."""
+    assert [queue_of(group, queues) for queues in (1, 4, 8, 16)] == [0, of_4, of_8, of_16]

@@ -1,0 +1,190 @@
+"""`mqstore export`: every readable message of every queue, field by field, and nothing lost beside damage."""
+
+from __future__ import annotations
+
+import base64
+import ipaddress
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mqstore as library
+from mqstore import StoreConfig
+from mqstore.layout.record import COMPRESSED
+from tests.conftest import GOLDEN_NAMES, GoldenStore
+from tests.tools.support import mqstore, process
+
+Golden = Callable[[str], GoldenStore]
+
+#: The contract, in its order.
+FIELDS = [
+    *("topic", "queue_id", "queue_offset", "physical_offset", "size", "body", "tags", "keys", "properties", "flag"),
+    *("sys_flag", "born_timestamp_ms", "born_host", "store_timestamp_ms", "store_host", "reconsume_times"),
+    *("prepared_transaction_offset", "message_id", "unique_key"),
+]
+
+
+def lines(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def java_host(text: str) -> tuple[str, str]:
+    """(address, port) of a host as Java prints it, `fe80:0:0:0:0:0:0:1:10911`, or as we do, `[fe80::1]:10911`."""
+    address, _, port = text.rpartition(":")
+    return ipaddress.ip_address(address.strip("[]")).compressed, port
+
+
+@pytest.mark.parametrize("name", GOLDEN_NAMES)
+def test_a_java_store_is_exported_as_the_java_engine_reads_it(golden: Golden, name: str) -> None:
+    store = golden(name)
+    expected = {(m["topic"], m["queue_id"], m["queue_offset"]): m for m in store.of("message")}
+
+    result = mqstore("export", store.path, "--format", "jsonl")
+
+    assert result.exit_code == 0, result.stderr
+    found = lines(result.stdout)
+    assert {(m["topic"], m["queue_id"], m["queue_offset"]) for m in found} == expected.keys()
+    assert len(found) == len(expected)
+    for message in found:
+        wanted = expected[message["topic"], message["queue_id"], message["queue_offset"]]
+        assert list(message) == FIELDS
+        for host in ("born_host", "store_host"):
+            assert java_host(message.pop(host)) == java_host(wanted[host])
+        for field, value in message.items():
+            assert value == wanted[field], (field, wanted)
+
+
+def test_queues_come_one_after_the_other_in_order(golden: Golden) -> None:
+    found = lines(mqstore("export", golden("rolled").path).stdout)
+
+    order = [(m["topic"], m["queue_id"], m["queue_offset"]) for m in found]
+    assert order == sorted(order)
+
+
+def test_the_selection_narrows_what_is_exported(golden: Golden) -> None:
+    store = golden("clean")
+    of_queue = [m for m in store.of("message") if (m["topic"], m["queue_id"]) == ("orders", 1)]
+
+    chosen = ["--topic", "orders", "--queue-id", 1, "--from-offset", 3, "--max-messages", 4]
+    found = lines(mqstore("export", store.path, *chosen).stdout)
+
+    assert [m["queue_offset"] for m in found] == [3, 4, 5, 6]
+    assert len(of_queue) > 7
+    assert len(lines(mqstore("export", store.path, "--topic", "orders").stdout)) > len(of_queue)
+    assert mqstore("export", store.path, "--max-messages", 0).stdout == ""
+
+
+def test_a_queue_or_topic_that_is_not_there_is_wrong_usage(golden: Golden) -> None:
+    path = golden("clean").path
+
+    assert mqstore("export", path, "--topic", "nonesuch").exit_code == 2
+    assert mqstore("export", path, "--topic", "orders", "--queue-id", 99).exit_code == 2
+    assert mqstore("export", path, "--queue-id", 1).exit_code == 2
+
+
+@pytest.fixture
+def ten(tmp_path: Path) -> Path:
+    """A closed store of ten messages of 100 bytes in one queue."""
+    with library.open(tmp_path / "ten", config=StoreConfig(segment_bytes=1 << 16)) as store:
+        store.put_many("orders", [b"%d" % i * 100 for i in range(10)])
+    return tmp_path / "ten"
+
+
+def flip(path: Path, position: int) -> None:
+    with open(path / "commitlog" / f"{0:020d}", "r+b") as file:
+        file.seek(position)
+        byte = file.read(1)
+        file.seek(position)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+@pytest.mark.parametrize("victims", [[0], [4], [9], [8, 9], [3, 4, 9], list(range(9)), list(range(10))], ids=str)
+def test_damage_costs_only_the_messages_it_hit(ten: Path, victims: list[int]) -> None:
+    """Also at the end of a queue, where a reader beside a writer would wait for the record to become whole."""
+    whole = lines(mqstore("export", ten).stdout)
+    for i in victims:
+        flip(ten, whole[i]["physical_offset"] + 100)
+
+    result = mqstore("export", ten, "--json")
+
+    assert result.exit_code == 1
+    assert lines(result.stdout) == [m for m in whole if m["queue_offset"] not in victims]
+    *findings, summary = lines(result.stderr)
+    assert [(f["kind"], f["position"]) for f in findings] == [
+        ("bad_record", whole[i]["physical_offset"]) for i in victims
+    ]
+    assert summary == {"ok": False, "messages": 10 - len(victims), "queues": 1}
+
+
+def test_a_body_that_does_not_inflate_is_left_out_and_told(tmp_path: Path) -> None:
+    with library.open(tmp_path / "s") as store:
+        store.put("orders", b"before")
+        bad = store.append("orders", 0, b"\x1b[31mnot zlib", sys_flag=COMPRESSED)
+        store.put("orders", b"behind")
+
+    result = mqstore("export", tmp_path / "s")
+
+    assert result.exit_code == 1
+    assert [base64.b64decode(m["body"]) for m in lines(result.stdout)] == [b"before", b"behind"]
+    assert f"at {bad.physical_offset}, {bad.size} bytes" in result.stderr
+    assert "exported 2 messages" in result.stderr
+
+
+def test_a_file_appears_only_when_it_is_complete(ten: Path, tmp_path: Path) -> None:
+    target = tmp_path / "all.jsonl"
+
+    result = mqstore("export", ten, "--output", target, "--json")
+
+    assert result.exit_code == 0
+    assert json.loads(result.stdout) == {"ok": True, "messages": 10, "queues": 1, "findings": 0}
+    assert len(lines(target.read_text())) == 10
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["all.jsonl", "ten"]
+
+
+def test_a_failed_export_leaves_the_old_file_and_nothing_else(ten: Path, tmp_path: Path) -> None:
+    target = tmp_path / "all.jsonl"
+    target.write_text("old")
+
+    result = mqstore("export", ten, "--topic", "nonesuch", "--output", target)
+
+    assert result.exit_code == 2
+    assert target.read_text() == "old"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["all.jsonl", "ten"]
+
+
+def test_nothing_is_written_into_the_store(ten: Path) -> None:
+    result = mqstore("export", ten, "--output", ten / "all.jsonl")
+
+    assert result.exit_code == 2
+    assert not (ten / "all.jsonl").exists()
+
+
+def test_a_reader_that_goes_away_is_no_error(golden: Golden) -> None:
+    child = process("export", golden("rolled").path)
+    assert child.stdout is not None
+    assert child.stderr is not None
+    child.stdout.readline()
+    child.stdout.close()
+
+    assert child.wait(60) == 141
+    assert child.stderr.read() == b""
+    child.stderr.close()
+
+
+def test_hostile_text_is_ascii_on_the_way_and_whole_on_arrival(tmp_path: Path) -> None:
+    """A Java producer may have put anything into properties; `append` is how an import writes such a record."""
+    evil = "\x1b]0;owned\x07\x7f\x9b\u202e"
+    with library.open(tmp_path / "s") as store:
+        store.append("orders", 0, os.fsencode(evil), properties={"TAGS": evil, "KEYS": evil, evil: evil})
+
+    result = mqstore("export", tmp_path / "s")
+
+    assert result.stdout.isascii()
+    assert "\x7f" not in result.stdout
+    [message] = lines(result.stdout)
+    assert (message["tags"], message["keys"], message["properties"][evil]) == (evil, evil, evil)
+    assert base64.b64decode(message["body"]).decode() == evil

@@ -1,0 +1,175 @@
+"""`mqstore get`: one message or a few, by every way there is to name one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mqstore as library
+from mqstore import SendReceipt
+from mqstore.layout.record import COMPRESSED
+from tests.conftest import GoldenStore
+from tests.tools.support import mqstore
+
+Golden = Callable[[str], GoldenStore]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> tuple[Path, list[SendReceipt]]:
+    """Five messages in orders/0; number 3 bears key k3, unique key u3 and tag odd."""
+    with library.open(tmp_path / "s") as opened:
+        receipts = [
+            opened.put("orders", b"body %d" % i, tag="odd" if i % 2 else "even", keys=f"k{i}", unique_key=f"u{i}")
+            for i in range(5)
+        ]
+    return tmp_path / "s", receipts
+
+
+def get(path: Path, *options: object) -> list[dict[str, Any]]:
+    result = mqstore("get", path, *options, "--json")
+    assert result.exit_code == 0, result.output
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def offsets(messages: list[dict[str, Any]]) -> list[int]:
+    return [message["queue_offset"] for message in messages]
+
+
+def test_by_offset(store: tuple[Path, list[SendReceipt]]) -> None:
+    path, _ = store
+
+    assert offsets(get(path, "--topic", "orders")) == [0]
+    assert offsets(get(path, "--topic", "orders", "--offset", 2, "--max-messages", 2)) == [2, 3]
+    assert offsets(get(path, "--topic", "orders", "--max-messages", 9, "--tag", "odd")) == [1, 3]
+
+
+@pytest.mark.parametrize("way", ["--message-id", "--physical-offset", "--key", "--unique-key"])
+def test_by_everything_else(store: tuple[Path, list[SendReceipt]], way: str) -> None:
+    path, receipts = store
+    value = {
+        "--message-id": receipts[3].message_id,
+        "--physical-offset": receipts[3].physical_offset,
+        "--key": "k3",
+        "--unique-key": "u3",
+    }[way]
+
+    assert offsets(get(path, "--topic", "orders", way, value)) == [3]
+
+
+def test_it_prints_what_export_prints(golden: Golden) -> None:
+    path = golden("propcrc").path
+    exported = mqstore("export", path, "--topic", "orders", "--queue-id", 0).stdout
+
+    got = mqstore("get", path, "--topic", "orders", "--max-messages", 1000, "--json").stdout
+
+    assert got == exported
+
+
+def test_keys_find_what_the_java_engine_finds(golden: Golden) -> None:
+    store = golden("clean")
+    keys = [k for k in store.of("key") if k["physical_offsets"]][:6]
+    assert keys
+
+    for line in keys:
+        found = get(store.path, "--topic", line["topic"], "--key", line["key"], "--max-messages", 1000)
+        assert [m["physical_offset"] for m in found] == sorted(line["physical_offsets"], reverse=True)
+
+
+def test_for_people_it_shows_names_and_an_escaped_body(tmp_path: Path) -> None:
+    with library.open(tmp_path / "s") as store:
+        store.append(
+            "orders",
+            0,
+            b"\x1b[31mred\xff" + b"x" * 5000,
+            properties={"TAGS": "\x1b[2J", "KEYS": "a\u202eb", "region": "eu"},
+        )
+
+    shown = mqstore("get", tmp_path / "s", "--topic", "orders").stdout
+
+    assert "orders/0@0" in shown
+    assert "\\x1b[31mred\\xff" in shown
+    assert "... 5009 bytes" in shown
+    assert "tag=\\x1b[2J" in shown
+    assert "keys=a\\u202eb" in shown
+    assert "region=eu" in shown
+
+
+def test_what_is_not_there_is_wrong_usage(store: tuple[Path, list[SendReceipt]]) -> None:
+    path, receipts = store
+
+    for options in (
+        ["--topic", "nonesuch"],
+        ["--topic", "nonesuch", "--key", "k"],
+        ["--topic", "orders", "--queue-id", 7],
+        ["--topic", "orders", "--offset", 99],
+        ["--message-id", "nonsense"],
+        ["--physical-offset", receipts[1].physical_offset + 1],
+        ["--physical-offset", 1 << 62],
+        ["--topic", "orders", "--offset", 5],
+    ):
+        result = mqstore("get", path, *options)
+        assert (result.exit_code, result.stdout) == (2, ""), options
+        assert result.stderr.startswith("mqstore get: "), options
+
+
+def test_a_search_without_hits_is_fine(store: tuple[Path, list[SendReceipt]]) -> None:
+    result = mqstore("get", store[0], "--topic", "orders", "--key", "nobody")
+
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "", "no message\n")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["--key", "k"],
+        ["--topic", "t", "--key", "k", "--unique-key", "u"],
+        ["--message-id", "m", "--physical-offset", "0"],
+        ["--topic", "t", "--offset", "3", "--key", "k"],
+        ["--topic", "t", "--offset", "-1"],
+        ["--topic", "t", "--max-messages", "0"],
+    ],
+    ids=" ".join,
+)
+def test_questions_that_make_no_sense_are_refused(store: tuple[Path, list[SendReceipt]], options: list[str]) -> None:
+    assert mqstore("get", store[0], *options).exit_code == 2
+
+
+def test_damage_is_told_with_exit_code_1(store: tuple[Path, list[SendReceipt]]) -> None:
+    path, receipts = store
+    with open(path / "commitlog" / f"{0:020d}", "r+b") as file:
+        file.seek(receipts[2].physical_offset + 90)
+        file.write(b"\xff")
+
+    result = mqstore("get", path, "--topic", "orders", "--max-messages", 5, "--json")
+
+    assert result.exit_code == 1
+    assert offsets([json.loads(line) for line in result.stdout.splitlines()]) == [0, 1, 3, 4]
+
+
+def test_a_damaged_last_message_does_not_hang_it(store: tuple[Path, list[SendReceipt]]) -> None:
+    """A reader takes it for a record that is being written, and must not wait for it."""
+    path, receipts = store
+    with open(path / "commitlog" / f"{0:020d}", "r+b") as file:
+        file.seek(receipts[4].physical_offset + 90)
+        file.write(b"\xff")
+
+    result = mqstore("get", path, "--topic", "orders", "--offset", 4)
+
+    assert (result.exit_code, result.stdout) == (1, "")
+
+
+def test_a_body_that_does_not_inflate_is_shown_as_stored(tmp_path: Path) -> None:
+    with library.open(tmp_path / "s") as store:
+        store.append("orders", 0, b"not zlib", sys_flag=COMPRESSED)
+
+    people, program = (mqstore("get", tmp_path / "s", "--topic", "orders", *o) for o in ([], ["--json"]))
+
+    assert (people.exit_code, program.exit_code) == (1, 1)
+    assert "    not zlib" in people.stdout
+    assert program.stdout == ""
+    assert "zlib" in program.stderr

@@ -1,0 +1,316 @@
+"""`mqstore inspect`: the contract's shape, right on the Java engine's stores, harmless and hard to upset."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mqstore as library
+from mqstore import SimulatedClock, StoreConfig
+from tests.conftest import GOLDEN_NAMES, GoldenStore
+from tests.tools.support import mqstore, mqstore_json, process, snapshot
+
+Golden = Callable[[str], GoldenStore]
+
+
+def queues_of(store: GoldenStore) -> dict[str, dict[str, dict[str, int]]]:
+    """What `topics` must say, from the Java engine's listing. Its minimum is not taken: it may lie below the first
+    message that still exists (see the README of the golden stores)."""
+    expected: dict[str, dict[str, dict[str, int]]] = {}
+    for queue in store.of("queue"):
+        topic, queue_id = queue["topic"], queue["queue_id"]
+        messages = [m for m in store.of("message") if m["topic"] == topic and m["queue_id"] == queue_id]
+        first = min(messages, key=lambda m: m["queue_offset"], default=None)
+        last = max(messages, key=lambda m: m["queue_offset"], default=None)
+        expected.setdefault(topic, {})[str(queue_id)] = {
+            "min_offset": first["queue_offset"] if first else queue["max_offset"],
+            "max_offset": queue["max_offset"],
+            "min_physical_offset": first["physical_offset"] if first else -1,
+            "max_physical_offset": last["physical_offset"] + last["size"] if last else -1,
+        }
+    return expected
+
+
+@pytest.mark.parametrize("name", GOLDEN_NAMES)
+def test_every_queue_of_a_java_store_is_told_as_the_java_engine_tells_it(golden: Golden, name: str) -> None:
+    store = golden(name)
+
+    found = mqstore_json("inspect", store.path)
+
+    assert {topic: entry["queues"] for topic, entry in found["topics"].items()} == queues_of(store)
+
+
+@pytest.mark.parametrize("name", GOLDEN_NAMES)
+def test_the_log_of_a_java_store_is_told_as_the_java_engine_tells_it(golden: Golden, name: str) -> None:
+    store = golden(name)
+    [expected] = store.of("store")
+
+    found = mqstore_json("inspect", store.path)
+
+    log = found["commitlog"]
+    assert (found["profile"], found["checksum"]) == ("rocketmq", "crc32-body")
+    assert found["clean_shutdown"] == expected["clean"]
+    assert log["min_offset"] == expected["min_physical_offset"]
+    assert log["max_offset"] == expected["max_physical_offset"]
+    assert log["segment_bytes"] == expected["commitlog_segment_bytes"]
+    assert [s["start"] for s in log["segments"]] == [start for start, _ in store.segments]
+    assert all(s["end"] - s["start"] == s["length"] == log["segment_bytes"] for s in log["segments"])
+    # Prepared and rolled-back halves of transactions lie in the log and in no queue.
+    halves = log["messages"] - expected["readable"]
+    assert 0 <= halves < expected["readable"] / 10
+    assert sum(s["messages"] for s in log["segments"]) == log["messages"]
+
+
+@pytest.mark.parametrize("name", GOLDEN_NAMES)
+def test_an_index_whose_shape_no_manifest_tells_is_read_with_its_own(golden: Golden, name: str) -> None:
+    slots, entries = (17, 60) if name in ("rolled", "trimmed") else (53, 200)
+
+    index = mqstore_json("inspect", golden(name).path)["index"]
+
+    assert (index["slots"], index["entries_per_file"]) == (slots, entries)
+    assert (index["files"] - 1) * (entries - 1) <= index["entries"] <= index["files"] * (entries - 1)
+
+
+def test_a_store_without_config_has_no_offsets_and_no_problems(golden: Golden) -> None:
+    found = mqstore_json("inspect", golden("clean").path)
+
+    assert (found["consumer_offsets"], found["delay_offsets"], found["order_info"]) == ({}, {}, {})
+    assert found["problems"] == []
+    assert found["checkpoint"]["physic_msg_timestamp_ms"] > 0
+
+
+CONFIG_FASTJSON = {
+    "consumerOffset.json": '{\n\t"offsetTable":{\n\t\t"orders@g1":{0:250,1:251\n\t\t},"%RETRY%g1@g1":{0:7\n\t\t}\n}}',
+    "delayOffset.json": '{\n\t"offsetTable":{3:12,4:0\n\t}\n}',
+    "consumerOrderInfo.json": '{\n\t"table":{\n\t\t"orders@g1":{0:{\n\t\t\t\t"cm":3,\n\t\t\t\t"o":[\n460,1]}}}}',
+}
+CONFIG_STRICT = {
+    "consumerOffset.json": '{"offsetTable": {"orders@g1": {"0": 250, "1": 251}, "%RETRY%g1@g1": {"0": 7}}}',
+    "delayOffset.json": '{"offsetTable": {"3": 12, "4": 0}}',
+    "consumerOrderInfo.json": '{"table": {"orders@g1": {"0": {"cm": 3, "o": [460, 1]}}}}',
+}
+
+
+@pytest.mark.parametrize("files", [CONFIG_FASTJSON, CONFIG_STRICT], ids=["fastjson", "strict"])
+def test_offsets_are_read_in_both_dialects(golden: Golden, files: dict[str, str]) -> None:
+    path = golden("clean").path
+    (path / "config").mkdir()
+    for name, text in files.items():
+        (path / "config" / name).write_text(text)
+
+    found = mqstore_json("inspect", path)
+
+    assert found["consumer_offsets"] == {"g1": {"orders": {"0": 250, "1": 251}, "%RETRY%g1": {"0": 7}}}
+    assert found["delay_offsets"] == {"3": 12, "4": 0}
+    assert found["order_info"] == {"orders@g1": {"0": {"cm": 3, "o": [460, 1]}}}
+    assert found["problems"] == []
+
+
+def test_an_unreadable_config_file_is_a_problem_and_hides_nothing_else(golden: Golden) -> None:
+    path = golden("clean").path
+    (path / "config").mkdir()
+    (path / "config" / "consumerOffset.json").write_bytes(b"\0" * 100)
+    (path / "config" / "delayOffset.json").write_text('{"offsetTable": {"3": -1, "x": 2, "4": 5, "5": 1e3, "6": true}}')
+    (path / "config" / "consumerOrderInfo.json").write_text('{"table": [1]}')
+
+    found = mqstore_json("inspect", path)
+
+    assert found["consumer_offsets"] == {}
+    assert found["delay_offsets"] == {"4": 5}
+    assert found["order_info"] == {}
+    assert sum("consumerOffset.json" in problem for problem in found["problems"]) == 1
+    assert sum("delayOffset.json" in problem for problem in found["problems"]) == 4
+    assert sum("consumerOrderInfo.json" in problem for problem in found["problems"]) == 1
+    assert len(found["topics"]) > 5
+
+
+def test_a_hostile_config_reaches_the_screen_escaped(golden: Golden) -> None:
+    path = golden("clean").path
+    (path / "config").mkdir()
+    evil = "g\x1b]0;title\x07\u202e\x9b2J"
+    (path / "config" / "consumerOffset.json").write_text(
+        json.dumps({"offsetTable": {f"orders@{evil}": {"0": 1}, f"{evil}@a@b": {}}})
+    )
+
+    shown = mqstore("inspect", path)  # which checks the screen
+
+    assert "g\\x1b]0;title\\x07\\u202e\\x9b2J" in shown.stdout
+    assert mqstore_json("inspect", path)["consumer_offsets"] == {evil: {"orders": {"0": 1}}}
+
+
+def test_records_that_no_queue_knows_are_counted(tmp_path: Path) -> None:
+    """The store of a process that was killed before it dispatched: a copy of a store that never was closed."""
+    live = tmp_path / "live"
+    with library.open(live, config=StoreConfig(clock=SimulatedClock(), segment_bytes=1 << 16)) as store:
+        store.put("orders", b"dispatched")
+        store.dispatch()
+        late = [store.put("orders", b"late"), store.put("payments", b"later")]
+        shutil.copytree(live, tmp_path / "crashed")
+
+    found = mqstore_json("inspect", tmp_path / "crashed")
+
+    assert found["undispatched_bytes"] == sum(receipt.size for receipt in late)
+    assert found["recovery_needed"]
+    assert not found["clean_shutdown"]
+    assert found["commitlog"]["messages"] == 3
+    assert found["commitlog"]["max_offset"] == late[-1].physical_offset + late[-1].size
+    assert found["topics"]["orders"]["queues"]["0"]["max_offset"] == 1
+
+
+def test_an_empty_store_can_be_looked_at(tmp_path: Path) -> None:
+    library.open(tmp_path / "s").close()
+
+    found = mqstore_json("inspect", tmp_path / "s")
+
+    assert found["commitlog"]["messages"] == found["commitlog"]["max_offset"] == 0
+    assert found["topics"] == {}
+    assert not found["recovery_needed"]
+
+
+def test_beside_a_writer_it_says_so(tmp_path: Path) -> None:
+    with library.open(tmp_path / "s") as store:
+        store.put("orders", b"hello")
+        store.dispatch()
+        child = process("inspect", tmp_path / "s", "--json")
+        out, err = child.communicate(timeout=60)
+
+    assert child.returncode == 0, err
+    found = json.loads(out)
+    assert found["writer_alive"]
+    assert not found["recovery_needed"]
+    assert found["topics"]["orders"]["queues"]["0"]["max_offset"] == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["inspect"],
+        ["inspect", "--json"],
+        ["verify"],
+        ["export"],
+        ["get", "--topic", "orders"],
+        ["get", "--topic", "orders", "--key", "K3"],
+        ["tail", "--topic", "orders"],
+        ["recover", "--dry-run"],
+        ["recover", "--dry-run", "--rebuild", "config", "--rebuild", "index"],
+        ["put", "--dry-run"],
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("name", ["clean", "crashed"])
+def test_looking_leaves_no_trace(golden: Golden, name: str, arguments: list[str]) -> None:
+    """Not a byte, not a time: neither of files nor of folders, access times included where the system lets us."""
+    path = golden(name).path
+    for each in [path, *path.rglob("*")]:
+        os.utime(each, (1_000_000_000, 1_600_000_000))  # read before it was written: relatime would update that
+    before = snapshot(path)
+
+    command, *options = arguments
+    rest = ["orders", "hello"] if command == "put" else []
+    result = mqstore(command, path, *rest, *options)
+
+    assert result.exit_code in (0, 1), result.output
+    assert snapshot(path) == before
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "export", "recover"])
+def test_what_is_no_store_is_refused_with_3(tmp_path: Path, command: str) -> None:
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters" / "dear.txt").write_text("hello")
+
+    for path in (tmp_path / "absent", tmp_path / "letters", tmp_path / "letters" / "dear.txt"):
+        result = mqstore(command, path)
+        assert result.exit_code == 3
+        assert str(path) in result.stderr
+        assert result.stdout == ""
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["dear.txt", "letters"]
+
+
+def test_a_lost_manifest_names_the_command_that_mends_it(tmp_path: Path) -> None:
+    with library.open(tmp_path / "s") as store:
+        store.put("orders", b"hello")
+    for manifest in (tmp_path / "s").glob("mqstore.json*"):
+        manifest.unlink()
+
+    result = mqstore("inspect", tmp_path / "s")
+
+    assert result.exit_code == 3
+    assert "--rebuild config" in result.stderr
+
+
+def test_a_store_of_a_newer_mqstore_is_refused(tmp_path: Path) -> None:
+    library.open(tmp_path / "s").close()
+    manifest = tmp_path / "s" / "mqstore.json"
+    manifest.write_text(manifest.read_text().replace('"schema": 1', '"schema": 2'))
+
+    result = mqstore("inspect", tmp_path / "s")
+
+    assert result.exit_code == 3
+    assert "newer" in result.stderr
+
+
+def damage(path: Path, rng: random.Random) -> str:
+    """Do one bad thing to a file of the store; what it was."""
+    files = sorted(p for p in path.rglob("*") if p.is_file() and p.name != "lock")
+    victim = rng.choice(files)
+    size = victim.stat().st_size
+    kind = rng.choice(["delete", "cut", "grow", "flip", "garbage", "zeros", "folder"])
+    match kind:
+        case "delete":
+            victim.unlink()
+        case "cut":
+            os.truncate(victim, rng.randrange(size + 1))
+        case "grow":
+            os.truncate(victim, size + rng.randrange(1, 5000))
+        case "flip":
+            data = bytearray(victim.read_bytes() or b"\0")
+            for _ in range(rng.randrange(1, 50)):
+                data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+            victim.write_bytes(data)
+        case "garbage":
+            data = bytearray(victim.read_bytes())
+            at = rng.randrange(size + 1)
+            junk = rng.randbytes(rng.randrange(1, 3000))
+            data[at : at + len(junk)] = junk[: max(0, size - at)]
+            victim.write_bytes(data)
+        case "zeros":
+            victim.write_bytes(bytes(size))
+        case "folder":
+            victim.unlink()
+            victim.mkdir()
+    return f"{kind} {victim.relative_to(path)}"
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_damage_makes_a_tool_fall_over(golden: Golden, seed: int) -> None:
+    """Findings or an error: never a crash, a hang or a control sequence (which `mqstore` checks). Seeded, so that a
+    failure can be looked at again."""
+    rng = random.Random(seed)
+    path = golden(rng.choice(GOLDEN_NAMES)).path
+    done = [damage(path, rng) for _ in range(rng.randrange(1, 5))]
+
+    codes: dict[str, int] = {}
+    for command in (["inspect"], ["verify"], ["export"], ["recover", "--dry-run"], ["get", "--topic", "orders"]):
+        before = snapshot(path)
+        result = mqstore(command[0], path, *command[1:])
+        codes[command[0]] = result.exit_code
+        assert "should not happen" not in result.output, (done, result.output)
+        assert snapshot(path) == before, done
+
+    assert set(codes.values()) <= {0, 1, 2, 3}, (done, codes)
+    assert codes["inspect"] in (0, 3), done
+
+
+def test_human_output_names_what_matters(golden: Golden) -> None:
+    shown: Any = mqstore("inspect", golden("crashed").path)
+
+    assert shown.exit_code == 0
+    for word in ("rocketmq", "not closed cleanly", "mqstore recover", "orders", "commitlog/00000000000000000000"):
+        assert word in shown.stdout

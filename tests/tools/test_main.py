@@ -1,0 +1,118 @@
+"""The command as a whole: every sub-command has help with an example, errors keep their codes, logs are escaped."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from mqstore_tools import shared
+from mqstore_tools.main import COMMANDS, cli
+from tests.tools.support import mqstore, process
+
+THERE = [name for name in COMMANDS if importlib.util.find_spec(f"mqstore_tools.{name}") is not None]
+
+
+@pytest.mark.parametrize("name", THERE)
+def test_every_command_has_help_with_an_example(name: str) -> None:
+    result = mqstore(name, "--help")
+
+    assert result.exit_code == 0
+    assert "Example" in result.stdout
+    assert f"\n    mqstore {name}" in result.stdout
+
+
+@pytest.mark.parametrize("name", THERE)
+def test_every_option_is_explained_or_explains_itself(name: str) -> None:
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None
+    assert command.short_help or command.help
+
+    plain = {"topic", "queue_id", "max_messages", "body_bytes", "format_"}
+    for option in command.params:
+        if isinstance(option, click.Option) and option.name not in plain:
+            assert option.help, (name, option.name)
+
+
+def test_every_command_can_speak_json() -> None:
+    for name in THERE:
+        assert "--json" in mqstore(name, "--help").stdout, name
+
+
+def test_the_version_and_the_help_are_told() -> None:
+    assert mqstore("--version").stdout.startswith("mqstore, version ")
+    help_text = mqstore("--help").stdout
+    assert all(f"\n  {name} " in help_text for name in THERE)
+
+
+def test_wrong_usage_is_2() -> None:
+    assert mqstore("nonesuch").exit_code == 2
+    assert mqstore("inspect").exit_code == 2
+    assert mqstore("inspect", "--nonesuch", ".").exit_code == 2
+
+
+def test_one_command_does_not_load_the_others() -> None:
+    """`mqstore put` in a shell loop is as fast as Python, numpy and click start."""
+    program = (
+        "import sys; from mqstore_tools.main import cli; cli(['put', '--help'], standalone_mode=False); "
+        "print(sorted(m for m in sys.modules if m.startswith('mqstore_tools.')))"
+    )
+    path = os.pathsep.join(str(Path(__file__).parents[2] / folder) for folder in ("store", "tools"))
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+
+    loaded = run.stdout.splitlines()[-1]
+    assert "mqstore_tools.put" in loaded
+    assert not any(f"mqstore_tools.{name}'" in loaded for name in THERE if name != "put")
+
+
+def test_a_mistake_of_ours_is_told_escaped_and_is_no_finding() -> None:
+    @click.command(cls=shared.StoreCommand)
+    def broken() -> None:
+        raise RuntimeError("quoting a store: \x1b[2J")
+
+    result = CliRunner().invoke(broken)
+
+    assert result.exit_code == shared.UNUSABLE
+    assert "\\x1b[2J" in result.stderr
+    assert "\x1b" not in result.output
+
+
+def test_the_librarys_log_reaches_stderr_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+    logger = logging.getLogger("mqstore")
+    handlers = list(logger.handlers)
+
+    with click.Context(cli) as ctx:
+        assert cli.callback is not None
+        ctx.invoke(cli.callback)
+        logger.warning("topic %s", "\x1b]0;t\x07")
+
+    assert capsys.readouterr().err == "warning: topic \\x1b]0;t\\x07\n"
+    assert (logger.handlers, logger.propagate) == (handlers, True)
+
+
+def test_an_interrupt_is_130_and_prints_nothing(tmp_path: Path) -> None:
+    child = process("put", tmp_path / "s", "orders", "-", stdin=subprocess.PIPE)
+    assert child.stdin is not None
+    child.stdin.write(b"line\n" * 5000)
+    child.stdin.flush()
+    while not (tmp_path / "s" / "commitlog" / f"{0:020d}").exists():
+        assert child.poll() is None
+    child.send_signal(signal.SIGINT)
+    out, err = child.communicate(timeout=60)
+
+    assert (child.returncode, out, err) == (130, b"", b"")
+    assert mqstore("verify", tmp_path / "s").exit_code == 0

@@ -1,0 +1,148 @@
+"""`mqstore put`: one body, a file, or the lines of stdin; refused whole, or stored whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import mqstore as library
+from tests.tools.support import mqstore, process, snapshot
+
+
+def bodies(path: Path, topic: str = "orders", queue_id: int = 0) -> list[bytes]:
+    with library.open(path, "r") as store:
+        return [message.body for message in store.iter(topic, queue_id)]
+
+
+def test_a_body_with_everything(tmp_path: Path) -> None:
+    options = ["--tag", "created", "--key", "k1", "--key", "k2", "--unique-key", "u", "--property", "region=e=u"]
+
+    result = mqstore("put", tmp_path / "s", "orders", "héllo", "--queue-id", 3, "--durability", "flush", *options)
+
+    assert result.exit_code == 0, result.output
+    assert "orders/3, offset 0" in result.stdout
+    with library.open(tmp_path / "s", "r") as store:
+        [message] = store.read("orders", 3)
+        assert message.body == "héllo".encode()
+        assert (message.tag, message.keys, message.unique_key) == ("created", ("k1", "k2"), "u")
+        assert dict(message.properties) == {"region": "e=u"}
+        assert store.clean_shutdown
+
+
+def test_json_tells_where_each_message_went(tmp_path: Path) -> None:
+    result = mqstore("put", tmp_path / "s", "orders", "-", "--json", stdin=b"one\ntwo\r\n\nlast")
+
+    receipts = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [receipt["queue_offset"] for receipt in receipts] == [0, 1, 2, 3]
+    assert bodies(tmp_path / "s") == [b"one", b"two\r", b"", b"last"]
+    with library.open(tmp_path / "s", "r") as store:
+        assert [store.get_by_id(r["message_id"]).body for r in receipts] == [b"one", b"two\r", b"", b"last"]
+
+
+def test_many_lines_in_many_chunks(tmp_path: Path) -> None:
+    text = b"".join(b"%d\n" % i for i in range(2500))
+
+    result = mqstore("put", tmp_path / "s", "orders", "-", stdin=text)
+
+    assert "put 2500 messages to orders/0, offsets 0..2499" in result.stdout
+    assert bodies(tmp_path / "s") == text.splitlines()
+
+
+def test_no_line_no_message(tmp_path: Path) -> None:
+    result = mqstore("put", tmp_path / "s", "orders", "-", stdin=b"")
+
+    assert (result.exit_code, result.stdout) == (0, "")
+
+
+def test_a_file_is_one_body(tmp_path: Path) -> None:
+    data = bytes(range(256)) * 10
+    (tmp_path / "body").write_bytes(data)
+
+    mqstore("put", tmp_path / "s", "orders", "--file", tmp_path / "body")
+
+    assert bodies(tmp_path / "s") == [data]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["orders"],
+        ["orders", "body", "--file", __file__],
+        ["or/ders", "body"],
+        ["orders", "body", "--tag", "a|b"],
+        ["orders", "body", "--key", "a b"],
+        ["orders", "body", "--property", "novalue"],
+        ["orders", "body", "--property", "UNIQ_KEY=x"],
+        ["orders", "body", "--queue-id", "-1"],
+        ["orders", "body", "--queue-id", "16384"],
+        ["orders", "body", "--durability", "maybe"],
+        ["orders", "-", "--unique-key", "u"],
+        ["orders", "--file", "/nonexistent"],
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["real", "dry"])
+def test_bad_arguments_are_wrong_usage(tmp_path: Path, arguments: list[str], dry: list[str]) -> None:
+    mqstore("put", tmp_path / "s", "orders", "first")
+
+    result = mqstore("put", tmp_path / "s", *arguments, *dry)
+
+    assert result.exit_code == 2
+    assert bodies(tmp_path / "s") == [b"first"]
+
+
+def test_a_body_beyond_the_limit_is_refused_before_it_fills_the_memory(tmp_path: Path) -> None:
+    long = b"x" * ((4 << 20) + 1)
+    (tmp_path / "long").write_bytes(long)
+
+    for result in (
+        mqstore("put", tmp_path / "s", "orders", "-", stdin=b"fine\n" + long),
+        mqstore("put", tmp_path / "s", "orders", "--file", tmp_path / "long"),
+    ):
+        assert result.exit_code == 2
+        assert "4194304" in result.stderr
+
+
+def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
+    fresh = mqstore("put", tmp_path / "s", "orders", "-", "--dry-run", "--json", stdin=b"a\nbc\n")
+    assert json.loads(fresh.stdout) == {
+        "dry_run": True,
+        "topic": "orders",
+        "queue_id": 0,
+        "messages": 2,
+        "body_bytes": 3,
+    }
+    assert not (tmp_path / "s").exists()
+
+    mqstore("put", tmp_path / "s", "orders", "first")
+    before = snapshot(tmp_path / "s")
+    assert mqstore("put", tmp_path / "s", "orders", "second", "--dry-run").exit_code == 0
+    assert snapshot(tmp_path / "s") == before
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["real", "dry"])
+def test_no_create_makes_no_store(tmp_path: Path, dry: list[str]) -> None:
+    result = mqstore("put", tmp_path / "s", "orders", "body", "--no-create", *dry)
+
+    assert result.exit_code == 3
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["real", "dry"])
+def test_a_store_that_another_process_writes_is_refused(tmp_path: Path, dry: list[str]) -> None:
+    with library.open(tmp_path / "s"):
+        child = process("put", tmp_path / "s", "orders", "body", *dry)
+        _, error = child.communicate(timeout=60)
+
+    assert child.returncode == 3
+    assert b"open for writing" in error
+
+
+def test_a_directory_of_something_else_stays_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "letter").write_text("dear")
+
+    for dry in ([], ["--dry-run"]):
+        assert mqstore("put", tmp_path, "orders", "body", *dry).exit_code == 3
+    assert [p.name for p in tmp_path.iterdir()] == ["letter"]

@@ -1,0 +1,220 @@
+"""`mqstore recover`: the contract's shape, a dry run that does nothing, and repair that a second run finds done."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mqstore as library
+from mqstore import SendReceipt, SimulatedClock, StoreConfig
+from tests.conftest import GOLDEN_NAMES, GoldenStore
+from tests.tools.support import mqstore, mqstore_json, process, snapshot
+
+Golden = Callable[[str], GoldenStore]
+CONFIG = StoreConfig(segment_bytes=1 << 14)
+
+#: What a program may rely on; there is more.
+CONTRACT = {"changed", "truncated", "rebuilt", "salvaged", "messages"}
+
+
+@pytest.fixture
+def hundred(tmp_path: Path) -> tuple[Path, list[SendReceipt]]:
+    """A hundred messages over several segments, closed cleanly."""
+    with library.open(tmp_path / "s", config=CONFIG) as store:
+        receipts = [store.put("orders", b"%03d" % i * 100, keys=f"k{i}") for i in range(100)]
+    return tmp_path / "s", receipts
+
+
+def flip(path: Path, receipt: SendReceipt) -> None:
+    start = receipt.physical_offset // (1 << 14) * (1 << 14)
+    with open(path / "commitlog" / f"{start:020d}", "r+b") as file:
+        file.seek(receipt.physical_offset - start + 95)
+        file.write(b"\xff")
+
+
+def bodies(path: Path) -> list[bytes]:
+    with library.open(path, "r") as store:
+        return [message.body for message in store.iter("orders", 0)]
+
+
+def check_shape(report: dict[str, Any]) -> None:
+    assert report.keys() >= CONTRACT
+    assert set(report["rebuilt"]) == {"consume_queues", "units", "index_entries"}
+    assert all(set(cut) == {"file", "from", "to", "reason"} for cut in report["truncated"])
+
+
+@pytest.mark.parametrize("name", GOLDEN_NAMES)
+def test_stores_of_the_java_engine_keep_every_message(golden: Golden, name: str) -> None:
+    store = golden(name)
+    before = mqstore("export", store.path).stdout
+
+    report = mqstore_json("recover", store.path)
+    again = mqstore_json("recover", store.path)
+
+    check_shape(report)
+    assert mqstore("export", store.path).stdout == before
+    assert not again["changed"]
+    assert mqstore_json("verify", store.path)["ok"]
+
+
+def test_a_store_in_order_is_not_changed(hundred: tuple[Path, list[SendReceipt]]) -> None:
+    path, _ = hundred
+
+    report = mqstore_json("recover", path)
+
+    check_shape(report)
+    assert (report["changed"], report["truncated"], report["messages"], report["salvaged"]) == (False, [], 100, 0)
+    assert report["rebuilt"] == {"consume_queues": 0, "units": 0, "index_entries": 0}
+
+
+def test_a_dry_run_tells_what_a_run_does_and_does_nothing(hundred: tuple[Path, list[SendReceipt]]) -> None:
+    path, _ = hundred
+    shutil.rmtree(path / "consumequeue")
+    before = snapshot(path)
+
+    planned = mqstore_json("recover", path, "--dry-run", exit_code=1)
+    assert snapshot(path) == before
+    done = mqstore_json("recover", path)
+
+    assert planned["dry_run"]
+    assert not done["dry_run"]
+    for field in sorted(CONTRACT):
+        assert planned[field] == done[field], field
+    assert done["rebuilt"]["units"] == 100
+    assert len(bodies(path)) == 100
+    assert not mqstore_json("recover", path)["changed"]
+
+
+def test_a_torn_tail_is_cut_and_what_was_whole_in_it_is_kept(tmp_path: Path) -> None:
+    """A crash: nothing was ever flushed, one record in the middle is torn."""
+    with library.open(tmp_path / "live", config=StoreConfig(segment_bytes=1 << 14, clock=SimulatedClock())) as store:
+        receipts = [store.put("orders", b"%d" % i * 50) for i in range(20)]
+        store.dispatch()
+        shutil.copytree(tmp_path / "live", tmp_path / "s")
+    flip(tmp_path / "s", receipts[15])
+
+    report = mqstore_json("recover", tmp_path / "s", "--keep-cut", tmp_path / "kept")
+
+    check_shape(report)
+    assert report["changed"]
+    assert report["truncated"][0]["file"] == f"commitlog/{0:020d}"
+    assert report["truncated"][0]["from"] == receipts[15].physical_offset
+    assert len(bodies(tmp_path / "s")) == 15
+    assert [Path(kept).parent for kept in report["kept"]] == [tmp_path / "kept"]
+    kept = Path(report["kept"][0]).read_bytes()
+    assert b"19" * 50 in kept
+    assert not (tmp_path / "s" / "cut").exists()
+
+
+def test_damage_is_reported_and_passed_over(hundred: tuple[Path, list[SendReceipt]]) -> None:
+    path, receipts = hundred
+    flip(path, receipts[40])
+
+    report = mqstore_json("recover", path, exit_code=1)
+
+    assert report["truncated"] == []
+    assert [f["kind"] for f in report["findings"]] == ["bad_record"]
+    assert len(bodies(path)) == 99
+
+
+def test_salvage_copies_out_what_truncate_then_cuts(hundred: tuple[Path, list[SendReceipt]], tmp_path: Path) -> None:
+    path, receipts = hundred
+    flip(path, receipts[40])
+
+    salvaged = mqstore_json("recover", path, "--salvage", tmp_path / "saved", exit_code=1)
+    assert salvaged["salvaged"] > 0
+    assert sorted(str(p) for p in (tmp_path / "saved").iterdir()) == sorted(salvaged["kept"])
+
+    mqstore_json("recover", path, "--truncate")
+    assert bodies(path) == [b"%03d" % i * 100 for i in range(40)]
+    assert mqstore_json("verify", path)["ok"]
+
+
+def test_the_index_is_rebuilt_alone_when_asked(hundred: tuple[Path, list[SendReceipt]]) -> None:
+    path, _ = hundred
+
+    report = mqstore_json("recover", path, "--rebuild", "index")
+
+    assert report["rebuilt"] == {"consume_queues": 0, "units": 0, "index_entries": 100}
+    assert mqstore("get", path, "--topic", "orders", "--key", "k77").stdout.startswith("orders/0@77")
+
+
+@pytest.fixture
+def without_manifest(hundred: tuple[Path, list[SendReceipt]]) -> Path:
+    path, _ = hundred
+    for manifest in path.glob("mqstore.json*"):
+        manifest.unlink()
+    return path
+
+
+def test_a_lost_manifest_is_written_anew_when_told_to(without_manifest: Path) -> None:
+    plan = mqstore_json("recover", without_manifest, "--rebuild", "config", "--dry-run", exit_code=1)
+    assert plan["changed"]
+    assert not (without_manifest / "mqstore.json").exists()
+
+    done = mqstore_json("recover", without_manifest, "--rebuild", "config", "--yes")
+
+    check_shape(done)
+    assert done["changed"]
+    assert "mqstore.json" in done["config"][0]
+    assert len(bodies(without_manifest)) == 100
+
+
+def test_without_a_person_to_ask_config_needs_a_yes(without_manifest: Path) -> None:
+    before = snapshot(without_manifest)
+
+    result = mqstore("recover", without_manifest, "--rebuild", "config")
+
+    assert result.exit_code == 2
+    assert "--yes" in result.stderr
+    assert snapshot(without_manifest) == before
+
+
+def test_config_files_that_do_not_decode_are_moved_aside(hundred: tuple[Path, list[SendReceipt]]) -> None:
+    path, _ = hundred
+    (path / "config").mkdir()
+    (path / "config" / "consumerOffset.json").write_bytes(b"\0" * 10)
+
+    done = mqstore_json("recover", path, "--rebuild", "config", "--yes")
+
+    assert len(done["config"]) == 1
+    assert [p.name.partition("-")[0] for p in (path / "config").iterdir()] == ["consumerOffset.json.corrupt"]
+    assert not mqstore_json("recover", path, "--rebuild", "config")["changed"]
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["real", "dry"])
+def test_a_store_that_is_being_written_is_left_alone(tmp_path: Path, dry: list[str]) -> None:
+    with library.open(tmp_path / "s") as store:
+        store.put("orders", b"hello")
+        child = process("recover", tmp_path / "s", *dry)
+        _, error = child.communicate(timeout=60)
+        store.put("orders", b"still here")
+
+    assert child.returncode == 3
+    assert b"open" in error
+
+
+def test_copies_do_not_go_among_the_stores_own_files(hundred: tuple[Path, list[SendReceipt]]) -> None:
+    path, _ = hundred
+
+    assert mqstore("recover", path, "--salvage", path / "commitlog").exit_code == 2
+    assert mqstore("recover", path, "--keep-cut", path / "consumequeue" / "x").exit_code == 2
+
+
+def test_for_people_it_says_what_was_done(hundred: tuple[Path, list[SendReceipt]]) -> None:
+    path, receipts = hundred
+    flip(path, receipts[40])
+    shutil.rmtree(path / "consumequeue")
+
+    plan, run, again = (mqstore("recover", path, *options) for options in (["--dry-run"], [], []))
+
+    assert "would rebuild" in plan.stdout
+    assert "would be changed" in plan.stdout
+    assert "bad_record: commitlog/" in run.stdout
+    assert "rebuilt 1" in run.stdout or "rebuilt 9" in run.stdout
+    assert "is in order; nothing to do" in again.stdout
+    assert (plan.exit_code, run.exit_code, again.exit_code) == (1, 1, 1)

@@ -1,0 +1,143 @@
+"""`mqstore verify`: the contract's shape, 0 for stores in order, 1 with what is wrong and where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import mqstore as library
+from mqstore import Finding, SendReceipt, StoreConfig
+from mqstore.log.verify import Verifier
+from tests.conftest import GOLDEN_NAMES, GoldenStore
+from tests.tools.support import mqstore, mqstore_json, process
+
+Golden = Callable[[str], GoldenStore]
+
+
+@pytest.mark.parametrize("name", GOLDEN_NAMES)
+def test_stores_of_the_java_engine_are_in_order(golden: Golden, name: str) -> None:
+    store = golden(name)
+
+    found = mqstore_json("verify", store.path)
+
+    assert set(found) == {"ok", "messages", "bytes", "findings"}
+    assert (found["ok"], found["findings"]) == (True, [])
+    assert found["messages"] >= len(store.of("message"))
+    assert found["bytes"] >= sum(m["size"] for m in store.of("message"))
+
+
+@pytest.fixture
+def hundred(tmp_path: Path) -> tuple[Path, list[SendReceipt]]:
+    with library.open(tmp_path / "s", config=StoreConfig(segment_bytes=1 << 14)) as store:
+        receipts = [store.put("orders", b"%03d" % i * 20, keys=f"k{i}") for i in range(100)]
+    return tmp_path / "s", receipts
+
+
+def test_a_flipped_bit_is_found_where_it_is(hundred: tuple[Path, list[SendReceipt]]) -> None:
+    path, receipts = hundred
+    with open(path / "commitlog" / f"{0:020d}", "r+b") as file:
+        file.seek(receipts[50].physical_offset + 90)
+        file.write(b"\xff")
+
+    found = mqstore_json("verify", path, exit_code=1)
+
+    assert not found["ok"]
+    assert found["messages"] == 99
+    [bad] = [f for f in found["findings"] if f["kind"] == "bad_record"]
+    assert set(bad) == {"kind", "file", "position", "length", "detail"}
+    assert (bad["file"], bad["position"], bad["length"]) == (
+        f"commitlog/{0:020d}",
+        receipts[50].physical_offset,
+        receipts[50].size,
+    )
+
+
+def test_a_lost_queue_folder_is_found(hundred: tuple[Path, list[SendReceipt]]) -> None:
+    path, _ = hundred
+    for file in (path / "consumequeue" / "orders" / "0").iterdir():
+        file.unlink()
+
+    found = mqstore_json("verify", path, exit_code=1)
+
+    assert {f["kind"] for f in found["findings"]} == {"missing_units"}
+    assert found["messages"] == 100
+
+
+def test_for_people_it_lists_and_sums_up(hundred: tuple[Path, list[SendReceipt]]) -> None:
+    path, _ = hundred
+    (path / "checkpoint").unlink()
+
+    result = mqstore("verify", path)
+
+    assert result.exit_code == 1
+    assert result.stdout.startswith("bad_checkpoint: checkpoint at 0")
+    assert "100 records" in result.stdout
+    assert "found: 1 x bad_checkpoint" in result.stdout
+    assert mqstore("verify", path / "nonesuch").exit_code == 3
+
+
+def test_hostile_names_are_shown_escaped(tmp_path: Path) -> None:
+    """`mqstore` checks every character that would reach the screen."""
+    with library.open(tmp_path / "s") as store:
+        store.put("orders", b"hello")
+    (tmp_path / "s" / "consumequeue" / "evil\x1b]0;t\x07").mkdir()
+    (tmp_path / "s" / "config").mkdir()
+    (tmp_path / "s" / "config" / "x\x1b[2J.json").write_bytes(b"\x1b")
+
+    result = mqstore("verify", tmp_path / "s")
+
+    assert result.exit_code == 1
+    assert "evil\\x1b]0;t\\x07" in result.stdout
+    found = mqstore_json("verify", tmp_path / "s", exit_code=1)
+    assert "consumequeue/evil\x1b]0;t\x07" in {f["file"] for f in found["findings"]}
+
+
+def test_beside_a_writer_it_finds_nothing(tmp_path: Path) -> None:
+    with library.open(tmp_path / "s") as store:
+        store.put_many("orders", [b"x"] * 1000)
+        child = process("verify", tmp_path / "s")
+        out, _ = child.communicate(timeout=60)
+
+    assert child.returncode == 0, out
+
+
+def test_json_with_more_findings_than_people_are_shown_is_whole(tmp_path: Path) -> None:
+    """Findings are written as they come, so this JSON is put together by hand: it must parse at any number of them."""
+    config = StoreConfig(segment_bytes=1 << 16, consumequeue_units=4)
+    with library.open(tmp_path / "s", config=config) as store:
+        store.put_many("orders", [b"x"] * 8000)
+    for file in (tmp_path / "s" / "consumequeue" / "orders" / "0").iterdir():
+        file.unlink()
+
+    found = mqstore_json("verify", tmp_path / "s", exit_code=1)
+    shown = mqstore("verify", tmp_path / "s").stdout
+
+    assert len(found["findings"]) == 2000
+    assert (found["ok"], found["messages"]) == (False, 8000)
+    assert len(shown.splitlines()) == 1000 + 2
+    assert "... and 1000 more" in shown
+
+
+def test_it_begins_again_when_retention_takes_what_it_was_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with library.open(tmp_path / "s", config=StoreConfig(segment_bytes=1 << 14)) as store:
+        receipts = [store.put("orders", b"x" * 1000) for _ in range(100)]
+    findings = Verifier.findings
+    runs = []
+
+    def interrupted(verifier: Verifier) -> Iterator[Finding]:
+        runs.append(verifier)
+        if len(runs) == 1:
+            with library.open(tmp_path / "s") as writer:
+                assert writer.drop_before(receipts[50].physical_offset)
+        yield from findings(verifier)
+
+    monkeypatch.setattr(Verifier, "findings", interrupted)
+    found = mqstore_json("verify", tmp_path / "s")
+
+    assert len(runs) == 2
+    assert found["ok"]
+    assert 50 <= found["messages"] < 100

@@ -1,0 +1,66 @@
+"""The entry point: `mqstore SUB-COMMAND ...`. Each sub-command is a module, imported when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+
+import click
+
+from mqstore_tools.render import EscapingHandler
+
+__all__ = ["COMMANDS", "cli", "main"]
+
+COMMANDS = ("put", "get", "tail", "inspect", "verify", "recover", "export", "demo", "bench")
+"""Each is the click command `NAME` in module `mqstore_tools.NAME`, in the order of the help."""
+
+
+class _LazyGroup(click.Group):
+    """Sub-commands that cost nothing until used, so that `mqstore put` starts as fast as it can."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [name for name in COMMANDS if importlib.util.find_spec(f"mqstore_tools.{name}") is not None]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        command = getattr(importlib.import_module(f"mqstore_tools.{cmd_name}"), cmd_name)
+        assert isinstance(command, click.Command)
+        return command
+
+
+@click.group(
+    "mqstore",
+    cls=_LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="""\b
+Exit codes: 0 fine, 1 findings, 2 wrong usage, 3 the directory cannot be opened.
+`mqstore COMMAND --help` tells more, with examples.""",
+)
+@click.version_option(package_name="mqstore", prog_name="mqstore")
+@click.pass_context
+def cli(ctx: click.Context) -> None:
+    """Look at, check, mend, fill and empty message stores: directories of mqstore or of a RocketMQ broker.
+
+    Only put, recover and demo change anything; all others read, also beside a running writer.
+    """
+    logger = logging.getLogger("mqstore")
+    handler = EscapingHandler(logging.WARNING)
+    logger.addHandler(handler)
+    propagate, logger.propagate = logger.propagate, False
+
+    def restore() -> None:
+        logger.removeHandler(handler)
+        logger.propagate = propagate
+
+    ctx.call_on_close(restore)
+
+
+def main() -> None:
+    """Run the command; does not return."""
+    cli.main(prog_name="mqstore")
+
+
+if __name__ == "__main__":
+    main()

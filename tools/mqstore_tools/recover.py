@@ -1,0 +1,175 @@
+"""`mqstore recover`: bring a store in order, or say what that would do. `mqstore.log.repair` does it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mqstore import RecoveryReport
+from mqstore.files.filesystem import REAL
+from mqstore.files.quiet import QUIET
+from mqstore.log.recovery import RecoverOptions
+from mqstore.log.repair import rebuild_config, recover_store
+from mqstore.log.report import Rebuilt
+from mqstore_tools.render import console, finding_line, note, print_json, progress, safe
+from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, index_options, java_config, json_option
+
+__all__ = ["recover"]
+
+
+@click.command(
+    cls=StoreCommand,
+    short_help="Bring a store in order; with --dry-run only say how.",
+    epilog="""\b
+Examples:
+  mqstore recover var/mq --dry-run            # the plan; changes nothing
+  mqstore recover var/mq                      # carry it out
+  mqstore recover var/mq --salvage var/saved --dry-run
+  mqstore recover var/mq --salvage var/saved --truncate
+  mqstore recover var/mq --rebuild config --yes""",
+)
+@directory_argument
+@click.option("--dry-run", is_flag=True, help="Only say what would be done.")
+@click.option(
+    "--keep-cut",
+    metavar="OUT",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Directory for whole records that are cut, in place of DIR/cut.",
+)
+@click.option(
+    "--salvage",
+    metavar="OUT",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Copy damaged ranges, and each readable record around them, to directory OUT.",
+)
+@click.option(
+    "--truncate",
+    is_flag=True,
+    help="End the log at the first damage, as a Java broker would; what lies behind is gone.",
+)
+@click.option(
+    "--rebuild",
+    "rebuild",
+    type=click.Choice(["config", "index"]),
+    multiple=True,
+    help="config: start JSON files that do not decode from defaults (asks first). index: build it anew.",
+)
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@index_options
+@json_option
+@click.pass_context
+def recover(
+    ctx: click.Context,
+    directory: Path,
+    dry_run: bool,
+    keep_cut: Path | None,
+    salvage: Path | None,
+    truncate: bool,
+    rebuild: tuple[str, ...],
+    yes: bool,
+    index_slots: int | None,
+    index_entries: int | None,
+    json_output: bool,
+) -> None:
+    """Read the whole log of the store in DIR and bring everything in line with it.
+
+    A torn tail is cut, queues, index and checkpoint are rebuilt where they differ. A damaged record in the middle is
+    reported and passed over: only --truncate cuts there. May be killed and run again; a second run changes nothing.
+    Exit code 1 when something was found that a recovery cannot bring back, or with --dry-run: that there is work to do.
+    """
+    for name, folder in (("--keep-cut", keep_cut), ("--salvage", salvage)):
+        if folder is not None and _within(folder, directory / "commitlog", directory / "consumequeue"):
+            raise click.UsageError(f"{name} must not lie among the store's own files")
+    if "config" in rebuild:
+        done = _rebuild_config(directory, dry_run=dry_run, yes=yes)
+        if done is None:
+            note("nothing was changed")
+            ctx.exit(FINDINGS)
+        if "index" not in rebuild:
+            _tell_config(done, dry_run=dry_run, json_output=json_output)
+            if done and dry_run:
+                ctx.exit(FINDINGS)
+            return
+        for sentence in done:
+            note(sentence)
+    options = RecoverOptions(
+        dry_run=dry_run,
+        truncate=truncate,
+        keep_cut=keep_cut,
+        salvage=salvage,
+        rebuild_index="index" in rebuild,
+    )
+    logging.getLogger("mqstore").setLevel(logging.ERROR)  # its warnings are the findings, which are told below
+    try:
+        with progress("recovering") as report_progress:
+            report = recover_store(
+                directory,
+                options,
+                config=java_config(index_slots, index_entries),
+                progress=report_progress,
+                fs=QUIET if dry_run else REAL,
+            )
+    finally:
+        logging.getLogger("mqstore").setLevel(logging.NOTSET)
+    if json_output:
+        print_json({**report.as_dict(), "dry_run": dry_run})
+    else:
+        _show(report, dry_run=dry_run)
+    if report.findings or (dry_run and report.changed):
+        ctx.exit(FINDINGS)
+
+
+def _within(folder: Path, *parents: Path) -> bool:
+    inner = folder.resolve()
+    return any(inner == parent.resolve() or parent.resolve() in inner.parents for parent in parents)
+
+
+def _rebuild_config(directory: Path, *, dry_run: bool, yes: bool) -> list[str] | None:
+    """What was done; None when a person said no."""
+    if not dry_run and not yes:
+        planned = rebuild_config(directory, dry_run=True, fs=QUIET)
+        if not planned:
+            return []
+        for sentence in planned:
+            note(f"would be done: {sentence}")
+        if not sys.stdin.isatty():
+            raise click.UsageError("--rebuild config loses what stood in these files; give --yes to do it unasked")
+        if not click.confirm("Go on?", err=True):
+            return None
+    return rebuild_config(directory, dry_run=dry_run, fs=QUIET if dry_run else REAL)
+
+
+def _tell_config(done: list[str], *, dry_run: bool, json_output: bool) -> None:
+    if json_output:
+        nothing: dict[str, Any] = {"truncated": [], "rebuilt": asdict(Rebuilt()), "salvaged": 0, "messages": 0}
+        print_json({"changed": bool(done), **nothing, "config": done, "dry_run": dry_run})
+        return
+    for sentence in done:
+        print(safe(f"would be done: {sentence}" if dry_run else sentence))
+    if not done:
+        print("every JSON file decodes; nothing to do")
+
+
+def _show(report: RecoveryReport, *, dry_run: bool) -> None:
+    for cut in report.truncated:
+        print(safe(f"{'would cut' if dry_run else 'cut'} {cut.file} [{cut.start}, {cut.stop}): {cut.reason}"))
+    for finding in report.findings:
+        print(finding_line(finding))
+    for path in report.kept:
+        print(safe(f"kept {path}"))
+    rebuilt = report.rebuilt
+    if rebuilt.units or rebuilt.index_entries or rebuilt.consume_queues:
+        print(
+            f"{'would rebuild' if dry_run else 'rebuilt'} {rebuilt.units} units of {rebuilt.consume_queues} queues, "
+            f"{rebuilt.index_entries} index entries"
+        )
+    if report.salvaged:
+        print(f"salvaged {report.salvaged} records")
+    state = "would be changed" if dry_run else "was changed"
+    verdict = state if report.changed else "is in order; nothing to do"
+    console().print(f"{report.messages} records verified, the log ends at {report.log_end}; the store {verdict}")

@@ -1,0 +1,204 @@
+"""What reaches the screen: tables, progress bars, JSON, and never a byte that a store could steer a terminal with.
+
+Names, keys, bodies, hosts and error texts may come from a directory that anyone has written. On their way to a screen
+all of them pass `safe` (text) or `body_text` (bytes): what does not print is shown as `\\x1b`, `\\u202e` and the like.
+JSON goes out in ASCII, so its own escapes do the same and any program reads the values back unchanged.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from mqstore import Finding
+
+__all__ = [
+    "EscapingHandler",
+    "as_json",
+    "body_text",
+    "console",
+    "finding_line",
+    "note",
+    "print_json",
+    "progress",
+    "safe",
+    "show_bytes",
+    "table",
+    "when",
+]
+
+_WIDE = 200
+"""Columns of output that is no terminal: what reads it must not find names broken over lines."""
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+# -- text --------------------------------------------------------------------------------------------------------------
+
+
+def _escape(char: str) -> str:
+    code = ord(char)
+    if 0xDC80 <= code <= 0xDCFF:  # a byte that was not UTF-8, as PEP 383 carries it
+        code -= 0xDC00
+    if code < 0x100:
+        return {"\n": "\\n", "\r": "\\r", "\t": "\\t"}.get(char, f"\\x{code:02x}")
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def safe(text: object) -> str:
+    """`text` on one line, with everything that does not print escaped: control characters, line ends, bidirectional
+    overrides, lone surrogates.
+
+    >>> print(safe("red\\x1b[31m \\u202eabc"))
+    red\\x1b[31m \\u202eabc
+    """
+    string = str(text)
+    return string if string.isprintable() else "".join(c if c.isprintable() else _escape(c) for c in string)
+
+
+def body_text(body: bytes | memoryview, limit: int | None = None) -> str:
+    """A body as one line of printable text; reversible, as backslashes are doubled. At most `limit` bytes are shown.
+
+    >>> print(body_text(b"caf\\xc3\\xa9 \\xff\\x1b[2J C:\\\\"))
+    café \\xff\\x1b[2J C:\\\\
+    """
+    shown = bytes(body if limit is None else body[:limit])
+    text = safe(shown.decode("utf-8", "surrogateescape").replace("\\", "\\\\"))
+    return text if len(shown) == len(body) else f"{text}... {len(body)} bytes"
+
+
+def when(timestamp_ms: int | None) -> str:
+    """A time in ms since the epoch as people read it, UTC; a dash for none."""
+    if not timestamp_ms:
+        return "-"
+    try:
+        return (_EPOCH + timedelta(milliseconds=timestamp_ms)).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3] + "Z"
+    except OverflowError:
+        return f"{timestamp_ms} ms"
+
+
+def show_bytes(count: int) -> str:
+    """A length as people read it.
+
+    >>> show_bytes(67108864), show_bytes(1000)
+    ('64.0 MiB', '1000 B')
+    """
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+# -- the screen --------------------------------------------------------------------------------------------------------
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A rich console over what stdout (or stderr) is now; without markup, emoji or colouring of what it prints."""
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if _is_terminal(stream) else _WIDE
+    return Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    try:
+        return stream.isatty()
+    except ValueError:  # closed
+        return False
+
+
+def note(text: object) -> None:
+    """A line on stderr, for people."""
+    print(safe(text), file=sys.stderr)
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Iterable[object]]) -> Table:
+    """A table; columns whose name ends in `>` are aligned to the right; no header when all names are empty. Every cell
+    passes `safe`."""
+    found = Table(title=Text(safe(title)), title_justify="left", box=None, pad_edge=False, header_style="bold")
+    found.show_header = any(columns)
+    for name in columns:
+        found.add_column(name.rstrip(">"), justify="right" if name.endswith(">") else "left", overflow="fold")
+    for row in rows:
+        found.add_row(*(Text(safe(cell)) for cell in row))
+    return found
+
+
+def finding_line(finding: Finding) -> str:
+    """A finding in one line."""
+    where = f"{finding.file} at {finding.position}"
+    length = f", {finding.length} bytes" if finding.length else ""
+    return safe(f"{finding.kind}: {where}{length}: {finding.detail}")
+
+
+# -- JSON --------------------------------------------------------------------------------------------------------------
+
+
+def as_json(value: Any, *, indent: int | None = None) -> str:
+    """`value` in printable ASCII: everything else, DEL too, is escaped, so nothing in it can steer a terminal."""
+    return json.dumps(value, ensure_ascii=True, allow_nan=False, indent=indent)
+
+
+def print_json(value: Any) -> None:
+    """One JSON value on stdout, indented."""
+    print(as_json(value, indent=2))
+
+
+# -- progress ----------------------------------------------------------------------------------------------------------
+
+
+class _Polled(Progress):
+    """A bar that asks how far things are whenever it is drawn, so that the work need not report."""
+
+    poll: Callable[[], tuple[int, int]] | None = None
+
+    def get_renderables(self) -> Iterator[Any]:
+        if self.poll is not None:
+            for task in self.tasks:
+                done, total = self.poll()
+                task.completed, task.total = done, max(total, 1)
+        yield from super().get_renderables()
+
+
+@contextmanager
+def progress(
+    title: str, poll: Callable[[], tuple[int, int]] | None = None, *, of_bytes: bool = True
+) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar of bytes, or of things, on stderr if that is a terminal, else nothing; yields
+    `report(done, total)`. With `poll` it asks by itself."""
+    screen = console(stderr=True)
+    if not screen.is_terminal:
+        yield lambda done, total: None
+        return
+    bar = _Polled(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(binary_units=True) if of_bytes else MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=screen,
+        transient=True,
+    )
+    bar.poll = poll
+    with bar:
+        task = bar.add_task(safe(title), total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=max(total, 1))
+
+
+class EscapingHandler(logging.Handler):
+    """The library's log on stderr, as lines that nothing can escape from."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            note(f"{record.levelname.lower()}: {record.getMessage()}")
+        except Exception:
+            self.handleError(record)

@@ -1,0 +1,111 @@
+"""What all sub-commands share: how errors become exit codes, and the options that several have.
+
+0  fine                                    1  findings
+2  wrong usage: an option, a topic, an offset or an id that does not fit
+3  the directory cannot be opened, read or written
+130  interrupted        141  whoever read the output went away
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from mqstore import (
+    ConfigError,
+    FilterError,
+    InvalidMessageError,
+    MQStoreError,
+    OffsetOutOfRangeError,
+    StoreConfig,
+    TopicNotFoundError,
+)
+from mqstore_tools.render import safe
+
+__all__ = [
+    "FINDINGS",
+    "UNUSABLE",
+    "WRONG_USAGE",
+    "StoreCommand",
+    "directory_argument",
+    "index_options",
+    "java_config",
+    "json_option",
+]
+
+FINDINGS, WRONG_USAGE, UNUSABLE, INTERRUPTED, READER_GONE = 1, 2, 3, 130, 141
+
+_USAGE_ERRORS = (ConfigError, FilterError, InvalidMessageError, OffsetOutOfRangeError, TopicNotFoundError)
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class StoreCommand(click.Command):
+    """A sub-command: the library's errors become one escaped line on stderr and an exit code."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+            return result
+        except BrokenPipeError:
+            # `mqstore export ... | head`: nothing is wrong. Python would complain once more when it flushes at exit.
+            _forget_stdout()
+            ctx.exit(READER_GONE)
+        except KeyboardInterrupt:
+            ctx.exit(INTERRUPTED)
+        except _USAGE_ERRORS as error:
+            self._fail(ctx, error, WRONG_USAGE)
+        except (MQStoreError, OSError) as error:
+            self._fail(ctx, error, UNUSABLE)
+        except LookupError as error:
+            # `at` and `get_by_id` say so when nothing lies where they were asked to look.
+            self._fail(ctx, error.args[0] if error.args else error, WRONG_USAGE)
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except Exception as error:
+            # A mistake of ours. Its text may quote the store, so even a traceback goes out line by line, escaped.
+            for line in "".join(traceback.format_exception(error)).splitlines():
+                click.echo(safe(line), err=True)
+            self._fail(ctx, "this should not happen; please report it with the lines above", UNUSABLE)
+
+    def _fail(self, ctx: click.Context, error: object, code: int) -> None:
+        click.echo(f"mqstore {ctx.info_name}: {safe(error)}", err=True)
+        ctx.exit(code)
+
+
+def _forget_stdout() -> None:
+    try:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
+    except (OSError, ValueError):  # no real file behind it: a test's
+        pass
+
+
+directory_argument = click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+json_option = click.option("--json", "json_output", is_flag=True, help="Print JSON, for programs.")
+
+
+def index_options(command: F) -> F:
+    """Options that tell the shape of a Java store's index files, for when they are too empty to tell it."""
+    command = click.option(
+        "--index-entries", type=click.IntRange(2), metavar="N", help="Entries of an index file (maxIndexNum), likewise."
+    )(command)
+    return click.option(
+        "--index-slots",
+        type=click.IntRange(1),
+        metavar="N",
+        help="Slots of an index file (maxHashSlotNum), if neither a manifest nor the file tells.",
+    )(command)
+
+
+def java_config(index_slots: int | None, index_entries: int | None) -> StoreConfig:
+    """The options of `index_options` as the library takes them."""
+    return StoreConfig(index_slots=index_slots, index_entries=index_entries)
