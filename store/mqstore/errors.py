@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Sequence
 from typing import NoReturn
 
 __all__ = [
@@ -157,11 +158,16 @@ class StoreBusyError(SendError):
 
 
 class StoreFullError(SendError, OSError):
-    """No space or quota left (`errno` ENOSPC or EDQUOT). Nothing was written; what is stored stays readable."""
+    """No space or quota left (`errno` ENOSPC or EDQUOT); what is stored stays readable.
+
+    Nothing of the call was written, but for a `put_many` that takes several chunks: `receipts` are those of the
+    messages that were stored before room ran out, the first ones of the call; empty otherwise.
+    """
 
     def __init__(self, number: int, message: str, filename: str, operation: str) -> None:
         super().__init__(number, message, filename)
         self.operation = operation
+        self.receipts: Sequence[object] = ()
 
     def __str__(self) -> str:
         return f"{self.operation} failed on {self.filename}: {self.strerror}; free some space, then try again"

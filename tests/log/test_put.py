@@ -684,3 +684,19 @@ def test_views_outlive_the_store(tmp_path: Path) -> None:
     store.close()
     assert isinstance(message, Message)
     assert (message.body, bytes(view), message.properties) == (b"still here", b"still here", {"n": "v"})
+
+
+def test_put_many_that_runs_out_of_room_tells_what_it_stored(tmp_path: Path) -> None:
+    fs = FaultyFileSystem()
+    with open_store(tmp_path / "s", fs=fs, max_message_size=1000) as store:
+        store.put("t", b"first")  # makes the first segment
+        fs.fail("allocate", errno.ENOSPC)
+
+        with pytest.raises(StoreFullError) as caught:
+            store.put_many("t", [bytes([i]) * 900 for i in range(200)])
+
+        stored = list(caught.value.receipts)
+        fs.heal()
+        assert 0 < len(stored) < 200
+        assert [m.body[:1] for m in store.iter("t", 0, start=1)] == [bytes([i]) for i in range(len(stored))]
+        assert [r.offset for r in stored] == list(range(1, 1 + len(stored)))

@@ -220,3 +220,20 @@ def test_segments_dropped_one_after_the_other_while_writing_goes_on(tmp_path: Pa
                 assert high == i + 1
         assert len(os.listdir(store.path / "index")) < 10
         assert list(store.verify()) == []
+
+
+def test_a_segment_without_a_readable_record_goes_with_the_next_that_is_old(tmp_path: Path) -> None:
+    clock = SimulatedClock()
+    with open_store(tmp_path / "s", clock=clock) as store:
+        for _ in range(16):
+            store.put("t", bytes(900))
+    names = sorted(p.name for p in (tmp_path / "s" / "commitlog").iterdir() if p.name.isdigit())
+    assert len(names) == 4
+    first = tmp_path / "s" / "commitlog" / names[0]
+    first.write_bytes(bytes(first.stat().st_size))
+    clock.advance(10_000)
+
+    with open_store(tmp_path / "s", clock=clock) as store:
+        removed = store.clean(Retention(age=5, max_bytes=None))
+
+        assert removed == names[:3]

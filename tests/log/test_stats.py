@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mqstore.layout.checkpoint import decode
 from mqstore.log.stats import Histogram
 from tests.faults import FaultyFileSystem
 from tests.log.support import HEADER, SEGMENT, flip, open_store
@@ -95,3 +96,25 @@ def test_percentiles_are_upper_bounds(durations: list[int], percent: float, expe
         histogram.add(duration)
     assert histogram.percentile_ns(percent) == expected
     assert sum(histogram.buckets().values()) == histogram.count == len(durations)
+
+
+def test_a_failed_sync_of_units_is_final_until_the_store_is_opened_again(tmp_path: Path) -> None:
+    """The system may drop pages that it could not write, and a second sync then succeeds without them: a checkpoint
+    that believed it would hide messages after a power cut."""
+    fs = FaultyFileSystem()
+    store = open_store(tmp_path / "store", fs=fs)
+    store.put("t", b"x")
+    store.flush()
+    store.dispatch()
+    store.run_once(0)
+    fs.fail("fdatasync", errno.EIO, path_part="consumequeue")
+
+    store.run_once(60_000)
+    store.run_once(120_000)
+
+    assert decode((tmp_path / "store" / "checkpoint").read_bytes()).dispatched == 0
+    assert "units" in store.stats().errors
+    store.close()
+    assert (tmp_path / "store" / "abort").exists()
+    with open_store(tmp_path / "store") as again:
+        assert [message.body for message in again.read("t")] == [b"x"]

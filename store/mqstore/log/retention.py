@@ -25,12 +25,12 @@ def expired_before(run: SegmentRun, policy: Retention, now_ms: int) -> int:
         excess = max(excess, -(-_bytes_over(run, policy.disk_ratio) // size))
     bound = 0
     for i, segment in enumerate(segments[:-1]):
-        old = False
-        if i >= excess and policy.age is not None:
-            newest = _newest_time(run, segment.start)
-            old = newest is not None and newest + seconds(policy.age, "age") * 1000 <= now_ms
-        if i >= excess and not old:
-            break
+        if i >= excess:
+            newest = None if policy.age is None else _newest_time(run, segment.start)
+            if policy.age is None or (newest is not None and newest + seconds(policy.age, "age") * 1000 > now_ms):
+                break
+            if newest is None:
+                continue  # nothing readable, so no age of its own: it goes with the next segment that is old
         bound = segment.end
     return bound
 

@@ -230,6 +230,7 @@ class MessageStore(StoreWriter):
         self._flusher_wake = threading.Event()
         self._stopping = False
         self._flush_wanted = False
+        self._units_doubtful = False
         self._threads: list[threading.Thread] = []
         self._populated = 0
         self._due_ms: dict[str, int] = {}
@@ -540,14 +541,27 @@ class MessageStore(StoreWriter):
         # Many small queues make a sync expensive; what it saves is only reading on the next crash.
         if self._queues.dirty_count <= _FEW_FILES or now >= self._due_ms.get("queues", 0):
             position = self._dispatcher.position
-            if not self._index.pending:
-                self._queues.sync()
-                self._index.sync()
+            if not self._index.pending and self._sync_units():
                 dispatched = position
                 self._due_ms["queues"] = now + _QUEUE_SYNC_MS
         self._write_checkpoint(
             self._commit.flushed, dispatched, clean_end=-1, last_record=current.confirm_physical_offset
         )
+
+    def _sync_units(self) -> bool:
+        """Make units and index entries durable; whether they are. A failed sync is not tried again: the system may have
+        dropped what it could not write, and a second sync would not know. Until the store is opened anew, and builds
+        them from the log, nothing claims them."""
+        if self._units_doubtful:
+            return False
+        try:
+            self._queues.sync()
+            self._index.sync()
+        except OSError as error:
+            self._units_doubtful = True
+            self._background_error("units", error)
+            return False
+        return True
 
     def _write_checkpoint(self, flushed: int, dispatched: int, *, clean_end: int, last_record: int) -> None:
         """Times only move once what they stand for is on disk: the last dispatched message is the newest whose store
@@ -698,10 +712,11 @@ class MessageStore(StoreWriter):
         try:
             self._dispatcher.run_once()
             self._dispatcher.put_pending()
-            self._queues.sync()
-            self._index.sync()
         except OSError as error:
             _log.error("%s: not closed cleanly: %s; the next opening reads the log again", self.path, error)
+            return
+        if not self._sync_units():
+            _log.error("%s: not closed cleanly: %s; the next opening reads the log again", self.path, self._errors)
             return
         end = self._log.end
         self._write_checkpoint(end, end, clean_end=end, last_record=self._last_record(end))

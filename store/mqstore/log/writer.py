@@ -15,7 +15,14 @@ from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import TypedDict, Unpack, cast
 
-from mqstore.errors import ConfigError, FlushFailedError, FlushTimeoutError, InvalidMessageError, ReadOnlyStoreError
+from mqstore.errors import (
+    ConfigError,
+    FlushFailedError,
+    FlushTimeoutError,
+    InvalidMessageError,
+    ReadOnlyStoreError,
+    StoreFullError,
+)
 from mqstore.files.flusher import GroupCommit
 from mqstore.layout.batch import decode_batch
 from mqstore.layout.hosts import encode_host
@@ -263,15 +270,19 @@ class StoreWriter(StoreReader):
             cuts = self._cuts(bodies, tails, room)
             if whole and len(cuts) > 2:
                 self._refuse_record(sum(map(len, bodies)) + overhead * len(bodies))
-        for start, stop in pairwise(cuts):
-            receipts.add(
-                *self._log.append_many(
-                    queue,
-                    bodies if stop - start == len(bodies) else bodies[start:stop],
-                    tails if isinstance(tails, bytes) else tails[start:stop],
-                    flags if isinstance(flags, int) else flags[start:stop],
+        try:
+            for start, stop in pairwise(cuts):
+                receipts.add(
+                    *self._log.append_many(
+                        queue,
+                        bodies if stop - start == len(bodies) else bodies[start:stop],
+                        tails if isinstance(tails, bytes) else tails[start:stop],
+                        flags if isinstance(flags, int) else flags[start:stop],
+                    )
                 )
-            )
+        except StoreFullError as error:
+            error.receipts = receipts
+            raise
         if waits:
             last = receipts[-1]
             self._wait_flushed(last.physical_offset + last.size, last)
