@@ -20,8 +20,8 @@ from bench.peers import BATCH
 
 READ_BATCH = 1000
 """Messages asked for at once when a whole queue is read as messages."""
-COLUMN_BATCH = 50_000
-"""Likewise as columns: arrays are for many."""
+COLUMN_BATCH = 8192
+"""Likewise as columns: arrays are for many, and best while they fit the caches."""
 COLUMNS = ["queue_offset", "body"]
 """What LMDB's cursor yields too: the number and the bytes."""
 SEGMENTS = 200

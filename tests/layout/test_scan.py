@@ -584,3 +584,31 @@ def test_find_next_asks_for_a_checksum_that_holds() -> None:
     data[positions[1] + 90] ^= 1
 
     assert find_next(data, 1, len(data), 0, "crc32c-record") == positions[2]
+
+
+def test_find_next_reads_a_hostile_file_a_bounded_number_of_times() -> None:
+    """Nested fakes, each with its own physical offset and lengths that reach the end, once made this quadratic."""
+    size = 1 << 17
+    step = 128
+    data = bytearray(size)
+    overhead = len(record(0))
+    for at in range(0, size - 256, step):
+        fake = record(at, bytes(size - at - overhead))
+        assert len(fake) == size - at
+        data[at : at + 88] = fake[:8] + bytes(4) + fake[12:88]
+    data[-(overhead - 88) :] = fake[-(overhead - 88) :]
+    assert gather(bytes(data), list(range(0, size - 256, step))).ok.all()
+    read_bytes = 0
+
+    def counting(view: Any, position: int, *rest: Any) -> Any:
+        nonlocal read_bytes
+        read_bytes += struct.unpack_from(">i", view, position)[0]
+        return check_record(view, position, *rest)
+
+    with mock.patch.object(scan, "check_record", counting):
+        assert find_next(data, 0, size, 0, "crc32c-record") is None
+
+    assert read_bytes < 20 * size + (1 << 20)
+    # And a real record behind all that is still found.
+    tail = record(size, b"real")
+    assert find_next(bytes(data) + tail, 0, size + len(tail), 0, "crc32c-record") == size

@@ -700,3 +700,25 @@ def test_put_many_that_runs_out_of_room_tells_what_it_stored(tmp_path: Path) -> 
         assert 0 < len(stored) < 200
         assert [m.body[:1] for m in store.iter("t", 0, start=1)] == [bytes([i]) for i in range(len(stored))]
         assert [r.offset for r in stored] == list(range(1, 1 + len(stored)))
+
+
+@pytest.mark.parametrize(
+    ("topic", "properties"),
+    [
+        ("SCHEDULE_TOPIC_XXXX", {"DELAY": "soon"}),
+        ("SCHEDULE_TOPIC_XXXX", {"DELAY": "99999999999"}),
+        ("t", {"INNER_NUM": "two"}),
+        ("t", {"INNER_BASE": "x"}),
+    ],
+)
+def test_a_number_that_recovery_could_not_read_is_refused(
+    tmp_path: Path, topic: str, properties: dict[str, str]
+) -> None:
+    """RocketMQ, and our own record check, take such a record for damage (store-format 9.2 row 7)."""
+    with open_store(tmp_path / "s") as store:
+        with pytest.raises(InvalidMessageError) as caught:
+            store.append(topic, 0, b"x", properties=properties)
+
+        assert caught.value.field == "properties"
+        assert store.max_offset == 0
+        store.append("SCHEDULE_TOPIC_XXXX", 2, b"x", properties={"DELAY": "3"})

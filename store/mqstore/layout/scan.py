@@ -89,6 +89,8 @@ _STRETCH_FIRST, _STRETCH_LAST = 64, 4096  # records followed otherwise before sp
 _DENSE_BYTES = 600  # up to this mean size, looking at every byte for magics beats a Python step per record
 _WORTH_SEARCHING = 1024  # fewer records than this are followed one by one at any size
 _BLOCK_BYTES = 1 << 19  # looked at or copied at once; stays in the cache between the passes over it
+_PATIENCE = 16  # times the range that `find_next` reads before it distrusts large candidates
+_PAGE_BYTES = 4096
 _WORTH_LINKING = 16  # a run of fewer records is verified one by one
 
 
@@ -579,14 +581,22 @@ def find_next(buf: ReadableBuffer, start: int, end: int, base: int, checksum: Ch
 
     `base` is the physical offset of byte 0 of `buf`: a record counts only where its own physicalOffset says it lies, so
     copies of records inside a body do not. All of 9.2 is asked of it. ValueError if the range is not within `buf`.
+
+    Damage makes hardly a candidate; a hostile file can be made of them, each claiming all that follows. So that this
+    ends in any case, candidates of more than a page stop counting once the range has been read many times for nothing.
     """
     view = _bytes_of(buf)
     if not 0 <= start <= end <= len(view):
         raise ValueError(f"the range {start}..{end} does not lie within a buffer of {len(view)} bytes")
+    budget = _PATIENCE * (end - start) + _BLOCK_BYTES
     for low in range(start, end, _BLOCK_BYTES):
         found, _ = _candidates(view, low, min(low + _BLOCK_BYTES, end), end)
         found = found[_column(view, found + _record.PHYSICAL_OFFSET_AT, ">i8") == found + base]
-        for position in found[gather(view, found).ok].tolist():
+        headers = gather(view, found)
+        for position, size in zip(found[headers.ok].tolist(), headers.size[headers.ok].tolist(), strict=True):
+            budget -= size
+            if budget < 0 and size > _PAGE_BYTES:
+                continue
             if check_record(view, position, end, base + position, checksum).status == "ok":
                 return int(position)
     return None

@@ -97,9 +97,10 @@ def _bytes_at(buffer: mmap.mmap | bytes, starts: _Int64s, sizes: _Int64s) -> npt
     """The bytes [starts, starts + sizes) of `buffer`, end to end, copied."""
     size = int(sizes[0])
     if bool((sizes == size).all()):
-        data = np.frombuffer(buffer, np.uint8)
-        rows = np.lib.stride_tricks.as_strided(data, (len(data) - size + 1, size), (1, 1), writeable=False)
-        return rows[starts].reshape(-1)
+        if not size:
+            return np.zeros(0, np.uint8)
+        everywhere: npt.NDArray[np.void] = np.ndarray((len(buffer) - size + 1,), f"V{size}", buffer, 0, (1,))
+        return everywhere[starts].view(np.uint8)
     pieces = [buffer[a:b] for a, b in zip(starts.tolist(), (starts + sizes).tolist(), strict=True)]
     return np.frombuffer(b"".join(pieces), np.uint8)
 

@@ -27,7 +27,7 @@ from mqstore.files.flusher import GroupCommit
 from mqstore.layout.batch import decode_batch
 from mqstore.layout.hosts import encode_host
 from mqstore.layout.properties import DELAY, INNER_BASE, INNER_NUM, TRAN_MSG, UNIQ_KEY, decode_properties
-from mqstore.layout.record import BLANK_BYTES, MAGIC_V1, MAGIC_V2, MAX_TOPIC_BYTES_V1
+from mqstore.layout.record import BLANK_BYTES, MAGIC_V1, MAGIC_V2, MAX_TOPIC_BYTES_V1, unreadable_number
 from mqstore.log.commitlog import ALLOWANCE, CommitLog, Fields, SendReceipt, SendReceipts
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.names import check_topic
@@ -176,10 +176,15 @@ class StoreWriter(StoreReader):
         waits = self._waits(durability)
         host = None if born_host is None else encode_host(born_host)
         properties = properties or {}
+        tail = tail_of(queue.plain_tail, properties)
+        # What recovery would take for damage (store-format 9.2 row 7) does not get in.
+        wrong = unreadable_number(queue.topic.encode(), tail[len(queue.plain_tail) :])
+        if wrong:
+            raise InvalidMessageError(wrong, "properties")
         receipt = self._log.append(
             queue,
             body,
-            tail_of(queue.plain_tail, properties),
+            tail,
             Fields(flag, sys_flag, born_timestamp_ms, host, reconsume_times, prepared_transaction_offset),
             properties.get(UNIQ_KEY),
         )
