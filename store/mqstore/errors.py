@@ -39,6 +39,10 @@ __all__ = [
 class MQStoreError(Exception):
     """The root of everything below."""
 
+    receipts: Sequence[object] = ()
+    """Raised by a `put_many` that takes several chunks: the receipts of what it had stored before, the first messages
+    of the call. Empty in every other case: then nothing of the call was stored."""
+
 
 class InvalidMessageError(MQStoreError, ValueError):
     """A message breaks a rule of topic, tag, key, property or size; nothing was written. `field` names the argument."""
@@ -158,16 +162,12 @@ class StoreBusyError(SendError):
 
 
 class StoreFullError(SendError, OSError):
-    """No space or quota left (`errno` ENOSPC or EDQUOT); what is stored stays readable.
-
-    Nothing of the call was written, but for a `put_many` that takes several chunks: `receipts` are those of the
-    messages that were stored before room ran out, the first ones of the call; empty otherwise.
-    """
+    """No space or quota left (`errno` ENOSPC or EDQUOT). Nothing was written (but see `receipts`); what is stored stays
+    readable."""
 
     def __init__(self, number: int, message: str, filename: str, operation: str) -> None:
         super().__init__(number, message, filename)
         self.operation = operation
-        self.receipts: Sequence[object] = ()
 
     def __str__(self) -> str:
         return f"{self.operation} failed on {self.filename}: {self.strerror}; free some space, then try again"

@@ -307,6 +307,38 @@ def test_the_time_of_the_checkpoint_never_leads_what_is_durable(tmp_path: Path, 
             assert point.dispatched <= point.flushed <= store.max_offset
 
 
+def test_a_checkpoint_in_the_middle_of_dispatch_has_no_time_of_what_is_not_dispatched(tmp_path: Path) -> None:
+    """The newest time was told before the position moved: who looked in between had a time beyond both watermarks."""
+    clock = SimulatedClock(1_700_000_000_000)
+    with open_store(tmp_path / "s", clock=clock) as store:
+        store.put("t", b"0", durability="flush")
+        store.dispatch()
+        store._dispatcher.listeners.append(lambda _: store._interval_checkpoint())
+        clock.advance(5000)
+        store.put("t", b"1")
+        store.dispatch()
+        point = decode((tmp_path / "s" / "checkpoint").read_bytes())
+        assert point.physic_msg_timestamp_ms == point.logics_msg_timestamp_ms == 1_700_000_000_000
+
+
+def test_the_index_time_moves_only_with_a_sync_of_the_index(tmp_path: Path) -> None:
+    """A broker that believes it keeps the file; it moved as soon as a file was full, synced or not."""
+    clock = SimulatedClock(1_700_000_000_000)
+    with open_store(tmp_path / "s", clock=clock) as store:
+        store._interval_checkpoint()
+        for i in range(100):  # more queues than are synced every second
+            store.put("t", b"", i, keys="k")
+        store.flush()
+        store.dispatch()
+        assert store._index.full_end_timestamp_ms() > 0
+
+        store._interval_checkpoint()
+        assert decode((tmp_path / "s" / "checkpoint").read_bytes()).index_msg_timestamp_ms == 0
+        clock.advance(10_000)
+        store._interval_checkpoint()
+        assert decode((tmp_path / "s" / "checkpoint").read_bytes()).index_msg_timestamp_ms == 1_700_000_000_000
+
+
 def test_a_clean_opening_reads_nothing_and_a_second_close_is_as_clean(tmp_path: Path) -> None:
     with open_store(tmp_path / "s") as store:
         store.put_many("t", [bytes(500)] * 40)

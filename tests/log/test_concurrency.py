@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import itertools
 import os
 import signal
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from mqstore import (
+    ConfigError,
     MessageStore,
     OffsetOutOfRangeError,
     OutgoingMessage,
@@ -183,6 +185,7 @@ def test_retention_beside_readers_and_writers_loses_nothing_that_is_kept(tmp_pat
 
 def test_threads_and_descriptors_are_given_back(tmp_path: Path) -> None:
     def descriptors() -> int:
+        gc.collect()  # what others left in cycles is not ours to count
         return len(os.listdir("/dev/fd"))
 
     open_mqstore(tmp_path / "s", config=SMALL).close()
@@ -341,6 +344,77 @@ def test_a_forked_child_can_do_nothing_with_its_parents_store(tmp_path: Path) ->
         assert list(store.verify()) == []
     with open_mqstore(tmp_path / "s") as store:
         assert store.clean_shutdown
+
+
+def test_a_child_forked_while_another_thread_puts_is_told_and_does_not_hang(tmp_path: Path) -> None:
+    """The lock of the log was held by a thread that the child does not have."""
+    with open_mqstore(tmp_path / "s", config=SMALL) as store:
+        store.put("t", b"parent")
+        held, done = threading.Event(), threading.Event()
+
+        def put() -> None:
+            with store._log._lock:
+                held.set()
+                done.wait()
+
+        thread = threading.Thread(target=put)
+        thread.start()
+        held.wait()
+
+        def child() -> None:
+            signal.alarm(20)
+            for act in (lambda: store.put("t", b"child"), lambda: store.put_many("t", [b"child"])):
+                with pytest.raises(StoreClosedError):
+                    act()
+
+        try:
+            assert in_child(child) == 0
+        finally:
+            done.set()
+            thread.join()
+
+
+def test_ctrl_c_while_closing_gives_the_lock_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store was neither open nor closed, and no other could be opened in its place before the process ended."""
+    store = open_mqstore(tmp_path / "s", config=SMALL)
+    store.put("t", b"kept")
+
+    def interrupted(self: object, timeout: float | None = None) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "join", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            store.close()
+    with pytest.raises(StoreClosedError):
+        store.put("t", b"late")
+    for thread in store._threads:
+        thread.join()
+    with open_mqstore(tmp_path / "s") as store:
+        assert not store.clean_shutdown
+        assert [m.body for m in store.read("t")] == [b"kept"]
+
+
+def test_a_timeout_that_cannot_be_leaves_the_store_open(tmp_path: Path) -> None:
+    store = open_mqstore(tmp_path / "s", config=SMALL)
+    with pytest.raises(ConfigError):
+        store.close(-1)
+    assert store.put("t", b"still open").offset == 0
+    store.close()
+    with open_mqstore(tmp_path / "s") as store:
+        assert store.clean_shutdown
+
+
+def test_no_room_for_a_thread_gives_the_lock_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start"):
+            open_mqstore(tmp_path / "s", config=SMALL)
+    with open_mqstore(tmp_path / "s") as store:
+        assert store.put("t", b"x").offset == 0
 
 
 def test_a_forked_child_that_lives_on_does_not_keep_the_store_locked(tmp_path: Path) -> None:

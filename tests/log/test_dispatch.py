@@ -356,3 +356,35 @@ def test_closing_lets_every_waiter_go(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert results == [False] * 5
+
+
+def test_who_comes_to_wait_as_the_store_closes_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between its last look and its parking all others had been woken: it slept until its time was up."""
+    store: MessageStore = open_store(tmp_path / "s")
+    store.put("t", b"0")
+    wait = store._dispatcher.wait
+
+    def late(*arguments: Any) -> bool:
+        store.close()
+        return wait(*arguments)
+
+    monkeypatch.setattr(store._dispatcher, "wait", late)
+    assert store.wait("t", 0, 1, timeout=3600) is False
+
+
+def test_who_waits_is_told_of_what_came_before_the_disk_was_full(tmp_path: Path) -> None:
+    fs = FaultyFileSystem()
+    with open_store(tmp_path / "s", fs=fs) as store:
+        store.put("t", b"0")
+        queue = store._queues.get("t", 0)
+        assert queue is not None
+        queue.next_offset += 1  # a number that was given and lost, so that the units are written in two pieces
+        store.put("t", b"2")
+        grown: list[int] = []
+        store._dispatcher.listeners.append(lambda queue: grown.append(queue.max_offset))
+        fs.fail("pwrite", errno.ENOSPC, path_part="consumequeue", nth=2)
+        with pytest.raises(StoreFullError):
+            store.dispatch()
+        assert grown == [1]
+        fs.heal()
+        assert store.offsets("t") == (0, 3)

@@ -9,8 +9,10 @@ import errno
 import itertools
 import shutil
 import struct
+import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,11 +29,14 @@ from mqstore import (
     OutgoingMessage,
     ReadOnlyStoreError,
     SimulatedClock,
+    StoreBusyError,
     StoreClosedError,
     StoreFullError,
+    StoreIOError,
 )
 from mqstore.layout.batch import encode_batch
 from mqstore.layout.checkpoint import Checkpoint, encode
+from mqstore.log import commitlog as commitlog_module
 from tests.faults import FaultyFileSystem
 from tests.log.support import HEADER, SEGMENT, files, open_store, units_of
 
@@ -626,6 +631,45 @@ def test_a_full_disk_at_the_roll_leaves_everything_as_it_was(tmp_path: Path, num
         assert list(store.verify()) == []
 
 
+@pytest.mark.parametrize("between", [0, 1])
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_roll_that_failed_half_way_is_finished_by_a_later_put(tmp_path: Path, between: int, prepared: bool) -> None:
+    """Out of descriptors for the new segment's mapping, every put that needed the segment met a ValueError for ever."""
+    fs = FaultyFileSystem()
+    with open_store(tmp_path / "s", fs=fs) as store:
+        store.put("t", b"0" * 2000)
+        if prepared:
+            store._run.prepare(SEGMENT)
+        fs.fail("map", errno.EMFILE, times=3, path_part="commitlog")
+        for put in (lambda: store.put("t", bytes(3000)), lambda: store.put_many("t", [bytes(3000)])):
+            with pytest.raises(StoreIOError):
+                put()
+        fs.heal()
+        for _ in range(between):
+            store.put("t", b"small")
+        assert store.put("t", b"1" * 3000).offset == 1 + between
+        assert store.put("t", b"2" * 3000).offset == 2 + between
+        assert [m.body[:1] for m in store.read("t")] == [b"0", *[b"s"] * between, b"1", b"2"]
+        assert list(store.verify()) == []
+    with open_store(tmp_path / "s") as store:
+        assert store.clean_shutdown
+        assert store.offsets("t") == (0, 3 + between)
+
+
+def test_an_error_told_many_times_does_not_grow(tmp_path: Path) -> None:
+    """One exception object was raised for every put to a closed or failed store, and gathered the frames of them all:
+    a producer that kept trying filled the memory."""
+    store: MessageStore = open_store(tmp_path / "s")
+    store.put("t", b"x")
+    store.close()
+    depths = set()
+    for _ in range(3):
+        with pytest.raises(StoreClosedError) as caught:
+            store.put("t", b"x")
+        depths.add(len(traceback.extract_tb(caught.value.__traceback__)))
+    assert len(depths) == 1
+
+
 def test_after_a_failed_sync_nothing_is_written_until_reopened(tmp_path: Path) -> None:
     fs = FaultyFileSystem()
     store = open_store(tmp_path / "s", fs=fs)
@@ -722,3 +766,53 @@ def test_a_number_that_recovery_could_not_read_is_refused(
         assert caught.value.field == "properties"
         assert store.max_offset == 0
         store.append("SCHEDULE_TOPIC_XXXX", 2, b"x", properties={"DELAY": "3"})
+
+
+@pytest.mark.parametrize("call", ["crc32c", "_CRC.pack_into", "encode_records", "encode_blank"])
+@pytest.mark.parametrize("bodies", [[b"handler"], [b"h" * 1500, b"i" * 3000]])
+def test_a_put_of_a_signal_handler_in_the_middle_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, bodies: list[bytes]
+) -> None:
+    """A handler runs behind any call. Both records got one number and one place: one was lost, or the log damaged."""
+    with open_store(tmp_path / "s") as store:
+        name, _, method = call.partition(".")
+        real = getattr(commitlog_module, name)
+
+        def interrupted(*arguments: Any, **named: Any) -> Any:
+            result = (getattr(real, method) if method else real)(*arguments, **named)
+            monkeypatch.undo()
+            receipts.extend(store.put("t", body) for body in bodies)
+            return result
+
+        receipts = [store.put("t", b"f" * 2000)]
+        patched = SimpleNamespace(**{"pack": real.pack, method: interrupted}) if method else interrupted
+        monkeypatch.setattr(commitlog_module, name, patched)
+        if call == "encode_records":
+            receipts.extend(store.put_many("t", [b"m", b"n"]))
+        else:
+            receipts.append(store.put("t", bytes(3000) if call == "encode_blank" else b"m"))
+        found = {m.offset: m for m in store.read("t")}
+        assert sorted(found) == list(range(len(receipts)))
+        assert {r.offset: r.physical_offset for r in receipts} == {k: m.physical_offset for k, m in found.items()}
+        assert [found[r.offset].body[:1] for r in receipts[1 : 1 + len(bodies)]] == [body[:1] for body in bodies]
+        assert list(store.verify()) == []
+
+
+def test_a_put_of_a_signal_handler_in_the_middle_of_a_system_call_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_store(tmp_path / "s", durability="flush") as store:
+        store.put("t", b"0")
+        write = type(store._run).write
+
+        def interrupted(*arguments: Any) -> None:
+            with pytest.raises(StoreBusyError):
+                store.put("t", b"handler")
+            write(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(store._run), "write", interrupted)
+            assert store.put("t", b"1").offset == 1
+        assert store.put("t", b"2").offset == 2
+        assert [m.body for m in store.read("t")] == [b"0", b"1", b"2"]
+        assert list(store.verify()) == []

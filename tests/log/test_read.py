@@ -21,9 +21,11 @@ from mqstore import (
     OffsetOutOfRangeError,
     OutgoingMessage,
     SimulatedClock,
+    StoreClosedError,
     TopicNotFoundError,
 )
 from mqstore.log import reader as reader_module
+from mqstore.log.consumequeue import ConsumeQueue
 from tests.log.support import HEADER, SEGMENT, flip, open_store
 
 UNIT = struct.Struct(">qiq")
@@ -632,3 +634,27 @@ def test_a_reader_finds_new_messages_segments_queues_and_topics(tmp_path: Path) 
             assert message.body == b"%d" % i
         assert reader.topics() == ["t0", "t1", "t2"]
         assert len(reader.find("t1", key="k", limit=1000)) == 33
+
+
+@pytest.mark.parametrize("columns", [False, True])
+def test_a_read_that_a_close_overtakes_is_an_error_and_passes_over_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: bool
+) -> None:
+    """It came back empty, with an offset behind messages that it had taken for damaged."""
+    store: MessageStore = open_store(tmp_path / "s")
+    for i in range(3):
+        store.put("t", b"%d" % i)
+    store.dispatch()
+    units = ConsumeQueue.units
+
+    def closing(self: ConsumeQueue, offset: int, count: int) -> Any:
+        found = units(self, offset, count)
+        monkeypatch.undo()
+        store.close()
+        return found
+
+    monkeypatch.setattr(ConsumeQueue, "units", closing)
+    with pytest.raises(StoreClosedError):
+        store.read_columns("t") if columns else store.get("t", 0, 0)
+    assert store.closed
+    assert not store._bad

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from mqstore import MessageStore, OffsetOutOfRangeError, Retention, SimulatedClock, StoreIOError
+from mqstore import FlushFailedError, MessageStore, OffsetOutOfRangeError, Retention, SimulatedClock, StoreIOError
 from mqstore.log import retention as retention_module
 from tests.faults import FaultyFileSystem
 from tests.log.support import SEGMENT, open_store
@@ -237,3 +239,63 @@ def test_a_segment_without_a_readable_record_goes_with_the_next_that_is_old(tmp_
         removed = store.clean(Retention(age=5, max_bytes=None))
 
         assert removed == names[:3]
+
+
+def test_nothing_is_deleted_after_a_failed_sync_of_units(tmp_path: Path) -> None:
+    """A second sync reports success for pages that the system has dropped; deletion believed it, the checkpoint too."""
+    fs = FaultyFileSystem()
+    with open_store(tmp_path / "s", fs=fs) as store:
+        fill(store)
+        fs.fail("fdatasync", errno.EIO, path_part="consumequeue")
+        for _ in range(2):
+            with pytest.raises(FlushFailedError):
+                store.drop_before(6 * SEGMENT)
+        assert segments(store) == [n * SEGMENT for n in range(10)]
+        assert "EIO" in store.stats().errors["units"] or "Input/output" in store.stats().errors["units"]
+        store._interval_checkpoint()
+        assert (store._checkpoint.current.dispatched or 0) == 0
+    with open_store(tmp_path / "s") as store:
+        assert len(store.drop_before(6 * SEGMENT)) == 6
+        check_front(store, 4)
+
+
+def test_two_deletions_at_once(tmp_path: Path) -> None:
+    """Public calls met the flusher's: both deleted the same files of queues, and struck the next ones off the lists."""
+
+    class Meeting(FaultyFileSystem):
+        """Brings both to the same file at the same time, if it can."""
+
+        def unlink(self, path: Any, *, missing_ok: bool = False) -> None:
+            for folder, barrier in meetings.items():
+                if folder in str(path):
+                    with contextlib.suppress(threading.BrokenBarrierError):
+                        barrier.wait(0.05)
+            super().unlink(path, missing_ok=missing_ok)
+
+    meetings: dict[str, threading.Barrier] = {}
+    removed: list[list[str]] = []
+    with open_store(tmp_path / "s", fs=Meeting(), index_entries=4) as store:
+        fill(store)
+        meetings |= {folder: threading.Barrier(2) for folder in ("commitlog", "consumequeue", "index")}
+        threads = [threading.Thread(target=lambda: removed.append(store.drop_before(6 * SEGMENT))) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(map(len, removed)) == [0, 6]
+        check_front(store, 4)
+
+
+def test_the_age_of_a_segment_is_looked_up_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest segment was read from end to end every ten seconds, for as long as it was kept."""
+    clock = SimulatedClock(1_700_000_000_000)
+    with open_store(tmp_path / "s", clock=clock) as store:
+        fill(store, clock)
+        assert len(store.clean(Retention(age=6.5 * 86_400))) == 3
+        walked: list[object] = []
+        monkeypatch.setattr(retention_module, "walk", lambda *arguments: walked.append(arguments))
+        assert store.clean(Retention(age=6.5 * 86_400)) == []
+        assert walked == []
+        monkeypatch.undo()
+        assert len(store.clean(Retention(age=4.5 * 86_400))) == 2
+        check_front(store, 5)

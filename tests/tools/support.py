@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -39,11 +40,19 @@ def mqstore_json(*arguments: object, exit_code: int = 0) -> Any:
 
 
 def process(*arguments: object, **options: Any) -> subprocess.Popen[bytes]:
-    """The command as a process of its own."""
+    """The command as a process of its own, which Ctrl-C can reach: a test run in the background of a shell inherits,
+    and would hand on, that SIGINT is ignored."""
     command = [sys.executable, "-m", "mqstore_tools.main", *map(str, arguments)]
     path = os.pathsep.join(str(Path(__file__).parents[2] / folder) for folder in ("store", "tools"))
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        **options,
+    )
 
 
 def snapshot(root: Path) -> dict[str, tuple[Any, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import os
@@ -111,8 +112,16 @@ def test_an_interrupt_is_130_and_prints_nothing(tmp_path: Path) -> None:
     child.stdin.flush()
     while not (tmp_path / "s" / "commitlog" / f"{0:020d}").exists():
         assert child.poll() is None
-    child.send_signal(signal.SIGINT)
-    out, err = child.communicate(timeout=60)
+    # Python drops an interrupt that falls into a finalizer, and says so; who types Ctrl-C then types it again.
+    presses = 0
+    while child.poll() is None:
+        presses += 1
+        assert presses < 100
+        child.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(0.5)
+    out, err = child.communicate()
 
-    assert (child.returncode, out, err) == (130, b"", b"")
+    assert (child.returncode, out) == (130, b"")
+    assert err == b"" or presses > 1
     assert mqstore("verify", tmp_path / "s").exit_code == 0

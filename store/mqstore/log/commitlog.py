@@ -26,7 +26,7 @@ import numpy.typing as npt
 from crc32c import crc32c
 
 from mqstore.clock import SYSTEM_CLOCK, Clock
-from mqstore.errors import InvalidMessageError, MQStoreError
+from mqstore.errors import InvalidMessageError, MQStoreError, StoreBusyError
 from mqstore.files.flusher import GroupCommit
 from mqstore.files.segments import Segment, SegmentRun
 from mqstore.layout.encode import encode_records
@@ -261,6 +261,7 @@ class CommitLog:
         self._acquire, self._release = self._lock.acquire, self._lock.release
         self._mapping: mmap.mmap | None = None
         self._base = 0
+        self._writing = False
         self._limit = -1
         """A record must end at or before this position, so that a BLANK always fits behind it."""
 
@@ -323,14 +324,20 @@ class CommitLog:
             offset = queue.next_offset if numbered else 0
             data = pack(head, offset, position, middle, body, tail)
             checksum = crc32c(data) if self._whole_record else zlib.crc32(body) & 0x7FFF_FFFF
-            if self.group is None or self.group.busy:
+            # A signal handler may put, too, but it comes only behind a call. So `end` is looked at again before bytes
+            # are stored, for its record may lie there now, and before they count, for it may lie over them.
+            if self.group is not None and not self.group.busy:
+                # This put syncs alone, and a page that is written by a call needs no fault after each sync.
+                self._write(position, b"".join((data[:CHECKSUM_AT], _CRC.pack(checksum), data[QUEUE_ID_AT:])))
+            elif self.end == position:
                 mapping = self._mapping
                 at = position - self._base
                 mapping[at : at + size] = data  # type: ignore[index]  # None only while _limit is -1: _roll has set it
                 _CRC.pack_into(mapping, at + CHECKSUM_AT, checksum)  # type: ignore[arg-type]
-            else:
-                # This put syncs alone, and a page that is written by a call needs no fault after each sync.
-                self.run.write(position, b"".join((data[:CHECKSUM_AT], _CRC.pack(checksum), data[QUEUE_ID_AT:])))
+            if self.end != position:
+                receipt = self.append(queue, body, tail, fields, unique_key)
+                self._release()
+                return receipt
             # No call between these: a signal handler's exception cannot come in the middle.
             if numbered:
                 queue.next_offset = offset + 1
@@ -411,9 +418,12 @@ class CommitLog:
                 flags=flags,
                 checksum=self._checksum,
             )
+            view = data.data
+            if self.end != position:  # a signal handler has put: as in `append`
+                return self.append_many(queue, bodies, tails, flags)
             at = position - self._base
             assert self._mapping is not None
-            self._mapping[at : at + total] = data.data
+            self._mapping[at : at + total] = view
             queue.next_offset = offset + count
             self.end = position + total
         if position + total >= self.alarm:
@@ -424,7 +434,10 @@ class CommitLog:
         """Make room for `size` bytes: the position to write at. The segment is made before the BLANK that leads to it,
         so that a full disk leaves everything as it was."""
         if self.failed is not None:
-            raise self.failed
+            # One of its own for each caller: raised again and again, one error would gather all their frames.
+            raise type(self.failed)(*self.failed.args)
+        if self._writing:
+            raise StoreBusyError("put by a signal handler that interrupted a put which is just writing; put it later")
         if size > self.max_record_bytes:
             raise InvalidMessageError(
                 f"a record of {size} bytes does not fit a segment of {self.run.segment_bytes}; "
@@ -440,20 +453,43 @@ class CommitLog:
             if position + size <= self._limit:
                 return position
         start = self._base + self.run.segment_bytes
-        if position < start:
-            segment = self.run.create(start)
-            assert self._mapping is not None
-            at = position - self._base
-            self._mapping[at : at + BLANK_BYTES] = encode_blank(start - position)
-        else:  # the segment is full to its end: recovered that way
-            segment = self.run.find(start) or self.run.create(start)
-        self._enter(segment)
-        self.end = start
+        # There already when an earlier roll got so far and no further: no descriptor for its mapping, or Ctrl-C.
+        segment = self.run.find(start) or self.run.create(start)
+        if position < start:  # else the segment is full to its end: recovered that way, or of such a roll
+            blank = encode_blank(start - position)
+            if self.end == position:  # no call from here on, as in `append`
+                assert self._mapping is not None
+                at = position - self._base
+                self._mapping[at : at + BLANK_BYTES] = blank
+                self.end = start
+        if self.end == start:
+            self._enter(segment)
         return start
+
+    def _write(self, position: int, data: bytes) -> None:
+        """Write by a system call; a put that a signal handler makes meanwhile is refused: it would lie there, too."""
+        limit, self._limit = self._limit, -1  # sends it to `_roll`
+        self._writing = True
+        try:
+            if self.end == position:
+                self.run.write(position, data)
+        finally:
+            self._writing = False
+            if self.failed is None:
+                self._limit = limit
 
     def poison(self, error: MQStoreError) -> None:
         """Refuse every later put: a sync failed (store-format 8.1), or the store was closed."""
         with self._lock:
-            self.failed = error
-            self._mapping = None
-            self._limit = -1
+            self._refuse(error)
+
+    def disown(self, error: MQStoreError) -> None:
+        """As `poison`, in a forked child: the thread that held the lock at the fork is not there to give it back."""
+        self._lock = threading.RLock()
+        self._acquire, self._release = self._lock.acquire, self._lock.release
+        self._refuse(error)
+
+    def _refuse(self, error: MQStoreError) -> None:
+        self.failed = error
+        self._mapping = None
+        self._limit = -1

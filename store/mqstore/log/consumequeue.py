@@ -304,12 +304,6 @@ class ConsumeQueue:
         self.correct_min(min_physical)
         return dropped
 
-    def first_unit(self) -> tuple[int, int, int] | None:
-        """(physical offset, size, tags code) of the unit at `min_offset`; None for an empty queue."""
-        if self.min_offset >= self.max_offset:
-            return None
-        return UNIT.unpack(self.read(self.min_offset, 1))
-
 
 class QueueTable:
     """All consume queues of a store, by topic and queue id."""
@@ -377,20 +371,11 @@ class QueueTable:
                 queue = self._queues.setdefault(key, ConsumeQueue(self, topic, queue_id))
         return queue
 
-    def forget(self, topic: str, queue_id: int) -> None:
-        """Drop the queue from memory."""
-        with self._lock:
-            self._queues.pop((topic, queue_id), None)
-
     def __iter__(self) -> Iterator[ConsumeQueue]:
         return iter(list(self._queues.values()))
 
     def __len__(self) -> int:
         return len(self._queues)
-
-    def topics(self) -> list[str]:
-        """Topics that have, or are about to have, a queue; sorted."""
-        return sorted({topic for topic, _ in list(self._queues)})
 
     def of(self, topic: str) -> list[ConsumeQueue]:
         """The queues of `topic` by queue id."""
@@ -405,9 +390,9 @@ class QueueTable:
             parent = os.path.dirname(directory)
             for folder in (self.root, parent, directory):
                 fs.mkdir(folder, exist_ok=True)
-            self._made_directories.add(directory)
             with self._lock:
                 self._dirty_directories.update((os.path.dirname(self.root), self.root, parent))
+            self._made_directories.add(directory)
         temporary = os.path.join(self._tmp, f"cq-{threading.get_ident()}")
         fd = fs.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, self._file_mode)
         try:
@@ -436,9 +421,10 @@ class QueueTable:
             self._dirty_directories.update((os.path.dirname(self.root), self.root, topic, directory))
 
     def remove_file(self, path: str) -> None:
-        self.descriptors.forget(path)
-        self.fs.unlink(path)
-        self._dirty.discard(path)
+        self.fs.unlink(path, missing_ok=True)
+        self.descriptors.forget(path)  # afterwards, or a reader opens it once more in between and it keeps its space
+        with self._lock:
+            self._dirty.discard(path)
 
     def note_dirty(self, path: str) -> None:
         with self._lock:  # `sync` swaps the set from another thread

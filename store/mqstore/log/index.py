@@ -192,9 +192,9 @@ class Index:
         self._file_mode = file_mode
         self._mapped = _Mapped()
         self._lock = threading.Lock()
+        self._sync_lock = threading.Lock()
         self.files: list[IndexFile] = []
         self._pending: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]] = []
-        self._pending_count = 0
         self.dropped_entries = 0
         """Entries given up because the disk stayed full; `mqstore recover --rebuild index` brings them back."""
 
@@ -299,11 +299,8 @@ class Index:
         made; the entries then wait and go first the next time."""
         if len(hashes):
             self._pending.append((hashes, physical_offsets, store_timestamps_ms))
-            self._pending_count += len(hashes)
-        while self._pending_count > _MAX_PENDING and len(self._pending) > 1:
-            lost = len(self._pending.pop(0)[0])
-            self._pending_count -= lost
-            self.dropped_entries += lost
+        while len(self._pending) > 1 and self.pending > _MAX_PENDING:
+            self.dropped_entries += len(self._pending.pop(0)[0])
         self.put_pending()
 
     def put_pending(self) -> None:
@@ -314,7 +311,6 @@ class Index:
                 file = self._current()
                 done = put_entries(file.mapping, self.slots, self.entries_per_file, hashes, physical, stamps)
                 file.dirty = True
-                self._pending_count -= done
                 if done == len(hashes):
                     del self._pending[0]
                 else:
@@ -323,7 +319,7 @@ class Index:
     @property
     def pending(self) -> int:
         """Entries that wait for room on the disk."""
-        return self._pending_count
+        return sum(len(hashes) for hashes, _, _ in list(self._pending)) if self._pending else 0
 
     def query(self, topic: str, key: str, begin_ms: int, end_ms: int, limit: int) -> list[int]:
         """Physical offsets of records that may bear `key`, newest first, at most `limit` (6.4).
@@ -355,12 +351,13 @@ class Index:
 
     def sync(self) -> None:
         """Make every entry put so far durable."""
-        files = list(self.files)
-        for file in files:
-            file.sync()
-        for file in files[:-1]:
-            if file.writable and not file.dirty:
-                file.retire()
+        with self._sync_lock:  # the dispatcher retires files, the flusher may be syncing the same
+            files = list(self.files)
+            for file in files:
+                file.sync()
+            for file in files[:-1]:
+                if file.writable and not file.dirty:
+                    file.retire()
 
     def sync_all(self) -> None:
         """Make every file durable with its name, also those this process has not written: a killed one may have."""

@@ -379,6 +379,7 @@ class StoreReader:
                 queue.correct_min(self._first_kept())  # retention took it meanwhile
                 continue
             if not good.all():
+                self._check_open()  # a close meanwhile takes the segments away: no damage, and nothing to pass over
                 bad = ~good
                 if not self._passes_over_bad and high == len(physical) and bad[-1]:
                     # Another process's writer may be at work there: what does not verify yet ends the read, unless
@@ -544,6 +545,7 @@ class StoreReader:
         self._check_open()
         there = self._segment_at(physical_offset) if physical_offset >= 0 else None
         if there is None:
+            self._check_open()  # a close meanwhile takes the segments away
             raise LookupError(f"{self.path} holds nothing at physical offset {physical_offset}")
         segment, buffer = there
         at = physical_offset - segment.start
@@ -673,7 +675,8 @@ class StoreReader:
             if positions == begun:
                 self._wait_for_news(topic, positions)
             for ref in self.queues(topic):
-                positions.setdefault(ref, 0)
+                if ref not in positions:
+                    positions[ref] = self._queue(*ref).min_offset
 
     def _round(self, ref: QueueRef, positions: dict[QueueRef, int], tags: str | None) -> Iterator[Message]:
         """What `ref` holds now, from its position on, which then moves behind all that was looked at."""

@@ -84,6 +84,7 @@ class Dispatcher:
         self._lock = threading.Lock()
         self._parked: dict[ConsumeQueue, list[LockType]] = {}
         self._parked_lock = threading.Lock()
+        self._closing = False
         self._unsafe: set[str] = set()
 
     def run_once(self) -> int:
@@ -127,8 +128,12 @@ class Dispatcher:
             headers = gather(buffer, positions)
             if not headers.ok.all():
                 headers = gather(buffer, positions[headers.ok])
-            self._dispatch(rows_of(buffer, headers, base, self._delay_table_ms))
+            rows = rows_of(buffer, headers, base, self._delay_table_ms)
+            self._dispatch(rows)
             self.position = base + stop
+            if len(rows):
+                # After the position: who reads the two in this order never has a time of records beyond it.
+                self.last_store_timestamp_ms = int(rows.store_timestamp_ms[-1])
             if stop >= stop_at or len(positions) == _BATCH:
                 return
         check = check_record(buffer, stop, len(buffer), base + stop, self._checksum)
@@ -140,7 +145,7 @@ class Dispatcher:
         _log.error("commitlog damaged at %d: %s; dispatch goes on at %d", base + stop, check.detail, self.position)
 
     def _dispatch(self, rows: Rows) -> None:
-        grown = []
+        grown: list[ConsumeQueue] = []
         try:
             for topic, queue_id, chosen in rows.by_queue():
                 if queue_id < 0 or not self._usable(topic):
@@ -151,21 +156,22 @@ class Dispatcher:
                 for start, stop in runs:
                     first = int(offsets[start])
                     queue.write(first, rows.units(chosen[start:stop]).tobytes())
+                    if not grown or grown[-1] is not queue:  # now: who waits is told whatever ends this pass half-way
+                        grown.append(queue)
                     queue.publish(first + stop - start)
                     self.dispatched += stop - start
-                if runs:
-                    grown.append(queue)
             if len(rows.entry_row):
                 at = rows.entry_row
                 with suppress(OSError):  # they wait in memory: `put_pending` says what hinders them
                     self._index.put(rows.entry_hash, rows.physical_offset[at], rows.store_timestamp_ms[at])
-            if len(rows):
-                self.last_store_timestamp_ms = int(rows.store_timestamp_ms[-1])
         finally:  # a queue that another's full disk came behind is visible all the same
             for queue in grown:
                 self._wake(queue)
                 for listener in self.listeners:
-                    listener(queue)
+                    try:
+                        listener(queue)
+                    except Exception:  # its trouble, not that of the messages
+                        _log.exception("a listener failed on %s/%d", queue.topic, queue.queue_id)
 
     def put_pending(self) -> None:
         """Put index entries that found no room when their records were dispatched. Raises what hinders them still."""
@@ -191,8 +197,9 @@ class Dispatcher:
                 lock.release()
 
     def wake_all(self) -> None:
-        """Let every waiter go: the store is closing."""
+        """Let every waiter go, and whoever comes later not wait at all: the store is closing."""
         with self._parked_lock:
+            self._closing = True
             parked, self._parked = self._parked, {}
         for locks in parked.values():
             for lock in locks:
@@ -204,6 +211,8 @@ class Dispatcher:
         lock = allocate_lock()
         lock.acquire()
         with self._parked_lock:
+            if self._closing:
+                return queue.max_offset > offset
             self._parked.setdefault(queue, []).append(lock)
             self.waiting += 1
         try:

@@ -14,8 +14,11 @@ from mqstore.options import Retention, seconds
 __all__ = ["expired_before"]
 
 
-def expired_before(run: SegmentRun, policy: Retention, now_ms: int) -> int:
-    """The physical offset below which `policy` keeps nothing; 0 when it keeps all."""
+def expired_before(run: SegmentRun, policy: Retention, now_ms: int, known: dict[int, int]) -> int:
+    """The physical offset below which `policy` keeps nothing; 0 when it keeps all.
+
+    `known`: start of segment -> store time of its last record (ms), kept by the caller from one time to the next. To
+    find it out every page of the segment is read, and the oldest is asked for every few seconds for days."""
     segments = run.segments()
     size = run.segment_bytes
     excess = 0
@@ -23,10 +26,12 @@ def expired_before(run: SegmentRun, policy: Retention, now_ms: int) -> int:
         excess = -(-max(0, len(segments) * size - policy.max_bytes) // size)
     if policy.disk_ratio is not None:
         excess = max(excess, -(-_bytes_over(run, policy.disk_ratio) // size))
+    for gone in known.keys() - set(run.starts):
+        del known[gone]
     bound = 0
     for i, segment in enumerate(segments[:-1]):
         if i >= excess:
-            newest = None if policy.age is None else _newest_time(run, segment.start)
+            newest = None if policy.age is None else _newest_time(run, segment.start, known)
             if policy.age is None or (newest is not None and newest + seconds(policy.age, "age") * 1000 > now_ms):
                 break
             if newest is None:
@@ -43,11 +48,16 @@ def _bytes_over(run: SegmentRun, ratio: float) -> int:
     return max(0, used - int(total * ratio))
 
 
-def _newest_time(run: SegmentRun, start: int) -> int | None:
+def _newest_time(run: SegmentRun, start: int, known: dict[int, int]) -> int | None:
     """Store time (ms) of the last record of a full segment; None when no record leads there."""
+    if start in known:
+        return known[start]
     segment = run.find(start)
     if segment is None:
         return None
     buffer = run.mapping(segment)
     positions, _ = walk(buffer, 0, len(buffer))
-    return int(gather(buffer, positions[-1:]).store_timestamp_ms[0]) if len(positions) else None
+    if not len(positions):
+        return None
+    known[start] = newest = int(gather(buffer, positions[-1:]).store_timestamp_ms[0])
+    return newest

@@ -27,6 +27,7 @@ from typing import Literal
 from mqstore.clock import SYSTEM_CLOCK
 from mqstore.errors import (
     ConfigError,
+    FlushFailedError,
     ReadOnlyStoreError,
     StoreClosedError,
 )
@@ -57,7 +58,6 @@ __all__ = ["MessageStore"]
 
 _log = logging.getLogger("mqstore")
 
-MAX_QUEUE_ID = 16_383
 _PACE_S = 0.01
 """How long the dispatcher lets puts run before it takes the next stretch, while nobody waits: a pass has a fixed cost,
 and each switch of threads costs as much as thousands of puts."""
@@ -158,7 +158,11 @@ class MessageStore(StoreWriter):
         self._closed = False
         _open_stores.add(self)
         if self._background:
-            self._start_threads()
+            try:
+                self._start_threads()
+            except BaseException:  # no room for another thread, say: nobody would ever give the lock back
+                self.close()
+                raise
 
     # -- opening ----------------------------------------------------------------------------------------------------
 
@@ -224,13 +228,16 @@ class MessageStore(StoreWriter):
             delay_table_ms=self._delay_table_ms,
         )
         self._first_put_position = 0
-        self._alarm_lock = threading.Lock()
+        self._alarm_lock = threading.RLock()
         self._dispatcher_idle = False
         self._dispatcher_wake = threading.Event()
         self._flusher_wake = threading.Event()
         self._stopping = False
         self._flush_wanted = False
         self._units_doubtful = False
+        self._units_lock = threading.Lock()
+        self._retention_lock = threading.Lock()
+        self._newest_times: dict[int, int] = {}
         self._threads: list[threading.Thread] = []
         self._populated = 0
         self._due_ms: dict[str, int] = {}
@@ -295,7 +302,8 @@ class MessageStore(StoreWriter):
         self._dispatcher.position = end
         self._dispatcher.last_store_timestamp_ms = outcome.last_store_timestamp_ms
         self._populated = end
-        self._write_checkpoint(end, end, clean_end=-1, last_record=max(0, outcome.last_record))
+        index_ms = self._index.full_end_timestamp_ms()
+        self._write_checkpoint(end, end, index_ms=index_ms, clean_end=-1, last_record=max(0, outcome.last_record))
         self._set_alarm()
 
     def _parts(self, *, clean: bool, has_checkpoint: bool) -> Parts:
@@ -409,6 +417,8 @@ class MessageStore(StoreWriter):
 
     def _on_alarm(self) -> None:
         """A put has passed `log.alarm`: wake whoever asked for it."""
+        if self._alarm_lock._is_owned():  # type: ignore[attr-defined]  # as in `CommitLog.append`
+            return  # a signal handler's put, in the middle of this: who is being woken finds its message, too
         with self._alarm_lock:
             if self._dispatcher_idle:
                 self._dispatcher_idle = False
@@ -418,7 +428,7 @@ class MessageStore(StoreWriter):
             self._set_alarm()
 
     def _set_alarm(self) -> None:
-        if self._dispatcher_idle:
+        if self._dispatcher_idle and not self._flush_by_default:  # else there is nothing to see before the sync
             self._log.alarm = 0
         elif self._background:
             self._log.alarm = max(self._log.end + 1, self._populated - _POPULATE_BYTES // 2)
@@ -466,8 +476,8 @@ class MessageStore(StoreWriter):
     def _start_threads(self) -> None:
         for name, target in (("dispatcher", self._run_dispatcher), ("flusher", self._run_flusher)):
             thread = threading.Thread(target=target, name=f"mqstore-{name}", daemon=True)
-            self._threads.append(thread)
             thread.start()
+            self._threads.append(thread)
 
     def _run_flusher(self) -> None:
         while not self._stopping:
@@ -512,14 +522,16 @@ class MessageStore(StoreWriter):
             if stop > start:
                 self._run.populate(last, start - last.start, stop - start)
                 self._populated = stop
-        if end - last.start >= last.size * 3 // 4 and end > self._first_put_position:
-            self._run.prepare(last.end, populate_bytes=_POPULATE_BYTES)
-        if self._populated < last.start:
-            self._populated = min(last.end, last.start + _POPULATE_BYTES)
-        with self._alarm_lock:
-            self._set_alarm()
-            if self._populated >= last.end:
-                self._log.alarm = 0 if self._dispatcher_idle else last.end
+        try:
+            if end - last.start >= last.size * 3 // 4 and end > self._first_put_position:
+                self._run.prepare(last.end, populate_bytes=_POPULATE_BYTES)
+        finally:  # on a full disk too: else every put to come calls for us
+            if self._populated < last.start:
+                self._populated = min(last.end, last.start + _POPULATE_BYTES)
+            with self._alarm_lock:
+                self._set_alarm()
+                if self._populated >= last.end:
+                    self._log.alarm = 0 if self._dispatcher_idle else last.end
 
     def _interval_flush(self) -> None:
         now = self._clock.monotonic_ms()
@@ -536,36 +548,43 @@ class MessageStore(StoreWriter):
     def _interval_checkpoint(self) -> None:
         now = self._clock.monotonic_ms()
         current = self._checkpoint.current
-        dispatched = current.dispatched or 0
+        dispatched, index_ms = current.dispatched or 0, current.index_msg_timestamp_ms
         self._attempt("index", self._dispatcher.put_pending)
         # Many small queues make a sync expensive; what it saves is only reading on the next crash.
         if self._queues.dirty_count <= _FEW_FILES or now >= self._due_ms.get("queues", 0):
-            position = self._dispatcher.position
+            position, full_ms = self._dispatcher.position, self._index.full_end_timestamp_ms()
             if not self._index.pending and self._sync_units():
-                dispatched = position
+                dispatched, index_ms = position, full_ms
                 self._due_ms["queues"] = now + _QUEUE_SYNC_MS
         self._write_checkpoint(
-            self._commit.flushed, dispatched, clean_end=-1, last_record=current.confirm_physical_offset
+            self._commit.flushed,
+            dispatched,
+            index_ms=index_ms,
+            clean_end=-1,
+            last_record=current.confirm_physical_offset,
         )
 
     def _sync_units(self) -> bool:
         """Make units and index entries durable; whether they are. A failed sync is not tried again: the system may have
         dropped what it could not write, and a second sync would not know. Until the store is opened anew, and builds
         them from the log, nothing claims them."""
-        if self._units_doubtful:
-            return False
-        try:
-            self._queues.sync()
-            self._index.sync()
-        except OSError as error:
-            self._units_doubtful = True
-            self._background_error("units", error)
-            return False
-        return True
+        with self._units_lock:  # who finds another at it must not return before that one is done
+            if self._units_doubtful:
+                return False
+            try:
+                self._queues.sync()
+                self._index.sync()
+            except OSError as error:
+                self._units_doubtful = True
+                self._background_error("units", error)
+                return False
+            return True
 
-    def _write_checkpoint(self, flushed: int, dispatched: int, *, clean_end: int, last_record: int) -> None:
+    def _write_checkpoint(
+        self, flushed: int, dispatched: int, *, index_ms: int, clean_end: int, last_record: int
+    ) -> None:
         """Times only move once what they stand for is on disk: the last dispatched message is the newest whose store
-        time we know to lie below both watermarks."""
+        time we know to lie below both watermarks. `index_ms`: end of the newest full index file that was synced."""
         current = self._checkpoint.current
         physic = logics = self._dispatcher.last_store_timestamp_ms
         if self._dispatcher.position > flushed:
@@ -576,7 +595,7 @@ class MessageStore(StoreWriter):
             Checkpoint(
                 physic_msg_timestamp_ms=max(physic, 0),
                 logics_msg_timestamp_ms=max(logics, 0),
-                index_msg_timestamp_ms=self._index.full_end_timestamp_ms(),
+                index_msg_timestamp_ms=index_ms,
                 master_flushed_offset=0,
                 confirm_physical_offset=last_record,
                 flushed=flushed,
@@ -589,15 +608,24 @@ class MessageStore(StoreWriter):
 
     def drop_before(self, physical_offset: int) -> list[str]:
         """Delete whole segments below `physical_offset`, oldest first, never the one being written; consume queues and
-        index follow. The names of the deleted segments. A view that is held stays valid (store-format 8.3)."""
+        index follow. The names of the deleted segments. A view that is held stays valid (store-format 8.3).
+
+        Raises FlushFailedError, nothing deleted, when the units of what stays cannot be made durable."""
         self._check_writable()
+        with self._retention_lock:  # the flusher's turn may come while somebody else calls
+            return self._drop_before(physical_offset)
+
+    def _drop_before(self, physical_offset: int) -> list[str]:
         bound = min(physical_offset, self._log.end, self._dispatcher.position, self._commit.flushed)
         before = self._log.min_offset
         starts = self._run.starts
-        if len(starts) > 1 and starts[1] <= bound:
-            # With the records go the last witnesses of their numbers but the units: a queue that a power cut took them
-            # from would count from 0 again.
-            self._queues.sync()
+        # With the records go the last witnesses of their numbers but the units: a queue that a power cut took them from
+        # would count from 0 again.
+        if len(starts) > 1 and starts[1] <= bound and not self._sync_units():
+            raise FlushFailedError(
+                f"{self.path}: consume queues may not be on disk ({self._errors.get('units')}), so no segment is "
+                "deleted: close the store and open it again"
+            )
         try:
             return self._run.drop_before(bound)
         finally:  # what is gone is gone, even if the next one could not be deleted
@@ -613,7 +641,8 @@ class MessageStore(StoreWriter):
         policy = retention or self.config.retention
         if policy is None:
             return []
-        bound = expired_before(self._run, policy, self._clock.now_ms())
+        with self._retention_lock:
+            bound = expired_before(self._run, policy, self._clock.now_ms(), self._newest_times)
         return self.drop_before(bound) if bound else []
 
     # -- looking at it ----------------------------------------------------------------------------------------------
@@ -685,24 +714,26 @@ class MessageStore(StoreWriter):
         declared clean: the next opening reads it again. Fine to call twice."""
         if self._closed:
             return
+        timeout_s = seconds(timeout, "timeout")
+        closed = StoreClosedError(f"{self.path} was closed; open it again")
         self._closed = True
         _open_stores.discard(self)
-        self._dispatcher.wake_all()
-        if self.mode == "r":
-            self._release()
-            return
-        self._stopping = True
-        self._dispatcher_wake.set()
-        self._flusher_wake.set()
-        for thread in self._threads:
-            thread.join(seconds(timeout, "timeout"))
-        closed = StoreClosedError(f"{self.path} was closed; open it again")
         try:
+            self._dispatcher.wake_all()
+            if self.mode == "r":
+                return
+            self._stopping = True
+            self._dispatcher_wake.set()
+            self._flusher_wake.set()
+            for thread in self._threads:
+                thread.join(timeout_s)
             failed = self._log.failed
             self._log.poison(closed)
             if failed is None:
                 self._finish()
-        finally:
+        finally:  # Ctrl-C in between costs the clean end, but nobody puts from here on, and the lock is given back
+            self._stopping = True
+            self._log.poison(closed)
             self._release()
 
     def _finish(self) -> None:
@@ -719,7 +750,8 @@ class MessageStore(StoreWriter):
             _log.error("%s: not closed cleanly: %s; the next opening reads the log again", self.path, self._errors)
             return
         end = self._log.end
-        self._write_checkpoint(end, end, clean_end=end, last_record=self._last_record(end))
+        index_ms = self._index.full_end_timestamp_ms()
+        self._write_checkpoint(end, end, index_ms=index_ms, clean_end=end, last_record=self._last_record(end))
         self._abort.clear()
 
     def _last_record(self, end: int) -> int:
@@ -745,9 +777,7 @@ class MessageStore(StoreWriter):
         """In a forked child: never touch the parent's files again."""
         self._closed = True
         self._stopping = True
-        self._log.failed = StoreClosedError(f"{self.path} belongs to the process that forked this one; open it here")
-        self._log._limit = -1
-        self._log._mapping = None
+        self._log.disown(StoreClosedError(f"{self.path} belongs to the process that forked this one; open it here"))
 
     def __enter__(self) -> MessageStore:
         return self

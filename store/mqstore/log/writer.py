@@ -20,8 +20,8 @@ from mqstore.errors import (
     FlushFailedError,
     FlushTimeoutError,
     InvalidMessageError,
+    MQStoreError,
     ReadOnlyStoreError,
-    StoreFullError,
 )
 from mqstore.files.flusher import GroupCommit
 from mqstore.layout.batch import decode_batch
@@ -106,6 +106,8 @@ class StoreWriter(StoreReader):
         try:
             queue = self._putters[topic][queue_id]
         except (KeyError, TypeError):
+            queue = None
+        if queue is None:  # not inside the except: its errors are no consequence of a look-up
             queue = self._putter(topic, queue_id)
         sample = not queue.next_offset & 63
         if sample:
@@ -285,7 +287,7 @@ class StoreWriter(StoreReader):
                         flags if isinstance(flags, int) else flags[start:stop],
                     )
                 )
-        except StoreFullError as error:
+        except MQStoreError as error:
             error.receipts = receipts
             raise
         if waits:
@@ -314,7 +316,8 @@ class StoreWriter(StoreReader):
         try:
             return self._putters[topic][queue_id]
         except (KeyError, TypeError):
-            return self._putter(topic, queue_id)
+            pass
+        return self._putter(topic, queue_id)
 
     def _putter(self, topic: str, queue_id: int) -> ConsumeQueue:
         """The queue to put to, after every check of its name."""
