@@ -34,7 +34,7 @@ from mqstore.errors import (
 )
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.segments import Segment, SegmentRun
-from mqstore.layout.consumequeue import is_void
+from mqstore.layout.consumequeue import VOID_SIZE, is_void
 from mqstore.layout.dispatch import rows_of
 from mqstore.layout.messageid import decode_message_id
 from mqstore.layout.record import MIN_RECORD_BYTES, Checksum, check_record, decode_record
@@ -339,7 +339,7 @@ class StoreReader:
         tags = units["tags_code"].astype(np.int64)
         after, stop = offset + count, False
         live = (sizes > 0) & (physical >= 0)
-        if (sizes == 0x7FFF_FFFF).any():
+        if (sizes == VOID_SIZE).any():
             live &= ~is_void(units)
         if tag_filter is not None:
             live &= tag_filter.units(tags)
@@ -464,7 +464,7 @@ class StoreReader:
         starts = physical - segment.start
         good = starts + sizes <= len(buffer)
         headers: Headers | None = None
-        said = physical + 1 ^ sizes << 40  # never 0, which stands for "not looked at"
+        said = (physical << 1 | 1) ^ sizes << 41  # odd, so never 0, which stands for "not looked at"
         if self._passes_over_bad and self._verified.all_in(queue, slots, said):
             return buffer, good, None
         if not self._verify_reads:
@@ -632,7 +632,7 @@ class StoreReader:
         """(slot, store time) of the first readable message in [slot, end)."""
         while slot < end:
             physical, size, _ = queue.units(slot, 1)[0].tolist()
-            there = self._segment_at(physical) if 0 < size < 0x7FFF_FFFF and physical >= 0 else None
+            there = self._segment_at(physical) if 0 < size < VOID_SIZE and physical >= 0 else None
             if there is not None:
                 segment, buffer = there
                 start = physical - segment.start

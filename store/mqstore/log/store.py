@@ -39,6 +39,7 @@ from mqstore.files.jsonfile import load_json
 from mqstore.files.lock import WriterLock, writer_alive
 from mqstore.files.segments import LoadProblem, SegmentRun
 from mqstore.layout.checkpoint import Checkpoint
+from mqstore.layout.consumequeue import VOID_SIZE
 from mqstore.layout.hosts import encode_host
 from mqstore.log import manifest as manifests
 from mqstore.log.checkpoint import CheckpointFile
@@ -423,15 +424,23 @@ class MessageStore(StoreWriter):
             if self._dispatcher_idle:
                 self._dispatcher_idle = False
                 self._dispatcher_wake.set()
-            if self._background and self._log.end >= self._populated - _POPULATE_BYTES // 2:
+            if self._background and self._log.end >= self._flusher_mark():
                 self._flusher_wake.set()
             self._set_alarm()
+
+    def _flusher_mark(self) -> int:
+        """Where the flusher is wanted next: before the writer comes to pages that are not populated, and once it has
+        gone on to the next segment."""
+        last = self._run.last
+        if last is not None and self._populated >= last.end:
+            return last.end
+        return self._populated - _POPULATE_BYTES // 2
 
     def _set_alarm(self) -> None:
         if self._dispatcher_idle and not self._flush_by_default:  # else there is nothing to see before the sync
             self._log.alarm = 0
         elif self._background:
-            self._log.alarm = max(self._log.end + 1, self._populated - _POPULATE_BYTES // 2)
+            self._log.alarm = max(self._log.end + 1, self._flusher_mark())
         else:
             self._log.alarm = 1 << 62
 
@@ -530,8 +539,6 @@ class MessageStore(StoreWriter):
                 self._populated = min(last.end, last.start + _POPULATE_BYTES)
             with self._alarm_lock:
                 self._set_alarm()
-                if self._populated >= last.end:
-                    self._log.alarm = 0 if self._dispatcher_idle else last.end
 
     def _interval_flush(self) -> None:
         now = self._clock.monotonic_ms()
@@ -760,7 +767,7 @@ class MessageStore(StoreWriter):
         for queue in self._queues:
             if queue.max_offset > queue.min_offset:
                 physical, size, _ = queue.units(queue.max_offset - 1, 1)[0].tolist()
-                if size < 0x7FFF_FFFF:
+                if size < VOID_SIZE:
                     newest = max(newest, physical)
         return newest if newest >= 0 else min(self._checkpoint.current.confirm_physical_offset, end)
 
