@@ -41,7 +41,7 @@ bench: $(VENV)/stamp-bench
 	$(BIN)/python -m bench.compare $(BENCH)
 
 crash: $(VENV)/stamp-dev
-	MQSTORE_CRASH_IMAGES=$(N) $(BIN)/python -m pytest -q tests/crash/test_images.py
+	MQSTORE_CRASH_IMAGES=$(N) $(BIN)/python -m pytest -q tests/crash
 
 docs: $(VENV)/stamp-core
 	@$(BIN)/python -m mqstore_tools.docs > $(VENV)/commands.md

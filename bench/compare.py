@@ -25,7 +25,17 @@ from bench.harness import BODY_SIZES, SEED, Load, Question, Sample, Side, measur
 from bench.peers import PEERS
 from bench.targets import target_for
 
-MODULES = ("test_put", "test_put_many", "test_flush", "test_read", "test_reput", "test_recovery", "test_open")
+MODULES = (
+    "test_put",
+    "test_put_many",
+    "test_flush",
+    "test_read",
+    "test_reput",
+    "test_recovery",
+    "test_open",
+    "test_pop",
+    "test_delay",
+)
 WARM_UP_MESSAGES = 1000
 
 
@@ -148,7 +158,7 @@ def render(question: Question, rows: Sequence[dict[str, Any]]) -> Table:
 def circumstances(rounds: int, quick: bool) -> dict[str, Any]:
     """Where and how the figures came about."""
     packages = {}
-    for name in ("mqstore", "numpy", "crc32c", "lmdb", "queuelib", "persist-queue"):
+    for name in ("mqstore", "numpy", "crc32c", "lmdb", "queuelib", "persist-queue", "litequeue"):
         try:
             packages[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

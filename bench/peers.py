@@ -5,6 +5,8 @@ SQLite          WAL, synchronous=off, autocommit: one INSERT a transaction
 LMDB            nosync, writemap, ascending 8-byte keys (append=True), 1000 a transaction, by put and by putmulti;
                 a cursor over all to read
 persist-queue   Queue.put: pickles to a file and rewrites its info file each time
+SQLiteAckQueue  persist-queue's: put, then get and ack of each, a transaction either
+litequeue       LiteQueue.pop and done of each, a transaction either
 O_DSYNC         pwrite of as many bytes as a record has, one after the other, into blocks that were written before
                 (no allocation, no journal): what the disk grants a synchronous log at best
 crc32c          the checksum alone over a mapped log that is in the page cache: in one sweep a segment, and one call
@@ -24,7 +26,9 @@ from pathlib import Path
 
 import lmdb
 from crc32c import crc32c
+from litequeue import LiteQueue
 from persistqueue import Queue as PersistQueue
+from persistqueue import SQLiteAckQueue
 from queuelib import FifoDiskQueue
 
 from bench.harness import Load, Side, Work
@@ -34,6 +38,7 @@ BATCH = 1000
 
 _SQLITE_SHARE = 0.2
 _PERSIST_QUEUE_SHARE = 0.005
+_ACK_QUEUE_SHARE = 0.02
 """Of the messages of a round: these sides are so slow that the full load would only make the others wait."""
 
 _key = struct.Struct(">Q").pack
@@ -87,6 +92,40 @@ def persist_queue_put(directory: Path, load: Load) -> Iterator[Work]:
         # It has no close(); its two files would otherwise wait for the garbage collector, with a ResourceWarning.
         queue.headf.close()
         queue.tailf.close()
+
+
+@contextmanager
+def persist_queue_ack(directory: Path, load: Load) -> Iterator[Work]:
+    bodies = load.bodies(_ACK_QUEUE_SHARE)
+    with closing(SQLiteAckQueue(str(directory / "ackqueue"), multithreading=True)) as queue:
+        for body in bodies:
+            queue.put(body)
+
+        def work() -> int:
+            for _ in bodies:
+                body = queue.get(block=False)
+                assert len(body) == load.body_bytes
+                queue.ack(body)
+            return len(bodies)
+
+        yield work
+
+
+@contextmanager
+def litequeue_done(directory: Path, load: Load) -> Iterator[Work]:
+    bodies = load.bodies(_ACK_QUEUE_SHARE)
+    with closing(LiteQueue(str(directory / "litequeue.db"))) as queue:
+        for body in bodies:
+            queue.put(body.hex()[: load.body_bytes])  # it keeps text
+
+        def work() -> int:
+            for _ in bodies:
+                message = queue.pop()
+                assert len(message.data) == load.body_bytes
+                queue.done(message.message_id)
+            return len(bodies)
+
+        yield work
 
 
 @contextmanager
@@ -220,8 +259,10 @@ PERSIST_QUEUE = Side("persist-queue Queue", persist_queue_put)
 LMDB_PUT = Side("LMDB put, 1000 a transaction", lmdb_put)
 LMDB_PUTMULTI = Side("LMDB putmulti, 1000 a transaction", lmdb_putmulti)
 LMDB_CURSOR = Side("LMDB cursor", lmdb_cursor)
+SQLITE_ACK_QUEUE = Side("persist-queue SQLiteAckQueue", persist_queue_ack)
+LITEQUEUE = Side("litequeue", litequeue_done)
 DSYNC = Side("bare pwrite O_DSYNC", dsync_pwrite)
-PEERS = (QUEUELIB, SQLITE, PERSIST_QUEUE, LMDB_PUT, LMDB_PUTMULTI, LMDB_CURSOR, DSYNC)
+PEERS = (QUEUELIB, SQLITE, PERSIST_QUEUE, LMDB_PUT, LMDB_PUTMULTI, LMDB_CURSOR, SQLITE_ACK_QUEUE, LITEQUEUE, DSYNC)
 
 # persist-queue warns on the root logger's behalf whenever it opens; the report is no place for that.
 logging.getLogger("persistqueue").setLevel(logging.ERROR)

@@ -36,6 +36,11 @@ TARGETS = (
     Target("reput", "mqstore put", 3.0),
     Target("recovery", "bare crc32c, one sweep", 0.3),
     Target("recovery", "bare crc32c, a call a record", 0.3),
+    Target("pop_one", "persist-queue SQLiteAckQueue", 20.0),
+    Target("pop_one", "litequeue", 10.0),
+    # Or 150,000 a second, whichever is less.
+    Target("pop_many", "mqstore read", 0.25),
+    Target("delay", "mqstore put", 0.3),
     Target("open", "limit of 100 ms", 1.0),
     # Eight times the messages in as many segments: only noise may tell the two apart.
     Target("open", "200 segments, an eighth of the messages", 0.8),

@@ -12,6 +12,11 @@ from __future__ import annotations
 from os import PathLike
 from typing import Literal
 
+from mqstore.broker.broker import Broker
+from mqstore.broker.filters import Filter
+from mqstore.broker.groups import GroupConfig, RetryPolicy
+from mqstore.broker.pop import Delivery
+from mqstore.broker.topics import TopicConfig
 from mqstore.clock import Clock, SimulatedClock, SystemClock
 from mqstore.errors import (
     ConfigError,
@@ -20,18 +25,26 @@ from mqstore.errors import (
     FlushFailedError,
     FlushTimeoutError,
     FormatError,
+    GroupInUseError,
+    GroupNotFoundError,
     InvalidMessageError,
+    InvalidReceiptError,
     MQStoreError,
     NotAStoreError,
+    NotPermittedError,
     OffsetOutOfRangeError,
     ReadOnlyStoreError,
+    ReceiptExpiredError,
+    ResultCode,
     SendError,
     StoreBusyError,
     StoreClosedError,
     StoreFullError,
     StoreIOError,
     StoreLockedError,
+    SubscriptionConflictError,
     TopicNotFoundError,
+    TransactionStateError,
     UnsupportedStoreError,
 )
 from mqstore.log.columns import Binary, Columns
@@ -47,31 +60,42 @@ from mqstore.options import Durability, Duration, Profile, Retention, StoreConfi
 __all__ = [
     "Binary",
     "Body",
+    "Broker",
     "Clock",
     "Columns",
     "ConfigError",
     "CorruptStoreError",
     "Cut",
+    "Delivery",
     "Durability",
     "Duration",
+    "Filter",
     "FilterError",
     "Finding",
     "FlushFailedError",
     "FlushTimeoutError",
     "FormatError",
     "GetResult",
+    "GroupConfig",
+    "GroupInUseError",
+    "GroupNotFoundError",
     "InvalidMessageError",
+    "InvalidReceiptError",
     "MQStoreError",
     "Message",
     "MessageStore",
     "NotAStoreError",
+    "NotPermittedError",
     "OffsetOutOfRangeError",
     "OutgoingMessage",
     "Profile",
     "QueueRef",
     "ReadOnlyStoreError",
+    "ReceiptExpiredError",
     "RecoveryReport",
+    "ResultCode",
     "Retention",
+    "RetryPolicy",
     "SendError",
     "SendReceipt",
     "SimulatedClock",
@@ -82,8 +106,11 @@ __all__ = [
     "StoreIOError",
     "StoreLockedError",
     "StoreStats",
+    "SubscriptionConflictError",
     "SystemClock",
+    "TopicConfig",
     "TopicNotFoundError",
+    "TransactionStateError",
     "UnsupportedStoreError",
     "open",
 ]

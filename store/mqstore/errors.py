@@ -10,35 +10,69 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Sequence
+from enum import IntEnum
 from typing import NoReturn
 
 __all__ = [
     "ConfigError",
     "CorruptStoreError",
+    "EvaluationError",
     "FilterError",
     "FlushFailedError",
     "FlushTimeoutError",
     "FormatError",
+    "GroupInUseError",
+    "GroupNotFoundError",
     "InvalidMessageError",
+    "InvalidReceiptError",
     "MQStoreError",
     "NotAStoreError",
+    "NotPermittedError",
     "OffsetOutOfRangeError",
     "ReadOnlyStoreError",
+    "ReceiptExpiredError",
+    "ResultCode",
     "SendError",
     "StoreBusyError",
     "StoreClosedError",
     "StoreFullError",
     "StoreIOError",
     "StoreLockedError",
+    "SubscriptionConflictError",
     "TopicNotFoundError",
+    "TransactionStateError",
     "UnsupportedStoreError",
     "raise_os_error",
 ]
 
 
+class ResultCode(IntEnum):
+    """RocketMQ's numbers for what went wrong, for tooling that knows them (broker-semantics 0.3)."""
+
+    SUCCESS = 0
+    SYSTEM_ERROR = 1
+    SYSTEM_BUSY = 2
+    FLUSH_DISK_TIMEOUT = 10
+    MESSAGE_ILLEGAL = 13
+    SERVICE_NOT_AVAILABLE = 14
+    NO_PERMISSION = 16
+    TOPIC_NOT_EXIST = 17
+    PULL_NOT_FOUND = 19
+    PULL_RETRY_IMMEDIATELY = 20
+    PULL_OFFSET_MOVED = 21
+    SUBSCRIPTION_PARSE_FAILED = 23
+    SUBSCRIPTION_NOT_EXIST = 24
+    SUBSCRIPTION_NOT_LATEST = 25
+    SUBSCRIPTION_GROUP_NOT_EXIST = 26
+    INVALID_PARAMETER = 29
+    NO_MESSAGE = 208
+    ILLEGAL_OPERATION = 604
+
+
 class MQStoreError(Exception):
     """The root of everything below."""
 
+    code: ResultCode = ResultCode.SYSTEM_ERROR
     receipts: Sequence[object] = ()
     """Raised by a `put_many` that takes several chunks: the receipts of what it had stored before, the first messages
     of the call. Empty in every other case: then nothing of the call was stored."""
@@ -46,6 +80,8 @@ class MQStoreError(Exception):
 
 class InvalidMessageError(MQStoreError, ValueError):
     """A message breaks a rule of topic, tag, key, property or size; nothing was written. `field` names the argument."""
+
+    code = ResultCode.MESSAGE_ILLEGAL
 
     def __init__(self, message: str, field: str) -> None:
         super().__init__(message)
@@ -64,6 +100,17 @@ class FormatError(MQStoreError, ValueError):
 class FilterError(MQStoreError, ValueError):
     """A tag or SQL expression cannot be understood; `position` points into it."""
 
+    code = ResultCode.SUBSCRIPTION_PARSE_FAILED
+
+    def __init__(self, message: str, position: int) -> None:
+        super().__init__(message)
+        self.position = position
+
+
+class EvaluationError(MQStoreError, ValueError):
+    """A property is not what the expression compares it with, say `abc` with a number. `position` is where the
+    comparison starts in the expression."""
+
     def __init__(self, message: str, position: int) -> None:
         super().__init__(message)
         self.position = position
@@ -72,16 +119,68 @@ class FilterError(MQStoreError, ValueError):
 class ConfigError(MQStoreError, ValueError):
     """An option is out of range, or differs from what the store was created with."""
 
+    code = ResultCode.INVALID_PARAMETER
+
 
 class TopicNotFoundError(MQStoreError, LookupError):
     """No queue of that topic exists in the store."""
+
+    code = ResultCode.TOPIC_NOT_EXIST
 
     def __str__(self) -> str:  # LookupError shares KeyError's habit of quoting; keep the plain sentence
         return str(self.args[0]) if self.args else ""
 
 
+class GroupNotFoundError(MQStoreError, LookupError):
+    """No consumer group of that name exists, and `auto_create_groups` is off."""
+
+    code = ResultCode.SUBSCRIPTION_GROUP_NOT_EXIST
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
+class GroupInUseError(MQStoreError):
+    """A live member consumes the group in another mode, or bears the same client id."""
+
+
+class SubscriptionConflictError(MQStoreError):
+    """A live member of the group subscribes to other topics or filters: all members subscribe alike."""
+
+
+class NotPermittedError(MQStoreError, PermissionError):
+    """The permissions of a topic or group forbid it, or the topic belongs to the engine."""
+
+    code = ResultCode.NO_PERMISSION
+
+
+class TransactionStateError(MQStoreError):
+    """Too late: it ended the other way (`outcome`), or its immunity is over and only a check may end it (`outcome`
+    None). Nothing was changed."""
+
+    code = ResultCode.ILLEGAL_OPERATION
+
+    def __init__(self, message: str, outcome: str | None) -> None:
+        super().__init__(message)
+        self.outcome = outcome
+
+
+class InvalidReceiptError(MQStoreError, ValueError):
+    """Not a receipt, or not one of this group and topic."""
+
+    code = ResultCode.MESSAGE_ILLEGAL
+
+
+class ReceiptExpiredError(MQStoreError):
+    """Too late: the message was put up for redelivery already. Nothing was changed."""
+
+    code = ResultCode.NO_MESSAGE
+
+
 class OffsetOutOfRangeError(MQStoreError, LookupError):
     """A queue offset lies below the first or above the next one; the bounds are attributes."""
+
+    code = ResultCode.PULL_OFFSET_MOVED
 
     def __init__(self, message: str, min_offset: int, max_offset: int) -> None:
         super().__init__(message)
@@ -106,9 +205,13 @@ class StoreLockedError(MQStoreError, BlockingIOError):
 class ReadOnlyStoreError(MQStoreError, PermissionError):
     """A change was asked of a store that was opened read-only, or that lies on a read-only mount."""
 
+    code = ResultCode.NO_PERMISSION
+
 
 class StoreClosedError(MQStoreError, ValueError):
     """The store was closed, or belongs to the parent of this forked process."""
+
+    code = ResultCode.SERVICE_NOT_AVAILABLE
 
 
 class CorruptStoreError(MQStoreError, OSError):
@@ -148,6 +251,8 @@ class SendError(MQStoreError):
 class FlushTimeoutError(SendError, TimeoutError):
     """Stored and visible, but not known to be on disk within `flush_timeout`. `receipt` tells where it is."""
 
+    code = ResultCode.FLUSH_DISK_TIMEOUT
+
     def __init__(self, message: str, receipt: object = None) -> None:
         super().__init__(message)
         self.receipt = receipt
@@ -156,14 +261,20 @@ class FlushTimeoutError(SendError, TimeoutError):
 class FlushFailedError(SendError, OSError):
     """An fsync failed: what the disk holds is unknown, so nothing more is written until the store is reopened."""
 
+    code = ResultCode.SERVICE_NOT_AVAILABLE
+
 
 class StoreBusyError(SendError):
     """A transient refusal; the same call may succeed a moment later."""
+
+    code = ResultCode.SYSTEM_BUSY
 
 
 class StoreFullError(SendError, OSError):
     """No space or quota left (`errno` ENOSPC or EDQUOT). Nothing was written (but see `receipts`); what is stored stays
     readable."""
+
+    code = ResultCode.SERVICE_NOT_AVAILABLE
 
     def __init__(self, number: int, message: str, filename: str, operation: str) -> None:
         super().__init__(number, message, filename)

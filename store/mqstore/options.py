@@ -84,6 +84,9 @@ class Retention:
     """Keep no more than about this many bytes of commitlog."""
     disk_ratio: float | None = None
     """Also drop while the file system is fuller than this (0..1)."""
+    unconsumed: Literal["keep", "drop"] = "keep"
+    """What a group has not consumed is kept, or goes like all else and the group is told. For a broker: the log alone
+    knows no groups."""
 
     def __post_init__(self) -> None:
         if self.age is not None:
@@ -92,6 +95,8 @@ class Retention:
             raise ConfigError(f"retention.max_bytes must be zero or more, not {self.max_bytes}")
         if self.disk_ratio is not None and not 0 < self.disk_ratio <= 1:
             raise ConfigError(f"retention.disk_ratio must lie in (0, 1], not {self.disk_ratio}")
+        if self.unconsumed not in ("keep", "drop"):
+            raise ConfigError(f"retention.unconsumed must be 'keep' or 'drop', not {self.unconsumed!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +123,7 @@ class StoreConfig:
     max_message_size: int = 4 << 20
     """Largest body that `put` accepts."""
     retention: Retention | None = None
-    """None: nothing is dropped unless `clean` or `drop_before` is called."""
+    """None: nothing is dropped unless `clean` or `drop_before` is called; for a broker: `Retention()`."""
     flush_interval: Duration = 0.5
     """How often the flusher looks; it syncs when `flush_pages` are dirty."""
     flush_pages: int = 4
@@ -127,6 +132,31 @@ class StoreConfig:
     """How often whatever is dirty is synced."""
     flush_timeout: Duration = 5.0
     """How long a put waits for its sync before `FlushTimeoutError`."""
+    max_delay: Duration = timedelta(days=366)
+    """The farthest ahead that a message may be delayed."""
+    auto_create_topics: bool = True
+    """Whether a put to an unknown topic creates it."""
+    default_queues: int = 4
+    """Queues of a topic that is created without saying how many."""
+    auto_create_groups: bool = True
+    """Whether a group comes into being with its first use."""
+    commit_interval: Duration = 5.0
+    """How often the groups' progress is written; a crash takes back what was committed since."""
+    release_in_flight: bool = True
+    """What receivers in this process had popped and not acknowledged when it died is visible again at the next open."""
+    pop_retry_version: Literal[1, 2] = 2
+    """Form of the topics that bear redelivered copies of popped messages."""
+    dlq_retention: Duration | None = timedelta(days=30)
+    """Age at which a dead letter expires; None: never."""
+    orphan_level_policy: Literal["keep", "deliver_now"] = "keep"
+    """What to do with messages delayed by a level that the table no longer has."""
+    rocketmq_rules: bool = False
+    """RocketMQ's answer where ours deliberately differs (broker-semantics 16), for tests and for its clients."""
+    strict_rocketmq_sql: bool = False
+    """SQL92 filters as RocketMQ parses them: text behind the expression is ignored, `0.0` is an error."""
+    access_in_memory_bytes: int | None = None
+    """With `rocketmq_rules`: how far behind the log's end a message counts as in memory; None: 40 % of the RAM."""
+
     verify_reads: bool = True
     """Check every record's checksum before its message is handed out."""
     max_mappings: int = 1024
@@ -153,9 +183,18 @@ class StoreConfig:
                 raise ConfigError(f"{name} must lie in {low}..{0x7FFF_FFFF}, not {value}")
         if self.consumequeue_units is not None and self.consumequeue_units > 0x7FFF_FFFF // 20:
             raise ConfigError(f"consumequeue_units must be at most {0x7FFF_FFFF // 20}, not {self.consumequeue_units}")
+        if self.access_in_memory_bytes is not None and self.access_in_memory_bytes < 0:
+            raise ConfigError(f"access_in_memory_bytes must be zero or more, not {self.access_in_memory_bytes}")
+        if not 1 <= self.default_queues <= 16_384:
+            raise ConfigError(f"default_queues must lie in 1..16384, not {self.default_queues}")
+        for name, allowed in (("pop_retry_version", (1, 2)), ("orphan_level_policy", ("keep", "deliver_now"))):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name} must be one of {allowed}, not {getattr(self, name)!r}")
         if self.group_hash not in (None, "jump", "siphash24"):
             raise ConfigError(f"group_hash must be 'jump' or 'siphash24', not {self.group_hash!r}")
         if self.delay_levels is not None:
             delay_table_ms(self.delay_levels)
-        for name in ("flush_interval", "flush_thorough", "flush_timeout"):
+        for name in ("flush_interval", "flush_thorough", "flush_timeout", "max_delay", "commit_interval"):
             seconds(getattr(self, name), name)
+        if self.dlq_retention is not None:
+            seconds(self.dlq_retention, "dlq_retention")

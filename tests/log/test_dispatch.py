@@ -231,7 +231,7 @@ def test_a_queue_is_seen_though_another_found_no_room(tmp_path: Path) -> None:
         store.put("b", b"0")
         store.dispatch()
         grown: list[str] = []
-        store._dispatcher.listeners.append(lambda queue: grown.append(queue.topic))
+        store._dispatcher.listeners.append(lambda topic, *_: grown.append(topic))
         fs.fail("pwrite", errno.ENOSPC, path_part="consumequeue/b", times=None)
         store.put("a", b"1")
         store.put("b", b"1")
@@ -381,7 +381,7 @@ def test_who_waits_is_told_of_what_came_before_the_disk_was_full(tmp_path: Path)
         queue.next_offset += 1  # a number that was given and lost, so that the units are written in two pieces
         store.put("t", b"2")
         grown: list[int] = []
-        store._dispatcher.listeners.append(lambda queue: grown.append(queue.max_offset))
+        store._dispatcher.listeners.append(lambda *grew: grown.append(grew[3]))
         fs.fail("pwrite", errno.ENOSPC, path_part="consumequeue", nth=2)
         with pytest.raises(StoreFullError):
             store.dispatch()

@@ -34,6 +34,12 @@ def test_every_command_is_documented(name: str) -> None:
     assert f"\n## mqstore {name}\n" in _COMMANDS_MD.read_text(encoding="utf-8")
 
 
+def test_every_sub_command_is_documented() -> None:
+    text = _COMMANDS_MD.read_text(encoding="utf-8")
+
+    assert all(f"\n## mqstore {name}\n" in text for name in ("topics delete", "offsets reset", "dlq purge"))
+
+
 def test_the_page_does_not_depend_on_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     wide = page()
     monkeypatch.setenv("COLUMNS", "40")

@@ -15,6 +15,7 @@ import pytest
 import mqstore as library
 from mqstore import SimulatedClock, StoreConfig
 from tests.conftest import GOLDEN_NAMES, GoldenStore
+from tests.tools.brokers import broker, clock_now
 from tests.tools.support import mqstore, mqstore_json, process, snapshot
 
 Golden = Callable[[str], GoldenStore]
@@ -201,6 +202,14 @@ def test_beside_a_writer_it_says_so(tmp_path: Path) -> None:
         ["recover", "--dry-run"],
         ["recover", "--dry-run", "--rebuild", "config", "--rebuild", "index"],
         ["put", "--dry-run"],
+        ["topics", "--system"],
+        ["groups"],
+        ["offsets"],
+        ["lag"],
+        ["delay"],
+        ["dlq"],
+        ["dlq", "--group", "billing"],
+        ["dlq", "--group", "billing", "--json"],
     ],
     ids=" ".join,
 )
@@ -297,7 +306,18 @@ def test_no_damage_makes_a_tool_fall_over(golden: Golden, seed: int) -> None:
     done = [damage(path, rng) for _ in range(rng.randrange(1, 5))]
 
     codes: dict[str, int] = {}
-    for command in (["inspect"], ["verify"], ["export"], ["recover", "--dry-run"], ["get", "--topic", "orders"]):
+    for command in (
+        ["inspect"],
+        ["verify"],
+        ["export"],
+        ["recover", "--dry-run"],
+        ["get", "--topic", "orders"],
+        ["topics", "--system"],
+        ["lag"],
+        ["delay"],
+        ["dlq"],
+        ["dlq", "--group", "billing"],
+    ):
         before = snapshot(path)
         result = mqstore(command[0], path, *command[1:])
         codes[command[0]] = result.exit_code
@@ -314,3 +334,211 @@ def test_human_output_names_what_matters(golden: Golden) -> None:
     assert shown.exit_code == 0
     for word in ("rocketmq", "not closed cleanly", "mqstore recover", "orders", "commitlog/00000000000000000000"):
         assert word in shown.stdout
+
+
+# -- the broker's side -------------------------------------------------------------------------------------------------
+
+
+def worked_on(path: Path, clock: SimulatedClock) -> dict[str, Any]:
+    """A store with something of everything; what its broker said of itself at the end."""
+    with broker(path, clock, delay_levels="1s 10s 1h") as running:
+        running.topics.create("orders", queues=2)
+        for i in range(10):
+            running.put("orders", b"%d" % i, queue_id=i % 2)
+        running.put("orders", b"later", delay_level=3)
+        running.put("orders", b"timed", delay=3600)
+        running.transactions.begin("orders", b"half", producer_group="pg")
+        running.run_once()
+        popped = running.pop("billing", "orders", 4, queue_id=0, local=False)
+        running.ack("billing", "orders", [popped[1].receipt])
+        running.dead_letter("billing", "orders", popped[2].receipt, "no good")
+        running.change_invisible("billing", "orders", popped[3].receipt, 30)
+        ordered = running.pop("ledger", "orders", 3, queue_id=1, order=True, local=False)
+        running.ack("ledger", "orders", [ordered[1].receipt])
+        running.note_attempt("audit", "orders", 1, 4, 2)
+        running.run_once()
+        # What is committed counts for inspect when it is on disk, so both are asked with all of it there.
+        running.save()
+        pin = running.stats().oldest_pin
+        assert pin is not None
+        return {
+            "pending": [(group, *each) for group in ("billing", "ledger") for each in running.pending(group)],
+            "pin": pin._asdict(),
+            "levels": running.stats().delay_levels,
+            "in_flight": running.stats().in_flight,
+        }
+
+
+def test_the_brokers_side_is_told_as_the_broker_tells_it(tmp_path: Path) -> None:
+    clock = clock_now()
+    now_ms = clock.now_ms()
+    said = worked_on(tmp_path / "s", clock)
+
+    found = mqstore_json("inspect", tmp_path / "s")["broker"]
+
+    assert found["not_shown"] == {}
+    assert sum(each["messages"] for each in found["in_flight"]) == said["in_flight"] == len(said["pending"]) == 4
+    assert [list(each.values()) for each in found["in_flight"]] == [
+        ["billing", "orders", 0, False, 2, 0, 0, now_ms + 30_000],
+        ["ledger", "orders", 1, True, 2, 0, 0, now_ms + 60_000],
+    ]
+    assert [(level["level"], level["delay_ms"], level["waiting"]) for level in found["delay_levels"]] == [
+        (3, 3_600_000, 1)
+    ]
+    assert said["levels"] == {3: (0, 1)}
+    assert found["timer"]["waiting"] == 1
+    assert found["dead_letters"] == {"billing": 1}
+    assert found["transactions"] == {"open": 1, "given_up": 0, "newest_given_up": []}
+    orders = {(each["group"], each["queue_id"]): each for each in found["order_info"]}
+    ledger = orders["ledger", 1]
+    assert (ledger["offsets"], ledger["unacked"], ledger["pop_time_ms"]) == ([0, 1, 2], [0, 2], now_ms)
+    assert ledger["next_visible_ms"] == now_ms + 60_000
+
+
+def test_what_pins_the_front_of_the_log_is_named(tmp_path: Path) -> None:
+    said = worked_on(tmp_path / "s", clock_now())["pin"]
+
+    found = mqstore_json("inspect", tmp_path / "s")["broker"]["oldest_pin"]
+
+    assert found == {**said, "queue_offset": 0}
+    assert (found["topic"], found["queue_id"], found["group"]) == ("orders", 0, "billing")
+    shown = mqstore("inspect", tmp_path / "s").stdout
+    assert "orders, queue 0 at 0, group billing: not consumed" in shown
+
+
+@pytest.mark.parametrize(
+    ("keep", "topic"),
+    [("level", "SCHEDULE_TOPIC_XXXX"), ("timer", "rmq_sys_wheel_timer"), ("half", "RMQ_SYS_TRANS_HALF_TOPIC")],
+)
+def test_what_waits_pins_the_log_when_all_else_is_consumed(tmp_path: Path, keep: str, topic: str) -> None:
+    path = tmp_path / "s"
+    with broker(path) as running:
+        running.groups.create("billing")
+        if keep == "level":
+            running.put("orders", b"later", delay_level=18)
+        elif keep == "timer":
+            running.put("orders", b"later", delay=3600)
+        else:
+            running.transactions.begin("orders", b"half", producer_group="pg")
+        running.put("orders", b"consumed", queue_id=0)
+        running.run_once()
+        running.commit("billing", "orders", 0, 1)
+        pin = running.stats().oldest_pin
+        assert pin is not None
+
+    found = mqstore_json("inspect", path)["broker"]["oldest_pin"]
+
+    assert (found["topic"], found["physical_offset"], found["queue_offset"]) == (topic, 0, 0)
+    assert pin.physical_offset == 0
+
+
+def test_the_order_info_of_a_java_broker_is_read(golden: Golden) -> None:
+    path = golden("clean").path
+    [first] = [q for q in golden("clean").of("queue") if (q["topic"], q["queue_id"]) == ("orders", 0)]
+    assert first["max_offset"] > 3
+    (path / "config").mkdir()
+    (path / "config" / "subscriptionGroup.json").write_text('{"subscriptionGroupTable":{"g1":{"groupName":"g1"}}}')
+    (path / "config" / "consumerOrderInfo.json").write_text(
+        '{"table":{"orders@g1":{0:{"popTime":1700000000000,"i":60000,"o":[0,1,2],"cm":2,"l":1700000000000}}}}'
+    )
+
+    found = mqstore_json("inspect", path)["broker"]
+
+    [order] = found["order_info"]
+    assert (order["offsets"], order["unacked"], order["next_visible_ms"]) == ([0, 1, 2], [0, 2], None)
+    assert found["in_flight"] == []  # its time is long over
+
+
+def test_transactions_given_up_can_be_read(tmp_path: Path) -> None:
+    clock = clock_now()
+    with broker(tmp_path / "s", clock) as running:
+        handle = running.transactions.begin("orders", b"half", producer_group="pg")
+        running.transactions.on_check("pg", lambda message: None)
+        for _ in range(20):
+            running.run_once()
+            clock.advance(31_000)
+        running.run_once()
+
+    found = mqstore_json("inspect", tmp_path / "s")["broker"]["transactions"]
+
+    assert (found["open"], found["given_up"]) == (0, 1)
+    [row] = found["newest_given_up"]
+    assert (row["transaction_id"], row["topic"], row["producer_group"]) == (handle.transaction_id, "orders", "pg")
+    assert handle.transaction_id in mqstore("inspect", tmp_path / "s").stdout
+
+
+@pytest.mark.parametrize(
+    ("file", "sections"),
+    [
+        ("topics.json", {"broker"}),
+        ("consumerOffset.json", {"broker"}),
+        ("delayOffset.json", {"delay_levels"}),
+        ("consumerOrderInfo.json", {"in_flight"}),
+    ],
+)
+def test_a_damaged_table_hides_what_hangs_on_it_and_nothing_else(tmp_path: Path, file: str, sections: set[str]) -> None:
+    path = tmp_path / "s"
+    worked_on(path, clock_now())
+    for each in [path / "config" / file, *(path / "config").glob(f"{file}.*")]:
+        each.write_bytes(b"\0" * 60)
+
+    result = mqstore("inspect", path)
+    found = mqstore_json("inspect", path)
+
+    assert result.exit_code == 0
+    assert set(found["broker"]["not_shown"]) == sections
+    assert f"not shown: {min(sections).replace('_', ' ')}" in result.stderr
+    assert found["topics"]["orders"]["queues"]["0"]["max_offset"] == 5
+    if sections != {"broker"}:
+        assert found["broker"]["timer"]["waiting"] == 1
+
+
+def test_a_store_that_no_broker_used_has_nothing_to_tell_of_one(tmp_path: Path) -> None:
+    with library.open(tmp_path / "s") as store:
+        store.put("orders", b"x")
+
+    found = mqstore_json("inspect", tmp_path / "s")["broker"]
+
+    assert (found["in_flight"], found["order_info"], found["delay_levels"], found["not_shown"]) == ([], [], [], {})
+    assert found["oldest_pin"]["why"] == "no group has consumed it"
+
+
+def test_inspect_beside_a_broker_at_work(tmp_path: Path) -> None:
+    with broker(tmp_path / "s") as running:
+        running.put("orders", b"x", queue_id=0)
+        running.run_once()
+        running.pop("billing", "orders", 1)
+        running.run_once()
+        child = process("inspect", tmp_path / "s", "--json")
+        out, err = child.communicate(timeout=60)
+
+    assert child.returncode == 0, err
+    [each] = json.loads(out)["broker"]["in_flight"]
+    assert (each["group"], each["topic"], each["messages"], each["local"]) == ("billing", "orders", 1, 1)
+
+
+NONSENSE = [
+    b'{"t":"orders","c":"billing","q":0,"so":1,"pt":5,"it":"x","d":[0],"nx":2}',
+    b'{"t":1,"c":"billing","q":0,"so":1,"pt":5,"it":6,"d":[0],"nx":2}',
+    b'{"t":"orders","c":["g"],"q":0,"so":1,"pt":5,"it":6,"d":[0],"nx":2}',
+    b'{"t":"orders","c":"billing","q":0,"so":1,"pt":5,"it":6,"d":[0],"nx":null}',
+    b'{"t":"orders","c":"billing","q":0,"so":1,"pt":5,"it":6,"d":[0],"f":1,"oc":{"x":1}}',
+    b'{"so":1}',
+    b"[1]",
+    b"\xff",
+]
+
+
+@pytest.mark.parametrize("body", NONSENSE)
+def test_nonsense_in_the_pop_log_is_passed_over(tmp_path: Path, body: bytes) -> None:
+    path = tmp_path / "s"
+    with broker(path) as running:
+        running.put("orders", b"x", queue_id=0)
+        running.groups.create("billing")
+        running.commit("billing", "orders", 0, 0)
+        running.store.append("rmq_sys_pop_log", 0, body, properties={"TAGS": "ck"})
+
+    for command in ("inspect", "lag"):
+        result = mqstore(command, path)
+        assert result.exit_code == 0, result.output
+    assert mqstore_json("inspect", path)["broker"]["in_flight"] == []

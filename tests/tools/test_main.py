@@ -48,6 +48,39 @@ def test_every_command_can_speak_json() -> None:
         assert "--json" in mqstore(name, "--help").stdout, name
 
 
+SUB_COMMANDS = [
+    (name, each)
+    for name in THERE
+    if isinstance(command := cli.get_command(click.Context(cli), name), click.Group)
+    for each in command.commands
+]
+
+
+@pytest.mark.parametrize(("name", "each"), SUB_COMMANDS, ids=[" ".join(pair) for pair in SUB_COMMANDS])
+def test_every_sub_command_has_help_an_example_and_json(name: str, each: str) -> None:
+    result = mqstore(name, each, "--help")
+
+    assert result.exit_code == 0
+    assert f"\n    mqstore {name} {each} " in result.stdout
+    assert "--json" in result.stdout
+    group = cli.get_command(click.Context(cli), name)
+    assert isinstance(group, click.Group)
+    assert group.commands[each].short_help
+    for option in group.commands[each].params:
+        if isinstance(option, click.Option) and option.name not in {"topic", "queue_id", "max_messages"}:
+            assert option.help, (name, each, option.name)
+
+
+def test_the_first_sub_command_is_meant_when_none_is_named(tmp_path: Path) -> None:
+    assert mqstore("put", tmp_path / "s", "orders", "x").exit_code == 0
+
+    assert mqstore("topics", tmp_path / "s").stdout == mqstore("topics", "list", tmp_path / "s").stdout
+    assert mqstore("topics", "--json", tmp_path / "s").exit_code == 0
+    assert mqstore("topics").exit_code in (0, 2)  # help, with the code of click's version
+    assert mqstore("topics", tmp_path / "absent").exit_code == 3
+    assert mqstore("topics", "create").exit_code == 2
+
+
 def test_the_version_and_the_help_are_told() -> None:
     assert mqstore("--version").stdout.startswith("mqstore, version ")
     help_text = mqstore("--help").stdout

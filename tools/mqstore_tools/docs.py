@@ -29,6 +29,12 @@ def page() -> str:
             command = cli.get_command(parent, name)
             assert command is not None
             parts.append(_block(f"mqstore {name}", command, parent))
+            if isinstance(command, click.Group):
+                with click.Context(command, info_name=name, parent=parent) as group:
+                    for each in command.list_commands(group):
+                        sub_command = command.get_command(group, each)
+                        assert sub_command is not None
+                        parts.append(_block(f"mqstore {name} {each}", sub_command, group))
     return "\n".join(parts)
 
 

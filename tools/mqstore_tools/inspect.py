@@ -1,14 +1,17 @@
-"""`mqstore inspect`: what a store holds. Shows what `mqstore.log.inspect` finds."""
+"""`mqstore inspect`: what a store holds. Shows what `mqstore.log.inspect` and `mqstore.broker.inspect` find."""
 
 from __future__ import annotations
 
+import logging
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import click
 
+from mqstore.broker.inspect import inspect_broker
 from mqstore.log.inspect import inspect_store
+from mqstore_tools.opened import show_ms
 from mqstore_tools.render import console, note, print_json, progress, show_bytes, table, when
 from mqstore_tools.shared import StoreCommand, directory_argument, index_options, java_config, json_option
 
@@ -31,13 +34,20 @@ Examples:
 @index_options
 @json_option
 def inspect(directory: Path, index_slots: int | None, index_entries: int | None, json_output: bool) -> None:
-    """Show what the store in DIR holds: log, topics, queues, index, checkpoint, consumers' offsets.
+    """Show what the store in DIR holds: log, topics, queues, index, checkpoint, consumers' offsets; and of the broker:
+    delay levels, timer, deliveries in flight, order info, transactions, dead letters, what keeps the front of the log.
 
     Reads only: bytes and times of the directory stay as they are, also beside a writer. Works on damaged stores; what
     is plainly wrong is listed under problems, but checksums are left to `verify`, and so is the exit code 1.
     """
+    config = java_config(index_slots, index_entries)
     with progress("reading the log") as report:
-        found = inspect_store(directory, config=java_config(index_slots, index_entries), progress=report)
+        found = inspect_store(directory, config=config, progress=report)
+    logging.getLogger("mqstore").setLevel(logging.ERROR)  # its warnings are the problems, which are told below
+    try:
+        found["broker"] = inspect_broker(directory, config=config)
+    finally:
+        logging.getLogger("mqstore").setLevel(logging.NOTSET)
     if json_output:
         print_json(found)
     else:
@@ -64,6 +74,7 @@ def _show(found: dict[str, Any]) -> None:
         ("undispatched", f"{found['undispatched_bytes']} bytes"),
         ("index", f"{index['entries']} entries in {index['files']} files"),
         ("flushed", when(checkpoint["physic_msg_timestamp_ms"])),
+        *_broker_facts(found["broker"]),
     ]
     screen.print(table(found["path"], ("", ""), facts))
     _table(
@@ -108,9 +119,111 @@ def _show(found: dict[str, Any]) -> None:
             for queue_id, offset in queues.items()
         ],
     )
-    _table("delay levels", ("level>", "next>"), list(found["delay_offsets"].items()))
+    _show_broker(found["broker"])
     for problem in islice(found["problems"], _MANY):
         note(f"problem: {problem}")
+    for section, why in found["broker"]["not_shown"].items():
+        note(f"not shown: {section.replace('_', ' ')}: {why}")
+
+
+def _broker_facts(broker: dict[str, Any]) -> list[tuple[str, object]]:
+    """Lines for what there is; none for a store that no broker ever used."""
+    facts: list[tuple[str, object]] = []
+    pin, timer, transactions = broker["oldest_pin"], broker["timer"], broker["transactions"]
+    if pin is not None:
+        offset = "" if pin["queue_offset"] is None else f" at {pin['queue_offset']}"
+        group = f", group {pin['group']}" if pin["group"] else ""
+        where = f"{pin['topic']}, queue {pin['queue_id']}{offset}{group}: {pin['why']}"
+        facts.append(("kept from", f"{pin['physical_offset']} on, for {where}"))
+    if timer["waiting"]:
+        facts.append(("timer", f"{timer['waiting']} messages wait, the first until {when(timer['next_due_ms'])}"))
+    if transactions["open"] or transactions["given_up"]:
+        facts.append(("transactions", f"{transactions['open']} open, {transactions['given_up']} given up"))
+    if broker["dead_letters"]:
+        counts = ", ".join(f"{count} of {group}" for group, count in broker["dead_letters"].items())
+        facts.append(("dead letters", counts))
+    return facts
+
+
+def _show_broker(broker: dict[str, Any]) -> None:
+    _table(
+        "delay levels",
+        ("level>", "delay>", "next>", "end>", "waiting>", "next due"),
+        [
+            (
+                level["level"],
+                "orphan" if level["delay_ms"] is None else show_ms(level["delay_ms"]),
+                level["offset"],
+                level["end"],
+                level["waiting"],
+                when(level["next_due_ms"]),
+            )
+            for level in broker["delay_levels"]
+        ],
+    )
+    _table(
+        "in flight",
+        ("group", "topic", "queue>", "messages>", "from>", "order", "visible again"),
+        [
+            (
+                each["group"],
+                each["topic"],
+                each["queue_id"],
+                each["messages"],
+                each["first_offset"],
+                "fifo" if each["fifo"] else "-",
+                when(each["next_visible_ms"]),
+            )
+            for each in broker["in_flight"]
+        ],
+    )
+    _table(
+        "order info",
+        ("group", "topic", "queue>", "batch", "not settled", "popped", "blocked until", "failed attempts"),
+        [
+            (
+                each["group"],
+                each["topic"],
+                each["queue_id"],
+                _span(each["offsets"]),
+                _span(each["unacked"]),
+                when(each["pop_time_ms"]),
+                when(each["next_visible_ms"]),
+                " ".join(f"{offset}:{count}" for offset, count in each["attempts"].items()) or "-",
+            )
+            for each in broker["order_info"]
+        ],
+    )
+    _table(
+        "transactions given up",
+        ("id", "topic", "producer group", "checks>", "offset>", "stored"),
+        [
+            (
+                each["transaction_id"],
+                each["topic"],
+                each["producer_group"],
+                each["checks"],
+                each["queue_offset"],
+                when(each["store_timestamp_ms"]),
+            )
+            for each in broker["transactions"]["newest_given_up"]
+        ],
+    )
+
+
+def _span(offsets: list[int]) -> str:
+    """Offsets as people read them.
+
+    >>> _span([4, 5, 6, 9]), _span([])
+    ('4-6 9', '-')
+    """
+    runs: list[list[int]] = []
+    for offset in offsets:
+        if runs and offset == runs[-1][1] + 1:
+            runs[-1][1] = offset
+        else:
+            runs.append([offset, offset])
+    return " ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs) or "-"
 
 
 def _behind(found: dict[str, Any], topic: str, queue_id: str, offset: int) -> object:

@@ -12,7 +12,23 @@ from mqstore_tools.render import EscapingHandler
 
 __all__ = ["COMMANDS", "cli", "main"]
 
-COMMANDS = ("put", "get", "tail", "inspect", "verify", "recover", "export", "demo", "bench")
+COMMANDS = (
+    "put",
+    "get",
+    "tail",
+    "inspect",
+    "verify",
+    "recover",
+    "export",
+    "topics",
+    "groups",
+    "offsets",
+    "lag",
+    "delay",
+    "dlq",
+    "demo",
+    "bench",
+)
 """Each is the click command `NAME` in module `mqstore_tools.NAME`, in the order of the help."""
 
 
@@ -43,7 +59,8 @@ Exit codes: 0 fine, 1 findings, 2 wrong usage, 3 the directory cannot be opened.
 def cli(ctx: click.Context) -> None:
     """Look at, check, mend, fill and empty message stores: directories of mqstore or of a RocketMQ broker.
 
-    Only put, recover and demo change anything; all others read, also beside a running writer.
+    Only put, recover and demo change anything, and what is called create, alter, delete, reset, cancel, replay or
+    purge; all others read, also beside a running writer.
     """
     logger = logging.getLogger("mqstore")
     handler = EscapingHandler(logging.WARNING)

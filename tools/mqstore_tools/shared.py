@@ -1,7 +1,7 @@
 """What all sub-commands share: how errors become exit codes, and the options that several have.
 
 0  fine                                    1  findings
-2  wrong usage: an option, a topic, an offset or an id that does not fit
+2  wrong usage: an option, a topic, a group, an offset or an id that does not fit
 3  the directory cannot be opened, read or written
 130  interrupted        141  whoever read the output went away
 """
@@ -26,6 +26,7 @@ from mqstore import (
     StoreConfig,
     TopicNotFoundError,
 )
+from mqstore.errors import GroupNotFoundError, InvalidReceiptError, NotPermittedError
 from mqstore_tools.render import safe
 
 __all__ = [
@@ -41,7 +42,16 @@ __all__ = [
 
 FINDINGS, WRONG_USAGE, UNUSABLE, INTERRUPTED, READER_GONE = 1, 2, 3, 130, 141
 
-_USAGE_ERRORS = (ConfigError, FilterError, InvalidMessageError, OffsetOutOfRangeError, TopicNotFoundError)
+_USAGE_ERRORS = (
+    ConfigError,
+    FilterError,
+    GroupNotFoundError,
+    InvalidMessageError,
+    InvalidReceiptError,
+    NotPermittedError,
+    OffsetOutOfRangeError,
+    TopicNotFoundError,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -76,7 +86,7 @@ class StoreCommand(click.Command):
             self._fail(ctx, "this should not happen; please report it with the lines above", UNUSABLE)
 
     def _fail(self, ctx: click.Context, error: object, code: int) -> None:
-        click.echo(f"mqstore {ctx.info_name}: {safe(error)}", err=True)
+        click.echo(f"{ctx.command_path}: {safe(error)}", err=True)
         ctx.exit(code)
 
 

@@ -46,7 +46,7 @@ from mqstore.clock import SYSTEM_CLOCK, Clock
 from mqstore.errors import MQStoreError, StoreFullError, StoreLockedError, raise_os_error
 from mqstore.files.filesystem import FILE_MODE, REAL, FileSystem
 
-__all__ = ["WriterLock", "writer_alive"]
+__all__ = ["WriterLock", "refuse_beside_writer", "writer_alive"]
 
 _PREFIX = b"lock\n"
 _CONTENT_BYTES_MAX = 4096
@@ -177,7 +177,7 @@ class WriterLock:
             except _TakenError as taken:
                 left_ms = deadline_ms - self._clock.monotonic_ms()
                 if left_ms <= 0:
-                    raise self._refusal(taken.holder) from None
+                    raise _refusal(self._root, taken.holder) from None
             # Polling: neither lock can be waited for with a time limit, but for signals, which belong to the program.
             self._sleep(min(pause_ms, left_ms) / 1000)
             pause_ms = min(2 * pause_ms, _POLL_MS_MAX)
@@ -239,25 +239,17 @@ class WriterLock:
             try:
                 _FLOCK.lock(fd, LockFlags.EXCLUSIVE | LockFlags.NON_BLOCKING)
             except AlreadyLocked:
-                raise _TakenError(self._holder(fd)) from None
+                raise _TakenError(_holder(self._fs, fd)) from None
             except LockException as error:
                 # Some network file systems answer with EOFError; portalocker wraps whatever came.
                 cause = error.__cause__
                 raise (cause if isinstance(cause, OSError) else OSError(errno.EIO, str(error))) from None
             if not _lock_byte(fd):
-                raise _TakenError(self._holder(fd))
+                raise _TakenError(_holder(self._fs, fd))
         except MQStoreError:
             raise
         except OSError as error:
             raise_os_error(error, self._path, "lock")
-
-    def _holder(self, fd: int) -> _Holder:
-        pid = _byte_holder(fd)
-        content = self._fs.pread(fd, _CONTENT_BYTES_MAX, 0)
-        told = _parse(content)
-        if pid is not None and pid > 0 and pid != told.pid:
-            return _Holder(pid)  # a Java broker: the line is of an earlier mqstore
-        return told
 
     def _describe(self, fd: int) -> None:
         line = json.dumps(
@@ -274,13 +266,23 @@ class WriterLock:
         with suppress(StoreFullError):  # a note to people; a full disk must still open, to be consumed and freed
             self._fs.pwrite(fd, content, 0)
 
-    def _refusal(self, holder: _Holder) -> StoreLockedError:
-        by = "another process" if holder.pid is None else f"process {holder.pid}"
-        # The host stands in a file that anyone may have written: !a leaves no control character to a terminal.
-        on = "" if holder.host is None else f" on host {holder.host!a}"
-        return StoreLockedError(
-            f"{self._root} is open for writing in {by}{on}; close it there, or open read-only (mode='r')", *holder
-        )
+
+def _holder(fs: FileSystem, fd: int) -> _Holder:
+    pid = _byte_holder(fd)
+    content = fs.pread(fd, _CONTENT_BYTES_MAX, 0)
+    told = _parse(content)
+    if pid is not None and pid > 0 and pid != told.pid:
+        return _Holder(pid)  # a Java broker: the line is of an earlier mqstore
+    return told
+
+
+def _refusal(root: str | os.PathLike[str], holder: _Holder) -> StoreLockedError:
+    by = "another process" if holder.pid is None else f"process {holder.pid}"
+    # The host stands in a file that anyone may have written: !a leaves no control character to a terminal.
+    on = "" if holder.host is None else f" on host {holder.host!a}"
+    return StoreLockedError(
+        f"{os.fspath(root)} is open for writing in {by}{on}; close it there, or open read-only (mode='r')", *holder
+    )
 
 
 def _parse(content: bytes) -> _Holder:
@@ -317,6 +319,21 @@ def writer_alive(root: str | os.PathLike[str], fs: FileSystem = REAL) -> bool:
             return _byte_holder(fd) is not None
         except OSError as error:
             raise_os_error(error, path, "lock test")
+        finally:
+            fs.close(fd)
+
+
+def refuse_beside_writer(root: str | os.PathLike[str], fs: FileSystem = REAL) -> None:
+    """Raise the StoreLockedError that taking the lock would raise now, without taking it: for who plans a change."""
+    if not writer_alive(root, fs):
+        return
+    path = os.path.join(root, "lock")
+    with _registry_lock:
+        if not {_identity(fs.stat(root)), _identity(fs.stat(path))}.isdisjoint(_registry):
+            raise _refusal(root, _Holder(os.getpid()))
+        fd = fs.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            raise _refusal(root, _holder(fs, fd))
         finally:
             fs.close(fd)
 

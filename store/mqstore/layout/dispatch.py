@@ -7,6 +7,9 @@ Properties are `name 01 value 02 ...` (2.4). The properties of all records are l
 that every pair of every record ends at an 02; the pairs, their names and values are then found for all at once. Where
 few distinct properties stand in many records (a tag, no keys), only the distinct ones are looked at.
 
+Arrays have a fixed price, and it would be paid for each message that somebody waits for: `few` takes up to eight
+records with a struct each. Both ways end in the same `Output`; whatever is not an ordinary record is left to arrays.
+
 Pure: fed with damaged bytes it gives useless rows, never an error or a read outside the buffer.
 """
 
@@ -14,25 +17,44 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from struct import Struct
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from mqstore.layout.consumequeue import UNIT_DTYPE
-from mqstore.layout.javahash import index_hash_many, java_hash, java_hash_many
-from mqstore.layout.properties import DELAY, decode_properties
+from mqstore.layout.consumequeue import UNIT, UNIT_DTYPE
+from mqstore.layout.javahash import index_hash_many, java_hash, java_hash_many, tag_hash
+from mqstore.layout.properties import DELAY, NAME_END, PAIR_END, decode_properties
+from mqstore.layout.record import (
+    MAGIC_V1,
+    MAGIC_V2,
+    MIN_RECORD_BYTES,
+    QUEUE_ID_AT,
+    TRANSACTION_COMMIT,
+    TRANSACTION_MASK,
+    TRANSACTION_ROLLBACK,
+    body_length_at,
+    store_timestamp_at,
+)
 from mqstore.layout.scan import Headers
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-__all__ = ["SCHEDULE_TOPIC", "Rows", "rows_of"]
+__all__ = ["FEW_RECORDS", "SCHEDULE_TOPIC", "Output", "Rows", "few", "is_ok", "rows_of", "tags_code_at"]
 
 SCHEDULE_TOPIC = "SCHEDULE_TOPIC_XXXX"
 
-_TRANSACTION = 0xC
-_COMMIT, _ROLLBACK = 0x8, 0xC
+FEW_RECORDS = 8
+"""Up to so many records one struct at a time is faster than arrays."""
+
+_START = Struct(">ii").unpack_from  # totalSize, magic
+_QUEUE = Struct(">iiqqi").unpack_from  # queueId, flag, queueOffset, physicalOffset, sysFlag
+_I4 = Struct(">i").unpack_from
+_I8 = Struct(">q").unpack_from
+_MAX_I64 = (1 << 63) - 1
 _Int64s = npt.NDArray[np.int64]
 _Int32s = npt.NDArray[np.int32]
 _Bools = npt.NDArray[np.bool_]
@@ -44,6 +66,18 @@ _NAME__KEY = int.from_bytes(b"_KEY", "big")
 _SPACE = 0x20
 _FEW = 8
 """Distinct properties are worth finding when records share them at least this many to one."""
+
+
+class Output(NamedTuple):
+    """What a stretch of log gives to write: units by queue, then index entries."""
+
+    queues: Sequence[tuple[str, int, Sequence[int] | _Int64s, bytes]]
+    """(topic, queue id, queue offsets, the units of these slots), each in log order."""
+    entry_hash: Sequence[int] | _Int32s
+    entry_physical_offset: Sequence[int] | _Int64s
+    entry_store_timestamp_ms: Sequence[int] | _Int64s
+    last_store_timestamp_ms: int | None
+    """Of the last record; None without one."""
 
 
 @dataclass(slots=True)
@@ -94,6 +128,17 @@ class Rows:
             groups.append((self.topics[int(self.topic[first])], int(self.queue_id[first]), group))
         return groups
 
+    def output(self) -> Output:
+        """What to write for these records."""
+        at = self.entry_row
+        return Output(
+            [(t, q, self.queue_offset[chosen], self.units(chosen).tobytes()) for t, q, chosen in self.by_queue()],
+            self.entry_hash,
+            self.physical_offset[at],
+            self.store_timestamp_ms[at],
+            int(self.store_timestamp_ms[-1]) if len(self) else None,
+        )
+
 
 def rows_of(buf: ReadableBuffer, headers: Headers, base: int, delay_table_ms: Sequence[int]) -> Rows:
     """Rows for the records of `headers`, all of which must be `ok`; `base` is the physical offset of `buf[0]`.
@@ -103,11 +148,11 @@ def rows_of(buf: ReadableBuffer, headers: Headers, base: int, delay_table_ms: Se
     view = memoryview(buf)
     count = len(headers)
     topics, topic = _topics(view, headers)
-    transaction = headers.sys_flag & _TRANSACTION
-    has_unit = (transaction == 0) | (transaction == _COMMIT)
+    transaction = headers.sys_flag & TRANSACTION_MASK
+    has_unit = (transaction == 0) | (transaction == TRANSACTION_COMMIT)
     prefixes = np.array([java_hash(f"{name}#") for name in topics], np.int32)
     tags, entry_row, entry_hash = _tags_and_entries(view, headers, prefixes, topic)
-    indexed = (transaction != _ROLLBACK)[entry_row]
+    indexed = (transaction != TRANSACTION_ROLLBACK)[entry_row]
     if not indexed.all():
         entry_row, entry_hash = entry_row[indexed], entry_hash[indexed]
     store_timestamp_ms = headers.store_timestamp_ms
@@ -270,7 +315,163 @@ def _deliver_times(
     """Units of delayed messages bear the time of delivery in place of the tags code (4.2)."""
     blobs = _slices(view, headers.properties_position[rows], headers.properties_size[rows])
     for row, blob in zip(rows.tolist(), blobs, strict=True):
-        level = decode_properties(blob).get(DELAY, "")
-        if level.isascii() and level.isdigit() and len(level) < 10 and int(level) > 0:
-            delay_ms = delay_table_ms[min(int(level), len(delay_table_ms)) - 1] if delay_table_ms else 1000
+        delay_ms = _delay_ms(blob, delay_table_ms)
+        if delay_ms is not None:
             tags[row] = headers.store_timestamp_ms[row] + delay_ms
+
+
+def _delay_ms(properties: bytes, delay_table_ms: Sequence[int]) -> int | None:
+    """How long the level in DELAY means to wait; None when there is no level."""
+    level = decode_properties(properties).get(DELAY, "")
+    if level.isascii() and level.isdigit() and len(level) < 10 and int(level) > 0:
+        return delay_table_ms[min(int(level), len(delay_table_ms)) - 1] if delay_table_ms else 1000
+    return None
+
+
+# --- few ------------------------------------------------------------------------------------------------------------
+
+
+def few(buf: ReadableBuffer, start: int, end: int, base: int, delay_table_ms: Sequence[int]) -> Output | None:
+    """What `walk`, `gather` and `rows_of` would give for `[start, end)`, if at most `FEW_RECORDS` records fill it
+    exactly and each is `ok`; None if not, or if one is anything but ordinary. Arguments as of `rows_of`.
+    """
+    view = memoryview(buf)
+    starts = _chain(view, start, end)
+    if starts is None:
+        return None
+    numbers: dict[bytes, int] = {}
+    queues: dict[tuple[int, int], tuple[str, int, list[int], list[bytes]]] = {}
+    hashes: list[int] = []
+    physical_offsets: list[int] = []
+    stamps: list[int] = []
+    stamp = None
+    for at in starts:
+        record = _ordinary(view, at)
+        if record is None:
+            return None
+        size, queue_id, queue_offset, sys_flag, stamp, topic_bytes, properties = record
+        topic = topic_bytes.decode("utf-8", "surrogateescape")
+        tags, unique, keys = _named(properties) if properties else (b"", b"", b"")
+        transaction = sys_flag & TRANSACTION_MASK
+        number = numbers.setdefault(topic_bytes, len(numbers))
+        if transaction in (0, TRANSACTION_COMMIT):
+            code = _code(topic, tags, properties, stamp, delay_table_ms)
+            if code > _MAX_I64:
+                return None
+            key = number, queue_id & 0xFFFF_FFFF
+            _, _, offsets, units = queues.setdefault(key, (topic, queue_id, [], []))
+            offsets.append(queue_offset)
+            units.append(UNIT.pack(base + at, size, code))
+        if (unique or keys) and transaction != TRANSACTION_ROLLBACK:
+            own = _index_hashes(topic, unique, keys)
+            hashes += own
+            physical_offsets += [base + at] * len(own)
+            stamps += [stamp] * len(own)
+    ordered = (queues[key] for key in sorted(queues)) if len(queues) > 1 else queues.values()
+    return Output(
+        [(topic, queue_id, offsets, b"".join(units)) for topic, queue_id, offsets, units in ordered],
+        hashes,
+        physical_offsets,
+        stamps,
+        stamp,
+    )
+
+
+def is_ok(buf: ReadableBuffer, position: int) -> bool:
+    """`Headers.ok` of the record at `position`; False where none has room."""
+    view = memoryview(buf)
+    if position < 0 or position + MIN_RECORD_BYTES > len(view):
+        return False
+    size, magic = _START(view, position)
+    return magic in (MAGIC_V1, MAGIC_V2) and position + size <= len(view) and _ordinary(view, position) is not None
+
+
+def tags_code_at(buf: ReadableBuffer, position: int, delay_table_ms: Sequence[int]) -> int:
+    """The tags code that the unit of the record at `position`, which must be `ok`, bears (4.2)."""
+    view = memoryview(buf)
+    record = _ordinary(view, position)
+    if record is None:
+        return 0
+    topic, properties = record[5].decode("utf-8", "surrogateescape"), record[6]
+    return _code(topic, _named(properties)[0], properties, record[4], delay_table_ms)
+
+
+def _chain(view: memoryview, start: int, end: int) -> list[int] | None:
+    """Starts of the records that fill `[start, end)`; None when they are many, or something else lies there."""
+    starts: list[int] = []
+    last = min(end, len(view)) - MIN_RECORD_BYTES
+    while start <= last and len(starts) < FEW_RECORDS:
+        size, magic = _START(view, start)
+        if magic not in (MAGIC_V1, MAGIC_V2) or size < MIN_RECORD_BYTES:
+            return None
+        starts.append(start)
+        start += size
+    return starts if start == end else None
+
+
+def _ordinary(view: memoryview, at: int) -> tuple[int, int, int, int, int, bytes, bytes] | None:
+    """(size, queue id, queue offset, sysFlag, store time, topic, properties) of the record at `at`, None unless it is
+    what `Headers.ok` calls so. Its magic is V1 or V2, and it is as long as the smallest and within the buffer."""
+    size, magic = _START(view, at)
+    queue_id, _, queue_offset, _, sys_flag = _QUEUE(view, at + QUEUE_ID_AT)
+    body = at + body_length_at(sys_flag) + 4
+    length_size = 1 if magic == MAGIC_V1 else 2
+    spare = at + size - body - length_size - 2  # what body, topic and properties share
+    if spare <= 0:
+        return None
+    (body_size,) = _I4(view, body - 4)
+    spare -= body_size
+    if body_size < 0 or spare <= 0:
+        return None
+    topic = body + body_size + length_size
+    topic_size = view[topic - 1] if length_size == 1 else view[topic - 2] << 8 | view[topic - 1]
+    spare -= topic_size
+    properties = topic + topic_size + 2
+    # A length with the sign bit set is negative, and topics and properties of such lengths are none.
+    if not 0 < topic_size < (0x80 if length_size == 1 else 0x8000) or not 0 <= spare < 0x8000:
+        return None
+    if view[properties - 2] << 8 | view[properties - 1] != spare:
+        return None
+    return (
+        size,
+        queue_id,
+        queue_offset,
+        sys_flag,
+        _I8(view, at + store_timestamp_at(sys_flag))[0],
+        bytes(view[topic : topic + topic_size]),
+        bytes(view[properties : properties + spare]),
+    )
+
+
+def _named(properties: bytes) -> tuple[bytes, bytes, bytes]:
+    """Values of TAGS, UNIQ_KEY and KEYS, b"" without: the last of each that has one, by the parse rule of 2.4."""
+    found: dict[bytes, bytes] = {}
+    for piece in properties.split(PAIR_END):
+        name, _, value = piece.partition(NAME_END)
+        if value:
+            found[name] = value
+    get = found.get
+    return get(b"TAGS", b""), get(b"UNIQ_KEY", b""), get(b"KEYS", b"")
+
+
+def _code(topic: str, tags: bytes, properties: bytes, stamp: int, delay_table_ms: Sequence[int]) -> int:
+    if topic == SCHEDULE_TOPIC:
+        delay_ms = _delay_ms(properties, delay_table_ms)
+        if delay_ms is not None:
+            return stamp + delay_ms
+    return tag_hash(tags.decode("utf-8", "replace")) if tags else 0
+
+
+def _index_hashes(topic: str, unique: bytes, keys: bytes) -> list[int]:
+    """Hashes of the index entries of one record (6.2): UNIQ_KEY first, then the words of KEYS."""
+    wanted = [unique] if unique else []
+    wanted += [word for word in keys.split(b" ") if word]
+    prefix = _prefix(topic)
+    hashes = [abs(java_hash(key.decode("utf-8", "replace"), prefix)) for key in wanted]
+    return [0 if value > 0x7FFF_FFFF else value for value in hashes]
+
+
+@lru_cache(maxsize=1024)
+def _prefix(topic: str) -> int:
+    """Hash of what stands before each key of a topic."""
+    return java_hash(f"{topic}#")

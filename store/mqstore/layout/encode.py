@@ -15,11 +15,13 @@ import numpy as np
 import numpy.typing as npt
 from crc32c import crc32c
 
-from mqstore.layout.hosts import IPV6_BYTES
+from mqstore.layout.hosts import IPV4_BYTES, IPV6_BYTES
 from mqstore.layout.record import BORN_HOST_V6, CHECKSUM_AT, STORE_HOST_V6, Checksum
 
-__all__ = ["encode_records", "header_dtype"]
+__all__ = ["encode_copies", "encode_records", "header_dtype"]
 
+_COPIED = ("flag", "sys_flag", "born_timestamp_ms", "born_host", "reconsume_times", "body_size")
+"""Header fields that a copy has from its source: where and when a message was born, and what it is."""
 _DTYPES: dict[tuple[int, int], np.dtype[np.void]] = {}
 
 
@@ -126,5 +128,55 @@ def encode_records(
         crcs = map(crc32c, records)
     if checksum == "crc32c-record":
         fields = np.fromiter(crcs, ">u4", count).view(np.uint8).reshape(count, 4)
+        data[starts[:, None] + np.arange(CHECKSUM_AT, CHECKSUM_AT + 4)] = fields
+    return data, sizes
+
+
+def encode_copies(
+    heads: Sequence[bytes],
+    bodies: Sequence[bytes],
+    tails: Sequence[bytes],
+    *,
+    magics: Sequence[int],
+    queue_ids: Sequence[int],
+    queue_offsets: Sequence[int],
+    physical_offset: int,
+    timestamp_ms: int,
+    store_host: bytes,
+    checksum: Checksum,
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+    """The bytes of copies of stored records, each for a queue of its own choice, and the size of each.
+
+    `heads` are what stands before the body in each source, with two IPv4 hosts; `bodies` are as stored. What says where
+    a record lies is new, the rest of the header is taken over, all records at once. Else as `encode_records`.
+    """
+    count = len(heads)
+    source = np.frombuffer(b"".join(heads), header_dtype(IPV4_BYTES, IPV4_BYTES))
+    header = np.zeros(count, header_dtype(IPV4_BYTES, len(store_host)))
+    for name in _COPIED:
+        header[name] = source[name]
+    sizes = header["body_size"].astype(np.int64) + header.dtype.itemsize
+    sizes += np.fromiter(map(len, tails), np.int64, count)
+    starts = np.cumsum(sizes) - sizes
+    header["size"] = sizes
+    header["magic"] = magics
+    header["queue_id"] = queue_ids
+    header["queue_offset"] = queue_offsets
+    header["physical_offset"] = starts + physical_offset
+    header["store_timestamp_ms"] = timestamp_ms
+    header["store_host"] = store_host
+    if len(store_host) == IPV6_BYTES:
+        header["sys_flag"] |= STORE_HOST_V6
+    if checksum == "crc32-body":
+        header["checksum"] = np.fromiter(map(zlib.crc32, bodies), np.uint32, count) & np.uint32(0x7FFF_FFFF)
+    width = header.dtype.itemsize
+    packed = header.tobytes()
+    records = [
+        packed[at : at + width] + body + tail
+        for at, body, tail in zip(range(0, len(packed), width), bodies, tails, strict=True)
+    ]
+    data = np.frombuffer(bytearray().join(records), np.uint8)
+    if checksum == "crc32c-record":
+        fields = np.fromiter(map(crc32c, records), ">u4", count).view(np.uint8).reshape(count, 4)
         data[starts[:, None] + np.arange(CHECKSUM_AT, CHECKSUM_AT + 4)] = fields
     return data, sizes

@@ -23,7 +23,8 @@ belong to another key of equal hash. Hits are to be compared with the record (M1
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Final, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -63,6 +64,7 @@ ENTRY_DTYPE: Final = np.dtype(
 
 _MAX_I32: Final = 0x7FFF_FFFF
 _SECOND_MS: Final = 1000
+_FEW: Final = 8  # up to so many entries are put one by one, for setting numpy to work costs more
 _DEFAULT_ENTRIES_PER_SLOT: Final = 4  # of the Java broker's defaults and of ours (1.2)
 
 
@@ -119,15 +121,19 @@ def slots_entries_from_length(length: int) -> tuple[int, int] | None:
     return (slots, slots * _DEFAULT_ENTRIES_PER_SLOT) if slots > 0 and rest == 0 else None
 
 
-def _tables(buf: ReadableBuffer, slots: int, entries: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.void]]:
-    """Slots and entries of a whole file as arrays over its memory."""
+def _check_length(view: memoryview, slots: int, entries: int) -> None:
     if slots < 1 or entries < 1:
         raise ValueError(f"an index file has slots and entries, not {slots} and {entries}")
-    view = memoryview(buf)
     if view.nbytes < file_bytes(slots, entries):
         raise FormatError(
             f"{view.nbytes} bytes are no index file of {slots} slots and {entries} entries", "length", view.nbytes
         )
+
+
+def _tables(buf: ReadableBuffer, slots: int, entries: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.void]]:
+    """Slots and entries of a whole file as arrays over its memory."""
+    view = memoryview(buf)
+    _check_length(view, slots, entries)
     slot_table = np.frombuffer(view, SLOT_DTYPE, slots, HEADER_BYTES)
     entry_table = np.frombuffer(view, ENTRY_DTYPE, entries, HEADER_BYTES + SLOT_BYTES * slots)
     return slot_table, entry_table
@@ -137,9 +143,9 @@ def put_entries(
     buf: WriteableBuffer,
     slots: int,
     entries: int,
-    hashes: npt.ArrayLike,
-    physical_offsets: npt.ArrayLike,
-    store_timestamps_ms: npt.ArrayLike,
+    hashes: npt.NDArray[np.integer[Any]] | Sequence[int],
+    physical_offsets: npt.NDArray[np.integer[Any]] | Sequence[int],
+    store_timestamps_ms: npt.NDArray[np.integer[Any]] | Sequence[int],
 ) -> int:
     """Put entries in the order given until the file is full; returns how many went in (6.3).
 
@@ -153,19 +159,23 @@ def put_entries(
     Raises ValueError for a negative hash or unequal lengths, FormatError for a short buffer or a header whose
     indexCount no file of this shape has; nothing was written then.
     """
-    slot_table, entry_table = _tables(buf, slots, entries)
+    with memoryview(buf) as view:
+        _check_length(view, slots, entries)
     header = IndexHeader.decode(buf)
     if not 1 <= header.next_entry <= entries:
         raise FormatError(f"indexCount {header.next_entry} in a file of {entries} entries", "indexCount", 36)
-    key_hash = np.asarray(hashes, np.int64)
-    physical_offset = np.asarray(physical_offsets, np.int64)
-    time = np.asarray(store_timestamps_ms, np.int64)
-    if not len(key_hash) == len(physical_offset) == len(time):
-        raise ValueError(f"{len(key_hash)} hashes, {len(physical_offset)} offsets, {len(time)} times")
-    count = min(len(key_hash), entries - header.next_entry)
+    if not len(hashes) == len(physical_offsets) == len(store_timestamps_ms):
+        raise ValueError(f"{len(hashes)} hashes, {len(physical_offsets)} offsets, {len(store_timestamps_ms)} times")
+    count = min(len(hashes), entries - header.next_entry)
     if count == 0:
         return 0
-    key_hash, physical_offset, time = key_hash[:count], physical_offset[:count], time[:count]
+    if count <= _FEW:
+        _put_few(buf, slots, header, hashes[:count], physical_offsets[:count], store_timestamps_ms[:count])
+        return count
+    slot_table, entry_table = _tables(buf, slots, entries)
+    key_hash = np.asarray(hashes[:count], np.int64)
+    physical_offset = np.asarray(physical_offsets[:count], np.int64)
+    time = np.asarray(store_timestamps_ms[:count], np.int64)
     if key_hash.min() < 0 or key_hash.max() > _MAX_I32:
         raise ValueError("a key hash must be within 0..2147483647 (6.2)")
 
@@ -191,7 +201,8 @@ def put_entries(
     )
     seconds = np.zeros(count, np.int64)
     if begin.begin_timestamp_ms > 0:
-        seconds = np.clip((time - begin.begin_timestamp_ms) // _SECOND_MS, 0, _MAX_I32)
+        # A time before 1970 is garbage: as 0 it cannot make the difference wrap round.
+        seconds = np.clip((np.maximum(time, 0) - begin.begin_timestamp_ms) // _SECOND_MS, 0, _MAX_I32)
 
     added = entry_table[header.next_entry : header.next_entry + count]
     added["key_hash"] = key_hash
@@ -210,6 +221,55 @@ def put_entries(
     )
     slot_table[slot[closes]] = number_by_slot[closes]
     return count
+
+
+def _put_few(
+    buf: WriteableBuffer,
+    slots: int,
+    header: IndexHeader,
+    hashes: npt.NDArray[np.integer[Any]] | Sequence[int],
+    physical_offsets: npt.NDArray[np.integer[Any]] | Sequence[int],
+    store_timestamps_ms: npt.NDArray[np.integer[Any]] | Sequence[int],
+) -> None:
+    """`put_entries` of at least one entry, and no more than fit, one by one."""
+    rows = [*zip(map(int, hashes), map(int, physical_offsets), map(int, store_timestamps_ms), strict=True)]
+    if any(not 0 <= key_hash <= _MAX_I32 for key_hash, _, _ in rows):
+        raise ValueError("a key hash must be within 0..2147483647 (6.2)")
+    _, physical_offset, time = rows[0]
+    begin = header
+    if header.next_entry <= 1:
+        begin = header._replace(begin_timestamp_ms=time, begin_physical_offset=physical_offset)
+    opened = 0
+    newest: dict[int, int] = {}  # by position of the slot
+    number = header.next_entry
+    at = HEADER_BYTES + SLOT_BYTES * slots + ENTRY_BYTES * number
+    for key_hash, physical_offset, time in rows:
+        slot = HEADER_BYTES + SLOT_BYTES * (key_hash % slots)
+        previous = newest.get(slot)
+        if previous is None:
+            (previous,) = _SLOT.unpack_from(buf, slot)
+            if not 0 < previous <= number:  # empty, or what no chain can have led to
+                previous = 0
+                opened += 1
+        newest[slot] = number
+        seconds = 0
+        if begin.begin_timestamp_ms > 0:
+            seconds = min(max(0, (time - begin.begin_timestamp_ms) // _SECOND_MS), _MAX_I32)
+        _ENTRY.pack_into(buf, at, key_hash, physical_offset, seconds, previous)
+        number += 1
+        at += ENTRY_BYTES
+    _HEADER.pack_into(
+        buf,
+        0,
+        *begin._replace(
+            end_timestamp_ms=time,
+            end_physical_offset=physical_offset,
+            used_slots=_wrapped(begin.used_slots + opened),
+            next_entry=number,
+        ),
+    )
+    for slot, newest_number in newest.items():
+        _SLOT.pack_into(buf, slot, newest_number)
 
 
 def _wrapped(value: int) -> int:

@@ -29,7 +29,7 @@ from mqstore.clock import SYSTEM_CLOCK, Clock
 from mqstore.errors import InvalidMessageError, MQStoreError, StoreBusyError
 from mqstore.files.flusher import GroupCommit
 from mqstore.files.segments import Segment, SegmentRun
-from mqstore.layout.encode import encode_records
+from mqstore.layout.encode import encode_copies, encode_records
 from mqstore.layout.hosts import IPV4_BYTES, IPV6_BYTES, LOCAL_HOST
 from mqstore.layout.messageid import encode_message_id
 from mqstore.layout.record import (
@@ -121,6 +121,11 @@ class SendReceipt(tuple[QueueRef, int, int, int, int, bytes, "str | None"]):
     def unique_key(self) -> str:
         """The key to deduplicate on; this copy's `message_id` when the message was put without one."""
         return self[6] or self.message_id
+
+    @property
+    def recall_handle(self) -> str | None:
+        """Of a message delayed to a moment: what cancels it. None of every other."""
+        return None
 
     def __repr__(self) -> str:
         return (
@@ -429,6 +434,58 @@ class CommitLog:
         if position + total >= self.alarm:
             self._on_alarm()
         return offset, position, sizes, now_ms
+
+    def append_copies(
+        self, queues: Sequence[NumberedQueue], heads: Sequence[bytes], bodies: Sequence[bytes], tails: Sequence[bytes]
+    ) -> None:
+        """Append copies of stored records (`encode_copies`), each to its own queue; they lie together and become
+        visible together, all of them or none. The caller has checked that their sum fits a segment."""
+        total = self.header_bytes * len(heads) + sum(map(len, bodies)) + sum(map(len, tails))
+        with self._lock:
+            position = self.end
+            if position + total > self._limit:
+                position = self._roll(total)
+            begins = {queue: queue.next_offset for queue in queues}
+            ends = begins.copy()
+            offsets = []
+            for queue in queues:
+                offsets.append(ends[queue])
+                ends[queue] += 1
+            data, _ = encode_copies(
+                heads,
+                bodies,
+                tails,
+                magics=[queue.magic for queue in queues],
+                queue_ids=[queue.queue_id for queue in queues],
+                queue_offsets=offsets,
+                physical_offset=position,
+                timestamp_ms=self._time_ns() // _MS_NS,
+                store_host=self._store_host,
+                checksum=self._checksum,
+            )
+            # Several numbers move, and that takes calls, behind which a signal handler may come: as in `_write`.
+            limit, self._limit = self._limit, -1
+            self._writing = True
+            try:
+                if self.end == position:
+                    at = position - self._base
+                    assert self._mapping is not None
+                    self._mapping[at : at + total] = data.data
+                    for queue, next_offset in ends.items():
+                        queue.next_offset = next_offset
+                    self.end = position + total
+            finally:
+                if self.end == position:
+                    for queue, next_offset in begins.items():
+                        queue.next_offset = next_offset
+                self._writing = False
+                if self.failed is None:
+                    self._limit = limit
+            if self.end != position + total:  # a signal handler's put came before that
+                self.append_copies(queues, heads, bodies, tails)
+                return
+        if position + total >= self.alarm:
+            self._on_alarm()
 
     def _roll(self, size: int) -> int:
         """Make room for `size` bytes: the position to write at. The segment is made before the BLANK that leads to it,

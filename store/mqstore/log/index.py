@@ -13,6 +13,7 @@ import mmap
 import os
 import threading
 from collections import deque
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -40,6 +41,11 @@ __all__ = ["Index", "IndexFile"]
 _MAX_MAPPED = 16
 _MAX_PENDING = 1 << 20
 """Entries kept in memory while the disk is full, before the oldest are given up and counted."""
+
+_Entries = tuple[
+    npt.NDArray[np.int32] | Sequence[int], npt.NDArray[np.int64] | Sequence[int], npt.NDArray[np.int64] | Sequence[int]
+]
+"""(key hashes, physical offsets, store times) of entries: arrays of many, lists of few."""
 
 
 class _Mapped:
@@ -194,7 +200,7 @@ class Index:
         self._lock = threading.Lock()
         self._sync_lock = threading.Lock()
         self.files: list[IndexFile] = []
-        self._pending: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]] = []
+        self._pending: list[_Entries] = []
         self.dropped_entries = 0
         """Entries given up because the disk stayed full; `mqstore recover --rebuild index` brings them back."""
 
@@ -291,9 +297,9 @@ class Index:
 
     def put(
         self,
-        hashes: npt.NDArray[np.int32],
-        physical_offsets: npt.NDArray[np.int64],
-        store_timestamps_ms: npt.NDArray[np.int64],
+        hashes: npt.NDArray[np.int32] | Sequence[int],
+        physical_offsets: npt.NDArray[np.int64] | Sequence[int],
+        store_timestamps_ms: npt.NDArray[np.int64] | Sequence[int],
     ) -> None:
         """Add entries, in log order. Raises StoreFullError or StoreIOError when a new file is needed and cannot be
         made; the entries then wait and go first the next time."""

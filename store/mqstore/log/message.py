@@ -28,9 +28,16 @@ from mqstore.layout.properties import (
     UNIQ_KEY,
     decode_properties,
 )
-from mqstore.layout.record import BODY_AT_V4, COMPRESSED
+from mqstore.layout.record import (
+    BODY_AT_V4,
+    BORN_HOST_V6,
+    COMPRESSED,
+    STORE_HOST_V6,
+    TRANSACTION_COMMIT,
+    TRANSACTION_MASK,
+)
 from mqstore.log.commitlog import QueueRef
-from mqstore.log.stretch import Stretch
+from mqstore.log.stretch import Few, Stretch
 
 __all__ = ["Message", "row_of"]
 
@@ -38,6 +45,8 @@ _I4 = Struct(">i").unpack_from
 _I8 = Struct(">q").unpack_from
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _BODY = BODY_AT_V4
+_V6 = BORN_HOST_V6 | STORE_HOST_V6
+_NOT_PLAIN = _V6 | TRANSACTION_MASK
 _MAGIC_V2_LOW_BYTE = 0xAB
 
 
@@ -55,7 +64,7 @@ class Message:
     # Four slots, since readers make thousands at once: what messages found together share stays in their stretch.
     __slots__ = ("_body_end", "_start", "_stretch", "offset")
 
-    def __init__(self, stretch: Stretch, start: int, offset: int, body_end: int = -1) -> None:
+    def __init__(self, stretch: Stretch | Few, start: int, offset: int, body_end: int = -1) -> None:
         """`start`: of the record in the stretch's buffer. `body_end`: where a body that needs nothing but a slice ends;
         -1: to be found out."""
         self._stretch = stretch
@@ -192,19 +201,35 @@ class Message:
         """The body as JSON."""
         return json.loads(self.body)
 
+    def plain_parts(self) -> tuple[bytes, bytes] | None:
+        """(header, stored body) of a record with two IPv4 hosts that no transaction holds back; None of any other."""
+        buffer, start = self._stretch.buffer, self._start
+        if buffer[start + 39] & _NOT_PLAIN:
+            flags = buffer[start + 39]
+            if flags & _V6 or flags & TRANSACTION_MASK != TRANSACTION_COMMIT:
+                return None
+        begin = start + _BODY
+        return buffer[start:begin], buffer[begin : begin + _I4(buffer, begin - 4)[0]]
+
     # -- properties -------------------------------------------------------------------------------------------------
 
-    def stored_properties(self) -> dict[str, str]:
-        """Every property of the record, the user's and the system's."""
-        buffer = self._buffer
-        at = self._body_start()
+    @property
+    def encoded_properties(self) -> bytes:
+        """The bytes of the properties, as stored (store-format 2.4)."""
+        buffer, at = self._stretch.buffer, self._start
+        at = at + _BODY if not buffer[at + 39] & _V6 else self._body_start()
         at += _I4(buffer, at - 4)[0]
         if buffer[self._start + 7] == _MAGIC_V2_LOW_BYTE:
             at += 2 + (buffer[at] << 8 | buffer[at + 1])
         else:
             at += 1 + buffer[at]
         length = buffer[at] << 8 | buffer[at + 1]
-        return decode_properties(buffer[at + 2 : at + 2 + length]) if length else {}
+        return buffer[at + 2 : at + 2 + length]
+
+    def stored_properties(self) -> dict[str, str]:
+        """Every property of the record, the user's and the system's."""
+        encoded = self.encoded_properties
+        return decode_properties(encoded) if encoded else {}
 
     @property
     def properties(self) -> Mapping[str, str]:

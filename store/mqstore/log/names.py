@@ -10,7 +10,7 @@ __all__ = ["RETRY_PREFIX", "check_topic", "is_path_safe"]
 
 RETRY_PREFIX = "%RETRY%"
 _DLQ_PREFIX = "%DLQ%"
-_LEGAL = re.compile(r"[%|a-zA-Z0-9_-]+")
+_LEGAL = re.compile(r"[%|a-zA-Z0-9_-]+|%RETRY%[%|a-zA-Z0-9_+-]+")
 MAX_TOPIC = 127
 MAX_SYSTEM_TOPIC = 255
 

@@ -7,13 +7,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 from mqstore.errors import InvalidMessageError
 from mqstore.layout.properties import CRC32, KEYS, TAGS, UNIQ_KEY, encode_properties, is_reserved
 
-__all__ = ["Body", "OutgoingMessage", "check_integer", "flat_body", "tail_of", "tail_of_bytes", "user_properties"]
+if TYPE_CHECKING:
+    from mqstore.log.message import Message
+
+__all__ = [
+    "Body",
+    "Copy",
+    "OutgoingMessage",
+    "check_integer",
+    "flat_body",
+    "tail_of",
+    "tail_of_bytes",
+    "user_properties",
+]
 
 Body = bytes | bytearray | memoryview
+
+Copy: TypeAlias = "tuple[Message, str, int, bytes]"
+"""A stored message on its way to another queue: message, topic, queue id, and the encoded properties that it has there,
+each closed by 0x02. A bare tuple: there are hundreds of thousands a second of them."""
 
 _CRC_PIECE = CRC32.encode() + b"\1"
 _CONTROL = frozenset(map(chr, (*range(32), *range(0x7F, 0xA0))))
@@ -47,7 +64,7 @@ def check_integer(value: object, bits: int, field: str) -> None:
         raise InvalidMessageError(f"{field} {value!r} is not an integer of {bits} bits", field)
 
 
-def _text(value: object, field: str, forbidden: str, rule: str) -> str:
+def checked_text(value: object, field: str, forbidden: str, rule: str) -> str:
     """`value`, if it is a str, not blank, and free of `forbidden` and of control characters."""
     if not isinstance(value, str) or not value.strip() or any(c in value for c in forbidden):
         raise InvalidMessageError(f"{field} {value!r}: {rule}", field)
@@ -65,21 +82,21 @@ def user_properties(
     """What `put` was given, as stored properties. InvalidMessageError names the argument that breaks a rule."""
     stored: dict[str, str] = {}
     for name, value in (properties or {}).items():
-        _text(name, "properties", "", "names and values are str, and not blank")
-        _text(value, "properties", "", f"the value of {name!r} is a str, and not blank")
+        checked_text(name, "properties", "", "names and values are str, and not blank")
+        checked_text(value, "properties", "", f"the value of {name!r} is a str, and not blank")
         if is_reserved(name):
             raise InvalidMessageError(f"property {name!r} is reserved; use the argument made for it", "properties")
         stored[name] = value
     if keys is not None:
         words = [keys] if isinstance(keys, str) else list(keys)
         for word in words:
-            _text(word, "keys", " ", "a key is a str without spaces, and not empty")
+            checked_text(word, "keys", " ", "a key is a str without spaces, and not empty")
         if words:
             stored[KEYS] = " ".join(words)
     if tag is not None:
-        stored[TAGS] = _text(tag, "tag", "|", "a tag is a str without '|', and not blank")
+        stored[TAGS] = checked_text(tag, "tag", "|", "a tag is a str without '|', and not blank")
     if unique_key is not None:
-        stored[UNIQ_KEY] = _text(unique_key, "unique_key", "", "a str, and not blank")
+        stored[UNIQ_KEY] = checked_text(unique_key, "unique_key", "", "a str, and not blank")
     return stored
 
 
@@ -93,6 +110,6 @@ def tail_of_bytes(plain_tail: bytes, properties: bytes) -> bytes:
 
     A `__CRC32#` that came in belongs to another record: kept, it would make this one fail its check (store-format 2.5).
     """
-    if _CRC_PIECE in properties:
+    if properties.find(_CRC_PIECE) >= 0:  # `in` looks for an integer first, and takes three times as long
         properties = b"\2".join(piece for piece in properties.split(b"\2") if not piece.startswith(_CRC_PIECE))
     return b"".join((plain_tail[:-2], len(properties).to_bytes(2, "big"), properties))

@@ -19,6 +19,7 @@ from datetime import UTC, datetime, timedelta
 from heapq import merge
 from itertools import repeat
 from pathlib import Path
+from struct import Struct
 from typing import Literal
 
 import numpy as np
@@ -34,10 +35,19 @@ from mqstore.errors import (
 )
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.segments import Segment, SegmentRun
-from mqstore.layout.consumequeue import VOID_SIZE, is_void
-from mqstore.layout.dispatch import rows_of
+from mqstore.layout.consumequeue import UNIT, UNIT_DTYPE, VOID_SIZE, is_void
+from mqstore.layout.dispatch import is_ok, tags_code_at
 from mqstore.layout.messageid import decode_message_id
-from mqstore.layout.record import MIN_RECORD_BYTES, Checksum, check_record, decode_record
+from mqstore.layout.record import (
+    MAGIC_AT,
+    MAGIC_V1,
+    MIN_RECORD_BYTES,
+    QUEUE_ID_AT,
+    Checksum,
+    body_length_at,
+    check_record,
+    decode_record,
+)
 from mqstore.layout.scan import Headers, gather, verify
 from mqstore.log.columns import Columns, columns_of
 from mqstore.log.commitlog import QueueRef
@@ -46,16 +56,16 @@ from mqstore.log.index import Index
 from mqstore.log.manifest import Manifest
 from mqstore.log.message import Message
 from mqstore.log.names import is_path_safe
-from mqstore.log.stretch import Stretch, single
-from mqstore.log.tagfilter import TagFilter, parse_tags
+from mqstore.log.stretch import FEW, Few, Stretch
+from mqstore.log.tagfilter import UnitFilter, parse_tags
 
 __all__ = ["Bound", "GetResult", "StoreReader"]
 
 _log = logging.getLogger("mqstore")
 
 Bound = Literal["lower", "upper"]
-_FEW = 8
-"""Up to so many units one struct at a time is faster than arrays."""
+_QUEUE = Struct(">iiqqi").unpack_from  # queueId, flag, queueOffset, physicalOffset, sysFlag
+_I4 = Struct(">i").unpack_from
 _SCAN_UNITS = 800
 """Units looked at for one filtered read (store-format 10.1)."""
 _FOLLOW_MIN_S, _FOLLOW_MAX_S = 0.001, 0.1
@@ -95,17 +105,30 @@ class _Verified:
         self._limit = blocks
         self._blocks: OrderedDict[tuple[ConsumeQueue, int], npt.NDArray[np.int64]] = OrderedDict()
 
+    def _block(self, queue: ConsumeQueue, number: int) -> npt.NDArray[np.int64]:
+        block = self._blocks.get((queue, number))
+        if block is None:
+            block = self._blocks[queue, number] = np.zeros(_BLOCK_UNITS, np.int64)
+            while len(self._blocks) > self._limit:
+                self._blocks.popitem(last=False)
+        return block
+
+    def has(self, queue: ConsumeQueue, slot: int, said: int) -> bool:
+        """As `all_in`, of one."""
+        number, at = divmod(slot, _BLOCK_UNITS)
+        return bool(self._block(queue, number).item(at) == said)
+
+    def add_one(self, queue: ConsumeQueue, slot: int, said: int) -> None:
+        number, at = divmod(slot, _BLOCK_UNITS)
+        self._block(queue, number)[at] = said
+
     def _parts(
         self, queue: ConsumeQueue, slots: npt.NDArray[np.int64]
     ) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], slice]]:
         """(a block, where in it some of `slots` are, which of `slots` those are), for `slots` that ascend."""
         first, last = int(slots[0]) // _BLOCK_UNITS, int(slots[-1]) // _BLOCK_UNITS
         for number in range(first, last + 1):
-            block = self._blocks.get((queue, number))
-            if block is None:
-                block = self._blocks[queue, number] = np.zeros(_BLOCK_UNITS, np.int64)
-                while len(self._blocks) > self._limit:
-                    self._blocks.popitem(last=False)
+            block = self._block(queue, number)
             start = number * _BLOCK_UNITS
             if first == last:
                 yield block, slots - start, slice(None)
@@ -143,11 +166,11 @@ class StoreReader:
     _run: SegmentRun
     _queues: QueueTable
     _index: Index
-    _fs: FileSystem
-    _clock: Clock
+    fs: FileSystem
+    clock: Clock
     _checksum: Checksum
     _verify_reads: bool
-    _delay_table_ms: tuple[int, ...]
+    delay_table_ms: tuple[int, ...]
 
     def _init_reader(self) -> None:
         self._verified = _Verified()
@@ -220,6 +243,28 @@ class StoreReader:
         queue = self._queue(topic, queue_id)
         return queue.min_offset, queue.max_offset
 
+    def offsets_or_none(self, topic: str, queue_id: int) -> tuple[int, int] | None:
+        """As `offsets`, for who asks often: None for a queue that no message was put to, and no look for news of
+        other processes."""
+        queue = self._queues.get(topic, queue_id)
+        if queue is None:
+            return None
+        if self.mode == "rw":
+            self._catch_up(queue)
+        return (queue.min_offset, queue.max_offset) if queue.next_offset else None
+
+    def units(self, topic: str, queue_id: int, offset: int, max_units: int) -> npt.NDArray[np.void]:
+        """Units of a queue from `offset` on as an array (physical_offset, size, tags_code), unread and unverified; none
+        for a queue or an offset that does not exist."""
+        queue = self._queues.get(topic, queue_id)
+        if queue is None:
+            return np.empty(0, UNIT_DTYPE)
+        if offset + max_units > queue.max_offset:
+            self._catch_up(queue)
+        if offset < queue.min_offset:
+            return np.empty(0, UNIT_DTYPE)
+        return queue.units(offset, max(0, min(max_units, queue.max_offset - offset)))
+
     # -- messages ---------------------------------------------------------------------------------------------------
 
     def read(
@@ -259,9 +304,9 @@ class StoreReader:
         max_messages: int = 32,
         *,
         max_bytes: int | None = None,
-        tags: str | None = "*",
+        tags: str | UnitFilter | None = "*",
     ) -> GetResult:
-        """As `read`, with a status in place of errors, and where to go on (store-format 10.1)."""
+        """As `read`, with a status in place of errors, and where to go on (store-format 10.1). `tags`: or a filter."""
         # Who could be given more than is known looks for news first: a thread sees what it has put.
         queue = self._queue(topic, queue_id, offset + max(max_messages, 1) - 1)
         low, high = queue.min_offset, queue.max_offset
@@ -274,17 +319,20 @@ class StoreReader:
                 "OFFSET_OVERFLOW_ONE" if offset == high else "OFFSET_OVERFLOW_BADLY"
             )
             return GetResult(status, [], high, low, high)
-        tag_filter = parse_tags(tags, topic) if tags != "*" else None
+        if tags is None or isinstance(tags, str):
+            unit_filter: UnitFilter | None = parse_tags(tags, topic) if tags != "*" else None
+        else:
+            unit_filter = tags
         messages: list[Message] = []
         position = offset
         budget = max_bytes
-        limit = min(high, offset + max(_SCAN_UNITS, max_messages)) if tag_filter is not None else high
+        limit = min(high, offset + max(_SCAN_UNITS, max_messages)) if unit_filter is not None else high
         while position < limit and len(messages) < max_messages:
             count = min(limit - position, max(1, max_messages - len(messages)))
-            if tag_filter is not None:
+            if unit_filter is not None:
                 count = min(limit - position, max(count, 256))
             found, position, stop = self._views(
-                queue, position, count, tag_filter, max_messages - len(messages), budget, not messages
+                queue, position, count, unit_filter, max_messages - len(messages), budget, not messages
             )
             messages += found
             if stop:
@@ -297,7 +345,7 @@ class StoreReader:
         if messages:
             self._gets += len(messages)
             return GetResult("FOUND", messages, position, low, high)
-        filtered = tag_filter is not None or position == offset
+        filtered = unit_filter is not None or position == offset
         return GetResult("NO_MATCHED_MESSAGE" if filtered else "MESSAGE_WAS_REMOVING", [], position, low, high)
 
     def _views(
@@ -305,28 +353,107 @@ class StoreReader:
         queue: ConsumeQueue,
         offset: int,
         count: int,
-        tag_filter: TagFilter | None,
+        unit_filter: UnitFilter | None,
         max_messages: int,
         max_bytes: int | None,
         first_is_free: bool,
     ) -> tuple[list[Message], int, bool]:
         """(messages among units [offset, offset + count), offset behind the last unit consumed, whether to stop)."""
-        stretches, after, stop = self._locate(queue, offset, count, tag_filter, max_messages, max_bytes, first_is_free)
-        messages: list[Message] = []
-        for stretch in stretches:
-            starts, slots = stretch.starts.tolist(), stretch.slots.tolist()
-            messages += map(Message, repeat(stretch), starts, slots, stretch.body_ends())
-            self._get_bytes += int(stretch.sizes.sum())
-        if tag_filter is not None:
-            messages = [message for message in messages if tag_filter.message(message.tag)]
+        few = None
+        if count <= FEW:
+            few = self._few(queue, offset, count, unit_filter, max_messages, max_bytes, first_is_free)
+        if few is not None:
+            messages, after, stop = few
+        else:
+            stretches, after, stop = self._locate(
+                queue, offset, count, unit_filter, max_messages, max_bytes, first_is_free
+            )
+            messages = []
+            for stretch in stretches:
+                starts, slots = stretch.starts.tolist(), stretch.slots.tolist()
+                messages += map(Message, repeat(stretch), starts, slots, stretch.body_ends())
+                self._get_bytes += int(stretch.sizes.sum())
+        if unit_filter is not None:
+            messages = [message for message in messages if unit_filter.accepts(message)]
         return messages, after, stop
+
+    def _few(
+        self,
+        queue: ConsumeQueue,
+        offset: int,
+        count: int,
+        unit_filter: UnitFilter | None,
+        max_messages: int,
+        max_bytes: int | None,
+        first_is_free: bool,
+    ) -> tuple[list[Message], int, bool] | None:
+        """What `_locate` leads to, for few units and without arrays. None, and nothing has happened, unless all of them
+        are messages whose records lie in one segment and verify: whatever else there is, `_locate` deals with."""
+        units = [*UNIT.iter_unpack(queue.read(offset, count))]
+        for physical, size, _ in units:
+            if not 0 < size < VOID_SIZE or physical < 0:
+                return None
+        chosen: Sequence[int] = range(count)
+        if unit_filter is not None:
+            mask = unit_filter.units(np.array([code for _, _, code in units], np.int64))
+            chosen = np.flatnonzero(mask).tolist()
+        after, stop = offset + count, False
+        if len(chosen) > max_messages:
+            after, stop = offset + chosen[max_messages], True
+            chosen = chosen[:max_messages]
+        if max_bytes is not None:
+            for fits, i in enumerate(chosen):
+                max_bytes -= units[i][1]
+                if max_bytes < 0 and not (fits == 0 and first_is_free):
+                    after, stop = offset + i, True
+                    chosen = chosen[:fits]
+                    break
+        if not chosen:
+            return [], after, stop
+        there = self._segment_at(units[chosen[0]][0])
+        if there is None:
+            return None
+        segment, buffer = there
+        begin, end = segment.start, segment.start + len(buffer)
+        codes: dict[int, int] = {}
+        group = Few(queue.ref, buffer, codes)
+        messages = []
+        total = 0
+        for i in chosen:
+            physical, size, code = units[i]
+            slot = offset + i
+            if not begin <= physical <= end - size or not self._verifies(
+                queue, buffer, physical - begin, units[i], slot
+            ):
+                return None
+            codes[slot] = code
+            total += size
+            messages.append(Message(group, physical - begin, slot))
+        self._get_bytes += total
+        return messages, after, stop
+
+    def _verifies(
+        self, queue: ConsumeQueue, buffer: mmap.mmap, start: int, unit: tuple[int, int, int], slot: int
+    ) -> bool:
+        """Whether the record at `start`, within `buffer`, is sound and the one of that unit; as `_check`, of one."""
+        physical, size, _ = unit
+        said = _said(physical, size)
+        if self._passes_over_bad and self._verified.has(queue, slot, said):
+            return True
+        if not self._verify_reads:
+            return is_ok(buffer, start)
+        if not self._check_one(queue, buffer, start, physical, size, slot):
+            return False
+        if self._passes_over_bad:
+            self._verified.add_one(queue, slot, said)
+        return True
 
     def _locate(
         self,
         queue: ConsumeQueue,
         offset: int,
         count: int,
-        tag_filter: TagFilter | None,
+        unit_filter: UnitFilter | None,
         max_messages: int,
         max_bytes: int | None,
         first_is_free: bool,
@@ -341,8 +468,8 @@ class StoreReader:
         live = (sizes > 0) & (physical >= 0)
         if (sizes == VOID_SIZE).any():
             live &= ~is_void(units)
-        if tag_filter is not None:
-            live &= tag_filter.units(tags)
+        if unit_filter is not None:
+            live &= unit_filter.units(tags)
         chosen: npt.NDArray[np.intp] | None = None
         if not live.all():
             chosen = np.flatnonzero(live)
@@ -474,7 +601,7 @@ class StoreReader:
             good[:] = False
             good[rows] = headers.ok
             return buffer, good, headers if good.all() else None
-        if len(starts) <= _FEW:
+        if len(starts) <= FEW:
             for i in range(len(starts)):
                 if good[i]:
                     good[i] = self._check_one(
@@ -502,8 +629,14 @@ class StoreReader:
         check = check_record(buffer, start, len(buffer), physical, self._checksum)
         if check.status != "ok" or check.size != size:
             return False
-        record = decode_record(buffer, start)
-        return record.queue_id == queue.queue_id and record.queue_offset == slot and record.topic == queue.topic
+        queue_id, _, queue_offset, _, sys_flag = _QUEUE(buffer, start + QUEUE_ID_AT)
+        if queue_id != queue.queue_id or queue_offset != slot:
+            return False
+        at = start + body_length_at(sys_flag)
+        at += 4 + _I4(buffer, at)[0]
+        topic = queue.topic.encode("utf-8", "surrogateescape")
+        length = len(topic).to_bytes(1 if _I4(buffer, start + MAGIC_AT)[0] == MAGIC_V1 else 2, "big")
+        return buffer[at : at + len(length) + len(topic)] == length + topic
 
     def read_columns(
         self,
@@ -553,10 +686,9 @@ class StoreReader:
         if check.status != "ok":
             raise LookupError(f"{self.path} holds no message at physical offset {physical_offset}: {check.detail}")
         record = decode_record(buffer, at)
-        rows = rows_of(buffer, gather(buffer, [at]), segment.start, self._delay_table_ms)
-        code = int(rows.tags_code[0]) if len(rows) else 0
-        queue = QueueRef(record.topic, record.queue_id)
-        return Message(single(queue, buffer, at, check.size, record.queue_offset, code), at, record.queue_offset)
+        code = tags_code_at(buffer, at, self.delay_table_ms)
+        few = Few(QueueRef(record.topic, record.queue_id), buffer, {record.queue_offset: code})
+        return Message(few, at, record.queue_offset)
 
     def get_by_id(self, message_id: str) -> Message:
         """The message with this offset message id. LookupError: gone, or not the start of a record;
@@ -637,9 +769,7 @@ class StoreReader:
                 segment, buffer = there
                 start = physical - segment.start
                 if start + size <= len(buffer) and size >= 91:
-                    return slot, Message(
-                        single(queue.ref, buffer, start, size, slot, 0), start, slot
-                    ).store_timestamp_ms
+                    return slot, Message(Few(queue.ref, buffer, {slot: 0}), start, slot).store_timestamp_ms
             slot += 1
         return end, None
 
@@ -740,6 +870,12 @@ class StoreReader:
                 else:
                     self._wait_for(queue, position, 60.0)
         return position
+
+
+def _said(physical: int, size: int) -> int:
+    """What `_Verified` keeps of a unit: `said` in `_check`, of one."""
+    value = ((physical << 1 | 1) ^ size << 41) & 0xFFFF_FFFF_FFFF_FFFF
+    return value - (1 << 64) if value >> 63 else value
 
 
 def _topic_is(buffer: mmap.mmap, headers: Headers, topic: str) -> npt.NDArray[np.bool_]:

@@ -3,7 +3,8 @@
     position --- records ---> end        everything below `position` has its units; readers see units, never the log
 
 It runs in passes, each over what was appended since the last: walk, gather, units by queue, index entries, wake who
-waits. Who calls it does not matter, a background thread or a reader that wants to see its own put: one lock, one order.
+waits. The one message that somebody waits for takes the same steps without arrays (`dispatch.few`). Who calls it does
+not matter, a background thread or a reader that wants to see its own put: one lock, one order.
 A put never waits for it. If a write fails, nothing is lost: `position` stays, and the next pass does it again.
 """
 
@@ -18,7 +19,8 @@ from contextlib import suppress
 import numpy as np
 import numpy.typing as npt
 
-from mqstore.layout.dispatch import Rows, rows_of
+from mqstore.layout.consumequeue import UNIT_BYTES
+from mqstore.layout.dispatch import Output, few, rows_of
 from mqstore.layout.record import Checksum, check_record
 from mqstore.layout.scan import find_next, gather, walk
 from mqstore.log.commitlog import CommitLog
@@ -32,16 +34,23 @@ _log = logging.getLogger("mqstore")
 _BATCH = 8192
 
 
-def slot_runs(end: int, offsets: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
+def slot_runs(end: int, offsets: npt.NDArray[np.int64] | Sequence[int]) -> list[tuple[int, int]]:
     """(start, stop) index ranges of `offsets` that are consecutive slots, none below `end` nor below an earlier one.
 
     A record whose slot is taken already is a repeat and left out: the first one stands (store-format 4.5).
     """
-    count = len(offsets)
-    if count and offsets[0] >= end and offsets[-1] - offsets[0] == count - 1 and bool((np.diff(offsets) == 1).all()):
-        return [(0, count)]
+    if isinstance(offsets, np.ndarray):
+        count = len(offsets)
+        if (
+            count
+            and offsets[0] >= end
+            and offsets[-1] - offsets[0] == count - 1
+            and bool((np.diff(offsets) == 1).all())
+        ):
+            return [(0, count)]
+        offsets = offsets.tolist()
     runs: list[tuple[int, int]] = []
-    for i, offset in enumerate(offsets.tolist()):
+    for i, offset in enumerate(offsets):
         if offset < end:
             continue
         if runs and runs[-1][1] == i and offset == end:
@@ -70,11 +79,12 @@ class Dispatcher:
         """Records that got a unit since opening."""
         self.error: Exception | None = None
         """What stopped the last pass; None once a pass has succeeded again."""
-        self.listeners: list[Callable[[ConsumeQueue], None]] = []
-        """Called with each queue that has grown, in the dispatching thread; must not block."""
+        self.listeners: list[Callable[[str, int, int, int], None]] = []
+        """Called with topic, queue id, first new offset and next offset of each queue that has grown, in the
+        dispatching thread; must not block."""
         self.last_store_timestamp_ms = 0
         self.waiting = 0
-        """Threads parked in `wait`."""
+        """Threads parked in `wait`, and who else needs news at once (`attend`)."""
         self._log = log
         self._queues = queues
         self._index = index
@@ -123,17 +133,16 @@ class Dispatcher:
         base = segment.start
         buffer = run.mapping(segment)
         stop_at = min(end - base, len(buffer))
+        output = few(buffer, self.position - base, stop_at, base, self._delay_table_ms)
+        if output is not None:
+            self._write(output, base + stop_at)
+            return
         positions, stop = walk(buffer, self.position - base, stop_at, _BATCH)
         if len(positions):
             headers = gather(buffer, positions)
             if not headers.ok.all():
                 headers = gather(buffer, positions[headers.ok])
-            rows = rows_of(buffer, headers, base, self._delay_table_ms)
-            self._dispatch(rows)
-            self.position = base + stop
-            if len(rows):
-                # After the position: who reads the two in this order never has a time of records beyond it.
-                self.last_store_timestamp_ms = int(rows.store_timestamp_ms[-1])
+            self._write(rows_of(buffer, headers, base, self._delay_table_ms).output(), base + stop)
             if stop >= stop_at or len(positions) == _BATCH:
                 return
         check = check_record(buffer, stop, len(buffer), base + stop, self._checksum)
@@ -144,32 +153,40 @@ class Dispatcher:
         self.position = end if found is None and end - base <= len(buffer) else base + (found or run.segment_bytes)
         _log.error("commitlog damaged at %d: %s; dispatch goes on at %d", base + stop, check.detail, self.position)
 
-    def _dispatch(self, rows: Rows) -> None:
-        grown: list[ConsumeQueue] = []
+    def _write(self, output: Output, position: int) -> None:
+        """Publish `output`, whose records end at `position`."""
+        self._dispatch(output)
+        self.position = position
+        if output.last_store_timestamp_ms is not None:
+            # After the position: who reads the two in this order never has a time of records beyond it.
+            self.last_store_timestamp_ms = output.last_store_timestamp_ms
+
+    def _dispatch(self, output: Output) -> None:
+        grown: list[tuple[ConsumeQueue, int]] = []
         try:
-            for topic, queue_id, chosen in rows.by_queue():
-                if queue_id < 0 or not self._usable(topic):
-                    continue
-                queue = self._queues.create(topic, queue_id)
-                offsets = rows.queue_offset[chosen]
-                runs = slot_runs(queue.max_offset, offsets)
-                for start, stop in runs:
+            for topic, queue_id, offsets, units in output.queues:
+                queue = self._queues.get(topic, queue_id)
+                if queue is None:
+                    if queue_id < 0 or not self._usable(topic):
+                        continue
+                    queue = self._queues.create(topic, queue_id)
+                for start, stop in slot_runs(queue.max_offset, offsets):
                     first = int(offsets[start])
-                    queue.write(first, rows.units(chosen[start:stop]).tobytes())
-                    if not grown or grown[-1] is not queue:  # now: who waits is told whatever ends this pass half-way
-                        grown.append(queue)
+                    queue.write(first, units[start * UNIT_BYTES : stop * UNIT_BYTES])
+                    # Now: who waits is told whatever ends this pass half-way.
+                    if not grown or grown[-1][0] is not queue:
+                        grown.append((queue, first))
                     queue.publish(first + stop - start)
                     self.dispatched += stop - start
-            if len(rows.entry_row):
-                at = rows.entry_row
+            if len(output.entry_hash):
                 with suppress(OSError):  # they wait in memory: `put_pending` says what hinders them
-                    self._index.put(rows.entry_hash, rows.physical_offset[at], rows.store_timestamp_ms[at])
+                    self._index.put(output.entry_hash, output.entry_physical_offset, output.entry_store_timestamp_ms)
         finally:  # a queue that another's full disk came behind is visible all the same
-            for queue in grown:
+            for queue, begin in grown:
                 self._wake(queue)
                 for listener in self.listeners:
                     try:
-                        listener(queue)
+                        listener(queue.topic, queue.queue_id, begin, queue.max_offset)
                     except Exception:  # its trouble, not that of the messages
                         _log.exception("a listener failed on %s/%d", queue.topic, queue.queue_id)
 
@@ -204,6 +221,11 @@ class Dispatcher:
         for locks in parked.values():
             for lock in locks:
                 lock.release()
+
+    def attend(self, readers: int) -> None:
+        """Count so many readers more (negative: fewer) among the `waiting`, who are woken by a listener."""
+        with self._parked_lock:
+            self.waiting += readers
 
     def wait(self, queue: ConsumeQueue, offset: int, timeout_s: float, on_parked: Callable[[], None]) -> bool:
         """Park until `queue` grows, or the time is up; whether it has a unit at `offset`. `on_parked` is called once

@@ -125,14 +125,14 @@ class MessageStore(StoreWriter):
         self.mode = mode
         self.durability: Durability = durability
         self.config = config = config or StoreConfig()
-        self._fs = fs
-        self._clock = config.clock or SYSTEM_CLOCK
+        self.fs = fs
+        self.clock = config.clock or SYSTEM_CLOCK
         self._background = config.clock is None
         self._verify_reads = config.verify_reads
         self._errors: dict[str, str] = {}
         writer = mode == "rw"
         self.manifest = manifests.resolve(
-            self.path, writer=writer, create=create, profile=profile, config=config, clock=self._clock, fs=fs
+            self.path, writer=writer, create=create, profile=profile, config=config, clock=self.clock, fs=fs
         )
         self._abort = AbortMark(self.path, fs, config.file_mode)
         self._lock: WriterLock | None = None
@@ -147,7 +147,7 @@ class MessageStore(StoreWriter):
         try:
             # Another process may have made the store while we waited.
             self.manifest = manifests.resolve(
-                self.path, writer=True, create=create, profile=profile, config=config, clock=self._clock, fs=fs
+                self.path, writer=True, create=create, profile=profile, config=config, clock=self.clock, fs=fs
             )
             self._open_for_writing(recover_options or RecoverOptions(), progress)
         except BaseException:
@@ -174,18 +174,18 @@ class MessageStore(StoreWriter):
             created.append(folder)
             folder = folder.parent
         for folder in reversed(created):
-            self._fs.mkdir(folder, exist_ok=True)
-            self._fs.sync_directory(folder.parent)
+            self.fs.mkdir(folder, exist_ok=True)
+            self.fs.sync_directory(folder.parent)
 
     def _build(self, *, writable: bool) -> None:
         """The parts, over the sizes of the manifest. Opens no file yet."""
-        manifest, config, fs = self.manifest, self.config, self._fs
+        manifest, config, fs = self.manifest, self.config, self.fs
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         # A mapping may cost a descriptor; leave the program half of what it may have.
         budget = config.max_mappings if soft < 0 else max(8, min(config.max_mappings, soft // 4))
         tmp = self.path / "tmp"
         self._checksum = manifest.checksum
-        self._delay_table_ms = delay_table_ms(manifest.delay_levels)
+        self.delay_table_ms = delay_table_ms(manifest.delay_levels)
         self._run = SegmentRun(
             self.path / "commitlog",
             tmp,
@@ -210,14 +210,14 @@ class MessageStore(StoreWriter):
             manifest.index_slots,
             manifest.index_entries,
             fs=fs,
-            clock=self._clock,
+            clock=self.clock,
             writable=writable,
             file_mode=config.file_mode,
         )
         self._checkpoint = CheckpointFile(self.path, fs, config.file_mode)
         self._store_host = encode_host(config.store_host)
         self._log = CommitLog(
-            self._run, checksum=self._checksum, clock=self._clock, store_host=self._store_host, on_alarm=self._on_alarm
+            self._run, checksum=self._checksum, clock=self.clock, store_host=self._store_host, on_alarm=self._on_alarm
         )
         self._commit = GroupCommit(self._sync)
         self._dispatcher = Dispatcher(
@@ -226,8 +226,11 @@ class MessageStore(StoreWriter):
             self._index,
             checksum=self._checksum,
             end_of=self._visible_end,
-            delay_table_ms=self._delay_table_ms,
+            delay_table_ms=self.delay_table_ms,
         )
+        self.on_growth = self._dispatcher.listeners
+        self.retention_bound: Callable[[Retention], int] | None = None
+        """What a broker above still needs: `clean` deletes nothing at or behind this physical offset."""
         self._first_put_position = 0
         self._alarm_lock = threading.RLock()
         self._dispatcher_idle = False
@@ -271,7 +274,7 @@ class MessageStore(StoreWriter):
         self._closed = False
 
     def _open_for_writing(self, options: RecoverOptions, progress: Progress | None) -> None:
-        fs = self._fs
+        fs = self.fs
         created = not self.manifest.exists
         clean = not self._abort.exists()
         self._abort.set(os.getpid())
@@ -317,9 +320,9 @@ class MessageStore(StoreWriter):
             has_checkpoint=has_checkpoint,
             clean=clean,
             checksum=self._checksum,
-            delay_table_ms=self._delay_table_ms,
-            fs=self._fs,
-            clock=self._clock,
+            delay_table_ms=self.delay_table_ms,
+            fs=self.fs,
+            clock=self.clock,
             save_checkpoint=self._checkpoint.save,
             index_findings=self._index_findings,
         )
@@ -333,11 +336,11 @@ class MessageStore(StoreWriter):
         return recover(parts, self._load_problems, options, progress).report
 
     def _stored_delay_levels(self) -> str:
-        value, _ = load_json(self.path / manifests.MANIFEST, writer=False, fs=self._fs)
+        value, _ = load_json(self.path / manifests.MANIFEST, writer=False, fs=self.fs)
         return str(value.get("delay_levels")) if isinstance(value, dict) else ""
 
     def _prepare_folders(self, created: bool) -> None:
-        fs = self._fs
+        fs = self.fs
         tmp = self.path / "tmp"
         fs.mkdir(tmp, exist_ok=True)
         for name in fs.scandir(tmp):
@@ -406,6 +409,13 @@ class MessageStore(StoreWriter):
             if left <= 0 or self._closed:
                 return False
             self._dispatcher.wait(queue, offset, left, self._dispatcher_wake.set)
+
+    def attend(self, readers: int) -> None:
+        """So many readers more (negative: fewer) wait for `on_growth`. While there are any, what is put becomes visible
+        at once, and not when the dispatcher has let puts run for a while."""
+        self._dispatcher.attend(readers)
+        if readers > 0 and not self._dispatcher_idle:  # it may be in that pause
+            self._dispatcher_wake.set()
 
     def _flushed(self) -> None:
         if self._flush_by_default and self._dispatcher_idle:
@@ -490,9 +500,9 @@ class MessageStore(StoreWriter):
 
     def _run_flusher(self) -> None:
         while not self._stopping:
-            now = self._clock.monotonic_ms()
+            now = self.clock.monotonic_ms()
             due = self.run_once(now)
-            self._flusher_wake.wait(max(0.001, (due - self._clock.monotonic_ms()) / 1000))
+            self._flusher_wake.wait(max(0.001, (due - self.clock.monotonic_ms()) / 1000))
             self._flusher_wake.clear()
 
     def run_once(self, now_ms: int) -> int:
@@ -541,7 +551,7 @@ class MessageStore(StoreWriter):
                 self._set_alarm()
 
     def _interval_flush(self) -> None:
-        now = self._clock.monotonic_ms()
+        now = self.clock.monotonic_ms()
         wanted, self._flush_wanted = self._flush_wanted, False
         end, flushed = self._log.end, self._commit.flushed
         thorough_ms = int(seconds(self.config.flush_thorough, "flush_thorough") * 1000)
@@ -553,7 +563,7 @@ class MessageStore(StoreWriter):
             self._due_ms["thorough"] = now + thorough_ms
 
     def _interval_checkpoint(self) -> None:
-        now = self._clock.monotonic_ms()
+        now = self.clock.monotonic_ms()
         current = self._checkpoint.current
         dispatched, index_ms = current.dispatched or 0, current.index_msg_timestamp_ms
         self._attempt("index", self._dispatcher.put_pending)
@@ -649,7 +659,9 @@ class MessageStore(StoreWriter):
         if policy is None:
             return []
         with self._retention_lock:
-            bound = expired_before(self._run, policy, self._clock.now_ms(), self._newest_times)
+            bound = expired_before(self._run, policy, self.clock.now_ms(), self._newest_times)
+        if bound and self.retention_bound is not None:
+            bound = min(bound, self.retention_bound(policy))
         return self.drop_before(bound) if bound else []
 
     # -- looking at it ----------------------------------------------------------------------------------------------
@@ -702,12 +714,12 @@ class MessageStore(StoreWriter):
             checkpoint=self._checkpoint.current,
             has_checkpoint=self._has_checkpoint or self.mode == "rw",
             checksum=self._checksum,
-            delay_table_ms=self._delay_table_ms,
+            delay_table_ms=self.delay_table_ms,
             clean=self.clean_shutdown,
-            live=self.mode == "rw" or writer_alive(self.path, self._fs),
+            live=self.mode == "rw" or writer_alive(self.path, self.fs),
             problems=self._load_problems if self.mode == "r" else [],
             index_findings=self._index_findings if self.mode == "r" else [],
-            fs=self._fs,
+            fs=self.fs,
         )
 
     def verify(self) -> Iterator[Finding]:

@@ -1,6 +1,7 @@
 """A stretch: messages of one queue whose records lie in one segment, in queue order, as arrays.
 
-What a read finds, whether its caller gets views or columns of it. Everything here has been checked.
+What a read finds, whether its caller gets views or columns of it. Everything here has been checked. Of few messages a
+read keeps no arrays, only `Few`: what views of them share.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from mqstore.layout.record import BODY_AT_V4, BORN_HOST_V6, COMPRESSED, STORE_HO
 from mqstore.layout.scan import Headers, gather
 from mqstore.log.commitlog import QueueRef
 
-__all__ = ["Stretch", "single"]
+__all__ = ["FEW", "Few", "Stretch"]
 
 _Int64s = npt.NDArray[np.int64]
 _NOT_PLAIN = COMPRESSED | BORN_HOST_V6 | STORE_HOST_V6
-_FEW = 8
+FEW = 8
+"""Up to so many units one struct at a time is faster than arrays."""
 
 
 @dataclass(slots=True)
@@ -71,7 +73,7 @@ class Stretch:
     def body_ends(self) -> Iterable[int]:
         """Where the body of each record ends, -1 for one that is compressed or has a host that is not IPv4: worked out
         for all at once, unless there are few."""
-        if len(self.starts) <= _FEW:
+        if len(self.starts) <= FEW:
             return repeat(-1)
         plain = self.plain
         ends = self.starts + self.headers.plain_body_size + BODY_AT_V4
@@ -79,7 +81,17 @@ class Stretch:
         return values
 
 
-def single(queue: QueueRef, buffer: mmap.mmap | bytes, start: int, size: int, slot: int, tags_code: int) -> Stretch:
-    """A stretch of one message."""
-    starts, sizes, tags_codes, slots = np.array([[start], [size], [tags_code], [slot]], np.int64)
-    return Stretch(queue, buffer, starts, sizes, tags_codes, slots, None)
+class Few:
+    """Messages of one queue whose records lie in one segment, without arrays: enough to make `Message`s of."""
+
+    __slots__ = ("_codes", "buffer", "queue")
+
+    def __init__(self, queue: QueueRef, buffer: mmap.mmap | bytes, codes: dict[int, int]) -> None:
+        """`codes`: the tags code of each unit, by slot."""
+        self.queue = queue
+        self.buffer = buffer
+        self._codes = codes
+
+    def tags_code(self, slot: int) -> int:
+        """Of the unit in `slot`."""
+        return self._codes[slot]

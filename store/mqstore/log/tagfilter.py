@@ -5,6 +5,8 @@ A unit carries only the tag's hash, and hashes collide: the unit decides what is
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Protocol
+
 import numpy as np
 import numpy.typing as npt
 
@@ -12,7 +14,20 @@ from mqstore.errors import FilterError
 from mqstore.layout.dispatch import SCHEDULE_TOPIC
 from mqstore.layout.javahash import java_hash
 
-__all__ = ["TagFilter", "parse_tags"]
+if TYPE_CHECKING:
+    from mqstore.log.message import Message
+
+__all__ = ["TagFilter", "UnitFilter", "parse_tags"]
+
+
+class UnitFilter(Protocol):
+    """What a read may be told to pass: first a guess by units, many at once, then the truth by message."""
+
+    def units(self, tags_codes: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Mask of the units whose messages may pass."""
+
+    def accepts(self, message: Message) -> bool:
+        """Whether `message` passes."""
 
 
 class TagFilter:
@@ -28,9 +43,9 @@ class TagFilter:
         """Mask of the units that may pass: the low 32 bits of the tags code decide."""
         return np.isin(tags_codes.astype(np.int32), self._hashes)
 
-    def message(self, tag: str | None) -> bool:
-        """Whether a message with this tag passes."""
-        return tag in self.tags
+    def accepts(self, message: Message) -> bool:
+        """Whether `message` bears one of the tags."""
+        return message.tag in self.tags
 
 
 def parse_tags(expression: str | None, topic: str) -> TagFilter | None:

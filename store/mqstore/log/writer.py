@@ -3,6 +3,7 @@
     put        one message, the hot path: look up the queue, check, append, count
     put_many   many to one queue, encoded together
     append     one record with every field given, for the engine's own copies and for imports
+    copy_many  stored records once more, each to another queue, built together from their bytes
 
 Checks come before anything is written; a put with durability "flush" syncs in its own thread, or waits for the thread
 that is already doing it for all.
@@ -11,7 +12,7 @@ that is already doing it for all.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import TypedDict, Unpack, cast
 
@@ -25,14 +26,24 @@ from mqstore.errors import (
 )
 from mqstore.files.flusher import GroupCommit
 from mqstore.layout.batch import decode_batch
+from mqstore.layout.dispatch import SCHEDULE_TOPIC
 from mqstore.layout.hosts import encode_host
-from mqstore.layout.properties import DELAY, INNER_BASE, INNER_NUM, TRAN_MSG, UNIQ_KEY, decode_properties
+from mqstore.layout.properties import (
+    DELAY,
+    INNER_BASE,
+    INNER_NUM,
+    MAX_PROPERTIES_BYTES,
+    TRAN_MSG,
+    UNIQ_KEY,
+    decode_properties,
+)
 from mqstore.layout.record import BLANK_BYTES, MAGIC_V1, MAGIC_V2, MAX_TOPIC_BYTES_V1, unreadable_number
 from mqstore.log.commitlog import ALLOWANCE, CommitLog, Fields, SendReceipt, SendReceipts
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.names import check_topic
 from mqstore.log.outgoing import (
     Body,
+    Copy,
     OutgoingMessage,
     check_integer,
     flat_body,
@@ -44,11 +55,12 @@ from mqstore.log.reader import StoreReader
 from mqstore.log.stats import Histogram
 from mqstore.options import Durability, StoreConfig, seconds
 
-__all__ = ["MAX_QUEUE_ID", "StoreWriter"]
+__all__ = ["MAX_QUEUE_ID", "Outlet", "StoreWriter"]
 
 MAX_QUEUE_ID = 16_383
 _NOT_IN_BATCH = (DELAY, TRAN_MSG, INNER_NUM, INNER_BASE)
 """What makes a batch illegal (store-format 2.9, 10.6)."""
+_ORDINARY = Fields()
 
 
 class MessageOptions(TypedDict, total=False):
@@ -65,6 +77,21 @@ class PutOptions(MessageOptions, total=False):
     """The same with `durability`: "append" or "flush", None for the store's."""
 
     durability: Durability | None
+
+
+class Outlet:
+    """Puts to one queue whose messages all bear the same properties, which are encoded once."""
+
+    __slots__ = ("_queue", "_store", "_tail")
+
+    def __init__(self, store: StoreWriter, queue: ConsumeQueue, tail: bytes) -> None:
+        self._store = store
+        self._queue = queue
+        self._tail = tail
+
+    def put(self, body: bytes, durability: Durability | None = None) -> SendReceipt:
+        """Append one message. Errors as of `StoreWriter.put`."""
+        return self._store._put_plain(self._queue, body, self._tail, durability)
 
 
 class StoreWriter(StoreReader):
@@ -145,6 +172,30 @@ class StoreWriter(StoreReader):
         tail = tail_of(queue.plain_tail, stored) if stored else queue.plain_tail
         return self._log.append(queue, body, tail, Fields(flag) if flag else None, options.get("unique_key")), waits
 
+    def outlet(self, topic: str, queue_id: int = 0, properties: Mapping[str, str] | None = None) -> Outlet:
+        """A quick road for who puts often with the same properties, reserved names included."""
+        queue = self._queue_to_put(topic, queue_id)
+        return Outlet(self, queue, self._checked_tail(queue, properties or {}))
+
+    def _put_plain(self, queue: ConsumeQueue, body: bytes, tail: bytes, durability: Durability | None) -> SendReceipt:
+        if len(body) > self._max_body:
+            self._refuse_body(len(body))
+        waits = self._waits(durability)
+        receipt = self._log.append(queue, body, tail)
+        if waits:
+            self._wait_flushed(receipt[2] + receipt[3], receipt)
+        elif self._flush_by_default:
+            self._flush_soon()
+        return receipt
+
+    def _checked_tail(self, queue: ConsumeQueue, properties: Mapping[str, str]) -> bytes:
+        tail = tail_of(queue.plain_tail, properties)
+        # What recovery would take for damage (store-format 9.2 row 7) does not get in.
+        wrong = unreadable_number(queue.topic.encode(), tail[len(queue.plain_tail) :])
+        if wrong:
+            raise InvalidMessageError(wrong, "properties")
+        return tail
+
     def append(
         self,
         topic: str,
@@ -167,29 +218,24 @@ class StoreWriter(StoreReader):
         body = flat_body(body)
         if len(body) > self._max_body:
             self._refuse_body(len(body))
-        for name, value, bits in (
-            ("flag", flag, 32),
-            ("sys_flag", sys_flag, 32),
-            ("reconsume_times", reconsume_times, 32),
-            ("prepared_transaction_offset", prepared_transaction_offset, 64),
-            ("born_timestamp_ms", born_timestamp_ms or 0, 64),
-        ):
-            check_integer(value, bits, name)
-        waits = self._waits(durability)
         host = None if born_host is None else encode_host(born_host)
-        properties = properties or {}
-        tail = tail_of(queue.plain_tail, properties)
-        # What recovery would take for damage (store-format 9.2 row 7) does not get in.
-        wrong = unreadable_number(queue.topic.encode(), tail[len(queue.plain_tail) :])
-        if wrong:
-            raise InvalidMessageError(wrong, "properties")
-        receipt = self._log.append(
-            queue,
-            body,
-            tail,
-            Fields(flag, sys_flag, born_timestamp_ms, host, reconsume_times, prepared_transaction_offset),
-            properties.get(UNIQ_KEY),
+        fields: Fields | None = Fields(
+            flag, sys_flag, born_timestamp_ms, host, reconsume_times, prepared_transaction_offset
         )
+        if fields == _ORDINARY:
+            fields = None  # the quick road, with its header made once a millisecond
+        else:
+            for name, value, bits in (
+                ("flag", flag, 32),
+                ("sys_flag", sys_flag, 32),
+                ("reconsume_times", reconsume_times, 32),
+                ("prepared_transaction_offset", prepared_transaction_offset, 64),
+                ("born_timestamp_ms", born_timestamp_ms or 0, 64),
+            ):
+                check_integer(value, bits, name)
+        waits = self._waits(durability)
+        properties = properties or {}
+        receipt = self._log.append(queue, body, self._checked_tail(queue, properties), fields, properties.get(UNIQ_KEY))
         if waits:
             self._wait_flushed(receipt.physical_offset + receipt.size, receipt)
         elif self._flush_by_default:
@@ -249,6 +295,74 @@ class StoreWriter(StoreReader):
             if UNIQ_KEY in properties:
                 unique[i] = properties[UNIQ_KEY]
         return self._put_flat(queue, bodies, tails, [element.flag for element in elements], unique, waits, whole=True)
+
+    def copy_many(self, copies: Sequence[Copy]) -> int:
+        """Append the first of `copies`, as many as go together in one piece; how many, at least one. All of these lie
+        together and become visible together, and none is stored if this raises. Does not wait for the disk.
+
+        Raises as `append`, for the first copy: what is wrong with a later one shows when that is the first.
+        """
+        room = min(self.config.max_message_size + ALLOWANCE, self._log.max_record_bytes)
+        overhead = self._log.header_bytes
+        queues: list[ConsumeQueue] = []
+        heads: list[bytes] = []
+        bodies: list[bytes] = []
+        tails: list[bytes] = []
+        for message, topic, queue_id, properties in copies:
+            parts = message.plain_parts()
+            if parts is None:
+                break
+            head, body = parts
+            try:
+                queue = self._queue_to_put(topic, queue_id)
+                tail = self._copied_tail(queue, properties)
+                if len(body) > self._max_body:
+                    self._refuse_body(len(body))
+            except InvalidMessageError:
+                if heads:
+                    break
+                raise
+            room -= overhead + len(body) + len(tail)
+            if room < 0 and heads:
+                break
+            queues.append(queue)
+            heads.append(head)
+            bodies.append(body)
+            tails.append(tail)
+        if not heads:
+            self._copy_one(copies[0])
+            return 1
+        self._log.append_copies(queues, heads, bodies, tails)
+        if self._flush_by_default:
+            self._flush_soon()
+        return len(heads)
+
+    def _copied_tail(self, queue: ConsumeQueue, properties: bytes) -> bytes:
+        if len(properties) > MAX_PROPERTIES_BYTES:
+            raise InvalidMessageError(
+                f"properties take {len(properties)} bytes, the limit is {MAX_PROPERTIES_BYTES}", "properties"
+            )
+        if properties.find(b"INNER_") >= 0 or queue.topic == SCHEDULE_TOPIC:
+            wrong = unreadable_number(queue.topic.encode(), properties)
+            if wrong:
+                raise InvalidMessageError(wrong, "properties")
+        return tail_of_bytes(queue.plain_tail, properties)
+
+    def _copy_one(self, copy: Copy) -> None:
+        """The long way, which knows every kind of record."""
+        message, topic, queue_id, properties = copy
+        self.append(
+            topic,
+            queue_id,
+            bytes(message.body_view),
+            properties=decode_properties(properties),
+            flag=message.flag,
+            sys_flag=message.sys_flag,
+            born_timestamp_ms=message.born_timestamp_ms,
+            born_host=message.born_host,
+            reconsume_times=message.reconsume_times,
+            durability="append",
+        )
 
     def _put_flat(
         self,

@@ -1,0 +1,94 @@
+"""mqstore's side of the questions about delivery, through the engine contract (`Broker`), with its threads at work.
+
+A popped and acknowledged message costs two records in the pop log, in the page cache when the call returns: kill -9
+loses neither. The peers keep as much: SQLite commits each get and each ack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from functools import partial
+from pathlib import Path
+
+import mqstore
+from bench import engine
+from bench.harness import Load, Side, Work
+from bench.peers import BATCH
+from mqstore.broker.broker import Broker
+
+POP_BATCH = 32
+"""The most that one pop gives."""
+
+
+def _fill(broker: Broker, load: Load) -> None:
+    broker.topics.create(load.topic, queues=1)
+    bodies = load.bodies()
+    for start in range(0, len(bodies), BATCH):
+        broker.put_many(load.topic, bodies[start : start + BATCH])
+    broker.store.dispatch()
+
+
+@contextmanager
+def pop_and_ack(directory: Path, load: Load, *, batch: int) -> Iterator[Work]:
+    with closing(Broker(mqstore.open(directory / "store"))) as broker:
+        _fill(broker, load)
+
+        def work() -> int:
+            pop, ack, topic = broker.pop, broker.ack, load.topic
+            taken = taken_bytes = 0
+            while deliveries := pop("bench", topic, batch):
+                for delivery in deliveries:
+                    taken_bytes += len(delivery.message.body)
+                ack("bench", topic, [delivery.receipt for delivery in deliveries])
+                taken += len(deliveries)
+            assert (taken, taken_bytes) == (load.messages, load.messages * load.body_bytes)
+            return taken
+
+        yield work
+
+
+@contextmanager
+def delayed(directory: Path, load: Load) -> Iterator[Work]:
+    """A backlog that is due all at once: from the delay queue to where it was going."""
+    # With a clock of its own a broker starts no thread, so what is put stays undelivered until we say so.
+    clock = mqstore.SimulatedClock()
+    config = mqstore.StoreConfig(clock=clock)
+    with closing(Broker(mqstore.open(directory / "store", config=config))) as broker:
+        put = broker.put
+        for body in load.bodies():
+            put(load.topic, body, queue_id=0, delay_level=1)
+        broker.run_once()
+        clock.advance(1000)
+
+        def work() -> int:
+            while (offsets := broker.store.offsets_or_none(load.topic, 0)) is None or offsets[1] < load.messages:
+                broker.run_once()
+            return offsets[1]
+
+        yield work
+
+
+@contextmanager
+def put_and_dispatch(directory: Path, load: Load) -> Iterator[Work]:
+    """Putting and dispatching the same messages at once: delivery is a put, and what has been put is to be seen."""
+    config = mqstore.StoreConfig(clock=mqstore.SystemClock())
+    with closing(mqstore.open(directory / "store", config=config)) as store:
+        bodies = load.bodies()
+
+        def work() -> int:
+            put, topic = store.put, load.topic
+            for body in bodies:
+                put(topic, body, queue_id=0)
+            store.dispatch()
+            return len(bodies)
+
+        yield work
+
+
+POP_ONE = Side("mqstore", partial(pop_and_ack, batch=1))
+POP_MANY = Side("mqstore", partial(pop_and_ack, batch=POP_BATCH))
+DELAYED = Side("mqstore", delayed)
+PUT = Side("mqstore put", engine.PUT.prepare)
+PUT_AND_DISPATCH = Side("mqstore put and dispatch", put_and_dispatch)
+READ = Side("mqstore read", engine.READ_MESSAGES.prepare)

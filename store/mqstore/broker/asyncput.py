@@ -1,0 +1,77 @@
+"""Puts that do not wait for the disk, and say when they are there (grpc-server 10, `put_async`).
+
+An event loop must not wait for a sync. It hands its records over, gets futures, and one thread, started with the first
+of them, syncs for all that have gathered meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from mqstore.errors import StoreClosedError
+from mqstore.log.commitlog import SendReceipt
+from mqstore.log.store import MessageStore
+
+__all__ = ["AsyncPuts"]
+
+
+class AsyncPuts:
+    """Futures of receipts whose records are stored and not yet synced."""
+
+    def __init__(self, store: MessageStore) -> None:
+        self._store = store
+        self._condition = threading.Condition()
+        self._waiting: list[tuple[Future[SendReceipt], SendReceipt]] = []
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def put(self, put: Callable[[], SendReceipt], *, synced: bool) -> Future[SendReceipt]:
+        """Call `put`, which must not wait for the disk itself. The future is done when it returns, or, with `synced`,
+        once its record is on disk. What `put` raises is in the future."""
+        future: Future[SendReceipt] = Future()
+        future.set_running_or_notify_cancel()
+        try:
+            receipt = put()
+        except Exception as error:
+            future.set_exception(error)
+            return future
+        if not synced:
+            future.set_result(receipt)
+            return future
+        with self._condition:
+            if self._closed:
+                future.set_exception(StoreClosedError(f"{self._store.path} is closing"))
+                return future
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="mqstore-async-put", daemon=True)
+                self._thread.start()
+            self._waiting.append((future, receipt))
+            self._condition.notify()
+        return future
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                while not self._waiting:
+                    if self._closed:
+                        return
+                    self._condition.wait()
+                batch, self._waiting = self._waiting, []
+            try:
+                self._store.flush()
+            except Exception as error:
+                for future, _ in batch:
+                    future.set_exception(error)
+            else:
+                for future, receipt in batch:
+                    future.set_result(receipt)
+
+    def close(self) -> None:
+        """Sync what is waiting, and take no more."""
+        with self._condition:
+            self._closed = True
+            self._condition.notify()
+        if self._thread is not None:
+            self._thread.join()

@@ -1,0 +1,353 @@
+"""What a group gave up: looking at it, sending it again, letting go of it (broker-semantics 2.6, 6; companion B.6).
+
+    %DLQ%group, queue 0      gone | gone | letter | letter | letter | ...
+                                         ^ logical start         ^ end
+
+One number, the queue's logical start (`START_GROUP`), says what is left; letters before it are no longer listed, hold
+no segment, and are freed with their segment. Three things move it, always forward:
+
+    replay   copies to where each letter came from are in the log          then the start moves
+    purge    nothing                                                       the start moves
+    expiry   older than `dlq_retention`: counted, and told in the log      the start moves
+
+So a crash in a replay sends some letters twice and loses none. A replay of chosen letters moves the start only over the
+chosen ones at its front: those behind a letter that was left out stay listed.
+
+Knows the log, topics and offsets; nothing of consumers. What makes a letter is in `retry.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from mqstore.broker.names import DLQ_PREFIX, check_user_topic, dlq_topic, is_dlq_topic, is_retry_topic
+from mqstore.broker.parts import Parts, Pin, Wake
+from mqstore.broker.retry import TIMER_MARKS
+from mqstore.broker.selection import RoundRobin, group_queue
+from mqstore.broker.topics import TopicConfig
+from mqstore.errors import ConfigError, InvalidMessageError, NotPermittedError
+from mqstore.layout.properties import (
+    DELAY,
+    DLQ_ORIGIN_MESSAGE_ID,
+    DLQ_ORIGIN_TOPIC,
+    DLQ_REASON,
+    MAX_RECONSUME_TIMES,
+    REAL_QID,
+    REAL_TOPIC,
+    RECONSUME_TIME,
+    RETRY_TOPIC,
+    SHARDINGKEY,
+    WAIT,
+)
+from mqstore.log.message import Message
+from mqstore.options import seconds
+
+__all__ = ["DeadLetterExpiry", "DeadLetters", "Replay"]
+
+_log = logging.getLogger("mqstore")
+
+_MARKS: Final = (
+    *TIMER_MARKS,
+    DELAY,
+    DLQ_ORIGIN_MESSAGE_ID,
+    DLQ_ORIGIN_TOPIC,
+    DLQ_REASON,
+    MAX_RECONSUME_TIMES,
+    REAL_QID,
+    REAL_TOPIC,
+    RECONSUME_TIME,
+    RETRY_TOPIC,
+    WAIT,
+)
+"""What a message got on its way here and starts again without. Its identity, UNIQ_KEY and ORIGIN_MESSAGE_ID, stays: it
+is the same message still."""
+_PAGE: Final = 256
+"""Letters read, and copied, before the start moves: what a crash or an error can make a replay repeat."""
+_QUEUE: Final = 0
+_LOOK_MIN_MS: Final = 60_000
+"""Letters expire in company: one look a minute is enough for what waits for days."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What a replay did, or (`dry_run`) would do."""
+
+    topics: Mapping[str, int]
+    """Letters for each topic."""
+    start: int
+    """Where the dead letters begin after it (queue offset)."""
+
+    @property
+    def count(self) -> int:
+        """Letters sent again."""
+        return sum(self.topics.values())
+
+
+class DeadLetters:
+    """The dead letters of one group. Cheap to make; keeps nothing but its names.
+
+    Offsets are those of the one queue. Nothing here reads more than a page of letters at once.
+
+    >>> import mqstore, tempfile
+    >>> from mqstore.broker.parts import open_parts
+    >>> from mqstore.broker.retry import Retries
+    >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
+    ...     parts = open_parts(store)
+    ...     failed = parts.road.put("orders", b"poison")
+    ...     receipt = Retries(parts).send_back("billing", failed.physical_offset, delay_level=-1, reason="no such item")
+    ...     letters = DeadLetters(parts, "billing")
+    ...     [letter.properties["dlq_reason"] for letter in letters], letters.replay().topics, len(letters)
+    (['no such item'], {'orders': 1}, 0)
+    """
+
+    def __init__(self, parts: Parts, group: str) -> None:
+        self.group = group
+        self.topic = dlq_topic(group)
+        self._parts = parts
+        self._turns = RoundRobin()
+
+    # -- looking ----------------------------------------------------------------------------------------------------
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """(offset of the first letter, offset of the next one to come); equal when there is none."""
+        low, high = self._parts.store.offsets_or_none(self.topic, _QUEUE) or (0, 0)
+        return min(high, max(low, self._parts.offsets.start_of(self.topic, _QUEUE))), high
+
+    def __len__(self) -> int:
+        """How many there are; one that has been damaged since still counts."""
+        start, end = self.bounds
+        return end - start
+
+    def __iter__(self) -> Iterator[Message]:
+        """Oldest first, up to what was there when it began."""
+        return self.select()
+
+    def select(
+        self,
+        *,
+        offsets: Iterable[int] | None = None,
+        start_ms: int | None = None,
+        stop_ms: int | None = None,
+        where: Callable[[Message], bool] | None = None,
+    ) -> Iterator[Message]:
+        """The letters among `offsets` that were filed in [start_ms, stop_ms) and that `where` accepts (the `accepts` of
+        a filter, say), oldest first; read as they are asked for. Raises ConfigError for an offset that is none."""
+        start, end = self.bounds
+        chosen = None if offsets is None else sorted(set(map(_checked_offset, offsets)))
+        return self._select(start, end, chosen, start_ms, stop_ms, where)
+
+    def _select(
+        self,
+        start: int,
+        end: int,
+        chosen: list[int] | None,
+        start_ms: int | None,
+        stop_ms: int | None,
+        where: Callable[[Message], bool] | None,
+    ) -> Iterator[Message]:
+        letters = self._pages(start, end) if chosen is None else self._chosen(start, end, chosen)
+        for message in letters:
+            filed_ms = message.store_timestamp_ms
+            if start_ms is not None and filed_ms < start_ms:
+                continue
+            if stop_ms is not None and filed_ms >= stop_ms:
+                continue
+            if where is None or where(message):
+                yield message
+
+    def _pages(self, offset: int, end: int) -> Iterator[Message]:
+        while offset < end:
+            result = self._parts.store.get(self.topic, _QUEUE, offset, min(_PAGE, end - offset))
+            yield from result.messages
+            if result.next_offset <= offset:
+                return
+            offset = result.next_offset  # behind what is damaged, or was just freed
+
+    def _chosen(self, start: int, end: int, chosen: list[int]) -> Iterator[Message]:
+        for offset in chosen:
+            if start <= offset < end:
+                for message in self._parts.store.get(self.topic, _QUEUE, offset, 1).messages:
+                    if message.offset == offset:  # else it is damaged, and this is the next one
+                        yield message
+
+    # -- sending again ----------------------------------------------------------------------------------------------
+
+    def replay(
+        self,
+        offsets: Iterable[int | Message] | None = None,
+        *,
+        to_topic: str | None = None,
+        start_ms: int | None = None,
+        stop_ms: int | None = None,
+        where: Callable[[Message], bool] | None = None,
+        dry_run: bool = False,
+    ) -> Replay:
+        """Send letters again to the topic each came from, or all to `to_topic`, as new: attempt 1, no trace of retries,
+        the same unique key. Chosen as by `select`; letters filed meanwhile are not.
+
+        Every group of the topic gets them; `to_topic="%RETRY%group"` sends them to one group alone. At least once: the
+        copies are on disk before the letters are let go of. Stops at the first that cannot be sent, when all before it
+        were sent and let go of: NotPermittedError, TopicNotFoundError, InvalidMessageError, or what a put raises.
+        `dry_run` writes nothing and raises the same for topics that cannot be sent to.
+        """
+        if to_topic is not None:
+            self._target(to_topic, create=not dry_run)
+        start, end = self.bounds
+        chosen = None
+        if offsets is not None:
+            numbers = (each.offset if isinstance(each, Message) else each for each in offsets)
+            chosen = sorted(set(map(_checked_offset, numbers)))
+        whole = chosen is None and start_ms is None and stop_ms is None and where is None
+        counts: Counter[str] = Counter()
+        front = moved = start  # what lies before `front` is sent; the start stands at `moved`
+        try:
+            for message in self._select(start, end, chosen, start_ms, stop_ms, where):
+                target = to_topic or origin_of(message)
+                config = self._target(target, create=not dry_run)
+                if not dry_run:
+                    self._send(message, config)
+                counts[target] += 1
+                # All that are whole are to be sent, so what was passed over is damaged: nobody will ever read it.
+                if whole or message.offset == front:
+                    front = message.offset + 1
+                if front - moved >= _PAGE and not dry_run:
+                    self._parts.offsets.move_start(self.topic, _QUEUE, front)
+                    self._parts.offsets.save()  # which flushes the log first
+                    moved = front
+            if whole:
+                front = end
+        finally:
+            if not dry_run:
+                self._parts.offsets.move_start(self.topic, _QUEUE, front)
+        if front > start and not dry_run:
+            self._parts.offsets.save()
+        return Replay(dict(counts), front)
+
+    def _target(self, topic: str, *, create: bool) -> TopicConfig:
+        """The topic to send to, made if it may be."""
+        topics = self._parts.topics
+        if is_dlq_topic(topic):
+            raise InvalidMessageError(f"dead letters cannot be sent to {topic!r}, a topic of dead letters", "topic")
+        config = topics.get(topic)
+        if config is None and is_retry_topic(topic):
+            raise InvalidMessageError(f"there is no topic {topic!r}: its group never retried anything", "topic")
+        if config is None or not is_retry_topic(topic):
+            if create or not self._parts.config.auto_create_topics:
+                return topics.for_send(topic)
+            check_user_topic(topic)
+            config = config or TopicConfig(topic)
+        if not config.writable:
+            raise NotPermittedError(f"topic {topic!r} is not writable; give it permission 6")
+        return config
+
+    def _send(self, message: Message, config: TopicConfig) -> None:
+        properties = message.stored_properties()
+        shown = properties.get(RETRY_TOPIC) or properties.get(DLQ_ORIGIN_TOPIC)
+        for name in _MARKS:
+            properties.pop(name, None)
+        if shown is not None and is_retry_topic(config.name):
+            properties[RETRY_TOPIC] = shown  # consumers show it in place of the retry topic
+        group = properties.get(SHARDINGKEY)
+        if group is None:
+            queue_id = self._turns.next(config.name, config.write_queues)
+        else:
+            queue_id = group_queue(group, config.write_queues, self._parts.store.manifest.group_hash)
+        self._parts.road.copy(message, config.name, queue_id, properties, reconsume_times=0, durability="append")
+
+    # -- letting go -------------------------------------------------------------------------------------------------
+
+    def purge(self, *, before_offset: int | None = None, before_ms: int | None = None, dry_run: bool = False) -> int:
+        """Let go of the letters below `before_offset`, or filed before `before_ms`, or (neither given) of all; how many
+        that were. On disk when it returns. Space comes back when retention takes their segments. `dry_run` only
+        counts."""
+        start, end = self.bounds
+        stop = end if before_offset is None else min(end, _checked_offset(before_offset))
+        if before_ms is not None and start < stop:
+            stop = min(stop, self._filed_at(before_ms))
+        if stop <= start:
+            return 0
+        if not dry_run:
+            self._parts.offsets.move_start(self.topic, _QUEUE, stop)
+            self._parts.offsets.save()
+        return stop - start
+
+    def expire(self, before_ms: int) -> int:
+        """Let go of the letters filed before `before_ms`, in memory at first; how many."""
+        start, end = self.bounds
+        stop = self._filed_at(before_ms) if start < end else start
+        if stop <= start:
+            return 0
+        self._parts.offsets.move_start(self.topic, _QUEUE, stop)
+        return stop - start
+
+    def _filed_at(self, when_ms: int) -> int:
+        return self._parts.store.offset_at(self.topic, _QUEUE, when_ms, "lower")
+
+
+def origin_of(letter: Message) -> str:
+    """The topic that a dead letter was first sent to; RocketMQ's bear only RETRY_TOPIC (X26)."""
+    properties = letter.stored_properties()
+    origin = properties.get(DLQ_ORIGIN_TOPIC) or properties.get(RETRY_TOPIC)
+    if origin is None:
+        raise InvalidMessageError(
+            f"the dead letter at {letter.offset} of {letter.topic} does not say where it came from; give to_topic=",
+            "topic",
+        )
+    return origin
+
+
+def _checked_offset(offset: object) -> int:
+    if type(offset) is not int or offset < 0:
+        raise ConfigError(f"{offset!r} is no queue offset; those are integers from 0 on")
+    return offset
+
+
+class DeadLetterExpiry:
+    """Lets dead letters go that are older than `dlq_retention`, so that they do not hold the log for ever (2.6)."""
+
+    def __init__(self, parts: Parts, wake: Wake) -> None:
+        age = parts.config.dlq_retention
+        self._age_ms = None if age is None else int(seconds(age, "dlq_retention") * 1000)
+        self._parts = parts
+
+    def run_once(self, now_ms: int) -> int | None:
+        """Expire what is due. Comes again when the oldest letter that is left expires, at the earliest in a minute."""
+        if self._age_ms is None:
+            return None
+        # Whatever is filed from now on is not due before this.
+        due_ms = now_ms + self._age_ms
+        for topic in self._parts.store.topics():
+            if is_dlq_topic(topic):
+                due_ms = min(due_ms, self._expire(topic[len(DLQ_PREFIX) :], now_ms))
+        return max(due_ms, now_ms + _LOOK_MIN_MS)
+
+    def _expire(self, group: str, now_ms: int) -> int:
+        """Expire what is due in one group; when the next one is."""
+        assert self._age_ms is not None
+        letters = DeadLetters(self._parts, group)
+        count = letters.expire(now_ms - self._age_ms + 1)
+        if count:
+            self._parts.statistics.add("DLQ_EXPIRED_NUMS", f"{letters.topic}@{group}", count)
+            _log.warning(
+                "%s: %d dead letters of group %r were kept for %d days (dlq_retention) and have expired; the oldest "
+                "left is at offset %d",
+                self._parts.store.path,
+                count,
+                group,
+                self._age_ms // 86_400_000,
+                letters.bounds[0],
+            )
+        oldest = next(iter(letters), None)
+        return now_ms + self._age_ms if oldest is None else oldest.store_timestamp_ms + self._age_ms
+
+    def close(self) -> None:
+        """Nothing to persist: logical starts are kept with the offsets."""
+
+    def pins(self) -> tuple[Pin, ...]:
+        """None of its own: a queue of dead letters is held from its logical start on."""
+        return ()

@@ -1,0 +1,513 @@
+"""Delay levels: messages that wait a fixed time and then go on to where they were sent (broker-semantics 4).
+
+    put, DELAY = n  ->  SCHEDULE_TOPIC_XXXX, queue n - 1  ->  (due)  ->  REAL_TOPIC, queue REAL_QID
+
+Who puts has rewritten the message (4.2), and the dispatcher has written its time of delivery into its unit (4.3). What
+is left to do is to look at the head of each level's queue. All messages of a level wait equally long, so a queue is in
+the order of its times: nothing is sorted, nothing is kept in memory, and a level costs the same with a million waiting.
+
+    a level is   because                             until
+    idle         its queue has nothing more          the queue grows
+    waiting      its head is not due                 the head's time, to the millisecond; or the clock was set back
+    failing      a copy could not be put             100 ms later, then twice as long each time, at most 10 s
+
+    a due message                        what is done
+    can be restored                      the same body and properties without DELAY, to the end of its real queue (4.5)
+    cannot: REAL_TOPIC, REAL_QID         a dead letter of CID_RMQ_SYS_SCHEDULE, with the reason
+    belongs to the half topic            passed over
+    does not verify                      passed over, reported and counted
+
+Progress, the next unit of each level to look at, is written to `delayOffset.json` every ten seconds and at the end, and
+never before the log is on disk as far as it had been written: a progress on disk rests on copies on disk. So a crash
+repeats at most what was delivered since the file was written (4.8), and loses nothing.
+
+Knows the store's queues, the road and the progress file; knows nothing of consumers.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from heapq import heapify, heappop, heappush
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mqstore.broker.configfile import ConfigFile, DataVersion, object_member
+from mqstore.broker.names import HALF_TOPIC, SCHEDULE_GROUP, SCHEDULE_TOPIC
+from mqstore.broker.parts import Parts, Pin, Wake
+from mqstore.errors import InvalidMessageError
+from mqstore.layout.consumequeue import is_message
+from mqstore.layout.properties import (
+    CRC32,
+    DELAY,
+    NAME_END,
+    PAIR_END,
+    REAL_QID,
+    REAL_TOPIC,
+    TIMER_DELAY_MS,
+    TIMER_DELAY_SEC,
+    TIMER_DELIVER_MS,
+    WAIT,
+)
+from mqstore.log.message import Message
+from mqstore.log.outgoing import Copy
+
+__all__ = ["DelayService", "deliver_time_ms", "restored"]
+
+_log = logging.getLogger("mqstore")
+
+_STEP_UNITS = 2048
+"""Messages of one `run_once`: some tens of milliseconds, after which other mechanisms get their turn."""
+_BATCH_UNITS = 1024
+"""Messages of one level before the level that is most behind is chosen anew."""
+_RETRY_MIN_MS, _RETRY_MAX_MS = 100, 10_000
+_SAVE_MS = 10_000
+_VERSION_STEP = 200
+"""Deliveries for which RocketMQ counts the file's version up by one (0.4)."""
+_UNKNOWN_LEVEL_MS = 1_000
+_EXTENSION = -(1 << 31) - 1
+"""Tags codes up to here are addresses of an extension file that we do not keep (4.3)."""
+_MEMO_ENTRIES = 4096
+_LOGGED_UNITS = 10
+
+
+def deliver_time_ms(table_ms: Sequence[int], level: int, store_timestamp_ms: int) -> int:
+    """When a message of `level` is due; a level that the table does not have waits a second (4.3).
+
+    >>> deliver_time_ms((1000, 5000), 2, 1_700_000_000_000), deliver_time_ms((1000, 5000), 999, 0)
+    (1700000005000, 1000)
+    """
+    delay_ms = table_ms[level - 1] if 1 <= level <= len(table_ms) else _UNKNOWN_LEVEL_MS
+    return store_timestamp_ms + delay_ms
+
+
+# -- restoring -------------------------------------------------------------------------------------------------------
+
+_REMOVED = frozenset(name.encode() for name in (DELAY, TIMER_DELIVER_MS, TIMER_DELAY_SEC, TIMER_DELAY_MS, WAIT, CRC32))
+"""What would delay the copy once more, or describes the record that it was copied from."""
+_REAL_TOPIC, _REAL_QID = REAL_TOPIC.encode(), REAL_QID.encode()
+_NO_WAIT = f"{WAIT}\x01false".encode()
+_LEVEL = re.compile("[1-9][0-9]{0,8}")
+_INTEGER = re.compile(rb"[+-]?[0-9]{1,10}")
+_TOUCHED = re.compile(rb"(?:" + rb"|".join(map(re.escape, (*_REMOVED, _REAL_TOPIC, _REAL_QID))) + rb")\x01")
+"""What `restored` does anything to but copy it. May find the end of a longer name: that costs a little time."""
+_DELAY_PIECE = b"\x02" + DELAY.encode() + NAME_END
+
+
+def restored(properties: bytes) -> tuple[str, int, bytes]:
+    """(topic, queue id, properties) of the copy that is delivered, of the stored properties of the delayed message
+    (4.5). Works on the bytes: what it does not know stays as it is. ValueError says what is missing.
+
+    >>> restored(b"TAGS\\x01a\\x02DELAY\\x013\\x02REAL_TOPIC\\x01orders\\x02REAL_QID\\x012\\x02")
+    ('orders', 2, b'TAGS\\x01a\\x02REAL_TOPIC\\x01orders\\x02REAL_QID\\x012\\x02WAIT\\x01false\\x02')
+    """
+    kept: list[bytes] = []
+    real: dict[bytes, bytes] = {}
+    for piece in properties.removesuffix(PAIR_END).split(PAIR_END):
+        name, _, value = piece.partition(NAME_END)
+        if name in _REMOVED:
+            continue
+        if value and name in (_REAL_TOPIC, _REAL_QID):
+            real[name] = value
+        kept.append(piece)
+    kept += (_NO_WAIT, b"")
+    topic, queue_id = real.get(_REAL_TOPIC, b""), real.get(_REAL_QID, b"")
+    if not topic:
+        raise ValueError(f"no {REAL_TOPIC}")
+    if topic == SCHEDULE_TOPIC.encode():
+        raise ValueError(f"{REAL_TOPIC} is {SCHEDULE_TOPIC}: it would come back for ever")
+    if not _INTEGER.fullmatch(queue_id):
+        raise ValueError(f"{REAL_QID} is no queue id: {queue_id[:40]!r}")
+    return topic.decode(), int(queue_id), PAIR_END.join(kept)
+
+
+class _Restorer:
+    """`restored`, quicker: the engine writes DELAY and what it adds last (4.2), so few different ends follow upon many
+    different beginnings, and a beginning without any name that matters is taken over as it is."""
+
+    def __init__(self) -> None:
+        self._ends: dict[bytes, tuple[str, int, bytes]] = {}
+
+    def __call__(self, properties: bytes) -> tuple[str, int, bytes]:
+        at = properties.rfind(_DELAY_PIECE) + 1
+        begin, end = properties[:at], properties[at:]
+        known = self._ends.get(end)
+        if known is None:
+            known = restored(properties)
+            if len(self._ends) >= _MEMO_ENTRIES:
+                self._ends.clear()
+            if not _TOUCHED.search(begin):
+                self._ends[end] = known[0], known[1], known[2][at:]
+            return known
+        if begin and _TOUCHED.search(begin):
+            return restored(properties)
+        return known[0], known[1], begin + known[2]
+
+
+# -- delivering ------------------------------------------------------------------------------------------------------
+
+
+class _Level:
+    """One level's queue. Only `run_once` changes it, but for `grown`."""
+
+    __slots__ = ("ahead_ms", "delay_ms", "due_ms", "failures", "grown", "number", "offset", "queue_id", "saved")
+
+    def __init__(self, number: int, delay_ms: int, offset: int) -> None:
+        self.number = number
+        self.queue_id = number - 1
+        self.delay_ms = delay_ms
+        self.offset = offset
+        """Progress: the next unit to look at."""
+        self.saved = offset
+        """The same as the file on disk has it."""
+        self.due_ms: int | None = 0
+        """When to look next; None: when the queue grows."""
+        self.ahead_ms = 0
+        """`due_ms` was so far ahead when it was set: farther now means that the clock was set back since."""
+        self.failures = 0
+        self.grown = False
+
+    def ready(self, now_ms: int) -> bool:
+        if self.due_ms is None:
+            return self.grown
+        return not now_ms < self.due_ms <= now_ms + self.ahead_ms
+
+
+class DelayService:
+    """Delivers what the delay levels hold, each message when it is due: never early by the wall clock it is given, and
+    as late as `run_once` is called after the time it named.
+
+    `dead_letter(message, group, reason)` stores a dead letter; it must leave out DELAY. `orphans` are levels that the
+    table no longer has although messages wait in them, with how many; `orphan_level_policy="deliver_now"` delivers
+    those at once, "keep" leaves them alone until the level is back (4.8). `problems` says what was found at opening.
+    Raises CorruptStoreError when the progress file and its backup are damaged.
+    """
+
+    def __init__(self, parts: Parts, wake: Wake, dead_letter: Callable[[Message, str, str], object]) -> None:
+        self._store = parts.store
+        self._road = parts.road
+        self._statistics = parts.statistics
+        self._clock = parts.clock
+        self._wake = wake
+        self._dead_letter = dead_letter
+        self._restored = _Restorer()
+        self.errors: dict[int, str] = {}
+        """By level: what hinders its delivery right now."""
+        self.problems: list[str] = []
+        self.orphans: dict[int, int] = {}
+        self._table_ms = self._store.delay_table_ms
+        self._file = ConfigFile(
+            self._store.path / "config" / "delayOffset.json", fs=parts.fs, clock=parts.clock, check=_check
+        )
+        value = self._file.load() or {}
+        self._version = DataVersion.from_json(value.get("dataVersion"))
+        self._table = object_member(value, "offsetTable")
+        self._uncounted = 0
+        self._save_due_ms: int | None = None
+        self._saved_ms = self._clock.now_ms()
+        self._levels = {level.queue_id: level for level in self._open(parts.config.orphan_level_policy)}
+        # What was corrected is written before the queues grow: they may pass the old number before the next crash, and
+        # it would then be taken for progress.
+        self.save(self._clock.now_ms())
+        self._store.on_growth.append(self._on_growth)
+
+    # -- opening ----------------------------------------------------------------------------------------------------
+
+    def _open(self, orphan_level_policy: str) -> Iterator[_Level]:
+        """The levels to serve, from where the file says they were left."""
+        stored = self._stored_offsets()
+        for number, delay_ms in enumerate(self._table_ms, 1):
+            yield self._level(number, delay_ms, stored.get(number, 0))
+        for number, high in self._queues_beyond_the_table():
+            offset = min(stored.get(number, 0), high)
+            if offset < high:
+                self.orphans[number] = high - offset
+                self._note(
+                    f"{high - offset} messages wait in delay level {number}, but the table has {len(self._table_ms)} "
+                    f"levels: they stay until it has that level again, or orphan_level_policy is 'deliver_now'"
+                )
+                if orphan_level_policy == "deliver_now":
+                    yield self._level(number, 0, offset)  # any time ahead is too far ahead then (4.4)
+
+    def _level(self, number: int, delay_ms: int, stored: int) -> _Level:
+        """A level at its stored offset, lowered to where its queue ends: a crash may have taken the end, and its
+        numbers are given to the messages that come next, which must not be passed over (4.7)."""
+        high = (self._store.offsets_or_none(SCHEDULE_TOPIC, number - 1) or (0, 0))[1]
+        level = _Level(number, delay_ms, stored)
+        if stored > high:
+            self._note(f"delay level {number} was at {stored}, but its queue ends at {high}: goes on from there")
+            level.offset = high
+        return level
+
+    def _queues_beyond_the_table(self) -> Iterator[tuple[int, int]]:
+        """(level, end of its queue) of the schedule queues that no level of the table serves."""
+        if SCHEDULE_TOPIC not in self._store.topics():
+            return
+        for ref in self._store.queues(SCHEDULE_TOPIC):
+            if ref.queue_id >= len(self._table_ms):
+                yield ref.queue_id + 1, self._store.offsets(*ref)[1]
+
+    def _stored_offsets(self) -> dict[int, int]:
+        """What the file says: level -> offset."""
+        offsets: dict[int, int] = {}
+        for key, offset in self._table.items():
+            if not _LEVEL.fullmatch(key) or offset < 0:
+                self._note(f"delayOffset.json has {key!r}: {offset}, which is no progress of a level and was left out")
+            else:
+                offsets[int(key)] = offset
+        return offsets
+
+    def _note(self, problem: str) -> None:
+        self.problems.append(problem)
+        _log.warning("%s: %s", self._store.path, problem)
+
+    # -- looking at it ----------------------------------------------------------------------------------------------
+
+    def progress(self) -> dict[int, tuple[int, int]]:
+        """(next offset to look at, end of its queue) of each level whose queue has ever held a message."""
+        found = {}
+        for level in self._levels.values():
+            bounds = self._store.offsets_or_none(SCHEDULE_TOPIC, level.queue_id)
+            if bounds is not None:
+                found[level.number] = (min(level.offset, bounds[1]), bounds[1])
+        return found
+
+    def waiting(self) -> int:
+        """How many messages wait in all levels; orphans are not among them unless they are delivered."""
+        return sum(high - offset for offset, high in self.progress().values())
+
+    def pins(self) -> Iterator[Pin]:
+        """The record of the first message of each level that a crash now would deliver again."""
+        for level in [*self._levels.values()]:
+            record = self._first_record(level.queue_id, min(level.saved, level.offset))
+            if record is not None:
+                why = f"delay level {level.number} is at {level.offset}, on disk at {level.saved}"
+                yield Pin(record, SCHEDULE_TOPIC, level.queue_id, SCHEDULE_GROUP, why)
+        for number in self.orphans.keys() - {level.number for level in self._levels.values()}:
+            record = self._first_record(number - 1, max(0, self._table.get(str(number), 0)))
+            if record is not None:
+                why = f"delay level {number} is not in the table, and its messages are kept"
+                yield Pin(record, SCHEDULE_TOPIC, number - 1, SCHEDULE_GROUP, why)
+
+    def _first_record(self, queue_id: int, offset: int) -> int | None:
+        """Physical offset of the first record of a schedule queue at or behind `offset`."""
+        low, high = self._store.offsets_or_none(SCHEDULE_TOPIC, queue_id) or (0, 0)
+        offset = max(offset, low)
+        while offset < high:
+            units = self._store.units(SCHEDULE_TOPIC, queue_id, offset, _BATCH_UNITS)
+            messages = np.flatnonzero(is_message(units))
+            if len(messages):
+                return int(units["physical_offset"][messages[0]])
+            offset += max(1, len(units))
+        return None
+
+    # -- delivery ---------------------------------------------------------------------------------------------------
+
+    def _on_growth(self, topic: str, queue_id: int, begin: int, end: int) -> None:
+        """Called by whoever dispatches, ourselves included, so no lock is taken here. `grown` is set before `due_ms` is
+        looked at, `run_once` sets `due_ms` before it looks at `grown`: one of the two sees the other."""
+        if topic != SCHEDULE_TOPIC:
+            return
+        level = self._levels.get(queue_id)
+        if level is not None:
+            level.grown = True
+            if level.due_ms is None:
+                self._wake()
+
+    def run_once(self, now_ms: int) -> int | None:
+        """Deliver what is due, the level that is most behind first, at most 2048 messages; when to come again."""
+        heap = [(level.due_ms or 0, level.queue_id) for level in self._levels.values() if level.ready(now_ms)]
+        heapify(heap)
+        budget = _STEP_UNITS
+        while heap and budget > 0:
+            level = self._levels[heappop(heap)[1]]
+            budget -= max(1, self._step(level, now_ms, min(budget, _BATCH_UNITS)))
+            if level.ready(now_ms):
+                heappush(heap, (level.due_ms or 0, level.queue_id))
+        if self._save_due_ms is not None and not now_ms < self._save_due_ms <= now_ms + _SAVE_MS:
+            self._save_due_ms = now_ms + _SAVE_MS  # first: a full disk must not make this the only thing we do
+            self.save(now_ms)
+        times = [now_ms if level.ready(now_ms) else level.due_ms for level in self._levels.values()]
+        return min((time for time in (*times, self._save_due_ms) if time is not None), default=None)
+
+    def _step(self, level: _Level, now_ms: int, count: int) -> int:
+        """Look at up to `count` units of a level, deliver those that are due, find out when the next one is. How many
+        units that was."""
+        level.due_ms = None
+        level.grown = False  # before the look: what comes behind it is not missed
+        begin = level.offset
+        try:
+            level.due_ms = self._look(level, now_ms, count)
+        except Exception as error:  # whatever it is, the message is not lost by it, and the other levels go on
+            self._fail(level, now_ms, error)
+        else:
+            level.ahead_ms = 0 if level.due_ms is None else max(0, level.due_ms - now_ms)
+            if level.failures:
+                level.failures = 0
+                self.errors.pop(level.number, None)
+        return level.offset - begin
+
+    def _look(self, level: _Level, now_ms: int, count: int) -> int | None:
+        """When to look again, after delivery of what is due among the next `count` units."""
+        low, high = self._store.offsets_or_none(SCHEDULE_TOPIC, level.queue_id) or (0, 0)
+        if not low <= level.offset <= high:
+            self._move_into(level, low, high)
+        if level.offset == high:
+            return None
+        units = self._store.units(SCHEDULE_TOPIC, level.queue_id, level.offset, count + 1)
+        times = self._times(level, units, now_ms)
+        undue = np.flatnonzero(times > now_ms)
+        due = min(int(undue[0]) if len(undue) else len(times), count)
+        if due:
+            self._deliver(level, level.offset + due)
+        return int(times[due]) if due < len(times) else now_ms
+
+    def _times(self, level: _Level, units: npt.NDArray[np.void], now_ms: int) -> npt.NDArray[np.int64]:
+        """When the messages of `units` are due. One farther ahead than the level is long was put before the clock was
+        set back or the table shortened, and is due now (4.4)."""
+        times = units["tags_code"].astype(np.int64)
+        # `now_ms` may be older than a message that was put while others were delivered: by that it would be too far
+        # ahead. The clock, read after the unit was, is not.
+        latest_ms = max(now_ms, self._clock.now_ms()) + level.delay_ms
+        for i in np.flatnonzero(times <= _EXTENSION).tolist():
+            for message in self._store.get(SCHEDULE_TOPIC, level.queue_id, level.offset + i, 1).messages:
+                if message.offset == level.offset + i:
+                    times[i] = deliver_time_ms(self._table_ms, level.number, message.store_timestamp_ms)
+        times[times > latest_ms] = now_ms
+        return times
+
+    def _move_into(self, level: _Level, low: int, high: int) -> None:
+        """Retention has taken what was to come next, or the queue ends before it."""
+        if level.offset < low:
+            lost = low - level.offset
+            self._statistics.lost(SCHEDULE_GROUP, SCHEDULE_TOPIC, level.queue_id, lost)
+            _log.error("%s: %d messages of delay level %d were deleted before they were due (retention), offsets %d "
+                       "to %d", self._store.path, lost, level.number, level.offset, low - 1)  # fmt: skip
+            self._advance(level, low)
+        elif level.offset > high:
+            _log.error("%s: delay level %d was at %d, but its queue ends at %d: goes on from there",
+                       self._store.path, level.number, level.offset, high)  # fmt: skip
+            self._advance(level, high)
+
+    def _deliver(self, level: _Level, end: int) -> None:
+        """Deliver the units from where the level is up to `end`. Progress stands at what could not be, if it raises."""
+        while level.offset < end:
+            found = self._store.get(SCHEDULE_TOPIC, level.queue_id, level.offset, end - level.offset)
+            if found.status == "OFFSET_TOO_SMALL":  # retention came in between
+                self._move_into(level, found.min_offset, found.max_offset)
+                continue
+            # Behind units that lead nowhere a read takes as many more, which may not be due.
+            self._pass_on(level, [message for message in found.messages if message.offset < end])
+            self._skip(level, min(found.next_offset, end))
+
+    def _fail(self, level: _Level, now_ms: int, error: Exception) -> None:
+        text = f"{type(error).__name__}: {error}"
+        if self.errors.get(level.number) != text:
+            _log.error("%s: delay level %d cannot deliver the message at %d: %s; tried again until it can",
+                       self._store.path, level.number, level.offset, text)  # fmt: skip
+            self.errors[level.number] = text
+        level.ahead_ms = min(_RETRY_MAX_MS, _RETRY_MIN_MS << min(level.failures, 10))
+        level.due_ms = now_ms + level.ahead_ms
+        level.failures += 1
+
+    def _pass_on(self, level: _Level, messages: list[Message]) -> None:
+        """Send each of `messages`, in order, to where it belongs; progress follows what was stored."""
+        copies: list[Copy] = []
+        for message in messages:
+            reason = ""
+            try:
+                topic, queue_id, properties = self._restored(message.encoded_properties)
+            except ValueError as error:
+                reason = f"a delayed message that cannot be restored: {error}"
+            if not reason and topic != HALF_TOPIC:
+                copies.append((message, topic, queue_id, properties))
+                continue
+            self._copy(level, copies)
+            if reason:
+                self._bury(level, message, reason)
+            else:  # the half message was delivered or given up long ago (4.4 step 8)
+                _log.warning("%s: the delayed message at %d of level %d belongs to %s and is passed over",
+                             self._store.path, message.offset, level.number, HALF_TOPIC)  # fmt: skip
+                self._done(level, message)
+        self._copy(level, copies)
+
+    def _copy(self, level: _Level, copies: list[Copy]) -> None:
+        """Put `copies` at the ends of their queues, and forget them."""
+        at = 0
+        while at < len(copies):
+            try:
+                count = self._road.copy_many(copies[at:] if at else copies)
+            except InvalidMessageError as error:  # of the first, which no later attempt makes valid
+                self._bury(level, copies[at][0], f"a delayed message that cannot be put: {error}")
+                at += 1
+                continue
+            at += count
+            last = copies[at - 1][0]
+            if last.offset + 1 - level.offset == count:  # no gaps
+                self._advance(level, last.offset + 1)
+            else:
+                for message, *_ in copies[at - count : at]:
+                    self._done(level, message)
+        copies.clear()
+
+    def _done(self, level: _Level, message: Message) -> None:
+        """Go on behind `message`, which was dealt with."""
+        self._skip(level, message.offset)
+        self._advance(level, message.offset + 1)
+
+    def _bury(self, level: _Level, message: Message, reason: str) -> None:
+        self._dead_letter(message, SCHEDULE_GROUP, reason)
+        self._done(level, message)
+        self._statistics.add("delay_dead_letters", str(level.number))
+        _log.error("%s: %s (offset %d of level %d): dead letter of %s",
+                   self._store.path, reason, message.offset, level.number, SCHEDULE_GROUP)  # fmt: skip
+
+    def _skip(self, level: _Level, offset: int) -> None:
+        """Go on at `offset`: what lies before it cannot be read."""
+        count = offset - level.offset
+        if count > 0:
+            self._statistics.add("delay_unreadable", str(level.number), count)
+            _log.error("%s: %d messages of delay level %d are damaged and passed over, from offset %d on; "
+                       "see `mqstore verify`", self._store.path, count, level.number, level.offset)  # fmt: skip
+            self._advance(level, offset)
+
+    def _advance(self, level: _Level, offset: int) -> None:
+        self._uncounted += max(0, offset - level.offset)
+        level.offset = offset
+        if self._save_due_ms is None:
+            self._save_due_ms = self._saved_ms + _SAVE_MS
+
+    # -- progress on disk -------------------------------------------------------------------------------------------
+
+    def save(self, now_ms: int) -> None:
+        """Write the progress file if it has changed, after the log is on disk as far as it counts. Raises what `flush`
+        and writing raise; the old file then stays."""
+        offsets = {level: level.offset for level in self._levels.values() if level.offset != level.saved}
+        if offsets:
+            steps, self._uncounted = divmod(self._uncounted, _VERSION_STEP)
+            if steps:
+                self._version = self._version.next(now_ms, steps)
+            table = self._table | {str(level.number): offset for level, offset in offsets.items()}
+            self._store.flush()
+            self._file.save({"dataVersion": self._version.as_json(), "offsetTable": table})
+            self._table = table
+            for level, offset in offsets.items():
+                level.saved = offset
+        self._saved_ms = now_ms
+        self._save_due_ms = None
+
+    def close(self) -> None:
+        """Write the progress."""
+        self._store.on_growth.remove(self._on_growth)
+        self.save(self._clock.now_ms())
+
+
+def _check(value: Mapping[str, Any]) -> None:
+    """ValueError unless `value` has the shape of the progress file."""
+    DataVersion.from_json(object_member(value, "dataVersion"))
+    for level, offset in object_member(value, "offsetTable").items():
+        if type(offset) is not int:
+            raise ValueError(f"offsetTable: {level!r} has {offset!r:.80}, not an offset")

@@ -1,0 +1,526 @@
+"""Consumer groups: what each may do, and how often and when a failed message comes back (broker-semantics 1.4).
+
+Knows settings; not members, progress or messages. A group comes into being with its first use.
+
+One retry policy, asked in two ways (client-semantics A12). `r` is how often a message was sent back so far, `attempt`
+the delivery that failed, from 1: `attempt` = r + 1. An entry behind the end of a list is its last one.
+
+===========  ================================  ==================================  ========================
+kind         queue model sends back            pop and orderly wait                stored as
+===========  ================================  ==================================  ========================
+levels       entry r + 2 = delay level 3 + r:  entry attempt - 1 of the same 18:   CUSTOMIZED, no list
+             10 s, 30 s, 1 m, ...              1 s, 5 s, 10 s, ...
+custom       entry r of the user's list        entry attempt - 1                   CUSTOMIZED, with its list
+exponential  initial * multiplier ** r         initial * multiplier ** (attempt-1) EXPONENTIAL
+===========  ================================  ==================================  ========================
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
+from typing import Any, Literal
+
+from mqstore.broker.configfile import ConfigFile, DataVersion, member, object_member
+from mqstore.broker.names import check_group, is_system_group
+from mqstore.clock import Clock
+from mqstore.errors import ConfigError, GroupNotFoundError, NotPermittedError
+from mqstore.files.filesystem import FileSystem
+from mqstore.log.store import MessageStore
+from mqstore.options import DEFAULT_DELAY_LEVELS, Duration, StoreConfig, delay_table_ms, seconds
+
+__all__ = ["FORBIDDEN_READ", "GroupConfig", "GroupTable", "RetryPolicy"]
+
+FORBIDDEN_READ = 2
+"""Index of the forbidden bit that stops a group from reading a topic."""
+
+_log = logging.getLogger("mqstore")
+
+_FOR_EVER = 0x7FFF_FFFF
+# RocketMQ's bounds the exponent, so that the number stays one: whatever the multiplier, the maximum is long reached.
+_EXPONENT_MAX = 32
+_STANDARD_MS = delay_table_ms(DEFAULT_DELAY_LEVELS)
+_LEVEL_OF_FIRST_SEND_BACK = 3
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+_START = "mqstoreStart"
+
+Kind = Literal["levels", "custom", "exponential"]
+
+
+def _nothing() -> Mapping[str, Any]:
+    return _NOTHING
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class RetryPolicy:
+    """How often a message is delivered before it is a dead letter, and how long each time it waits.
+
+    >>> RetryPolicy().delay(1), RetryPolicy(delays=[0.5, 2]).delay(9), RetryPolicy.exponential(5, 2, 60).delay(3)
+    (1.0, 2.0, 20.0)
+    """
+
+    max_attempts: int | None
+    """Deliveries in all; None: for ever."""
+    kind: Kind
+    table_ms: tuple[int, ...]
+    """Of kind "levels" the 18 standard delays, of "custom" the user's."""
+    initial_ms: int
+    multiplier: int
+    max_ms: int
+    unknown: Mapping[str, Any] = field(repr=False, compare=False)
+    """Members of the stored policy that this kind has no use for; they are written back."""
+
+    def __init__(self, max_attempts: int | None = 17, delays: Iterable[Duration] | None = None) -> None:
+        """`delays` are seconds or timedeltas, the first for the first retry in every model; without them the standard
+        ones: from 10 s in the queue model, from 1 s in pop and orderly consumption. ConfigError for no or negative
+        delays, and fewer attempts than 1."""
+        if delays is None:
+            self._set(_checked_attempts(max_attempts))
+            return
+        table = tuple(round(seconds(delay, "delays") * 1000) for delay in delays)
+        if not table:
+            raise ConfigError("delays is empty; leave it out for the standard ones, or give [0] to retry at once")
+        self._set(_checked_attempts(max_attempts), "custom", table)
+
+    @classmethod
+    def exponential(
+        cls, initial: Duration = 5, multiplier: int = 2, maximum: Duration = 7200, *, max_attempts: int | None = 17
+    ) -> RetryPolicy:
+        """Wait `initial` (seconds or timedelta), then `multiplier` times as long each time, at most `maximum`."""
+        if type(multiplier) is not int or multiplier < 1:
+            raise ConfigError(f"multiplier must be an integer from 1, not {multiplier!r}")
+        low, high = (round(seconds(value, name) * 1000) for value, name in ((initial, "initial"), (maximum, "maximum")))
+        return cls._of(
+            _checked_attempts(max_attempts), "exponential", initial_ms=low, multiplier=multiplier, max_ms=high
+        )
+
+    @classmethod
+    def _of(
+        cls, max_attempts: int | None, kind: Kind, table_ms: tuple[int, ...] = _STANDARD_MS, **rest: Any
+    ) -> RetryPolicy:
+        policy = cls.__new__(cls)
+        policy._set(max_attempts, kind, table_ms, **rest)
+        return policy
+
+    def _set(
+        self,
+        max_attempts: int | None,
+        kind: Kind = "levels",
+        table_ms: tuple[int, ...] = _STANDARD_MS,
+        initial_ms: int = 5_000,
+        multiplier: int = 2,
+        max_ms: int = 7_200_000,
+        unknown: Mapping[str, Any] = _NOTHING,
+    ) -> None:
+        values = (max_attempts, kind, table_ms, initial_ms, multiplier, max_ms, unknown)
+        for name, value in zip(self.__slots__, values, strict=True):
+            object.__setattr__(self, name, value)
+
+    def with_attempts(self, max_attempts: int | None) -> RetryPolicy:
+        """The same delays, another number of attempts."""
+        values = {name: getattr(self, name) for name in self.__slots__}
+        return self._of(**values | {"max_attempts": _checked_attempts(max_attempts)})
+
+    def delay(self, attempt: int) -> float:
+        """Seconds to wait after the delivery number `attempt` (from 1) failed, in pop and orderly consumption."""
+        return self.delay_ms(attempt) / 1000
+
+    def delay_ms(self, attempt: int) -> int:
+        """As `delay`, in milliseconds. ConfigError for an attempt before the first."""
+        if attempt < 1:
+            raise ConfigError(f"attempts count from 1, not {attempt}")
+        return self._entry(attempt - 1)
+
+    def next_delay_ms(self, reconsume_times: int) -> int:
+        """How long a message waits that is sent back in the queue model after it was sent back so often before."""
+        first = _LEVEL_OF_FIRST_SEND_BACK - 1 if self.kind == "levels" else 0
+        return self._entry(max(reconsume_times, 0) + first)
+
+    def _entry(self, i: int) -> int:
+        if self.kind == "exponential":
+            factor: int = self.multiplier ** min(i, _EXPONENT_MAX)
+            return min(self.max_ms, self.initial_ms * factor)
+        return self.table_ms[min(i, len(self.table_ms) - 1)]
+
+    def as_json(self) -> dict[str, Any]:
+        """RocketMQ's `groupRetryPolicy`. `max_attempts` is not in it, but in the group's `retryMaxTimes`."""
+        value = {**self.unknown, "type": "EXPONENTIAL" if self.kind == "exponential" else "CUSTOMIZED"}
+        if self.kind == "custom":
+            value["customizedRetryPolicy"] = {"next": list(self.table_ms)}
+        elif self.kind == "exponential":
+            value["exponentialRetryPolicy"] = {
+                "initial": self.initial_ms,
+                "max": self.max_ms,
+                "multiplier": self.multiplier,
+            }
+        return value
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any], max_attempts: int | None = 17) -> RetryPolicy:
+        """Of a `groupRetryPolicy`; ValueError for members of the wrong type. No list, or an empty one, is the standard
+        delays; numbers below 0 are taken as 0."""
+        unknown = dict(value)
+        if member(value, "type", str, "CUSTOMIZED") == "EXPONENTIAL":
+            numbers = object_member(value, "exponentialRetryPolicy")
+            unknown.pop("exponentialRetryPolicy", None)
+            low, high, factor = (
+                max(0, member(numbers, name, int, default))
+                for name, default in (("initial", 5_000), ("max", 7_200_000), ("multiplier", 2))
+            )
+            return cls._of(max_attempts, "exponential", initial_ms=low, multiplier=factor, max_ms=high, unknown=unknown)
+        table = member(object_member(value, "customizedRetryPolicy"), "next", list, [])
+        if not all(type(delay) is int for delay in table):
+            raise ValueError(f"customizedRetryPolicy.next must be milliseconds, not {table!r:.80}")
+        if not table:
+            return cls._of(max_attempts, "levels", unknown=unknown)
+        unknown.pop("customizedRetryPolicy", None)
+        return cls._of(max_attempts, "custom", tuple(max(0, delay) for delay in table), unknown=unknown)
+
+
+def _checked_attempts(max_attempts: int | None) -> int | None:
+    if max_attempts is not None and (type(max_attempts) is not int or not 1 <= max_attempts <= _FOR_EVER):
+        raise ConfigError(f"max_attempts must be an integer from 1, or None for ever, not {max_attempts!r}")
+    return max_attempts
+
+
+# member of the file -> field, type, and what RocketMQ takes where it is absent; the policy and `start` come apart
+_MEMBERS: dict[str, tuple[str, type, Any]] = {
+    "consumeEnable": ("consume_enable", bool, True),
+    "consumeFromMinEnable": ("consume_from_min_enable", bool, True),
+    "consumeBroadcastEnable": ("consume_broadcast_enable", bool, True),
+    "consumeMessageOrderly": ("orderly", bool, False),
+    "retryQueueNums": ("retry_queues", int, 1),
+    "brokerId": ("broker_id", int, 0),
+    "whichBrokerWhenConsumeSlowly": ("which_broker_when_consume_slowly", int, 1),
+    "notifyConsumerIdsChangedEnable": ("notify_members", bool, True),
+    "groupSysFlag": ("sys_flag", int, 0),
+    "consumeTimeoutMinute": ("consume_timeout_minutes", int, 15),
+    "attributes": ("attributes", dict, _NOTHING),
+}
+_OWN_MEMBERS = frozenset({*_MEMBERS, "groupName", "retryMaxTimes", "groupRetryPolicy", _START})
+
+
+@dataclass(frozen=True, slots=True)
+class GroupConfig:
+    """What is set for a consumer group (broker-semantics 1.4)."""
+
+    name: str
+    consume_enable: bool = True
+    """Off: whatever asks for messages is NotPermittedError."""
+    consume_from_min_enable: bool = True
+    consume_broadcast_enable: bool = True
+    """Off: a member that wants every message for itself is NotPermittedError."""
+    orderly: bool = False
+    """Members of the gRPC protocol are told to consume in order."""
+    retry_queues: int = 1
+    """Queues of the group's retry topic. Not above 0, only in a file that is read: a failed message is dead at once."""
+    retry_policy: RetryPolicy = RetryPolicy()
+    start: Literal["earliest", "latest"] | int = "earliest"
+    """Where the group starts in a queue in which it never committed; a number: ms since the epoch (2.3)."""
+    broker_id: int = 0
+    which_broker_when_consume_slowly: int = 1
+    notify_members: bool = True
+    sys_flag: int = 0
+    consume_timeout_minutes: int = 15
+    attributes: Mapping[str, str] = field(default_factory=_nothing, hash=False)
+    unknown: Mapping[str, Any] = field(default_factory=_nothing, hash=False, repr=False)
+    """Members of the file's entry that nobody here knows; they are written back."""
+
+    @property
+    def max_attempts(self) -> int | None:
+        """Deliveries before a message is a dead letter; None: for ever. 1 when there are no retries."""
+        return self.retry_policy.max_attempts if self.retry_queues > 0 else 1
+
+    @property
+    def retry_max_times(self) -> int:
+        """RocketMQ's count of retries, not deliveries; 2147483647 for ever."""
+        attempts = self.retry_policy.max_attempts
+        return _FOR_EVER if attempts is None else attempts - 1
+
+    def delay_ms(self, attempt: int) -> int:
+        """How long a message stays invisible, or its queue blocked, after delivery `attempt` (from 1) failed."""
+        return self.retry_policy.delay_ms(attempt)
+
+    def send_back_level_or_delay(self, reconsume_times: int) -> tuple[Literal["level", "ms"], int]:
+        """What a message sent back for the (`reconsume_times` + 1)-th time waits for: ("level", n) with the standard
+        delays, for the table in force may be another then; else ("ms", delay). A level may lie above the table: it is
+        clamped where messages are put."""
+        times = max(reconsume_times, 0)
+        if self.retry_policy.kind == "levels":
+            return "level", _LEVEL_OF_FIRST_SEND_BACK + times
+        return "ms", self.retry_policy.next_delay_ms(times)
+
+    def as_json(self) -> dict[str, Any]:
+        """The entry of `subscriptionGroup.json`."""
+        entry = {**self.unknown, "groupName": self.name}
+        for key, (name, _, _) in _MEMBERS.items():
+            entry[key] = getattr(self, name)
+        entry["attributes"] = dict(self.attributes)
+        entry["retryMaxTimes"] = self.retry_max_times
+        entry["groupRetryPolicy"] = self.retry_policy.as_json()
+        if self.start != "earliest":
+            entry[_START] = self.start
+        return entry
+
+    @classmethod
+    def from_json(cls, name: str, entry: Mapping[str, Any]) -> GroupConfig:
+        """Of an entry of `subscriptionGroup.json`; ValueError for a value of the wrong type."""
+        known = {field: member(entry, key, kind, default) for key, (field, kind, default) in _MEMBERS.items()}
+        times = member(entry, "retryMaxTimes", int, 16)
+        attempts = None if times >= _FOR_EVER else max(1, times + 1)
+        policy = RetryPolicy.from_json(object_member(entry, "groupRetryPolicy"), attempts)
+        start: Any = entry.get(_START)
+        if start is None:
+            start = "earliest"
+        elif not _is_start(start):
+            raise ValueError(f"{_START} must be earliest, latest or milliseconds, not {start!r:.80}")
+        unknown = {key: value for key, value in entry.items() if key not in _OWN_MEMBERS}
+        return cls(name, **known, retry_policy=policy, start=start, unknown=unknown)
+
+
+def _is_start(value: object) -> bool:
+    return value in ("earliest", "latest") if isinstance(value, str) else type(value) is int and value >= 0
+
+
+# What can be set, and which values do.
+_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **{
+        name: (lambda value: type(value) is bool, "True or False")
+        for name in (
+            "consume_enable",
+            "consume_from_min_enable",
+            "consume_broadcast_enable",
+            "orderly",
+            "notify_members",
+        )
+    },
+    "retry_queues": (lambda value: type(value) is int and 1 <= value <= 16_384, "1 to 16384"),
+    "retry_policy": (lambda value: isinstance(value, RetryPolicy), "a RetryPolicy"),
+    "start": (_is_start, "'earliest', 'latest' or milliseconds since the epoch"),
+    "broker_id": (lambda value: type(value) is int, "an integer"),
+    "which_broker_when_consume_slowly": (lambda value: type(value) is int, "an integer"),
+    "sys_flag": (lambda value: type(value) is int, "an integer"),
+    "consume_timeout_minutes": (lambda value: type(value) is int and value > 0, "minutes above 0"),
+    "attributes": (
+        lambda value: isinstance(value, Mapping) and all(type(t) is str for pair in value.items() for t in pair),
+        "texts by name",
+    ),
+}
+assert set(_CHECKS) == {f.name for f in fields(GroupConfig)} - {"name", "unknown"}
+
+
+class GroupTable:
+    """All consumer groups of a store. Thread-safe; looking up a known group takes no lock.
+
+    A change is on disk before it counts: when a method raises, nothing changed. The functions in `on_change` are called
+    with the name of a group after it came, changed or went, in the thread that did it, without a lock.
+    """
+
+    def __init__(self, store: MessageStore, config: StoreConfig, clock: Clock, fs: FileSystem) -> None:
+        """Load the file. Raises CorruptStoreError when no good copy of it is left, StoreIOError."""
+        self.on_change: list[Callable[[str], None]] = []
+        self._clock = clock
+        self._auto_create = config.auto_create_groups
+        self._lock = threading.Lock()
+        self._file = ConfigFile(
+            store.path / "config" / "subscriptionGroup.json",
+            fs=fs,
+            clock=clock,
+            check=_check,
+            writer=store.mode == "rw",
+            file_mode=config.file_mode,
+        )
+        value = self._file.load() or {}
+        self._version = DataVersion.from_json(value.get("dataVersion"))
+        self._groups = {
+            name: GroupConfig.from_json(name, entry)
+            for name, entry in object_member(value, "subscriptionGroupTable").items()
+            if entry is not None
+        }
+        self._forbidden = _forbidden_of(value)
+
+    # -- looking up -------------------------------------------------------------------------------------------------
+
+    def get(self, name: str) -> GroupConfig | None:
+        """The group; None when there is none."""
+        return self._groups.get(name)
+
+    def need(self, name: str) -> GroupConfig:
+        """The group that somebody is about to consume with, which comes into being if need be.
+
+        GroupNotFoundError when `auto_create_groups` is off or no group may have that name, NotPermittedError for one
+        of the engine's own, and as `create`.
+        """
+        return self._groups.get(name) or self._create_to_consume(name)
+
+    def names(self, system: bool = False) -> list[str]:
+        """Names of the groups, sorted. The engine's own, which another broker may have entered, only with `system`."""
+        return sorted(name for name in self._groups if system or not is_system_group(name))
+
+    def configs(self) -> list[GroupConfig]:
+        """Every group, by name."""
+        groups = self._groups
+        return [groups[name] for name in sorted(groups)]
+
+    @property
+    def problems(self) -> list[str]:
+        """What was amiss in the file when it was loaded, and what was done about it."""
+        return list(self._file.problems)
+
+    def _create_to_consume(self, name: str) -> GroupConfig:
+        try:
+            _check_user_group(name)
+        except ConfigError as error:
+            raise GroupNotFoundError(f"there is no such group, and none can be made: {error}") from error
+        if not self._auto_create:
+            raise GroupNotFoundError(f"there is no group {name!r}, and auto_create_groups is off; create it first")
+        return self._put(GroupConfig(name), exist_ok=True)
+
+    # -- changing ---------------------------------------------------------------------------------------------------
+
+    def create(self, name: str, *, exist_ok: bool = False, **settings: Any) -> GroupConfig:
+        """Enter a group; `settings` are fields of `GroupConfig`, and `retry_max_times` for the policy's attempts - 1.
+
+        With `exist_ok` a group that is there is returned as it is; else it is a ConfigError, as is a name or a setting
+        that cannot be. NotPermittedError for a group of the engine's own, StoreFullError and StoreIOError when it
+        cannot be saved.
+        """
+        _check_user_group(name)
+        return self._put(_with(GroupConfig(name), settings), exist_ok=exist_ok)
+
+    def alter(self, name: str, **settings: Any) -> GroupConfig:
+        """Change the settings that are given. GroupNotFoundError without such a group; else as `create`."""
+        with self._lock:
+            old = self._groups.get(name)
+            if old is None:
+                raise GroupNotFoundError(f"there is no group {name!r}; create it first")
+            new = _with(old, settings)
+            if new == old:
+                return old
+            self._write({**self._groups, name: new}, self._forbidden)
+        self._tell(name)
+        return new
+
+    def delete(self, name: str) -> None:
+        """Forget the settings of a group; its progress is the offset table's to forget. GroupNotFoundError without such
+        a group."""
+        with self._lock:
+            if name not in self._groups:
+                raise GroupNotFoundError(f"there is no group {name!r}")
+            self._write(
+                {key: value for key, value in self._groups.items() if key != name},
+                {key: value for key, value in self._forbidden.items() if key != name},
+            )
+        self._tell(name)
+
+    # -- what is forbidden ------------------------------------------------------------------------------------------
+
+    def forbidden(self, group: str, topic: str) -> int:
+        """The bits of what the group may not do with the topic; 0: all is allowed."""
+        return self._forbidden.get(group, {}).get(topic, 0)
+
+    def may_read(self, group: str, topic: str) -> bool:
+        return not self.forbidden(group, topic) >> FORBIDDEN_READ & 1
+
+    def forbid(self, group: str, topic: str, bit: int = FORBIDDEN_READ, on: bool = True) -> None:
+        """Set or clear a forbidden bit. Unlike RocketMQ's, clearing the last one of a topic is saved and leaves the
+        group's other topics alone. GroupNotFoundError without such a group, ConfigError for a bit outside 0..31."""
+        if not 0 <= bit <= 31:
+            raise ConfigError(f"a forbidden bit has an index in 0..31, not {bit}")
+        with self._lock:
+            if group not in self._groups:
+                raise GroupNotFoundError(f"there is no group {group!r}")
+            topics = dict(self._forbidden.get(group, {}))
+            old = topics.pop(topic, 0)
+            mask = old | 1 << bit if on else old & ~(1 << bit)
+            if mask == old:
+                return
+            if mask:
+                topics[topic] = mask
+            table = {key: value for key, value in self._forbidden.items() if key != group}
+            self._write(self._groups, {**table, group: topics} if topics else table)
+        self._tell(group)
+
+    # -- the file ---------------------------------------------------------------------------------------------------
+
+    def _put(self, config: GroupConfig, *, exist_ok: bool) -> GroupConfig:
+        with self._lock:
+            present = self._groups.get(config.name)
+            if present is not None:
+                if exist_ok:
+                    return present
+                raise ConfigError(f"group {config.name!r} exists already; alter it, or pass exist_ok=True")
+            self._write({**self._groups, config.name: config}, self._forbidden)
+        self._tell(config.name)
+        return config
+
+    def _write(self, groups: dict[str, GroupConfig], forbidden: dict[str, dict[str, int]]) -> None:
+        """Make these the tables: first on disk, then here, by new dicts in place of the old ones."""
+        version = self._version.next(self._clock.now_ms())
+        self._file.save(
+            {
+                "dataVersion": version.as_json(),
+                "forbiddenTable": forbidden,
+                "subscriptionGroupTable": {name: config.as_json() for name, config in groups.items()},
+            }
+        )
+        self._version, self._groups, self._forbidden = version, groups, forbidden
+
+    def _tell(self, name: str) -> None:
+        for function in list(self.on_change):
+            function(name)
+
+
+def _check_user_group(name: str) -> None:
+    check_group(name)
+    if is_system_group(name):
+        raise NotPermittedError(f"group {name!r} belongs to the engine; choose another name")
+
+
+def _with(config: GroupConfig, settings: Mapping[str, Any]) -> GroupConfig:
+    """`config` with these settings, checked."""
+    given = dict(settings)
+    times = given.pop("retry_max_times", None)
+    for name, value in given.items():
+        if name not in _CHECKS:
+            raise ConfigError(f"a group has no setting {name!r}; there are {', '.join(_CHECKS)}, retry_max_times")
+        fits, values = _CHECKS[name]
+        if not fits(value):
+            raise ConfigError(f"group {config.name!r}: {name} must be {values}, not {value!r}")
+    if "attributes" in given:
+        given["attributes"] = MappingProxyType(dict(given["attributes"]))
+    if times is not None:
+        if type(times) is not int or not 0 <= times <= _FOR_EVER:
+            raise ConfigError(f"group {config.name!r}: retry_max_times must lie in 0..{_FOR_EVER}, not {times!r}")
+        policy = given.get("retry_policy", config.retry_policy)
+        given["retry_policy"] = policy.with_attempts(None if times == _FOR_EVER else times + 1)
+    old = config.retry_policy
+    new = replace(config, **given)
+    if new.retry_policy != old:
+        _log.info("group %s: retry policy %s takes the place of %s", config.name, new.retry_policy, old)
+    return new
+
+
+def _forbidden_of(value: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+    table: dict[str, dict[str, int]] = {}
+    for group, topics in object_member(value, "forbiddenTable").items():
+        if topics is None:
+            continue
+        if type(topics) is not dict:
+            raise ValueError(f"forbiddenTable: {group[:150]!r} must be an object")
+        table[group] = {topic: member(topics, topic, int, 0) for topic in topics}
+    return table
+
+
+def _check(value: dict[str, Any]) -> None:
+    """ValueError unless every entry is an object with members of the right types."""
+    DataVersion.from_json(object_member(value, "dataVersion"))
+    _forbidden_of(value)
+    for name, entry in object_member(value, "subscriptionGroupTable").items():
+        if entry is not None:
+            if type(entry) is not dict:
+                raise ValueError(f"subscriptionGroupTable: {name[:150]!r} must be an object")
+            GroupConfig.from_json(name, entry)

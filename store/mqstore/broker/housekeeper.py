@@ -1,0 +1,125 @@
+"""One thread for everything that happens later (design.md, "Few threads").
+
+    next    name      work                      due = min over all; a wake-up makes one due at once
+    12:00   delay     run_once(now) -> 12:00:07
+    12:03   pop       run_once(now) -> None     only when woken
+
+A mechanism that fails is logged once, shows in `errors`, and is tried again, later each time: it may have met a full
+disk. The others go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from mqstore.clock import Clock
+
+__all__ = ["Housekeeper"]
+
+_log = logging.getLogger("mqstore")
+_RETRY_MIN_MS, _RETRY_MAX_MS = 100, 10_000
+_LOOK_MS = 500
+"""The longest sleep with something due: wall clocks jump, and nobody tells."""
+
+RunOnce = Callable[[int], int | None]
+
+
+class _Job:
+    __slots__ = ("due_ms", "failures", "name", "run", "woken")
+
+    def __init__(self, name: str, run: RunOnce) -> None:
+        self.name = name
+        self.run = run
+        self.due_ms: int | None = None
+        self.woken = True
+        self.failures = 0
+
+    def is_due(self, now_ms: int) -> bool:
+        # What fails is not woken but waits: a put a microsecond would else make of a full disk a busy loop.
+        return (self.woken and not self.failures) or (self.due_ms is not None and self.due_ms <= now_ms)
+
+
+class Housekeeper:
+    """Calls what is due. `start` gives it a thread; without, a test calls `run_once`."""
+
+    def __init__(self, name: str, clock: Clock) -> None:
+        self.errors: dict[str, str] = {}
+        """What stopped a mechanism in its last run; gone once it has run again."""
+        self._name = name
+        self._clock = clock
+        self._jobs: list[_Job] = []
+        self._event = threading.Event()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+
+    def waker(self, name: str) -> Callable[[], None]:
+        """What makes the mechanism of that name due at once; may be called before that is added."""
+
+        def wake() -> None:
+            for job in self._jobs:
+                if job.name == name:
+                    job.woken = True  # before the event: the thread clears that first and looks here then
+            self._event.set()
+
+        return wake
+
+    def add(self, name: str, run: RunOnce) -> None:
+        """`run` is due at once, then when it says."""
+        self._jobs.append(_Job(name, run))
+
+    def run_once(self, now_ms: int) -> int | None:
+        """Run what is due; when the next is. One caller at a time."""
+        for job in self._jobs:
+            if self._stopping:
+                return None
+            if job.is_due(now_ms):
+                job.woken = False
+                self._run(job, now_ms)
+        return self.next_due_ms(now_ms)
+
+    def next_due_ms(self, now_ms: int) -> int | None:
+        """When something is due; None while nothing is, unless woken."""
+        if any(job.is_due(now_ms) for job in self._jobs):
+            return now_ms
+        return min((job.due_ms for job in self._jobs if job.due_ms is not None), default=None)
+
+    def _run(self, job: _Job, now_ms: int) -> None:
+        try:
+            job.due_ms = job.run(now_ms)
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            if self.errors.get(job.name) != text:
+                _log.error("%s: %s: %s", self._name, job.name, text, exc_info=True)
+            self.errors[job.name] = text
+            job.due_ms = now_ms + min(_RETRY_MAX_MS, _RETRY_MIN_MS << min(job.failures, 10))
+            job.failures += 1
+        else:
+            job.failures = 0
+            self.errors.pop(job.name, None)
+
+    # -- the thread -------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Run what is due from a thread of our own until `stop`."""
+        self._thread = threading.Thread(target=self._loop, name="mqstore-housekeeper", daemon=True)
+        self._thread.start()
+
+    def _loop(self) -> None:
+        while not self._stopping:
+            self._event.clear()
+            due_ms = self.run_once(self._clock.now_ms())
+            if due_ms is None:
+                self._event.wait()
+            else:
+                self._event.wait(max(0, min(due_ms - self._clock.now_ms(), _LOOK_MS)) / 1000)
+
+    def stop(self, timeout_s: float) -> bool:
+        """Let the running job end and start no other; whether it has ended."""
+        self._stopping = True
+        self._event.set()
+        if self._thread is None or self._thread is threading.current_thread():
+            return True
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()

@@ -1,0 +1,138 @@
+"""Queue locks for orderly consumption: which client of a group may consume a queue (broker-semantics 7).
+
+A lock is a lease in memory: it ends when its owner gives it back, or when it was not renewed for `LEASE_MS`. Leases are
+measured on the monotonic clock and are gone after a restart, which is safe because the clients of this process are gone
+with it. Knows neither which groups exist nor who is a member: a client id is just a name.
+
+::
+
+    free ──────── try_lock ────────► held by c  ──── try_lock or is_locked by c ────► renewed
+      ▲                                │   │
+      ├──────── unlock by c ───────────┘   └─── age > LEASE_MS, then try_lock by another ────► held by that one
+      └── unlock by another: ignored
+
+A client trusts its lock for half the lease only (client-semantics A7.1), so it has stopped before another may start.
+Every path, the renewal too, runs under the one mutex: RocketMQ renews without it, and a renewal that lands on a lease
+just taken over leaves two clients each believing that the queue is theirs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from mqstore.clock import Clock
+from mqstore.log.commitlog import QueueRef
+
+__all__ = ["LEASE_MS", "QueueLock", "QueueLocks"]
+
+LEASE_MS: Final = 60_000
+"""A lock not renewed for longer than this may be taken over; at exactly this age it still holds."""
+
+
+class QueueLock(NamedTuple):
+    """One lock, for `stats()` and inspection."""
+
+    group: str
+    queue: QueueRef
+    client_id: str
+    age_ms: int
+    """Since it was taken or last renewed."""
+    expired: bool
+
+
+@dataclass(slots=True)
+class _Lease:
+    client_id: str
+    renewed_ms: int
+
+    def expired(self, now_ms: int) -> bool:
+        return now_ms - self.renewed_ms > LEASE_MS
+
+
+class QueueLocks:
+    """All queue locks of a store. Safe to call from many threads; nothing here blocks but for the mutex.
+
+    >>> from mqstore.clock import SimulatedClock
+    >>> clock = SimulatedClock()
+    >>> locks, queue = QueueLocks(clock), QueueRef("orders", 0)
+    >>> locks.try_lock("billing", queue, "c1"), locks.try_lock("billing", queue, "c2")
+    (True, False)
+    >>> clock.advance(LEASE_MS + 1)
+    >>> locks.try_lock("billing", queue, "c2"), locks.owner("billing", queue)
+    (True, 'c2')
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._mutex = threading.Lock()
+        self._leases: dict[str, dict[QueueRef, _Lease]] = {}
+
+    def try_lock(self, group: str, queue: QueueRef, client_id: str) -> bool:
+        """Lock `queue` for `client_id`, or renew its lock. False while another client's lock holds."""
+        return bool(self.try_lock_batch(group, (queue,), client_id))
+
+    def try_lock_batch(self, group: str, queues: Iterable[QueueRef], client_id: str) -> set[QueueRef]:
+        """`try_lock` for each of `queues`, all at one moment; those that `client_id` holds now, perhaps not all."""
+        wanted = [
+            QueueRef(*queue) for queue in queues
+        ]  # a caller's iterator runs the caller's code: not under the mutex
+        with self._mutex:
+            # Read under the mutex: an older reading would date a renewal before the take-over that it follows.
+            now_ms = self._clock.monotonic_ms()
+            return {queue for queue in wanted if self._take(group, queue, client_id, now_ms)}
+
+    def is_locked(self, group: str, queue: QueueRef, client_id: str) -> bool:
+        """Whether `client_id` holds `queue`; if so, its lock is renewed."""
+        with self._mutex:
+            now_ms = self._clock.monotonic_ms()
+            lease = self._leases.get(group, {}).get(queue)
+            if lease is None or lease.client_id != client_id or lease.expired(now_ms):
+                return False
+            lease.renewed_ms = now_ms
+            return True
+
+    def unlock_batch(self, group: str, queues: Iterable[QueueRef], client_id: str) -> set[QueueRef]:
+        """Give back the locks of `client_id` on `queues`, expired or not; those that were given back. Locks of others
+        stay."""
+        wanted = list(queues)
+        with self._mutex:
+            leases = self._leases.get(group, {})
+            given = {queue for queue in wanted if (lease := leases.get(queue)) and lease.client_id == client_id}
+            for queue in given:
+                del leases[queue]
+            if not leases:
+                self._leases.pop(group, None)
+            return given
+
+    def is_lock_all_expired(self, group: str) -> bool:
+        """Whether no lock of `group` holds: none was ever taken, all were given back, or all have expired."""
+        with self._mutex:
+            now_ms = self._clock.monotonic_ms()
+            return all(lease.expired(now_ms) for lease in self._leases.get(group, {}).values())
+
+    def owner(self, group: str, queue: QueueRef) -> str | None:
+        """The client that holds `queue`; None when it is free or its lock has expired. Renews nothing."""
+        with self._mutex:
+            lease = self._leases.get(group, {}).get(queue)
+            return None if lease is None or lease.expired(self._clock.monotonic_ms()) else lease.client_id
+
+    def snapshot(self) -> list[QueueLock]:
+        """All locks, expired ones that nobody took over included; by group and queue."""
+        with self._mutex:
+            now_ms = self._clock.monotonic_ms()
+            return sorted(
+                QueueLock(group, queue, lease.client_id, now_ms - lease.renewed_ms, lease.expired(now_ms))
+                for group, leases in self._leases.items()
+                for queue, lease in leases.items()
+            )
+
+    def _take(self, group: str, queue: QueueRef, client_id: str, now_ms: int) -> bool:
+        leases = self._leases.setdefault(group, {})
+        lease = leases.get(queue)
+        if lease is not None and lease.client_id != client_id and not lease.expired(now_ms):
+            return False
+        leases[queue] = _Lease(client_id, now_ms)
+        return True

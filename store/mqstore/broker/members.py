@@ -1,0 +1,179 @@
+"""Who consumes in which group, and whether they agree (broker-semantics 15.2; client-semantics A2.7, A2.8).
+
+A registry in memory: members register when they start and are unregistered when they stop or are given up (a server
+gives up clients whose heartbeats ceased; within a process nobody dies alone). It assigns no queues. What it refuses, it
+refuses before anything changed::
+
+    another member of the group consumes in another mode        GroupInUseError
+    another member of the group subscribes to something else    SubscriptionConflictError
+
+Members that subscribe differently would each be given queues of topics that they do not read, and would commit what
+they never saw. A member that is alone may register again with another mode or other subscriptions.
+
+Listeners are told after every change of a group, outside the lock, in the thread that made it. They are told the group
+and nothing else: what they read then is at least as new as the change.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal, NamedTuple
+
+from mqstore.clock import Clock
+from mqstore.errors import ConfigError, GroupInUseError, SubscriptionConflictError
+
+__all__ = ["Expression", "Member", "Members", "Mode", "Subscriptions"]
+
+_log = logging.getLogger(__name__)
+
+Expression = tuple[str, str]
+"""Kind and text of a filter: ("TAG", "a || b"), ("SQL92", "price > 5"); ("TAG", "*") is everything."""
+Subscriptions = Mapping[str, Expression]
+"""Topic -> filter."""
+
+
+class Mode(NamedTuple):
+    """How a group consumes; all its members alike (A2.8)."""
+
+    model: Literal["queue", "pop"]
+    ordered: bool = False
+    broadcasting: bool = False
+
+    def __str__(self) -> str:
+        order = "ordered" if self.ordered else "unordered"
+        return f"{self.model}, {order}, {'broadcasting' if self.broadcasting else 'clustering'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One registered client of a group."""
+
+    client_id: str
+    mode: Mode
+    subscriptions: Subscriptions
+    registered_ms: int
+    """Wall clock of its first registration."""
+    version: int
+    """Grows with each registration in the store that changed something: tells a stale one."""
+
+
+class Members:
+    """The members of all groups of a store. Safe to call from many threads.
+
+    >>> from mqstore.clock import SimulatedClock
+    >>> members = Members(SimulatedClock())
+    >>> members.register("c2", "billing", {"orders": ("TAG", "*")}, Mode("queue"))
+    True
+    >>> members.register("c1", "billing", {"orders": ("TAG", "*")}, Mode("queue"))
+    True
+    >>> members.members("billing")
+    ['c1', 'c2']
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._groups: dict[str, dict[str, Member]] = {}
+        self._version = 0
+        self.on_change: list[Callable[[str], None]] = []
+        """Called with the name of a group whose members, or their subscriptions, have changed."""
+
+    def register(self, client_id: str, group: str, subscriptions: Subscriptions, mode: Mode) -> bool:
+        """Make `client_id` a member of `group`, or renew its registration; whether anything changed.
+
+        False tells a consumer that has just started that another one already goes by its client id (A2.7).
+        Raises ConfigError for an empty client id, `GroupInUseError` and `SubscriptionConflictError` as the module's
+        table says.
+        """
+        if not client_id or not isinstance(client_id, str):
+            raise ConfigError(f"a client id is a str that is not empty, not {client_id!r}")
+        wanted = {topic: (kind, _normal(kind, text)) for topic, (kind, text) in subscriptions.items()}
+        with self._lock:
+            members = self._groups.get(group, {})
+            others = [member for name, member in members.items() if name != client_id]
+            _check_alike(group, client_id, wanted, mode, others)
+            known = members.get(client_id)
+            if known is not None and known.mode == mode and known.subscriptions == wanted:
+                return False
+            self._version += 1
+            since = self._clock.now_ms() if known is None else known.registered_ms
+            member = Member(client_id, mode, MappingProxyType(wanted), since, self._version)
+            self._groups.setdefault(group, {})[client_id] = member
+        self._tell(group)
+        return True
+
+    def unregister(self, client_id: str, group: str) -> bool:
+        """Take `client_id` out of `group`; False when it was no member."""
+        with self._lock:
+            members = self._groups.get(group, {})
+            if members.pop(client_id, None) is None:
+                return False
+            if not members:
+                del self._groups[group]
+        self._tell(group)
+        return True
+
+    def members(self, group: str) -> list[str]:
+        """The client ids of `group`, sorted as rebalancing wants them."""
+        with self._lock:
+            return sorted(self._groups.get(group, {}))
+
+    def details(self, group: str) -> list[Member]:
+        """The members of `group`, by client id."""
+        with self._lock:
+            members = self._groups.get(group, {})
+            return [members[name] for name in sorted(members)]
+
+    def subscriptions(self, group: str) -> Subscriptions:
+        """What every member of `group` subscribes to; empty without members."""
+        with self._lock:
+            return next((member.subscriptions for member in self._groups.get(group, {}).values()), MappingProxyType({}))
+
+    def mode(self, group: str) -> Mode | None:
+        """How `group` consumes; None without members."""
+        with self._lock:
+            return next((member.mode for member in self._groups.get(group, {}).values()), None)
+
+    def groups(self) -> list[str]:
+        """The groups that have members, sorted."""
+        with self._lock:
+            return sorted(self._groups)
+
+    def _tell(self, group: str) -> None:
+        for listener in list(self.on_change):
+            try:
+                listener(group)
+            except Exception:  # the change stands, and the other listeners must hear of it
+                _log.exception("a listener failed when told that the members of group %s changed", group)
+
+
+def _check_alike(group: str, client_id: str, wanted: Subscriptions, mode: Mode, others: list[Member]) -> None:
+    for other in others:
+        if other.mode != mode:
+            raise GroupInUseError(
+                f"group {group!r} is consumed as ({other.mode}) by {other.client_id!r}; {client_id!r} asks for "
+                f"({mode}): stop the other members first, or use another group"
+            )
+        if other.subscriptions != wanted:
+            raise SubscriptionConflictError(
+                f"{client_id!r} subscribes to {_shown(wanted)}, but {other.client_id!r} of the same group {group!r} to "
+                f"{_shown(other.subscriptions)}: all members of a group must subscribe alike"
+            )
+
+
+def _normal(kind: str, text: str) -> str:
+    """One spelling for tag expressions that mean the same, so that members are not refused for a blank or an order."""
+    if kind != "TAG":
+        return text.strip()
+    tags = {tag.strip() for tag in text.split("||")} - {""} if text else set()
+    return "*" if not tags or tags == {"*"} else " || ".join(sorted(tags))
+
+
+def _shown(subscriptions: Subscriptions) -> str:
+    return (
+        ", ".join(f"{topic} ({kind} {text[:80]})" for topic, (kind, text) in sorted(subscriptions.items())) or "nothing"
+    )

@@ -1,0 +1,134 @@
+"""Names with a meaning: system topics and groups, retry and dead-letter topics (broker-semantics 1.3, 6.1, 8.2).
+
+A user may neither send to a system topic nor make up a name with `%` or `|`: those are the engine's.
+"""
+
+from __future__ import annotations
+
+import re
+
+from mqstore.errors import ConfigError, InvalidMessageError, NotPermittedError
+from mqstore.layout.dispatch import SCHEDULE_TOPIC
+from mqstore.log.names import MAX_TOPIC, RETRY_PREFIX
+
+__all__ = [
+    "DLQ_PREFIX",
+    "HALF_TOPIC",
+    "MAX_GROUP",
+    "OP_TOPIC",
+    "POP_LOG_GROUP",
+    "POP_LOG_TOPIC",
+    "RETRY_PREFIX",
+    "SCHEDULE_GROUP",
+    "SCHEDULE_TOPIC",
+    "START_GROUP",
+    "TIMER_TOPIC",
+    "TRANS_CHECK_TOPIC",
+    "TRANS_GROUP",
+    "check_group",
+    "check_user_topic",
+    "dlq_topic",
+    "is_dlq_topic",
+    "is_retry_topic",
+    "is_system_group",
+    "is_system_topic",
+    "pop_retry_topic",
+    "retry_topic",
+]
+
+HALF_TOPIC = "RMQ_SYS_TRANS_HALF_TOPIC"
+OP_TOPIC = "RMQ_SYS_TRANS_OP_HALF_TOPIC"
+TRANS_CHECK_TOPIC = "TRANS_CHECK_MAX_TIME_TOPIC"
+TIMER_TOPIC = "rmq_sys_wheel_timer"
+POP_LOG_TOPIC = "rmq_sys_pop_log"
+DLQ_PREFIX = "%DLQ%"
+
+SCHEDULE_GROUP = "CID_RMQ_SYS_SCHEDULE"
+"""Whose dead letters are delayed messages that could not be restored."""
+POP_LOG_GROUP = "CID_RMQ_SYS_POP_LOG"
+"""Whose offset is the position from which the pop log is replayed."""
+TRANS_GROUP = "CID_RMQ_SYS_TRANS"
+START_GROUP = "CID_RMQ_SYS_START"
+"""Whose offset is a queue's logical start: what lies before it was purged, replayed, expired, or belonged to a topic of
+that name that was deleted."""
+
+MAX_GROUP = 120
+_SYSTEM_TOPICS = frozenset(
+    {
+        SCHEDULE_TOPIC,
+        HALF_TOPIC,
+        OP_TOPIC,
+        TRANS_CHECK_TOPIC,
+        TIMER_TOPIC,
+        "TBW102",
+        "SELF_TEST_TOPIC",
+        "BenchmarkTest",
+        "OFFSET_MOVED_EVENT",
+        "RMQ_SYS_TRACE_TOPIC",
+        "CHECKPOINT_TOPIC",
+    }
+)
+_SYSTEM_PREFIX = "rmq_sys_"
+_SYSTEM_GROUP_PREFIX = "CID_RMQ_SYS_"
+_USER_NAME = re.compile(r"[a-zA-Z0-9_-]+")
+
+
+def retry_topic(group: str) -> str:
+    """Where a group's failed messages wait to be consumed again, in the queue model."""
+    return RETRY_PREFIX + group
+
+
+def dlq_topic(group: str) -> str:
+    """Where messages end that a group could not consume in all its attempts."""
+    return DLQ_PREFIX + group
+
+
+def pop_retry_topic(group: str, topic: str, version: int = 2) -> str:
+    """Where copies of popped and unacknowledged messages go. Version 1 is ambiguous: group `a`, topic `b_c` and group
+    `a_b`, topic `c` share theirs; `+` of version 2 is in no user's name.
+
+    >>> pop_retry_topic("billing", "orders")
+    '%RETRY%billing+orders'
+    """
+    return f"{RETRY_PREFIX}{group}{'+' if version == 2 else '_'}{topic}"
+
+
+def is_retry_topic(topic: str) -> bool:
+    return topic.startswith(RETRY_PREFIX)
+
+
+def is_dlq_topic(topic: str) -> bool:
+    return topic.startswith(DLQ_PREFIX)
+
+
+def is_system_topic(topic: str) -> bool:
+    """Whether the engine alone writes to `topic`. Retry and dead-letter topics are none of these."""
+    return topic in _SYSTEM_TOPICS or topic.startswith(_SYSTEM_PREFIX)
+
+
+def is_system_group(group: str) -> bool:
+    """Whether `group` is the engine's own bookkeeping and no consumer."""
+    return group.startswith(_SYSTEM_GROUP_PREFIX)
+
+
+def check_user_topic(topic: object) -> str:
+    """`topic`, if a user may create or send to it. InvalidMessageError for a bad name, NotPermittedError for a system
+    topic."""
+    if not isinstance(topic, str):
+        raise InvalidMessageError(f"topic must be a str, not {type(topic).__name__}", "topic")
+    if not _USER_NAME.fullmatch(topic) or len(topic) > MAX_TOPIC:
+        raise InvalidMessageError(
+            f"topic {topic[:150]!r}: a topic is 1 to {MAX_TOPIC} letters, digits, '_' and '-'", "topic"
+        )
+    if is_system_topic(topic):
+        raise NotPermittedError(f"topic {topic!r} belongs to the engine; choose another name")
+    return topic
+
+
+def check_group(group: object) -> str:
+    """`group`, if a consumer group may bear that name. ConfigError says which rule it breaks."""
+    if not isinstance(group, str):
+        raise ConfigError(f"a group is a str, not {type(group).__name__}")
+    if not _USER_NAME.fullmatch(group) or len(group) > MAX_GROUP:
+        raise ConfigError(f"group {group[:150]!r}: a group is 1 to {MAX_GROUP} letters, digits, '_' and '-'")
+    return group

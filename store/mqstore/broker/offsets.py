@@ -1,0 +1,426 @@
+"""How far each group has come in each queue: committed offsets and forced restarts (broker-semantics 2).
+
+Knows names, numbers and the bounds of queues; not whether a group or topic is registered: who takes requests checks it.
+
+=========  ==================================  =====  ==========================================================
+table      key -> value                        kept   meaning
+=========  ==================================  =====  ==========================================================
+committed  topic, group, queue id -> offset    yes    everything before is consumed; absent is not 0
+pulled     group, topic, queue id -> offset    no     where the last read ended; ahead of committed by what is in work
+resets     group, topic, queue id -> offset    no     where the next read must start, once
+=========  ==================================  =====  ==========================================================
+
+A forced restart, queue by queue::
+
+    reset(o)      committed := o, a reset is pending
+    commit(x)     pending: dropped. It comes from a consumer that does not know yet, and would undo the reset.
+    take_reset()  the next read or pop gets o, once; commits count again
+
+Written to `config/consumerOffset.json` as RocketMQ does, and never ahead of the messages: a save takes a copy, flushes
+the commitlog, then writes the copy, so that what the file says rests on messages that no power cut takes back (2.5).
+A file that another program wrote may say otherwise: an offset above its queue's end is lowered to the end at load, for
+the messages to come will bear the numbers between.
+
+The group `START_GROUP` keeps each queue's *logical start* in the same table: what lies before was purged, or belonged
+to a deleted topic of that name. A start only ever moves forward, and outlives the removal of groups and topics.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from operator import index
+from typing import Any
+
+from mqstore.broker.configfile import ConfigFile, DataVersion, object_member
+from mqstore.broker.names import START_GROUP, is_system_group
+from mqstore.clock import Clock
+from mqstore.errors import ConfigError, OffsetOutOfRangeError
+from mqstore.files.filesystem import FileSystem
+from mqstore.log.names import is_path_safe
+from mqstore.log.store import MessageStore
+from mqstore.options import Durability, StoreConfig, seconds
+
+__all__ = ["OffsetTable"]
+
+_OFFSET_MAX = 0x7FFF_FFFF_FFFF_FFFF
+_QUEUE_ID_MAX = 0x7FFF_FFFF
+_BROADCAST = "broadcast"
+# RocketMQ's consumerOffsetUpdateVersionStep: its data version counts hundreds of commits, not each one.
+_VERSION_STEP = 500
+
+
+class OffsetTable:
+    """Committed offsets of all groups. Thread-safe; looking up takes no lock.
+
+    Changes are in memory at once and on disk with the next `save`: every `commit_interval` (`run_once`), at `close`, or
+    before a `commit` returns that asks for "flush".
+    """
+
+    def __init__(self, store: MessageStore, config: StoreConfig, clock: Clock, fs: FileSystem) -> None:
+        """Load the file. Raises CorruptStoreError when no good copy of it is left, StoreIOError."""
+        self._store = store
+        self._clock = clock
+        self._interval_ms = max(1, round(seconds(config.commit_interval, "commit_interval") * 1000))
+        self._due_ms: int | None = None
+        self._file = ConfigFile(
+            store.path / "config" / "consumerOffset.json",
+            fs=fs,
+            clock=clock,
+            check=_check,
+            writer=store.mode == "rw",
+            file_mode=config.file_mode,
+        )
+        self._lock = threading.Lock()
+        self._committed: dict[str, dict[str, dict[int, int]]] = {}  # topic -> group -> queue id -> offset
+        self._pulled: dict[tuple[str, str, int], int] = {}
+        self._resets: dict[tuple[str, str, int], int] = {}
+        # Changes so far, and how many of them the file has. _saving is held around a whole save, taken before _lock.
+        self._changes = 0
+        self._saved = 0
+        self._saving = threading.Lock()
+        self._foreign: dict[str, Any] = {}
+        self._version = DataVersion()
+        self._versioned = 0
+        self._load()
+        # At once: once the queue has grown past a number that was lowered here, the file's would pass for a good one,
+        # and a crash before the next save would have the group skip what came between (P3).
+        self.save()
+
+    # -- committed --------------------------------------------------------------------------------------------------
+
+    def committed(self, group: str, topic: str, queue_id: int) -> int | None:
+        """The queue offset at which `group` goes on; None when it never committed, which is not 0.
+
+        With a reset pending this is the reset's offset: `reset` puts it here as well.
+        """
+        groups = self._committed.get(topic)
+        if groups is None or (queues := groups.get(group)) is None:
+            return None
+        return queues.get(queue_id)
+
+    def commit(
+        self, group: str, topic: str, queue_id: int, offset: int, *, durability: Durability | None = None
+    ) -> None:
+        """Everything of the queue before `offset` is consumed by `group`. The last writer wins, also backwards; while a
+        reset is pending a commit is dropped.
+
+        With "flush" it is on disk when this returns, messages it rests on included, and is never taken back (P3).
+        Raises ConfigError for a number below 0 or a name that the file cannot bear; with "flush" as `save`, and then
+        the commit stands in memory and is saved later.
+        """
+        if type(offset) is not int or type(queue_id) is not int:
+            offset, queue_id = index(offset), index(queue_id)  # a numpy integer would stop every later save
+        if not (0 <= offset <= _OFFSET_MAX and 0 <= queue_id <= _QUEUE_ID_MAX):
+            raise ConfigError(
+                f"offset {offset} of queue {queue_id} of {topic!r}: an offset lies in 0..{_OFFSET_MAX}, "
+                f"a queue id in 0..{_QUEUE_ID_MAX}"
+            )
+        with self._lock:
+            if not self._resets or (group, topic, queue_id) not in self._resets:
+                try:
+                    self._committed[topic][group][queue_id] = offset
+                except KeyError:
+                    self._queues_of(group, topic)[queue_id] = offset
+                self._changes += 1
+        if durability == "flush":
+            self.save()
+
+    def begin(self, group: str, topic: str, queue_id: int) -> None:
+        """Let a group that has no progress in a queue have it at the queue's first message: what waits there for it is
+        then part of its lag, and kept. For retry topics (8.2). ConfigError as `commit`."""
+        if self.committed(group, topic, queue_id) is None:
+            first, _ = self._store.offsets_or_none(topic, queue_id) or (0, 0)
+            first = max(first, self.start_of(topic, queue_id))
+            with self._lock:
+                self._queues_of(group, topic).setdefault(queue_id, first)
+                self._changes += 1
+
+    def _queues_of(self, group: str, topic: str) -> dict[int, int]:
+        """The group's offsets in a topic, to be changed: made if there are none, but only under names that come back
+        the same when the file is read."""
+        for name in (topic, group):
+            if "@" in name or not is_path_safe(name):
+                raise ConfigError(
+                    f"{name!r} cannot have offsets: a name is 1 to 255 bytes without '@', '/' or controls"
+                )
+        return self._committed.setdefault(topic, {}).setdefault(group, {})
+
+    # -- the last read ----------------------------------------------------------------------------------------------
+
+    def note_pull(self, group: str, topic: str, queue_id: int, offset: int) -> None:
+        """A read of `group` ended before `offset`."""
+        with self._lock:
+            self._pulled[group, topic, queue_id] = offset
+
+    def query_pull(self, group: str, topic: str, queue_id: int) -> int | None:
+        """Where the group's last read in this process ended; without one, its committed offset."""
+        offset = self._pulled.get((group, topic, queue_id))
+        return self.committed(group, topic, queue_id) if offset is None else offset
+
+    # -- forced restarts --------------------------------------------------------------------------------------------
+
+    def reset(self, topic: str, group: str, queue_id: int, offset: int) -> None:
+        """Let `group` go on at `offset` in this queue, whatever consumers that are at work commit meanwhile (2.4).
+
+        OffsetOutOfRangeError when `offset` is not between the queue's first message and its end, ConfigError as
+        `commit`. On disk with the next save.
+        """
+        offset, queue_id = index(offset), index(queue_id)
+        if not 0 <= queue_id <= _QUEUE_ID_MAX:
+            raise ConfigError(f"a queue id lies in 0..{_QUEUE_ID_MAX}, not {queue_id}")
+        first, end = self._store.offsets_or_none(topic, queue_id) or (0, 0)
+        first = max(first, self.start_of(topic, queue_id))
+        if not first <= offset <= end:
+            raise OffsetOutOfRangeError(
+                f"queue {queue_id} of {topic!r} has no offset {offset} to start at; it goes from {first} to {end}",
+                first,
+                end,
+            )
+        with self._lock:
+            self._queues_of(group, topic)[queue_id] = offset
+            self._changes += 1
+            self._resets[group, topic, queue_id] = offset
+            self._pulled.pop((group, topic, queue_id), None)
+
+    def take_reset(self, topic: str, group: str, queue_id: int) -> int | None:
+        """The pending reset, which is then done with: for the read or pop that starts there. None without one."""
+        if not self._resets:
+            return None
+        with self._lock:
+            return self._resets.pop((group, topic, queue_id), None)
+
+    def has_reset(self, topic: str, group: str, queue_id: int) -> bool:
+        return (group, topic, queue_id) in self._resets
+
+    # -- whole groups and topics ------------------------------------------------------------------------------------
+
+    def clone(self, source: str, target: str, topic: str) -> None:
+        """Give the group `target` the progress of `source` on `topic`, in place of its own."""
+        with self._lock:
+            queues = self._committed.get(topic, {}).get(source)
+            if queues is not None and source != target:
+                copy = dict(queues)
+                self._queues_of(target, topic)
+                self._committed[topic][target] = copy
+                self._changes += 1
+
+    def remove_group(self, group: str) -> None:
+        """Forget all that is known of a group. ConfigError for one of the engine's own."""
+        if is_system_group(group):
+            raise ConfigError(f"{group!r} is the engine's own bookkeeping; it cannot be removed")
+        with self._lock:
+            for topic, groups in list(self._committed.items()):
+                if groups.pop(group, None) is not None:
+                    self._changes += 1
+                if not groups:
+                    del self._committed[topic]
+            self._forget(lambda key: key[0] == group)
+
+    def remove_topic(self, topic: str) -> None:
+        """Forget every group's progress on a topic. Its logical starts stay: numbering goes on."""
+        with self._lock:
+            self._remove_topic(topic)
+
+    def _remove_topic(self, topic: str) -> None:
+        groups = self._committed.pop(topic, {})
+        if START_GROUP in groups:
+            self._committed[topic] = {START_GROUP: groups[START_GROUP]}
+        self._changes += len(groups)
+        self._forget(lambda key: key[1] == topic)
+
+    def bury(self, topic: str, ends: Mapping[int, int]) -> None:
+        """Forget every group's progress on a topic and let its queues start, logically, at these offsets (queue id ->
+        offset): on disk when this returns. Errors as `save`; then nothing was forgotten and no start moved."""
+        with self._lock:
+            before = {group: dict(queues) for group, queues in self._committed.get(topic, {}).items()}
+            self._remove_topic(topic)
+            for queue_id, offset in ends.items():
+                self._move_start(topic, queue_id, offset)
+        try:
+            self.save()
+        except BaseException:
+            with self._lock:
+                self._committed[topic] = before
+                self._changes += 1
+            raise
+
+    def _forget(self, concerned: Callable[[tuple[str, str, int]], bool]) -> None:
+        for table in (self._pulled, self._resets):
+            for key in [key for key in table if concerned(key)]:
+                del table[key]
+
+    def of_group(self, group: str) -> dict[tuple[str, int], int]:
+        """(topic, queue id) -> committed offset."""
+        with self._lock:
+            return {
+                (topic, queue_id): offset
+                for topic, groups in self._committed.items()
+                for queue_id, offset in groups.get(group, {}).items()
+            }
+
+    def of_all(self) -> list[tuple[str, str, dict[int, int]]]:
+        """(group, topic, queue id -> committed offset) of all groups of consumers."""
+        with self._lock:
+            return [
+                (group, topic, dict(queues))
+                for topic, groups in self._committed.items()
+                for group, queues in groups.items()
+                if _is_user(group)
+            ]
+
+    def groups(self) -> set[str]:
+        """The groups of consumers that have progress anywhere."""
+        with self._lock:
+            return {group for groups in self._committed.values() for group in groups if _is_user(group)}
+
+    def groups_of(self, topic: str) -> set[str]:
+        """The groups of consumers that have progress on `topic`."""
+        with self._lock:
+            return {group for group, queues in self._committed.get(topic, {}).items() if queues and _is_user(group)}
+
+    def min_committed(self, topic: str, queue_id: int) -> int | None:
+        """Where the group goes on that is farthest behind in this queue; None when no group has progress on `topic`.
+
+        For retention (2.6), so in doubt too low: a group that has progress on the topic but none on this queue has all
+        of the queue before it. May lie below the queue's first message.
+        """
+        with self._lock:
+            start = self.start_of(topic, queue_id)
+            return min(
+                (
+                    max(queues.get(queue_id, start), start)
+                    for group, queues in self._committed.get(topic, {}).items()
+                    if queues and _is_user(group)
+                ),
+                default=None,
+            )
+
+    # -- logical starts ---------------------------------------------------------------------------------------------
+
+    def start_of(self, topic: str, queue_id: int) -> int:
+        """The offset before which nothing of a queue counts any more; 0 for most."""
+        return self.committed(START_GROUP, topic, queue_id) or 0
+
+    def move_start(self, topic: str, queue_id: int, offset: int) -> None:
+        """Declare what lies before `offset` gone. Never moves back: a lower offset changes nothing."""
+        with self._lock:
+            self._move_start(topic, queue_id, offset)
+
+    def _move_start(self, topic: str, queue_id: int, offset: int) -> None:
+        if offset > self.start_of(topic, queue_id):
+            self._queues_of(START_GROUP, topic)[index(queue_id)] = index(offset)
+            self._changes += 1
+
+    # -- the file ---------------------------------------------------------------------------------------------------
+
+    @property
+    def problems(self) -> list[str]:
+        """What was amiss in the file when it was loaded, and what was done about it."""
+        return list(self._file.problems)
+
+    @property
+    def dirty(self) -> bool:
+        """Whether something changed since the last save."""
+        return self._changes != self._saved
+
+    def save(self) -> None:
+        """Have on disk what was committed before this call; nothing to do when it is there.
+
+        Raises FlushFailedError, FlushTimeoutError (the commitlog, which goes first), StoreFullError, StoreIOError,
+        ReadOnlyStoreError. The file then says what it said before, and the next save tries again.
+        """
+        wanted = self._changes
+        with self._saving:
+            if self._saved >= wanted:  # whoever saved while we waited took our change along
+                return
+            with self._lock:
+                changes = self._changes
+                copy = [
+                    (topic, group, dict(queues))
+                    for topic, groups in self._committed.items()
+                    for group, queues in groups.items()
+                ]
+            # After the copy: whatever message an offset of the copy stands behind was put before, and is flushed now.
+            self._store.flush()
+            steps = changes // _VERSION_STEP - self._versioned
+            version = self._version.next(self._clock.now_ms(), steps) if steps else self._version
+            table = self._foreign | {f"{topic}@{group}": queues for topic, group, queues in copy if queues}
+            self._file.save({"dataVersion": version.as_json(), "offsetTable": table})
+            self._saved, self._version, self._versioned = changes, version, self._versioned + steps
+
+    def run_once(self, now_ms: int) -> int:
+        """Save what changed if `commit_interval` has passed; wall ms of the next time. Errors as `save`."""
+        if self._due_ms is None:
+            self._due_ms = now_ms + self._interval_ms
+        # The second: the wall clock was set back, and would keep us waiting for as long.
+        if now_ms >= self._due_ms or now_ms + self._interval_ms < self._due_ms:
+            self.save()
+            self._due_ms = now_ms + self._interval_ms
+        return self._due_ms
+
+    def close(self) -> None:
+        """Save what changed. Errors as `save`."""
+        self.save()
+
+    def pins(self) -> tuple[()]:
+        """Nothing of its own: what committed offsets still need is for retention to ask (2.6)."""
+        return ()
+
+    def _load(self) -> None:
+        value = self._file.load() or {}
+        self._version = DataVersion.from_json(value.get("dataVersion"))
+        for key, queues in object_member(value, "offsetTable").items():
+            topic, at, group = key.partition("@")
+            if at and "@" not in group and is_path_safe(topic) and is_path_safe(group):
+                offsets = dict(self._usable(key, queues or {}))
+                if offsets:
+                    self._committed.setdefault(topic, {})[group] = offsets
+                continue
+            self._foreign[key] = queues
+            if not group.endswith("@" + _BROADCAST):  # that is how a Java broker keeps the progress of broadcasts
+                self._file.report(f"{self._file.path}: {key!r} is not topic@group; its offsets are not used, but kept")
+
+    def _usable(self, key: str, queues: dict[str, Any]) -> Iterator[tuple[int, int]]:
+        """(queue id, offset) of an entry of the file, made to fit the queues there are."""
+        for text, offset in queues.items():
+            queue_id = int(text) if text.isascii() and text.isdigit() and len(text) < 11 else -1
+            where = f"{self._file.path}: {key}, queue {text[:80]}"
+            if not 0 <= queue_id <= _QUEUE_ID_MAX or str(queue_id) != text:
+                self._change(f"{where}: that is no queue id; the offset {offset} is left out")
+            elif offset is None:
+                continue
+            elif offset < 0:
+                self._change(f"{where}: offset {offset} is negative; it counts as never committed")
+            else:
+                yield queue_id, self._lowered(where, key.partition("@")[0], queue_id, offset)
+
+    def _lowered(self, where: str, topic: str, queue_id: int, offset: int) -> int:
+        if self._store.mode != "rw":  # the writer may be ahead of what this process has seen of its queues
+            return offset
+        end = (self._store.offsets_or_none(topic, queue_id) or (0, 0))[1]
+        if offset <= end:
+            return offset
+        self._change(f"{where}: offset {offset} lies behind the end of the queue; it is lowered to {end}")
+        return end
+
+    def _change(self, problem: str) -> None:
+        self._file.report(problem)
+        self._changes += 1
+
+
+def _is_user(group: str) -> bool:
+    return not is_system_group(group)
+
+
+def _check(value: dict[str, Any]) -> None:
+    """ValueError unless this is a table of tables of integers. Null stands for absent."""
+    DataVersion.from_json(object_member(value, "dataVersion"))
+    for key, queues in object_member(value, "offsetTable").items():
+        if queues is None:
+            continue
+        if type(queues) is not dict:
+            raise ValueError(f"offsetTable: {key[:150]!r} must be an object")
+        for queue_id, offset in queues.items():
+            if offset is not None and type(offset) is not int:
+                raise ValueError(f"offsetTable: {key[:150]!r}, queue {queue_id[:20]!r}: {offset!r:.80} is no offset")

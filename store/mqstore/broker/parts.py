@@ -1,0 +1,96 @@
+"""What the mechanisms of a broker share, and what each of them offers (design.md, "Time is a parameter").
+
+    mechanism   run_once(now_ms) -> next_run_ms     does what is due; a housekeeper thread or a test calls it
+                close()                             persists what it keeps
+                pins()                              which records of the log it still needs
+
+`wake`, which each is given, says "something may be due before the time I named": from any thread, at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from mqstore.broker.groups import GroupTable
+from mqstore.broker.offsets import OffsetTable
+from mqstore.broker.road import Road
+from mqstore.broker.statistics import Statistics
+from mqstore.broker.topics import TopicTable
+from mqstore.clock import Clock
+from mqstore.errors import GroupNotFoundError
+from mqstore.files.filesystem import FileSystem
+from mqstore.log.store import MessageStore
+from mqstore.options import StoreConfig
+
+__all__ = ["Mechanism", "Parts", "Pin", "Wake", "delete_group", "open_parts"]
+
+Wake = Callable[[], None]
+
+
+class Pin(NamedTuple):
+    """A record that must stay, and for whom."""
+
+    physical_offset: int
+    topic: str
+    queue_id: int
+    group: str
+    why: str
+
+
+class Mechanism(Protocol):
+    """One kind of background work."""
+
+    def run_once(self, now_ms: int) -> int | None:
+        """Do what is due at `now_ms` (wall clock); when to come again, None: when woken."""
+
+    def close(self) -> None:
+        """Persist. Called once, after the last `run_once`, while the store is still open."""
+
+    def pins(self) -> Iterable[Pin]:
+        """The oldest record that each thing it keeps still needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The store, its tables, and the one way in."""
+
+    store: MessageStore
+    config: StoreConfig
+    clock: Clock
+    fs: FileSystem
+    topics: TopicTable
+    groups: GroupTable
+    offsets: OffsetTable
+    road: Road
+    statistics: Statistics
+
+
+def open_parts(store: MessageStore) -> Parts:
+    """The tables of a store that is open for writing, read from its `config` folder."""
+    config, clock, fs = store.config, store.clock, store.fs
+    offsets = OffsetTable(store, config, clock, fs)
+    topics = TopicTable(store, config, clock, fs, offsets)
+    return Parts(
+        store=store,
+        config=config,
+        clock=clock,
+        fs=fs,
+        topics=topics,
+        groups=GroupTable(store, config, clock, fs),
+        offsets=offsets,
+        road=Road(store, topics, config, clock),
+        statistics=Statistics(clock),
+    )
+
+
+def delete_group(parts: Parts, group: str) -> None:
+    """Forget a group: settings and progress; who listens to `parts.groups` forgets what is in flight. Its dead letters
+    and retries stay. GroupNotFoundError when it has neither settings nor progress."""
+    known = parts.groups.get(group) is not None
+    if not known and group not in parts.offsets.groups():
+        raise GroupNotFoundError(f"{parts.store.path} has no group {group!r}: no settings, no progress")
+    if known:
+        parts.groups.delete(group)
+    parts.offsets.remove_group(group)

@@ -1,0 +1,593 @@
+# ruff: noqa: A002  (`filter` is the word of the engine contract, client-semantics 0.4)
+"""Pop: messages handed out, each invisible until it is acknowledged or its time is over (broker-semantics 8, 9).
+
+    pop ----> route: which queues, the retry topic first or last ----> StandardQueues | FifoQueues ----> pop log
+    ack, change_invisible, nack, release, dead_letter ---- receipt says which queue, which of the two --^
+    run_once: queues whose deliveries became visible; the log's replay position; consumerOrderInfo.json
+
+    module         knows
+    popask         arguments, deliveries, receipts as values
+    popstate       what is in flight in one queue, in memory
+    poplog         how records look
+    poptables      all states, locks, who is due when
+    popstandard    redelivery by copies             popfifo    redelivery by reading again
+    popreplay      start-up                         popkeep    how long the log is, consumerOrderInfo.json
+
+Nothing here blocks but `wait_for` and a pop that is given time. Locks: one for each (topic, group, queue); under it the
+tables' own, then the store's. No callback is called under one. What a call appends it appends with durability "append",
+and waits for the disk, if that is asked for, after letting go of its locks.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from mqstore.broker.configfile import ConfigFile
+from mqstore.broker.filters import Filter
+from mqstore.broker.names import pop_retry_topic
+from mqstore.broker.orderinfo import check_order_info
+from mqstore.broker.parts import Pin
+from mqstore.broker.popask import Ask, Claim, Delivery, Pending, Start, claim_of, expired
+from mqstore.broker.popfifo import FifoQueues, visible_at
+from mqstore.broker.popkeep import PopKeeper
+from mqstore.broker.popreplay import Replay
+from mqstore.broker.popstandard import StandardQueues
+from mqstore.broker.popstate import Counts, QueueKey, QueueState, Standing
+from mqstore.broker.poptables import DeadLetter, PopTables
+from mqstore.errors import ConfigError, InvalidReceiptError, NotPermittedError
+from mqstore.options import Durability, Duration
+
+if TYPE_CHECKING:
+    from mqstore.broker.groups import GroupConfig
+    from mqstore.broker.parts import Parts, Wake
+    from mqstore.broker.reading import Reads
+    from mqstore.broker.waiting import Callback, Waiter, Waiters
+
+__all__ = ["MAX_BATCH", "Delivery", "Pending", "PopService"]
+
+MAX_BATCH = 32
+"""Most messages of one pop (8.1): a batch's bitmap has room for no more than 63."""
+_MIN_INVISIBLE_MS, _MAX_INVISIBLE_MS = 100, 12 * 3_600_000
+_RETRY_PERCENT = 20
+"""How often the retry topic is looked at first."""
+_ATTEMPTS_MS = 1_000
+
+
+class _Route:
+    """Where the messages of one topic are, for one group."""
+
+    __slots__ = ("group", "queues", "retries")
+
+    def __init__(self, group: GroupConfig, queues: list[QueueState], retries: list[tuple[int, QueueState]]) -> None:
+        self.group = group
+        self.queues = queues
+        self.retries = retries
+        """(mark, state) of the retry topics that exist."""
+
+
+class PopService:
+    """Consumption by receipt. Thread-safe. Opens by replaying the pop log."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        wake: Wake,
+        waiters: Waiters,
+        reads: Reads,
+        dead_letter: DeadLetter,
+        *,
+        rng: Callable[[], float] = random.random,
+    ) -> None:
+        """`dead_letter`: `Retries.dead_letter`. `rng`: numbers in [0, 1), which choose the queue to begin with."""
+        self._parts = parts
+        self._store = parts.store
+        self._clock = parts.clock
+        self._waiters = waiters
+        self._rng = rng
+        self._wake = wake
+        self._flush_by_default = parts.store.durability == "flush"
+        self._routes: dict[tuple[str, str], _Route] = {}
+        file = ConfigFile(
+            parts.store.path / "config" / "consumerOrderInfo.json",
+            fs=parts.fs,
+            clock=parts.clock,
+            check=check_order_info,
+            file_mode=parts.config.file_mode,
+        )
+        self._tables = PopTables(parts, wake, waiters, reads, dead_letter)
+        self._orders = self._tables.orders
+        self._orders.load(file.load() or {})
+        as_loaded = self._orders.version
+        self._standard = StandardQueues(self._tables)
+        self._fifo = FifoQueues(self._tables)
+        Replay(self._tables, self._fifo).run(release=parts.config.release_in_flight)
+        self._keeper = PopKeeper(self._tables, self._standard, self._fifo, file, as_loaded)
+        parts.topics.on_change.append(self._topic_changed)
+        parts.groups.on_change.append(self._group_changed)
+
+    # -- popping ----------------------------------------------------------------------------------------------------
+
+    def pop(
+        self,
+        group: str,
+        topic: str,
+        queue_id: int = -1,
+        n: int = 1,
+        *,
+        invisible_ms: int = 60_000,
+        poll_s: float = 0,
+        filter: Filter | None = None,
+        order: bool = False,
+        start: Start | None = None,
+        attempt_id: str | None = None,
+        client_id: str = "",
+        local: bool = True,
+        durability: Durability | None = None,
+    ) -> list[Delivery]:
+        """Hand out up to `n` (1 to 32) messages for `invisible_ms` (100 ms to 12 h), waiting `poll_s` for a first.
+
+        queue_id    one queue, or -1: all, beginning anywhere, with the group's retry topic
+        order       a queue's next batch only when nothing of its last is invisible; no retry topic
+        start       where a group begins that was never in a queue; None: as the group says
+        attempt_id  with `order`: the same id receives again what its lost answer held
+        local       the receiver dies with this process: the next open gives the message to others at once
+
+        Each batch is in the pop log before this returns; durability "flush": and on disk. `client_id` is not used: any
+        member may settle what any other received. Raises ConfigError for numbers out of range, TopicNotFoundError,
+        GroupNotFoundError, NotPermittedError, and what a put raises, and then nothing was handed out.
+        """
+        del client_id
+        if type(n) is not int or not 1 <= n <= MAX_BATCH:
+            raise ConfigError(f"n is {n!r}; one pop gives 1 to {MAX_BATCH} messages, so pop several times for more")
+        if not _MIN_INVISIBLE_MS <= invisible_ms <= _MAX_INVISIBLE_MS:
+            raise ConfigError(
+                f"invisible time {invisible_ms} ms does not lie in {_MIN_INVISIBLE_MS}..{_MAX_INVISIBLE_MS} ms"
+            )
+        waits = self._waits(durability)
+        end_ms = self._clock.monotonic_ms() + int(poll_s * 1000) if poll_s else 0
+        while True:
+            found = self._pop(group, topic, queue_id, n, invisible_ms, filter, order, start, attempt_id, local)
+            if found or not poll_s:
+                break
+            left_ms = end_ms - self._clock.monotonic_ms()
+            if left_ms <= 0 or not self.wait_for(group, topic, queue_id, filter, order, left_ms / 1000):
+                break
+        if found and waits:
+            self._store.flush()
+        return found
+
+    def _pop(
+        self,
+        group: str,
+        topic: str,
+        queue_id: int,
+        n: int,
+        invisible_ms: int,
+        filter: Filter | None,
+        order: bool,
+        start: Start | None,
+        attempt_id: str | None,
+        local: bool,
+    ) -> list[Delivery]:
+        route = self._routes.get((group, topic)) or self._route(group, topic)
+        limit = route.group.max_attempts
+        ask = Ask(topic, invisible_ms, filter, start, attempt_id, local, self._clock.now_ms(), limit)
+        found: list[Delivery] = []
+        more = False
+        lucky = int(self._rng() * 100)
+        retries_first = not order and route.retries and lucky < _RETRY_PERCENT
+        if retries_first:
+            more = self._pop_retries(route, ask, n, found)
+        if len(found) < n:
+            queues, count = route.queues, len(route.queues)
+            at = lucky % count
+            if queue_id != -1:
+                self._check_queue(route, topic, queue_id)
+                at, count = queue_id, 1
+            pop = self._fifo.pop if order else self._standard.pop
+            while count and len(found) < n:
+                state = queues[at]
+                with state.lock:
+                    more |= pop(state, ask, n - len(found), 0, found)
+                at = at + 1 if at + 1 < len(queues) else 0
+                count -= 1
+        if not order and not retries_first and route.retries and len(found) < n:
+            more |= self._pop_retries(route, ask, n, found)
+        if more and found and self._waiters.parked:
+            self._waiters.wake_one(topic, queue_id, group)
+        return found
+
+    def _pop_retries(self, route: _Route, ask: Ask, n: int, found: list[Delivery]) -> bool:
+        # Copies were chosen by a filter when they were first delivered.
+        ask = ask._replace(filter=None)
+        more = False
+        for mark, state in route.retries:
+            if len(found) < n:
+                with state.lock:
+                    more |= self._standard.pop(state, ask, n - len(found), mark, found)
+        return more
+
+    def _route(self, group: str, topic: str) -> _Route:
+        """Look everything up that a pop needs to know of group and topic; kept until one of their tables changes."""
+        routes = self._routes
+        config = self._parts.groups.need(group)
+        if not config.consume_enable:
+            raise NotPermittedError(f"group {group!r} may not consume; alter it with consume_enable=True")
+        found = self._parts.topics.need(topic)
+        if not found.readable:
+            raise NotPermittedError(f"topic {topic!r} may not be read; alter it with a perm that has 4 (READ)")
+        if not self._parts.groups.may_read(group, topic):
+            raise NotPermittedError(f"group {group!r} is forbidden to read topic {topic!r}")
+        queues = [self._tables.state(QueueKey(topic, group, i)) for i in range(found.read_queues)]
+        retries = [
+            (mark, self._tables.state(QueueKey(name, group, 0)))
+            for mark, name in self._retry_topics(group, topic)
+            if self._parts.topics.get(name) is not None
+        ]
+        routes[group, topic] = route = _Route(config, queues, retries)
+        return route
+
+    def _retry_topics(self, group: str, topic: str) -> list[tuple[int, str]]:
+        """(mark, name) of the retry topics to read. Version 1 may be another group's: its name is ambiguous (8.2)."""
+        names = [(2, pop_retry_topic(group, topic, 2))]
+        if self._parts.config.pop_retry_version == 1 or self._parts.groups.get(f"{group}_{topic}") is None:
+            names.append((1, pop_retry_topic(group, topic, 1)))
+        return names
+
+    @staticmethod
+    def _check_queue(route: _Route, topic: str, queue_id: int) -> None:
+        if type(queue_id) is not int or not 0 <= queue_id < len(route.queues):
+            raise ConfigError(f"topic {topic!r} has queues 0..{len(route.queues) - 1} for readers, not {queue_id!r}")
+
+    def _topic_changed(self, topic: str) -> None:
+        if self._parts.topics.get(topic) is None:
+            self._tables.drop(lambda key: key.topic == topic)
+        # A new dict, so that a route just being made from old tables is kept where nobody looks.
+        self._routes = {}
+
+    def _group_changed(self, group: str) -> None:
+        if self._parts.groups.get(group) is None:
+            self._tables.drop(lambda key: key.group == group)
+        self._routes = {}
+
+    # -- waiting ----------------------------------------------------------------------------------------------------
+
+    def wait_for(
+        self, group: str, topic: str, queue_id: int, filter: Filter | None, order: bool, timeout_s: Duration
+    ) -> bool:
+        """Block until a pop by `group` may find something; False: the time is over."""
+        also = self._also(group, topic, order)
+        seen = self._waiters.seen(topic, also)
+        if self._may_find(group, topic, queue_id, order):
+            return True
+        return self._waiters.wait(topic, queue_id, None, timeout_s, filter, group=group, also=also, seen=seen)
+
+    def add_waiter(
+        self,
+        group: str,
+        topic: str,
+        queue_id: int,
+        filter: Filter | None,
+        callback: Callback,
+        deadline_ms: int | None = None,
+        *,
+        order: bool = False,
+    ) -> Waiter:
+        """Have `callback(worth_a_pop)` called once, by the housekeeper, when a pop by `group` may find something, or at
+        `deadline_ms` (monotonic). Of several that wait one is called for each message; who then does not pop has to
+        pass it on with `Waiters.wake_one`. Errors as of `Waiters.add_waiter` and `pop`."""
+        also = self._also(group, topic, order)
+        waiter = self._waiters.add_waiter(topic, queue_id, None, filter, callback, deadline_ms, group=group, also=also)
+        if self._may_find(group, topic, queue_id, order):
+            self._waiters.wake_one(topic, queue_id, group)
+        return waiter
+
+    def remove_waiter(self, waiter: Waiter) -> bool:
+        """Let the waiter go; False: its callback has been called, or is about to be."""
+        return self._waiters.remove_waiter(waiter)
+
+    def _also(self, group: str, topic: str, order: bool) -> list[str]:
+        return [] if order else [name for _, name in self._retry_topics(group, topic)]
+
+    def _may_find(self, group: str, topic: str, queue_id: int, order: bool) -> bool:
+        route = self._routes.get((group, topic)) or self._route(group, topic)
+        if queue_id != -1:
+            self._check_queue(route, topic, queue_id)
+        queues = route.queues if queue_id == -1 else [route.queues[queue_id]]
+        if not order:
+            queues = [*queues, *(state for _, state in route.retries)]
+        return any(self._holds_something(state, order) for state in queues)
+
+    def _holds_something(self, state: QueueState, order: bool) -> bool:
+        with state.lock:
+            topic, group, queue_id = state.key
+            if order and self._orders.check_block(None, topic, group, queue_id, 0, self._clock.now_ms()):
+                return False
+            if state.gone or state.ahead or state.released:
+                return not state.gone
+            bounds = self._store.offsets_or_none(topic, queue_id)
+            cursor = state.cursor if state.cursor >= 0 else self._parts.offsets.committed(group, topic, queue_id)
+            if self._parts.offsets.has_reset(topic, group, queue_id):
+                return True
+            return bounds is not None and bounds[1] > max(bounds[0], cursor or 0)
+
+    # -- settling ---------------------------------------------------------------------------------------------------
+
+    def ack(self, group: str, topic: str, receipts: Sequence[str] | str, durability: Durability | None = None) -> None:
+        """Settle deliveries; again is harmless. Logged when this returns; durability "flush": and on disk.
+
+        InvalidReceiptError for what is no receipt of this group and topic: nothing is settled then.
+        ReceiptExpiredError for those of messages that were put up for redelivery already (its `receipts`): the others
+        are settled.
+        """
+        waits = self._waits(durability)
+        late = self._each_queue(group, topic, receipts, self._standard.settle, self._fifo.settle)
+        if waits:
+            self._store.flush()
+        if late:
+            raise expired(late)
+
+    def release(self, group: str, topic: str, receipts: Sequence[str] | str) -> None:
+        """Give deliveries back unseen: popped again before anything new, the attempt not counted. Errors as `ack`."""
+        late = self._each_queue(group, topic, receipts, self._standard.give_back, self._fifo.give_back)
+        if late:
+            raise expired(late)
+
+    def change_invisible(self, group: str, topic: str, receipt: str, invisible_ms: int) -> str:
+        """Let a delivery become visible in `invisible_ms` (0 to 12 h) from now; the receipt that takes the place of the
+        given one. Errors as `ack`, and ConfigError for the time."""
+        return self._change(group, topic, receipt, invisible_ms, renew=False)
+
+    def renew(self, group: str, topic: str, receipt: str, invisible_ms: int) -> str:
+        """As `change_invisible`, but the given receipt stays good, and is what is returned (grpc-server 6.4)."""
+        return self._change(group, topic, receipt, invisible_ms, renew=True)
+
+    def _change(self, group: str, topic: str, receipt: str, invisible_ms: int, *, renew: bool) -> str:
+        _check_delay(invisible_ms)
+        claim = claim_of(receipt)
+        state = self._state_of(group, topic, claim)
+        with state.lock:
+            return self._kind(claim).change(state, claim, invisible_ms, renew=renew)
+
+    def nack(self, group: str, topic: str, receipt: str, delay_ms: int | None = None) -> str | None:
+        """Give a delivery back as failed: its message comes again in `delay_ms`, None: as the group's policy says for
+        this attempt. The last attempt ends as a dead letter, and None is returned; else the receipt that takes the
+        place of the given one. Errors as `ack`, and ConfigError for the time."""
+        if delay_ms is not None:
+            _check_delay(delay_ms)
+        claim = claim_of(receipt)
+        state = self._state_of(group, topic, claim)
+        config = self._parts.groups.need(group)
+        kind = self._kind(claim)
+        with state.lock:
+            attempt = kind.attempt(state, claim)
+            if config.max_attempts is not None and attempt >= config.max_attempts:
+                kind.bury(state, claim, f"attempt {attempt} of {config.max_attempts} failed")
+                return None
+            delay_ms = min(config.delay_ms(attempt), _MAX_INVISIBLE_MS) if delay_ms is None else delay_ms
+            return kind.change(state, claim, delay_ms)
+
+    def dead_letter(self, group: str, topic: str, receipt: str, reason: str) -> None:
+        """Move a delivery's message to the group's dead letters and settle it. Errors as `ack`; settled before:
+        ReceiptExpiredError."""
+        claim = claim_of(receipt)
+        state = self._state_of(group, topic, claim)
+        with state.lock:
+            self._kind(claim).bury(state, claim, reason)
+
+    def _kind(self, claim: Claim) -> StandardQueues | FifoQueues:
+        return self._fifo if claim.fifo else self._standard
+
+    def _each_queue(
+        self,
+        group: str,
+        topic: str,
+        texts: Sequence[str] | str,
+        standard: Callable[[QueueState, Iterable[Claim]], list[str]],
+        fifo: Callable[[QueueState, Iterable[Claim]], list[str]],
+    ) -> list[str]:
+        """Hand each queue the receipts that concern it; the receipts that came too late."""
+        if isinstance(texts, str):
+            texts = (texts,)
+        claims = list(map(claim_of, texts))
+        if len(claims) == 1:
+            [claim] = claims
+            state = self._state_of(group, topic, claim)
+            with state.lock:
+                return (fifo if claim.fifo else standard)(state, claims)
+        queues: dict[tuple[int, int, bool], list[Claim]] = {}
+        for claim in claims:
+            queues.setdefault((claim.mark, claim.queue_id, claim.fifo), []).append(claim)
+        concerned = [(self._state_of(group, topic, *claims), claims) for claims in queues.values()]
+        late: list[str] = []
+        for state, claims in concerned:
+            with state.lock:
+                late += (fifo if claims[0].fifo else standard)(state, claims)
+        return late
+
+    def _state_of(self, group: str, topic: str, *claims: Claim) -> QueueState:
+        """The state of the queue that the receipts name. InvalidReceiptError when the group never popped from it, or
+        when it has no such message."""
+        first = claims[0]
+        name = topic if first.mark == 0 else pop_retry_topic(group, topic, first.mark)
+        state = self._tables.states.get(QueueKey(name, group, first.queue_id))
+        if state is None or state.cursor < 0:
+            self._parts.topics.need(topic)
+            if self._parts.offsets.committed(group, name, first.queue_id) is None:
+                raise InvalidReceiptError(
+                    f"receipt {first.text!r}: group {group!r} popped nothing from queue {first.queue_id} of {name!r}"
+                )
+            state = self._tables.state(QueueKey(name, group, first.queue_id))
+            with state.lock:
+                if state.cursor < 0 and not state.gone:
+                    self._tables.open(state)
+        last = max(claims, key=lambda claim: claim.offset) if len(claims) > 1 else first
+        if last.offset >= state.cursor:  # else it was popped, and needs no look at the queue
+            bounds = self._store.offsets_or_none(name, first.queue_id)
+            if bounds is None or last.offset >= bounds[1]:
+                raise InvalidReceiptError(
+                    f"receipt {last.text!r}: queue {first.queue_id} of {name!r} has no message {last.offset}"
+                )
+        return state
+
+    def _waits(self, durability: Durability | None) -> bool:
+        if durability is None:
+            return self._flush_by_default
+        if durability not in ("append", "flush"):
+            raise ConfigError(f"durability must be 'append' or 'flush', not {durability!r}")
+        return durability == "flush"
+
+    # -- what is in flight ------------------------------------------------------------------------------------------
+
+    def pending(self, group: str) -> list[Pending]:
+        """The deliveries of a group that are in flight, by topic, queue and offset."""
+        found: list[Pending] = []
+        for key, state in sorted(self._tables.states.items()):
+            if key.group == group:
+                with state.lock:
+                    found += self._pending(state)
+        return found
+
+    def _pending(self, state: QueueState) -> list[Pending]:
+        topic, _, queue_id = state.key
+        found = [
+            Pending(topic, queue_id, offset, batch.times(offset)[0], batch.visible_at(offset), False)
+            for offset, batch in sorted(state.in_flight.items())
+        ]
+        record = self._tables.order(state)
+        if record is not None:
+            now_ms = self._clock.now_ms()
+            found += [
+                Pending(topic, queue_id, offset, record.pop_time_ms, at_ms, True)
+                for offset in record.unacked()
+                if offset >= state.cursor and (at_ms := visible_at(record, offset)) > now_ms
+            ]
+        return found
+
+    def in_flight(self) -> int:
+        """How many messages are popped and not settled."""
+        count = 0
+        for state in list(self._tables.states.values()):
+            with state.lock:
+                count += len(state.in_flight) + (0 if state.fifo is None else len(self._pending(state)))
+        return count
+
+    # -- what is counted and measured -------------------------------------------------------------------------------
+
+    def counts(self) -> Iterator[tuple[QueueKey, Counts]]:
+        """What happened in each queue since the last call; queues in which nothing did are left out."""
+        dropped, self._tables.last_counts = self._tables.last_counts, []
+        yield from dropped
+        for key, state in list(self._tables.states.items()):
+            if state.pops or state.acked:  # a look without the lock: what comes just now is for the next call
+                with state.lock:
+                    found = state.counts()
+                if found is not None:
+                    yield key, found
+
+    def standing(self, group: str, topic: str, queue_id: int) -> Standing | None:
+        """Where the group stands in a queue; None when it has not popped from it since the store was opened, and
+        nothing is in flight."""
+        state = self._tables.states.get(QueueKey(topic, group, queue_id))
+        if state is None or state.cursor < 0:
+            return None
+        with state.lock:
+            record = self._tables.order(state)
+            if record is not None:
+                return self._fifo.standing(state, record, self._clock.now_ms())
+            released = state.released
+            ready = min(released) if released else state.cursor
+            first = state.advance() if state.cursor >= 0 else state.cursor
+            return Standing(first, ready, state.cursor, len(state.in_flight), len(released))
+
+    def backlog(self, now_ms: int) -> tuple[int, int, int]:
+        """(deliveries that wait to be put up again, milliseconds that the first of them has waited, batches with a
+        message that is not settled)."""
+        overdue, first_ms, batches = 0, now_ms, 0
+        for state in list(self._tables.states.values()):
+            with state.lock:
+                batches += state.open_batches
+                for at_ms in state.overdue(now_ms):
+                    overdue += 1
+                    first_ms = min(first_ms, at_ms)
+        return overdue, now_ms - first_ms, batches
+
+    # -- forced restarts --------------------------------------------------------------------------------------------
+
+    def reset(self, topic: str, group: str, queue_id: int, offset: int) -> None:
+        """The group's position was set to `offset` (`Reads.reset` tells): nothing of the queue is in flight any more,
+        and receipts that are out have expired."""
+        key = QueueKey(topic, group, queue_id)
+        state = self._tables.states.get(key)
+        if state is None:
+            self._orders.clear_block(*key)
+            return
+        with state.lock:
+            if not state.gone:
+                self._parts.offsets.take_reset(topic, group, queue_id)
+                self._tables.reset(state, offset)
+        self._waiters.wake_one(topic, queue_id, group)
+
+    # -- attempts of orderly groups in the queue model --------------------------------------------------------------
+
+    def attempts(self, group: str, topic: str, queue_id: int) -> dict[int, int]:
+        """Queue offset -> failed attempts, as noted."""
+        return self._orders.attempts(group, topic, queue_id)
+
+    def note_attempt(self, group: str, topic: str, queue_id: int, offset: int, count: int) -> None:
+        """Note that the message at `offset` has failed `count` times; on disk within a second (9.6)."""
+        now_ms = self._clock.now_ms()
+        self._orders.note_attempt(group, topic, queue_id, offset, count, now_ms)
+        self._keeper.save_within(_ATTEMPTS_MS, now_ms)
+        self._wake()
+
+    # -- as a mechanism ---------------------------------------------------------------------------------------------
+
+    def run_once(self, now_ms: int) -> int | None:
+        """Redeliver what is visible again, keep the log short and the order info on disk; when to come again."""
+        failure: Exception | None = None
+        for state in self._tables.due(now_ms):
+            try:
+                self._visit(state, now_ms)
+            except Exception as error:  # the other queues are not to wait for this one
+                failure = failure or error
+        keep_ms = self._keeper.run_once(now_ms)
+        next_ms = self._tables.promise(keep_ms)
+        if failure is not None:
+            raise failure
+        return next_ms
+
+    def _visit(self, state: QueueState, now_ms: int) -> None:
+        more = True
+        while more:
+            with state.lock:  # let go of between chunks
+                if state.gone or state.announced_ms is None or state.announced_ms > now_ms:
+                    return
+                state.announced_ms = None
+                try:
+                    self._standard.visit(state, now_ms)
+                finally:
+                    if state.fifo is not None:
+                        self._fifo.visit(state, now_ms)
+                more = state.announced_ms is not None
+
+    def close(self) -> None:
+        """Persist."""
+        self._keeper.close()
+        for changes, listener in (
+            (self._parts.topics.on_change, self._topic_changed),
+            (self._parts.groups.on_change, self._group_changed),
+        ):
+            if listener in changes:
+                changes.remove(listener)
+
+    def pins(self) -> Iterable[Pin]:
+        """The record from which a replay begins. Messages in flight are kept by the offset committed."""
+        return self._keeper.pins()
+
+
+def _check_delay(delay_ms: int) -> None:
+    if not 0 <= delay_ms <= _MAX_INVISIBLE_MS:
+        raise ConfigError(f"{delay_ms} ms does not lie in 0..{_MAX_INVISIBLE_MS} ms")

@@ -1,0 +1,152 @@
+"""What keeps the pop log short and its summary on disk (broker-semantics 8.10, 9.4, 9.6).
+
+replay position    the oldest batch with something unsettled: the offset of group CID_RMQ_SYS_POP_LOG, so it is on
+                   disk together with the progress it goes with
+put again          what keeps that too far behind the end, so that a replay takes seconds and pins few segments
+order info file    every 10 s, within 1 s of a failed orderly attempt, and at close; after a flush of the log
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+from mqstore.broker.configfile import ConfigFile
+from mqstore.broker.names import POP_LOG_GROUP, POP_LOG_TOPIC
+from mqstore.broker.parts import Pin
+from mqstore.broker.popfifo import FifoQueues
+from mqstore.broker.popstandard import StandardQueues
+from mqstore.broker.popstate import Batch, QueueState
+from mqstore.broker.poptables import PopTables
+from mqstore.options import seconds
+
+__all__ = ["PopKeeper"]
+
+_ORDER_INFO_MS = 10_000
+_REPLAY_RECORDS = 1_000_000
+_REPLAY_SEGMENTS = 4
+"""How far behind the log's end its oldest unsettled batch may lie before it is put again."""
+_ANEW = 4_096
+"""Batches put again in one go."""
+
+
+class PopKeeper:
+    """Housekeeping of all states together."""
+
+    def __init__(
+        self, tables: PopTables, standard: StandardQueues, fifo: FifoQueues, file: ConfigFile, saved_version: int
+    ) -> None:
+        """`saved_version`: of the order info as `file` has it."""
+        self._tables = tables
+        self._parts = tables.parts
+        self._store = tables.store
+        self._orders = tables.orders
+        self._standard = standard
+        self._fifo = fifo
+        self._file = file
+        interval = seconds(tables.parts.config.commit_interval, "commit_interval")
+        self._keep_ms = max(1, round(interval * 1000))
+        self._keep_due_ms = 0
+        self._save_due_ms = 0
+        self._save_lock = threading.Lock()
+        self._saved_version = saved_version
+        self._advance()
+
+    def save_within(self, duration_ms: int, now_ms: int) -> None:
+        """Have the order info on disk that soon."""
+        due_ms = now_ms + duration_ms
+        self._save_due_ms = min(self._save_due_ms, due_ms) or due_ms
+
+    def run_once(self, now_ms: int) -> int | None:
+        """Do what is due; when to come again."""
+        if now_ms >= self._keep_due_ms or now_ms < self._keep_due_ms - self._keep_ms:
+            self._keep_due_ms = now_ms + self._keep_ms
+            self._advance()
+        times = [self._keep_due_ms] if self._position() < self._tables.log.bounds()[1] else []
+        if self._orders.version != self._saved_version:
+            if not self._save_due_ms or now_ms < self._save_due_ms - _ORDER_INFO_MS:
+                self._save_due_ms = now_ms + _ORDER_INFO_MS
+            elif now_ms >= self._save_due_ms:
+                self._save_orders(now_ms)
+            if self._save_due_ms:
+                times.append(self._save_due_ms)
+        return min(times, default=None)
+
+    def close(self) -> None:
+        """Persist."""
+        self._advance()
+        if self._orders.version != self._saved_version:
+            self._save_orders(self._tables.clock.now_ms())
+
+    def pins(self) -> Iterable[Pin]:
+        """The record from which a replay begins. Messages in flight are kept by the offset committed."""
+        units = self._store.units(POP_LOG_TOPIC, 0, self._position(), 1)
+        if len(units):
+            why = "popped and not settled since"
+            yield Pin(int(units["physical_offset"][0]), POP_LOG_TOPIC, 0, POP_LOG_GROUP, why)
+
+    def _position(self) -> int:
+        return self._parts.offsets.committed(POP_LOG_GROUP, POP_LOG_TOPIC, 0) or 0
+
+    def _advance(self) -> None:
+        """Move the replay position up to the oldest batch with something unsettled, after putting again what keeps it
+        too far behind."""
+        log, offsets = self._tables.log, self._parts.offsets
+        # The end first: a batch that is not in its state yet when that is looked at was put behind it.
+        end = log.bounds()[1]
+        bound = self._put_anew_before(end)
+        position = end
+        budget = _ANEW
+        for state in list(self._tables.states.values()):
+            with state.lock:
+                self._tables.order(state)
+                while budget and (oldest := state.oldest()) is not None and oldest.name < bound:
+                    self._put_anew(state, oldest)
+                    budget -= 1
+                oldest = state.oldest()
+                if oldest is not None:
+                    position = min(position, oldest.name)
+        if position != self._position():
+            offsets.commit(POP_LOG_GROUP, POP_LOG_TOPIC, 0, position)
+
+    def _put_anew(self, state: QueueState, batch: Batch) -> None:
+        if batch is state.fifo:
+            self._fifo.put_anew(state)
+        else:
+            self._standard.put_anew(state, batch)
+
+    def _put_anew_before(self, end: int) -> int:
+        """The log position before which batches are put again: too many records or too many segments lie behind it."""
+        low = self._tables.log.bounds()[0]
+        bound = max(low, end - _REPLAY_RECORDS)
+        far = self._store.max_offset - _REPLAY_SEGMENTS * self._store.manifest.commitlog_segment_bytes
+        low = max(low, self._position())
+        if far > 0 and low < end:
+            high = end
+            while low < high:  # the first record that lies at or behind `far`
+                middle = (low + high) // 2
+                units = self._store.units(POP_LOG_TOPIC, 0, middle, 1)
+                if len(units) and int(units["physical_offset"][0]) < far:
+                    low = middle + 1
+                else:
+                    high = middle
+            bound = max(bound, low)
+        return bound
+
+    def _save_orders(self, now_ms: int) -> None:
+        """Write `consumerOrderInfo.json`, never ahead of the log that it sums up."""
+        parts, orders = self._parts, self._orders
+        with self._save_lock:
+            for (topic, group, queue_id), record in orders.records().items():
+                if record.counts_attempts:
+                    committed = parts.offsets.committed(group, topic, queue_id)
+                    orders.drop_attempts(group, topic, queue_id, committed or 0)
+            orders.clean(now_ms, self._read_queues, lambda group: parts.groups.get(group) is not None)
+            version, value = orders.version, orders.as_json()
+            self._store.flush()
+            self._file.save(value)
+            self._saved_version, self._save_due_ms = version, 0
+
+    def _read_queues(self, topic: str) -> int | None:
+        config = self._parts.topics.get(topic)
+        return None if config is None else config.read_queues

@@ -1,0 +1,175 @@
+"""The pop log: what happened to popped messages, as ordinary records of one queue (broker-semantics 8.10).
+
+    kind   TAGS   appended                                           body
+    POP    ck     before a batch is returned                         t c q so pt it d nx [f a oc ot] [l]
+    ACK    ack    before `ack` returns, one for each batch touched   k o
+    CHANGE chg    before `change_invisible` or `renew` returns       k o pt it
+    REVIVE rev    after the retry copies or dead letters             k o
+    GIVE   rel    before `release` returns                           k o
+    RESET  rst    when a queue's position is set from outside        t c q o      o = -1: it is forgotten
+
+The letters are those of 8.5. `k` is the queue offset of a `ck` in this very log: the batch's name. All values are
+absolute, so reading a stretch twice ends where reading it once does. `rst` is ours: without it a replay would take
+the batches from before a reset for progress made after it. Unknown kinds and members are passed over.
+
+This module knows how the records look, and nothing of what they mean.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Final, NamedTuple, cast
+
+import numpy as np
+
+from mqstore.broker.names import POP_LOG_TOPIC
+from mqstore.layout.javahash import java_hash
+from mqstore.layout.properties import TAGS
+from mqstore.log.columns import Binary
+from mqstore.log.store import MessageStore
+
+__all__ = [
+    "ACK",
+    "CHANGE",
+    "GIVE",
+    "LOCAL",
+    "POP",
+    "RESET",
+    "REVIVE",
+    "PopLog",
+    "Record",
+    "deltas_text",
+    "fifo_members",
+    "queue_head",
+]
+
+_log = logging.getLogger("mqstore")
+
+POP: Final = "ck"
+ACK: Final = "ack"
+CHANGE: Final = "chg"
+REVIVE: Final = "rev"
+GIVE: Final = "rel"
+RESET: Final = "rst"
+KINDS = (POP, ACK, CHANGE, REVIVE, GIVE, RESET)
+
+_CHUNK = 8_192
+"""Records read at once by a replay."""
+
+
+class Record(NamedTuple):
+    """One entry: `position` is its queue offset, `value` the JSON object of its body."""
+
+    position: int
+    kind: str
+    value: dict[str, Any]
+
+
+def queue_head(topic: str, group: str, queue_id: int) -> str:
+    """The members that every `ck` and `rst` of one queue begins with; encoded once, since names need escaping."""
+    return f'{{"t":{json.dumps(topic)},"c":{json.dumps(group)},"q":{queue_id},'
+
+
+_RUNS = [",".join(map(str, range(n))) for n in range(33)]
+
+
+def deltas_text(deltas: Sequence[int] | None, count: int) -> str:
+    """The distances of a batch's offsets to its first; None: 0 to `count` - 1."""
+    if deltas is not None:
+        return ",".join(map(str, deltas))
+    return _RUNS[count] if count < len(_RUNS) else ",".join(map(str, range(count)))
+
+
+def _numbers(table: Mapping[int, int]) -> str:
+    return "{" + ",".join(f'"{key}":{value}' for key, value in table.items()) + "}"
+
+
+LOCAL: Final = ',"l":1'
+"""For `more`: the receiver lives in this process, and dies with it."""
+
+
+def fifo_members(attempt_id: str | None, counts: Mapping[int, int] | None, visible: Mapping[int, int] | None) -> str:
+    """For `more`: what makes a batch a FIFO one."""
+    text = ',"f":1'
+    if attempt_id is not None:
+        text += f',"a":{json.dumps(attempt_id)}'
+    if counts is not None:
+        text += f',"oc":{_numbers(counts)}'
+    if visible:
+        text += f',"ot":{_numbers(visible)}'
+    return text
+
+
+class PopLog:
+    """Appends to the log and reads it. Each `put_...` returns the record's queue offset, and never waits for the disk:
+    whoever wants that flushes the store after letting go of its locks, and shares the sync with others."""
+
+    def __init__(self, store: MessageStore) -> None:
+        self._store = store
+        # A store opened for reading has no way in; what is read of it is read all the same.
+        kinds = KINDS if store.mode == "rw" else ()
+        self._put = {kind: store.outlet(POP_LOG_TOPIC, 0, {TAGS: kind}).put for kind in kinds}
+
+    # -- appending --------------------------------------------------------------------------------------------------
+
+    def put_pop(
+        self, head: str, start: int, pop_time_ms: int, invisible_ms: int, deltas: str, cursor: int, more: str
+    ) -> int:
+        """A batch: the distances of its offsets to `start` (`deltas_text`), the cursor behind it, further members
+        (`more`)."""
+        body = f'{head}"so":{start},"pt":{pop_time_ms},"it":{invisible_ms},"d":[{deltas}],"nx":{cursor}{more}}}'
+        return self._put[POP](body.encode(), "append")[1]
+
+    def put_settled(self, kind: str, batch: int, offsets: Iterable[int]) -> int:
+        """`ACK`, `REVIVE` or `GIVE` of some offsets of one batch."""
+        return self._put[kind](f'{{"k":{batch},"o":[{",".join(map(str, offsets))}]}}'.encode(), "append")[1]
+
+    def put_change(self, batch: int, offset: int, pop_time_ms: int, invisible_ms: int) -> int:
+        """A new visible time of one message."""
+        body = f'{{"k":{batch},"o":{offset},"pt":{pop_time_ms},"it":{invisible_ms}}}'
+        return self._put[CHANGE](body.encode(), "append")[1]
+
+    def put_reset(self, head: str, offset: int) -> int:
+        """The queue goes on at `offset` and has nothing in flight; -1: it is forgotten."""
+        return self._put[RESET](f'{head}"o":{offset}}}'.encode(), "append")[1]
+
+    # -- reading ----------------------------------------------------------------------------------------------------
+
+    def bounds(self) -> tuple[int, int]:
+        """(first record kept, next to come)."""
+        return self._store.offsets_or_none(POP_LOG_TOPIC, 0) or (0, 0)
+
+    def records(self, start: int) -> Iterator[Record]:
+        """Everything from position `start` on, in order. Damaged records, and bodies that are no JSON object, are
+        passed over and logged: what they said is taken as not said, which redelivers and never loses."""
+        hashes = {java_hash(kind): kind for kind in KINDS}
+        position = max(start, self.bounds()[0])
+        while position < (end := self.bounds()[1]):
+            names = ["queue_offset", "tags_code", "body"]
+            columns = self._store.read_columns(POP_LOG_TOPIC, 0, position, min(_CHUNK, end - position), names)
+            places = cast("np.ndarray[Any, Any]", columns["queue_offset"]).tolist()
+            codes = cast("np.ndarray[Any, Any]", columns["tags_code"]).astype(np.int32).tolist()
+            for place, code, body in zip(places, codes, _bodies(cast(Binary, columns["body"])), strict=True):
+                kind = hashes.get(code)
+                if kind is None:
+                    continue
+                try:
+                    value = json.loads(body)
+                except ValueError:
+                    value = None
+                if isinstance(value, dict):
+                    yield Record(place, kind, value)
+                else:
+                    _log.error("%s: record %d of %s is no JSON object", self._store.path, place, POP_LOG_TOPIC)
+            if columns.next_offset <= position:
+                return
+            position = columns.next_offset
+
+
+def _bodies(column: Binary) -> Iterator[bytes]:
+    data = column.data.tobytes()
+    offsets = column.offsets.tolist()
+    return (data[low:high] for low, high in pairwise(offsets))

@@ -1,0 +1,277 @@
+"""Start-up: from order info file, offset table and pop log to the states that a crash or a close left (8.10).
+
+    order info file     FIFO batches as of its last save; of directories of a Java broker all there is
+    + pop log           from the replay position: every batch with something unsettled, and what happened to it
+    + offset table      where queues stand that the log says nothing of
+
+    cursor     = where the last reset put it, else what the table says; then every nx seen
+    committed  = the first offset that is in flight or released, else the cursor
+
+What receivers in the dead process held is visible at once (`release_in_flight`): the writer lock proves that they are
+gone. A FIFO batch that only the file knows gets a `ck` of its own, for acknowledgements name one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from mqstore.broker.names import POP_LOG_GROUP, POP_LOG_TOPIC
+from mqstore.broker.orderinfo import OrderInfo
+from mqstore.broker.popfifo import FifoQueues, visible_at
+from mqstore.broker.poplog import ACK, CHANGE, GIVE, POP, RESET, REVIVE, Record
+from mqstore.broker.popstate import Batch, QueueKey, QueueState
+from mqstore.broker.poptables import PopTables
+
+__all__ = ["Replay"]
+
+_log = logging.getLogger("mqstore")
+
+_LOOK_BACK = 16_384
+"""Records before the replay position that are asked what was redelivered: whoever acknowledges it is told, for as long
+as that can be known."""
+
+
+class Replay:
+    """One reading of the log into `tables`, which must be empty but for the order info."""
+
+    def __init__(self, tables: PopTables, fifo: FifoQueues) -> None:
+        self._tables = tables
+        self._fifo = fifo
+        self._batches: dict[int, tuple[QueueState, Batch]] = {}
+        self._placed: set[QueueKey] = set()
+        """States whose position the log alone decides: a reset was seen."""
+        self._handlers: dict[str, Callable[[int, dict[str, Any]], None]] = {
+            POP: self._pop,
+            ACK: self._settled,
+            REVIVE: self._revived,
+            CHANGE: self._change,
+            GIVE: self._give,
+            RESET: self._reset,
+        }
+
+        self._before: dict[str, Callable[[int, dict[str, Any]], None]] = {
+            POP: self._pop_before,
+            REVIVE: self._revived_before,
+            RESET: self._reset_before,
+        }
+        self._settled_before: dict[int, QueueKey] = {}
+        """Batch -> queue, of batches that are settled and only tell what was redelivered."""
+
+    def run(self, *, release: bool) -> None:
+        """Rebuild the states; `release`: what receivers in this process held is visible again."""
+        self.read()
+        tables = self._tables
+        now_ms = tables.clock.now_ms()
+        for state in list(tables.states.values()):
+            self._finish(state, release, now_ms)
+        self._adopt(now_ms)
+
+    def read(self) -> None:
+        """Only what the records say: nothing is released, adopted or written. For who looks at a store."""
+        tables = self._tables
+        begin = tables.offsets.committed(POP_LOG_GROUP, POP_LOG_TOPIC, 0) or 0
+        for record in tables.log.records(max(0, begin - _LOOK_BACK)):
+            if record.position >= begin:
+                self._apply(record, self._handlers)
+            else:
+                self._apply(record, self._before)
+
+    def _apply(self, record: Record, handlers: dict[str, Callable[[int, dict[str, Any]], None]]) -> None:
+        handler = handlers.get(record.kind)
+        if handler is None:
+            return
+        try:
+            handler(record.position, record.value)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            # A record that says what none of ours could say: not said, then, which redelivers and never loses.
+            _log.error("record %d of the pop log makes no sense (%r): %.200s", record.position, error, record.value)
+
+    # -- what records say -------------------------------------------------------------------------------------------
+
+    def _pop(self, position: int, value: dict[str, Any]) -> None:
+        key = QueueKey(value["t"], value["c"], value["q"])
+        start, pop_time_ms, invisible_ms = value["so"], value["pt"], value["it"]
+        distances = value["d"]
+        numbers = (key.queue_id, start, pop_time_ms, invisible_ms, value["nx"], *distances)
+        if not distances or any(type(each) is not int for each in numbers):
+            raise ValueError("a batch of no messages")
+        if type(key.topic) is not str or type(key.group) is not str:
+            raise ValueError("a batch of nobody")
+        contiguous = distances[-1] == len(distances) - 1
+        deltas = None if contiguous else tuple(distances)
+        local = value.get("l") == 1
+        batch = Batch(position, start, pop_time_ms, invisible_ms, deltas, len(distances), local)
+        state = self._state(key)
+        self._batches[position] = state, batch
+        state.last_pop_ms = max(state.last_pop_ms, pop_time_ms)
+        offsets = list(range(start, start + len(distances))) if contiguous else [start + each for each in distances]
+        if value.get("f") == 1:
+            self._pop_in_order(state, batch, offsets, value)
+        else:
+            state.replace(batch, offsets)
+            state.cursor = max(state.cursor, value["nx"])
+
+    def _pop_in_order(self, state: QueueState, batch: Batch, offsets: list[int], value: dict[str, Any]) -> None:
+        there = self._tables.orders.get(*state.key)
+        state.fifo = batch
+        state.cursor = offsets[0]
+        if there is not None and there.pop_time_ms > batch.pop_time_ms:
+            return  # the file is newer; it was written after the log was flushed, so this batch's successor follows
+        record = OrderInfo(
+            tuple(offsets),
+            batch.pop_time_ms,
+            batch.invisible_ms,
+            batch.pop_time_ms,
+            value.get("a"),
+            counts=_numbers(value.get("oc")),
+            visible_ms=_numbers(value.get("ot")),
+        )
+        self._tables.orders.restore(*state.key, record)
+
+    def _settled(self, _position: int, value: dict[str, Any]) -> None:
+        found = self._batches.get(value["k"])
+        if found is None:
+            return  # a batch from before the replay position, all settled
+        state, batch = found
+        if state.fifo is not batch:
+            state.settle(batch, value["o"])
+            return
+        for offset in value["o"]:
+            after = self._tables.orders.commit_and_next(*state.key, offset, batch.pop_time_ms, state.cursor)
+            state.cursor = max(state.cursor, after)
+
+    def _revived(self, position: int, value: dict[str, Any]) -> None:
+        self._settled(position, value)
+        found = self._batches.get(value["k"])
+        if found is None:
+            self._revived_before(position, value)
+        elif found[0].fifo is not found[1]:
+            found[0].note_revived(value["o"])
+
+    def _change(self, _position: int, value: dict[str, Any]) -> None:
+        found = self._batches.get(value["k"])
+        if found is None:
+            return
+        state, batch = found
+        offset, pop_time_ms, invisible_ms = value["o"], value["pt"], value["it"]
+        state.last_pop_ms = max(state.last_pop_ms, pop_time_ms)
+        if state.fifo is batch:
+            self._tables.orders.update_next_visible_time(*state.key, offset, pop_time_ms, pop_time_ms + invisible_ms)
+        elif state.in_flight.get(offset) is batch:
+            state.change(batch, offset, pop_time_ms, invisible_ms)
+
+    def _give(self, _position: int, value: dict[str, Any]) -> None:
+        found = self._batches.get(value["k"])
+        if found is None:
+            return
+        state, batch = found
+        if state.fifo is batch:
+            self._tables.orders.release(*state.key, value["o"], batch.pop_time_ms, batch.pop_time_ms)
+        else:
+            state.give_back(batch, value["o"])
+
+    def _reset(self, _position: int, value: dict[str, Any]) -> None:
+        key, offset = QueueKey(value["t"], value["c"], value["q"]), value["o"]
+        state = self._state(key)
+        state.clear(offset)
+        state.reset_ms = state.last_pop_ms
+        self._tables.orders.clear_block(*key)
+        if offset < 0:
+            self._placed.discard(key)
+            del self._tables.states[key]
+        else:
+            self._placed.add(key)
+
+    # -- what is settled, but may be acknowledged too late ----------------------------------------------------------
+
+    def _pop_before(self, position: int, value: dict[str, Any]) -> None:
+        if value.get("f") != 1:
+            self._settled_before[position] = QueueKey(value["t"], value["c"], value["q"])
+
+    def _revived_before(self, _position: int, value: dict[str, Any]) -> None:
+        key = self._settled_before.get(value["k"])
+        if key is not None:
+            self._state(key).note_revived(value["o"])
+
+    def _reset_before(self, _position: int, value: dict[str, Any]) -> None:
+        state = self._tables.states.get(QueueKey(value["t"], value["c"], value["q"]))
+        if state is not None:
+            state.revived.clear()
+
+    def _state(self, key: QueueKey) -> QueueState:
+        state = self._tables.state(key)
+        if state.cursor < 0 and key not in self._placed:
+            state.cursor = self._tables.offsets.committed(key.group, key.topic, key.queue_id) or 0
+        return state
+
+    # -- what follows from them -------------------------------------------------------------------------------------
+
+    def _finish(self, state: QueueState, release: bool, now_ms: int) -> None:
+        tables, key = self._tables, state.key
+        topic, group, queue_id = key
+        if tables.parts.groups.get(group) is None:
+            del tables.states[key]
+            tables.orders.clear_block(*key)
+            return
+        low = tables.offsets.start_of(topic, queue_id)
+        high = (tables.store.offsets_or_none(topic, queue_id) or (0, 0))[1]
+        table = tables.offsets.committed(group, topic, queue_id)
+        if key not in self._placed and state.fifo is None and table is not None:
+            state.cursor = max(state.cursor, table)
+        state.cursor = max(min(state.cursor, high), min(low, high))
+        # Of a topic that was deleted, and what a damaged log may make up: no such message is waited for.
+        for batch in dict.fromkeys((*state.in_flight.values(), *state.released.values())):
+            gone = [offset for offset in batch.open_offsets() if not low <= offset < high]
+            if gone:
+                state.settle(batch, gone)
+        state.committed = min((*state.in_flight, *state.released), default=state.cursor)
+        if release:
+            self._release(state, now_ms)
+        state.drop_ahead()
+        tables.commit(state)
+        first_ms = state.timeline.first()
+        if first_ms is not None:
+            tables.announce(state, first_ms)
+
+    def _release(self, state: QueueState, now_ms: int) -> None:
+        """End the deliveries of receivers that died with their process, as if their time had run out."""
+        for batch in dict.fromkeys(state.in_flight.values()):
+            if batch.local:
+                batch.moved = None
+                batch.invisible_ms = min(0, now_ms - batch.pop_time_ms)
+                state.timeline.add(batch.pop_time_ms + batch.invisible_ms, batch)
+        if state.fifo is not None and state.fifo.local:
+            record = self._tables.orders.get(*state.key)
+            if record is not None:
+                record.visible_ms = {
+                    **(record.visible_ms or {}),
+                    **{offset: now_ms for offset in record.unacked() if visible_at(record, offset) > now_ms},
+                }
+                self._tables.orders.restore(*state.key, record)
+
+    def _adopt(self, now_ms: int) -> None:
+        """Take over the FIFO batches that the file knows: mark what is settled by now, name the others in the log."""
+        tables = self._tables
+        for (topic, group, queue_id), record in tables.orders.records().items():
+            if record.pop_time_ms == 0 or not record.offsets or tables.parts.groups.get(group) is None:
+                continue
+            state = tables.state(QueueKey(topic, group, queue_id))
+            if state.cursor < 0:
+                tables.open(state)
+            # The file is older than the table: what lies before `committed` was acknowledged since.
+            for i, offset in enumerate(record.offsets):
+                if offset < state.cursor:
+                    record.acked |= 1 << i
+            tables.orders.restore(topic, group, queue_id, record)
+            if state.fifo is None and record.unacked():
+                self._fifo.put_anew(state)
+            state.cursor = max(state.cursor, record.next_offset()) if state.fifo is not None else state.cursor
+            tables.commit(state)
+            if tables.order(state) is not None and record.unacked():
+                tables.announce(state, now_ms)
+
+
+def _numbers(value: dict[str, int] | None) -> dict[int, int] | None:
+    return None if value is None else {int(key): number for key, number in value.items()}

@@ -1,0 +1,379 @@
+# ruff: noqa: A002  (`filter` is the word of the engine contract, client-semantics 0.4)
+"""Reading a queue by offset, and where a group begins and begins anew (broker-semantics 2.3, 2.4, 3.1-3.4).
+
+    may the group consume, may the topic be read, has it that queue?      else an error
+    is a reset pending?                                                   OFFSET_RESET, and it is done with
+    offset < first                                                        OFFSET_TOO_SMALL, next = first, `lost` told
+    what the store finds                                                  its own statuses
+
+    status                                                 what the reader does                 client-semantics 0.4
+    FOUND                                                  consumes, goes on at next            FOUND
+    NO_MATCHED_MESSAGE MESSAGE_WAS_REMOVING                reads on at next, at once            NO_MATCHED_MSG
+    OFFSET_OVERFLOW_ONE                                    waits (waiting.py)                   NO_NEW_MSG
+    NO_MESSAGE_IN_QUEUE NO_MATCHED_LOGIC_QUEUE, offset 0   waits                                NO_NEW_MSG
+    the same two, offset not 0                             goes on at next: progress is wrong   OFFSET_ILLEGAL
+    OFFSET_TOO_SMALL OFFSET_OVERFLOW_BADLY OFFSET_RESET    goes on at next                      OFFSET_ILLEGAL
+
+`first` is the queue's first message, or its logical start where that lies higher (dead letters that were replayed or
+purged, topics that were deleted and came again). Never blocks, and writes nothing but the progress tables' memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from datetime import datetime
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from mqstore.broker.filters import Filter
+from mqstore.broker.names import is_retry_topic, retry_topic
+from mqstore.errors import (
+    ConfigError,
+    GroupNotFoundError,
+    NotPermittedError,
+    OffsetOutOfRangeError,
+    TopicNotFoundError,
+)
+from mqstore.log.commitlog import QueueRef
+from mqstore.log.message import Message
+from mqstore.log.reader import Bound, GetResult
+
+if TYPE_CHECKING:
+    from mqstore.broker.parts import Parts
+
+__all__ = ["Fetched", "ReadResult", "ReadStatus", "Reads", "Start"]
+
+_log = logging.getLogger("mqstore")
+
+Start = Literal["earliest", "latest"] | datetime | int
+"""Where a group begins: a word, or a time (aware, or ms since the epoch): the first message stored at or after it."""
+ReadStatus = Literal[
+    "FOUND",
+    "NO_MATCHED_MESSAGE",
+    "MESSAGE_WAS_REMOVING",
+    "NO_MESSAGE_IN_QUEUE",
+    "NO_MATCHED_LOGIC_QUEUE",
+    "OFFSET_TOO_SMALL",
+    "OFFSET_OVERFLOW_ONE",
+    "OFFSET_OVERFLOW_BADLY",
+    "OFFSET_RESET",
+]
+OnReset = Callable[[str, str, int, int], object]
+"""Told (topic, group, queue id, offset) of each reset."""
+
+# RocketMQ's limits of one answer (3.3.1): bytes and messages, for records in memory and for others.
+_HOT = (262_144, 32)
+_COLD = (65_536, 8)
+_RAM_PERCENT = 40
+
+
+class ReadResult(NamedTuple):
+    """What a read found; bounds are those at the time of the read."""
+
+    status: ReadStatus
+    messages: list[Message]
+    next_offset: int
+    """Where to go on, whatever the status."""
+    min_offset: int
+    max_offset: int
+    """Of the next message to come."""
+    lost: int
+    """Messages between the offset asked for and `min_offset` that retention, expiry or a purge took."""
+
+
+class Fetched:
+    """What a group was given of one queue in a while."""
+
+    __slots__ = ("behind_bytes", "behind_ms", "messages", "reads", "size", "times", "took_ns")
+
+    def __init__(self) -> None:
+        self.times = self.messages = self.size = 0
+        """Reads that delivered, what they delivered, and its bytes as stored."""
+        self.reads = self.took_ns = 0
+        """All reads that found something, and how long they took together."""
+        self.behind_bytes = self.behind_ms = 0
+        """How far the last message lay behind the end of the log, and how old it was."""
+
+
+class Reads:
+    """Reading for clients. Thread-safe; on the usual path it takes no lock but that of noting the pull."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._store = parts.store
+        self._topics = parts.topics
+        self._groups = parts.groups
+        self._offsets = parts.offsets
+        self._statistics = parts.statistics
+        self._rocketmq_rules = parts.config.rocketmq_rules
+        memory = parts.config.access_in_memory_bytes
+        self._memory_bytes = _physical_memory() * _RAM_PERCENT // 100 if memory is None else memory
+        self._clock = parts.clock
+        self._fetched: dict[tuple[str, str, int], Fetched] = {}
+        self._fetched_lock = threading.Lock()
+        self._begin_lock = threading.Lock()
+        self._told_lock = threading.Lock()
+        self._lost_to: dict[tuple[str, str, int], int] = {}
+        """(group, topic, queue id) -> below which offset its losses are counted."""
+
+    def read(
+        self,
+        topic: str,
+        queue_id: int,
+        offset: int,
+        max_messages: int = 32,
+        *,
+        max_bytes: int | None = None,
+        filter: Filter | None = None,
+        group: str | None = None,
+        delivers: bool = True,
+    ) -> ReadResult:
+        """Messages of a queue from `offset` on that pass `filter`: up to `max_messages` and `max_bytes` of records, the
+        first whatever its size.
+
+        For a `group` its permissions count, a pending reset is taken, where it goes on is noted, and what it got and
+        what it lost is counted (P13); not what it got when who reads hands it out later, or never (`delivers`).
+        Its retry topic passes an SQL filter unexamined (10.2).
+
+        Raises TopicNotFoundError, GroupNotFoundError, NotPermittedError, ConfigError (no such queue), StoreClosedError.
+        """
+        if max_messages < 1:
+            raise ConfigError(f"max_messages must be 1 or more, not {max_messages}")
+        if group is not None:
+            self._check_group(group, topic)
+        self._check_queue(topic, queue_id)
+        if group is None:
+            return self._read(topic, queue_id, offset, max_messages, max_bytes, filter)
+        target = self._offsets.take_reset(topic, group, queue_id)
+        if target is not None:
+            result = ReadResult("OFFSET_RESET", [], target, *self._bounds(topic, queue_id), 0)
+        else:
+            begin_ns = time.perf_counter_ns()
+            unfiltered = filter is not None and filter.kind == "SQL92" and topic == retry_topic(group)
+            result = self._read(topic, queue_id, offset, max_messages, max_bytes, None if unfiltered else filter)
+            if result.messages:
+                took_ns = time.perf_counter_ns() - begin_ns
+                self._count(group, topic, queue_id, result.messages, took_ns, delivers=delivers)
+            elif result.next_offset != offset:
+                self._tell(group, topic, queue_id, offset, result)
+        self._offsets.note_pull(group, topic, queue_id, result.next_offset)
+        return result
+
+    def _count(
+        self, group: str, topic: str, queue_id: int, messages: list[Message], took_ns: int, *, delivers: bool
+    ) -> None:
+        key, last = (group, topic, queue_id), messages[-1]
+        size = sum([message.size for message in messages]) if delivers else 0
+        behind_bytes = self._store.max_offset - last.physical_offset - last.size
+        behind_ms = self._clock.now_ms() - last.store_timestamp_ms
+        with self._fetched_lock:
+            fetched = self._fetched.get(key)
+            if fetched is None:
+                fetched = self._fetched[key] = Fetched()
+            if delivers:
+                fetched.times += 1
+                fetched.messages += len(messages)
+                fetched.size += size
+            fetched.reads += 1
+            fetched.took_ns += took_ns
+            fetched.behind_bytes = behind_bytes
+            fetched.behind_ms = behind_ms
+
+    def counts(self) -> dict[tuple[str, str, int], Fetched]:
+        """What was read since the last call, by (group, topic, queue id)."""
+        with self._fetched_lock:
+            fetched, self._fetched = self._fetched, {}
+        return fetched
+
+    def _check_group(self, group: str, topic: str) -> None:
+        if not self._groups.need(group).consume_enable:
+            raise NotPermittedError(f"group {group!r} may not consume; alter it with consume_enable=True")
+        if not self._groups.may_read(group, topic):
+            raise NotPermittedError(f"group {group!r} is forbidden to read topic {topic!r}")
+
+    def _check_queue(self, topic: str, queue_id: int) -> None:
+        config = self._topics.need(topic)
+        if not config.readable:
+            raise NotPermittedError(f"topic {topic!r} may not be read; alter it with a perm that has 4 (READ)")
+        if not 0 <= queue_id < config.read_queues:
+            raise ConfigError(f"topic {topic!r} has queues 0..{config.read_queues - 1} for readers, not {queue_id}")
+
+    def _read(
+        self, topic: str, queue_id: int, offset: int, max_messages: int, max_bytes: int | None, filter: Filter | None
+    ) -> ReadResult:
+        start = self._offsets.start_of(topic, queue_id)
+        if offset < start:
+            low, high = self._bounds(topic, queue_id)
+            if offset < low:
+                return ReadResult("OFFSET_TOO_SMALL", [], low, low, high, low - max(offset, 0))
+        if self._rocketmq_rules:
+            max_messages = min(max_messages, _HOT[1])
+        try:
+            found = self._store.get(topic, queue_id, offset, max_messages, max_bytes=max_bytes, tags=filter)
+        except TopicNotFoundError:  # the topic is there, a queue comes into being with its first message
+            return ReadResult("NO_MATCHED_LOGIC_QUEUE", [], 0, 0, 0, 0)
+        messages, next_offset, low = found.messages, found.next_offset, found.min_offset
+        if self._rocketmq_rules and messages:
+            messages, next_offset = self._as_rocketmq_answers(found)
+        if start > low:
+            low = min(start, found.max_offset)
+        lost = low - max(offset, 0) if found.status == "OFFSET_TOO_SMALL" else 0
+        return ReadResult(found.status, messages, next_offset, low, found.max_offset, lost)
+
+    def _as_rocketmq_answers(self, found: GetResult) -> tuple[list[Message], int]:
+        """As much of `found` as fits RocketMQ's limits, and where the next read goes on (3.3.1)."""
+        in_memory_from = self._store.max_offset - self._memory_bytes
+        total = 0
+        for count, message in enumerate(found.messages):
+            size = message.size
+            bytes_limit, messages_limit = _HOT if message.physical_offset >= in_memory_from else _COLD
+            if count and (total + size > bytes_limit or count >= messages_limit):
+                return found.messages[:count], message.offset
+            total += size
+        return found.messages, found.next_offset
+
+    def _tell(self, group: str, topic: str, queue_id: int, offset: int, result: ReadResult) -> None:
+        """Count what the group lost, each message once; log an offset that the queue never had (3.4, P13)."""
+        if result.lost:
+            key = (group, topic, queue_id)
+            with self._told_lock:  # several members may come with the same old offset
+                uncounted = result.min_offset - max(offset, 0, self._lost_to.get(key, 0))
+                if uncounted <= 0:
+                    return
+                self._lost_to[key] = result.min_offset
+            self._statistics.lost(group, topic, queue_id, uncounted)
+            _log.warning(
+                "group %s lost %d messages of %s/%d: it was at %d, the first one kept is %d",
+                group,
+                uncounted,
+                topic,
+                queue_id,
+                offset,
+                result.min_offset,
+            )
+        elif offset > result.max_offset:
+            _log.error(
+                "group %s is at %d of %s/%d, which ends at %d: it goes on from there",
+                group,
+                offset,
+                topic,
+                queue_id,
+                result.max_offset,
+            )
+
+    # -- bounds -----------------------------------------------------------------------------------------------------
+
+    def min_offset(self, topic: str, queue_id: int) -> int:
+        """Offset of the first message that still counts; `max_offset` of an empty queue. TopicNotFoundError."""
+        self._topics.need(topic)
+        return self._bounds(topic, queue_id)[0]
+
+    def max_offset(self, topic: str, queue_id: int) -> int:
+        """Offset of the next message to come; 0 for a queue that never had one. TopicNotFoundError."""
+        self._topics.need(topic)
+        return self._bounds(topic, queue_id)[1]
+
+    def offset_for_time(self, topic: str, queue_id: int, when: datetime | int, bound: Bound = "lower") -> int:
+        """The offset that belongs to a time (an aware datetime, or ms since the epoch), store-format 4.7. "lower": the
+        first message stored at or after it, the end if there is none; "upper": the last one stored at or before it, the
+        first if there is none. TopicNotFoundError."""
+        self._topics.need(topic)
+        low, _ = self._bounds(topic, queue_id)
+        try:
+            return max(low, self._store.offset_at(topic, queue_id, when, bound))
+        except TopicNotFoundError:
+            return low
+
+    def _bounds(self, topic: str, queue_id: int) -> tuple[int, int]:
+        low, high = self._store.offsets_or_none(topic, queue_id) or (0, 0)
+        return min(high, max(low, self._offsets.start_of(topic, queue_id))), high
+
+    # -- where a group begins ---------------------------------------------------------------------------------------
+
+    def first_position(self, group: str, topic: str, queue_id: int, start: Start | None = None) -> int:
+        """Where the group goes on in a queue. If it never committed there: where `start` (None: the group's own) says,
+        retry topics always at their first message; that is committed at once, so that retention knows of the group.
+
+        Raises TopicNotFoundError, GroupNotFoundError, NotPermittedError, ConfigError.
+        """
+        self._check_group(group, topic)
+        self._check_queue(topic, queue_id)
+        committed = self._offsets.committed(group, topic, queue_id)
+        if committed is None:
+            with self._begin_lock:  # of two members who come at once the second takes what the first resolved
+                committed = self._offsets.committed(group, topic, queue_id)
+                if committed is None:
+                    chosen = self._groups.need(group).start if start is None else start
+                    committed = (self._begin_as_rocketmq if self._rocketmq_rules else self._begin)(
+                        topic, queue_id, chosen
+                    )
+                    self._offsets.commit(group, topic, queue_id, committed)
+        return committed
+
+    def _begin(self, topic: str, queue_id: int, start: Start) -> int:
+        return self._place(topic, queue_id, "earliest" if is_retry_topic(topic) else start)
+
+    def _begin_as_rocketmq(self, topic: str, queue_id: int, start: Start) -> int:
+        """A young queue is read from 0 whatever was asked for, and a time skips the retries before it (2.3)."""
+        low, high = self._bounds(topic, queue_id)
+        if low == 0 and high > 0:
+            [first] = self._store.units(topic, queue_id, 0, 1)["physical_offset"].tolist() or [-1]
+            if first >= 0 and self._store.max_offset - first <= self._memory_bytes:
+                return 0
+        if start == "earliest" or (start == "latest" and is_retry_topic(topic)):
+            return low
+        return high if is_retry_topic(topic) else self._place(topic, queue_id, start)
+
+    def _place(self, topic: str, queue_id: int, start: Start) -> int:
+        low, high = self._bounds(topic, queue_id)
+        if start == "earliest":
+            return low
+        if start == "latest":
+            return high
+        if type(start) is int or isinstance(start, datetime):
+            return self.offset_for_time(topic, queue_id, start)
+        raise ConfigError(f"start is 'earliest', 'latest', an aware datetime or ms since the epoch, not {start!r}")
+
+    # -- and begins anew --------------------------------------------------------------------------------------------
+
+    def reset(
+        self,
+        group: str,
+        topic: str,
+        queue_id: int | None,
+        to: Literal["earliest", "latest"] | datetime | int,
+        on_reset: OnReset | None = None,
+    ) -> dict[QueueRef, int]:
+        """Let the group go on at `to`, a word, a time or an offset (int), in one queue (None: all that can be read);
+        the offsets set. What its members commit is dropped until the next read or pop starts there (2.4).
+
+        Nothing is reset when this raises TopicNotFoundError, GroupNotFoundError (no such group, nor progress of one),
+        ConfigError, or OffsetOutOfRangeError for an offset that some queue does not have.
+        """
+        config = self._topics.need(topic)
+        if self._groups.get(group) is None and group not in self._offsets.groups_of(topic):
+            raise GroupNotFoundError(f"there is no group {group!r}; nothing to reset")
+        if queue_id is not None:
+            self._check_queue(topic, queue_id)
+        targets: dict[QueueRef, int] = {}
+        for each in range(config.read_queues) if queue_id is None else (queue_id,):
+            low, high = self._bounds(topic, each)
+            target = to if type(to) is int else self._place(topic, each, to)
+            if not low <= target <= high:
+                raise OffsetOutOfRangeError(
+                    f"queue {each} of {topic!r} has no offset {target} to start at; it goes from {low} to {high}",
+                    low,
+                    high,
+                )
+            targets[QueueRef(topic, each)] = target
+        for ref, target in targets.items():
+            self._offsets.reset(topic, group, ref.queue_id, target)
+            if on_reset is not None:
+                on_reset(topic, group, ref.queue_id, target)
+        return targets
+
+
+def _physical_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

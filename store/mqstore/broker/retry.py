@@ -1,0 +1,345 @@
+"""What becomes of a message that a group could not consume (broker-semantics 6, 1.4; client-semantics A6.6, A12).
+
+    outcome of an attempt                             copy goes to                  with
+    failed, reconsume_times < limit, level 0          %RETRY%group, by the policy   DELAY = 3 + r, or a timer property
+    failed, level > 0 or delay_ms given               %RETRY%group, after that      likewise
+    failed, reconsume_times >= limit                  %DLQ%group, queue 0           DELAY = 0, dlq_reason
+    level < 0, or a group without retry queues        %DLQ%group, queue 0           likewise
+
+    what a copy bears      set by                   and then
+    RETRY_TOPIC            the first failure        never changed: consumers show it as the topic
+    ORIGIN_MESSAGE_ID      the first failure        never changed: address of the first copy
+    reconsumeTimes         each copy                counts up; attempt = reconsumeTimes + 1
+    DLQ_ORIGIN_*           the dead letter          where replay sends it
+
+The copy is in the log before the caller settles the original: a crash between the two makes a second copy, it never
+takes the only one. No copy waits for the disk either: whatever settles the original is written behind it, or flushes
+the log first. Not idempotent, for the same reason.
+
+Knows nothing of consumers, and of the delay services only the properties that lead there (4.2, 5.2).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, MutableMapping
+from typing import Final, Protocol
+
+from mqstore.broker.names import RETRY_PREFIX, dlq_topic, is_retry_topic, is_system_topic, retry_topic
+from mqstore.broker.parts import Parts
+from mqstore.broker.statistics import DLQ_PUT_NUMS, SNDBCK2DLQ_TIMES, SNDBCK_PUT_NUMS
+from mqstore.errors import ConfigError, GroupNotFoundError, InvalidMessageError, NotPermittedError
+from mqstore.layout.properties import (
+    CRC_TAIL_BYTES,
+    DELAY,
+    DLQ_ORIGIN_MESSAGE_ID,
+    DLQ_ORIGIN_TOPIC,
+    DLQ_REASON,
+    FIRST_POP_TIME,
+    MAX_PROPERTIES_BYTES,
+    MAX_RECONSUME_TIMES,
+    ORIGIN_MESSAGE_ID,
+    POP_CK,
+    REAL_TOPIC,
+    RECONSUME_TIME,
+    RETRY_TOPIC,
+    TIMER_DEL_UNIQKEY,
+    TIMER_DELAY_LEVEL,
+    TIMER_DELAY_MS,
+    TIMER_DELAY_SEC,
+    TIMER_DELIVER_MS,
+    TIMER_DEQUEUE_MS,
+    TIMER_ENQUEUE_MS,
+    TIMER_OUT_MS,
+    TIMER_ROLL_TIMES,
+    WAIT,
+)
+from mqstore.log.commitlog import SendReceipt
+from mqstore.log.message import Message
+from mqstore.options import Durability, seconds
+
+__all__ = ["DLQ_REASON_BYTES", "TIMER_MARKS", "Retries"]
+
+DLQ_REASON_BYTES: Final = 1024
+"""Longest `dlq_reason`, in UTF-8 (companion A12)."""
+
+TIMER_MARKS: Final = (
+    TIMER_DELAY_SEC,
+    TIMER_DELAY_MS,
+    TIMER_DELIVER_MS,
+    TIMER_OUT_MS,
+    TIMER_ENQUEUE_MS,
+    TIMER_DEQUEUE_MS,
+    TIMER_ROLL_TIMES,
+    TIMER_DEL_UNIQKEY,
+    TIMER_DELAY_LEVEL,
+)
+"""Traces of a delay that is over. A copy that kept them would be delayed once more, or (TIMER_OUT_MS) never again."""
+
+_ROOM: Final = MAX_PROPERTIES_BYTES - CRC_TAIL_BYTES
+_DISPENSABLE: Final = (DLQ_REASON, DLQ_ORIGIN_MESSAGE_ID, DLQ_ORIGIN_TOPIC, WAIT, ORIGIN_MESSAGE_ID, RETRY_TOPIC, DELAY)
+"""What a dead letter goes without when its own properties fill the record: least missed first."""
+_CONTROLS: Final = dict.fromkeys((*range(32), *range(127, 160)), " ")
+_MAX_TIMES: Final = 0x7FFF_FFFF
+
+
+class GroupLocks(Protocol):
+    """What of the queue locks matters here (7)."""
+
+    def is_lock_all_expired(self, group: str) -> bool:
+        """Whether no member of `group` holds a queue."""
+
+
+class Retries:
+    """Makes the copies. Keeps nothing: safe from any thread, needs no closing."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._levels_ms = parts.store.delay_table_ms
+        self._max_delay_ms = int(seconds(parts.config.max_delay, "max_delay") * 1000)
+
+    def send_back(
+        self,
+        group: str,
+        physical_offset: int,
+        *,
+        delay_level: int = 0,
+        delay_ms: int | None = None,
+        max_reconsume: int | None = None,
+        reason: str | None = None,
+    ) -> SendReceipt:
+        """Give back the message at `physical_offset` (bytes), which `group` failed to consume (6.1).
+
+        `delay_level` 0: by the group's policy; > 0: that level; < 0: dead-letter now. `delay_ms` stands in for a level.
+        `max_reconsume` replaces the group's limit, 0 is legal. `reason` is what a dead letter is labelled with. The
+        receipt is that of the copy as stored, a delayed one's in the topic where it waits.
+
+        Raises, nothing written: ConfigError, GroupNotFoundError, NotPermittedError (the topic is not writable),
+        LookupError (no readable message there); and whatever a put does.
+        """
+        self._check_arguments(delay_level, delay_ms, max_reconsume)
+        parts = self._parts
+        config = parts.groups.need(group)
+        message = parts.store.at(physical_offset)
+        limit = config.retry_max_times if max_reconsume is None else max_reconsume
+        times = message.reconsume_times
+        if delay_level < 0 or times >= limit or config.retry_queues <= 0:
+            receipt = self.dead_letter(message, group, reason or _why(delay_level, times, limit))
+            parts.statistics.add(SNDBCK2DLQ_TIMES, _key(message, group))
+            return receipt
+        topic = retry_topic(group)
+        queue_id = self._queue_of(topic, config.retry_queues)
+        properties = self._marked(message, None)
+        if delay_level == 0 and delay_ms is None:
+            kind, amount = config.send_back_level_or_delay(times)
+            delay_level, delay_ms = (amount, None) if kind == "level" else (0, min(amount, self._max_delay_ms))
+        self._delay(properties, delay_level, delay_ms)
+        try:
+            parts.offsets.begin(group, topic, queue_id)
+            receipt = parts.road.copy(
+                message, topic, queue_id, properties, reconsume_times=_next(times), durability="append"
+            )
+        except InvalidMessageError as error:
+            # Its own properties leave no room for the marks of a retry. No later try will fare better.
+            receipt = self.dead_letter(message, group, f"cannot be retried: {error}")
+            parts.statistics.add(SNDBCK2DLQ_TIMES, _key(message, group))
+            return receipt
+        parts.statistics.add(SNDBCK_PUT_NUMS, _key(message, group))
+        return receipt
+
+    def dead_letter(
+        self,
+        message: Message,
+        group: str,
+        reason: str,
+        *,
+        origin_topic: str | None = None,
+        reconsume_times: int | None = None,
+    ) -> SendReceipt:
+        """File a copy of `message` in `%DLQ%group`, which comes into being with 1 queue, readable and writable (6.1).
+
+        `origin_topic`: where a replay sends it; None: its RETRY_TOPIC, else the topic it was sent to.
+        `reconsume_times`: of the copy; None: one more than the message's. `reason` is cut to 1024 bytes, and left out
+        with other marks when the message's own properties leave no room: what we would add is no reason to refuse.
+        Raises NotPermittedError when the topic was made unwritable, and whatever a put does.
+        """
+        topic = dlq_topic(group)
+        queue_id = self._queue_of(topic, 1)
+        properties = self._marked(message, origin_topic)
+        came_from = origin_topic or properties[RETRY_TOPIC]
+        _label(properties, reason, origin_topic)
+        properties[DELAY] = "0"
+        _shed(properties)
+        if any(
+            "\x01" in value for value in properties.values()
+        ):  # readers live with it (store-format 2.4), no put does
+            properties = {name: value.replace("\x01", " ") for name, value in properties.items()}
+        receipt = self._parts.road.append(  # not `copy`, which would give an origin back to one that has no room for it
+            topic,
+            queue_id,
+            bytes(message.body_view),
+            properties,
+            flag=message.flag,
+            sys_flag=message.sys_flag,
+            born_timestamp_ms=message.born_timestamp_ms,
+            born_host=message.born_host,
+            reconsume_times=_next(message.reconsume_times) if reconsume_times is None else reconsume_times,
+            durability="append",
+        )
+        self._parts.statistics.add(DLQ_PUT_NUMS, f"{came_from}@{group}")
+        return receipt
+
+    def put_retry(
+        self,
+        topic: str,
+        body: bytes,
+        properties: Mapping[str, str],
+        *,
+        locks: GroupLocks,
+        reconsume_times: int | None = None,
+        max_reconsume: int | None = None,
+        flag: int = 0,
+        sys_flag: int = 0,
+        born_timestamp_ms: int | None = None,
+        born_host: str | None = None,
+        durability: Durability | None = None,
+    ) -> SendReceipt:
+        """A plain put into `%RETRY%group`, as remote clients make it when a send-back fails (6.2).
+
+        Beyond the limit, strictly, or while any member of the group holds a queue (then it is an orderly group, and
+        gives up on this message) it becomes a dead letter. Counts not given are taken from RECONSUME_TIME and
+        MAX_RECONSUME_TIMES, which are not stored. Raises GroupNotFoundError: nothing is created for a name that a
+        client made up; InvalidMessageError for counts that are no numbers.
+        """
+        if not is_retry_topic(topic):
+            raise InvalidMessageError(f"{topic!r} is no retry topic (those begin with {RETRY_PREFIX})", "topic")
+        group = topic[len(RETRY_PREFIX) :]
+        config = self._parts.groups.get(group)
+        if config is None:
+            raise GroupNotFoundError(f"topic {topic!r}: there is no group {group!r}")
+        stored = {**properties}
+        times = _number(stored.pop(RECONSUME_TIME, None), reconsume_times, 0)
+        limit = _number(stored.pop(MAX_RECONSUME_TIMES, None), max_reconsume, config.retry_max_times)
+        if times > limit or config.retry_queues <= 0:
+            why = f"{times} attempts failed, {limit} are allowed"
+        elif not locks.is_lock_all_expired(group):
+            why = "an orderly consumer gave it up"
+        else:
+            why = ""
+        if why:
+            stored.setdefault(RETRY_TOPIC, topic)
+            _label(stored, why, None)
+            for name in TIMER_MARKS:
+                stored.pop(name, None)
+            stored[DELAY] = "-1"
+            _shed(stored)
+            topic = dlq_topic(group)
+        queue_id = self._queue_of(topic, 1 if why else config.retry_queues)
+        if not why:
+            self._parts.offsets.begin(group, topic, queue_id)
+        receipt = self._parts.road.append(
+            topic,
+            queue_id,
+            body,
+            stored,
+            flag=flag,
+            sys_flag=sys_flag,
+            born_timestamp_ms=born_timestamp_ms,
+            born_host=born_host,
+            reconsume_times=times,
+            durability=durability,
+        )
+        self._parts.statistics.add(DLQ_PUT_NUMS if why else SNDBCK_PUT_NUMS, f"{stored.get(RETRY_TOPIC)}@{group}")
+        return receipt
+
+    # -- parts of the above -----------------------------------------------------------------------------------------
+
+    def _check_arguments(self, delay_level: int, delay_ms: int | None, max_reconsume: int | None) -> None:
+        if delay_ms is not None and delay_level != 0:
+            raise ConfigError(f"delay_level={delay_level} and delay_ms={delay_ms}: give one of them")
+        if delay_ms is not None and not 0 <= delay_ms <= self._max_delay_ms:
+            raise ConfigError(f"delay_ms must lie in 0..{self._max_delay_ms} (max_delay), not {delay_ms}")
+        if max_reconsume is not None and not 0 <= max_reconsume <= _MAX_TIMES:
+            raise ConfigError(f"max_reconsume must lie in 0..{_MAX_TIMES}, not {max_reconsume}")
+
+    def _queue_of(self, topic: str, queues: int) -> int:
+        """A queue of `topic` to write to; the topic comes into being with `queues` of them."""
+        config = self._parts.topics.ensure(topic, queues)
+        if not config.writable:
+            raise NotPermittedError(f"topic {topic!r} is not writable; give it permission 6")
+        # A topic that was altered may have fewer: what lies beyond its read queues is never seen again.
+        there = min(queues, config.read_queues, config.write_queues)
+        return random.randrange(there) if there > 1 else 0
+
+    def _marked(self, message: Message, origin_topic: str | None) -> dict[str, str]:
+        """Properties of a copy: the message's, with its origin, without what belonged to this delivery."""
+        properties = message.stored_properties()
+        if origin_topic is None:  # a delayed message that never arrived lies in a topic of the engine's
+            origin_topic = properties.get(REAL_TOPIC) if is_system_topic(message.topic) else None
+            origin_topic = origin_topic or message.topic
+        for name in (*TIMER_MARKS, DELAY, POP_CK, FIRST_POP_TIME):
+            properties.pop(name, None)
+        properties.setdefault(RETRY_TOPIC, origin_topic)
+        properties.setdefault(ORIGIN_MESSAGE_ID, message.message_id)
+        properties[WAIT] = "false"
+        return properties
+
+    def _delay(self, properties: MutableMapping[str, str], level: int, delay_ms: int | None) -> None:
+        """Write the delay: as a level where one has just that length, since those cost no wheel (6.1)."""
+        if delay_ms is not None and delay_ms in self._levels_ms:
+            level, delay_ms = self._levels_ms.index(delay_ms) + 1, None
+        if level > 0:
+            properties[DELAY] = str(level)
+        elif delay_ms:
+            properties[TIMER_DELAY_MS] = str(delay_ms)
+
+
+def _next(times: int) -> int:
+    return min(times + 1, _MAX_TIMES)
+
+
+def _key(message: Message, group: str) -> str:
+    """What failures are counted under: where the message was first sent to, however often it was redelivered."""
+    properties = message.stored_properties()
+    origin = properties.get(REAL_TOPIC) if is_system_topic(message.topic) else None
+    return f"{properties.get(RETRY_TOPIC) or origin or message.topic}@{group}"
+
+
+def _why(delay_level: int, times: int, limit: int) -> str:
+    if delay_level < 0:
+        return "given up by its consumer"
+    return f"attempt {times + 1} failed" + (f", {limit + 1} are allowed" if times >= limit else " and nothing retries")
+
+
+def _number(text: str | None, given: int | None, default: int) -> int:
+    if given is not None:
+        return given
+    if text is None:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise InvalidMessageError(f"{text[:40]!r} is no count of attempts", "properties") from None
+
+
+def _label(properties: MutableMapping[str, str], reason: str, origin_topic: str | None) -> None:
+    """What makes a copy a dead letter: where it came from and why it is here."""
+    properties[DLQ_ORIGIN_TOPIC] = origin_topic or properties[RETRY_TOPIC]
+    if ORIGIN_MESSAGE_ID in properties:
+        properties[DLQ_ORIGIN_MESSAGE_ID] = properties[ORIGIN_MESSAGE_ID]
+    properties.pop(DLQ_REASON, None)
+    # A traceback has line ends, a user's text anything: properties hold neither separators nor lone surrogates.
+    plain = reason.translate(_CONTROLS).encode("utf-8", "replace")[:DLQ_REASON_BYTES].decode("utf-8", "ignore").strip()
+    if plain:
+        properties[DLQ_REASON] = plain
+
+
+def _shed(properties: MutableMapping[str, str]) -> None:
+    """Make `properties` fit a record (store-format 2.4), giving up only what we had added."""
+    size = sum(len(name.encode()) + len(value.encode()) + 2 for name, value in properties.items())
+    for name in _DISPENSABLE:
+        if size <= _ROOM:
+            return
+        value = properties.pop(name, None)
+        if value is not None:
+            size -= len(name) + len(value.encode()) + 2

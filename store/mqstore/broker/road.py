@@ -1,0 +1,320 @@
+"""The one way in: what every message passes on its way to the log (broker-semantics 0.5, 1.2, 4.2, 5.2, 12).
+
+    a user's put        -> queue by id, message group or turn -> \\
+    retry, dead letter, commit, delivery of a delayed message ->  route -> log
+                                                                   |
+              DELAY = n            SCHEDULE_TOPIC_XXXX, queue n - 1    for `delay.py`
+              TIMER_DELIVER_MS ... rmq_sys_wheel_timer, queue 0        for `timer.py`
+              else                 where it was going
+
+REAL_TOPIC and REAL_QID of a diverted record say where it was going. Who restores one takes the delay off first, or it
+would be diverted again.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Unpack, cast
+
+from mqstore.broker.names import SCHEDULE_TOPIC, TIMER_TOPIC
+from mqstore.broker.receipts import recall_handle
+from mqstore.broker.selection import RoundRobin, group_queue
+from mqstore.broker.timerroute import timer_route
+from mqstore.broker.topics import TopicTable
+from mqstore.clock import Clock
+from mqstore.errors import InvalidMessageError
+from mqstore.layout.properties import (
+    DELAY,
+    ORIGIN_MESSAGE_ID,
+    REAL_QID,
+    REAL_TOPIC,
+    SHARDINGKEY,
+    TIMER_DELAY_MS,
+    TIMER_DELAY_SEC,
+    TIMER_DELIVER_MS,
+    TIMER_OUT_MS,
+    UNIQ_KEY,
+)
+from mqstore.layout.record import TRANSACTION_MASK, TRANSACTION_PREPARED, TRANSACTION_ROLLBACK
+from mqstore.log.commitlog import SendReceipt, SendReceipts
+from mqstore.log.message import Message
+from mqstore.log.outgoing import Body, Copy, OutgoingMessage, check_integer, checked_text, user_properties
+from mqstore.log.reader import to_ms
+from mqstore.log.store import MessageStore
+from mqstore.log.writer import PutOptions
+from mqstore.options import Durability, Duration, StoreConfig, seconds
+
+__all__ = ["DelayedReceipt", "Road", "SendOptions"]
+
+_TIMER_NAMES = (TIMER_DELIVER_MS, TIMER_DELAY_MS, TIMER_DELAY_SEC)
+
+
+class SendOptions(PutOptions, total=False):
+    """What a put takes beside topic, body and queue id, more than `MessageStore.put` does; at most one of these."""
+
+    message_group: str | None
+    delay: Duration | None
+    deliver_at: datetime | float | None
+    delay_level: int | None
+
+
+class DelayedReceipt(SendReceipt):
+    """The receipt of a message that waits for its moment: of its waiting copy, with the handle that cancels it."""
+
+    __slots__ = ()
+
+    @property
+    def recall_handle(self) -> str | None:
+        handle = tuple.__getitem__(self, 7)
+        assert isinstance(handle, str)
+        return handle
+
+
+_MAX_MESSAGE_GROUP = 63
+"""Bytes (client-semantics A1.2)."""
+_ONE_OF = ("message_group", "delay", "deliver_at", "delay_level")
+
+
+class Road:
+    """Puts, with the rewriting that delay asks for."""
+
+    def __init__(self, store: MessageStore, topics: TopicTable, config: StoreConfig, clock: Clock) -> None:
+        self._store = store
+        self._topics = topics
+        self._clock = clock
+        self._levels = len(store.delay_table_ms)
+        self._max_delay_ms = int(seconds(config.max_delay, "max_delay") * 1000)
+        self._group_hash = store.manifest.group_hash
+        self._turns = RoundRobin()
+        self._put = store.put
+
+    # -- a user's message -------------------------------------------------------------------------------------------
+
+    def put(
+        self, topic: str, body: Body, *, queue_id: int | None = None, **options: Unpack[SendOptions]
+    ) -> SendReceipt:
+        """Append one message. Queue: `queue_id`, else by `message_group` (all of a group in one queue), else by turns.
+
+        `delay` (seconds) and `deliver_at` (aware datetime, or seconds since the epoch) hold it back to a moment, with a
+        `recall_handle` in the receipt; `delay_level` by a level of the table. Raises InvalidMessageError,
+        TopicNotFoundError, NotPermittedError, and what `MessageStore.put` raises.
+        """
+        config = self._topics.for_send(topic)
+        if queue_id is None:
+            group = options.get("message_group") if options else None
+            if group is None:
+                queue_id = self._turns.next(topic, config.write_queues)
+            else:
+                queue_id = group_queue(_checked_group(group), config.write_queues, self._group_hash)
+        elif type(queue_id) is not int or not 0 <= queue_id < max(config.write_queues, config.read_queues):
+            raise InvalidMessageError(
+                f"queue_id {queue_id!r} does not lie in 0..{max(config.write_queues, config.read_queues) - 1}, "
+                f"the queues of {topic!r}",
+                "queue_id",
+            )
+        if not options:
+            return self._put(topic, body, queue_id)
+        if options.keys().isdisjoint(_ONE_OF):
+            return self._put(topic, body, queue_id, **cast(PutOptions, options))
+        properties = self._properties(options)
+        flag = options.get("flag", 0)
+        check_integer(flag, 32, "flag")
+        return self.append(topic, queue_id, body, properties, flag=flag, durability=options.get("durability"))
+
+    def put_many(
+        self,
+        topic: str,
+        bodies: Iterable[Body | OutgoingMessage],
+        *,
+        queue_id: int | None = None,
+        durability: Durability | None = None,
+    ) -> SendReceipts:
+        """Append many to one queue (None: whose turn it is), with one flush wait. Errors: `MessageStore.put_many`."""
+        config = self._topics.for_send(topic)
+        if queue_id is None:
+            queue_id = self._turns.next(topic, config.write_queues)
+        return self._store.put_many(topic, bodies, queue_id, durability=durability)
+
+    def _properties(self, options: SendOptions) -> dict[str, str]:
+        """What is stored of the options; checks that they go together."""
+        unknown = options.keys() - SendOptions.__annotations__.keys()
+        if unknown:
+            raise TypeError(f"put() has no option {', '.join(sorted(unknown))}")
+        given = [name for name in _ONE_OF if options.get(name) is not None]
+        if len(given) > 1:
+            raise InvalidMessageError(f"{' and '.join(given)} exclude each other: give one of them", given[1])
+        stored = user_properties(
+            options.get("tag"), options.get("keys"), options.get("properties"), options.get("unique_key")
+        )
+        group, level = options.get("message_group"), options.get("delay_level")
+        if group is not None:
+            stored[SHARDINGKEY] = group
+        if level is not None:
+            check_integer(level, 32, "delay_level")
+            if level < 0:
+                raise InvalidMessageError(f"delay_level {level} is negative; 0 is no delay", "delay_level")
+            if level:
+                stored[DELAY] = str(level)
+        deliver_ms = self._deliver_ms(options.get("delay"), options.get("deliver_at"))
+        if deliver_ms is not None:
+            stored[TIMER_DELIVER_MS] = str(deliver_ms)
+        return stored
+
+    def _deliver_ms(self, delay: Duration | None, deliver_at: datetime | float | None) -> int | None:
+        """The moment asked for, rounded up to the next millisecond; None for no delay."""
+        if delay is not None:
+            try:
+                wait_ms = math.ceil(seconds(delay, "delay") * 1000)
+            except (ValueError, OverflowError, TypeError) as error:  # ConfigError is a ValueError
+                raise InvalidMessageError(f"delay {delay!r} is no number of seconds, zero or more", "delay") from error
+            if wait_ms > self._max_delay_ms:
+                raise InvalidMessageError(f"delay {delay!r} is longer than max_delay", "delay")
+            return self._clock.now_ms() + wait_ms if wait_ms else None
+        return None if deliver_at is None else _moment_ms(deliver_at)
+
+    # -- any record -------------------------------------------------------------------------------------------------
+
+    def append(
+        self,
+        topic: str,
+        queue_id: int,
+        body: Body,
+        properties: Mapping[str, str],
+        *,
+        flag: int = 0,
+        sys_flag: int = 0,
+        born_timestamp_ms: int | None = None,
+        born_host: str | None = None,
+        reconsume_times: int = 0,
+        prepared_transaction_offset: int = 0,
+        durability: Durability | None = None,
+    ) -> SendReceipt:
+        """Append a record with every field given, reserved properties included, to where it belongs now (`route`)."""
+        where, at, stored = self.route(topic, queue_id, properties, sys_flag)
+        receipt = self._store.append(
+            where,
+            at,
+            body,
+            properties=stored,
+            flag=flag,
+            sys_flag=sys_flag,
+            born_timestamp_ms=born_timestamp_ms,
+            born_host=born_host,
+            reconsume_times=reconsume_times,
+            prepared_transaction_offset=prepared_transaction_offset,
+            durability=durability,
+        )
+        if where != TIMER_TOPIC or topic == TIMER_TOPIC:
+            return receipt
+        handle = recall_handle(topic, int(stored[TIMER_OUT_MS]) + 1, stored[UNIQ_KEY])
+        return DelayedReceipt((*receipt, handle))  # type: ignore[arg-type]  # one more than SendReceipt says
+
+    def copy(
+        self,
+        message: Message,
+        topic: str,
+        queue_id: int,
+        properties: Mapping[str, str],
+        *,
+        reconsume_times: int | None = None,
+        sys_flag: int | None = None,
+        prepared_transaction_offset: int = 0,
+        durability: Durability | None = "append",
+    ) -> SendReceipt:
+        """Append `message` again, elsewhere: its body as stored, born where and when it was, with these properties.
+
+        A message that came without a unique key gets its first address as ORIGIN_MESSAGE_ID: its copies are then known
+        as one. Does not wait for the disk, since what it is copied from is there as well; whoever lets go of that
+        flushes first.
+        """
+        if UNIQ_KEY not in properties and ORIGIN_MESSAGE_ID not in properties:
+            properties = {**properties, ORIGIN_MESSAGE_ID: message.message_id}
+        return self.append(
+            topic,
+            queue_id,
+            bytes(message.body_view),
+            properties,
+            flag=message.flag,
+            sys_flag=message.sys_flag if sys_flag is None else sys_flag,
+            born_timestamp_ms=message.born_timestamp_ms,
+            born_host=message.born_host,
+            reconsume_times=message.reconsume_times if reconsume_times is None else reconsume_times,
+            prepared_transaction_offset=prepared_transaction_offset,
+            durability=durability,
+        )
+
+    def copy_many(self, copies: Sequence[Copy]) -> int:
+        """As `copy`, for messages that may not be delayed once more, many at once: the first of `copies`, as many as go
+        together in one piece; how many, at least one. Stores all of these or, if it raises, none; raises for the first.
+        """
+        return self._store.copy_many([copy if _known(copy[3]) else _identified(copy) for copy in copies])
+
+    def route(
+        self, topic: str, queue_id: int, properties: Mapping[str, str], sys_flag: int = 0
+    ) -> tuple[str, int, Mapping[str, str]]:
+        """Where a record with these properties goes now, and with which properties (4.2, 5.2)."""
+        if sys_flag & TRANSACTION_MASK in (TRANSACTION_PREPARED, TRANSACTION_ROLLBACK):
+            return topic, queue_id, properties
+        level = _level(properties.get(DELAY))
+        if level > 0:
+            level = min(level, self._levels)
+            stored = {k: v for k, v in properties.items() if k not in _TIMER_NAMES}
+            stored |= {DELAY: str(level), REAL_TOPIC: topic, REAL_QID: str(queue_id)}
+            self._topics.ensure(SCHEDULE_TOPIC, self._levels)
+            return SCHEDULE_TOPIC, level - 1, stored
+        if TIMER_DELIVER_MS in properties or TIMER_DELAY_MS in properties or TIMER_DELAY_SEC in properties:
+            timed = timer_route(
+                topic, queue_id, dict(properties), self._clock.now_ms(), max_delay_ms=self._max_delay_ms
+            )
+            if timed is not None:
+                self._topics.ensure(TIMER_TOPIC, 1)
+                return timed
+        return topic, queue_id, properties
+
+
+_UNIQUE = re.compile(rb"(?:\A|\x02)(?:" + f"{UNIQ_KEY}|{ORIGIN_MESSAGE_ID}".encode() + rb")\x01[^\x02]")
+_UNIQUE_NAME, _ORIGIN_NAME = UNIQ_KEY.encode() + b"\x01", ORIGIN_MESSAGE_ID.encode() + b"\x01"
+
+
+def _known(properties: bytes) -> bool:
+    """Whether copies of a message with these properties are known as one."""
+    if properties.find(_UNIQUE_NAME) < 0 and properties.find(_ORIGIN_NAME) < 0:
+        return False
+    return _UNIQUE.search(properties) is not None
+
+
+def _identified(copy: Copy) -> Copy:
+    message, topic, queue_id, properties = copy
+    return message, topic, queue_id, b"%b%b%b\x02" % (properties, _ORIGIN_NAME, message.message_id.encode())
+
+
+def _moment_ms(deliver_at: object) -> int:
+    if isinstance(deliver_at, datetime):
+        return to_ms(deliver_at)
+    if isinstance(deliver_at, (int, float)) and math.isfinite(deliver_at):
+        return math.ceil(deliver_at * 1000)
+    raise InvalidMessageError(
+        f"deliver_at {deliver_at!r} is neither an aware datetime nor seconds since the epoch", "deliver_at"
+    )
+
+
+def _level(text: str | None) -> int:
+    """A delay level as a property says it; what is no number is none (a loader must live with any)."""
+    if text is None:
+        return 0
+    try:
+        return int(text)
+    except ValueError:
+        return 0
+
+
+def _checked_group(group: object) -> str:
+    checked = checked_text(group, "message_group", "", "a message group is a str, and not blank")
+    if len(checked.encode()) > _MAX_MESSAGE_GROUP:
+        raise InvalidMessageError(
+            f"message_group {checked[:40]!r}... is longer than {_MAX_MESSAGE_GROUP} bytes", "message_group"
+        )
+    return checked

@@ -1,0 +1,157 @@
+"""Which queue of a topic a message is put to (broker-semantics 12; client-semantics A1.4, A1.12).
+
+Pure functions of a message group and a number of queues, and a counter for messages without a group. Knows no topics:
+the caller brings the number of writable queues.
+
+The mapping from group to queue is part of a store's contract on disk: order within a group holds only while every
+producer of the store maps alike. It is chosen when the store is created (`group_hash` of the manifest):
+
+============  ======================================================  ===============================================
+how           queue                                                   the same as
+============  ======================================================  ===============================================
+jump          jump_hash(java_hash(group), queues)                     RocketMQ's proxy (Guava `consistentHash`)
+siphash24     siphash24(UTF-8 of group) mod queues                    RocketMQ's 5.x Java client
+============  ======================================================  ===============================================
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Final, Literal
+
+from mqstore.layout.javahash import java_hash
+
+__all__ = ["GroupHash", "RoundRobin", "group_queue", "java_selector_queue", "jump_hash", "siphash24"]
+
+GroupHash = Literal["jump", "siphash24"]
+
+_MASK: Final = 2**64 - 1
+_CACHED_GROUPS = 16_384
+_I31_MAX = 2**31 - 1
+
+
+def jump_hash(state: int, buckets: int) -> int:
+    """The bucket, 0 <= bucket < `buckets`, of a 64-bit `state`: Lamping and Veach's jump hash as Guava computes it.
+
+    Adding a bucket moves one in `buckets` + 1 of the states, all of them to the new one. ValueError without buckets.
+
+    >>> [jump_hash(java_hash("order-2"), n) for n in (1, 4, 8, 16)]
+    [0, 2, 2, 11]
+    """
+    if buckets < 1:
+        raise ValueError(f"there must be at least one bucket, not {buckets}")
+    state &= _MASK
+    candidate = 0
+    while True:
+        state = (2862933555777941757 * state + 1) & _MASK
+        high = state >> 33
+        if high == _I31_MAX:  # Java adds 1 to this int, gets a negative number, and stops here
+            return candidate
+        following = int((candidate + 1) / ((high + 1) / 2**31))
+        if following >= buckets:
+            return candidate
+        candidate = following
+
+
+def siphash24(data: bytes, key: bytes = bytes(range(16))) -> int:
+    """SipHash-2-4 of `data` as Java's signed long; the default key is Guava's, bytes 00 to 0f.
+
+    >>> siphash24(b"order-1")
+    -4360020059536918905
+    """
+    k0, k1 = int.from_bytes(key[:8], "little"), int.from_bytes(key[8:], "little")
+    # The constants spell "somepseudorandomlygeneratedbytes".
+    state = (k0 ^ 0x736F6D6570736575, k1 ^ 0x646F72616E646F6D, k0 ^ 0x6C7967656E657261, k1 ^ 0x7465646279746573)
+    whole = len(data) & ~7
+    for start in range(0, whole, 8):
+        state = _absorb(state, int.from_bytes(data[start : start + 8], "little"))
+    state = _absorb(state, int.from_bytes(data[whole:], "little") | (len(data) & 0xFF) << 56)
+    v0, v1, v2, v3 = state
+    v0, v1, v2, v3 = _rounds(4, (v0, v1, v2 ^ 0xFF, v3))
+    value = v0 ^ v1 ^ v2 ^ v3
+    return value - 2**64 if value >> 63 else value
+
+
+_State = tuple[int, int, int, int]
+
+
+def _absorb(state: _State, word: int) -> _State:
+    v0, v1, v2, v3 = _rounds(2, (*state[:3], state[3] ^ word))
+    return v0 ^ word, v1, v2, v3
+
+
+def _rounds(count: int, state: _State) -> _State:
+    v0, v1, v2, v3 = state
+    for _ in range(count):
+        v0 = (v0 + v1) & _MASK
+        v1 = (v1 << 13 | v1 >> 51) & _MASK ^ v0
+        v0 = (v0 << 32 | v0 >> 32) & _MASK
+        v2 = (v2 + v3) & _MASK
+        v3 = (v3 << 16 | v3 >> 48) & _MASK ^ v2
+        v0 = (v0 + v3) & _MASK
+        v3 = (v3 << 21 | v3 >> 43) & _MASK ^ v0
+        v2 = (v2 + v1) & _MASK
+        v1 = (v1 << 17 | v1 >> 47) & _MASK ^ v2
+        v2 = (v2 << 32 | v2 >> 32) & _MASK
+    return v0, v1, v2, v3
+
+
+@lru_cache(maxsize=_CACHED_GROUPS)
+def group_queue(message_group: str, queues: int, how: GroupHash = "jump") -> int:
+    """The queue id of a message group among `queues` writable queues; always the same for the same arguments.
+
+    Cached: a group comes back with each of its messages, and the hash of a short name takes microseconds.
+    ValueError without queues.
+
+    >>> group_queue("order-42", 8), group_queue("order-42", 8, "siphash24")
+    (3, 5)
+    """
+    if how == "jump":
+        return jump_hash(java_hash(message_group), queues)
+    if queues < 1:
+        raise ValueError(f"there must be at least one queue, not {queues}")
+    # "replace": like Java, a lone surrogate becomes a question mark.
+    return siphash24(message_group.encode("utf-8", "replace")) % queues
+
+
+def java_selector_queue(argument: str, queues: int) -> int:
+    """The queue that the selector `SelectMessageQueueByHash` of 4.x clients picks: for producers that took over from
+    one. ValueError without queues.
+
+    >>> java_selector_queue("order-1", 8)
+    6
+    """
+    if queues < 1:
+        raise ValueError(f"there must be at least one queue, not {queues}")
+    return abs(java_hash(argument)) % queues  # Java's remainder keeps the sign and abs comes last: the same number
+
+
+class RoundRobin:
+    """The queue for each message without a group: a counter a topic, shared by all threads, from a random start.
+
+    Random, so that many short-lived processes that put one message each do not all fill queue 0.
+    """
+
+    __slots__ = ("_counters", "_lock", "_start")
+
+    def __init__(self, start: Callable[[], int] | None = None) -> None:
+        self._start = start or (lambda: random.getrandbits(31))
+        self._counters: dict[str, Iterator[int]] = {}
+        self._lock = threading.Lock()
+
+    def next(self, topic: str, queues: int) -> int:
+        """The next queue id of `topic`, 0 <= id < `queues`. ZeroDivisionError without queues."""
+        counter = self._counters.get(topic)
+        if counter is None:
+            with self._lock:
+                counter = self._counters.setdefault(topic, itertools.count(self._start()))
+        # No lock: stepping a count is one atomic operation, and every put comes this way.
+        return next(counter) % queues
+
+    def forget(self, topic: str) -> None:
+        """Drop the counter of a deleted topic."""
+        self._counters.pop(topic, None)

@@ -1,0 +1,422 @@
+"""What the broker counts, and how fast it grows (broker-semantics 13, 3.4).
+
+Counters by name and key, each with three windows (minute, hour, day), the messages that groups lost to retention, and
+the text that Prometheus scrapes. Knows nothing of stores: what is not counted but measured (lags, sizes, messages in
+flight) the broker hands to `prometheus_text` as gauges.
+
+========================================================================  ==============================================
+name                                                                      key
+========================================================================  ==============================================
+TOPIC_PUT_NUMS, TOPIC_PUT_SIZE                                            topic
+QUEUE_PUT_NUMS, QUEUE_PUT_SIZE (delay levels are queues, too)             topic@queueId
+GROUP_GET_NUMS, GROUP_GET_SIZE, GROUP_CK_NUMS, GROUP_ACK_NUMS             topic@group, where the message lay
+SNDBCK_PUT_NUMS, SNDBCK2DLQ_TIMES, DLQ_PUT_NUMS                           topic@group, where it was first sent to
+GROUP_GET_LATENCY (ms), GROUP_GET_FALL_SIZE, GROUP_GET_FALL_TIME (last)   queueId@topic@group
+QUEUE_GET_NUMS, QUEUE_GET_SIZE                                            topic@queueId@group
+BROKER_PUT_NUMS, BROKER_GET_NUMS, the same ..._WITHOUT_SYSTEM_TOPIC,      "" (one for the store)
+BROKER_CK_NUMS, BROKER_ACK_NUMS
+COMMIT_NUMS, ROLLBACK_NUMS (transactions), DELAY_LATENCY (ms late)        topic
+========================================================================  ==============================================
+
+Puts, gets and pops are counted by `metrics.py`, what fails and what ends by the mechanism that did it. Not counted is
+RocketMQ's TOPIC_PUT_LATENCY, by queue: a put would look at the clock twice for it. What the store samples of all queues
+is `StoreStats.put_latency_ns`.
+
+A window is 7, 7 or 25 samples, taken every 10 seconds, 10 minutes or hour. Between the oldest and the newest of them
+tps is the growth of the value by the second, average its growth by the number of times it was added to.
+
+Kept are not the samples but what changed between two of them: a counter that stands still costs nothing, so that a
+hundred thousand queues of which a few are busy do not fill the memory with thirty-nine copies of themselves.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import threading
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from numbers import Integral, Real
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from mqstore.broker.names import is_dlq_topic, is_retry_topic, is_system_group, is_system_topic
+from mqstore.clock import Clock
+
+__all__ = [
+    "BROKER_ACK_NUMS",
+    "BROKER_CK_NUMS",
+    "BROKER_GET_NUMS",
+    "BROKER_GET_NUMS_WITHOUT_SYSTEM_TOPIC",
+    "BROKER_PUT_NUMS",
+    "BROKER_PUT_NUMS_WITHOUT_SYSTEM_TOPIC",
+    "COMMIT_NUMS",
+    "DELAY_LATENCY",
+    "DLQ_PUT_NUMS",
+    "GROUP_ACK_NUMS",
+    "GROUP_CK_NUMS",
+    "GROUP_GET_FALL_SIZE",
+    "GROUP_GET_FALL_TIME",
+    "GROUP_GET_LATENCY",
+    "GROUP_GET_NUMS",
+    "GROUP_GET_SIZE",
+    "QUEUE_GET_NUMS",
+    "QUEUE_GET_SIZE",
+    "QUEUE_PUT_NUMS",
+    "QUEUE_PUT_SIZE",
+    "ROLLBACK_NUMS",
+    "SNDBCK2DLQ_TIMES",
+    "SNDBCK_PUT_NUMS",
+    "TOPIC_PUT_NUMS",
+    "TOPIC_PUT_SIZE",
+    "Gauges",
+    "Rate",
+    "Statistics",
+    "StatisticsSnapshot",
+    "Total",
+    "labels_of",
+]
+
+TOPIC_PUT_NUMS: Final = "TOPIC_PUT_NUMS"
+TOPIC_PUT_SIZE: Final = "TOPIC_PUT_SIZE"
+GROUP_GET_NUMS: Final = "GROUP_GET_NUMS"
+GROUP_GET_SIZE: Final = "GROUP_GET_SIZE"
+GROUP_GET_LATENCY: Final = "GROUP_GET_LATENCY"
+GROUP_GET_FALL_SIZE: Final = "GROUP_GET_FALL_SIZE"
+GROUP_GET_FALL_TIME: Final = "GROUP_GET_FALL_TIME"
+QUEUE_PUT_NUMS: Final = "QUEUE_PUT_NUMS"
+QUEUE_PUT_SIZE: Final = "QUEUE_PUT_SIZE"
+QUEUE_GET_NUMS: Final = "QUEUE_GET_NUMS"
+QUEUE_GET_SIZE: Final = "QUEUE_GET_SIZE"
+GROUP_CK_NUMS: Final = "GROUP_CK_NUMS"
+GROUP_ACK_NUMS: Final = "GROUP_ACK_NUMS"
+BROKER_CK_NUMS: Final = "BROKER_CK_NUMS"
+BROKER_ACK_NUMS: Final = "BROKER_ACK_NUMS"
+SNDBCK_PUT_NUMS: Final = "SNDBCK_PUT_NUMS"
+SNDBCK2DLQ_TIMES: Final = "SNDBCK2DLQ_TIMES"
+DLQ_PUT_NUMS: Final = "DLQ_PUT_NUMS"
+BROKER_PUT_NUMS: Final = "BROKER_PUT_NUMS"
+BROKER_GET_NUMS: Final = "BROKER_GET_NUMS"
+BROKER_PUT_NUMS_WITHOUT_SYSTEM_TOPIC: Final = "BROKER_PUT_NUMS_WITHOUT_SYSTEM_TOPIC"
+BROKER_GET_NUMS_WITHOUT_SYSTEM_TOPIC: Final = "BROKER_GET_NUMS_WITHOUT_SYSTEM_TOPIC"
+COMMIT_NUMS: Final = "COMMIT_NUMS"
+ROLLBACK_NUMS: Final = "ROLLBACK_NUMS"
+DELAY_LATENCY: Final = "DELAY_LATENCY"
+
+CounterKey = tuple[str, str]
+"""Name and key."""
+LostKey = tuple[str, str, int]
+"""Group, topic, queue id."""
+
+
+class Total(NamedTuple):
+    """A counter since the store was opened: the sum of what was added, and how many times something was."""
+
+    value: int
+    times: int
+
+
+class Rate(NamedTuple):
+    """A counter over a window."""
+
+    value: int
+    """Growth between the oldest and the newest sample."""
+    times: int
+    span_ms: int
+    """Between those two."""
+
+    @property
+    def tps(self) -> float:
+        """Growth by the second; 0.0 before there are two samples."""
+        return self.value * 1000 / self.span_ms if self.span_ms > 0 else 0.0
+
+    @property
+    def average(self) -> float:
+        """Growth by the times something was added; 0.0 when nothing was."""
+        return self.value / self.times if self.times else 0.0
+
+
+_NOTHING: Final = Total(0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class StatisticsSnapshot:
+    """All of it at one moment; nothing in it changes any more."""
+
+    taken_ms: int
+    """Wall clock."""
+    totals: Mapping[CounterKey, Total]
+    """Since the store was opened."""
+    latest: Mapping[CounterKey, int]
+    """Last values: GROUP_GET_FALL_SIZE in bytes, GROUP_GET_FALL_TIME in ms behind the end of the log."""
+    minute: Mapping[CounterKey, Rate]
+    """Counters that changed in the last minute, as of the newest sample; of others the rate is 0."""
+    hour: Mapping[CounterKey, Rate]
+    day: Mapping[CounterKey, Rate]
+    lost: Mapping[LostKey, int]
+    """Messages that retention took before the group consumed them, since the store was opened (3.4)."""
+
+    def total(self, name: str, key: str = "") -> int:
+        """The sum of a counter; 0 when it was never added to."""
+        return self.totals.get((name, key), _NOTHING).value
+
+
+class _Round(NamedTuple):
+    """What changed between two samples."""
+
+    start_ms: int
+    end_ms: int
+    changes: dict[CounterKey, Total]
+
+
+class _Window:
+    """The samples of one length of time. Times are monotonic."""
+
+    __slots__ = ("_last", "_rounds", "due_ms", "period_ms", "sampled_ms")
+
+    def __init__(self, period_ms: int, samples: int, now_ms: int) -> None:
+        self.period_ms = period_ms
+        self.sampled_ms = now_ms
+        self.due_ms = now_ms + period_ms
+        self._last: dict[CounterKey, tuple[int, int]] = {}
+        self._rounds: deque[_Round] = deque(maxlen=samples - 1)  # so many lie between so many samples
+
+    def sample(self, totals: dict[CounterKey, tuple[int, int]], now_ms: int) -> None:
+        # A total is replaced when it changes, never altered: the same object means the same numbers.
+        changes = {
+            key: Total(total[0] - before[0], total[1] - before[1])
+            for key, total in totals.items()
+            if (before := self._last.get(key, _NOTHING)) is not total
+        }
+        self._rounds.append(_Round(self.sampled_ms, now_ms, changes))
+        self._last = totals
+        self.sampled_ms = now_ms
+        self.due_ms = now_ms + self.period_ms
+
+    def rates(self) -> Mapping[CounterKey, Rate]:
+        if not self._rounds:
+            return MappingProxyType({})
+        span_ms = self.sampled_ms - self._rounds[0].start_ms
+        sums: dict[CounterKey, Rate] = {}
+        for round_ in self._rounds:
+            for key, change in round_.changes.items():
+                value, times, _ = sums.get(key, (0, 0, 0))
+                sums[key] = Rate(value + change.value, times + change.times, span_ms)
+        return MappingProxyType(sums)
+
+
+class Statistics:
+    """The counters of a store. Safe to call from many threads; `add` is one short section under one lock.
+
+    >>> from mqstore.clock import SimulatedClock
+    >>> clock = SimulatedClock()
+    >>> statistics = Statistics(clock)
+    >>> statistics.add(TOPIC_PUT_NUMS, "orders", 50)
+    >>> clock.advance(10_000)
+    >>> _ = statistics.run_once(clock.now_ms())
+    >>> statistics.snapshot().minute[TOPIC_PUT_NUMS, "orders"].tps
+    5.0
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        # Bare tuples: making a Total would double the cost of an `add`.
+        self._totals: dict[CounterKey, tuple[int, int]] = {}
+        self._latest: dict[CounterKey, int] = {}
+        self._lost: dict[LostKey, int] = {}
+        # Windows have a lock of their own: closing one walks over all counters, and no put should wait for that.
+        self._window_lock = threading.Lock()
+        now_ms = clock.monotonic_ms()
+        self._minute = _Window(10_000, 7, now_ms)
+        self._hour = _Window(600_000, 7, now_ms)
+        self._day = _Window(3_600_000, 25, now_ms)
+
+    def add(self, name: str, key: str = "", value: int = 1) -> None:
+        """Add `value` to a counter; names and keys as in the module's table."""
+        counter = (name, key)
+        with self._lock:
+            total = self._totals.get(counter, (0, 0))
+            self._totals[counter] = (total[0] + value, total[1] + 1)
+
+    def add_many(self, items: Iterable[tuple[str, str, int, int]]) -> None:
+        """Add each (name, key, value, times), under one lock: what came together in a while."""
+        batch = tuple(items)
+        with self._lock:
+            for name, key, value, times in batch:
+                total = self._totals.get((name, key), (0, 0))
+                self._totals[name, key] = (total[0] + value, total[1] + times)
+
+    def set(self, name: str, key: str, value: int) -> None:
+        """Note the last value of what is measured rather than counted: GROUP_GET_FALL_SIZE, GROUP_GET_FALL_TIME."""
+        with self._lock:
+            self._latest[name, key] = value
+
+    def lost(self, group: str, topic: str, queue_id: int, messages: int) -> None:
+        """Count messages that were dropped before `group` had consumed them (3.4)."""
+        if messages <= 0:
+            return
+        with self._lock:
+            self._lost[group, topic, queue_id] = self._lost.get((group, topic, queue_id), 0) + messages
+
+    def run_once(self, now_ms: int) -> int:
+        """Take the samples that are due; wall ms of the next. `now_ms` only dates the answer: windows are measured on
+        the monotonic clock, for a rate over a span that the wall clock stepped through would be nonsense."""
+        with self._window_lock:
+            monotonic_ms = self._clock.monotonic_ms()
+            windows = (self._minute, self._hour, self._day)
+            due = [window for window in windows if window.due_ms <= monotonic_ms]
+            if due:
+                with self._lock:
+                    totals = dict(self._totals)
+                for window in due:
+                    window.sample(totals, monotonic_ms)
+            return now_ms + min(window.due_ms for window in windows) - monotonic_ms
+
+    def close(self) -> None:
+        """Nothing to persist: counters run from opening."""
+
+    def snapshot(self) -> StatisticsSnapshot:
+        """Everything as of now; the windows as of their last samples."""
+        with self._window_lock:
+            minute, hour, day = self._minute.rates(), self._hour.rates(), self._day.rates()
+        with self._lock:
+            counted, latest, lost = dict(self._totals), dict(self._latest), dict(self._lost)
+        totals = {key: Total(*total) for key, total in counted.items()}
+        return StatisticsSnapshot(
+            taken_ms=self._clock.now_ms(),
+            totals=MappingProxyType(totals),
+            latest=MappingProxyType(latest),
+            minute=minute,
+            hour=hour,
+            day=day,
+            lost=MappingProxyType(lost),
+        )
+
+    def prometheus_text(self, gauges: Gauges | None = None) -> str:
+        """All series of 13 in Prometheus' text format 0.0.4, counters from here, `gauges` from the broker.
+
+        `gauges` maps the name of a series to its samples (labels, value), or to one number for a series without labels.
+        A value that is not a finite number is left out; of samples with equal labels the last counts. ValueError for a
+        name or a label that Prometheus would refuse.
+        """
+        series = _counted(self.snapshot())
+        for name, samples in (gauges or {}).items():
+            pairs = samples if isinstance(samples, Iterable) else [({}, samples)]
+            series.setdefault(name, {}).update({_labels(name, labels): value for labels, value in pairs})
+        return "".join(_exposed(name, series[name]) for name in sorted(series))
+
+
+# --- Prometheus ------------------------------------------------------------------------------------------------------
+
+Gauges = Mapping[str, "float | Iterable[tuple[Mapping[str, str], float]]"]
+"""Series name -> its samples as (labels, value), or one number."""
+_Series = dict[str, float]
+"""Labels as they are written, braces included, or a suffix and labels -> value."""
+
+_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
+_LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
+_ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
+
+_HELP: Final[dict[str, tuple[str, str]]] = {
+    "rocketmq_messages_in_total": ("counter", "Messages put."),
+    "rocketmq_messages_out_total": ("counter", "Messages handed to consumers."),
+    "rocketmq_throughput_in_total": ("counter", "Bytes put."),
+    "rocketmq_throughput_out_total": ("counter", "Bytes handed to consumers."),
+    "rocketmq_message_size": ("summary", "Bytes of a message as stored."),
+    "rocketmq_send_to_dlq_messages_total": ("counter", "Messages that became dead letters."),
+    "rocketmq_commit_messages_total": ("counter", "Half messages committed."),
+    "rocketmq_rollback_messages_total": ("counter", "Half messages rolled back."),
+    "rocketmq_delay_message_latency": ("summary", "Milliseconds by which delayed messages came late."),
+    "rocketmq_consumer_lag_messages": ("gauge", "Messages not yet consumed, those in flight included."),
+    "rocketmq_consumer_lag_latency": ("gauge", "Age in milliseconds of the first message not yet consumed."),
+    "rocketmq_consumer_inflight_messages": ("gauge", "Messages delivered and not yet settled."),
+    "rocketmq_consumer_queueing_latency": ("gauge", "Age in milliseconds of the first message not yet delivered."),
+    "rocketmq_consumer_ready_messages": ("gauge", "Messages not yet delivered."),
+    "rocketmq_storage_size": ("gauge", "Bytes of commitlog segments."),
+    "rocketmq_storage_flush_behind_bytes": ("gauge", "Bytes appended and not yet known to be on disk."),
+    "rocketmq_storage_dispatch_behind_bytes": ("gauge", "Bytes appended and not yet visible to readers."),
+    "rocketmq_storage_message_reserve_time": ("gauge", "Age in milliseconds of the oldest message kept."),
+    "rocketmq_pop_revive_lag": ("gauge", "Popped messages that are due for redelivery."),
+    "rocketmq_pop_revive_latency": ("gauge", "Milliseconds that the first of them is overdue."),
+    "rocketmq_pop_checkpoint_buffer_size": ("gauge", "Popped batches with a message in flight."),
+    "rocketmq_half_messages": ("gauge", "Half messages that are neither committed nor rolled back."),
+    "rocketmq_timing_messages": ("gauge", "Messages that wait for their time."),
+    "mqstore_lost_messages_total": ("counter", "Messages dropped by retention before the group consumed them."),
+}  # fmt: skip
+
+_COUNTED: Final[dict[str, str]] = {
+    TOPIC_PUT_NUMS: "rocketmq_messages_in_total",
+    GROUP_GET_NUMS: "rocketmq_messages_out_total",
+    TOPIC_PUT_SIZE: "rocketmq_throughput_in_total",
+    GROUP_GET_SIZE: "rocketmq_throughput_out_total",
+    DLQ_PUT_NUMS: "rocketmq_send_to_dlq_messages_total",
+    COMMIT_NUMS: "rocketmq_commit_messages_total",
+    ROLLBACK_NUMS: "rocketmq_rollback_messages_total",
+}
+"""Counter -> series; keys are `topic` or `topic@group`."""
+
+
+def _counted(snapshot: StatisticsSnapshot) -> dict[str, _Series]:
+    series: dict[str, _Series] = {}
+    for (name, key), total in snapshot.totals.items():
+        if name not in _COUNTED and name != DELAY_LATENCY:
+            continue
+        labels = _labels("", labels_of(*key.split("@", 1)))
+        if name in _COUNTED:
+            series.setdefault(_COUNTED[name], {})[labels] = total.value
+        if name == TOPIC_PUT_SIZE:
+            messages = snapshot.totals.get((TOPIC_PUT_NUMS, key), _NOTHING).value
+            series.setdefault("rocketmq_message_size", {}).update(_summary(labels, total.value, messages))
+        if name == DELAY_LATENCY:
+            series.setdefault("rocketmq_delay_message_latency", {}).update(_summary(labels, *total))
+    for (group, topic, queue_id), lost in snapshot.lost.items():
+        name = "mqstore_lost_messages_total"
+        labels = _labels(name, {"topic": topic, "consumer_group": group, "queue_id": str(queue_id)})
+        series.setdefault(name, {})[labels] = lost
+    return series
+
+
+def _summary(labels: str, total: int, count: int) -> _Series:
+    return {f"_sum{labels}": total, f"_count{labels}": count}
+
+
+def labels_of(topic: str, group: str | None = None) -> dict[str, str]:
+    """The labels of whatever is told of a topic, or of a group on it.
+
+    >>> labels_of("orders", "billing")
+    {'topic': 'orders', 'consumer_group': 'billing', 'is_retry': 'false', 'is_system': 'false'}
+    """
+    retry = is_retry_topic(topic) or is_dlq_topic(topic)
+    system = is_system_topic(topic) or (group is not None and is_system_group(group))
+    named = {"topic": topic} if group is None else {"topic": topic, "consumer_group": group}
+    return {**named, "is_retry": str(retry).lower(), "is_system": str(system).lower()}
+
+
+def _labels(series: str, labels: Mapping[str, str]) -> str:
+    for name in labels:
+        if not _LABEL.fullmatch(name):
+            raise ValueError(f"series {series!r}: {name!r} is no label name")
+    # A lone surrogate, from a name that was not UTF-8, cannot be sent: a question mark stands for it.
+    values = ((name, str(labels[name]).encode("utf-8", "replace").decode()) for name in sorted(labels))
+    inside = ",".join(f'{name}="{value.translate(_ESCAPES)}"' for name, value in values)
+    return f"{{{inside}}}" if inside else ""
+
+
+def _exposed(name: str, samples: _Series) -> str:
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is no name of a series")
+    kind, text = _HELP.get(
+        name, ("counter" if name.endswith("_total") else "gauge", f"{name}, as the broker gives it.")
+    )
+    numbers = ((labels, _number(samples[labels])) for labels in sorted(samples))
+    lines = [f"{name}{labels} {number}\n" for labels, number in numbers if number is not None]
+    return "".join((f"# HELP {name} {text}\n", f"# TYPE {name} {kind}\n", *lines)) if lines else ""
+
+
+def _number(value: object) -> str | None:
+    """`value` as Prometheus reads it; None for what is no finite number. Numpy's numbers are numbers."""
+    if isinstance(value, Integral):
+        return str(int(value))
+    return repr(float(value)) if isinstance(value, Real) and math.isfinite(value) else None

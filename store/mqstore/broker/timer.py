@@ -1,0 +1,687 @@
+"""Arbitrary delay: messages that wait for a moment of their own, on a timer wheel (broker-semantics 5).
+
+    put (`timerroute.py`) -> rmq_sys_wheel_timer, queue 0 --place-> slot of the wheel --read-> REAL_TOPIC, REAL_QID
+                                      ^                                      |
+                                      +--------------- rolled ---------------+
+
+One step (`run_once`) does, in this order, a bounded amount of
+
+    place    each message that came into the timer topic goes to the slot in which it is due, or is to be rolled: a unit
+             in the timer log, chained to the others of its slot (`timerfiles.py`)
+    read     each slot that is over, oldest first, once nothing is left to be placed: what was cancelled there is left
+             out, what is due is put to its real queue, what is to be rolled is put to the timer topic again
+    flush    every second: commitlog, timer log, checkpoint
+
+A message costs one unit and one slot when it is placed, and one unit and one record when it is read, however many wait;
+nothing is kept in memory for those that wait. Slots without messages are passed over half an hour at a time.
+
+Never early (P4). A slot is read when the wall clock has passed its end, and before a message is delivered the record's
+own TIMER_OUT_MS is asked as well. A clock set back by more than a few seconds is followed: what waits is placed anew,
+and what comes then is not late (`_turn_back`).
+
+Never lost. The checkpoint says which slots were read and which messages were placed; the commitlog is flushed before it
+is written, so that it never rests on copies that a power cut takes. After a crash everything since is done again, in
+the same order: what a second delivered comes twice, at most. Files that are missing or damaged are built again from the
+timer topic's queue: `placement` tells of each message, and of each copy that was rolled, whether it was done by then.
+Retention keeps the oldest record that waits (`pins`).
+
+A cancellation is a message with the same moment, and is read first. A recall that returned True holds: it is refused
+once its slot is being read, and no slot is read before all that came into the topic is placed.
+
+    slots in use     [read, read + 7 days): the wheel holds 14, so none is taken from another. After a long stop nothing
+                     that was stored a day behind `read`, or later, is placed before what is overdue is delivered
+    late             whose slot was read before it could be placed: goes to the next one that is not
+
+Knows the store, the road and its files; knows nothing of consumers.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+import numpy as np
+
+from mqstore.broker.names import SCHEDULE_GROUP, TIMER_TOPIC
+from mqstore.broker.parts import Parts, Pin, Wake
+from mqstore.broker.receipts import RecallHandle, parse_recall_handle
+from mqstore.broker.retention import physical_of
+from mqstore.broker.retry import Retries
+from mqstore.broker.timerfiles import (
+    CANCELS,
+    NOWHERE,
+    ROLLS,
+    WAITS,
+    JavaProgress,
+    Progress,
+    Slot,
+    TimerCheck,
+    TimerFilesDamaged,
+    TimerLog,
+    TimerUnit,
+    TimerWheel,
+    slots_of_units,
+)
+from mqstore.broker.timerroute import PRECISION_MS, number, placement, slot_of, timer_route
+from mqstore.errors import InvalidMessageError
+from mqstore.layout.javahash import java_hash
+from mqstore.layout.properties import (
+    CRC32,
+    DELAY,
+    REAL_QID,
+    REAL_TOPIC,
+    TIMER_DEL_UNIQKEY,
+    TIMER_DELAY_MS,
+    TIMER_DELAY_SEC,
+    TIMER_DELIVER_MS,
+    TIMER_DEQUEUE_MS,
+    TIMER_ENQUEUE_MS,
+    TIMER_OUT_MS,
+    TIMER_ROLL_TIMES,
+    UNIQ_KEY,
+)
+from mqstore.log.message import Message
+from mqstore.options import seconds
+
+__all__ = ["TimerService", "timer_route"]
+
+_log = logging.getLogger("mqstore")
+
+_STEP: Final = 1_000
+"""Messages placed, and messages read, in one step: some ten milliseconds, then others have their turn."""
+_FLUSH_MS: Final = 1_000
+_PENDING_BYTES: Final = 4 << 20
+"""Units in memory that make a flush worth it before its time."""
+_REACH_MS: Final = (7 * 86_400 - 60) * PRECISION_MS
+"""How far beyond `read` a slot may lie: half the wheel."""
+_LAG_MS: Final = 86_400_000
+_TURN_MS: Final = 5_000
+"""A clock set back by less is waited for: what then comes late does so by less than this."""
+_JAVA_MARGIN_MS: Final = 60_000
+"""RocketMQ places by the time of looking, not of storing: what it was about to roll is delivered rather twice."""
+_DELIVERED_WITHOUT: Final = frozenset(
+    {REAL_TOPIC, REAL_QID, TIMER_DELAY_SEC, TIMER_DELAY_MS, TIMER_DELIVER_MS, DELAY, CRC32}
+)
+_ROLLED_WITHOUT: Final = frozenset({DELAY, CRC32})
+
+
+@dataclass(slots=True)
+class _Reading:
+    """A slot that is being read. `units`, oldest first, are all but cancellations that have taken effect here."""
+
+    slot_ms: int
+    units: list[TimerUnit]
+    done: int
+    cancelled: set[str] = field(default_factory=set)
+
+
+class TimerService:
+    """The mechanism. `recall`, `waiting` and `pins` may be called from any thread; the last two never wait."""
+
+    def __init__(self, parts: Parts, wake: Wake) -> None:
+        self._parts = parts
+        self._store = store = parts.store
+        self._wake = wake
+        self._retries = Retries(parts)
+        self._max_delay_ms = int(seconds(parts.config.max_delay, "max_delay") * 1000)
+        self._lock = threading.RLock()
+        fs, mode, tmp = parts.fs, parts.config.file_mode, store.path / "tmp"
+        size = store.manifest.timerlog_segment_bytes
+        self._log = TimerLog(store.path / "timerlog", tmp, size, fs, mode)
+        self._wheel = TimerWheel(store.path / "timerwheel", tmp, PRECISION_MS, fs, mode)
+        self._check = TimerCheck(store.path / "config" / "timercheck", fs, mode)
+        self._begun = False
+        """Whether there are files; until the first message of the timer topic there are none."""
+        self._reading: _Reading | None = None
+        self._start(0, 0)
+        self._durable: Progress | None = None
+        self._dirty_ms: int | None = None
+        self._pinned: tuple[int | None, int] = (None, 0)
+        self._load()
+        store.on_growth.append(self._grown)
+
+    def _start(self, read_ms: int, queue_offset: int) -> None:
+        """The state of a timer without units."""
+        self._read_ms = read_ms
+        self._queue_offset = queue_offset
+        self._low = self._log.end
+        self._reading = None
+        self._skip_ms = self._skip_until = 0
+        """Whatever was read, messages before that offset whose slot lies before that time are done."""
+        self._late_offset = self._late_slot_ms = NOWHERE
+        self._held_ms = 0
+        """Nothing is placed before `_read_ms` has come here."""
+        self._newest_ms = NOWHERE
+        """No unit lies in a later slot than this one."""
+        self._next_ms: int | None = None
+        """The first slot from `_read_ms` on that holds a unit, once it was looked for."""
+        self._waiting = 0
+
+    # -- the mechanism ----------------------------------------------------------------------------------------------
+
+    def run_once(self, now_ms: int) -> int | None:
+        """A step, see the module. Returns when there is more to do: at once, at the end of the next slot that holds a
+        message, or for the next flush. Errors of a put or a file are raised, nothing is lost: it is done again."""
+        with self._lock:
+            if not self._begun:
+                if self._store.offsets_or_none(TIMER_TOPIC, 0) is None:
+                    return None
+                self._begin(now_ms)
+            try:
+                more = self._step(now_ms)
+                if self._flush_due(now_ms):
+                    self._flush(now_ms)
+                return now_ms if more else self._next_due()
+            except TimerFilesDamaged as damage:
+                self._rebuild(str(damage), self._read_ms, self._queue_offset)
+                return now_ms
+
+    def close(self) -> None:
+        """Flush, and give the files back."""
+        with self._lock:
+            if self._grown in self._store.on_growth:
+                self._store.on_growth.remove(self._grown)
+            try:
+                if self._begun and self._dirty_ms is not None:
+                    self._flush(self._parts.clock.now_ms())
+            except TimerFilesDamaged as damage:  # found after all was written; the next opening finds it, too
+                _log.warning("%s: %s", self._store.path, damage)
+            finally:
+                self._begun = False
+                self._wheel.close()
+                self._log.close()
+
+    def pins(self) -> Iterable[Pin]:
+        """The oldest message that waits, by what is on disk: a crash falls back to that."""
+        physical, queue_offset = self._pinned
+        if physical is None:
+            bounds = self._store.offsets_or_none(TIMER_TOPIC, 0)
+            if bounds is None:
+                return
+            physical = physical_of(self._store, TIMER_TOPIC, 0, max(queue_offset, bounds[0]))
+        if physical is not None:
+            yield Pin(physical, TIMER_TOPIC, 0, "", "the oldest message that waits for its time")
+
+    def waiting(self) -> int:
+        """How many messages wait."""
+        bounds = self._store.offsets_or_none(TIMER_TOPIC, 0)
+        return self._waiting + (max(0, bounds[1] - max(bounds[0], self._queue_offset)) if bounds else 0)
+
+    def recall(self, handle: str) -> bool:
+        """Cancel the message of a recall handle (5.3). True: it waits no more, and will not be delivered. False: it is
+        due or delivered already, or there is none. Raises InvalidReceiptError for what is no handle, and what a put
+        does. As durable as a put, by the store's durability."""
+        wanted = parse_recall_handle(handle)
+        slot_ms = slot_of(wanted.deliver_ms)
+        # Under the lock, so that the slot is not begun between the look at it and the cancellation.
+        with self._lock:
+            now_ms = self._parts.clock.now_ms()
+            if not 0 < wanted.deliver_ms - now_ms <= self._max_delay_ms or self._has_read(slot_ms):
+                return False
+            key = f"{wanted.topic}+{wanted.unique_key}"
+            copies = self._copies(wanted, slot_ms)
+            if any(message.stored_properties().get(TIMER_DEL_UNIQKEY) == key for message in copies):
+                return True
+            if not any(self._waits(message, slot_ms) for message in copies):
+                return False
+            properties = {
+                TIMER_DELIVER_MS: str(wanted.deliver_ms),
+                TIMER_DEL_UNIQKEY: key,
+                UNIQ_KEY: wanted.unique_key,  # so that a second recall finds the first
+            }
+            self._parts.road.append(wanted.topic, 0, b"", properties)
+            return True
+
+    def _next_due(self) -> int | None:
+        due = [] if self._dirty_ms is None else [self._dirty_ms + _FLUSH_MS]
+        if (slot_ms := self._next_slot()) is not None:
+            due.append(slot_ms + PRECISION_MS)
+        return min(due, default=None)
+
+    def _has_read(self, slot_ms: int) -> bool:
+        reading = self._reading
+        return self._begun and (slot_ms < self._read_ms or (reading is not None and reading.slot_ms == slot_ms))
+
+    def _copies(self, wanted: RecallHandle, slot_ms: int) -> list[Message]:
+        """What the timer topic has of the handle's key, topic and moment: the message, and where it was rolled to."""
+        real = {REAL_TOPIC: wanted.topic, TIMER_OUT_MS: str(slot_ms)}
+        found = self._store.find(TIMER_TOPIC, unique_key=wanted.unique_key)
+        return [message for message in found if real.items() <= message.stored_properties().items()]
+
+    def _waits(self, message: Message, out_ms: int) -> bool:
+        """Whether a message of the timer topic is neither delivered nor rolled. Where it is placed tells; the time does
+        not, for the clock may have been set back."""
+        if message.offset >= self._queue_offset or 0 <= self._late_offset <= message.offset:
+            return True
+        slot_ms = placement(message.store_timestamp_ms, out_ms)[0]
+        if slot_ms < self._read_ms:
+            return False
+        try:
+            units = self._units(slot_ms)
+        except TimerFilesDamaged:
+            return True  # what is built again from the topic finds the cancellation there
+        return any(unit.physical_offset == message.physical_offset for unit in units)
+
+    def _grown(self, topic: str, queue_id: int, begin: int, end: int) -> None:
+        if topic == TIMER_TOPIC:
+            self._wake()
+
+    # -- one step ---------------------------------------------------------------------------------------------------
+
+    def _step(self, now_ms: int) -> bool:
+        """Place, then read; whether there is more to do now."""
+        over_ms = now_ms // PRECISION_MS * PRECISION_MS  # every slot before this time is over
+        places = reads = _STEP
+        while True:
+            if self._reading is None and self._read_ms > over_ms + _TURN_MS:
+                self._turn_back(over_ms, now_ms)
+            # A slot is begun only when all that came is placed: a cancellation may be among it.
+            placed, left = self._place_some(places, over_ms, now_ms)
+            places -= placed
+            if left == "more":
+                return True
+            if self._reading is None and not self._open_slot(over_ms):
+                if left == "none":
+                    return False
+                continue  # what was held back need not be any longer: all that is overdue was read
+            reads -= self._read_some(reads, over_ms, now_ms)
+            if reads <= 0:
+                return True
+
+    def _place_some(self, count: int, over_ms: int, now_ms: int) -> tuple[int, Literal["none", "more", "held"]]:
+        """Place up to `count` messages; how many, and what is left: nothing, more, or what is to be held back until
+        more is read, for after a long stop what is overdue comes before what is new (5.4 b)."""
+        bounds = self._store.offsets_or_none(TIMER_TOPIC, 0)
+        if bounds is None:
+            return 0, "none"
+        low, end = bounds
+        if self._queue_offset < low:
+            self._count("TIMER_LOST", low - self._queue_offset, "messages were deleted before they were placed")
+            self._queue_offset = low
+        if self._queue_offset >= end:
+            return 0, "none"
+        if self._read_ms < self._held_ms:
+            return 0, "held"
+        if count <= 0:
+            return 0, "more"
+        self._touch(now_ms)
+        begin = self._queue_offset
+        result = self._store.get(TIMER_TOPIC, 0, begin, min(count, end - begin))
+        lagging = over_ms - self._read_ms > _LAG_MS
+        try:
+            for message in result.messages:
+                if lagging and message.store_timestamp_ms > self._read_ms + _LAG_MS:
+                    self._held_ms = min(message.store_timestamp_ms, over_ms) - _LAG_MS
+                    return message.offset - begin, "held"
+                self._place(message)
+                self._queue_offset = message.offset + 1
+        finally:
+            self._wheel.write()
+        unreadable = result.next_offset - begin - len(result.messages)
+        if unreadable > 0:
+            self._count("TIMER_UNREADABLE", unreadable, f"damaged, near offset {begin} of {TIMER_TOPIC}")
+        self._queue_offset = result.next_offset
+        return self._queue_offset - begin, "none" if self._queue_offset >= end else "more"
+
+    def _place(self, message: Message) -> None:
+        properties = message.stored_properties()
+        topic, out_ms = properties.get(REAL_TOPIC), number(properties.get(TIMER_OUT_MS))
+        if not topic or topic == TIMER_TOPIC or out_ms is None or number(properties.get(REAL_QID)) is None:
+            self._bury(message, f"{REAL_TOPIC}, {REAL_QID} or {TIMER_OUT_MS} is missing or wrong")
+            return
+        stored_ms = message.store_timestamp_ms
+        slot_ms, rolls = placement(stored_ms, slot_of(out_ms + 1))
+        if message.offset < self._skip_until and slot_ms < self._skip_ms:
+            return  # delivered, or rolled, before the files were lost
+        earliest_ms = self._read_ms if self._reading is None else self._read_ms + PRECISION_MS
+        if slot_ms < earliest_ms:
+            slot_ms = earliest_ms
+            self._late_slot_ms = slot_ms
+            if self._late_offset < 0:
+                self._late_offset = message.offset
+        elif slot_ms > self._read_ms + _REACH_MS:  # the clock was ahead when it was stored
+            slot_ms, rolls = self._read_ms + _REACH_MS, True
+        magic = WAITS | (ROLLS if rolls else 0) | (CANCELS if TIMER_DEL_UNIQKEY in properties else 0)
+        times = _times(stored_ms, slot_ms)
+        self._add(TimerUnit(NOWHERE, magic, *times, message.physical_offset, message.size, java_hash(topic)))
+
+    def _add(self, unit: TimerUnit) -> None:
+        """Append a unit to the log and to the chain of its slot."""
+        slot_ms = unit.slot_ms
+        slot = self._wheel.get(slot_ms)
+        position = self._log.append(unit if slot is None else unit._replace(previous=slot.last))
+        self._wheel.put(
+            slot_ms, Slot(position, position, 1) if slot is None else Slot(slot.first, position, slot.num + 1)
+        )
+        self._newest_ms = max(self._newest_ms, slot_ms)
+        if self._next_ms is not None:
+            self._next_ms = min(self._next_ms, slot_ms)
+        self._waiting += not unit.magic & CANCELS
+
+    def _next_slot(self) -> int | None:
+        """The first slot from `_read_ms` on that holds a unit."""
+        if self._next_ms is None and self._newest_ms >= self._read_ms:
+            self._next_ms = self._wheel.first(self._read_ms, self._newest_ms + PRECISION_MS)
+            if self._next_ms is None:
+                raise TimerFilesDamaged(f"timer wheel: empty up to {self._newest_ms}")
+        return self._next_ms
+
+    def _open_slot(self, over_ms: int) -> bool:
+        """Begin to read the next slot that is over; whether there is one."""
+        slot_ms = self._next_slot()
+        if slot_ms is None or slot_ms >= over_ms:
+            # Nothing was there, so there is nothing to write down. The last slot that is over stays open: what comes
+            # too late for its own is read there at once.
+            self._read_ms = max(self._read_ms, over_ms - PRECISION_MS)
+            return False
+        self._read_ms = slot_ms
+        self._reading = self._chain(slot_ms, 0)
+        return True
+
+    def _units(self, slot_ms: int) -> list[TimerUnit]:
+        """The units of a slot, oldest first."""
+        slot = self._wheel.get(slot_ms)
+        if slot is None:
+            return []
+        units: list[TimerUnit] = []
+        position = slot.last
+        while position != NOWHERE:
+            unit = self._log.unit(position)
+            if unit.slot_ms != slot_ms or unit.previous >= position:
+                raise TimerFilesDamaged(f"timer log: the chain of slot {slot_ms} is broken at {position}")
+            units.append(unit)
+            position = unit.previous
+        if len(units) != slot.num:
+            raise TimerFilesDamaged(f"timer wheel: slot {slot_ms} does not hold the {len(units)} units of its chain")
+        units.reverse()
+        return units
+
+    def _chain(self, slot_ms: int, done: int) -> _Reading:
+        """What is to be done with a slot, of which `done` units are dealt with."""
+        units = self._units(slot_ms)
+        if not units:
+            raise TimerFilesDamaged(f"timer wheel: slot {slot_ms} has become empty")
+        reading = _Reading(slot_ms, [u for u in units if u.magic & (CANCELS | ROLLS) != CANCELS], done)
+        for unit in units:
+            if unit.magic & (CANCELS | ROLLS) == CANCELS and (message := self._record(unit)) is not None:
+                reading.cancelled.add(message.stored_properties().get(TIMER_DEL_UNIQKEY, ""))
+        return reading
+
+    def _read_some(self, count: int, over_ms: int, now_ms: int) -> int:
+        """Deal with up to `count` units of the slot that is being read; with how many, at least 1."""
+        reading = self._reading
+        assert reading is not None
+        self._touch(now_ms)
+        begin = reading.done
+        for unit in reading.units[begin : begin + count]:
+            self._finish(unit, reading.cancelled, over_ms, now_ms)
+            reading.done += 1  # only now: an error leaves this one to be done again
+            self._waiting -= not unit.magic & CANCELS
+        if reading.done >= len(reading.units):
+            self._reading = self._next_ms = None
+            self._read_ms += PRECISION_MS
+            if self._late_slot_ms < self._read_ms:
+                self._late_offset = self._late_slot_ms = NOWHERE
+        return max(1, reading.done - begin)
+
+    # -- one message ------------------------------------------------------------------------------------------------
+
+    def _finish(self, unit: TimerUnit, cancelled: set[str], over_ms: int, now_ms: int) -> None:
+        """Deliver, roll or leave out what a unit stands for."""
+        message = self._record(unit)
+        if message is None:
+            return
+        properties = message.stored_properties()
+        topic, out_ms = properties.get(REAL_TOPIC, ""), number(properties.get(TIMER_OUT_MS))
+        assert out_ms is not None, "placed without a time"
+        # One that was to be rolled is, even if it is overdue by now: its cancellation waits in its own slot.
+        if unit.magic & ROLLS or out_ms >= over_ms:
+            times = str((number(properties.get(TIMER_ROLL_TIMES)) or 0) + 1)
+            self._put(message, TIMER_TOPIC, 0, properties, _ROLLED_WITHOUT, {TIMER_ROLL_TIMES: times})
+            return
+        if f"{topic}+{properties.get(UNIQ_KEY)}" in cancelled:
+            self._parts.statistics.add("TIMER_CANCELLED", topic)
+            return
+        marks = {TIMER_ENQUEUE_MS: str(unit.write_ms), TIMER_DEQUEUE_MS: str(now_ms)}
+        self._put(message, topic, int(properties[REAL_QID]), properties, _DELIVERED_WITHOUT, marks)
+
+    def _put(
+        self,
+        message: Message,
+        topic: str,
+        queue_id: int,
+        properties: Mapping[str, str],
+        without: frozenset[str],
+        marks: Mapping[str, str],
+    ) -> None:
+        """Copy a message to where it goes now. One that cannot be stored there, now or ever, is a dead letter; any
+        other error is raised, and the put tried again (5.4 c)."""
+        kept = {name: value for name, value in properties.items() if name not in without}
+        copy = self._parts.road.copy
+        try:
+            copy(message, topic, queue_id, {**kept, **marks}, durability="append")
+        except InvalidMessageError:
+            # It may have been so large that our marks are what is too much.
+            try:
+                copy(message, topic, queue_id, kept, durability="append")
+            except InvalidMessageError as error:
+                self._bury(message, str(error))
+
+    def _bury(self, message: Message, reason: str) -> None:
+        """A message that can never be delivered goes to the dead letters of delay."""
+        text = f"message at {message.physical_offset} of {TIMER_TOPIC}: {reason}"
+        try:
+            self._retries.dead_letter(message, SCHEDULE_GROUP, text)
+        except InvalidMessageError as error:
+            # No room for it anywhere. It stays where it is until retention comes there.
+            text += f"; and it cannot be dead-lettered: {error}"
+        self._count("TIMER_UNDELIVERABLE", 1, text)
+
+    def _record(self, unit: TimerUnit) -> Message | None:
+        """The record of a unit; None, counted, when the commitlog no longer has it whole."""
+        try:
+            message = self._store.at(unit.physical_offset)
+        except LookupError:
+            message = None
+        if message is not None and message.topic == TIMER_TOPIC and message.size == unit.record_size:
+            return message
+        if unit.physical_offset >= self._store.min_offset and not self._in_queue(unit):
+            raise TimerFilesDamaged(f"timer log: no record of the timer topic lies at {unit.physical_offset}")
+        self._count("TIMER_UNREADABLE", 1, f"damaged or deleted, at {unit.physical_offset} of the log")
+        return None
+
+    def _in_queue(self, unit: TimerUnit) -> bool:
+        """Whether the timer topic's queue has a message at that place: then the record is what is damaged."""
+        bounds = self._store.offsets_or_none(TIMER_TOPIC, 0)
+        low, high = bounds or (0, 0)
+        while low < high:
+            middle = (low + high) // 2
+            units = self._store.units(TIMER_TOPIC, 0, middle, 1)
+            if len(units) == 0:
+                return False
+            physical, size, _ = units[0].tolist()
+            if physical == unit.physical_offset:
+                return bool(size == unit.record_size)
+            low, high = (middle + 1, high) if physical < unit.physical_offset else (low, middle)
+        return False
+
+    def _count(self, name: str, number_of: int, text: str) -> None:
+        _log.error("%s: timer: %d lost: %s", self._store.path, number_of, text)
+        self._parts.statistics.add(name, TIMER_TOPIC, number_of)
+
+    # -- what is on disk --------------------------------------------------------------------------------------------
+
+    def _touch(self, now_ms: int) -> None:
+        if self._dirty_ms is None:
+            self._dirty_ms = now_ms
+
+    def _flush_due(self, now_ms: int) -> bool:
+        dirty_ms = self._dirty_ms
+        if dirty_ms is None:
+            return False
+        return not dirty_ms <= now_ms < dirty_ms + _FLUSH_MS or self._log.pending_bytes >= _PENDING_BYTES
+
+    def _flush(self, now_ms: int) -> None:
+        """Write down what is done. First what it rests on: the copies in the commitlog, the units in the timer log."""
+        reading = self._reading
+        progress = Progress(
+            read_ms=self._read_ms,
+            log_end=self._log.end,
+            queue_offset=self._queue_offset,
+            log_low=self._low,
+            slot_done=0 if reading is None else reading.done,
+            skip_ms=self._skip_ms,
+            skip_until=self._skip_until,
+            late_offset=self._late_offset,
+        )
+        self._store.flush()
+        self._log.write()
+        self._check.save(progress, now_ms)
+        self._durable = progress
+        self._dirty_ms = None
+        self._log.drop_before(progress.log_low)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Move `_low` over units that are done by the checkpoint, and pin the record of the first that is not."""
+        durable = self._durable
+        assert durable is not None
+        for positions, units in self._log.scan(self._low, verified=False):
+            live = np.flatnonzero(slots_of_units(units) >= durable.read_ms)
+            if len(live):
+                self._low = int(positions[live[0]])
+                self._pinned = (int(units["physical_offset"][live[0]]), durable.queue_offset)
+                return
+        self._low = max(self._low, durable.log_end)
+        self._pinned = (None, durable.queue_offset)
+
+    def _load(self) -> None:
+        """Take up the state of the last run, or build it again."""
+        found = self._check.load()
+        bounds = self._store.offsets_or_none(TIMER_TOPIC, 0)
+        if found is None:
+            if bounds is not None:
+                # The first second of the first timer message; or the checkpoint was lost, which nobody can tell.
+                self._rebuild("no checkpoint: all that the log still holds is delivered, perhaps again", 0, 0)
+            return
+        if isinstance(found, JavaProgress):
+            self._rebuild("left by a Java broker", found.read_ms - _JAVA_MARGIN_MS, found.queue_offset)
+            return
+        self._read_ms, self._queue_offset = found.read_ms, found.queue_offset
+        self._skip_ms, self._skip_until = found.skip_ms, found.skip_until
+        self._late_offset = found.late_offset
+        try:
+            if bounds is None or found.queue_offset > bounds[1]:
+                raise TimerFilesDamaged("the commitlog ends before what the checkpoint says was placed")
+            self._log.load(found.log_low, found.log_end)
+            self._low = found.log_low
+            self._make_wheel()
+            if found.slot_done:
+                self._resume(found.slot_done)
+        except TimerFilesDamaged as damage:
+            self._rebuild(str(damage), found.read_ms, found.queue_offset)
+            return
+        self._begun = True
+        self._durable = found
+        self._settle()
+
+    def _make_wheel(self) -> None:
+        """A wheel of all units that are not done."""
+        slots, positions, waiting = [], [], 0
+        for at, units in self._log.scan(self._low, verified=True):
+            slots_ms = slots_of_units(units)
+            live = slots_ms >= self._read_ms
+            slots.append(slots_ms[live])
+            positions.append(at[live])
+            waiting += int(np.count_nonzero(units["magic"][live] & CANCELS == 0))
+        none = [np.empty(0, np.int64)]
+        all_slots = np.concatenate(slots or none)
+        if len(all_slots) and int(all_slots.max()) > self._read_ms + _REACH_MS + _LAG_MS:
+            raise TimerFilesDamaged("timer log: slots farther ahead than any is placed")
+        self._wheel.make(all_slots, np.concatenate(positions or none))
+        self._newest_ms = int(all_slots.max(initial=NOWHERE))
+        self._next_ms = None
+        self._waiting = waiting
+        if self._late_offset >= 0:
+            self._late_slot_ms = self._newest_ms  # which of them is late is forgotten; this is late enough
+
+    def _resume(self, done: int) -> None:
+        """Go on in the middle of slot `_read_ms`, of which `done` units are done."""
+        self._reading = reading = self._chain(self._read_ms, done)
+        if done > len(reading.units):
+            raise TimerFilesDamaged(f"timer log: {done} of {len(reading.units)} units of a slot are done")
+        self._waiting -= sum(not unit.magic & CANCELS for unit in reading.units[:done])
+
+    def _begin(self, now_ms: int) -> None:
+        """Make the files."""
+        self._log.restart()
+        self._wheel.make(np.empty(0, np.int64), np.empty(0, np.int64))
+        # The slot before this one is over: what came too late for it goes there, and is read at once.
+        self._start(now_ms // PRECISION_MS * PRECISION_MS - PRECISION_MS, 0)
+        self._begun = True
+        self._touch(now_ms)
+
+    def _rebuild(self, why: str, read_ms: int, queue_offset: int) -> None:
+        """Forget log and wheel, and place every message of the timer topic again but those that were done: those before
+        `queue_offset` whose slot lies before `read_ms`. Not those that were placed late, and are perhaps not done.
+
+        The checkpoint keeps what it says until the next flush, so a crash meanwhile leads here again."""
+        if self._queue_offset < self._skip_until:  # not the first time, and not done the last time
+            read_ms, queue_offset = self._skip_ms, self._skip_until
+        elif self._late_offset >= 0:
+            queue_offset = min(queue_offset, self._late_offset)
+        _log.warning("%s: timer files are built again from the timer topic: %s", self._store.path, why)
+        self._begin(self._parts.clock.now_ms())
+        bounds = self._store.offsets_or_none(TIMER_TOPIC, 0)
+        self._queue_offset = bounds[0] if bounds else 0
+        self._skip_ms, self._skip_until = read_ms, queue_offset
+        self._durable = None
+        self._pinned = (None, self._queue_offset)
+
+    def _turn_back(self, over_ms: int, now_ms: int) -> None:
+        """Follow a wall clock that was set back: place again, behind the others, all units that are not done, and read
+        on from the present. What was read before stays done, for it lies below `_low` now.
+
+        Costs as much as wait, once for each time that the clock is set back."""
+        if self._log.pending_bytes:
+            self._flush(now_ms)
+        units = []
+        for _, found in self._log.scan(self._low, verified=True):
+            live = found[slots_of_units(found) >= self._read_ms]
+            units += [TimerUnit(*unit[1:8]) for unit in live.tolist()]
+        self._wheel.make(np.empty(0, np.int64), np.empty(0, np.int64))
+        _log.warning(
+            "%s: the clock was set back by %d s; %d messages that wait are placed again",
+            self._store.path,
+            (self._read_ms - over_ms) // 1000,
+            len(units),
+        )
+        self._skip_ms, self._skip_until = self._read_ms, self._queue_offset
+        self._read_ms, self._low, self._held_ms = over_ms, self._log.end, 0
+        self._newest_ms, self._next_ms, self._waiting = NOWHERE, None, 0
+        try:
+            for unit in units:
+                self._add(_within(unit, over_ms + _REACH_MS))
+            self._wheel.write()
+        except OSError as error:  # some are placed and some are not
+            raise TimerFilesDamaged(f"timer wheel: {error}") from error
+        if self._late_offset >= 0:
+            self._late_slot_ms = self._newest_ms
+        self._touch(now_ms)
+
+
+def _within(unit: TimerUnit, last_ms: int) -> TimerUnit:
+    """`unit` for another chain, rolled on the way if its slot lies beyond `last_ms`: the wheel reaches no farther."""
+    slot_ms, magic = unit.slot_ms, unit.magic
+    if slot_ms > last_ms:
+        slot_ms, magic = last_ms, magic | ROLLS
+    return TimerUnit(NOWHERE, magic, *_times(unit.write_ms, slot_ms), *unit[4:])
+
+
+def _times(stored_ms: int, slot_ms: int) -> tuple[int, int]:
+    """writeTime and delay of a unit: the slot is their sum, and the delay has 32 bits."""
+    begin_ms = stored_ms // PRECISION_MS * PRECISION_MS
+    return (begin_ms, slot_ms - begin_ms) if 0 <= slot_ms - begin_ms < 1 << 31 else (slot_ms, 0)

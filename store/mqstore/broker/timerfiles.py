@@ -1,0 +1,536 @@
+"""The three files behind the timer: its log, its wheel, its checkpoint (broker-semantics 5.1, store-format 1.2).
+
+    timerlog/<20 digits>    one unit a message that waits, in the order of the timer topic's queue; in segments
+
+        offset size type  field
+             0    4 i32   size             52
+             4    8 i64   prevPos          the unit before this one in the same slot, -1: none
+            12    4 i32   magic            1, plus 2: to be rolled, plus 4: cancels others
+            16    8 i64   writeTime        ms, when the message was stored
+            24    4 i32   delay            ms; writeTime + delay is the slot
+            28    8 i64   offsetPy         of the record in the commitlog
+            36    4 i32   sizePy           of the record
+            40    4 i32   hash             Java's hash of the real topic
+            44    8 i64   reserved         RocketMQ writes 0; ours: CRC-32C of the 44 bytes before, started from the
+                                           position, so that a unit that is damaged or elsewhere is known for it
+            52
+
+        A unit that would leave less than 16 bytes of its segment goes to the next. In front of it, at the old end:
+        i32 bytes left, i64 0, i32 0xCBD43194.
+
+    timerwheel              1 209 600 slots of 32 bytes, sparse; the slot of time t is number t / P mod 1 209 600
+
+             0    8 i64   t / P            another time than the one asked for: the slot is empty
+             8    8 i64   firstPos
+            16    8 i64   lastPos          head of the chain of prevPos
+            24    4 i32   num
+            28    4 i32   magic            0
+
+    config/timercheck       4096 bytes
+
+             0   56 7 i64  lastReadTimeMs, lastTimerLogFlushPos, lastTimerQueueOffset, masterTimerQueueOffset,
+                           stateVersion, timestamp, counter                      as RocketMQ has them; for its eyes
+          1024   84        `_EXTENSION`: `Progress` and its CRC-32C              odd counters
+          2048   84        the same                                              even counters
+
+What may be relied on after a crash. The checkpoint alone: its two records are written by turns, each synced before the
+next is written, so one of them is whole whatever is torn. The log as far as the checkpoint says, since it was synced
+before; what lies behind was never promised, and is written again. Nothing of the wheel: it is made anew from the log at
+each opening (a million waiting are 52 MB to read) and never synced. RocketMQ instead searches the log for its end,
+trusts what it finds there, and mends the wheel.
+
+Knows bytes and files; what a slot means and when it is due is `timer.py`'s business. Not thread-safe: its owner is.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import crc32c
+import numpy as np
+import numpy.typing as npt
+
+from mqstore.errors import FlushFailedError
+from mqstore.files.filesystem import FileSystem
+from mqstore.files.segments import SegmentRun
+
+__all__ = [
+    "CANCELS",
+    "NOWHERE",
+    "ROLLS",
+    "UNIT_BYTES",
+    "UNIT_DTYPE",
+    "WAITS",
+    "WHEEL_BYTES",
+    "WHEEL_SLOTS",
+    "JavaProgress",
+    "Progress",
+    "Slot",
+    "TimerCheck",
+    "TimerFilesDamaged",
+    "TimerLog",
+    "TimerUnit",
+    "TimerWheel",
+    "decode_unit",
+    "encode_unit",
+    "slots_of_units",
+]
+
+NOWHERE: Final = -1
+WAITS, ROLLS, CANCELS = 1, 2, 4
+
+
+class TimerFilesDamaged(Exception):  # noqa: N818  # no error: a finding, after which all is rebuilt
+    """The log or the wheel is not what was written. Never leaves the room: both are rebuilt from the timer topic."""
+
+
+# --- units ----------------------------------------------------------------------------------------------------------
+
+_UNIT: Final = struct.Struct(">iqiqiqii")
+_SUM: Final = struct.Struct(">q")
+UNIT_BYTES: Final = _UNIT.size + _SUM.size
+UNIT_DTYPE: Final = np.dtype(
+    [
+        ("size", ">i4"),
+        ("previous", ">i8"),
+        ("magic", ">i4"),
+        ("write_ms", ">i8"),
+        ("delay_ms", ">i4"),
+        ("physical_offset", ">i8"),
+        ("record_size", ">i4"),
+        ("topic_hash", ">i4"),
+        ("sum", ">i8"),
+    ]
+)
+_BLANK: Final = struct.Struct(">iqi")
+_BLANK_MAGIC: Final = 0xCBD4_3194 - (1 << 32)
+
+
+class TimerUnit(NamedTuple):
+    """One message that waits. Times in ms, positions in bytes of their log."""
+
+    previous: int
+    magic: int
+    write_ms: int
+    delay_ms: int
+    physical_offset: int
+    record_size: int
+    topic_hash: int
+
+    @property
+    def slot_ms(self) -> int:
+        return self.write_ms + self.delay_ms
+
+
+def encode_unit(position: int, unit: TimerUnit) -> bytes:
+    """The 52 bytes of `unit` at `position` of the timer log."""
+    data = _UNIT.pack(UNIT_BYTES, *unit)
+    return data + _SUM.pack(crc32c.crc32c(data, position & 0xFFFF_FFFF))
+
+
+def decode_unit(position: int, data: bytes) -> TimerUnit:
+    """What `encode_unit` encoded; TimerFilesDamaged for anything else."""
+    if len(data) != UNIT_BYTES or _SUM.unpack_from(data, _UNIT.size)[0] != _sum(position, data):
+        raise TimerFilesDamaged(f"timer log: no unit at {position}")
+    return TimerUnit(*_UNIT.unpack_from(data)[1:])
+
+
+def slots_of_units(units: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
+    """The slot (ms) of each."""
+    slots: npt.NDArray[np.int64] = units["write_ms"].astype(np.int64) + units["delay_ms"]
+    return slots
+
+
+def _sum(position: int, data: bytes | memoryview) -> int:
+    return crc32c.crc32c(data[: _UNIT.size], position & 0xFFFF_FFFF)
+
+
+# --- the log --------------------------------------------------------------------------------------------------------
+
+
+class TimerLog:
+    """Units one behind the other. What is appended stays in memory until `write`, and can be read all the same.
+
+    Positions only grow, over a `restart` as well, so that none ever means two units.
+    """
+
+    def __init__(
+        self, folder: Path, tmp: Path, segment_bytes: int, fs: FileSystem, file_mode: int, *, writable: bool = True
+    ) -> None:
+        """Not `writable`: for who looks; `load` and `scan` change nothing then."""
+        # Sparse and by pwrite: eight megabytes for three waiting messages would be seven too many.
+        self._run = SegmentRun(
+            folder, tmp, segment_bytes, fs=fs, writable=writable, max_mappings=8, file_mode=file_mode, sparse=True
+        )
+        self._per_segment = (segment_bytes - _BLANK.size) // UNIT_BYTES
+        if self._per_segment < 1:
+            raise ValueError(f"a timer log segment of {segment_bytes} bytes holds no unit")
+        self._written = 0
+        self._buffer = bytearray()
+        self._failed: OSError | None = None
+        self.end = 0
+
+    def load(self, low: int, end: int) -> None:
+        """Take [low, end) of the files for the log; what lies before or behind is no longer, or was never, part of it.
+        TimerFilesDamaged when a part of it is missing."""
+        run = self._run
+        run.load()
+        size = run.segment_bytes
+        self.end = self._written = end
+        if not 0 <= low <= end:
+            raise TimerFilesDamaged(f"timer log: from {low} to {end}")
+        for start in range(low - low % size, end, size) if low < end else ():
+            segment = run.find(start)
+            if segment is None or segment.length < size:
+                raise TimerFilesDamaged(f"timer log: the segment at {start} is missing, or shorter than {size}")
+        if run.writable:
+            run.drop_from(-(-end // size) * size)
+            run.drop_before(low)
+
+    def restart(self) -> None:
+        """Forget all units. The log goes on empty, behind all it ever held."""
+        self._run.load()
+        size = self._run.segment_bytes
+        self.end = self._written = -(-max(self.end, self._run.end) // size) * size
+        self._buffer.clear()
+        self._run.drop_from(0)
+
+    @property
+    def pending_bytes(self) -> int:
+        """How much `write` has to do."""
+        return len(self._buffer)
+
+    def append(self, unit: TimerUnit) -> int:
+        """Add a unit; its position."""
+        size = self._run.segment_bytes
+        left = size - self.end % size
+        if left < UNIT_BYTES + _BLANK.size:
+            self._buffer += _BLANK.pack(left, 0, _BLANK_MAGIC).ljust(left, b"\0")
+            self.end += left
+        position = self.end
+        self._buffer += encode_unit(position, unit)
+        self.end += UNIT_BYTES
+        return position
+
+    def unit(self, position: int) -> TimerUnit:
+        """The unit at `position`; TimerFilesDamaged when there is none that is whole."""
+        if position >= self._written:
+            at = position - self._written
+            data = bytes(self._buffer[at : at + UNIT_BYTES])
+        else:
+            segment = self._run.find(position) if position >= 0 else None
+            if segment is None:
+                raise TimerFilesDamaged(f"timer log: nothing at {position}")
+            at = position - segment.start
+            data = self._run.mapping(segment)[at : at + UNIT_BYTES]
+        return decode_unit(position, data)
+
+    def scan(self, low: int, *, verified: bool) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.void]]]:
+        """(positions, units) of all units from `low` on, one segment at a time. Only what is written: `write` first.
+        With `verified` each is checked, and TimerFilesDamaged raised for the first that is not whole."""
+        assert not self._buffer, "write first"
+        size = self._run.segment_bytes
+        for start in range(low - low % size, self.end, size):
+            segment = self._run.find(start)
+            if segment is None:
+                raise TimerFilesDamaged(f"timer log: the segment at {start} is missing")
+            first = max(0, low - start) // UNIT_BYTES
+            stop = min(self._per_segment, (self.end - start) // UNIT_BYTES)
+            if first >= stop:
+                continue
+            data = memoryview(self._run.mapping(segment))[first * UNIT_BYTES : stop * UNIT_BYTES]
+            positions = np.arange(first, stop, dtype=np.int64) * UNIT_BYTES + start
+            units: npt.NDArray[np.void] = np.frombuffer(data, UNIT_DTYPE)
+            if verified:
+                sums = units["sum"].tolist()
+                for at, position, expected in zip(
+                    range(0, len(data), UNIT_BYTES), positions.tolist(), sums, strict=True
+                ):
+                    if _sum(position, data[at : at + UNIT_BYTES]) != expected:
+                        raise TimerFilesDamaged(f"timer log: the unit at {position} is damaged")
+            yield positions, units
+
+    def write(self) -> None:
+        """Make all units durable. May be tried again, but for a failed sync: that is final (store-format 8.1), the
+        log stays as it was last promised, and the next opening goes on from there."""
+        if self._failed is not None:
+            raise FlushFailedError(f"{self._run.directory}: {self._failed}; close the store and open it again")
+        if not self._buffer:
+            return
+        run, size = self._run, self._run.segment_bytes
+        data, at = bytes(self._buffer), self._written
+        while at < self.end:
+            if run.find(at) is None:
+                run.create(at - at % size)
+            stop = min(self.end, at - at % size + size)
+            run.write(at, data[at - self._written : stop - self._written])
+            at = stop
+        try:
+            run.sync(self._written, self.end)
+        except OSError as error:
+            self._failed = error
+            raise
+        self._written = self.end
+        self._buffer.clear()
+
+    def drop_before(self, low: int) -> None:
+        """Remove segments whose units all lie below `low`."""
+        self._run.drop_before(low)
+
+    def close(self) -> None:
+        """Give mappings and descriptors back."""
+        self._run.close()
+
+
+# --- the wheel ------------------------------------------------------------------------------------------------------
+
+WHEEL_SLOTS: Final = 2 * 7 * 86_400
+_SLOT: Final = struct.Struct(">qqqii")
+_SLOT_DTYPE: Final = np.dtype([("tick", ">i8"), ("first", ">i8"), ("last", ">i8"), ("num", ">i4"), ("magic", ">i4")])
+SLOT_BYTES: Final = _SLOT.size
+WHEEL_BYTES: Final = WHEEL_SLOTS * SLOT_BYTES
+_BLOCK_SLOTS: Final = 2048
+
+
+class Slot(NamedTuple):
+    """A slot's chain: positions of its oldest and its newest unit, and how many there are."""
+
+    first: int
+    last: int
+    num: int
+
+
+class TimerWheel:
+    """Slots by time. Times are in ms and multiples of `precision_ms`.
+
+    Times that are used at once must lie less than the wheel's length apart (14 days of seconds): the later of two that
+    share a place would take it from the other. `timer.py` keeps them within half of that.
+    """
+
+    def __init__(self, path: Path, tmp: Path, precision_ms: int, fs: FileSystem, file_mode: int) -> None:
+        self._path = path
+        self._tmp = tmp
+        self._precision_ms = precision_ms
+        self._fs = fs
+        self._file_mode = file_mode
+        self._fd = -1
+        self._dirty: dict[int, Slot] = {}
+        """What `put` has changed and `write` has not yet written, by tick (time / precision)."""
+
+    def make(self, slots_ms: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> None:
+        """A new wheel in place of the old one: of units at ascending `positions`, each in the slot of `slots_ms`. When
+        it fails the old one is still there."""
+        ticks, first_at, nums = np.unique(slots_ms // self._precision_ms, return_index=True, return_counts=True)
+        backwards = (slots_ms // self._precision_ms)[::-1]
+        last_at = len(backwards) - 1 - np.unique(backwards, return_index=True)[1]
+        slots = np.zeros(len(ticks), _SLOT_DTYPE)
+        slots["tick"], slots["first"], slots["last"] = ticks, positions[first_at], positions[last_at]
+        slots["num"] = nums
+        fs, new = self._fs, self._tmp / self._path.name
+        fs.mkdir(self._tmp, exist_ok=True)
+        fs.unlink(new, missing_ok=True)
+        fd = fs.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._file_mode)
+        try:
+            fs.truncate_sparse(fd, WHEEL_BYTES)
+            self._write_blocks(fd, slots)
+            fs.replace(new, self._path)
+        except BaseException:
+            fs.close(fd)
+            fs.unlink(new, missing_ok=True)
+            raise
+        self.close()
+        self._fd = fd
+
+    def _write_blocks(self, fd: int, slots: npt.NDArray[np.void]) -> None:
+        """Write scattered slots to an empty file by blocks: half a million calls of 32 bytes would take seconds."""
+        places = slots["tick"].astype(np.int64) % WHEEL_SLOTS
+        order = np.argsort(places, kind="stable")
+        slots, places = slots[order], places[order]
+        blocks = places // _BLOCK_SLOTS
+        starts = np.flatnonzero(np.diff(blocks, prepend=-1)).tolist()
+        for begin, stop in pairwise([*starts, len(blocks)]):
+            at = int(blocks[begin]) * _BLOCK_SLOTS
+            block = np.zeros(min(_BLOCK_SLOTS, WHEEL_SLOTS - at), _SLOT_DTYPE)
+            block[places[begin:stop] - at] = slots[begin:stop]
+            self._fs.pwrite(fd, block.tobytes(), at * SLOT_BYTES)
+
+    def get(self, slot_ms: int) -> Slot | None:
+        """The slot of that time, None when it is empty."""
+        tick = slot_ms // self._precision_ms
+        if tick in self._dirty:
+            return self._dirty[tick]
+        found, *chain, magic = _SLOT.unpack(self._fs.pread(self._fd, SLOT_BYTES, tick % WHEEL_SLOTS * SLOT_BYTES))
+        return Slot(*chain) if found == tick and chain[2] > 0 and magic == 0 else None
+
+    def put(self, slot_ms: int, slot: Slot) -> None:
+        """Set a slot, in memory until `write`."""
+        self._dirty[slot_ms // self._precision_ms] = slot
+
+    def write(self) -> None:
+        """Bring what `put` changed into the file: a call for each run of neighbours. May be tried again."""
+        if not self._dirty:
+            return
+        ticks = sorted(self._dirty)
+        run: list[int] = []
+        for tick in [*ticks, None]:
+            if run and (tick is None or tick != run[-1] + 1 or tick % WHEEL_SLOTS == 0):
+                data = b"".join(_SLOT.pack(each, *self._dirty[each], 0) for each in run)
+                self._fs.pwrite(self._fd, data, run[0] % WHEEL_SLOTS * SLOT_BYTES)
+                run = []
+            if tick is not None:
+                run.append(tick)
+        self._dirty.clear()
+
+    def first(self, start_ms: int, stop_ms: int) -> int | None:
+        """The time of the first slot in [start_ms, stop_ms) that holds a unit; one read for half an hour of them."""
+        self.write()
+        tick, stop = start_ms // self._precision_ms, stop_ms // self._precision_ms
+        while tick < stop:
+            place = tick % WHEEL_SLOTS
+            count = min(stop - tick, WHEEL_SLOTS - place, _BLOCK_SLOTS)
+            slots: npt.NDArray[np.void] = np.frombuffer(
+                self._fs.pread(self._fd, count * SLOT_BYTES, place * SLOT_BYTES), _SLOT_DTYPE
+            )
+            if len(slots) < count:
+                raise TimerFilesDamaged("timer wheel: shorter than it was made")
+            hits = np.flatnonzero((slots["tick"] == np.arange(tick, tick + count)) & (slots["num"] > 0))
+            if len(hits):
+                return (tick + int(hits[0])) * self._precision_ms
+            tick += count
+        return None
+
+    def close(self) -> None:
+        """Give the descriptor back; what was not written is forgotten."""
+        self._dirty.clear()
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            self._fs.close(fd)
+
+
+# --- the checkpoint -------------------------------------------------------------------------------------------------
+
+_JAVA: Final = struct.Struct(">7q")
+_EXTENSION: Final = struct.Struct(">iiq8q")
+_EXTENSION_MAGIC: Final = 0x4D51_5354
+_EXTENSION_VERSION: Final = 1
+_CRC: Final = struct.Struct(">I")
+_EXTENSION_AT: Final = (2048, 1024)
+"""By counter modulo 2: sectors of their own."""
+CHECK_BYTES: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the timer is. Durable before it is written: the commitlog to its end, and the timer log to `log_end`."""
+
+    read_ms: int
+    """Every slot before this one is done."""
+    log_end: int
+    queue_offset: int
+    """Next message of the timer topic to give a place; each before it has one below `log_end`, or is done."""
+    log_low: int = 0
+    """Every unit before this position is done, whatever its slot."""
+    slot_done: int = 0
+    """How many units of slot `read_ms` are done, counted from its oldest."""
+    skip_ms: int = 0
+    skip_until: int = 0
+    """Messages before `skip_until` whose slot lies before `skip_ms` are done, though `read_ms` may not say so: while
+    the files are rebuilt, or after the clock was set back."""
+    late_offset: int = NOWHERE
+    """First message of those placed in a later slot than theirs and perhaps not done."""
+
+
+class JavaProgress(NamedTuple):
+    """What a Java broker left behind."""
+
+    read_ms: int
+    log_end: int
+    queue_offset: int
+
+
+class TimerCheck:
+    """`config/timercheck`."""
+
+    def __init__(self, path: Path, fs: FileSystem, file_mode: int) -> None:
+        self._path = path
+        self._fs = fs
+        self._file_mode = file_mode
+        self._page = bytearray(CHECK_BYTES)
+        self._counter = 0
+        self._known = False
+        self._failed: OSError | None = None
+
+    def load(self) -> Progress | JavaProgress | None:
+        """The newer of the two records that are whole; without one, what a Java broker says; None: nothing is known."""
+        fs = self._fs
+        try:
+            fd = fs.open(self._path, os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        try:
+            data = fs.pread(fd, CHECK_BYTES, 0)
+        finally:
+            fs.close(fd)
+        self._page[: len(data)] = data
+        self._known = len(data) == CHECK_BYTES
+        found = [each for at in _EXTENSION_AT if (each := _decode_extension(self._page, at)) is not None]
+        if found:
+            self._counter, progress = max(found, key=lambda each: each[0])
+            return progress
+        read_ms, log_end, queue_offset, *_ = _JAVA.unpack_from(self._page)
+        return JavaProgress(read_ms, log_end, queue_offset) if read_ms > 0 and queue_offset >= 0 else None
+
+    def save(self, progress: Progress, now_ms: int) -> None:
+        """Write and sync. A failed sync is final, as of `TimerLog.write`."""
+        if self._failed is not None:
+            raise FlushFailedError(f"{self._path}: {self._failed}; close the store and open it again")
+        counter = self._counter + 1
+        page = bytearray(self._page)
+        p = progress
+        _JAVA.pack_into(page, 0, p.read_ms, p.log_end, p.queue_offset, p.queue_offset, 0, now_ms, counter)
+        _encode_extension(page, _EXTENSION_AT[counter % 2], counter, progress)
+        fs = self._fs
+        if not self._known:
+            fs.mkdir(self._path.parent, exist_ok=True)
+            fs.sync_directory(self._path.parent.parent)
+        fd = fs.open(self._path, os.O_RDWR | os.O_CREAT, self._file_mode)
+        try:
+            fs.pwrite(fd, page, 0)
+            try:
+                fs.fdatasync(fd)
+            except OSError as error:
+                self._failed = error
+                raise
+        finally:
+            fs.close(fd)
+        if not self._known:
+            fs.sync_directory(self._path.parent)
+            self._known = True
+        self._page = page
+        self._counter = counter
+
+
+def _fields(progress: Progress) -> tuple[int, ...]:
+    p = progress
+    return p.read_ms, p.log_end, p.queue_offset, p.log_low, p.slot_done, p.skip_ms, p.skip_until, p.late_offset
+
+
+def _encode_extension(page: bytearray, at: int, counter: int, progress: Progress) -> None:
+    _EXTENSION.pack_into(page, at, _EXTENSION_MAGIC, _EXTENSION_VERSION, counter, *_fields(progress))
+    end = at + _EXTENSION.size
+    _CRC.pack_into(page, end, crc32c.crc32c(bytes(page[at:end])))
+
+
+def _decode_extension(page: bytearray, at: int) -> tuple[int, Progress] | None:
+    end = at + _EXTENSION.size
+    magic, version, counter, *fields = _EXTENSION.unpack_from(page, at)
+    whole = _CRC.unpack_from(page, end)[0] == crc32c.crc32c(bytes(page[at:end]))
+    if magic != _EXTENSION_MAGIC or version != _EXTENSION_VERSION or not whole:
+        return None
+    return counter, Progress(*fields)

@@ -1,0 +1,136 @@
+"""The rules of arbitrary delay, without files or state: who waits, until when, in which slot (broker-semantics 5.2).
+
+    a message with                         waits
+    DELAY > 0                              by level, not here
+    TIMER_OUT_MS                           not again: it has waited, or lies in the timer topic
+    TIMER_DELAY_SEC, TIMER_DELAY_MS,       from now, from now, until then; the first of these counts. A moment that has
+    TIMER_DELIVER_MS                       come is no delay; one too far ahead, or no number, is refused
+
+Time is cut into slots of one precision P. Who is due at D waits in the last slot that ends before or at D, and a slot
+is read when it is over: so a message comes in [D, D + P), never before D.
+
+    D          2000      2001 .. 3000              P = 1000
+    slot       1000      2000                      = TIMER_OUT_MS
+    read at    2000      3000
+
+A message farther off than the roll window W waits part of the way, is then put again at the end of the log, and waits
+on (`placement`). So the log is pinned by it for no longer than W, and the wheel need hold no more than W.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from mqstore.broker.names import TIMER_TOPIC
+from mqstore.broker.uniquekey import new_unique_key
+from mqstore.errors import InvalidMessageError
+from mqstore.layout.properties import (
+    DELAY,
+    REAL_QID,
+    REAL_TOPIC,
+    TIMER_DEL_UNIQKEY,
+    TIMER_DELAY_MS,
+    TIMER_DELAY_SEC,
+    TIMER_DELIVER_MS,
+    TIMER_OUT_MS,
+    UNIQ_KEY,
+)
+
+__all__ = ["PRECISION_MS", "WINDOW_MS", "number", "placement", "slot_of", "timer_route"]
+
+PRECISION_MS = 1_000
+"""Length of a slot."""
+WINDOW_MS = 172_800 * PRECISION_MS
+"""Two days: the farthest that a message is carried in one go."""
+
+_NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
+
+
+def number(text: str | None) -> int | None:
+    """What Java's `parseLong` makes of `text` (18 digits at most, which is more than any time), None if nothing."""
+    return int(text) if text is not None and _NUMBER.fullmatch(text) else None
+
+
+def slot_of(deliver_ms: int, precision_ms: int = PRECISION_MS) -> int:
+    """Start of the slot of what is due at `deliver_ms`: the last that is over by then.
+
+    >>> slot_of(2000), slot_of(2001), slot_of(3000)
+    (1000, 2000, 2000)
+    """
+    return (deliver_ms - 1) // precision_ms * precision_ms
+
+
+def timer_route(
+    topic: str,
+    queue_id: int,
+    properties: Mapping[str, str],
+    now_ms: int,
+    *,
+    precision_ms: int = PRECISION_MS,
+    max_delay_ms: int,
+) -> tuple[str, int, dict[str, str]] | None:
+    """Where a message with these properties goes instead of to queue `queue_id` of `topic`: the timer topic, with the
+    properties it is stored with there. None when it is not to wait.
+
+    A message that waits gets a UNIQ_KEY if it has none, since a recall names it by that. Raises InvalidMessageError
+    (field "properties") for a time that is no number, negative, or more than `max_delay_ms` ahead, and for a
+    cancellation that comes too late.
+    """
+    if topic == TIMER_TOPIC or TIMER_OUT_MS in properties or (number(properties.get(DELAY)) or 0) > 0:
+        return None
+    deliver_ms = _deliver_ms(properties, now_ms)
+    if deliver_ms is None:
+        return None
+    if deliver_ms <= now_ms:
+        if TIMER_DEL_UNIQKEY in properties:
+            raise InvalidMessageError(
+                f"too late to cancel {properties[TIMER_DEL_UNIQKEY][:80]!r}: it was due at {deliver_ms}", "properties"
+            )
+        return None
+    if deliver_ms - now_ms > max_delay_ms:
+        raise InvalidMessageError(
+            f"the message is to wait {deliver_ms - now_ms} ms; max_delay allows {max_delay_ms}", "properties"
+        )
+    stored = dict(properties)
+    stored[TIMER_OUT_MS] = str(slot_of(deliver_ms, precision_ms))
+    stored[REAL_TOPIC] = topic
+    stored[REAL_QID] = str(queue_id)
+    if UNIQ_KEY not in stored:
+        stored[UNIQ_KEY] = new_unique_key()
+    return TIMER_TOPIC, 0, stored
+
+
+def _deliver_ms(properties: Mapping[str, str], now_ms: int) -> int | None:
+    for name, unit_ms, origin_ms in (
+        (TIMER_DELAY_SEC, 1000, now_ms),
+        (TIMER_DELAY_MS, 1, now_ms),
+        (TIMER_DELIVER_MS, 1, 0),
+    ):
+        text = properties.get(name)
+        if text is None:
+            continue
+        value = number(text)
+        if value is None or value < 0:
+            raise InvalidMessageError(f"property {name} is {text[:40]!r}, not a number from 0 on", "properties")
+        return origin_ms + value * unit_ms
+    return None
+
+
+def placement(stored_ms: int, out_ms: int) -> tuple[int, bool]:
+    """(slot in which a message waits that was stored at `stored_ms`, whether it is then rolled); `out_ms`: the slot in
+    which it is due (TIMER_OUT_MS).
+
+    Counted from the time of storing, not from the time it is looked at (as RocketMQ does), so that it follows from the
+    record alone: who builds the wheel again from the records knows which of them were rolled before.
+
+    >>> day = 86_400_000
+    >>> placement(0, day), placement(0, 10 * day), placement(0, 2 * day + 1000)
+    ((86400000, False), (172800000, True), (86400000, True))
+    """
+    begin_ms = stored_ms // PRECISION_MS * PRECISION_MS
+    rest_ms = out_ms - begin_ms - WINDOW_MS
+    if rest_ms < 0:
+        return out_ms, False
+    # A short rest would be a second hop for little: two even ones move the message, and free the log, earlier.
+    return begin_ms + (WINDOW_MS // 2 if rest_ms < WINDOW_MS // 3 else WINDOW_MS), True

@@ -1,0 +1,479 @@
+"""Which topics there are, with how many queues, and who may do what with them (broker-semantics 1.1 to 1.3).
+
+Knows names, queue counts, permissions and attributes; not messages. Of the store it asks which queues exist, of the
+offsets whether somebody still needs them.
+
+A topic exists in one of two ways:
+
+=========  =================================  ==========================================================================
+kind       where it is written                configuration
+=========  =================================  ==========================================================================
+entered    `config/topics.json`               what its entry says
+found      nowhere; it has consume queues     read = write = highest queue id + 1, readable and writable; in memory
+                                              only, until `alter` or `ensure` enters it or it is deleted
+=========  =================================  ==========================================================================
+
+    unknown --create, ensure, for_send--> entered --delete--> unknown, its queues beyond reach
+    found --alter, ensure--> entered;  found --delete--> unknown
+
+Deletion does not remove queues. Were their numbering to restart at 0 while old records may still lie in the log, a
+rebuild would take new messages for repeats of the old ones. Instead each queue's logical start moves to its end; a
+topic without an entry all of whose queues end at their logical start is not there. Offsets go to disk first, then the
+entry: a crash in between leaves an empty topic that can be deleted again.
+
+Putting a message costs one dict look-up here: `_sendable` holds the topics that any user may send to, and nothing else.
+The store is never asked under the table's lock: it may dispatch meanwhile, and call whoever waits for messages.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+from mqstore.broker.configfile import ConfigFile, DataVersion, member, object_member
+from mqstore.broker.names import check_user_topic, is_retry_topic, is_system_topic
+from mqstore.broker.offsets import OffsetTable
+from mqstore.clock import Clock
+from mqstore.errors import ConfigError, InvalidMessageError, NotPermittedError, TopicNotFoundError
+from mqstore.files.filesystem import FileSystem
+from mqstore.log.names import is_path_safe
+from mqstore.log.store import MessageStore
+from mqstore.options import StoreConfig
+
+__all__ = ["MESSAGE_TYPES", "PERM_READ", "PERM_WRITE", "QUEUES_MAX", "TopicConfig", "TopicTable"]
+
+PERM_INHERIT, PERM_WRITE, PERM_READ = 1, 2, 4
+_PERM_MAX = PERM_READ | PERM_WRITE | PERM_INHERIT
+QUEUES_MAX = 16_384
+"""More than these cannot be asked for; a file that is read may have them."""
+
+MESSAGE_TYPES = ("UNSPECIFIED", "NORMAL", "FIFO", "DELAY", "TRANSACTION", "MIXED")
+
+_TYPE = "message.type"
+# What may be asked for, and whether it may change later. RocketMQ's other values (BatchCQ, COMPACTION) name queues and
+# a retention that this engine does not have: they survive in a file that is read, but are not promised to anybody.
+_ATTRIBUTES: dict[str, tuple[Callable[[str], bool], bool, str]] = {
+    _TYPE: (MESSAGE_TYPES.__contains__, True, "one of " + ", ".join(MESSAGE_TYPES)),
+    "queue.type": (lambda value: value == "SimpleCQ", False, "SimpleCQ"),
+    "cleanup.policy": (lambda value: value == "DELETE", False, "DELETE"),
+    "reserve.time": (lambda value: value == "-1" or (value.isascii() and value.isdigit()), True, "-1 or milliseconds"),
+}
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+# member of the file -> field, type, and what RocketMQ takes where it is absent
+_MEMBERS: dict[str, tuple[str, type, Any]] = {
+    "readQueueNums": ("read_queues", int, 16),
+    "writeQueueNums": ("write_queues", int, 16),
+    "perm": ("perm", int, 6),
+    "order": ("order", bool, False),
+    "topicFilterType": ("filter_type", str, "SINGLE_TAG"),
+    "topicSysFlag": ("sys_flag", int, 0),
+    "attributes": ("attributes", dict, _NOTHING),
+}
+
+
+def _nothing() -> Mapping[str, Any]:
+    return _NOTHING
+
+
+@dataclass(frozen=True, slots=True)
+class TopicConfig:
+    """What is set for a topic (broker-semantics 1.1)."""
+
+    name: str
+    read_queues: int = 4
+    """Readers see queues 0..read_queues-1."""
+    write_queues: int = 4
+    """Senders choose among queues 0..write_queues-1."""
+    perm: int = PERM_READ | PERM_WRITE
+    """4 readable, 2 writable, 1 a template for others (RocketMQ's)."""
+    order: bool = False
+    """Advice to clients."""
+    filter_type: str = "SINGLE_TAG"
+    sys_flag: int = 0
+    attributes: Mapping[str, str] = field(default_factory=_nothing, hash=False)
+    unknown: Mapping[str, Any] = field(default_factory=_nothing, hash=False, repr=False)
+    """Members of the file's entry that nobody here knows; they are written back."""
+
+    @property
+    def readable(self) -> bool:
+        return self.perm & PERM_READ != 0
+
+    @property
+    def writable(self) -> bool:
+        return self.perm & PERM_WRITE != 0
+
+    @property
+    def message_type(self) -> str:
+        """One of `MESSAGE_TYPES`; UNSPECIFIED where none is set, or one that only a newer RocketMQ knows."""
+        found = self.attributes.get(_TYPE, "UNSPECIFIED")
+        return found if found in MESSAGE_TYPES else "UNSPECIFIED"
+
+    def as_json(self) -> dict[str, Any]:
+        """The entry of `topics.json`."""
+        entry = {**self.unknown, "topicName": self.name}
+        for key, (name, _, _) in _MEMBERS.items():
+            entry[key] = getattr(self, name)
+        entry["attributes"] = dict(self.attributes)
+        return entry
+
+    @classmethod
+    def from_json(cls, name: str, entry: Mapping[str, Any]) -> TopicConfig:
+        """Of an entry of `topics.json`; ValueError for a value of the wrong type."""
+        known = {field: member(entry, key, kind, default) for key, (field, kind, default) in _MEMBERS.items()}
+        if not all(type(value) is str for value in known["attributes"].values()):
+            raise ValueError(f"attributes must be texts, not {known['attributes']!r:.80}")
+        unknown = {key: value for key, value in entry.items() if key not in _MEMBERS and key != "topicName"}
+        return cls(name, **known, unknown=unknown)
+
+
+class TopicTable:
+    """All topics of a store. Thread-safe; looking up a known topic takes no lock.
+
+    A change is on disk before it counts: when a method raises, nothing changed. The functions in `on_change` are called
+    with the name of a topic after it came, changed or went, in the thread that did it, without a lock.
+    """
+
+    def __init__(
+        self, store: MessageStore, config: StoreConfig, clock: Clock, fs: FileSystem, offsets: OffsetTable
+    ) -> None:
+        """Load the file. Raises CorruptStoreError when no good copy of it is left, StoreIOError."""
+        self.on_change: list[Callable[[str], None]] = []
+        self._store = store
+        self._clock = clock
+        self._offsets = offsets
+        self._auto_create = config.auto_create_topics
+        self._default_queues = config.default_queues
+        self._lock = threading.Lock()
+        self._file = ConfigFile(
+            store.path / "config" / "topics.json",
+            fs=fs,
+            clock=clock,
+            check=_check,
+            writer=store.mode == "rw",
+            file_mode=config.file_mode,
+        )
+        self._version = DataVersion()
+        self._foreign: dict[str, Any] = {}
+        self._entered: dict[str, TopicConfig] = {}
+        # Look-ups let the last two grow: _known by topics that were found, _sendable by those that somebody sent to.
+        self._known: dict[str, TopicConfig] = {}
+        self._sendable: dict[str, TopicConfig] = {}
+        self._load()
+
+    # -- looking up -------------------------------------------------------------------------------------------------
+
+    def get(self, name: str) -> TopicConfig | None:
+        """The topic, entered or found; None when there is none."""
+        return self._known.get(name) or self._find(name)
+
+    def need(self, name: str) -> TopicConfig:
+        """As `get`; TopicNotFoundError when there is none."""
+        config = self.get(name)
+        if config is None:
+            raise TopicNotFoundError(f"{self._store.path} has no topic {name!r}; create it, or put a message to it")
+        return config
+
+    def for_send(self, name: str) -> TopicConfig:
+        """The topic that a user is about to send to, which comes into being if need be (1.2).
+
+        Raises NotPermittedError for a system topic and one that may not be written, TopicNotFoundError for an unknown
+        one with `auto_create_topics` off, InvalidMessageError for a name that no topic may have, and as `create`.
+        """
+        return self._sendable.get(name) or self._admit(name)
+
+    def names(self, system: bool = False) -> list[str]:
+        """Names of the topics, entered and found, retry and dead-letter topics included, sorted. The engine's own only
+        with `system`."""
+        return [config.name for config in self.configs() if system or not is_system_topic(config.name)]
+
+    def configs(self) -> list[TopicConfig]:
+        """Every topic, system topics included, by name."""
+        entered = self._entered
+        found = (self._found(name) for name in self._store.topics() if name not in entered)
+        return sorted([*entered.values(), *filter(None, found)], key=lambda config: config.name)
+
+    @property
+    def problems(self) -> list[str]:
+        """What was amiss in the file when it was loaded, and what was done about it."""
+        return list(self._file.problems)
+
+    def _find(self, name: str) -> TopicConfig | None:
+        known = self._known  # before looking: if the table changes meanwhile, what was found goes down with the old one
+        config = known.get(name) or self._found(name)
+        if config is not None:
+            known[name] = config
+        return config
+
+    def _found(self, name: str) -> TopicConfig | None:
+        """The configuration that the queues of a topic without an entry stand for."""
+        queue_ids = self._queue_ids(name)
+        if not any(self._holds(name, queue_id) for queue_id in queue_ids):
+            return None  # never there, or deleted
+        count = max(queue_ids) + 1
+        return TopicConfig(name, count, count)
+
+    def _queue_ids(self, name: str) -> list[int]:
+        try:
+            return [queue.queue_id for queue in self._store.queues(name)]
+        except TopicNotFoundError:
+            return []
+
+    def _holds(self, name: str, queue_id: int) -> bool:
+        """Whether a queue ever had a message that counts, its first ones perhaps dropped since."""
+        bounds = self._store.offsets_or_none(name, queue_id)
+        return bounds is not None and bounds[1] > self._offsets.start_of(name, queue_id)
+
+    def _admit(self, name: object) -> TopicConfig:
+        if not isinstance(name, str):
+            raise InvalidMessageError(f"topic must be a str, not {type(name).__name__}", "topic")
+        if is_system_topic(name):
+            raise NotPermittedError(f"topic {name!r} belongs to the engine; nobody else sends to it")
+        sendable = self._sendable  # before looking, as in _find
+        config = self.get(name) or self._create_to_send(name)
+        if not config.writable:
+            raise NotPermittedError(f"topic {name!r} may not be written to (perm {config.perm}); alter it to 6")
+        sendable[name] = config
+        return config
+
+    def _create_to_send(self, name: str) -> TopicConfig:
+        if is_retry_topic(name):
+            return self.ensure(name)
+        check_user_topic(name)
+        if not self._auto_create:
+            raise TopicNotFoundError(
+                f"{self._store.path} has no topic {name!r}, and auto_create_topics is off; create it first"
+            )
+        return self._enter_if_absent(TopicConfig(name, self._default_queues, self._default_queues))
+
+    # -- changing ---------------------------------------------------------------------------------------------------
+
+    def ensure(self, name: str, queues: int = 1, perm: int = PERM_READ | PERM_WRITE) -> TopicConfig:
+        """The topic `name` of the engine itself, entered with so many queues if it is not there (1.3).
+
+        InvalidMessageError for a name that cannot be a path, and as `create`.
+        """
+        config = self._entered.get(name)
+        if config is not None:
+            return config
+        if not is_path_safe(name) or "@" in name:
+            raise InvalidMessageError(
+                f"topic {name[:300]!r}: a topic is 1 to 255 bytes without '@', '/', controls", "topic"
+            )
+        return self._enter_if_absent(TopicConfig(name, queues, queues, perm), grow=True)
+
+    def create(
+        self,
+        name: str,
+        *,
+        queues: int | None = None,
+        read_queues: int | None = None,
+        write_queues: int | None = None,
+        perm: int = PERM_READ | PERM_WRITE,
+        message_type: str | None = None,
+        attributes: Mapping[str, str] | None = None,
+        exist_ok: bool = True,
+    ) -> TopicConfig:
+        """Enter a topic. `queues` (default: `default_queues`) counts for reading and writing where `read_queues` or
+        `write_queues` is not given; `attributes` come with a sign, as in {"+message.type": "FIFO"}.
+
+        With `exist_ok` a topic that is there is returned as it is; else it is a ConfigError, as is a count outside
+        1..16,384, an odd `perm`, or an attribute that is unknown, lacks its "+" or has no such value.
+        InvalidMessageError for a bad name, NotPermittedError for a system topic, StoreFullError and StoreIOError when
+        it cannot be saved.
+        """
+        check_user_topic(name)
+        count = self._default_queues if queues is None else queues
+        signed = dict(attributes or {})
+        if message_type is not None and signed.setdefault("+" + _TYPE, message_type) != message_type:
+            raise ConfigError(f"message_type {message_type!r} contradicts the attribute {signed['+' + _TYPE]!r}")
+        config = TopicConfig(
+            name,
+            count if read_queues is None else read_queues,
+            count if write_queues is None else write_queues,
+            perm,
+            attributes=_changed_attributes(None, signed),
+        )
+        _check_wish(config)
+        return self._enter_if_absent(config, exist_ok=exist_ok)
+
+    def alter(
+        self,
+        name: str,
+        *,
+        read_queues: int | None = None,
+        write_queues: int | None = None,
+        perm: int | None = None,
+        order: bool | None = None,
+        attributes: Mapping[str, str] | None = None,
+        force: bool = False,
+    ) -> TopicConfig:
+        """Change what is given. A "+" before an attribute's name sets it, a "-" removes it.
+
+        Queues are taken away from writers first, drained, and only then taken away from readers: what would hide
+        messages in queues that nobody sees is a ConfigError without `force` (1.1). Other errors as `create`;
+        TopicNotFoundError without such a topic, NotPermittedError for a system topic.
+        """
+        self._refuse_system(name, "altered")
+        given: dict[str, Any] = {"read_queues": read_queues, "write_queues": write_queues, "perm": perm, "order": order}
+        changes = {key: value for key, value in given.items() if value is not None}
+        while True:
+            old = self.need(name)
+            new = replace(old, **changes, attributes=_changed_attributes(old.attributes, attributes or {}))
+            _check_wish(new, old)
+            if not force and (new.read_queues, new.write_queues) != (old.read_queues, old.write_queues):
+                self._refuse_hiding(old, new)
+            with self._lock:
+                if self._known.get(name) is old:  # else it changed while we asked the store
+                    self._write({**self._entered, name: new})
+                    break
+        self._tell(name)
+        return new
+
+    def delete(self, name: str, *, force: bool = False) -> None:
+        """Delete a topic, its messages, all groups' progress on it, and its pop retry topics. Disk space comes back
+        as segments are dropped. A message that is put meanwhile may bring the topic back, with nothing but itself.
+
+        Raises TopicNotFoundError; NotPermittedError for a system topic; without `force` ConfigError while a group has
+        progress on it; as `OffsetTable.save` and `create` when it cannot be
+        saved: the topic may then be empty, but is there, to be deleted again.
+        """
+        self._refuse_system(name, "deleted")
+        self.need(name)
+        groups = self._offsets.groups_of(name)
+        if groups and not force:
+            raise ConfigError(
+                f"topic {name!r} is consumed by {', '.join(sorted(groups))}; delete it with force=True, "
+                f"and what they have not consumed is lost"
+            )
+        names = [name, *(n for n in self.names() if is_retry_topic(n) and n.endswith("+" + name))]
+        for gone in names:
+            bounds = {queue_id: self._store.offsets_or_none(gone, queue_id) for queue_id in self._queue_ids(gone)}
+            self._offsets.bury(gone, {queue_id: each[1] for queue_id, each in bounds.items() if each is not None})
+        with self._lock:
+            self._write({key: value for key, value in self._entered.items() if key not in names})
+        for gone in names:
+            self._tell(gone)
+
+    def _refuse_system(self, name: str, what: str) -> None:
+        if is_system_topic(name):
+            raise NotPermittedError(f"topic {name!r} belongs to the engine; it cannot be {what}")
+
+    def _refuse_hiding(self, old: TopicConfig, new: TopicConfig) -> None:
+        reason = None
+        if new.write_queues > new.read_queues:
+            reason = f"messages in queues {new.read_queues}..{new.write_queues - 1} would be written and never read"
+        elif new.read_queues < old.write_queues and new.read_queues < old.read_queues:
+            reason = f"senders still use queues up to {old.write_queues - 1}; lower write_queues first, then drain"
+        elif hidden := [q for q in range(new.read_queues, old.read_queues) if self._undrained(new.name, q)]:
+            reason = f"queues {', '.join(map(str, hidden[:8]))} hold messages that not every group has consumed"
+        if reason is not None:
+            raise ConfigError(f"topic {new.name!r}: {reason}; force=True does it all the same")
+
+    def _undrained(self, name: str, queue_id: int) -> bool:
+        first, end = self._store.offsets_or_none(name, queue_id) or (0, 0)
+        if max(first, self._offsets.start_of(name, queue_id)) >= end:
+            return False
+        behind = self._offsets.min_committed(name, queue_id)
+        return behind is None or behind < end
+
+    # -- the file ---------------------------------------------------------------------------------------------------
+
+    def _enter_if_absent(self, config: TopicConfig, *, exist_ok: bool = True, grow: bool = False) -> TopicConfig:
+        """Enter `config` unless its topic is there: then that one. With `grow` a topic that was found is entered, too,
+        with no fewer queues than it has."""
+        name = config.name
+        present = self.get(name)
+        if grow and present is not None:
+            count = max(present.read_queues, config.read_queues)
+            config = replace(config, read_queues=count, write_queues=count)
+        with self._lock:
+            present = self._entered.get(name) or (None if grow else present)
+            if present is None:
+                self._write({**self._entered, name: config})
+        if present is None:
+            self._tell(name)
+            return config
+        if not exist_ok:
+            raise ConfigError(f"topic {name!r} exists already; alter it, or pass exist_ok=True")
+        return present
+
+    def _write(self, entered: dict[str, TopicConfig]) -> None:
+        """Make `entered` the table: first on disk, then here."""
+        version = self._version.next(self._clock.now_ms())
+        table = self._foreign | {name: config.as_json() for name, config in entered.items()}
+        self._file.save({"dataVersion": version.as_json(), "topicConfigTable": table})
+        # New dicts in place of old ones: a look-up sees the table before or after, and what was found is found anew.
+        # In this order, for who fills one of them takes hold of it first and then reads the ones before it.
+        self._version, self._entered = version, entered
+        self._known = dict(entered)
+        self._sendable = {}
+
+    def _tell(self, name: str) -> None:
+        for function in list(self.on_change):
+            function(name)
+
+    def _load(self) -> None:
+        value = self._file.load() or {}
+        self._version = DataVersion.from_json(value.get("dataVersion"))
+        for name, entry in object_member(value, "topicConfigTable").items():
+            if entry is not None and is_path_safe(name) and "@" not in name:
+                self._entered[name] = TopicConfig.from_json(name, entry)
+            else:
+                self._foreign[name] = entry
+                self._file.report(
+                    f"{self._file.path}: {name[:300]!r} cannot be a topic; its entry is not used, but kept"
+                )
+        self._known = dict(self._entered)
+
+
+def _check_wish(new: TopicConfig, old: TopicConfig | None = None) -> None:
+    """ConfigError unless `new` may be asked for; what `old` had already may stay."""
+    for name in ("read_queues", "write_queues"):
+        value = getattr(new, name)
+        if type(value) is not int or (not 1 <= value <= QUEUES_MAX and value != getattr(old, name, None)):
+            raise ConfigError(f"topic {new.name!r}: {name} must lie in 1..{QUEUES_MAX}, not {value!r}")
+    if type(new.order) is not bool:
+        raise ConfigError(f"topic {new.name!r}: order must be True or False, not {new.order!r}")
+    if type(new.perm) is not int or (not 0 <= new.perm <= _PERM_MAX and new.perm != getattr(old, "perm", None)):
+        raise ConfigError(f"topic {new.name!r}: perm is 4 (read) + 2 (write) + 1 (inherit), not {new.perm!r}")
+
+
+def _changed_attributes(old: Mapping[str, str] | None, signed: Mapping[str, str]) -> Mapping[str, str]:
+    """`old` with the changes that `signed` names; None for `old`: of a topic that is being created."""
+    new = dict(old or {})
+    seen: set[str] = set()
+    for key, value in signed.items():
+        sign, name = key[:1], key[1:]
+        if sign not in ("+", "-") or (old is None and sign == "-"):
+            raise ConfigError(
+                f"attribute {key!r}: write +name to set it" + ("" if old is None else ", -name to remove it")
+            )
+        if name not in _ATTRIBUTES:
+            raise ConfigError(f"attribute {name!r} is unknown; there are {', '.join(_ATTRIBUTES)}")
+        if name in seen:
+            raise ConfigError(f"attribute {name!r} is both set and removed")
+        seen.add(name)
+        fits, changeable, values = _ATTRIBUTES[name]
+        if old is not None and not changeable:
+            raise ConfigError(f"attribute {name!r} is fixed when a topic is created")
+        if sign == "-":
+            new.pop(name, None)
+        elif type(value) is str and fits(value):
+            new[name] = value
+        else:
+            raise ConfigError(f"attribute {name!r} must be {values}, not {value!r}")
+    return MappingProxyType(new)
+
+
+def _check(value: dict[str, Any]) -> None:
+    """ValueError unless every entry is an object with members of the right types."""
+    DataVersion.from_json(object_member(value, "dataVersion"))
+    for name, entry in object_member(value, "topicConfigTable").items():
+        if entry is not None:
+            if type(entry) is not dict:
+                raise ValueError(f"topicConfigTable: {name[:300]!r} must be an object")
+            TopicConfig.from_json(name, entry)

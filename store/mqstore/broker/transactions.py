@@ -1,0 +1,722 @@
+"""Messages that become visible when their producer says so (broker-semantics 11; client-semantics A1.14).
+
+    begin      half message -> RMQ_SYS_TRANS_HALF_TOPIC, queue 0          REAL_TOPIC, REAL_QID, PGROUP, TRAN_MSG,
+                                                                          __transactionId__ = UNIQ_KEY
+    commit     copy -> the real topic and queue, type COMMIT, prepared_transaction_offset = the half's; then an op
+    rollback   an op
+    op         RMQ_SYS_TRANS_OP_HALF_TOPIC, queue 0, tag d, body "12,15," = queue offsets of halves that are done;
+               gathered for 3 s or 4096 bytes
+
+    open --commit, rollback--> ended          again the same: the same answer; the other way: TransactionStateError
+      |  ^
+      |  +- unknown, an exception, nobody to ask
+      +--- after 6 s (or what the message says), then every 30 s: its producer's group is asked
+      +--- asked 15 times, or older than retention keeps: copied to TRANS_CHECK_MAX_TIME_TOPIC, done
+
+The two topics are the state. At open the table is built from them: the halves from one committed offset on
+(`CID_RMQ_SYS_TRANS`) that no op names from the other on. Both offsets only pass what is done. What a crash makes of it:
+
+    lost with the process           then
+    an op of a commit               the commit's copy is found by its key and its half's address: not committed twice
+    an op of a rollback             asked again
+    the count of checks             begins anew, for it was another producer that gave no answer; age still ends it
+
+RocketMQ appends a fresh copy of the half at every check, to count and to move its offset on; then one transaction has
+several halves, and an answer to an old one leaves the new one open. Here a transaction is one record for life. Halves
+and counts that RocketMQ left (TRANSACTION_CHECK_TIMES, TRAN_PREPARED_QUEUE_OFFSET) are understood.
+
+Half messages do not pass the road: what delays a message (a timer; a level is refused, X4) takes effect at its commit.
+Times are the store's own, since producers' clocks differ. Callbacks run on the thread of `run_once`, outside all locks;
+who needs long answers None and calls `end` later. Lock order: one half's lock, then the op lock, then the table's.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from enum import Enum
+from heapq import heapify, heappop, heappush
+from typing import Final, Literal, NamedTuple, cast
+
+from mqstore.broker.names import HALF_TOPIC, OP_TOPIC, TIMER_TOPIC, TRANS_CHECK_TOPIC, TRANS_GROUP
+from mqstore.broker.parts import Parts, Pin, Wake
+from mqstore.broker.selection import RoundRobin
+from mqstore.broker.statistics import COMMIT_NUMS, ROLLBACK_NUMS
+from mqstore.broker.uniquekey import new_unique_key
+from mqstore.errors import (
+    ConfigError,
+    FlushTimeoutError,
+    InvalidMessageError,
+    MQStoreError,
+    TransactionStateError,
+)
+from mqstore.layout.properties import (
+    CHECK_IMMUNITY_TIME_IN_SECONDS,
+    DELAY,
+    PGROUP,
+    REAL_QID,
+    REAL_TOPIC,
+    TAGS,
+    TRAN_MSG,
+    TRAN_PREPARED_QUEUE_OFFSET,
+    TRANSACTION_CHECK_TIMES,
+    TRANSACTION_ID,
+    UNIQ_KEY,
+    WAIT,
+)
+from mqstore.layout.record import TRANSACTION_COMMIT, TRANSACTION_MASK
+from mqstore.log.commitlog import SendReceipt
+from mqstore.log.message import Message
+from mqstore.log.outgoing import Body, user_properties
+from mqstore.log.writer import Outlet
+from mqstore.options import Durability, Duration, Retention, seconds
+
+__all__ = ["NOT_ASKED", "NotAsked", "Outcome", "TransactionHandle", "Transactions"]
+
+_log = logging.getLogger("mqstore")
+
+CHECK_AFTER_MS: Final = 6_000
+CHECK_EVERY_MS: Final = 30_000
+CHECKS_MAX: Final = 15
+OP_EVERY_MS: Final = 3_000
+OP_BYTES: Final = 4_096
+_ENDED_KEPT: Final = 20_000
+"""Transactions whose outcome is remembered, so that a repeated answer is told from a contradiction."""
+_CHECKS_A_RUN: Final = 32
+"""Callbacks before other mechanisms get their turn."""
+_PAGE: Final = 1_000
+_QUEUE: Final = 0
+
+Outcome = Literal["commit", "rollback", "unknown"]
+_Ended = Literal["commit", "rollback", "discard"]
+
+
+class NotAsked(Enum):
+    """What a check callback answers that found nobody to ask: the check then does not count (grpc-server 8)."""
+
+    NOT_ASKED = "not asked"
+
+
+NOT_ASKED: Final = NotAsked.NOT_ASKED
+CheckCallback = Callable[[Message], bool | NotAsked | None]
+
+
+class TransactionHandle(NamedTuple):
+    """An open transaction; good as long as its half message, over restarts too."""
+
+    transaction_id: str
+    topic: str
+    """Where the message goes on commit."""
+    producer_group: str
+    offset: int
+    """Queue offset of the half message."""
+    physical_offset: int
+
+
+class _Half:
+    """One half message. `lock` is held while it ends, so that it ends once."""
+
+    __slots__ = ("checks", "ended", "handle", "immunity_ms", "lock", "next_ms", "receipt", "recovered", "stored_ms")
+
+    def __init__(self, handle: TransactionHandle, stored_ms: int, immunity: str | None, *, recovered: bool) -> None:
+        self.handle = handle
+        self.stored_ms = stored_ms
+        self.immunity_ms = _immunity_ms(immunity)
+        """None: it has none of its own."""
+        self.next_ms = self.first_ms
+        self.checks = 0
+        self.recovered = recovered
+        """Whether an earlier process may have committed it."""
+        self.ended: _Ended | None = None
+        self.receipt: SendReceipt | None = None
+        self.lock = threading.Lock()
+
+    @property
+    def first_ms(self) -> int:
+        """When its producer is first asked."""
+        return self.stored_ms + (self.immunity_ms or CHECK_AFTER_MS)
+
+
+class Transactions:
+    """Half messages of a store: begun, ended, asked about.
+
+    >>> import mqstore, tempfile
+    >>> from mqstore.broker.parts import open_parts
+    >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
+    ...     transactions = Transactions(open_parts(store), lambda: None)
+    ...     paid = transactions.begin("orders", b"paid", producer_group="till", queue_id=0)
+    ...     before = store.offsets_or_none("orders", 0)
+    ...     receipt = transactions.end(paid, "commit")
+    ...     before, [message.body for message in store.read("orders")]
+    (None, [b'paid'])
+    """
+
+    def __init__(self, parts: Parts, wake: Wake) -> None:
+        self._parts = parts
+        self._store = parts.store
+        self._clock = parts.clock
+        self._wake = wake
+        self._turns = RoundRobin()
+        self._op_bytes = min(OP_BYTES, parts.store.manifest.commitlog_segment_bytes // 2)
+        age = (parts.config.retention or Retention()).age
+        self._age_ms = None if age is None else int(seconds(age, "retention.age") * 1000)
+        self._callbacks: dict[str | None, CheckCallback] = {}
+        self._lock = threading.Lock()
+        self._open: dict[int, _Half] = {}
+        """By queue offset of the half."""
+        self._by_id: dict[str, _Half] = {}
+        self._beginning: dict[str, int] = {}
+        """Id -> an offset that its half, being put just now, will not lie below."""
+        self._ended: OrderedDict[str, _Half] = OrderedDict()
+        self._due: list[tuple[int, int]] = []
+        """Heap of (when to check, offset of the half); an entry that differs from its half's `next_ms` is void."""
+        self._promised_ms: int | None = None
+        """What the last `run_once` said."""
+        self._last_ms = parts.clock.now_ms()
+        # Ops: gathered, and written but still needed, as (op's queue offset, largest half offset in it).
+        self._op_lock = threading.Lock()
+        self._op_outlet: Outlet | None = None
+        self._gathered: list[int] = []
+        self._gathered_bytes = 0
+        self._gathered_ms = 0
+        self._ops: deque[tuple[int, int]] = deque()
+        self._op_end = 0
+        self._half_done = 0
+        self._rebuild()
+
+    # -- state from the log -----------------------------------------------------------------------------------------
+
+    def _rebuild(self) -> None:
+        """Fill the table from the two topics."""
+        self._half_done, half_end = self._span(HALF_TOPIC)
+        done: set[int] = set()
+        first, self._op_end = self._span(OP_TOPIC)
+        for message in self._messages(OP_TOPIC, first, self._op_end):
+            halves = _halves_of(message)
+            done.update(halves)
+            self._ops.append((message.offset, max(halves, default=-1)))
+        for message in self._messages(HALF_TOPIC, self._half_done, half_end):
+            if message.offset not in done:
+                self._recover(message, done)
+        heapify(self._due)
+
+    def _span(self, topic: str) -> tuple[int, int]:
+        """(committed offset, end) of one of the two queues, the former within the queue."""
+        low, high = self._store.offsets_or_none(topic, _QUEUE) or (0, 0)
+        return max(low, min(high, self._parts.offsets.committed(TRANS_GROUP, topic, _QUEUE) or 0)), high
+
+    def _messages(self, topic: str, offset: int, end: int) -> Iterator[Message]:
+        while offset < end:
+            result = self._store.get(topic, _QUEUE, offset, min(_PAGE, end - offset))
+            yield from result.messages
+            if result.next_offset <= offset:
+                return
+            offset = result.next_offset
+
+    def _recover(self, message: Message, done: set[int]) -> None:
+        properties = message.stored_properties()
+        before = _number(properties.get(TRAN_PREPARED_QUEUE_OFFSET))
+        if before is not None and before in done:
+            return  # RocketMQ's copy of a half that has ended
+        topic = properties.get(REAL_TOPIC)
+        if topic is None or _number(properties.get(REAL_QID)) is None:
+            _log.error(
+                "%s: the half message at %d does not say where it goes and is passed over",
+                self._store.path,
+                message.offset,
+            )
+            return
+        handle = TransactionHandle(
+            message.unique_key, topic, properties.get(PGROUP, ""), message.offset, message.physical_offset
+        )
+        half = _Half(handle, message.store_timestamp_ms, properties.get(CHECK_IMMUNITY_TIME_IN_SECONDS), recovered=True)
+        half.checks = max(0, _number(properties.get(TRANSACTION_CHECK_TIMES)) or 0)
+        if half.stored_ms > self._last_ms:  # the clock was set back meanwhile
+            half.next_ms = self._last_ms
+        self._open[message.offset] = half
+        self._by_id[handle.transaction_id] = half
+        self._due.append((half.next_ms, message.offset))
+
+    # -- beginning --------------------------------------------------------------------------------------------------
+
+    def begin(
+        self,
+        topic: str,
+        body: Body,
+        *,
+        producer_group: str,
+        queue_id: int | None = None,
+        tag: str | None = None,
+        keys: str | Iterable[str] | None = None,
+        properties: Mapping[str, str] | None = None,
+        unique_key: str | None = None,
+        flag: int = 0,
+        immunity: Duration | None = None,
+        durability: Durability | None = None,
+    ) -> TransactionHandle:
+        """Store a message that nobody sees until `end(handle, "commit")`.
+
+        `unique_key` is the transaction's id; without one it gets one. `immunity`: seconds before its producer's group
+        is first asked what became of it, and after which only an answer to that may end it; at least 6.
+        Errors as of `Road.put`, and those of `prepare`.
+        """
+        stored = user_properties(tag, keys, properties, unique_key)
+        if immunity is not None:
+            stored[CHECK_IMMUNITY_TIME_IN_SECONDS] = str(max(1, round(seconds(immunity, "immunity"))))
+        return self.prepare(
+            topic, body, stored, producer_group=producer_group, queue_id=queue_id, flag=flag, durability=durability
+        )
+
+    def prepare(
+        self,
+        topic: str,
+        body: Body,
+        properties: Mapping[str, str],
+        *,
+        producer_group: str,
+        queue_id: int | None = None,
+        flag: int = 0,
+        sys_flag: int = 0,
+        born_timestamp_ms: int | None = None,
+        born_host: str | None = None,
+        durability: Durability | None = None,
+    ) -> TransactionHandle:
+        """As `begin`, from stored properties, reserved ones included: for a server.
+
+        Raises InvalidMessageError for a DELAY level (X4), a timer that could not start at commit, an id that is open
+        already, a queue that the topic does not have, a producer group without a name. When it raises FlushTimeoutError
+        the half is stored and rolled back: the caller must not run what the transaction was for.
+        """
+        if (_number(properties.get(DELAY)) or 0) > 0:
+            raise InvalidMessageError("a transaction cannot be delayed by a level; use a timer", "delay_level")
+        if not producer_group:
+            raise InvalidMessageError("a transaction needs a producer group, which is asked about it", "producer_group")
+        config = self._parts.topics.for_send(topic)
+        if queue_id is None:
+            queue_id = self._turns.next(topic, config.write_queues)
+        elif type(queue_id) is not int or not 0 <= queue_id < max(config.write_queues, config.read_queues):
+            raise InvalidMessageError(
+                f"queue_id {queue_id!r} does not lie in 0..{config.write_queues - 1}, the queues of {topic!r}",
+                "queue_id",
+            )
+        self._parts.road.route(topic, queue_id, properties, TRANSACTION_COMMIT)  # refuses now what it would at commit
+        identity = properties.get(UNIQ_KEY) or new_unique_key()
+        stored = {
+            **properties,
+            UNIQ_KEY: identity,
+            TRAN_MSG: "true",
+            PGROUP: producer_group,
+            TRANSACTION_ID: identity,
+            REAL_TOPIC: topic,
+            REAL_QID: str(queue_id),
+        }
+        self._parts.topics.ensure(HALF_TOPIC, 1)
+        self._announce(identity)
+        late: FlushTimeoutError | None = None
+        half: _Half | None = None
+        try:
+            try:
+                receipt = self._store.append(
+                    HALF_TOPIC,
+                    _QUEUE,
+                    body,
+                    properties=stored,
+                    flag=flag,
+                    sys_flag=sys_flag & ~TRANSACTION_MASK,
+                    born_timestamp_ms=born_timestamp_ms,
+                    born_host=born_host,
+                    durability=durability,
+                )
+            except FlushTimeoutError as error:
+                receipt, late = cast(SendReceipt, error.receipt), error
+            handle = TransactionHandle(identity, topic, producer_group, receipt.offset, receipt.physical_offset)
+            immunity = stored.get(CHECK_IMMUNITY_TIME_IN_SECONDS)
+            half = _Half(handle, receipt.store_timestamp_ms, immunity, recovered=False)
+        finally:
+            self._enter(identity, half)
+        if late is not None:
+            self.end(handle, "rollback", from_check=True)
+            raise late
+        self._due_at(half.next_ms)
+        return handle
+
+    def _announce(self, identity: str) -> None:
+        """Hold progress where it is for a half that is about to be put."""
+        bounds = self._store.offsets_or_none(HALF_TOPIC, _QUEUE)
+        with self._lock:
+            if identity in self._by_id or identity in self._beginning:
+                raise InvalidMessageError(
+                    f"transaction {identity!r} is open; a unique key names one message", "unique_key"
+                )
+            self._beginning[identity] = bounds[1] if bounds else 0
+
+    def _enter(self, identity: str, half: _Half | None) -> None:
+        with self._lock:
+            del self._beginning[identity]
+            if half is not None:
+                self._ended.pop(identity, None)
+                self._by_id[identity] = self._open[half.handle.offset] = half
+                heappush(self._due, (half.next_ms, half.handle.offset))
+
+    # -- ending -----------------------------------------------------------------------------------------------------
+
+    def end(
+        self,
+        transaction: TransactionHandle | str,
+        outcome: Outcome,
+        *,
+        from_check: bool = False,
+        durability: Durability | None = None,
+    ) -> SendReceipt | None:
+        """Commit or roll back, by handle or id; "unknown" changes nothing. The receipt of the visible message; None
+        of a rollback, and of a commit that an earlier process had made.
+
+        Again the same way: the same answer, nothing written. "flush": on disk when it returns. Raises ConfigError for
+        another outcome, InvalidMessageError (field "transaction_id") for a transaction never seen, or ended longer ago
+        than 20,000 others; TransactionStateError for one that ended the other way or whose immunity is over;
+        LookupError when its record was damaged; what a put raises, and then it is still open (but FlushTimeoutError:
+        committed, durability unknown).
+        """
+        if outcome not in ("commit", "rollback", "unknown"):
+            raise ConfigError(f"a transaction ends with 'commit' or 'rollback' ('unknown': not yet), not {outcome!r}")
+        if outcome == "unknown":
+            return None
+        half = self._half(transaction)
+        late: FlushTimeoutError | None = None
+        with half.lock:
+            if half.ended is None:
+                if not from_check:
+                    self._refuse_late(half)
+                if outcome == "commit":
+                    late = self._commit(half, durability)
+                self._end(half, outcome)
+            elif half.ended != outcome:
+                raise TransactionStateError(
+                    f"transaction {half.handle.transaction_id!r} ended already: {half.ended}", half.ended
+                )
+        if late is not None:
+            raise late
+        if durability == "flush":
+            if outcome == "rollback":  # nothing else says so; a commit is known by its copy
+                self._write_ops()
+            self._store.flush()
+        return half.receipt
+
+    def _half(self, transaction: TransactionHandle | str) -> _Half:
+        identity = transaction if isinstance(transaction, str) else transaction.transaction_id
+        with self._lock:
+            half = None if isinstance(transaction, str) else self._open.get(transaction.offset)
+            half = half or self._by_id.get(identity) or self._ended.get(identity)
+        if half is None or (not isinstance(transaction, str) and half.handle != transaction):
+            raise InvalidMessageError(f"no transaction {identity[:150]!r} is known here", "transaction_id")
+        return half
+
+    def _refuse_late(self, half: _Half) -> None:
+        age_ms = self._clock.now_ms() - half.stored_ms
+        if half.immunity_ms is not None and age_ms > half.immunity_ms:
+            raise TransactionStateError(
+                f"transaction {half.handle.transaction_id!r} is {age_ms} ms old, its immunity of {half.immunity_ms} ms "
+                "is over: it ends by the answer to a check",
+                None,
+            )
+
+    def _commit(self, half: _Half, durability: Durability | None) -> FlushTimeoutError | None:
+        """Put the visible message; the error of a put whose durability is unknown."""
+        if half.recovered and self._committed_before(half):
+            return None
+        message = self._store.at(half.handle.physical_offset)
+        properties = message.stored_properties()
+        queue_id = int(properties.pop(REAL_QID))
+        for name in (REAL_TOPIC, TRAN_PREPARED_QUEUE_OFFSET, TRANSACTION_CHECK_TIMES):
+            properties.pop(name, None)
+        properties[WAIT] = "false"
+        try:
+            half.receipt = self._parts.road.copy(
+                message,
+                half.handle.topic,
+                queue_id,
+                properties,
+                sys_flag=message.sys_flag & ~TRANSACTION_MASK | TRANSACTION_COMMIT,
+                prepared_transaction_offset=half.handle.physical_offset,
+                durability=durability,
+            )
+        except FlushTimeoutError as error:
+            half.receipt = error.receipt if isinstance(error.receipt, SendReceipt) else None
+            return error
+        return None
+
+    def _committed_before(self, half: _Half) -> bool:
+        """Whether the log holds this half's commit, though no op says so: the process died between the two."""
+        for topic in (half.handle.topic, TIMER_TOPIC):
+            for message in self._store.find(topic, unique_key=half.handle.transaction_id):
+                if (
+                    message.prepared_transaction_offset == half.handle.physical_offset
+                    and message.sys_flag & TRANSACTION_MASK == TRANSACTION_COMMIT
+                ):
+                    return True
+        half.recovered = False
+        return False
+
+    def _end(self, half: _Half, outcome: _Ended) -> None:
+        """Note that a half has ended, and gather its op. Never fails: what is decided is decided."""
+        offset = half.handle.offset
+        with self._lock:
+            half.ended = outcome
+            self._open.pop(offset, None)
+            if self._by_id.get(half.handle.transaction_id) is half:
+                del self._by_id[half.handle.transaction_id]
+            self._ended[half.handle.transaction_id] = half
+            while len(self._ended) > _ENDED_KEPT:
+                self._ended.popitem(last=False)
+            if not self._gathered:
+                self._gathered_ms = self._clock.now_ms()
+            self._gathered.append(offset)
+            self._gathered_bytes += len(str(offset)) + 1
+            due_ms = self._gathered_ms + OP_EVERY_MS
+            full = self._gathered_bytes > self._op_bytes
+        self._parts.statistics.add(_COUNTERS[outcome], half.handle.topic)
+        if full:
+            try:
+                self._write_ops()
+            except MQStoreError as error:  # it is ended all the same; `run_once` writes them when it can
+                _log.warning("%s: ops of transactions are not written yet: %s", self._store.path, error)
+                due_ms = self._clock.now_ms()
+        self._due_at(due_ms)
+
+    def _write_ops(self) -> None:
+        """Put what was gathered into the op topic."""
+        with self._op_lock:
+            while self._gathered:
+                with self._lock:
+                    count, size = 0, 0
+                    while count < len(self._gathered) and size <= self._op_bytes:
+                        size += len(str(self._gathered[count])) + 1
+                        count += 1
+                    halves = self._gathered[:count]
+                if self._op_outlet is None:
+                    self._parts.topics.ensure(OP_TOPIC, 1)
+                    self._op_outlet = self._store.outlet(OP_TOPIC, _QUEUE, {TAGS: "d"})
+                body = "".join(f"{offset}," for offset in halves).encode()
+                receipt = self._op_outlet.put(body, "append")
+                with self._lock:
+                    del self._gathered[:count]
+                    self._gathered_bytes -= size
+                    self._ops.append((receipt.offset, max(halves)))
+                    self._op_end = receipt.offset + 1
+
+    # -- asking -----------------------------------------------------------------------------------------------------
+
+    def on_check(self, producer_group: str | None, callback: CheckCallback | None) -> None:
+        """Ask `callback` about the open transactions of a group (None: of every group that has none of its own);
+        None in its place: nobody any more.
+
+        It gets the half message (its topic is REAL_TOPIC) and answers True: commit, False: roll back, None: unknown,
+        NOT_ASKED: unknown, and this does not count as one of the 15 times. What it raises is logged and counts as None.
+        Halves that waited for somebody to ask are due at once.
+        """
+        with self._lock:
+            if callback is None:
+                self._callbacks.pop(producer_group, None)
+                return
+            self._callbacks[producer_group] = callback
+            for half in self._open.values():
+                waits = producer_group is None or half.handle.producer_group == producer_group
+                if waits and not half.checks and half.next_ms > half.first_ms:
+                    self._reschedule(half, half.first_ms)
+        self._wake()
+
+    def _reschedule(self, half: _Half, when_ms: int) -> None:
+        half.next_ms = when_ms
+        if half.ended is None:
+            heappush(self._due, (when_ms, half.handle.offset))
+
+    def _due_at(self, when_ms: int) -> None:
+        """Have `run_once` come by then."""
+        if self._promised_ms is None or when_ms < self._promised_ms:
+            self._wake()
+
+    def _take_due(self, now_ms: int) -> _Half | None:
+        """The half whose check is due first, not due again before its next time."""
+        with self._lock:
+            while self._due and self._due[0][0] <= now_ms:
+                when_ms, offset = heappop(self._due)
+                half = self._open.get(offset)
+                if half is not None and half.next_ms == when_ms:
+                    self._reschedule(half, now_ms + CHECK_EVERY_MS)
+                    return half
+        return None
+
+    def _check(self, half: _Half, now_ms: int) -> None:
+        """Ask what became of a half, or give it up."""
+        try:
+            message = self._store.at(half.handle.physical_offset)
+        except LookupError as error:
+            self._give_up(half, None, f"its record is damaged: {error}")
+            return
+        if half.recovered and self._committed_before(half):
+            self.end(half.handle, "commit", from_check=True)
+            return
+        if half.checks >= CHECKS_MAX:
+            self._give_up(half, message, f"its producers were asked {half.checks} times and never knew")
+            return
+        if self._age_ms is not None and now_ms - half.stored_ms > self._age_ms:
+            self._give_up(half, message, f"it is {(now_ms - half.stored_ms) // 3_600_000} hours old")
+            return
+        group = half.handle.producer_group
+        callback = self._callbacks.get(group) or self._callbacks.get(None)
+        if callback is None:
+            return
+        answer: bool | NotAsked | None
+        try:
+            answer = callback(message)
+        except Exception:
+            _log.exception("%s: the check of transaction %r failed", self._store.path, half.handle.transaction_id)
+            answer = None
+        if answer is True or answer is False:
+            # An answer that cannot be carried out, on a full disk say, does not count: it was an answer.
+            try:
+                self.end(half.handle, "commit" if answer else "rollback", from_check=True)
+            except TransactionStateError as error:
+                _log.warning("%s: an answer came late: %s", self._store.path, error)
+        elif answer is not NOT_ASKED:
+            half.checks += 1
+
+    def _give_up(self, half: _Half, message: Message | None, why: str) -> None:
+        """Move a half to where nobody asks about it any more, but an operator can find it."""
+        with half.lock:
+            if half.ended is not None:
+                return
+            if message is not None:
+                self._parts.topics.ensure(TRANS_CHECK_TOPIC, 1)
+                self._store.append(
+                    TRANS_CHECK_TOPIC,
+                    _QUEUE,
+                    bytes(message.body_view),
+                    properties=message.stored_properties() | {TRANSACTION_CHECK_TIMES: str(half.checks)},
+                    flag=message.flag,
+                    sys_flag=message.sys_flag,
+                    born_timestamp_ms=message.born_timestamp_ms,
+                    born_host=message.born_host,
+                    reconsume_times=message.reconsume_times,
+                    durability="append",
+                )
+            self._end(half, "discard")
+        _log.error(
+            "%s: transaction %r of group %r for topic %r is given up: %s%s",
+            self._store.path,
+            half.handle.transaction_id,
+            half.handle.producer_group,
+            half.handle.topic,
+            why,
+            "" if message is None else f"; its message is kept in {TRANS_CHECK_TOPIC}",
+        )
+
+    # -- as a mechanism ---------------------------------------------------------------------------------------------
+
+    def run_once(self, now_ms: int) -> int | None:
+        """Write gathered ops, ask about what is due, let go of what is done; when to come again."""
+        self._notice_clock(now_ms)
+        if self._gathered and not self._gathered_ms <= now_ms < self._gathered_ms + OP_EVERY_MS:
+            self._write_ops()
+        for _ in range(_CHECKS_A_RUN):
+            half = self._take_due(now_ms)
+            if half is None:
+                break
+            self._check(half, now_ms)
+        self._note_progress()
+        with self._lock:
+            times = [self._due[0][0]] if self._due else []
+            if self._gathered:
+                times.append(self._gathered_ms + OP_EVERY_MS)
+            self._promised_ms = min(times, default=None)
+        return self._promised_ms
+
+    def _notice_clock(self, now_ms: int) -> None:
+        """After the wall clock was set back, nobody waits for it to come to where it was."""
+        if now_ms < self._last_ms:
+            with self._lock:
+                for half in self._open.values():
+                    if half.next_ms > now_ms + CHECK_EVERY_MS and now_ms < half.stored_ms:
+                        self._reschedule(half, now_ms)
+                    elif half.next_ms > now_ms + CHECK_EVERY_MS + (half.immunity_ms or 0):
+                        self._reschedule(half, now_ms + CHECK_EVERY_MS)
+        self._last_ms = now_ms
+
+    def _note_progress(self) -> None:
+        """Move the two committed offsets over what is done. A half whose op is only gathered is done: nobody will ever
+        look at it again, so nobody needs the op."""
+        bounds = self._store.offsets_or_none(HALF_TOPIC, _QUEUE)
+        if bounds is None:
+            return
+        with self._lock:
+            # What began after `bounds` was asked for lies behind it; what is being put lies behind its mark.
+            first = min(bounds[1], min(self._open, default=bounds[1]), min(self._beginning.values(), default=bounds[1]))
+            half_done = max(first, self._half_done)
+            while self._ops and self._ops[0][1] < half_done:
+                self._ops.popleft()
+            op_done = self._ops[0][0] if self._ops else self._op_end
+            moved = half_done != self._half_done
+            self._half_done = half_done
+        offsets = self._parts.offsets
+        if moved or offsets.committed(TRANS_GROUP, HALF_TOPIC, _QUEUE) is None:
+            offsets.commit(TRANS_GROUP, HALF_TOPIC, _QUEUE, half_done)
+        if offsets.committed(TRANS_GROUP, OP_TOPIC, _QUEUE) != op_done:
+            offsets.commit(TRANS_GROUP, OP_TOPIC, _QUEUE, op_done)
+
+    def close(self) -> None:
+        """Write the ops that are gathered, and note progress."""
+        self._write_ops()
+        self._note_progress()
+
+    def pins(self) -> Iterator[Pin]:
+        """The oldest open half."""
+        with self._lock:
+            half = self._open[min(self._open)] if self._open else None
+        if half is not None:
+            why = f"transaction {half.handle.transaction_id} of producer group {half.handle.producer_group} is open"
+            yield Pin(half.handle.physical_offset, HALF_TOPIC, _QUEUE, TRANS_GROUP, why)
+
+    # -- looking at it ----------------------------------------------------------------------------------------------
+
+    def get(self, transaction_id: str) -> TransactionHandle | None:
+        """The open transaction of that id."""
+        half = self._by_id.get(transaction_id)
+        return None if half is None else half.handle
+
+    def open_transactions(self) -> list[TransactionHandle]:
+        """What is open, oldest first."""
+        with self._lock:
+            return [self._open[offset].handle for offset in sorted(self._open)]
+
+    def open_count(self) -> int:
+        """How many are open."""
+        return len(self._open)
+
+
+_COUNTERS: Final[Mapping[str, str]] = {
+    "commit": COMMIT_NUMS,
+    "rollback": ROLLBACK_NUMS,
+    "discard": "TRANSACTION_DISCARD_NUMS",
+}
+
+
+def _number(text: str | None) -> int | None:
+    try:
+        return None if text is None else int(text)
+    except ValueError:
+        return None
+
+
+def _immunity_ms(text: str | None) -> int | None:
+    """Immunity that a message asks for, 6 s at least; None for one that asks for none, or for nonsense."""
+    wanted = _number(text)
+    return None if wanted is None or wanted < 0 else max(wanted * 1000, CHECK_AFTER_MS)
+
+
+def _halves_of(op: Message) -> list[int]:
+    """Half offsets that an op names; what else its body holds is passed over."""
+    return [
+        int(piece) for piece in op.body.decode("ascii", "replace").split(",") if piece.isascii() and piece.isdigit()
+    ]

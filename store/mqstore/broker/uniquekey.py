@@ -1,0 +1,59 @@
+"""Unique keys: the identity that all copies of a message share (client-semantics A1.6, the form of 5.x clients).
+
+    digits  bytes  what
+         2      1  version, 01
+        12      6  who makes them: RocketMQ takes the network card's address. Ours is random, drawn once a process, for
+                   containers share addresses and process ids; its multicast bit is set, as RFC 9562 asks of such a node
+         4      2  process id, low bytes
+         8      4  seconds since 2021-01-01 UTC, low bytes: the wall clock when the process began, and since then the
+                   monotonic one, so that a clock set back does not bring old keys back
+         8      4  sequence number, from a random start, one more each time
+        34     17  upper-case hexadecimal digits
+
+A forked child draws its node and its sequence anew: else it would repeat its parent's keys.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from itertools import count
+
+from mqstore.clock import SYSTEM_CLOCK, Clock
+
+__all__ = ["UniqueKeys", "new_unique_key"]
+
+_EPOCH_MS = 1_609_459_200_000
+_MULTICAST = 1 << 40
+
+
+class UniqueKeys:
+    """Makes keys; safe to use from any thread.
+
+    >>> keys = UniqueKeys()
+    >>> first, second = keys.new(), keys.new()
+    >>> len(first), first[:2], first == second
+    (34, '01', False)
+    """
+
+    def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._clock = clock
+        self.reseed()
+
+    def reseed(self) -> None:
+        """Begin as a new process would."""
+        node = int.from_bytes(secrets.token_bytes(6), "big") | _MULTICAST
+        self._prefix = f"01{node:012X}{os.getpid() & 0xFFFF:04X}"
+        self._origin_ms = self._clock.now_ms() - _EPOCH_MS - self._clock.monotonic_ms()
+        self._sequence = count(secrets.randbits(32))  # its `next` is one step: no lock needed
+
+    def new(self) -> str:
+        """34 upper-case hexadecimal digits that no other call returns, here or elsewhere."""
+        seconds = (self._origin_ms + self._clock.monotonic_ms()) // 1000
+        return f"{self._prefix}{seconds & 0xFFFF_FFFF:08X}{next(self._sequence) & 0xFFFF_FFFF:08X}"
+
+
+_keys = UniqueKeys()
+os.register_at_fork(after_in_child=_keys.reseed)
+
+new_unique_key = _keys.new

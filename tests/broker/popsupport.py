@@ -1,0 +1,126 @@
+"""A pop service on a small store, with time by hand, that can be killed and opened again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mqstore.broker.parts import Mechanism, Parts
+from mqstore.broker.pop import Delivery, PopService
+from mqstore.broker.reading import Reads
+from mqstore.broker.retry import Retries
+from mqstore.broker.waiting import Waiters
+from mqstore.clock import SimulatedClock
+from mqstore.files.filesystem import FileSystem
+from mqstore.log.message import Message
+from mqstore.options import Durability
+from tests.broker.support import advance, new_parts, settle
+
+__all__ = ["PopBench"]
+
+
+class PopBench:
+    """Everything that pop needs, opened; `reopen` after `kill` or `close`. Time goes on across them."""
+
+    parts: Parts
+    service: PopService
+    waiters: Waiters
+    mechanisms: list[Mechanism]
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        fs: FileSystem | None = None,
+        durability: Durability = "append",
+        rng: Callable[[], float] | None = None,
+        clock: SimulatedClock | None = None,
+        **config: Any,
+    ) -> None:
+        self.path = path
+        self.clock = clock or SimulatedClock()
+        self._fs = fs
+        self._durability = durability
+        self._rng = rng or (lambda: 0.5)  # no luck: the retry topic comes last
+        self.open(**config)
+
+    def open(self, **config: Any) -> None:
+        self.parts = new_parts(self.path, fs=self._fs, durability=self._durability, clock=self.clock, **config)
+        reads = Reads(self.parts)
+        self.waiters = Waiters(self.parts, lambda: None)
+        dead_letter = Retries(self.parts).dead_letter
+        self.service = PopService(self.parts, lambda: None, self.waiters, reads, dead_letter, rng=self._rng)
+        self.reads = reads
+        self.mechanisms = [self.service, self.waiters, self.parts.offsets]
+        self._opened = True
+
+    def close(self) -> None:
+        for mechanism in self.mechanisms:
+            mechanism.close()
+        self.parts.store.close()
+        self._opened = False
+
+    def kill(self) -> None:
+        """What the system does for a dead process: locks and descriptors are given back, nothing else happens."""
+        self.parts.store._closed = True
+        self.parts.store._release()
+        self._opened = False
+
+    def reopen(self, **config: Any) -> None:
+        if self._opened:
+            self.close()
+        self.open(**config)
+
+    def __enter__(self) -> PopBench:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._opened:
+            self.close()
+
+    # -- time -------------------------------------------------------------------------------------------------------
+
+    @property
+    def now_ms(self) -> int:
+        return self.clock.now_ms()
+
+    def settle(self) -> None:
+        settle(self.parts, self.mechanisms)
+
+    def advance(self, duration_ms: int) -> None:
+        advance(self.parts, self.mechanisms, duration_ms)
+
+    # -- messages ---------------------------------------------------------------------------------------------------
+
+    def put(
+        self, topic: str, count: int, *, queue_id: int = 0, first: int = 0, body_bytes: int = 0, **options: Any
+    ) -> None:
+        """Messages with bodies `first`, `first` + 1 and so on, as text."""
+        for i in range(first, first + count):
+            self.parts.store.put(topic, str(i).encode().ljust(body_bytes, b"."), queue_id, **options)
+
+    def read(self, topic: str, queue_id: int = 0) -> list[Message]:
+        """All that the queue holds."""
+        bounds = self.parts.store.offsets_or_none(topic, queue_id)
+        return [] if bounds is None else self.parts.store.read(topic, queue_id, bounds[0], 100_000)
+
+    def log_size(self) -> int:
+        return self.parts.store.max_offset
+
+    # -- group g, topic t unless said -------------------------------------------------------------------------------
+
+    def pop(self, *, group: str = "g", topic: str = "t", **options: Any) -> list[Delivery]:
+        return self.service.pop(group, topic, **options)
+
+    def ack(self, *deliveries: Delivery) -> None:
+        self.service.ack("g", "t", [delivery.receipt for delivery in deliveries])
+
+    def release(self, *deliveries: Delivery) -> None:
+        self.service.release("g", "t", [delivery.receipt for delivery in deliveries])
+
+    def committed(self, queue_id: int = 0, *, topic: str = "t") -> int | None:
+        return self.parts.offsets.committed("g", topic, queue_id)
+
+    def reset(self, offset: int, queue_id: int = 0) -> None:
+        self.reads.reset("g", "t", queue_id, offset, self.service.reset)

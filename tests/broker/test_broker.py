@@ -1,0 +1,444 @@
+"""The broker whole: mechanisms on one store, driven by one clock, through its door (client-semantics 0.4)."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mqstore.broker.broker import Broker
+from mqstore.clock import SimulatedClock
+from mqstore.errors import (
+    ConfigError,
+    CorruptStoreError,
+    FilterError,
+    GroupNotFoundError,
+    InvalidReceiptError,
+    NotPermittedError,
+    OffsetOutOfRangeError,
+    ReadOnlyStoreError,
+    StoreClosedError,
+    TopicNotFoundError,
+)
+from mqstore.log.commitlog import QueueRef
+from mqstore.options import Retention
+from tests.faults import FaultyFileSystem
+from tests.log.support import Unsynced, open_store
+
+MINUTE, HOUR, DAY = 60_000, 3_600_000, 86_400_000
+
+
+class Bench:
+    """A broker without threads and a clock moved by hand."""
+
+    def __init__(self, path: Path, **config: Any) -> None:
+        self.path = path
+        self.config = {"segment_bytes": 1 << 16, "consumequeue_units": 64, **config}
+        self.clock = SimulatedClock()
+        self.broker = self.open()
+
+    def open(self, **kwargs: Any) -> Broker:
+        self.broker = Broker(open_store(self.path, clock=self.clock, **{**self.config, **kwargs}))
+        return self.broker
+
+    def again(self) -> Broker:
+        self.broker.close()
+        return self.open()
+
+    def advance(self, duration_ms: int) -> None:
+        """Let time pass from one due time to the next, as the housekeeper would."""
+        until_ms = self.clock.now_ms() + duration_ms
+        while True:
+            due_ms = self.settle()
+            if due_ms is None or due_ms > until_ms:
+                break
+            self.clock.advance(max(1, due_ms - self.clock.now_ms()))
+        self.clock.advance(max(0, until_ms - self.clock.now_ms()))
+        self.settle()
+
+    def settle(self) -> int | None:
+        for _ in range(1000):
+            due_ms = self.broker.run_once()
+            if due_ms is None or due_ms > self.clock.now_ms():
+                return due_ms
+        raise AssertionError(f"something is due again and again: {self.broker.stats().errors}")
+
+    def bodies(self, group: str = "g", topic: str = "t", **options: Any) -> list[bytes]:
+        deliveries = self.broker.pop(group, topic, 32, **options)
+        self.broker.ack(group, topic, [each.receipt for each in deliveries])
+        return [each.message.body for each in deliveries]
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path / "store")
+    yield bench
+    bench.broker.close()
+
+
+def test_a_two_hour_delay_comes_after_two_hours(bench: Bench) -> None:
+    bench.broker.put("t", b"x", delay_level=18)
+
+    bench.advance(2 * HOUR - 1)
+    assert bench.bodies() == []
+    bench.advance(1)
+    assert bench.bodies() == [b"x"]
+
+
+def test_a_delay_of_a_year_comes_over_restarts_and_rolls(bench: Bench) -> None:
+    bench.broker.put("t", b"x", delay=timedelta(days=365))
+
+    for _ in range(73):
+        bench.clock.advance(5 * DAY - 1)
+        bench.settle()
+        assert bench.bodies() == []
+        bench.again()
+        bench.clock.advance(1)
+    bench.advance(1000)
+    assert bench.bodies() == [b"x"]
+
+
+def test_a_recalled_message_does_not_come(bench: Bench) -> None:
+    receipt = bench.broker.put("t", b"x", delay=60)
+    assert receipt.recall_handle is not None
+
+    assert bench.broker.recall(receipt.recall_handle)
+
+    bench.advance(2 * MINUTE)
+    assert bench.broker.store.offsets_or_none("t", 0) is None
+    with pytest.raises(InvalidReceiptError):
+        bench.broker.recall("no handle")
+
+
+def test_a_message_that_is_never_acknowledged_is_a_dead_letter_after_its_17_attempts(bench: Bench) -> None:
+    bench.broker.put("t", b"x", tag="a", keys="k")
+    attempts = []
+    for _ in range(20):
+        attempts += [each.attempt for each in bench.broker.pop("g", "t", 32, invisible=60)]
+        bench.advance(MINUTE)
+
+    assert attempts == list(range(1, 18))
+    [letter] = bench.broker.dead_letters("g")
+    assert (letter.body, letter.tag, letter.keys) == (b"x", "a", ("k",))
+    assert bench.broker.lag("g") == dict.fromkeys(bench.broker.lag("g"), 0)
+
+
+def test_a_nacked_message_waits_as_the_policy_says(bench: Bench) -> None:
+    """client-semantics A12: 1 s, 5 s, 10 s after attempts 1, 2, 3 of a popped message."""
+    bench.broker.put("t", b"x")
+    for wait_ms in (1000, 5000, 10_000):
+        [delivery] = bench.broker.pop("g", "t")
+        bench.broker.nack("g", "t", delivery.receipt)
+        bench.advance(wait_ms - 1)
+        assert bench.broker.pop("g", "t") == []
+        bench.advance(1)
+    assert [each.attempt for each in bench.broker.pop("g", "t")] == [4]
+
+
+def test_an_ordered_group_gets_the_next_when_the_last_is_settled(bench: Bench) -> None:
+    bench.broker.topics.create("t", queues=1)
+    for body in (b"1", b"2", b"3"):
+        bench.broker.put("t", body, message_group="m")
+
+    [one, two] = bench.broker.pop("g", "t", 2, order=True)
+    assert bench.broker.pop("g", "t", 2, order=True) == []
+    bench.broker.ack("g", "t", [one.receipt])
+    bench.advance(60_000)
+
+    again = bench.broker.pop("g", "t", 3, order=True)
+    assert [(each.message.body, each.attempt) for each in again] == [(b"2", 2), (b"3", 1)]
+    assert two.attempt == 1
+
+
+def test_sql_and_tag_filters_choose(bench: Bench) -> None:
+    for n in range(6):
+        bench.broker.put("t", b"%d" % n, tag="odd" if n % 2 else "even", properties={"n": str(n)})
+
+    assert sorted(bench.bodies("tags", filter="odd")) == [b"1", b"3", b"5"]
+    assert sorted(bench.bodies("sql", filter=bench.broker.filter("n BETWEEN 2 AND 4", "SQL92"))) == [b"2", b"3", b"4"]
+
+
+def test_a_transaction_is_seen_once_committed(bench: Bench) -> None:
+    handle = bench.broker.transactions.begin("t", b"x", producer_group="p")
+    bench.settle()
+    assert bench.broker.store.offsets_or_none("t", 0) is None
+
+    bench.broker.transactions.end(handle, "commit")
+
+    assert bench.bodies() == [b"x"]
+
+
+def test_reading_by_offset_with_commits(bench: Bench) -> None:
+    broker = bench.broker
+    broker.topics.create("t", queues=1)
+    for n in range(5):
+        broker.put("t", b"%d" % n)
+    assert broker.committed("g", "t", 0) is None
+    offset = broker.start_of("g", "t", 0)
+    result = broker.read("t", 0, offset, 3, group="g")
+    assert (result.status, [m.body for m in result.messages]) == ("FOUND", [b"0", b"1", b"2"])
+
+    broker.commit("g", "t", 0, result.next_offset)
+
+    assert broker.lag("g") == {QueueRef("t", 0): 2}
+    assert bench.again().committed("g", "t", 0) == 3
+    assert bench.broker.reset("g", "t", None, "earliest") == {QueueRef("t", 0): 0}
+    assert bench.broker.lag("g") == {QueueRef("t", 0): 5}
+
+
+def test_a_commit_by_who_does_not_hold_the_lock_is_refused(bench: Bench) -> None:
+    broker = bench.broker
+    broker.topics.create("t", queues=1)
+    queue = QueueRef("t", 0)
+    assert broker.locks.try_lock("g", queue, "a")
+
+    with pytest.raises(NotPermittedError):
+        broker.commit("g", "t", 0, 0, owner="b")
+    broker.commit("g", "t", 0, 0, owner="a")
+
+
+def test_a_commit_for_an_unknown_topic_or_group_is_refused(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "store", auto_create_groups=False)
+    with pytest.raises(GroupNotFoundError):
+        bench.broker.commit("g", "t", 0, 0)
+    bench.broker.groups.create("g")
+    with pytest.raises(TopicNotFoundError):
+        bench.broker.commit("g", "t", 0, 0)
+    bench.broker.close()
+
+
+def test_deleting_a_topic_and_making_it_anew_starts_empty_and_goes_on_counting(bench: Bench) -> None:
+    broker = bench.broker
+    broker.topics.create("t", queues=1)
+    broker.put("t", b"old")
+    assert bench.bodies() == [b"old"]
+    broker.topics.delete("t", force=True)
+
+    broker.topics.create("t", queues=1)
+
+    assert broker.put("t", b"new").offset == 1
+    assert bench.bodies() == [b"new"]
+
+
+def test_deleting_a_group_forgets_where_it_was(bench: Bench) -> None:
+    bench.broker.put("t", b"x")
+    assert bench.bodies() == [b"x"]
+
+    bench.broker.delete_group("g")
+
+    assert bench.broker.lag("g") == {}
+    assert bench.bodies() == [b"x"]
+
+
+# -- retention ----------------------------------------------------------------------------------------------------
+
+
+def fill(broker: Broker, topic: str, megabytes: float) -> None:
+    body = b"." * 1000
+    for _ in range(int(megabytes * 1000)):
+        broker.put(topic, body, queue_id=0)
+
+
+def test_what_a_group_has_not_consumed_is_kept_and_the_pin_says_who(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "store", retention=Retention(age=None, max_bytes=100_000))
+    broker = bench.broker
+    broker.topics.create("t", queues=1)
+    fill(broker, "t", 0.3)
+    broker.commit("slow", "t", 0, 0)
+    broker.commit("quick", "t", 0, 300)
+    bench.advance(20_000)
+    assert broker.min_offset("t", 0) == 0
+    pin = broker.stats().oldest_pin
+    assert pin is not None
+    assert (pin.topic, pin.queue_id, pin.group) == ("t", 0, "slow")
+
+    broker.commit("slow", "t", 0, 200)
+    broker.store.flush()
+    bench.advance(20_000)
+
+    assert 0 < broker.min_offset("t", 0) <= 200
+    bench.broker.close()
+
+
+def test_with_unconsumed_drop_the_group_is_told_what_it_lost(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "store", retention=Retention(age=None, max_bytes=100_000, unconsumed="drop"))
+    broker = bench.broker
+    broker.topics.create("t", queues=1)
+    fill(broker, "t", 0.3)
+    broker.commit("slow", "t", 0, 0)
+    broker.store.flush()
+    bench.advance(20_000)
+
+    low = broker.min_offset("t", 0)
+    assert low > 0
+    result = broker.read("t", 0, 0, group="slow")
+    assert (result.status, result.next_offset, result.lost) == ("OFFSET_TOO_SMALL", low, low)
+    bench.broker.close()
+
+
+def test_a_message_in_flight_and_one_delayed_hold_the_log(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "store", retention=Retention(age=None, max_bytes=0))
+    broker = bench.broker
+    broker.topics.create("t", queues=1)
+    broker.put("t", b"popped")
+    broker.put("t", b"delayed", delay_level=18)
+    [delivery] = broker.pop("g", "t", invisible=HOUR / 1000)
+    fill(broker, "other", 0.3)
+    broker.commit("g", "other", 0, 300)
+    broker.store.flush()
+    bench.advance(HOUR // 2)
+
+    assert broker.store.min_offset == 0
+    assert delivery.message.body == b"popped"
+    broker.ack("g", "t", [delivery.receipt])
+    bench.advance(2 * HOUR)
+    assert bench.bodies() == [b"delayed"]
+    broker.store.flush()
+    bench.advance(MINUTE)
+    assert broker.store.min_offset > 0
+    bench.broker.close()
+
+
+# -- running it ---------------------------------------------------------------------------------------------------
+
+
+def test_a_reader_is_no_broker(bench: Bench) -> None:
+    bench.broker.put("t", b"x")
+    bench.broker.store.flush()
+
+    with pytest.raises(ReadOnlyStoreError):
+        Broker(open_store(bench.path, "r"))
+
+
+def test_what_is_asked_of_a_closed_broker_is_an_error(bench: Bench) -> None:
+    bench.broker.put("t", b"x")
+    bench.broker.close()
+
+    with pytest.raises(StoreClosedError):
+        bench.broker.put("t", b"x")
+    with pytest.raises(StoreClosedError):
+        bench.broker.pop("g", "t")
+    bench.broker.close()
+
+
+def test_a_mechanism_that_fails_shows_and_goes_on_when_the_cause_is_gone(tmp_path: Path) -> None:
+    fs = FaultyFileSystem()
+    clock = SimulatedClock()
+    broker = Broker(open_store(tmp_path / "store", clock=clock, fs=fs, segment_bytes=1 << 16))
+    broker.put("t", b"x")
+    broker.commit("g", "t", 0, 0)
+    broker.run_once()
+    fs.fail("pwrite", errno.ENOSPC, times=None, path_part="consumerOffset.json")
+    clock.advance(6000)
+    broker.run_once()
+    assert "StoreFullError" in broker.stats().errors["offsets"]
+    assert [each.message.body for each in broker.pop("g", "t")] == [b"x"]
+
+    fs.heal()
+    clock.advance(20_000)
+    broker.run_once()
+
+    assert broker.stats().errors == {}
+    broker.close()
+
+
+def test_puts_that_do_not_wait_say_when_they_are_on_disk(tmp_path: Path) -> None:
+    broker = Broker(open_store(tmp_path / "store", durability="flush", fs=Unsynced(), segment_bytes=1 << 16))
+
+    futures = [broker.put_async("t", b"%d" % n, queue_id=0) for n in range(10)]
+    receipts = [future.result(timeout=30) for future in futures]
+
+    assert [receipt.offset for receipt in receipts] == list(range(10))
+    assert broker.store.stats().flush_lag_bytes == 0
+    with pytest.raises(ValueError, match="negative"):
+        broker.put_async("t", b"x", delay_level=-1).result(timeout=30)
+    broker.close()
+    with pytest.raises(StoreClosedError):
+        broker.put_async("t", b"x").result(timeout=30)
+
+
+def test_threads_of_a_broker_end_with_it(tmp_path: Path) -> None:
+    before = threading.active_count()
+    config = {"segment_bytes": 1 << 16, "clock": None}
+    with Broker(open_store(tmp_path / "store", **config)) as broker:
+        broker.put("t", b"x")
+        [delivery] = broker.pop("g", "t", poll=10)
+        woken: list[list[Any]] = []
+        thread = threading.Thread(target=lambda: woken.append(broker.pop("g", "t", poll=30)))
+        thread.start()
+        broker.put("t", b"y")
+        thread.join(20)
+        assert [each.message.body for each in woken[0]] == [b"y"]
+        assert delivery.message.body == b"x"
+    assert threading.active_count() == before
+
+
+def test_a_broker_that_cannot_open_gives_the_directory_back(tmp_path: Path) -> None:
+    Broker(open_store(tmp_path / "store")).close()
+    (tmp_path / "store" / "config").mkdir(exist_ok=True)
+    (tmp_path / "store" / "config" / "consumerOffset.json").write_text("{")
+
+    for _ in range(2):  # StoreLockedError the second time, if the first kept the lock
+        with pytest.raises(CorruptStoreError):
+            Broker(open_store(tmp_path / "store"))
+
+
+def test_a_store_has_one_broker(bench: Bench) -> None:
+    with pytest.raises(ConfigError):
+        Broker(bench.broker.store)
+    assert bench.broker.put("t", b"x").offset == 0
+
+
+def test_a_commit_that_nobody_would_write_down_is_refused(bench: Bench) -> None:
+    bench.broker.topics.create("t", queues=1)
+    bench.broker.put("t", b"x")
+    for queue_id, offset in ((0, 2), (0, -1), (1, 0)):
+        with pytest.raises(OffsetOutOfRangeError):
+            bench.broker.commit("g", "t", queue_id, offset)
+    bench.broker.close()
+    with pytest.raises(StoreClosedError):
+        bench.broker.commit("g", "t", 0, 1)
+
+
+def test_sql_given_as_a_choice_of_tags_is_refused(bench: Bench) -> None:
+    bench.broker.put("t", b"x")
+
+    with pytest.raises(FilterError) as caught:
+        bench.broker.pop("g", "t", filter="amount > 5")
+
+    assert caught.value.position == 7
+
+
+def test_with_unconsumed_drop_what_the_engine_is_to_deliver_still_comes(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "store", retention=Retention(age=60, max_bytes=None, unconsumed="drop"))
+    broker = bench.broker
+    broker.put("t", b"by level", delay_level=18)
+    broker.put("t", b"by timer", delay=7200)
+    fill(broker, "other", 0.2)
+    bench.advance(HOUR)
+    fill(broker, "other", 0.2)
+    bench.advance(HOUR + 2000)
+
+    assert sorted(bench.bodies()) == [b"by level", b"by timer"]
+    bench.broker.close()
+
+
+def test_a_waiter_without_a_thread_is_called_when_a_pop_is_worth_it(bench: Bench) -> None:
+    bench.broker.topics.create("t")
+    told: list[bool] = []
+    bench.broker.add_pop_waiter("g", "t", told.append)
+    timed: list[bool] = []
+    bench.broker.add_pop_waiter("other", "t", timed.append, filter="never", timeout=1)
+    bench.settle()
+    assert (told, timed) == ([], [])
+
+    bench.broker.put("t", b"x")
+    bench.settle()
+    assert told == [True]
+    bench.advance(1000)
+    assert timed == [False]

@@ -1,0 +1,133 @@
+"""What every file of `config/` does alike: members of others survive, damage is told, versions count."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mqstore.broker.configfile import ConfigFile, DataVersion, member
+from mqstore.clock import SimulatedClock
+from mqstore.errors import CorruptStoreError, ReadOnlyStoreError, StoreFullError, StoreIOError
+from mqstore.files.filesystem import FileSystem
+from tests.faults import FaultyFileSystem
+
+
+def _shape(value: dict[str, Any]) -> None:
+    if type(value.get("n", 0)) is not int:
+        raise ValueError("n must be an integer")
+
+
+def _file(root: Path, *, fs: FileSystem | None = None, writer: bool = True) -> ConfigFile:
+    return ConfigFile(
+        root / "config" / "x.json", fs=fs or FileSystem(), clock=SimulatedClock(), check=_shape, writer=writer
+    )
+
+
+def test_a_file_never_written_loads_as_none_and_makes_no_folder(tmp_path: Path) -> None:
+    file = _file(tmp_path)
+    assert file.load() is None
+    assert file.problems == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_members_of_another_program_survive_rewriting_twice(tmp_path: Path) -> None:
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "x.json").write_text('{"n":1,"theirs":{0:[1,2]},"more":null}')
+    file = _file(tmp_path)
+    file.load()
+    file.save({"n": 2})
+    file.save({"n": 3})
+    assert json.loads((tmp_path / "config" / "x.json").read_text()) == {"n": 3, "theirs": {"0": [1, 2]}, "more": None}
+
+
+def test_the_folder_is_made_durable_before_anything_lies_in_it(tmp_path: Path) -> None:
+    fs = FaultyFileSystem()
+    _file(tmp_path, fs=fs).save({"n": 1})
+    changes = [(call.operation, Path(call.path).name) for call in fs.changes() if call.operation != "unlink"]
+    assert changes[:3] == [("mkdir", "config"), ("sync_directory", tmp_path.name), ("create", "x.json.tmp")]
+
+
+def test_a_folder_that_was_made_but_not_made_durable_is_so_with_the_next_save(tmp_path: Path) -> None:
+    fs = FaultyFileSystem()
+    file = _file(tmp_path, fs=fs)
+    fs.fail("sync_directory", errno.EIO)
+    with pytest.raises(StoreIOError):
+        file.save({"n": 1})
+    before = len(fs.changes())
+    file.save({"n": 1})
+    assert ("sync_directory", str(tmp_path)) in [(call.operation, call.path) for call in fs.changes()[before:]]
+
+
+def test_a_damaged_file_falls_back_to_its_backup_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = _file(tmp_path)
+    file.save({"n": 1})
+    file.save({"n": 2})
+    (tmp_path / "config" / "x.json").write_text('{"n":"two"}')  # decodes, but has the wrong shape
+    file = _file(tmp_path)
+    assert file.load() == {"n": 1}
+    assert len(file.problems) == 1
+    assert "n must be an integer" in file.problems[0]
+    assert caplog.messages == file.problems
+
+
+def test_without_a_good_copy_loading_names_the_file_and_the_command(tmp_path: Path) -> None:
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "x.json").write_bytes(bytes(40))
+    with pytest.raises(CorruptStoreError, match=r"x\.json.*mqstore recover .* --rebuild config") as caught:
+        _file(tmp_path).load()
+    assert str(tmp_path) in (caught.value.repair or "")
+    assert (tmp_path / "config" / "x.json").read_bytes() == bytes(40)
+
+
+def test_a_reader_moves_nothing_and_saves_nothing(tmp_path: Path) -> None:
+    writer = _file(tmp_path)
+    writer.save({"n": 1})
+    writer.save({"n": 2})
+    (tmp_path / "config" / "x.json").write_text("{")
+    before = sorted(path.name for path in (tmp_path / "config").iterdir())
+    reader = _file(tmp_path, writer=False)
+    assert reader.load() == {"n": 1}
+    with pytest.raises(ReadOnlyStoreError):
+        reader.save({"n": 3})
+    assert sorted(path.name for path in (tmp_path / "config").iterdir()) == before
+
+
+def test_a_failed_save_leaves_the_old_value_and_may_be_repeated(tmp_path: Path) -> None:
+    fs = FaultyFileSystem()
+    file = _file(tmp_path, fs=fs)
+    file.save({"n": 1})
+    fs.fail("pwrite", errno.ENOSPC, path_part="x.json")
+    with pytest.raises(StoreFullError):
+        file.save({"n": 2, "new": True})
+    assert _file(tmp_path).load() == {"n": 1}
+    file.save({"n": 3})
+    assert _file(tmp_path).load() == {"n": 3}  # not the "new" of the save that failed
+
+
+@pytest.mark.parametrize(
+    ("stored", "version"),
+    [
+        (None, DataVersion(0, 0, 0)),
+        ({}, DataVersion(0, 0, 0)),
+        ({"counter": 7, "timestamp": 5}, DataVersion(7, 0, 5)),  # RocketMQ 4.x has no stateVersion
+        ({"counter": 7, "stateVersion": 2, "timestamp": 5}, DataVersion(7, 2, 5)),
+        ({"counter": None}, DataVersion(0, 0, 0)),
+    ],
+)
+def test_a_data_version_is_read_as_any_rocketmq_wrote_it(stored: dict[str, int] | None, version: DataVersion) -> None:
+    assert DataVersion.from_json(stored) == version
+
+
+def test_the_next_data_version_counts_and_takes_the_time() -> None:
+    assert DataVersion(7, 2, 5).next(9) == DataVersion(8, 0, 9)
+    assert DataVersion(7, 2, 5).next(9, 3).as_json() == {"counter": 10, "stateVersion": 0, "timestamp": 9}
+
+
+@pytest.mark.parametrize(("value", "kind"), [(True, int), (1, bool), (1.0, int), ("1", int), ([], dict)])
+def test_a_member_of_another_type_is_no_member(value: object, kind: type) -> None:
+    with pytest.raises(ValueError, match="x must be of type"):
+        member({"x": value}, "x", kind, None)

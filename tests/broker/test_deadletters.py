@@ -1,0 +1,380 @@
+"""Looking at dead letters, sending them again, letting go of them: broker-semantics 2.6, 6.3, X26."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mqstore.broker.deadletters import DeadLetterExpiry, DeadLetters
+from mqstore.broker.filters import parse_filter
+from mqstore.broker.names import START_GROUP
+from mqstore.broker.parts import Parts
+from mqstore.broker.retention import oldest_pin
+from mqstore.broker.retry import Retries
+from mqstore.errors import ConfigError, InvalidMessageError, NotPermittedError, StoreFullError, TopicNotFoundError
+from mqstore.log.message import Message
+from tests.broker.support import START_MS, clock_of, new_parts
+from tests.log.support import flip
+
+DAY_MS = 86_400_000
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> Iterator[Parts]:
+    parts = new_parts(tmp_path / "store")
+    yield parts
+    parts.store.close()
+
+
+def die(parts: Parts, n: int, *, topic: str = "orders", group: str = "g", **properties: str) -> None:
+    """File `n` dead letters, bodies 0, 1, ..., their tag the parity."""
+    for i in range(n):
+        stored = {"UNIQ_KEY": f"{topic}-{i}", "TAGS": "even" if i % 2 == 0 else "odd", "mine": "kept"} | properties
+        parts.topics.ensure(topic, 1)
+        receipt = parts.store.append(topic, 0, str(i).encode(), properties=stored, flag=7, reconsume_times=16)
+        Retries(parts).dead_letter(parts.store.at(receipt.physical_offset), group, f"reason {i}")
+
+
+def sent_again(parts: Parts, topic: str = "orders", after: int = 0) -> list[Message]:
+    bounds = parts.store.offsets_or_none(topic, 0)
+    return [] if bounds is None else parts.store.read(topic, 0, after, 1000)
+
+
+def bodies(messages: Any) -> list[int]:
+    return [int(message.body) for message in messages]
+
+
+# -- looking ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_group_without_dead_letters_has_none(parts: Parts) -> None:
+    letters = DeadLetters(parts, "g")
+    assert (len(letters), list(letters), letters.bounds) == (0, [], (0, 0))
+    assert letters.replay().count == 0
+    assert letters.purge() == 0
+    assert not parts.offsets.dirty, "nothing happened, so nothing is to be written"
+
+
+def test_letters_come_oldest_first_and_say_why_they_are_here(parts: Parts) -> None:
+    die(parts, 3)
+    letters = DeadLetters(parts, "g")
+    assert bodies(letters) == [0, 1, 2]
+    assert len(letters) == 3
+    assert [letter.properties["dlq_reason"] for letter in letters] == ["reason 0", "reason 1", "reason 2"]
+
+
+def test_iteration_is_lazy_and_ends_at_what_was_there(parts: Parts) -> None:
+    die(parts, 2)
+    one_by_one = iter(DeadLetters(parts, "g"))
+    assert int(next(one_by_one).body) == 0
+    die(parts, 5)
+    assert bodies(one_by_one) == [1]
+
+
+def test_selection_by_offset_time_and_filter(parts: Parts) -> None:
+    for _ in range(3):
+        die(parts, 2)
+        clock_of(parts).advance(1_000)
+    letters = DeadLetters(parts, "g")
+    even = parse_filter("even")
+    assert even is not None
+
+    def offsets(**chosen: Any) -> list[int]:
+        return [letter.offset for letter in letters.select(**chosen)]
+
+    assert offsets(offsets=[4, 1, 1, 99]) == [1, 4]
+    assert offsets(start_ms=START_MS + 1_000) == [2, 3, 4, 5]
+    assert offsets(stop_ms=START_MS + 1_000) == [0, 1]
+    assert offsets(start_ms=START_MS + 1_000, stop_ms=START_MS + 2_000) == [2, 3]
+    assert offsets(where=even.accepts) == [0, 2, 4]
+    assert offsets(where=even.accepts, offsets=[0, 1, 2], start_ms=START_MS + 1) == [2]
+    for wrong in (-1, True, "1"):
+        with pytest.raises(ConfigError):
+            letters.select(offsets=[wrong])  # type: ignore[list-item]
+
+
+# -- sending again ---------------------------------------------------------------------------------------------------
+
+
+def test_a_replayed_message_starts_anew_as_the_same_message(parts: Parts) -> None:
+    die(parts, 1, __SHARDINGKEY="user", KEYS="k")
+    [letter] = DeadLetters(parts, "g")
+    origin_id = letter.stored_properties()["ORIGIN_MESSAGE_ID"]
+    result = DeadLetters(parts, "g").replay()
+    assert (result.count, dict(result.topics), result.start) == (1, {"orders": 1}, 1)
+    copy = sent_again(parts)[-1]
+    assert copy.stored_properties() == {
+        "UNIQ_KEY": "orders-0",
+        "TAGS": "even",
+        "KEYS": "k",
+        "mine": "kept",
+        "__SHARDINGKEY": "user",
+        "ORIGIN_MESSAGE_ID": origin_id,
+    }
+    assert (copy.body, copy.flag, copy.reconsume_times, copy.attempt) == (b"0", 7, 0, 1)
+    assert (copy.born_timestamp_ms, copy.born_host) == (letter.born_timestamp_ms, letter.born_host)
+
+
+def test_a_message_without_a_key_keeps_the_identity_of_its_first_copy(parts: Parts) -> None:
+    receipt = parts.store.append("orders", 0, b"0")
+    parts.topics.ensure("orders", 1)
+    Retries(parts).send_back("g", receipt.physical_offset, delay_level=-1)
+    DeadLetters(parts, "g").replay()
+    assert sent_again(parts)[-1].unique_key == receipt.message_id
+
+
+def test_each_letter_goes_to_where_it_came_from_or_all_to_one_topic(parts: Parts) -> None:
+    die(parts, 2, topic="orders")
+    die(parts, 3, topic="clicks")
+    letters = DeadLetters(parts, "g")
+    assert dict(letters.replay(dry_run=True).topics) == {"orders": 2, "clicks": 3}
+    parts.topics.create("elsewhere", queues=1)
+    assert dict(letters.replay(to_topic="elsewhere").topics) == {"elsewhere": 5}
+    assert bodies(sent_again(parts, "elsewhere")) == [0, 1, 0, 1, 2]
+    assert len(letters) == 0
+
+
+def test_a_rocketmq_letter_goes_by_its_retry_topic_and_one_that_says_nothing_is_refused(parts: Parts) -> None:
+    """RocketMQ writes no DLQ_ORIGIN_TOPIC (X26)."""
+    parts.topics.create("orders", queues=1)
+    parts.topics.ensure("%DLQ%g", 1)
+    parts.store.append("%DLQ%g", 0, b"0", properties={"RETRY_TOPIC": "orders", "REAL_TOPIC": "%RETRY%g"})
+    parts.store.append("%DLQ%g", 0, b"1")
+    letters = DeadLetters(parts, "g")
+    with pytest.raises(InvalidMessageError, match="to_topic"):
+        letters.replay()
+    assert bodies(sent_again(parts)) == [0]
+    assert bodies(letters) == [1], "what was sent is let go of, the other is not"
+    assert letters.replay(to_topic="orders").count == 1
+
+
+def test_to_the_groups_own_retry_topic_only_that_group_gets_it(parts: Parts) -> None:
+    die(parts, 1)
+    with pytest.raises(InvalidMessageError):  # nobody ever retried, so nobody reads there
+        DeadLetters(parts, "g").replay(to_topic="%RETRY%g")
+    parts.topics.ensure("%RETRY%g", 1)
+    assert dict(DeadLetters(parts, "g").replay(to_topic="%RETRY%g").topics) == {"%RETRY%g": 1}
+    [copy] = sent_again(parts, "%RETRY%g")
+    assert (copy.stored_properties()["RETRY_TOPIC"], copy.reconsume_times) == ("orders", 0)
+
+
+def test_a_message_group_stays_in_one_queue(parts: Parts) -> None:
+    parts.topics.create("orders", queues=4)
+    where = {parts.road.put("orders", b"x", message_group="user-1").queue_id}
+    for i in range(5):
+        receipt = parts.road.put("orders", str(i).encode(), message_group="user-1")
+        where.add(receipt.queue_id)
+        Retries(parts).send_back("g", receipt.physical_offset, delay_level=-1)
+    DeadLetters(parts, "g").replay()
+    assert len(where) == 1
+    assert bodies(parts.store.read("orders", where.pop(), 6, 10)) == [0, 1, 2, 3, 4]
+
+
+def test_a_dry_run_changes_nothing_and_finds_what_would_fail(parts: Parts) -> None:
+    die(parts, 3)
+    letters = DeadLetters(parts, "g")
+    end = parts.store.max_offset
+    result = letters.replay(dry_run=True)
+    assert (result.count, result.start) == (3, 3)
+    assert (parts.store.max_offset, len(letters)) == (end, 3)
+    assert letters.replay(dry_run=True, to_topic="new").count == 3
+    assert parts.topics.get("new") is None
+    parts.topics.alter("orders", perm=4)
+    with pytest.raises(NotPermittedError):
+        letters.replay(dry_run=True)
+    for topic in ("SCHEDULE_TOPIC_XXXX", "rmq_sys_wheel_timer"):
+        with pytest.raises(NotPermittedError):
+            letters.replay(dry_run=True, to_topic=topic)
+    with pytest.raises(InvalidMessageError):
+        letters.replay(to_topic="%DLQ%other")
+    assert parts.store.max_offset == end
+
+
+def test_without_auto_creation_a_dry_run_misses_the_topic_too(tmp_path: Path) -> None:
+    parts = new_parts(tmp_path / "store", auto_create_topics=False)
+    parts.topics.ensure("%DLQ%g", 1)
+    parts.store.append("%DLQ%g", 0, b"0", properties={"RETRY_TOPIC": "gone"})
+    for dry_run in (True, False):
+        with pytest.raises(TopicNotFoundError):
+            DeadLetters(parts, "g").replay(dry_run=dry_run)
+    assert len(DeadLetters(parts, "g")) == 1
+    parts.store.close()
+
+
+def test_chosen_letters_at_the_front_are_let_go_of_and_others_stay_listed(parts: Parts) -> None:
+    die(parts, 5)
+    letters = DeadLetters(parts, "g")
+    [*all_of_them] = letters
+    assert letters.replay([all_of_them[0], 1, 3]).start == 2
+    assert bodies(letters) == [2, 3, 4]
+    assert bodies(sent_again(parts, after=5)) == [0, 1, 3]
+
+
+@pytest.mark.parametrize("damaged", [0, 2, 4])
+def test_a_damaged_letter_does_not_stop_the_others_and_is_let_go_of(tmp_path: Path, damaged: int) -> None:
+    parts = new_parts(tmp_path / "store")
+    die(parts, 5)
+    letter = [*DeadLetters(parts, "g")][damaged]
+    at = letter.physical_offset + letter.size - 1
+    del letter
+    parts.offsets.close()
+    parts.store.close()
+    segments = sorted((tmp_path / "store" / "commitlog").iterdir())
+    flip(segments[at >> 16], at & 0xFFFF)
+    parts = new_parts(tmp_path / "store")
+    letters = DeadLetters(parts, "g")
+    sound = [i for i in range(5) if i != damaged]
+    assert bodies(letters) == bodies(letters.select(offsets=range(5))) == sound
+    assert letters.replay(offsets=[damaged]).count == 0
+    assert (letters.replay().count, len(letters)) == (4, 0)
+    assert bodies(sent_again(parts, after=5)) == sound
+    parts.store.close()
+
+
+def test_letters_filed_meanwhile_are_not_sent(parts: Parts) -> None:
+    """A message that dies again at once must not keep its replay busy for ever."""
+    die(parts, 2)
+    put = parts.road.copy
+
+    class Road:
+        def copy(self, message: Message, *rest: Any, **options: Any) -> Any:
+            receipt = put(message, *rest, **options)
+            Retries(parts).dead_letter(parts.store.at(receipt.physical_offset), "g", "again")
+            return receipt
+
+    stub = Parts(**{name: getattr(parts, name) for name in Parts.__dataclass_fields__} | {"road": Road()})
+    assert DeadLetters(stub, "g").replay().count == 2
+    assert len(DeadLetters(parts, "g")) == 2
+
+
+@pytest.mark.parametrize("fails_at", [0, 1, 270, 299])
+def test_when_a_copy_fails_what_was_sent_is_let_go_of_and_the_rest_is_not(parts: Parts, fails_at: int) -> None:
+    die(parts, 300)
+    put = parts.road.copy
+    left = [fails_at]
+
+    class Road:
+        def copy(self, *rest: Any, **options: Any) -> Any:
+            if left[0] == 0:
+                raise StoreFullError(28, "no space", "commitlog", "put")
+            left[0] -= 1
+            return put(*rest, **options)
+
+    stub = Parts(**{name: getattr(parts, name) for name in Parts.__dataclass_fields__} | {"road": Road()})
+    with pytest.raises(StoreFullError):
+        DeadLetters(stub, "g").replay()
+    letters = DeadLetters(parts, "g")
+    assert letters.bounds[0] == fails_at
+    assert letters.replay().count == 300 - fails_at
+    assert bodies(sent_again(parts, after=300)) == [*range(300)]
+
+
+def test_a_start_is_never_ahead_of_the_copies(parts: Parts) -> None:
+    """At-least-once: whenever the start stands behind a letter, its copy is in the log."""
+    die(parts, 300)
+    move = parts.offsets.move_start
+    seen = []
+
+    def moved(topic: str, queue_id: int, offset: int) -> None:
+        seen.append((offset, len(sent_again(parts, after=300))))
+        move(topic, queue_id, offset)
+
+    parts.offsets.move_start = moved  # type: ignore[method-assign]
+    DeadLetters(parts, "g").replay()
+    assert seen[-1] == (300, 300)
+    assert len(seen) > 1, "a crash would repeat all of them"
+    assert all(offset <= copies for offset, copies in seen)
+
+
+# -- letting go ------------------------------------------------------------------------------------------------------
+
+
+def test_purge_lets_go_of_all_or_of_those_before_an_offset_or_a_time(parts: Parts) -> None:
+    letters = DeadLetters(parts, "g")
+    for _ in range(3):
+        die(parts, 2)
+        clock_of(parts).advance(1_000)
+    assert letters.purge(before_offset=1) == 1
+    assert letters.purge(before_offset=1) == 0
+    assert letters.purge(before_ms=START_MS + 1_000) == 1
+    assert letters.purge(before_ms=START_MS + 1_999, before_offset=3) == 1
+    assert [letter.offset for letter in letters] == [3, 4, 5]
+    assert letters.purge(before_offset=99) == 3
+    die(parts, 1)
+    assert letters.purge() == 1
+    with pytest.raises(ConfigError):
+        letters.purge(before_offset=-1)
+
+
+def test_what_was_let_go_of_stays_so_after_a_kill(tmp_path: Path) -> None:
+    parts = new_parts(tmp_path / "store")
+    die(parts, 4)
+    DeadLetters(parts, "g").purge(before_offset=1)
+    DeadLetters(parts, "g").replay([1])
+    parts.store._closed = True
+    parts.store._release()  # as the system does for a dead process
+    again = new_parts(tmp_path / "store")
+    assert bodies(DeadLetters(again, "g")) == [2, 3]
+    assert again.offsets.committed(START_GROUP, "%DLQ%g", 0) == 2
+    again.store.close()
+
+
+def test_letters_hold_the_log_until_they_are_let_go_of(parts: Parts) -> None:
+    die(parts, 2)
+    parts.offsets.commit("g", "orders", 0, 2)
+    [_, second] = DeadLetters(parts, "g")
+    DeadLetters(parts, "g").purge(before_offset=1)
+    pin = oldest_pin(parts, [])
+    assert pin is not None
+    assert (pin.physical_offset, pin.topic) == (second.physical_offset, "%DLQ%g")
+    DeadLetters(parts, "g").purge()
+    assert oldest_pin(parts, []) is None
+
+
+# -- expiry ----------------------------------------------------------------------------------------------------------
+
+
+def test_letters_expire_after_their_time_and_it_is_told(parts: Parts, caplog: pytest.LogCaptureFixture) -> None:
+    expiry = DeadLetterExpiry(parts, lambda: None)
+    die(parts, 2)
+    clock_of(parts).advance(DAY_MS)
+    die(parts, 1)
+    die(parts, 1, group="other")
+    assert expiry.run_once(START_MS + DAY_MS) == START_MS + 30 * DAY_MS
+    assert expiry.run_once(START_MS + 30 * DAY_MS - 1) == START_MS + 30 * DAY_MS - 1 + 60_000, "one look a minute"
+    assert len(DeadLetters(parts, "g")) == 3
+    with caplog.at_level(logging.WARNING, "mqstore"):
+        assert expiry.run_once(START_MS + 30 * DAY_MS) == START_MS + 31 * DAY_MS
+    assert len(DeadLetters(parts, "g")) == 1
+    assert len(DeadLetters(parts, "other")) == 1
+    assert parts.statistics.snapshot().total("DLQ_EXPIRED_NUMS", "%DLQ%g@g") == 2
+    assert "2 dead letters of group 'g'" in caplog.text
+    expiry.run_once(START_MS + 40 * DAY_MS)
+    assert (len(DeadLetters(parts, "g")), len(DeadLetters(parts, "other"))) == (0, 0)
+
+
+def test_a_letter_filed_later_is_due_no_earlier_than_the_next_look(parts: Parts) -> None:
+    expiry = DeadLetterExpiry(parts, lambda: None)
+    due = expiry.run_once(START_MS)
+    assert due is not None
+    clock_of(parts).advance(5)
+    die(parts, 1)
+    assert due <= START_MS + 5 + 30 * DAY_MS
+    expiry.run_once(due)
+    assert len(DeadLetters(parts, "g")) == 1
+
+
+@pytest.mark.parametrize(("age", "left"), [(None, 2), (timedelta(days=1), 0)])
+def test_how_long_letters_are_kept_is_an_option(tmp_path: Path, age: timedelta | None, left: int) -> None:
+    parts = new_parts(tmp_path / "store", dlq_retention=age)
+    die(parts, 2)
+    expiry = DeadLetterExpiry(parts, lambda: None)
+    due = expiry.run_once(START_MS + 365 * DAY_MS)
+    assert (due is None) == (age is None)
+    assert len(DeadLetters(parts, "g")) == left
+    parts.store.close()

@@ -1,0 +1,805 @@
+"""Delay levels (broker-semantics 4): when a message comes, what comes, and what failure, damage and restarts change."""
+
+from __future__ import annotations
+
+import errno
+import json
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mqstore.broker.delay import DelayService, _Restorer, deliver_time_ms, restored
+from mqstore.broker.names import HALF_TOPIC, SCHEDULE_GROUP, SCHEDULE_TOPIC, dlq_topic
+from mqstore.broker.parts import Parts
+from mqstore.broker.retry import Retries
+from mqstore.clock import SimulatedClock
+from mqstore.errors import ConfigError, CorruptStoreError, InvalidMessageError, StoreFullError
+from mqstore.layout.properties import decode_properties
+from mqstore.log.message import Message
+from mqstore.log.store import MessageStore
+from mqstore.options import DEFAULT_DELAY_LEVELS, delay_table_ms
+from tests.broker.support import START_MS, advance, clock_of, new_parts, settle
+from tests.log.support import flip
+
+DEFAULT_MS = [1_000, 5_000, 10_000, 30_000, *(60_000 * n for n in range(1, 11)), 1_200_000, 1_800_000, 3_600_000]
+DEFAULT_MS.append(7_200_000)
+
+
+class Delays:
+    """A store with its delay service, and the dead letters that service wrote."""
+
+    def __init__(self, path: Path, **options: Any) -> None:
+        self.path = path
+        self.wakes = 0
+        self.dead: list[tuple[int, str, str]] = []
+        self.parts: Parts = new_parts(path, **options)
+        self.service = DelayService(self.parts, self._wake, self._bury)
+
+    def _wake(self) -> None:
+        self.wakes += 1
+
+    def _bury(self, message: Message, group: str, reason: str) -> None:
+        self.dead.append((message.offset, group, reason))
+
+    @property
+    def store(self) -> MessageStore:
+        return self.parts.store
+
+    @property
+    def clock(self) -> SimulatedClock:
+        return clock_of(self.parts)
+
+    def put(self, level: int, body: bytes = b"m", topic: str = "orders", queue_id: int = 0, **more: str) -> int:
+        """Put a delayed message; its offset in the level's queue."""
+        return self.parts.road.append(topic, queue_id, body, {**more, "DELAY": str(level)}).offset
+
+    def raw(self, level: int, properties: dict[str, str], body: bytes = b"m") -> int:
+        """Put a record into a level's queue as another program might have."""
+        return self.store.append(SCHEDULE_TOPIC, level - 1, body, properties={"DELAY": str(level), **properties}).offset
+
+    def run(self) -> int | None:
+        """Everything that is due now; when the next is."""
+        return settle(self.parts, [self.service])
+
+    def pass_ms(self, duration_ms: int) -> None:
+        advance(self.parts, [self.service], duration_ms)
+
+    def delivered(self, topic: str = "orders", queue_id: int = 0) -> list[bytes]:
+        return [message.body for message in self.messages(topic, queue_id)]
+
+    def messages(self, topic: str = "orders", queue_id: int = 0) -> list[Message]:
+        bounds = self.store.offsets_or_none(topic, queue_id)
+        return [] if bounds is None else self.store.read(topic, queue_id, bounds[0], 1_000_000)
+
+    def file(self) -> dict[str, Any]:
+        value: dict[str, Any] = json.loads((self.path / "config" / "delayOffset.json").read_bytes())
+        return value
+
+    def counted(self, name: str) -> int:
+        return sum(total[0] for (kind, _), total in self.parts.statistics.snapshot().totals.items() if kind == name)
+
+    def close(self) -> None:
+        self.service.close()
+        self.store.close()
+
+    def again(self, **options: Any) -> Delays:
+        """Closed and opened, at the same time of day."""
+        self.close()
+        return Delays(self.path, **{"clock": self.clock, **options})
+
+    def killed(self, **options: Any) -> Delays:
+        """Opened after the process died: nothing was written at the end."""
+        self.store._closed = True
+        self.store._release()
+        return Delays(self.path, **{"clock": self.clock, **options})
+
+
+@pytest.fixture
+def delays(tmp_path: Path) -> Delays:
+    return Delays(tmp_path / "store")
+
+
+# -- the table (4.1), what is put (4.2), when it is due (4.3) --------------------------------------------------------
+
+
+def test_the_default_table() -> None:
+    assert list(delay_table_ms(DEFAULT_DELAY_LEVELS)) == DEFAULT_MS
+
+
+@pytest.mark.parametrize("levels", ["", " ", "1", "s", "1x", "1s,5s", "-1s", "1.5s", "1s 5", "1 s", "1S", "1ms"])
+def test_a_table_that_is_none_is_refused_with_the_word_that_is_wrong(levels: str) -> None:
+    with pytest.raises(ConfigError, match="delay_levels"):
+        delay_table_ms(levels)
+
+
+def test_any_run_of_blanks_separates_levels() -> None:
+    assert delay_table_ms("1s  5m\t2h\n1d") == (1_000, 300_000, 7_200_000, 86_400_000)
+
+
+@pytest.mark.parametrize(
+    ("level", "stored_ms", "due_ms"),
+    [(1, 0, 1_000), (18, 5, 7_200_005), (19, 0, 1_000), (999, 0, 1_000), (0, 0, 1_000), (-1, 7, 1_007)],
+)
+def test_when_a_message_of_a_level_is_due(level: int, stored_ms: int, due_ms: int) -> None:
+    assert deliver_time_ms(DEFAULT_MS, level, stored_ms) == due_ms
+
+
+@pytest.mark.parametrize(("level", "served"), [(1, 1), (18, 18), (99, 18)])
+def test_a_delayed_message_waits_in_the_queue_of_its_level_with_its_time_in_the_unit(
+    delays: Delays, level: int, served: int
+) -> None:
+    delays.put(level, b"late", queue_id=3, TAGS="t")
+    [message] = delays.messages(SCHEDULE_TOPIC, served - 1)
+    assert message.tags_code == START_MS + DEFAULT_MS[served - 1]
+    wanted = {"TAGS": "t", "DELAY": str(served), "REAL_TOPIC": "orders", "REAL_QID": "3"}
+    assert message.stored_properties() == wanted
+    assert delays.delivered(queue_id=3) == []
+
+
+def test_level_0_is_no_delay(delays: Delays) -> None:
+    delays.put(0, b"now")
+    [message] = delays.messages()
+    assert message.stored_properties() == {"DELAY": "0"}
+    assert delays.run() is None
+
+
+# -- on time (4.4, P4) ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", range(1, 19))
+def test_each_level_delivers_at_its_millisecond_and_not_before(delays: Delays, level: int) -> None:
+    delays.clock.advance(137)
+    delays.put(level)
+    due_ms = START_MS + 137 + DEFAULT_MS[level - 1]
+    assert delays.run() == due_ms, "when to come again is exact"
+    delays.clock.set_wall(due_ms - 1)
+    assert delays.run() == due_ms
+    assert delays.delivered() == []
+    delays.clock.set_wall(due_ms)
+    delays.run()
+    assert delays.delivered() == [b"m"]
+    assert delays.service.waiting() == 0
+
+
+def test_nothing_to_do_is_said_so(delays: Delays) -> None:
+    assert delays.run() is None
+    assert delays.service.progress() == {}
+
+
+def test_levels_do_not_wait_for_each_other_and_come_in_the_order_of_their_times(delays: Delays) -> None:
+    for level in (3, 1, 2, 1):
+        delays.put(level, b"%d" % level)
+        delays.clock.advance(1)
+    seen: list[tuple[int, bytes]] = []
+    while (due_ms := delays.run()) is not None and delays.service.waiting():
+        delays.clock.set_wall(due_ms)
+        delays.run()
+        seen += [(due_ms - START_MS, body) for body in delays.delivered()[len(seen) :]]
+    assert seen == [(1_001, b"1"), (1_003, b"1"), (5_002, b"2"), (10_000, b"3")]
+
+
+def test_order_within_a_level_is_that_of_the_puts(delays: Delays) -> None:
+    for n in range(300):
+        delays.put(2, b"%03d" % n, queue_id=n % 3)
+        delays.clock.advance(n % 7)
+    delays.pass_ms(6_000)
+    for queue_id in range(3):
+        assert delays.delivered(queue_id=queue_id) == [b"%03d" % n for n in range(queue_id, 300, 3)]
+
+
+def test_an_undue_head_holds_the_rest_of_its_level_back(tmp_path: Path) -> None:
+    old = Delays(tmp_path / "store", delay_levels="10s")
+    old.put(1, b"head")  # due at 10 000
+    old.clock.advance(900)
+    new = old.again(delay_levels="9s")
+    new.put(1, b"behind")  # due at 9 900
+    new.clock.advance(100)
+    assert new.run() == START_MS + 10_000
+    new.clock.set_wall(START_MS + 9_999)
+    new.run()
+    assert new.delivered() == []
+    new.pass_ms(1)
+    assert new.delivered() == [b"head", b"behind"]
+
+
+def test_a_shortened_table_delivers_at_once_what_lies_beyond_it(tmp_path: Path) -> None:
+    old = Delays(tmp_path / "store", delay_levels="2h")
+    old.put(1, b"two hours")
+    new = old.again(delay_levels="5s")
+    new.put(1, b"five seconds")
+    new.run()
+    assert new.delivered() == [b"two hours"]
+    new.pass_ms(5_000)
+    assert new.delivered() == [b"two hours", b"five seconds"]
+
+
+def test_a_lengthened_table_leaves_old_messages_their_time(tmp_path: Path) -> None:
+    old = Delays(tmp_path / "store", delay_levels="5s")
+    old.put(1)
+    new = old.again(delay_levels="2h")
+    assert new.run() == START_MS + 5_000
+
+
+def test_a_clock_set_back_delays_nothing_longer_than_its_level(delays: Delays) -> None:
+    delays.put(2)
+    assert delays.run() == START_MS + 5_000
+    delays.clock.set_wall(START_MS - 3_600_000)
+    delays.run()
+    assert delays.delivered() == [b"m"]
+
+
+def test_a_message_put_after_the_time_that_run_once_was_given_is_not_early(delays: Delays) -> None:
+    """A housekeeper that is busy elsewhere hands over a time some moments old. By that, a message that was put since
+    would be due later than its level allows, and "the clock was set back" would deliver it at once."""
+    stale_ms = delays.clock.now_ms()
+    delays.clock.advance(40)
+    delays.put(1)
+    assert delays.service.run_once(stale_ms) == START_MS + 1_040
+    assert delays.delivered() == []
+
+
+def test_a_time_from_an_extension_address_is_worked_out_anew(delays: Delays) -> None:
+    delays.put(3)
+    delays.store.dispatch()
+    queue = delays.store._queues.get(SCHEDULE_TOPIC, 2)
+    assert queue is not None
+    unit = queue.units(0, 1).copy()
+    unit["tags_code"] = -(1 << 31) - 1
+    queue.write(0, unit.tobytes())
+    assert delays.run() == START_MS + 10_000
+    delays.pass_ms(10_000)
+    assert delays.delivered() == [b"m"]
+
+
+# -- waking -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_delayed_message_of_a_level_wakes_and_later_ones_need_not(delays: Delays) -> None:
+    assert delays.run() is None
+    delays.put(5)
+    delays.store.dispatch()
+    assert delays.wakes == 1
+    assert delays.run() == START_MS + 60_000
+    delays.put(5)
+    delays.store.put("orders", b"not delayed")
+    delays.store.dispatch()
+    assert delays.wakes == 1
+    delays.put(1)
+    delays.store.dispatch()
+    assert delays.wakes == 2
+
+
+@pytest.mark.parametrize("moment", ["offsets_or_none", "units"])
+def test_a_message_that_comes_while_its_level_is_looked_at_is_not_missed(
+    delays: Delays, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Growth between the look and the decision to sleep: either the look or the wake-up has to see it."""
+    real: Callable[..., Any] = getattr(delays.store, moment)
+    puts = iter([b"late"])
+
+    def then_a_put(*args: Any) -> Any:
+        result = real(*args)
+        if args[:2] == (SCHEDULE_TOPIC, 0) and (body := next(puts, None)):
+            delays.put(1, body)
+            delays.store.dispatch()
+        return result
+
+    if moment == "units":  # the last unit was just seen
+        delays.put(1, b"first")
+        delays.store.dispatch()
+        delays.clock.advance(1_000)
+    monkeypatch.setattr(delays.store, moment, then_a_put)
+    due_ms = delays.service.run_once(delays.clock.now_ms())
+    assert delays.wakes or (due_ms is not None and due_ms <= delays.clock.now_ms() + 1_000)
+    delays.pass_ms(1_000)
+    assert delays.delivered()[-1] == b"late"
+
+
+def test_a_step_is_bounded_and_says_that_there_is_more(delays: Delays) -> None:
+    for n in range(5_000):
+        delays.put(1 + n % 2, b"%d" % n)
+    delays.store.dispatch()
+    now_ms = START_MS + 5_000
+    delays.clock.set_wall(now_ms)
+    assert delays.service.run_once(now_ms) == now_ms
+    assert 2_000 < len(delays.delivered()) <= 2_048
+    assert {int(body) % 2 for body in delays.delivered()} == {0, 1}, "no level waits for all of another"
+    delays.run()
+    assert sorted(map(int, delays.delivered())) == list(range(5_000))
+
+
+# -- what is delivered (4.5) ------------------------------------------------------------------------------------------
+
+
+def test_the_copy_has_everything_of_the_message_but_its_delay(delays: Delays) -> None:
+    properties = {"color": "red", "KEYS": "k1 k2", "TAGS": "t", "UNIQ_KEY": "u1", "WAIT": "true", "DELAY": "2"}
+    delays.parts.road.append(
+        "orders", 3, zlib.compress(b"body" * 100), properties, flag=77, sys_flag=0x1 | 0x2 | 0x8,
+        born_timestamp_ms=12345, born_host="10.1.2.3:4567", reconsume_times=6,
+    )  # fmt: skip
+    delays.pass_ms(5_000)
+    [copy] = delays.messages("orders", 3)
+    assert copy.body == b"body" * 100
+    assert (copy.flag, copy.sys_flag, copy.reconsume_times) == (77, 0x1 | 0x2 | 0x8, 6)
+    assert (copy.born_timestamp_ms, copy.born_host) == (12345, "10.1.2.3:4567")
+    assert copy.store_timestamp_ms == START_MS + 5_000
+    del properties["DELAY"]
+    assert copy.stored_properties() == {**properties, "WAIT": "false", "REAL_TOPIC": "orders", "REAL_QID": "3"}
+    assert [found.offset for found in delays.store.find("orders", key="k2")] == [0]
+    assert [found.queue_id for found in delays.store.find("orders", unique_key="u1")] == [3]
+    [hit] = delays.store.get("orders", 3, 0, tags="t").messages
+    assert hit.offset == 0
+
+
+@pytest.mark.parametrize("hosts", ["[2001:db8::1]:80", "10.0.0.1:80"])
+def test_a_message_without_a_key_of_its_own_is_known_by_its_first_address(delays: Delays, hosts: str) -> None:
+    delays.parts.road.append("orders", 0, b"x", {"DELAY": "1"}, born_host=hosts)
+    [first] = delays.messages(SCHEDULE_TOPIC)
+    delays.pass_ms(1_000)
+    [copy] = delays.messages()
+    assert copy.stored_properties()["ORIGIN_MESSAGE_ID"] == first.message_id
+    assert copy.unique_key == first.message_id
+    assert copy.born_host == hosts
+
+
+@pytest.mark.parametrize("durability", ["append", "flush"])
+def test_delivery_does_not_wait_for_the_disk(tmp_path: Path, durability: Any) -> None:
+    delays = Delays(tmp_path / "store", durability=durability)
+    delays.put(1)
+    delays.pass_ms(1_000)
+    delays.store.run_once(delays.clock.monotonic_ms() + 60_000)  # shows what is flushed
+    assert delays.delivered() == [b"m"]
+
+
+_NAMES = (
+    "DELAY",
+    "WAIT",
+    "REAL_TOPIC",
+    "REAL_QID",
+    "TIMER_DELIVER_MS",
+    "TIMER_DELAY_SEC",
+    "__CRC32#",
+    "KEYS",
+    "MYDELAY",
+)
+_pieces = st.lists(
+    st.tuples(st.sampled_from(_NAMES), st.sampled_from(("", "1", "2", "orders", "true", "\x01"))), max_size=8
+)
+
+
+@given(blobs=st.lists(st.tuples(_pieces, st.sampled_from(("", "\x02", "junk", "junk\x02"))), max_size=8))
+def test_restoring_by_known_ends_gives_what_restoring_piece_by_piece_gives(
+    blobs: list[tuple[list[tuple[str, str]], str]],
+) -> None:
+    restorer = _Restorer()
+    for pieces, end in blobs:
+        blob = ("".join(f"{name}\x01{value}\x02" for name, value in pieces) + end).encode()
+        try:
+            wanted: object = restored(blob)
+        except ValueError as error:
+            wanted = str(error)
+        for _ in range(2):
+            try:
+                found: object = restorer(blob)
+            except ValueError as error:
+                found = str(error)
+            assert found == wanted
+        if isinstance(wanted, tuple):
+            before, after = decode_properties(blob), decode_properties(wanted[2])
+            gone = {"DELAY", "TIMER_DELIVER_MS", "TIMER_DELAY_SEC", "__CRC32#"}
+            assert after == {k: v for k, v in before.items() if k not in gone} | {"WAIT": "false"}
+            assert (wanted[0], wanted[1]) == (before["REAL_TOPIC"], int(before["REAL_QID"]))
+
+
+# -- what cannot be delivered -----------------------------------------------------------------------------------------
+
+UNRESTORABLE = [
+    ({}, "REAL_TOPIC"),
+    ({"REAL_QID": "0"}, "REAL_TOPIC"),
+    ({"REAL_TOPIC": "orders"}, "REAL_QID"),
+    ({"REAL_TOPIC": "orders", "REAL_QID": "x"}, "REAL_QID"),
+    ({"REAL_TOPIC": "orders", "REAL_QID": "٣"}, "REAL_QID"),
+    ({"REAL_TOPIC": "orders", "REAL_QID": "99999999999"}, "REAL_QID"),
+    ({"REAL_TOPIC": "orders", "REAL_QID": "-1"}, "queue_id -1"),
+    ({"REAL_TOPIC": "orders", "REAL_QID": "16384"}, "queue_id 16384"),
+    ({"REAL_TOPIC": "../orders", "REAL_QID": "0"}, "topic"),
+    ({"REAL_TOPIC": SCHEDULE_TOPIC, "REAL_QID": "0"}, "for ever"),
+]
+
+
+@pytest.mark.parametrize(("properties", "reason"), UNRESTORABLE)
+def test_what_cannot_be_restored_becomes_a_dead_letter_and_holds_nothing_up(
+    delays: Delays, properties: dict[str, str], reason: str
+) -> None:
+    delays.put(1, b"before")
+    at = delays.raw(1, properties)
+    delays.put(1, b"behind")
+    delays.pass_ms(1_000)
+    assert delays.delivered() == [b"before", b"behind"]
+    [(offset, group, text)] = delays.dead
+    assert (offset, group) == (at, SCHEDULE_GROUP)
+    assert reason in text
+    assert delays.counted("delay_dead_letters") == 1
+    assert delays.service.progress() == {1: (3, 3)}
+
+
+def test_the_dead_letter_lies_in_the_services_own_dead_letter_topic_and_is_not_delayed_again(tmp_path: Path) -> None:
+    delays = Delays(tmp_path / "store")
+    delays.service.close()
+    service = DelayService(delays.parts, lambda: None, Retries(delays.parts).dead_letter)
+    delays.raw(1, {"REAL_QID": "0", "KEYS": "k"}, b"lost?")
+    advance(delays.parts, [service], 1_000)
+    [message] = delays.messages(dlq_topic(SCHEDULE_GROUP))
+    assert message.body == b"lost?"
+    assert "REAL_TOPIC" in message.stored_properties()["dlq_reason"]
+
+
+def test_a_dead_letter_that_cannot_be_stored_is_tried_again(delays: Delays, monkeypatch: pytest.MonkeyPatch) -> None:
+    delays.raw(1, {})
+    delays.put(1, b"behind")
+    errors = iter([InvalidMessageError("too long", "body"), StoreFullError(errno.ENOSPC, "full", "f", "allocate")])
+
+    def bury(message: Message, group: str, reason: str) -> None:
+        for error in errors:
+            raise error
+        delays._bury(message, group, reason)
+
+    monkeypatch.setattr(delays.service, "_dead_letter", bury)
+    delays.clock.advance(1_000)
+    assert delays.run() == START_MS + 1_100
+    assert "too long" in delays.service.errors[1]
+    assert delays.delivered() == []
+    delays.pass_ms(100 + 200)
+    assert [offset for offset, _, _ in delays.dead] == [0]
+    assert delays.delivered() == [b"behind"]
+    assert delays.service.errors == {}
+
+
+def test_a_half_message_is_passed_over(delays: Delays) -> None:
+    delays.put(1, b"before")
+    delays.raw(1, {"REAL_TOPIC": HALF_TOPIC, "REAL_QID": "0"})
+    delays.put(1, b"behind")
+    delays.pass_ms(1_000)
+    assert delays.delivered() == [b"before", b"behind"]
+    assert delays.store.offsets_or_none(HALF_TOPIC, 0) is None
+    assert delays.dead == []
+    assert delays.service.progress() == {1: (3, 3)}
+
+
+def test_damaged_records_are_passed_over_and_counted_once(delays: Delays) -> None:
+    """And a read that goes past the damage must not bring what is not due yet."""
+    for n in range(10):
+        delays.put(1, b"message %d" % n)
+    delays.clock.advance(500)
+    delays.put(1, b"later")
+    delays.store.dispatch()
+    for n in (0, 4, 5, 9):
+        units = delays.store.units(SCHEDULE_TOPIC, 0, n, 1)
+        flip(delays.path / "commitlog" / f"{0:020d}", int(units["physical_offset"][0]) + 90)
+    delays.store._init_reader()  # what was verified before the damage counts no more
+    delays.clock.advance(500)
+    assert delays.run() == START_MS + 1_500
+    assert delays.delivered() == [b"message %d" % n for n in (1, 2, 3, 6, 7, 8)]
+    delays.pass_ms(500)
+    assert delays.delivered()[-1] == b"later"
+    assert delays.counted("delay_unreadable") == 4
+
+
+# -- puts that fail (4.4 step 9) --------------------------------------------------------------------------------------
+
+
+def test_a_put_that_fails_is_tried_again_later_each_time_and_nothing_overtakes(
+    delays: Delays, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for body in (b"a", b"b"):
+        delays.put(1, body)
+    delays.put(2, b"other level", topic="clicks")
+    real = delays.parts.road.copy_many
+    full = [True]
+
+    def copy_many(copies: Any) -> int:
+        if full[0] and copies[0][1] == "orders":
+            raise StoreFullError(errno.ENOSPC, "no space", "file", "allocate")
+        return real(copies)
+
+    monkeypatch.setattr(type(delays.parts.road), "copy_many", lambda self, copies: copy_many(copies))
+    delays.clock.advance(1_000)
+    delays.pass_ms(20_000)
+    assert "no space" in delays.service.errors[1]
+    assert delays.delivered("clicks") == [b"other level"]
+    assert delays.service.progress()[1] == (0, 2)
+    full[0] = False
+    delays.pass_ms(10_000)
+    assert delays.delivered() == [b"a", b"b"]
+    assert delays.service.errors == {}
+
+
+def test_the_back_off_doubles_from_100_ms_to_10_s_and_starts_anew_after_success(
+    delays: Delays, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: object, copies: Any) -> int:
+        raise StoreFullError(errno.ENOSPC, "no space", "file", "allocate")
+
+    def waits(count: int) -> list[int]:
+        found = []
+        with monkeypatch.context() as patched:
+            patched.setattr(type(delays.parts.road), "copy_many", fails)
+            for _ in range(count):
+                delays.service.run_once(delays.clock.now_ms())
+                due_ms = delays.service._levels[0].due_ms
+                assert due_ms is not None
+                found.append(due_ms - delays.clock.now_ms())
+                delays.clock.set_wall(due_ms)
+        return found
+
+    delays.put(1)
+    delays.clock.advance(1_000)
+    assert waits(9) == [100, 200, 400, 800, 1_600, 3_200, 6_400, 10_000, 10_000]
+    delays.run()
+    delays.put(1)
+    delays.pass_ms(999)
+    delays.clock.advance(1)
+    assert waits(2) == [100, 200]
+    delays.run()
+    assert len(delays.delivered()) == 2
+
+
+def test_an_error_while_looking_is_tried_again_too(delays: Delays, monkeypatch: pytest.MonkeyPatch) -> None:
+    delays.put(1)
+    delays.clock.advance(1_000)
+    with monkeypatch.context() as patched:
+        patched.setattr(delays.store, "units", lambda *_: 1 / 0)
+        assert delays.run() == START_MS + 1_100
+    delays.pass_ms(100)
+    assert delays.delivered() == [b"m"]
+
+
+def test_messages_too_big_to_go_together_all_come_in_order(tmp_path: Path) -> None:
+    delays = Delays(tmp_path / "store", segment_bytes=4096)
+    bodies = [bytes([65 + n]) * 1_500 for n in range(9)]
+    for body in bodies:
+        delays.put(1, body)
+    delays.pass_ms(1_000)
+    assert delays.delivered() == bodies
+
+
+# -- progress on disk (4.7, 4.8, X2) ----------------------------------------------------------------------------------
+
+
+def test_the_file_says_which_unit_comes_next_by_level(delays: Delays) -> None:
+    for level in (1, 3, 3):
+        delays.put(level)
+    delays.pass_ms(10_000)
+    delays.service.close()
+    assert delays.file() == {
+        "dataVersion": {"counter": 0, "stateVersion": 0, "timestamp": 0},
+        "offsetTable": {"1": 1, "3": 2},
+    }
+
+
+def test_the_version_counts_every_200th_delivery(delays: Delays) -> None:
+    for _ in range(450):
+        delays.put(1)
+    delays.pass_ms(1_000)
+    delays.service.close()
+    assert delays.file()["dataVersion"] == {"counter": 2, "stateVersion": 0, "timestamp": START_MS + 1_000}
+
+
+def test_progress_is_written_every_ten_seconds_if_there_is_any_and_after_the_log(
+    delays: Delays, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[tuple[str, int]] = []
+    flush, save = delays.store.flush, delays.service._file.save
+    monkeypatch.setattr(delays.store, "flush", lambda: (done.append(("flush", delays.clock.now_ms())), flush()))
+    monkeypatch.setattr(
+        delays.service._file, "save", lambda value: (done.append(("save", delays.clock.now_ms())), save(value))
+    )
+    for _ in range(8):
+        delays.put(2)
+        delays.pass_ms(3_000)
+    delays.pass_ms(100_000)
+    times = [START_MS + ms for ms in (10_000, 20_000, 30_000)]
+    assert done == [(what, when) for when in times for what in ("flush", "save")]
+    assert delays.run() is None, "nothing new, nothing to write"
+
+
+def test_a_progress_file_that_cannot_be_written_is_written_later_and_holds_no_delivery_up(
+    delays: Delays, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delays.clock.advance(20_000)
+    delays.put(1, b"a")
+    delays.clock.advance(1_000)
+    delays.store.dispatch()
+    with monkeypatch.context() as patched:
+        patched.setattr(delays.store, "flush", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            delays.service.run_once(delays.clock.now_ms())
+        assert delays.delivered() == [b"a"]
+        delays.put(1, b"b")
+        delays.pass_ms(1_000)
+    assert delays.delivered() == [b"a", b"b"]
+    delays.pass_ms(10_000)
+    assert delays.file()["offsetTable"] == {"1": 2}
+
+
+def test_after_a_clean_stop_nothing_comes_twice(delays: Delays) -> None:
+    delays.put(1, b"a")
+    delays.put(2, b"b")
+    delays.pass_ms(1_000)
+    again = delays.again()
+    again.pass_ms(10_000)
+    assert again.delivered() == [b"a", b"b"]
+
+
+def test_after_a_kill_exactly_what_was_delivered_since_the_file_was_written_comes_again(delays: Delays) -> None:
+    for n in range(27):
+        delays.put(1, b"%02d" % n)
+        delays.pass_ms(1_000)
+    for n in range(27, 30):
+        delays.put(1, b"%02d" % n)
+    saved = delays.file()["offsetTable"]["1"]
+    done = delays.service.progress()[1][0]
+    assert (saved, done) == (20, 27)
+    before = delays.delivered()
+    again = delays.killed()
+    again.pass_ms(60_000)
+    assert again.delivered() == before + before[saved:done] + [b"%02d" % n for n in range(done, 30)]
+
+
+def test_progress_beyond_the_queues_end_is_lowered_and_reported(delays: Delays) -> None:
+    """A power cut took the end of the queue; what comes next gets the numbers that were taken."""
+    delays.put(1, b"old")
+    delays.pass_ms(1_000)
+    delays.close()
+    config = delays.path / "config" / "delayOffset.json"
+    config.write_text('{"offsetTable":{1:7,2:3}}')
+    again = Delays(delays.path, clock=delays.clock)
+    assert len(again.service.problems) == 2
+    assert again.file()["offsetTable"] == {"1": 1, "2": 0}
+    again.put(1, b"new")
+    again.put(2, b"of a queue that was gone")
+    again.pass_ms(5_000)
+    assert again.delivered() == [b"old", b"new", b"of a queue that was gone"]
+
+
+def test_a_lowered_progress_is_on_disk_before_the_queue_can_pass_the_old_one(delays: Delays) -> None:
+    """Were it only lowered in memory, a kill after the queue had grown past the old number would make that number look
+    right: all messages below it would be passed over."""
+    delays.put(1, b"old")
+    delays.pass_ms(1_000)
+    delays.close()
+    (delays.path / "config" / "delayOffset.json").write_text('{"offsetTable":{"1":4}}')
+    again = Delays(delays.path, clock=delays.clock)
+    for n in range(5):
+        again.put(1, b"new %d" % n)
+    third = again.killed()
+    third.pass_ms(1_000)
+    assert third.delivered() == [b"old", *(b"new %d" % n for n in range(5))]
+
+
+def test_a_file_of_another_program_is_read_and_what_is_not_ours_is_kept(delays: Delays) -> None:
+    delays.put(1, b"a")
+    delays.put(1, b"b")
+    delays.close()
+    config = delays.path / "config"
+    config.mkdir(exist_ok=True)
+    (config / "delayOffset.json").write_text(
+        '{"dataVersion":{"counter":5,"stateVersion":0,"timestamp":9},"offsetTable":{1:1,40:7},"theirs":{"x":[1]}}'
+    )
+    again = Delays(delays.path, clock=delays.clock)
+    again.pass_ms(1_000)
+    again.service.close()
+    assert again.delivered() == [b"b"]
+    assert again.file() == {
+        "dataVersion": {"counter": 5, "stateVersion": 0, "timestamp": 9},
+        "offsetTable": {"1": 2, "40": 7},
+        "theirs": {"x": [1]},
+    }
+
+
+@pytest.mark.parametrize("entry", ['"x": 1', '"0": 1', '"1": -1', '"-1": 1', '"1.5": 1'])
+def test_an_entry_that_makes_no_sense_is_left_out_and_reported(delays: Delays, entry: str) -> None:
+    delays.put(1)
+    delays.close()
+    (delays.path / "config").mkdir(exist_ok=True)
+    (delays.path / "config" / "delayOffset.json").write_text(f'{{"offsetTable":{{{entry}}}}}')
+    again = Delays(delays.path, clock=delays.clock)
+    assert len(again.service.problems) == 1
+    again.pass_ms(1_000)
+    assert again.delivered() == [b"m"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"offsetTable": 3}', '{"offsetTable": {"1": "2"}}', '{"offsetTable": {"1": true}}']
+)
+def test_a_damaged_file_without_a_good_backup_is_an_error_and_no_reset(delays: Delays, text: str) -> None:
+    delays.put(1)
+    delays.close()
+    (delays.path / "config").mkdir(exist_ok=True)
+    (delays.path / "config" / "delayOffset.json").write_text(text)
+    (delays.path / "config" / "delayOffset.json.bak").write_text(text)
+    parts = new_parts(delays.path, clock=delays.clock)
+    with pytest.raises(CorruptStoreError, match=r"delayOffset\.json"):
+        DelayService(parts, lambda: None, lambda *_: None)
+    parts.store.close()
+
+
+# -- retention, orphans -----------------------------------------------------------------------------------------------
+
+
+def test_what_retention_took_is_counted_as_lost(tmp_path: Path) -> None:
+    delays = Delays(tmp_path / "store", segment_bytes=4096)
+    for n in range(40):
+        delays.put(2, b"%02d" % n * 200)
+    delays.store.flush()
+    delays.store.dispatch()
+    delays.store.drop_before(delays.store.max_offset // 2)
+    low, high = delays.store.offsets(SCHEDULE_TOPIC, 1)
+    assert 0 < low < high == 40
+    delays.pass_ms(5_000)
+    assert [body[:2] for body in delays.delivered()] == [b"%02d" % n for n in range(low, 40)]
+    assert delays.parts.statistics.snapshot().lost == {(SCHEDULE_GROUP, SCHEDULE_TOPIC, 1): low}
+
+
+def test_a_level_pins_the_first_record_that_a_crash_would_deliver_again(delays: Delays) -> None:
+    assert list(delays.service.pins()) == []
+    delays.put(1, b"a")
+    first = delays.messages(SCHEDULE_TOPIC)[0].physical_offset
+    assert [pin.physical_offset for pin in delays.service.pins()] == [first]
+    delays.pass_ms(1_000)
+    delays.put(1, b"b")
+    assert [pin.physical_offset for pin in delays.service.pins()] == [first], "delivered, but not yet on record"
+    delays.service.save(delays.clock.now_ms())
+    second = delays.messages(SCHEDULE_TOPIC)[1].physical_offset
+    [pin] = delays.service.pins()
+    assert pin[:4] == (second, SCHEDULE_TOPIC, 0, SCHEDULE_GROUP)
+    delays.pass_ms(20_000)
+    assert list(delays.service.pins()) == []
+
+
+def orphaned(path: Path, **options: Any) -> Delays:
+    old = Delays(path, delay_levels="1s 5s 2h")
+    old.put(3, b"done")
+    old.pass_ms(7_200_000)
+    for n in range(3):
+        old.put(3, b"orphan %d" % n)
+    return old.again(delay_levels="1s 5s", **options)
+
+
+def test_messages_of_a_level_that_is_gone_are_reported_pinned_and_kept(tmp_path: Path) -> None:
+    delays = orphaned(tmp_path / "store")
+    assert delays.service.orphans == {3: 3}
+    assert "level 3" in delays.service.problems[0]
+    assert [pin.queue_id for pin in delays.service.pins()] == [2]
+    delays.put(1, b"of level 1")
+    delays.pass_ms(8_000_000)
+    assert delays.delivered() == [b"done", b"of level 1"]
+    back = delays.again(delay_levels="1s 5s 2h")
+    assert back.service.orphans == {}
+    back.pass_ms(0)
+    assert back.delivered() == [b"done", b"of level 1", *(b"orphan %d" % n for n in range(3))]
+
+
+def test_or_delivered_at_once_if_one_says_so(tmp_path: Path) -> None:
+    delays = orphaned(tmp_path / "store", orphan_level_policy="deliver_now")
+    assert delays.service.orphans == {3: 3}
+    delays.run()
+    assert delays.delivered() == [b"done", *(b"orphan %d" % n for n in range(3))]
+    again = delays.again(delay_levels="1s 5s", orphan_level_policy="deliver_now")
+    again.run()
+    assert len(again.delivered()) == 4
+    assert again.service.orphans == {}
+
+
+def test_progress_and_waiting(delays: Delays) -> None:
+    for level in (1, 1, 18):
+        delays.put(level)
+    assert delays.service.waiting() == 3
+    delays.pass_ms(1_000)
+    assert delays.service.progress() == {1: (2, 2), 18: (0, 1)}
+    assert delays.service.waiting() == 1

@@ -1,0 +1,279 @@
+"""Subscriptions by tag, as the table of broker-semantics 10.1 has them, and by SQL92 (the language: test_sql92.py)."""
+
+from __future__ import annotations
+
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mqstore.broker import filters, sql92
+from mqstore.broker.filters import CACHED, Filter, TagSubscription, parse_filter
+from mqstore.errors import FilterError, ResultCode
+from mqstore.log.tagfilter import UnitFilter
+from tests.broker.support import new_parts
+
+
+@pytest.fixture(autouse=True)
+def _empty_cache() -> None:
+    filters._parsed.cache_clear()
+
+
+def parsed(expression: str | None, kind: str = "TAG", **options: Any) -> Filter:
+    """The filter of an expression that does not pass everything."""
+    found = parse_filter(expression, kind, **options)
+    assert found is not None
+    return found
+
+
+# -- tags --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("expression", [None, "", "*"])
+def test_nothing_and_the_star_alone_pass_everything(expression: str | None) -> None:
+    assert parse_filter(expression) is None
+
+
+@pytest.mark.parametrize(
+    ("expression", "tags"),
+    [
+        ("TagA || TagB", {"TagA", "TagB"}),
+        ("TagA||TagB", {"TagA", "TagB"}),
+        ("TagA||", {"TagA"}),
+        ("||TagA", {"TagA"}),
+        ("||||TagA", {"TagA"}),
+        ("TagA || TagA", {"TagA"}),
+        (" || ", set()),
+        ("|| ", set()),
+        (" ", set()),
+        ("\t\n", set()),
+        ("a | b", {"a | b"}),
+        ("|", {"|"}),
+        ("|||", {"|"}),
+        ("* || TagA", {"*", "TagA"}),
+        ("*||*", {"*"}),
+        (" * ", {"*"}),
+        # String.trim takes what is below U+0021 and nothing else.
+        ("\x00TagA\x1f", {"TagA"}),
+        ("\u00a0TagA\u3000", {"\u00a0TagA\u3000"}),
+        ("\u8ba2\u5355", {"\u8ba2\u5355"}),
+    ],
+)
+def test_tag_expressions(expression: str, tags: set[str]) -> None:
+    found = parse_filter(expression)
+
+    assert isinstance(found, TagSubscription)
+    assert found.tags == tags
+    assert (found.kind, found.expression) == ("TAG", expression)
+
+
+@pytest.mark.parametrize("expression", ["||", "||||"])
+def test_bars_alone_are_an_error(expression: str) -> None:
+    with pytest.raises(FilterError, match="no tag beside") as caught:
+        parse_filter(expression)
+    assert (caught.value.position, caught.value.code) == (0, ResultCode.SUBSCRIPTION_PARSE_FAILED)
+
+
+# `Aa` and `BB` share their hash; the last one's is the smallest of all.
+HASHES = {
+    "TagA": 2598919,
+    "TagB": 2598920,
+    "\u8ba2\u5355": 1129459,
+    "Aa": 2112,
+    "BB": 2112,
+    "polygenelubricants": -(1 << 31),
+}
+
+
+@pytest.mark.parametrize(("tag", "code"), HASHES.items())
+def test_units_are_judged_by_the_low_32_bits_of_their_code(tag: str, code: int) -> None:
+    same = [code, code + (1 << 32), code - (5 << 32)]
+    others = [code ^ 1, code ^ 0x4000_0000, (code ^ 1) + (1 << 32), 0, -1, (1 << 63) - 1]
+    found = parsed(f"another || {tag}")
+
+    assert found.units(np.array(same + others, np.int64)).tolist() == [True] * len(same) + [False] * len(others)
+    assert [found.may_match(value) for value in same + others] == [True] * len(same) + [False] * len(others)
+    assert found.may_match(None)
+
+
+def test_a_message_is_judged_by_its_tag_not_by_the_hash() -> None:
+    found = parsed("Aa")
+
+    assert found.may_match(HASHES["BB"])
+    assert found.matches({"TAGS": "Aa"})
+    assert not found.matches({"TAGS": "BB"})
+    assert not found.matches({"TAGS": "aa"})
+    assert not found.matches({"TAGS": "Aa || BB"})
+    assert not found.matches({})
+
+
+def test_a_blank_expression_matches_no_message() -> None:
+    found = parsed("  ")
+
+    assert not found.units(np.array([0, 2112], np.int64)).any()
+    assert not found.may_match(0)
+    assert found.may_match(None)
+    assert not found.matches({})
+    assert not found.matches({"TAGS": ""})
+
+
+def test_the_star_among_others_is_a_tag() -> None:
+    found = parsed("* || TagA")
+
+    assert found.matches({"TAGS": "*"})
+    assert found.matches({"TAGS": "TagA"})
+    assert not found.matches({"TAGS": "TagB"})
+
+
+@given(st.text(alphabet="ab|* \u8ba2\x00", max_size=12))
+def test_any_text_is_a_tag_filter_or_a_filter_error(text: str) -> None:
+    try:
+        found = parse_filter(text)
+    except FilterError:
+        assert set(text) == {"|"}
+        return
+    for tag in text.split("||"):
+        assert found is None or found.matches({"TAGS": tag.strip()}) is (tag.strip("\x00 ") == tag.strip() != "")
+
+
+# -- SQL92 -------------------------------------------------------------------------------------------------------------
+
+
+def test_sql_filters_judge_properties_and_let_every_unit_pass() -> None:
+    found = parsed("a > 3 AND TAGS = 'x'", "SQL92")
+
+    assert (found.kind, found.expression) == ("SQL92", "a > 3 AND TAGS = 'x'")
+    assert found.matches({"a": "4", "TAGS": "x"})
+    assert not found.matches({"a": "4", "TAGS": "y"})
+    assert not found.matches({"TAGS": "x"})  # NULL
+    assert not found.matches({"a": "x", "TAGS": "x"})  # an error
+    assert found.units(np.zeros(3, np.int64)).tolist() == [True] * 3
+    assert found.units(np.zeros(0, np.int64)).tolist() == []
+    assert found.may_match(7)
+    assert found.may_match(None)
+
+
+@pytest.mark.parametrize("expression", [None, "", " ", "*", "a > "])
+def test_sql_filters_need_an_expression(expression: str | None) -> None:
+    with pytest.raises(FilterError) as caught:
+        parse_filter(expression, "SQL92")
+    assert caught.value.position == len(expression or "") - (expression == "*")
+
+
+def test_the_strict_flag_reaches_the_parser_and_the_cache() -> None:
+    for _ in range(2):
+        assert parsed("a = 3 garbage", "SQL92", strict_rocketmq=True).matches({"a": "3"})
+        with pytest.raises(FilterError):
+            parse_filter("a = 3 garbage", "SQL92")
+
+
+@pytest.mark.parametrize("kind", ["SQL", "tag", ""])
+def test_other_types_are_refused(kind: str) -> None:
+    with pytest.raises(FilterError, match="use 'TAG' or 'SQL92'"):
+        parse_filter("a", kind)
+
+
+def test_what_is_no_text_is_refused() -> None:
+    with pytest.raises(FilterError, match="not int"):
+        parse_filter(3)  # type: ignore[arg-type]
+
+
+# -- the cache ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The expressions that were compiled, in order."""
+    seen: list[str] = []
+    original = sql92.compile
+
+    def counting(expression: str, *, strict_rocketmq: bool = False) -> sql92.Expression:
+        seen.append(expression)
+        return original(expression, strict_rocketmq=strict_rocketmq)
+
+    monkeypatch.setattr(sql92, "compile", counting)
+    return seen
+
+
+def test_filters_and_errors_are_remembered(compiled: list[str]) -> None:
+    first = parse_filter("a = 1", "SQL92")
+    assert parse_filter("a = 1", "SQL92") is first
+    errors = []
+    for _ in range(3):
+        with pytest.raises(FilterError) as caught:
+            parse_filter("a = ", "SQL92")
+        errors.append(caught.value)
+
+    assert compiled == ["a = 1", "a = "]
+    assert len({(str(error), error.position) for error in errors}) == 1
+
+
+def test_a_remembered_error_does_not_gather_the_frames_of_all_who_met_it() -> None:
+    lengths = set()
+    for _ in range(5):
+        with pytest.raises(FilterError) as caught:
+            parse_filter("a = ", "SQL92")
+        lengths.add(len(traceback.extract_tb(caught.value.__traceback__)))
+        assert caught.value.__context__ is None
+    assert len(lengths) == 1
+
+
+def test_a_hundred_are_remembered_the_latest_used(compiled: list[str]) -> None:
+    assert CACHED == 100
+    for i in range(CACHED):
+        parse_filter(f"a = {i}", "SQL92")
+    parse_filter("a = 0", "SQL92")
+    parse_filter("a = 100", "SQL92")  # takes the place of `a = 1`
+    del compiled[:]
+
+    parse_filter("a = 0", "SQL92")
+    assert compiled == []
+    parse_filter("a = 1", "SQL92")
+    assert compiled == ["a = 1"]
+
+
+def test_many_threads_may_parse_at_once() -> None:
+    def use(i: int) -> bool:
+        return parsed(f"a = {i % 150}", "SQL92").matches({"a": str(i % 150)}) and parsed(f"t{i % 150}").matches(
+            {"TAGS": f"t{i % 150}"}
+        )
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(use, range(3_000)))
+
+
+# -- with the log ------------------------------------------------------------------------------------------------------
+
+
+def test_the_log_reads_through_either_kind(tmp_path: Path) -> None:
+    parts = new_parts(tmp_path)
+    store = parts.store
+    for i, tag in enumerate(["Aa", "BB", None, "TagA", "Aa"]):
+        store.put("orders", b"%d" % i, tag=tag, properties={"amount": str(i)})
+    store.dispatch()
+
+    def offsets(chosen: UnitFilter | None) -> tuple[list[int], int]:
+        result = store.get("orders", 0, 0, 32, tags=chosen)
+        return [message.offset for message in result.messages], result.next_offset
+
+    assert offsets(parse_filter("Aa")) == ([0, 4], 5)
+    assert offsets(parse_filter("BB || TagA")) == ([1, 3], 5)
+    assert offsets(parse_filter(" ")) == ([], 5)
+    assert offsets(parse_filter("*")) == ([0, 1, 2, 3, 4], 5)
+    assert offsets(parse_filter("amount >= 2 AND TAGS IS NOT NULL", "SQL92")) == ([3, 4], 5)
+    store.close()
+
+
+def test_accepts_asks_the_message_for_all_its_stored_properties() -> None:
+    message: Any = SimpleNamespace(tag="x", stored_properties=lambda: {"TAGS": "x", "KEYS": "k"})
+
+    assert parsed("x").accepts(message)
+    assert not parsed("y").accepts(message)
+    assert parsed("KEYS = 'k'", "SQL92").accepts(message)
+    assert not parsed("KEYS = 'l'", "SQL92").accepts(message)

@@ -1,0 +1,509 @@
+"""Groups: their settings and how they are stored, when failed messages come back, what is forbidden."""
+
+from __future__ import annotations
+
+import errno
+import json
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mqstore.broker.groups import GroupConfig, GroupTable, RetryPolicy
+from mqstore.errors import (
+    ConfigError,
+    CorruptStoreError,
+    GroupNotFoundError,
+    NotPermittedError,
+    StoreFullError,
+)
+from mqstore.files.filesystem import FileSystem
+from tests.faults import FaultyFileSystem
+from tests.log.support import open_store
+
+SECOND, MINUTE, HOUR = 1_000, 60_000, 3_600_000
+FOR_EVER = 2_147_483_647
+
+
+class _Groups:
+    """A group table that can be opened again."""
+
+    def __init__(self, path: Path, fs: FileSystem | None = None, **config: Any) -> None:
+        self.path, self.fs, self.config = path, fs, config
+        self.file = path / "config" / "subscriptionGroup.json"
+        self.store = open_store(path, fs=fs, **config)
+        self.table = self._load()
+
+    def _load(self) -> GroupTable:
+        return GroupTable(self.store, self.store.config, self.store.config.clock, self.store.fs)  # type: ignore[arg-type]
+
+    def again(self) -> GroupTable:
+        """The table as a new process would read it."""
+        return self._load()
+
+    def stored(self) -> dict[str, Any]:
+        return json.loads(self.file.read_text())  # type: ignore[no-any-return]
+
+    def write(self, text: str) -> GroupTable:
+        self.file.parent.mkdir(exist_ok=True)
+        self.file.write_text(text)
+        return self._load()
+
+
+@pytest.fixture
+def groups(tmp_path: Path) -> Any:
+    groups = _Groups(tmp_path / "s")
+    yield groups
+    groups.store.close()
+
+
+# -- delays: the tables of client-semantics A12 ------------------------------------------------------------------------
+
+SENT_BACK_MS = [10 * SECOND, 30 * SECOND, *(n * MINUTE for n in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 20, 30))]
+SENT_BACK_MS += [1 * HOUR, 2 * HOUR]
+ATTEMPT_MS = [1 * SECOND, 5 * SECOND, 10 * SECOND, 30 * SECOND, *(n * MINUTE for n in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10))]
+ATTEMPT_MS += [20 * MINUTE, 30 * MINUTE]
+
+
+@pytest.mark.parametrize(("r", "delay_ms"), list(enumerate(SENT_BACK_MS)))
+def test_a_message_sent_back_waits_for_level_three_and_on(r: int, delay_ms: int) -> None:
+    assert RetryPolicy().next_delay_ms(r) == delay_ms
+    assert GroupConfig("g").send_back_level_or_delay(r) == ("level", 3 + r)
+
+
+@pytest.mark.parametrize(("attempt", "delay_ms"), list(enumerate(ATTEMPT_MS, 1)))
+def test_a_popped_message_waits_a_second_first(attempt: int, delay_ms: int) -> None:
+    assert GroupConfig("g").delay_ms(attempt) == delay_ms
+    assert RetryPolicy().delay(attempt) == delay_ms / 1000
+
+
+@pytest.mark.parametrize("far", [15, 16, 17, 18, 100, FOR_EVER])
+def test_behind_the_end_of_the_standard_delays_two_hours_stay_two_hours(far: int) -> None:
+    assert RetryPolicy().next_delay_ms(far) == 2 * HOUR
+    assert RetryPolicy().delay_ms(far + 3) == 2 * HOUR
+
+
+def test_a_negative_count_of_retries_counts_as_none() -> None:
+    assert RetryPolicy().next_delay_ms(-1) == 10 * SECOND
+    assert GroupConfig("g").send_back_level_or_delay(-5) == ("level", 3)
+    assert RetryPolicy.exponential().next_delay_ms(-1) == 5 * SECOND
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected_ms"),
+    [
+        (RetryPolicy.exponential(0.005, 5, 1), [5, 25, 125, 625, 1000, 1000]),
+        (RetryPolicy.exponential(), [5_000, 10_000, 20_000, 40_000]),
+        (RetryPolicy(delays=[0]), [0, 0, 0]),
+        (RetryPolicy(delays=[1, 2]), [1_000, 2_000, 2_000, 2_000]),
+        (RetryPolicy(delays=[timedelta(minutes=1), 0.25]), [60_000, 250, 250]),
+    ],
+)
+def test_a_policy_of_ones_own_starts_with_its_first_entry_in_every_model(
+    policy: RetryPolicy, expected_ms: list[int]
+) -> None:
+    config = GroupConfig("g", retry_policy=policy)
+    assert [config.delay_ms(attempt) for attempt in range(1, len(expected_ms) + 1)] == expected_ms
+    assert [config.send_back_level_or_delay(r) for r in range(len(expected_ms))] == [("ms", ms) for ms in expected_ms]
+
+
+def test_an_exponent_has_a_bound_so_that_no_attempt_number_takes_for_ever() -> None:
+    policy = RetryPolicy.exponential(1, 10**6, 7200)
+    assert policy.delay_ms(2**31) == policy.next_delay_ms(2**31) == 2 * HOUR
+    slow = RetryPolicy.exponential(0.001, 2, timedelta(days=36_500))
+    assert slow.next_delay_ms(32) == slow.next_delay_ms(33) == 2**32
+
+
+@pytest.mark.parametrize("attempt", [0, -1])
+def test_there_is_no_attempt_before_the_first(attempt: int) -> None:
+    with pytest.raises(ConfigError):
+        RetryPolicy().delay_ms(attempt)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: RetryPolicy(0),
+        lambda: RetryPolicy(-1),
+        lambda: RetryPolicy(True),
+        lambda: RetryPolicy(2**31),
+        lambda: RetryPolicy(delays=[]),
+        lambda: RetryPolicy(delays=[-1]),
+        lambda: RetryPolicy(delays=[float("nan")]),
+        lambda: RetryPolicy.exponential(multiplier=0),
+        lambda: RetryPolicy.exponential(multiplier=1.5),  # type: ignore[arg-type]
+        lambda: RetryPolicy.exponential(-1),
+    ],
+)
+def test_a_policy_that_cannot_be_is_refused(make: Any) -> None:
+    with pytest.raises(ConfigError):
+        make()
+
+
+# -- attempts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("retry_max_times", "attempts"), [(16, 17), (0, 1), (-1, 1), (FOR_EVER, None), (FOR_EVER - 1, FOR_EVER)]
+)
+def test_stored_retries_are_one_less_than_attempts(retry_max_times: int, attempts: int | None) -> None:
+    assert GroupConfig.from_json("g", {"retryMaxTimes": retry_max_times}).max_attempts == attempts
+
+
+@pytest.mark.parametrize(("attempts", "stored"), [(17, 16), (1, 0), (None, FOR_EVER)])
+def test_attempts_are_stored_as_retries(attempts: int | None, stored: int) -> None:
+    entry = GroupConfig("g", retry_policy=RetryPolicy(attempts)).as_json()
+    assert entry["retryMaxTimes"] == stored
+    assert GroupConfig.from_json("g", entry).max_attempts == attempts
+
+
+@pytest.mark.parametrize("queues", [0, -1])
+def test_a_file_without_retry_queues_means_no_retries_and_is_kept(queues: int) -> None:
+    config = GroupConfig.from_json("g", {"retryQueueNums": queues})
+    assert config.max_attempts == 1
+    assert config.as_json()["retryQueueNums"] == queues
+    assert config.as_json()["retryMaxTimes"] == 16
+
+
+# -- coming into being -------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_group_comes_into_being_with_its_first_use_and_stays(groups: _Groups) -> None:
+    assert groups.table.get("g") is None
+    config = groups.table.need("g")
+    assert config == GroupConfig("g")
+    assert groups.again().get("g") == config
+    assert groups.stored()["subscriptionGroupTable"]["g"] == {
+        "attributes": {},
+        "brokerId": 0,
+        "consumeBroadcastEnable": True,
+        "consumeEnable": True,
+        "consumeFromMinEnable": True,
+        "consumeMessageOrderly": False,
+        "consumeTimeoutMinute": 15,
+        "groupName": "g",
+        "groupRetryPolicy": {"type": "CUSTOMIZED"},
+        "groupSysFlag": 0,
+        "notifyConsumerIdsChangedEnable": True,
+        "retryMaxTimes": 16,
+        "retryQueueNums": 1,
+        "whichBrokerWhenConsumeSlowly": 1,
+    }
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a@b", "a/b", "..", "%RETRY%g", "a|b", "ä", "x" * 121, "a\n"])
+def test_no_group_comes_into_being_under_a_name_that_cannot_be(groups: _Groups, name: str) -> None:
+    with pytest.raises(GroupNotFoundError, match="none can be made"):
+        groups.table.need(name)
+    with pytest.raises(ConfigError):
+        groups.table.create(name)
+    assert not groups.file.exists()
+
+
+def test_a_name_of_120_characters_is_a_name(groups: _Groups) -> None:
+    assert groups.table.need("x" * 120).name == "x" * 120
+
+
+def test_the_engines_own_groups_are_nobody_elses(groups: _Groups) -> None:
+    for call in (groups.table.need, groups.table.create):
+        with pytest.raises(NotPermittedError):
+            call("CID_RMQ_SYS_START")
+    assert not groups.file.exists()
+
+
+def test_with_auto_create_off_only_create_makes_groups(tmp_path: Path) -> None:
+    groups = _Groups(tmp_path / "s", auto_create_groups=False)
+    with pytest.raises(GroupNotFoundError, match="auto_create_groups"):
+        groups.table.need("g")
+    created = groups.table.create("g", orderly=True)
+    assert groups.table.need("g") is created
+    groups.store.close()
+
+
+def test_threads_that_need_a_group_at_once_get_one(groups: _Groups) -> None:
+    found: list[GroupConfig] = []
+    told: list[str] = []
+    groups.table.on_change.append(told.append)
+    threads = [threading.Thread(target=lambda: found.append(groups.table.need("g"))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({id(config) for config in found}) == 1
+    assert told == ["g"]
+    assert groups.stored()["dataVersion"]["counter"] == 1
+
+
+# -- changing ----------------------------------------------------------------------------------------------------------
+
+EVERYTHING: dict[str, Any] = {
+    "consume_enable": False,
+    "consume_from_min_enable": False,
+    "consume_broadcast_enable": False,
+    "orderly": True,
+    "retry_queues": 3,
+    "retry_policy": RetryPolicy(5, delays=[1, 60]),
+    "start": "latest",
+    "broker_id": 4,
+    "which_broker_when_consume_slowly": 2,
+    "notify_members": False,
+    "sys_flag": 9,
+    "consume_timeout_minutes": 30,
+    "attributes": {"a": "b"},
+}
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_each_setting_survives_a_restart_and_touches_no_other(groups: _Groups, name: str) -> None:
+    groups.table.create("g")
+    groups.table.alter("g", **{name: EVERYTHING[name]})
+    found = groups.again().need("g")
+    assert getattr(found, name) == EVERYTHING[name]
+    assert {other for other in EVERYTHING if getattr(found, other) != getattr(GroupConfig("g"), other)} == {name}
+
+
+@pytest.mark.parametrize(
+    ("policy", "stored"),
+    [
+        (RetryPolicy(), {"type": "CUSTOMIZED"}),
+        (RetryPolicy(delays=[1, 2]), {"type": "CUSTOMIZED", "customizedRetryPolicy": {"next": [1000, 2000]}}),
+        (
+            RetryPolicy.exponential(1, 3, 60),
+            {"type": "EXPONENTIAL", "exponentialRetryPolicy": {"initial": 1000, "max": 60_000, "multiplier": 3}},
+        ),
+    ],
+)
+def test_a_policy_is_stored_in_rocketmqs_members(groups: _Groups, policy: RetryPolicy, stored: dict[str, Any]) -> None:
+    groups.table.create("g", retry_policy=policy)
+    assert groups.stored()["subscriptionGroupTable"]["g"]["groupRetryPolicy"] == stored
+    assert groups.again().need("g").retry_policy == policy
+
+
+@pytest.mark.parametrize("start", ["latest", 0, 1_700_000_000_000])
+def test_where_a_group_starts_survives_a_restart(groups: _Groups, start: Any) -> None:
+    groups.table.create("g", start=start)
+    assert groups.again().need("g").start == start
+
+
+def test_retries_and_a_policy_given_together_make_one_policy(groups: _Groups) -> None:
+    config = groups.table.create("g", retry_policy=RetryPolicy(9, delays=[1]), retry_max_times=3)
+    assert (config.max_attempts, config.retry_policy.table_ms) == (4, (1000,))
+    assert groups.table.alter("g", retry_max_times=FOR_EVER).max_attempts is None
+    assert groups.again().need("g").delay_ms(7) == 1000
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"retry_queues": 0},
+        {"retry_queues": -1},
+        {"retry_max_times": -1},
+        {"retry_max_times": 2**31},
+        {"consume_enable": 1},
+        {"start": "middle"},
+        {"start": -1},
+        {"start": True},
+        {"retry_policy": 17},
+        {"attributes": {"a": 1}},
+        {"consume_timeout_minutes": 0},
+        {"unknown": {}},
+        {"no_such_setting": 1},
+    ],
+)
+def test_a_setting_that_cannot_be_changes_nothing(groups: _Groups, settings: dict[str, Any]) -> None:
+    groups.table.create("g")
+    before = groups.file.read_bytes()
+    with pytest.raises(ConfigError):
+        groups.table.alter("g", **settings)
+    assert groups.file.read_bytes() == before
+    assert groups.table.need("g") == GroupConfig("g")
+
+
+def test_creating_twice_is_an_error_unless_it_may_exist(groups: _Groups) -> None:
+    first = groups.table.create("g", orderly=True)
+    with pytest.raises(ConfigError, match="exists already"):
+        groups.table.create("g")
+    assert groups.table.create("g", exist_ok=True) is first
+
+
+def test_what_is_not_there_is_neither_altered_nor_deleted_nor_forbidden(groups: _Groups) -> None:
+    for call in (
+        lambda: groups.table.alter("g", orderly=True),
+        lambda: groups.table.delete("g"),
+        lambda: groups.table.forbid("g", "t"),
+    ):
+        with pytest.raises(GroupNotFoundError):
+            call()
+    assert not groups.file.exists()
+
+
+def test_a_deleted_group_is_gone_after_a_restart_too_and_what_was_forbidden_with_it(groups: _Groups) -> None:
+    groups.table.create("g")
+    groups.table.create("other")
+    groups.table.forbid("g", "t")
+    groups.table.delete("g")
+    for table in (groups.table, groups.again()):
+        assert table.names() == ["other"]
+        assert table.forbidden("g", "t") == 0
+
+
+def test_listeners_hear_of_each_change_once_it_can_be_seen(groups: _Groups) -> None:
+    seen: list[tuple[str, GroupConfig | None]] = []
+    groups.table.on_change.append(lambda name: seen.append((name, groups.again().get(name))))
+    created = groups.table.create("g")
+    altered = groups.table.alter("g", orderly=True)
+    groups.table.alter("g", orderly=True)  # nothing changes
+    groups.table.delete("g")
+    assert seen == [("g", created), ("g", altered), ("g", None)]
+
+
+def test_a_change_that_cannot_be_saved_is_none(tmp_path: Path) -> None:
+    fs = FaultyFileSystem()
+    groups = _Groups(tmp_path / "s", fs)
+    groups.table.create("g")
+    for change in (
+        lambda: groups.table.create("h"),
+        lambda: groups.table.need("h"),
+        lambda: groups.table.alter("g", orderly=True),
+        lambda: groups.table.delete("g"),
+        lambda: groups.table.forbid("g", "t"),
+    ):
+        fs.fail("create", errno.ENOSPC, path_part="subscriptionGroup.json")
+        with pytest.raises(StoreFullError):
+            change()
+    assert groups.table.configs() == [GroupConfig("g")]
+    assert groups.table.may_read("g", "t")
+    assert groups.table.alter("g", orderly=True).orderly  # and when there is room again, it goes on
+    groups.store.close()
+
+
+# -- forbidden bits ----------------------------------------------------------------------------------------------------
+
+
+def test_a_forbidden_bit_is_saved_and_clearing_the_last_one_is_too(groups: _Groups) -> None:
+    groups.table.create("g")
+    groups.table.forbid("g", "t")
+    groups.table.forbid("g", "t", 0)
+    groups.table.forbid("g", "u")
+    assert groups.stored()["forbiddenTable"] == {"g": {"t": 0b101, "u": 0b100}}
+    groups.table.forbid("g", "t", 0, False)
+    groups.table.forbid("g", "t", on=False)
+    for table in (groups.table, groups.again()):  # RocketMQ drops the whole group here, and does not save it
+        assert (table.may_read("g", "t"), table.may_read("g", "u")) == (True, False)
+    groups.table.forbid("g", "u", on=False)
+    assert groups.stored()["forbiddenTable"] == {}
+
+
+def test_only_the_third_bit_stops_reading(groups: _Groups) -> None:
+    groups.table.create("g")
+    for bit in (0, 1, 3, 31):
+        groups.table.forbid("g", "t", bit)
+    assert groups.table.may_read("g", "t")
+    with pytest.raises(ConfigError):
+        groups.table.forbid("g", "t", 32)
+
+
+# -- files of others ---------------------------------------------------------------------------------------------------
+
+JAVAS = """{
+\t"dataVersion":{
+\t\t"counter":41,
+\t\t"stateVersion":3,
+\t\t"timestamp":1600000000000
+\t},
+\t"forbiddenTable":{"g1":{"T":4}},
+\t"subscriptionGroupTable":{
+\t\t"g1":{
+\t\t\t"attributes":{"lite.bind.topic":"x"},
+\t\t\t"brokerId":0,
+\t\t\t"consumeEnable":false,
+\t\t\t"consumeMessageOrderly":true,
+\t\t\t"groupName":"g1",
+\t\t\t"groupRetryPolicy":{
+\t\t\t\t"exponentialRetryPolicy":{"initial":1000,"max":3000,"multiplier":2},
+\t\t\t\t"newest":7,
+\t\t\t\t"type":"EXPONENTIAL"
+\t\t\t},
+\t\t\t"retryMaxTimes":-1,
+\t\t\t"subscriptionDataSet":[{"namespace":"n","topic":"T"}],
+\t\t\t"whichBrokerWhenConsumeSlowly":1
+\t\t},
+\t\t"a|b%c":{}
+\t},
+\t"lastTable":{1:2}
+}"""
+
+
+def test_a_java_brokers_file_is_read_and_what_is_unknown_in_it_is_written_back(groups: _Groups) -> None:
+    table = groups.write(JAVAS)
+    config = table.need("g1")
+    assert (config.consume_enable, config.orderly, config.max_attempts) == (False, True, 1)
+    assert [config.delay_ms(attempt) for attempt in (1, 2, 3)] == [1000, 2000, 3000]
+    assert not table.may_read("g1", "T")
+    assert table.need("a|b%c") == GroupConfig("a|b%c")  # reading is wider than creating
+
+    table.alter("g1", consume_enable=True, retry_max_times=4)
+    stored = groups.stored()
+    assert stored["dataVersion"] == {"counter": 42, "stateVersion": 0, "timestamp": 1_700_000_000_000}
+    assert stored["lastTable"] == {"1": 2}
+    assert stored["forbiddenTable"] == {"g1": {"T": 4}}
+    entry = stored["subscriptionGroupTable"]["g1"]
+    assert entry["subscriptionDataSet"] == [{"namespace": "n", "topic": "T"}]
+    assert entry["attributes"] == {"lite.bind.topic": "x"}
+    assert entry["groupRetryPolicy"] == {
+        "exponentialRetryPolicy": {"initial": 1000, "max": 3000, "multiplier": 2},
+        "newest": 7,
+        "type": "EXPONENTIAL",
+    }
+    assert (entry["consumeEnable"], entry["retryMaxTimes"]) == (True, 4)
+
+
+def test_a_policy_that_replaces_another_leaves_nothing_of_it(groups: _Groups) -> None:
+    groups.write(JAVAS).alter("g1", retry_policy=RetryPolicy())
+    assert groups.stored()["subscriptionGroupTable"]["g1"]["groupRetryPolicy"] == {"type": "CUSTOMIZED"}
+
+
+@pytest.mark.parametrize("stored", [{}, {"customizedRetryPolicy": {}}, {"customizedRetryPolicy": {"next": []}}])
+def test_a_policy_without_a_list_is_the_standard_one(stored: dict[str, Any]) -> None:
+    assert RetryPolicy.from_json(stored) == RetryPolicy()
+
+
+def test_numbers_below_zero_in_a_file_wait_for_nothing() -> None:
+    listed = RetryPolicy.from_json({"customizedRetryPolicy": {"next": [-5, 7]}})
+    assert [listed.delay_ms(1), listed.delay_ms(2)] == [0, 7]
+    grown = RetryPolicy.from_json({"type": "EXPONENTIAL", "exponentialRetryPolicy": {"initial": -1, "multiplier": -2}})
+    assert [grown.delay_ms(n) for n in (1, 2)] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        '{"subscriptionGroupTable":[]}',
+        '{"subscriptionGroupTable":{"g":7}}',
+        '{"subscriptionGroupTable":{"g":{"retryMaxTimes":"16"}}}',
+        '{"subscriptionGroupTable":{"g":{"retryMaxTimes":true}}}',
+        '{"subscriptionGroupTable":{"g":{"consumeEnable":1}}}',
+        '{"subscriptionGroupTable":{"g":{"groupRetryPolicy":{"customizedRetryPolicy":{"next":[1.5]}}}}}',
+        '{"subscriptionGroupTable":{"g":{"mqstoreStart":"middle"}}}',
+        '{"forbiddenTable":{"g":4}}',
+        '{"forbiddenTable":{"g":{"t":"4"}}}',
+        '{"dataVersion":7}',
+    ],
+)
+def test_a_file_of_the_wrong_shape_is_damaged_and_never_taken_for_empty(groups: _Groups, text: str) -> None:
+    with pytest.raises(CorruptStoreError):
+        groups.write(text)
+
+
+@pytest.mark.parametrize("text", ["{}", '{"subscriptionGroupTable":null}', '{"subscriptionGroupTable":{"g":null}}'])
+def test_absent_and_null_members_are_defaults(groups: _Groups, text: str) -> None:
+    assert groups.write(text).names() == []
+
+
+def test_another_brokers_system_groups_are_listed_only_when_asked_for(groups: _Groups) -> None:
+    table = groups.write('{"subscriptionGroupTable":{"CID_RMQ_SYS_TRANS":{},"g":{}}}')
+    assert table.names() == ["g"]
+    assert table.names(system=True) == ["CID_RMQ_SYS_TRANS", "g"]

@@ -1,0 +1,277 @@
+"""Queue locks: the table and the list of tests of broker-semantics 7, a model, and clients that race."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mqstore.broker.locks import LEASE_MS, QueueLock, QueueLocks
+from mqstore.clock import SimulatedClock
+from mqstore.log.commitlog import QueueRef
+
+Q = [QueueRef("orders", i) for i in range(4)]
+
+
+@pytest.fixture
+def clock() -> SimulatedClock:
+    return SimulatedClock()
+
+
+@pytest.fixture
+def locks(clock: SimulatedClock) -> QueueLocks:
+    return QueueLocks(clock)
+
+
+def test_an_unknown_group_has_no_locks(locks: QueueLocks) -> None:
+    assert not locks.is_locked("g", Q[0], "c1")
+    assert locks.is_lock_all_expired("g")
+    assert locks.owner("g", Q[0]) is None
+    assert locks.unlock_batch("g", Q, "c1") == set()
+    assert locks.snapshot() == []
+
+
+def test_another_client_is_refused_at_60_000_and_takes_over_at_60_001(locks: QueueLocks, clock: SimulatedClock) -> None:
+    assert locks.try_lock("g", Q[0], "c1")
+    clock.advance(LEASE_MS)
+    assert not locks.try_lock("g", Q[0], "c2")
+    assert locks.owner("g", Q[0]) == "c1"
+    clock.advance(1)
+    assert locks.owner("g", Q[0]) is None
+    assert locks.try_lock("g", Q[0], "c2")
+    assert not locks.is_locked("g", Q[0], "c1")
+    assert not locks.try_lock("g", Q[0], "c1")
+    assert locks.owner("g", Q[0]) == "c2"
+
+
+@pytest.mark.parametrize("renewal", ["try_lock", "is_locked"])
+def test_the_same_client_renews(locks: QueueLocks, clock: SimulatedClock, renewal: str) -> None:
+    locks.try_lock("g", Q[0], "c1")
+    clock.advance(LEASE_MS)
+    assert getattr(locks, renewal)("g", Q[0], "c1")
+    clock.advance(LEASE_MS)
+    assert not locks.try_lock("g", Q[0], "c2")
+
+
+def test_asking_for_another_clients_lock_or_its_owner_renews_nothing(locks: QueueLocks, clock: SimulatedClock) -> None:
+    locks.try_lock("g", Q[0], "c1")
+    clock.advance(LEASE_MS)
+    assert not locks.is_locked("g", Q[0], "c2")
+    assert not locks.try_lock("g", Q[0], "c2")
+    locks.owner("g", Q[0])
+    locks.snapshot()
+    locks.is_lock_all_expired("g")
+    clock.advance(1)
+    assert locks.try_lock("g", Q[0], "c2")
+
+
+def test_an_expired_lock_is_not_renewed_by_looking_but_by_locking(locks: QueueLocks, clock: SimulatedClock) -> None:
+    locks.try_lock("g", Q[0], "c1")
+    clock.advance(LEASE_MS + 1)
+    assert not locks.is_locked("g", Q[0], "c1")
+    assert locks.try_lock("g", Q[0], "c1")
+    assert locks.is_locked("g", Q[0], "c1")
+
+
+def test_a_batch_gets_what_is_free(locks: QueueLocks) -> None:
+    locks.try_lock("g", Q[1], "c2")
+    assert locks.try_lock_batch("g", iter(Q), "c1") == {Q[0], Q[2], Q[3]}
+    assert locks.try_lock_batch("g", [], "c1") == set()
+
+
+def test_unlocking_by_another_client_is_ignored(locks: QueueLocks) -> None:
+    locks.try_lock("g", Q[0], "c1")
+    assert locks.unlock_batch("g", Q, "c2") == set()
+    assert locks.owner("g", Q[0]) == "c1"
+
+
+def test_an_unlocked_queue_is_free_at_once(locks: QueueLocks) -> None:
+    locks.try_lock_batch("g", Q[:2], "c1")
+    assert locks.unlock_batch("g", [Q[0], Q[3]], "c1") == {Q[0]}
+    assert locks.try_lock_batch("g", Q[:2], "c2") == {Q[0]}
+
+
+def test_an_expired_lock_can_still_be_given_back(locks: QueueLocks, clock: SimulatedClock) -> None:
+    locks.try_lock("g", Q[0], "c1")
+    clock.advance(LEASE_MS + 1)
+    assert locks.unlock_batch("g", Q, "c1") == {Q[0]}
+    assert locks.snapshot() == []
+
+
+def test_groups_do_not_share_locks(locks: QueueLocks) -> None:
+    assert locks.try_lock("g", Q[0], "c1")
+    assert locks.try_lock("h", Q[0], "c2")
+    assert locks.is_lock_all_expired("i")
+
+
+def test_all_expired_means_that_no_lock_holds(locks: QueueLocks, clock: SimulatedClock) -> None:
+    locks.try_lock("g", Q[0], "c1")
+    clock.advance(1)
+    locks.try_lock("g", Q[1], "c1")
+    clock.advance(LEASE_MS)
+    assert not locks.is_lock_all_expired("g")  # the second has its last millisecond
+    clock.advance(1)
+    assert locks.is_lock_all_expired("g")
+
+
+def test_leases_do_not_follow_the_wall_clock(locks: QueueLocks, clock: SimulatedClock) -> None:
+    """NTP steps the clock by a day: nobody may take a lock that its owner renews every 20 seconds."""
+    locks.try_lock("g", Q[0], "c1")
+    clock.set_wall(clock.now_ms() + 86_400_000)
+    assert not locks.try_lock("g", Q[0], "c2")
+
+
+def test_a_restart_clears_all_locks(locks: QueueLocks, clock: SimulatedClock) -> None:
+    locks.try_lock("g", Q[0], "c1")
+    assert QueueLocks(clock).try_lock("g", Q[0], "c2")
+
+
+def test_the_snapshot_tells_owner_age_and_expiry(locks: QueueLocks, clock: SimulatedClock) -> None:
+    locks.try_lock("h", Q[1], "c2")
+    clock.advance(LEASE_MS)
+    locks.try_lock("g", Q[0], "c1")
+    clock.advance(1)
+    assert locks.snapshot() == [
+        QueueLock("g", Q[0], "c1", 1, False),
+        QueueLock("h", Q[1], "c2", LEASE_MS + 1, True),
+    ]
+
+
+# --- a model -------------------------------------------------------------------------------------------------------
+
+clients = st.sampled_from(["c1", "c2", "c3"])
+operations = st.lists(
+    st.tuples(
+        st.sampled_from(["lock", "look", "unlock", "wait"]), clients, st.sets(st.sampled_from(Q)), st.integers(0, 3)
+    ),
+    max_size=40,
+)
+
+
+@given(operations)
+def test_every_answer_is_that_of_a_model(steps: list[tuple[str, str, set[QueueRef], int]]) -> None:
+    """The model writes down until when, and for whom; it forgets what has run out."""
+    clock = SimulatedClock()
+    locks = QueueLocks(clock)
+    until: dict[QueueRef, tuple[str, int]] = {}
+    for what, client, queues, turns in steps:
+        now = clock.monotonic_ms()
+        live = {queue: owner for queue, (owner, end) in until.items() if now <= end}
+        if what == "wait":
+            clock.advance(turns * 30_000 + (turns == 2))
+        elif what == "lock":
+            got = {queue for queue in queues if live.get(queue, client) == client}
+            assert locks.try_lock_batch("g", queues, client) == got
+            until.update(dict.fromkeys(got, (client, now + LEASE_MS)))
+        elif what == "look":
+            for queue in queues:
+                held = live.get(queue) == client
+                assert locks.is_locked("g", queue, client) is held
+                if held:
+                    until[queue] = (client, now + LEASE_MS)
+        else:
+            locks.unlock_batch("g", queues, client)
+            until = {queue: entry for queue, entry in until.items() if queue not in queues or entry[0] != client}
+        now = clock.monotonic_ms()
+        live = {queue: owner for queue, (owner, end) in until.items() if now <= end}
+        assert {queue: owner for queue in Q if (owner := locks.owner("g", queue))} == live
+        assert locks.is_lock_all_expired("g") is (not live)
+
+
+# --- races ---------------------------------------------------------------------------------------------------------
+
+
+def in_threads(*calls: Any) -> None:
+    """Run all `calls` at once and let what any of them raises fail the test."""
+    gate = threading.Barrier(len(calls))
+    failures: list[BaseException] = []
+
+    def run(call: Any) -> None:
+        try:
+            gate.wait()
+            call()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures
+
+
+def test_of_clients_that_race_for_an_expired_lock_one_gets_it(locks: QueueLocks, clock: SimulatedClock) -> None:
+    for turn in range(100):
+        locks.try_lock("g", Q[0], f"dead-{turn}")
+        clock.advance(LEASE_MS + 1)
+        winners: list[str] = []
+
+        def race(name: str, winners: list[str] = winners) -> None:
+            if locks.try_lock("g", Q[0], name):
+                winners.append(name)
+
+        in_threads(*(lambda name=f"{turn}-{i}": race(name) for i in range(4)))
+        assert len(winners) == 1
+        assert locks.owner("g", Q[0]) == winners[0]
+        clock.advance(LEASE_MS + 1)
+
+
+def test_two_clients_never_both_hold_a_lease(locks: QueueLocks) -> None:
+    """Each client writes its name on the queue when it gets the lock, and wipes it off before giving it back."""
+    on_queue: dict[QueueRef, str] = {}
+    turns = [0] * 4
+
+    def consume(number: int) -> None:
+        me = f"c{number}"
+        while turns[number] < 200:
+            for queue in locks.try_lock_batch("g", Q[:2], me):
+                assert on_queue.setdefault(queue, me) == me
+                assert locks.is_locked("g", queue, me)
+                assert locks.owner("g", queue) == me
+                assert on_queue.pop(queue) == me
+                locks.unlock_batch("g", [queue], me)
+                turns[number] += 1
+
+    in_threads(*(lambda number=number: consume(number) for number in range(4)))
+    assert locks.snapshot() == []
+
+
+class BarrierClock(SimulatedClock):
+    """A clock that, once armed, lets another thread have a go each time it was read: the widest window for a race."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meanwhile: Any = None
+
+    def monotonic_ms(self) -> int:
+        now = super().monotonic_ms()
+        if self.meanwhile is not None:
+            meanwhile, self.meanwhile = self.meanwhile, None
+            meanwhile()
+        return now
+
+
+def test_a_renewal_that_read_the_clock_holds_off_a_take_over() -> None:
+    """RocketMQ renews without the mutex: c1 finds its lock live in its last millisecond, c2 takes it over in the next,
+    c1's renewal lands, and both believe. Here c2 waits until c1 is done, and is refused."""
+    clock = BarrierClock()
+    locks = QueueLocks(clock)
+    locks.try_lock("g", Q[0], "c1")
+    clock.advance(LEASE_MS)
+    taken: list[bool] = []
+
+    def take_over() -> None:
+        clock.advance(1)
+        thread.start()
+        thread.join(0.05)  # time enough to get in, if nothing held it off; a passing run depends on no timing
+
+    thread = threading.Thread(target=lambda: taken.append(locks.try_lock("g", Q[0], "c2")))
+    clock.meanwhile = take_over
+    assert locks.is_locked("g", Q[0], "c1")
+    thread.join()
+    assert taken == [False]
+    assert locks.owner("g", Q[0]) == "c1"

@@ -1,0 +1,193 @@
+"""Group membership: who may join (client-semantics A2.7, A2.8), and who hears of it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+
+from mqstore.broker.members import Members, Mode
+from mqstore.clock import SimulatedClock
+from mqstore.errors import ConfigError, GroupInUseError, SubscriptionConflictError
+
+ALL = {"orders": ("TAG", "*")}
+QUEUE = Mode("queue")
+
+
+@pytest.fixture
+def clock() -> SimulatedClock:
+    return SimulatedClock()
+
+
+@pytest.fixture
+def members(clock: SimulatedClock) -> Members:
+    return Members(clock)
+
+
+def test_members_are_listed_in_order_and_by_group(members: Members) -> None:
+    for client, group in (("c2", "g"), ("c10", "g"), ("c1", "g"), ("c3", "h")):
+        members.register(client, group, ALL, QUEUE)
+    assert members.members("g") == ["c1", "c10", "c2"]
+    assert members.members("h") == ["c3"]
+    assert members.members("nobody") == []
+    assert members.groups() == ["g", "h"]
+
+
+def test_a_group_without_members_is_as_if_never_used(members: Members) -> None:
+    members.register("c1", "g", ALL, QUEUE)
+    assert members.unregister("c1", "g")
+    assert not members.unregister("c1", "g")
+    assert members.groups() == []
+    assert members.mode("g") is None
+    assert members.subscriptions("g") == {}
+    members.register("c2", "g", {"other": ("TAG", "*")}, Mode("pop"))
+    assert members.mode("g") == Mode("pop")
+
+
+@pytest.mark.parametrize("other", [Mode("pop"), Mode("queue", ordered=True), Mode("queue", broadcasting=True)])
+def test_a_group_is_consumed_in_one_mode(members: Members, other: Mode) -> None:
+    members.register("c1", "g", ALL, QUEUE)
+    with pytest.raises(GroupInUseError, match="'g' is consumed as \\(queue, unordered, clustering\\) by 'c1'"):
+        members.register("c2", "g", ALL, other)
+    assert members.members("g") == ["c1"]
+
+
+@pytest.mark.parametrize(
+    "subscriptions",
+    [
+        {},
+        {"other": ("TAG", "*")},
+        {"orders": ("TAG", "*"), "other": ("TAG", "*")},
+        {"orders": ("TAG", "a")},
+        {"orders": ("SQL92", "*")},
+    ],
+)
+def test_members_subscribe_alike(members: Members, subscriptions: dict[str, tuple[str, str]]) -> None:
+    members.register("c1", "g", ALL, QUEUE)
+    with pytest.raises(SubscriptionConflictError, match=r"'c2' subscribes to .*, but 'c1' .* orders \(TAG \*\)"):
+        members.register("c2", "g", subscriptions, QUEUE)
+    assert members.members("g") == ["c1"]
+    assert members.subscriptions("g") == ALL
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [("*", ""), ("*", " * "), ("a||b", " b || a "), ("a || a", "a"), ("a ||", "a")]
+)
+def test_tag_expressions_that_mean_the_same_agree(members: Members, one: str, other: str) -> None:
+    members.register("c1", "g", {"orders": ("TAG", one)}, QUEUE)
+    members.register("c2", "g", {"orders": ("TAG", other)}, QUEUE)
+    assert members.members("g") == ["c1", "c2"]
+
+
+def test_case_and_order_of_sql_are_not_guessed_at(members: Members) -> None:
+    members.register("c1", "g", {"orders": ("SQL92", "a = 1 || b")}, QUEUE)
+    with pytest.raises(SubscriptionConflictError):
+        members.register("c2", "g", {"orders": ("SQL92", "b || a = 1")}, QUEUE)
+
+
+def test_a_lone_member_may_change_its_mind_and_one_of_two_may_not(members: Members) -> None:
+    members.register("c1", "g", ALL, QUEUE)
+    more = {**ALL, "other": ("TAG", "a")}
+    assert members.register("c1", "g", more, Mode("pop"))
+    assert members.subscriptions("g") == more
+    members.register("c2", "g", more, Mode("pop"))
+    with pytest.raises(SubscriptionConflictError):
+        members.register("c1", "g", ALL, Mode("pop"))
+    with pytest.raises(GroupInUseError):
+        members.register("c1", "g", more, QUEUE)
+    assert [member.subscriptions for member in members.details("g")] == [more, more]
+
+
+def test_a_lone_member_may_change_its_mode_alone(members: Members) -> None:
+    members.register("c1", "g", ALL, QUEUE)
+    assert members.register("c1", "g", ALL, Mode("pop", ordered=True))
+    assert members.mode("g") == Mode("pop", ordered=True)
+
+
+def test_registering_the_same_again_is_no_change(members: Members, clock: SimulatedClock) -> None:
+    told: list[str] = []
+    members.on_change.append(told.append)
+    assert members.register("c1", "g", {"orders": ("TAG", "a||b")}, QUEUE)
+    first = members.details("g")
+    clock.advance(10_000)
+    assert not members.register("c1", "g", {"orders": ("TAG", "b || a")}, QUEUE)
+    assert members.details("g") == first
+    assert told == ["g"]
+
+
+def test_a_changed_registration_is_newer_but_not_younger(members: Members, clock: SimulatedClock) -> None:
+    members.register("c1", "g", ALL, QUEUE)
+    (before,) = members.details("g")
+    clock.advance(10_000)
+    members.register("c1", "g", {"other": ("TAG", "*")}, QUEUE)
+    (after,) = members.details("g")
+    assert after.registered_ms == before.registered_ms
+    assert after.version > before.version
+
+
+@pytest.mark.parametrize("client_id", ["", None, 7])
+def test_a_client_has_a_name(members: Members, client_id: str) -> None:
+    with pytest.raises(ConfigError, match="client id"):
+        members.register(client_id, "g", ALL, QUEUE)
+    assert members.groups() == []
+
+
+def test_what_was_registered_does_not_change_with_the_callers_mapping(members: Members) -> None:
+    mine = dict(ALL)
+    members.register("c1", "g", mine, QUEUE)
+    mine["other"] = ("TAG", "*")
+    assert members.subscriptions("g") == ALL
+    with pytest.raises(TypeError):
+        members.subscriptions("g")["x"] = ("TAG", "*")  # type: ignore[index]
+
+
+def test_listeners_see_the_change_they_are_told_of_and_may_ask_back(members: Members) -> None:
+    seen: list[tuple[str, list[str]]] = []
+    members.on_change.append(lambda group: seen.append((group, members.members(group))))
+    members.register("c1", "g", ALL, QUEUE)
+    members.register("c2", "g", ALL, QUEUE)
+    members.unregister("c1", "g")
+    with pytest.raises(GroupInUseError):
+        members.register("c3", "g", ALL, Mode("pop"))
+    members.unregister("nobody", "g")
+    assert seen == [("g", ["c1"]), ("g", ["c1", "c2"]), ("g", ["c2"])]
+
+
+def test_a_failing_listener_is_logged_and_keeps_nobody_from_hearing(
+    members: Members, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[str] = []
+
+    def fail(group: str) -> None:
+        raise RuntimeError("a listener's own mistake")
+
+    members.on_change.extend([fail, told.append])
+    with caplog.at_level(logging.ERROR):
+        members.register("c1", "g", ALL, QUEUE)
+    assert told == ["g"]
+    assert members.members("g") == ["c1"]
+    assert "members of group g changed" in caplog.text
+
+
+def test_of_two_modes_that_race_one_gets_the_group(members: Members) -> None:
+    for turn in range(50):
+        gate = threading.Barrier(4)
+        accepted: list[Mode] = []
+
+        def join(number: int, gate: threading.Barrier, accepted: list[Mode], group: str) -> None:
+            mode = Mode("queue" if number % 2 else "pop")
+            gate.wait()
+            try:
+                members.register(f"c{number}", group, ALL, mode)
+            except GroupInUseError:
+                return
+            accepted.append(mode)
+
+        threads = [threading.Thread(target=join, args=(i, gate, accepted, f"g{turn}")) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(accepted) == 2
+        assert set(accepted) == {members.mode(f"g{turn}")}

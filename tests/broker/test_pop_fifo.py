@@ -1,0 +1,361 @@
+"""Popping in order: blocking, partial commits, counts, dead letters (broker-semantics 8.9, 9)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mqstore.broker.filters import parse_filter
+from mqstore.broker.names import POP_LOG_TOPIC, dlq_topic, pop_retry_topic
+from mqstore.broker.pop import Delivery
+from mqstore.errors import InvalidReceiptError, ReceiptExpiredError, StoreFullError
+from tests.broker.popsupport import PopBench
+
+DLQ = dlq_topic("g")
+INVISIBLE_MS = 60_000
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[PopBench]:
+    with PopBench(tmp_path / "store") as bench:
+        bench.parts.topics.create("t", queues=1)
+        yield bench
+
+
+def pop(bench: PopBench, n: int = 32, **options: Any) -> list[Delivery]:
+    return bench.pop(n=n, order=True, **options)
+
+
+def offsets(deliveries: list[Delivery]) -> list[int]:
+    return [delivery.message.offset for delivery in deliveries]
+
+
+def test_a_queue_is_blocked_until_its_batch_is_acknowledged(bench: PopBench) -> None:
+    bench.put("t", 5)
+    first = pop(bench, 3)
+    assert offsets(first) == [0, 1, 2]
+    assert first[0].receipt.split()[3] == "999"
+    assert pop(bench) == []
+    bench.ack(first[0], first[1])
+    assert bench.committed() == 2
+    assert pop(bench) == []
+    bench.ack(first[2])
+    assert bench.committed() == 3
+    assert offsets(pop(bench)) == [3, 4]
+
+
+def test_queues_block_each_for_itself(tmp_path: Path) -> None:
+    with PopBench(tmp_path / "store") as bench:
+        bench.parts.topics.create("t", queues=2)
+        bench.put("t", 2, queue_id=0)
+        bench.put("t", 2, queue_id=1)
+        assert [(d.queue_id, d.message.offset) for d in pop(bench, 3)] == [(0, 0), (0, 1), (1, 0)]
+        assert pop(bench) == []
+
+
+def test_what_is_not_acknowledged_comes_again_in_order_and_counted(bench: PopBench) -> None:
+    # V9, V10 and V14 of the order info, seen from outside.
+    bench.put("t", 5)
+    first = pop(bench, 3)
+    bench.ack(first[1])
+    assert bench.committed() == 0
+    bench.advance(INVISIBLE_MS - 1)
+    assert pop(bench) == []
+    bench.advance(1)
+    again = pop(bench)
+    assert offsets(again) == [0, 1, 2, 3, 4]
+    assert [d.attempt for d in again] == [2, 2, 2, 1, 1]
+    with pytest.raises(ReceiptExpiredError):
+        bench.ack(first[0])
+    bench.ack(*again)
+    assert bench.committed() == 5
+    assert bench.read(pop_retry_topic("g", "t")) == []
+
+
+def test_a_late_acknowledgement_counts_until_the_queue_is_popped_again(bench: PopBench) -> None:
+    bench.put("t", 2)
+    first = pop(bench, 2)
+    bench.advance(2 * INVISIBLE_MS)
+    bench.ack(first[0])
+    assert bench.committed() == 1
+    [again] = pop(bench)
+    assert again.message.offset == 1
+    with pytest.raises(ReceiptExpiredError) as caught:
+        bench.ack(first[1])
+    assert list(caught.value.receipts) == [first[1].receipt]
+    bench.ack(first[0])  # settled before
+
+
+def test_the_same_attempt_receives_again_what_its_lost_answer_held(bench: PopBench) -> None:
+    bench.put("t", 3)
+    first = pop(bench, 2, attempt_id="A")
+    assert pop(bench, attempt_id="B") == []
+    assert pop(bench) == []
+    again = pop(bench, 2, attempt_id="A")
+    assert offsets(again) == [0, 1]
+    assert [d.attempt for d in again] == [1, 1]
+    with pytest.raises(ReceiptExpiredError):
+        bench.ack(first[0])
+    bench.ack(*again)
+    assert bench.committed() == 2
+
+
+def test_acknowledging_twice_changes_nothing(bench: PopBench) -> None:
+    bench.put("t", 2)
+    first = pop(bench)
+    bench.ack(first[1])
+    size = bench.log_size()
+    bench.ack(first[1])
+    assert bench.log_size() == size
+    bench.ack(first[0])
+    bench.ack(first[0], first[1])
+    assert bench.committed() == 2
+
+
+def test_an_offset_that_was_not_in_the_batch_is_refused_and_nothing_settled(bench: PopBench) -> None:
+    bench.put("t", 5)
+    first = pop(bench, 2)
+    forged = first[0].receipt.rsplit(" ", 1)[0] + " 3"
+    for call in (bench.service.ack, bench.service.change_invisible, bench.service.nack):
+        arguments = ([first[0].receipt, forged],) if call == bench.service.ack else (forged, 500)
+        with pytest.raises(InvalidReceiptError):
+            call("g", "t", *arguments)  # type: ignore[arg-type]
+    assert bench.committed() == 0
+
+
+def test_a_changed_time_holds_only_its_message(bench: PopBench) -> None:
+    bench.put("t", 2)
+    now_ms = bench.now_ms
+    first = pop(bench)
+    bench.advance(1_000)
+    receipt = bench.service.change_invisible("g", "t", first[1].receipt, 120_000)
+    assert receipt == f"0 {now_ms} 121000 999 0 mqstore 0 1"
+    bench.advance(59_000)
+    bench.ack(first[0])
+    assert pop(bench) == []
+    bench.service.ack("g", "t", receipt)
+    assert bench.committed() == 2
+
+
+def test_a_nack_blocks_the_queue_for_the_policys_delay(bench: PopBench) -> None:
+    bench.put("t", 2)
+    for attempt, delay_ms in enumerate((1_000, 5_000, 10_000), 1):
+        [delivery] = pop(bench, 1)
+        assert delivery.attempt == attempt
+        bench.service.nack("g", "t", delivery.receipt)
+        bench.advance(delay_ms - 1)
+        assert pop(bench) == []
+        bench.advance(1)
+
+
+def test_the_last_attempt_ends_as_a_dead_letter_and_the_queue_goes_on(bench: PopBench) -> None:
+    bench.parts.groups.create("g", retry_max_times=1)
+    bench.put("t", 3)
+    for attempt in (1, 2):
+        found = pop(bench, 2)
+        assert [d.attempt for d in found] == [attempt, attempt]
+        bench.ack(found[1])
+        bench.advance(INVISIBLE_MS)
+    [dead] = bench.read(DLQ)
+    assert (dead.body, dead.reconsume_times) == (b"0", 2)
+    assert bench.committed() == 2
+    assert offsets(pop(bench)) == [2]
+
+
+def test_a_pop_finds_the_dead_letter_due_even_before_the_housekeeper(bench: PopBench) -> None:
+    bench.parts.groups.create("g", retry_max_times=0)
+    bench.put("t", 2)
+    pop(bench, 1)
+    bench.clock.advance(INVISIBLE_MS)
+    assert offsets(pop(bench)) == [1]
+    assert [dead.body for dead in bench.read(DLQ)] == [b"0"]
+
+
+def test_a_nack_of_the_last_attempt_files_the_dead_letter(bench: PopBench) -> None:
+    bench.parts.groups.create("g", retry_max_times=0)
+    bench.put("t", 2)
+    first = pop(bench)
+    assert bench.service.nack("g", "t", first[0].receipt) is None
+    assert bench.committed() == 1
+    bench.service.dead_letter("g", "t", first[1].receipt, "mine")
+    assert [dead.body for dead in bench.read(DLQ)] == [b"0", b"1"]
+    assert bench.committed() == 2
+    with pytest.raises(ReceiptExpiredError):
+        bench.service.dead_letter("g", "t", first[1].receipt, "mine")
+
+
+def test_what_is_released_is_popped_again_and_not_counted(bench: PopBench) -> None:
+    bench.put("t", 3)
+    first = pop(bench)
+    bench.ack(first[0])
+    bench.release(first[1], first[2])
+    again = pop(bench)
+    assert offsets(again) == [1, 2]
+    assert [d.attempt for d in again] == [1, 1]
+    with pytest.raises(ReceiptExpiredError):
+        bench.ack(first[1])
+    with pytest.raises(ReceiptExpiredError):
+        bench.release(first[1])
+
+
+def test_a_release_in_the_last_attempt_is_no_dead_letter(bench: PopBench) -> None:
+    bench.parts.groups.create("g", retry_max_times=0)
+    bench.put("t", 1)
+    bench.release(*pop(bench))
+    bench.advance(2 * INVISIBLE_MS)
+    assert bench.read(DLQ) == []
+    assert [d.attempt for d in pop(bench)] == [1]
+
+
+def test_a_released_message_waits_for_the_others_of_its_batch(bench: PopBench) -> None:
+    bench.put("t", 3)
+    first = pop(bench)
+    bench.release(first[1])
+    assert pop(bench) == []
+    bench.ack(first[0], first[2])
+    assert offsets(pop(bench)) == [1, 2]
+
+
+def test_a_filter_leaves_gaps_that_do_not_hold_the_commit(bench: PopBench) -> None:
+    for i, tag in enumerate("abaabbab"):
+        bench.put("t", 1, first=i, tag=tag)
+    found = pop(bench, 2, filter=parse_filter("b"))
+    assert offsets(found) == [1, 4]
+    assert bench.committed() == 1
+    bench.ack(found[0])
+    assert bench.committed() == 4
+    bench.ack(found[1])
+    found = pop(bench, filter=parse_filter("b"))
+    assert offsets(found) == [5, 7]
+    bench.ack(*found)
+    assert bench.committed() == 8
+    bench.put("t", 2, tag="a")
+    assert pop(bench, filter=parse_filter("b")) == []
+    assert bench.committed() == 10
+
+
+def test_a_reset_unblocks_and_expires_what_is_out(bench: PopBench) -> None:
+    bench.put("t", 4)
+    first = pop(bench, 3)
+    bench.reset(1)
+    again = pop(bench)
+    assert offsets(again) == [1, 2, 3]
+    assert [d.attempt for d in again] == [1, 1, 1]
+    with pytest.raises(ReceiptExpiredError):
+        bench.ack(first[1])
+    bench.ack(*again)
+    assert bench.committed() == 4
+
+
+def test_parked_receivers_are_woken_when_the_queue_is_free(bench: PopBench) -> None:
+    bench.put("t", 3)
+    fired: list[bool] = []
+
+    def park() -> None:
+        fired.clear()
+        bench.service.add_waiter("g", "t", -1, None, fired.append, order=True)
+        bench.settle()
+        assert fired == []
+
+    first = pop(bench, 1)
+    park()
+    bench.ack(*first)  # acknowledged
+    bench.settle()
+    assert fired == [True]
+    pop(bench, 1)
+    park()
+    bench.advance(INVISIBLE_MS - 1)
+    assert fired == []
+    bench.advance(1)  # visible again
+    assert fired == [True]
+    second = pop(bench, 2)
+    park()
+    bench.service.change_invisible("g", "t", second[0].receipt, 500)
+    bench.ack(second[1])
+    bench.advance(500)
+    assert fired == [True]
+    park_again = pop(bench, 1)
+    park()
+    bench.release(*park_again)
+    bench.settle()
+    assert fired == [True]
+
+
+def test_a_group_that_changes_its_mode_loses_nothing(bench: PopBench) -> None:
+    bench.put("t", 6)
+    standard = bench.pop(n=2)
+    assert pop(bench) == []  # until those deliveries have ended
+    bench.ack(standard[0])
+    bench.advance(INVISIBLE_MS)
+    fifo = pop(bench, 2)
+    assert offsets(fifo) == [2, 3]
+    bench.ack(fifo[0])
+    retried = bench.pop(n=5)
+    assert [(d.message.topic, d.message.offset) for d in retried] == [(pop_retry_topic("g", "t"), 0)]
+    bench.advance(INVISIBLE_MS)
+    rest = [d.message.body for d in bench.pop(n=5)]
+    assert sorted(rest) == [b"1", b"3", b"4", b"5"]
+
+
+def test_a_pop_that_cannot_be_logged_changes_nothing(bench: PopBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.put("t", 3)
+
+    def full(*_: object) -> Any:
+        raise StoreFullError(28, "No space left on device", "commitlog", "put")
+
+    monkeypatch.setitem(bench.service._tables.log._put, "ck", full)
+    with pytest.raises(StoreFullError):
+        pop(bench, 2)
+    monkeypatch.undo()
+    assert offsets(pop(bench)) == [0, 1, 2]
+
+
+def test_the_pop_log_is_what_the_specification_says(bench: PopBench) -> None:
+    bench.put("t", 3)
+    now_ms = bench.now_ms
+    first = pop(bench, 2, attempt_id="A1", local=False)
+    bench.ack(first[1])
+    bench.service.change_invisible("g", "t", first[0].receipt, 1_000)
+    bench.advance(1_000)
+    pop(bench, 2)
+    log = [(record.tag, record.json()) for record in bench.read(POP_LOG_TOPIC)]
+    common = {"t": "t", "c": "g", "q": 0, "so": 0, "d": [0, 1], "nx": 2, "f": 1}
+    assert log == [
+        ("ck", {**common, "pt": now_ms, "it": 60_000, "a": "A1"}),
+        ("ack", {"k": 0, "o": [1]}),
+        ("chg", {"k": 0, "o": 0, "pt": now_ms, "it": 1_000}),
+        ("ck", {**common, "pt": now_ms + 1_000, "it": 60_000, "oc": {"0": 1, "1": 1}, "l": 1}),
+    ]
+
+
+def test_the_order_info_file_is_written_every_ten_seconds(bench: PopBench) -> None:
+    path = bench.path / "config" / "consumerOrderInfo.json"
+    bench.put("t", 3)
+    first = pop(bench, attempt_id="A1")
+    bench.ack(first[0])
+    now_ms = bench.now_ms
+    bench.advance(9_999)
+    assert not path.exists()
+    bench.advance(1)
+    assert json.loads(path.read_text())["table"] == {
+        "t@g": {"0": {"a": "A1", "cm": 1, "i": 60_000, "l": now_ms, "o": [0, 1, 2], "popTime": now_ms}}
+    }
+
+
+def test_attempts_of_the_queue_model_are_on_disk_within_a_second_and_end_with_the_queue(bench: PopBench) -> None:
+    bench.parts.groups.create("g")
+    bench.put("t", 3)
+    bench.service.note_attempt("g", "t", 0, 1, 2)
+    bench.settle()
+    bench.advance(1_000)
+    bench.kill()
+    bench.reopen()
+    assert bench.service.attempts("g", "t", 0) == {1: 2}
+    bench.parts.offsets.commit("g", "t", 0, 2)
+    bench.service.note_attempt("g", "t", 0, 2, 1)
+    bench.advance(1_000)
+    assert bench.service.attempts("g", "t", 0) == {2: 1}

@@ -1,0 +1,429 @@
+"""Pop across restarts: what a close or a kill leaves, and what the next open makes of it (broker-semantics 8.10)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mqstore.broker import popkeep
+from mqstore.broker.filters import parse_filter
+from mqstore.broker.names import POP_LOG_GROUP, POP_LOG_TOPIC, dlq_topic, pop_retry_topic
+from mqstore.errors import InvalidReceiptError, ReceiptExpiredError
+from tests.broker.popsupport import PopBench
+
+RETRY = pop_retry_topic("g", "t")
+INVISIBLE_MS = 60_000
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[PopBench]:
+    with PopBench(tmp_path / "store") as bench:
+        bench.parts.topics.create("t", queues=1)
+        yield bench
+
+
+@pytest.fixture(params=["close", "kill"])
+def restart(request: pytest.FixtureRequest, bench: PopBench) -> Any:
+    """Both ways in which a process ends: after either the same is known."""
+
+    def restart(**config: Any) -> None:
+        (bench.close if request.param == "close" else bench.kill)()
+        bench.reopen(**config)
+
+    return restart
+
+
+def offsets(deliveries: Any) -> list[int]:
+    return [delivery.message.offset for delivery in deliveries]
+
+
+def test_deliveries_of_the_dead_process_come_again_at_once_as_after_an_expiry(bench: PopBench, restart: Any) -> None:
+    bench.put("t", 4)
+    first = bench.pop(n=3)
+    bench.ack(first[1])
+    restart()
+    bench.settle()
+    assert [(copy.body, copy.reconsume_times) for copy in bench.read(RETRY)] == [(b"0", 1), (b"2", 1)]
+    assert bench.committed() == 3
+    assert sorted(d.message.body for d in bench.pop(n=5)) == [b"0", b"2", b"3"]
+    with pytest.raises(ReceiptExpiredError):
+        bench.ack(first[0])
+    bench.ack(first[1])
+
+
+def test_deliveries_of_remote_receivers_keep_their_time_and_their_receipts(bench: PopBench, restart: Any) -> None:
+    bench.put("t", 3)
+    first = bench.pop(n=3, local=False)
+    moved = bench.service.change_invisible("g", "t", first[2].receipt, 90_000)
+    restart()
+    bench.advance(INVISIBLE_MS - 1)
+    assert bench.read(RETRY) == []
+    bench.ack(first[0])
+    with pytest.raises(ReceiptExpiredError):
+        bench.ack(first[2])
+    bench.advance(1)
+    assert [copy.body for copy in bench.read(RETRY)] == [b"1"]
+    bench.service.ack("g", "t", moved)
+    bench.advance(90_000)
+    assert [copy.body for copy in bench.read(RETRY)] == [b"1"]
+
+
+def test_nothing_is_released_when_that_is_switched_off(bench: PopBench, restart: Any) -> None:
+    bench.put("t", 1)
+    bench.pop()
+    restart(release_in_flight=False)
+    bench.settle()
+    assert bench.read(RETRY) == []
+    bench.advance(INVISIBLE_MS)
+    assert len(bench.read(RETRY)) == 1
+
+
+def test_what_was_given_back_is_popped_first_after_a_restart(bench: PopBench, restart: Any) -> None:
+    bench.put("t", 3)
+    first = bench.pop(n=2)
+    bench.release(first[0])
+    bench.ack(first[1])
+    restart()
+    bench.settle()
+    assert bench.committed() == 0
+    again = bench.pop(n=5)
+    assert offsets(again) == [0, 2]
+    assert [d.attempt for d in again] == [1, 1]
+    with pytest.raises(ReceiptExpiredError):
+        bench.ack(first[0])
+
+
+def test_what_was_acknowledged_is_not_delivered_again(bench: PopBench, restart: Any) -> None:
+    bench.put("t", 10)
+    found = bench.pop(n=10)
+    bench.ack(*found[1:])  # the first keeps `committed` at 0
+    restart(release_in_flight=False)
+    assert bench.pop(n=10) == []
+    bench.ack(found[0])
+    assert bench.committed() == 10
+    restart()
+    assert bench.pop(n=10) == []
+
+
+def test_copies_made_before_the_end_are_not_made_again(bench: PopBench, restart: Any) -> None:
+    bench.put("t", 3)
+    late = bench.pop(n=2)
+    bench.pop(local=False, invisible_ms=3_600_000)
+    bench.advance(INVISIBLE_MS)
+    restart()
+    bench.advance(INVISIBLE_MS)
+    assert len(bench.read(RETRY)) == 2
+    with pytest.raises(ReceiptExpiredError):
+        bench.ack(late[0])
+
+
+def test_a_crash_between_copy_and_its_record_copies_once_more(bench: PopBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.put("t", 1)
+    bench.pop()
+
+    def killed(*_: object) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(bench.service._tables.log._put, "rev", killed)
+    bench.clock.advance(INVISIBLE_MS)
+    with pytest.raises(KeyboardInterrupt):
+        bench.service.run_once(bench.now_ms)
+    monkeypatch.undo()
+    bench.kill()
+    bench.reopen()
+    bench.settle()
+    assert len(bench.read(RETRY)) == 2
+
+
+def test_a_backward_reset_is_not_undone_by_what_the_log_says_of_before(bench: PopBench, restart: Any) -> None:
+    bench.put("t", 6)
+    bench.ack(*bench.pop(n=6))
+    bench.advance(5_000)  # `committed`, 6, and the replay position are on disk
+    bench.reset(3)
+    restart()
+    bench.settle()
+    assert bench.service.in_flight() == 0
+    found = bench.pop(n=10)
+    assert offsets(found) == [3, 4, 5]
+    bench.ack(*found)
+    restart()
+    assert bench.pop(n=10) == []
+
+
+def test_a_group_deleted_and_made_anew_begins_anew_after_a_restart(bench: PopBench, restart: Any) -> None:
+    bench.put("t", 3)
+    bench.pop(n=2)
+    bench.parts.groups.delete("g")
+    bench.parts.offsets.remove_group("g")
+    bench.parts.groups.create("g")
+    restart()
+    bench.settle()
+    assert offsets(bench.pop(n=5)) == [0, 1, 2]
+
+
+def test_replaying_twice_is_replaying_once(bench: PopBench) -> None:
+    bench.put("t", 8)
+    found = bench.pop(n=6, local=False)
+    bench.ack(found[0], found[3])
+    bench.service.change_invisible("g", "t", found[1].receipt, 90_000)
+    bench.release(found[2])
+    bench.pop(order=True, group="fifo", n=3, local=False)
+    before = bench.service.pending("g"), bench.service.pending("fifo")
+    for _ in range(3):
+        bench.kill()
+        bench.reopen()
+        assert (bench.service.pending("g"), bench.service.pending("fifo")) == before
+    assert offsets(bench.pop(n=5)) == [2, 6, 7]
+
+
+# -- FIFO -------------------------------------------------------------------------------------------------------------
+
+
+def test_an_ordered_queue_is_free_at_once_and_counts_on(bench: PopBench, restart: Any) -> None:
+    bench.put("t", 4)
+    first = bench.pop(order=True, n=3)
+    bench.ack(first[0], first[2])
+    restart()
+    bench.settle()
+    again = bench.pop(order=True, n=5)
+    assert offsets(again) == [1, 2, 3]
+    assert [d.attempt for d in again] == [2, 2, 1]
+    with pytest.raises(ReceiptExpiredError):
+        bench.ack(first[1])
+
+
+def test_an_ordered_queue_of_a_remote_receiver_stays_blocked(bench: PopBench, restart: Any) -> None:
+    # V15, with the log in place of the file.
+    bench.put("t", 8)
+    first = bench.pop(order=True, n=8, attempt_id="A1", local=False)
+    bench.ack(first[0], first[3])
+    receipt = bench.service.change_invisible("g", "t", first[1].receipt, 90_000)
+    restart()
+    bench.advance(30_000)
+    assert bench.pop(order=True, n=5, attempt_id="A2") == []
+    bench.service.ack("g", "t", receipt)
+    assert bench.committed() == 2
+    bench.ack(first[2])
+    assert bench.committed() == 4
+    bench.advance(30_000)
+    again = bench.pop(order=True, n=8)
+    assert offsets(again) == [4, 5, 6, 7]
+    assert [d.attempt for d in again] == [2, 2, 2, 2]
+
+
+def test_attempts_reach_their_end_across_restarts(bench: PopBench, restart: Any) -> None:
+    bench.parts.groups.create("g", retry_max_times=2)
+    bench.put("t", 2)
+    for attempt in (1, 2, 3):
+        [delivery] = bench.pop(order=True)
+        assert delivery.attempt == attempt
+        restart()
+        bench.settle()
+    assert [dead.body for dead in bench.read(dlq_topic("g"))] == [b"0"]
+    assert offsets(bench.pop(order=True)) == [1]
+
+
+def test_a_released_ordered_message_is_not_counted_across_a_restart(bench: PopBench, restart: Any) -> None:
+    bench.put("t", 2)
+    first = bench.pop(order=True, n=2)
+    bench.release(*first)
+    restart()
+    bench.settle()
+    assert [d.attempt for d in bench.pop(order=True, n=2)] == [1, 1]
+
+
+def test_a_batch_settled_after_the_file_was_written_blocks_nothing(bench: PopBench) -> None:
+    bench.put("t", 3)
+    first = bench.pop(order=True, n=2, local=False, invisible_ms=3_600_000)
+    bench.advance(10_000)  # the file says: two in flight
+    bench.ack(*first)
+    bench.advance(5_000)  # the offset table says: settled, and no replay of their records
+    assert bench.parts.offsets.committed(POP_LOG_GROUP, POP_LOG_TOPIC, 0) == 2
+    bench.kill()
+    bench.reopen()
+    assert offsets(bench.pop(order=True)) == [2]
+
+
+def test_a_file_of_a_java_broker_is_taken_over(bench: PopBench) -> None:
+    bench.parts.groups.create("g")
+    bench.put("t", 6)
+    now_ms = bench.now_ms
+    bench.parts.offsets.commit("g", "t", 0, 1)
+    bench.close()
+    # cm: offset 3 was acknowledged; integer keys as fastjson writes them
+    text = f'{{"table":{{"t@g":{{0:{{"cm":4,"i":60000,"l":{now_ms},"o":[1,1,2],"popTime":{now_ms}}}}}}}}}'
+    (bench.path / "config" / "consumerOrderInfo.json").write_text(text)
+    bench.reopen()
+    assert bench.pop(order=True) == []
+    receipt = f"1 {now_ms} 60000 999 0 DefaultCluster_broker 0 1"
+    bench.service.ack("g", "t", receipt)
+    assert bench.committed() == 2
+    bench.kill()
+    bench.reopen()
+    assert bench.pop(order=True) == []  # 2 is invisible; it is known from our own log now
+    bench.advance(INVISIBLE_MS)
+    again = bench.pop(order=True, n=5)
+    assert offsets(again) == [2, 3, 4, 5]
+    assert [d.attempt for d in again] == [2, 2, 1, 1]
+
+
+def test_without_a_record_only_the_next_message_can_be_acknowledged(bench: PopBench) -> None:
+    bench.put("t", 6)
+    bench.parts.groups.create("g")
+    bench.parts.offsets.commit("g", "t", 0, 2)
+    now_ms = bench.now_ms
+    for offset in (3, 5):
+        with pytest.raises(ReceiptExpiredError):
+            bench.service.ack("g", "t", f"2 {now_ms} 60000 999 0 mqstore 0 {offset}")
+    bench.service.ack("g", "t", f"2 {now_ms} 60000 999 0 mqstore 0 2")
+    assert bench.committed() == 3
+    with pytest.raises(InvalidReceiptError):
+        bench.service.ack("g", "t", f"2 {now_ms} 60000 999 0 mqstore 0 6")
+
+
+# -- how long the log is ----------------------------------------------------------------------------------------------
+
+
+def test_the_replay_position_is_the_oldest_unsettled_batch(bench: PopBench) -> None:
+    def position() -> int:
+        bench.advance(5_000)
+        return bench.parts.offsets.committed(POP_LOG_GROUP, POP_LOG_TOPIC, 0) or 0
+
+    bench.put("t", 6)
+    one, two, three = (bench.pop(invisible_ms=3_600_000) for _ in range(3))
+    ordered = bench.pop(group="fifo", order=True, invisible_ms=3_600_000)
+    assert position() == 0
+    bench.ack(*one)
+    assert position() == 1
+    bench.ack(*three)
+    assert position() == 1
+    bench.release(*two)
+    assert position() == 1
+    bench.ack(*bench.pop())
+    assert position() == 3
+    bench.service.ack("fifo", "t", [ordered[0].receipt])
+    assert position() == bench.parts.store.offsets(POP_LOG_TOPIC)[1]
+    assert [pin.topic for pin in bench.service.pins()] == []
+
+
+def test_ordered_messages_that_a_new_filter_passes_over_hold_nothing(bench: PopBench) -> None:
+    bench.put("t", 2, tag="b")
+    bench.pop(order=True, n=2, filter=parse_filter("b"), invisible_ms=1_000)
+    bench.advance(1_000)
+    assert bench.pop(order=True, n=2, filter=parse_filter("a")) == []
+    assert bench.committed() == 2
+    bench.advance(5_000)
+    assert bench.parts.offsets.committed(POP_LOG_GROUP, POP_LOG_TOPIC, 0) == 1
+    bench.advance(INVISIBLE_MS)
+    bench.kill()
+    bench.reopen()
+    assert bench.pop(order=True, n=2) == []
+
+
+def test_the_pop_log_is_pinned_from_the_replay_position_on(bench: PopBench) -> None:
+    bench.put("t", 2)
+    bench.ack(*bench.pop())
+    bench.pop()
+    bench.advance(5_000)
+    [pin] = bench.service.pins()
+    assert pin.physical_offset == bench.read(POP_LOG_TOPIC)[2].physical_offset
+    assert (pin.topic, pin.queue_id, pin.group) == (POP_LOG_TOPIC, 0, POP_LOG_GROUP)
+
+
+def test_old_batches_are_put_again_so_that_a_replay_stays_short(
+    bench: PopBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(popkeep, "_REPLAY_RECORDS", 20)
+    bench.put("t", 60)
+    old = bench.pop(n=5, local=False, invisible_ms=3_600_000)
+    moved = bench.service.change_invisible("g", "t", old[1].receipt, 7_200_000)
+    bench.ack(old[2])
+    bench.release(old[3])
+    ordered = bench.pop(group="fifo", order=True, n=3, local=False, invisible_ms=3_600_000)
+    bench.service.ack("fifo", "t", [ordered[0].receipt])
+    before = bench.service.pending("g"), bench.service.pending("fifo")
+    rest = [bench.pop(queue_id=0, n=1, invisible_ms=3_600_000)[0] for _ in range(21)]
+    assert rest[0].message.offset == 3  # what was released
+    bench.release(rest[0])
+    bench.ack(*rest[1:])
+    bench.advance(5_000)
+    low = bench.parts.offsets.committed(POP_LOG_GROUP, POP_LOG_TOPIC, 0)
+    assert low is not None
+    assert low >= bench.parts.store.offsets(POP_LOG_TOPIC)[1] - 20
+    assert (bench.service.pending("g"), bench.service.pending("fifo")) == before
+    bench.kill()
+    bench.reopen()
+    assert (bench.service.pending("g"), bench.service.pending("fifo")) == before
+    assert bench.committed() == 0
+    assert offsets(bench.pop(n=2)) == [3, 25]
+    bench.ack(old[0], old[4])
+    bench.service.ack("g", "t", moved)
+    bench.service.ack("fifo", "t", [ordered[1].receipt])
+    assert bench.parts.offsets.committed("fifo", "t", 0) == 2
+    assert bench.committed() == 3
+
+
+def test_batches_are_put_again_when_many_segments_lie_behind_them(bench: PopBench) -> None:
+    bench.put("t", 1)
+    [old] = bench.pop(local=False, invisible_ms=3_600_000)
+    bench.put("t", 12, first=1, body_bytes=30_000)  # two to a segment
+    bench.advance(5_000)
+    [pin] = bench.service.pins()
+    assert pin.physical_offset > bench.parts.store.max_offset - (4 << 16)
+    bench.kill()
+    bench.reopen()
+    bench.ack(old)
+    assert bench.committed() == 1
+
+
+def test_records_that_make_no_sense_are_passed_over(bench: PopBench) -> None:
+    bench.put("t", 3)
+    first = bench.pop(n=2, local=False)
+    for tag, value in [
+        ("ck", {"t": "t", "c": "g"}),
+        ("ck", {"t": "t", "c": "g", "q": "x", "so": 0, "pt": 1, "it": 1, "d": [0], "nx": 1}),
+        ("ck", {"t": "t", "c": "g", "q": 0, "so": 0, "pt": 1, "it": 1, "d": [], "nx": 1}),
+        ("ck", {"t": "t", "c": "g", "q": 0, "so": 900, "pt": 1, "it": 1, "d": [0], "nx": 901, "new": True}),
+        ("ack", {"k": 0, "o": [77]}),
+        ("ack", {"k": 10_000, "o": [0]}),
+        ("ack", [1]),
+        ("chg", {"k": 0}),
+        ("new", {"k": 0}),
+    ]:
+        bench.parts.store.append(POP_LOG_TOPIC, 0, json.dumps(value).encode(), properties={"TAGS": tag})
+    bench.parts.store.append(POP_LOG_TOPIC, 0, b"\xff{", properties={"TAGS": "ack"})
+    bench.kill()
+    bench.reopen()
+    assert [(p.topic, p.offset) for p in bench.service.pending("g")] == [("t", 0), ("t", 1)]
+    bench.ack(*first)
+    assert offsets(bench.pop(n=5)) == []
+    bench.put("t", 1)
+    assert offsets(bench.pop(n=5)) == [3]
+
+
+def test_flushed_calls_are_on_disk_when_they_return(bench: PopBench) -> None:
+    store = bench.parts.store
+    bench.put("t", 1)
+    [delivery] = bench.pop(durability="flush")
+    assert store._commit.flushed == store.max_offset
+    bench.service.ack("g", "t", [delivery.receipt], durability="flush")
+    assert store._commit.flushed == store.max_offset
+
+
+def test_a_store_with_durability_flush_pops_what_is_on_disk(tmp_path: Path) -> None:
+    with PopBench(tmp_path / "flushed", durability="flush") as bench:
+        bench.parts.topics.create("t", queues=1)
+        bench.put("t", 3)
+        found = bench.pop(n=2)
+        bench.ack(found[0])
+        store = bench.parts.store
+        assert store._commit.flushed == store.max_offset
+        bench.kill()
+        bench.reopen()
+        bench.settle()
+        bench.parts.store.flush()  # as the flusher does: nobody sees what a crash could take back
+        assert sorted(d.message.body for d in bench.pop(n=5)) == [b"1", b"2"]

@@ -1,0 +1,462 @@
+"""Reads by offset: status, what a group is told, where it begins and begins anew (broker-semantics 2.3, 2.4, 3)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mqstore.broker.filters import parse_filter
+from mqstore.broker.names import retry_topic
+from mqstore.broker.parts import Parts
+from mqstore.broker.reading import Reads, Start
+from mqstore.errors import (
+    ConfigError,
+    GroupNotFoundError,
+    NotPermittedError,
+    OffsetOutOfRangeError,
+    TopicNotFoundError,
+)
+from mqstore.log.commitlog import QueueRef
+from tests.broker.support import START_MS, clock_of, new_parts
+
+Make = Callable[..., tuple[Parts, Reads]]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    """Parts with topic `t` of two queues."""
+    opened: list[Parts] = []
+
+    def new(name: str = "s", **config: Any) -> tuple[Parts, Reads]:
+        parts = new_parts(tmp_path / name, **config)
+        opened.append(parts)
+        if parts.topics.get("t") is None:
+            parts.topics.create("t", queues=2)
+        return parts, Reads(parts)
+
+    yield new
+    for parts in opened:
+        parts.store.close()
+
+
+def _fill(parts: Parts, topic: str = "t", queue_id: int = 0, count: int = 5, step_ms: int = 0, size: int = 1) -> None:
+    for _ in range(count):
+        parts.store.put(topic, b"x" * size, queue_id)
+        clock_of(parts).advance(step_ms)
+    parts.store.dispatch()
+
+
+def _lose_front(parts: Parts, keep: int = 2) -> int:
+    """Have retention drop all segments but the last `keep`; the first offset left."""
+    starts = parts.store._run.starts
+    parts.store.flush()
+    parts.store.dispatch()
+    parts.store.drop_before(starts[-keep])
+    return parts.store.offsets("t", 0)[0]
+
+
+# -- status ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("queue_id", "offset", "status", "next_offset", "found"),
+    [
+        (0, 0, "FOUND", 3, 3),
+        (0, 3, "FOUND", 5, 2),
+        (0, 5, "OFFSET_OVERFLOW_ONE", 5, 0),
+        (0, 6, "OFFSET_OVERFLOW_BADLY", 5, 0),
+        (0, -1, "OFFSET_TOO_SMALL", 0, 0),
+        (1, 0, "NO_MATCHED_LOGIC_QUEUE", 0, 0),
+        (1, 7, "NO_MATCHED_LOGIC_QUEUE", 0, 0),
+    ],
+)
+@pytest.mark.parametrize("group", [None, "g"])
+def test_statuses(
+    make: Make, queue_id: int, offset: int, status: str, next_offset: int, found: int, group: str | None
+) -> None:
+    parts, reads = make()
+    _fill(parts)
+    result = reads.read("t", queue_id, offset, 3, group=group)
+    assert (result.status, result.next_offset, len(result.messages), result.lost) == (status, next_offset, found, 0)
+    assert (result.min_offset, result.max_offset) == ((0, 5) if queue_id == 0 else (0, 0))
+    assert [m.offset for m in result.messages] == [*range(offset, offset + found)]
+    assert parts.offsets.query_pull("g", "t", queue_id) == (next_offset if group else None)
+
+
+def test_what_does_not_pass_the_filter_is_stepped_over(make: Make) -> None:
+    parts, reads = make()
+    for tag in "aab":
+        parts.store.put("t", b"", 0, tag=tag)
+    result = reads.read("t", 0, 0, filter=parse_filter("b"))
+    assert ([m.tag for m in result.messages], result.next_offset) == (["b"], 3)
+    result = reads.read("t", 0, 0, filter=parse_filter("c"), group="g")
+    assert (result.status, result.next_offset) == ("NO_MATCHED_MESSAGE", 3)
+    assert parts.offsets.query_pull("g", "t", 0) == 3
+
+
+def test_the_limits_are_the_callers(make: Make) -> None:
+    parts, reads = make()
+    _fill(parts, count=100, size=100)
+    assert len(reads.read("t", 0, 0, 100).messages) == 100
+    size = reads.read("t", 0, 0, 1).messages[0].size
+    assert len(reads.read("t", 0, 0, 100, max_bytes=3 * size).messages) == 3
+    assert len(reads.read("t", 0, 0, 100, max_bytes=1).messages) == 1
+
+
+@pytest.mark.parametrize(
+    ("size", "memory", "count", "next_offset"),
+    [
+        (1, 1 << 40, 32, 32),  # in memory: 32 messages
+        (1, 0, 8, 8),  # on disk: 8
+        (20_000, 1 << 40, 13, 13),  # 262 144 bytes
+        (20_000, 0, 3, 3),  # 65 536
+        (
+            20_000,
+            20_100 * 37,
+            13,
+            13,
+        ),  # three on disk, and the fourth is the first in memory: the wider limit holds for it
+    ],
+)
+def test_rocketmq_limits(make: Make, size: int, memory: int, count: int, next_offset: int) -> None:
+    parts, reads = make(rocketmq_rules=True, access_in_memory_bytes=memory, segment_bytes=1 << 22)
+    _fill(parts, count=40, size=size)
+    result = reads.read("t", 0, 0, 1000)
+    assert (len(result.messages), result.next_offset) == (count, next_offset)
+    assert len(reads.read("t", 0, 0, 5).messages) == min(5, count)
+
+
+def test_rocketmq_returns_one_message_of_any_size(make: Make) -> None:
+    parts, reads = make(rocketmq_rules=True, access_in_memory_bytes=0, segment_bytes=1 << 20)
+    _fill(parts, count=2, size=70_000)
+    result = reads.read("t", 0, 0)
+    assert (len(result.messages), result.next_offset) == (1, 1)
+
+
+# -- who may -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (("nowhere", 0, 0), TopicNotFoundError),
+        (("t", 2, 0), ConfigError),
+        (("t", -1, 0), ConfigError),
+        (("t", 0, 0, 0), ConfigError),
+    ],
+)
+def test_bad_arguments(make: Make, arguments: tuple[Any, ...], error: type[Exception]) -> None:
+    _, reads = make()
+    with pytest.raises(error):
+        reads.read(*arguments)
+    with pytest.raises(error):
+        reads.read(*arguments, group="g")
+
+
+def test_a_topic_that_may_not_be_read(make: Make) -> None:
+    parts, reads = make()
+    parts.topics.alter("t", perm=2)
+    with pytest.raises(NotPermittedError, match="may not be read"):
+        reads.read("t", 0, 0)
+
+
+def test_a_group_that_may_not_consume(make: Make) -> None:
+    parts, reads = make()
+    parts.groups.create("g", consume_enable=False)
+    parts.groups.create("h")
+    parts.groups.forbid("h", "t")
+    for group in "gh":
+        with pytest.raises(NotPermittedError):
+            reads.read("t", 0, 0, group=group)
+        with pytest.raises(NotPermittedError):
+            reads.first_position(group, "t", 0)
+    reads.read("t", 0, 0)
+
+
+def test_an_unknown_group_is_made_unless_that_is_off(make: Make) -> None:
+    parts, reads = make()
+    reads.read("t", 0, 0, group="g")
+    assert parts.groups.get("g") is not None
+    _, reads = make("closed", auto_create_groups=False)
+    with pytest.raises(GroupNotFoundError):
+        reads.read("t", 0, 0, group="g")
+
+
+def test_the_groups_retry_topic_passes_sql_filters_unexamined(make: Make) -> None:
+    parts, reads = make()
+    for topic in (retry_topic("g"), "t"):
+        parts.topics.ensure(topic)
+        for tag in "ab":
+            parts.store.append(topic, 0, b"", properties={"TAGS": tag})
+    sql, tags = parse_filter("TAGS = 'a'", "SQL92"), parse_filter("a")
+
+    def offsets(topic: str, chosen: Any, group: str | None) -> list[int]:
+        return [m.offset for m in reads.read(topic, 0, 0, filter=chosen, group=group).messages]
+
+    assert offsets(retry_topic("g"), sql, "g") == [0, 1]
+    assert offsets(retry_topic("g"), tags, "g") == [0]
+    assert offsets(retry_topic("g"), sql, "other") == [0]
+    assert offsets(retry_topic("g"), sql, None) == [0]
+    assert offsets("t", sql, "g") == [0]
+
+
+# -- what is lost ------------------------------------------------------------------------------------------------------
+
+
+def test_who_falls_behind_retention_is_told_how_far(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    parts, reads = make(segment_bytes=4096)
+    _fill(parts, count=100, size=200)
+    first = _lose_front(parts)
+    assert first > 10
+    with caplog.at_level(logging.WARNING, "mqstore"):
+        result = reads.read("t", 0, 4, group="g")
+    assert (result.status, result.next_offset, result.min_offset) == ("OFFSET_TOO_SMALL", first, first)
+    assert result.lost == first - 4
+    assert f"group g lost {first - 4} messages" in caplog.text
+    assert parts.offsets.query_pull("g", "t", 0) == first
+    assert reads.read("t", 0, first, group="g").lost == 0
+    assert reads.read("t", 0, 2, group="g").lost == first - 2  # another member, farther back
+    assert reads.read("t", 0, 3).lost == first - 3  # nobody's loss
+    assert reads.read("t", 0, 0, group="h").lost == first
+    assert parts.statistics.snapshot().lost == {("g", "t", 0): first - 4, ("h", "t", 0): first}
+
+
+def test_a_second_loss_is_added(make: Make) -> None:
+    parts, reads = make(segment_bytes=4096)
+    _fill(parts, count=100, size=200)
+    first = _lose_front(parts, keep=5)
+    reads.read("t", 0, 0, group="g")
+    second = _lose_front(parts, keep=2)
+    assert second > first
+    assert reads.read("t", 0, first + 1, group="g").lost == second - first - 1
+    assert parts.statistics.snapshot().lost == {("g", "t", 0): second - 1}
+
+
+def test_an_offset_above_the_end_is_logged_for_groups(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    parts, reads = make()
+    _fill(parts)
+    with caplog.at_level(logging.ERROR, "mqstore"):
+        reads.read("t", 0, 9)
+        reads.read("t", 0, 5, group="g")
+        assert caplog.text == ""
+        assert reads.read("t", 0, 9, group="g").lost == 0
+    assert "group g is at 9 of t/0, which ends at 5" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("offset", "status", "next_offset", "lost"),
+    [
+        (0, "OFFSET_TOO_SMALL", 3, 3),
+        (2, "OFFSET_TOO_SMALL", 3, 1),
+        (3, "FOUND", 5, 0),
+        (5, "OFFSET_OVERFLOW_ONE", 5, 0),
+    ],
+)
+def test_before_the_logical_start_nothing_counts(
+    make: Make, offset: int, status: str, next_offset: int, lost: int
+) -> None:
+    parts, reads = make()
+    _fill(parts)
+    parts.offsets.move_start("t", 0, 3)
+    result = reads.read("t", 0, offset, group="g")
+    assert (result.status, result.next_offset, result.lost) == (status, next_offset, lost)
+    assert (result.min_offset, result.max_offset) == (3, 5)
+    assert reads.min_offset("t", 0) == 3
+
+
+def test_a_logical_start_behind_the_end_is_the_end(make: Make) -> None:
+    """Units that a power cut took back: what is put in their place counts again once the start is reached."""
+    parts, reads = make()
+    _fill(parts)
+    parts.offsets.move_start("t", 0, 9)
+    result = reads.read("t", 0, 5, group="g")
+    assert (result.status, result.next_offset, result.min_offset) == ("OFFSET_OVERFLOW_ONE", 5, 5)
+    result = reads.read("t", 0, 4, group="g")
+    assert (result.status, result.next_offset, result.lost) == ("OFFSET_TOO_SMALL", 5, 1)
+
+
+def test_what_a_group_got_is_counted(make: Make) -> None:
+    parts, reads = make()
+    _fill(parts)
+    size = sum(m.size for m in reads.read("t", 0, 0).messages)
+    reads.read("t", 0, 0, group="g")
+    reads.read("t", 0, 5, group="g")
+    snapshot = parts.statistics.snapshot()
+    assert (snapshot.total("GROUP_GET_NUMS", "t@g"), snapshot.total("GROUP_GET_SIZE", "t@g")) == (5, size)
+
+
+# -- bounds ------------------------------------------------------------------------------------------------------------
+
+
+def test_bounds_and_times(make: Make) -> None:
+    parts, reads = make()
+    _fill(parts, step_ms=10)
+    assert (reads.min_offset("t", 0), reads.max_offset("t", 0)) == (0, 5)
+    assert (reads.min_offset("t", 1), reads.max_offset("t", 1)) == (0, 0)
+    assert reads.offset_for_time("t", 0, START_MS + 11) == 2
+    assert reads.offset_for_time("t", 0, START_MS + 11, "upper") == 1
+    assert reads.offset_for_time("t", 0, START_MS + 1000) == 5
+    assert reads.offset_for_time("t", 1, START_MS) == 0
+    parts.offsets.move_start("t", 0, 3)
+    assert reads.offset_for_time("t", 0, START_MS) == 3
+    assert reads.offset_for_time("t", 0, START_MS, "upper") == 3
+    for ask in (reads.min_offset, reads.max_offset):
+        with pytest.raises(TopicNotFoundError):
+            ask("nowhere", 0)
+    with pytest.raises(TopicNotFoundError):
+        reads.offset_for_time("nowhere", 0, 0)
+
+
+# -- where a group begins ----------------------------------------------------------------------------------------------
+
+_WHEN = datetime.fromtimestamp(START_MS / 1000, UTC) + timedelta(milliseconds=25)
+
+
+@pytest.mark.parametrize(
+    ("start", "position"),
+    [(None, 1), ("earliest", 1), ("latest", 5), (_WHEN, 3), (START_MS + 20, 2), (START_MS, 1), (START_MS + 10_000, 5)],
+)
+def test_a_new_group_begins_where_it_says_and_that_is_committed(make: Make, start: Start | None, position: int) -> None:
+    parts, reads = make()
+    _fill(parts, step_ms=10)
+    parts.offsets.move_start("t", 0, 1)
+    assert reads.first_position("g", "t", 0, start) == position
+    assert parts.offsets.committed("g", "t", 0) == position
+    _fill(parts)
+    assert reads.first_position("g", "t", 0, "earliest") == position  # from then on it goes on there
+    assert reads.first_position("g", "t", 0, "latest") == position
+
+
+def test_the_groups_own_start_is_the_default(make: Make) -> None:
+    parts, reads = make()
+    _fill(parts)
+    parts.groups.create("g", start="latest")
+    assert reads.first_position("g", "t", 0) == 5
+    assert reads.first_position("g", "t", 1) == 0
+
+
+def test_offset_zero_is_a_commit(make: Make) -> None:
+    parts, reads = make()
+    _fill(parts)
+    parts.offsets.commit("g", "t", 0, 0)
+    assert reads.first_position("g", "t", 0, "latest") == 0
+
+
+@pytest.mark.parametrize("start", ["earliest", "latest", START_MS + 10_000])
+def test_retries_are_always_read_from_the_first(make: Make, start: Start) -> None:
+    parts, reads = make()
+    parts.topics.ensure(retry_topic("g"))
+    _fill(parts, retry_topic("g"))
+    assert reads.first_position("g", retry_topic("g"), 0, start) == 0
+
+
+@pytest.mark.parametrize("start", ["first", True, 1.5])
+def test_a_start_that_is_none(make: Make, start: Any) -> None:
+    parts, reads = make()
+    with pytest.raises(ConfigError, match="start is"):
+        reads.first_position("g", "t", 0, start)
+    assert parts.offsets.committed("g", "t", 0) is None
+
+
+@pytest.mark.parametrize(
+    ("topic", "start", "memory", "kept_from_0", "position"),
+    [
+        ("t", "latest", 1 << 40, True, "0"),  # young: the beginning, whatever was asked for
+        ("t", START_MS + 10_000, 1 << 40, True, "0"),
+        ("t", "latest", 0, True, "max"),  # its first message is not in memory any more
+        ("t", "earliest", 0, True, "0"),
+        ("t", START_MS + 20, 0, True, "2"),
+        ("t", "latest", 1 << 40, False, "max"),
+        ("%RETRY%g", "latest", 0, True, "0"),
+        ("%RETRY%g", START_MS, 0, True, "max"),
+    ],
+)
+def test_where_rocketmq_begins(
+    make: Make, topic: str, start: Start, memory: int, kept_from_0: bool, position: str
+) -> None:
+    parts, reads = make(rocketmq_rules=True, access_in_memory_bytes=memory, segment_bytes=4096)
+    parts.topics.ensure(topic)
+    _fill(parts, topic, step_ms=10, count=50, size=200)
+    if not kept_from_0:
+        assert _lose_front(parts) > 0
+    assert reads.first_position("g", topic, 0, start) == (50 if position == "max" else int(position))
+
+
+def test_rocketmq_knows_no_young_queue_behind_a_logical_start(make: Make) -> None:
+    parts, reads = make(rocketmq_rules=True)
+    _fill(parts)
+    parts.offsets.move_start("t", 0, 3)
+    assert reads.first_position("g", "t", 0, "latest") == 5
+
+
+def test_rocketmq_begins_an_empty_queue_at_its_end(make: Make) -> None:
+    _, reads = make(rocketmq_rules=True)
+    assert reads.first_position("g", "t", 1, "latest") == 0
+
+
+# -- and begins anew ---------------------------------------------------------------------------------------------------
+
+
+def test_the_next_read_after_a_reset_says_so_once(make: Make) -> None:
+    parts, reads = make()
+    _fill(parts)
+    parts.groups.create("g")
+    assert reads.reset("g", "t", 0, 2) == {QueueRef("t", 0): 2}
+    parts.offsets.commit("g", "t", 0, 5)  # late: dropped
+    assert parts.offsets.committed("g", "t", 0) == 2
+    assert reads.read("t", 0, 5).status == "OFFSET_OVERFLOW_ONE"  # nobody's read takes it
+    assert reads.read("t", 0, 5, group="h").status == "OFFSET_OVERFLOW_ONE"
+    result = reads.read("t", 0, 5, group="g")
+    assert (result.status, result.messages, result.next_offset, result.lost) == ("OFFSET_RESET", [], 2, 0)
+    assert (result.min_offset, result.max_offset) == (0, 5)
+    assert parts.offsets.query_pull("g", "t", 0) == 2
+    assert reads.read("t", 0, 2, group="g").status == "FOUND"
+
+
+@pytest.mark.parametrize(
+    ("to", "positions"),
+    [("earliest", (1, 0)), ("latest", (5, 3)), (1, (1, 1)), (_WHEN, (3, 0)), (_WHEN + timedelta(days=1), (5, 3))],
+)
+def test_a_reset_of_all_queues(make: Make, to: Any, positions: tuple[int, int]) -> None:
+    parts, reads = make()
+    _fill(parts, step_ms=10)
+    _fill(parts, queue_id=1, count=3)
+    parts.offsets.move_start("t", 0, 1)
+    parts.groups.create("g")
+    told: list[Any] = []
+    expected = {QueueRef("t", 0): positions[0], QueueRef("t", 1): positions[1]}
+    assert reads.reset("g", "t", None, to, lambda *reset: told.append(reset)) == expected
+    assert told == [("t", "g", 0, positions[0]), ("t", "g", 1, positions[1])]
+    assert parts.offsets.of_group("g") == {("t", 0): positions[0], ("t", 1): positions[1]}
+
+
+@pytest.mark.parametrize("to", [-1, 4, 6])
+def test_a_reset_is_of_all_queues_or_of_none(make: Make, to: int) -> None:
+    parts, reads = make()
+    _fill(parts)
+    _fill(parts, queue_id=1, count=3)
+    parts.groups.create("g")
+    with pytest.raises(OffsetOutOfRangeError):
+        reads.reset("g", "t", None, to)
+    assert parts.offsets.of_group("g") == {}
+    assert not parts.offsets.has_reset("t", "g", 0)
+
+
+def test_a_reset_needs_a_topic_and_a_group(make: Make) -> None:
+    parts, reads = make()
+    _fill(parts)
+    with pytest.raises(GroupNotFoundError):
+        reads.reset("g", "t", 0, "latest")
+    parts.offsets.commit("g", "t", 0, 1)  # of a directory whose groups nobody entered
+    reads.reset("g", "t", 0, "latest")
+    with pytest.raises(TopicNotFoundError):
+        reads.reset("g", "nowhere", 0, "latest")
+    with pytest.raises(ConfigError):
+        reads.reset("g", "t", 2, "latest")
+    with pytest.raises(ConfigError, match="start is"):
+        reads.reset("g", "t", 0, True)

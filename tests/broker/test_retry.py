@@ -1,0 +1,424 @@
+"""Send-back, dead letters and plain puts into retry topics, held against broker-semantics 6 and companion A12."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mqstore.broker.groups import RetryPolicy
+from mqstore.broker.names import SCHEDULE_TOPIC, TIMER_TOPIC
+from mqstore.broker.parts import Parts
+from mqstore.broker.retry import DLQ_REASON_BYTES, Retries
+from mqstore.errors import ConfigError, GroupNotFoundError, InvalidMessageError, NotPermittedError
+from mqstore.layout.properties import MAX_PROPERTIES_BYTES
+from mqstore.log.commitlog import SendReceipt
+from mqstore.log.message import Message
+from tests.broker.support import START_MS, new_parts
+
+
+class Locks:
+    """What 6.2 asks of the queue locks."""
+
+    def __init__(self, *held: str) -> None:
+        self.held = held
+
+    def is_lock_all_expired(self, group: str) -> bool:
+        return group not in self.held
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> Iterator[Parts]:
+    parts = new_parts(tmp_path / "store")
+    yield parts
+    parts.store.close()
+
+
+def at(parts: Parts, receipt: SendReceipt) -> Message:
+    return parts.store.at(receipt.physical_offset)
+
+
+def put(parts: Parts, *, reconsume: int = 0, properties: dict[str, str] | None = None, body: bytes = b"b") -> Message:
+    """A message of topic `orders`, as if it had failed `reconsume` times."""
+    receipt = parts.store.append(
+        "orders", 0, body, properties=properties or {"UNIQ_KEY": "u"}, reconsume_times=reconsume
+    )
+    return at(parts, receipt)
+
+
+def back(parts: Parts, message: Message, **options: Any) -> Message:
+    return at(parts, Retries(parts).send_back("g", message.physical_offset, **options))
+
+
+def delivered(parts: Parts, waiting: Message) -> Message:
+    """What a delay service makes of a waiting message (4.5), which is not what is tested here."""
+    properties = waiting.stored_properties()
+    topic, queue_id = properties["REAL_TOPIC"], int(properties["REAL_QID"])
+    for name in ("DELAY", "TIMER_DELAY_MS", "TIMER_DELIVER_MS"):
+        properties.pop(name, None)
+    return at(parts, parts.road.copy(waiting, topic, queue_id, properties))
+
+
+# -- where a copy goes -----------------------------------------------------------------------------------------------
+
+# (reconsume times of what failed, options, level it waits in; None: dead letter), 6.1 steps 7, 8 and 6.3
+WAYS: list[tuple[int, dict[str, Any], int | None]] = [
+    (0, {}, 3),
+    (1, {}, 4),
+    (14, {}, 17),
+    (15, {}, 18),
+    (16, {}, None),
+    (17, {}, None),
+    (0, {"delay_level": 5}, 5),
+    (15, {"delay_level": 1}, 1),
+    (16, {"delay_level": 1}, None),
+    (0, {"delay_level": 99}, 18),
+    (0, {"delay_level": -1}, None),
+    (0, {"max_reconsume": 0}, None),
+    (0, {"max_reconsume": 1}, 3),
+    (1, {"max_reconsume": 1}, None),
+    (16, {"max_reconsume": 20}, 18),
+    (0, {"delay_ms": 1_000}, 1),
+    (0, {"delay_ms": 7_200_000}, 18),
+]
+
+
+@pytest.mark.parametrize(("times", "options", "level"), WAYS)
+def test_a_copy_waits_in_its_level_or_is_a_dead_letter(
+    parts: Parts, times: int, options: dict[str, Any], level: int | None
+) -> None:
+    copy = back(parts, put(parts, reconsume=times), **options)
+    properties = copy.stored_properties()
+    assert copy.reconsume_times == times + 1
+    assert properties["RETRY_TOPIC"] == "orders"
+    assert properties["WAIT"] == "false"
+    if level is None:
+        assert (copy.topic, copy.queue_id, properties["DELAY"]) == ("%DLQ%g", 0, "0")
+        assert properties["DLQ_ORIGIN_TOPIC"] == "orders"
+    else:
+        assert (copy.topic, copy.queue_id, properties["DELAY"]) == (SCHEDULE_TOPIC, level - 1, str(level))
+        assert (properties["REAL_TOPIC"], properties["REAL_QID"]) == ("%RETRY%g", "0")
+        assert "dlq_reason" not in properties
+
+
+def test_a_delay_that_no_level_has_is_a_timer(parts: Parts) -> None:
+    properties = (copy := back(parts, put(parts), delay_ms=1_500)).stored_properties()
+    assert (copy.topic, properties["REAL_TOPIC"]) == (TIMER_TOPIC, "%RETRY%g")
+    assert int(properties["TIMER_OUT_MS"]) + 1_000 >= START_MS + 1_500, "earlier than asked for"
+
+
+def test_no_delay_at_all_goes_to_the_retry_topic_at_once(parts: Parts) -> None:
+    copy = back(parts, put(parts), delay_ms=0)
+    assert copy.topic == "%RETRY%g"
+    assert "DELAY" not in copy.stored_properties()
+
+
+def test_a_list_of_ones_own_counts_from_its_first_entry_and_its_last_repeats(parts: Parts) -> None:
+    parts.groups.create("g", retry_policy=RetryPolicy(max_attempts=5, delays=[5, 30]))
+    levels = [back(parts, put(parts, reconsume=times)).stored_properties().get("DELAY") for times in range(5)]
+    assert levels == ["2", "4", "4", "4", "0"]
+
+
+def test_a_group_with_endless_attempts_never_dead_letters(parts: Parts) -> None:
+    parts.groups.create("g", retry_policy=RetryPolicy(max_attempts=None))
+    copy = back(parts, put(parts, reconsume=1_000_000))
+    assert copy.topic == SCHEDULE_TOPIC
+    assert back(parts, put(parts, reconsume=0x7FFF_FFFF)).reconsume_times == 0x7FFF_FFFF, "the count must not overflow"
+
+
+def test_a_trace_of_an_earlier_timer_does_not_stop_the_next_delay(parts: Parts) -> None:
+    """A message that was delivered by the timer keeps TIMER_OUT_MS, which says "has waited": its retry would not."""
+    message = put(
+        parts, properties={"UNIQ_KEY": "u", "TIMER_OUT_MS": "1", "TIMER_DEQUEUE_MS": "2", "TIMER_DELIVER_MS": "1"}
+    )
+    assert back(parts, message, delay_ms=1_500).topic == TIMER_TOPIC
+    assert "TIMER_OUT_MS" not in back(parts, message).stored_properties()
+    dead = at(parts, Retries(parts).dead_letter(message, "g", "no"))
+    assert dead.topic == "%DLQ%g"
+    assert not [name for name in dead.stored_properties() if name.startswith("TIMER_")]
+
+
+# -- what a copy is --------------------------------------------------------------------------------------------------
+
+
+def test_a_copy_is_the_same_message(parts: Parts) -> None:
+    receipt = parts.store.append(
+        "orders",
+        3,
+        b"\0\xff" * 40,
+        properties={"TAGS": "paid", "KEYS": "a b", "mine": "é", "UNIQ_KEY": "u", "__SHARDINGKEY": "user-1"},
+        flag=-7,
+        born_timestamp_ms=123,
+        born_host="10.1.2.3:4567",
+    )
+    original = at(parts, receipt)
+    for copy in (back(parts, original), back(parts, original, delay_level=-1)):
+        assert (copy.body, copy.flag, copy.born_timestamp_ms, copy.born_host) == (
+            original.body,
+            -7,
+            123,
+            "10.1.2.3:4567",
+        )
+        assert (copy.tag, copy.keys, copy.message_group, copy.unique_key) == ("paid", ("a", "b"), "user-1", "u")
+        assert copy.properties["mine"] == "é"
+        assert copy.stored_properties()["ORIGIN_MESSAGE_ID"] == original.message_id
+
+
+def test_origin_stays_that_of_the_first_copy_over_three_hops(parts: Parts) -> None:
+    message = original = put(parts, properties={"TAGS": "t"})
+    for _ in range(3):
+        message = delivered(parts, back(parts, message))
+        properties = message.stored_properties()
+        assert message.topic == "%RETRY%g"
+        assert (properties["RETRY_TOPIC"], properties["ORIGIN_MESSAGE_ID"]) == ("orders", original.message_id)
+        assert message.unique_key == original.message_id, "deduplication rests on it"
+    dead = back(parts, message, delay_level=-1).stored_properties()
+    assert (dead["RETRY_TOPIC"], dead["ORIGIN_MESSAGE_ID"]) == ("orders", original.message_id)
+    assert (dead["DLQ_ORIGIN_TOPIC"], dead["DLQ_ORIGIN_MESSAGE_ID"]) == ("orders", original.message_id)
+
+
+def test_marks_of_a_popped_delivery_do_not_travel(parts: Parts) -> None:
+    message = put(parts, properties={"UNIQ_KEY": "u", "POP_CK": "1 2 3", "1ST_POP_TIME": "5"})
+    for level in (0, -1):
+        assert not {"POP_CK", "1ST_POP_TIME"} & back(parts, message, delay_level=level).stored_properties().keys()
+
+
+def test_retry_queues_are_all_used_and_never_one_too_many(parts: Parts) -> None:
+    parts.groups.create("g", retry_queues=3)
+    seen = {int(back(parts, put(parts)).stored_properties()["REAL_QID"]) for _ in range(100)}
+    assert seen == {0, 1, 2}
+    assert parts.topics.need("%RETRY%g").read_queues == 3
+
+
+def test_a_retry_topic_that_has_fewer_queues_than_the_group_says_is_not_written_beyond_them(parts: Parts) -> None:
+    parts.topics.ensure("%RETRY%g", 1)
+    parts.groups.create("g", retry_queues=8)
+    assert {int(back(parts, put(parts)).stored_properties()["REAL_QID"]) for _ in range(30)} == {0}
+
+
+def test_the_topics_of_a_group_are_readable_and_writable(parts: Parts) -> None:
+    back(parts, put(parts))
+    back(parts, put(parts), delay_level=-1)
+    assert [
+        (parts.topics.need(name).perm, parts.topics.need(name).write_queues) for name in ("%RETRY%g", "%DLQ%g")
+    ] == [
+        (6, 1),
+        (6, 1),
+    ]
+
+
+# -- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"delay_level": 2, "delay_ms": 5},
+        {"delay_ms": -1},
+        {"delay_ms": 366 * 86_400_000 + 1},
+        {"max_reconsume": -1},
+        {"max_reconsume": 1 << 31},
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_is_written(parts: Parts, options: dict[str, Any]) -> None:
+    message = put(parts)
+    end = parts.store.max_offset
+    with pytest.raises(ConfigError):
+        back(parts, message, **options)
+    assert parts.store.max_offset == end
+    assert parts.topics.get("%RETRY%g") is None
+    assert parts.groups.get("g") is None
+
+
+def test_an_unknown_physical_offset_is_a_lookup_error(parts: Parts) -> None:
+    message = put(parts)
+    for offset in (message.physical_offset + 1, 1 << 40, -1):
+        with pytest.raises(LookupError):
+            Retries(parts).send_back("g", offset)
+
+
+def test_a_retry_topic_that_was_made_unwritable_is_refused(parts: Parts) -> None:
+    message = put(parts)
+    parts.topics.ensure("%RETRY%g", 1)
+    parts.topics.alter("%RETRY%g", perm=4)
+    end = parts.store.max_offset
+    with pytest.raises(NotPermittedError, match="%RETRY%g"):
+        back(parts, message)
+    assert parts.store.max_offset == end
+
+
+def test_an_unknown_group_without_auto_creation_is_refused(tmp_path: Path) -> None:
+    parts = new_parts(tmp_path / "store", auto_create_groups=False)
+    message = put(parts)
+    with pytest.raises(GroupNotFoundError):
+        back(parts, message)
+    parts.store.close()
+
+
+# -- dead letters ----------------------------------------------------------------------------------------------------
+
+
+def test_the_reason_is_kept_within_its_bytes_and_without_separators(parts: Parts) -> None:
+    message = put(parts)
+    text = "Traceback\n\x01\x02\ud800" + "ü" * 2000
+    reason = at(parts, Retries(parts).dead_letter(message, "g", text)).properties["dlq_reason"]
+    assert reason.startswith("Traceback   ?üü")
+    assert DLQ_REASON_BYTES - 2 <= len(reason.encode()) <= DLQ_REASON_BYTES
+    assert "dlq_reason" not in at(parts, Retries(parts).dead_letter(message, "g", " \n ")).properties
+
+
+def test_the_origin_given_wins_and_else_it_is_where_the_message_was_sent(parts: Parts) -> None:
+    retries = Retries(parts)
+    waiting = at(parts, parts.road.put("orders", b"b", delay_level=2))
+    failed = back(parts, put(parts))
+    plain = put(parts)
+
+    def origin(message: Message, **options: Any) -> tuple[str, str]:
+        properties = at(parts, retries.dead_letter(message, "g", "why", **options)).stored_properties()
+        return properties["DLQ_ORIGIN_TOPIC"], properties["RETRY_TOPIC"]
+
+    assert origin(plain) == ("orders", "orders")
+    assert origin(waiting) == ("orders", "orders")
+    assert origin(failed) == ("orders", "orders")
+    assert origin(plain, origin_topic="clicks") == ("clicks", "clicks")
+    assert origin(failed, origin_topic="%RETRY%g") == ("%RETRY%g", "orders")
+
+
+def test_the_attempts_of_a_dead_letter_can_be_told(parts: Parts) -> None:
+    message = put(parts, reconsume=4)
+    assert at(parts, Retries(parts).dead_letter(message, "g", "r")).reconsume_times == 5
+    assert at(parts, Retries(parts).dead_letter(message, "g", "r", reconsume_times=17)).reconsume_times == 17
+
+
+@pytest.mark.parametrize("spare", [0, 20, 60, 200, 600])
+def test_a_message_whose_own_properties_leave_no_room_is_dead_lettered_not_stuck(parts: Parts, spare: int) -> None:
+    """Its retry can never be written: neither may it be tried for ever, nor be lost."""
+    room = MAX_PROPERTIES_BYTES - 20 - spare
+    message = put(parts, properties={"mine": "x" * (room - len("mine") - 2)})
+    copy = back(parts, message)
+    if copy.topic == SCHEDULE_TOPIC:
+        assert spare >= 200
+    else:
+        assert copy.topic == "%DLQ%g"
+    assert copy.properties["mine"] == message.properties["mine"]
+
+
+def test_a_message_that_another_writer_stored_with_a_separator_in_a_value_is_dead_lettered_not_stuck(
+    parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message = put(parts)
+    monkeypatch.setattr(Message, "stored_properties", lambda self: {"UNIQ_KEY": "u", "mine": "a\x01b"})
+    receipt = Retries(parts).send_back("g", message.physical_offset)
+    monkeypatch.undo()
+    assert receipt.topic == "%DLQ%g"
+    assert at(parts, receipt).properties["mine"] == "a b"
+
+
+def test_retry_queues_of_none_dead_letter_at_once(tmp_path: Path) -> None:
+    """RocketMQ answers SUCCESS and writes nothing: the message is lost (X21)."""
+    new_parts(tmp_path / "store").store.close()
+    (tmp_path / "store" / "config").mkdir(exist_ok=True)
+    (tmp_path / "store" / "config" / "subscriptionGroup.json").write_text(
+        '{"subscriptionGroupTable":{"g":{"groupName":"g","retryQueueNums":0}}}'
+    )
+    parts = new_parts(tmp_path / "store")
+    assert back(parts, put(parts)).topic == "%DLQ%g"
+    parts.store.close()
+
+
+def test_what_went_where_is_counted(parts: Parts) -> None:
+    for level in (0, 0, -1):
+        back(parts, put(parts), delay_level=level)
+    Retries(parts).dead_letter(put(parts), "g", "r")
+    total = parts.statistics.snapshot().total
+    counted = {name: total(name, "orders@g") for name in ("SNDBCK_PUT_NUMS", "SNDBCK2DLQ_TIMES", "DLQ_PUT_NUMS")}
+    assert counted == {"SNDBCK_PUT_NUMS": 2, "SNDBCK2DLQ_TIMES": 1, "DLQ_PUT_NUMS": 2}
+
+
+# -- plain puts into a retry topic (6.2) -----------------------------------------------------------------------------
+
+# (reconsume times, limit given, group holds a queue, ends as a dead letter)
+PLAIN: list[tuple[int, int | None, bool, bool]] = [
+    (0, None, False, False),
+    (16, None, False, False),  # strictly more, unlike a send-back
+    (17, None, False, True),
+    (1, 0, False, True),
+    (0, 0, False, False),
+    (0, None, True, True),
+]
+
+
+@pytest.mark.parametrize(("times", "limit", "locked", "dead"), PLAIN)
+def test_a_plain_put_is_a_dead_letter_beyond_the_limit_or_for_an_orderly_group(
+    parts: Parts, times: int, limit: int | None, locked: bool, dead: bool
+) -> None:
+    parts.groups.create("g")
+    properties = {"RETRY_TOPIC": "orders", "ORIGIN_MESSAGE_ID": "ID", "DELAY": "4", "UNIQ_KEY": "u"}
+    options: list[dict[str, Any]] = [{"reconsume_times": times, "max_reconsume": limit}]
+    if limit is not None:  # the same, as a client's properties say it
+        properties |= {"RECONSUME_TIME": str(times), "MAX_RECONSUME_TIMES": str(limit)}
+        options.append({})
+    for given_options in options:
+        locks = Locks("g") if locked else Locks("other")
+        copy = at(parts, Retries(parts).put_retry("%RETRY%g", b"b", properties, locks=locks, **given_options))
+        stored = copy.stored_properties()
+        assert copy.reconsume_times == times
+        assert not {"RECONSUME_TIME", "MAX_RECONSUME_TIMES"} & stored.keys()
+        if dead:
+            assert (copy.topic, copy.queue_id, stored["DELAY"]) == ("%DLQ%g", 0, "-1")
+            assert (stored["DLQ_ORIGIN_TOPIC"], stored["DLQ_ORIGIN_MESSAGE_ID"]) == ("orders", "ID")
+            assert stored["dlq_reason"]
+        else:
+            assert (copy.topic, stored["DELAY"], stored["REAL_TOPIC"]) == (SCHEDULE_TOPIC, "4", "%RETRY%g")
+
+
+def test_a_plain_put_of_an_unknown_group_makes_none(parts: Parts) -> None:
+    end = parts.store.max_offset
+    for topic in ("%RETRY%nobody", "%RETRY%g+orders"):
+        with pytest.raises(GroupNotFoundError):
+            Retries(parts).put_retry(topic, b"b", {}, locks=Locks())
+    with pytest.raises(InvalidMessageError):
+        Retries(parts).put_retry("orders", b"b", {}, locks=Locks())
+    parts.groups.create("g")
+    with pytest.raises(InvalidMessageError):
+        Retries(parts).put_retry("%RETRY%g", b"b", {"RECONSUME_TIME": "many"}, locks=Locks())
+    assert parts.store.max_offset == end
+    assert parts.groups.get("nobody") is None
+
+
+# -- any sequence of failures ----------------------------------------------------------------------------------------
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    limit=st.integers(0, 5),
+    steps=st.lists(st.sampled_from(["policy", "level", "ms", "dead"]), min_size=1, max_size=8),
+)
+def test_whatever_its_failures_a_message_ends_once_and_keeps_its_identity(
+    tmp_path_factory: pytest.TempPathFactory, limit: int, steps: list[str]
+) -> None:
+    parts = new_parts(tmp_path_factory.mktemp("any") / "store")
+    parts.groups.create("g", retry_policy=RetryPolicy(max_attempts=limit + 1))
+    message = original = put(parts, body=b"payload")
+    options: dict[str, dict[str, Any]] = {
+        "policy": {},
+        "level": {"delay_level": 2},
+        "ms": {"delay_ms": 1_234},
+        "dead": {"delay_level": -1},
+    }
+    for failures, step in enumerate(steps):
+        copy = back(parts, message, **options[step])
+        properties = copy.stored_properties()
+        assert (copy.body, copy.unique_key, copy.reconsume_times) == (b"payload", "u", failures + 1)
+        assert properties["ORIGIN_MESSAGE_ID"] == original.message_id
+        assert properties["RETRY_TOPIC"] == "orders"
+        dead = step == "dead" or failures >= limit
+        assert (copy.topic == "%DLQ%g") == dead
+        if dead:
+            break
+        message = delivered(parts, copy)
+    parts.store.close()

@@ -1,0 +1,139 @@
+"""The whole life of a message that nobody can consume: 17 attempts, 34 records, one dead letter (broker-semantics 6.1).
+
+Held against companion A12's table of delays, typed in again, with the real delay service and a clock moved by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mqstore.broker.deadletters import DeadLetters
+from mqstore.broker.delay import DelayService
+from mqstore.broker.groups import RetryPolicy
+from mqstore.broker.parts import Parts
+from mqstore.broker.retry import Retries
+from mqstore.log.message import Message
+from tests.broker.support import START_MS, advance, new_parts
+
+MINUTE = 60
+DELAYS_S = [10, 30, *(MINUTE * n for n in range(1, 11)), 20 * MINUTE, 30 * MINUTE, 60 * MINUTE, 120 * MINUTE]
+"""What the 1st, 2nd, ... failure waits for, in seconds."""
+ATTEMPTS = 17
+
+
+class Life:
+    """A store, its delay service, and a consumer that reads topic `orders` and the retry topic, and fails."""
+
+    def __init__(self, path: Path) -> None:
+        self.parts: Parts = new_parts(path)
+        self.retries = Retries(self.parts)
+        self.delay = DelayService(self.parts, lambda: None, self.retries.dead_letter)
+        self.read = {"orders": 0, "%RETRY%g": 0}
+
+    def arrived(self) -> list[Message]:
+        """What is there to be consumed and was not seen yet."""
+        found: list[Message] = []
+        for topic, offset in self.read.items():
+            if self.parts.store.offsets_or_none(topic, 0) is not None:
+                messages = self.parts.store.read(topic, 0, offset, 1000)
+                self.read[topic] += len(messages)
+                found += messages
+        return found
+
+    def wait(self, duration_ms: int) -> None:
+        advance(self.parts, [self.delay], duration_ms)
+
+    def restart(self, path: Path) -> None:
+        clock = self.parts.clock
+        self.close()
+        self.parts = new_parts(path, clock=clock)
+        self.retries = Retries(self.parts)
+        self.delay = DelayService(self.parts, lambda: None, self.retries.dead_letter)
+
+    def close(self) -> None:
+        self.delay.close()
+        self.parts.offsets.close()
+        self.parts.store.close()
+
+
+@pytest.fixture
+def life(tmp_path: Path) -> Iterator[Life]:
+    life = Life(tmp_path / "store")
+    yield life
+    life.close()
+
+
+def test_seventeen_attempts_at_the_times_of_the_table_then_one_dead_letter(life: Life) -> None:
+    parts = life.parts
+    first = parts.road.put("orders", b"poison", queue_id=0, tag="t", unique_key="U")
+    begin_ms, seen = parts.clock.now_ms(), []
+    for delay_s in [*DELAYS_S, None]:
+        [message] = life.arrived()
+        seen.append((message.attempt, (parts.clock.now_ms() - begin_ms) // 1000))
+        assert (message.body, message.tag, message.unique_key) == (b"poison", "t", "U")
+        life.retries.send_back("g", message.physical_offset, reason="boom")
+        if delay_s is not None:
+            life.wait(delay_s * 1000 - 1)
+            assert life.arrived() == [], "early"
+            life.wait(1)
+    elapsed_s = [sum(DELAYS_S[:i]) for i in range(ATTEMPTS)]
+    assert seen == [(i + 1, elapsed_s[i]) for i in range(ATTEMPTS)]
+    assert elapsed_s[-1] == ((4 * 60) + 45) * 60 + 40, "4:45:40, as companion A12 adds them up"
+    life.wait(3 * 7_200_000)
+    assert life.arrived() == []
+    [letter] = DeadLetters(parts, "g")
+    properties = letter.stored_properties()
+    assert (letter.body, letter.reconsume_times, properties["dlq_reason"]) == (b"poison", ATTEMPTS, "boom")
+    assert (properties["RETRY_TOPIC"], properties["ORIGIN_MESSAGE_ID"]) == ("orders", first.message_id)
+    numbers = [parts.store.offsets(*ref)[1] for topic in parts.store.topics() for ref in parts.store.queues(topic)]
+    assert sum(numbers) == 1 + 16 * 2 + 1
+
+    assert DeadLetters(parts, "g").replay().count == 1
+    copies = [message for ref in parts.store.queues("orders") for message in parts.store.read(*ref)]
+    again = max(copies, key=lambda message: message.physical_offset)
+    assert (again.unique_key, again.attempt, again.body) == ("U", 1, b"poison")
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_any_mix_of_failures_and_restarts_delivers_each_attempt_once_and_on_time(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """A model of one message: (attempt, due) follows from the outcomes alone, whatever the store does in between."""
+    path = tmp_path_factory.mktemp("life") / "store"
+    life = Life(path)
+    limit = data.draw(st.integers(1, 8), label="max_attempts")
+    life.parts.groups.create("g", retry_policy=RetryPolicy(max_attempts=limit))
+    life.parts.road.put("orders", b"x", queue_id=0, unique_key="U")
+    attempt, due_ms, dead = 1, START_MS, False
+    while not dead:
+        ahead_ms = due_ms - life.parts.clock.now_ms()
+        if ahead_ms > 1 and data.draw(st.booleans(), label="restart while it waits"):
+            life.wait(ahead_ms // 2)
+            life.restart(path)
+            ahead_ms -= ahead_ms // 2
+        if ahead_ms:
+            life.wait(ahead_ms - 1)
+            assert life.arrived() == []
+            life.wait(1)
+        [message] = life.arrived()
+        assert (message.attempt, message.unique_key, message.body) == (attempt, "U", b"x")
+        outcome = data.draw(st.sampled_from(["policy", "policy", "policy", "level", "success", "reject"]))
+        if outcome == "success":
+            break
+        level = {"policy": 0, "level": data.draw(st.integers(1, 25)), "reject": -1}[outcome]
+        life.retries.send_back("g", message.physical_offset, delay_level=level)
+        dead = attempt >= limit or outcome == "reject"
+        levels_s = [1, 5, *DELAYS_S]
+        due_ms = life.parts.clock.now_ms() + 1000 * levels_s[min(level or 2 + attempt, 18) - 1]
+        attempt += 1
+    life.wait(3 * 7_200_000)
+    assert life.arrived() == []
+    letters = [letter.reconsume_times for letter in DeadLetters(life.parts, "g")]
+    assert letters == ([attempt - 1] if dead else [])
+    life.close()

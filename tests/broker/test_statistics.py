@@ -1,0 +1,403 @@
+"""Statistics: counters, the windows of broker-semantics 13 against a model, losses, and what Prometheus is sent."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mqstore.broker.statistics import (
+    BROKER_PUT_NUMS,
+    COMMIT_NUMS,
+    DELAY_LATENCY,
+    DLQ_PUT_NUMS,
+    GROUP_GET_FALL_TIME,
+    GROUP_GET_LATENCY,
+    GROUP_GET_NUMS,
+    GROUP_GET_SIZE,
+    TOPIC_PUT_NUMS,
+    TOPIC_PUT_SIZE,
+    Rate,
+    Statistics,
+    Total,
+)
+from mqstore.clock import SimulatedClock
+
+SECOND, MINUTE, HOUR = 1_000, 60_000, 3_600_000
+
+
+@pytest.fixture
+def clock() -> SimulatedClock:
+    return SimulatedClock()
+
+
+@pytest.fixture
+def statistics(clock: SimulatedClock) -> Statistics:
+    return Statistics(clock)
+
+
+def run_for(statistics: Statistics, clock: SimulatedClock, duration_ms: int) -> None:
+    """What the housekeeper does: come back when told to, until the time is over."""
+    end = clock.monotonic_ms() + duration_ms
+    while True:
+        due = statistics.run_once(clock.now_ms())
+        if clock.monotonic_ms() + due - clock.now_ms() > end:
+            break
+        clock.advance(due - clock.now_ms())
+    clock.advance(end - clock.monotonic_ms())
+
+
+# --- counters ------------------------------------------------------------------------------------------------------
+
+
+def test_a_counter_sums_values_and_counts_times(statistics: Statistics) -> None:
+    statistics.add(TOPIC_PUT_SIZE, "t", 100)
+    statistics.add(TOPIC_PUT_SIZE, "t", 28)
+    statistics.add(TOPIC_PUT_NUMS, "t")
+    statistics.add(BROKER_PUT_NUMS)
+    statistics.add_many([(TOPIC_PUT_NUMS, "t", 4, 1), (TOPIC_PUT_NUMS, "u", 1, 1), (TOPIC_PUT_NUMS, "t", 1, 1)])
+    snapshot = statistics.snapshot()
+    assert snapshot.totals == {
+        (TOPIC_PUT_SIZE, "t"): Total(128, 2),
+        (TOPIC_PUT_NUMS, "t"): Total(6, 3),
+        (TOPIC_PUT_NUMS, "u"): Total(1, 1),
+        (BROKER_PUT_NUMS, ""): Total(1, 1),
+    }
+    assert snapshot.total(BROKER_PUT_NUMS) == 1
+    assert snapshot.total(TOPIC_PUT_NUMS, "never") == 0
+
+
+def test_a_last_value_is_the_last(statistics: Statistics) -> None:
+    statistics.set(GROUP_GET_FALL_TIME, "0@t@g", 700)
+    statistics.set(GROUP_GET_FALL_TIME, "0@t@g", 20)
+    assert statistics.snapshot().latest == {(GROUP_GET_FALL_TIME, "0@t@g"): 20}
+
+
+def test_losses_add_up_by_group_topic_and_queue(statistics: Statistics) -> None:
+    statistics.lost("g", "t", 0, 5)
+    statistics.lost("g", "t", 0, 2)
+    statistics.lost("g", "t", 1, 1)
+    statistics.lost("h", "t", 0, 3)
+    statistics.lost("i", "t", 0, 0)
+    statistics.lost("j", "t", 0, -4)  # an offset above the minimum has lost nothing
+    assert statistics.snapshot().lost == {("g", "t", 0): 7, ("g", "t", 1): 1, ("h", "t", 0): 3}
+
+
+def test_a_snapshot_does_not_change(statistics: Statistics, clock: SimulatedClock) -> None:
+    statistics.add(TOPIC_PUT_NUMS, "t")
+    statistics.lost("g", "t", 0, 1)
+    clock.advance(10 * SECOND)
+    statistics.run_once(clock.now_ms())
+    snapshot = statistics.snapshot()
+    before = repr(snapshot)
+    statistics.add(TOPIC_PUT_NUMS, "t")
+    statistics.lost("g", "t", 0, 1)
+    clock.advance(10 * SECOND)
+    statistics.run_once(clock.now_ms())
+    assert repr(snapshot) == before
+    for mapping in (snapshot.totals, snapshot.latest, snapshot.minute, snapshot.hour, snapshot.day, snapshot.lost):
+        with pytest.raises(TypeError):
+            mapping["x"] = 1  # type: ignore[index]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        snapshot.taken_ms = 0  # type: ignore[misc]
+
+
+def test_threads_lose_no_count(statistics: Statistics) -> None:
+    gate = threading.Barrier(4)
+
+    def count() -> None:
+        gate.wait()
+        for _ in range(2_000):
+            statistics.add(TOPIC_PUT_NUMS, "t")
+            statistics.add_many([(TOPIC_PUT_NUMS, "t", 1, 1), (TOPIC_PUT_SIZE, "t", 3, 1)])
+            statistics.lost("g", "t", 0, 1)
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    snapshot = statistics.snapshot()
+    assert snapshot.total(TOPIC_PUT_NUMS, "t") == 16_000
+    assert snapshot.total(TOPIC_PUT_SIZE, "t") == 24_000
+    assert snapshot.lost["g", "t", 0] == 8_000
+
+
+# --- windows -------------------------------------------------------------------------------------------------------
+
+
+def test_run_once_asks_to_come_back_every_ten_seconds(statistics: Statistics, clock: SimulatedClock) -> None:
+    now = clock.now_ms()
+    assert statistics.run_once(now) == now + 10 * SECOND
+    clock.advance(9_999)
+    assert statistics.run_once(clock.now_ms()) == now + 10 * SECOND
+    assert statistics.snapshot().minute == {}
+    clock.advance(1)
+    assert statistics.run_once(clock.now_ms()) == now + 20 * SECOND
+
+
+@pytest.mark.parametrize(
+    ("window", "period", "span"),
+    [("minute", 10 * SECOND, MINUTE), ("hour", 10 * MINUTE, HOUR), ("day", HOUR, 24 * HOUR)],
+)
+def test_a_window_reaches_from_its_oldest_sample_to_its_newest(
+    statistics: Statistics, clock: SimulatedClock, window: str, period: int, span: int
+) -> None:
+    statistics.add(GROUP_GET_LATENCY, "0@t", 60)
+    statistics.add(GROUP_GET_LATENCY, "0@t", 20)
+    run_for(statistics, clock, span)
+    rates = getattr(statistics.snapshot(), window)
+    rate = rates[GROUP_GET_LATENCY, "0@t"]
+    assert rate == Rate(80, 2, span)
+    assert rate.tps == 80 * 1000 / span
+    assert rate.average == 40
+    run_for(statistics, clock, period)  # one sample further, and what was added at first is out
+    assert getattr(statistics.snapshot(), window) == {}
+
+
+def test_what_is_added_after_the_newest_sample_is_in_no_window(statistics: Statistics, clock: SimulatedClock) -> None:
+    clock.advance(10 * SECOND)
+    statistics.run_once(clock.now_ms())
+    statistics.add(TOPIC_PUT_NUMS, "t")
+    assert statistics.snapshot().minute == {}
+    assert statistics.snapshot().total(TOPIC_PUT_NUMS, "t") == 1
+
+
+def test_a_late_sample_makes_a_longer_span_and_no_wrong_rate(statistics: Statistics, clock: SimulatedClock) -> None:
+    """The machine slept for an hour: 3600 messages before and after are one a second, not 360."""
+    statistics.add(TOPIC_PUT_NUMS, "t", 3_600)
+    clock.advance(HOUR)
+    statistics.run_once(clock.now_ms())
+    snapshot = statistics.snapshot()
+    assert snapshot.minute[TOPIC_PUT_NUMS, "t"].tps == 1.0
+    assert snapshot.hour[TOPIC_PUT_NUMS, "t"].tps == 1.0
+    assert snapshot.day[TOPIC_PUT_NUMS, "t"].tps == 1.0
+
+
+@pytest.mark.parametrize("step", [-86_400_000, 86_400_000])
+def test_a_step_of_the_wall_clock_bends_no_rate(statistics: Statistics, clock: SimulatedClock, step: int) -> None:
+    statistics.add(TOPIC_PUT_NUMS, "t", 50)
+    clock.set_wall(clock.now_ms() + step)
+    assert statistics.run_once(clock.now_ms()) == clock.now_ms() + 10 * SECOND
+    clock.advance(10 * SECOND)
+    assert statistics.run_once(clock.now_ms()) == clock.now_ms() + 10 * SECOND
+    assert statistics.snapshot().minute[TOPIC_PUT_NUMS, "t"].tps == 5.0
+
+
+def test_a_rate_over_nothing_is_0() -> None:
+    assert Rate(0, 0, 0).tps == Rate(0, 0, 0).average == 0.0
+
+
+def test_a_closed_set_of_counters_can_still_be_read(statistics: Statistics) -> None:
+    statistics.add(TOPIC_PUT_NUMS, "t")
+    statistics.close()
+    assert statistics.snapshot().total(TOPIC_PUT_NUMS, "t") == 1
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["a", "b"]), st.integers(1, 9), st.sampled_from([0, 1, 4_000, 10_000, 35_000]))),
+)
+@settings(max_examples=100, deadline=None)
+def test_the_minute_is_that_of_a_model_that_keeps_whole_samples(steps: list[tuple[str, int, int]]) -> None:
+    """The model does as 13 says: seven samples of everything, the newest minus the oldest."""
+    clock = SimulatedClock()
+    statistics = Statistics(clock)
+    totals: dict[str, tuple[int, int]] = {"a": (0, 0), "b": (0, 0)}
+    samples = [(clock.monotonic_ms(), dict(totals))]
+    for key, value, pause in steps:
+        statistics.add(TOPIC_PUT_NUMS, key, value)
+        totals[key] = (totals[key][0] + value, totals[key][1] + 1)
+        clock.advance(pause)
+        statistics.run_once(clock.now_ms())
+        if clock.monotonic_ms() - samples[-1][0] >= 10_000:
+            samples = [*samples, (clock.monotonic_ms(), dict(totals))][-7:]
+        (start, oldest), (end, newest) = samples[0], samples[-1]
+        expected = {
+            (TOPIC_PUT_NUMS, name): Rate(
+                newest[name][0] - oldest[name][0], newest[name][1] - oldest[name][1], end - start
+            )
+            for name in totals
+            if newest[name] != oldest[name]
+        }
+        assert statistics.snapshot().minute == expected
+
+
+# --- Prometheus ----------------------------------------------------------------------------------------------------
+
+SAMPLE = re.compile(r'([a-zA-Z_:][\w:]*)(?:\{((?:[a-zA-Z_]\w*="(?:[^"\\\n]|\\[\\n"])*",?)*)\})? (\S+)')
+LABEL = re.compile(r'([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"')
+UNESCAPE = {"\\\\": "\\", '\\"': '"', "\\n": "\n"}
+
+
+def scraped(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """What a strict reader of the format finds: every line has its form, every series is announced once and whole."""
+    found: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
+    announced: set[str] = set()
+    current = ""
+    for line in text.split("\n")[:-1]:
+        if line.startswith("# HELP "):
+            current = line.split(" ")[2]
+            assert current not in announced
+            announced.add(current)
+        elif line.startswith("# TYPE "):
+            assert line.split(" ")[2] == current
+            assert line.split(" ")[3] in ("counter", "gauge", "summary")
+        else:
+            match = SAMPLE.fullmatch(line)
+            assert match is not None, line
+            assert match[1] in (current, f"{current}_sum", f"{current}_count")
+            labels = frozenset(
+                (name, re.sub(r"\\.", lambda escape: UNESCAPE[escape[0]], value))
+                for name, value in LABEL.findall(match[2] or "")
+            )
+            assert (match[1], labels) not in found
+            found[match[1], labels] = float(match[3])
+            assert math.isfinite(found[match[1], labels])
+    assert text == "" or text.endswith("\n")
+    return found
+
+
+def test_the_text_is_the_documented_form(statistics: Statistics) -> None:
+    statistics.add(TOPIC_PUT_NUMS, "orders", 3)
+    statistics.lost("g", "orders", 2, 9)
+    assert statistics.prometheus_text({"rocketmq_half_messages": 4, "mqstore_up": 0.5}) == (
+        "# HELP mqstore_lost_messages_total Messages dropped by retention before the group consumed them.\n"
+        "# TYPE mqstore_lost_messages_total counter\n"
+        'mqstore_lost_messages_total{consumer_group="g",queue_id="2",topic="orders"} 9\n'
+        "# HELP mqstore_up mqstore_up, as the broker gives it.\n"
+        "# TYPE mqstore_up gauge\n"
+        "mqstore_up 0.5\n"
+        "# HELP rocketmq_half_messages Half messages that are neither committed nor rolled back.\n"
+        "# TYPE rocketmq_half_messages gauge\n"
+        "rocketmq_half_messages 4\n"
+        "# HELP rocketmq_messages_in_total Messages put.\n"
+        "# TYPE rocketmq_messages_in_total counter\n"
+        'rocketmq_messages_in_total{is_retry="false",is_system="false",topic="orders"} 3\n'
+    )
+
+
+def test_counters_become_series_with_labels(statistics: Statistics) -> None:
+    statistics.add_many(
+        [
+            (TOPIC_PUT_NUMS, "orders", 2, 1),
+            (TOPIC_PUT_SIZE, "orders", 300, 1),
+            (TOPIC_PUT_NUMS, "%RETRY%g+orders", 1, 1),
+            (TOPIC_PUT_NUMS, "%DLQ%g", 1, 1),
+            (TOPIC_PUT_NUMS, "SCHEDULE_TOPIC_XXXX", 1, 1),
+            (GROUP_GET_NUMS, "orders@g", 5, 1),
+            (GROUP_GET_SIZE, "orders@CID_RMQ_SYS_TRANS", 70, 1),
+            (DLQ_PUT_NUMS, "orders@g", 1, 1),
+            (COMMIT_NUMS, "orders", 6, 1),
+            (DELAY_LATENCY, "orders", 12, 1),
+            (DELAY_LATENCY, "orders", 8, 1),
+            (GROUP_GET_LATENCY, "0@orders", 5, 1),  # kept for stats(), not exported
+        ]
+    )
+    plain = {("is_retry", "false"), ("is_system", "false")}
+    orders = frozenset({("topic", "orders"), *plain})
+    orders_g = orders | {("consumer_group", "g")}
+    retry = {("is_retry", "true"), ("is_system", "false")}
+    system = {("is_retry", "false"), ("is_system", "true")}
+    assert scraped(statistics.prometheus_text()) == {
+        ("rocketmq_messages_in_total", orders): 2,
+        ("rocketmq_messages_in_total", frozenset({("topic", "%RETRY%g+orders"), *retry})): 1,
+        ("rocketmq_messages_in_total", frozenset({("topic", "%DLQ%g"), *retry})): 1,
+        ("rocketmq_messages_in_total", frozenset({("topic", "SCHEDULE_TOPIC_XXXX"), *system})): 1,
+        ("rocketmq_throughput_in_total", orders): 300,
+        ("rocketmq_message_size_sum", orders): 300,
+        ("rocketmq_message_size_count", orders): 2,
+        ("rocketmq_messages_out_total", orders_g): 5,
+        (
+            "rocketmq_throughput_out_total",
+            frozenset({("topic", "orders"), ("consumer_group", "CID_RMQ_SYS_TRANS"), *system}),
+        ): 70,
+        ("rocketmq_send_to_dlq_messages_total", orders_g): 1,
+        ("rocketmq_commit_messages_total", orders): 6,
+        ("rocketmq_delay_message_latency_sum", orders): 20,
+        ("rocketmq_delay_message_latency_count", orders): 2,
+    }
+
+
+def test_gauges_of_the_broker_stand_beside(statistics: Statistics) -> None:
+    name = "rocketmq_consumer_lag_messages"
+    gauges: dict[str, Any] = {name: [({"topic": "t", "consumer_group": "g"}, 5), ({"topic": "u"}, 2.5)]}
+    assert scraped(statistics.prometheus_text(gauges)) == {
+        (name, frozenset({("topic", "t"), ("consumer_group", "g")})): 5,
+        (name, frozenset({("topic", "u")})): 2.5,
+    }
+
+
+def test_a_gauge_of_the_same_labels_counts_once_and_one_of_a_counters_name_joins_it(statistics: Statistics) -> None:
+    statistics.add(COMMIT_NUMS, "t")
+    gauges: dict[str, Any] = {
+        "x": [({"a": "1", "b": "2"}, 1), ({"b": "2", "a": "1"}, 2)],
+        "rocketmq_commit_messages_total": [({"topic": "half"}, 3)],
+    }
+    found = scraped(statistics.prometheus_text(gauges))
+    assert found["x", frozenset({("a", "1"), ("b", "2")})] == 2
+    assert found["rocketmq_commit_messages_total", frozenset({("topic", "half")})] == 3
+    assert len(found) == 3
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, None, "7", 1j, np.float64("nan")])
+def test_only_finite_numbers_are_sent(statistics: Statistics, value: Any) -> None:
+    assert statistics.prometheus_text({"x": [({}, value)]}) == ""
+    assert scraped(statistics.prometheus_text({"x": [({"a": "1"}, value), ({"a": "2"}, 1)]})) == {
+        ("x", frozenset({("a", "2")})): 1
+    }
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (True, "1"),
+        (10**25, "1" + "0" * 25),
+        (np.int64(5), "5"),
+        (np.float64(0.25), "0.25"),
+        (-1, "-1"),
+        (1e22, "1e+22"),
+    ],
+)
+def test_numbers_of_all_kinds_are_written_plainly(statistics: Statistics, value: Any, text: str) -> None:
+    assert statistics.prometheus_text({"x": [({}, value)]}).splitlines()[-1] == f"x {text}"
+    assert statistics.prometheus_text({"x": value}).splitlines()[-1] == f"x {text}"
+
+
+@pytest.mark.parametrize("name", ["", "9x", "a b", "a-b", "a\n# TYPE b gauge\nb 1", "ä", "x{}"])
+def test_a_name_that_prometheus_would_refuse_is_refused(statistics: Statistics, name: str) -> None:
+    with pytest.raises(ValueError, match="name of a series"):
+        statistics.prometheus_text({name: 1})
+    with pytest.raises(ValueError, match="label name"):
+        statistics.prometheus_text({"x": [({name: "v"}, 1)]})
+
+
+def test_colons_and_double_underscores_are_not_for_labels(statistics: Statistics) -> None:
+    for label in ("a:b", "__name__"):
+        with pytest.raises(ValueError, match="label name"):
+            statistics.prometheus_text({"x": [({label: "v"}, 1)]})
+
+
+@given(st.dictionaries(st.sampled_from(["topic", "group"]), st.text(max_size=30), max_size=2), st.text(max_size=20))
+def test_any_label_value_comes_through(labels: dict[str, str], topic: str) -> None:
+    statistics = Statistics(SimulatedClock())
+    statistics.add(TOPIC_PUT_NUMS, topic.replace("@", ""))
+    found = scraped(statistics.prometheus_text({"x": [(labels, 1)]}))
+    assert found["x", frozenset(labels.items())] == 1
+    assert len(found) == 2
+
+
+def test_quotes_backslashes_and_newlines_are_escaped(statistics: Statistics) -> None:
+    text = statistics.prometheus_text({"x": [({"a": 'say "no"\\\nx 2'}, 1)]})
+    assert text.splitlines()[-1] == r'x{a="say \"no\"\\\nx 2"} 1'
+
+
+def test_a_surrogate_in_a_name_does_not_stop_the_scrape(statistics: Statistics) -> None:
+    statistics.lost("g\udc80", "t", 0, 1)
+    assert 'consumer_group="g?"' in statistics.prometheus_text().encode("utf-8").decode()

@@ -1,0 +1,1105 @@
+"""Arbitrary delay (broker-semantics 5): the rules of a put, and the mechanism over small stores with time by hand.
+
+Expected times are computed here from the moments asked for: a message due at D is visible in [D, D + 1000).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mqstore.broker.names import TIMER_TOPIC, dlq_topic
+from mqstore.broker.parts import Parts
+from mqstore.broker.receipts import recall_handle
+from mqstore.broker.timer import TimerService
+from mqstore.broker.timerfiles import Progress
+from mqstore.broker.timerroute import WINDOW_MS, placement, slot_of, timer_route
+from mqstore.broker.uniquekey import UniqueKeys, new_unique_key
+from mqstore.clock import SimulatedClock
+from mqstore.errors import InvalidMessageError, InvalidReceiptError, StoreFullError, StoreIOError
+from mqstore.files.filesystem import FileSystem
+from mqstore.log import manifest
+from mqstore.log.message import Message
+from tests.broker.support import START_MS, advance, new_parts, settle
+from tests.faults import Crash, FaultyFileSystem
+from tests.log.support import Unsynced
+
+S, MIN, HOUR, DAY = 1_000, 60_000, 3_600_000, 86_400_000
+NOW = START_MS
+MAX = 366 * DAY
+
+
+# --- rules of a put ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("properties", "out_ms"),
+    [
+        ({"TIMER_DELAY_SEC": "5"}, NOW + 4000),
+        ({"TIMER_DELAY_MS": "5000"}, NOW + 4000),
+        ({"TIMER_DELAY_MS": "5001"}, NOW + 5000),
+        ({"TIMER_DELAY_MS": "5999"}, NOW + 5000),
+        ({"TIMER_DELAY_MS": "6000"}, NOW + 5000),
+        ({"TIMER_DELAY_MS": "1"}, NOW),
+        ({"TIMER_DELAY_MS": "+7"}, NOW),
+        ({"TIMER_DELIVER_MS": str(NOW + 1000)}, NOW),
+        ({"TIMER_DELIVER_MS": str(NOW + 1234)}, NOW + 1000),
+        ({"TIMER_DELIVER_MS": str(NOW + MAX)}, NOW + MAX - 1000),
+        # precedence: seconds, then milliseconds, then the moment
+        ({"TIMER_DELAY_SEC": "3", "TIMER_DELAY_MS": "9000", "TIMER_DELIVER_MS": str(NOW + 50_000)}, NOW + 2000),
+        ({"TIMER_DELAY_MS": "9000", "TIMER_DELIVER_MS": str(NOW + 50_000)}, NOW + 8000),
+        # no level, so the timer's turn
+        ({"DELAY": "0", "TIMER_DELAY_SEC": "5"}, NOW + 4000),
+        ({"DELAY": "x", "TIMER_DELAY_SEC": "5"}, NOW + 4000),
+    ],
+)
+def test_a_message_with_a_moment_ahead_goes_to_the_timer_topic(properties: dict[str, str], out_ms: int) -> None:
+    given_too = {"TAGS": "a", "UNIQ_KEY": "u", "mine": "x"}
+    routed = timer_route("orders", 3, {**given_too, **properties}, NOW, max_delay_ms=MAX)
+    assert routed is not None
+    topic, queue_id, stored = routed
+    assert (topic, queue_id) == ("rmq_sys_wheel_timer", 0)
+    expected = {"TIMER_OUT_MS": str(out_ms), "REAL_TOPIC": "orders", "REAL_QID": "3"}
+    assert stored == {**given_too, **properties, **expected}
+
+
+@pytest.mark.parametrize(
+    ("topic", "properties"),
+    [
+        ("orders", {}),
+        ("orders", {"TIMER_DELAY_SEC": "5", "DELAY": "3"}),
+        ("orders", {"TIMER_DELAY_SEC": "5", "TIMER_OUT_MS": "1"}),
+        (TIMER_TOPIC, {"TIMER_DELAY_SEC": "5"}),
+        ("orders", {"TIMER_DELAY_SEC": "0"}),
+        ("orders", {"TIMER_DELAY_MS": "0"}),
+        ("orders", {"TIMER_DELIVER_MS": str(NOW)}),
+        ("orders", {"TIMER_DELIVER_MS": "0"}),
+        # the first that is there counts, even if it says "now"
+        ("orders", {"TIMER_DELAY_SEC": "0", "TIMER_DELIVER_MS": str(NOW + DAY)}),
+    ],
+)
+def test_a_message_that_is_not_to_wait_goes_where_it_went(topic: str, properties: dict[str, str]) -> None:
+    assert timer_route(topic, 0, properties, NOW, max_delay_ms=MAX) is None
+
+
+@pytest.mark.parametrize(
+    "properties",
+    [
+        {"TIMER_DELAY_SEC": "x"},
+        {"TIMER_DELAY_SEC": ""},
+        {"TIMER_DELAY_SEC": "1.5"},
+        {"TIMER_DELAY_SEC": "1_0"},
+        {"TIMER_DELAY_SEC": " 1"},
+        {"TIMER_DELAY_SEC": "1\n"},
+        {"TIMER_DELAY_SEC": "٣"},
+        {"TIMER_DELAY_SEC": "nan"},
+        {"TIMER_DELAY_SEC": "-1"},
+        {"TIMER_DELAY_MS": "-1"},
+        {"TIMER_DELIVER_MS": "-1"},
+        {"TIMER_DELAY_MS": "9" * 400},
+        {"TIMER_DELAY_SEC": "x", "TIMER_DELAY_MS": "5"},
+        {"TIMER_DELIVER_MS": str(NOW + MAX + 1)},
+        {"TIMER_DELAY_MS": str(MAX + 1)},
+        {"TIMER_DELIVER_MS": str(NOW), "TIMER_DEL_UNIQKEY": "orders+u"},
+    ],
+)
+def test_a_moment_that_cannot_be_is_refused(properties: dict[str, str]) -> None:
+    with pytest.raises(InvalidMessageError) as caught:
+        timer_route("orders", 0, properties, NOW, max_delay_ms=MAX)
+    assert caught.value.field == "properties"
+
+
+def test_a_message_that_waits_gets_a_unique_key_of_34_digits() -> None:
+    routed = timer_route("orders", 0, {"TIMER_DELAY_SEC": "5"}, NOW, max_delay_ms=MAX)
+    assert routed is not None
+    key = routed[2]["UNIQ_KEY"]
+    assert len(key) == 34
+    assert set(key) <= set("0123456789ABCDEF")
+
+
+@pytest.mark.parametrize(("precision_ms", "deliver_ms", "out_ms"), [(100, 1234, 1200), (500, 1500, 1000), (200, 1, 0)])
+def test_other_precisions_round_alike(precision_ms: int, deliver_ms: int, out_ms: int) -> None:
+    assert slot_of(deliver_ms, precision_ms) == out_ms
+
+
+@given(stored=st.integers(NOW, NOW + 10 * DAY), wait=st.integers(1, MAX))
+def test_hops_lead_to_the_moment_and_none_is_longer_than_the_window(stored: int, wait: int) -> None:
+    out = slot_of(stored + wait)
+    hops = 0
+    at = stored
+    while True:
+        slot, rolls = placement(at, out)
+        assert slot <= out
+        assert slot - at <= WINDOW_MS
+        assert (slot == out) == (not rolls)
+        if not rolls:
+            break
+        assert slot - at >= WINDOW_MS // 2 - S
+        at = slot + S  # a slot is read when it is over
+        hops += 1
+    assert hops <= 366
+
+
+@pytest.mark.parametrize(
+    ("rest", "hop"),
+    [(-1 * S, None), (0, DAY), (16 * HOUR - S, DAY), (16 * HOUR, 2 * DAY), (5 * DAY, 2 * DAY)],
+)
+def test_a_short_rest_halves_the_hop(rest: int, hop: int | None) -> None:
+    out = NOW + 2 * DAY + rest
+    assert placement(NOW + 999, out) == ((out, False) if hop is None else (NOW + hop, True))
+
+
+# --- unique keys ------------------------------------------------------------------------------------------------------
+
+
+def test_a_unique_key_has_the_form_of_5_x() -> None:
+    clock = SimulatedClock(1_609_459_200_000 + 5_000)
+    keys = UniqueKeys(clock)
+    first = keys.new()
+    clock.advance(2_000)
+    clock.set_wall(0)
+    second = keys.new()
+    assert len(first) == 34
+    assert first[:2] == "01"
+    assert int(first[2:4], 16) & 1, "a random node says that it is one"
+    assert first[14:18] == f"{os.getpid() & 0xFFFF:04X}"
+    assert (first[18:26], second[18:26]) == ("00000005", "00000007")
+    assert (int(second[26:], 16) - int(first[26:], 16)) % (1 << 32) == 1
+    assert first[:18] == second[:18]
+
+
+def test_unique_keys_do_not_repeat_in_a_forked_child() -> None:
+    here, there = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.write(there, " ".join(new_unique_key() for _ in range(50)).encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    os.close(there)
+    theirs = os.read(here, 10_000).decode().split()
+    os.close(here)
+    mine = [new_unique_key() for _ in range(50)]
+    assert len({*theirs, *mine}) == 100
+    assert {key[2:18] for key in theirs}.isdisjoint({key[2:18] for key in mine})
+
+
+# --- the mechanism ----------------------------------------------------------------------------------------------------
+
+
+class Timers:
+    """A store with its timer, that can be closed, killed and opened again under one clock."""
+
+    def __init__(self, path: Path, fs: FileSystem | None = None, **config: Any) -> None:
+        self.path = path
+        self.clock = SimulatedClock(START_MS)
+        self._config = {"index_slots": 10_000, "index_entries": 40_000, "consumequeue_units": 4096, **config}
+        self.woken = 0
+        self.open(fs)
+
+    def open(self, fs: FileSystem | None = None) -> None:
+        self.parts: Parts = new_parts(self.path, fs=fs, clock=self.clock, **self._config)
+        self.timer = TimerService(self.parts, self._wake)
+        self._config = {}
+
+    def _wake(self) -> None:
+        self.woken += 1
+
+    def close(self) -> None:
+        self.timer.close()
+        self.parts.store.close()
+
+    def kill(self) -> None:
+        """What the system does for a dead process."""
+        self.parts.store._closed = True
+        self.parts.store._release()
+
+    def reopen(self, fs: FileSystem | None = None) -> None:
+        self.close()
+        self.open(fs)
+
+    def put(self, body: str, wait_ms: int, **options: Any) -> str:
+        """The recall handle of a message to queue 0 of `orders`."""
+        properties = {"TIMER_DELAY_MS": str(wait_ms), **options.pop("properties", {})}
+        receipt = self.parts.road.append("orders", 0, body.encode(), properties, **options)
+        assert receipt.recall_handle is not None
+        return receipt.recall_handle
+
+    def pass_ms(self, duration_ms: int) -> None:
+        advance(self.parts, [self.timer], duration_ms)
+
+    def settle(self) -> int | None:
+        return settle(self.parts, [self.timer])
+
+    def messages(self, topic: str = "orders") -> list[Message]:
+        if self.parts.store.offsets_or_none(topic, 0) is None:
+            return []
+        return list(self.parts.store.iter(topic, 0))
+
+    def bodies(self) -> list[str]:
+        return [message.text() for message in self.messages()]
+
+    def delivered(self) -> list[tuple[str, int]]:
+        """(body, ms from START_MS to when it was delivered)."""
+        return [(message.text(), message.store_timestamp_ms - START_MS) for message in self.messages()]
+
+    def files(self) -> set[str]:
+        return {name for name in ("timerwheel", "timerlog", "config/timercheck") if (self.path / name).exists()}
+
+    def counted(self, name: str) -> int:
+        return self.parts.statistics.snapshot().total(name, TIMER_TOPIC)
+
+
+@pytest.fixture
+def timers(tmp_path: Path) -> Iterator[Timers]:
+    made = Timers(tmp_path / "store")
+    yield made
+    if not made.parts.store.closed:
+        made.close()
+
+
+@pytest.mark.parametrize("wait_ms", [1, 500, 999, 1000, 1001, 1999, 2000, 5400, 60_000, 59_999, 3_600_001, 2 * DAY])
+@pytest.mark.parametrize("phase_ms", [0, 1, 999])
+def test_a_message_comes_within_a_second_after_its_moment_and_never_before(
+    timers: Timers, wait_ms: int, phase_ms: int
+) -> None:
+    timers.clock.advance(phase_ms)
+    timers.put("a", wait_ms)
+    due = phase_ms + wait_ms
+    timers.pass_ms(wait_ms - 1)
+    assert timers.bodies() == []
+    assert timers.timer.waiting() == 1
+    timers.pass_ms(1000)
+    [(_, at)] = timers.delivered()
+    assert due <= at < due + 1000
+    assert len(timers.messages(TIMER_TOPIC)) <= (1 if wait_ms < 2 * DAY else 2), "rolled for nothing"
+    assert timers.timer.waiting() == 0
+
+
+def test_there_is_no_file_before_the_first_message_that_waits(timers: Timers) -> None:
+    timers.parts.road.append("orders", 0, b"now", {})
+    timers.parts.road.append("orders", 0, b"now", {"TIMER_DELAY_SEC": "0"})
+    assert timers.settle() is None
+    timers.reopen()
+    assert timers.settle() is None
+    assert timers.files() == set()
+    assert not timers.woken
+    timers.put("later", 5000)
+    timers.settle()
+    assert timers.woken
+    timers.close()
+    assert timers.files() == {"timerwheel", "timerlog", "config/timercheck"}
+
+
+def test_a_delivered_copy_has_the_message_without_what_delayed_it(timers: Timers) -> None:
+    timers.clock.advance(250)
+    timers.put(
+        "body",
+        2000,
+        properties={"TAGS": "t", "KEYS": "k", "mine": "x", "UNIQ_KEY": "u", "TIMER_DELIVER_MS": "5"},
+        flag=7,
+        born_timestamp_ms=123,
+        born_host="10.1.2.3:55",
+        reconsume_times=4,
+    )
+    timers.pass_ms(3000)
+    [message] = timers.messages()
+    assert message.stored_properties() == {
+        "TAGS": "t",
+        "KEYS": "k",
+        "mine": "x",
+        "UNIQ_KEY": "u",
+        "TIMER_OUT_MS": str(START_MS + 2000),
+        "TIMER_ENQUEUE_MS": str(START_MS),
+        "TIMER_DEQUEUE_MS": str(START_MS + 3000),
+    }
+    assert (message.text(), message.flag, message.born_timestamp_ms) == ("body", 7, 123)
+    assert (message.born_host, message.reconsume_times, message.tag) == ("10.1.2.3:55", 4, "t")
+
+
+def test_a_compressed_body_stays_as_it_is(timers: Timers) -> None:
+    import zlib
+
+    stored = zlib.compress(b"x" * 1000)
+    timers.parts.road.append("orders", 0, stored, {"TIMER_DELAY_MS": "100"}, sys_flag=1)
+    timers.pass_ms(1000)
+    [message] = timers.messages()
+    assert bytes(message.body_view) == stored
+    assert message.body == b"x" * 1000
+
+
+def test_messages_of_one_moment_come_in_the_order_they_were_put(timers: Timers) -> None:
+    for n in range(2500):
+        timers.put(str(n), 3000)
+    timers.pass_ms(4000)
+    assert timers.bodies() == [str(n) for n in range(2500)]
+
+
+def test_steps_are_bounded(timers: Timers) -> None:
+    for n in range(1500):
+        timers.put(str(n), 900)
+    timers.parts.store.dispatch()
+    assert timers.timer.run_once(timers.clock.now_ms()) == timers.clock.now_ms()
+    timers.settle()
+    timers.clock.advance(1000)
+    assert timers.timer.run_once(timers.clock.now_ms()) == timers.clock.now_ms()
+    timers.parts.store.dispatch()
+    assert len(timers.bodies()) == 1000
+    assert timers.timer.waiting() == 500
+
+
+def test_moments_decide_and_not_the_order_of_puts(timers: Timers) -> None:
+    for body, wait in (("c", 9_000), ("a", 2_000), ("d", 9_000), ("b", 5_000)):
+        timers.put(body, wait)
+    timers.pass_ms(10_000)
+    assert timers.delivered() == [("a", 2000), ("b", 5000), ("c", 9000), ("d", 9000)]
+
+
+def test_it_is_called_when_there_is_something_to_do_and_not_otherwise(timers: Timers) -> None:
+    timers.put("a", 5 * HOUR + 300)
+    assert timers.settle() == START_MS + 1000, "the flush"
+    timers.clock.advance(1000)
+    assert timers.settle() == START_MS + 5 * HOUR + 1000
+    timers.clock.advance(5 * HOUR)
+    assert timers.settle() == START_MS + 5 * HOUR + 2000, "the flush after the delivery"
+    timers.clock.advance(1000)
+    assert timers.settle() is None
+
+
+@pytest.mark.parametrize("days", [3, 10, 100, 366])
+def test_a_long_wait_is_carried_over_any_distance(timers: Timers, days: int) -> None:
+    timers.put("far", days * DAY)
+    timers.put("near", 4 * S)
+    timers.pass_ms(days * DAY - 1)
+    assert timers.bodies() == ["near"]
+    timers.pass_ms(S)
+    assert timers.delivered()[1:] == [("far", days * DAY)]
+    waited = timers.messages(TIMER_TOPIC)
+    far = [m.stored_properties() for m in waited if m.text() == "far"]
+    assert [p.get("TIMER_ROLL_TIMES") for p in far] == [None, *map(str, range(1, len(far)))]
+    assert (days + 1) // 2 <= len(far) <= days
+    assert len({p["UNIQ_KEY"] for p in far}) == 1
+
+
+def test_a_roll_moves_what_is_needed_forward_in_the_log(timers: Timers) -> None:
+    timers.put("far", 300 * DAY)
+    for _ in range(60):
+        for n in range(10):
+            timers.parts.road.append("orders", 0, bytes(400), {"n": str(n)})
+        timers.pass_ms(DAY)
+        [pin] = timers.timer.pins()
+        timers.parts.store.flush()
+        timers.parts.store.drop_before(pin.physical_offset)
+        assert timers.parts.store.max_offset - timers.parts.store.min_offset < 5 * (1 << 16)
+    timers.pass_ms(250 * DAY)
+    assert [m.text() for m in timers.messages() if m.size < 400] == ["far"]
+    assert timers.counted("TIMER_UNREADABLE") == 0
+
+
+@pytest.mark.parametrize("stopped_ms", [10 * S, 3 * HOUR, 30 * HOUR, 8 * DAY, 15 * DAY, 400 * DAY])
+@pytest.mark.parametrize("killed", [False, True])
+def test_nothing_is_lost_or_early_over_a_stop_of_any_length(tmp_path: Path, stopped_ms: int, killed: bool) -> None:
+    timers = Timers(tmp_path / "store")
+    waits = [
+        2 * S,
+        5 * S,
+        50 * S,
+        2 * HOUR,
+        20 * HOUR,
+        40 * HOUR,
+        3 * DAY,
+        6 * DAY,
+        7 * DAY,
+        14 * DAY,
+        20 * DAY,
+        366 * DAY,
+    ]
+    for wait in waits:
+        timers.put(f"old {wait}", wait)
+    timers.pass_ms(3 * S)
+    assert timers.bodies() == [f"old {2 * S}"]
+    if killed:
+        timers.kill()
+    else:
+        timers.close()
+    timers.clock.advance(stopped_ms)
+    timers.open()
+    begin = timers.clock.now_ms() - START_MS
+    timers.put("new", 1500)
+    timers.settle()
+    timers.pass_ms(2 * S)
+    at = dict(timers.delivered())
+    for wait in waits[1:]:
+        if wait <= begin:
+            assert at[f"old {wait}"] == begin, f"{wait} is overdue and comes at once"
+        else:
+            assert f"old {wait}" not in at or wait <= at[f"old {wait}"]
+    assert begin + 1500 <= at["new"] < begin + 2500
+    assert [m.text() for m in timers.messages(TIMER_TOPIC)].count("new") == 1, "placed before the present was reached"
+    timers.pass_ms(367 * DAY)
+    assert Counter(timers.bodies()) == Counter([f"old {wait}" for wait in waits] + ["new"])
+    for wait in waits[1:]:
+        delivered = dict(timers.delivered())[f"old {wait}"]
+        assert max(wait, begin if wait <= begin else 0) <= delivered < max(wait, begin) + S
+    timers.close()
+
+
+def test_what_comes_after_a_long_idle_time_is_placed_at_once(timers: Timers) -> None:
+    timers.put("a", S)
+    timers.pass_ms(3 * S)
+    timers.clock.advance(20 * DAY)
+    timers.put("b", 2 * S)
+    timers.pass_ms(3 * S)
+    assert timers.delivered()[1] == ("b", 20 * DAY + 5 * S)
+
+
+# --- recall -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wait_ms", [2 * S, 5 * HOUR, 2 * DAY, 10 * DAY, 100 * DAY])
+@pytest.mark.parametrize("at", ["once", "half", "last"])
+def test_a_recalled_message_is_not_delivered(timers: Timers, wait_ms: int, at: str) -> None:
+    handle = timers.put("a", wait_ms)
+    timers.put("b", wait_ms)
+    timers.pass_ms({"once": 0, "half": wait_ms // 2, "last": wait_ms - S}[at])
+    assert timers.timer.recall(handle)
+    assert timers.timer.recall(handle), "it stays recalled"
+    timers.pass_ms(wait_ms + S)
+    assert timers.bodies() == ["b"]
+    assert not timers.timer.recall(handle)
+
+
+def test_a_recall_comes_too_late_when_the_moment_has_come(timers: Timers) -> None:
+    handle = timers.put("a", 5 * S)
+    timers.pass_ms(4 * S + 1)
+    assert not timers.timer.recall(handle)
+    timers.pass_ms(2 * S)
+    assert timers.bodies() == ["a"]
+    assert not timers.timer.recall(handle)
+
+
+@pytest.mark.parametrize(
+    ("topic", "after_ms", "key"),
+    [
+        ("orders", 5 * S - 999, "other"),
+        ("clicks", 5 * S - 999, "u"),
+        ("orders", 6 * S, "u"),
+        ("orders", 367 * DAY, "u"),
+    ],
+)
+def test_a_handle_of_no_message_recalls_nothing(timers: Timers, topic: str, after_ms: int, key: str) -> None:
+    timers.put("a", 5 * S, properties={"UNIQ_KEY": "u"})
+    before = timers.parts.store.max_offset
+    assert not timers.timer.recall(recall_handle(topic, START_MS + after_ms, key))
+    assert timers.parts.store.max_offset == before
+    assert timers.timer.recall(recall_handle("orders", START_MS + 4 * S + 1, "u"))
+
+
+@pytest.mark.parametrize("handle", ["", "x", "djEg", "äöü"])
+def test_what_is_no_handle_is_refused(timers: Timers, handle: str) -> None:
+    with pytest.raises(InvalidReceiptError):
+        timers.timer.recall(handle)
+
+
+def test_a_recall_leaves_messages_of_another_topic_or_moment_alone(timers: Timers) -> None:
+    key = {"UNIQ_KEY": "u"}
+    handle = timers.put("a", 5 * S, properties=key)
+    timers.put("b", 9 * S, properties=key)
+    timers.parts.road.append("clicks", 0, b"c", {"TIMER_DELAY_MS": "5000", **key})
+    assert timers.timer.recall(handle)
+    timers.pass_ms(10 * S)
+    assert timers.bodies() == ["b"]
+    assert [m.text() for m in timers.messages("clicks")] == ["c"]
+
+
+@pytest.mark.parametrize("stopped_ms", [5 * S, HOUR, 10 * HOUR, 3 * DAY, 9 * DAY, 40 * DAY])
+@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("placed", [False, True])
+def test_a_recall_holds_over_a_stop(tmp_path: Path, stopped_ms: int, killed: bool, placed: bool) -> None:
+    timers = Timers(tmp_path / "store")
+    waits = [3 * S, 30 * MIN, 20 * HOUR, 40 * HOUR, 3 * DAY, 6 * DAY, 15 * DAY]
+    handles = [timers.put(str(wait), wait) for wait in waits]
+    others = [timers.put(f"{wait} stays", wait) for wait in waits]
+    timers.pass_ms(S)
+    assert all(map(timers.timer.recall, handles))
+    if placed:
+        timers.pass_ms(S)
+    (timers.kill if killed else timers.close)()
+    timers.clock.advance(stopped_ms)
+    timers.open()
+    timers.pass_ms(60 * DAY)
+    assert Counter(timers.bodies()) == Counter(f"{wait} stays" for wait in waits)
+    assert len(others) == len(waits)
+    timers.close()
+
+
+def test_a_recall_is_refused_while_its_slot_is_being_read(timers: Timers) -> None:
+    handles = [timers.put(str(n), 900) for n in range(1500)]
+    timers.settle()
+    timers.clock.advance(1000)
+    timers.timer.run_once(timers.clock.now_ms())
+    timers.clock.set_wall(START_MS)  # its moment is ahead again, but some of its slot are out
+    assert not timers.timer.recall(handles[1400])
+
+
+# --- progress and crashes ---------------------------------------------------------------------------------------------
+
+
+def test_a_clean_stop_repeats_nothing(timers: Timers) -> None:
+    for n in range(30):
+        timers.put(str(n), 1 + n * 700)
+    for _ in range(15):
+        timers.pass_ms(2 * S)
+        timers.reopen()
+    assert timers.bodies() == [str(n) for n in range(30)]
+    assert timers.timer.waiting() == 0
+
+
+def test_a_kill_repeats_what_came_since_the_last_flush_and_nothing_else(timers: Timers) -> None:
+    for n in range(20):
+        timers.put(str(n), 1 + n * S)
+    timers.pass_ms(10 * S + 500)
+    flushed = 10  # slots 0..9 were read by second 10; the flush of second 10 wrote down those up to 9
+    timers.kill()
+    timers.open()
+    timers.pass_ms(60 * S)
+    counts = Counter(timers.bodies())
+    assert sorted(counts, key=int) == [str(n) for n in range(20)]
+    repeated = {int(body) for body, count in counts.items() if count > 1}
+    assert repeated <= {flushed - 1, flushed}
+    assert max(counts.values()) <= 2
+
+
+def test_a_kill_in_the_middle_of_a_slot_goes_on_where_the_checkpoint_was(timers: Timers) -> None:
+    for n in range(2500):
+        timers.put(str(n), 900)
+    timers.settle()
+    timers.pass_ms(0)
+    timers.clock.advance(1000)
+    timers.timer.run_once(timers.clock.now_ms())  # a thousand, and the flush
+    timers.clock.advance(500)
+    timers.timer.run_once(timers.clock.now_ms())  # another, not flushed
+    timers.timer.run_once(timers.clock.now_ms())  # the rest, not flushed
+    timers.parts.store.dispatch()
+    assert len(timers.bodies()) == 2500
+    timers.kill()
+    timers.open()
+    assert timers.timer.waiting() == 1500
+    timers.pass_ms(S)
+    assert timers.bodies() == [*map(str, range(2500)), *map(str, range(1000, 2500))]
+
+
+def test_the_commitlog_and_the_log_are_on_disk_before_the_checkpoint_is_written(timers: Timers) -> None:
+    timer, store = timers.timer, timers.parts.store
+    save, saves = timer._check.save, []
+
+    def saved(progress: Progress, now_ms: int) -> None:
+        assert store._commit.flushed == store.max_offset
+        assert timer._log.pending_bytes == 0
+        assert progress.log_end == timer._log.end
+        saves.append(progress)
+        save(progress, now_ms)
+
+    timer._check.save = saved  # type: ignore[method-assign]
+    for n in range(10):
+        timers.put(str(n), 1500 + n * 900)
+        timers.pass_ms(700)
+    timers.pass_ms(20 * S)
+    assert len(saves) > 5
+
+
+def test_units_of_what_is_done_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(manifest._SIZES, "mqstore", (*manifest._SIZES["mqstore"][:4], 10 * 52 + 16))
+    timers = Timers(tmp_path / "store")
+    timers.put("stays", 250 * S)
+    for n in range(200):
+        timers.put(str(n), 500)
+        timers.pass_ms(S)
+        if n == 100:
+            timers.reopen()
+    assert len(list((timers.path / "timerlog").iterdir())) == 21, "the oldest unit waits"
+    timers.pass_ms(60 * S)
+    timers.put("last", 500)
+    timers.pass_ms(10 * S)
+    assert len(list((timers.path / "timerlog").iterdir())) == 1
+    assert sorted(timers.bodies()) == sorted([*map(str, range(200)), "stays", "last"])
+    timers.close()
+
+
+def test_pins_name_the_oldest_message_that_waits(timers: Timers) -> None:
+    assert list(timers.timer.pins()) == []
+    timers.put("a", 10 * S)
+    first = timers.messages(TIMER_TOPIC)[0].physical_offset
+    assert [pin.physical_offset for pin in timers.timer.pins()] == [first], "before it is placed, too"
+    timers.put("b", 5 * S)
+    timers.put("c", 50 * S)
+    timers.pass_ms(7 * S)
+    [pin] = timers.timer.pins()
+    assert (pin.physical_offset, pin.topic, pin.queue_id) == (first, TIMER_TOPIC, 0)
+    timers.reopen()
+    assert [pin.physical_offset for pin in timers.timer.pins()] == [first]
+    timers.pass_ms(5 * S)
+    third = timers.messages(TIMER_TOPIC)[2].physical_offset
+    assert [pin.physical_offset for pin in timers.timer.pins()] == [third]
+    timers.pass_ms(50 * S)
+    assert list(timers.timer.pins()) == []
+
+
+# --- damage -----------------------------------------------------------------------------------------------------------
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+HARMS = {
+    "log missing": lambda root: _remove(root / "timerlog"),
+    "log zero": lambda root: (root / "timerlog" / f"{0:020d}").write_bytes(bytes(8 << 20)),
+    "log short": lambda root: os.truncate(root / "timerlog" / f"{0:020d}", 60),
+    "unit flipped": lambda root: _flip(root / "timerlog" / f"{0:020d}", 52 * 4 + 20),
+    "wheel missing": lambda root: _remove(root / "timerwheel"),
+    "wheel short": lambda root: os.truncate(root / "timerwheel", 1000),
+    "wheel zero": lambda root: (root / "timerwheel").write_bytes(bytes(38_707_200)),
+    "wheel ones": lambda root: (root / "timerwheel").write_bytes(b"\xff" * 38_707_200),
+    "log and wheel": lambda root: (_remove(root / "timerlog"), _remove(root / "timerwheel")),
+}
+
+
+def _flip(path: Path, position: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(position)
+        (byte,) = file.read(1)
+        file.seek(position)
+        file.write(bytes([byte ^ 4]))
+
+
+WAITS = [2 * S, 4 * S, 10 * S, HOUR, 40 * HOUR, 3 * DAY, 5 * DAY, 9 * DAY]
+
+
+@pytest.mark.parametrize("harm", HARMS)
+@pytest.mark.parametrize("at_ms", [3 * S, 2 * HOUR, 3 * DAY + 5 * HOUR])
+def test_damaged_files_are_built_again_without_loss_and_without_repeats(tmp_path: Path, harm: str, at_ms: int) -> None:
+    timers = Timers(tmp_path / "store")
+    for wait in WAITS:
+        timers.put(str(wait), wait)
+    recalled = timers.put("recalled", 8 * DAY)
+    timers.pass_ms(at_ms)
+    assert timers.timer.recall(recalled)
+    timers.close()
+    HARMS[harm](timers.path)
+    timers.clock.advance(HOUR)
+    timers.open()
+    timers.settle()
+    assert timers.timer.waiting() >= sum(wait > at_ms + HOUR for wait in WAITS)
+    timers.pass_ms(10 * DAY)
+    assert sorted(timers.bodies(), key=int) == [str(wait) for wait in WAITS]
+    for body, at in timers.delivered():
+        assert at >= int(body)
+    timers.close()
+
+
+def test_a_lost_checkpoint_loses_no_message(tmp_path: Path) -> None:
+    timers = Timers(tmp_path / "store")
+    for wait in WAITS:
+        timers.put(str(wait), wait)
+    timers.pass_ms(2 * HOUR)
+    timers.close()
+    _remove(timers.path / "config" / "timercheck")
+    timers.open()
+    timers.pass_ms(10 * DAY)
+    assert set(timers.bodies()) == {str(wait) for wait in WAITS}
+    assert all(at >= int(body) for body, at in timers.delivered())
+    timers.close()
+
+
+def test_a_rebuild_that_is_killed_begins_again(tmp_path: Path) -> None:
+    timers = Timers(tmp_path / "store")
+    for n in range(3000):
+        timers.put(str(n), 2 * S if n % 2 else HOUR)
+    timers.pass_ms(5 * S)
+    timers.close()
+    for steps in (0, 1, 2):
+        if (timers.path / "timerlog").exists():
+            _remove(timers.path / "timerlog")
+        timers.open()
+        for _ in range(steps):
+            timers.timer.run_once(timers.clock.now_ms())
+            timers.clock.advance(1000)
+        timers.kill()
+    timers.open()
+    timers.pass_ms(2 * HOUR)
+    counts = Counter(timers.bodies())
+    assert len(counts) == 3000
+    assert set(counts.values()) == {1}
+    timers.close()
+
+
+def test_a_late_message_is_not_lost_when_the_files_are(tmp_path: Path) -> None:
+    """Overdue when it is placed, it waits in a later slot than its own. The checkpoint then says that its own slot was
+    read, which must not be taken for its delivery when log and wheel are built again."""
+    timers = Timers(tmp_path / "store")
+    timers.put("first", 100)
+    timers.pass_ms(5 * S)
+    timers.put("late", 1500)
+    timers.clock.advance(3 * S)
+    timer = timers.timer
+    over = timers.clock.now_ms()
+    timers.parts.store.dispatch()
+    timer._read_ms = over  # as if other slots had been read meanwhile
+    timer._place_some(10, over, over)
+    timer._flush(over)
+    timers.kill()
+    _remove(timers.path / "timerlog")
+    timers.open()
+    timers.pass_ms(5 * S)
+    assert Counter(timers.bodies())["late"] == 1
+    timers.close()
+
+
+def test_files_left_by_a_java_broker_are_built_again(tmp_path: Path) -> None:
+    timers = Timers(tmp_path / "store")
+    for wait in WAITS:
+        timers.put(str(wait), wait)
+    timers.pass_ms(2 * HOUR)
+    timers.close()
+    check = timers.path / "config" / "timercheck"
+    check.write_bytes(check.read_bytes()[:56].ljust(4096, b"\0"))
+    timers.open()
+    timers.pass_ms(10 * DAY)
+    counts = Counter(timers.bodies())
+    assert set(counts) == {str(wait) for wait in WAITS}
+    assert {body for body, count in counts.items() if count > 1} <= {str(HOUR)}
+    timers.close()
+
+
+def test_damage_found_while_running_is_mended(timers: Timers) -> None:
+    for n in range(10):
+        timers.put(str(n), (n + 3) * S)
+    timers.pass_ms(5 * S)
+    _flip(timers.path / "timerlog" / f"{0:020d}", 52 * 7 + 20)
+    timers.pass_ms(20 * S)
+    assert timers.bodies() == [str(n) for n in range(10)]
+
+
+def test_a_wheel_that_vanishes_while_running_is_mended(timers: Timers) -> None:
+    for n in range(10):
+        timers.put(str(n), (n + 3) * S)
+    timers.pass_ms(5 * S)
+    with (timers.path / "timerwheel").open("r+b") as file:
+        file.write(bytes(38_707_200))
+    timers.pass_ms(20 * S)
+    assert sorted(timers.bodies()) == [str(n) for n in range(10)]
+
+
+def test_a_damaged_record_is_counted_and_passed_over(timers: Timers) -> None:
+    for body in "abc":
+        timers.put(body, 5 * S)
+    timers.pass_ms(2 * S)
+    message = timers.messages(TIMER_TOPIC)[1]
+    timers.parts.store.flush()
+    _flip(timers.path / "commitlog" / f"{0:020d}", message.physical_offset + 100)
+    timers.pass_ms(5 * S)
+    assert timers.bodies() == ["a", "c"]
+    assert timers.counted("TIMER_UNREADABLE") == 1
+    assert timers.timer.waiting() == 0
+
+
+@pytest.mark.parametrize(
+    "properties",
+    [
+        {"REAL_TOPIC": "orders", "REAL_QID": "0"},
+        {"TIMER_OUT_MS": "x", "REAL_TOPIC": "orders", "REAL_QID": "0"},
+        {"TIMER_OUT_MS": str(START_MS + S), "REAL_QID": "0"},
+        {"TIMER_OUT_MS": str(START_MS + S), "REAL_TOPIC": "orders"},
+        {"TIMER_OUT_MS": str(START_MS + S), "REAL_TOPIC": "orders", "REAL_QID": "q"},
+        {"TIMER_OUT_MS": str(START_MS + S), "REAL_TOPIC": "orders", "REAL_QID": "-1"},
+        {"TIMER_OUT_MS": str(START_MS + S), "REAL_TOPIC": "a/b", "REAL_QID": "0"},
+        {"TIMER_OUT_MS": str(START_MS + S), "REAL_TOPIC": TIMER_TOPIC, "REAL_QID": "0"},
+    ],
+)
+def test_what_can_never_be_delivered_is_a_dead_letter_and_holds_up_nobody(
+    timers: Timers, properties: dict[str, str]
+) -> None:
+    timers.parts.store.append(TIMER_TOPIC, 0, b"odd", properties=properties)
+    timers.put("fine", S)
+    timers.pass_ms(3 * S)
+    assert timers.bodies() == ["fine"]
+    [dead] = timers.messages(dlq_topic("CID_RMQ_SYS_SCHEDULE"))
+    assert dead.text() == "odd"
+    assert dead.properties["dlq_reason"]
+    assert timers.counted("TIMER_UNDELIVERABLE") == 1
+    assert timers.timer.waiting() == 0
+
+
+def test_a_message_that_fills_its_record_is_delivered_without_our_marks(timers: Timers) -> None:
+    room = 32767 - 200
+    while True:
+        try:
+            timers.put("full", 3 * DAY, properties={"mine": "x" * room})
+        except InvalidMessageError:
+            break
+        room += 1
+    count = len(timers.messages(TIMER_TOPIC))
+    assert count > 1
+    timers.pass_ms(4 * DAY)
+    assert timers.bodies() == ["full"] * count
+    assert timers.counted("TIMER_UNDELIVERABLE") == 0
+
+
+# --- the clock --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("back_ms", [500, 4 * S, 10 * S, HOUR, 5 * DAY, 30 * DAY])
+def test_a_clock_set_back_repeats_nothing_and_delivers_nothing_early(timers: Timers, back_ms: int) -> None:
+    timers.put("done", 2 * S)
+    timers.put("waits", 3 * HOUR)
+    timers.put("far", 6 * DAY)
+    timers.pass_ms(30 * S)
+    timers.clock.set_wall(timers.clock.now_ms() - back_ms)
+    begin = timers.clock.now_ms() - START_MS
+    timers.put("new", 20 * S)
+    timers.pass_ms(19 * S)
+    assert timers.bodies() == ["done"]
+    timers.pass_ms(2 * S)
+    assert timers.bodies() == ["done", "new"]
+    timers.pass_ms(max(0, -begin) + 7 * DAY)
+    assert timers.bodies() == ["done", "new", "waits", "far"]
+    at = dict(timers.delivered())
+    assert 3 * HOUR <= at["waits"] < 3 * HOUR + S
+    assert 6 * DAY <= at["far"] < 6 * DAY + S
+    assert begin + 20 * S <= at["new"] < begin + 21 * S
+
+
+def test_a_clock_set_back_while_a_slot_is_read_stops_what_is_left_of_it(timers: Timers) -> None:
+    for n in range(1500):
+        timers.put(str(n), 900)
+    timers.settle()
+    timers.clock.advance(1000)
+    timers.timer.run_once(timers.clock.now_ms())
+    timers.clock.set_wall(START_MS - HOUR)
+    timers.settle()
+    assert len(timers.bodies()) == 1000
+    timers.pass_ms(HOUR + 899)
+    assert len(timers.bodies()) == 1000
+    timers.pass_ms(S)
+    assert timers.bodies() == [str(n) for n in range(1500)]
+
+
+@pytest.mark.parametrize("ahead_ms", [HOUR, 3 * DAY, 20 * DAY, 300 * DAY])
+@pytest.mark.parametrize("how", ["running", "closed", "killed"])
+def test_a_clock_that_was_ahead_for_a_while_costs_nothing(tmp_path: Path, ahead_ms: int, how: str) -> None:
+    timers = Timers(tmp_path / "store")
+    timers.put("waits", 30 * DAY + ahead_ms)
+    timers.pass_ms(5 * S)
+    timers.clock.set_wall(timers.clock.now_ms() + ahead_ms)
+    timers.put("put ahead", 10 * S)
+    timers.pass_ms(2 * S)
+    if how != "running":
+        (timers.close if how == "closed" else timers.kill)()
+    timers.clock.set_wall(timers.clock.now_ms() - ahead_ms)
+    if how != "running":
+        timers.open()
+    timers.put("after", 10 * S)
+    timers.pass_ms(11 * S)
+    assert timers.bodies() == ["after"]
+    timers.pass_ms(ahead_ms)
+    assert timers.bodies() == ["after", "put ahead"]
+    timers.pass_ms(31 * DAY)
+    assert timers.bodies() == ["after", "put ahead", "waits"]
+    at = dict(timers.delivered())
+    assert ahead_ms + 15 * S <= at["put ahead"] < ahead_ms + 16 * S
+    assert 30 * DAY + ahead_ms <= at["waits"] < 30 * DAY + ahead_ms + S
+    timers.close()
+
+
+# --- cost -------------------------------------------------------------------------------------------------------------
+
+
+def counted(call: Callable[[int], Any], counter: Counter[str], name: str) -> Callable[[int], Any]:
+    def counting(position: int) -> Any:
+        counter[name] += 1
+        return call(position)
+
+    return counting
+
+
+def test_what_a_message_costs_does_not_depend_on_how_many_wait(tmp_path: Path) -> None:
+    """Calls on files, units and records looked at: the same over a hundred that wait and over twenty thousand."""
+    costs = []
+    for waiting in (100, 20_000):
+        fs = FaultyFileSystem()
+        timers = Timers(tmp_path / f"store-{waiting}", fs, segment_bytes=1 << 24)
+        for n in range(waiting):
+            timers.put("w", 2 * HOUR + n * 7)
+        timers.pass_ms(10 * S)
+        looked = Counter[str]()
+        timers.timer._log.unit = counted(timers.timer._log.unit, looked, "unit")  # type: ignore[method-assign]
+        timers.parts.store.at = counted(timers.parts.store.at, looked, "record")  # type: ignore[method-assign]
+        before = len(fs.calls)
+        for n in range(50):
+            timers.put(str(n), 1 + 400 * n)
+            timers.pass_ms(300)
+        timers.pass_ms(30 * S)
+        assert len(timers.bodies()) == 50
+        calls = Counter(call.operation for call in fs.calls[before:] if "timer" in call.path)
+        costs.append((calls, looked))
+        timers.close()
+    assert costs[0] == costs[1]
+    assert costs[1][1] == {"unit": 50, "record": 50}
+    assert costs[1][0]["pread"] <= 4 * 50
+
+
+def test_an_empty_stretch_of_days_is_passed_over_in_few_reads(tmp_path: Path) -> None:
+    fs = FaultyFileSystem()
+    timers = Timers(tmp_path / "store", fs)
+    timers.put("a", 47 * HOUR)
+    before = len(fs.calls)
+    timers.pass_ms(50 * HOUR)
+    assert timers.bodies() == ["a"]
+    assert sum(call.operation == "pread" and "timerwheel" in call.path for call in fs.calls[before:]) < 200
+    timers.close()
+
+
+# --- trouble with files -----------------------------------------------------------------------------------------------
+
+
+class Trouble(FaultyFileSystem):
+    """Scripted faults, and no syncs, which no test here counts on."""
+
+    def fdatasync(self, fd: int) -> None:
+        self._enter("fdatasync", fd)
+
+    def sync_directory(self, path: Any) -> None:
+        self._enter("sync_directory", path)
+
+
+def run_through(timers: Timers, until_ms: int, errors: list[Exception]) -> None:
+    """Let time pass in small steps with a housekeeper that tries again after an error."""
+    while timers.clock.now_ms() - START_MS < until_ms:
+        try:
+            timers.settle()
+        except (StoreFullError, StoreIOError) as error:
+            errors.append(error)
+        timers.clock.advance(250)
+
+
+@pytest.mark.parametrize("nth", range(1, 60, 2))
+def test_a_full_disk_at_any_call_delays_and_loses_nothing(tmp_path: Path, nth: int) -> None:
+    fs = Trouble()
+    timers = Timers(tmp_path / "store", fs)
+    waits = [500, 1500, 2500, 2700, 4000, 3 * DAY]
+    for wait in waits:
+        timers.put(str(wait), wait)
+    timers.parts.store.dispatch()
+    fs.fail(("create", "pwrite", "allocate", "truncate_sparse", "replace", "mkdir"), errno.ENOSPC, nth=nth, times=3)
+    errors: list[Exception] = []
+    run_through(timers, 12 * S, errors)
+    fs.heal()
+    timers.pass_ms(4 * DAY)
+    counts = Counter(timers.bodies())
+    assert counts == Counter(map(str, waits))
+    assert all(at >= int(body) for body, at in timers.delivered())
+    timers.reopen()
+    timers.pass_ms(DAY)
+    assert Counter(timers.bodies()) == counts
+    timers.close()
+
+
+def test_a_kill_at_any_write_loses_nothing_and_delivers_nothing_early(tmp_path: Path) -> None:
+    waits = [500, 1500, 2500, 2700, 4000, 3 * DAY]
+
+    def script(timers: Timers) -> None:
+        for wait in waits:
+            timers.put(str(wait), wait)
+        timers.pass_ms(6 * S)
+        timers.pass_ms(2 * DAY)
+        timers.close()
+
+    fs = Trouble()
+    timers = Timers(tmp_path / "whole", fs, index_slots=64, index_entries=256, consumequeue_units=64)
+    opened = len(fs.changes())
+    script(timers)
+    total = len(fs.changes()) - opened
+    assert sum("timer" in call.path for call in fs.changes()) > 20
+    for nth in range(1, total + 1):
+        folder = tmp_path / f"crash-{nth}"
+        fs = Trouble()
+        timers = Timers(folder, fs, index_slots=64, index_entries=256, consumequeue_units=64)
+        fs.crash(nth, torn=bool(nth % 2))
+        with pytest.raises(Crash):
+            script(timers)
+        timers.kill()
+        timers.open(Unsynced())
+        stored = {message.text() for message in timers.messages(TIMER_TOPIC)}
+        timers.pass_ms(5 * DAY)
+        counts = Counter(timers.bodies())
+        assert set(counts) == stored, nth
+        assert max(counts.values(), default=1) <= 2
+        assert all(at >= int(body) for body, at in timers.delivered())
+        timers.close()
+        shutil.rmtree(folder)
+    assert stored == set(map(str, waits))
+
+
+# --- against a model --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_whatever_happens_each_message_comes_once_its_moment_has_come(tmp_path: Path, seed: int) -> None:
+    """Random puts, recalls, stops, kills and jumps of the clock, held against a list of what was asked for."""
+    rng = random.Random(seed)
+    timers = Timers(tmp_path / "store", segment_bytes=1 << 20)
+    due: dict[str, int] = {}
+    handles: dict[str, str] = {}
+    recalled: set[str] = set()
+    kills = turns = 0
+    for step in range(80):
+        match rng.choice("pppprttttcksb"):
+            case "p":
+                for n in range(rng.randrange(1, 5)):
+                    body = f"{step}.{n}"
+                    wait = rng.choice((1, 900, 1000, 5 * S, MIN, HOUR, 30 * HOUR, 3 * DAY, 12 * DAY)) + rng.randrange(
+                        2000
+                    )
+                    due[body] = timers.clock.now_ms() + wait
+                    handles[body] = timers.put(body, wait)
+            case "r" if handles:
+                body = rng.choice(sorted(handles))
+                if timers.timer.recall(handles[body]):
+                    recalled.add(body)
+            case "t":
+                timers.pass_ms(rng.choice((100, 700, S, 3 * S, MIN, HOUR, 10 * HOUR, 3 * DAY)))
+            case "c":
+                timers.reopen()
+            case "k":
+                timers.kill()
+                kills += 1
+                timers.open()
+            case "s":
+                timers.close()
+                timers.clock.advance(rng.choice((S, HOUR, 2 * DAY, 9 * DAY, 40 * DAY)))
+                timers.open()
+            case "b" if rng.random() < 0.3:
+                timers.clock.set_wall(timers.clock.now_ms() - rng.choice((300, 3 * S, MIN, 5 * HOUR, 9 * DAY)))
+                turns += 1
+        counts = Counter(timers.bodies())
+        assert not set(counts) & recalled
+    timers.pass_ms(max(due.values(), default=0) - timers.clock.now_ms() + 2 * S if due else 0)
+    counts = Counter(timers.bodies())
+    assert set(counts) == set(due) - recalled
+    if not kills:
+        assert set(counts.values()) <= {1}
+    for message in timers.messages():
+        assert message.store_timestamp_ms >= due[message.text()]
+    assert timers.timer.waiting() == 0
+    assert list(timers.timer.pins()) == []
+    timers.close()

@@ -1,0 +1,544 @@
+"""The timer's files: bytes against the tables of broker-semantics 5.1, and what survives damage and full disks."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import struct
+from pathlib import Path
+
+import crc32c
+import numpy as np
+import pytest
+
+from mqstore.broker.timerfiles import (
+    CANCELS,
+    NOWHERE,
+    ROLLS,
+    UNIT_BYTES,
+    UNIT_DTYPE,
+    WAITS,
+    WHEEL_BYTES,
+    WHEEL_SLOTS,
+    JavaProgress,
+    Progress,
+    Slot,
+    TimerCheck,
+    TimerFilesDamaged,
+    TimerLog,
+    TimerUnit,
+    TimerWheel,
+    decode_unit,
+    encode_unit,
+    slots_of_units,
+)
+from mqstore.errors import FlushFailedError, StoreFullError, StoreIOError
+from mqstore.files.filesystem import REAL, FileSystem
+from tests.faults import FaultyFileSystem
+
+UNIT = TimerUnit(1040, WAITS | CANCELS, 1_700_000_000_000, 172_800_000, 67_108_864, 250, -1_008_770_331)
+SEGMENT = 4 * 52 + 16
+"""Room for four units and what must be left."""
+P = 1000
+DAY = 86_400_000
+
+
+def new_log(folder: Path, fs: FileSystem = REAL, segment_bytes: int = SEGMENT) -> TimerLog:
+    return TimerLog(folder / "timerlog", folder / "tmp", segment_bytes, fs, 0o600)
+
+
+def reloaded(folder: Path, low: int, end: int) -> TimerLog:
+    log = new_log(folder)
+    log.load(low, end)
+    return log
+
+
+def new_wheel(folder: Path, fs: FileSystem = REAL) -> TimerWheel:
+    return TimerWheel(folder / "timerwheel", folder / "tmp", P, fs, 0o600)
+
+
+def empty_wheel(folder: Path, fs: FileSystem = REAL) -> TimerWheel:
+    wheel = new_wheel(folder, fs)
+    wheel.make(np.empty(0, np.int64), np.empty(0, np.int64))
+    return wheel
+
+
+def units(count: int) -> list[TimerUnit]:
+    return [UNIT._replace(previous=NOWHERE, physical_offset=1000 * i) for i in range(count)]
+
+
+def all_of(log: TimerLog, low: int = 0) -> list[tuple[int, int]]:
+    """(position, physical offset) of every unit."""
+    return [
+        pair
+        for positions, found in log.scan(low, verified=True)
+        for pair in zip(positions.tolist(), found["physical_offset"].tolist(), strict=True)
+    ]
+
+
+# --- units ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_unit_has_the_bytes_of_the_table() -> None:
+    data = encode_unit(2080, UNIT)
+    front = (
+        "00000034"  # size 52
+        "0000000000000410"  # prevPos 1040
+        "00000005"  # magic 1 + 4
+        "0000018bcfe56800"  # writeTime 1 700 000 000 000
+        "0a4cb800"  # delay 172 800 000
+        "0000000004000000"  # offsetPy 67 108 864
+        "000000fa"  # sizePy 250
+        "c3df62e5"  # hash
+    )
+    assert data[:44].hex() == front
+    assert data[44:] == struct.pack(">q", crc32c.crc32c(bytes.fromhex(front), 2080))
+    assert len(data) == UNIT_BYTES == 52
+    assert decode_unit(2080, data) == UNIT
+    assert UNIT.slot_ms == 1_700_172_800_000
+
+
+def test_a_unit_with_any_bit_flipped_is_no_unit() -> None:
+    data = encode_unit(52, UNIT)
+    for bit in range(8 * len(data)):
+        changed = bytearray(data)
+        changed[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(TimerFilesDamaged):
+            decode_unit(52, bytes(changed))
+
+
+@pytest.mark.parametrize("length", [0, 51, 53])
+def test_a_unit_of_another_length_is_no_unit(length: int) -> None:
+    with pytest.raises(TimerFilesDamaged):
+        decode_unit(0, encode_unit(0, UNIT).ljust(53, b"\0")[:length])
+
+
+def test_a_unit_is_no_unit_at_another_position() -> None:
+    with pytest.raises(TimerFilesDamaged):
+        decode_unit(104, encode_unit(52, UNIT))
+
+
+def test_slots_of_many_units_are_those_of_each() -> None:
+    many = [UNIT._replace(write_ms=UNIT.write_ms + i, delay_ms=1000 * i) for i in range(5)]
+    array = np.frombuffer(b"".join(encode_unit(52 * i, unit) for i, unit in enumerate(many)), dtype=np.uint8)
+    found = slots_of_units(array.view(UNIT_DTYPE))
+    assert found.tolist() == [unit.slot_ms for unit in many]
+
+
+# --- the log ----------------------------------------------------------------------------------------------------------
+
+
+def test_units_that_do_not_fit_go_to_the_next_segment_behind_a_blank(tmp_path: Path) -> None:
+    log = new_log(tmp_path, segment_bytes=SEGMENT + 20)
+    positions = [log.append(unit) for unit in units(9)]
+    size = SEGMENT + 20
+    assert positions == [0, 52, 104, 156, size, size + 52, size + 104, size + 156, 2 * size]
+    log.write()
+    first = (tmp_path / "timerlog" / f"{0:020d}").read_bytes()
+    assert first[208:224] == struct.pack(">iqI", 36, 0, 0xCBD43194)
+    assert len(first) == size
+    assert first[224:] == bytes(20)
+    assert sorted(path.name for path in (tmp_path / "timerlog").iterdir()) == [f"{n * size:020d}" for n in range(3)]
+
+
+def test_a_unit_that_leaves_exactly_the_spare_bytes_fits(tmp_path: Path) -> None:
+    log = new_log(tmp_path)
+    assert [log.append(unit) for unit in units(5)] == [0, 52, 104, 156, SEGMENT]
+
+
+@pytest.mark.parametrize("written", [0, 3, 4, 5, 11])
+def test_units_are_read_alike_before_and_after_they_are_written(tmp_path: Path, written: int) -> None:
+    log = new_log(tmp_path)
+    many = units(11)
+    positions = [log.append(unit) for unit in many[:written]]
+    log.write()
+    positions += [log.append(unit) for unit in many[written:]]
+    assert [log.unit(position) for position in positions] == many
+    log.write()
+    assert [log.unit(position) for position in positions] == many
+    again = reloaded(tmp_path, 0, log.end)
+    assert [again.unit(position) for position in positions] == many
+
+
+@pytest.mark.parametrize("position", [-1, 1, 26, SEGMENT - 16, 10 * SEGMENT])
+def test_nothing_is_read_where_no_unit_is(tmp_path: Path, position: int) -> None:
+    log = new_log(tmp_path)
+    for unit in units(6):
+        log.append(unit)
+    log.write()
+    with pytest.raises(TimerFilesDamaged):
+        log.unit(position)
+
+
+@pytest.mark.parametrize("first", range(10))
+def test_a_scan_gives_every_unit_from_its_start_on(tmp_path: Path, first: int) -> None:
+    log = new_log(tmp_path)
+    positions = [log.append(unit) for unit in units(10)]
+    log.write()
+    expected = [(position, 1000 * i) for i, position in enumerate(positions)]
+    assert all_of(log, positions[first]) == expected[first:]
+    assert all_of(log, log.end) == []
+
+
+def test_a_scan_that_verifies_finds_a_damaged_unit(tmp_path: Path) -> None:
+    log = new_log(tmp_path)
+    positions = [log.append(unit) for unit in units(6)]
+    log.write()
+    path = tmp_path / "timerlog" / f"{SEGMENT:020d}"
+    with path.open("r+b") as file:
+        file.seek(52 + 30)
+        file.write(b"\xff")
+    log = reloaded(tmp_path, 0, log.end)
+    with pytest.raises(TimerFilesDamaged, match=str(positions[5])):
+        all_of(log)
+    assert len([p for at, _ in log.scan(0, verified=False) for p in at]) == 6
+
+
+def test_what_lies_behind_the_promised_end_is_no_part_of_the_log(tmp_path: Path) -> None:
+    log = new_log(tmp_path)
+    positions = [log.append(unit) for unit in units(14)]
+    log.write()
+    again = reloaded(tmp_path, 0, positions[6])
+    assert len(all_of(again)) == 6
+    other = UNIT._replace(previous=NOWHERE, physical_offset=99)
+    for _ in range(8):
+        again.append(other)
+    again.write()
+    assert [physical for _, physical in all_of(again)] == [0, 1000, 2000, 3000, 4000, 5000, *[99] * 8]
+
+
+@pytest.mark.parametrize("end", [0, SEGMENT, SEGMENT + 52, 3 * SEGMENT])
+def test_the_log_goes_on_at_any_promised_end(tmp_path: Path, end: int) -> None:
+    log = new_log(tmp_path)
+    for unit in units(12):
+        log.append(unit)
+    log.write()
+    again = reloaded(tmp_path, end, end)
+    position = again.append(units(1)[0])
+    again.write()
+    assert all_of(reloaded(tmp_path, end, again.end), end) == [(position, 0)]
+
+
+@pytest.mark.parametrize("harm", ["missing", "missing first", "short"])
+def test_a_log_that_lacks_a_part_is_damaged(tmp_path: Path, harm: str) -> None:
+    log = new_log(tmp_path)
+    for unit in units(12):
+        log.append(unit)
+    log.write()
+    path = tmp_path / "timerlog" / f"{0 if harm == 'missing first' else SEGMENT:020d}"
+    if harm == "short":
+        os.truncate(path, 100)
+    else:
+        path.unlink()
+    with pytest.raises(TimerFilesDamaged):
+        reloaded(tmp_path, 0, log.end)
+    # What is not needed may be missing.
+    assert len(all_of(reloaded(tmp_path, 2 * SEGMENT, log.end), 2 * SEGMENT)) == 4
+
+
+@pytest.mark.parametrize(("low", "end"), [(-1, 52), (104, 52)])
+def test_bounds_that_make_no_sense_are_damage(tmp_path: Path, low: int, end: int) -> None:
+    with pytest.raises(TimerFilesDamaged):
+        reloaded(tmp_path, low, end)
+
+
+def test_positions_never_come_back_after_a_restart(tmp_path: Path) -> None:
+    log = new_log(tmp_path)
+    for unit in units(6):
+        log.append(unit)
+    log.write()
+    log.append(UNIT)
+    log.restart()
+    assert not list((tmp_path / "timerlog").iterdir())
+    assert log.append(UNIT) == 2 * SEGMENT
+    log.write()
+    assert all_of(log, 2 * SEGMENT) == [(2 * SEGMENT, UNIT.physical_offset)]
+    # A log that was never loaded steps over what it finds.
+    other = new_log(tmp_path)
+    other.restart()
+    assert other.end == 3 * SEGMENT
+
+
+def test_segments_below_the_first_unit_that_waits_are_removed(tmp_path: Path) -> None:
+    log = new_log(tmp_path)
+    positions = [log.append(unit) for unit in units(12)]
+    log.write()
+    log.drop_before(positions[5])
+    assert sorted(path.name for path in (tmp_path / "timerlog").iterdir()) == [f"{n * SEGMENT:020d}" for n in (1, 2)]
+
+
+@pytest.mark.parametrize("operation", ["create", "truncate_sparse", "pwrite", "replace"])
+def test_a_full_disk_leaves_units_in_memory_for_the_next_write(tmp_path: Path, operation: str) -> None:
+    fs = FaultyFileSystem()
+    log = new_log(tmp_path, fs)
+    positions = [log.append(unit) for unit in units(9)]
+    fs.fail(operation, errno.ENOSPC, nth=2)
+    with pytest.raises(StoreFullError):
+        log.write()
+    positions.append(log.append(UNIT))
+    assert log.unit(positions[0]) == units(1)[0]
+    log.write()
+    assert [position for position, _ in all_of(reloaded(tmp_path, 0, log.end))] == positions
+
+
+def test_a_failed_sync_is_final(tmp_path: Path) -> None:
+    fs = FaultyFileSystem()
+    log = new_log(tmp_path, fs)
+    log.append(UNIT)
+    log.write()
+    log.append(UNIT)
+    fs.fail("fdatasync", errno.EIO, path_part="timerlog")
+    with pytest.raises(StoreIOError):
+        log.write()
+    with pytest.raises(FlushFailedError, match="open it again"):
+        log.write()
+
+
+def test_a_write_with_nothing_new_touches_no_file(tmp_path: Path) -> None:
+    fs = FaultyFileSystem()
+    log = new_log(tmp_path, fs)
+    log.write()
+    assert fs.calls == []
+
+
+# --- the wheel --------------------------------------------------------------------------------------------------------
+
+
+def test_the_wheel_has_its_length_without_the_blocks(tmp_path: Path) -> None:
+    wheel = empty_wheel(tmp_path)
+    stat = (tmp_path / "timerwheel").stat()
+    assert stat.st_size == WHEEL_BYTES == 38_707_200
+    assert WHEEL_SLOTS == 1_209_600
+    assert stat.st_blocks < 64
+    wheel.close()
+
+
+def test_a_slot_has_the_bytes_of_the_table_at_its_place(tmp_path: Path) -> None:
+    wheel = empty_wheel(tmp_path)
+    wheel.put(1_700_000_001_000, Slot(52, 4160, 7))
+    wheel.write()
+    wheel.close()
+    place = 1_700_000_001 % 1_209_600 * 32
+    with (tmp_path / "timerwheel").open("rb") as file:
+        file.seek(place)
+        assert file.read(32) == struct.pack(">qqqii", 1_700_000_001, 52, 4160, 7, 0)
+
+
+def test_a_slot_that_holds_another_time_is_empty(tmp_path: Path) -> None:
+    wheel = empty_wheel(tmp_path)
+    wheel.put(5 * P, Slot(0, 0, 1))
+    wheel.write()
+    assert wheel.get(5 * P) == (0, 0, 1)
+    assert wheel.get((5 + WHEEL_SLOTS) * P) is None
+    assert wheel.get(6 * P) is None
+    assert wheel.first((5 + WHEEL_SLOTS) * P, (6 + WHEEL_SLOTS) * P) is None
+    wheel.close()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_wheel_is_a_table_of_slots(tmp_path: Path, seed: int) -> None:
+    """Against a dict, over the place where the wheel begins anew."""
+    rng = random.Random(seed)
+    base = rng.choice((WHEEL_SLOTS - 3000, WHEEL_SLOTS - 1, 1_700_000_000, 2048 * 7)) * P
+    model: dict[int, Slot] = {}
+    wheel = empty_wheel(tmp_path)
+    for step in range(300):
+        at = base + rng.choice((rng.randrange(40), rng.randrange(6000), rng.randrange(WHEEL_SLOTS // 2))) * P
+        match rng.randrange(4):
+            case 0 | 1:
+                model[at] = Slot(step, step + 1, step + 2)
+                wheel.put(at, model[at])
+            case 2:
+                assert wheel.get(at) == model.get(at)
+            case 3:
+                stop = at + rng.randrange(9000) * P
+                assert wheel.first(at, stop) == min((t for t in model if at <= t < stop), default=None)
+        if not rng.randrange(20):
+            wheel.write()
+    wheel.write()
+    assert {t: wheel.get(t) for t in model} == model
+    wheel.close()
+
+
+@pytest.mark.parametrize("count", [0, 1, 50, 5000])
+def test_a_wheel_made_of_units_is_as_if_they_were_put_one_by_one(tmp_path: Path, count: int) -> None:
+    rng = random.Random(count)
+    base = (WHEEL_SLOTS - 2500) * P
+    slots = [base + rng.randrange(4000) * P for _ in range(count)]
+    positions = [52 * i for i in range(count)]
+    model: dict[int, Slot] = {}
+    for slot, position in zip(slots, positions, strict=True):
+        first, _, num = model.get(slot, Slot(position, position, 0))
+        model[slot] = Slot(first, position, num + 1)
+    wheel = empty_wheel(tmp_path)
+    wheel.put(base, Slot(1, 2, 3))
+    wheel.make(np.array(slots, np.int64), np.array(positions, np.int64))
+    found = {t: wheel.get(t) for t in range(base, base + 4000 * P, P)}
+    assert {t: slot for t, slot in found.items() if slot is not None} == model
+    assert (tmp_path / "timerwheel").stat().st_size == WHEEL_BYTES
+    wheel.close()
+
+
+def test_making_a_wheel_of_a_million_takes_few_writes(tmp_path: Path) -> None:
+    fs = FaultyFileSystem()
+    wheel = new_wheel(tmp_path, fs)
+    slots = np.arange(500_000, dtype=np.int64) * P
+    wheel.make(np.repeat(slots, 2), np.arange(1_000_000, dtype=np.int64) * 52)
+    assert len(fs.changes("timerwheel")) < 300
+    assert wheel.get(499_999 * P) == (52 * 999_998, 52 * 999_999, 2)
+    wheel.close()
+
+
+def test_neighbours_are_written_together(tmp_path: Path) -> None:
+    fs = FaultyFileSystem()
+    wheel = empty_wheel(tmp_path, fs)
+    before = len(fs.calls)
+    for tick in (*range(10, 60), *range(WHEEL_SLOTS - 2, WHEEL_SLOTS + 2), 5000):
+        wheel.put(tick * P, Slot(0, 0, 1))
+    wheel.write()
+    assert [call.operation for call in fs.calls[before:]] == ["pwrite"] * 4
+    wheel.close()
+
+
+def test_a_wheel_that_cannot_be_made_leaves_the_old_one(tmp_path: Path) -> None:
+    fs = FaultyFileSystem()
+    wheel = empty_wheel(tmp_path, fs)
+    wheel.put(3 * P, Slot(0, 0, 1))
+    wheel.write()
+    for operation in ("create", "truncate_sparse", "pwrite", "replace"):
+        fs.fail(operation, errno.ENOSPC)
+        with pytest.raises(StoreFullError):
+            wheel.make(np.array([9 * P]), np.array([0]))
+        assert wheel.get(3 * P) == (0, 0, 1)
+        assert not list((tmp_path / "tmp").iterdir())
+    wheel.close()
+
+
+def test_slots_that_could_not_be_written_are_not_forgotten(tmp_path: Path) -> None:
+    fs = FaultyFileSystem()
+    wheel = empty_wheel(tmp_path, fs)
+    for tick in (3, 7, 11):
+        wheel.put(tick * P, Slot(tick, tick, 1))
+    fs.fail("pwrite", errno.ENOSPC, nth=2)
+    with pytest.raises(StoreFullError):
+        wheel.write()
+    assert wheel.get(7 * P) == (7, 7, 1)
+    assert wheel.first(4 * P, 20 * P) == 7 * P
+    wheel.close()
+
+
+# --- the checkpoint ---------------------------------------------------------------------------------------------------
+
+
+def progress(n: int) -> Progress:
+    return Progress(1_700_000_000_000 + n * P, 52 * n, 100 + n, 26 * n, n % 3, n * 7, n * 11, n - 1)
+
+
+def new_check(folder: Path, fs: FileSystem = REAL) -> TimerCheck:
+    (folder / "config").mkdir(exist_ok=True)
+    return TimerCheck(folder / "config" / "timercheck", fs, 0o600)
+
+
+def test_the_checkpoint_begins_with_what_a_java_broker_reads(tmp_path: Path) -> None:
+    check = new_check(tmp_path)
+    assert check.load() is None
+    check.save(progress(5), 77)
+    check.save(progress(6), 78)
+    data = (tmp_path / "config" / "timercheck").read_bytes()
+    assert len(data) == 4096
+    assert struct.unpack_from(">7q", data) == (1_700_000_006_000, 312, 106, 106, 0, 78, 2)
+    assert data[56:1024] == bytes(968)
+
+
+@pytest.mark.parametrize("saves", range(1, 5))
+def test_the_last_checkpoint_is_found_again(tmp_path: Path, saves: int) -> None:
+    check = new_check(tmp_path)
+    for n in range(saves):
+        check.save(progress(n), n)
+    again = new_check(tmp_path)
+    assert again.load() == progress(saves - 1)
+    again.save(progress(9), 9)
+    assert new_check(tmp_path).load() == progress(9)
+
+
+@pytest.mark.parametrize("saves", [2, 3])
+def test_a_checkpoint_torn_anywhere_is_the_old_one_or_the_new_one(tmp_path: Path, saves: int) -> None:
+    path = tmp_path / "config" / "timercheck"
+    check = new_check(tmp_path)
+    for n in range(saves):
+        check.save(progress(n), n)
+    old = path.read_bytes()
+    check.save(progress(saves), saves)
+    new = path.read_bytes()
+    seen = set()
+    for cut in [i for i in range(4096) if old[i] != new[i]]:
+        for torn in (new[:cut] + old[cut:], old[:cut] + new[cut:]):
+            path.write_bytes(torn)
+            found = new_check(tmp_path).load()
+            assert found in (progress(saves - 1), progress(saves))
+            seen.add(found)
+    assert len(seen) == 2
+
+
+def test_a_java_brokers_checkpoint_is_told_apart(tmp_path: Path) -> None:
+    (tmp_path / "config").mkdir()
+    page = struct.pack(">7q", 1_700_000_000_000, 5200, 42, 42, 0, 0, 0).ljust(4096, b"\0")
+    (tmp_path / "config" / "timercheck").write_bytes(page)
+    assert new_check(tmp_path).load() == JavaProgress(1_700_000_000_000, 5200, 42)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\0" * 4096, b"\xff" * 4096, b"\0" * 100], ids=["empty", "zero", "ones", "short"]
+)
+def test_a_checkpoint_that_says_nothing_is_none(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "timercheck").write_bytes(data)
+    check = new_check(tmp_path)
+    assert check.load() is None
+    check.save(progress(1), 1)
+    assert new_check(tmp_path).load() == progress(1)
+
+
+def test_a_checkpoint_is_synced_with_its_names_when_it_is_new(tmp_path: Path) -> None:
+    fs = FaultyFileSystem()
+    check = TimerCheck(tmp_path / "config" / "timercheck", fs, 0o600)
+    check.save(progress(1), 1)
+    assert [(call.operation, Path(call.path).name) for call in fs.changes()] == [
+        ("mkdir", "config"),
+        ("sync_directory", tmp_path.name),
+        ("create", "timercheck"),
+        ("pwrite", "timercheck"),
+        ("fdatasync", "timercheck"),
+        ("sync_directory", "config"),
+    ]
+    before = len(fs.changes())
+    check.save(progress(2), 2)
+    assert [call.operation for call in fs.changes()[before:]] == ["create", "pwrite", "fdatasync"]
+
+
+def test_a_checkpoint_that_could_not_be_synced_is_not_tried_again(tmp_path: Path) -> None:
+    fs = FaultyFileSystem()
+    check = new_check(tmp_path, fs)
+    check.save(progress(1), 1)
+    fs.fail("fdatasync", errno.EIO)
+    with pytest.raises(StoreIOError):
+        check.save(progress(2), 2)
+    with pytest.raises(FlushFailedError):
+        check.save(progress(3), 3)
+
+
+def test_a_full_disk_does_not_hurt_the_last_checkpoint(tmp_path: Path) -> None:
+    fs = FaultyFileSystem()
+    check = new_check(tmp_path, fs)
+    check.save(progress(1), 1)
+    fs.shorten(length=1100, fail_rest=errno.ENOSPC)
+    with pytest.raises(StoreFullError):
+        check.save(progress(2), 2)
+    assert new_check(tmp_path).load() in (progress(1), progress(2))
+    check.save(progress(3), 3)
+    assert new_check(tmp_path).load() == progress(3)
+
+
+def test_magics_are_bits() -> None:
+    assert (WAITS, ROLLS, CANCELS) == (1, 2, 4)

@@ -1,0 +1,595 @@
+"""Topics: which there are, how they come and go, and that numbering outlives them."""
+
+from __future__ import annotations
+
+import errno
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mqstore.broker.names import START_GROUP
+from mqstore.broker.offsets import OffsetTable
+from mqstore.broker.topics import TopicConfig, TopicTable
+from mqstore.clock import SimulatedClock
+from mqstore.errors import (
+    ConfigError,
+    CorruptStoreError,
+    InvalidMessageError,
+    NotPermittedError,
+    StoreFullError,
+    TopicNotFoundError,
+)
+from mqstore.files.filesystem import FileSystem
+from mqstore.log.store import MessageStore
+from tests.conftest import GOLDEN_NAMES, GoldenStore
+from tests.faults import Crash, FaultyFileSystem
+from tests.log.support import open_store
+
+SYSTEM_TOPICS = (
+    "SCHEDULE_TOPIC_XXXX",
+    "RMQ_SYS_TRANS_HALF_TOPIC",
+    "RMQ_SYS_TRANS_OP_HALF_TOPIC",
+    "TRANS_CHECK_MAX_TIME_TOPIC",
+    "rmq_sys_wheel_timer",
+    "rmq_sys_REVIVE_LOG_DefaultCluster",
+    "rmq_sys_pop_log",
+    "TBW102",
+    "SELF_TEST_TOPIC",
+    "BenchmarkTest",
+    "OFFSET_MOVED_EVENT",
+    "RMQ_SYS_TRACE_TOPIC",
+    "CHECKPOINT_TOPIC",
+)
+
+
+def _tables(store: MessageStore) -> tuple[TopicTable, OffsetTable]:
+    clock = store.config.clock or SimulatedClock()
+    offsets = OffsetTable(store, store.config, clock, store.fs)
+    return TopicTable(store, store.config, clock, store.fs, offsets), offsets
+
+
+class _Topics:
+    """A store, its topics and offsets, and the topics' file."""
+
+    def __init__(self, path: Path, fs: FileSystem | None = None, **config: Any) -> None:
+        self.path = path
+        self.file = path / "config" / "topics.json"
+        self.store = open_store(path, fs=fs, **config)
+        self.table, self.offsets = _tables(self.store)
+
+    def put(self, topic: str, queue_id: int = 0, count: int = 1) -> None:
+        for _ in range(count):
+            self.store.put(topic, b"x", queue_id)
+
+    def again(self) -> TopicTable:
+        """The table as a new process would read it."""
+        return _tables(self.store)[0]
+
+    def stored(self) -> dict[str, Any]:
+        return json.loads(self.file.read_text())  # type: ignore[no-any-return]
+
+    def write(self, text: str) -> TopicTable:
+        self.file.parent.mkdir(exist_ok=True)
+        self.file.write_text(text)
+        self.table, self.offsets = _tables(self.store)
+        return self.table
+
+
+@pytest.fixture
+def topics(tmp_path: Path) -> Any:
+    topics = _Topics(tmp_path / "s")
+    yield topics
+    topics.store.close()
+
+
+# -- coming into being -------------------------------------------------------------------------------------------------
+
+
+def test_the_first_send_makes_a_topic_of_four_queues(topics: _Topics) -> None:
+    assert topics.table.get("orders") is None
+    config = topics.table.for_send("orders")
+    assert config == TopicConfig("orders", 4, 4, 6)
+    assert topics.table.get("orders") is config
+    assert topics.stored() == {
+        "dataVersion": {"counter": 1, "stateVersion": 0, "timestamp": 1_700_000_000_000},
+        "topicConfigTable": {
+            "orders": {
+                "attributes": {},
+                "order": False,
+                "perm": 6,
+                "readQueueNums": 4,
+                "topicFilterType": "SINGLE_TAG",
+                "topicName": "orders",
+                "topicSysFlag": 0,
+                "writeQueueNums": 4,
+            }
+        },
+    }
+    assert topics.again().get("orders") == config
+
+
+def test_a_new_topic_has_default_queues(tmp_path: Path) -> None:
+    topics = _Topics(tmp_path / "s", default_queues=7)
+    assert topics.table.for_send("a").write_queues == topics.table.create("b").read_queues == 7
+    topics.store.close()
+
+
+def test_a_known_topic_costs_nothing_but_the_look_up(topics: _Topics, monkeypatch: pytest.MonkeyPatch) -> None:
+    topics.table.for_send("a")
+    first = topics.table.for_send("a")
+    monkeypatch.setattr(TopicTable, "_admit", None)
+    monkeypatch.setattr(TopicTable, "_find", None)
+    assert topics.table.for_send("a") is first
+    assert topics.table.get("a") is first
+
+
+def test_with_auto_create_off_a_send_makes_no_topic_but_retries_still_find_theirs(tmp_path: Path) -> None:
+    topics = _Topics(tmp_path / "s", auto_create_topics=False)
+    with pytest.raises(TopicNotFoundError, match="auto_create_topics"):
+        topics.table.for_send("a")
+    assert topics.table.for_send("%RETRY%g") == TopicConfig("%RETRY%g", 1, 1, 6)
+    assert topics.table.ensure("%DLQ%g").read_queues == 1
+    topics.table.create("a")
+    assert topics.table.for_send("a").name == "a"
+    topics.store.close()
+
+
+@pytest.mark.parametrize("name", SYSTEM_TOPICS)
+def test_nobody_sends_to_creates_alters_or_deletes_a_topic_of_the_engine(topics: _Topics, name: str) -> None:
+    topics.table.ensure(name, 2)
+    for call in (
+        topics.table.for_send,
+        topics.table.create,
+        topics.table.delete,
+        lambda name: topics.table.alter(name, perm=4),
+    ):
+        with pytest.raises(NotPermittedError):
+            call(name)
+    assert topics.table.need(name) == TopicConfig(name, 2, 2)
+    assert topics.table.names() == []
+    assert topics.table.names(system=True) == [name]
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a@b", "a/b", "..", "a|b", "%x", "%DLQ%g", "ä", "x" * 128, "a\n", 7, None])
+def test_no_topic_comes_into_being_under_a_name_that_cannot_be(topics: _Topics, name: Any) -> None:
+    for call in (topics.table.for_send, topics.table.create):
+        with pytest.raises(InvalidMessageError):
+            call(name)
+    assert not topics.file.exists()
+
+
+@pytest.mark.parametrize("name", ["", "..", "%RETRY%a/b", "%RETRY%" + "x" * 249, "%RETRY%a@b", "%RETRY%a\0"])
+def test_the_engine_too_makes_no_topic_that_cannot_be_a_folder(topics: _Topics, name: str) -> None:
+    with pytest.raises(InvalidMessageError):
+        topics.table.ensure(name)
+    assert not topics.file.exists()
+
+
+def test_names_at_their_longest(topics: _Topics) -> None:
+    assert topics.table.for_send("x" * 127).name == "x" * 127
+    assert topics.table.ensure("%RETRY%" + "x" * 248).read_queues == 1
+
+
+def test_ensuring_twice_leaves_what_is_there(topics: _Topics) -> None:
+    first = topics.table.ensure("SCHEDULE_TOPIC_XXXX", 18)
+    assert (first.read_queues, first.write_queues, first.perm) == (18, 18, 6)
+    assert topics.table.ensure("SCHEDULE_TOPIC_XXXX", 1, 4) is first
+    assert topics.stored()["dataVersion"]["counter"] == 1
+
+
+def test_threads_that_send_first_at_once_make_one_topic(topics: _Topics) -> None:
+    found: list[TopicConfig] = []
+    told: list[str] = []
+    topics.table.on_change.append(told.append)
+    threads = [threading.Thread(target=lambda: found.append(topics.table.for_send("a"))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({id(config) for config in found}) == 1
+    assert told == ["a"]
+    assert topics.stored()["dataVersion"]["counter"] == 1
+
+
+def test_a_topic_that_may_not_be_written_is_read_only_until_altered(topics: _Topics) -> None:
+    topics.table.for_send("a")
+    config = topics.table.alter("a", perm=4)
+    assert (config.readable, config.writable) == (True, False)
+    with pytest.raises(NotPermittedError, match="perm 4"):
+        topics.table.for_send("a")
+    assert topics.table.get("a") is config
+    topics.table.alter("a", perm=2)
+    assert topics.table.for_send("a").readable is False
+
+
+# -- creating ----------------------------------------------------------------------------------------------------------
+
+
+def test_create_takes_counts_for_both_or_for_each(topics: _Topics) -> None:
+    counts = {
+        name: (config.read_queues, config.write_queues)
+        for name, config in {
+            "a": topics.table.create("a", queues=2),
+            "b": topics.table.create("b", queues=2, write_queues=1),
+            "c": topics.table.create("c", read_queues=16_384),
+        }.items()
+    }
+    assert counts == {"a": (2, 2), "b": (2, 1), "c": (16_384, 4)}
+    assert topics.again().need("c") == topics.table.need("c")
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {"queues": 0},
+        {"queues": 16_385},
+        {"queues": True},
+        {"queues": 2.0},
+        {"read_queues": -1},
+        {"write_queues": 0},
+        {"perm": 8},
+        {"perm": -1},
+        {"perm": "RW-"},
+        {"message_type": "SOMETHING"},
+        {"message_type": "FIFO", "attributes": {"+message.type": "DELAY"}},
+        {"attributes": {"message.type": "FIFO"}},
+        {"attributes": {"-message.type": "FIFO"}},
+        {"attributes": {"": "FIFO"}},
+        {"attributes": {"+no.such": "x"}},
+        {"attributes": {"+message.type": None}},
+        {"attributes": {"+queue.type": "BatchCQ"}},
+        {"attributes": {"+cleanup.policy": "COMPACTION"}},
+        {"attributes": {"+reserve.time": "soon"}},
+    ],
+)
+def test_a_wish_that_cannot_be_makes_no_topic(topics: _Topics, wish: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        topics.table.create("a", **wish)
+    assert topics.table.get("a") is None
+    assert not topics.file.exists()
+
+
+@pytest.mark.parametrize("kind", ["UNSPECIFIED", "NORMAL", "FIFO", "DELAY", "TRANSACTION", "MIXED"])
+def test_a_topic_has_a_message_type(topics: _Topics, kind: str) -> None:
+    assert topics.table.create("a", message_type=kind).message_type == kind
+    assert topics.again().need("a").message_type == kind
+
+
+def test_creating_twice_is_an_error_unless_it_may_exist(topics: _Topics) -> None:
+    first = topics.table.create("a", queues=2)
+    with pytest.raises(ConfigError, match="exists already"):
+        topics.table.create("a", exist_ok=False)
+    assert topics.table.create("a", queues=9) is first
+    topics.put("found")
+    with pytest.raises(ConfigError, match="exists already"):
+        topics.table.create("found", exist_ok=False)
+
+
+# -- altering ----------------------------------------------------------------------------------------------------------
+
+
+def test_altering_changes_what_is_given_and_counts_at_once(topics: _Topics) -> None:
+    told: list[str] = []
+    topics.table.for_send("a")
+    topics.table.on_change.append(told.append)
+    topics.table.alter("a", order=True)
+    topics.table.alter("a", attributes={"+message.type": "FIFO", "+reserve.time": "-1"})
+    topics.table.alter("a", attributes={"+message.type": "DELAY", "-reserve.time": ""})
+    topics.table.alter("a", read_queues=8, write_queues=8)
+    expected = TopicConfig("a", 8, 8, order=True, attributes={"message.type": "DELAY"})
+    assert topics.table.for_send("a") == topics.again().need("a") == expected
+    assert told == ["a"] * 4
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {"read_queues": 0},
+        {"perm": 15},
+        {"order": 1},
+        {"attributes": {"message.type": "FIFO"}},
+        {"attributes": {"+queue.type": "SimpleCQ"}},
+        {"attributes": {"-cleanup.policy": ""}},
+        {"attributes": {"+message.type": "FIFO", "-message.type": ""}},
+    ],
+)
+def test_a_change_that_cannot_be_is_none(topics: _Topics, wish: dict[str, Any]) -> None:
+    before = topics.table.create("a", attributes={"+cleanup.policy": "DELETE"})
+    with pytest.raises(ConfigError):
+        topics.table.alter("a", **wish)
+    assert topics.table.need("a") == topics.again().need("a") == before
+
+
+def test_what_is_not_there_is_neither_altered_nor_deleted(topics: _Topics) -> None:
+    for call in (topics.table.need, topics.table.delete, lambda name: topics.table.alter(name, perm=4)):
+        with pytest.raises(TopicNotFoundError):
+            call("a")
+
+
+def test_queues_are_taken_from_writers_then_drained_then_taken_from_readers(topics: _Topics) -> None:
+    topics.table.create("a", queues=4)
+    topics.put("a", 3, 2)
+    for both_at_once in ({"read_queues": 2}, {"read_queues": 2, "write_queues": 2}):
+        with pytest.raises(ConfigError, match=r"write_queues|written and never read"):
+            topics.table.alter("a", **both_at_once)  # type: ignore[arg-type]
+    topics.table.alter("a", write_queues=2)
+    with pytest.raises(ConfigError, match=r"queues 3 hold"):
+        topics.table.alter("a", read_queues=2)  # no group was ever there
+    topics.offsets.commit("g", "a", 3, 2)
+    topics.offsets.commit("h", "a", 3, 1)
+    with pytest.raises(ConfigError, match=r"queues 3 hold"):
+        topics.table.alter("a", read_queues=2)
+    topics.offsets.commit("h", "a", 3, 2)
+    assert topics.table.alter("a", read_queues=2).read_queues == 2
+
+
+def test_more_writers_than_readers_and_hidden_messages_need_force(topics: _Topics) -> None:
+    topics.table.create("a", queues=4)
+    topics.put("a", 3)
+    with pytest.raises(ConfigError, match="never read"):
+        topics.table.alter("a", write_queues=5)
+    assert topics.table.alter("a", write_queues=5, force=True).write_queues == 5
+    assert topics.table.alter("a", perm=4).write_queues == 5  # what is so already stops no other change
+    assert topics.table.alter("a", read_queues=1, write_queues=1, force=True).read_queues == 1
+
+
+# -- found topics ------------------------------------------------------------------------------------------------------
+
+
+def test_a_topic_with_queues_and_no_entry_exists_in_memory_only(topics: _Topics) -> None:
+    topics.put("old|name", 2)
+    config = topics.table.need("old|name")
+    assert (config.read_queues, config.write_queues, config.perm) == (3, 3, 6)
+    assert topics.table.for_send("old|name") is config
+    assert topics.table.names() == ["old|name"]
+    assert not topics.file.exists()
+
+
+def test_what_was_found_is_entered_when_altered_or_ensured(topics: _Topics) -> None:
+    topics.put("a", 2)
+    topics.put("%RETRY%g", 2)
+    topics.put("SCHEDULE_TOPIC_XXXX", 4)
+    topics.table.alter("a", perm=4)
+    assert topics.table.ensure("%RETRY%g", 1).read_queues == 3
+    assert topics.table.ensure("SCHEDULE_TOPIC_XXXX", 18).read_queues == 18
+    entries = topics.stored()["topicConfigTable"]
+    assert {name: (entry["readQueueNums"], entry["perm"]) for name, entry in entries.items()} == {
+        "a": (3, 4),
+        "%RETRY%g": (3, 6),
+        "SCHEDULE_TOPIC_XXXX": (18, 6),
+    }
+
+
+def test_a_found_topic_that_grew_is_listed_as_it_is(topics: _Topics) -> None:
+    topics.put("a", 0)
+    assert [config.read_queues for config in topics.table.configs()] == [1]
+    topics.put("a", 5)
+    assert [config.read_queues for config in topics.table.configs()] == [6]
+
+
+@pytest.mark.parametrize("name", GOLDEN_NAMES)
+def test_a_java_brokers_directory_shows_all_its_topics(golden: Callable[[str], GoldenStore], name: str) -> None:
+    """The golden directories have no `config/`: topics are what their consume queues say."""
+    java = golden(name)
+    expected: dict[str, int] = {}
+    for queue in java.of("queue"):
+        if queue["max_offset"]:
+            expected[queue["topic"]] = max(expected.get(queue["topic"], 0), queue["queue_id"] + 1)
+    before = {path.name for path in java.path.iterdir()}
+    with open_store(java.path) as store:
+        table, _ = _tables(store)
+        assert {config.name: config.read_queues for config in table.configs()} == expected
+        assert all(config.read_queues == config.write_queues and config.perm == 6 for config in table.configs())
+        assert set(table.names()) <= set(table.names(system=True)) == set(expected)
+    assert "config" not in {path.name for path in java.path.iterdir()} - before
+
+
+# -- deleting ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_deleted_topic_is_gone_but_its_numbers_go_on(topics: _Topics) -> None:
+    topics.table.for_send("a")
+    topics.put("a", 0, 3)
+    topics.put("a", 2, 1)
+    topics.table.delete("a")
+    topics.store.close()
+    reopened = _Topics(topics.path)
+    for table, offsets in ((topics.table, topics.offsets), (reopened.table, reopened.offsets)):
+        assert table._entered == {}
+        assert [offsets.start_of("a", queue_id) for queue_id in range(3)] == [3, 0, 1]
+    assert reopened.table.get("a") is None
+    assert reopened.table.names() == []
+    assert reopened.table.for_send("a").write_queues == 4
+    assert reopened.store.put("a", b"new", 0).offset == 3
+    assert reopened.offsets.start_of("a", 0) == 3
+    reopened.store.close()
+    topics.store = open_store(topics.path)
+
+
+def test_a_message_that_slips_in_while_a_topic_goes_is_not_lost(topics: _Topics) -> None:
+    topics.put("a", 1, 2)
+    topics.table.delete("a")
+    assert topics.table.get("a") is None
+    topics.put("a", 1)
+    assert topics.table.need("a").read_queues == 2
+    assert topics.offsets.start_of("a", 1) == 2
+
+
+def test_a_topic_in_use_is_deleted_only_by_force(topics: _Topics) -> None:
+    topics.table.for_send("a")
+    topics.put("a", 0, 3)
+    topics.offsets.commit("g", "a", 0, 1)
+    topics.offsets.commit("h", "other", 0, 0)
+    with pytest.raises(ConfigError, match=r"consumed by g;.*force=True"):
+        topics.table.delete("a")
+    assert topics.table.get("a") is not None
+    topics.table.delete("a", force=True)
+    assert topics.offsets.groups_of("a") == set()
+    assert topics.offsets.groups_of("other") == {"h"}
+    assert topics.table.for_send("a")
+    with pytest.raises(ConfigError):
+        topics.table.create("a", exist_ok=False)
+    topics.table.delete("a")  # START_GROUP's progress is nobody's
+
+
+def test_pop_retry_topics_go_with_their_topic_and_no_others(topics: _Topics) -> None:
+    topics.table.for_send("a")
+    kept = ["%RETRY%g", "%RETRY%g+ba", "%RETRY%g_a", "b+a"]
+    for name in ["%RETRY%g+a", "%RETRY%h+a", *kept[:3]]:
+        topics.table.ensure(name)
+        topics.put(name)
+    topics.put("b-a")
+    told: list[str] = []
+    topics.table.on_change.append(told.append)
+    topics.table.delete("a")
+    assert topics.table.names() == ["%RETRY%g", "%RETRY%g+ba", "%RETRY%g_a", "b-a"]
+    assert topics.again().names() == topics.table.names()
+    assert sorted(told) == ["%RETRY%g+a", "%RETRY%h+a", "a"]
+
+
+def test_a_deletion_cut_short_leaves_a_topic_that_can_be_deleted(tmp_path: Path) -> None:
+    for nth in range(1, 80):
+        fs = FaultyFileSystem()
+        topics = _Topics(tmp_path / str(nth), fs)
+        topics.table.for_send("a")
+        topics.put("a", 0, 3)
+        topics.offsets.commit("g", "a", 0, 2, durability="flush")
+        fs.crash(nth, torn=True)
+        try:
+            topics.table.delete("a", force=True)
+            done = True
+        except Crash:
+            done = False
+        fs.heal()
+        table, offsets = _tables(topics.store)
+        entered = table.get("a") is not None
+        start, progress = offsets.start_of("a", 0), offsets.committed("g", "a", 0)
+        assert (entered, start, progress) in {(True, 0, 2), (True, 3, None), (False, 3, None)}
+        if entered:
+            table.delete("a", force=True)
+        assert (table.get("a"), offsets.start_of("a", 0)) == (None, 3)
+        topics.store.close()
+        if done:
+            assert not entered
+            return
+    raise AssertionError("a deletion makes fewer changes than that")
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_change_that_cannot_be_saved_is_none(tmp_path: Path) -> None:
+    fs = FaultyFileSystem()
+    topics = _Topics(tmp_path / "s", fs)
+    first = topics.table.for_send("a")
+    told: list[str] = []
+    topics.table.on_change.append(told.append)
+    for change in (
+        lambda: topics.table.for_send("b"),
+        lambda: topics.table.create("b"),
+        lambda: topics.table.ensure("%RETRY%g"),
+        lambda: topics.table.alter("a", perm=4),
+        lambda: topics.table.delete("a"),
+    ):
+        fs.fail("create", errno.ENOSPC, path_part="topics.json")
+        with pytest.raises(StoreFullError):
+            change()
+        assert topics.table.configs() == topics.again().configs() == [first]
+    assert told == []
+    assert topics.table.for_send("b").name == "b"  # and when there is room again, it goes on
+    topics.store.close()
+
+
+JAVAS = """{
+\t"dataVersion":{
+\t\t"counter":3,
+\t\t"timestamp":1600000000000
+\t},
+\t"topicConfigTable":{
+\t\t"OrderTopic":{
+\t\t\t"attributes":{
+\t\t\t\t"message.type":"PRIORITY",
+\t\t\t\t"cleanup.policy":"COMPACTION"
+\t\t\t},
+\t\t\t"order":true,
+\t\t\t"perm":6,
+\t\t\t"priorities":{1:2},
+\t\t\t"readQueueNums":20000,
+\t\t\t"topicFilterType":"MULTI_TAG",
+\t\t\t"topicName":"OrderTopic",
+\t\t\t"topicSysFlag":3,
+\t\t\t"writeQueueNums":4
+\t\t},
+\t\t"TBW102":{"perm":7,"readQueueNums":8,"topicName":"TBW102","writeQueueNums":8},
+\t\t"%RETRY%a|b":{},
+\t\t"../x":{"perm":6}
+\t},
+\t"newer":[1]
+}"""
+
+
+def test_a_java_brokers_file_is_read_and_what_is_unknown_in_it_is_written_back(topics: _Topics) -> None:
+    table = topics.write(JAVAS)
+    config = table.need("OrderTopic")
+    assert (config.read_queues, config.write_queues, config.order, config.filter_type) == (20_000, 4, True, "MULTI_TAG")
+    assert config.message_type == "UNSPECIFIED"
+    assert table.need("%RETRY%a|b") == TopicConfig("%RETRY%a|b", 16, 16)  # RocketMQ's defaults, not ours
+    assert table.get("../x") is None
+    assert len(table.problems) == 1
+    assert "'../x' cannot be a topic" in table.problems[0]
+    assert table.names() == ["%RETRY%a|b", "OrderTopic"]
+    assert table.for_send("new").write_queues == 4  # not TBW102's eight
+
+    table.alter("OrderTopic", order=False)
+    stored = topics.stored()
+    before = json.loads(JAVAS.replace("{1:2}", '{"1":2}'))
+    assert stored["newer"] == [1]
+    assert stored["dataVersion"]["counter"] == 5
+    assert stored["topicConfigTable"]["OrderTopic"] == {**before["topicConfigTable"]["OrderTopic"], "order": False}
+    assert stored["topicConfigTable"]["../x"] == {"perm": 6}
+    assert stored["topicConfigTable"]["TBW102"].items() >= before["topicConfigTable"]["TBW102"].items()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        '{"topicConfigTable":[]}',
+        '{"topicConfigTable":{"a":4}}',
+        '{"topicConfigTable":{"a":{"perm":"6"}}}',
+        '{"topicConfigTable":{"a":{"readQueueNums":4.0}}}',
+        '{"topicConfigTable":{"a":{"order":0}}}',
+        '{"topicConfigTable":{"a":{"attributes":{"message.type":1}}}}',
+        '{"dataVersion":[]}',
+    ],
+)
+def test_a_file_of_the_wrong_shape_is_damaged_and_never_taken_for_empty(topics: _Topics, text: str) -> None:
+    with pytest.raises(CorruptStoreError):
+        topics.write(text)
+
+
+@pytest.mark.parametrize("text", ["{}", '{"topicConfigTable":null}'])
+def test_absent_and_null_members_are_defaults(topics: _Topics, text: str) -> None:
+    assert topics.write(text).names() == []
+
+
+def test_listeners_may_ask_and_change_the_table(topics: _Topics) -> None:
+    def ensure_more(name: str) -> None:
+        if name == "a":
+            assert topics.table.need(name).name == name
+            topics.table.ensure("%RETRY%g")
+
+    topics.table.on_change.append(ensure_more)
+    topics.table.for_send("a")
+    assert topics.table.names() == ["%RETRY%g", "a"]
+
+
+def test_a_deleted_topics_start_is_the_engines_group_in_the_offsets_file(topics: _Topics) -> None:
+    topics.put("a", 0, 2)
+    topics.table.delete("a")
+    table = json.loads((topics.path / "config" / "consumerOffset.json").read_text())["offsetTable"]
+    assert table == {f"a@{START_GROUP}": {"0": 2}}

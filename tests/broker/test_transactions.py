@@ -1,0 +1,669 @@
+"""Half messages: begun, committed, rolled back, asked about. broker-semantics 11, companion A1.14, grpc-server 8."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mqstore.broker.names import HALF_TOPIC, OP_TOPIC, TIMER_TOPIC, TRANS_CHECK_TOPIC, TRANS_GROUP
+from mqstore.broker.parts import Parts
+from mqstore.broker.transactions import (
+    CHECK_AFTER_MS,
+    CHECK_EVERY_MS,
+    NOT_ASKED,
+    OP_EVERY_MS,
+    TransactionHandle,
+    Transactions,
+)
+from mqstore.errors import (
+    ConfigError,
+    FlushTimeoutError,
+    InvalidMessageError,
+    NotPermittedError,
+    ResultCode,
+    StoreFullError,
+    TransactionStateError,
+)
+from mqstore.log.message import Message
+from tests.broker.support import START_MS, advance, clock_of, new_parts, settle
+
+GROUP = "payments"
+
+
+class Bench:
+    """A store with its transactions, which can be killed or closed and opened again."""
+
+    def __init__(self, path: Path, **options: Any) -> None:
+        self.path = path
+        self.options = options
+        self.wakes = 0
+        self._open()
+
+    def _open(self) -> None:
+        self.parts: Parts = new_parts(self.path, **self.options)
+        self.transactions = Transactions(self.parts, self._wake)
+
+    def _wake(self) -> None:
+        self.wakes += 1
+
+    def begin(self, body: bytes = b"b", **options: Any) -> TransactionHandle:
+        return self.transactions.begin("orders", body, **{"producer_group": GROUP, "queue_id": 0, **options})
+
+    def messages(self, topic: str = "orders") -> list[Message]:
+        return self.parts.store.read(topic, 0, 0, 1000) if self.parts.store.offsets_or_none(topic, 0) else []
+
+    def bodies(self, topic: str = "orders") -> list[bytes]:
+        return [message.body for message in self.messages(topic)]
+
+    def pass_time(self, duration_ms: int) -> None:
+        advance(self.parts, [self.transactions], duration_ms)
+
+    def kill(self, *, save: bool = False) -> None:
+        """As the system ends a process: what was written is there, what was in memory is not."""
+        if save:
+            self.parts.offsets.save()
+        self.options["clock"] = clock_of(self.parts)
+        self.parts.store._closed = True
+        self.parts.store._release()
+        self._open()
+
+    def close(self) -> None:
+        self.transactions.close()
+        self.parts.offsets.close()
+        self.parts.store.close()
+
+    def reopen(self) -> None:
+        self.options["clock"] = clock_of(self.parts)
+        self.close()
+        self._open()
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path / "store")
+    yield bench
+    bench.close()
+
+
+def always(answer: Any, asked: list[Message] | None = None) -> Callable[[Message], Any]:
+    def check(message: Message) -> Any:
+        if asked is not None:
+            asked.append(message)
+        return answer
+
+    return check
+
+
+# -- formats ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_half_message_lies_in_its_topic_and_says_where_it_goes(bench: Bench) -> None:
+    handle = bench.begin(b"paid", queue_id=2, tag="t", keys="k", unique_key="U", properties={"mine": "x"}, flag=5)
+    [half] = bench.messages(HALF_TOPIC)
+    assert half.stored_properties() == {
+        "mine": "x",
+        "KEYS": "k",
+        "TAGS": "t",
+        "UNIQ_KEY": "U",
+        "TRAN_MSG": "true",
+        "PGROUP": GROUP,
+        "__transactionId__": "U",
+        "REAL_TOPIC": "orders",
+        "REAL_QID": "2",
+    }
+    assert (half.body, half.flag, half.sys_flag & 0xC) == (b"paid", 5, 0)
+    assert handle == ("U", "orders", GROUP, half.offset, half.physical_offset)
+    assert bench.bodies() == []
+    assert bench.transactions.get("U") == handle
+
+
+def test_a_commit_is_the_message_with_the_address_of_its_half(bench: Bench) -> None:
+    handle = bench.begin(b"paid", queue_id=2, tag="t", unique_key="U", properties={"mine": "x"}, flag=5)
+    [half] = bench.messages(HALF_TOPIC)
+    receipt = bench.transactions.end(handle, "commit")
+    assert receipt is not None
+    message = bench.parts.store.at(receipt.physical_offset)
+    assert (message.topic, message.queue_id, message.body, message.flag) == ("orders", 2, b"paid", 5)
+    assert message.sys_flag & 0xC == 8
+    assert message.prepared_transaction_offset == half.physical_offset
+    assert (message.born_timestamp_ms, message.born_host) == (half.born_timestamp_ms, half.born_host)
+    assert message.stored_properties() == {
+        "mine": "x",
+        "TAGS": "t",
+        "UNIQ_KEY": "U",
+        "TRAN_MSG": "true",
+        "PGROUP": GROUP,
+        "__transactionId__": "U",
+        "WAIT": "false",
+    }
+
+
+def test_ops_are_gathered_for_three_seconds(bench: Bench) -> None:
+    handles = [bench.begin() for _ in range(4)]
+    bench.transactions.end(handles[2], "commit")
+    bench.pass_time(OP_EVERY_MS - 1)
+    bench.transactions.end(handles[0], "rollback")
+    assert bench.messages(OP_TOPIC) == []
+    bench.pass_time(1)
+    [op] = bench.messages(OP_TOPIC)
+    assert (op.body, op.tag, op.stored_properties()) == (b"2,0,", "d", {"TAGS": "d"})
+    bench.transactions.end(handles[1], "rollback")
+    bench.pass_time(OP_EVERY_MS)
+    assert bench.bodies(OP_TOPIC) == [b"2,0,", b"1,"]
+
+
+def test_ops_are_written_when_they_are_many(bench: Bench) -> None:
+    for _ in range(1200):  # 10 of 2 bytes, 90 of 3, 900 of 4, 200 of 5: more than 4096
+        bench.transactions.end(bench.begin(), "rollback")
+    written = bench.bodies(OP_TOPIC)
+    assert len(written) == 1
+    assert 4096 < len(written[0]) <= 4096 + 5
+    bench.pass_time(OP_EVERY_MS)
+    named = [int(number) for body in bench.bodies(OP_TOPIC) for number in body.decode().rstrip(",").split(",")]
+    assert named == [*range(1200)]
+
+
+def test_closing_writes_what_is_gathered(bench: Bench) -> None:
+    bench.transactions.end(bench.begin(), "rollback")
+    bench.reopen()
+    assert bench.bodies(OP_TOPIC) == [b"0,"]
+    assert bench.transactions.open_count() == 0
+
+
+# -- ending ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_same_end_again_gives_the_same_answer_and_writes_nothing(bench: Bench) -> None:
+    committed, rolled_back = bench.begin(), bench.begin()
+    receipt = bench.transactions.end(committed, "commit")
+    assert bench.transactions.end(rolled_back, "rollback") is None
+    end = bench.parts.store.max_offset
+    assert bench.transactions.end(committed, "commit") == receipt
+    assert bench.transactions.end(committed.transaction_id, "commit", from_check=True) == receipt
+    assert bench.transactions.end(rolled_back.transaction_id, "rollback") is None
+    assert bench.parts.store.max_offset == end
+    assert bench.bodies() == [b"b"]
+
+
+@pytest.mark.parametrize(("first", "second"), [("commit", "rollback"), ("rollback", "commit")])
+def test_the_other_way_afterwards_is_refused(bench: Bench, first: Any, second: Any) -> None:
+    handle = bench.begin()
+    bench.transactions.end(handle, first)
+    for from_check in (False, True):
+        with pytest.raises(TransactionStateError) as caught:
+            bench.transactions.end(handle, second, from_check=from_check)
+        assert (caught.value.code, caught.value.outcome) == (ResultCode.ILLEGAL_OPERATION, first)
+    assert len(bench.bodies()) == (first == "commit")
+
+
+def test_unknown_changes_nothing(bench: Bench) -> None:
+    handle = bench.begin()
+    assert bench.transactions.end(handle, "unknown") is None
+    assert bench.transactions.open_transactions() == [handle]
+    bench.transactions.end(handle, "commit")
+    bench.transactions.end(handle, "unknown")
+
+
+def test_what_was_never_begun_is_an_invalid_transaction_id(bench: Bench) -> None:
+    handle = bench.begin()
+    forged = handle._replace(physical_offset=handle.physical_offset + 1)
+    for stranger in ("", "never", forged, handle._replace(producer_group="other")):
+        with pytest.raises(InvalidMessageError) as caught:
+            bench.transactions.end(stranger, "commit")
+        assert caught.value.field == "transaction_id"
+    with pytest.raises(ConfigError):
+        bench.transactions.end(handle, "maybe")  # type: ignore[arg-type]
+    assert bench.bodies() == []
+
+
+def test_two_threads_that_commit_at_once_commit_once(bench: Bench) -> None:
+    handles = [bench.begin() for _ in range(50)]
+    start = threading.Barrier(4)
+
+    def commit_all() -> None:
+        start.wait()
+        for handle in handles:
+            bench.transactions.end(handle, "commit")
+
+    threads = [threading.Thread(target=commit_all) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(bench.bodies()) == 50
+    assert bench.transactions.open_count() == 0
+
+
+def test_after_its_immunity_only_the_answer_to_a_check_ends_it(bench: Bench) -> None:
+    early, late, short = bench.begin(immunity=10), bench.begin(immunity=10), bench.begin(immunity=1)
+    clock_of(bench.parts).advance(10_000)
+    bench.transactions.end(early, "commit")
+    clock_of(bench.parts).advance(1)
+    for handle in (late, short):
+        with pytest.raises(TransactionStateError) as caught:
+            bench.transactions.end(handle, "commit")
+        assert caught.value.outcome is None
+    plain = bench.begin()
+    clock_of(bench.parts).advance(3_600_000)
+    bench.transactions.end(plain, "commit")  # without immunity there is no such limit
+    bench.transactions.end(late, "commit", from_check=True)
+    assert len(bench.bodies()) == 3
+
+
+def test_a_commit_that_cannot_be_stored_leaves_it_open(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = bench.begin()
+
+    def full(*_: Any, **__: Any) -> None:
+        raise StoreFullError(28, "no space", "commitlog", "put")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.parts.road, "copy", full)
+        with pytest.raises(StoreFullError):
+            bench.transactions.end(handle, "commit")
+    assert bench.transactions.open_transactions() == [handle]
+    bench.transactions.end(handle, "commit")
+    assert bench.bodies() == [b"b"]
+
+
+def test_a_commit_that_is_stored_but_perhaps_not_on_disk_is_a_commit(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = bench.begin()
+    copy = bench.parts.road.copy
+
+    def slow(*args: Any, **options: Any) -> None:
+        raise FlushTimeoutError("stored", copy(*args, **options))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.parts.road, "copy", slow)
+        with pytest.raises(FlushTimeoutError):
+            bench.transactions.end(handle, "commit")
+    assert bench.transactions.end(handle, "commit") is not None
+    assert bench.bodies() == [b"b"]
+
+
+def test_a_half_that_is_perhaps_not_on_disk_is_rolled_back(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A1.14: any status but SEND_OK is a rollback, and the local transaction does not run."""
+    append = bench.parts.store.append
+
+    def slow(*args: Any, **options: Any) -> None:
+        raise FlushTimeoutError("stored", append(*args, **options))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.parts.store, "append", slow)
+        with pytest.raises(FlushTimeoutError):
+            bench.begin(unique_key="U")
+    assert bench.transactions.open_count() == 0
+    bench.reopen()
+    assert bench.transactions.open_count() == 0
+
+
+def test_ops_that_cannot_be_written_are_kept_and_the_end_stands(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        def put(self, *_: Any) -> None:
+            raise StoreFullError(28, "no space", "commitlog", "put")
+
+    handles = [bench.begin() for _ in range(1200)]
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.transactions, "_op_outlet", Full())
+        for handle in handles:
+            bench.transactions.end(handle, "rollback")
+        with pytest.raises(StoreFullError):
+            bench.transactions.run_once(START_MS + OP_EVERY_MS)
+    bench.pass_time(OP_EVERY_MS)
+    named = [int(number) for body in bench.bodies(OP_TOPIC) for number in body.decode().rstrip(",").split(",")]
+    assert named == [*range(1200)]
+    assert all(len(body) <= 4096 + 5 for body in bench.bodies(OP_TOPIC))
+
+
+# -- beginning -------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_half_message_may_not_be(bench: Bench) -> None:
+    bench.parts.topics.create("closed", perm=4)
+    far = str(START_MS + 367 * 86_400_000)
+    bad: list[tuple[Any, dict[str, Any]]] = [
+        (InvalidMessageError, {"topic": "orders", "properties": {"DELAY": "3"}}),
+        (InvalidMessageError, {"topic": "orders", "properties": {"TIMER_DELIVER_MS": far}}),
+        (InvalidMessageError, {"topic": "orders", "properties": {"TIMER_DELAY_MS": "soon"}}),
+        (InvalidMessageError, {"topic": "orders", "properties": {}, "queue_id": 4}),
+        (InvalidMessageError, {"topic": "orders", "properties": {}, "queue_id": -1}),
+        (InvalidMessageError, {"topic": "orders", "properties": {}, "producer_group": ""}),
+        (InvalidMessageError, {"topic": "no/topic", "properties": {}}),
+        (NotPermittedError, {"topic": "closed", "properties": {}}),
+        (NotPermittedError, {"topic": HALF_TOPIC, "properties": {}}),
+    ]
+    bench.begin()
+    end = bench.parts.store.max_offset
+    for error, options in bad:
+        with pytest.raises(error):
+            bench.transactions.prepare(body=b"b", **{"producer_group": GROUP, **options})
+    assert bench.parts.store.max_offset == end
+    assert bench.transactions.open_count() == 1
+
+
+def test_an_id_is_open_once_and_may_come_again_when_it_has_ended(bench: Bench) -> None:
+    first = bench.begin(unique_key="U")
+    with pytest.raises(InvalidMessageError, match="open"):
+        bench.begin(unique_key="U")
+    bench.transactions.end("U", "commit")
+    second = bench.begin(unique_key="U")
+    assert second.offset == first.offset + 1
+    bench.transactions.end("U", "rollback")
+    assert len(bench.bodies()) == 1
+
+
+def test_a_refused_half_leaves_its_id_free(bench: Bench) -> None:
+    with pytest.raises(InvalidMessageError):
+        bench.begin(b"x" * (5 << 20), unique_key="U")
+    bench.transactions.end(bench.begin(unique_key="U"), "commit")
+    assert len(bench.bodies()) == 1
+
+
+def test_a_timer_on_a_half_message_starts_at_its_commit(bench: Bench) -> None:
+    options: dict[str, Any] = {"producer_group": GROUP, "queue_id": 0}
+    handle = bench.transactions.prepare("orders", b"b", {"TIMER_DELAY_MS": "60000"}, **options)
+    assert len(bench.messages(HALF_TOPIC)) == 1
+    assert bench.messages(TIMER_TOPIC) == []
+    clock_of(bench.parts).advance(3_000)
+    bench.transactions.end(handle, "commit")
+    [waiting] = bench.messages(TIMER_TOPIC)
+    out_ms = int(waiting.stored_properties()["TIMER_OUT_MS"])
+    assert START_MS + 63_000 - 1_000 <= out_ms <= START_MS + 63_000
+    assert waiting.stored_properties()["REAL_TOPIC"] == "orders"
+
+
+# -- after a restart -------------------------------------------------------------------------------------------------
+
+
+def test_the_table_comes_back_from_the_log(bench: Bench) -> None:
+    handles = [bench.begin(str(i).encode(), unique_key=f"U{i}") for i in range(8)]
+    for i in (0, 1, 5):
+        bench.transactions.end(handles[i], "commit" if i else "rollback")
+    bench.reopen()
+    assert bench.transactions.open_transactions() == [handles[i] for i in (2, 3, 4, 6, 7)]
+    bench.transactions.end(handles[2], "commit")
+    bench.transactions.end("U3", "rollback")
+    bench.reopen()
+    assert bench.transactions.open_transactions() == [handles[i] for i in (4, 6, 7)]
+    assert sorted(bench.bodies()) == [b"1", b"2", b"5"]
+
+
+def test_progress_passes_only_what_is_done_and_the_log_is_held_for_the_rest(bench: Bench) -> None:
+    def progress() -> tuple[int | None, int | None]:
+        committed = bench.parts.offsets.committed
+        return committed(TRANS_GROUP, HALF_TOPIC, 0), committed(TRANS_GROUP, OP_TOPIC, 0)
+
+    handles = [bench.begin() for _ in range(4)]
+    for i in (1, 2):
+        bench.transactions.end(handles[i], "rollback")
+        bench.pass_time(OP_EVERY_MS)
+    assert progress() == (0, 0)
+    [pin] = bench.transactions.pins()
+    assert (pin.physical_offset, pin.topic, pin.group) == (handles[0].physical_offset, HALF_TOPIC, TRANS_GROUP)
+    bench.transactions.end(handles[0], "rollback")
+    bench.pass_time(OP_EVERY_MS)
+    assert progress() == (3, 3)
+    bench.reopen()
+    assert bench.transactions.open_transactions() == [handles[3]]
+    bench.transactions.end(handles[3], "rollback")
+    bench.pass_time(OP_EVERY_MS)
+    assert progress() == (4, 4)
+    assert list(bench.transactions.pins()) == []
+
+
+def test_progress_waits_for_a_half_that_is_being_put(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a crash after the put returned would find its half behind the offset where the search begins."""
+    append = bench.parts.store.append
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        receipt = append(*args, **options)
+        settle(bench.parts, [bench.transactions])
+        return receipt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.parts.store, "append", interrupted)
+        handle = bench.begin()
+    bench.kill(save=True)
+    assert bench.transactions.open_transactions() == [handle]
+
+
+@pytest.mark.parametrize("save", [False, True])
+def test_a_commit_whose_op_was_lost_is_not_made_twice(bench: Bench, save: bool) -> None:
+    """RocketMQ asks again and commits again (11, "Guarantee")."""
+    options: dict[str, Any] = {"producer_group": GROUP, "queue_id": 0}
+    plain = bench.begin(unique_key="plain")
+    timed = bench.transactions.prepare("orders", b"t", {"TIMER_DELAY_MS": "60000", "UNIQ_KEY": "timed"}, **options)
+    still = bench.begin(b"still", unique_key="still")
+    bench.transactions.end(plain, "commit")
+    bench.transactions.end(timed, "commit")
+    bench.kill(save=save)
+    assert bench.transactions.open_count() == 3
+    asked: list[Message] = []
+    bench.transactions.on_check(GROUP, always(True, asked))
+    assert bench.transactions.end("timed", "commit") is None
+    bench.pass_time(CHECK_AFTER_MS)
+    assert [message.unique_key for message in asked] == ["still"]
+    assert bench.bodies() == [b"b", b"still"]
+    assert len(bench.messages(TIMER_TOPIC)) == 1
+    assert still not in bench.transactions.open_transactions()
+
+
+def test_a_rollback_with_flush_is_not_forgotten_by_a_kill(bench: Bench) -> None:
+    bench.transactions.end(bench.begin(), "rollback", durability="flush")
+    bench.kill()
+    assert bench.transactions.open_count() == 0
+
+
+def test_halves_that_rocketmq_left_are_understood(bench: Bench) -> None:
+    store = bench.parts.store
+    base = {"REAL_TOPIC": "orders", "REAL_QID": "0", "PGROUP": GROUP, "TRAN_MSG": "true"}
+    store.append(HALF_TOPIC, 0, b"0", properties=base | {"UNIQ_KEY": "a"})
+    store.append(HALF_TOPIC, 0, b"1", properties=base | {"UNIQ_KEY": "a", "TRAN_PREPARED_QUEUE_OFFSET": "0"})
+    store.append(HALF_TOPIC, 0, b"2", properties=base | {"UNIQ_KEY": "c", "TRANSACTION_CHECK_TIMES": "14"})
+    store.append(HALF_TOPIC, 0, b"3", properties={"UNIQ_KEY": "nowhere"})
+    store.append(HALF_TOPIC, 0, b"4", properties=base | {"UNIQ_KEY": "d", "REAL_QID": "x"})
+    store.append(OP_TOPIC, 0, b"0,junk,,-3,", properties={"TAGS": "d"})
+    bench.kill()
+    assert [handle.transaction_id for handle in bench.transactions.open_transactions()] == ["c"]
+    bench.transactions.on_check(GROUP, always(None))
+    bench.pass_time(CHECK_AFTER_MS + CHECK_EVERY_MS)
+    assert bench.bodies(TRANS_CHECK_TOPIC) == [b"2"], "its fifteenth check was its last"
+
+
+# -- asking ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_check_comes_after_six_seconds_then_one_every_thirty(bench: Bench) -> None:
+    times: list[int] = []
+
+    def check(message: Message) -> None:
+        times.append(bench.parts.clock.now_ms() - START_MS)
+
+    bench.transactions.on_check(GROUP, check)
+    bench.begin()
+    bench.pass_time(CHECK_AFTER_MS + 2 * CHECK_EVERY_MS)
+    assert times == [6_000, 36_000, 66_000]
+
+
+@pytest.mark.parametrize(("immunity", "first_ms"), [(60, 60_000), (1, 6_000), (6.4, 6_000)])
+def test_immunity_puts_the_first_check_off(bench: Bench, immunity: float, first_ms: int) -> None:
+    asked: list[Message] = []
+    bench.transactions.on_check(GROUP, always(None, asked))
+    bench.begin(immunity=immunity)
+    bench.pass_time(first_ms - 1)
+    assert asked == []
+    bench.pass_time(1)
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(("answer", "visible", "open_after"), [(True, 1, 0), (False, 0, 0), (None, 0, 1)])
+def test_the_answer_ends_it(bench: Bench, answer: bool | None, visible: int, open_after: int) -> None:
+    asked: list[Message] = []
+    bench.transactions.on_check(GROUP, always(answer, asked))
+    bench.begin(b"paid", immunity=10)
+    bench.pass_time(10_001)
+    assert [(message.body, message.system_properties["REAL_TOPIC"]) for message in asked] == [(b"paid", "orders")]
+    assert (len(bench.bodies()), bench.transactions.open_count()) == (visible, open_after)
+
+
+def test_a_callback_that_raises_is_an_unknown_and_is_logged(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    def check(message: Message) -> bool:
+        raise RuntimeError("database gone")
+
+    bench.transactions.on_check(GROUP, check)
+    bench.begin()
+    with caplog.at_level(logging.ERROR, "mqstore"):
+        bench.pass_time(CHECK_AFTER_MS)
+    assert "database gone" in caplog.text
+    assert bench.transactions.open_count() == 1
+
+
+def test_a_callback_may_end_it_itself_and_others_meanwhile(bench: Bench) -> None:
+    """No lock is held: not even one that another thread would need."""
+    other = bench.begin(b"other")
+
+    def check(message: Message) -> None:
+        done = threading.Thread(target=bench.transactions.end, args=(message.unique_key, "commit"))
+        done.start()
+        done.join(10)
+        assert not done.is_alive()
+        if bench.transactions.get(other.transaction_id):
+            bench.transactions.end(other, "rollback")
+
+    bench.begin(b"mine")
+    bench.transactions.on_check(GROUP, check)
+    bench.pass_time(CHECK_AFTER_MS)
+    assert bench.transactions.open_count() == 0
+
+
+def test_fifteen_times_unknown_gives_it_up_into_its_own_topic(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    asked: list[Message] = []
+    bench.transactions.on_check(GROUP, always(None, asked))
+    bench.begin(b"lost", tag="t")
+    bench.pass_time(CHECK_AFTER_MS + 15 * CHECK_EVERY_MS - 1)
+    assert (len(asked), bench.transactions.open_count()) == (15, 1)
+    with caplog.at_level(logging.ERROR, "mqstore"):
+        bench.pass_time(1)
+    [kept] = bench.messages(TRANS_CHECK_TOPIC)
+    properties = kept.stored_properties()
+    assert (kept.body, kept.tag, properties["TRANSACTION_CHECK_TIMES"]) == (b"lost", "t", "15")
+    assert (properties["REAL_TOPIC"], properties["PGROUP"]) == ("orders", GROUP)
+    assert "given up" in caplog.text
+    assert (bench.bodies(), bench.transactions.open_count()) == ([], 0)
+    bench.reopen()
+    assert bench.transactions.open_count() == 0
+
+
+def test_with_nobody_to_ask_no_check_counts_but_age_ends_it(bench: Bench) -> None:
+    bench.begin(b"one")
+    asked: list[Message] = []
+    bench.pass_time(20 * CHECK_EVERY_MS)
+    bench.transactions.on_check(None, always(NOT_ASKED, asked))
+    bench.pass_time(20 * CHECK_EVERY_MS)
+    assert len(asked) > 15
+    assert bench.transactions.open_count() == 1
+    clock_of(bench.parts).advance(72 * 3_600_000)
+    bench.pass_time(CHECK_EVERY_MS)
+    assert bench.bodies(TRANS_CHECK_TOPIC) == [b"one"]
+
+
+def test_who_comes_to_be_asked_is_asked_at_once(bench: Bench) -> None:
+    bench.begin()
+    bench.pass_time(CHECK_AFTER_MS + 10)
+    asked: list[Message] = []
+    before = bench.wakes
+    bench.transactions.on_check(GROUP, always(None, asked))
+    assert bench.wakes > before
+    settle(bench.parts, [bench.transactions])
+    assert len(asked) == 1
+
+
+def test_a_group_of_its_own_is_asked_before_the_one_for_all(bench: Bench) -> None:
+    mine: list[Message] = []
+    others: list[Message] = []
+    bench.transactions.on_check(GROUP, always(False, mine))
+    bench.transactions.on_check(None, always(False, others))
+    bench.begin(b"1")
+    bench.begin(b"2", producer_group="other")
+    bench.pass_time(CHECK_AFTER_MS)
+    assert ([m.body for m in mine], [m.body for m in others]) == ([b"1"], [b"2"])
+
+
+def test_an_answer_that_cannot_be_carried_out_does_not_count(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a disk that is full for seven minutes would end in giving up what its producer had committed."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise StoreFullError(28, "no space", "commitlog", "put")
+
+    bench.transactions.on_check(GROUP, always(True))
+    bench.begin(b"paid")
+    now_ms = START_MS + CHECK_AFTER_MS
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.parts.road, "copy", full)
+        for _ in range(20):
+            with pytest.raises(StoreFullError):
+                bench.transactions.run_once(now_ms)
+            now_ms += CHECK_EVERY_MS
+    bench.transactions.run_once(now_ms)
+    assert (bench.bodies(), bench.messages(TRANS_CHECK_TOPIC)) == ([b"paid"], [])
+
+
+def test_many_due_at_once_are_asked_in_turns(bench: Bench) -> None:
+    asked: list[Message] = []
+    bench.transactions.on_check(GROUP, always(None, asked))
+    for _ in range(100):
+        bench.begin()
+    clock_of(bench.parts).advance(CHECK_AFTER_MS)
+    now_ms = bench.parts.clock.now_ms()
+    due_ms = bench.transactions.run_once(now_ms)
+    assert len(asked) < 100
+    assert due_ms is not None
+    assert due_ms <= now_ms
+    settle(bench.parts, [bench.transactions])
+    assert len({message.offset for message in asked}) == len(asked) == 100
+
+
+def test_a_clock_that_was_set_back_does_not_put_checks_off(bench: Bench) -> None:
+    asked: list[Message] = []
+    bench.transactions.on_check(GROUP, always(None, asked))
+    bench.begin()
+    settle(bench.parts, [bench.transactions])
+    clock_of(bench.parts).set_wall(START_MS - 86_400_000)
+    settle(bench.parts, [bench.transactions])
+    assert len(asked) == 1, "age <= -1: asked at once"
+    bench.pass_time(CHECK_EVERY_MS)
+    assert len(asked) == 2
+
+
+def test_a_clock_that_was_set_back_while_the_store_was_closed_does_not_either(bench: Bench) -> None:
+    bench.begin()
+    clock_of(bench.parts).set_wall(START_MS - 86_400_000)
+    bench.reopen()
+    asked: list[Message] = []
+    bench.transactions.on_check(GROUP, always(None, asked))
+    settle(bench.parts, [bench.transactions])
+    assert len(asked) == 1
+
+
+def test_the_housekeeper_is_woken_only_for_what_is_due_before_it_comes(bench: Bench) -> None:
+    bench.begin()
+    assert bench.wakes == 1
+    settle(bench.parts, [bench.transactions])
+    clock_of(bench.parts).advance(10)
+    second = bench.begin()
+    assert bench.wakes == 1, "it comes for the first anyway"
+    bench.transactions.end(second, "rollback")
+    assert bench.wakes == 2, "for the op, in three seconds"
+
+
+def test_everything_ends_with_nothing_due(bench: Bench) -> None:
+    for outcome in ("commit", "rollback"):
+        bench.transactions.end(bench.begin(), outcome)
+    bench.pass_time(OP_EVERY_MS)
+    assert bench.transactions.run_once(bench.parts.clock.now_ms() + CHECK_AFTER_MS) is None

@@ -1,0 +1,910 @@
+# ruff: noqa: A002  (`filter`, as in the contract)
+"""Who is woken, when, and who is not (broker-semantics 3.5, 8.8).
+
+Most tests own the clock and the dispatcher: `Hall.put` makes a message visible, `Hall.turn` is the housekeeper's turn.
+Those with threads use none of either: whoever misses a wake-up there hangs, and the join finds it.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from mqstore.broker import waiting
+from mqstore.broker.filters import parse_filter
+from mqstore.broker.parts import Parts
+from mqstore.broker.waiting import ANY_QUEUE, Waiter, Waiters
+from mqstore.clock import SimulatedClock
+from mqstore.errors import ConfigError, StoreBusyError, StoreClosedError
+from mqstore.log.store import MessageStore
+from mqstore.log.tagfilter import UnitFilter
+from tests.log.support import open_store
+
+PAID = parse_filter("paid")
+BIG = parse_filter("amount > 100", "SQL92")
+HANGS_S = 20.0
+"""For joins: nobody waits that long unless a wake-up was lost."""
+
+
+@dataclass
+class Hall:
+    """A store, its waiters, and what the callbacks were told: (name, worth reading)."""
+
+    store: MessageStore
+    clock: SimulatedClock
+    waiters: Waiters = field(init=False)
+    wakes: int = 0
+    told: list[tuple[str, bool]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.waiters = Waiters(_parts(self.store), self._wake)
+
+    def _wake(self) -> None:
+        self.wakes += 1
+
+    def put(self, topic: str = "t", queue_id: int = 0, tag: str | None = None, count: int = 1) -> None:
+        for _ in range(count):
+            self.store.put(topic, b"", queue_id, tag=tag)
+        self.store.dispatch()
+
+    def turn(self) -> int | None:
+        return self.waiters.run_once(self.clock.now_ms())
+
+    def pass_ms(self, duration_ms: int) -> None:
+        self.clock.advance(duration_ms)
+        self.turn()
+
+    def park(
+        self,
+        name: str,
+        queue_id: int = 0,
+        offset: int | None = None,
+        filter: UnitFilter | None = None,
+        in_ms: int | None = None,
+        topic: str = "t",
+        **more: Any,
+    ) -> Waiter:
+        deadline_ms = None if in_ms is None else self.clock.monotonic_ms() + in_ms
+        return self.waiters.add_waiter(
+            topic, queue_id, offset, filter, lambda worth: self.told.append((name, worth)), deadline_ms, **more
+        )
+
+    def woken(self) -> list[str]:
+        """Who was woken since this was asked last, each told True."""
+        self.turn()
+        told, self.told = self.told, []
+        assert all(worth for _, worth in told), told
+        return [name for name, _ in told]
+
+    def is_empty(self) -> bool:
+        """Nothing is left of anybody: not a bucket, not a reader that the dispatcher heeds."""
+        return not (self.waiters.parked or self.waiters._topics or self.store._dispatcher.waiting)
+
+
+def _parts(store: MessageStore) -> Parts:
+    return cast(Parts, SimpleNamespace(store=store, clock=store.clock, config=store.config))
+
+
+@pytest.fixture
+def hall(tmp_path: Path) -> Iterator[Hall]:
+    clock = SimulatedClock()
+    with open_store(tmp_path / "s", clock=clock, segment_bytes=1 << 18) as store:
+        yield Hall(store, clock)
+
+
+# -- who is concerned --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("queue_id", "offset", "filter", "put", "woken"),
+    [
+        (0, 0, None, {}, True),
+        (0, None, None, {}, True),
+        (0, 0, None, {"queue_id": 1}, False),
+        (0, None, None, {"queue_id": 1}, False),
+        (0, 0, None, {"topic": "u"}, False),
+        (ANY_QUEUE, None, None, {"queue_id": 3}, True),
+        (ANY_QUEUE, None, None, {"topic": "u"}, False),
+        (0, 0, PAID, {"tag": "paid"}, True),
+        (0, 0, PAID, {"tag": "open"}, False),
+        (0, 0, PAID, {}, False),
+        (ANY_QUEUE, None, PAID, {"tag": "paid", "queue_id": 2}, True),
+        (ANY_QUEUE, None, PAID, {"tag": "open", "queue_id": 2}, False),
+        (0, 0, BIG, {"tag": "open"}, True),  # what a unit cannot tell is worth a read
+    ],
+)
+@pytest.mark.parametrize("group", [None, "g"])
+def test_a_put_wakes_whom_it_concerns(
+    hall: Hall,
+    queue_id: int,
+    offset: int | None,
+    filter: UnitFilter | None,
+    put: dict[str, Any],
+    woken: bool,
+    group: str | None,
+) -> None:
+    hall.park("w", queue_id, None if group else offset, filter, group=group)
+    hall.put(**put)
+    assert hall.woken() == (["w"] if woken else [])
+    assert hall.is_empty() is woken
+
+
+def test_an_offset_to_come_is_waited_for(hall: Hall) -> None:
+    hall.park("third", offset=2)
+    hall.put(count=2)
+    assert hall.woken() == []
+    hall.put()
+    assert hall.woken() == ["third"]
+
+
+def test_only_units_behind_the_offset_are_matched(hall: Hall) -> None:
+    hall.put(tag="paid")
+    hall.park("behind", offset=1, filter=PAID)
+    hall.put(tag="open")
+    assert hall.woken() == []
+    hall.put(tag="paid")
+    assert hall.woken() == ["behind"]
+
+
+def test_what_any_queue_held_before_is_not_news(hall: Hall) -> None:
+    """The first growth of a queue that stood full when the first waiter came is the new unit, not all of them."""
+    for queue_id in range(3):
+        hall.put(queue_id=queue_id, tag="paid", count=4)
+    other = Hall(hall.store, hall.clock)  # has seen none of that
+    for name in "abc":
+        other.park(name, ANY_QUEUE, filter=PAID, group="g")
+    other.put(queue_id=1, tag="open")
+    assert other.woken() == []
+    other.put(queue_id=1, tag="paid")
+    assert other.woken() == ["a"]
+    other.put(queue_id=7, tag="paid")  # a queue that is new altogether
+    assert other.woken() == ["b"]
+
+
+@pytest.mark.parametrize("dispatched", [True, False])
+def test_what_is_there_already_fires_at_once(hall: Hall, dispatched: bool) -> None:
+    hall.store.put("t", b"", tag="paid")
+    if dispatched:
+        hall.store.dispatch()
+    hall.park("all", offset=0)
+    hall.park("paid", offset=0, filter=PAID)
+    hall.park("next", offset=1)
+    assert hall.woken() == ["all", "paid"]
+    assert hall.waiters.parked == 1
+
+
+def test_growth_between_parking_and_the_second_look_is_seen(hall: Hall, monkeypatch: pytest.MonkeyPatch) -> None:
+    look = hall.waiters._look
+
+    def late_look(*args: Any) -> Any:
+        monkeypatch.undo()
+        hall.put()  # finds the waiter parked: fired by this
+        return look(*args)  # and found once more
+
+    monkeypatch.setattr(hall.waiters, "_look", late_look)
+    hall.park("w", offset=0)
+    assert hall.woken() == ["w"]
+    assert hall.is_empty()
+
+
+def test_growth_since_the_mark_was_taken_is_seen(hall: Hall) -> None:
+    seen = hall.waiters.seen("t", ["r"])
+    hall.park("in time", ANY_QUEUE, also=["r"], seen=seen, group="g")
+    assert hall.woken() == []
+    hall.waiters.wake_all("t")
+    assert hall.woken() == ["in time"]
+    for topic in ("t", "r"):
+        seen = hall.waiters.seen("t", ["r"])
+        hall.put("x")
+        hall.put(topic)
+        hall.park("late", ANY_QUEUE, also=["r"], seen=seen, group="g")
+        assert hall.woken() == ["late"]
+    seen = hall.waiters.seen("t")
+    hall.put("x")
+    hall.park("elsewhere", ANY_QUEUE, seen=seen, group="g")
+    assert hall.woken() == []
+
+
+def test_a_retry_topic_wakes_too_and_only_once(hall: Hall) -> None:
+    hall.park("w", 2, also=["%RETRY%g+t"], group="g")
+    hall.park("v", 2, also=["%RETRY%g+t"], group="g")
+    hall.put("%RETRY%g+t")
+    assert hall.woken() == ["w"]
+    hall.put(queue_id=2, count=2)
+    hall.put("%RETRY%g+t")
+    assert hall.woken() == ["v"]
+    assert hall.is_empty()
+
+
+def test_more_units_than_are_looked_at_are_worth_a_read(hall: Hall, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "_LOOK_UNITS", 4)
+    hall.put(tag="open", count=4)
+    hall.park("near", offset=0, filter=PAID)
+    assert hall.woken() == []
+    hall.put(tag="open")
+    hall.park("far", offset=0, filter=PAID)
+    assert hall.woken() == ["far"]
+
+
+def test_what_lies_before_the_offset_is_not_looked_at(hall: Hall, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "_LOOK_UNITS", 4)
+    hall.put(tag="paid", count=10)
+    other = Hall(hall.store, hall.clock)  # never heard of this queue
+    other.park("w", offset=10, filter=PAID)
+    other.put(tag="open")
+    assert other.woken() == []
+
+
+def test_a_filter_that_fails_wakes_its_owner_and_harms_nobody(hall: Hall, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        def units(self, tags_codes: Any) -> Any:
+            raise ZeroDivisionError
+
+        def accepts(self, message: Any) -> bool:
+            return False
+
+    hall.park("broken", offset=0, filter=Broken())
+    hall.park("sound", offset=0, filter=PAID)
+    with caplog.at_level(logging.ERROR, "mqstore"):
+        hall.put(tag="paid")
+    assert sorted(hall.woken()) == ["broken", "sound"]
+    assert "could not be matched" in caplog.text
+
+
+# -- receivers that compete --------------------------------------------------------------------------------------------
+
+
+def test_as_many_of_a_group_are_woken_as_units_came_the_oldest_first(hall: Hall) -> None:
+    for name in "abcde":
+        hall.park(name, ANY_QUEUE, group="g")
+    hall.put()
+    assert hall.woken() == ["a"]
+    hall.store.put_many("t", [b""] * 3)
+    hall.store.dispatch()
+    assert hall.woken() == ["b", "c", "d"]
+    assert hall.waiters.parked == 1
+
+
+def test_each_group_and_each_lone_reader_is_woken(hall: Hall) -> None:
+    for name in ("g1", "g2", "h1"):
+        hall.park(name, ANY_QUEUE, group=name[0])
+    hall.park("q1", 0, group="g")
+    hall.park("r", 0, offset=0)
+    hall.park("s", ANY_QUEUE)
+    hall.put()
+    assert sorted(hall.woken()) == ["g1", "h1", "q1", "r", "s"]
+
+
+def test_only_units_that_may_pass_count_for_a_group(hall: Hall) -> None:
+    for name in "abc":
+        hall.park(name, 0, filter=PAID, group="g")
+    for tag in ("open", "paid", "open", "paid"):
+        hall.store.put("t", b"", tag=tag)
+    hall.store.dispatch()
+    assert hall.woken() == ["a", "b"]
+
+
+def test_who_left_is_not_woken_in_the_place_of_another(hall: Hall) -> None:
+    first = hall.park("first", ANY_QUEUE, group="g")
+    hall.park("second", ANY_QUEUE, group="g")
+    assert hall.waiters.remove_waiter(first)
+    assert not hall.waiters.remove_waiter(first)
+    hall.put()
+    assert hall.woken() == ["second"]
+    assert hall.is_empty()
+
+
+def test_wake_one(hall: Hall) -> None:
+    hall.park("any", ANY_QUEUE, group="g")
+    hall.park("q1", 1, group="g")
+    hall.park("other", 1, group="h")
+    hall.park("reader", 1)
+    assert hall.waiters.wake_one("t", 1, "g")
+    assert hall.woken() == ["q1"]
+    assert hall.waiters.wake_one("t", 1, "g")
+    assert hall.woken() == ["any"]
+    seen = hall.waiters.seen("t")
+    assert not hall.waiters.wake_one("t", 1, "g")
+    assert hall.woken() == []
+    hall.park("on the way", 1, group="g", seen=seen)  # had looked before, was not parked yet
+    assert hall.woken() == ["on the way"]
+
+
+def test_wake_all(hall: Hall) -> None:
+    hall.park("a", ANY_QUEUE, group="g")
+    hall.park("b", ANY_QUEUE, group="g")
+    hall.park("c", 3, offset=9, filter=PAID)
+    hall.park("elsewhere", topic="u")
+    hall.waiters.wake_all("t")
+    assert sorted(hall.woken()) == ["a", "b", "c"]
+
+
+def test_a_woken_waiter_that_cannot_be_removed_any_more_says_so(hall: Hall) -> None:
+    waiter = hall.park("w", group="g")
+    hall.put()
+    assert not hall.waiters.remove_waiter(waiter)  # the owner passes it on with wake_one
+    assert hall.woken() == ["w"]
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
+
+
+def test_deadlines_are_exact(hall: Hall) -> None:
+    for name, in_ms in (("c", 300), ("a", 100), ("never", None), ("b", 200), ("b2", 200), ("now", 0)):
+        hall.park(name, in_ms=in_ms)
+    start_ms = hall.clock.now_ms()
+    seen = []
+    due_ms = hall.turn()
+    while due_ms is not None:
+        hall.pass_ms(due_ms - hall.clock.now_ms() - 1)
+        before = list(hall.told)
+        hall.pass_ms(1)
+        seen.append((hall.clock.now_ms() - start_ms, [t for t in hall.told if t not in before]))
+        due_ms = hall.turn()
+    assert hall.told[0] == ("now", False)
+    assert seen == [(100, [("a", False)]), (200, [("b", False), ("b2", False)]), (300, [("c", False)])]
+    assert hall.waiters.parked == 1
+
+
+def test_the_housekeeper_is_roused_for_an_earlier_deadline_only(hall: Hall) -> None:
+    hall.park("a", in_ms=1000)
+    assert hall.wakes == 1
+    assert hall.turn() == hall.clock.now_ms() + 1000
+    hall.park("later", in_ms=1000)
+    hall.park("never")
+    assert hall.wakes == 1
+    hall.park("sooner", in_ms=999)
+    assert hall.wakes == 2
+    assert hall.turn() == hall.clock.now_ms() + 999
+
+
+def test_deadlines_do_not_follow_the_wall_clock(hall: Hall) -> None:
+    hall.park("w", in_ms=1000)
+    hall.clock.set_wall(hall.clock.now_ms() + 3_600_000)
+    assert hall.turn() == hall.clock.now_ms() + 1000
+    assert hall.told == []
+
+
+@pytest.mark.parametrize("offset", [0, None])
+def test_five_seconds_after_a_unit_was_passed_over_the_reader_is_sent_on(hall: Hall, offset: int | None) -> None:
+    hall.park("w", offset=offset, filter=PAID, in_ms=20_000)
+    hall.turn()
+    hall.pass_ms(1_000)
+    hall.put(tag="open")
+    assert hall.turn() == hall.clock.now_ms() + 5_000
+    hall.pass_ms(3_000)
+    hall.put(tag="open")  # does not put it off
+    hall.pass_ms(1_999)
+    assert hall.told == []
+    hall.pass_ms(1)
+    assert hall.told == [("w", True)]
+    hall.pass_ms(60_000)
+    assert hall.told == [("w", True)]
+    assert hall.is_empty()
+
+
+def test_units_passed_over_before_parking_count_too(hall: Hall) -> None:
+    hall.put(tag="open", count=3)
+    hall.park("w", offset=1, filter=PAID)
+    hall.park("at the end", offset=3, filter=PAID)
+    hall.pass_ms(4_999)
+    assert hall.told == []
+    hall.pass_ms(1)
+    assert hall.told == [("w", True)]
+
+
+def test_a_deadline_before_the_five_seconds_is_a_deadline(hall: Hall) -> None:
+    hall.park("before", offset=0, filter=PAID, in_ms=4_999)
+    hall.park("same", offset=0, filter=PAID, in_ms=5_000)
+    hall.put(tag="open")
+    hall.pass_ms(4_999)
+    assert hall.told == [("before", False)]
+    hall.pass_ms(1)
+    assert hall.told == [("before", False), ("same", False)]
+
+
+def test_of_a_group_one_is_sent_to_step_over(hall: Hall) -> None:
+    for name in "abc":
+        hall.park(name, ANY_QUEUE, filter=PAID, group="g")
+    hall.put(tag="open")
+    hall.pass_ms(2_000)
+    hall.put(tag="open")  # does not put it off
+    hall.pass_ms(2_999)
+    assert hall.told == []
+    hall.pass_ms(1)
+    assert hall.told == [("a", True)]
+    hall.pass_ms(60_000)
+    assert hall.told == [("a", True)]
+    hall.put(tag="open")
+    hall.pass_ms(2_000)
+    hall.put(tag="paid")  # who takes this steps over the other
+    assert hall.told == [("a", True)]
+    hall.pass_ms(60_000)
+    assert hall.told == [("a", True), ("b", True)]
+
+
+def test_entries_of_those_who_left_do_not_pile_up(hall: Hall) -> None:
+    for i in range(20_000):
+        hall.waiters.remove_waiter(hall.park("w", in_ms=20_000 + i % 7))
+    assert len(hall.waiters._heap) < 2_100
+    hall.park("last", in_ms=20_000)
+    hall.pass_ms(20_010)
+    assert hall.told == [("last", False)]
+    assert hall.waiters._heap == []
+    assert hall.waiters._stale == 0
+
+
+# -- callbacks ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_dispatching_thread_runs_no_callback(hall: Hall) -> None:
+    hall.park("w", offset=0)
+    hall.put()
+    assert hall.told == []
+    assert hall.wakes == 1
+    assert hall.woken() == ["w"]
+
+
+def test_a_raising_callback_is_logged_and_harms_nobody(hall: Hall, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(worth: bool) -> None:
+        raise RuntimeError("event loop is closed")
+
+    hall.waiters.add_waiter("t", 0, 0, None, fail)
+    hall.park("w", offset=0)
+    hall.put()
+    with caplog.at_level(logging.ERROR, "mqstore"):
+        assert hall.woken() == ["w"]
+    assert "event loop is closed" in caplog.text
+    assert hall.is_empty()
+
+
+def test_a_callback_may_do_anything(hall: Hall) -> None:
+    """It holds no lock: not ours, not the dispatcher's."""
+    done = []
+
+    def busy(worth: bool) -> None:
+        hall.put("t")
+        assert len(hall.store.read("t")) == 2
+        hall.waiters.remove_waiter(hall.park("x", in_ms=5))
+        hall.waiters.wake_one("t", 0, "g")
+        hall.waiters.wait("t", 0, 0, 10)
+        done.append(worth)
+
+    hall.waiters.add_waiter("t", 0, 0, None, busy)
+    hall.put()
+    thread = threading.Thread(target=hall.turn, daemon=True)
+    thread.start()
+    thread.join(HANGS_S)
+    assert done == [True]
+
+
+def test_who_parks_again_at_once_does_not_hold_up_the_housekeeper(hall: Hall) -> None:
+    rounds = []
+
+    def again(worth: bool) -> None:
+        rounds.append(worth)
+        hall.waiters.add_waiter("t", 0, 0, None, again)  # a message is there: fired at once
+
+    hall.waiters.add_waiter("t", 0, 0, None, again)
+    hall.put()
+    hall.turn()
+    assert len(rounds) == 1
+    wakes = hall.wakes
+    hall.turn()
+    assert len(rounds) == 2
+    assert hall.wakes == wakes + 1
+
+
+# -- limits, arguments, the end ----------------------------------------------------------------------------------------
+
+
+def test_there_is_an_end_to_parking(hall: Hall, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "_MAX_PARKED", 2)
+    first = hall.park("a")
+    hall.park("b")
+    with pytest.raises(StoreBusyError, match="2 waiters are parked"):
+        hall.park("c")
+    with pytest.raises(StoreBusyError):
+        hall.waiters.wait("t", 0, 0, 1)
+    hall.waiters.remove_waiter(first)
+    hall.park("c")
+    assert hall.waiters.parked == 2
+
+
+@pytest.mark.parametrize(
+    ("queue_id", "offset", "group"),
+    [(-2, None, None), (ANY_QUEUE, 0, None), (0, 0, "g"), (ANY_QUEUE, 5, "g")],
+)
+def test_arguments_that_do_not_go_together(hall: Hall, queue_id: int, offset: int | None, group: str | None) -> None:
+    with pytest.raises(ConfigError):
+        hall.park("w", queue_id, offset, group=group)
+    with pytest.raises(ConfigError):
+        hall.waiters.wait("t", queue_id, offset, 0, group=group)
+    assert hall.is_empty()
+
+
+@pytest.mark.parametrize("timeout", [-1, float("nan")])
+def test_a_timeout_is_a_length_of_time(hall: Hall, timeout: float) -> None:
+    with pytest.raises(ConfigError, match="timeout"):
+        hall.waiters.wait("t", 0, 0, timeout)
+
+
+def test_closing_ends_every_wait(hall: Hall) -> None:
+    hall.park("a", in_ms=100)
+    hall.park("b", ANY_QUEUE, group="g", also=["u"])
+    results: list[bool] = []
+    thread = _parked_thread(hall.waiters, lambda: results.append(hall.waiters.wait("t", 0, 0, 100)))
+    hall.waiters.close()
+    hall.waiters.close()
+    thread.join(HANGS_S)
+    assert results == [False]
+    assert sorted(hall.told) == [("a", False), ("b", False)]
+    assert hall.is_empty()
+    with pytest.raises(StoreClosedError):
+        hall.park("late")
+    hall.put()  # tells nobody
+    assert hall.store.on_growth == []
+    assert hall.turn() is None
+
+
+# -- threads -----------------------------------------------------------------------------------------------------------
+
+
+def _parked_thread(waiters: Waiters, target: Callable[[], object]) -> threading.Thread:
+    """A started thread that has parked."""
+    before = waiters.parked
+    thread = threading.Thread(target=target, daemon=True)
+    thread.start()
+    for _ in range(30_000):
+        if waiters.parked > before:
+            break
+        thread.join(0.001)
+    assert waiters.parked == before + 1
+    return thread
+
+
+@pytest.mark.parametrize(
+    ("happens", "result"),
+    [
+        (lambda hall: hall.put(tag="paid"), True),
+        (lambda hall: (hall.put(tag="open"), hall.pass_ms(4_999), hall.pass_ms(1)), True),
+        (lambda hall: (hall.pass_ms(19_999), hall.pass_ms(1)), False),
+    ],
+)
+def test_a_thread_by_the_clock_of_a_test(hall: Hall, happens: Callable[[Hall], object], result: bool) -> None:
+    results: list[bool] = []
+    thread = _parked_thread(hall.waiters, lambda: results.append(hall.waiters.wait("t", 0, 0, 20, PAID)))
+    assert hall.store._dispatcher.waiting == 1  # puts are shown at once
+    happens(hall)
+    thread.join(HANGS_S)
+    assert results == [result]
+    assert hall.is_empty()
+
+
+def test_a_wait_for_what_is_there_does_not_park(hall: Hall) -> None:
+    hall.store.put("t", b"", tag="open")
+    assert hall.waiters.wait("t", 0, 0, 1000)
+    assert hall.waiters.wait("t", 0, 0, 0)
+    assert not hall.waiters.wait("t", 0, 1, 0)
+    assert not hall.waiters.wait("t", 0, 0, 0, PAID)
+    assert not hall.waiters.wait("nowhere", 0, 0, 0)
+    seen = hall.waiters.seen("t")
+    assert not hall.waiters.wait("t", ANY_QUEUE, None, 0, group="g", seen=seen)
+    hall.put()
+    assert hall.waiters.wait("t", ANY_QUEUE, None, 0, group="g", seen=seen)
+    assert hall.waiters.wait("t", ANY_QUEUE, None, 1000, group="g", seen=seen)
+    assert hall.is_empty()
+
+
+def test_an_interrupted_wait_passes_its_message_on(hall: Hall, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chosen for a message and then ended by Ctrl-C: another of its group gets it."""
+
+    class InterruptedLock:
+        def acquire(self, timeout: float | None = None) -> bool:
+            if timeout is not None:
+                hall.park("other", ANY_QUEUE, group="g")
+                hall.put()
+                raise KeyboardInterrupt
+            return True
+
+        def release(self) -> None:
+            pass
+
+    monkeypatch.setattr(waiting, "allocate_lock", InterruptedLock)
+    with pytest.raises(KeyboardInterrupt):
+        hall.waiters.wait("t", ANY_QUEUE, None, 10, group="g")
+    assert hall.woken() == ["other"]
+    assert hall.is_empty()
+
+
+def test_an_interrupted_wait_leaves_nothing_behind(hall: Hall, monkeypatch: pytest.MonkeyPatch) -> None:
+    class InterruptedLock:
+        def acquire(self, timeout: float | None = None) -> bool:
+            if timeout is not None:
+                raise KeyboardInterrupt
+            return True
+
+    monkeypatch.setattr(waiting, "allocate_lock", InterruptedLock)
+    with pytest.raises(KeyboardInterrupt):
+        hall.waiters.wait("t", 0, 0, 10)
+    assert hall.is_empty()
+
+
+def test_ten_thousand_parked_and_one_put_wakes_the_right_ones(hall: Hall) -> None:
+    """5 topics, 5 places in each (4 queues and any), 4 filters, 100 each: of groups g0 to g4, or none."""
+    filters = {"none": None, "paid": PAID, "open": parse_filter("open"), "both": parse_filter("open || paid")}
+    passes = {"none": True, "paid": True, "open": False, "both": True}
+    for topic in range(5):
+        hall.put(f"t{topic}", 1)
+    first_of_group: set[tuple[Any, ...]] = set()
+    expected = set()
+    for i in range(100):
+        group = None if i % 2 else f"g{i % 10 // 2}"
+        for topic in range(5):
+            for queue_id in (0, 1, 2, 3, ANY_QUEUE):
+                for kind, chosen in filters.items():
+                    name = f"{topic}/{queue_id}/{kind}/{i}"
+                    hall.park(name, queue_id, filter=chosen, in_ms=10_000, topic=f"t{topic}", group=group)
+                    concerned = topic == 3 and queue_id in (1, ANY_QUEUE) and passes[kind]
+                    if concerned and (group is None or (group, queue_id, kind) not in first_of_group):
+                        expected.add(name)
+                        first_of_group.add((group, queue_id, kind))
+    assert hall.waiters.parked == 10_000
+    assert threading.active_count() == 1
+    hall.put("t3", 1, tag="paid")
+    assert set(hall.woken()) == expected
+    assert len(expected) == 2 * 3 * (50 + 5)
+    hall.pass_ms(10_000)
+    assert sum(not worth for _, worth in hall.told) == 10_000 - len(expected) - sum(worth for _, worth in hall.told)
+    assert hall.is_empty()
+
+
+# -- against a model ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Modelled:
+    """What the spec says of one waiter, without buckets or heaps."""
+
+    name: str
+    topic: str
+    queue_id: int
+    from_unit: dict[int, int]
+    tag: str | None
+    group: str | None
+    deadline_ms: int
+    passed_over_ms: int | None = None
+    token: Waiter | None = None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_as_a_naive_model_would_wake(hall: Hall, seed: int) -> None:
+    """Random parking, leaving, putting and waiting; after each step the same have been told the same. Readers without a
+    group only: whom a group sends is another test's."""
+    rng = random.Random(seed)
+    log: dict[tuple[str, int], list[str]] = {}
+    parked: list[Modelled] = []
+    expected: list[tuple[str, bool]] = []
+    filters = {tag: parse_filter(tag) for tag in ("a", "b")}
+    clock = hall.clock
+
+    def tell(which: Callable[[Modelled], bool | None]) -> None:
+        nonlocal parked
+        staying = []
+        for each in parked:
+            worth = which(each)
+            if worth is None:
+                staying.append(each)
+            else:
+                expected.append((each.name, worth))
+        parked = staying
+
+    def news(each: Modelled) -> bool | None:
+        for (topic, queue_id), tags in log.items():
+            if topic == each.topic and each.queue_id in (queue_id, ANY_QUEUE):
+                units = tags[each.from_unit.get(queue_id, 0) :]
+                if any(each.tag in (None, tag) for tag in units):
+                    return True
+                if units and each.passed_over_ms is None:
+                    each.passed_over_ms = clock.monotonic_ms()
+        return None
+
+    def time(each: Modelled) -> bool | None:
+        now = clock.monotonic_ms()
+        if now >= each.deadline_ms:
+            return False
+        return True if each.passed_over_ms is not None and now >= each.passed_over_ms + 5_000 else None
+
+    for step in range(120):
+        action = rng.randrange(10)
+        topic, queue_id = rng.choice("tu"), rng.randrange(2)
+        if action < 4:
+            end = len(log.get((topic, queue_id), ()))
+            anywhere = rng.random() < 0.3
+            offset = None if anywhere else max(0, end + rng.choice((-1, 0, 0, 0, 0, 1)))
+            starts = {q: len(log.get((topic, q), ())) for q in range(2)} if offset is None else {queue_id: offset}
+            place = ANY_QUEUE if anywhere else queue_id
+            tag = rng.choice((None, "a", "b"))
+            in_ms = rng.choice((1_000, 7_000, 20_000))
+            waiter = Modelled(f"w{step}", topic, place, starts, tag, None, clock.monotonic_ms() + in_ms)
+            parked.append(waiter)
+            waiter.token = hall.park(waiter.name, place, offset, filters.get(tag or ""), in_ms, topic)
+            tell(news)
+        elif action < 5 and parked:
+            leaving = parked.pop(rng.randrange(len(parked)))
+            assert leaving.token is not None
+            assert hall.waiters.remove_waiter(leaving.token)
+        elif action < 8:
+            tag = rng.choice("abc")
+            log.setdefault((topic, queue_id), []).append(tag)
+            hall.put(topic, queue_id, tag)
+            tell(news)
+        else:
+            clock.advance(rng.choice((1, 500, 4_000, 5_000)))
+            tell(time)
+        hall.turn()
+        assert sorted(hall.told) == sorted(expected), f"step {step}"
+        assert hall.waiters.parked == len(parked)
+
+
+# -- real threads, real clock ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Iterator[tuple[MessageStore, Waiters]]:
+    """A store with its own threads, and a housekeeper that comes when it is called."""
+    store = MessageStore(tmp_path / "s")
+    called, over = threading.Event(), threading.Event()
+    waiters = Waiters(_parts(store), called.set)
+
+    def keep() -> None:
+        while not over.is_set():
+            called.clear()
+            due_ms = waiters.run_once(store.clock.now_ms())
+            called.wait(None if due_ms is None else max(0.0, (due_ms - store.clock.now_ms()) / 1000))
+
+    keeper = threading.Thread(target=keep, daemon=True)
+    keeper.start()
+    yield store, waiters
+    over.set()
+    called.set()
+    keeper.join(HANGS_S)
+    waiters.close()
+    store.close()
+
+
+def _run_all(targets: list[Callable[[], None]]) -> None:
+    errors: list[BaseException] = []
+
+    def guarded(target: Callable[[], None]) -> None:
+        try:
+            target()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(target,), daemon=True) for target in targets]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(HANGS_S)
+    assert not errors
+    assert not any(thread.is_alive() for thread in threads), "somebody missed a wake-up"
+
+
+def _putter(store: MessageStore, name: int, count: int, queues: int) -> Callable[[], None]:
+    def put() -> None:
+        rng = random.Random(name)
+        for i in range(count):
+            store.put("t", b"%d-%d" % (name, i), rng.randrange(queues), tag="odd" if i % 2 else "even")
+            if rng.random() < 0.2:
+                threading.Event().wait(0.0002)  # so that the readers come to their end, and park
+
+    return put
+
+
+def test_stress_every_reader_sees_every_put(live: tuple[MessageStore, Waiters]) -> None:
+    store, waiters = live
+    putters, count, queues = 4, 150, 2
+    odd = parse_filter("odd")
+    seen: list[list[bytes]] = [[] for _ in range(8)]
+
+    def reader(bodies: list[bytes], queue_id: int, wanted: UnitFilter | None) -> Callable[[], None]:
+        expected = sum(
+            (wanted is None or i % 2 == 1) and chosen == queue_id
+            for name in range(putters)
+            for i, chosen in enumerate(_choices(name, count, queues))
+        )
+
+        def read() -> None:
+            offset = 0
+            while len(bodies) < expected:
+                if store.offsets_or_none("t", queue_id) is not None:
+                    result = store.get("t", queue_id, offset, tags=wanted)
+                    offset = result.next_offset
+                    bodies.extend(message.body for message in result.messages)
+                    if result.messages:
+                        continue
+                assert waiters.wait("t", queue_id, offset, 10 * HANGS_S, wanted) or len(bodies) == expected
+
+        return read
+
+    readers = [reader(seen[i], i % queues, odd if i >= 4 else None) for i in range(8)]
+    _run_all(readers + [_putter(store, name, count, queues) for name in range(putters)])
+    for bodies in seen:
+        assert len(set(bodies)) == len(bodies)
+    assert len({body for bodies in seen[:4] for body in bodies}) == putters * count
+    assert waiters.parked == 0
+    assert store._dispatcher.waiting == 0
+
+
+def _choices(name: int, count: int, queues: int) -> list[int]:
+    rng = random.Random(name)
+    chosen = []
+    for _ in range(count):
+        chosen.append(rng.randrange(queues))
+        rng.random()
+    return chosen
+
+
+@pytest.mark.parametrize("kind", ["threads", "callbacks"])
+def test_stress_receivers_share_all_puts_and_nobody_is_stuck(live: tuple[MessageStore, Waiters], kind: str) -> None:
+    """Receivers take a message at a time from a shared cursor: mark, look, park. Every message is taken once; a lost
+    wake-up leaves one lying and everybody parked."""
+    store, waiters = live
+    putters, count, queues = 4, 150, 2
+    total = putters * count
+    cursor = [0] * queues
+    taken: list[bytes] = []
+    lock = threading.Lock()
+    finished = threading.Event()
+
+    def take() -> bool:
+        with lock:
+            for queue_id in range(queues):
+                bounds = store.offsets_or_none("t", queue_id)
+                if bounds is not None and cursor[queue_id] < bounds[1]:
+                    [message] = store.get("t", queue_id, cursor[queue_id], 1).messages
+                    cursor[queue_id] += 1
+                    taken.append(message.body)
+                    if len(taken) == total:
+                        finished.set()
+                        waiters.wake_all("t")
+                    return True
+            return False
+
+    def receive() -> None:
+        while not finished.is_set():
+            seen = waiters.seen("t")
+            if not take() and not finished.is_set():
+                waiters.wait("t", ANY_QUEUE, None, 10 * HANGS_S, group="g", seen=seen)
+
+    def receive_by_callback(worth: bool = True) -> None:
+        while worth and not finished.is_set():
+            seen = waiters.seen("t")
+            if not take():
+                waiters.add_waiter("t", ANY_QUEUE, None, None, receive_by_callback, group="g", seen=seen)
+                return
+
+    receivers: list[Callable[[], None]] = [receive if kind == "threads" else receive_by_callback] * 12
+    _run_all(receivers + [_putter(store, name, count, queues) for name in range(putters)])
+    assert finished.wait(HANGS_S), "a message lies there and everybody is parked"
+    assert len(taken) == len(set(taken)) == total
+
+
+def test_a_thread_times_itself_by_the_machine(live: tuple[MessageStore, Waiters]) -> None:
+    store, waiters = live
+    assert not waiters.wait("t", 0, 0, 0.001)
+    assert not waiters.wait("t", ANY_QUEUE, None, 0.001, group="g")
+    assert waiters.parked == 0
+    thread = _parked_thread(waiters, lambda: waiters.wait("t", 0, 0, float("inf")))
+    store.put("t", b"")
+    thread.join(HANGS_S)
+    assert not thread.is_alive()

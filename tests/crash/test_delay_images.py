@@ -1,0 +1,233 @@
+"""P4 under power cuts: whatever a crash leaves of the delay levels, no message is lost, early or out of order, and
+which messages come twice is known one by one.
+
+A seeded script puts delayed messages, lets time pass, flushes, closes, is killed, and goes on. Each seed then picks a
+moment of it, most often inside the service's own work, builds what a power cut may leave (tests/crash/recording.py),
+opens that and lets all delays run out. With v = what the progress file of the image says of a level:
+
+    unit below v        its copy is in the image, and it does not come again        X2: progress rests on copies on disk
+    unit at v or above  comes once more than the image shows it                     the window of 4.8, counted exactly
+    every copy          stored when its message was due, or later
+    copies of a level   in the order of their puts, each time the level was gone through
+
+`make crash N=100000` runs more of them; MQSTORE_CRASH_SEED=n runs one.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from mqstore.broker.delay import DelayService
+from mqstore.broker.names import SCHEDULE_TOPIC
+from mqstore.broker.parts import open_parts
+from mqstore.clock import SimulatedClock
+from mqstore.files.filesystem import REAL, FileSystem
+from mqstore.files.jsonfile import load_json
+from mqstore.log.message import Message
+from mqstore.log.store import MessageStore
+from mqstore.options import StoreConfig
+from tests.crash.recording import Event, RecordingFileSystem, build_image
+from tests.crash.test_images import kill
+from tests.log.support import Unsynced
+
+IMAGES = int(os.environ.get("MQSTORE_CRASH_IMAGES", "175"))
+ONLY = os.environ.get("MQSTORE_CRASH_SEED")
+CHUNK = 25
+IMAGES_A_SCRIPT = 25
+TABLE_MS = (1_000, 5_000, 12_000)
+QUEUES = [("orders", 0), ("orders", 1), ("clicks", 0)]
+SIZES = {"segment_bytes": 8192, "consumequeue_units": 16, "index_slots": 8, "index_entries": 32}
+
+
+@dataclass
+class Script:
+    """A run that was recorded. Marks: ("time", ms) the wall clock, ("flushed", n) the first n puts are on disk, and
+    ("killed", 1) that the process was, and another went on."""
+
+    events: list[Event]
+    puts: int = 0
+    busy: list[int] = field(default_factory=list)
+    """Moments inside the service's work."""
+
+
+class Broker:
+    """A store with its delay service."""
+
+    def __init__(self, path: Path, fs: FileSystem, clock: SimulatedClock) -> None:
+        self.clock = clock
+        new = not (path / "commitlog").exists()
+        config = StoreConfig(clock=clock, delay_levels="1s 5s 12s", **(SIZES if new else {}))
+        self.store = MessageStore(path, config=config, fs=fs)
+        self.parts = open_parts(self.store)
+        self.service = DelayService(
+            self.parts, lambda: None, lambda *_: pytest.fail("nothing here is beyond restoring")
+        )
+
+    def run(self) -> None:
+        self.store.dispatch()
+        self.service.run_once(self.clock.now_ms())
+
+    def close(self) -> None:
+        self.service.close()
+        self.store.close()
+
+    def queue(self, topic: str, queue_id: int) -> list[Message]:
+        bounds = self.store.offsets_or_none(topic, queue_id)
+        return self.store.read(topic, queue_id, bounds[0], 100_000) if bounds and bounds[1] else []
+
+    def scheduled(self) -> dict[tuple[int, int], Message]:
+        """(level, offset) -> message, of all that the store holds."""
+        return {
+            (level, message.offset): message
+            for level in range(1, len(TABLE_MS) + 1)
+            for message in self.queue(SCHEDULE_TOPIC, level - 1)
+        }
+
+    def copies(self) -> list[Message]:
+        return [message for queue in QUEUES for message in self.queue(*queue)]
+
+
+def run_script(seed: int, folder: Path) -> Script:
+    rng = random.Random(f"delay {seed}")
+    root = folder / "store"
+    root.mkdir()
+    fs = RecordingFileSystem(root)
+    script = Script(fs.events)
+    clock = SimulatedClock()
+    broker = Broker(root, fs, clock)
+
+    def work() -> None:
+        fs.mark(("time", clock.now_ms()))
+        begin = len(fs.events)
+        broker.run()
+        fs.observe()
+        script.busy.extend(range(begin, len(fs.events) + 1))
+
+    for _ in range(rng.randrange(30, 70)):
+        step = rng.random()
+        if step < 0.45:
+            for _ in range(rng.randrange(1, 6)):
+                topic, queue_id = rng.choice(QUEUES)
+                body = b"%d " % script.puts + rng.randbytes(rng.choice((0, 10, 300)))
+                broker.parts.road.append(topic, queue_id, body, {"DELAY": str(rng.randrange(1, 4))})
+                script.puts += 1
+        elif step < 0.8:
+            clock.advance(rng.choice((300, 1_000, 2_500, 6_000)))
+            work()
+        elif step < 0.86:
+            broker.store.run_once(clock.monotonic_ms())
+        elif step < 0.92:
+            broker.store.flush()
+            fs.mark(("flushed", script.puts))
+        elif step < 0.96:
+            broker.close()
+            fs.mark(("flushed", script.puts))
+            broker = Broker(root, fs, clock)
+        else:
+            fs.observe()
+            kill(broker.store)
+            fs.mark(("killed", 1))
+            broker = Broker(root, fs, clock)
+            fs.mark(("flushed", script.puts))
+        fs.mark(("time", clock.now_ms()))
+    fs.observe()
+    kill(broker.store)
+    fs.dispose()
+    return script
+
+
+@cache
+def script_of(number: int, folder: Path) -> Script:
+    here = folder / f"script-{number}"
+    here.mkdir()
+    script = run_script(number, here)
+    shutil.rmtree(here)
+    return script
+
+
+def number_of(message: Message) -> int:
+    return int(message.body.split(b" ", 1)[0])
+
+
+def check_seed(seed: int, tmp: Path, scripts: Path) -> None:
+    script = script_of(seed // IMAGES_A_SCRIPT, scripts)
+    rng = random.Random(f"delay image {seed}")
+    image = tmp / f"image-{seed}"
+    if script.busy and rng.random() < 0.8:
+        moment = rng.choice(script.busy)
+    else:
+        moment = rng.randrange(1, len(script.events) + 1)
+    marks = build_image(script.events[:moment], rng, image)
+    flushed = max((n for kind, n in marks if kind == "flushed"), default=0)
+    opened = 1 + sum(n for kind, n in marks if kind == "killed")
+    clock = SimulatedClock(max((ms for kind, ms in marks if kind == "time"), default=SimulatedClock().now_ms()))
+
+    progress = image / "config" / "delayOffset.json"
+    on_disk = load_json(progress, writer=False, fs=REAL).value if progress.parent.exists() else None
+    broker = Broker(image, Unsynced(), clock)
+    scheduled = broker.scheduled()
+    before = Counter(number_of(message) for message in broker.copies())
+
+    numbers = {number_of(message) for message in scheduled.values()}
+    assert numbers >= set(range(flushed)), "a delayed message that was on disk is gone"
+    for _ in range(15):
+        clock.advance(1_000)
+        for _ in range(3):
+            broker.run()
+    assert broker.service.waiting() == 0
+    assert broker.service.errors == {}
+
+    copies = broker.copies()
+    after = Counter(map(number_of, copies))
+    for (level, offset), message in scheduled.items():
+        number = number_of(message)
+        seen = (on_disk or {}).get("offsetTable", {}).get(str(level), 0)
+        if offset < seen:
+            assert before[number], f"progress of level {level} is {seen} on disk, but {offset} was not delivered: lost"
+        assert after[number] == before[number] + (offset >= seen), f"unit {offset} of level {level}, progress {seen}"
+        assert after[number] >= 1
+
+    place = {number_of(message): (level, offset) for (level, offset), message in scheduled.items()}
+    for copy in copies:
+        level, offset = place[number_of(copy)]
+        source = scheduled[level, offset]
+        assert copy.store_timestamp_ms >= source.store_timestamp_ms + TABLE_MS[level - 1], "early"
+        assert copy.body == source.body
+        assert "DELAY" not in copy.stored_properties()
+    for queue in QUEUES:
+        for level in range(1, len(TABLE_MS) + 1):
+            offsets = [place[number_of(m)][1] for m in broker.queue(*queue) if place[number_of(m)][0] == level]
+            backwards = sum(other <= one for one, other in pairwise(offsets))
+            assert backwards <= opened, f"level {level} goes back without a crash: {offsets}"
+            firsts = list(dict.fromkeys(offsets))
+            assert firsts == sorted(firsts), f"level {level} out of order: {offsets}"
+    broker.close()
+    with MessageStore(image, "r") as reader:
+        assert list(reader.verify()) == []
+    shutil.rmtree(image)
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("delay-scripts")
+
+
+@pytest.mark.parametrize("first", [int(ONLY)] if ONLY else range(0, IMAGES, CHUNK))
+def test_after_a_power_cut_every_delayed_message_comes_in_time_in_order_and_as_often_as_the_progress_says(
+    tmp_path: Path, scripts: Path, first: int
+) -> None:
+    for seed in range(first, first + 1 if ONLY else min(first + CHUNK, IMAGES)):
+        try:
+            check_seed(seed, tmp_path, scripts)
+        except Exception as error:
+            command = f"MQSTORE_CRASH_SEED={seed} pytest tests/crash/test_delay_images.py"
+            raise AssertionError(f"crash image {seed}: {error}; to see it again: {command}") from error

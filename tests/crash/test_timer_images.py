@@ -1,0 +1,198 @@
+"""Power cuts under the timer: what one may leave of log, wheel, checkpoint and commitlog is opened and run to its end.
+
+    P4  what was put with durability "flush" is delivered, never before its moment; what was delivered before a
+        checkpoint was written is not delivered again; what was recalled durably does not come
+
+Made like `test_images.py`: a seeded script is recorded, each seed picks a moment of one and a subset of what was not
+synced by then. MQSTORE_CRASH_SEED=n runs one.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from mqstore.broker.names import TIMER_TOPIC
+from mqstore.broker.parts import Parts, open_parts
+from mqstore.broker.timer import TimerService
+from mqstore.broker.timerfiles import Progress
+from mqstore.clock import SimulatedClock
+from mqstore.files.filesystem import FileSystem
+from mqstore.log import manifest
+from mqstore.log.store import MessageStore
+from mqstore.options import StoreConfig
+from tests.broker.support import advance
+from tests.crash.recording import Event, RecordingFileSystem, build_image
+from tests.log.support import Unsynced
+
+IMAGES = int(os.environ.get("MQSTORE_CRASH_IMAGES", "60"))
+ONLY = os.environ.get("MQSTORE_CRASH_SEED")
+CHUNK = 10
+IMAGES_A_SCRIPT = 10
+TIMERLOG_SEGMENT = 6 * 52 + 16
+S, HOUR, DAY = 1_000, 3_600_000, 86_400_000
+
+
+@dataclass
+class Script:
+    """A run that was recorded. Marks in `events`: ("time", ms) the wall clock, ("put", body) on disk,
+    ("recalled", body) on disk, ("saved", bodies) a checkpoint stands that was written after they were delivered."""
+
+    events: list[Event]
+    due: dict[str, int] = field(default_factory=dict)
+
+
+def open_broker(path: Path, clock: SimulatedClock, fs: FileSystem) -> tuple[Parts, TimerService]:
+    new = not (path / "mqstore.json").exists() and not (path / "commitlog").exists()
+    sizes = {"segment_bytes": 1 << 16, "consumequeue_units": 64, "index_slots": 64, "index_entries": 256} if new else {}
+    parts = open_parts(MessageStore(path, config=StoreConfig(clock=clock, **sizes), fs=fs))
+    return parts, TimerService(parts, lambda: None)
+
+
+def bodies(parts: Parts) -> list[tuple[str, int]]:
+    """(body, when delivered) of what came."""
+    if parts.store.offsets_or_none("orders", 0) is None:
+        return []
+    return [(message.text(), message.store_timestamp_ms) for message in parts.store.iter("orders", 0)]
+
+
+def run_script(seed: int, folder: Path) -> Script:
+    rng = random.Random(f"timer {seed}")
+    root = folder / "store"
+    root.mkdir()
+    fs = RecordingFileSystem(root)
+    script = Script(fs.events)
+    clock = SimulatedClock()
+    handles: dict[str, str] = {}
+
+    def start() -> tuple[Parts, TimerService]:
+        parts, timer = open_broker(root, clock, fs)
+        save = timer._check.save
+
+        def saved(progress: Progress, now_ms: int) -> None:
+            delivered = [body for body, _ in bodies(parts)]
+            save(progress, now_ms)
+            fs.mark(("saved", delivered))
+
+        timer._check.save = saved  # type: ignore[method-assign]
+        return parts, timer
+
+    parts, timer = start()
+    for step in range(rng.randrange(15, 40)):
+        choice = rng.random()
+        if choice < 0.45:
+            body = str(step)
+            wait = rng.choice((500, S, 3 * S, 8 * S, HOUR, 3 * DAY, 6 * DAY)) + rng.randrange(S)
+            durable = rng.random() < 0.6
+            receipt = parts.road.append(
+                "orders", 0, body.encode(), {"TIMER_DELAY_MS": str(wait)}, durability="flush" if durable else "append"
+            )
+            assert receipt.recall_handle is not None
+            handles[body] = receipt.recall_handle
+            script.due[body] = clock.now_ms() + wait
+            if durable:
+                fs.mark(("put", body))
+        elif choice < 0.55 and handles:
+            body = rng.choice(sorted(handles))
+            if timer.recall(handles[body]):
+                parts.store.flush()
+                fs.mark(("recalled", body))
+        elif choice < 0.62:
+            timer.close()
+            parts.store.close()
+            parts, timer = start()
+        elif choice < 0.66:
+            fs.observe()
+            parts.store._closed = True
+            parts.store._release()
+            parts, timer = start()
+        else:
+            for _ in range(rng.randrange(1, 5)):
+                advance(parts, [timer], rng.choice((300, S, S, 2 * S, HOUR, DAY)))
+                fs.mark(("time", clock.now_ms()))
+    if rng.random() < 0.5:
+        timer.close()
+        parts.store.close()
+    else:
+        parts.store._closed = True
+        parts.store._release()
+    fs.mark(("time", clock.now_ms()))
+    fs.dispose()
+    return script
+
+
+@cache
+def script_of(number: int, folder: Path) -> Script:
+    here = folder / f"script-{number}"
+    here.mkdir()
+    script = run_script(number, here)
+    shutil.rmtree(here)
+    return script
+
+
+def check_seed(seed: int, tmp: Path, scripts: Path) -> None:
+    script = script_of(seed // IMAGES_A_SCRIPT, scripts)
+    rng = random.Random(f"timer image {seed}")
+    image = tmp / f"image-{seed}"
+    moment = rng.randrange(1, len(script.events) + 1)
+    marks = build_image(script.events[:moment], rng, image)
+    told: dict[str, list[object]] = {"time": [SimulatedClock().now_ms()], "put": [], "recalled": [], "saved": [[]]}
+    for kind, value in marks:
+        told[kind].append(value)
+    # Time goes on from the end of the script's run, so that nothing that came early there could hide.
+    ahead = [value for kind, (value, *_) in script.events[moment:] if kind == "mark" for value in [value[1]]]
+    times = [t for t in ahead if isinstance(t, int)]
+    now = times[0] if times else told["time"][-1]
+    assert isinstance(now, int)
+    clock = SimulatedClock(now)
+    parts, timer = open_broker(image, clock, Unsynced())
+    held = (
+        {message.text() for message in parts.store.iter(TIMER_TOPIC, 0) if message.body}
+        if parts.store.offsets_or_none(TIMER_TOPIC, 0)
+        else set()
+    )
+    assert {str(body) for body in told["put"]} <= held
+    advance(parts, [timer], 10 * DAY)
+    found = bodies(parts)
+    counts = Counter(body for body, _ in found)
+    recalled = set(told["recalled"])
+    assert not recalled & set(counts), "what was recalled came"
+    missing = set(told["put"]) - recalled - set(counts)
+    assert not missing, f"{sorted(map(str, missing))} never came"
+    for body, at_ms in found:
+        assert at_ms >= script.due[body], f"{body} came {script.due[body] - at_ms} ms early"
+    saved = told["saved"][-1]
+    assert isinstance(saved, list)
+    again = {body for body in saved if counts[body] > saved.count(body)}
+    assert not again, f"{sorted(again)} were delivered before the checkpoint, and came again"
+    assert timer.waiting() == 0
+    assert not list(timer.pins())
+    timer.close()
+    parts.store.close()
+    shutil.rmtree(image)
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("scripts")
+
+
+@pytest.mark.parametrize("first", [int(ONLY)] if ONLY else range(0, IMAGES, CHUNK))
+def test_what_a_power_cut_leaves_of_the_timer_loses_nothing_and_comes_neither_early_nor_again(
+    tmp_path: Path, scripts: Path, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = manifest._SIZES["mqstore"]
+    monkeypatch.setitem(manifest._SIZES, "mqstore", (*sizes[:4], TIMERLOG_SEGMENT))
+    for seed in range(first, first + 1 if ONLY else min(first + CHUNK, IMAGES)):
+        try:
+            check_seed(seed, tmp_path, scripts)
+        except Exception as error:
+            command = f"MQSTORE_CRASH_SEED={seed} pytest tests/crash/test_timer_images.py"
+            raise AssertionError(f"crash image {seed}: {error}; to see it again: {command}") from error

@@ -1,0 +1,44 @@
+"""Stores that a broker has worked on, for the tests of the commands about it. Its clock stands at the real time, for
+the commands go by that."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mqstore import MessageStore, SimulatedClock, StoreConfig
+from mqstore.broker.broker import Broker
+from mqstore.broker.inspect import lag_of, pop_view
+from mqstore.broker.parts import Parts, open_parts
+
+__all__ = ["behind", "broker", "clock_now", "tables"]
+
+
+def clock_now() -> SimulatedClock:
+    """A clock that stands at the present."""
+    return SimulatedClock(int(time.time() * 1000))
+
+
+@contextmanager
+def broker(path: Path, clock: SimulatedClock | None = None, **config: Any) -> Iterator[Broker]:
+    """A broker without threads on the store at `path`."""
+    config = {"segment_bytes": 1 << 16, **config} if not path.exists() else config
+    with Broker(MessageStore(path, config=StoreConfig(clock=clock or clock_now(), **config))) as running:
+        yield running
+
+
+@contextmanager
+def tables(path: Path) -> Iterator[Parts]:
+    """The tables of the store at `path`, read."""
+    with MessageStore(path, "r") as store:
+        yield open_parts(store)
+
+
+def behind(path: Path, group: str) -> dict[tuple[str, int], tuple[int, int]]:
+    """(messages, in flight) of each queue of a group, by the library."""
+    with tables(path) as parts:
+        pops = pop_view(parts, parts.clock.now_ms())
+        return {(lag.topic, lag.queue_id): (lag.messages, lag.in_flight) for lag in lag_of(parts, group, pops)}

@@ -1,0 +1,175 @@
+"""`mqstore delay`: what the services say that waits, told from their files; cancelling."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import mqstore as library
+from mqstore import MessageStore, StoreConfig
+from mqstore.broker.inspect import timer_view
+from tests.tools.brokers import broker, clock_now, tables
+from tests.tools.support import mqstore, mqstore_json, snapshot
+
+
+def test_levels_are_shown_with_what_waits_and_when_the_first_is_due(tmp_path: Path) -> None:
+    path, clock = tmp_path / "s", clock_now()
+    begin_ms = clock.now_ms()
+    with broker(path, clock) as running:
+        running.put("orders", b"1", delay_level=1)
+        running.put("orders", b"2", delay_level=3)
+        running.run_once()
+        clock.advance(1000)
+        running.run_once()
+        running.put("orders", b"3", delay_level=3)
+
+    levels = mqstore_json("delay", path)["levels"]
+
+    assert [list(level.values()) for level in levels] == [
+        [1, 1_000, 1, 1, 0, None],
+        [3, 10_000, 0, 2, 2, begin_ms + 10_000],
+    ]
+    assert list(levels[0]) == ["level", "delay_ms", "offset", "end", "waiting", "next_due_ms"]
+    shown = [line.split()[:5] for line in mqstore("delay", "show", path).stdout.splitlines()]
+    assert ["3", "10s", "0", "2", "2"] in shown
+    assert ["timer", "any", "-", "-", "0"] in shown
+
+
+def test_a_level_that_the_table_lost_is_an_orphan(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with broker(path, delay_levels="1s 1h") as running:
+        running.put("orders", b"x", delay_level=2)
+    library.open(path, config=StoreConfig(delay_levels="1s")).close()
+
+    [level] = mqstore_json("delay", path)["levels"]
+
+    assert (level["level"], level["delay_ms"], level["waiting"]) == (2, None, 1)
+    assert "orphan" in mqstore("delay", path).stdout
+    assert "orphan" in mqstore("inspect", path).stdout
+
+
+def test_the_timer_is_told_from_its_files_as_it_tells_itself(tmp_path: Path) -> None:
+    """At each stop: messages placed and not yet placed, a slot half read, rolled ones, cancelled ones."""
+    path, clock = tmp_path / "s", clock_now()
+    seen = []
+    with broker(path, clock) as running:
+        handles = []
+        for i in range(40):
+            delay_s = (2, 2, 3, 90, 3600, 86_400 * 5)[i % 6] + i % 3
+            handles.append(running.put("orders", b"%d" % i, delay=delay_s).recall_handle)
+        assert running.recall(handles[4])
+        running.run_once()
+    for pause_ms in (0, 1_500, 1_000, 2_000, 100_000, 3_600_000, 2 * 86_400_000, 4 * 86_400_000):
+        clock.advance(pause_ms)
+        with broker(path, clock) as running:
+            running.run_once()
+            running.put("orders", b"more", delay=1000)  # comes in, and is not placed
+            waiting = running.stats().timer_waiting
+        with tables(path) as parts:
+            view = timer_view(parts)
+        seen.append((view.waiting, waiting))
+        assert view.physical_offset is not None
+        assert view.next_due_ms is not None
+        assert view.next_due_ms > clock.now_ms()
+
+    assert all(told == itself for told, itself in seen), seen
+    assert len({told for told, _ in seen}) > 4  # they were of different moments indeed
+
+
+def test_a_slot_that_is_half_read_counts_half(tmp_path: Path) -> None:
+    path, clock = tmp_path / "s", clock_now()
+    with broker(path, clock, segment_bytes=1 << 20) as running:
+        handles = [running.put("orders", b"x", delay=2).recall_handle for _ in range(1_500)]
+        assert running.recall(handles[1_200])
+        for _ in range(4):
+            running.run_once()
+        clock.advance(4_000)
+        running.run_once()
+        waiting = running.stats().timer_waiting
+    assert 0 < waiting < 1_500
+
+    assert mqstore_json("delay", path)["timer"]["waiting"] == waiting
+
+
+@pytest.mark.parametrize("victim", ["timercheck", "timerlog"])
+def test_lost_timer_files_hide_nothing_that_waits(tmp_path: Path, victim: str) -> None:
+    path, clock = tmp_path / "s", clock_now()
+    with broker(path, clock) as running:
+        for _ in range(3):
+            running.put("orders", b"x", delay=600)
+        running.run_once()
+    if victim == "timercheck":
+        (path / "config" / "timercheck").unlink()
+    else:
+        for file in (path / "timerlog").iterdir():
+            file.unlink()
+
+    timer = mqstore_json("delay", path)["timer"]
+
+    assert timer["waiting"] == 3
+    assert clock.now_ms() + 600_000 <= timer["next_due_ms"] <= clock.now_ms() + 601_000
+
+
+def test_a_message_is_cancelled_by_its_handle_and_is_not_delivered(tmp_path: Path) -> None:
+    path, clock = tmp_path / "s", clock_now()
+    with broker(path, clock) as running:
+        handle = running.put("orders", b"unwanted", delay=600).recall_handle
+        running.put("orders", b"wanted", delay=600)
+        running.run_once()
+    before = snapshot(path)
+    assert mqstore_json("delay", "cancel", path, handle, "--dry-run") == {"dry_run": True, "cancelled": True}
+    assert snapshot(path) == before
+
+    assert mqstore_json("delay", "cancel", path, handle) == {"dry_run": False, "cancelled": True}
+
+    clock.advance(700_000)
+    with broker(path, clock) as running:
+        for _ in range(5):
+            running.run_once()
+        assert [message.body for message in running.store.iter("orders")] == [b"wanted"]
+
+
+def test_what_is_delivered_or_was_never_there_cannot_be_cancelled(tmp_path: Path) -> None:
+    path, clock = tmp_path / "s", clock_now()
+    clock.set_wall(clock.now_ms() - 3_600_000)
+    with broker(path, clock) as running:
+        handle = running.put("orders", b"x", delay=60).recall_handle
+        running.run_once()
+
+    for dry_run in ([], ["--dry-run"]):
+        result = mqstore("delay", "cancel", path, handle, *dry_run)
+        assert result.exit_code == 1
+        assert "nothing to cancel" in result.stderr
+        assert mqstore_json("delay", "cancel", path, handle, *dry_run, exit_code=1)["cancelled"] is False
+
+
+def test_what_is_no_handle_is_2(tmp_path: Path) -> None:
+    library.open(tmp_path / "s").close()
+
+    for dry_run in ([], ["--dry-run"]):
+        result = mqstore("delay", "cancel", tmp_path / "s", "garbage", *dry_run)
+        assert result.exit_code == 2
+        assert "recall handle" in result.stderr
+
+
+def test_a_store_in_which_nothing_ever_waited(tmp_path: Path) -> None:
+    library.open(tmp_path / "s").close()
+
+    assert mqstore_json("delay", tmp_path / "s") == {"levels": [], "timer": {"waiting": 0, "next_due_ms": None}}
+
+
+def test_a_damaged_progress_file_is_3_and_is_not_taken_for_none(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with broker(path) as running:
+        running.put("orders", b"x", delay_level=1)
+    (path / "config" / "delayOffset.json").write_bytes(b"\0" * 40)
+    for backup in (path / "config").glob("delayOffset.json.*"):
+        backup.write_bytes(b"\0" * 40)
+
+    result = mqstore("delay", path)
+
+    assert result.exit_code == 3
+    assert "delayOffset.json" in result.stderr
+    with MessageStore(path, "r"):
+        pass

@@ -1,0 +1,206 @@
+"""`mqstore dlq`: what was given up, why; sent again once, let go of for good."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+import mqstore as library
+from mqstore import SimulatedClock
+from tests.conftest import GoldenStore
+from tests.tools.brokers import broker, clock_now
+from tests.tools.support import mqstore, mqstore_json, process, snapshot
+
+Golden = Callable[[str], GoldenStore]
+FILED_MS = 1_760_000_000_000
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """Six dead letters of `billing`, a day apart: of topics orders, payments, orders, ..."""
+    path = tmp_path / "s"
+    clock = SimulatedClock(FILED_MS)
+    with broker(path, clock, dlq_retention=None) as running:
+        for i in range(6):
+            topic = ("orders", "payments")[i % 2]
+            running.put(topic, b"body %d" % i, queue_id=0, keys=f"k-{i}")
+            running.run_once()
+            [delivery] = running.pop("billing", topic, 1)
+            running.dead_letter("billing", topic, delivery.receipt, f"reason {i}")
+            clock.advance(86_400_000)
+    return path
+
+
+def at(day: float) -> str:
+    return datetime.fromtimestamp((FILED_MS + day * 86_400_000) / 1000, UTC).isoformat()
+
+
+def bodies(path: Path, topic: str) -> list[bytes]:
+    with library.open(path, "r") as opened:
+        return [message.body for message in opened.iter(topic)] if topic in opened.topics() else []
+
+
+def left(path: Path) -> list[int]:
+    return [row["queue_offset"] for row in mqstore_json("dlq", path, "--group", "billing")["letters"]]
+
+
+def test_letters_are_listed_with_where_they_came_from_and_why(store: Path) -> None:
+    found = mqstore_json("dlq", "list", store, "--group", "billing")
+
+    assert (found["group"], found["min_offset"], found["max_offset"], found["more"]) == ("billing", 0, 6, False)
+    assert [(row["queue_offset"], row["origin_topic"], row["reason"], row["keys"]) for row in found["letters"]] == [
+        (i, ("orders", "payments")[i % 2], f"reason {i}", [f"k-{i}"]) for i in range(6)
+    ]
+    assert [row["store_timestamp_ms"] for row in found["letters"]] == [FILED_MS + i * 86_400_000 for i in range(6)]
+    assert {row["attempts"] for row in found["letters"]} == {1}
+    shown = mqstore("dlq", store, "--group", "billing").stdout
+    assert all(f"reason {i}" in shown for i in range(6))
+
+
+def test_without_a_group_each_is_counted(store: Path) -> None:
+    assert mqstore_json("dlq", store) == {
+        "groups": [{"group": "billing", "letters": 6, "oldest_store_timestamp_ms": FILED_MS}]
+    }
+    assert ["billing", "6"] in [line.split()[:2] for line in mqstore("dlq", store).stdout.splitlines()]
+
+
+def test_a_long_list_says_that_there_is_more(store: Path) -> None:
+    found = mqstore_json("dlq", store, "--group", "billing", "--max-messages", 2)
+
+    assert ([row["queue_offset"] for row in found["letters"]], found["more"]) == ([0, 1], True)
+    assert "and more" in mqstore("dlq", store, "--group", "billing", "--max-messages", 2).stderr
+
+
+def test_letters_of_before_a_moment(store: Path) -> None:
+    found = mqstore_json("dlq", store, "--group", "billing", "--before", at(2))
+
+    assert [row["queue_offset"] for row in found["letters"]] == [0, 1]
+
+
+def test_a_letter_is_printed_whole(store: Path) -> None:
+    result = mqstore("dlq", "show", store, "--group", "billing", "--offset", 3, "--json")
+
+    assert result.exit_code == 0
+    assert base64.b64encode(b"body 3").decode() in result.stdout
+    assert len(result.stdout.splitlines()) == 1
+    assert "body 3" in mqstore("dlq", "show", store, "--group", "billing", "--offset", 3).stdout
+    assert len(mqstore("dlq", "show", store, "--group", "billing", "--json").stdout.splitlines()) == 6
+
+
+def test_a_letter_that_is_not_there_is_a_finding(store: Path) -> None:
+    result = mqstore("dlq", "show", store, "--group", "billing", "--offset", 1, "--offset", 6)
+
+    assert result.exit_code == 1
+    assert "no dead letter at offset 6" in result.stderr
+    assert "body 1" in result.stdout
+
+
+def test_all_letters_go_back_to_where_they_came_from(store: Path) -> None:
+    before = snapshot(store)
+    planned = mqstore_json("dlq", "replay", store, "--group", "billing", "--dry-run")
+    assert snapshot(store) == before
+
+    done = mqstore_json("dlq", "replay", store, "--group", "billing")
+
+    assert planned == {**done, "dry_run": True}
+    assert (done["count"], done["topics"], done["min_offset"]) == (6, {"orders": 3, "payments": 3}, 6)
+    assert bodies(store, "orders")[3:] == [b"body 0", b"body 2", b"body 4"]
+    assert left(store) == []
+    again = mqstore("dlq", "replay", store, "--group", "billing")
+    assert (again.exit_code, "no dead letters" in again.stdout) == (0, True)
+    assert len(bodies(store, "orders")) == 6
+
+
+def test_chosen_letters_go_where_they_are_sent(store: Path) -> None:
+    result = mqstore("dlq", "replay", store, "--group", "billing", "--offset", 0, "--offset", 4, "--to", "repaired")
+
+    assert result.stdout == "sent 2 dead letters of billing: 2 to repaired\n"
+    assert bodies(store, "repaired") == [b"body 0", b"body 4"]
+    assert left(store) == [1, 2, 3, 4, 5]  # those behind one that was left out stay
+
+
+def test_replay_of_what_was_filed_before_a_moment(store: Path) -> None:
+    assert mqstore_json("dlq", "replay", store, "--group", "billing", "--before", at(2.5))["count"] == 3
+    assert left(store) == [3, 4, 5]
+
+
+@pytest.mark.parametrize("dry_run", [[], ["--dry-run"]], ids=["real", "dry"])
+@pytest.mark.parametrize("to", ["%DLQ%billing", "%RETRY%nobody", "rmq_sys_mine", "a b"])
+def test_letters_are_not_sent_where_nobody_may_send(store: Path, to: str, dry_run: list[str]) -> None:
+    result = mqstore("dlq", "replay", store, "--group", "billing", "--to", to, *dry_run)
+
+    assert result.exit_code == 2, result.output
+    assert left(store) == [0, 1, 2, 3, 4, 5]
+
+
+PURGES = [
+    ([], 6, []),
+    (["--before", at(1.5)], 2, [2, 3, 4, 5]),
+    (["--before-offset", "4"], 4, [4, 5]),
+    (["--before", at(3), "--before-offset", "2"], 2, [2, 3, 4, 5]),
+    (["--before", at(-1)], 0, [0, 1, 2, 3, 4, 5]),
+]
+
+
+@pytest.mark.parametrize(("arguments", "count", "rest"), PURGES, ids=[" ".join(each[0]) for each in PURGES])
+def test_letters_are_purged(store: Path, arguments: list[str], count: int, rest: list[int]) -> None:
+    before = snapshot(store)
+    planned = mqstore_json("dlq", "purge", store, "--group", "billing", *arguments, "--dry-run")
+    assert snapshot(store) == before
+
+    done = mqstore_json("dlq", "purge", store, "--group", "billing", *arguments, "--yes")
+
+    assert planned == {"dry_run": True, "group": "billing", "count": count}
+    assert done == {"dry_run": False, "group": "billing", "count": count}
+    assert left(store) == rest
+
+
+def test_a_program_that_does_not_say_yes_purges_nothing(store: Path) -> None:
+    before = snapshot(store)
+
+    result = mqstore("dlq", "purge", store, "--group", "billing")
+
+    assert result.exit_code == 2
+    assert "Purge 6 dead letters of billing?" in result.stderr
+    assert snapshot(store) == before
+
+
+@pytest.mark.parametrize("command", ["replay", "purge"])
+def test_beside_a_broker_changes_are_3_and_looking_goes_on(store: Path, command: str) -> None:
+    with broker(store, clock_now(), dlq_retention=None):
+        result = mqstore("dlq", command, store, "--group", "billing", *(["--yes"] if command == "purge" else []))
+        child = process("dlq", store, "--json")
+        out, err = child.communicate(timeout=60)
+
+    assert result.exit_code == 3
+    assert "open for writing in process" in result.stderr
+    assert child.returncode == 0, err
+    assert b'"letters": 6' in out
+
+
+def test_the_letters_of_a_java_broker(golden: Golden) -> None:
+    store = golden("clean")
+    expected = [m["queue_offset"] for m in store.of("message") if m["topic"] == "%DLQ%billing"]
+
+    found = mqstore_json("dlq", store.path, "--group", "billing", "--max-messages", 1000)
+
+    assert [row["queue_offset"] for row in found["letters"]] == expected
+    assert mqstore_json("dlq", store.path)["groups"][0]["letters"] == len(expected) > 0
+    # RocketMQ's do not say where they came from unless they were retried.
+    assert mqstore("dlq", "replay", store.path, "--group", "billing", "--dry-run").exit_code == 2
+    planned = mqstore_json("dlq", "replay", store.path, "--group", "billing", "--dry-run", "--to", "orders")
+    assert planned["topics"] == {"orders": len(expected)}
+
+
+def test_a_store_without_dead_letters(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    library.open(path).close()
+
+    assert mqstore_json("dlq", path) == {"groups": []}
+    assert mqstore_json("dlq", path, "--group", "billing")["letters"] == []
+    assert mqstore("dlq", "show", path, "--group", "billing").exit_code == 0
+    assert mqstore("dlq", path, "--before", "30d").exit_code == 2

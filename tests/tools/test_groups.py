@@ -1,0 +1,181 @@
+"""`mqstore groups`: settings shown and typed alike; deletion forgets all that the group had."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mqstore as library
+from mqstore.broker.groups import RetryPolicy
+from tests.tools.brokers import broker, tables
+from tests.tools.support import mqstore, mqstore_json, snapshot
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """`billing` has consumed two of five messages and holds a third."""
+    path = tmp_path / "s"
+    with broker(path) as running:
+        for i in range(5):
+            running.put("orders", b"%d" % i, queue_id=0)
+        running.run_once()
+        deliveries = running.pop("billing", "orders", 3)
+        running.ack("billing", "orders", [each.receipt for each in deliveries[:2]])
+    return path
+
+
+RETRIES: list[tuple[str, RetryPolicy, str]] = [
+    ("standard", RetryPolicy(), "standard"),
+    ("10s 1m 10m", RetryPolicy(delays=[10, 60, 600]), "10s 1m 10m"),
+    ("0s", RetryPolicy(delays=[0]), "0s"),
+    ("90s", RetryPolicy(delays=[90]), "1m30s"),
+    ("5s x2 2h", RetryPolicy.exponential(5, 2, 7200), "5s x2 2h"),
+]
+
+
+@pytest.mark.parametrize(("typed", "policy", "shown"), RETRIES, ids=[each[0] for each in RETRIES])
+def test_a_retry_policy_is_stored_as_typed_and_shown_as_it_may_be_typed(
+    tmp_path: Path, typed: str, policy: RetryPolicy, shown: str
+) -> None:
+    path = tmp_path / "s"
+    library.open(path).close()
+
+    row = mqstore_json("groups", "create", path, "billing", "--retry", typed, "--max-attempts", 5)
+
+    assert (row["retry"], row["max_attempts"]) == (shown, 5)
+    with tables(path) as parts:
+        stored = parts.groups.need("billing").retry_policy
+    assert stored == policy.with_attempts(5)
+
+
+def test_what_is_not_typed_stays_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    library.open(path).close()
+    mqstore_json("groups", "create", path, "billing", "--retry", "1s 2s", "--start", "latest", "--fifo")
+
+    first = mqstore_json("groups", "alter", path, "billing", "--max-attempts", "unlimited")
+    second = mqstore_json("groups", "alter", path, "billing", "--no-consume", "--retry", "3s")
+
+    assert (first["retry"], first["max_attempts"], first["start"], first["fifo"]) == ("1s 2s", None, "latest", True)
+    assert (second["retry"], second["max_attempts"], second["consume"]) == ("3s", None, False)
+
+
+def test_a_start_may_be_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    library.open(path).close()
+
+    row = mqstore_json("groups", "create", path, "billing", "--start", "2026-01-31T13:00:00+01:00")
+
+    assert row["start"] == 1_769_860_800_000
+    assert "2026-01-31 12:00:00" in mqstore("groups", path).stdout
+
+
+def test_groups_are_shown_with_the_topics_that_they_consume(store: Path) -> None:
+    [row] = mqstore_json("groups", store)["groups"]
+
+    assert (row["name"], row["registered"], row["topics"]) == ("billing", True, ["orders"])
+    assert (row["max_attempts"], row["retry"], row["start"], row["fifo"]) == (17, "standard", "earliest", False)
+    assert "billing" in mqstore("groups", "list", store).stdout
+
+
+def test_a_group_that_has_only_progress_is_shown_and_can_be_deleted(tmp_path: Path) -> None:
+    """A RocketMQ directory whose subscriptionGroup.json went missing."""
+    path = tmp_path / "s"
+    with library.open(path) as opened:
+        opened.put("orders", b"hello")
+    (path / "config").mkdir(exist_ok=True)
+    (path / "config" / "consumerOffset.json").write_text('{"offsetTable":{"orders@old":{0:1}}}')
+
+    [row] = mqstore_json("groups", path)["groups"]
+    assert (row["name"], row["registered"], row["topics"]) == ("old", False, ["orders"])
+
+    assert mqstore("groups", "delete", path, "old", "--yes").exit_code == 0
+    assert mqstore_json("groups", path)["groups"] == []
+
+
+def test_deleting_forgets_settings_progress_and_deliveries(store: Path) -> None:
+    deleted = mqstore_json("groups", "delete", store, "billing", "--yes")
+
+    assert deleted == {"name": "billing", "topics": ["orders"]}
+    assert mqstore_json("groups", store)["groups"] == []
+    assert mqstore_json("inspect", store)["broker"]["in_flight"] == []
+    with broker(store) as running:
+        assert running.pending("billing") == []
+        again = running.pop("billing", "orders", 10)
+        assert [each.message.body for each in again] == [b"0", b"1", b"2", b"3", b"4"]
+
+
+def test_a_group_that_comes_again_inherits_nothing(store: Path) -> None:
+    """The pop log still names what the old group held; it must be told that the group went, for nobody who opens the
+    store later can see that there were two."""
+    assert mqstore("groups", "delete", store, "billing", "--yes").exit_code == 0
+    assert mqstore("groups", "create", store, "billing").exit_code == 0
+
+    with broker(store) as running:
+        assert running.pending("billing") == []
+        assert len(running.pop("billing", "orders", 10)) == 5
+
+
+@pytest.mark.parametrize("dry_run", [[], ["--dry-run"]], ids=["real", "dry"])
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["create", "billing"], "exists already"),
+        (["create", "a b"], "letters"),
+        (["create", "CID_RMQ_SYS_X"], "belongs to the engine"),
+        (["create", "x", "--retry", "soon"], "'5s x2 2h'"),
+        (["create", "x", "--retry", "5s x0 2h"], "'5s x2 2h'"),
+        (["create", "x", "--retry", ""], "'5s x2 2h'"),
+        (["create", "x", "--max-attempts", "0"], "x>=1"),
+        (["create", "x", "--max-attempts", "many"], "--max-attempts"),
+        (["create", "x", "--start", "yesterday"], "2026-01-31T12:00:00Z"),
+        (["create", "x", "--start", "999999999d"], "too long ago"),
+        (["alter", "nonesuch", "--fifo"], "no group"),
+        (["alter", "billing"], "say what to change"),
+        (["delete", "nonesuch", "--yes"], "no group"),
+    ],
+)
+def test_what_cannot_be_done_is_2_and_changes_nothing(
+    store: Path, arguments: list[str], told: str, dry_run: list[str]
+) -> None:
+    before: Any = mqstore_json("groups", store)
+
+    result = mqstore("groups", arguments[0], store, *arguments[1:], *dry_run)
+
+    assert result.exit_code == 2, result.output
+    assert told in result.stderr.replace("1<=x", "x>=1")
+    assert mqstore_json("groups", store) == before
+
+
+@pytest.mark.parametrize(
+    "arguments", [["create", "ledger"], ["alter", "billing", "--fifo"], ["delete", "billing"]], ids=" ".join
+)
+def test_a_dry_run_writes_nothing(store: Path, arguments: list[str]) -> None:
+    before = snapshot(store)
+
+    result = mqstore("groups", arguments[0], store, *arguments[1:], "--dry-run")
+
+    assert result.exit_code == 0, result.output
+    assert f"would {arguments[0]} group {arguments[1]}" in result.stdout
+    assert snapshot(store) == before
+
+
+def test_a_program_that_does_not_say_yes_deletes_nothing(store: Path) -> None:
+    before = snapshot(store)
+
+    result = mqstore("groups", "delete", store, "billing")
+
+    assert result.exit_code == 2
+    assert "--yes" in result.stderr
+    assert snapshot(store) == before
+
+
+@pytest.mark.parametrize("dry_run", [[], ["--dry-run"]], ids=["real", "dry"])
+def test_beside_a_writer_changes_are_3(store: Path, dry_run: list[str]) -> None:
+    with library.open(store):
+        result = mqstore("groups", "delete", store, "billing", "--yes", *dry_run)
+
+    assert result.exit_code == 3
+    assert "open for writing in process" in result.stderr

@@ -1,0 +1,214 @@
+"""`mqstore topics`: shows what there is, changes what it says, asks before what cannot be undone."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import mqstore as library
+from tests.conftest import GOLDEN_NAMES, GoldenStore
+from tests.tools.brokers import broker, tables
+from tests.tools.support import mqstore, mqstore_json, snapshot
+
+Golden = Callable[[str], GoldenStore]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """Topic `orders`: ten messages in two of four queues, two consumed by `billing`."""
+    path = tmp_path / "s"
+    with broker(path) as running:
+        for i in range(10):
+            running.put("orders", b"%d" % i, queue_id=i % 2)
+        running.run_once()
+        deliveries = running.pop("billing", "orders", 3, queue_id=0)
+        running.ack("billing", "orders", [each.receipt for each in deliveries[:2]])
+    return path
+
+
+@pytest.mark.parametrize("name", GOLDEN_NAMES)
+def test_the_topics_of_a_java_store_without_config_are_those_that_have_queues(golden: Golden, name: str) -> None:
+    store = golden(name)
+    highest: dict[str, int] = {}
+    for queue in store.of("queue"):
+        highest[queue["topic"]] = max(queue["queue_id"], highest.get(queue["topic"], 0))
+
+    rows = mqstore_json("topics", store.path, "--system")["topics"]
+
+    assert {row["name"]: row["read_queues"] - 1 for row in rows} == highest
+    assert all(row["write_queues"] == row["read_queues"] and row["perm"] == 6 for row in rows)
+
+
+def test_a_topic_is_shown_with_what_is_set_for_it_and_who_consumes_it(store: Path) -> None:
+    [row] = mqstore_json("topics", store)["topics"]
+
+    assert row == {
+        "name": "orders",
+        "read_queues": 4,
+        "write_queues": 4,
+        "perm": 6,
+        "order": False,
+        "message_type": "UNSPECIFIED",
+        "attributes": {},
+        "messages": 10,
+        "groups": ["billing"],
+    }
+    shown = mqstore("topics", "list", store)
+    assert [line.split() for line in shown.stdout.splitlines() if "orders" in line] == [
+        ["orders", "4", "4", "rw", "unspecified", "10", "billing"]
+    ]
+
+
+def test_the_engines_own_topics_are_shown_when_asked_for(store: Path) -> None:
+    plain = {row["name"] for row in mqstore_json("topics", store)["topics"]}
+    all_of_them = {row["name"] for row in mqstore_json("topics", store, "--system")["topics"]}
+
+    assert plain == {"orders"}
+    assert "rmq_sys_pop_log" in all_of_them > plain
+
+
+def test_a_topic_is_created_altered_and_deleted(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    library.open(path).close()
+
+    created = mqstore_json("topics", "create", path, "orders", "--queues", 8, "--type", "fifo", "--perm", "r")
+    altered = mqstore_json("topics", "alter", path, "orders", "--perm", "rw", "--write-queues", 2, "--order")
+
+    assert (created["read_queues"], created["message_type"], created["perm"]) == (8, "FIFO", 4)
+    assert (altered["read_queues"], altered["write_queues"], altered["perm"], altered["order"]) == (8, 2, 6, True)
+    with tables(path) as parts:
+        config = parts.topics.need("orders")
+        assert (config.read_queues, config.write_queues, config.perm, config.message_type) == (8, 2, 6, "FIFO")
+
+    assert mqstore("topics", "delete", path, "orders", "--yes").exit_code == 0
+    assert mqstore_json("topics", path)["topics"] == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["create", "payments", "--queues", "2"],
+        ["alter", "orders", "--perm", "r"],
+        ["delete", "orders", "--force"],
+    ],
+    ids=" ".join,
+)
+def test_a_dry_run_writes_nothing(store: Path, arguments: list[str]) -> None:
+    before = snapshot(store)
+
+    result = mqstore("topics", arguments[0], store, *arguments[1:], "--dry-run")
+
+    assert result.exit_code == 0, result.output
+    assert f"would {arguments[0]}" in result.stdout
+    assert arguments[1] in result.stdout
+    assert snapshot(store) == before
+
+
+@pytest.mark.parametrize("dry_run", [[], ["--dry-run"]], ids=["real", "dry"])
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["create", "orders"], "exists already"),
+        (["create", "a b"], "letters"),
+        (["create", "rmq_sys_mine"], "belongs to the engine"),
+        (["create", "x", "--queues", "0"], "--queues"),
+        (["alter", "nonesuch", "--perm", "r"], "no topic"),
+        (["alter", "orders"], "say what to change"),
+        (["alter", "orders", "--read-queues", "1"], "never read"),
+        (["delete", "orders", "--yes"], "consumed by billing"),
+        (["delete", "nonesuch", "--yes"], "no topic"),
+        (["delete", "rmq_sys_pop_log", "--yes"], "belongs to the engine"),
+    ],
+)
+def test_what_cannot_be_done_is_2_and_changes_nothing(
+    store: Path, arguments: list[str], told: str, dry_run: list[str]
+) -> None:
+    before = mqstore_json("topics", store, "--system")
+
+    result = mqstore("topics", arguments[0], store, *arguments[1:], *dry_run)
+
+    assert result.exit_code == 2, result.output
+    assert told in result.stderr
+    assert mqstore_json("topics", store, "--system") == before
+
+
+def test_deleting_takes_messages_progress_and_deliveries_along_and_numbers_go_on(store: Path) -> None:
+    assert mqstore("topics", "delete", store, "orders", "--force", "--yes").exit_code == 0
+
+    assert mqstore_json("topics", store)["topics"] == []
+    assert mqstore_json("offsets", store)["offsets"] == []
+    with broker(store) as running:
+        receipt = running.put("orders", b"new", queue_id=0)
+        running.run_once()
+        assert receipt.offset == 5
+        assert running.pending("billing") == []
+        assert [each.message.body for each in running.pop("billing", "orders", 10)] == [b"new"]
+
+
+def test_no_order_info_of_a_deleted_topic_is_left(store: Path) -> None:
+    with broker(store) as running:
+        running.pop("ledger", "orders", 2, queue_id=1, order=True, local=False)
+        running.run_once()
+    assert len(mqstore_json("inspect", store)["broker"]["order_info"]) == 1
+
+    mqstore("topics", "delete", store, "orders", "--force", "--yes")
+
+    assert mqstore_json("inspect", store)["broker"]["order_info"] == []
+
+
+def test_a_program_that_does_not_say_yes_deletes_nothing(store: Path) -> None:
+    before = snapshot(store)
+
+    result = mqstore("topics", "delete", store, "orders", "--force")
+
+    assert result.exit_code == 2
+    assert "Delete topic orders, 10 messages, the progress of billing?" in result.stderr
+    assert "--yes" in result.stderr
+    assert snapshot(store) == before
+
+
+@pytest.mark.parametrize("dry_run", [[], ["--dry-run"]], ids=["real", "dry"])
+def test_beside_a_writer_the_holder_is_named_and_looking_goes_on(store: Path, dry_run: list[str]) -> None:
+    with library.open(store):
+        result = mqstore("topics", "create", store, "payments", *dry_run)
+        listed = mqstore_json("topics", store)
+
+    assert result.exit_code == 3
+    assert f"process {os.getpid()}" in result.stderr
+    assert [row["name"] for row in listed["topics"]] == ["orders"]
+
+
+def test_no_store_is_made_on_the_way(tmp_path: Path) -> None:
+    for arguments in (["list"], ["create"], ["alter"], ["delete"]):
+        rest = [] if arguments == ["list"] else ["orders", *(["--perm", "r"] if arguments == ["alter"] else [])]
+        result = mqstore("topics", *arguments, tmp_path / "absent", *rest)
+        assert result.exit_code == 3, result.output
+        assert "absent" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_hostile_names_reach_the_screen_escaped(store: Path) -> None:
+    file = store / "config" / "topics.json"
+    value = json.loads(file.read_text())
+    value["topicConfigTable"]["t\u202e\x9b2J"] = {"topicName": "x", "readQueueNums": 1}
+    file.write_text(json.dumps(value))
+
+    result = mqstore("topics", store)  # which checks the screen
+
+    assert result.exit_code == 0
+    assert "orders" in result.stdout
+
+
+def test_a_damaged_table_is_3_and_names_what_mends_it(store: Path) -> None:
+    for file in (store / "config").glob("topics.json*"):
+        file.write_bytes(b"\0" * 50)
+
+    result = mqstore("topics", store)
+
+    assert result.exit_code == 3
+    assert "topics.json" in result.stderr
+    assert "recover" in result.stderr

@@ -1,0 +1,111 @@
+"""`mqstore delay`: what waits to be delivered later, and cancelling it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from mqstore.broker.inspect import delay_levels, is_waiting, timer_view
+from mqstore.broker.offline import offline
+from mqstore_tools.opened import DefaultGroup, dry_run_option, looking, planning, show_ms, tell
+from mqstore_tools.render import console, note, print_json, table, when
+from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, json_option
+
+__all__ = ["delay"]
+
+
+@click.group(
+    cls=DefaultGroup,
+    short_help="Show what waits for later; cancel it.",
+    epilog="""\b
+Examples:
+  mqstore delay var/mq                        # the same as: mqstore delay show var/mq
+  mqstore delay var/mq --json | jq .timer.waiting
+  mqstore delay cancel var/mq djEgb3JkZXJzIG1xc3RvcmUgMTcwMDAwMDAwMDAwMSAwMUFC""",
+)
+def delay() -> None:
+    """Show the messages that wait to be delivered later, or cancel one.
+
+    `show` reads, also beside a running broker; `cancel` takes the writer's lock. `mqstore delay COMMAND --help` tells
+    more.
+    """
+
+
+@delay.command(
+    cls=StoreCommand,
+    short_help="Show what waits for later. Changes nothing.",
+    epilog="""\b
+Examples:
+  mqstore delay show var/mq
+  mqstore delay show var/mq --json | jq '.levels[] | select(.delay_ms == null)'   # orphans""",
+)
+@directory_argument
+@json_option
+def show(directory: Path, json_output: bool) -> None:
+    """Show what waits in the store in DIR: by level (retries too), and for moments of its own (the timer).
+
+    A level that the table does not have is an orphan: its messages wait until the table has it again, or the broker is
+    run with orphan_level_policy="deliver_now". By what is on disk: a running broker is some seconds ahead.
+    """
+    with looking(directory) as parts:
+        levels = delay_levels(parts)
+        timer = timer_view(parts)
+    if json_output:
+        print_json(
+            {
+                "levels": [view._asdict() for view in levels],
+                "timer": {"waiting": timer.waiting, "next_due_ms": timer.next_due_ms},
+            }
+        )
+        return
+    console().print(
+        table(
+            "",
+            ("level", "delay>", "next offset>", "end>", "waiting>", "next due"),
+            [
+                (
+                    view.level,
+                    "orphan" if view.delay_ms is None else show_ms(view.delay_ms),
+                    view.offset,
+                    view.end,
+                    view.waiting,
+                    when(view.next_due_ms),
+                )
+                for view in levels
+            ]
+            + [("timer", "any", "-", "-", timer.waiting, when(timer.next_due_ms))],
+        )
+    )
+
+
+@delay.command(
+    cls=StoreCommand,
+    short_help="Cancel a message that waits for a moment of its own.",
+    epilog="""\b
+Examples:
+  mqstore delay cancel var/mq djEgb3JkZXJzIG1xc3RvcmUgMTcwMDAwMDAwMDAwMSAwMUFC --dry-run
+  mqstore delay cancel var/mq djEgb3JkZXJzIG1xc3RvcmUgMTcwMDAwMDAwMDAwMSAwMUFC""",
+)
+@directory_argument
+@click.argument("handle")
+@dry_run_option
+@json_option
+@click.pass_context
+def cancel(ctx: click.Context, directory: Path, handle: str, dry_run: bool, json_output: bool) -> None:
+    """Cancel the message of a recall HANDLE, which its put has returned, in the store in DIR.
+
+    Exit code 1 when there is nothing to cancel: it was delivered, it is due, or there never was such a message.
+    """
+    if dry_run:
+        with planning(directory) as parts:
+            cancelled = is_waiting(parts, handle, parts.clock.now_ms())
+    else:
+        with offline(directory) as desk:
+            cancelled = desk.cancel(handle)
+    if cancelled or json_output:
+        row = {"dry_run": dry_run, "cancelled": cancelled}
+        tell(row, "would be cancelled" if dry_run else "cancelled", json_output=json_output)
+    if not cancelled:
+        note("nothing to cancel: delivered, due, or never there")
+        ctx.exit(FINDINGS)

@@ -1,0 +1,297 @@
+"""`mqstore groups`: which consumer groups there are, how they retry, and changing that."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mqstore import ReadOnlyStoreError
+from mqstore.broker.groups import GroupConfig, RetryPolicy
+from mqstore.broker.inspect import group_names
+from mqstore.broker.offline import offline
+from mqstore.broker.parts import Parts
+from mqstore.errors import GroupNotFoundError
+from mqstore.log.reader import to_ms
+from mqstore.options import delay_table_ms
+from mqstore_tools.opened import DefaultGroup, ask, dry_run_option, looking, moment, planning, show_ms, tell, yes_option
+from mqstore_tools.render import console, print_json, safe, table, when
+from mqstore_tools.shared import StoreCommand, directory_argument, json_option
+
+__all__ = ["groups"]
+
+
+@click.group(
+    cls=DefaultGroup,
+    short_help="Show, create, alter and delete consumer groups.",
+    epilog="""\b
+Examples:
+  mqstore groups var/mq                       # the same as: mqstore groups list var/mq
+  mqstore groups var/mq --json
+  mqstore groups create var/mq billing --max-attempts 5 --retry '10s 1m 10m'
+  mqstore groups alter var/mq billing --retry '5s x2 2h'
+  mqstore groups delete var/mq billing --dry-run""",
+)
+def groups() -> None:
+    """Show, create, alter and delete consumer groups.
+
+    `list` reads, also beside a running broker; the others take the writer's lock. `mqstore groups COMMAND --help` tells
+    more.
+    """
+
+
+@groups.command(
+    "list",
+    cls=StoreCommand,
+    short_help="Show groups. Changes nothing.",
+    epilog="""\b
+Examples:
+  mqstore groups list var/mq
+  mqstore groups list var/mq --json | jq '.groups[] | select(.registered | not)'""",
+)
+@directory_argument
+@json_option
+def list_(directory: Path, json_output: bool) -> None:
+    """Show the consumer groups of the store in DIR: attempts, retry delays, where they start, topics they consume.
+
+    A group that has progress and no entry in config/subscriptionGroup.json is shown with what it would start with.
+    """
+    with looking(directory) as parts:
+        rows = [_row(parts, name) for name in group_names(parts)]
+    if json_output:
+        print_json({"groups": rows})
+        return
+    console().print(
+        table(
+            "",
+            ("group", "attempts>", "retries after", "fifo", "start", "may", "topics"),
+            [
+                (
+                    row["name"] if row["registered"] else f"{row['name']} (no entry)",
+                    row["max_attempts"] or "no limit",
+                    row["retry"],
+                    "yes" if row["fifo"] else "no",
+                    when(row["start"]) if isinstance(row["start"], int) else row["start"],
+                    _may(row),
+                    " ".join(row["topics"]) or "-",
+                )
+                for row in rows
+            ],
+        )
+    )
+
+
+def _row(parts: Parts, name: str) -> dict[str, Any]:
+    config = parts.groups.get(name)
+    shown = config or GroupConfig(name)
+    return {
+        "name": name,
+        "registered": config is not None,
+        "max_attempts": shown.max_attempts,
+        "retry": _retry_text(shown.retry_policy),
+        "fifo": shown.orderly,
+        "start": shown.start,
+        "consume": shown.consume_enable,
+        "broadcast": shown.consume_broadcast_enable,
+        "topics": sorted({topic for topic, _ in parts.offsets.of_group(name)}),
+    }
+
+
+def _may(row: dict[str, Any]) -> str:
+    return "not consume" if not row["consume"] else "consume, broadcast" if row["broadcast"] else "consume"
+
+
+def _retry_text(policy: RetryPolicy) -> str:
+    """The policy as `--retry` takes it."""
+    if policy.kind == "levels":
+        return "standard"
+    if policy.kind == "exponential":
+        return f"{_word(policy.initial_ms)} x{policy.multiplier} {_word(policy.max_ms)}"
+    return " ".join(map(_word, policy.table_ms))
+
+
+def _word(duration_ms: int) -> str:
+    return show_ms(duration_ms).replace(" ", "")
+
+
+# -- what is typed -----------------------------------------------------------------------------------------------------
+
+
+def _retry(value: Any) -> RetryPolicy:
+    """The type of `--retry`: `standard`, a list of delays, or `INITIAL xFACTOR MAXIMUM`."""
+    words = str(value).split()
+    if words == ["standard"]:
+        return RetryPolicy()
+    try:
+        if len(words) == 3 and words[1][:1] == "x":
+            first, last = (delay_table_ms(word)[0] / 1000 for word in (words[0], words[2]))
+            return RetryPolicy.exponential(first, int(words[1][1:]), last)
+        return RetryPolicy(delays=[ms / 1000 for ms in delay_table_ms(" ".join(words))])
+    except ValueError:
+        raise click.BadParameter(
+            f"{value!r} is not 'standard', a list as in '10s 1m 10m', or growing as in '5s x2 2h'"
+        ) from None
+
+
+def _start(value: Any) -> str | int:
+    """The type of `--start`."""
+    return str(value) if value in ("earliest", "latest") else to_ms(moment(value))
+
+
+def _attempts(value: Any) -> int:
+    """The type of `--max-attempts`; 0 for no limit."""
+    return 0 if value == "unlimited" else int(click.IntRange(1, 0x7FFF_FFFE).convert(value, None, None))
+
+
+def _settings(command: Any) -> Any:
+    """The options that `create` and `alter` share."""
+    for decorate in (
+        click.option("--broadcast/--no-broadcast", default=None, help="May its members each get every message?"),
+        click.option("--consume/--no-consume", default=None, help="May it consume at all?"),
+        click.option("--fifo/--no-fifo", default=None, help="Is what it pops delivered in order?"),
+        click.option(
+            "--start",
+            type=_start,
+            metavar="START",
+            help="Where it begins in a queue in which it never was: earliest, latest, a time or an age (36h).",
+        ),
+        click.option(
+            "--retry",
+            type=_retry,
+            metavar="DELAYS",
+            help="How long a failed message waits: standard, a list ('10s 1m 10m'), or growing ('5s x2 2h').",
+        ),
+        click.option(
+            "--max-attempts",
+            type=_attempts,
+            metavar="N",
+            help="Deliveries before a message is a dead letter, the first included; or unlimited. 17 at first.",
+        ),
+    ):
+        command = decorate(command)
+    return command
+
+
+def _given(
+    old: RetryPolicy,
+    max_attempts: int | None,
+    retry: RetryPolicy | None,
+    start: str | int | None,
+    fifo: bool | None,
+    consume: bool | None,
+    broadcast: bool | None,
+) -> dict[str, Any]:
+    """The settings that were typed, as the library takes them."""
+    settings: dict[str, Any] = {
+        "start": start,
+        "orderly": fifo,
+        "consume_enable": consume,
+        "consume_broadcast_enable": broadcast,
+    }
+    if retry is not None or max_attempts is not None:
+        attempts = old.max_attempts if max_attempts is None else max_attempts or None
+        settings["retry_policy"] = (retry or old).with_attempts(attempts)
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+# -- changes -----------------------------------------------------------------------------------------------------------
+
+
+@groups.command(
+    cls=StoreCommand,
+    short_help="Create a group.",
+    epilog="""\b
+Examples:
+  mqstore groups create var/mq billing
+  mqstore groups create var/mq billing --max-attempts 5 --retry '10s 1m 10m' --start latest
+  mqstore groups create var/mq ledger --fifo --max-attempts unlimited""",
+)
+@directory_argument
+@click.argument("name")
+@_settings
+@dry_run_option
+@json_option
+def create(directory: Path, name: str, dry_run: bool, json_output: bool, **typed: Any) -> None:
+    """Create the consumer group NAME in the store in DIR."""
+
+    def change(parts: Parts) -> None:
+        parts.groups.create(name, exist_ok=False, **_given(RetryPolicy(), **typed))
+
+    if dry_run:
+        with planning(directory) as parts, suppress(ReadOnlyStoreError):
+            change(parts)  # which checks everything, and is refused when it comes to writing
+        tell({"dry_run": True, "name": name}, f"would create group {name}", json_output=json_output)
+        return
+    with offline(directory) as desk:
+        change(desk.parts)
+        row = _row(desk.parts, name)
+    tell(row, f"created group {name}", json_output=json_output)
+
+
+@groups.command(
+    cls=StoreCommand,
+    short_help="Change a group.",
+    epilog="""\b
+Examples:
+  mqstore groups alter var/mq billing --max-attempts 3
+  mqstore groups alter var/mq billing --no-consume         # stop it, whoever its members are""",
+)
+@directory_argument
+@click.argument("name")
+@_settings
+@dry_run_option
+@json_option
+def alter(directory: Path, name: str, dry_run: bool, json_output: bool, **typed: Any) -> None:
+    """Change what is given of the consumer group NAME in the store in DIR."""
+    if all(value is None for value in typed.values()):
+        raise click.UsageError("say what to change: --max-attempts, --retry, --start, --fifo, --consume, --broadcast")
+
+    def change(parts: Parts) -> None:
+        old = parts.groups.get(name) or GroupConfig(name)
+        parts.groups.alter(name, **_given(old.retry_policy, **typed))
+
+    if dry_run:
+        with planning(directory) as parts, suppress(ReadOnlyStoreError):
+            change(parts)
+        tell({"dry_run": True, "name": name}, f"would alter group {name}", json_output=json_output)
+        return
+    with offline(directory) as desk:
+        change(desk.parts)
+        row = _row(desk.parts, name)
+    tell(row, f"altered group {name}", json_output=json_output)
+
+
+@groups.command(
+    cls=StoreCommand,
+    short_help="Delete a group and its progress.",
+    epilog="""\b
+Examples:
+  mqstore groups delete var/mq billing --dry-run
+  mqstore groups delete var/mq billing --yes""",
+)
+@directory_argument
+@click.argument("name")
+@dry_run_option
+@yes_option
+@json_option
+def delete(directory: Path, name: str, dry_run: bool, yes: bool, json_output: bool) -> None:
+    """Delete the consumer group NAME in the store in DIR: settings, progress, what it has in flight.
+
+    Asks first. Messages stay, those that wait for its retry and its dead letters too. Should the group come again, it
+    begins where a new one does.
+    """
+    with planning(directory) as parts:
+        if name not in group_names(parts):
+            raise GroupNotFoundError(f"{directory} has no group {name!r}: no settings, no progress")
+        row = {"name": name, "topics": _row(parts, name)["topics"]}
+    what = f"group {name}"
+    what += f" and its progress on {', '.join(row['topics'])}" if row["topics"] else ""
+    if dry_run:
+        tell({"dry_run": True, **row}, f"would delete {what}", json_output=json_output)
+        return
+    ask(safe(f"Delete {what}?"), yes=yes)
+    with offline(directory) as desk:
+        desk.delete_group(name)
+    tell(row, f"deleted {what}", json_output=json_output)

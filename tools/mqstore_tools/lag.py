@@ -1,0 +1,85 @@
+"""`mqstore lag`: how far consumer groups are behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mqstore.broker.inspect import QueueLag, group_names, lag_of, pop_view
+from mqstore_tools.opened import looking, show_ms
+from mqstore_tools.render import console, note, print_json, table
+from mqstore_tools.shared import StoreCommand, directory_argument, json_option
+
+__all__ = ["lag"]
+
+
+@click.command(
+    cls=StoreCommand,
+    short_help="Show how far groups are behind. Changes nothing.",
+    epilog="""\b
+Examples:
+  mqstore lag var/mq
+  mqstore lag var/mq --group billing          # queue by queue
+  mqstore lag var/mq --json | jq '.groups[] | select(.messages > 1000) | .group'""",
+)
+@directory_argument
+@click.option("--group", help="Only this group, queue by queue.")
+@json_option
+def lag(directory: Path, group: str | None, json_output: bool) -> None:
+    """Show how many messages each group of the store in DIR has not consumed, how old the oldest of them is, and how
+    many are in flight: popped and not acknowledged yet, and among the former.
+
+    Retry topics count as topics. By what is on disk: a running broker writes its groups' progress every few seconds.
+    """
+    with looking(directory) as parts:
+        now_ms = parts.clock.now_ms()
+        pops = pop_view(parts, now_ms)
+        found = {name: lag_of(parts, name, pops) for name in (group_names(parts) if group is None else [group])}
+    groups = [
+        {"group": name, **_sum(queues, now_ms), "queues": [_row(each, now_ms) for each in queues]}
+        for name, queues in found.items()
+    ]
+    if json_output:
+        print_json({"groups": groups})
+    elif not groups:
+        note("no group")
+    elif group is None:
+        _show(("group",), [(each["group"], each) for each in groups])
+    else:
+        [only] = groups
+        _show(("topic", "queue>"), [(row["topic"], row["queue_id"], row) for row in only["queues"]])
+        _show(("group",), [(only["group"], only)])
+
+
+def _row(lag: QueueLag, now_ms: int) -> dict[str, Any]:
+    return {"topic": lag.topic, "queue_id": lag.queue_id, **_sum([lag], now_ms)}
+
+
+def _sum(queues: Iterable[QueueLag], now_ms: int) -> dict[str, Any]:
+    """Of some queues together; ages in ms."""
+    queues = list(queues)
+    oldest_ms = min((each.oldest_ms for each in queues if each.oldest_ms is not None), default=None)
+    return {
+        "messages": sum(each.messages for each in queues),
+        "in_flight": sum(each.in_flight for each in queues),
+        "lost": sum(each.lost for each in queues),
+        "oldest_store_timestamp_ms": oldest_ms,
+        "oldest_age_ms": None if oldest_ms is None else max(0, now_ms - oldest_ms),
+    }
+
+
+def _show(names: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
+    columns = (*names, "messages>", "in flight>", "lost>", "oldest is>")
+    console().print(
+        table(
+            "",
+            columns,
+            [
+                (*keys, sums["messages"], sums["in_flight"], sums["lost"], show_ms(sums["oldest_age_ms"]))
+                for *keys, sums in rows
+            ],
+        )
+    )

@@ -1,0 +1,132 @@
+"""What the commands about the broker share: opening a store for a look or a change, asking before what cannot be
+undone, times and durations as people type and read them.
+
+    looking     the tables of a store, read beside whoever writes it
+    planning    the same, for the plan of a change: refused while a writer is there, as the change would be
+    offline     (mqstore.broker.offline) the change itself
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mqstore import MessageStore
+from mqstore.broker.parts import Parts, open_parts
+from mqstore.files.lock import refuse_beside_writer
+from mqstore.files.quiet import QUIET
+from mqstore.options import delay_table_ms
+from mqstore_tools.render import note, print_json, safe
+
+__all__ = [
+    "DefaultGroup",
+    "ask",
+    "dry_run_option",
+    "looking",
+    "moment",
+    "planning",
+    "show_ms",
+    "tell",
+    "yes_option",
+]
+
+_AGE = re.compile(r"\d{1,9}[smhd]")
+
+dry_run_option = click.option("--dry-run", is_flag=True, help="Only say what would be done.")
+yes_option = click.option("--yes", is_flag=True, help="Do not ask.")
+
+
+@contextmanager
+def looking(directory: Path) -> Iterator[Parts]:
+    """The tables of the store in `directory`, opened for reading."""
+    with MessageStore(directory, "r", fs=QUIET) as store:
+        yield open_parts(store)
+
+
+@contextmanager
+def planning(directory: Path) -> Iterator[Parts]:
+    """As `looking`; StoreLockedError, naming the holder, while a writer is there."""
+    with looking(directory) as parts:
+        refuse_beside_writer(directory, QUIET)
+        yield parts
+
+
+def ask(question: str, *, yes: bool) -> None:
+    """Have a person say yes to what cannot be undone; a program has to say so before. Ends the command otherwise."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise click.UsageError(f"{question} Give --yes to do it unasked")
+    if not click.confirm(question, err=True):
+        note("nothing was changed")
+        raise click.exceptions.Exit(1)
+
+
+def tell(row: dict[str, Any], text: str, *, json_output: bool) -> None:
+    """Say what was, or would be, done: a line for people, `row` for programs."""
+    if json_output:
+        print_json(row)
+    else:
+        print(safe(text))
+
+
+class DefaultGroup(click.Group):
+    """Sub-commands of which the first is meant when none is named: `mqstore topics DIR` is `mqstore topics list DIR`. A
+    directory that is called like one of them is written `./list`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        names = self.list_commands(ctx)
+        if args and args[0] not in names and args[0] not in ctx.help_option_names:
+            args = [names[0], *args]
+        return super().parse_args(ctx, args)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)  # as they were added, the default first
+
+
+# -- times -------------------------------------------------------------------------------------------------------------
+
+
+def moment(value: Any) -> datetime:
+    """The type of an option: ISO 8601, UTC unless it says otherwise, or how long ago (90m, 36h, 30d)."""
+    if isinstance(value, datetime):
+        return value
+    if _AGE.fullmatch(value):
+        try:
+            return datetime.now(UTC) - timedelta(milliseconds=delay_table_ms(value)[0])
+        except OverflowError:
+            raise click.BadParameter(f"{value!r} is too long ago") from None
+    try:
+        found = datetime.fromisoformat(value)
+    except ValueError:
+        raise click.BadParameter(
+            f"{value!r} is neither a time (2026-01-31T12:00:00Z) nor an age (90m, 36h, 30d)"
+        ) from None
+    return found if found.tzinfo is not None else found.replace(tzinfo=UTC)
+
+
+def show_ms(duration_ms: int | None) -> str:
+    """A length of time as people read it: its two largest units; a dash for none.
+
+    >>> [show_ms(ms) for ms in (None, 0, 250, 90_000, 7_200_000, 100_000_000)]
+    ['-', '0s', '250ms', '1m 30s', '2h', '1d 3h']
+    """
+    if duration_ms is None:
+        return "-"
+    if duration_ms < 0:
+        return f"-{show_ms(-duration_ms)}"
+    if 0 < duration_ms < 1000:
+        return f"{duration_ms}ms"
+    rest, words = duration_ms // 1000, []
+    for unit, seconds in (("d", 86_400), ("h", 3_600), ("m", 60), ("s", 1)):
+        if rest >= seconds:
+            words.append(f"{rest // seconds}{unit}")
+            rest %= seconds
+    return " ".join(words[:2]) or "0s"

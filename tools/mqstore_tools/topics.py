@@ -1,0 +1,254 @@
+"""`mqstore topics`: which topics there are, and changing them."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mqstore import ReadOnlyStoreError
+from mqstore.broker.names import is_dlq_topic, is_retry_topic, is_system_topic
+from mqstore.broker.offline import offline
+from mqstore.broker.parts import Parts
+from mqstore.broker.topics import MESSAGE_TYPES, QUEUES_MAX, TopicConfig
+from mqstore_tools.opened import DefaultGroup, ask, dry_run_option, looking, planning, tell, yes_option
+from mqstore_tools.render import console, print_json, safe, table
+from mqstore_tools.shared import StoreCommand, directory_argument, json_option
+
+__all__ = ["topics"]
+
+_QUEUES = click.IntRange(1, QUEUES_MAX)
+_TYPES = click.Choice([name.lower() for name in MESSAGE_TYPES], case_sensitive=False)
+_PERM = click.Choice(["r", "w", "rw", "none"])
+_PERMS = {"none": 0, "w": 2, "r": 4, "rw": 6}
+
+
+@click.group(
+    cls=DefaultGroup,
+    short_help="Show, create, alter and delete topics.",
+    epilog="""\b
+Examples:
+  mqstore topics var/mq                       # the same as: mqstore topics list var/mq
+  mqstore topics var/mq --json | jq -r '.topics[].name'
+  mqstore topics create var/mq orders --queues 8 --type fifo
+  mqstore topics alter var/mq orders --perm r
+  mqstore topics delete var/mq orders --dry-run""",
+)
+def topics() -> None:
+    """Show, create, alter and delete topics.
+
+    `list` reads, also beside a running broker; the others take the writer's lock. `mqstore topics COMMAND --help` tells
+    more.
+    """
+
+
+@topics.command(
+    "list",
+    cls=StoreCommand,
+    short_help="Show topics. Changes nothing.",
+    epilog="""\b
+Examples:
+  mqstore topics list var/mq
+  mqstore topics list var/mq --system --json""",
+)
+@directory_argument
+@click.option("--system", is_flag=True, help="Also retry and dead-letter topics, and the engine's own.")
+@json_option
+def list_(directory: Path, system: bool, json_output: bool) -> None:
+    """Show the topics of the store in DIR: queues, permissions, type, messages there, groups that consume them.
+
+    A topic that has messages and no entry in config/topics.json (a broker's directory without config/, say) is shown
+    with the queues it has.
+    """
+    with looking(directory) as parts:
+        rows = [_row(parts, config) for config in parts.topics.configs() if system or _is_users(config.name)]
+    if json_output:
+        print_json({"topics": rows})
+        return
+    console().print(
+        table(
+            "",
+            ("topic", "read queues>", "write queues>", "perm", "type", "messages>", "groups"),
+            [
+                (
+                    row["name"],
+                    row["read_queues"],
+                    row["write_queues"],
+                    _perm_text(row["perm"]),
+                    row["message_type"].lower(),
+                    row["messages"],
+                    " ".join(row["groups"]) or "-",
+                )
+                for row in rows
+            ],
+        )
+    )
+
+
+def _is_users(name: str) -> bool:
+    return not (is_system_topic(name) or is_retry_topic(name) or is_dlq_topic(name))
+
+
+def _perm_text(perm: int) -> str:
+    return "".join(letter for letter, bit in (("r", 4), ("w", 2)) if perm & bit) or "none"
+
+
+def _row(parts: Parts, config: TopicConfig) -> dict[str, Any]:
+    return {
+        "name": config.name,
+        "read_queues": config.read_queues,
+        "write_queues": config.write_queues,
+        "perm": config.perm,
+        "order": config.order,
+        "message_type": config.message_type,
+        "attributes": dict(config.attributes),
+        "messages": sum(_messages(parts, config.name).values()),
+        "groups": sorted(parts.offsets.groups_of(config.name)),
+    }
+
+
+def _messages(parts: Parts, topic: str) -> dict[int, int]:
+    """Messages of each queue that still count."""
+    store = parts.store
+    refs = store.queues(topic) if topic in store.topics() else []
+    counts = {}
+    for ref in refs:
+        low, high = store.offsets(*ref)
+        counts[ref.queue_id] = high - min(high, max(low, parts.offsets.start_of(topic, ref.queue_id)))
+    return counts
+
+
+# -- changes -----------------------------------------------------------------------------------------------------------
+
+
+@topics.command(
+    cls=StoreCommand,
+    short_help="Create a topic.",
+    epilog="""\b
+Examples:
+  mqstore topics create var/mq orders
+  mqstore topics create var/mq orders --queues 8 --type fifo
+  mqstore topics create var/mq orders --dry-run""",
+)
+@directory_argument
+@click.argument("name")
+@click.option("--queues", type=_QUEUES, help="Queues for reading and writing; 4 without.")
+@click.option("--type", "type_", type=_TYPES, help="What its messages are; unspecified without.")
+@click.option("--perm", type=_PERM, default="rw", show_default=True, help="Who may: read, write.")
+@dry_run_option
+@json_option
+def create(
+    directory: Path, name: str, queues: int | None, type_: str | None, perm: str, dry_run: bool, json_output: bool
+) -> None:
+    """Create the topic NAME in the store in DIR."""
+
+    def change(parts: Parts) -> TopicConfig:
+        message_type = None if type_ is None else type_.upper()
+        return parts.topics.create(name, queues=queues, perm=_PERMS[perm], message_type=message_type, exist_ok=False)
+
+    if dry_run:
+        with planning(directory) as parts, suppress(ReadOnlyStoreError):
+            change(parts)  # which checks everything, and is refused when it comes to writing
+        tell({"dry_run": True, "name": name}, f"would create topic {name}", json_output=json_output)
+        return
+    with offline(directory) as desk:
+        row = _row(desk.parts, change(desk.parts))
+    tell(row, f"created topic {name}, {row['write_queues']} queues", json_output=json_output)
+
+
+@topics.command(
+    cls=StoreCommand,
+    short_help="Change a topic.",
+    epilog="""\b
+Examples:
+  mqstore topics alter var/mq orders --perm r              # nobody writes to it any more
+  mqstore topics alter var/mq orders --write-queues 4      # first writers leave queues, then, once drained,
+  mqstore topics alter var/mq orders --read-queues 4       # readers""",
+)
+@directory_argument
+@click.argument("name")
+@click.option("--read-queues", type=_QUEUES, help="Readers see so many.")
+@click.option("--write-queues", type=_QUEUES, help="Senders choose among so many.")
+@click.option("--perm", type=_PERM, help="Who may: read, write.")
+@click.option("--type", "type_", type=_TYPES, help="What its messages are.")
+@click.option("--order/--no-order", default=None, help="Advice to RocketMQ's clients: the order of queues matters.")
+@click.option("--force", is_flag=True, help="Even if messages are then in queues that nobody reads.")
+@dry_run_option
+@json_option
+def alter(
+    directory: Path,
+    name: str,
+    read_queues: int | None,
+    write_queues: int | None,
+    perm: str | None,
+    type_: str | None,
+    order: bool | None,
+    force: bool,
+    dry_run: bool,
+    json_output: bool,
+) -> None:
+    """Change what is given of the topic NAME in the store in DIR.
+
+    Groups of ordered messages choose their queue by the number of write queues: with another number they go on in
+    another queue, and the order across the change is lost.
+    """
+    if all(value is None for value in (read_queues, write_queues, perm, type_, order)):
+        raise click.UsageError("say what to change: --read-queues, --write-queues, --perm, --type or --order")
+
+    def change(parts: Parts) -> TopicConfig:
+        return parts.topics.alter(
+            name,
+            read_queues=read_queues,
+            write_queues=write_queues,
+            perm=None if perm is None else _PERMS[perm],
+            order=order,
+            attributes=None if type_ is None else {"+message.type": type_.upper()},
+            force=force,
+        )
+
+    if dry_run:
+        with planning(directory) as parts, suppress(ReadOnlyStoreError):
+            change(parts)
+        tell({"dry_run": True, "name": name}, f"would alter topic {name}", json_output=json_output)
+        return
+    with offline(directory) as desk:
+        row = _row(desk.parts, change(desk.parts))
+    text = f"altered topic {name}: {row['read_queues']} read queues, {row['write_queues']} write queues, perm "
+    tell(row, text + _perm_text(row["perm"]), json_output=json_output)
+
+
+@topics.command(
+    cls=StoreCommand,
+    short_help="Delete a topic, its messages and the progress of groups on it.",
+    epilog="""\b
+Examples:
+  mqstore topics delete var/mq orders --dry-run
+  mqstore topics delete var/mq orders --force --yes""",
+)
+@directory_argument
+@click.argument("name")
+@click.option("--force", is_flag=True, help="Even if groups consume it; what they have not consumed is lost.")
+@dry_run_option
+@yes_option
+@json_option
+def delete(directory: Path, name: str, force: bool, dry_run: bool, yes: bool, json_output: bool) -> None:
+    """Delete the topic NAME in the store in DIR: its messages, all groups' progress on it, and its retries.
+
+    Asks first. The numbering of its queues goes on should it come again; disk space comes back as segments are dropped.
+    """
+    with planning(directory) as parts:
+        row = _row(parts, parts.topics.need(name))
+        with suppress(ReadOnlyStoreError):
+            parts.topics.delete(name, force=force)
+    row = {"name": name, "messages": row["messages"], "groups": row["groups"]}
+    what = f"topic {name}, {row['messages']} messages"
+    what += f", the progress of {', '.join(row['groups'])}" if row["groups"] else ""
+    if dry_run:
+        tell({"dry_run": True, **row}, f"would delete {what}", json_output=json_output)
+        return
+    ask(safe(f"Delete {what}?"), yes=yes)
+    with offline(directory) as desk:
+        desk.delete_topic(name, force=force)
+    tell(row, f"deleted {what}", json_output=json_output)
