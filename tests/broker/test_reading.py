@@ -286,8 +286,11 @@ def test_what_a_group_got_is_counted(make: Make) -> None:
     size = sum(m.size for m in reads.read("t", 0, 0).messages)
     reads.read("t", 0, 0, group="g")
     reads.read("t", 0, 5, group="g")
-    snapshot = parts.statistics.snapshot()
-    assert (snapshot.total("GROUP_GET_NUMS", "t@g"), snapshot.total("GROUP_GET_SIZE", "t@g")) == (5, size)
+    reads.read("t", 0, 0, group="g", delivers=False)
+    [(key, fetched)] = reads.counts().items()
+    assert key == ("g", "t", 0)
+    assert (fetched.times, fetched.messages, fetched.size, fetched.reads) == (1, 5, size, 2)
+    assert reads.counts() == {}
 
 
 # -- bounds ------------------------------------------------------------------------------------------------------------

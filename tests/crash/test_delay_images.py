@@ -15,12 +15,10 @@ opens that and lets all delays run out. With v = what the progress file of the i
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -35,14 +33,11 @@ from mqstore.files.jsonfile import load_json
 from mqstore.log.message import Message
 from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
+from tests.crash.campaign import Campaign
 from tests.crash.recording import Event, RecordingFileSystem, build_image
 from tests.crash.test_images import kill
 from tests.log.support import Unsynced
 
-IMAGES = int(os.environ.get("MQSTORE_CRASH_IMAGES", "175"))
-ONLY = os.environ.get("MQSTORE_CRASH_SEED")
-CHUNK = 25
-IMAGES_A_SCRIPT = 25
 TABLE_MS = (1_000, 5_000, 12_000)
 QUEUES = [("orders", 0), ("orders", 1), ("clicks", 0)]
 SIZES = {"segment_bytes": 8192, "consumequeue_units": 16, "index_slots": 8, "index_entries": 32}
@@ -145,21 +140,15 @@ def run_script(seed: int, folder: Path) -> Script:
     return script
 
 
-@cache
-def script_of(number: int, folder: Path) -> Script:
-    here = folder / f"script-{number}"
-    here.mkdir()
-    script = run_script(number, here)
-    shutil.rmtree(here)
-    return script
+CAMPAIGN = Campaign("test_delay_images.py", run_script, images=175, chunk=25, images_a_script=25)
 
 
 def number_of(message: Message) -> int:
     return int(message.body.split(b" ", 1)[0])
 
 
-def check_seed(seed: int, tmp: Path, scripts: Path) -> None:
-    script = script_of(seed // IMAGES_A_SCRIPT, scripts)
+def check_seed(seed: int, tmp: Path) -> None:
+    script = CAMPAIGN.script(seed, tmp)
     rng = random.Random(f"delay image {seed}")
     image = tmp / f"image-{seed}"
     if script.busy and rng.random() < 0.8:
@@ -216,18 +205,8 @@ def check_seed(seed: int, tmp: Path, scripts: Path) -> None:
     shutil.rmtree(image)
 
 
-@pytest.fixture(scope="module")
-def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("delay-scripts")
-
-
-@pytest.mark.parametrize("first", [int(ONLY)] if ONLY else range(0, IMAGES, CHUNK))
+@pytest.mark.parametrize("first", CAMPAIGN.chunks())
 def test_after_a_power_cut_every_delayed_message_comes_in_time_in_order_and_as_often_as_the_progress_says(
-    tmp_path: Path, scripts: Path, first: int
+    tmp_path: Path, first: int
 ) -> None:
-    for seed in range(first, first + 1 if ONLY else min(first + CHUNK, IMAGES)):
-        try:
-            check_seed(seed, tmp_path, scripts)
-        except Exception as error:
-            command = f"MQSTORE_CRASH_SEED={seed} pytest tests/crash/test_delay_images.py"
-            raise AssertionError(f"crash image {seed}: {error}; to see it again: {command}") from error
+    CAMPAIGN.run(first, check_seed, tmp_path)

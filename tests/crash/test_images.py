@@ -16,11 +16,9 @@ only these is taken for whole, there as in the Java broker. Its images therefore
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -31,13 +29,8 @@ from mqstore.errors import MQStoreError
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.log.store import MessageStore
 from mqstore.options import Profile, StoreConfig
+from tests.crash.campaign import Campaign
 from tests.crash.recording import Event, RecordingFileSystem, build_image
-
-IMAGES = int(os.environ.get("MQSTORE_CRASH_IMAGES", "175"))
-ONLY = os.environ.get("MQSTORE_CRASH_SEED")
-CHUNK = 25
-IMAGES_A_SCRIPT = 12
-"""Images of each script: making one costs as much as checking a few."""
 
 QUEUES = [("orders", 0), ("orders", 1), ("clicks", 0)]
 
@@ -157,14 +150,7 @@ def run_script(seed: int, folder: Path) -> Script:
     return script
 
 
-@cache
-def script_of(number: int, folder: Path) -> Script:
-    """The script that `number` stands for; its directory is gone again, the record is what counts."""
-    here = folder / f"script-{number}"
-    here.mkdir()
-    script = run_script(number, here)
-    shutil.rmtree(here)
-    return script
+CAMPAIGN = Campaign("test_images.py", run_script, images=175, chunk=25, images_a_script=12)
 
 
 def contents(store: MessageStore, puts: list[Put], *, gaps: bool = False) -> list[Put]:
@@ -216,8 +202,8 @@ def check_recovered(store: MessageStore, puts: list[Put], flushed: int, dropping
     return found
 
 
-def check_seed(seed: int, tmp: Path, scripts: Path) -> None:
-    script = script_of(seed // IMAGES_A_SCRIPT, scripts)
+def check_seed(seed: int, tmp: Path) -> None:
+    script = CAMPAIGN.script(seed, tmp)
     rng = random.Random(f"image {seed}")
     image = tmp / f"image-{seed}"
     moment = rng.randrange(1, len(script.events) + 1)
@@ -274,18 +260,6 @@ def check_seed(seed: int, tmp: Path, scripts: Path) -> None:
         shutil.rmtree(path)
 
 
-@pytest.fixture(scope="module")
-def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("scripts")
-
-
-@pytest.mark.parametrize("first", [int(ONLY)] if ONLY else range(0, IMAGES, CHUNK))
-def test_what_a_power_cut_leaves_recovers_to_a_prefix_with_all_that_was_promised(
-    tmp_path: Path, scripts: Path, first: int
-) -> None:
-    for seed in range(first, first + 1 if ONLY else min(first + CHUNK, IMAGES)):
-        try:
-            check_seed(seed, tmp_path, scripts)
-        except Exception as error:
-            command = f"MQSTORE_CRASH_SEED={seed} pytest tests/crash/test_images.py"
-            raise AssertionError(f"crash image {seed}: {error}; to see it again: {command}") from error
+@pytest.mark.parametrize("first", CAMPAIGN.chunks())
+def test_what_a_power_cut_leaves_recovers_to_a_prefix_with_all_that_was_promised(tmp_path: Path, first: int) -> None:
+    CAMPAIGN.run(first, check_seed, tmp_path)

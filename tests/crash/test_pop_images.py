@@ -14,10 +14,8 @@ then, and asks of the image:
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +26,9 @@ from mqstore.broker.pop import Delivery
 from mqstore.clock import SimulatedClock
 from mqstore.errors import ReceiptExpiredError
 from tests.broker.popsupport import PopBench
+from tests.crash.campaign import Campaign
 from tests.crash.recording import Event, RecordingFileSystem, build_image
 
-IMAGES = int(os.environ.get("MQSTORE_CRASH_IMAGES", "120"))
-ONLY = os.environ.get("MQSTORE_CRASH_SEED")
-CHUNK = 20
-IMAGES_A_SCRIPT = 12
 STANDARD, FIFO = "s", "f"
 
 
@@ -151,14 +146,13 @@ class Script:
             self.fs.mark(("durable", group, frozenset(bodies)))
 
 
-@cache
-def script_of(number: int, folder: Path) -> Script:
-    here = folder / f"script-{number}"
-    here.mkdir()
-    script = Script(number, here)
+def record(number: int, folder: Path) -> Script:
+    script = Script(number, folder)
     script.run()
-    shutil.rmtree(here)
     return script
+
+
+CAMPAIGN = Campaign("test_pop_images.py", record, images=120, chunk=20, images_a_script=12)
 
 
 def drain(bench: PopBench, group: str, *, order: bool) -> list[Delivery]:
@@ -175,8 +169,8 @@ def drain(bench: PopBench, group: str, *, order: bool) -> list[Delivery]:
     return found
 
 
-def check_seed(seed: int, tmp: Path, scripts: Path) -> None:
-    script = script_of(seed // IMAGES_A_SCRIPT, scripts)
+def check_seed(seed: int, tmp: Path) -> None:
+    script = CAMPAIGN.script(seed, tmp)
     rng = random.Random(f"pop image {seed}")
     image = tmp / f"image-{seed}"
     first = next(i for i, event in enumerate(script.events) if event.kind == "mark")
@@ -217,18 +211,6 @@ def check_seed(seed: int, tmp: Path, scripts: Path) -> None:
     shutil.rmtree(image)
 
 
-@pytest.fixture(scope="module")
-def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("scripts")
-
-
-@pytest.mark.parametrize("first", [int(ONLY)] if ONLY else range(0, IMAGES, CHUNK))
-def test_what_a_power_cut_leaves_is_delivered_at_least_once_and_in_order(
-    tmp_path: Path, scripts: Path, first: int
-) -> None:
-    for seed in range(first, first + 1 if ONLY else min(first + CHUNK, IMAGES)):
-        try:
-            check_seed(seed, tmp_path, scripts)
-        except Exception as error:
-            command = f"MQSTORE_CRASH_SEED={seed} pytest tests/crash/test_pop_images.py"
-            raise AssertionError(f"crash image {seed}: {error}; to see it again: {command}") from error
+@pytest.mark.parametrize("first", CAMPAIGN.chunks())
+def test_what_a_power_cut_leaves_is_delivered_at_least_once_and_in_order(tmp_path: Path, first: int) -> None:
+    CAMPAIGN.run(first, check_seed, tmp_path)

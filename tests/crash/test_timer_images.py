@@ -9,12 +9,10 @@ synced by then. MQSTORE_CRASH_SEED=n runs one.
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,13 +27,10 @@ from mqstore.log import manifest
 from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
 from tests.broker.support import advance
+from tests.crash.campaign import Campaign
 from tests.crash.recording import Event, RecordingFileSystem, build_image
 from tests.log.support import Unsynced
 
-IMAGES = int(os.environ.get("MQSTORE_CRASH_IMAGES", "60"))
-ONLY = os.environ.get("MQSTORE_CRASH_SEED")
-CHUNK = 10
-IMAGES_A_SCRIPT = 10
 TIMERLOG_SEGMENT = 6 * 52 + 16
 S, HOUR, DAY = 1_000, 3_600_000, 86_400_000
 
@@ -128,17 +123,11 @@ def run_script(seed: int, folder: Path) -> Script:
     return script
 
 
-@cache
-def script_of(number: int, folder: Path) -> Script:
-    here = folder / f"script-{number}"
-    here.mkdir()
-    script = run_script(number, here)
-    shutil.rmtree(here)
-    return script
+CAMPAIGN = Campaign("test_timer_images.py", run_script, images=60, chunk=10, images_a_script=10)
 
 
-def check_seed(seed: int, tmp: Path, scripts: Path) -> None:
-    script = script_of(seed // IMAGES_A_SCRIPT, scripts)
+def check_seed(seed: int, tmp: Path) -> None:
+    script = CAMPAIGN.script(seed, tmp)
     rng = random.Random(f"timer image {seed}")
     image = tmp / f"image-{seed}"
     moment = rng.randrange(1, len(script.events) + 1)
@@ -179,20 +168,10 @@ def check_seed(seed: int, tmp: Path, scripts: Path) -> None:
     shutil.rmtree(image)
 
 
-@pytest.fixture(scope="module")
-def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("scripts")
-
-
-@pytest.mark.parametrize("first", [int(ONLY)] if ONLY else range(0, IMAGES, CHUNK))
+@pytest.mark.parametrize("first", CAMPAIGN.chunks())
 def test_what_a_power_cut_leaves_of_the_timer_loses_nothing_and_comes_neither_early_nor_again(
-    tmp_path: Path, scripts: Path, first: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = manifest._SIZES["mqstore"]
     monkeypatch.setitem(manifest._SIZES, "mqstore", (*sizes[:4], TIMERLOG_SEGMENT))
-    for seed in range(first, first + 1 if ONLY else min(first + CHUNK, IMAGES)):
-        try:
-            check_seed(seed, tmp_path, scripts)
-        except Exception as error:
-            command = f"MQSTORE_CRASH_SEED={seed} pytest tests/crash/test_timer_images.py"
-            raise AssertionError(f"crash image {seed}: {error}; to see it again: {command}") from error
+    CAMPAIGN.run(first, check_seed, tmp_path)

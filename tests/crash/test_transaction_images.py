@@ -14,12 +14,10 @@ MQSTORE_CRASH_IMAGES=n runs more of them; MQSTORE_CRASH_SEED=n runs one.
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +30,8 @@ from mqstore.broker.transactions import CHECK_EVERY_MS, TransactionHandle, Trans
 from mqstore.log.message import Message
 from mqstore.options import Durability
 from tests.broker.support import advance, clock_of, new_parts, settle
+from tests.crash.campaign import Campaign
 from tests.crash.recording import Event, RecordingFileSystem, build_image
-
-IMAGES = int(os.environ.get("MQSTORE_CRASH_IMAGES", "80"))
-ONLY = os.environ.get("MQSTORE_CRASH_SEED")
-CHUNK = 20
-IMAGES_A_SCRIPT = 10
 
 
 @dataclass
@@ -123,13 +117,7 @@ def run_script(seed: int, folder: Path) -> Script:
     return script
 
 
-@cache
-def script_of(number: int, folder: Path) -> Script:
-    here = folder / f"script-{number}"
-    here.mkdir()
-    script = run_script(number, here)
-    shutil.rmtree(here)
-    return script
+CAMPAIGN = Campaign("test_transaction_images.py", run_script, images=80, chunk=20, images_a_script=10)
 
 
 def visible(parts: Parts) -> Counter[str]:
@@ -140,8 +128,8 @@ def visible(parts: Parts) -> Counter[str]:
     return Counter(message.unique_key for message in parts.store.iter("orders", 0, start=bounds[0]))
 
 
-def check_seed(seed: int, tmp: Path, scripts: Path) -> None:
-    script = script_of(seed // IMAGES_A_SCRIPT, scripts)
+def check_seed(seed: int, tmp: Path) -> None:
+    script = CAMPAIGN.script(seed, tmp)
     rng = random.Random(f"transaction image {seed}")
     image = tmp / f"image-{seed}"
     moment = rng.randrange(1, len(script.events) + 1)
@@ -210,18 +198,6 @@ def check_seed(seed: int, tmp: Path, scripts: Path) -> None:
     shutil.rmtree(image)
 
 
-@pytest.fixture(scope="module")
-def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("scripts")
-
-
-@pytest.mark.parametrize("first", [int(ONLY)] if ONLY else range(0, IMAGES, CHUNK))
-def test_after_a_power_cut_no_commit_is_lost_and_nothing_else_is_seen(
-    tmp_path: Path, scripts: Path, first: int
-) -> None:
-    for seed in range(first, first + 1 if ONLY else min(first + CHUNK, IMAGES)):
-        try:
-            check_seed(seed, tmp_path, scripts)
-        except Exception as error:
-            command = f"MQSTORE_CRASH_SEED={seed} pytest tests/crash/test_transaction_images.py"
-            raise AssertionError(f"crash image {seed}: {error}; to see it again: {command}") from error
+@pytest.mark.parametrize("first", CAMPAIGN.chunks())
+def test_after_a_power_cut_no_commit_is_lost_and_nothing_else_is_seen(tmp_path: Path, first: int) -> None:
+    CAMPAIGN.run(first, check_seed, tmp_path)

@@ -38,6 +38,7 @@ import numpy.typing as npt
 from mqstore.broker.configfile import ConfigFile, DataVersion, object_member
 from mqstore.broker.names import HALF_TOPIC, SCHEDULE_GROUP, SCHEDULE_TOPIC
 from mqstore.broker.parts import Parts, Pin, Wake
+from mqstore.broker.statistics import DELAY_LATENCY
 from mqstore.errors import InvalidMessageError
 from mqstore.layout.consumequeue import is_message
 from mqstore.layout.properties import (
@@ -444,6 +445,7 @@ class DelayService:
                 self._bury(level, copies[at][0], f"a delayed message that cannot be put: {error}")
                 at += 1
                 continue
+            self._tell_late(copies[at : at + count])
             at += count
             last = copies[at - 1][0]
             if last.offset + 1 - level.offset == count:  # no gaps
@@ -452,6 +454,17 @@ class DelayService:
                 for message, *_ in copies[at - count : at]:
                     self._done(level, message)
         copies.clear()
+
+    def _tell_late(self, copies: Sequence[Copy]) -> None:
+        """Count how late these were delivered."""
+        now_ms = self._clock.now_ms()
+        sums: dict[str, list[int]] = {}
+        for message, topic, *_ in copies:
+            due_ms = message.tags_code
+            late = sums.setdefault(topic, [0, 0])
+            late[0] += now_ms - due_ms if 0 < due_ms < now_ms else 0
+            late[1] += 1
+        self._statistics.add_many((DELAY_LATENCY, topic, late_ms, count) for topic, (late_ms, count) in sums.items())
 
     def _done(self, level: _Level, message: Message) -> None:
         """Go on behind `message`, which was dealt with."""

@@ -50,6 +50,7 @@ from mqstore.broker.parts import Parts, Pin, Wake
 from mqstore.broker.receipts import RecallHandle, parse_recall_handle
 from mqstore.broker.retention import physical_of
 from mqstore.broker.retry import Retries
+from mqstore.broker.statistics import DELAY_LATENCY
 from mqstore.broker.timerfiles import (
     CANCELS,
     NOWHERE,
@@ -447,6 +448,7 @@ class TimerService:
             return
         marks = {TIMER_ENQUEUE_MS: str(unit.write_ms), TIMER_DEQUEUE_MS: str(now_ms)}
         self._put(message, topic, int(properties[REAL_QID]), properties, _DELIVERED_WITHOUT, marks)
+        self._parts.statistics.add(DELAY_LATENCY, topic, max(0, self._parts.clock.now_ms() - out_ms))
 
     def _put(
         self,

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mqstore.errors import ConfigError, StoreBusyError, StoreClosedError, TopicNotFoundError
+from mqstore.errors import ConfigError, StoreBusyError, StoreClosedError
 from mqstore.log.tagfilter import UnitFilter
 from mqstore.options import Duration, seconds
 
@@ -303,8 +303,8 @@ class Waiters:
     # -- growth -----------------------------------------------------------------------------------------------------
 
     def _grown(self, topic: str, queue_id: int, begin: int, end: int) -> None:
-        """`store.on_growth`: units from `begin` to `end` have become visible. In the dispatching thread, under the dispatcher's lock:
-        nothing here may make the store look for news."""
+        """`store.on_growth`: units from `begin` to `end` have become visible. In the dispatching thread, under the
+        dispatcher's lock: nothing here may make the store look for news."""
         key = (topic, queue_id)
         with self._lock:
             self._news[topic] = self._news.get(topic, 0) + 1

@@ -233,6 +233,8 @@ class NumberedQueue(Protocol):
     magic: int
     next_offset: int
     frame: Frame
+    other_frame: Frame
+    """The one before: who writes records of two kinds by turns, like the pop log, finds both."""
 
 
 _ORDINARY = Fields()
@@ -324,7 +326,10 @@ class CommitLog:
             if fields is not None:
                 frame = self._frame(queue, size, body_bytes, now_ns, fields)
             elif frame[0] != size or frame[1] != body_bytes or not frame[2] <= now_ns < frame[3]:
-                frame = queue.frame = self._frame(queue, size, body_bytes, now_ns, _ORDINARY)
+                frame = queue.other_frame
+                if frame[0] != size or frame[1] != body_bytes or not frame[2] <= now_ns < frame[3]:
+                    frame = self._frame(queue, size, body_bytes, now_ns, _ORDINARY)
+                queue.other_frame, queue.frame = queue.frame, frame
             _, _, _, _, numbered, pack, head, middle, now_ms = frame
             offset = queue.next_offset if numbered else 0
             data = pack(head, offset, position, middle, body, tail)

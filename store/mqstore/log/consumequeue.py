@@ -49,6 +49,7 @@ class ConsumeQueue:
         "max_offset",
         "min_offset",
         "next_offset",
+        "other_frame",
         "plain_tail",
         "queue_id",
         "ref",
@@ -68,6 +69,7 @@ class ConsumeQueue:
         self.plain_tail = b""
         """Topic and empty properties as they end a record; with `magic` it is filled in at the first put."""
         self.frame = NO_FRAME
+        self.other_frame = NO_FRAME
         self._starts: list[int] = []
         """Numbers of the segments that exist: segment n begins with unit n * units_per_segment."""
         self._last_path = (-1, "")

@@ -1,0 +1,525 @@
+"""Metrics: what the broker counts and measures of itself (broker-semantics 13), through its door."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mqstore.broker import metrics as metrics_module
+from mqstore.broker.broker import Broker
+from mqstore.broker.statistics import StatisticsSnapshot
+from mqstore.clock import SimulatedClock
+from mqstore.log.commitlog import QueueRef
+from tests.broker.test_broker import Bench
+
+RETRY = "%RETRY%g+t"
+POP_LOG = "rmq_sys_pop_log"
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path / "store")
+    yield bench
+    bench.broker.close()
+
+
+@pytest.fixture
+def broker(bench: Bench) -> Broker:
+    bench.broker.topics.create("t", queues=1)
+    return bench.broker
+
+
+def counters(broker: Broker) -> StatisticsSnapshot:
+    return broker.stats().counters
+
+
+def totals(broker: Broker, *names: str, key: str = "") -> list[int]:
+    found = counters(broker)
+    return [found.total(name, key) for name in names]
+
+
+def times(broker: Broker, name: str, key: str) -> int:
+    return counters(broker).totals[name, key].times
+
+
+# -- puts -------------------------------------------------------------------------------------------------------------
+
+
+def test_puts_are_counted_by_queue_topic_and_store(broker: Broker) -> None:
+    broker.topics.create("u", queues=2)
+    sizes: dict[tuple[str, int], int] = {}
+    for topic, queue_id, body in [("t", 0, b"a"), ("u", 0, b"bb"), ("u", 1, b"c" * 900), ("u", 1, b"")]:
+        size = broker.put(topic, body, queue_id=queue_id).size
+        sizes[topic, queue_id] = sizes.get((topic, queue_id), 0) + size
+    found = counters(broker)
+    assert [found.total("QUEUE_PUT_NUMS", f"u@{i}") for i in (0, 1)] == [1, 2]
+    assert [found.total("QUEUE_PUT_SIZE", f"u@{i}") for i in (0, 1)] == [sizes["u", 0], sizes["u", 1]]
+    assert [found.total("TOPIC_PUT_NUMS", topic) for topic in ("t", "u", "v")] == [1, 3, 0]
+    assert found.total("TOPIC_PUT_SIZE", "u") == sizes["u", 0] + sizes["u", 1]
+    assert found.total("BROKER_PUT_NUMS") == found.total("BROKER_PUT_NUMS_WITHOUT_SYSTEM_TOPIC") == 4
+    assert found.totals["TOPIC_PUT_SIZE", "u"].times == 3  # so that the average is that of a message
+
+
+def test_nothing_is_counted_twice_however_often_one_looks(broker: Broker) -> None:
+    for number in range(1, 4):
+        broker.put("t", b"x")
+        broker.stats()
+        assert totals(broker, "TOPIC_PUT_NUMS", "QUEUE_PUT_NUMS", key="t") == [number, 0]
+        broker.prometheus()
+        broker.run_once()
+        assert totals(broker, "QUEUE_PUT_NUMS", key="t@0") == [number]
+
+
+def test_many_puts_of_one_pass_are_summed_in_pages(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_module, "_PAGE_UNITS", 7)
+    size = sum(receipt.size for receipt in broker.put_many("t", [b"x" * i for i in range(50)]))
+    assert totals(broker, "TOPIC_PUT_NUMS", "TOPIC_PUT_SIZE", key="t") == [50, size]
+
+
+def test_what_was_there_before_is_not_counted(bench: Bench, broker: Broker) -> None:
+    broker.put_many("t", [b"x"] * 20)
+    broker = bench.again()
+    assert totals(broker, "TOPIC_PUT_NUMS", "TOPIC_PUT_SIZE", key="t") == [0, 0]
+    size = broker.put("t", b"new").size
+    assert totals(broker, "TOPIC_PUT_NUMS", "TOPIC_PUT_SIZE", key="t") == [1, size]
+
+
+def test_a_slot_without_a_message_is_no_put(broker: Broker) -> None:
+    broker.put("t", b"0")
+    queue = broker.store._queues.get("t", 0)
+    assert queue is not None
+    queue.next_offset += 3  # numbers that were given and lost
+    size = broker.put("t", b"4").size
+    broker.store.dispatch()
+    assert broker.max_offset("t", 0) == 5
+    assert totals(broker, "QUEUE_PUT_NUMS", "QUEUE_PUT_SIZE", key="t@0")[0] == 2
+    assert totals(broker, "QUEUE_PUT_SIZE", key="t@0") == [2 * size]
+
+
+def test_a_queue_that_begins_high_begins_with_its_first_message(broker: Broker) -> None:
+    queue = broker.store._queues.create("t", 0)
+    queue.next_offset = 1000  # all before it was let go
+    broker.put("t", b"x")
+    assert totals(broker, "QUEUE_PUT_NUMS", key="t@0") == [1]
+
+
+def test_what_retention_took_meanwhile_is_counted_all_the_same(bench: Bench, broker: Broker) -> None:
+    broker.put_many("t", [bytes(6000)] * 40)
+    broker.store.dispatch()
+    third = broker.store._run.starts[2]
+    broker.store.drop_before(third)
+    assert broker.min_offset("t", 0) > 0
+    assert totals(broker, "QUEUE_PUT_NUMS", key="t@0") == [40]
+
+
+def test_system_topics_are_told_apart(broker: Broker) -> None:
+    broker.put("t", b"x", delay_level=1)
+    found = counters(broker)
+    assert found.total("QUEUE_PUT_NUMS", "SCHEDULE_TOPIC_XXXX@0") == 1  # delay levels are queues, too
+    assert found.total("BROKER_PUT_NUMS") == 1
+    assert found.total("BROKER_PUT_NUMS_WITHOUT_SYSTEM_TOPIC") == 0
+
+
+def test_windows_have_what_was_put_when_nobody_looked(bench: Bench, broker: Broker) -> None:
+    broker.run_once()
+    for _ in range(3):
+        broker.put_many("t", [b"x"] * 100)
+        bench.advance(10_000)
+    rate = broker._parts.statistics.snapshot().minute["TOPIC_PUT_NUMS", "t"]
+    assert (rate.value, rate.span_ms, rate.tps) == (300, 30_000, 10.0)
+
+
+def test_looks_from_many_threads_count_each_put_once(broker: Broker) -> None:
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.is_set():
+            broker.stats()
+
+    threads = [threading.Thread(target=look) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in range(200):
+        broker.put("t", b"x")
+        broker.store.dispatch()
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert totals(broker, "TOPIC_PUT_NUMS", "BROKER_PUT_NUMS", key="t") == [200, 0]
+
+
+def test_a_closed_broker_listens_no_more(bench: Bench) -> None:
+    store = bench.broker.store
+    assert bench.broker._metrics._grown in store.on_growth
+    bench.broker.close()
+    assert store.on_growth == []
+
+
+# -- gets -------------------------------------------------------------------------------------------------------------
+
+GETS = ("GROUP_GET_NUMS", "GROUP_GET_SIZE")
+QUEUE_GETS = ("QUEUE_GET_NUMS", "QUEUE_GET_SIZE")
+
+
+def test_reads_are_counted_by_group_and_queue(broker: Broker, bench: Bench) -> None:
+    receipts = [broker.put("t", b"x" * i) for i in range(5)]
+    size = sum(receipt.size for receipt in receipts)
+    bench.clock.advance(700)
+    last = broker.put("u", b"later", queue_id=0)
+    broker.start_of("g", "t", 0, "earliest")
+    broker.read("t", 0, 0, 3, group="g")
+    broker.read("t", 0, 3, group="g")
+    broker.read("t", 0, 5, group="g")  # finds nothing
+    broker.read("t", 0, 0)  # nobody's
+    assert totals(broker, *GETS, key="t@g") == [5, size]
+    assert totals(broker, *QUEUE_GETS, key="t@0@g") == [5, size]
+    assert totals(broker, "BROKER_GET_NUMS", "BROKER_GET_NUMS_WITHOUT_SYSTEM_TOPIC") == [5, 5]
+    assert times(broker, "GROUP_GET_NUMS", "t@g") == times(broker, "GROUP_GET_LATENCY", "0@t@g") == 2
+    latest = counters(broker).latest
+    assert latest["GROUP_GET_FALL_SIZE", "0@t@g"] == broker.store.max_offset - last.physical_offset
+    assert latest["GROUP_GET_FALL_TIME", "0@t@g"] == 700
+
+
+def test_milliseconds_of_reads_add_up(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_ns = iter(range(0, 10**12, 300_000))  # each look at the clock 0.3 ms after the last
+    monkeypatch.setattr("mqstore.broker.reading.time.perf_counter_ns", lambda: next(now_ns))
+    broker.put("t", b"x")
+    for _ in range(10):
+        broker.read("t", 0, 0, group="g")
+        broker.stats()
+    assert totals(broker, "GROUP_GET_LATENCY", key="0@t@g") == [3]
+
+
+@pytest.mark.parametrize("order", [False, True])
+def test_pops_count_what_they_deliver_not_what_they_read_ahead(broker: Broker, order: bool) -> None:
+    receipts = [broker.put("t", b"x" * i) for i in range(40)]
+    found = broker.pop("g", "t", 3, order=order)
+    size = sum(receipt.size for receipt in receipts[:3])
+    assert totals(broker, *GETS, key="t@g") == [3, size]
+    assert totals(broker, *QUEUE_GETS, key="t@0@g") == [3, size]
+    assert totals(broker, "GROUP_CK_NUMS", "GROUP_ACK_NUMS", key="t@g") == [1, 0]
+    assert times(broker, "GROUP_GET_LATENCY", "0@t@g") == 1
+    two = [each.receipt for each in found[:2]]
+    broker.ack("g", "t", [*two, two[0]])
+    broker.ack("g", "t", two)  # again
+    assert totals(broker, "GROUP_CK_NUMS", "GROUP_ACK_NUMS", key="t@g") == [1, 2]
+    assert totals(broker, "BROKER_CK_NUMS", "BROKER_ACK_NUMS") == [1, 2]
+    broker.release("g", "t", [found[2].receipt])
+    assert [each.message.offset for each in broker.pop("g", "t", 1, order=order)] == [2]
+    assert totals(broker, *GETS, "GROUP_CK_NUMS", "GROUP_ACK_NUMS", key="t@g") == [4, size + receipts[2].size, 2, 2]
+    assert totals(broker, "BROKER_GET_NUMS") == [4]
+
+
+def test_a_redelivered_copy_is_counted_where_it_lay(bench: Bench, broker: Broker) -> None:
+    broker.put("t", b"x")
+    broker.pop("g", "t", invisible=1)
+    bench.advance(2_000)
+    [again] = broker.pop("g", "t")
+    broker.ack("g", "t", [again.receipt])
+    assert totals(broker, "GROUP_GET_NUMS", "GROUP_ACK_NUMS", key="t@g") == [1, 0]
+    assert totals(broker, "GROUP_GET_NUMS", "GROUP_ACK_NUMS", key=f"{RETRY}@g") == [1, 1]
+
+
+def test_counts_of_a_group_that_is_deleted_are_not_lost(broker: Broker) -> None:
+    broker.put_many("t", [b"x"] * 4)
+    broker.pop("g", "t", 4)
+    broker.delete_group("g")
+    assert totals(broker, "GROUP_GET_NUMS", "GROUP_CK_NUMS", key="t@g") == [4, 1]
+
+
+def test_lateness_of_delayed_messages(bench: Bench, broker: Broker) -> None:
+    broker.put("t", b"level", delay_level=1)  # 1 s
+    broker.put("t", b"moment", delay=30)
+    broker.run_once()
+    bench.clock.advance(1_250)
+    bench.settle()
+    assert totals(broker, "DELAY_LATENCY", key="t") == [250]
+    bench.clock.advance(31_000)
+    bench.settle()
+    assert times(broker, "DELAY_LATENCY", "t") == 2
+    assert 250 + 2_250 - 1_000 <= totals(broker, "DELAY_LATENCY", key="t")[0] <= 250 + 2_250
+
+
+# -- failures ---------------------------------------------------------------------------------------------------------
+
+
+def test_failures_count_for_the_topic_where_the_message_was_sent_to(bench: Bench, broker: Broker) -> None:
+    broker.groups.create("g", retry_max_times=1)
+    broker.put("t", b"x")
+    broker.send_back("g", broker.put("t", b"y").physical_offset, delay=0)
+    [copy] = broker.read("%RETRY%g", 0, 0, group="g").messages
+    broker.send_back("g", copy.physical_offset)  # the second attempt is the last
+    assert totals(broker, "SNDBCK_PUT_NUMS", "SNDBCK2DLQ_TIMES", "DLQ_PUT_NUMS", key="t@g") == [1, 1, 1]
+    assert totals(broker, "SNDBCK2DLQ_TIMES", "DLQ_PUT_NUMS", key="%RETRY%g@g") == [0, 0]
+
+
+def test_dead_letters_of_popped_copies_count_for_the_topic_popped(bench: Bench, broker: Broker) -> None:
+    broker.put("t", b"x")
+    broker.pop("g", "t", invisible=1)
+    bench.advance(2_000)
+    [again] = broker.pop("g", "t")
+    assert again.message.topic == RETRY
+    broker.dead_letter("g", "t", again.receipt, "no such item")
+    assert totals(broker, "DLQ_PUT_NUMS", key="t@g") == [1]
+    assert totals(broker, "DLQ_PUT_NUMS", key=f"{RETRY}@g") == [0]
+
+
+# -- lag --------------------------------------------------------------------------------------------------------------
+
+
+def test_lag_counts_what_waits_in_the_retry_topic_of_pop(bench: Bench, broker: Broker) -> None:
+    broker.put_many("t", [b"x"] * 5)
+    broker.pop("g", "t", 2, invisible=1)
+    bench.advance(2_000)
+    assert broker.lag("g") == {QueueRef("t", 0): 3, QueueRef(RETRY, 0): 2}
+    assert broker.committed("g", RETRY, 0) == 0
+    bench.again()
+    assert bench.broker.lag("g") == {QueueRef("t", 0): 3, QueueRef(RETRY, 0): 2}
+
+
+def test_lag_counts_what_was_sent_back(bench: Bench, broker: Broker) -> None:
+    physical = broker.put("t", b"x").physical_offset
+    broker.commit("g", "t", 0, 1)
+    broker.send_back("g", physical, delay=0)
+    assert broker.lag("g") == {QueueRef("t", 0): 0, QueueRef("%RETRY%g", 0): 1}
+
+
+def test_a_group_of_an_old_name_begins_with_what_its_retry_topic_still_has(bench: Bench, broker: Broker) -> None:
+    broker.put_many("t", [b"x"] * 2)
+    broker.pop("g", "t", 1, invisible=1)
+    bench.advance(2_000)
+    broker.delete_group("g")
+    broker.offsets.move_start(RETRY, 0, 1)
+    broker.pop("g", "t", 1, invisible=1, start="earliest")
+    bench.advance(2_000)
+    assert broker.committed("g", RETRY, 0) == 1
+    assert broker.stats().counters.lost == {}
+
+
+def test_progress_in_the_retry_topic_is_not_set_back(bench: Bench, broker: Broker) -> None:
+    broker.put_many("t", [b"x"] * 2)
+    for number in (1, 2):
+        broker.pop("g", "t", 1, invisible=1)
+        bench.advance(2_000)
+        [again] = broker.pop("g", "t", 1)
+        broker.ack("g", "t", [again.receipt])
+        assert broker.committed("g", RETRY, 0) == number
+    assert broker.lag("g") == {QueueRef("t", 0): 0, QueueRef(RETRY, 0): 0}
+
+
+def test_lag_of_pop_leaves_out_what_was_settled_behind_a_message_in_flight(broker: Broker) -> None:
+    broker.put_many("t", [b"x"] * 10)
+    found = broker.pop("g", "t", 6)
+    broker.ack("g", "t", [each.receipt for each in found[1:]])
+    assert broker.committed("g", "t", 0) == 0
+    assert broker.lag("g") == {QueueRef("t", 0): 5}  # four to come, one in flight
+
+
+# -- gauges -----------------------------------------------------------------------------------------------------------
+
+SERIES = ("lag_messages", "ready_messages", "inflight_messages", "lag_latency", "queueing_latency")
+
+
+def parsed(text: str) -> dict[str, dict[frozenset[tuple[str, str]], float]]:
+    """Prometheus' text format: series -> labels -> value. Each series once, announced, with samples of its own."""
+    found: dict[str, dict[frozenset[tuple[str, str]], float]] = {}
+    kinds: dict[str, str] = {}
+    current = ""
+    assert text.endswith("\n")
+    for line in text.splitlines():
+        if line.startswith("# HELP "):
+            current = line.split(" ")[2]
+            assert current not in kinds
+        elif line.startswith("# TYPE "):
+            _, _, name, kinds[current] = line.split(" ")
+            assert name == current and kinds[name] in ("counter", "gauge", "summary")
+        else:
+            match = re.fullmatch(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)", line)
+            assert match is not None, line
+            name, inside, value = match.groups()
+            assert re.sub("_(sum|count)$", "", name) == current or name == current
+            labels = frozenset(re.findall(r'(\w+)="((?:[^"\\]|\\.)*)"', inside or ""))
+            assert labels not in found.setdefault(name, {})
+            found[name][labels] = float(value)
+    return found
+
+
+def of_group(broker: Broker, topic: str = "t", group: str = "g") -> list[float]:
+    """Values of SERIES."""
+    found = parsed(broker.prometheus())
+    retry = "true" if topic.startswith("%") else "false"
+    labels = {("topic", topic), ("consumer_group", group), ("is_retry", retry), ("is_system", "false")}
+    return [found[f"rocketmq_consumer_{name}"][frozenset(labels)] for name in SERIES]
+
+
+def value_of(broker: Broker, name: str, **labels: str) -> float:
+    return parsed(broker.prometheus())[f"rocketmq_{name}"][frozenset(labels.items())]
+
+
+def put_one_a_second(bench: Bench, broker: Broker, count: int) -> None:
+    """Message i is `count - i` seconds old then."""
+    for i in range(count):
+        broker.put("t", str(i).encode())
+        bench.clock.advance(1_000)
+
+
+def test_where_a_group_that_reads_stands(bench: Bench, broker: Broker) -> None:
+    put_one_a_second(bench, broker, 10)
+    broker.start_of("g", "t", 0, "earliest")
+    assert of_group(broker) == [10, 10, 0, 10_000, 10_000]
+    broker.read("t", 0, 0, 6, group="g")
+    assert of_group(broker) == [10, 4, 6, 10_000, 4_000]
+    broker.commit("g", "t", 0, 5)
+    assert of_group(broker) == [5, 4, 1, 5_000, 4_000]
+    broker.read("t", 0, 6, group="g")
+    broker.commit("g", "t", 0, 10)
+    assert of_group(broker) == [0, 0, 0, 0, 0]
+
+
+def test_where_a_group_that_pops_stands(bench: Bench, broker: Broker) -> None:
+    put_one_a_second(bench, broker, 10)
+    found = broker.pop("g", "t", 6, invisible=60)
+    assert of_group(broker) == [10, 4, 6, 10_000, 4_000]
+    broker.ack("g", "t", [found[0].receipt, found[2].receipt, found[3].receipt])
+    assert of_group(broker) == [7, 4, 3, 9_000, 4_000]
+    broker.release("g", "t", [found[4].receipt])
+    assert of_group(broker) == [7, 5, 2, 9_000, 6_000]
+    assert value_of(broker, "pop_checkpoint_buffer_size") == 1
+    bench.advance(61_000)
+    assert of_group(broker)[:3] == [5, 5, 0]
+    assert of_group(broker, RETRY)[:3] == [2, 2, 0]
+
+
+def test_where_a_group_that_pops_in_order_stands(bench: Bench, broker: Broker) -> None:
+    put_one_a_second(bench, broker, 10)
+    found = broker.pop("g", "t", 4, order=True, invisible=60)
+    assert of_group(broker) == [10, 6, 4, 10_000, 6_000]
+    broker.ack("g", "t", [found[0].receipt, found[2].receipt])
+    assert of_group(broker) == [8, 6, 2, 9_000, 6_000]
+    bench.advance(61_000)  # both are visible again
+    assert of_group(broker) == [8, 8, 0, 70_000, 70_000]
+
+
+def test_a_group_that_popped_and_now_reads_stands_where_it_commits(broker: Broker) -> None:
+    broker.put_many("t", [b"x"] * 10)
+    found = broker.pop("g", "t", 2)
+    broker.ack("g", "t", [each.receipt for each in found])
+    assert of_group(broker)[:3] == [8, 8, 0]
+    broker.read("t", 0, 2, 5, group="g")
+    broker.commit("g", "t", 0, 4)
+    assert of_group(broker)[:3] == [6, 3, 3]
+
+
+def test_a_queue_that_retention_shortened_has_only_what_it_has(bench: Bench, broker: Broker) -> None:
+    broker.put_many("t", [bytes(6000)] * 40)
+    broker.start_of("g", "t", 0, "earliest")
+    broker.store.drop_before(broker.store._run.starts[2])
+    kept = broker.max_offset("t", 0) - broker.min_offset("t", 0)
+    assert 0 < kept < 40
+    assert broker.lag("g") == {QueueRef("t", 0): kept}
+    assert of_group(broker)[:3] == [kept, kept, 0]
+
+
+def test_queues_of_a_topic_add_up_and_the_oldest_message_counts(bench: Bench, broker: Broker) -> None:
+    broker.topics.create("u", queues=3)
+    for queue_id in (2, 0, 1):
+        broker.put("u", b"x", queue_id=queue_id)
+        broker.start_of("g", "u", queue_id, "earliest")
+        bench.clock.advance(1_000)
+    broker.commit("g", "u", 2, 1)
+    assert of_group(broker, "u") == [2, 2, 0, 2_000, 2_000]
+    broker.start_of("h", "v", 0) if broker.topics.get("v") else None
+
+
+def test_what_waits_and_what_is_stored(bench: Bench, broker: Broker) -> None:
+    broker.put("t", b"x", delay_level=18)
+    broker.put("t", b"x", delay_level=18)
+    broker.put("t", b"x", delay=3_600)
+    transaction = broker.transactions.begin("t", b"half", producer_group="p")
+    bench.clock.advance(5_000)
+    broker.store.dispatch()
+    assert value_of(broker, "timing_messages", kind="level") == 2
+    assert value_of(broker, "timing_messages", kind="moment") == 1
+    assert value_of(broker, "half_messages") == 1
+    assert value_of(broker, "storage_message_reserve_time") == 5_000
+    assert value_of(broker, "storage_size") == broker.store.stats().commitlog_bytes > 0
+    assert value_of(broker, "storage_flush_behind_bytes") == broker.store.stats().flush_lag_bytes > 0
+    assert value_of(broker, "storage_dispatch_behind_bytes") == 0
+    broker.transactions.end(transaction, "commit")
+    assert value_of(broker, "half_messages") == 0
+    assert value_of(broker, "commit_messages_total", topic="t", is_retry="false", is_system="false") == 1
+
+
+def test_an_empty_store_tells_zeros(bench: Bench) -> None:
+    for name in ("storage_message_reserve_time", "pop_revive_lag", "pop_revive_latency", "half_messages"):
+        assert value_of(bench.broker, name) == 0
+
+
+def test_redeliveries_that_are_overdue(bench: Bench, broker: Broker) -> None:
+    broker.put_many("t", [b"x"] * 5)
+    found = broker.pop("g", "t", 5, invisible=10)
+    broker.ack("g", "t", [found[0].receipt])
+    broker.change_invisible("g", "t", found[1].receipt, 100)
+    assert value_of(broker, "pop_revive_lag") == 0
+    bench.clock.advance(12_500)  # and the housekeeper did not come
+    assert value_of(broker, "pop_revive_lag") == 3
+    assert value_of(broker, "pop_revive_latency") == 2_500
+    bench.settle()
+    assert value_of(broker, "pop_revive_lag") == value_of(broker, "pop_revive_latency") == 0
+
+
+def test_redeliveries_that_cannot_be_put_stay_overdue(
+    bench: Bench, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker.put_many("t", [b"x"] * 5)
+    broker.pop("g", "t", 5, invisible=10)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "no space")
+
+    monkeypatch.setattr(broker._parts.road, "copy", full)
+    bench.clock.advance(10_500)
+    broker.run_once()
+    assert "pop" in broker.stats().errors
+    assert value_of(broker, "pop_revive_lag") == 5
+    assert value_of(broker, "pop_revive_latency") == 500
+
+
+def test_counters_and_gauges_are_one_text(broker: Broker) -> None:
+    broker.put_many("t", [b"x"] * 3)
+    broker.pop("g", "t", 2)
+    found = parsed(broker.prometheus())
+    plain = {("topic", "t"), ("is_retry", "false"), ("is_system", "false")}
+    assert found["rocketmq_messages_in_total"][frozenset(plain)] == 3
+    assert found["rocketmq_messages_out_total"][frozenset({*plain, ("consumer_group", "g")})] == 2
+    log = {("topic", POP_LOG), ("is_retry", "false"), ("is_system", "true")}
+    assert found["rocketmq_messages_in_total"][frozenset(log)] == 1
+    expected = {
+        "consumer_lag_messages", "consumer_lag_latency", "consumer_inflight_messages", "consumer_queueing_latency",
+        "consumer_ready_messages", "storage_size", "storage_flush_behind_bytes", "storage_dispatch_behind_bytes",
+        "storage_message_reserve_time", "pop_revive_lag", "pop_revive_latency", "pop_checkpoint_buffer_size",
+        "half_messages", "timing_messages",
+    }  # fmt: skip
+    assert expected <= {name.removeprefix("rocketmq_") for name in found}
+    assert not any(("consumer_group", group) in labels for labels in found["rocketmq_consumer_lag_messages"]
+                   for group in ("CID_RMQ_SYS_POP_LOG", "CID_RMQ_SYS_START"))  # fmt: skip
+
+
+def test_opening_looks_at_no_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred thousand of them would make it slow."""
+    bench = Bench(tmp_path / "store")
+    bench.broker.put("t", b"x")
+    parts, broker = bench.broker._parts, bench.broker
+    monkeypatch.setattr(type(parts.store), "offsets_or_none", lambda *_: pytest.fail("looked at"))
+    metrics_module.Metrics(
+        parts, reads=broker._reads, pop=broker._pop, delay=broker._delay, timer=broker._timer,
+        transactions=broker._transactions,
+    ).close()  # fmt: skip
+    monkeypatch.undo()
+    broker.close()
+    assert isinstance(bench.clock, SimulatedClock)

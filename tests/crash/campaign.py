@@ -1,0 +1,55 @@
+"""Crash images by seed: which are tried, in which order, and how a failing one is named.
+
+A script is a run on a recording file layer; each yields several images, since making one costs as much as checking a
+few. `make crash N=100000` tries more of them; MQSTORE_CRASH_SEED tries one.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Generic, TypeVar
+
+__all__ = ["Campaign"]
+
+Script = TypeVar("Script")
+
+
+class Campaign(Generic[Script]):
+    """The seeds of one test file. `record(number, folder)` makes script `number`; `images`: how many by default."""
+
+    def __init__(
+        self, test: str, record: Callable[[int, Path], Script], *, images: int, chunk: int, images_a_script: int
+    ) -> None:
+        self._test = test
+        self._record = record
+        self._chunk = chunk
+        self._images_a_script = images_a_script
+        self._images = int(os.environ.get("MQSTORE_CRASH_IMAGES", images))
+        self._only = os.environ.get("MQSTORE_CRASH_SEED")
+        self._scripts: dict[int, Script] = {}
+
+    def chunks(self) -> list[int]:
+        """First seeds, one for each test; to parametrize with."""
+        return [int(self._only)] if self._only else list(range(0, self._images, self._chunk))
+
+    def script(self, seed: int, tmp: Path) -> Script:
+        """The script of this seed's image. Its directory is gone again: the record is what counts."""
+        number = seed // self._images_a_script
+        if number not in self._scripts:
+            here = tmp / f"script-{number}"
+            here.mkdir()
+            self._scripts[number] = self._record(number, here)
+            shutil.rmtree(here)
+        return self._scripts[number]
+
+    def run(self, first: int, check: Callable[[int, Path], None], tmp: Path) -> None:
+        """`check(seed, tmp)` for each seed of the chunk that begins at `first`."""
+        for seed in range(first, first + 1 if self._only else min(first + self._chunk, self._images)):
+            try:
+                check(seed, tmp)
+            except Exception as error:
+                command = f"MQSTORE_CRASH_SEED={seed} pytest tests/crash/{self._test}"
+                raise AssertionError(f"crash image {seed}: {error}; to see it again: {command}") from error
