@@ -324,8 +324,8 @@ def test_a_setting_that_cannot_be_changes_nothing(groups: _Groups, settings: dic
 def test_creating_twice_is_an_error_unless_it_may_exist(groups: _Groups) -> None:
     first = groups.table.create("g", orderly=True)
     with pytest.raises(ConfigError, match="exists already"):
-        groups.table.create("g")
-    assert groups.table.create("g", exist_ok=True) is first
+        groups.table.create("g", exist_ok=False)
+    assert groups.table.create("g") is first
 
 
 def test_what_is_not_there_is_neither_altered_nor_deleted_nor_forbidden(groups: _Groups) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import threading
 from collections.abc import Iterator
@@ -14,8 +15,10 @@ from mqstore.broker import metrics as metrics_module
 from mqstore.broker.broker import Broker
 from mqstore.broker.statistics import StatisticsSnapshot
 from mqstore.clock import SimulatedClock
+from mqstore.errors import StoreClosedError
 from mqstore.log.commitlog import QueueRef
 from tests.broker.test_broker import Bench
+from tests.faults import FaultyFileSystem
 
 RETRY = "%RETRY%g+t"
 POP_LOG = "rmq_sys_pop_log"
@@ -111,6 +114,7 @@ def test_a_queue_that_begins_high_begins_with_its_first_message(broker: Broker) 
 def test_what_retention_took_meanwhile_is_counted_all_the_same(bench: Bench, broker: Broker) -> None:
     broker.put_many("t", [bytes(6000)] * 40)
     broker.store.dispatch()
+    broker.store.flush()
     third = broker.store._run.starts[2]
     broker.store.drop_before(third)
     assert broker.min_offset("t", 0) > 0
@@ -242,7 +246,7 @@ def test_lateness_of_delayed_messages(bench: Bench, broker: Broker) -> None:
     bench.clock.advance(31_000)
     bench.settle()
     assert times(broker, "DELAY_LATENCY", "t") == 2
-    assert 250 + 2_250 - 1_000 <= totals(broker, "DELAY_LATENCY", key="t")[0] <= 250 + 2_250
+    assert totals(broker, "DELAY_LATENCY", key="t") == [250 + 2_250]
 
 
 # -- failures ---------------------------------------------------------------------------------------------------------
@@ -302,8 +306,8 @@ def test_a_group_of_an_old_name_begins_with_what_its_retry_topic_still_has(bench
 
 
 def test_progress_in_the_retry_topic_is_not_set_back(bench: Bench, broker: Broker) -> None:
-    broker.put_many("t", [b"x"] * 2)
     for number in (1, 2):
+        broker.put("t", b"x")
         broker.pop("g", "t", 1, invisible=1)
         bench.advance(2_000)
         [again] = broker.pop("g", "t", 1)
@@ -337,7 +341,8 @@ def parsed(text: str) -> dict[str, dict[frozenset[tuple[str, str]], float]]:
             assert current not in kinds
         elif line.startswith("# TYPE "):
             _, _, name, kinds[current] = line.split(" ")
-            assert name == current and kinds[name] in ("counter", "gauge", "summary")
+            assert name == current
+            assert kinds[name] in ("counter", "gauge", "summary")
         else:
             match = re.fullmatch(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)", line)
             assert match is not None, line
@@ -418,6 +423,7 @@ def test_a_group_that_popped_and_now_reads_stands_where_it_commits(broker: Broke
 def test_a_queue_that_retention_shortened_has_only_what_it_has(bench: Bench, broker: Broker) -> None:
     broker.put_many("t", [bytes(6000)] * 40)
     broker.start_of("g", "t", 0, "earliest")
+    broker.store.flush()
     broker.store.drop_before(broker.store._run.starts[2])
     kept = broker.max_offset("t", 0) - broker.min_offset("t", 0)
     assert 0 < kept < 40
@@ -433,7 +439,6 @@ def test_queues_of_a_topic_add_up_and_the_oldest_message_counts(bench: Bench, br
         bench.clock.advance(1_000)
     broker.commit("g", "u", 2, 1)
     assert of_group(broker, "u") == [2, 2, 0, 2_000, 2_000]
-    broker.start_of("h", "v", 0) if broker.topics.get("v") else None
 
 
 def test_what_waits_and_what_is_stored(bench: Bench, broker: Broker) -> None:
@@ -449,10 +454,28 @@ def test_what_waits_and_what_is_stored(bench: Bench, broker: Broker) -> None:
     assert value_of(broker, "storage_message_reserve_time") == 5_000
     assert value_of(broker, "storage_size") == broker.store.stats().commitlog_bytes > 0
     assert value_of(broker, "storage_flush_behind_bytes") == broker.store.stats().flush_lag_bytes > 0
-    assert value_of(broker, "storage_dispatch_behind_bytes") == 0
+    size = broker.put("t", b"x").size
+    assert value_of(broker, "storage_dispatch_behind_bytes") == size
+    assert value_of(broker, "storage_dispatch_behind_bytes") == 0  # since somebody looked
     broker.transactions.end(transaction, "commit")
     assert value_of(broker, "half_messages") == 0
     assert value_of(broker, "commit_messages_total", topic="t", is_retry="false", is_system="false") == 1
+
+
+def test_a_full_disk_is_no_reason_to_tell_nothing(tmp_path: Path) -> None:
+    fs = FaultyFileSystem()
+    bench = Bench(tmp_path / "store", fs=fs)
+    bench.broker.put("t", b"x")
+    bench.broker.stats()
+    fs.fail("pwrite", errno.ENOSPC, path_part="consumequeue", times=None)
+    size = bench.broker.put("t", b"y").size
+    assert totals(bench.broker, "TOPIC_PUT_NUMS", key="t") == [1]
+    assert value_of(bench.broker, "storage_dispatch_behind_bytes") == size
+    fs.heal()
+    assert totals(bench.broker, "TOPIC_PUT_NUMS", key="t") == [2]
+    bench.broker.close()
+    with pytest.raises(StoreClosedError):
+        bench.broker.prometheus()
 
 
 def test_an_empty_store_tells_zeros(bench: Bench) -> None:

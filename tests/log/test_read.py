@@ -645,15 +645,15 @@ def test_a_read_that_a_close_overtakes_is_an_error_and_passes_over_nothing(
     for i in range(3):
         store.put("t", b"%d" % i)
     store.dispatch()
-    units = ConsumeQueue.units
+    read = ConsumeQueue.read
 
     def closing(self: ConsumeQueue, offset: int, count: int) -> Any:
-        found = units(self, offset, count)
+        found = read(self, offset, count)
         monkeypatch.undo()
         store.close()
         return found
 
-    monkeypatch.setattr(ConsumeQueue, "units", closing)
+    monkeypatch.setattr(ConsumeQueue, "read", closing)
     with pytest.raises(StoreClosedError):
         store.read_columns("t") if columns else store.get("t", 0, 0)
     assert store.closed

@@ -174,7 +174,7 @@ Examples:
 @click.option("--perm", type=_PERM, help="Who may: read, write.")
 @click.option("--type", "type_", type=_TYPES, help="What its messages are.")
 @click.option("--order/--no-order", default=None, help="Advice to RocketMQ's clients: the order of queues matters.")
-@click.option("--force", is_flag=True, help="Even if messages are then in queues that nobody reads.")
+@click.option("--force", is_flag=True, help="Even if messages are then in queues nobody reads, or order is lost.")
 @dry_run_option
 @json_option
 def alter(
@@ -192,7 +192,7 @@ def alter(
     """Change what is given of the topic NAME in the store in DIR.
 
     Groups of ordered messages choose their queue by the number of write queues: with another number they go on in
-    another queue, and the order across the change is lost.
+    another queue, and the order across the change is lost. While such a topic is being consumed it takes --force.
     """
     if all(value is None for value in (read_queues, write_queues, perm, type_, order)):
         raise click.UsageError("say what to change: --read-queues, --write-queues, --perm, --type or --order")

@@ -445,9 +445,10 @@ class Broker:
     def stats(self) -> BrokerStats:
         """A snapshot; takes as long as looking at the front of every queue."""
         errors = dict(self._housekeeper.errors)
-        self._metrics.harvest()
+        store = self.store.stats()  # before what it tells to be behind is dispatched
+        self._metrics.refresh()
         return BrokerStats(
-            store=self.store.stats(),
+            store=store,
             counters=self._parts.statistics.snapshot(),
             delay_levels=self._delay.progress(),
             timer_waiting=self._timer.waiting(),

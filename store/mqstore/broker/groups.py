@@ -381,8 +381,9 @@ class GroupTable:
 
     # -- changing ---------------------------------------------------------------------------------------------------
 
-    def create(self, name: str, *, exist_ok: bool = False, **settings: Any) -> GroupConfig:
-        """Enter a group; `settings` are fields of `GroupConfig`, and `retry_max_times` for the policy's attempts - 1.
+    def create(self, name: str, *, exist_ok: bool = True, **settings: Any) -> GroupConfig:
+        """Enter a group; `settings` are fields of `GroupConfig`, and `max_attempts` (None: for ever) for those of the
+        policy, or `retry_max_times` for one less.
 
         With `exist_ok` a group that is there is returned as it is; else it is a ConfigError, as is a name or a setting
         that cannot be. NotPermittedError for a group of the engine's own, StoreFullError and StoreIOError when it
@@ -484,9 +485,13 @@ def _with(config: GroupConfig, settings: Mapping[str, Any]) -> GroupConfig:
     """`config` with these settings, checked."""
     given = dict(settings)
     times = given.pop("retry_max_times", None)
+    limited = "max_attempts" in given
+    attempts = given.pop("max_attempts", None)
     for name, value in given.items():
         if name not in _CHECKS:
-            raise ConfigError(f"a group has no setting {name!r}; there are {', '.join(_CHECKS)}, retry_max_times")
+            raise ConfigError(
+                f"a group has no setting {name!r}; there are {', '.join(_CHECKS)}, max_attempts, retry_max_times"
+            )
         fits, values = _CHECKS[name]
         if not fits(value):
             raise ConfigError(f"group {config.name!r}: {name} must be {values}, not {value!r}")
@@ -495,8 +500,14 @@ def _with(config: GroupConfig, settings: Mapping[str, Any]) -> GroupConfig:
     if times is not None:
         if type(times) is not int or not 0 <= times <= _FOR_EVER:
             raise ConfigError(f"group {config.name!r}: retry_max_times must lie in 0..{_FOR_EVER}, not {times!r}")
-        policy = given.get("retry_policy", config.retry_policy)
-        given["retry_policy"] = policy.with_attempts(None if times == _FOR_EVER else times + 1)
+        of_times = None if times == _FOR_EVER else times + 1
+        if limited and attempts != of_times:
+            raise ConfigError(
+                f"group {config.name!r}: max_attempts={attempts!r} and retry_max_times={times} contradict each other"
+            )
+        limited, attempts = True, of_times
+    if limited:
+        given["retry_policy"] = given.get("retry_policy", config.retry_policy).with_attempts(attempts)
     old = config.retry_policy
     new = replace(config, **given)
     if new.retry_policy != old:

@@ -3,7 +3,7 @@
     put ------> dispatcher --- "this queue grew from .. to .." --> noted    |
     read -----> `Reads`        plain numbers by group and queue             |--- `harvest` --> `Statistics` --> windows
     pop, ack -> `QueueState`   plain numbers, under the lock it holds       |
-    lags, ages, sizes, what waits   -------------- measured by `gauges` when somebody asks --> Prometheus
+    lags, ages, sizes, what waits   ----------- measured by `prometheus` when somebody asks --> text
 
 A put pays nothing: the dispatcher tells of each queue once a pass, and sizes are summed over the units afterwards,
 thousands at once. `harvest` runs every ten seconds, before the windows take their samples, and whenever somebody looks.
@@ -20,6 +20,7 @@ import logging
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from mqstore.broker.reading import Reads
     from mqstore.broker.timer import TimerService
     from mqstore.broker.transactions import Transactions
+    from mqstore.log.stats import StoreStats
 
 __all__ = ["Metrics"]
 
@@ -122,8 +124,15 @@ class Metrics:
 
     # -- counting ---------------------------------------------------------------------------------------------------
 
+    def refresh(self) -> None:
+        """Bring the counters up to date with every put that has returned, as far as the disk has room for its units.
+        StoreClosedError."""
+        with suppress(OSError):  # what hinders dispatch shows elsewhere, and is no reason to tell nothing
+            self._store.dispatch()
+        self.harvest()
+
     def harvest(self) -> None:
-        """Bring the counters up to date."""
+        """Bring the counters up to date with what readers can see."""
         with self._lock:
             items = [*self._puts(), *self._pops(), *self._gets()]
             if items:
@@ -205,15 +214,15 @@ class Metrics:
         }
 
     def prometheus(self) -> str:
-        """All counters and gauges in Prometheus' text format 0.0.4."""
-        self.harvest()
-        return self._statistics.prometheus_text(self.gauges())
+        """All counters and gauges in Prometheus' text format 0.0.4. StoreClosedError."""
+        stats = self._store.stats()  # before we dispatch what is behind
+        self.refresh()
+        return self._statistics.prometheus_text(self._gauges(stats))
 
-    def gauges(self) -> dict[str, float | _Samples]:
+    def _gauges(self, stats: StoreStats) -> dict[str, float | _Samples]:
         """Series -> its samples, as of now. Costs a look at every queue that a group has progress in, two more where
         something waits."""
         now_ms = self._clock.now_ms()
-        stats = self._store.stats()
         overdue, overdue_ms, batches = self._pop.backlog(now_ms)
         waiting: _Samples = [({"kind": "level"}, self._delay.waiting()), ({"kind": "moment"}, self._timer.waiting())]
         gauges: dict[str, float | _Samples] = {

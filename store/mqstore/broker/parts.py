@@ -72,13 +72,15 @@ def open_parts(store: MessageStore) -> Parts:
     config, clock, fs = store.config, store.clock, store.fs
     offsets = OffsetTable(store, config, clock, fs)
     topics = TopicTable(store, config, clock, fs, offsets)
+    groups = GroupTable(store, config, clock, fs)
+    topics.in_order.append(lambda _, group: (known := groups.get(group)) is not None and known.orderly)
     return Parts(
         store=store,
         config=config,
         clock=clock,
         fs=fs,
         topics=topics,
-        groups=GroupTable(store, config, clock, fs),
+        groups=groups,
         offsets=offsets,
         road=Road(store, topics, config, clock),
         statistics=Statistics(clock),

@@ -106,6 +106,7 @@ class PopService:
         self._keeper = PopKeeper(self._tables, self._standard, self._fifo, file, as_loaded)
         parts.topics.on_change.append(self._topic_changed)
         parts.groups.on_change.append(self._group_changed)
+        parts.topics.in_order.append(self._in_order)
 
     # -- popping ----------------------------------------------------------------------------------------------------
 
@@ -251,6 +252,10 @@ class PopService:
         if self._parts.groups.get(group) is None:
             self._tables.drop(lambda key: key.group == group)
         self._routes = {}
+
+    def _in_order(self, topic: str, group: str) -> bool:
+        """Whether the group popped the topic in order, or counts attempts of its messages, of late (9.4)."""
+        return any(key[:2] == (topic, group) for key in self._orders.records())
 
     # -- waiting ----------------------------------------------------------------------------------------------------
 
@@ -478,8 +483,8 @@ class PopService:
 
     def counts(self) -> Iterator[tuple[QueueKey, Counts]]:
         """What happened in each queue since the last call; queues in which nothing did are left out."""
-        dropped, self._tables.last_counts = self._tables.last_counts, []
-        yield from dropped
+        while self._tables.last_counts:
+            yield self._tables.last_counts.pop()
         for key, state in list(self._tables.states.items()):
             if state.pops or state.acked:  # a look without the lock: what comes just now is for the next call
                 with state.lock:
@@ -582,6 +587,8 @@ class PopService:
         ):
             if listener in changes:
                 changes.remove(listener)
+        if self._in_order in self._parts.topics.in_order:
+            self._parts.topics.in_order.remove(self._in_order)
 
     def pins(self) -> Iterable[Pin]:
         """The record from which a replay begins. Messages in flight are kept by the offset committed."""

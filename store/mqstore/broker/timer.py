@@ -448,7 +448,8 @@ class TimerService:
             return
         marks = {TIMER_ENQUEUE_MS: str(unit.write_ms), TIMER_DEQUEUE_MS: str(now_ms)}
         self._put(message, topic, int(properties[REAL_QID]), properties, _DELIVERED_WITHOUT, marks)
-        self._parts.statistics.add(DELAY_LATENCY, topic, max(0, self._parts.clock.now_ms() - out_ms))
+        late_ms = self._parts.clock.now_ms() - (out_ms + PRECISION_MS)  # from when its slot was over
+        self._parts.statistics.add(DELAY_LATENCY, topic, max(0, late_ms))
 
     def _put(
         self,

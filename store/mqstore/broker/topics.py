@@ -142,6 +142,9 @@ class TopicTable:
     ) -> None:
         """Load the file. Raises CorruptStoreError when no good copy of it is left, StoreIOError."""
         self.on_change: list[Callable[[str], None]] = []
+        self.in_order: list[Callable[[str, str], bool]] = []
+        """Asked (topic, group) by `alter`: whether that group, which has progress on that topic, relies on its order.
+        One that says so is enough; every group of a FIFO topic does."""
         self._store = store
         self._clock = clock
         self._offsets = offsets
@@ -314,8 +317,9 @@ class TopicTable:
         """Change what is given. A "+" before an attribute's name sets it, a "-" removes it.
 
         Queues are taken away from writers first, drained, and only then taken away from readers: what would hide
-        messages in queues that nobody sees is a ConfigError without `force` (1.1). Other errors as `create`;
-        TopicNotFoundError without such a topic, NotPermittedError for a system topic.
+        messages in queues that nobody sees is a ConfigError without `force` (1.1). So is another number of write queues
+        while a group that relies on order has progress on the topic: message groups would go on in other queues (12).
+        Other errors as `create`; TopicNotFoundError without such a topic, NotPermittedError for a system topic.
         """
         self._refuse_system(name, "altered")
         given: dict[str, Any] = {"read_queues": read_queues, "write_queues": write_queues, "perm": perm, "order": order}
@@ -326,6 +330,7 @@ class TopicTable:
             _check_wish(new, old)
             if not force and (new.read_queues, new.write_queues) != (old.read_queues, old.write_queues):
                 self._refuse_hiding(old, new)
+                self._refuse_moving(old, new)
             with self._lock:
                 if self._known.get(name) is old:  # else it changed while we asked the store
                     self._write({**self._entered, name: new})
@@ -372,6 +377,18 @@ class TopicTable:
             reason = f"queues {', '.join(map(str, hidden[:8]))} hold messages that not every group has consumed"
         if reason is not None:
             raise ConfigError(f"topic {new.name!r}: {reason}; force=True does it all the same")
+
+    def _refuse_moving(self, old: TopicConfig, new: TopicConfig) -> None:
+        if new.write_queues == old.write_queues:
+            return
+        fifo = "FIFO" in (old.message_type, new.message_type)
+        groups = self._offsets.groups_of(new.name)
+        ordered = sorted(group for group in groups if fifo or any(asks(new.name, group) for asks in self.in_order))
+        if ordered:
+            raise ConfigError(
+                f"topic {new.name!r} is consumed in order by {', '.join(ordered[:8])}: with another number of write "
+                f"queues message groups go on in other queues; force=True does it all the same"
+            )
 
     def _undrained(self, name: str, queue_id: int) -> bool:
         first, end = self._store.offsets_or_none(name, queue_id) or (0, 0)

@@ -215,7 +215,10 @@ class ConsumeQueue:
             first = self.max_offset
             if not self._starts:
                 first = offset // self._table.units_per_segment * self._table.units_per_segment
-            self._pwrite(first, VOID_UNIT * (offset - first))
+            while first < offset:
+                count = min(offset - first, _CHUNK_UNITS)
+                self._pwrite(first, VOID_UNIT * count)
+                first += count
         self._pwrite(offset, units)
 
     def _pwrite(self, offset: int, data: bytes | memoryview) -> None:
