@@ -29,7 +29,7 @@ demo: $(VENV)/stamp-core
 	$(BIN)/mqstore demo
 
 test: lint
-	$(BIN)/python -m pytest --cov --cov-report=term
+	$(BIN)/python -m pytest -n auto --cov --cov-report=term
 
 lint: $(VENV)/stamp-dev
 	$(BIN)/ruff check .

@@ -17,7 +17,7 @@ from mqstore.broker.statistics import StatisticsSnapshot
 from mqstore.clock import SimulatedClock
 from mqstore.errors import StoreClosedError
 from mqstore.log.commitlog import QueueRef
-from tests.broker.test_broker import Bench
+from tests.broker.test_broker import HOUR, Bench
 from tests.faults import FaultyFileSystem
 
 RETRY = "%RETRY%g+t"
@@ -66,6 +66,7 @@ def test_puts_are_counted_by_queue_topic_and_store(broker: Broker) -> None:
     assert found.total("TOPIC_PUT_SIZE", "u") == sizes["u", 0] + sizes["u", 1]
     assert found.total("BROKER_PUT_NUMS") == found.total("BROKER_PUT_NUMS_WITHOUT_SYSTEM_TOPIC") == 4
     assert found.totals["TOPIC_PUT_SIZE", "u"].times == 3  # so that the average is that of a message
+    assert found.totals["QUEUE_PUT_SIZE", "u@1"].times == 2
 
 
 def test_nothing_is_counted_twice_however_often_one_looks(broker: Broker) -> None:
@@ -112,13 +113,14 @@ def test_a_queue_that_begins_high_begins_with_its_first_message(broker: Broker) 
 
 
 def test_what_retention_took_meanwhile_is_counted_all_the_same(bench: Bench, broker: Broker) -> None:
-    broker.put_many("t", [bytes(6000)] * 40)
+    size = broker.put_many("t", [bytes(6000)] * 40)[0].size
     broker.store.dispatch()
     broker.store.flush()
     third = broker.store._run.starts[2]
     broker.store.drop_before(third)
-    assert broker.min_offset("t", 0) > 0
-    assert totals(broker, "QUEUE_PUT_NUMS", key="t@0") == [40]
+    kept = 40 - broker.min_offset("t", 0)
+    assert 0 < kept < 40
+    assert totals(broker, "QUEUE_PUT_NUMS", "QUEUE_PUT_SIZE", key="t@0") == [40, kept * size]
 
 
 def test_system_topics_are_told_apart(broker: Broker) -> None:
@@ -249,6 +251,15 @@ def test_lateness_of_delayed_messages(bench: Bench, broker: Broker) -> None:
     assert totals(broker, "DELAY_LATENCY", key="t") == [250 + 2_250]
 
 
+def test_a_clock_set_back_makes_nothing_early(bench: Bench, broker: Broker) -> None:
+    broker.put("t", b"x", delay_level=1)
+    broker.run_once()
+    bench.clock.set_wall(bench.clock.now_ms() - HOUR)
+    bench.advance(1_000)
+    assert broker.max_offset("t", 0) == 1
+    assert totals(broker, "DELAY_LATENCY", key="t") == [0]
+
+
 # -- failures ---------------------------------------------------------------------------------------------------------
 
 
@@ -291,6 +302,29 @@ def test_lag_counts_what_was_sent_back(bench: Bench, broker: Broker) -> None:
     broker.commit("g", "t", 0, 1)
     broker.send_back("g", physical, delay=0)
     assert broker.lag("g") == {QueueRef("t", 0): 0, QueueRef("%RETRY%g", 0): 1}
+
+
+def test_lag_counts_what_a_client_put_into_the_retry_topic(broker: Broker) -> None:
+    broker.groups.create("g")
+    broker._retries.put_retry("%RETRY%g", b"x", {}, locks=broker.locks)
+    assert broker.lag("g") == {QueueRef("%RETRY%g", 0): 1}
+
+
+def test_progress_begins_where_a_queue_does_and_is_kept(broker: Broker) -> None:
+    offsets = broker.offsets
+    broker.put_many("t", [b"x"] * 5)
+    offsets.begin("g", "t", 0)
+    offsets.move_start("t", 0, 3)
+    for group in ("g", "h"):
+        offsets.begin(group, "t", 0)
+    offsets.commit("i", "t", 0, 4)
+    offsets.begin("i", "t", 0)
+    assert [offsets.committed(group, "t", 0) for group in "ghi"] == [0, 3, 4]
+    offsets.save()
+    offsets.begin("g", "t", 0)
+    assert not offsets.dirty
+    offsets.begin("j", "t", 0)
+    assert offsets.dirty
 
 
 def test_a_group_of_an_old_name_begins_with_what_its_retry_topic_still_has(bench: Bench, broker: Broker) -> None:

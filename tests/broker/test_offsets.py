@@ -773,8 +773,8 @@ def test_random_calls_agree_with_the_plain_tables(tmp_path_factory: pytest.TempP
 
 
 def test_an_offset_lowered_at_load_is_lowered_on_disk_before_anything_is_put(tmp_path: Path) -> None:
-    """The log lost its tail, the file says 9. Were it left to say so, a kill once the queue had ten messages again would
-    have the group skip those it never saw."""
+    """The log lost its tail, the file says 9. Were it left to say so, a kill once the queue had ten messages again
+    would have the group skip those it never saw."""
     store = open_store(tmp_path / "s", segment_bytes=1 << 16)
     for _ in range(3):
         store.put("T", b"x")

@@ -53,6 +53,7 @@ class Housekeeper:
         self._event = threading.Event()
         self._stopping = False
         self._thread: threading.Thread | None = None
+        self._last_ms = 0
 
     def waker(self, name: str) -> Callable[[], None]:
         """What makes the mechanism of that name due at once; may be called before that is added."""
@@ -71,6 +72,10 @@ class Housekeeper:
 
     def run_once(self, now_ms: int) -> int | None:
         """Run what is due; when the next is. One caller at a time."""
+        if now_ms < self._last_ms:  # the clock was set back: times named by the old one mean nothing now
+            for job in self._jobs:
+                job.due_ms = now_ms
+        self._last_ms = now_ms
         for job in self._jobs:
             if self._stopping:
                 return None
