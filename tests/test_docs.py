@@ -30,11 +30,12 @@ def test_the_five_lines_of_the_readme_print_what_was_put(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    [(_, code), *_] = _examples()
+    [(_, queue), (_, log), *_] = _examples()
 
-    exec(compile(code, "README", "exec"), {"__name__": "example"})
+    for code in (queue, log):
+        exec(compile(code, "README", "exec"), {"__name__": "example"})
 
-    assert capsys.readouterr().out == "0 created b'hello'\n"
+    assert capsys.readouterr().out == "1 https://example.org\n0 created b'hello'\n"
 
 
 def test_every_link_to_a_file_leads_somewhere() -> None:

@@ -3,7 +3,7 @@
 >>> import tempfile
 >>> with tempfile.TemporaryDirectory() as folder, open(folder) as store:
 ...     receipt = store.put("greetings", b"hello")
-...     [message.body for message in store.read("greetings")]
+...     [message.body for message in store.read(*receipt.queue, receipt.offset)]
 [b'hello']
 """
 
@@ -17,6 +17,7 @@ from mqstore.broker.filters import Filter
 from mqstore.broker.groups import GroupConfig, RetryPolicy
 from mqstore.broker.pop import Delivery
 from mqstore.broker.topics import TopicConfig
+from mqstore.client.codecs import BYTES, JSON, TEXT, Codec
 from mqstore.clock import Clock, SimulatedClock, SystemClock
 from mqstore.errors import (
     ConfigError,
@@ -33,6 +34,9 @@ from mqstore.errors import (
     NotAStoreError,
     NotPermittedError,
     OffsetOutOfRangeError,
+    QueueEmpty,
+    QueueFull,
+    QueueShutDown,
     ReadOnlyStoreError,
     ReceiptExpiredError,
     ResultCode,
@@ -56,12 +60,18 @@ from mqstore.log.report import Cut, Finding, RecoveryReport
 from mqstore.log.stats import StoreStats
 from mqstore.log.store import MessageStore
 from mqstore.options import Durability, Duration, Profile, Retention, StoreConfig
+from mqstore.queue import Queue, Task
+from mqstore.store import Store
 
 __all__ = [
+    "BYTES",
+    "JSON",
+    "TEXT",
     "Binary",
     "Body",
     "Broker",
     "Clock",
+    "Codec",
     "Columns",
     "ConfigError",
     "CorruptStoreError",
@@ -89,7 +99,11 @@ __all__ = [
     "OffsetOutOfRangeError",
     "OutgoingMessage",
     "Profile",
+    "Queue",
+    "QueueEmpty",
+    "QueueFull",
     "QueueRef",
+    "QueueShutDown",
     "ReadOnlyStoreError",
     "ReceiptExpiredError",
     "RecoveryReport",
@@ -99,6 +113,7 @@ __all__ = [
     "SendError",
     "SendReceipt",
     "SimulatedClock",
+    "Store",
     "StoreBusyError",
     "StoreClosedError",
     "StoreConfig",
@@ -108,6 +123,7 @@ __all__ = [
     "StoreStats",
     "SubscriptionConflictError",
     "SystemClock",
+    "Task",
     "TopicConfig",
     "TopicNotFoundError",
     "TransactionStateError",
@@ -125,18 +141,18 @@ def open(
     durability: Durability = "append",
     lock_timeout: Duration = 0,
     config: StoreConfig | None = None,
-) -> MessageStore:
+) -> Store:
     """Open a store directory.
 
     "rw" takes the exclusive lock: StoreLockedError (with the holder's pid) if another process has it for longer than
-    `lock_timeout` seconds. "r" takes no lock and can only read; a writer may be at work meanwhile. A store that was not
-    closed cleanly is recovered first; `store.recovery` tells what was found. `profile` None: the directory's own,
-    "mqstore" for a new one. `durability` is what `put` promises when it returns: "append", in the page cache; "flush",
-    on disk. A killed process loses neither.
+    `lock_timeout` seconds; it delivers what is due from then on. "r" takes no lock and can only read; a writer may be
+    at work meanwhile. A store that was not closed cleanly is recovered first; `store.recovery` tells what was found.
+    `profile` None: the directory's own, "mqstore" for a new one. `durability` is what `put` promises when it returns:
+    "append", in the page cache; "flush", on disk. A killed process loses neither.
 
     Raises NotAStoreError, StoreLockedError, CorruptStoreError, UnsupportedStoreError, ConfigError.
     """
-    return MessageStore(
+    return Store(
         path,
         mode,
         create=create,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import queue
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import NoReturn
@@ -29,6 +30,9 @@ __all__ = [
     "NotAStoreError",
     "NotPermittedError",
     "OffsetOutOfRangeError",
+    "QueueEmpty",
+    "QueueFull",
+    "QueueShutDown",
     "ReadOnlyStoreError",
     "ReceiptExpiredError",
     "ResultCode",
@@ -285,6 +289,18 @@ class StoreFullError(SendError, OSError):
 
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+class QueueEmpty(MQStoreError, queue.Empty):  # noqa: N818  (as the standard library's, which it is)
+    """There is nothing to get, or there was not in time."""
+
+
+class QueueFull(MQStoreError, queue.Full):  # noqa: N818
+    """There is no room, or there was not in time. Nothing was put."""
+
+
+class QueueShutDown(MQStoreError, getattr(queue, "ShutDown", Exception)):  # type: ignore[misc]  # noqa: N818  # 3.13
+    """The queue was shut down. Nothing was put or taken."""
 
 
 def raise_os_error(error: OSError, filename: str | os.PathLike[str], operation: str) -> NoReturn:

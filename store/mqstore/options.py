@@ -6,7 +6,6 @@ its manifest; opening with another value is a `ConfigError`. The rest may differ
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 from datetime import timedelta
@@ -47,7 +46,7 @@ def seconds(duration: Duration, name: str) -> float:
     60.0
     """
     value = duration.total_seconds() if isinstance(duration, timedelta) else float(duration)
-    if math.isnan(value) or value < 0:
+    if not value >= 0:  # NaN is neither
         raise ConfigError(f"{name} must be zero or more seconds, not {duration!r}")
     return value
 

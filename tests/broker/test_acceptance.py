@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mqstore.broker.broker import Broker
 from mqstore.broker.groups import RetryPolicy
-from mqstore.errors import ConfigError
+from mqstore.errors import ConfigError, GroupNotFoundError, InvalidMessageError, NotPermittedError, StoreClosedError
+from mqstore.log.commitlog import QueueRef
 from tests.broker.test_broker import Bench
+from tests.tools.support import mqstore, mqstore_json, snapshot
 
 
 @pytest.fixture
@@ -54,7 +58,7 @@ def test_the_number_of_queues_stays_while_a_group_relies_on_order(
     prepare(bench)
     broker = bench.again() if restart else bench.broker
     wish = {"write_queues": queues, "read_queues": max(queues, 4)}
-    with pytest.raises(ConfigError, match=r"in order by g.*force=True"):
+    with pytest.raises(ConfigError, match=r"in order by g.*`force`"):
         broker.topics.alter("t", **wish)
     assert broker.topics.need("t").write_queues == 4
     broker.topics.alter("t", read_queues=8)  # moves no message
@@ -117,3 +121,136 @@ def test_creating_a_group_that_is_there_gives_it_as_it_is(bench: Bench) -> None:
     assert bench.broker.groups.create("g", max_attempts=9) is first
     with pytest.raises(ConfigError, match="exists already"):
         bench.broker.groups.create("g", exist_ok=False)
+
+
+# -- a broker that was closed (grpc-server 10; reliability P9) ---------------------------------------------------------
+
+CALLS: dict[str, Callable[[Broker], object]] = {
+    "put": lambda broker: broker.put("t", b"late"),
+    "put_many": lambda broker: broker.put_many("t", [b"late"]),
+    "put_async": lambda broker: broker.put_async("t", b"late").result(),
+    "read": lambda broker: broker.read("t", 0, 0, group="g"),
+    "pop": lambda broker: broker.pop("g", "t"),
+    "commit": lambda broker: broker.commit("g", "t", 0, 0),
+    "commit at once": lambda broker: broker.commit("g", "t", 0, 0, durability="flush"),
+    "reset": lambda broker: broker.reset("g", "t", None, "latest"),
+    "note_attempt": lambda broker: broker.note_attempt("g", "t", 0, 0, 1),
+    "send_back": lambda broker: broker.send_back("g", 0),
+    "begin": lambda broker: broker.transactions.begin("t", b"late", producer_group="p"),
+    "create a topic": lambda broker: broker.topics.create("late"),
+    "alter a topic": lambda broker: broker.topics.alter("t", perm=4),
+    "delete a topic": lambda broker: broker.topics.delete("t", force=True),
+    "create a group": lambda broker: broker.groups.create("late"),
+    "alter a group": lambda broker: broker.groups.alter("g", consume_enable=False),
+    "forbid": lambda broker: broker.groups.forbid("g", "t"),
+    "delete a group": lambda broker: broker.delete_group("g"),
+    "delete settings": lambda broker: broker.groups.delete("g"),
+    "a new group": lambda broker: broker.groups.need("late"),
+    "stats": lambda broker: broker.stats(),
+    "prometheus": lambda broker: broker.prometheus(),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("forked", [False, True], ids=["closed", "forked"])
+def test_a_closed_broker_refuses_and_leaves_the_files_to_who_has_the_lock_now(
+    bench: Bench, name: str, forked: bool
+) -> None:
+    """A group that was created on a broker closed long ago used to be written over the groups of its successor."""
+    late = bench.broker
+    late.topics.create("t", queues=1)
+    late.groups.create("g")
+    late.start_of("g", "t", 0)
+    late.put("t", b"a")
+    late.save()
+    if forked:
+        late.store._disown()  # as a child finds itself, whose parent goes on
+    else:
+        late.close()
+        bench.open().groups.create("new")
+    before = {path: path.read_bytes() for path in bench.path.rglob("*.json")}
+
+    with pytest.raises(StoreClosedError):
+        CALLS[name](late)
+
+    assert {path: path.read_bytes() for path in bench.path.rglob("*.json")} == before
+
+
+# -- the command: what is misspelt is said to be, and changes nothing --------------------------------------------------
+
+
+@pytest.fixture
+def letters(bench: Bench) -> Path:
+    """A store with two dead letters of group `g`."""
+    for body in (b"a", b"b"):
+        bench.broker.put("t", body, queue_id=0)
+    for delivery in bench.broker.pop("g", "t", 2):
+        bench.broker.dead_letter("g", "t", delivery.receipt, "no")
+    bench.broker.close()
+    return bench.path
+
+
+@pytest.mark.parametrize("command", [("list",), ("show",), ("replay",), ("replay", "--dry-run"), ("purge", "--yes")])
+def test_dead_letters_of_a_group_that_never_was_are_wrong_usage(letters: Path, command: tuple[str, ...]) -> None:
+    before = snapshot(letters)
+    result = mqstore("dlq", command[0], letters, "--group", "G", *command[1:])
+    assert (result.exit_code, "no group 'G'" in result.stderr) == (2, True)
+    assert snapshot(letters) == before
+    assert mqstore("dlq", command[0], letters, "--group", "g", *command[1:]).exit_code == 0
+
+
+@pytest.mark.parametrize("dry_run", [[], ["--dry-run"]])
+def test_a_replay_of_a_letter_that_is_not_there_sends_none(letters: Path, dry_run: list[str]) -> None:
+    before = snapshot(letters)
+    result = mqstore("dlq", "replay", letters, "--group", "g", "--offset", 1, "--offset", 7, *dry_run)
+    assert (result.exit_code, "offset 7" in result.stderr) == (1, True)
+    assert snapshot(letters) == before
+
+
+@pytest.mark.parametrize("words", [("topics", "crate", "S", "n"), ("dlq", "purg", "S"), ("offsets", "rest", "S")])
+def test_a_sub_command_that_is_misspelt_is_named(letters: Path, words: tuple[str, ...]) -> None:
+    result = mqstore(*(letters if word == "S" else word for word in words))
+    assert (result.exit_code, f"No such command '{words[1]}'" in result.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    "words", [("topics", "create", "t"), ("topics", "alter", "t", "--write-queues", 9), ("topics", "delete", "t")]
+)
+def test_a_refusal_names_no_argument_that_the_command_does_not_have(letters: Path, words: tuple[str, ...]) -> None:
+    result = mqstore(*words[:2], letters, *words[2:], *(["--yes"] if words[1] == "delete" else []))
+    assert result.exit_code == 2
+    assert "=True" not in result.stderr
+
+
+@pytest.mark.parametrize("dry_run", [[], ["--dry-run"]])
+def test_recover_tells_of_messages_in_a_level_that_the_table_lost(tmp_path: Path, dry_run: list[str]) -> None:
+    bench = Bench(tmp_path / "store", delay_levels="1s 1h")
+    for _ in range(2):
+        bench.broker.put("t", b"x", delay_level=2)
+    bench.broker.close()
+    assert mqstore_json("recover", bench.path, *dry_run)["orphan_levels"] == {}
+    bench.open(delay_levels="1s").close()
+    assert json.loads(mqstore("recover", bench.path, "--json", *dry_run).stdout)["orphan_levels"] == {"2": 2}
+    assert "2 messages wait in delay level 2" in mqstore("recover", bench.path, *dry_run).stderr
+
+
+def test_who_puts_into_a_retry_topic_meets_the_limit_and_the_locks_of_the_group(bench: Bench) -> None:
+    """broker-semantics 6.2: strictly beyond the limit, or while a member holds a queue, it is a dead letter."""
+    broker = bench.broker
+    with pytest.raises(NotPermittedError, match="put_retry"):
+        broker.put("%RETRY%g", b"x")
+    with pytest.raises(NotPermittedError, match="put_retry"):
+        broker.put_many("%RETRY%g", [b"x"])
+    with pytest.raises(GroupNotFoundError):
+        broker.put_retry("%RETRY%g", b"x")
+    with pytest.raises(InvalidMessageError):
+        broker.put_retry("t", b"x")
+    assert broker.topics.names() == []
+    broker.groups.create("g", max_attempts=3)
+    broker.put_retry("%RETRY%g", b"again", reconsume_times=2)
+    broker.put_retry("%RETRY%g", b"over", reconsume_times=3)
+    broker.locks.try_lock_batch("g", [QueueRef("t", 0)], "client")
+    broker.put_retry("%RETRY%g", b"orderly", {"RECONSUME_TIME": "1"})
+    assert [letter.body for letter in broker.dead_letters("g")] == [b"over", b"orderly"]
+    [message] = broker.store.get("%RETRY%g", 0, 0, 9).messages
+    assert (message.body, message.reconsume_times) == (b"again", 2)

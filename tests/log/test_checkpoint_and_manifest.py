@@ -22,7 +22,6 @@ from mqstore import (
     StoreConfig,
     UnsupportedStoreError,
 )
-from mqstore import open as open_mqstore
 from mqstore.layout.checkpoint import decode, encode
 from tests.conftest import GoldenStore
 from tests.faults import FaultyFileSystem
@@ -234,7 +233,7 @@ def test_options_out_of_range(tmp_path: Path, options: dict[str, Any]) -> None:
             Retention(**wrong)  # type: ignore[arg-type]  # wrong on purpose
     for arguments in ({"mode": "w"}, {"durability": "disk"}, {"profile": "kafka"}, {"lock_timeout": -1}):
         with pytest.raises(ConfigError):
-            open_mqstore(tmp_path / "s", **arguments)  # type: ignore[arg-type]
+            MessageStore(tmp_path / "s", **arguments)  # type: ignore[arg-type]
     assert not (tmp_path / "s" / "mqstore.json").exists()
 
 

@@ -28,7 +28,6 @@ from mqstore import (
     StoreIOError,
     StoreLockedError,
 )
-from mqstore import open as open_mqstore
 from tests.faults import FaultyFileSystem
 from tests.log.support import open_store
 
@@ -101,7 +100,7 @@ def test_every_thread_finds_all_messages_of_all_threads_in_the_order_they_were_p
 ) -> None:
     writers, each = 4, 240
 
-    with open_mqstore(tmp_path / "s", durability=durability, config=SMALL) as store:
+    with MessageStore(tmp_path / "s", durability=durability, config=SMALL) as store:
 
         def write(n: int) -> None:
             i = 0
@@ -138,7 +137,7 @@ def test_every_thread_finds_all_messages_of_all_threads_in_the_order_they_were_p
         assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(spans))
         store.flush()
         assert list(store.verify()) == []
-    with open_mqstore(tmp_path / "s") as store:
+    with MessageStore(tmp_path / "s") as store:
         assert store.recovery.scanned_from is None
         assert len(list(store.iter("shared"))) == writers * each + 2
 
@@ -146,7 +145,7 @@ def test_every_thread_finds_all_messages_of_all_threads_in_the_order_they_were_p
 def test_retention_beside_readers_and_writers_loses_nothing_that_is_kept(tmp_path: Path) -> None:
     """A reader sees each message from its start on, or is told that it has been overtaken; never a hole."""
     total = 3000
-    with open_mqstore(tmp_path / "s", config=SMALL) as store:
+    with MessageStore(tmp_path / "s", config=SMALL) as store:
         store.put("t", b"0")
         finished = threading.Event()
 
@@ -188,10 +187,10 @@ def test_threads_and_descriptors_are_given_back(tmp_path: Path) -> None:
         gc.collect()  # what others left in cycles is not ours to count
         return len(os.listdir("/dev/fd"))
 
-    open_mqstore(tmp_path / "s", config=SMALL).close()
+    MessageStore(tmp_path / "s", config=SMALL).close()
     threads, before = threading.active_count(), descriptors()
     for mode in ("rw", "r", "rw"):
-        store = open_mqstore(tmp_path / "s", mode)  # type: ignore[arg-type]  # a Literal
+        store = MessageStore(tmp_path / "s", mode)  # type: ignore[arg-type]  # a Literal
         if mode == "rw":
             store.put_many("t", [OutgoingMessage(b"x" * 100, keys="k")] * 500)
             store.flush()
@@ -208,7 +207,7 @@ def test_threads_and_descriptors_are_given_back(tmp_path: Path) -> None:
 READER = """
 import sys, mqstore
 path, total = sys.argv[1], int(sys.argv[2])
-with mqstore.open(path, "r") as store:
+with mqstore.MessageStore(path, "r") as store:
     print("ready", flush=True)
     seen = {0: 0, 1: 0}
     while min(seen.values()) < total:
@@ -235,7 +234,7 @@ def test_a_reader_in_another_process_sees_a_growing_prefix_and_never_a_torn_reco
     tmp_path: Path, run: Callable[..., Program]
 ) -> None:
     total = 1200
-    with open_mqstore(tmp_path / "s", config=SMALL) as store:
+    with MessageStore(tmp_path / "s", config=SMALL) as store:
         readers = [run(READER, tmp_path / "s", total) for _ in range(2)]
         assert [reader.line() for reader in readers] == ["ready", "ready"]
         for start in range(0, total, 6):
@@ -254,7 +253,7 @@ def test_a_reader_in_another_process_sees_a_growing_prefix_and_never_a_torn_reco
 
 HOLDER = """
 import sys, mqstore
-store = mqstore.open(sys.argv[1])
+store = mqstore.MessageStore(sys.argv[1])
 store.put("t", b"by the other", durability="flush")
 assert store.read("t")  # what is dispatched is what other processes see
 print("ready", flush=True)
@@ -270,17 +269,17 @@ def test_another_process_holds_the_lock_as_long_as_it_lives(
     holder = run(HOLDER, tmp_path / "s")
     assert holder.line() == "ready"
     with pytest.raises(StoreLockedError) as caught:
-        open_mqstore(tmp_path / "s")
+        MessageStore(tmp_path / "s")
     assert caught.value.pid == holder.process.pid
     assert caught.value.since is not None
-    with open_mqstore(tmp_path / "s", "r") as reader:
+    with MessageStore(tmp_path / "s", "r") as reader:
         assert reader.read("t")[0].body == b"by the other"
         with pytest.raises(StoreLockedError):  # nor does reading make it any weaker
-            open_mqstore(tmp_path / "s")
+            MessageStore(tmp_path / "s")
     if end == "killed":
         os.kill(holder.process.pid, signal.SIGKILL)
     holder.finish()
-    with open_mqstore(tmp_path / "s", lock_timeout=60) as store:
+    with MessageStore(tmp_path / "s", lock_timeout=60) as store:
         assert store.clean_shutdown == (end == "closed")
         assert store.put("t", b"mine").offset == 1
 
@@ -311,7 +310,7 @@ def in_child(function: Callable[[], object]) -> int:
 
 
 def test_a_forked_child_can_do_nothing_with_its_parents_store(tmp_path: Path) -> None:
-    with open_mqstore(tmp_path / "s", config=SMALL) as store:
+    with MessageStore(tmp_path / "s", config=SMALL) as store:
         store.put("t", b"parent")
         (view,) = store.read("t")
 
@@ -331,8 +330,8 @@ def test_a_forked_child_can_do_nothing_with_its_parents_store(tmp_path: Path) ->
             assert store.closed
             store.close()  # as a `with` would; must not touch the parent's files
             with pytest.raises(StoreLockedError):
-                open_mqstore(tmp_path / "s")
-            with open_mqstore(tmp_path / "s", "r") as reader:
+                MessageStore(tmp_path / "s")
+            with MessageStore(tmp_path / "s", "r") as reader:
                 assert reader.read("t")[0].body == b"parent"
             assert view.body == b"parent"
 
@@ -340,15 +339,15 @@ def test_a_forked_child_can_do_nothing_with_its_parents_store(tmp_path: Path) ->
         assert store.put("t", b"goes on").offset == 1
         assert [m.body for m in store.read("t")] == [b"parent", b"goes on"]
         with pytest.raises(StoreLockedError):
-            open_mqstore(tmp_path / "s")
+            MessageStore(tmp_path / "s")
         assert list(store.verify()) == []
-    with open_mqstore(tmp_path / "s") as store:
+    with MessageStore(tmp_path / "s") as store:
         assert store.clean_shutdown
 
 
 def test_a_child_forked_while_another_thread_puts_is_told_and_does_not_hang(tmp_path: Path) -> None:
     """The lock of the log was held by a thread that the child does not have."""
-    with open_mqstore(tmp_path / "s", config=SMALL) as store:
+    with MessageStore(tmp_path / "s", config=SMALL) as store:
         store.put("t", b"parent")
         held, done = threading.Event(), threading.Event()
 
@@ -376,7 +375,7 @@ def test_a_child_forked_while_another_thread_puts_is_told_and_does_not_hang(tmp_
 
 def test_ctrl_c_while_closing_gives_the_lock_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store was neither open nor closed, and no other could be opened in its place before the process ended."""
-    store = open_mqstore(tmp_path / "s", config=SMALL)
+    store = MessageStore(tmp_path / "s", config=SMALL)
     store.put("t", b"kept")
 
     def interrupted(self: object, timeout: float | None = None) -> None:
@@ -390,18 +389,18 @@ def test_ctrl_c_while_closing_gives_the_lock_back(tmp_path: Path, monkeypatch: p
         store.put("t", b"late")
     for thread in store._threads:
         thread.join()
-    with open_mqstore(tmp_path / "s") as store:
+    with MessageStore(tmp_path / "s") as store:
         assert not store.clean_shutdown
         assert [m.body for m in store.read("t")] == [b"kept"]
 
 
 def test_a_timeout_that_cannot_be_leaves_the_store_open(tmp_path: Path) -> None:
-    store = open_mqstore(tmp_path / "s", config=SMALL)
+    store = MessageStore(tmp_path / "s", config=SMALL)
     with pytest.raises(ConfigError):
         store.close(-1)
     assert store.put("t", b"still open").offset == 0
     store.close()
-    with open_mqstore(tmp_path / "s") as store:
+    with MessageStore(tmp_path / "s") as store:
         assert store.clean_shutdown
 
 
@@ -412,8 +411,8 @@ def test_no_room_for_a_thread_gives_the_lock_back(tmp_path: Path, monkeypatch: p
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         with pytest.raises(RuntimeError, match="can't start"):
-            open_mqstore(tmp_path / "s", config=SMALL)
-    with open_mqstore(tmp_path / "s") as store:
+            MessageStore(tmp_path / "s", config=SMALL)
+    with MessageStore(tmp_path / "s") as store:
         assert store.put("t", b"x").offset == 0
 
 
@@ -482,7 +481,7 @@ config = mqstore.StoreConfig(segment_bytes=1 << 18, consumequeue_units=10, index
 count = topics * queues
 names = [(f"topic-{n}", q) for n in range(topics) for q in range(queues)]
 for turn in range(2):
-    with mqstore.open(path, config=config if turn == 0 else None) as store:
+    with mqstore.MessageStore(path, config=config if turn == 0 else None) as store:
         assert turn == 0 or store.recovery.scanned_from is None
         for i, (topic, queue_id) in enumerate(names):
             assert store.put(topic, b"%d.%d" % (turn, i), queue_id, keys="k").offset == turn
@@ -491,7 +490,7 @@ for turn in range(2):
             assert [m.body for m in store.read(topic, queue_id)] == [b"%d.%d" % (t, i) for t in range(turn + 1)]
         assert len(store.topics()) == topics
         assert not store.stats().errors, store.stats().errors
-with mqstore.open(path, "r") as store:
+with mqstore.MessageStore(path, "r") as store:
     assert sum(1 for topic in store.topics() for ref in store.queues(topic) for _ in store.iter(*ref)) == 2 * count
     assert list(store.verify()) == []
 print("fine")
@@ -508,7 +507,7 @@ import resource, sys
 import mqstore
 path, mode, limit = sys.argv[1], sys.argv[2], int(sys.argv[3])
 resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-with mqstore.open(path, mode) as store:
+with mqstore.MessageStore(path, mode) as store:
     assert [m.offset for m in store.find("t", key="all", limit=100_000)] == list(range(1999, -1, -1))
     assert [m.offset for m in store.find("t", key="k1")] == [1]
     if mode == "rw":

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from mqstore import MessageStore, SimulatedClock, StoreConfig, StoreFullError
-from mqstore import open as open_mqstore
 from mqstore.layout.hosts import encode_host
 from mqstore.layout.record import encode_record
 from mqstore.log.recovery import RecoverOptions
@@ -324,7 +323,7 @@ def test_no_wake_up_is_lost(tmp_path: Path, durability: Any) -> None:
     """Ping-pong over two queues: each put answers what the other side has waited for. One lost wake-up ends it."""
     rounds = 250
     config = StoreConfig(segment_bytes=1 << 16, consumequeue_units=64, index_slots=16, index_entries=32)
-    with open_mqstore(tmp_path / "s", durability=durability, config=config) as store:
+    with MessageStore(tmp_path / "s", durability=durability, config=config) as store:
         store.put("ping", b"0")
         store.put("pong", b"0")
         mix: Any = ("append", None)

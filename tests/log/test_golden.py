@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from mqstore import ConfigError, OffsetOutOfRangeError, SimulatedClock
-from mqstore import open as open_mqstore
+from mqstore import ConfigError, MessageStore, OffsetOutOfRangeError, SimulatedClock
 from mqstore.log.message import row_of
 from tests.conftest import GOLDEN_NAMES, GoldenStore
 from tests.log.support import files, open_store
@@ -181,7 +180,7 @@ def test_what_is_put_into_a_java_store_bears_the_java_checksum(golden: Golden) -
 def test_the_other_profile_is_refused_for_a_java_store(golden: Golden) -> None:
     java = golden("clean")
     with pytest.raises(ConfigError, match="mqstore convert"):
-        open_mqstore(java.path, profile="mqstore")
+        MessageStore(java.path, profile="mqstore")
 
 
 def test_a_java_store_is_read_from_a_directory_without_write_permission(

@@ -17,7 +17,7 @@ def test_a_record_that_is_finished_during_the_scan_is_no_damage(
 ) -> None:
     """`verify` beside a busy writer reported a bad record now and then: the scan saw zeros, the writer put two records
     there, and the second one then seemed to lie behind damage."""
-    with mqstore.open(tmp_path, config=StoreConfig(segment_bytes=1 << 14, clock=SimulatedClock())) as writer:
+    with mqstore.MessageStore(tmp_path, config=StoreConfig(segment_bytes=1 << 14, clock=SimulatedClock())) as writer:
         writer.put("orders", b"before")
         look = scanner.find_next
         looks = 0
@@ -30,7 +30,7 @@ def test_a_record_that_is_finished_during_the_scan_is_no_damage(
             return look(*arguments)  # type: ignore[arg-type]  # passed through
 
         monkeypatch.setattr(scanner, "find_next", look_later)
-        with mqstore.open(tmp_path, "r") as reader:
+        with mqstore.MessageStore(tmp_path, "r") as reader:
             events = list(scan_log(reader._run, 0, reader.manifest.checksum))
 
     assert looks > 0

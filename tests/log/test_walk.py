@@ -19,7 +19,7 @@ _UNITS = 64
 def store(tmp_path: Path) -> tuple[Path, list[SendReceipt]]:
     """1500 messages in one queue, more than a step of the walk, with their receipts."""
     config = StoreConfig(segment_bytes=_SEGMENT, consumequeue_units=_UNITS)
-    with mqstore.open(tmp_path / "s", config=config) as opened:
+    with mqstore.MessageStore(tmp_path / "s", config=config) as opened:
         receipts = opened.put_many("orders", [OutgoingMessage(b"%04d" % i) for i in range(1500)])
     return tmp_path / "s", receipts
 
@@ -40,7 +40,7 @@ def write_units(path: Path, offset: int, data: bytes) -> None:
 
 def walked(path: Path, *bounds: int | None) -> tuple[list[int], list[Finding]]:
     offsets, findings = [], []
-    with mqstore.open(path, "r") as store:
+    with mqstore.MessageStore(path, "r") as store:
         for item in walk_queue(store, "orders", 0, *bounds):
             if isinstance(item, Message):
                 assert item.body == b"%04d" % item.offset
@@ -138,7 +138,7 @@ def test_a_unit_that_points_nowhere_is_told(store: tuple[Path, list[SendReceipt]
 
 def test_what_retention_took_is_no_finding(store: tuple[Path, list[SendReceipt]]) -> None:
     path, receipts = store
-    with mqstore.open(path) as opened:
+    with mqstore.MessageStore(path) as opened:
         opened.drop_before(receipts[1000].physical_offset)
     first = next(
         i for i in range(1500) if receipts[i].physical_offset >= receipts[1000].physical_offset // _SEGMENT * _SEGMENT
@@ -149,5 +149,5 @@ def test_what_retention_took_is_no_finding(store: tuple[Path, list[SendReceipt]]
 
 
 def test_an_unknown_queue_is_an_error(store: tuple[Path, list[SendReceipt]]) -> None:
-    with mqstore.open(store[0], "r") as opened, pytest.raises(TopicNotFoundError):
+    with mqstore.MessageStore(store[0], "r") as opened, pytest.raises(TopicNotFoundError):
         list(walk_queue(opened, "nonesuch", 0))

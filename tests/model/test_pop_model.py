@@ -353,6 +353,15 @@ class FifoMachine(Machine):
         self.bench.advance(duration_ms)
         self.bury_exhausted()
 
+    @precondition(lambda self: self.committed < self.bodies)
+    @rule(n=st.integers(1, 3), turns=st.integers(1, MAX_ATTEMPTS), local=st.booleans())
+    def fail(self, n: int, turns: int, local: bool) -> None:
+        """Nobody answers, several times in a row: chance alone seldom comes so far as to the last attempt."""
+        for _ in range(turns):
+            self.pop(n, 1_000, local, None)
+            left = [self.batch[offset].visible_ms for offset in self.open_parts()]
+            self.advance(max(1, max(left, default=0) - self.bench.now_ms))
+
     @rule(how=st.sampled_from(["close", "kill"]))
     def restart_(self, how: str) -> None:
         self.restart(how)

@@ -40,13 +40,45 @@ def test_a_level_that_the_table_lost_is_an_orphan(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with broker(path, delay_levels="1s 1h") as running:
         running.put("orders", b"x", delay_level=2)
-    library.open(path, config=StoreConfig(delay_levels="1s")).close()
+    library.MessageStore(path, config=StoreConfig(delay_levels="1s")).close()
 
     [level] = mqstore_json("delay", path)["levels"]
 
     assert (level["level"], level["delay_ms"], level["waiting"]) == (2, None, 1)
     assert "orphan" in mqstore("delay", path).stdout
     assert "orphan" in mqstore("inspect", path).stdout
+
+
+def test_a_message_keeps_the_time_it_was_given_when_the_table_changes(tmp_path: Path) -> None:
+    """broker-semantics 4.8: verify finds nothing wrong with it, and recover does not give it another."""
+    path, clock = tmp_path / "s", clock_now()
+    with broker(path, clock, delay_levels="1s 1h") as running:
+        running.put("orders", b"in an hour", queue_id=0, delay_level=2)
+    due_ms = clock.now_ms() + 3_600_000
+    library.MessageStore(path, config=StoreConfig(delay_levels="1s 30m")).close()
+
+    assert mqstore_json("verify", path)["findings"] == []
+    assert not mqstore_json("recover", path)["changed"]
+    (path / "abort").touch()
+    with broker(path, clock, delay_levels="1s 30m") as running:
+        [unit] = running.store.units("SCHEDULE_TOPIC_XXXX", 1, 0, 9)
+        assert unit["tags_code"] == due_ms
+
+
+def test_a_changed_time_of_delivery_is_found(tmp_path: Path) -> None:
+    path, clock = tmp_path / "s", clock_now()
+    with broker(path, clock) as running:
+        running.put("orders", b"x", delay_level=5)
+    [unit_file] = (path / "consumequeue" / "SCHEDULE_TOPIC_XXXX" / "4").iterdir()
+    for bit in range(64):
+        data = bytearray(unit_file.read_bytes())
+        data[12 + bit // 8] ^= 1 << bit % 8
+        unit_file.write_bytes(data)
+        [finding] = mqstore_json("verify", path, exit_code=1)["findings"]
+        assert finding["kind"] == "bad_unit"
+        data[12 + bit // 8] ^= 1 << bit % 8
+        unit_file.write_bytes(data)
+    assert mqstore_json("verify", path)["ok"]
 
 
 def test_the_timer_is_told_from_its_files_as_it_tells_itself(tmp_path: Path) -> None:
@@ -145,7 +177,7 @@ def test_what_is_delivered_or_was_never_there_cannot_be_cancelled(tmp_path: Path
 
 
 def test_what_is_no_handle_is_2(tmp_path: Path) -> None:
-    library.open(tmp_path / "s").close()
+    library.MessageStore(tmp_path / "s").close()
 
     for dry_run in ([], ["--dry-run"]):
         result = mqstore("delay", "cancel", tmp_path / "s", "garbage", *dry_run)
@@ -154,7 +186,7 @@ def test_what_is_no_handle_is_2(tmp_path: Path) -> None:
 
 
 def test_a_store_in_which_nothing_ever_waited(tmp_path: Path) -> None:
-    library.open(tmp_path / "s").close()
+    library.MessageStore(tmp_path / "s").close()
 
     assert mqstore_json("delay", tmp_path / "s") == {"levels": [], "timer": {"waiting": 0, "next_due_ms": None}}
 

@@ -40,7 +40,7 @@ def at(day: float) -> str:
 
 
 def bodies(path: Path, topic: str) -> list[bytes]:
-    with library.open(path, "r") as opened:
+    with library.MessageStore(path, "r") as opened:
         return [message.body for message in opened.iter(topic)] if topic in opened.topics() else []
 
 
@@ -198,7 +198,8 @@ def test_the_letters_of_a_java_broker(golden: Golden) -> None:
 
 def test_a_store_without_dead_letters(tmp_path: Path) -> None:
     path = tmp_path / "s"
-    library.open(path).close()
+    library.MessageStore(path).close()
+    assert mqstore("groups", "create", path, "billing").exit_code == 0
 
     assert mqstore_json("dlq", path) == {"groups": []}
     assert mqstore_json("dlq", path, "--group", "billing")["letters"] == []

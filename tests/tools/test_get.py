@@ -21,7 +21,7 @@ Golden = Callable[[str], GoldenStore]
 @pytest.fixture
 def store(tmp_path: Path) -> tuple[Path, list[SendReceipt]]:
     """Five messages in orders/0; number 3 bears key k3, unique key u3 and tag odd."""
-    with library.open(tmp_path / "s") as opened:
+    with library.MessageStore(tmp_path / "s") as opened:
         receipts = [
             opened.put("orders", b"body %d" % i, tag="odd" if i % 2 else "even", keys=f"k{i}", unique_key=f"u{i}")
             for i in range(5)
@@ -80,7 +80,7 @@ def test_keys_find_what_the_java_engine_finds(golden: Golden) -> None:
 
 
 def test_for_people_it_shows_names_and_an_escaped_body(tmp_path: Path) -> None:
-    with library.open(tmp_path / "s") as store:
+    with library.MessageStore(tmp_path / "s") as store:
         store.append(
             "orders",
             0,
@@ -164,7 +164,7 @@ def test_a_damaged_last_message_does_not_hang_it(store: tuple[Path, list[SendRec
 
 
 def test_a_body_that_does_not_inflate_is_shown_as_stored(tmp_path: Path) -> None:
-    with library.open(tmp_path / "s") as store:
+    with library.MessageStore(tmp_path / "s") as store:
         store.append("orders", 0, b"not zlib", sys_flag=COMPRESSED)
 
     people, program = (mqstore("get", tmp_path / "s", "--topic", "orders", *o) for o in ([], ["--json"]))

@@ -12,7 +12,7 @@ from tests.tools.support import mqstore, process, snapshot
 
 
 def bodies(path: Path, topic: str = "orders", queue_id: int = 0) -> list[bytes]:
-    with library.open(path, "r") as store:
+    with library.MessageStore(path, "r") as store:
         return [message.body for message in store.iter(topic, queue_id)]
 
 
@@ -23,7 +23,7 @@ def test_a_body_with_everything(tmp_path: Path) -> None:
 
     assert result.exit_code == 0, result.output
     assert "orders/3, offset 0" in result.stdout
-    with library.open(tmp_path / "s", "r") as store:
+    with library.MessageStore(tmp_path / "s", "r") as store:
         [message] = store.read("orders", 3)
         assert message.body == "héllo".encode()
         assert (message.tag, message.keys, message.unique_key) == ("created", ("k1", "k2"), "u")
@@ -37,7 +37,7 @@ def test_json_tells_where_each_message_went(tmp_path: Path) -> None:
     receipts = [json.loads(line) for line in result.stdout.splitlines()]
     assert [receipt["queue_offset"] for receipt in receipts] == [0, 1, 2, 3]
     assert bodies(tmp_path / "s") == [b"one", b"two\r", b"", b"last"]
-    with library.open(tmp_path / "s", "r") as store:
+    with library.MessageStore(tmp_path / "s", "r") as store:
         assert [store.get_by_id(r["message_id"]).body for r in receipts] == [b"one", b"two\r", b"", b"last"]
 
 
@@ -132,7 +132,7 @@ def test_no_create_makes_no_store(tmp_path: Path, dry: list[str]) -> None:
 
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["real", "dry"])
 def test_a_store_that_another_process_writes_is_refused(tmp_path: Path, dry: list[str]) -> None:
-    with library.open(tmp_path / "s"):
+    with library.MessageStore(tmp_path / "s"):
         child = process("put", tmp_path / "s", "orders", "body", *dry)
         _, error = child.communicate(timeout=60)
 

@@ -24,7 +24,7 @@ CONTRACT = {"changed", "truncated", "rebuilt", "salvaged", "messages"}
 @pytest.fixture
 def hundred(tmp_path: Path) -> tuple[Path, list[SendReceipt]]:
     """A hundred messages over several segments, closed cleanly."""
-    with library.open(tmp_path / "s", config=CONFIG) as store:
+    with library.MessageStore(tmp_path / "s", config=CONFIG) as store:
         receipts = [store.put("orders", b"%03d" % i * 100, keys=f"k{i}") for i in range(100)]
     return tmp_path / "s", receipts
 
@@ -37,7 +37,7 @@ def flip(path: Path, receipt: SendReceipt) -> None:
 
 
 def bodies(path: Path) -> list[bytes]:
-    with library.open(path, "r") as store:
+    with library.MessageStore(path, "r") as store:
         return [message.body for message in store.iter("orders", 0)]
 
 
@@ -91,7 +91,9 @@ def test_a_dry_run_tells_what_a_run_does_and_does_nothing(hundred: tuple[Path, l
 
 def test_a_torn_tail_is_cut_and_what_was_whole_in_it_is_kept(tmp_path: Path) -> None:
     """A crash: nothing was ever flushed, one record in the middle is torn."""
-    with library.open(tmp_path / "live", config=StoreConfig(segment_bytes=1 << 14, clock=SimulatedClock())) as store:
+    with library.MessageStore(
+        tmp_path / "live", config=StoreConfig(segment_bytes=1 << 14, clock=SimulatedClock())
+    ) as store:
         receipts = [store.put("orders", b"%d" % i * 50) for i in range(20)]
         store.dispatch()
         shutil.copytree(tmp_path / "live", tmp_path / "s")
@@ -188,7 +190,7 @@ def test_config_files_that_do_not_decode_are_moved_aside(hundred: tuple[Path, li
 
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["real", "dry"])
 def test_a_store_that_is_being_written_is_left_alone(tmp_path: Path, dry: list[str]) -> None:
-    with library.open(tmp_path / "s") as store:
+    with library.MessageStore(tmp_path / "s") as store:
         store.put("orders", b"hello")
         child = process("recover", tmp_path / "s", *dry)
         _, error = child.communicate(timeout=60)

@@ -20,7 +20,7 @@ Golden = Callable[[str], GoldenStore]
 def fill(path: Path) -> None:
     """Messages 0..29 in three queues by turns, each a millisecond behind the other."""
     clock = SimulatedClock()
-    with library.open(path, config=StoreConfig(clock=clock)) as store:
+    with library.MessageStore(path, config=StoreConfig(clock=clock)) as store:
         for i in range(30):
             clock.advance(1)
             store.put("orders", b"%d" % i, i % 3, tag="tens" if i % 10 == 0 else None)
@@ -73,7 +73,7 @@ def test_an_unknown_topic_is_wrong_usage(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("queue", [[], ["--queue-id", 0]], ids=["all queues", "one queue"])
 def test_follow_shows_what_another_process_puts_until_interrupted(tmp_path: Path, queue: list[object]) -> None:
-    with library.open(tmp_path / "s") as store:
+    with library.MessageStore(tmp_path / "s") as store:
         store.put("other", b"so that there is a store")
         store.dispatch()
         child = process("tail", tmp_path / "s", "--topic", "orders", "--follow", "--json", *queue)
@@ -95,7 +95,7 @@ def test_follow_shows_what_another_process_puts_until_interrupted(tmp_path: Path
 
 def test_damage_at_the_end_is_told_and_hides_nothing_before_it(tmp_path: Path) -> None:
     fill(tmp_path / "s")
-    with library.open(tmp_path / "s", "r") as store:
+    with library.MessageStore(tmp_path / "s", "r") as store:
         [last] = store.read("orders", 2, 9)
     with open(tmp_path / "s" / "commitlog" / f"{0:020d}", "r+b") as file:
         file.seek(last.physical_offset + 88)

@@ -30,7 +30,7 @@ def test_stores_of_the_java_engine_are_in_order(golden: Golden, name: str) -> No
 
 @pytest.fixture
 def hundred(tmp_path: Path) -> tuple[Path, list[SendReceipt]]:
-    with library.open(tmp_path / "s", config=StoreConfig(segment_bytes=1 << 14)) as store:
+    with library.MessageStore(tmp_path / "s", config=StoreConfig(segment_bytes=1 << 14)) as store:
         receipts = [store.put("orders", b"%03d" % i * 20, keys=f"k{i}") for i in range(100)]
     return tmp_path / "s", receipts
 
@@ -80,7 +80,7 @@ def test_for_people_it_lists_and_sums_up(hundred: tuple[Path, list[SendReceipt]]
 
 def test_hostile_names_are_shown_escaped(tmp_path: Path) -> None:
     """`mqstore` checks every character that would reach the screen."""
-    with library.open(tmp_path / "s") as store:
+    with library.MessageStore(tmp_path / "s") as store:
         store.put("orders", b"hello")
     (tmp_path / "s" / "consumequeue" / "evil\x1b]0;t\x07").mkdir()
     (tmp_path / "s" / "config").mkdir()
@@ -95,7 +95,7 @@ def test_hostile_names_are_shown_escaped(tmp_path: Path) -> None:
 
 
 def test_beside_a_writer_it_finds_nothing(tmp_path: Path) -> None:
-    with library.open(tmp_path / "s") as store:
+    with library.MessageStore(tmp_path / "s") as store:
         store.put_many("orders", [b"x"] * 1000)
         child = process("verify", tmp_path / "s")
         out, _ = child.communicate(timeout=60)
@@ -106,7 +106,7 @@ def test_beside_a_writer_it_finds_nothing(tmp_path: Path) -> None:
 def test_json_with_more_findings_than_people_are_shown_is_whole(tmp_path: Path) -> None:
     """Findings are written as they come, so this JSON is put together by hand: it must parse at any number of them."""
     config = StoreConfig(segment_bytes=1 << 16, consumequeue_units=4)
-    with library.open(tmp_path / "s", config=config) as store:
+    with library.MessageStore(tmp_path / "s", config=config) as store:
         store.put_many("orders", [b"x"] * 8000)
     for file in (tmp_path / "s" / "consumequeue" / "orders" / "0").iterdir():
         file.unlink()
@@ -123,7 +123,7 @@ def test_json_with_more_findings_than_people_are_shown_is_whole(tmp_path: Path) 
 def test_it_begins_again_when_retention_takes_what_it_was_reading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with library.open(tmp_path / "s", config=StoreConfig(segment_bytes=1 << 14)) as store:
+    with library.MessageStore(tmp_path / "s", config=StoreConfig(segment_bytes=1 << 14)) as store:
         receipts = [store.put("orders", b"x" * 1000) for _ in range(100)]
     findings = Verifier.findings
     runs = []
@@ -131,7 +131,7 @@ def test_it_begins_again_when_retention_takes_what_it_was_reading(
     def interrupted(verifier: Verifier) -> Iterator[Finding]:
         runs.append(verifier)
         if len(runs) == 1:
-            with library.open(tmp_path / "s") as writer:
+            with library.MessageStore(tmp_path / "s") as writer:
                 assert writer.drop_before(receipts[50].physical_offset)
         yield from findings(verifier)
 

@@ -224,7 +224,7 @@ def _write(
     each group; each is answered, and the writer runs no more than `WINDOW` answers ahead."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is told, and ends us
     begin = time.perf_counter()
-    with mqstore.open(root) as store:
+    with mqstore.MessageStore(root) as store:
         opened = time.perf_counter() - begin
         offsets, next_line, behind, lost = _stored_behind(store, acked)
         facts = {
@@ -272,7 +272,7 @@ def _read(parent: Connection[Any, Any], root: str, queue_ids: Sequence[int]) -> 
     next_line: dict[str, int] = {}
     digests: dict[str, Any] = {}
     seen = duplicates = misplaced = 0
-    with mqstore.open(root, "r") as store:
+    with mqstore.MessageStore(root, "r") as store:
         for queue_id in queue_ids:
             for message in store.iter(TOPIC, queue_id):
                 properties = message.stored_properties()
@@ -610,7 +610,7 @@ class _Demo:
             "every record, unit and index entry.",
         )
         self._inspect()
-        with mqstore.open(self.store_path, "r") as store:
+        with mqstore.MessageStore(self.store_path, "r") as store:
             wanted = []
             full = [source for source in self.sources if source.lines]
             for source in self.rng.choices(full, weights=[s.lines for s in full], k=min(LOOK_UPS, self.lines)):
@@ -663,7 +663,7 @@ class _Demo:
     def _verify(self, path: Path) -> tuple[list[mqstore.Finding], int, int, float]:
         """(findings, messages, bytes, seconds)."""
         begin = time.perf_counter()
-        with mqstore.open(path, "r") as store:
+        with mqstore.MessageStore(path, "r") as store:
             verifier = store.verifier()
             with render.progress("verifying", lambda: (verifier.done_bytes, verifier.total_bytes)):
                 findings = list(verifier.findings())
@@ -727,7 +727,7 @@ class _Demo:
         """Flip a bit of a unit, an index entry and a body. Returns these; the place of that body's unit, which has lost
         its record and is to be found as well; and the queue and the offset of that body."""
         rng = self.rng
-        with mqstore.open(copy, "r") as store:
+        with mqstore.MessageStore(copy, "r") as store:
             manifest = store.manifest
             refs = store.queues(TOPIC)
             unit_of, body_of = rng.choice(refs), rng.choice(refs)
@@ -776,7 +776,7 @@ class _Demo:
     def _read_around(self, copy: Path, queue_id: int, damaged: int) -> None:
         """Consume the queue of the damaged message: everything but that must come."""
         expected = sum(source.lines for source in self.sources if source.queue_id == queue_id)
-        with mqstore.open(copy, "r") as store:
+        with mqstore.MessageStore(copy, "r") as store:
             offsets = [message.offset for message in store.iter(TOPIC, queue_id)]
         self.check(
             "passed_over",

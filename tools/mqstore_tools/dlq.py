@@ -12,9 +12,11 @@ import click
 
 from mqstore import Message
 from mqstore.broker.deadletters import DeadLetters
+from mqstore.broker.inspect import group_names
 from mqstore.broker.names import DLQ_PREFIX, is_dlq_topic
 from mqstore.broker.offline import offline
 from mqstore.broker.parts import Parts
+from mqstore.errors import GroupNotFoundError
 from mqstore.layout.properties import DLQ_ORIGIN_TOPIC, DLQ_REASON, RETRY_TOPIC
 from mqstore.log.reader import to_ms
 from mqstore_tools.opened import DefaultGroup, ask, dry_run_option, looking, moment, planning, tell, yes_option
@@ -76,7 +78,7 @@ def list_(directory: Path, group: str | None, before: datetime | None, max_messa
         if group is None:
             _count(parts, json_output=json_output)
             return
-        letters = DeadLetters(parts, group)
+        letters = _letters(parts, group)
         start, end = letters.bounds
         rows = [_row(letter) for letter in islice(letters.select(stop_ms=_ms(before)), max_messages + 1)]
     more, rows = len(rows) > max_messages, rows[:max_messages]
@@ -138,6 +140,16 @@ def _row(letter: Message) -> dict[str, Any]:
     }
 
 
+def _letters(parts: Parts, group: str) -> DeadLetters:
+    """The dead letters of a group. GroupNotFoundError for one of which there is no trace: its name is misspelt."""
+    letters = DeadLetters(parts, group)
+    if parts.topics.get(letters.topic) is None and group not in group_names(parts):
+        raise GroupNotFoundError(
+            f"{parts.store.path} has no group {group!r}: no dead letters, no settings, no progress"
+        )
+    return letters
+
+
 def _ms(when_: datetime | None) -> int | None:
     return None if when_ is None else to_ms(when_)
 
@@ -173,16 +185,22 @@ def show(
     printed: set[int] = set()
     fine = True
     with looking(directory) as parts:
-        for letter in _chosen(DeadLetters(parts, group), chosen, before):
+        for letter in _chosen(_letters(parts, group), chosen, before):
             fine &= print_message(letter, json_output=json_output, body_bytes=body_bytes)
             printed.add(letter.offset)
-    missing = sorted(set(chosen) - printed)
+    missing = ", ".join(map(str, sorted(set(chosen) - printed)))
     if not printed and not missing:
         note("no dead letters")
     if missing:
-        note(f"no dead letter at offset {', '.join(map(str, missing))}")
+        note(f"no dead letter at offset {missing}")
     if missing or not fine:
         ctx.exit(FINDINGS)
+
+
+def _missing(letters: DeadLetters, chosen: tuple[int, ...]) -> str:
+    """Those of the chosen offsets at which no letter is."""
+    there = {letter.offset for letter in _chosen(letters, chosen, None)} if chosen else set()
+    return ", ".join(map(str, sorted(set(chosen) - there)))
 
 
 def _chosen(letters: DeadLetters, chosen: tuple[int, ...], before: datetime | None) -> Iterator[Message]:
@@ -208,7 +226,9 @@ Examples:
 @click.option("--to", "to_topic", metavar="TOPIC", help="Send all of them here; without it, to where each came from.")
 @dry_run_option
 @json_option
+@click.pass_context
 def replay(
+    ctx: click.Context,
     directory: Path,
     group: str,
     chosen: tuple[int, ...],
@@ -221,8 +241,13 @@ def replay(
 
     Every group that consumes the topic gets them; `--to %RETRY%billing` sends them to one group alone, in the queue
     model. Letters that were sent are gone from here, but for those behind one that was left out: these stay listed.
+    Exit code 1, and nothing is sent, when a letter that was named is not there.
     """
     with planning(directory) as parts:
+        missing = _missing(_letters(parts, group), chosen)
+        if missing:
+            note(f"no dead letter at offset {missing}; nothing is sent")
+            ctx.exit(FINDINGS)
         planned = _replay(parts, group, chosen, before, to_topic, dry_run=True)
     if dry_run:
         tell({"dry_run": True, **planned}, _replay_text("would send", planned), json_output=json_output)
@@ -238,7 +263,7 @@ def replay(
 def _replay(
     parts: Parts, group: str, chosen: tuple[int, ...], before: datetime | None, to_topic: str | None, *, dry_run: bool
 ) -> dict[str, Any]:
-    found = DeadLetters(parts, group).replay(chosen or None, to_topic=to_topic, stop_ms=_ms(before), dry_run=dry_run)
+    found = _letters(parts, group).replay(chosen or None, to_topic=to_topic, stop_ms=_ms(before), dry_run=dry_run)
     return {"group": group, "count": found.count, "topics": dict(found.topics), "min_offset": found.start}
 
 
@@ -278,8 +303,7 @@ def purge(
     """
 
     def change(parts: Parts, *, dry_run: bool) -> int:
-        letters = DeadLetters(parts, group)
-        return letters.purge(before_offset=before_offset, before_ms=_ms(before), dry_run=dry_run)
+        return _letters(parts, group).purge(before_offset=before_offset, before_ms=_ms(before), dry_run=dry_run)
 
     with planning(directory) as parts:
         count = change(parts, dry_run=True)

@@ -84,6 +84,9 @@ class DefaultGroup(click.Group):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         names = self.list_commands(ctx)
         if args and args[0] not in names and args[0] not in ctx.help_option_names:
+            # With a second word it was to be a command: a default's complaint of too many arguments would mislead.
+            if len(args) > 1 and not args[0].startswith("-") and not args[1].startswith("-"):
+                ctx.fail(f"No such command {args[0]!r}.")
             args = [names[0], *args]
         return super().parse_args(ctx, args)
 

@@ -20,9 +20,6 @@ from mqstore import (
     StoreConfig,
     StoreLockedError,
 )
-from mqstore import (
-    open as open_store,
-)
 from mqstore.files.lock import writer_alive
 from mqstore.files.quiet import QUIET
 from mqstore.log.names import check_topic
@@ -121,7 +118,7 @@ def put(
     total = 0
     first: SendReceipt | None = None
     last: SendReceipt | None = None
-    with open_store(directory, create=create, durability=durability) as store:
+    with MessageStore(directory, create=create, durability=durability) as store:
         for chunk in _chunks(bodies):
             receipts = store.put_many(topic, [message(data) for data in chunk], queue_id)
             total += len(receipts)

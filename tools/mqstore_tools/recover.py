@@ -10,12 +10,14 @@ from typing import Any
 
 import click
 
-from mqstore import RecoveryReport
+from mqstore import MQStoreError, RecoveryReport
+from mqstore.broker.inspect import delay_levels
 from mqstore.files.filesystem import REAL
 from mqstore.files.quiet import QUIET
 from mqstore.log.recovery import RecoverOptions
 from mqstore.log.repair import rebuild_config, recover_store
 from mqstore.log.report import Rebuilt
+from mqstore_tools.opened import looking
 from mqstore_tools.render import console, finding_line, note, print_json, progress, safe
 from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, index_options, java_config, json_option
 
@@ -116,12 +118,24 @@ def recover(
             )
     finally:
         logging.getLogger("mqstore").setLevel(logging.NOTSET)
+    orphans = _orphan_levels(directory)
     if json_output:
-        print_json({**report.as_dict(), "dry_run": dry_run})
+        print_json({**report.as_dict(), "orphan_levels": orphans, "dry_run": dry_run})
     else:
         _show(report, dry_run=dry_run)
+        for level, waiting in orphans.items():
+            note(f"{waiting} messages wait in delay level {level}, which the store's table of levels does not have")
     if report.findings or (dry_run and report.changed):
         ctx.exit(FINDINGS)
+
+
+def _orphan_levels(directory: Path) -> dict[int, int]:
+    """Level -> messages that stay in it until the table has that level again (broker-semantics 4.8)."""
+    try:
+        with looking(directory) as parts:
+            return {view.level: view.waiting for view in delay_levels(parts) if view.delay_ms is None and view.waiting}
+    except (MQStoreError, OSError):  # what is damaged in config/ is no concern of a recovery of the log
+        return {}
 
 
 def _within(folder: Path, *parents: Path) -> bool:

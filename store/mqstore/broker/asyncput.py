@@ -73,5 +73,5 @@ class AsyncPuts:
         with self._condition:
             self._closed = True
             self._condition.notify()
-        if self._thread is not None:
+        if self._thread is not None and self._thread is not threading.current_thread():  # a future's callback closes
             self._thread.join()

@@ -15,7 +15,8 @@ One thread, the housekeeper, drives every mechanism. A store with a clock of its
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import datetime
@@ -36,7 +37,7 @@ from mqstore.broker.parts import Mechanism, Parts, Pin, delete_group, open_parts
 from mqstore.broker.pop import Delivery, PopService
 from mqstore.broker.reading import ReadResult, Reads
 from mqstore.broker.retention import RetentionService, oldest_pin
-from mqstore.broker.retry import Retries
+from mqstore.broker.retry import Retries, RetryFields
 from mqstore.broker.road import SendOptions
 from mqstore.broker.statistics import StatisticsSnapshot
 from mqstore.broker.timer import TimerService
@@ -88,7 +89,7 @@ class Broker:
     """Delivery on a store that is open for writing; closing it closes the store.
 
     >>> import mqstore, tempfile
-    >>> with tempfile.TemporaryDirectory() as folder, Broker(mqstore.open(folder)) as broker:
+    >>> with tempfile.TemporaryDirectory() as folder, Broker(mqstore.MessageStore(folder)) as broker:
     ...     receipt = broker.put("orders", b"hello")
     ...     [delivery] = broker.pop("billing", "orders")
     ...     broker.ack("billing", "orders", [delivery.receipt])
@@ -137,7 +138,7 @@ class Broker:
             "transactions": self._transactions,
             "dead letters": DeadLetterExpiry(parts, wake("dead letters")),
         }
-        self._retention = RetentionService(parts, [*keepers.values()])
+        self._retention = RetentionService(parts, [*keepers.values()], rollers=(self._delay, self._timer))
         self._metrics = Metrics(
             parts,
             reads=self._reads,
@@ -179,8 +180,17 @@ class Broker:
         """As `put`, never waiting for the disk: with durability "flush" the future is done at the next sync, which all
         that wait share; else it is done on return."""
         synced = (options.get("durability") or self.store.durability) == "flush"
-        options["durability"] = "append"
+        if synced:
+            options["durability"] = "append"
         return self._async_puts.put(lambda: self.put(topic, body, queue_id=queue_id, **options), synced=synced)
+
+    def put_retry(
+        self, topic: str, body: Body, properties: Mapping[str, str] | None = None, **fields: Unpack[RetryFields]
+    ) -> SendReceipt:
+        """A message into the retry topic `%RETRY%group` of a group, as remote clients send it when a send-back fails
+        (broker-semantics 6.2). Beyond the group's limit, or while a member holds a queue's lock, it becomes a dead
+        letter. GroupNotFoundError; else as `put`."""
+        return self._retries.put_retry(topic, bytes(body), properties or {}, locks=self._locks, **fields)
 
     def recall(self, recall_handle: str) -> bool:
         """Cancel a message delayed to a moment; whether it was still waiting. InvalidReceiptError for no handle."""
@@ -264,8 +274,14 @@ class Broker:
         """Let a waiter go; False: its callback has been called, or is about to be."""
         return self._waiters.remove_waiter(waiter)
 
+    def wake_one(self, group: str, topic: str, queue_id: int = -1) -> None:
+        """Let another that waits to pop have the turn of one whose callback was called and who will not pop."""
+        self._waiters.wake_one(topic, queue_id, group)
+
     def _deadline(self, timeout: Duration | None) -> int | None:
-        return None if timeout is None else self._clock.monotonic_ms() + _ms(timeout, "timeout")
+        if timeout is None or timeout == math.inf:
+            return None
+        return self._clock.monotonic_ms() + _ms(timeout, "timeout")
 
     # -- progress ---------------------------------------------------------------------------------------------------
 
@@ -286,8 +302,7 @@ class Broker:
         """Note that the group has consumed everything below `offset`. "flush": on disk before this returns. With
         `owner`, NotPermittedError if another client holds the queue's lock. OffsetOutOfRangeError for an offset or a
         queue that does not exist."""
-        if self._closed:
-            raise StoreClosedError(f"{self.store.path} was closed; open it again")
+        self._check_open()
         self.groups.need(group)
         config = self.topics.need(topic)
         end = (self.store.offsets_or_none(topic, queue_id) or (0, 0))[1]
@@ -305,6 +320,7 @@ class Broker:
     def reset(self, group: str, topic: str, queue_id: int | None, to: int | Start) -> dict[QueueRef, int]:
         """Let the group go on at an offset, a time, "earliest" or "latest", in one queue or all of a topic; the offsets
         set. Commits of what was read before are dropped until the group has read or popped from there."""
+        self._check_open()
         offsets = self._reads.reset(group, topic, queue_id, to, on_reset=self._pop.reset)
         self._waiters.wake_all(topic)
         return offsets
@@ -316,6 +332,7 @@ class Broker:
     def delete_group(self, group: str) -> None:
         """Forget a group: its settings, its progress, what it has in flight; its dead letters stay. GroupInUseError
         while it has members, GroupNotFoundError when nothing is known of it."""
+        self._check_open()
         if members := self._members.members(group):
             raise GroupInUseError(f"group {group!r} has members: {', '.join(members[:10])}; let them leave first")
         delete_group(self._parts, group)
@@ -325,6 +342,8 @@ class Broker:
         return self._pop.attempts(group, topic, queue_id)
 
     def note_attempt(self, group: str, topic: str, queue_id: int, offset: int, attempts: int) -> None:
+        """Note how often an orderly group has failed at a message. On disk within a second."""
+        self._check_open()
         self._pop.note_attempt(group, topic, queue_id, offset, attempts)
 
     # -- members and locks ------------------------------------------------------------------------------------------
@@ -361,26 +380,18 @@ class Broker:
         """Take up to `n` (at most 32) messages; each is invisible to the group for `invisible` seconds, and comes again
         unless it is acknowledged by then. `order`: nothing behind an unsettled message of its queue is delivered.
         Waits up to `poll` seconds for a first message."""
+        del client_id  # any member may settle what any other received
+        chosen = None if filter is None else as_filter(filter)
+        invisible_ms = _ms(invisible, "invisible")
+        poll_s = seconds(poll, "poll") if poll else 0
         return self._pop.pop(
-            group,
-            topic,
-            queue_id,
-            n,
-            invisible_ms=_ms(invisible, "invisible"),
-            poll_s=seconds(poll, "poll"),
-            filter=as_filter(filter),
-            order=order,
-            start=start,
-            attempt_id=attempt_id,
-            client_id=client_id,
-            local=local,
-            durability=durability,
+            group, topic, queue_id, n, invisible_ms, poll_s, chosen, order, start, attempt_id, local, durability
         )
 
     def ack(self, group: str, topic: str, receipts: Sequence[str], *, durability: Durability | None = None) -> None:
         """Settle deliveries. Again is harmless; ReceiptExpiredError once a message was put up for redelivery,
         InvalidReceiptError for what is no receipt of this group and topic."""
-        self._pop.ack(group, topic, receipts, durability=durability)
+        self._pop.ack(group, topic, receipts, durability)
 
     def change_invisible(self, group: str, topic: str, receipt: str, invisible: Duration) -> str:
         """Make a delivery visible again in `invisible` seconds from now; the receipt that replaces the given one."""
@@ -463,6 +474,11 @@ class Broker:
         that a group has progress in."""
         return self._metrics.prometheus()
 
+    def _check_open(self) -> None:
+        """What is only noted in memory would be written by nobody."""
+        if self._closed or self.store.closed:
+            raise StoreClosedError(f"{self.store.path} was closed; open it again")
+
     def _keepers(self) -> list[Mechanism]:
         return [each for each in self._mechanisms.values() if each is not self._retention]
 
@@ -528,4 +544,9 @@ def as_filter(given: Filter | str | None) -> Filter | None:
 
 
 def _ms(duration: Duration, name: str) -> int:
-    return int(seconds(duration, name) * 1000)
+    if type(duration) is int and duration >= 0:
+        return duration * 1000
+    wanted = seconds(duration, name)
+    if wanted == math.inf:
+        raise ConfigError(f"{name} must be a number of seconds that ends, not {duration!r}")
+    return int(wanted * 1000)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mqstore.clock import Clock
-from mqstore.errors import ReadOnlyStoreError
+from mqstore.errors import ReadOnlyStoreError, StoreClosedError
 from mqstore.files.filesystem import FILE_MODE, FileSystem
 from mqstore.files.jsonfile import load_json, save_json
 
@@ -84,9 +84,10 @@ class ConfigFile:
         check: Callable[[dict[str, Any]], object] | None = None,
         writer: bool = True,
         file_mode: int = FILE_MODE,
+        closed: Callable[[], bool] | None = None,
     ) -> None:
         """`check(value)` raises ValueError for an object of the wrong shape, which then counts as damaged. Without
-        `writer` nothing is ever changed on disk."""
+        `writer` nothing is ever changed on disk, nor once `closed()` says that the store was."""
         self.path = Path(path)
         self.problems: list[str] = []
         """What was amiss at `load`, a sentence each; logged once."""
@@ -95,6 +96,7 @@ class ConfigFile:
         self._check = check
         self._writer = writer
         self._file_mode = file_mode
+        self._closed = closed
         self._members: dict[str, Any] = {}
         self._folder_durable = False
 
@@ -120,10 +122,13 @@ class ConfigFile:
     def save(self, value: dict[str, Any]) -> None:
         """Write `value` durably, and with it the members of the loaded file that it does not name.
 
-        Raises StoreFullError, StoreIOError, ReadOnlyStoreError: what the file said before then still stands.
+        Raises StoreFullError, StoreIOError, ReadOnlyStoreError, StoreClosedError: what the file said before then still
+        stands.
         """
         if not self._writer:
             raise ReadOnlyStoreError(f"{self.path} is of a store that was opened for reading; open it with mode='rw'")
+        if self._closed is not None and self._closed():  # who holds the lock by now may have written another value
+            raise StoreClosedError(f"{self.path.parents[1]} was closed; open it again")
         if not self._folder_durable:  # by the first save of each process: who made the folder may not have come so far
             folder = self.path.parent
             self._fs.mkdir(folder, exist_ok=True)

@@ -11,11 +11,16 @@ the order of its times: nothing is sorted, nothing is kept in memory, and a leve
     waiting      its head is not due                 the head's time, to the millisecond; or the clock was set back
     failing      a copy could not be put             100 ms later, then twice as long each time, at most 10 s
 
-    a due message                        what is done
+    a message that is due                what is done
     can be restored                      the same body and properties without DELAY, to the end of its real queue (4.5)
     cannot: REAL_TOPIC, REAL_QID         a dead letter of CID_RMQ_SYS_SCHEDULE, with the reason
     belongs to the half topic            passed over
     does not verify                      passed over, reported and counted
+
+What waits long, where only such messages still hold the log (2.6), is rolled: the same is done with it before it is
+due, but that it goes to the timer topic, for the rest of its time. The queue of a level is in the order of the log, so
+that is its front, and progress tells it from the rest. It comes as if the level had delivered it, but up to a second
+later: so perhaps behind messages put less than a second after it, which were not rolled.
 
 Progress, the next unit of each level to look at, is written to `delayOffset.json` every ten seconds and at the end, and
 never before the log is on disk as far as it had been written: a progress on disk rests on copies on disk. So a crash
@@ -36,9 +41,10 @@ import numpy as np
 import numpy.typing as npt
 
 from mqstore.broker.configfile import ConfigFile, DataVersion, object_member
-from mqstore.broker.names import HALF_TOPIC, SCHEDULE_GROUP, SCHEDULE_TOPIC
+from mqstore.broker.names import HALF_TOPIC, SCHEDULE_GROUP, SCHEDULE_TOPIC, TIMER_TOPIC
 from mqstore.broker.parts import Parts, Pin, Wake
 from mqstore.broker.statistics import DELAY_LATENCY
+from mqstore.broker.timerroute import level_properties
 from mqstore.errors import InvalidMessageError
 from mqstore.layout.consumequeue import is_message
 from mqstore.layout.properties import (
@@ -154,7 +160,18 @@ class _Restorer:
 class _Level:
     """One level's queue. Only `run_once` changes it, but for `grown`."""
 
-    __slots__ = ("ahead_ms", "delay_ms", "due_ms", "failures", "grown", "number", "offset", "queue_id", "saved")
+    __slots__ = (
+        "ahead_ms",
+        "delay_ms",
+        "due_ms",
+        "failures",
+        "grown",
+        "number",
+        "offset",
+        "queue_id",
+        "saved",
+        "stuck",
+    )
 
     def __init__(self, number: int, delay_ms: int, offset: int) -> None:
         self.number = number
@@ -170,6 +187,8 @@ class _Level:
         """`due_ms` was so far ahead when it was set: farther now means that the clock was set back since."""
         self.failures = 0
         self.grown = False
+        self.stuck: int | None = None
+        """Offset of a message that cannot wait elsewhere."""
 
     def ready(self, now_ms: int) -> bool:
         if self.due_ms is None:
@@ -190,6 +209,7 @@ class DelayService:
     def __init__(self, parts: Parts, wake: Wake, dead_letter: Callable[[Message, str, str], object]) -> None:
         self._store = parts.store
         self._road = parts.road
+        self._topics = parts.topics
         self._statistics = parts.statistics
         self._clock = parts.clock
         self._wake = wake
@@ -286,7 +306,8 @@ class DelayService:
             record = self._first_record(level.queue_id, min(level.saved, level.offset))
             if record is not None:
                 why = f"delay level {level.number} is at {level.offset}, on disk at {level.saved}"
-                yield Pin(record, SCHEDULE_TOPIC, level.queue_id, SCHEDULE_GROUP, why)
+                rolls = level.offset != level.stuck
+                yield Pin(record, SCHEDULE_TOPIC, level.queue_id, SCHEDULE_GROUP, why, rolls)
         for number in self.orphans.keys() - {level.number for level in self._levels.values()}:
             record = self._first_record(number - 1, max(0, self._table.get(str(number), 0)))
             if record is not None:
@@ -380,6 +401,57 @@ class DelayService:
         times[times > latest_ms] = now_ms
         return times
 
+    # -- rolling ----------------------------------------------------------------------------------------------------
+
+    def waiting_below(self, physical_offset: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """As `Roller` says."""
+        offsets, sizes = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        for level in self._levels.values():
+            offset = level.offset
+            while len(units := self._store.units(SCHEDULE_TOPIC, level.queue_id, offset, _BATCH_UNITS)):
+                messages = units[is_message(units)]
+                old = messages["physical_offset"] < physical_offset
+                offsets.append(messages["physical_offset"][old].astype(np.int64))
+                sizes.append(messages["size"][old].astype(np.int64))
+                if not old.all():
+                    break
+                offset += len(units)
+        return np.concatenate(offsets), np.concatenate(sizes)
+
+    def roll(self, physical_offset: int, count: int, now_ms: int) -> int:
+        """As `Roller` says. A level whose head is due is left alone: that is delivered, and needs no other copy."""
+        done = 0
+        for level in self._levels.values():
+            if done < count:
+                done += self._roll(level, physical_offset, min(count - done, _BATCH_UNITS), now_ms)
+        return done
+
+    def _roll(self, level: _Level, physical_offset: int, count: int, now_ms: int) -> int:
+        """Let up to `count` messages of a level wait in the timer topic; how many units were passed."""
+        begin = level.offset
+        units = self._store.units(SCHEDULE_TOPIC, level.queue_id, begin, count)
+        messages = is_message(units)
+        times = self._times(level, units, now_ms)
+        stops = np.flatnonzero(messages & ((units["physical_offset"] >= physical_offset) | (times <= now_ms)))
+        old = np.flatnonzero(messages[: stops[0] if len(stops) else None])
+        if not len(old):
+            return 0
+        end = begin + int(old[-1]) + 1
+        self._topics.ensure(TIMER_TOPIC, 1)
+        try:
+            self._deliver(level, end, dict(enumerate(times.tolist(), begin)))
+        except InvalidMessageError as error:  # with what the timer needs it is too large
+            if level.stuck != level.offset:
+                _log.error("%s: the message at %d of delay level %d cannot be put again, and holds the log until it is "
+                           "due: %s", self._store.path, level.offset, level.number, error)  # fmt: skip
+            level.stuck = level.offset
+        finally:
+            if level.offset > begin:
+                self._wake()  # there is progress to be saved
+        return level.offset - begin
+
+    # -- dealing with messages --------------------------------------------------------------------------------------
+
     def _move_into(self, level: _Level, low: int, high: int) -> None:
         """Retention has taken what was to come next, or the queue ends before it."""
         if level.offset < low:
@@ -393,15 +465,16 @@ class DelayService:
                        self._store.path, level.number, level.offset, high)  # fmt: skip
             self._advance(level, high)
 
-    def _deliver(self, level: _Level, end: int) -> None:
-        """Deliver the units from where the level is up to `end`. Progress stands at what could not be, if it raises."""
+    def _deliver(self, level: _Level, end: int, rolled: Mapping[int, int] | None = None) -> None:
+        """Deliver the units from where the level is up to `end`; with `rolled`, offset -> when it is due, to the timer
+        topic. Progress stands at what could not be, if it raises."""
         while level.offset < end:
             found = self._store.get(SCHEDULE_TOPIC, level.queue_id, level.offset, end - level.offset)
             if found.status == "OFFSET_TOO_SMALL":  # retention came in between
                 self._move_into(level, found.min_offset, found.max_offset)
                 continue
             # Behind units that lead nowhere a read takes as many more, which may not be due.
-            self._pass_on(level, [message for message in found.messages if message.offset < end])
+            self._pass_on(level, [message for message in found.messages if message.offset < end], rolled)
             self._skip(level, min(found.next_offset, end))
 
     def _fail(self, level: _Level, now_ms: int, error: Exception) -> None:
@@ -414,8 +487,9 @@ class DelayService:
         level.due_ms = now_ms + level.ahead_ms
         level.failures += 1
 
-    def _pass_on(self, level: _Level, messages: list[Message]) -> None:
-        """Send each of `messages`, in order, to where it belongs; progress follows what was stored."""
+    def _pass_on(self, level: _Level, messages: list[Message], rolled: Mapping[int, int] | None) -> None:
+        """Send each of `messages`, in order, to where it belongs, with `rolled` to where it waits on; progress follows
+        what was stored."""
         copies: list[Copy] = []
         for message in messages:
             reason = ""
@@ -424,28 +498,37 @@ class DelayService:
             except ValueError as error:
                 reason = f"a delayed message that cannot be restored: {error}"
             if not reason and topic != HALF_TOPIC:
+                if rolled is not None:
+                    properties = level_properties(properties, level.number, rolled[message.offset])
+                    topic, queue_id = TIMER_TOPIC, 0
                 copies.append((message, topic, queue_id, properties))
                 continue
-            self._copy(level, copies)
+            self._copy(level, copies, rolled is not None)
             if reason:
                 self._bury(level, message, reason)
             else:  # the half message was delivered or given up long ago (4.4 step 8)
                 _log.warning("%s: the delayed message at %d of level %d belongs to %s and is passed over",
                              self._store.path, message.offset, level.number, HALF_TOPIC)  # fmt: skip
                 self._done(level, message)
-        self._copy(level, copies)
+        self._copy(level, copies, rolled is not None)
 
-    def _copy(self, level: _Level, copies: list[Copy]) -> None:
-        """Put `copies` at the ends of their queues, and forget them."""
+    def _copy(self, level: _Level, copies: list[Copy], rolled: bool) -> None:
+        """Put `copies` at the ends of their queues, and forget them. Raises InvalidMessageError for what is `rolled`:
+        it may well be delivered."""
         at = 0
         while at < len(copies):
             try:
                 count = self._road.copy_many(copies[at:] if at else copies)
             except InvalidMessageError as error:  # of the first, which no later attempt makes valid
+                if rolled:
+                    raise
                 self._bury(level, copies[at][0], f"a delayed message that cannot be put: {error}")
                 at += 1
                 continue
-            self._tell_late(copies[at : at + count])
+            if rolled:
+                self._statistics.add("delay_rolled", str(level.number), count)
+            else:
+                self._tell_late(copies[at : at + count])
             at += count
             last = copies[at - 1][0]
             if last.offset + 1 - level.offset == count:  # no gaps

@@ -18,6 +18,7 @@ exponential  initial * multiplier ** r         initial * multiplier ** (attempt-
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -80,7 +81,7 @@ class RetryPolicy:
         if delays is None:
             self._set(_checked_attempts(max_attempts))
             return
-        table = tuple(round(seconds(delay, "delays") * 1000) for delay in delays)
+        table = tuple(_ms(delay, "delays") for delay in delays)
         if not table:
             raise ConfigError("delays is empty; leave it out for the standard ones, or give [0] to retry at once")
         self._set(_checked_attempts(max_attempts), "custom", table)
@@ -92,7 +93,7 @@ class RetryPolicy:
         """Wait `initial` (seconds or timedelta), then `multiplier` times as long each time, at most `maximum`."""
         if type(multiplier) is not int or multiplier < 1:
             raise ConfigError(f"multiplier must be an integer from 1, not {multiplier!r}")
-        low, high = (round(seconds(value, name) * 1000) for value, name in ((initial, "initial"), (maximum, "maximum")))
+        low, high = _ms(initial, "initial"), _ms(maximum, "maximum")
         return cls._of(
             _checked_attempts(max_attempts), "exponential", initial_ms=low, multiplier=multiplier, max_ms=high
         )
@@ -178,6 +179,13 @@ class RetryPolicy:
             return cls._of(max_attempts, "levels", unknown=unknown)
         unknown.pop("customizedRetryPolicy", None)
         return cls._of(max_attempts, "custom", tuple(max(0, delay) for delay in table), unknown=unknown)
+
+
+def _ms(duration: Duration, name: str) -> int:
+    wanted = seconds(duration, name)
+    if wanted == math.inf:
+        raise ConfigError(f"{name} must be a number of seconds that ends, not {duration!r}")
+    return round(wanted * 1000)
 
 
 def _checked_attempts(max_attempts: int | None) -> int | None:
@@ -332,6 +340,7 @@ class GroupTable:
             check=_check,
             writer=store.mode == "rw",
             file_mode=config.file_mode,
+            closed=lambda: store.closed,
         )
         value = self._file.load() or {}
         self._version = DataVersion.from_json(value.get("dataVersion"))
@@ -453,7 +462,7 @@ class GroupTable:
             if present is not None:
                 if exist_ok:
                     return present
-                raise ConfigError(f"group {config.name!r} exists already; alter it, or pass exist_ok=True")
+                raise ConfigError(f"group {config.name!r} exists already; alter it")
             self._write({**self._groups, config.name: config}, self._forbidden)
         self._tell(config.name)
         return config

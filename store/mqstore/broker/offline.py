@@ -19,13 +19,12 @@ from datetime import datetime
 from functools import cached_property
 from typing import Literal
 
-from mqstore.broker.parts import Parts, open_parts
+from mqstore.broker.parts import Parts, delete_group, open_parts
 from mqstore.broker.pop import PopService
 from mqstore.broker.reading import Reads
 from mqstore.broker.retry import Retries
 from mqstore.broker.timer import TimerService
 from mqstore.broker.waiting import Waiters
-from mqstore.errors import GroupNotFoundError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
@@ -38,7 +37,7 @@ class Offline:
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     mqstore.open(folder).close()
+    ...     mqstore.MessageStore(folder).close()
     ...     with offline(folder) as desk:
     ...         created = desk.parts.topics.create("orders", queues=2)
     ...         group = desk.parts.groups.create("billing")
@@ -70,14 +69,9 @@ class Offline:
     def delete_group(self, group: str) -> None:
         """Forget a group: settings, progress, what it has in flight. Its dead letters and retries stay. If it never had
         settings, its progress alone. GroupNotFoundError when it has neither."""
-        parts = self.parts
-        known = parts.groups.get(group) is not None
-        if not known and group not in parts.offsets.groups():
-            raise GroupNotFoundError(f"{parts.store.path} has no group {group!r}: no settings, no progress")
-        if known:
+        if self.parts.groups.get(group) is not None:
             self._pop  # noqa: B018  (listens)
-            parts.groups.delete(group)
-        parts.offsets.remove_group(group)
+        delete_group(self.parts, group)
 
     def delete_topic(self, topic: str, *, force: bool = False) -> None:
         """As `TopicTable.delete`, and nothing of it stays in flight."""

@@ -74,7 +74,8 @@ class OffsetTable:
         self._lock = threading.Lock()
         self._committed: dict[str, dict[str, dict[int, int]]] = {}  # topic -> group -> queue id -> offset
         self._pulled: dict[tuple[str, str, int], int] = {}
-        self._resets: dict[tuple[str, str, int], int] = {}
+        self.resets: dict[tuple[str, str, int], int] = {}
+        """Pending, by (group, topic, queue). Not to be changed from outside."""
         # Changes so far, and how many of them the file has. _saving is held around a whole save, taken before _lock.
         self._changes = 0
         self._saved = 0
@@ -117,7 +118,7 @@ class OffsetTable:
                 f"a queue id in 0..{_QUEUE_ID_MAX}"
             )
         with self._lock:
-            if not self._resets or (group, topic, queue_id) not in self._resets:
+            if not self.resets or (group, topic, queue_id) not in self.resets:
                 try:
                     self._committed[topic][group][queue_id] = offset
                 except KeyError:
@@ -180,18 +181,18 @@ class OffsetTable:
         with self._lock:
             self._queues_of(group, topic)[queue_id] = offset
             self._changes += 1
-            self._resets[group, topic, queue_id] = offset
+            self.resets[group, topic, queue_id] = offset
             self._pulled.pop((group, topic, queue_id), None)
 
     def take_reset(self, topic: str, group: str, queue_id: int) -> int | None:
         """The pending reset, which is then done with: for the read or pop that starts there. None without one."""
-        if not self._resets:
+        if not self.resets:
             return None
         with self._lock:
-            return self._resets.pop((group, topic, queue_id), None)
+            return self.resets.pop((group, topic, queue_id), None)
 
     def has_reset(self, topic: str, group: str, queue_id: int) -> bool:
-        return (group, topic, queue_id) in self._resets
+        return (group, topic, queue_id) in self.resets
 
     # -- whole groups and topics ------------------------------------------------------------------------------------
 
@@ -246,7 +247,7 @@ class OffsetTable:
             raise
 
     def _forget(self, concerned: Callable[[tuple[str, str, int]], bool]) -> None:
-        for table in (self._pulled, self._resets):
+        for table in (self._pulled, self.resets):
             for key in [key for key in table if concerned(key)]:
                 del table[key]
 

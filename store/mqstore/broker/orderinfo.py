@@ -45,7 +45,7 @@ BATCH_MAX: Final = 63
 IDLE_MS: Final = 86_400_000
 """A record not popped again for longer than this is dropped (9.4)."""
 
-_I64_MAX = 2**63 - 1
+_I32_MAX, _I64_MAX = 2**31 - 1, 2**63 - 1
 
 
 class Counts(NamedTuple):
@@ -368,9 +368,16 @@ class OrderInfoTable:
 
     def note_attempt(self, group: str, topic: str, queue_id: int, offset: int, count: int, now_ms: int) -> None:
         """Note that the message at `offset` has failed `count` times; 0 forgets it. Takes the place of a batch left
-        over from when the group popped. ValueError for negative numbers."""
-        if offset < 0 or count < 0:
-            raise ValueError(f"neither offset {offset} nor count {count} may be negative")
+        over from when the group popped. ValueError for what the file could not be read with again."""
+        for what, number, most in (
+            ("queue id", queue_id, _I32_MAX),
+            ("offset", offset, _I64_MAX),
+            ("count", count, _I32_MAX),
+        ):
+            if type(number) is not int or not 0 <= number <= most:
+                raise ValueError(f"{what} {number!r:.40} must be an int, neither negative nor above {most}")
+        if "@" in topic or "@" in group:
+            raise ValueError(f"topic {topic[:150]!r} and group {group[:150]!r} must be names without an '@'")
         with self._lock:
             record = self._find(topic, group, queue_id)
             counts = dict(record.counts or {}) if record is not None and record.counts_attempts else {}

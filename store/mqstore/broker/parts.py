@@ -3,6 +3,8 @@
     mechanism   run_once(now_ms) -> next_run_ms     does what is due; a housekeeper thread or a test calls it
                 close()                             persists what it keeps
                 pins()                              which records of the log it still needs
+    roller      waiting_below(offset)               those of them that it can put again at the end of the log
+                roll(offset, count, now_ms)         does so
 
 `wake`, which each is given, says "something may be due before the time I named": from any thread, at once.
 """
@@ -12,6 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from mqstore.broker.groups import GroupTable
 from mqstore.broker.offsets import OffsetTable
@@ -24,7 +29,7 @@ from mqstore.files.filesystem import FileSystem
 from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
 
-__all__ = ["Mechanism", "Parts", "Pin", "Wake", "delete_group", "open_parts"]
+__all__ = ["Mechanism", "Parts", "Pin", "Roller", "Wake", "delete_group", "open_parts"]
 
 Wake = Callable[[], None]
 
@@ -37,6 +42,8 @@ class Pin(NamedTuple):
     queue_id: int
     group: str
     why: str
+    rolls: bool = False
+    """Whether the mechanism can put the message again at the end of the log (`Roller`)."""
 
 
 class Mechanism(Protocol):
@@ -50,6 +57,19 @@ class Mechanism(Protocol):
 
     def pins(self) -> Iterable[Pin]:
         """The oldest record that each thing it keeps still needs."""
+
+
+class Roller(Mechanism, Protocol):
+    """One that keeps messages for long, and can put them again at the end of the log instead of holding all that has
+    come since (2.6). Both calls come from the thread that calls `run_once`."""
+
+    def waiting_below(self, physical_offset: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Physical offsets and sizes of the records below `physical_offset` that wait. An estimate."""
+
+    def roll(self, physical_offset: int, count: int, now_ms: int) -> int:
+        """Put up to `count` of them again, oldest first, to wait for the same time; how many were dealt with, 0: there
+        are none, or none can be now. Not durable when it returns: `pins` says when it is. Raises what a put raises;
+        what was rolled by then stays so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +109,12 @@ def open_parts(store: MessageStore) -> Parts:
 
 def delete_group(parts: Parts, group: str) -> None:
     """Forget a group: settings and progress; who listens to `parts.groups` forgets what is in flight. Its dead letters
-    and retries stay. GroupNotFoundError when it has neither settings nor progress."""
+    and retries stay. On disk when it returns. GroupNotFoundError when it has neither settings nor progress; as
+    `OffsetTable.save`, and then it is forgotten here, and on disk with the next save."""
     known = parts.groups.get(group) is not None
     if not known and group not in parts.offsets.groups():
         raise GroupNotFoundError(f"{parts.store.path} has no group {group!r}: no settings, no progress")
     if known:
         parts.groups.delete(group)
     parts.offsets.remove_group(group)
+    parts.offsets.save()  # else a crash would leave the progress to a group of the same name, which would skip as much

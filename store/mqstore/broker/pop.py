@@ -20,6 +20,7 @@ and waits for the disk, if that is asked for, after letting go of its locks.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -40,7 +41,6 @@ from mqstore.errors import ConfigError, InvalidReceiptError, NotPermittedError
 from mqstore.options import Durability, Duration
 
 if TYPE_CHECKING:
-    from mqstore.broker.groups import GroupConfig
     from mqstore.broker.parts import Parts, Wake
     from mqstore.broker.reading import Reads
     from mqstore.broker.waiting import Callback, Waiter, Waiters
@@ -53,15 +53,20 @@ _MIN_INVISIBLE_MS, _MAX_INVISIBLE_MS = 100, 12 * 3_600_000
 _RETRY_PERCENT = 20
 """How often the retry topic is looked at first."""
 _ATTEMPTS_MS = 1_000
+_CHUNKS = 4
+"""Chunks of a queue's deliveries that are put up again in one run: some thousand messages."""
 
 
 class _Route:
     """Where the messages of one topic are, for one group."""
 
-    __slots__ = ("group", "queues", "retries")
+    __slots__ = ("group", "max_attempts", "queues", "retries")
 
-    def __init__(self, group: GroupConfig, queues: list[QueueState], retries: list[tuple[int, QueueState]]) -> None:
+    def __init__(
+        self, group: str, max_attempts: int | None, queues: list[QueueState], retries: list[tuple[int, QueueState]]
+    ) -> None:
         self.group = group
+        self.max_attempts = max_attempts
         self.queues = queues
         self.retries = retries
         """(mark, state) of the retry topics that exist."""
@@ -116,14 +121,12 @@ class PopService:
         topic: str,
         queue_id: int = -1,
         n: int = 1,
-        *,
         invisible_ms: int = 60_000,
         poll_s: float = 0,
         filter: Filter | None = None,
         order: bool = False,
         start: Start | None = None,
         attempt_id: str | None = None,
-        client_id: str = "",
         local: bool = True,
         durability: Durability | None = None,
     ) -> list[Delivery]:
@@ -135,21 +138,25 @@ class PopService:
         attempt_id  with `order`: the same id receives again what its lost answer held
         local       the receiver dies with this process: the next open gives the message to others at once
 
-        Each batch is in the pop log before this returns; durability "flush": and on disk. `client_id` is not used: any
-        member may settle what any other received. Raises ConfigError for numbers out of range, TopicNotFoundError,
-        GroupNotFoundError, NotPermittedError, and what a put raises, and then nothing was handed out.
+        Each batch is in the pop log before this returns; durability "flush": and on disk. Raises ConfigError for
+        numbers out of range, TopicNotFoundError, GroupNotFoundError, NotPermittedError, and what a put raises, and then
+        nothing was handed out: what one queue gave before another failed is returned, the next call meets the error.
         """
-        del client_id
         if type(n) is not int or not 1 <= n <= MAX_BATCH:
             raise ConfigError(f"n is {n!r}; one pop gives 1 to {MAX_BATCH} messages, so pop several times for more")
         if not _MIN_INVISIBLE_MS <= invisible_ms <= _MAX_INVISIBLE_MS:
             raise ConfigError(
                 f"invisible time {invisible_ms} ms does not lie in {_MIN_INVISIBLE_MS}..{_MAX_INVISIBLE_MS} ms"
             )
-        waits = self._waits(durability)
-        end_ms = self._clock.monotonic_ms() + int(poll_s * 1000) if poll_s else 0
+        if attempt_id is not None and type(attempt_id) is not str:
+            raise ConfigError(f"an attempt id is a str, not {attempt_id!r:.80}")
+        waits = durability != "append" and self._waits(durability)
+        end_ms = self._clock.monotonic_ms() + (int(poll_s * 1000) if poll_s < math.inf else math.inf) if poll_s else 0
         while True:
-            found = self._pop(group, topic, queue_id, n, invisible_ms, filter, order, start, attempt_id, local)
+            # Looked up each time: the topic may have been altered while we waited.
+            route = self._routes.get((group, topic)) or self._route(group, topic)
+            ask = Ask(topic, invisible_ms, filter, start, attempt_id, local, self._clock.now_ms(), route.max_attempts)
+            found = self._pop(route, ask, queue_id, n, order)
             if found or not poll_s:
                 break
             left_ms = end_ms - self._clock.monotonic_ms()
@@ -159,45 +166,37 @@ class PopService:
             self._store.flush()
         return found
 
-    def _pop(
-        self,
-        group: str,
-        topic: str,
-        queue_id: int,
-        n: int,
-        invisible_ms: int,
-        filter: Filter | None,
-        order: bool,
-        start: Start | None,
-        attempt_id: str | None,
-        local: bool,
-    ) -> list[Delivery]:
-        route = self._routes.get((group, topic)) or self._route(group, topic)
-        limit = route.group.max_attempts
-        ask = Ask(topic, invisible_ms, filter, start, attempt_id, local, self._clock.now_ms(), limit)
+    def _pop(self, route: _Route, ask: Ask, queue_id: int, n: int, order: bool) -> list[Delivery]:
         found: list[Delivery] = []
         more = False
         lucky = int(self._rng() * 100)
+        queues, count = route.queues, len(route.queues)
+        at = lucky % count
+        if queue_id != -1:
+            self._check_queue(route, ask.topic, queue_id)
+            at, count = queue_id, 1
         retries_first = not order and route.retries and lucky < _RETRY_PERCENT
-        if retries_first:
-            more = self._pop_retries(route, ask, n, found)
-        if len(found) < n:
-            queues, count = route.queues, len(route.queues)
-            at = lucky % count
-            if queue_id != -1:
-                self._check_queue(route, topic, queue_id)
-                at, count = queue_id, 1
-            pop = self._fifo.pop if order else self._standard.pop
-            while count and len(found) < n:
-                state = queues[at]
-                with state.lock:
-                    more |= pop(state, ask, n - len(found), 0, found)
-                at = at + 1 if at + 1 < len(queues) else 0
-                count -= 1
-        if not order and not retries_first and route.retries and len(found) < n:
-            more |= self._pop_retries(route, ask, n, found)
+        try:
+            if retries_first:
+                more = self._pop_retries(route, ask, n, found)
+            if len(found) < n:
+                pop = self._fifo.pop if order else self._standard.pop
+                while count:
+                    state = queues[at]
+                    with state.lock:
+                        more |= pop(state, ask, n - len(found), 0, found)
+                    if len(found) == n:
+                        break
+                    at = at + 1 if at + 1 < len(queues) else 0
+                    count -= 1
+            if not order and not retries_first and route.retries and len(found) < n:
+                more |= self._pop_retries(route, ask, n, found)
+        except Exception:
+            if not found:
+                raise
+            # What was found is invisible by now: who is not given it could not settle it, and it would fail an attempt.
         if more and found and self._waiters.parked:
-            self._waiters.wake_one(topic, queue_id, group)
+            self._waiters.wake_one(ask.topic, queue_id, route.group)
         return found
 
     def _pop_retries(self, route: _Route, ask: Ask, n: int, found: list[Delivery]) -> bool:
@@ -219,6 +218,8 @@ class PopService:
         found = self._parts.topics.need(topic)
         if not found.readable:
             raise NotPermittedError(f"topic {topic!r} may not be read; alter it with a perm that has 4 (READ)")
+        if found.read_queues < 1:  # only a file can say so
+            raise NotPermittedError(f"topic {topic!r} has {found.read_queues} queues to read; alter read_queues")
         if not self._parts.groups.may_read(group, topic):
             raise NotPermittedError(f"group {group!r} is forbidden to read topic {topic!r}")
         queues = [self._tables.state(QueueKey(topic, group, i)) for i in range(found.read_queues)]
@@ -227,7 +228,7 @@ class PopService:
             for mark, name in self._retry_topics(group, topic)
             if self._parts.topics.get(name) is not None
         ]
-        routes[group, topic] = route = _Route(config, queues, retries)
+        routes[group, topic] = route = _Route(group, config.max_attempts, queues, retries)
         return route
 
     def _retry_topics(self, group: str, topic: str) -> list[tuple[int, str]]:
@@ -308,7 +309,11 @@ class PopService:
     def _holds_something(self, state: QueueState, order: bool) -> bool:
         with state.lock:
             topic, group, queue_id = state.key
-            if order and self._orders.check_block(None, topic, group, queue_id, 0, self._clock.now_ms()):
+            # A queue that is popped one way is no use to who pops the other way until what is in flight has ended.
+            blocked = order or state.fifo is not None
+            if blocked and self._orders.check_block(None, topic, group, queue_id, 0, self._clock.now_ms()):
+                return False
+            if order and (state.in_flight or state.released):
                 return False
             if state.gone or state.ahead or state.released:
                 return not state.gone
@@ -327,7 +332,7 @@ class PopService:
         ReceiptExpiredError for those of messages that were put up for redelivery already (its `receipts`): the others
         are settled.
         """
-        waits = self._waits(durability)
+        waits = durability != "append" and self._waits(durability)
         late = self._each_queue(group, topic, receipts, self._standard.settle, self._fifo.settle)
         if waits:
             self._store.flush()
@@ -396,12 +401,12 @@ class PopService:
         """Hand each queue the receipts that concern it; the receipts that came too late."""
         if isinstance(texts, str):
             texts = (texts,)
-        claims = list(map(claim_of, texts))
-        if len(claims) == 1:
-            [claim] = claims
+        if len(texts) == 1:
+            claim = claim_of(texts[0])
             state = self._state_of(group, topic, claim)
             with state.lock:
-                return (fifo if claim.fifo else standard)(state, claims)
+                return (fifo if claim.fifo else standard)(state, (claim,))
+        claims = list(map(claim_of, texts))
         queues: dict[tuple[int, int, bool], list[Claim]] = {}
         for claim in claims:
             queues.setdefault((claim.mark, claim.queue_id, claim.fifo), []).append(claim)
@@ -416,6 +421,12 @@ class PopService:
         """The state of the queue that the receipts name. InvalidReceiptError when the group never popped from it, or
         when it has no such message."""
         first = claims[0]
+        last = max(claims, key=lambda claim: claim.offset) if len(claims) > 1 else first
+        route = self._routes.get((group, topic))
+        if route is not None and first.mark == 0 and first.queue_id < len(route.queues):
+            known = route.queues[first.queue_id]
+            if last.offset < known.cursor:  # it was popped, and needs no look at tables and queue
+                return known
         name = topic if first.mark == 0 else pop_retry_topic(group, topic, first.mark)
         state = self._tables.states.get(QueueKey(name, group, first.queue_id))
         if state is None or state.cursor < 0:
@@ -428,8 +439,7 @@ class PopService:
             with state.lock:
                 if state.cursor < 0 and not state.gone:
                     self._tables.open(state)
-        last = max(claims, key=lambda claim: claim.offset) if len(claims) > 1 else first
-        if last.offset >= state.cursor:  # else it was popped, and needs no look at the queue
+        if last.offset >= state.cursor:
             bounds = self._store.offsets_or_none(name, first.queue_id)
             if bounds is None or last.offset >= bounds[1]:
                 raise InvalidReceiptError(
@@ -531,8 +541,9 @@ class PopService:
             return
         with state.lock:
             if not state.gone:
-                self._parts.offsets.take_reset(topic, group, queue_id)
+                # In this order: on a full disk the reset stays pending, for the next pop.
                 self._tables.reset(state, offset)
+                self._parts.offsets.take_reset(topic, group, queue_id)
         self._waiters.wake_one(topic, queue_id, group)
 
     # -- attempts of orderly groups in the queue model --------------------------------------------------------------
@@ -565,8 +576,8 @@ class PopService:
         return next_ms
 
     def _visit(self, state: QueueState, now_ms: int) -> None:
-        more = True
-        while more:
+        # Then the other mechanisms have their turn: what is left is announced, and due at once.
+        for _ in range(_CHUNKS):
             with state.lock:  # let go of between chunks
                 if state.gone or state.announced_ms is None or state.announced_ms > now_ms:
                     return
@@ -576,7 +587,6 @@ class PopService:
                 finally:
                     if state.fifo is not None:
                         self._fifo.visit(state, now_ms)
-                more = state.announced_ms is not None
 
     def close(self) -> None:
         """Persist."""

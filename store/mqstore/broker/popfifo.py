@@ -13,6 +13,7 @@ and until when the others are invisible is the order info's to say (orderinfo.py
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 
 from mqstore.broker.orderinfo import OrderInfo
@@ -20,9 +21,14 @@ from mqstore.broker.popask import Ask, Claim, Delivery, expired
 from mqstore.broker.poplog import ACK, GIVE, LOCAL, REVIVE, deltas_text, fifo_members
 from mqstore.broker.popstate import Batch, QueueState, Standing, pop_time
 from mqstore.broker.poptables import PopTables, origin_of
-from mqstore.errors import InvalidReceiptError
+from mqstore.errors import InvalidMessageError, InvalidReceiptError
 
 __all__ = ["FifoQueues"]
+
+_log = logging.getLogger("mqstore")
+
+_RETRY_MS = 1_000
+"""When a dead letter that could not be filed is tried again."""
 
 
 class FifoQueues:
@@ -97,8 +103,8 @@ class FifoQueues:
         for claim in claims:
             if claim.offset < state.cursor:
                 continue  # settled before
-            if record is None and claim.offset == state.cursor:
-                # The record is lost, and with it the order of what was popped: only the next in line may go (9.8).
+            if record is None and claim.offset == state.cursor and self._record_lost(state, claim):
+                # With it the order of what was popped is lost: only the next in line may go (9.8).
                 self._tables.reset(state, claim.offset + 1)
             elif record is None or claim.pop_time_ms != record.pop_time_ms:
                 late.append(claim.text)
@@ -112,6 +118,13 @@ class FifoQueues:
             state.acked += len(set(offsets))  # one may be named twice
             self._wake_if_free(state)
         return late
+
+    def _record_lost(self, state: QueueState, claim: Claim) -> bool:
+        """Whether a queue without a record had one, and the claim is of it: not from before the queue was reset, or the
+        group began to pop it without order. Such a claim would settle what others have in flight."""
+        if state.in_flight or state.released or self._tables.offsets.has_reset(*state.key):
+            return False
+        return claim.pop_time_ms > state.reset_ms
 
     def give_back(self, state: QueueState, claims: Iterable[Claim]) -> list[str]:
         """Take deliveries back unseen: visible at once, their next delivery no redelivery."""
@@ -184,6 +197,9 @@ class FifoQueues:
         try:
             self._bury_exhausted(state, now_ms, None if group is None else group.max_attempts)
             self._wake_if_free(state)
+        except BaseException:
+            self._tables.announce(state, now_ms + _RETRY_MS)  # what is due names no later time of its own
+            raise
         finally:
             self.announce_next(state, now_ms)
 
@@ -206,8 +222,16 @@ class FifoQueues:
             if visible_at(record, offset) > now_ms:
                 continue
             attempt = self._attempt_of(record, offset)
-            if attempt >= limit:
+            if attempt < limit:
+                continue
+            try:
                 self._bury(state, record, offset, f"attempt {attempt} of {limit} ended without acknowledgement")
+            except InvalidMessageError as error:
+                # No later try will fare better: its record is as long as one can be. It goes on being delivered.
+                topic, group, queue_id = state.key
+                _log.error(
+                    "message %d of %s/%d cannot be a dead letter of %s: %s", offset, topic, queue_id, group, error
+                )
 
     def _bury(self, state: QueueState, record: OrderInfo, offset: int, reason: str) -> None:
         key = state.key
@@ -237,7 +261,7 @@ class FifoQueues:
         if not self._orders.check_block(None, topic, group, queue_id, 0, self._tables.clock.now_ms()):
             bounds = self._tables.store.offsets_or_none(topic, queue_id)
             if bounds is not None and state.cursor < bounds[1]:
-                self._tables.waiters.wake_one(origin_of(state.key), queue_id, group)
+                self._tables.waiters.wake_one(topic, queue_id, group)
 
     def _need(self, state: QueueState, claim: Claim) -> tuple[OrderInfo, Batch]:
         record = self._tables.order(state)

@@ -1,8 +1,9 @@
 """Start-up: from order info file, offset table and pop log to the states that a crash or a close left (8.10).
 
-    order info file     FIFO batches as of its last save; of directories of a Java broker all there is
+    order info file     FIFO batches as of its last save; of directories of a Java broker all there is of order
     + pop log           from the replay position: every batch with something unsettled, and what happened to it
     + offset table      where queues stand that the log says nothing of
+    + a Java broker's   what it had handed out, if there is any, which the log is told first (`popjava.py`)
 
     cursor     = where the last reset put it, else what the table says; then every nx seen
     committed  = the first offset that is in flight or released, else the cursor
@@ -20,6 +21,7 @@ from typing import Any
 from mqstore.broker.names import POP_LOG_GROUP, POP_LOG_TOPIC
 from mqstore.broker.orderinfo import OrderInfo
 from mqstore.broker.popfifo import FifoQueues, visible_at
+from mqstore.broker.popjava import JavaTakeover
 from mqstore.broker.poplog import ACK, CHANGE, GIVE, POP, RESET, REVIVE, Record
 from mqstore.broker.popstate import Batch, QueueKey, QueueState
 from mqstore.broker.poptables import PopTables
@@ -56,17 +58,23 @@ class Replay:
             REVIVE: self._revived_before,
             RESET: self._reset_before,
         }
+        self._in_order: set[QueueKey] = set()
+        """Queues whose order info is the log's by now, not the file's."""
         self._settled_before: dict[int, QueueKey] = {}
         """Batch -> queue, of batches that are settled and only tell what was redelivered."""
 
     def run(self, *, release: bool) -> None:
         """Rebuild the states; `release`: what receivers in this process held is visible again."""
         self.read()
+        java = JavaTakeover(self._tables)
+        for record in java.take():
+            self._apply(record, self._handlers)
         tables = self._tables
         now_ms = tables.clock.now_ms()
         for state in list(tables.states.values()):
             self._finish(state, release, now_ms)
         self._adopt(now_ms)
+        java.mark()
 
     def read(self) -> None:
         """Only what the records say: nothing is released, adopted or written. For who looks at a store."""
@@ -117,8 +125,13 @@ class Replay:
         there = self._tables.orders.get(*state.key)
         state.fifo = batch
         state.cursor = offsets[0]
-        if there is not None and there.pop_time_ms > batch.pop_time_ms:
-            return  # the file is newer; it was written after the log was flushed, so this batch's successor follows
+        # The file may be newer than the batches we come to: written after its batch was logged, or by a Java broker. By
+        # the pop time, unless a clock was set back: what begins behind the file's batch was popped after it, and so was
+        # all that the log has behind that.
+        newer = there is not None and there.pop_time_ms > batch.pop_time_ms and there.offsets[-1] >= offsets[0]
+        if newer and state.key not in self._in_order:
+            return
+        self._in_order.add(state.key)
         record = OrderInfo(
             tuple(offsets),
             batch.pop_time_ms,

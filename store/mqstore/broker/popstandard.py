@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
 
 from mqstore.broker.names import is_retry_topic, pop_retry_topic
 from mqstore.broker.popask import Ask, Claim, Delivery, expired
@@ -33,6 +34,8 @@ _CHUNK = 64
 _NEAR = 8
 """Messages this far apart are read together."""
 _BACKOFF_MIN_MS, _BACKOFF_MAX_MS = 1_000, 60_000
+_offset = attrgetter("offset")
+_delivery = Delivery._make
 
 
 class StandardQueues:
@@ -71,41 +74,37 @@ class StandardQueues:
         return bool(messages) and bool(state.ahead or state.released)
 
     def _deliver(self, state: QueueState, ask: Ask, mark: int, messages: list[Message], out: list[Delivery]) -> None:
-        offsets = [message.offset for message in messages]
-        if len(offsets) > 1 and state.released:
-            messages.sort(key=lambda message: message.offset)
-            offsets.sort()
-        start, count = offsets[0], len(offsets)
-        visible_ms = ask.now_ms + ask.invisible_ms
+        topic, invisible_ms, _, _, _, local, now_ms, _ = ask
+        visible_ms = now_ms + invisible_ms
         last_ms = state.reset_ms
-        for offset in offsets if state.released else ():
-            if offset in state.released:
-                last_ms = max(last_ms, state.released[offset].times(offset)[0])
-        pop_time_ms = pop_time(ask.now_ms, last_ms)
-        invisible_ms = max(0, visible_ms - pop_time_ms)
-        deltas = None if offsets[-1] - start == count - 1 else tuple(offset - start for offset in offsets)
+        if state.released:
+            messages.sort(key=_offset)
+            for message in messages:
+                if message.offset in state.released:
+                    last_ms = max(last_ms, state.released[message.offset].times(message.offset)[0])
+        pop_time_ms = pop_time(now_ms, last_ms)
+        if pop_time_ms != now_ms:
+            invisible_ms = max(0, visible_ms - pop_time_ms)
+        count = len(messages)
+        start = messages[0].offset
+        offsets = (start,) if count == 1 else [message.offset for message in messages]
+        deltas = None if offsets[-1] - start == count - 1 else tuple([offset - start for offset in offsets])
+        text = deltas_text(deltas, count)
         name = self._log.put_pop(
-            state.head,
-            start,
-            pop_time_ms,
-            invisible_ms,
-            deltas_text(deltas, count),
-            state.cursor,
-            LOCAL if ask.local else "",
+            state.head, start, pop_time_ms, invisible_ms, text, state.cursor, LOCAL if local else ""
         )
-        state.add(Batch(name, start, pop_time_ms, invisible_ms, deltas, count, ask.local), offsets)
+        state.add(Batch(name, start, pop_time_ms, invisible_ms, deltas, count, local), offsets)
         state.pops += 1
         state.popped += count
-        state.popped_bytes += sum([message.size for message in messages])
-        state.last_pop_ms = max(state.last_pop_ms, pop_time_ms)
-        self._tables.announce(state, visible_ms)
+        state.popped_bytes += messages[0].size if count == 1 else sum([message.size for message in messages])
+        if pop_time_ms > state.last_pop_ms:
+            state.last_pop_ms = pop_time_ms
+        if state.announced_ms is None or visible_ms < state.announced_ms:
+            self._tables.announce(state, visible_ms)
         queue_id = state.key.queue_id
         head = f"{start} {pop_time_ms} {invisible_ms} 0 {mark} mqstore {queue_id} "
-        topic = ask.topic
-        out += [
-            Delivery(message, head + str(offset), visible_ms, topic, queue_id, None)
-            for message, offset in zip(messages, offsets, strict=True)
-        ]
+        for message, offset in zip(messages, offsets, strict=True):
+            out.append(_delivery((message, f"{head}{offset}", visible_ms, topic, queue_id, None)))
 
     def _released(self, state: QueueState, ask: Ask, room: int) -> list[Message]:
         """Messages that were given back. One that is gone, or that the filter refuses now, is settled."""
@@ -160,9 +159,7 @@ class StandardQueues:
             if kind == GIVE:
                 state.give_back(batch, offsets)
             else:
-                before = len(state.in_flight)
-                state.settle(batch, offsets)
-                state.acked += before - len(state.in_flight)  # one may be named twice
+                state.acked += state.settle(batch, offsets)
         self._tables.commit(state)
         return late
 
@@ -170,7 +167,7 @@ class StandardQueues:
         """Take deliveries back unseen."""
         late = self.settle(state, claims, GIVE)
         if state.released:
-            self._tables.waiters.wake_one(origin_of(state.key), state.key.queue_id, state.key.group)
+            self._tables.waiters.wake_one(state.key.topic, state.key.queue_id, state.key.group)
         return late
 
     def change(self, state: QueueState, claim: Claim, invisible_ms: int, *, renew: bool = False) -> str:
@@ -265,17 +262,28 @@ class StandardQueues:
         group = self._tables.parts.groups.get(state.key.group)
         limit = None if group is None else group.max_attempts
         done: dict[Batch, list[int]] = {}
+        stay: dict[Batch, list[int]] = {}
         try:
             for (offset, batch), message in zip(due, self._messages(state.key, [o for o, _ in due]), strict=True):
+                ended = done
                 if message is None:
                     self._tables.lost(state, offset)
                 else:
-                    self._put_again(state.key, message, batch.pop_time_ms, limit)
-                done.setdefault(batch, []).append(offset)
+                    try:
+                        self._put_again(state.key, message, batch.pop_time_ms, limit)
+                    except InvalidMessageError as error:
+                        # Its record is as long as one can be: no copy ever fits. It comes again from where it lies.
+                        _log.error("message %d of %s cannot be copied, not even away: %s", offset, state.key, error)
+                        ended = stay
+                ended.setdefault(batch, []).append(offset)
         finally:
             for batch, offsets in done.items():
                 self._settle(state, REVIVE, batch, offsets)
                 state.note_revived(offsets)
+            for batch, offsets in stay.items():
+                self._log.put_settled(GIVE, batch.name, offsets)
+                state.give_back(batch, offsets)
+                self._tables.waiters.wake_one(state.key.topic, state.key.queue_id, state.key.group)
 
     def _messages(self, key: QueueKey, offsets: Sequence[int]) -> Iterator[Message | None]:
         """The messages at ascending offsets, None for each that is gone or damaged; neighbours are read together."""

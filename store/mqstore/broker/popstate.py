@@ -137,13 +137,15 @@ class Timeline:
     """When deliveries become visible: millisecond -> batches to look at. An entry is a hint: whether one of the batch's
     messages really is due is asked of the batch."""
 
-    __slots__ = ("_buckets", "_times", "entries")
+    __slots__ = ("_buckets", "_times", "asked", "entries")
 
     def __init__(self) -> None:
         # A lone batch stands for itself: a list of one would cost as much again.
         self._buckets: dict[int, Batch | list[Batch]] = {}
         self._times: list[int] = []
         self.entries = 0
+        self.asked = 0
+        """How often it seemed worth while to drop what is settled, since that was done."""
 
     def add(self, at_ms: int, batch: Batch) -> None:
         there = self._buckets.get(at_ms)
@@ -197,6 +199,7 @@ class Timeline:
         self._buckets = buckets
         self._times = list(buckets)
         heapify(self._times)
+        self.asked = 0
 
     def _at(self, at_ms: int) -> Sequence[Batch]:
         there = self._buckets[at_ms]
@@ -293,7 +296,10 @@ class QueueState:
                 old = self.released.pop(offset, None)
                 if old is not None:
                     self._strike(old, old.bit(offset))
-        self.in_flight.update(zip(offsets, repeat(batch)))
+        if len(offsets) == 1:
+            self.in_flight[offsets[0]] = batch
+        else:
+            self.in_flight.update(zip(offsets, repeat(batch)))
         self._batches += 1
         self.timeline.add(batch.pop_time_ms + batch.invisible_ms, batch)
 
@@ -312,11 +318,13 @@ class QueueState:
         batch.moved[offset] = pop_time_ms, invisible_ms
         self.timeline.add(pop_time_ms + invisible_ms, batch)
         if self.timeline.entries > _COMPACT_FROM + 2 * self._batches:
-            self.timeline.compact()
+            self._compact()
 
-    def settle(self, batch: Batch, offsets: Iterable[int]) -> None:
-        """These messages of the batch are done with; one that is settled already, or was popped again, is not its."""
+    def settle(self, batch: Batch, offsets: Iterable[int]) -> int:
+        """These messages of the batch are done with; one that is settled already, or was popped again, is not its. How
+        many were in flight."""
         bits = 0
+        before = len(self.in_flight)
         in_flight, start, deltas = self.in_flight, batch.start, batch.deltas
         for offset in offsets:
             if in_flight.get(offset) is batch:
@@ -328,7 +336,8 @@ class QueueState:
             bits |= 1 << offset - start if deltas is None else batch.bit(offset)
         self._strike(batch, bits)
         if self.timeline.entries > _COMPACT_FROM + 2 * self._batches:
-            self.timeline.compact()
+            self._compact()
+        return before - len(self.in_flight)
 
     def give_back(self, batch: Batch, offsets: Iterable[int]) -> None:
         """These deliveries were never looked at."""
@@ -353,6 +362,13 @@ class QueueState:
         self.revived.update(dict.fromkeys(offsets))
         if len(self.revived) > 2 * _REVIVED_KEPT:
             self.revived = dict.fromkeys(islice(self.revived, _REVIVED_KEPT, None))
+
+    def _compact(self) -> None:
+        # Where each of a batch's times was changed there may be nothing to drop: a look at all entries must not come
+        # with each call.
+        self.timeline.asked += 1
+        if 4 * self.timeline.asked > self.timeline.entries:
+            self.timeline.compact()
 
     def _strike(self, batch: Batch, bits: int) -> None:
         if batch.left and bits:

@@ -22,6 +22,7 @@ from mqstore.broker.orderinfo import OrderInfo, OrderInfoTable
 from mqstore.broker.popask import Start
 from mqstore.broker.poplog import PopLog
 from mqstore.broker.popstate import Counts, QueueKey, QueueState
+from mqstore.errors import MQStoreError
 from mqstore.log.message import Message
 
 if TYPE_CHECKING:
@@ -73,6 +74,8 @@ class PopTables:
         self._wake = wake
         self._lock = threading.Lock()
         self._agenda: list[tuple[int, int, QueueState]] = []
+        self._entered: set[tuple[int, QueueState]] = set()
+        """What is in the agenda: a delivery far ahead is announced again after each look at its queue."""
         self._serial = 0
         self._promised_ms: int | None = None
         """When the housekeeper will come; None: when woken."""
@@ -101,11 +104,18 @@ class PopTables:
     def drop(self, concerned: Callable[[QueueKey], bool]) -> None:
         """Forget states: their group or topic is gone. The log is told, or a group of the same name would inherit
         them at the next start."""
+        for key in self.orders.records():  # also those that only count attempts, and have no state
+            if concerned(QueueKey(key[0], key[1], key[2])):
+                self.orders.clear_block(*key)
         for key, state in list(self.states.items()):
             if concerned(key):
                 with state.lock:
                     if not state.gone:
-                        self.log.put_reset(state.head, -1)
+                        try:
+                            self.log.put_reset(state.head, -1)
+                        except (MQStoreError, OSError) as error:
+                            # They are gone whatever the log knows: at worst a new group is given what this one held.
+                            _log.error("%s: the pop log does not say that %s is gone: %s", self.store.path, key, error)
                         state.gone = True
                         state.clear(-1)
                         counts = state.counts()
@@ -118,12 +128,14 @@ class PopTables:
         """Go on at `offset`, with nothing in flight: receipts that are out expire. Under the state's lock."""
         self.log.put_reset(state.head, offset)
         state.clear(offset)
-        state.reset_ms = state.last_pop_ms
+        state.reset_ms = state.last_pop_ms or self.clock.now_ms()  # not popped since it was opened: before, perhaps
         self.orders.clear_block(*state.key)
         self.commit(state)
 
     def commit(self, state: QueueState) -> None:
         """Tell the offset table how far the queue is settled. Under the state's lock."""
+        if state.gone:
+            return  # it has no position any more
         committed = state.advance()
         if committed != state.written:
             topic, group, queue_id = state.key
@@ -134,12 +146,15 @@ class PopTables:
         """Bring the state to where its next pop begins; under its lock. False: it is gone."""
         if state.gone:
             return False
+        if state.cursor >= 0 and not self.offsets.resets:
+            return True
         if state.cursor < 0:
             self.open(state, start)
         topic, group, queue_id = state.key
-        offset = self.offsets.take_reset(topic, group, queue_id)
+        offset = self.offsets.resets.get((group, topic, queue_id))
         if offset is not None:
-            self.reset(state, offset)
+            self.reset(state, offset)  # if that fails the reset stays pending
+            self.offsets.take_reset(topic, group, queue_id)
         return True
 
     def read_ahead(self, state: QueueState, filter: Filter | None) -> bool:  # noqa: A002
@@ -215,8 +230,10 @@ class PopTables:
             return
         state.announced_ms = at_ms
         with self._lock:
-            self._serial += 1
-            heappush(self._agenda, (at_ms, self._serial, state))
+            if (at_ms, state) not in self._entered:
+                self._entered.add((at_ms, state))
+                self._serial += 1
+                heappush(self._agenda, (at_ms, self._serial, state))
             early = self._promised_ms is None or at_ms < self._promised_ms
             if early:
                 self._promised_ms = at_ms
@@ -228,7 +245,9 @@ class PopTables:
         found = []
         with self._lock:
             while self._agenda and self._agenda[0][0] <= now_ms:
-                found.append(heappop(self._agenda)[2])
+                at_ms, _, state = heappop(self._agenda)
+                self._entered.discard((at_ms, state))
+                found.append(state)
         return list(dict.fromkeys(found))
 
     def promise(self, at_most_ms: int | None) -> int | None:

@@ -9,6 +9,17 @@ surprises").
 
 The bound is the smallest of these; with `unconsumed="drop"` of the last three rows: what the engine still has to
 deliver is kept whatever the policy. What pins the log, and for whom, is shown, for it is what keeps the disk full.
+
+One message delayed by months must not keep all that comes after it:
+
+    segment    0         1         2         3         4            5
+    holds      nothing   delayed   nothing   delayed   unconsumed   what the policy keeps
+               free      +---- dead but for these ---+ firm
+
+Every ten seconds, what waits in segments that are dead but for such is put again at the end of the log (`Roller`), to
+wait for the same time. That must be worth it: at most half of what is freed may be copied. So each byte copied frees
+two, one of them for good: however many wait, and however long, they are not moved in circles, and hold no more of the
+log than twice what they take.
 """
 
 from __future__ import annotations
@@ -17,9 +28,10 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from mqstore.broker.names import START_GROUP, is_dlq_topic, is_system_topic
-from mqstore.broker.parts import Mechanism, Parts, Pin
+from mqstore.broker.parts import Mechanism, Parts, Pin, Roller
 from mqstore.layout.consumequeue import is_void
 from mqstore.log.store import MessageStore
 from mqstore.options import Retention
@@ -29,6 +41,8 @@ __all__ = ["RetentionService", "all_pins", "oldest_pin"]
 _log = logging.getLogger("mqstore")
 _INTERVAL_MS = 10_000
 _CHUNK_UNITS = 4096
+_ROLL_STEP = 500
+"""Messages put again in one `run_once`: some milliseconds, then others have their turn."""
 
 
 def physical_of(store: MessageStore, topic: str, queue_id: int, offset: int) -> int | None:
@@ -77,33 +91,113 @@ def oldest_pin(parts: Parts, mechanisms: Iterable[Mechanism], *, unconsumed: boo
     return min(pins, default=None, key=lambda pin: pin.physical_offset)
 
 
-class RetentionService:
-    """Keeps the bound of the store, and cleans by the default policy where the store was given none of its own."""
+def worth_rolling(
+    offsets: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], before: int, segment_bytes: int
+) -> int | None:
+    """The last segment boundary up to `before` that frees at least twice what is to be copied for it, None without one.
 
-    def __init__(self, parts: Parts, mechanisms: Sequence[Mechanism]) -> None:
+    `offsets`, `sizes`: of the records that wait and lie below `before`, in any order.
+
+    >>> one = np.array([10]), np.array([100])
+    >>> worth_rolling(*one, 3000, 1000), worth_rolling(*one, 3000, 199), worth_rolling(*one, 180, 90)
+    (3000, 2985, None)
+    """
+    first = int(offsets.min()) // segment_bytes
+    count = before // segment_bytes - first
+    if count <= 0:
+        return None
+    copied = np.bincount(offsets // segment_bytes - first, weights=sizes, minlength=count)[:count]
+    freed = np.arange(1, count + 1) * segment_bytes
+    worth = np.flatnonzero(2 * np.cumsum(copied) <= freed)
+    return (first + int(worth[-1]) + 1) * segment_bytes if len(worth) else None
+
+
+class RetentionService:
+    """Keeps the bound of the store, has `rollers` move what would hold it for long, and cleans by the default policy
+    where the store was given none of its own."""
+
+    def __init__(self, parts: Parts, mechanisms: Sequence[Mechanism], rollers: Sequence[Roller] = ()) -> None:
         self._parts = parts
         self._mechanisms = mechanisms
+        self._rollers = rollers
         self._due_ms = 0
+        self._roll_before: int | None = None
+        """While a pass of rolling is under way."""
+        self._rolled = 0
         self._told: Pin | None = None
         parts.store.retention_bound = self.bound
 
     def bound(self, policy: Retention) -> int:
-        """The smallest physical offset that is still needed."""
+        """The smallest physical offset that is still needed, by what is on disk: a commit in memory may rest on a copy
+        (a retry, a dead letter) that a power cut would take, and then what it was copied from is all there is."""
+        end = self._parts.store.max_offset
         pin = oldest_pin(self._parts, self._mechanisms, unconsumed=policy.unconsumed == "keep")
+        # After the pins were read: whatever moved them by now is on disk before anything is deleted for it.
+        self._parts.store.flush()
+        self._parts.offsets.save()
         if pin is None:
-            return self._parts.store.max_offset
+            return end
         if self._told is None or pin[1:] != self._told[1:]:
-            _log.info("the log is kept from %d on for %s/%d %s: %s", *pin)
+            _log.info("the log is kept from %d on for %s/%d %s: %s", *pin[:5])
         self._told = pin
         return pin.physical_offset
 
     def run_once(self, now_ms: int) -> int | None:
-        if self._parts.config.retention is not None:
-            return None  # the store cleans by itself, within our bound
+        """Clean, and look what is worth rolling, every ten seconds; roll some of it. Raises what a put raises, and what
+        deleting a file does: tried again."""
         if now_ms >= self._due_ms or now_ms < self._due_ms - _INTERVAL_MS:
             self._due_ms = now_ms + _INTERVAL_MS
-            self._parts.store.clean(Retention())
-        return self._due_ms
+            policy = self._parts.config.retention
+            if policy is None:  # else the store cleans by itself, within our bound
+                self._parts.store.clean(Retention())
+            if self._roll_before is None:
+                self._roll_before = self._dead_before(policy or Retention())
+        return now_ms if self._roll_some(now_ms) else self._due_ms
+
+    def _dead_before(self, policy: Retention) -> int | None:
+        """Up to where the log is dead but for what can be rolled, and that is worth it; None: nowhere."""
+        parts = self._parts
+        expired = parts.store.expired(policy)
+        if not self._rollers or expired <= parts.store.min_offset:
+            return None
+        firm, movable = expired, expired
+        for pin in all_pins(parts, self._mechanisms, unconsumed=policy.unconsumed == "keep"):
+            if pin.rolls:
+                movable = min(movable, pin.physical_offset)
+            else:
+                firm = min(firm, pin.physical_offset)
+        segment_bytes = parts.store.manifest.commitlog_segment_bytes
+        before = firm // segment_bytes * segment_bytes
+        if movable >= before:
+            return None
+        found = [roller.waiting_below(before) for roller in self._rollers]
+        # One whose record is gone holds the log no less, and costs nothing: it counts as the first that is left.
+        offsets = np.maximum(np.concatenate([offsets for offsets, _ in found]), parts.store.min_offset)
+        sizes = np.concatenate([sizes for _, sizes in found])
+        return worth_rolling(offsets, sizes, before, segment_bytes) if len(offsets) else None
+
+    def _roll_some(self, now_ms: int) -> bool:
+        """One step of a pass; whether there may be more to do."""
+        before = self._roll_before
+        if before is None:
+            return False
+        done = 0
+        for roller in self._rollers:
+            if done < _ROLL_STEP:
+                done += roller.roll(before, _ROLL_STEP - done, now_ms)
+        self._rolled += done
+        if done:
+            return True
+        if self._rolled:
+            _log.info(
+                "%s: %d messages that wait for their time were put again at the end of the log, so that what lies "
+                "before %d can go",
+                self._parts.store.path,
+                self._rolled,
+                before,
+            )
+        self._roll_before, self._rolled = None, 0
+        return False
 
     def close(self) -> None:
         self._parts.store.retention_bound = None

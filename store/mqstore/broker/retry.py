@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, MutableMapping
-from typing import Final, Protocol
+from typing import Final, Protocol, TypedDict, Unpack
 
 from mqstore.broker.names import RETRY_PREFIX, dlq_topic, is_retry_topic, is_system_topic, retry_topic
 from mqstore.broker.parts import Parts
@@ -58,7 +58,7 @@ from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
 from mqstore.options import Durability, seconds
 
-__all__ = ["DLQ_REASON_BYTES", "TIMER_MARKS", "Retries"]
+__all__ = ["DLQ_REASON_BYTES", "TIMER_MARKS", "Retries", "RetryFields"]
 
 DLQ_REASON_BYTES: Final = 1024
 """Longest `dlq_reason`, in UTF-8 (companion A12)."""
@@ -88,6 +88,20 @@ class GroupLocks(Protocol):
 
     def is_lock_all_expired(self, group: str) -> bool:
         """Whether no member of `group` holds a queue."""
+
+
+class RetryFields(TypedDict, total=False):
+    """What a client says of a message that it puts into a retry topic by itself (6.2)."""
+
+    reconsume_times: int | None
+    """Attempts that have failed; None: as RECONSUME_TIME says, else 0."""
+    max_reconsume: int | None
+    """Of these so many are allowed; None: as MAX_RECONSUME_TIMES says, else as many as the group allows."""
+    flag: int
+    sys_flag: int
+    born_timestamp_ms: int | None
+    born_host: str | None
+    durability: Durability | None
 
 
 class Retries:
@@ -174,7 +188,19 @@ class Retries:
             "\x01" in value for value in properties.values()
         ):  # readers live with it (store-format 2.4), no put does
             properties = {name: value.replace("\x01", " ") for name, value in properties.items()}
-        receipt = self._parts.road.append(  # not `copy`, which would give an origin back to one that has no room for it
+        times = _next(message.reconsume_times) if reconsume_times is None else reconsume_times
+        try:
+            receipt = self._put_letter(topic, queue_id, message, properties, times)
+        except InvalidMessageError:  # not the properties but the record is too long, as far as we can help it
+            _shed(properties, 0)
+            receipt = self._put_letter(topic, queue_id, message, properties, times)
+        self._parts.statistics.add(DLQ_PUT_NUMS, f"{came_from}@{group}")
+        return receipt
+
+    def _put_letter(
+        self, topic: str, queue_id: int, message: Message, properties: Mapping[str, str], reconsume_times: int
+    ) -> SendReceipt:
+        return self._parts.road.append(  # not `copy`, which would give an origin back to one that has no room for it
             topic,
             queue_id,
             bytes(message.body_view),
@@ -183,11 +209,9 @@ class Retries:
             sys_flag=message.sys_flag,
             born_timestamp_ms=message.born_timestamp_ms,
             born_host=message.born_host,
-            reconsume_times=_next(message.reconsume_times) if reconsume_times is None else reconsume_times,
+            reconsume_times=reconsume_times,
             durability="append",
         )
-        self._parts.statistics.add(DLQ_PUT_NUMS, f"{came_from}@{group}")
-        return receipt
 
     def put_retry(
         self,
@@ -196,13 +220,7 @@ class Retries:
         properties: Mapping[str, str],
         *,
         locks: GroupLocks,
-        reconsume_times: int | None = None,
-        max_reconsume: int | None = None,
-        flag: int = 0,
-        sys_flag: int = 0,
-        born_timestamp_ms: int | None = None,
-        born_host: str | None = None,
-        durability: Durability | None = None,
+        **fields: Unpack[RetryFields],
     ) -> SendReceipt:
         """A plain put into `%RETRY%group`, as remote clients make it when a send-back fails (6.2).
 
@@ -218,8 +236,8 @@ class Retries:
         if config is None:
             raise GroupNotFoundError(f"topic {topic!r}: there is no group {group!r}")
         stored = {**properties}
-        times = _number(stored.pop(RECONSUME_TIME, None), reconsume_times, 0)
-        limit = _number(stored.pop(MAX_RECONSUME_TIMES, None), max_reconsume, config.retry_max_times)
+        times = _number(stored.pop(RECONSUME_TIME, None), fields.get("reconsume_times"), 0)
+        limit = _number(stored.pop(MAX_RECONSUME_TIMES, None), fields.get("max_reconsume"), config.retry_max_times)
         if times > limit or config.retry_queues <= 0:
             why = f"{times} attempts failed, {limit} are allowed"
         elif not locks.is_lock_all_expired(group):
@@ -242,12 +260,12 @@ class Retries:
             queue_id,
             body,
             stored,
-            flag=flag,
-            sys_flag=sys_flag,
-            born_timestamp_ms=born_timestamp_ms,
-            born_host=born_host,
+            flag=fields.get("flag", 0),
+            sys_flag=fields.get("sys_flag", 0),
+            born_timestamp_ms=fields.get("born_timestamp_ms"),
+            born_host=fields.get("born_host"),
             reconsume_times=times,
-            durability=durability,
+            durability=fields.get("durability"),
         )
         self._parts.statistics.add(DLQ_PUT_NUMS if why else SNDBCK_PUT_NUMS, f"{stored.get(RETRY_TOPIC)}@{group}")
         return receipt
@@ -334,11 +352,11 @@ def _label(properties: MutableMapping[str, str], reason: str, origin_topic: str 
         properties[DLQ_REASON] = plain
 
 
-def _shed(properties: MutableMapping[str, str]) -> None:
+def _shed(properties: MutableMapping[str, str], room: int = _ROOM) -> None:
     """Make `properties` fit a record (store-format 2.4), giving up only what we had added."""
     size = sum(len(name.encode()) + len(value.encode()) + 2 for name, value in properties.items())
     for name in _DISPENSABLE:
-        if size <= _ROOM:
+        if size <= room:
             return
         value = properties.pop(name, None)
         if value is not None:

@@ -151,7 +151,7 @@ class Road:
         )
         group, level = options.get("message_group"), options.get("delay_level")
         if group is not None:
-            stored[SHARDINGKEY] = group
+            stored[SHARDINGKEY] = _checked_group(group)
         if level is not None:
             check_integer(level, 32, "delay_level")
             if level < 0:

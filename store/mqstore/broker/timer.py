@@ -2,7 +2,7 @@
 
     put (`timerroute.py`) -> rmq_sys_wheel_timer, queue 0 --place-> slot of the wheel --read-> REAL_TOPIC, REAL_QID
                                       ^                                      |
-                                      +--------------- rolled ---------------+
+                                      +--- rolled: half way, or early -------+
 
 One step (`run_once`) does, in this order, a bounded amount of
 
@@ -25,6 +25,17 @@ the same order: what a second delivered comes twice, at most. Files that are mis
 timer topic's queue: `placement` tells of each message, and of each copy that was rolled, whether it was done by then.
 Retention keeps the oldest record that waits (`pins`).
 
+Rolled early (2.6, `roll`): what waits where all else in the log is dead is put to the timer topic again, as it is. The
+timer log is in the order of the commitlog, so what holds the front of that are the first units from `_low` on; `_low`
+moves over those that were rolled, and a chain ends where it goes on below:
+
+    unit                 before `_low`                    from `_low` on
+    slot before `read`   done                             done
+    slot from `read` on  put again, another stands for it waits
+
+A crash falls back to the `_low` of the checkpoint, which is written when the copies are on disk: what was rolled since
+comes twice. So does, if the files have to be built again, what was rolled and its first record not yet deleted.
+
 A cancellation is a message with the same moment, and is read first. A recall that returned True holds: it is refused
 once its slot is being read, and no slot is read before all that came into the topic is placed.
 
@@ -39,11 +50,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from mqstore.broker.names import SCHEDULE_GROUP, TIMER_TOPIC
 from mqstore.broker.parts import Parts, Pin, Wake
@@ -55,6 +67,7 @@ from mqstore.broker.timerfiles import (
     CANCELS,
     NOWHERE,
     ROLLS,
+    UNIT_BYTES,
     WAITS,
     JavaProgress,
     Progress,
@@ -66,7 +79,7 @@ from mqstore.broker.timerfiles import (
     TimerWheel,
     slots_of_units,
 )
-from mqstore.broker.timerroute import PRECISION_MS, number, placement, slot_of, timer_route
+from mqstore.broker.timerroute import LEVEL_MARKS, PRECISION_MS, number, placement, slot_of, timer_route
 from mqstore.errors import InvalidMessageError
 from mqstore.layout.javahash import java_hash
 from mqstore.layout.properties import (
@@ -75,6 +88,7 @@ from mqstore.layout.properties import (
     REAL_QID,
     REAL_TOPIC,
     TIMER_DEL_UNIQKEY,
+    TIMER_DELAY_LEVEL,
     TIMER_DELAY_MS,
     TIMER_DELAY_SEC,
     TIMER_DELIVER_MS,
@@ -106,6 +120,7 @@ _JAVA_MARGIN_MS: Final = 60_000
 _DELIVERED_WITHOUT: Final = frozenset(
     {REAL_TOPIC, REAL_QID, TIMER_DELAY_SEC, TIMER_DELAY_MS, TIMER_DELIVER_MS, DELAY, CRC32}
 )
+_DELIVERED_BY_LEVEL_WITHOUT: Final = LEVEL_MARKS | {DELAY, CRC32}
 _ROLLED_WITHOUT: Final = frozenset({DELAY, CRC32})
 
 
@@ -141,6 +156,8 @@ class TimerService:
         self._durable: Progress | None = None
         self._dirty_ms: int | None = None
         self._pinned: tuple[int | None, int] = (None, 0)
+        self._stuck: int | None = None
+        """Physical offset of a message that cannot be put again, not being due."""
         self._load()
         store.on_growth.append(self._grown)
 
@@ -204,7 +221,8 @@ class TimerService:
                 return
             physical = physical_of(self._store, TIMER_TOPIC, 0, max(queue_offset, bounds[0]))
         if physical is not None:
-            yield Pin(physical, TIMER_TOPIC, 0, "", "the oldest message that waits for its time")
+            rolls = physical != self._stuck
+            yield Pin(physical, TIMER_TOPIC, 0, "", "the oldest message that waits for its time", rolls)
 
     def waiting(self) -> int:
         """How many messages wait."""
@@ -236,6 +254,92 @@ class TimerService:
             self._parts.road.append(wanted.topic, 0, b"", properties)
             return True
 
+    # -- rolled early -----------------------------------------------------------------------------------------------
+
+    def waiting_below(self, physical_offset: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """As `Roller` says; of what is placed and written."""
+        offsets, sizes = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        with self._lock:
+            try:
+                for _, units in self._old_units(physical_offset):
+                    offsets.append(units["physical_offset"].astype(np.int64))
+                    sizes.append(units["record_size"].astype(np.int64))
+            except TimerFilesDamaged:
+                pass  # whoever reads the slot, or rolls, finds the same
+        return np.concatenate(offsets), np.concatenate(sizes)
+
+    def roll(self, physical_offset: int, count: int, now_ms: int) -> int:
+        """As `Roller` says. 0 as well while something is overdue: that goes first, and needs no copy."""
+        with self._lock:
+            try:
+                over_ms = now_ms // PRECISION_MS * PRECISION_MS
+                next_ms = self._next_slot() if self._begun else None
+                if next_ms is None or next_ms < over_ms or self._reading is not None:
+                    return 0
+                return self._roll_some(physical_offset, count, now_ms)
+            except TimerFilesDamaged as damage:
+                self._rebuild(str(damage), self._read_ms, self._queue_offset)
+                self._wake()
+                return 0
+
+    def _roll_some(self, physical_offset: int, count: int, now_ms: int) -> int:
+        """How many of the first `count` units were dealt with."""
+        positions: list[int] = []
+        for found, _ in self._old_units(physical_offset):
+            positions += found[: count - len(positions)].tolist()
+            if len(positions) >= count:
+                break
+        if not positions:
+            return 0
+        self._touch(now_ms)
+        self._wake()  # for the flush: until then all of this holds the log as it did
+        for rolled, position in enumerate(positions):
+            if not self._roll(position):
+                return rolled
+        return len(positions)
+
+    def _old_units(self, physical_offset: int) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.void]]]:
+        """(positions, units) of what waits and has its record below `physical_offset`, as far as it is written. These
+        are the first from `_low` on: whoever is placed later lies farther on in the commitlog as well."""
+        if not self._begun:
+            return
+        for positions, units in self._log.scan(self._low, max(self._low, self._log.written), verified=False):
+            young = np.flatnonzero(units["physical_offset"] >= physical_offset)
+            count = int(young[0]) if len(young) else len(units)
+            waits = slots_of_units(units[:count]) >= self._read_ms
+            yield positions[:count][waits], units[:count][waits]
+            if len(young):
+                return
+
+    def _roll(self, position: int) -> bool:
+        """Put the message of the unit at `position` to the timer topic again, and be done with the unit. False: that
+        cannot be. A record that cannot be read is counted, and waits no longer."""
+        unit = self._log.unit(position)
+        slot = self._wheel.get(unit.slot_ms)
+        if slot is None:
+            raise TimerFilesDamaged(f"timer wheel: slot {unit.slot_ms} does not hold the unit at {position}")
+        message = self._record(unit)
+        if message is not None:
+            kept = {k: v for k, v in message.stored_properties().items() if k not in _ROLLED_WITHOUT}
+            try:
+                self._parts.road.copy(message, TIMER_TOPIC, 0, kept, durability="append")
+            except InvalidMessageError as error:  # by a limit that has changed since it was put
+                if self._stuck != unit.physical_offset:
+                    _log.error(
+                        "%s: timer: the message at %d cannot be put again, and holds the log until it is due: %s",
+                        self._store.path,
+                        unit.physical_offset,
+                        error,
+                    )
+                self._stuck = unit.physical_offset
+                return False
+            self._parts.statistics.add("TIMER_ROLLED", TIMER_TOPIC)
+        self._wheel.put(unit.slot_ms, slot._replace(num=slot.num - 1))
+        self._low = position + UNIT_BYTES
+        self._next_ms = None
+        self._waiting -= not unit.magic & CANCELS
+        return True
+
     def _next_due(self) -> int | None:
         due = [] if self._dirty_ms is None else [self._dirty_ms + _FLUSH_MS]
         if (slot_ms := self._next_slot()) is not None:
@@ -249,8 +353,12 @@ class TimerService:
     def _copies(self, wanted: RecallHandle, slot_ms: int) -> list[Message]:
         """What the timer topic has of the handle's key, topic and moment: the message, and where it was rolled to."""
         real = {REAL_TOPIC: wanted.topic, TIMER_OUT_MS: str(slot_ms)}
-        found = self._store.find(TIMER_TOPIC, unique_key=wanted.unique_key)
-        return [message for message in found if real.items() <= message.stored_properties().items()]
+        found = []
+        for message in self._store.find(TIMER_TOPIC, unique_key=wanted.unique_key):
+            properties = message.stored_properties()
+            if real.items() <= properties.items() and TIMER_DELAY_LEVEL not in properties:
+                found.append(message)
+        return found
 
     def _waits(self, message: Message, out_ms: int) -> bool:
         """Whether a message of the timer topic is neither delivered nor rolled. Where it is placed tells; the time does
@@ -367,7 +475,9 @@ class TimerService:
         if self._next_ms is None and self._newest_ms >= self._read_ms:
             self._next_ms = self._wheel.first(self._read_ms, self._newest_ms + PRECISION_MS)
             if self._next_ms is None:
-                raise TimerFilesDamaged(f"timer wheel: empty up to {self._newest_ms}")
+                if self._waiting:
+                    raise TimerFilesDamaged(f"timer wheel: empty up to {self._newest_ms}")
+                self._newest_ms = NOWHERE  # all were rolled
         return self._next_ms
 
     def _open_slot(self, over_ms: int) -> bool:
@@ -389,7 +499,7 @@ class TimerService:
             return []
         units: list[TimerUnit] = []
         position = slot.last
-        while position != NOWHERE:
+        while position >= self._low:  # NOWHERE, or one that was rolled
             unit = self._log.unit(position)
             if unit.slot_ms != slot_ms or unit.previous >= position:
                 raise TimerFilesDamaged(f"timer log: the chain of slot {slot_ms} is broken at {position}")
@@ -443,11 +553,13 @@ class TimerService:
             times = str((number(properties.get(TIMER_ROLL_TIMES)) or 0) + 1)
             self._put(message, TIMER_TOPIC, 0, properties, _ROLLED_WITHOUT, {TIMER_ROLL_TIMES: times})
             return
-        if f"{topic}+{properties.get(UNIQ_KEY)}" in cancelled:
+        by_level = TIMER_DELAY_LEVEL in properties  # such cannot be recalled, and comes as from its level
+        if f"{topic}+{properties.get(UNIQ_KEY)}" in cancelled and not by_level:
             self._parts.statistics.add("TIMER_CANCELLED", topic)
             return
-        marks = {TIMER_ENQUEUE_MS: str(unit.write_ms), TIMER_DEQUEUE_MS: str(now_ms)}
-        self._put(message, topic, int(properties[REAL_QID]), properties, _DELIVERED_WITHOUT, marks)
+        without = _DELIVERED_BY_LEVEL_WITHOUT if by_level else _DELIVERED_WITHOUT
+        marks = {} if by_level else {TIMER_ENQUEUE_MS: str(unit.write_ms), TIMER_DEQUEUE_MS: str(now_ms)}
+        self._put(message, topic, int(properties[REAL_QID]), properties, without, marks)
         late_ms = self._parts.clock.now_ms() - (out_ms + PRECISION_MS)  # from when its slot was over
         self._parts.statistics.add(DELAY_LATENCY, topic, max(0, late_ms))
 

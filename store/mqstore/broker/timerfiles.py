@@ -231,21 +231,30 @@ class TimerLog:
             data = self._run.mapping(segment)[at : at + UNIT_BYTES]
         return decode_unit(position, data)
 
-    def scan(self, low: int, *, verified: bool) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.void]]]:
-        """(positions, units) of all units from `low` on, one segment at a time. Only what is written: `write` first.
-        With `verified` each is checked, and TimerFilesDamaged raised for the first that is not whole."""
-        assert not self._buffer, "write first"
+    @property
+    def written(self) -> int:
+        """End of what is durable."""
+        return self._written
+
+    def scan(
+        self, low: int, stop: int | None = None, *, verified: bool
+    ) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.void]]]:
+        """(positions, units) of all units from `low` on, one segment at a time, up to `stop`, None: the end. Only what
+        is written: `write` first. With `verified` each is checked, and TimerFilesDamaged raised for the first that is
+        not whole."""
+        end = self.end if stop is None else stop
+        assert end <= self._written, "write first"
         size = self._run.segment_bytes
-        for start in range(low - low % size, self.end, size):
+        for start in range(low - low % size, end, size):
             segment = self._run.find(start)
             if segment is None:
                 raise TimerFilesDamaged(f"timer log: the segment at {start} is missing")
             first = max(0, low - start) // UNIT_BYTES
-            stop = min(self._per_segment, (self.end - start) // UNIT_BYTES)
-            if first >= stop:
+            last = min(self._per_segment, (end - start) // UNIT_BYTES)
+            if first >= last:
                 continue
-            data = memoryview(self._run.mapping(segment))[first * UNIT_BYTES : stop * UNIT_BYTES]
-            positions = np.arange(first, stop, dtype=np.int64) * UNIT_BYTES + start
+            data = memoryview(self._run.mapping(segment))[first * UNIT_BYTES : last * UNIT_BYTES]
+            positions = np.arange(first, last, dtype=np.int64) * UNIT_BYTES + start
             units: npt.NDArray[np.void] = np.frombuffer(data, UNIT_DTYPE)
             if verified:
                 sums = units["sum"].tolist()
@@ -299,7 +308,8 @@ _BLOCK_SLOTS: Final = 2048
 
 
 class Slot(NamedTuple):
-    """A slot's chain: positions of its oldest and its newest unit, and how many there are."""
+    """A slot's chain: positions of its oldest and its newest unit, and how many there are. `first` is the oldest of
+    all that were ever in the chain: one that was put again since leaves it (`num`), and is not looked at any more."""
 
     first: int
     last: int
@@ -364,7 +374,7 @@ class TimerWheel:
         """The slot of that time, None when it is empty."""
         tick = slot_ms // self._precision_ms
         if tick in self._dirty:
-            return self._dirty[tick]
+            return self._dirty[tick] if self._dirty[tick].num else None
         found, *chain, magic = _SLOT.unpack(self._fs.pread(self._fd, SLOT_BYTES, tick % WHEEL_SLOTS * SLOT_BYTES))
         return Slot(*chain) if found == tick and chain[2] > 0 and magic == 0 else None
 
@@ -435,7 +445,7 @@ class Progress:
     queue_offset: int
     """Next message of the timer topic to give a place; each before it has one below `log_end`, or is done."""
     log_low: int = 0
-    """Every unit before this position is done, whatever its slot."""
+    """Every unit before this position is done, whatever its slot: it, or its message, was put again farther on."""
     slot_done: int = 0
     """How many units of slot `read_ms` are done, counted from its oldest."""
     skip_ms: int = 0

@@ -15,6 +15,12 @@ is read when it is over: so a message comes in [D, D + P), never before D.
 
 A message farther off than the roll window W waits part of the way, is then put again at the end of the log, and waits
 on (`placement`). So the log is pinned by it for no longer than W, and the wheel need hold no more than W.
+
+One that waits by level, and holds a part of the log that is dead but for it, goes on waiting here (`level_properties`):
+
+    level n, REAL_TOPIC, REAL_QID, due at D    DELAY is gone; TIMER_OUT_MS as above, TIMER_DELAY_LEVEL = n
+
+By the latter it is known at the end, and delivered with the properties that the level would have given it.
 """
 
 from __future__ import annotations
@@ -27,22 +33,41 @@ from mqstore.broker.uniquekey import new_unique_key
 from mqstore.errors import InvalidMessageError
 from mqstore.layout.properties import (
     DELAY,
+    NAME_END,
+    PAIR_END,
     REAL_QID,
     REAL_TOPIC,
     TIMER_DEL_UNIQKEY,
+    TIMER_DELAY_LEVEL,
     TIMER_DELAY_MS,
     TIMER_DELAY_SEC,
     TIMER_DELIVER_MS,
     TIMER_OUT_MS,
+    TIMER_ROLL_TIMES,
     UNIQ_KEY,
 )
 
-__all__ = ["PRECISION_MS", "WINDOW_MS", "number", "placement", "slot_of", "timer_route"]
+__all__ = [
+    "LEVEL_MARKS",
+    "PRECISION_MS",
+    "WINDOW_MS",
+    "level_properties",
+    "number",
+    "placement",
+    "slot_of",
+    "timer_route",
+]
 
 PRECISION_MS = 1_000
 """Length of a slot."""
 WINDOW_MS = 172_800 * PRECISION_MS
 """Two days: the farthest that a message is carried in one go."""
+
+LEVEL_MARKS = frozenset({TIMER_OUT_MS, TIMER_DELAY_LEVEL, TIMER_ROLL_TIMES, TIMER_DEL_UNIQKEY})
+"""What a message of a level has only while the timer holds it. One that came with such (a record of a Java broker, put
+again after a delay that is over) is rid of it: TIMER_DEL_UNIQKEY would make a cancellation of it."""
+
+_LEVEL_MARKS = frozenset(name.encode() for name in LEVEL_MARKS)
 
 _NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
 
@@ -115,6 +140,19 @@ def _deliver_ms(properties: Mapping[str, str], now_ms: int) -> int | None:
             raise InvalidMessageError(f"property {name} is {text[:40]!r}, not a number from 0 on", "properties")
         return origin_ms + value * unit_ms
     return None
+
+
+def level_properties(delivered: bytes, level: int, due_ms: int) -> bytes:
+    """The stored properties with which a message of `level` waits for `due_ms` in the timer topic; `delivered`: those
+    with which the level would deliver it (4.5).
+
+    >>> level_properties(b"REAL_TOPIC\\x01orders\\x02REAL_QID\\x010\\x02", 2, 2001)[29:]
+    b'TIMER_OUT_MS\\x012000\\x02TIMER_DELAY_LEVEL\\x012\\x02'
+    """
+    pieces = delivered.removesuffix(PAIR_END).split(PAIR_END)
+    kept = [piece for piece in pieces if piece.partition(NAME_END)[0] not in _LEVEL_MARKS]
+    kept.append(f"{TIMER_OUT_MS}\x01{slot_of(due_ms)}\x02{TIMER_DELAY_LEVEL}\x01{level}\x02".encode())
+    return PAIR_END.join(kept)
 
 
 def placement(stored_ms: int, out_ms: int) -> tuple[int, bool]:

@@ -158,6 +158,7 @@ class TopicTable:
             check=_check,
             writer=store.mode == "rw",
             file_mode=config.file_mode,
+            closed=lambda: store.closed,
         )
         self._version = DataVersion()
         self._foreign: dict[str, Any] = {}
@@ -183,8 +184,9 @@ class TopicTable:
     def for_send(self, name: str) -> TopicConfig:
         """The topic that a user is about to send to, which comes into being if need be (1.2).
 
-        Raises NotPermittedError for a system topic and one that may not be written, TopicNotFoundError for an unknown
-        one with `auto_create_topics` off, InvalidMessageError for a name that no topic may have, and as `create`.
+        Raises NotPermittedError for a system or retry topic and one that may not be written, TopicNotFoundError for an
+        unknown one with `auto_create_topics` off, InvalidMessageError for a name that no topic may have, and as
+        `create`.
         """
         return self._sendable.get(name) or self._admit(name)
 
@@ -235,16 +237,18 @@ class TopicTable:
             raise InvalidMessageError(f"topic must be a str, not {type(name).__name__}", "topic")
         if is_system_topic(name):
             raise NotPermittedError(f"topic {name!r} belongs to the engine; nobody else sends to it")
+        if is_retry_topic(name):  # limits and locks of the group count there (6.2)
+            raise NotPermittedError(f"topic {name!r} holds what a group has again; put to it with Broker.put_retry")
         sendable = self._sendable  # before looking, as in _find
         config = self.get(name) or self._create_to_send(name)
         if not config.writable:
             raise NotPermittedError(f"topic {name!r} may not be written to (perm {config.perm}); alter it to 6")
+        if config.write_queues < 1:  # only a file can say so
+            raise NotPermittedError(f"topic {name!r} has {config.write_queues} queues to write to; alter write_queues")
         sendable[name] = config
         return config
 
     def _create_to_send(self, name: str) -> TopicConfig:
-        if is_retry_topic(name):
-            return self.ensure(name)
         check_user_topic(name)
         if not self._auto_create:
             raise TopicNotFoundError(
@@ -351,7 +355,7 @@ class TopicTable:
         groups = self._offsets.groups_of(name)
         if groups and not force:
             raise ConfigError(
-                f"topic {name!r} is consumed by {', '.join(sorted(groups))}; delete it with force=True, "
+                f"topic {name!r} is consumed by {', '.join(sorted(groups))}; deleting it takes `force`, "
                 f"and what they have not consumed is lost"
             )
         names = [name, *(n for n in self.names() if is_retry_topic(n) and n.endswith("+" + name))]
@@ -376,7 +380,7 @@ class TopicTable:
         elif hidden := [q for q in range(new.read_queues, old.read_queues) if self._undrained(new.name, q)]:
             reason = f"queues {', '.join(map(str, hidden[:8]))} hold messages that not every group has consumed"
         if reason is not None:
-            raise ConfigError(f"topic {new.name!r}: {reason}; force=True does it all the same")
+            raise ConfigError(f"topic {new.name!r}: {reason}; `force` does it all the same")
 
     def _refuse_moving(self, old: TopicConfig, new: TopicConfig) -> None:
         if new.write_queues == old.write_queues:
@@ -387,7 +391,7 @@ class TopicTable:
         if ordered:
             raise ConfigError(
                 f"topic {new.name!r} is consumed in order by {', '.join(ordered[:8])}: with another number of write "
-                f"queues message groups go on in other queues; force=True does it all the same"
+                f"queues message groups go on in other queues; `force` does it all the same"
             )
 
     def _undrained(self, name: str, queue_id: int) -> bool:
@@ -415,7 +419,7 @@ class TopicTable:
             self._tell(name)
             return config
         if not exist_ok:
-            raise ConfigError(f"topic {name!r} exists already; alter it, or pass exist_ok=True")
+            raise ConfigError(f"topic {name!r} exists already; alter it")
         return present
 
     def _write(self, entered: dict[str, TopicConfig]) -> None:

@@ -54,17 +54,21 @@ from mqstore.errors import (
 )
 from mqstore.layout.properties import (
     CHECK_IMMUNITY_TIME_IN_SECONDS,
+    CRC_TAIL_BYTES,
     DELAY,
+    MAX_PROPERTIES_BYTES,
     PGROUP,
     REAL_QID,
     REAL_TOPIC,
     TAGS,
+    TIMER_OUT_MS,
     TRAN_MSG,
     TRAN_PREPARED_QUEUE_OFFSET,
     TRANSACTION_CHECK_TIMES,
     TRANSACTION_ID,
     UNIQ_KEY,
     WAIT,
+    encode_properties,
 )
 from mqstore.layout.record import TRANSACTION_COMMIT, TRANSACTION_MASK
 from mqstore.log.commitlog import SendReceipt
@@ -86,6 +90,7 @@ _ENDED_KEPT: Final = 20_000
 """Transactions whose outcome is remembered, so that a repeated answer is told from a contradiction."""
 _CHECKS_A_RUN: Final = 32
 """Callbacks before other mechanisms get their turn."""
+_DUE_MIN: Final = 1_024
 _PAGE: Final = 1_000
 _QUEUE: Final = 0
 
@@ -144,7 +149,7 @@ class Transactions:
 
     >>> import mqstore, tempfile
     >>> from mqstore.broker.parts import open_parts
-    >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
+    >>> with tempfile.TemporaryDirectory() as folder, mqstore.MessageStore(folder) as store:
     ...     transactions = Transactions(open_parts(store), lambda: None)
     ...     paid = transactions.begin("orders", b"paid", producer_group="till", queue_id=0)
     ...     before = store.offsets_or_none("orders", 0)
@@ -301,17 +306,18 @@ class Transactions:
                 f"queue_id {queue_id!r} does not lie in 0..{config.write_queues - 1}, the queues of {topic!r}",
                 "queue_id",
             )
-        self._parts.road.route(topic, queue_id, properties, TRANSACTION_COMMIT)  # refuses now what it would at commit
         identity = properties.get(UNIQ_KEY) or new_unique_key()
-        stored = {
+        marked = {
             **properties,
             UNIQ_KEY: identity,
             TRAN_MSG: "true",
             PGROUP: producer_group,
             TRANSACTION_ID: identity,
-            REAL_TOPIC: topic,
-            REAL_QID: str(queue_id),
         }
+        # Refuses now what it would at commit, when a timer adds properties of its own.
+        _, _, visible = self._parts.road.route(topic, queue_id, {**marked, WAIT: "false"}, TRANSACTION_COMMIT)
+        _check_room(visible)
+        stored = {**marked, REAL_TOPIC: topic, REAL_QID: str(queue_id)}
         self._parts.topics.ensure(HALF_TOPIC, 1)
         self._announce(identity)
         late: FlushTimeoutError | None = None
@@ -358,7 +364,11 @@ class Transactions:
             if half is not None:
                 self._ended.pop(identity, None)
                 self._by_id[identity] = self._open[half.handle.offset] = half
-                heappush(self._due, (half.next_ms, half.handle.offset))
+                if len(self._due) > _DUE_MIN + 2 * len(self._open):  # most have ended, long before their time
+                    self._due = [(each.next_ms, offset) for offset, each in self._open.items()]
+                    heapify(self._due)
+                else:
+                    heappush(self._due, (half.next_ms, half.handle.offset))
 
     # -- ending -----------------------------------------------------------------------------------------------------
 
@@ -386,6 +396,8 @@ class Transactions:
         half = self._half(transaction)
         late: FlushTimeoutError | None = None
         with half.lock:
+            if half.ended is None and half.recovered and self._committed_before(half):
+                self._end(half, "commit")
             if half.ended is None:
                 if not from_check:
                     self._refuse_late(half)
@@ -424,8 +436,6 @@ class Transactions:
 
     def _commit(self, half: _Half, durability: Durability | None) -> FlushTimeoutError | None:
         """Put the visible message; the error of a put whose durability is unknown."""
-        if half.recovered and self._committed_before(half):
-            return None
         message = self._store.at(half.handle.physical_offset)
         properties = message.stored_properties()
         queue_id = int(properties.pop(REAL_QID))
@@ -707,6 +717,13 @@ def _number(text: str | None) -> int | None:
         return None if text is None else int(text)
     except ValueError:
         return None
+
+
+def _check_room(properties: Mapping[str, str]) -> None:
+    """InvalidMessageError for properties of a timer that a half message would have room for, and its commit not."""
+    room = MAX_PROPERTIES_BYTES - CRC_TAIL_BYTES
+    if TIMER_OUT_MS in properties and (size := len(encode_properties(properties))) > room:
+        raise InvalidMessageError(f"with those of its timer the properties take {size} bytes, of {room}", "properties")
 
 
 def _immunity_ms(text: str | None) -> int | None:

@@ -287,7 +287,10 @@ class Waiters:
     def _deliver(self) -> None:
         # No more than there are now: a callback may park again and be fired at once.
         for _ in range(len(self._ready)):
-            waiter = self._ready.popleft()
+            try:
+                waiter = self._ready.popleft()
+            except IndexError:  # `close` delivers as well, while the housekeeper may still be at it
+                return
             assert waiter.callback is not None
             try:
                 waiter.callback(bool(waiter.outcome))

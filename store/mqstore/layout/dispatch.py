@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mqstore.layout.consumequeue import UNIT, UNIT_DTYPE
+from mqstore.layout.consumequeue import UNIT, UNIT_DTYPE, VOID_SIZE
 from mqstore.layout.javahash import index_hash_many, java_hash, java_hash_many, tag_hash
 from mqstore.layout.properties import DELAY, NAME_END, PAIR_END, decode_properties
 from mqstore.layout.record import (
@@ -43,7 +43,17 @@ from mqstore.layout.scan import Headers
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-__all__ = ["FEW_RECORDS", "SCHEDULE_TOPIC", "Output", "Rows", "few", "is_ok", "rows_of", "tags_code_at"]
+__all__ = [
+    "FEW_RECORDS",
+    "SCHEDULE_TOPIC",
+    "Output",
+    "Rows",
+    "few",
+    "is_ok",
+    "rows_of",
+    "tags_code_at",
+    "under_another_table",
+]
 
 SCHEDULE_TOPIC = "SCHEDULE_TOPIC_XXXX"
 
@@ -318,6 +328,33 @@ def _deliver_times(
         delay_ms = _delay_ms(blob, delay_table_ms)
         if delay_ms is not None:
             tags[row] = headers.store_timestamp_ms[row] + delay_ms
+
+
+_LONGEST_DELAY_MS = 10 * 366 * 86_400_000
+
+
+def under_another_table(topic: str, found: npt.NDArray[np.void], wanted: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
+    """`wanted`, the units that the records of a queue ask for, with the times of delivery that `found` has where these
+    may come from another delay table: a message keeps the time it was given (broker-semantics 4.8).
+
+    Every table has whole seconds, so a time that is whole seconds off is taken for one; no flipped bit makes such.
+    """
+    if topic != SCHEDULE_TOPIC:
+        return wanted
+    same = (found["physical_offset"] == wanted["physical_offset"]) & (found["size"] == wanted["size"])
+    off_ms = found["tags_code"].astype(np.int64) - wanted["tags_code"].astype(np.int64)
+    other = (
+        same
+        & (off_ms != 0)
+        & (off_ms % 1000 == 0)
+        & (np.abs(off_ms) <= _LONGEST_DELAY_MS)
+        & (wanted["size"] != VOID_SIZE)
+    )
+    if not other.any():
+        return wanted
+    kept = wanted.copy()
+    kept["tags_code"][other] = found["tags_code"][other]
+    return kept
 
 
 def _delay_ms(properties: bytes, delay_table_ms: Sequence[int]) -> int | None:

@@ -38,7 +38,7 @@ from mqstore.files.filesystem import FileSystem
 from mqstore.files.segments import LoadProblem, SegmentRun
 from mqstore.layout.checkpoint import Checkpoint, min_timestamp
 from mqstore.layout.consumequeue import UNIT_DTYPE, VOID_SIZE, is_void
-from mqstore.layout.dispatch import Rows, rows_of
+from mqstore.layout.dispatch import Rows, rows_of, under_another_table
 from mqstore.layout.record import Checksum, check_record, decode_record
 from mqstore.log.consumequeue import ConsumeQueue, QueueTable
 from mqstore.log.index import Index, IndexFile
@@ -550,7 +550,9 @@ class _Recovery:
     def _repair(self, queue: ConsumeQueue, first: int, units: npt.NDArray[np.void]) -> None:
         """Make slots [first, first + len) hold `units`. What differs is written, and counted; so is, uncounted, what
         may never have been synced."""
-        wrong = queue.units(first, len(units)) != units
+        found = queue.units(first, len(units))
+        units = under_another_table(queue.topic, found, units)
+        wrong = found != units
         count = int(np.count_nonzero(wrong))
         if count:
             self.report.rebuilt.units += count

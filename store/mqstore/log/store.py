@@ -95,7 +95,7 @@ class MessageStore(StoreWriter):
     """A store directory, opened. Use `mqstore.open`.
 
     >>> import mqstore, tempfile
-    >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
+    >>> with tempfile.TemporaryDirectory() as folder, mqstore.MessageStore(folder) as store:
     ...     receipt = store.put("orders", b"hello", tag="created", keys=["o-1"])
     ...     [message] = store.read("orders")
     ...     message.body, message.tag, message.keys, receipt.offset
@@ -658,11 +658,15 @@ class MessageStore(StoreWriter):
         policy = retention or self.config.retention
         if policy is None:
             return []
-        with self._retention_lock:
-            bound = expired_before(self._run, policy, self.clock.now_ms(), self._newest_times)
+        bound = self.expired(policy)
         if bound and self.retention_bound is not None:
             bound = min(bound, self.retention_bound(policy))
         return self.drop_before(bound) if bound else []
+
+    def expired(self, retention: Retention) -> int:
+        """The physical offset below which `retention` keeps nothing, whoever still needs it; 0: it keeps everything."""
+        with self._retention_lock:
+            return expired_before(self._run, retention, self.clock.now_ms(), self._newest_times)
 
     # -- looking at it ----------------------------------------------------------------------------------------------
 

@@ -82,16 +82,27 @@ class PutOptions(MessageOptions, total=False):
 class Outlet:
     """Puts to one queue whose messages all bear the same properties, which are encoded once."""
 
-    __slots__ = ("_queue", "_store", "_tail")
+    __slots__ = ("_append", "_max_body", "_queue", "_store", "_tail")
 
     def __init__(self, store: StoreWriter, queue: ConsumeQueue, tail: bytes) -> None:
         self._store = store
         self._queue = queue
         self._tail = tail
+        self._append = store._log.append
+        self._max_body = store._max_body
 
     def put(self, body: bytes, durability: Durability | None = None) -> SendReceipt:
         """Append one message. Errors as of `StoreWriter.put`."""
-        return self._store._put_plain(self._queue, body, self._tail, durability)
+        store = self._store
+        if len(body) > self._max_body:
+            store._refuse_body(len(body))
+        waits = durability != "append" and store._waits(durability)
+        receipt = self._append(self._queue, body, self._tail)
+        if waits:
+            store._wait_flushed(receipt[2] + receipt[3], receipt)
+        elif store._flush_by_default:
+            store._flush_soon()
+        return receipt
 
 
 class StoreWriter(StoreReader):
@@ -176,17 +187,6 @@ class StoreWriter(StoreReader):
         """A quick road for who puts often with the same properties, reserved names included."""
         queue = self._queue_to_put(topic, queue_id)
         return Outlet(self, queue, self._checked_tail(queue, properties or {}))
-
-    def _put_plain(self, queue: ConsumeQueue, body: bytes, tail: bytes, durability: Durability | None) -> SendReceipt:
-        if len(body) > self._max_body:
-            self._refuse_body(len(body))
-        waits = self._waits(durability)
-        receipt = self._log.append(queue, body, tail)
-        if waits:
-            self._wait_flushed(receipt[2] + receipt[3], receipt)
-        elif self._flush_by_default:
-            self._flush_soon()
-        return receipt
 
     def _checked_tail(self, queue: ConsumeQueue, properties: Mapping[str, str]) -> bytes:
         tail = tail_of(queue.plain_tail, properties)

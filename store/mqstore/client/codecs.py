@@ -1,0 +1,79 @@
+"""What an application calls an item, and the bytes that are stored for it (client-semantics B.3).
+
+    BYTES    bytes, bytearray, memoryview    as they are
+    TEXT     str                             UTF-8
+    JSON     what JSON knows                 UTF-8, no spaces
+
+No pickle: who can write to the directory could run code in every reader. Who wants it gives a codec of four lines.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Protocol
+
+from mqstore.errors import FormatError, InvalidMessageError
+
+__all__ = ["BYTES", "JSON", "TEXT", "Codec"]
+
+
+class Codec(Protocol):
+    """Turns items to bytes and back."""
+
+    def encode(self, item: Any) -> bytes:
+        """The bytes to store; InvalidMessageError (or any ValueError, TypeError) for an item that has none."""
+
+    def decode(self, body: bytes) -> Any:
+        """The item again; ValueError for bytes that are none."""
+
+
+class _Bytes:
+    def encode(self, item: Any) -> bytes:
+        if type(item) is bytes:
+            return item
+        if isinstance(item, bytes | bytearray | memoryview):
+            return bytes(item)
+        raise InvalidMessageError(
+            f"an item of this queue is bytes, not {type(item).__name__}; other items take a codec: mqstore.TEXT, JSON",
+            "body",
+        )
+
+    def decode(self, body: bytes) -> bytes:
+        return body
+
+
+class _Text:
+    def encode(self, item: Any) -> bytes:
+        if not isinstance(item, str):
+            raise InvalidMessageError(f"an item of this queue is str, not {type(item).__name__}", "body")
+        try:
+            return item.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidMessageError(f"the text cannot be stored as UTF-8: {error}", "body") from error
+
+    def decode(self, body: bytes) -> str:
+        try:
+            return body.decode()
+        except UnicodeDecodeError as error:
+            raise FormatError(f"the item is no UTF-8 text: {error.reason}", "body", error.start) from error
+
+
+class _Json:
+    def encode(self, item: Any) -> bytes:
+        try:
+            return json.dumps(item, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidMessageError(f"the item cannot be stored as JSON: {error}", "body") from error
+
+    def decode(self, body: bytes) -> Any:
+        try:
+            return json.loads(body)
+        except json.JSONDecodeError as error:
+            raise FormatError(f"the item is no JSON: {error.msg}", "body", error.pos) from error
+        except (ValueError, RecursionError) as error:
+            raise FormatError(f"the item is no JSON: {error}", "body", 0) from error
+
+
+BYTES: Codec = _Bytes()
+TEXT: Codec = _Text()
+JSON: Codec = _Json()

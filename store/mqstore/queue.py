@@ -1,0 +1,417 @@
+"""A queue that survives the process, with the verbs of `queue.Queue` (client-semantics B.4).
+
+    put ---> topic NAME, queue 0 ---> get: a task, on loan for `visibility` seconds
+                   ^                    |  ack, clean end of `with`    done
+                   |                    |  nack, exception             again after the retry policy's delay
+                   |                    |  nothing, the time is over   again
+                   |                    |  process died                again when the store is opened
+                   +--------------------+  last attempt, reject        %DLQ%NAME
+                      %RETRY%NAME+NAME
+
+A queue is a topic of one queue with one group, both of its name, and pop underneath: it is there for every tool that
+knows topics, and has no file of its own. First deliveries are FIFO; what comes again comes when it is due, unless the
+queue is `ordered`: then nothing overtakes an item that is on loan.
+
+No priorities: an item that overtakes others needs a queue of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Any
+
+from mqstore.broker.broker import Broker
+from mqstore.broker.deadletters import DeadLetters
+from mqstore.broker.groups import RetryPolicy
+from mqstore.broker.pop import MAX_BATCH, Delivery
+from mqstore.client.codecs import BYTES, Codec
+from mqstore.errors import (
+    ConfigError,
+    MQStoreError,
+    QueueEmpty,
+    QueueFull,
+    QueueShutDown,
+)
+from mqstore.log.message import Message
+from mqstore.options import Duration, seconds
+
+__all__ = ["Queue", "Task"]
+
+_log = logging.getLogger("mqstore")
+
+_UNREAD: Any = object()
+_MAX_NAME = 120
+_LOOK_S = 0.25
+"""How often who waits for room, or for the end, looks by itself: others may settle items, too, and time does."""
+
+
+class Task:
+    """An item on loan. `with task:` acknowledges it at a clean end, and gives it back when there is an exception.
+
+    >>> import mqstore, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, mqstore.Broker(mqstore.MessageStore(folder)) as broker:
+    ...     queue = Queue(broker, "jobs", codec=mqstore.JSON)
+    ...     queue.put({"page": 7})
+    ...     with queue.get() as task:
+    ...         task.value, task.attempt, queue.qsize()
+    ...     queue.qsize()
+    ({'page': 7}, 1, 1)
+    0
+    """
+
+    __slots__ = ("_delivery", "_queue", "_value", "expires_at")
+
+    def __init__(self, queue: Queue, delivery: Delivery, expires_at: float) -> None:
+        self._queue = queue
+        self._delivery = delivery
+        self._value: Any = _UNREAD
+        self.expires_at = expires_at
+        """When it is given to others unless it is settled, on the scale of `time.monotonic`."""
+
+    @property
+    def value(self) -> Any:
+        """What was put. FormatError if the queue's codec cannot read it: inside `with` that is a failed attempt."""
+        if self._value is _UNREAD:
+            self._value = self._queue._codec.decode(self._delivery.message.body)
+        return self._value
+
+    @property
+    def attempt(self) -> int:
+        """Which delivery of the item this is, from 1."""
+        return self._delivery.attempt
+
+    @property
+    def message(self) -> Message:
+        """The stored message, with its keys, times and addresses."""
+        return self._delivery.message
+
+    def ack(self) -> None:
+        """Done. Again is harmless; ReceiptExpiredError when the item was given to others already."""
+        queue = self._queue
+        queue._broker.ack(queue.name, queue.name, [self._delivery.receipt])
+        queue._settled()
+
+    def nack(self, delay: Duration | None = None) -> None:
+        """Failed: it comes again in `delay` seconds, None: as the retry policy says; after the last attempt it is a
+        dead letter. ReceiptExpiredError as `ack`."""
+        queue = self._queue
+        queue._broker.nack(queue.name, queue.name, self._delivery.receipt, delay)
+        queue._settled()
+
+    def extend(self, visibility: Duration) -> None:
+        """Keep it for `visibility` seconds from now. ReceiptExpiredError as `ack`."""
+        queue = self._queue
+        expires_at = time.monotonic() + seconds(visibility, "visibility")
+        queue._broker.renew(queue.name, queue.name, self._delivery.receipt, visibility)
+        self.expires_at = expires_at
+
+    def reject(self, reason: str = "") -> None:
+        """Straight to the dead letters, with the reason. ReceiptExpiredError as `ack`, and when it is settled."""
+        queue = self._queue
+        queue._broker.dead_letter(queue.name, queue.name, self._delivery.receipt, reason)
+        queue._settled()
+
+    def __enter__(self) -> Task:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.ack()
+            return
+        queue = self._queue
+        try:
+            if isinstance(error, Exception):
+                self.nack()
+            else:  # Ctrl-C and the like: that is no failure of the item
+                queue._broker.release(queue.name, queue.name, [self._delivery.receipt])
+                queue._settled()
+        except MQStoreError as late:  # the caller is to see what happened first
+            _log.warning("%r could not be given back: %s", self, late)
+
+    def __repr__(self) -> str:
+        return f"<Task {self._queue.name}/{self._delivery.message.offset}, attempt {self.attempt}>"
+
+
+class Queue:
+    """A persistent queue with the verbs of `queue.Queue`. Thread-safe; its items outlive the process.
+
+    `get` lends: an item that is not settled within `visibility` seconds (0.1 s to 12 h) comes again, and at once when
+    the store is opened after the process died. So each item is handled at least once, seldom twice.
+
+        ordered     an item on loan, or waiting for its next attempt, holds back all behind it
+        retry       when a failed item comes again, and after how many attempts it is a dead letter; None: what the
+                    queue has, for a new one 17 attempts with pauses from 1 s to 2 h
+        codec       `BYTES` (default), `TEXT`, `JSON`, or an object with `encode` and `decode`
+        maxsize     `put` waits while so many items are not done; 0: no limit
+
+    Raises ConfigError for a name of more than 120 characters, for options that cannot be, and for a topic that is none
+    of one queue; InvalidMessageError for a name that no topic can have.
+    """
+
+    def __init__(
+        self,
+        broker: Broker,
+        name: str,
+        *,
+        visibility: Duration = 60,
+        retry: RetryPolicy | None = None,
+        ordered: bool = False,
+        codec: Codec = BYTES,
+        maxsize: int = 0,
+    ) -> None:
+        if len(name) > _MAX_NAME:
+            raise ConfigError(
+                f"the name of a queue has at most {_MAX_NAME} characters, not {len(name)}: {name[:40]!r}..."
+            )
+        if type(maxsize) is not int or maxsize < 0:
+            raise ConfigError(f"maxsize is {maxsize!r}; give a number of items, 0 for no limit")
+        self.name = name
+        self._broker = broker
+        self._codec = codec
+        self._ordered = ordered
+        self._maxsize = maxsize
+        self._visibility = _visibility(visibility)
+        self._shut: str = ""
+        """"": open; "put": what is there may be taken; "all": nothing more."""
+        self._changed = threading.Condition()
+        """Something was settled, or the queue was shut."""
+        self._bells: set[threading.Event] = set()
+        """Of the threads in `get`."""
+        self._delayed_until = 0.0
+        """When the last of the delayed items that were put here is due, `time.monotonic`."""
+        self._last = threading.local()
+        topic = broker.topics.create(name, queues=1)
+        if topic.read_queues != 1 or topic.write_queues != 1:
+            raise ConfigError(f"topic {name!r} has {topic.write_queues} queues, a Queue is one; choose another name")
+        broker.groups.create(name)
+        if retry is not None:
+            broker.groups.alter(name, retry_policy=retry)
+        broker.start_of(name, name, 0, "earliest")  # from here on it counts what is not done, and retention keeps it
+
+    # -- in ---------------------------------------------------------------------------------------------------------
+
+    def put(
+        self, item: Any, block: bool = True, timeout: Duration | None = None, *, delay: Duration | None = None
+    ) -> None:
+        """Store an item; with `delay` it is to be had in so many seconds.
+
+        With `maxsize`: QueueFull when there is no room, after `timeout` seconds if `block`. QueueShutDown after
+        `shutdown`; InvalidMessageError for an item that the codec refuses; else what `Broker.put` raises, and then
+        nothing was stored.
+        """
+        body = self._codec.encode(item)
+        if self._shut:
+            raise QueueShutDown(f"queue {self.name!r} was shut down")
+        if self._maxsize:
+            with self._changed:
+                self._wait_for_room(1, block, timeout)
+                self._put(body, delay)
+        else:
+            self._put(body, delay)
+
+    def _put(self, body: bytes, delay: Duration | None) -> None:
+        if delay is None:
+            self._broker.put(self.name, body, queue_id=0)
+        else:
+            self._broker.put(self.name, body, queue_id=0, delay=delay)
+            self._delayed_until = max(self._delayed_until, time.monotonic() + seconds(delay, "delay"))
+
+    def put_nowait(self, item: Any) -> None:
+        """`put`, with QueueFull instead of waiting."""
+        self.put(item, block=False)
+
+    def put_many(self, items: Iterable[Any]) -> None:
+        """Store many items in one go, far quicker than one by one. Errors as `put`; QueueFull at once when they do not
+        fit into `maxsize`, and nothing was stored."""
+        bodies = [self._codec.encode(item) for item in items]
+        if self._shut:
+            raise QueueShutDown(f"queue {self.name!r} was shut down")
+        if self._maxsize:
+            with self._changed:
+                self._wait_for_room(len(bodies), False, None)
+                self._broker.put_many(self.name, bodies, queue_id=0)
+        else:
+            self._broker.put_many(self.name, bodies, queue_id=0)
+
+    def _wait_for_room(self, count: int, block: bool, timeout: Duration | None) -> None:
+        """Under the lock."""
+        end = None if timeout is None else time.monotonic() + seconds(timeout, "timeout")
+        while self.qsize() + count > self._maxsize:
+            left = _LOOK_S if end is None else end - time.monotonic()
+            if not block or left <= 0:
+                raise QueueFull(f"queue {self.name!r} has {self.qsize()} items of {self._maxsize}")
+            self._changed.wait(min(left, _LOOK_S))
+            if self._shut:
+                raise QueueShutDown(f"queue {self.name!r} was shut down")
+
+    # -- out --------------------------------------------------------------------------------------------------------
+
+    def get(self, block: bool = True, timeout: Duration | None = None, *, visibility: Duration | None = None) -> Task:
+        """The next item, on loan for `visibility` seconds (None: the queue's). Waits for one if `block`, at most
+        `timeout` seconds; then QueueEmpty. QueueShutDown after `shutdown`."""
+        return self._take(1, block, timeout, visibility)[0]
+
+    def get_nowait(self) -> Task:
+        """`get`, with QueueEmpty instead of waiting."""
+        return self.get(block=False)
+
+    def get_many(self, max_items: int, timeout: Duration | None = 0) -> list[Task]:
+        """Up to `max_items` items at once; waits up to `timeout` seconds for a first (None: for ever), [] if none
+        comes. Each is settled by itself."""
+        if type(max_items) is not int or max_items < 1:
+            raise ConfigError(f"max_items is {max_items!r}; give a number from 1")
+        tasks: list[Task] = []
+        try:
+            tasks += self._take(min(max_items, MAX_BATCH), timeout is None or bool(timeout), timeout, None)
+            while len(tasks) < max_items:
+                tasks += self._take(min(max_items - len(tasks), MAX_BATCH), False, None, None)
+        except QueueEmpty:
+            pass
+        except MQStoreError:
+            if not tasks:
+                raise
+        return tasks
+
+    def _take(self, count: int, block: bool, timeout: Duration | None, visibility: Duration | None) -> list[Task]:
+        loan_s = self._visibility if visibility is None else _visibility(visibility)
+        end = None if timeout is None else time.monotonic() + seconds(timeout, "timeout")
+        while True:
+            if self._shut == "all":
+                raise QueueShutDown(f"queue {self.name!r} was shut down")
+            shut = self._shut  # before the look: what was put before is seen
+            begin = time.monotonic()
+            found = self._broker.pop(self.name, self.name, count, invisible=loan_s, order=self._ordered)
+            if found:
+                tasks = [Task(self, delivery, begin + loan_s) for delivery in found]
+                self._last.task = tasks[-1]
+                return tasks
+            if shut:
+                raise QueueShutDown(f"queue {self.name!r} was shut down, and is empty")
+            left = None if end is None else end - time.monotonic()
+            if not block or (left is not None and left <= 0):
+                raise QueueEmpty(f"nothing to get from queue {self.name!r}")
+            self._wait(left)
+
+    def _wait(self, timeout_s: float | None) -> None:
+        """Until there may be an item for this thread, the queue is shut, or the time is over."""
+        bell = threading.Event()
+        with self._changed:
+            if self._shut:
+                return
+            self._bells.add(bell)
+        ring = bell.set
+        waiter = None
+        try:
+            waiter = self._broker.add_pop_waiter(self.name, self.name, lambda worth: ring(), order=self._ordered)
+            bell.wait(timeout_s)
+        except BaseException:
+            if waiter is not None and not self._broker.remove_waiter(waiter):
+                self._broker.wake_one(self.name, self.name)  # it was our turn: let another thread have the item
+            raise
+        finally:
+            with self._changed:
+                self._bells.discard(bell)
+        self._broker.remove_waiter(waiter)  # one that has fired is answered by the look that follows
+
+    def __iter__(self) -> Iterator[Task]:
+        """Tasks until nothing is ready. What failed and waits for its next attempt is not waited for."""
+        while True:
+            try:
+                task = self.get(block=False)
+            except (QueueEmpty, QueueShutDown):
+                return
+            yield task
+
+    # -- done -------------------------------------------------------------------------------------------------------
+
+    def ack(self, task: Task) -> None:
+        """`task.ack()`."""
+        task.ack()
+
+    def nack(self, task: Task, delay: Duration | None = None) -> None:
+        """`task.nack(delay)`."""
+        task.nack(delay)
+
+    def task_done(self) -> None:
+        """Acknowledge what this thread got last, as users of `queue.Queue` do. ValueError if there is nothing."""
+        task: Task | None = getattr(self._last, "task", None)
+        if task is None:
+            raise ValueError("task_done() called, but this thread has no item that it did not call it for")
+        self._last.task = None
+        task.ack()
+
+    def _settled(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def join(self, timeout: Duration | None = None) -> bool:
+        """Wait until nothing is ready, on loan, waiting for another attempt, or put with a delay; False: `timeout`
+        seconds have passed. Of delayed items it knows those that were put by this object; others count once due."""
+        end = None if timeout is None else time.monotonic() + seconds(timeout, "timeout")
+        with self._changed:
+            while time.monotonic() < self._delayed_until or self.qsize():
+                left = _LOOK_S if end is None else end - time.monotonic()
+                if left <= 0:
+                    return False
+                self._changed.wait(min(left, _LOOK_S))
+        return True
+
+    # -- what is there ----------------------------------------------------------------------------------------------
+
+    def qsize(self) -> int:
+        """Items that are ready, on loan, or waiting for another attempt; delayed ones count once due."""
+        return sum(self._broker.lag(self.name).values())
+
+    def __len__(self) -> int:
+        return self.qsize()
+
+    def __bool__(self) -> bool:
+        return True  # an empty queue is a queue
+
+    def empty(self) -> bool:
+        """Whether everything is done."""
+        return not self.qsize()
+
+    def full(self) -> bool:
+        """Whether a `put` would wait."""
+        return bool(self._maxsize) and self.qsize() >= self._maxsize
+
+    @property
+    def dead_letters(self) -> DeadLetters:
+        """What was rejected or failed too often: to list, replay and purge."""
+        return self._broker.dead_letters(self.name)
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def shutdown(self, immediate: bool = False) -> None:
+        """Refuse further puts; `get` goes on until nothing is ready, `immediate`: not even that. Whoever waits gets
+        QueueShutDown. The items stay stored; tasks on loan can still be settled."""
+        with self._changed:
+            self._shut = "all" if immediate or self._shut == "all" else "put"
+            self._changed.notify_all()
+            for bell in self._bells:
+                bell.set()
+
+    def __enter__(self) -> Queue:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.shutdown(immediate=True)
+
+    def __repr__(self) -> str:
+        return f"<Queue {self.name!r} on {str(self._broker.store.path)!r}>"
+
+
+def _visibility(duration: Duration) -> float:
+    value = seconds(duration, "visibility")
+    if not 0.1 <= value <= 12 * 3600:
+        raise ConfigError(f"visibility is {duration!r}; give 0.1 seconds to 12 hours")
+    return value

@@ -1,0 +1,321 @@
+"""The one object that an application opens: a store directory with everything on it (client-semantics B.3).
+
+    Store ── put, put_many, recall, queue, dead_letters, commit_offset ...  the broker (mode "rw")
+      └───── read, iter, find, get, read_columns, offsets, verify ...       the log (either mode)
+
+It keeps nothing of its own: what it adds to the two is that there is one of them to open and to close, and names that
+need no knowledge of rooms. `broker` and `log` are there for whoever wants all that they can.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from datetime import datetime
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, NoReturn, Unpack
+
+from mqstore.broker.broker import Broker
+from mqstore.broker.deadletters import DeadLetters
+from mqstore.broker.groups import RetryPolicy
+from mqstore.broker.names import is_system_topic
+from mqstore.broker.road import SendOptions
+from mqstore.client.codecs import BYTES, Codec
+from mqstore.errors import ReadOnlyStoreError
+from mqstore.log.columns import Columns
+from mqstore.log.commitlog import QueueRef, SendReceipt
+from mqstore.log.message import Message
+from mqstore.log.outgoing import Body, OutgoingMessage
+from mqstore.log.reader import to_ms
+from mqstore.log.report import Finding, RecoveryReport
+from mqstore.log.stats import StoreStats
+from mqstore.log.store import MessageStore
+from mqstore.options import Durability, Duration, Profile, StoreConfig
+from mqstore.queue import Queue
+
+__all__ = ["Store"]
+
+_LOOK_S = 0.02
+
+
+class Store(AbstractContextManager["Store"]):
+    """A store directory, opened by `mqstore.open`. Thread-safe.
+
+    >>> import mqstore, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
+    ...     receipt = store.put("orders", b"hello", keys="o-1")
+    ...     [message] = store.read(*receipt.queue, receipt.offset)
+    ...     jobs = store.queue("jobs")
+    ...     jobs.put(b"resize 1.png")
+    ...     with jobs.get() as task:
+    ...         message.body, message.keys, task.value
+    (b'hello', ('o-1',), b'resize 1.png')
+    """
+
+    log: MessageStore
+    """The message store: every record, unit and offset."""
+
+    def __init__(
+        self,
+        path: str | PathLike[str],
+        mode: Literal["rw", "r"] = "rw",
+        *,
+        create: bool = True,
+        profile: Profile | None = None,
+        durability: Durability = "append",
+        lock_timeout: Duration = 0,
+        config: StoreConfig | None = None,
+    ) -> None:
+        """As `mqstore.open`."""
+        self.log = MessageStore(
+            path,
+            mode,
+            create=create,
+            profile=profile,
+            durability=durability,
+            lock_timeout=lock_timeout,
+            config=config,
+        )
+        self._broker = Broker(self.log) if mode == "rw" else None
+        if self._broker is not None:
+            self.put = self._broker.put  # type: ignore[method-assign]  # no time for a call that only forwards
+
+    @property
+    def broker(self) -> Broker:
+        """Delivery, all of it: groups, offsets, pop, locks, filters, transactions. ReadOnlyStoreError in mode "r"."""
+        if self._broker is None:
+            self._refuse()
+        return self._broker
+
+    def _refuse(self) -> NoReturn:
+        raise ReadOnlyStoreError(f"{self.path} was opened for reading; open it with mode='rw'")
+
+    @property
+    def path(self) -> Path:
+        return self.log.path
+
+    @property
+    def mode(self) -> str:
+        """ "rw" or "r"."""
+        return self.log.mode
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called, or this is a forked child of the process that opened it."""
+        return self.log.closed
+
+    @property
+    def recovery(self) -> RecoveryReport:
+        """What opening found and did: how the store was closed, what was cut and rebuilt."""
+        return self.log.recovery
+
+    # -- topics -----------------------------------------------------------------------------------------------------
+
+    def create_topic(self, name: str, *, queues: int = 4, exist_ok: bool = True) -> None:
+        """Enter a topic with so many queues. One that is there stays as it is, without `exist_ok` it is a ConfigError.
+        InvalidMessageError for a bad name."""
+        self.broker.topics.create(name, queues=queues, exist_ok=exist_ok)
+
+    def topics(self, *, system: bool = False) -> list[str]:
+        """Names of the topics, sorted; the engine's own only with `system`. In mode "r": of those with a message."""
+        if self._broker is not None:
+            return self._broker.topics.names(system)
+        return [name for name in self.log.topics() if system or not is_system_topic(name)]
+
+    def queues(self, topic: str) -> list[QueueRef]:
+        """The queues of a topic. TopicNotFoundError."""
+        if self._broker is None:
+            return self.log.queues(topic)
+        config = self._broker.topics.need(topic)
+        return [QueueRef(topic, i) for i in range(max(config.read_queues, config.write_queues))]
+
+    # -- in ---------------------------------------------------------------------------------------------------------
+
+    def put(
+        self, topic: str, body: Body, *, queue_id: int | None = None, **options: Unpack[SendOptions]
+    ) -> SendReceipt:
+        """Append one message; a topic that is not known yet is entered with 4 queues (`auto_create_topics`).
+
+            queue           `queue_id`, else by `message_group` (all of a group in one queue), else by turns
+            to be found     `tag`, `keys`, `properties`, `unique_key`, `flag`
+            later           `delay` (seconds), `deliver_at` (aware datetime, seconds since the epoch), `delay_level`
+            on disk         `durability="flush"`: when this returns
+
+        Raises InvalidMessageError, TopicNotFoundError, NotPermittedError, StoreFullError (nothing was written then),
+        FlushTimeoutError (stored, not known to be on disk), ReadOnlyStoreError.
+        """
+        del topic, body, queue_id, options
+        self._refuse()  # in mode "rw" this method is the broker's
+
+    def put_many(
+        self,
+        topic: str,
+        bodies: Iterable[Body | OutgoingMessage],
+        *,
+        queue_id: int | None = None,
+        durability: Durability | None = None,
+    ) -> Sequence[SendReceipt]:
+        """Append many messages to one queue (None: whose turn it is), with one wait for the disk. Chunks of about
+        `max_message_size` bytes are stored whole or not at all. Errors as `put`."""
+        return self.broker.put_many(topic, bodies, queue_id=queue_id, durability=durability)
+
+    def recall(self, recall_handle: str) -> bool:
+        """Cancel a message that was put with `delay` or `deliver_at`; whether it was still waiting."""
+        return self.broker.recall(recall_handle)
+
+    # -- out --------------------------------------------------------------------------------------------------------
+
+    def read(
+        self,
+        topic: str,
+        queue_id: int,
+        offset: int,
+        max_messages: int = 32,
+        *,
+        max_bytes: int | None = None,
+        tags: str | None = "*",
+    ) -> list[Message]:
+        """Messages of a queue from `offset` on, [] at the end; `tags` is an expression such as "paid || refunded".
+
+        Raises TopicNotFoundError, OffsetOutOfRangeError (which carries the bounds), FilterError.
+        """
+        if offset == 0 and self._is_empty(topic, queue_id):
+            return []
+        return self.log.read(topic, queue_id, offset, max_messages, max_bytes=max_bytes, tags=tags)
+
+    def iter(
+        self,
+        topic: str,
+        queue_id: int | None = None,
+        *,
+        start: Literal["earliest", "latest"] | datetime | int = "earliest",
+        stop: int | None = None,
+        follow: bool = False,
+        tags: str | None = "*",
+    ) -> Iterator[Message]:
+        """Messages of one queue in order, or of all queues merged by store time. `follow`: waits for more, for ever."""
+        while self._is_empty(topic, queue_id):
+            if not follow:
+                return
+            time.sleep(_LOOK_S)
+            if start == "latest":
+                start = "earliest"  # whatever comes came after we began
+        yield from self.log.iter(topic, queue_id, start=start, stop=stop, follow=follow, tags=tags)
+
+    def _is_empty(self, topic: str, queue_id: int | None) -> bool:
+        """Whether nothing was ever put to a queue, or to any queue of a topic, that is there."""
+        if self._broker is None or (config := self._broker.topics.get(topic)) is None:
+            return False
+        if queue_id is None:
+            return all(self.log.offsets_or_none(*ref) is None for ref in self.queues(topic))
+        known = 0 <= queue_id < max(config.read_queues, config.write_queues)
+        return known and not self.closed and self.log.offsets_or_none(topic, queue_id) is None
+
+    def read_columns(
+        self, topic: str, queue_id: int, offset: int, max_messages: int, columns: Sequence[str] | None = None
+    ) -> Columns:
+        """The same messages as arrays: numbers as numpy, texts and bodies as Arrow buffers. Columns that are not asked
+        for are not decoded; `next_offset` tells where to go on."""
+        return self.log.read_columns(topic, queue_id, offset, max_messages, columns)
+
+    def find(
+        self,
+        topic: str,
+        *,
+        key: str | None = None,
+        unique_key: str | None = None,
+        start: datetime | None = None,
+        stop: datetime | None = None,
+        limit: int = 32,
+    ) -> list[Message]:
+        """Messages that bear a key, or a unique key, stored between two times, the newest first."""
+        return self.log.find(
+            topic,
+            key=key,
+            unique_key=unique_key,
+            start_ms=0 if start is None else to_ms(start),
+            stop_ms=1 << 62 if stop is None else to_ms(stop),
+            limit=limit,
+        )
+
+    def get(self, message_id: str) -> Message:
+        """The message with that id. LookupError when it is gone; InvalidMessageError for what is no id."""
+        return self.log.get_by_id(message_id)
+
+    # -- positions --------------------------------------------------------------------------------------------------
+
+    def offsets(self, topic: str, queue_id: int) -> tuple[int, int]:
+        """(offset of the first message, offset of the next one to come)."""
+        return (0, 0) if self._is_empty(topic, queue_id) else self.log.offsets(topic, queue_id)
+
+    def offset_at(self, topic: str, queue_id: int, when: datetime) -> int:
+        """Offset of the first message stored at or after `when`; the end if there is none."""
+        return 0 if self._is_empty(topic, queue_id) else self.log.offset_at(topic, queue_id, when)
+
+    def committed(self, group: str, queue: QueueRef) -> int | None:
+        """Where the group goes on in a queue; None: it never committed."""
+        return self.broker.committed(group, *queue)
+
+    def commit_offset(self, group: str, queue: QueueRef, offset: int, *, durability: Durability | None = None) -> None:
+        """Note that the group has consumed everything below `offset`. "flush": on disk when this returns, else within
+        `commit_interval`. OffsetOutOfRangeError."""
+        self.broker.commit(group, *queue, offset, durability=durability)
+
+    def lag(self, group: str) -> dict[QueueRef, int]:
+        """Messages of each queue that the group has not consumed."""
+        return self.broker.lag(group)
+
+    # -- what works on it -------------------------------------------------------------------------------------------
+
+    def queue(
+        self,
+        name: str,
+        *,
+        visibility: Duration = 60,
+        retry: RetryPolicy | None = None,
+        ordered: bool = False,
+        codec: Codec = BYTES,
+        maxsize: int = 0,
+    ) -> Queue:
+        """A persistent queue with the verbs of `queue.Queue`; see `Queue`."""
+        return Queue(
+            self.broker, name, visibility=visibility, retry=retry, ordered=ordered, codec=codec, maxsize=maxsize
+        )
+
+    def dead_letters(self, group: str) -> DeadLetters:
+        """What a group gave up: to list, replay and purge."""
+        return self.broker.dead_letters(group)
+
+    # -- the whole --------------------------------------------------------------------------------------------------
+
+    def stats(self) -> StoreStats:
+        """A snapshot of the log: puts, bytes, latencies, lags, errors. Of delivery: `store.broker.stats()`."""
+        return self.log.stats()
+
+    def verify(self) -> Iterator[Finding]:
+        """Check every record, unit and index entry; changes nothing (store-format 9.7)."""
+        return self.log.verify()
+
+    def flush(self) -> None:
+        """Return once everything put before is on disk."""
+        if self._broker is None:
+            self._refuse()
+        self.log.flush()
+
+    def close(self, timeout: Duration = 30) -> None:
+        """Let what runs end, write every table, give the directory back. Fine to call twice."""
+        if self._broker is not None:
+            self._broker.close(timeout)
+        else:
+            self.log.close(timeout)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Store {str(self.path)!r} {self.mode}{' closed' if self.closed else ''}>"

@@ -1,0 +1,1057 @@
+"""Taking over what a Java broker had handed out (broker-semantics 8.10, 8.5).
+
+Two grounds to stand on. `popjava.tar.xz` was written by the broker of RocketMQ 5.3.3, asked over its socket to pop, ack
+and change visible times, and halted in the midst of it; `popjava.jsonl.xz` is what its client saw. And for what no run
+of an hour contains, `Java` below writes records as that broker does, which a test holds against the real ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import lzma
+import shutil
+import struct
+import tarfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mqstore.broker import popjava
+from mqstore.broker.inspect import inspect_broker
+from mqstore.broker.names import POP_LOG_TOPIC, TIMER_TOPIC, pop_retry_topic
+from mqstore.broker.offsets import OffsetTable
+from mqstore.broker.pop import PopService
+from mqstore.broker.poplog import PopLog
+from mqstore.broker.reading import Reads
+from mqstore.broker.retry import Retries
+from mqstore.broker.road import Road
+from mqstore.broker.timer import TimerService
+from mqstore.broker.waiting import Waiters
+from mqstore.clock import SimulatedClock
+from mqstore.errors import InvalidReceiptError, ReceiptExpiredError
+from mqstore.log.message import Message
+from tests.broker.popsupport import PopBench
+from tests.broker.support import new_parts
+from tests.log.support import files, open_store
+
+HERE = Path(__file__).parent
+REVIVE = "rmq_sys_REVIVE_LOG_TestCluster"
+REVIVE_GROUP = "CID_RMQ_SYS_REVIVE_GROUP"
+INVISIBLE_MS = 60_000
+
+Flight = tuple[str, str, int, int, int, int]
+"""Group, topic, queue, offset, pop time, visible time."""
+
+
+def in_flight(bench: PopBench, *, fifo: bool = False) -> set[Flight]:
+    return {
+        (group, each.topic, each.queue_id, each.offset, each.pop_time_ms, each.visible_at_ms)
+        for group in bench.parts.groups.names()
+        for each in bench.service.pending(group)
+        if each.fifo == fifo
+    }
+
+
+def numbers(bench: PopBench, group: str = "g", topic: str = "t", queue_id: int = 0) -> list[int]:
+    """Offsets that the group has in flight in a queue."""
+    return [p.offset for p in bench.service.pending(group) if (p.topic, p.queue_id) == (topic, queue_id)]
+
+
+def ck_records(bench: PopBench) -> int:
+    return sum(1 for message in bench.read(POP_LOG_TOPIC) if message.tag == "ck")
+
+
+def with_timer(bench: PopBench) -> None:
+    """Let the timer run, too."""
+    bench.mechanisms.insert(0, TimerService(bench.parts, lambda: None))
+
+
+# -- what the real broker left ----------------------------------------------------------------------------------------
+
+
+class Seen:
+    """What the client of the real broker saw."""
+
+    def __init__(self) -> None:
+        with lzma.open(HERE / "popjava.jsonl.xz", "rt", encoding="utf-8") as file:
+            *self.lines, last = [json.loads(line) for line in file]
+        assert last["what"] == "stopped"
+        self.stopped_ms: int = last["now_ms"]
+        self.read = {0: last["read0"], 1: last["read1"]}
+        self.ends = {0: last["revive0"], 1: last["revive1"]}
+
+    def open(self) -> list[dict[str, Any]]:
+        """The deliveries that nobody acknowledged, that no change of their time replaced, and that the broker did not
+        redeliver itself; without those of the group that was deleted."""
+        left: dict[str, dict[str, Any]] = {}
+        for line in self.lines:
+            name = f"{line['group']} {line['real_topic']} {line['receipt']}"
+            if line["what"] in ("ack", "gone"):
+                del left[name]
+            elif line["what"] == "pop":
+                left[name] = line
+        # The first pop of "retried" had a second; what was not acknowledged of it came again in the retry topic.
+        return [line for line in left.values() if line["group"] != "gone" and line["receipt"].split(" ")[2] != "1000"]
+
+    def flights(self) -> set[Flight]:
+        return {
+            (
+                line["group"],
+                line["real_topic"],
+                line["queue_id"],
+                line["offset"],
+                int(line["receipt"].split(" ")[1]),
+                line["visible_ms"],
+            )
+            for line in self.open()
+        }
+
+
+@pytest.fixture
+def seen() -> Seen:
+    return Seen()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    with tarfile.open(HERE / "popjava.tar.xz") as archive:
+        archive.extractall(tmp_path / "java", filter="data")
+    return tmp_path / "java"
+
+
+@pytest.fixture
+def left(folder: Path, seen: Seen) -> Iterator[PopBench]:
+    """The real broker's directory, opened the moment it was halted."""
+    with PopBench(folder, clock=SimulatedClock(seen.stopped_ms)) as bench:
+        yield bench
+
+
+def test_what_the_real_brokers_client_has_in_flight_is_in_flight(left: PopBench, seen: Seen) -> None:
+    assert len(seen.flights()) == 23
+    assert in_flight(left) == seen.flights()
+    assert {(f[0], f[1], f[3]) for f in in_flight(left, fifo=True)} == {("ordered", "f", 0), ("ordered", "f", 1)}
+    # Single acks, a batch of them, a renewed one, a filter's gaps, a retry topic, and what was in the revive queues.
+    kinds = {(line["group"], line["real_topic"], line["queue_id"]) for line in seen.open()}
+    assert {("part", "t", 0), ("part", "t", 1), ("tagged", "t", 0), ("late", "t", 1)} < kinds
+    assert ("retried", "%RETRY%retried_t", 0) in kinds
+
+
+def test_receipts_of_the_real_broker_are_good(left: PopBench, seen: Seen) -> None:
+    for line in seen.open():
+        left.service.ack(line["group"], line["topic"], line["receipt"])
+    assert in_flight(left) == set()
+    cursors = {("retried", "t", 0): 20, ("part", "t", 0): 5, ("part", "t", 1): 6, ("tagged", "t", 0): 16}
+    for (group, topic, queue_id), cursor in cursors.items():
+        assert left.parts.offsets.committed(group, topic, queue_id) == cursor
+    left.advance(400_000)
+    assert left.read(pop_retry_topic("part", "t")) == []
+
+
+def test_a_receipt_whose_time_was_changed_in_java_has_expired(left: PopBench, seen: Seen) -> None:
+    [old] = [line for line in seen.lines if line["what"] == "gone"]
+    with pytest.raises(ReceiptExpiredError):
+        left.service.ack("part", "t", old["receipt"])
+    receipt = next(line["receipt"] for line in seen.open() if line["receipt"].startswith("5 ") and line["offset"] == 5)
+    left.service.change_invisible("part", "t", receipt, 1_000)
+    left.advance(1_000)
+    assert [copy.body for copy in left.read(pop_retry_topic("part", "t"))] == [b"t1-5"]
+
+
+def test_what_nobody_acknowledges_comes_again_once_and_in_its_time(left: PopBench, seen: Seen) -> None:
+    expected: dict[str, list[tuple[int, str, int]]] = {}
+    for line in seen.open():
+        topic = line["real_topic"] if line["topic"] != line["real_topic"] else pop_retry_topic(line["group"], "t")
+        if line["topic"] == "dropped":
+            topic = pop_retry_topic(line["group"], "dropped")
+        due_ms = max(line["visible_ms"], seen.stopped_ms)
+        expected.setdefault(topic, []).append((due_ms, line["body"], line["reconsume_times"] + 1))
+    before = {topic: len(left.read(topic)) for topic in expected}
+    assert before["%RETRY%retried_t"] == 2
+    left.advance(400_000)
+    for topic, copies in expected.items():
+        found = [(m.store_timestamp_ms, m.text(), m.reconsume_times) for m in left.read(topic)[before[topic] :]]
+        assert sorted(found) == sorted(copies), topic
+    assert in_flight(left) == set()
+    # Consumers get them, the late ones as their second attempt.
+    got = left.pop(group="late", n=32) + left.pop(group="late", n=32)
+    assert {d.message.text(): d.attempt for d in got if d.attempt > 1} == {"t0-0": 2, "t0-1": 2, "t0-3": 2, "t1-2": 2}
+
+
+def test_the_revive_offsets_are_at_the_end_as_java_counts_them(left: PopBench, seen: Seen) -> None:
+    assert seen.read == {0: 0, 1: -1}
+    assert seen.ends == {0: 4, 1: 2}
+    # The last record that is done with: a Java broker reads on at the next one.
+    table = json.loads((left.path / "config" / "consumerOffset.json").read_text())["offsetTable"]
+    assert table[f"{REVIVE}@{REVIVE_GROUP}"] == {"0": 3, "1": 1}
+    # Before anything can be delivered: also that the groups' own offsets went back to what is in flight.
+    assert table["t@part"] == {"0": 1, "1": 0}
+
+
+@pytest.mark.parametrize("end", ["close", "kill"])
+def test_opening_twice_takes_nothing_twice(left: PopBench, seen: Seen, end: str) -> None:
+    count = ck_records(left)
+    for _ in range(2):
+        getattr(left, end)()
+        left.open()
+        assert in_flight(left) == seen.flights()
+        assert ck_records(left) == count
+    left.advance(400_000)
+    assert len(left.read(pop_retry_topic("tagged", "t"))) == 6
+    left.kill()
+    left.open()
+    assert in_flight(left) == set()
+    left.advance(400_000)
+    assert len(left.read(pop_retry_topic("tagged", "t"))) == 6
+
+
+def test_what_the_timer_carries_to_the_revive_queues_later_is_not_taken_again(left: PopBench, seen: Seen) -> None:
+    with_timer(left)
+    for line in seen.open():
+        if line["group"] != "late":
+            left.service.ack(line["group"], line["topic"], line["receipt"])
+    left.parts.offsets.save()
+    before = {q: len(left.read(REVIVE, q)) for q in (0, 1)}
+    left.advance(30_000)
+    left.kill()  # midway: of some batches the ck has come to the revive queue, of others it has not
+    left.open()
+    assert in_flight(left) == set()
+    with_timer(left)
+    left.advance(400_000)
+    assert all(len(left.read(REVIVE, q)) > before[q] + 5 for q in before)
+    for _ in range(2):
+        left.kill()
+        left.open()
+        assert in_flight(left) == set()
+    done = left.parts.offsets.of_group(REVIVE_GROUP)
+    assert done[REVIVE, 0] == len(left.read(REVIVE, 0)) - 1
+    assert done[TIMER_TOPIC, 0] == len(left.read(TIMER_TOPIC))
+
+
+def test_a_kill_right_after_an_arrival_in_the_revive_queue_takes_nothing_again(
+    left: PopBench, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the arrival of a ck and the save that says so everything may be settled and forgotten by the pop log."""
+    for line in seen.open():
+        left.service.ack(line["group"], line["topic"], line["receipt"])
+    left.close()
+    left.open()  # the pop log's replay begins behind all of it now
+    assert in_flight(left) == set()
+    with_timer(left)
+    monkeypatch.setattr(OffsetTable, "save", lambda _: None)
+    left.advance(400_000)
+    left.kill()
+    monkeypatch.undo()
+    saved = json.loads((left.path / "config" / "consumerOffset.json").read_text())["offsetTable"]
+    assert saved[f"{REVIVE}@{REVIVE_GROUP}"] == {"0": 3, "1": 1}
+    left.open()
+    assert len(left.read(REVIVE, 0)) > 10
+    assert in_flight(left) == set()
+
+
+def test_a_kill_between_a_ck_and_its_answer_takes_nothing_again(left: PopBench, seen: Seen) -> None:
+    """The timer brings the ck a second before the answer to it, which may be known from openings ago."""
+    for line in seen.open():
+        left.service.ack(line["group"], line["topic"], line["receipt"])
+    for _ in range(3):
+        left.close()
+        left.open()
+    with_timer(left)
+    cks = {"tagged": 0, "retried": 0}
+    left.advance(1795274185_500 - left.now_ms)
+    left.kill()
+    left.open()
+    for message in left.read(REVIVE, 1):
+        group = message.json()["c"]
+        cks[group] = cks.get(group, 0) + (message.tag == "ck") - (message.tag == "bAck")
+    assert cks["tagged"] == 1  # it has come, its answer has not
+    assert in_flight(left) == set()
+
+
+def test_looking_at_a_java_directory_changes_no_byte(folder: Path) -> None:
+    with open_store(folder):
+        pass  # recovered once, as by whoever opens it first
+    before = files(folder)
+    found = inspect_broker(folder)
+    assert not found.get("not_shown")
+    new_parts(folder, "r").store.close()
+    assert files(folder) == before
+
+
+# -- a Java broker that comes back ------------------------------------------------------------------------------------
+
+
+def revived(bench: PopBench) -> dict[tuple[str, str, int], list[int]]:
+    """What the Java broker's revive service would redeliver from what is in its revive queues, by its own rules: in the
+    order of a queue, from behind its offset on, acks count for a ck that came before them (5.3, PopReviveService)."""
+    found: dict[tuple[str, str, int], list[int]] = {}
+    for queue_id in (0, 1):
+        last = bench.parts.offsets.committed(REVIVE_GROUP, REVIVE, queue_id)
+        checkpoints: dict[tuple[Any, ...], dict[int, bool]] = {}
+        for message in bench.read(REVIVE, queue_id)[0 if last is None else last + 1 :]:
+            value = message.json()
+            key = tuple(value[name] for name in ("t", "c", "q", "so", "pt", "bn"))
+            if message.tag == "ck":
+                checkpoints[key] = {value["so"] + distance: False for distance in value["d"]}
+            elif key in checkpoints:
+                acked = [value["ao"]] if message.tag == "ack" else value["aol"]
+                checkpoints[key].update({offset: True for offset in acked if offset in checkpoints[key]})
+        for (topic, group, q, *_), offsets in checkpoints.items():
+            found.setdefault((group, topic, q), []).extend(o for o, done in offsets.items() if not done)
+    return {key: sorted(offsets) for key, offsets in found.items() if offsets}
+
+
+def carried_on(bench: PopBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Go on as a Java broker would: what waits in the timer comes to the revive queues, and nobody takes it over."""
+    bench.close()
+    monkeypatch.setattr(popjava.JavaTakeover, "take", lambda _: iter(()))
+    monkeypatch.setattr(popjava.JavaTakeover, "mark", lambda _: None)
+    bench.open()
+    with_timer(bench)
+    bench.advance(400_000)
+
+
+def test_a_java_broker_that_comes_back_revives_nothing_that_was_taken(
+    left: PopBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carried_on(left, monkeypatch)
+    # Only of the group that was deleted, which was not taken over.
+    assert revived(left) == {("gone", "t", 0): [0, 1, 2]}
+
+
+def test_without_a_take_over_the_java_broker_revives_it_all(
+    folder: Path, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model of Java's revive service against what the client saw: it would notice."""
+    with monkeypatch.context() as patch:
+        patch.setattr(popjava.JavaTakeover, "take", lambda _: iter(()))
+        patch.setattr(popjava.JavaTakeover, "mark", lambda _: None)
+        bench = PopBench(folder, clock=SimulatedClock(seen.stopped_ms))
+        with bench:
+            with_timer(bench)
+            bench.advance(400_000)
+            found = revived(bench)
+    gone = found.pop(("gone", "t", 0))
+    assert gone == [0, 1, 2]
+    flat = {(group, topic, q, offset) for (group, topic, q), offsets in found.items() for offset in offsets}
+    assert flat == {flight[:4] for flight in seen.flights()}
+
+
+# -- records like Java's ----------------------------------------------------------------------------------------------
+
+
+class Java:
+    """Writes what a Java broker writes when it pops and acknowledges, into a store that a bench has open."""
+
+    def __init__(self, bench: PopBench) -> None:
+        self.bench = bench
+        self.pop_time_ms = bench.now_ms
+
+    def ck(
+        self,
+        start: int,
+        distances: list[int],
+        *,
+        topic: str = "t",
+        group: str = "g",
+        queue_id: int = 0,
+        invisible_ms: int = INVISIBLE_MS,
+        pop_time_ms: int | None = None,
+        revive: int = 0,
+        waits: bool = True,
+        **members: Any,
+    ) -> dict[str, Any]:
+        """A checkpoint. `members` replace those of its body; None: left out."""
+        value: dict[str, Any] = {
+            "bm": 0,
+            "bn": "broker-a",
+            "c": group,
+            "d": distances,
+            "it": invisible_ms,
+            "n": len(distances),
+            "pt": self.pop_time_ms if pop_time_ms is None else pop_time_ms,
+            "q": queue_id,
+            "ro": 0,
+            "so": start,
+            "t": topic,
+        } | members
+        value = {name: member for name, member in value.items() if member is not None}
+        due_ms = value["pt"] + value["it"] - 1000 if type(value["it"]) is int else self.pop_time_ms
+        unique = f"{topic}@{queue_id}@{start}@{group}@{value['pt']}@broker-a@ck"
+        self.record("ck", json.dumps(value).encode(), due_ms, unique, revive=revive, waits=waits)
+        return value
+
+    def ack(self, ck: dict[str, Any], *offsets: int, batch: bool = False, waits: bool = True, **members: Any) -> None:
+        """Acknowledge messages of a checkpoint, one record each, or one for all."""
+        same = {name: ck[name] for name in ("bn", "c", "pt", "q", "so", "t")}
+        acks = [{"ao": -1, "aol": list(offsets)}] if batch else [{"ao": offset} for offset in offsets]
+        for ack in acks:
+            value = {name: member for name, member in {**ack, **same, **members}.items() if member is not None}
+            unique = f"{ck['t']}@{ck['q']}@{ack['ao']}@{ck['c']}@{ck['pt']}@broker-a@ack"
+            due_ms = ck["pt"] + ck["it"]
+            self.record("bAck" if batch else "ack", json.dumps(value).encode(), due_ms, unique, waits=waits)
+
+    def record(self, tag: str, body: bytes, due_ms: int, unique: str, *, revive: int = 0, waits: bool = True) -> None:
+        properties = {"TAGS": tag, "UNIQ_KEY": unique, "TIMER_DELIVER_MS": str(due_ms)}
+        where, queue_id = REVIVE, revive
+        if waits:
+            properties |= {
+                "REAL_TOPIC": REVIVE,
+                "REAL_QID": str(revive),
+                "TIMER_OUT_MS": str((due_ms - 1) // 1000 * 1000),
+            }
+            where, queue_id = TIMER_TOPIC, 0
+        self.bench.parts.store.append(where, queue_id, body, properties=properties)
+
+    def read_to(self, queue_id: int, last: int) -> None:
+        """The revive service is done with the records up to `last`."""
+        self.bench.parts.offsets.commit(REVIVE_GROUP, REVIVE, queue_id, last)
+
+    def committed(self, offset: int, *, topic: str = "t", group: str = "g", queue_id: int = 0) -> None:
+        self.bench.parts.offsets.commit(group, topic, queue_id, offset)
+
+    def timercheck(self, read_ms: int, queue_offset: int) -> None:
+        page = struct.pack(">3q", read_ms, 0, queue_offset).ljust(4096, b"\0")
+        (self.bench.path / "config" / "timercheck").write_bytes(page)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[PopBench]:
+    """A directory as Java's, with 20 messages in each of two queues, whose group stands behind the first 10."""
+    with PopBench(tmp_path / "store", profile="rocketmq") as bench:
+        bench.parts.topics.create("t", queues=2)
+        bench.parts.groups.create("g")
+        for queue_id in (0, 1):
+            bench.put("t", 20, queue_id=queue_id)
+            Java(bench).committed(10, queue_id=queue_id)
+        yield bench
+
+
+@pytest.fixture
+def java(bench: PopBench) -> Java:
+    return Java(bench)
+
+
+def test_the_records_of_these_tests_are_as_the_real_brokers(left: PopBench, java: Java, bench: PopBench) -> None:
+    ck = java.ck(0, [0, 3, 6])
+    java.ack(ck, 0)
+    java.ack(ck, 3, 6, batch=True)
+    ours = bench.read(TIMER_TOPIC)
+    for mine in ours:
+        real = next(each for each in left.read(TIMER_TOPIC) if each.tag == mine.tag)
+        _assert_alike(mine, real)
+
+
+def test_answers_are_as_the_real_brokers_acknowledgements(left: PopBench) -> None:
+    all_of_them = left.read(TIMER_TOPIC)
+    java = [each for each in all_of_them if each.tag == "bAck" and each.store_timestamp_ms < left.now_ms]
+    answers = [each for each in all_of_them if each.store_timestamp_ms == left.now_ms]
+    assert len(answers) == 10  # one for each batch with something in flight
+    for answer in answers:
+        _assert_alike(answer, java[0])
+        value = answer.json()
+        due_ms = int(answer.stored_properties()["TIMER_DELIVER_MS"])
+        [ck] = [
+            each
+            for each in all_of_them
+            if each.tag == "ck" and all(each.json()[name] == value[name] for name in ("t", "c", "q", "so", "pt", "bn"))
+        ]
+        # Behind its ck, to the same queue, and for all of its messages.
+        assert due_ms == max(ck.json()["pt"] + ck.json()["it"], left.now_ms + 1000)
+        assert answer.stored_properties()["REAL_QID"] == ck.stored_properties()["REAL_QID"]
+        assert value["aol"] == [ck.json()["so"] + distance for distance in ck.json()["d"]]
+
+
+def _assert_alike(mine: Message, real: Message) -> None:
+    """Same tag, same properties with values of the same form, same members with values of the same type."""
+    mine_properties, real_properties = mine.stored_properties(), real.stored_properties()
+    assert mine.tag == real.tag
+    assert mine_properties.keys() == real_properties.keys()
+    for name in ("TIMER_OUT_MS", "TIMER_DELIVER_MS"):
+        assert len(mine_properties[name]) == len(real_properties[name]) == 13
+    for each in (mine, real):
+        value, properties = each.json(), each.stored_properties()
+        out_ms, due_ms = int(properties["TIMER_OUT_MS"]), int(properties["TIMER_DELIVER_MS"])
+        assert out_ms == (due_ms - 1) // 1000 * 1000
+        named = value["so"] if each.tag == "ck" else value["ao"]
+        last = "ck" if each.tag == "ck" else "ack"
+        parts = (value["t"], value["q"], named, value["c"], value["pt"], value["bn"], last)
+        assert properties["UNIQ_KEY"] == "@".join(map(str, parts))
+        assert properties["REAL_TOPIC"] == REVIVE
+    mine_value, real_value = mine.json(), real.json()
+    mine_value.pop("taken", None)  # our sign; a Java broker passes over members that it does not know
+    real_value.pop("reviveTime", None)  # a getter that fastjson takes for a member; nobody reads it
+    assert {name: type(member) for name, member in mine_value.items()} == {
+        name: type(member) for name, member in real_value.items()
+    }
+
+
+# -- what is in flight ------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_all_of_which_is_acknowledged_is_not_taken(bench: PopBench, java: Java) -> None:
+    single = java.ck(0, [0, 1, 2])
+    java.ack(single, 0, 2, 1)
+    together = java.ck(3, [0, 1, 2])
+    java.ack(together, 3, 4, 5, batch=True)
+    java.ck(6, [0, 1], bm=0b11)
+    bench.reopen()
+    assert in_flight(bench) == set()
+    assert bench.committed() == 10
+    assert bench.read(POP_LOG_TOPIC) == []
+
+
+@pytest.mark.parametrize(
+    ("distances", "bitmap", "acks", "batch", "left"),
+    [
+        ([0, 1, 2, 3], 0, [1], False, [0, 2, 3]),
+        ([0, 1, 2, 3], 0, [0, 3], True, [1, 2]),
+        ([0, 1, 2, 3], 0b1001, [], False, [1, 2]),
+        ([0, 1, 2, 3], 0b0001, [2], True, [1, 3]),
+        ([0, 2, 5], 0b010, [], False, [0, 5]),  # a bit is a place in d, not an offset
+        ([2, 5, 8], 0, [5], False, [2, 8]),  # the batch was read from before its first message
+        ([0, 2, 5], 0, [1, 3, 77, -4], True, [0, 2, 5]),  # of messages that the filter did not pass
+        ([0, 1], -(2**31), [], False, [0, 1]),  # Java's sign bit
+    ],
+)
+def test_what_is_acknowledged_in_part_is_taken_in_part(
+    bench: PopBench, java: Java, distances: list[int], bitmap: int, acks: list[int], batch: bool, left: list[int]
+) -> None:
+    ck = java.ck(0, distances, bm=bitmap)
+    if acks:
+        java.ack(ck, *acks, batch=batch)
+    bench.reopen()
+    assert numbers(bench) == left
+    assert bench.committed() == left[0]
+
+
+def test_acknowledgements_count_wherever_they_are(bench: PopBench, java: Java) -> None:
+    """In the revive queue or still in the timer, before their ck or behind it."""
+    ck = java.ck(0, [0, 1, 2, 3, 4], waits=False)
+    java.ack(ck, 0, waits=False)
+    java.ack(ck, 1)
+    java.ack(ck, 2, batch=True)
+    early = {**ck, "so": 5}
+    java.ack(early, 5, waits=False)
+    java.ck(5, [0, 1])
+    bench.reopen()
+    assert numbers(bench) == [3, 4, 6]
+
+
+def test_acknowledgements_of_another_delivery_do_not_count(bench: PopBench, java: Java) -> None:
+    ck = java.ck(0, [0, 1, 2])
+    for other in ({"pt": ck["pt"] - 1}, {"c": "h"}, {"q": 1}, {"so": 1}, {"bn": "broker-b"}, {"t": "u"}):
+        java.ack({**ck, **other}, 0, 1, 2)
+        java.ack({**ck, **other}, 0, 1, 2, batch=True)
+    bench.reopen()
+    assert numbers(bench) == [0, 1, 2]
+
+
+def test_forms_of_older_brokers_are_understood(bench: PopBench, java: Java) -> None:
+    ck = java.ck(0, [], n=3, d=None)  # no distances: the messages follow each other
+    java.ack(ck, 1, bn=None)  # no broker: the one that reads it
+    names: dict[str, Any] = {"ackOffset": 2, "startOffset": 0, "consumerGroup": "g", "topic": "t", "queueId": 0}
+    names |= {"popTime": ck["pt"], "brokerName": "broker-a"}
+    java.ack(ck, 2, **names, ao=None, so=None, c=None, t=None, q=None, pt=None, bn=None)
+    bench.reopen()
+    assert numbers(bench) == [0]
+
+
+def test_a_batch_without_messages_is_nothing(bench: PopBench, java: Java) -> None:
+    java.ck(3, [], n=0)
+    bench.reopen()
+    assert in_flight(bench) == set()
+    assert bench.committed() == 10
+
+
+def test_records_that_the_revive_service_is_done_with_are_not_taken(bench: PopBench, java: Java) -> None:
+    for i in range(4):
+        java.ck(i, [0], waits=False, revive=i % 2, queue_id=0)
+    java.read_to(0, 0)  # the last that is done with, not the next
+    bench.reopen()
+    assert numbers(bench) == [1, 2, 3]
+
+
+def test_what_the_timer_delivered_is_looked_for_in_the_revive_queue_alone(bench: PopBench, java: Java) -> None:
+    now_ms = bench.now_ms
+    java.ck(0, [0], invisible_ms=5_000)  # delivered by the timer, revived, forgotten
+    java.ck(1, [0], invisible_ms=31_000)  # in the slot that is read next
+    java.ck(2, [0], invisible_ms=90_000)
+    java.ck(3, [0], invisible_ms=5_000)  # came in when its slot was over; the timer has not seen it
+    java.timercheck((now_ms + 30_000 - 1) // 1000 * 1000, 3)
+    bench.reopen()
+    assert numbers(bench) == [1, 2, 3]
+
+
+def test_the_last_delivery_of_a_message_counts(bench: PopBench, java: Java) -> None:
+    """A change of the visible time writes a ck for the new one, then an ack for the old; a crash may come in between.
+    And after a crash a Java broker pops again what it has popped before."""
+    t0 = java.pop_time_ms
+    java.ck(0, [0, 1, 2])
+    java.ck(1, [0], pop_time_ms=t0 + 5, invisible_ms=90_000)
+    again = java.ck(2, [0], pop_time_ms=t0 + 7)
+    java.ack(again, 2)
+    bench.reopen()
+    assert {f[3:] for f in in_flight(bench)} == {(0, t0, t0 + INVISIBLE_MS), (1, t0 + 5, t0 + 90_005)}
+    old, new = (f"{start} {t} {it} 0 0 broker-a 0 1" for start, t, it in ((0, t0, 60_000), (1, t0 + 5, 90_000)))
+    with pytest.raises(ReceiptExpiredError):
+        bench.service.ack("g", "t", old)
+    bench.service.ack("g", "t", new)
+    assert numbers(bench) == [0]
+
+
+def test_a_ck_that_was_put_twice_is_taken_once(bench: PopBench, java: Java) -> None:
+    """The timer delivers twice after a crash, and rolls; a revive that failed is put again, for its message alone."""
+    java.ck(0, [0, 1], waits=False)
+    java.ck(0, [0, 1])
+    java.ck(4, [0, 1])
+    java.ck(4, [0], rp="1", invisible_ms=INVISIBLE_MS + 10_000)
+    bench.reopen()
+    assert numbers(bench) == [0, 1, 4, 5]
+    assert ck_records(bench) == 2
+    assert sorted(m.json()["so"] for m in bench.read(TIMER_TOPIC) if m.tag == "bAck") == [0, 4]
+
+
+def test_both_queues_of_the_revive_topic_are_read(bench: PopBench, java: Java) -> None:
+    java.ck(0, [0, 1], waits=False, revive=0)
+    java.ck(2, [0, 1], waits=False, revive=1)
+    java.ck(0, [0], queue_id=1, waits=False, revive=1)
+    bench.reopen()
+    assert numbers(bench) == [0, 1, 2, 3]
+    assert numbers(bench, queue_id=1) == [0]
+    assert bench.parts.offsets.of_group(REVIVE_GROUP) == {(REVIVE, 0): 0, (REVIVE, 1): 1}
+
+
+def test_a_time_that_is_over_is_redelivered_once_as_the_next_attempt(bench: PopBench, java: Java) -> None:
+    java.ck(0, [0, 1], pop_time_ms=bench.now_ms - 3_600_000)
+    bench.reopen()
+    bench.settle()
+    retry = pop_retry_topic("g", "t")
+    assert [(m.body, m.reconsume_times) for m in bench.read(retry)] == [(b"0", 1), (b"1", 1)]
+    assert {d.message.body: d.attempt for d in bench.pop(n=32) if d.attempt > 1} == {b"0": 2, b"1": 2}
+    bench.reopen(release_in_flight=False)
+    bench.settle()
+    assert len(bench.read(retry)) == 2
+
+
+def test_deliveries_wait_for_their_time_although_the_process_is_another(bench: PopBench, java: Java) -> None:
+    java.ck(0, [0])
+    bench.reopen(release_in_flight=True)
+    bench.advance(INVISIBLE_MS - 1)
+    assert bench.read(pop_retry_topic("g", "t")) == []
+    bench.advance(1)
+    assert len(bench.read(pop_retry_topic("g", "t"))) == 1
+
+
+def test_a_message_that_retention_took_is_told_as_lost(tmp_path: Path) -> None:
+    with PopBench(tmp_path / "store", profile="rocketmq", segment_bytes=1 << 16) as bench:
+        bench.parts.topics.create("t", queues=1)
+        bench.parts.groups.create("g")
+        bench.put("t", 6, body_bytes=30_000)
+        java = Java(bench)
+        java.committed(6)
+        java.ck(0, [0, 1, 2, 3, 4, 5])
+        bench.parts.store.flush()
+        bench.parts.store.dispatch()
+        bench.parts.store.drop_before(bench.parts.store.max_offset)
+        low, _ = bench.parts.store.offsets("t")
+        assert low > 0
+        bench.reopen()
+        bench.advance(INVISIBLE_MS)
+        kept = [copy.body[:1] for copy in bench.read(pop_retry_topic("g", "t"))]
+        assert kept == [str(i).encode() for i in range(low, 6)]
+        assert sum(bench.parts.statistics.snapshot().lost.values()) == low
+        assert numbers(bench) == []
+
+
+def test_offsets_that_the_queue_does_not_have_are_not_waited_for(bench: PopBench, java: Java) -> None:
+    java.committed(20)
+    java.ck(18, [0, 1, 2, 3])
+    bench.reopen()
+    assert numbers(bench) == [18, 19]
+    assert bench.committed() == 18
+    # Nor are they skipped when they come.
+    bench.put("t", 4, first=20)
+    bench.reopen()
+    assert [d.message.offset for d in bench.pop(queue_id=0, n=32)] == [20, 21, 22, 23]
+
+
+# -- where a group stands ---------------------------------------------------------------------------------------------
+
+
+def test_a_cursor_that_lags_is_moved_over_what_follows_without_a_gap(bench: PopBench, java: Java) -> None:
+    """Offsets are saved every five seconds, checkpoints at once: after a crash the file says less than they."""
+    ck = java.ck(10, [0, 1, 2])
+    java.ack(ck, 10, 11, 12)
+    java.ck(13, [0, 1])
+    java.ck(15, [2, 3])  # read from 15 on; the filter passed 17 and 18
+    bench.reopen()
+    assert numbers(bench) == [13, 14, 17, 18]
+    assert bench.committed() == 13
+    assert [d.message.offset for d in bench.pop(queue_id=0, n=32)] == [19]
+
+
+def test_what_is_all_acknowledged_moves_the_cursor_too(bench: PopBench, java: Java) -> None:
+    ck = java.ck(10, [0, 1, 2])
+    java.ack(ck, 10, 11, 12, batch=True)
+    bench.reopen()
+    assert bench.committed() == 13
+    assert [d.message.offset for d in bench.pop(queue_id=0, n=2)] == [13, 14]
+
+
+def test_behind_a_gap_everything_comes_as_new(bench: PopBench, java: Java) -> None:
+    """A checkpoint that was in the dead broker's memory only is missing. What it named must come, and nothing can come
+    from behind it before; the time of those that are known is lost, they are not."""
+    java.ck(8, [0, 1])
+    java.ck(13, [0, 1])
+    bench.reopen()
+    assert numbers(bench) == [8, 9]
+    got = bench.pop(queue_id=0, n=32)
+    assert [(d.message.offset, d.attempt) for d in got] == [(i, 1) for i in range(10, 20)]
+    # The Java broker must not redeliver them, either.
+    assert sorted(m.json()["so"] for m in bench.read(TIMER_TOPIC) if m.tag == "bAck") == [8, 13]
+
+
+def test_what_came_as_new_from_behind_a_gap_is_neither_skipped_nor_taken_later(bench: PopBench, java: Java) -> None:
+    """Our answer acknowledges what was not taken: the next opening must not take that for consumed."""
+    java.ck(13, [0, 1])
+    bench.reopen()
+    for delivery in bench.pop(queue_id=0, n=3):
+        bench.ack(delivery)
+    assert bench.committed() == 13
+    bench.reopen()
+    assert bench.committed() == 13
+    got = bench.pop(queue_id=0, n=3)
+    assert [d.message.offset for d in got] == [13, 14, 15]
+    bench.ack(*got)
+    bench.reopen()
+    assert in_flight(bench) == set()
+
+
+def test_a_group_whose_offsets_were_lost_begins_at_the_first_message(bench: PopBench, java: Java) -> None:
+    bench.parts.groups.alter("g", start="latest")
+    java.ck(4, [0, 1])
+    java.ck(0, [0], queue_id=1)
+    bench.close()
+    (bench.path / "config" / "consumerOffset.json").unlink()
+    for backup in (bench.path / "config").glob("consumerOffset.json?*"):
+        backup.unlink()
+    bench.open()
+    assert numbers(bench) == []
+    assert numbers(bench, queue_id=1) == [0]
+    assert [d.message.offset for d in bench.pop(queue_id=0, n=32)] == list(range(20))
+    assert [d.message.offset for d in bench.pop(queue_id=1, n=32)] == list(range(1, 20))
+
+
+def test_a_queue_that_we_popped_in_order_stays_where_its_order_is(bench: PopBench, java: Java) -> None:
+    first = bench.pop(queue_id=0, n=3, order=True, local=False)
+    assert [d.message.offset for d in first] == [10, 11, 12]
+    java.ck(10, [0, 1, 2, 3, 4])
+    bench.reopen()
+    bench.advance(INVISIBLE_MS)
+    again = bench.pop(queue_id=0, n=3, order=True)
+    assert [(d.message.offset, d.attempt) for d in again] == [(10, 2), (11, 2), (12, 2)]
+
+
+def test_a_java_broker_that_was_started_in_between_is_taken_over_again(bench: PopBench, java: Java) -> None:
+    """It began at our committed offset, so it delivered anew what is in flight here: its deliveries are the later."""
+    java.ck(8, [0, 1])
+    bench.reopen()
+    assert (numbers(bench), bench.committed()) == ([8, 9], 8)
+    t1 = java.pop_time_ms + 30_000
+    ck = java.ck(8, [0, 1, 2], pop_time_ms=t1)
+    java.ack(ck, 8)
+    java.ck(11, [0], pop_time_ms=t1 + 1)
+    java.committed(12)
+    bench.reopen()
+    assert {f[3:5] for f in in_flight(bench)} == {(8, java.pop_time_ms), (9, t1), (10, t1), (11, t1 + 1)}
+    assert [d.message.offset for d in bench.pop(queue_id=0, n=2)] == [12, 13]
+
+
+def test_a_retry_topic_of_java_is_a_queue_like_others(bench: PopBench, java: Java) -> None:
+    name = pop_retry_topic("g", "t", 1)
+    bench.parts.topics.ensure(name, 1)
+    bench.put(name, 3)
+    java.committed(3, topic=name)
+    java.ck(0, [0, 1, 2], topic=name)
+    bench.reopen()
+    assert numbers(bench, topic=name) == [0, 1, 2]
+    bench.service.ack("g", "t", f"0 {java.pop_time_ms} {INVISIBLE_MS} 3 1 broker-a 0 1 4711")
+    bench.advance(INVISIBLE_MS)
+    assert [(m.body, m.reconsume_times) for m in bench.read(name)[3:]] == [(b"0", 1), (b"2", 1)]
+
+
+# -- deleted ----------------------------------------------------------------------------------------------------------
+
+
+def test_of_a_deleted_group_nothing_is_taken(bench: PopBench, java: Java, caplog: pytest.LogCaptureFixture) -> None:
+    java.ck(0, [0, 1], group="h")
+    java.ck(5, [0])
+    bench.reopen()
+    assert numbers(bench) == [5]
+    assert bench.parts.groups.names() == ["g"]
+    assert bench.service.pending("h") == []
+    assert "2 messages of t/0 that a Java broker had given to group h" in caplog.text
+
+
+def test_of_a_deleted_topic_nothing_is_taken(bench: PopBench, java: Java, caplog: pytest.LogCaptureFixture) -> None:
+    bench.parts.topics.create("u", queues=1)
+    bench.put("u", 4)
+    java.committed(4, topic="u")
+    java.ck(0, [0, 1], topic="u")
+    java.ck(0, [0, 1], topic=pop_retry_topic("g", "u", 1))
+    java.ck(0, [0, 1], topic="never")
+    java.ck(5, [0])
+    bench.parts.topics.delete("u", force=True)
+    bench.reopen()
+    assert {f[1] for f in in_flight(bench)} == {"t"}
+    assert caplog.text.count("topic or group was deleted") == 3
+    assert bench.parts.offsets.committed("g", "u", 0) is None
+    # Made anew under that name, it has none of it.
+    bench.parts.topics.create("u", queues=1)
+    bench.put("u", 1)
+    bench.reopen()
+    assert numbers(bench, topic="u") == []
+
+
+def test_of_a_topic_that_was_deleted_and_made_anew_nothing_is_taken(bench: PopBench, java: Java) -> None:
+    bench.parts.topics.create("u", queues=1)
+    bench.put("u", 4)
+    java.committed(4, topic="u")
+    java.ck(0, [0, 1, 2, 3], topic="u")
+    bench.parts.topics.delete("u", force=True)
+    bench.parts.topics.create("u", queues=1)
+    bench.put("u", 1)
+    bench.reopen()
+    assert numbers(bench, topic="u") == []
+    assert ck_records(bench) == 0
+    assert [d.message.offset for d in bench.pop(topic="u", n=5)] == [4]
+
+
+@pytest.mark.parametrize(("create", "left"), [(True, [0, 1]), (False, [])])
+def test_where_no_group_is_known_they_come_into_being_as_when_they_consume(
+    bench: PopBench, java: Java, create: bool, left: list[int]
+) -> None:
+    """The file of groups was lost: not every group can have been deleted."""
+    java.ck(0, [0, 1])
+    bench.close()
+    for file in (bench.path / "config").glob("subscriptionGroup.json*"):
+        file.unlink()
+    bench.open(auto_create_groups=create)
+    assert numbers(bench) == left
+
+
+# -- what makes no sense ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[1]",
+        b"[" * 20_000,
+        b"\xff\xfe",
+        b'{"t":"t"}',
+        *(
+            json.dumps({"t": "t", "c": "g", "q": 0, "so": 6, "pt": 5, "it": 5, "n": 1, "d": [0]} | bad).encode()
+            for bad in (
+                {"t": None},
+                {"c": 7},
+                {"c": "a@b"},
+                {"t": "../x"},
+                {"q": -1},
+                {"q": 1 << 31},
+                {"q": True},
+                {"so": "6"},
+                {"so": 1.5},
+                {"pt": -1},
+                {"it": 1 << 63},
+                {"n": 2},
+                {"n": 128, "d": [*range(128)]},
+                {"d": [-1]},
+                {"d": ["0"]},
+                {"d": {"0": 0}},
+                {"n": 2, "d": [1, 1]},
+                {"bm": "0"},
+                {"bn": 4},
+            )
+        ),
+    ],
+    ids=lambda body: body[-40:].decode("ascii", "replace"),
+)
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_bad_checkpoint_is_told_and_passed_over(
+    bench: PopBench, java: Java, caplog: pytest.LogCaptureFixture, body: bytes, waits: bool
+) -> None:
+    java.ck(0, [0], waits=waits)
+    java.record("ck", body, bench.now_ms + 50_000, "k", waits=waits)
+    java.ck(1, [0], waits=waits)
+    bench.reopen()
+    assert numbers(bench) == [0, 1]
+    assert "makes no sense" in caplog.text
+    assert "record 1 of" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("tag", "body"),
+    [
+        ("ack", b'{"t":"t","c":"g","q":0,"so":0,"pt":1}'),
+        ("ack", b"nonsense"),
+        ("bAck", b'{"t":"t","c":"g","q":0,"so":0,"pt":1,"aol":3}'),
+        ("bAck", b'{"t":"t","c":"g","q":0,"so":0,"pt":1,"aol":["0"]}'),
+    ],
+)
+def test_a_bad_acknowledgement_acknowledges_nothing(
+    bench: PopBench, java: Java, caplog: pytest.LogCaptureFixture, tag: str, body: bytes
+) -> None:
+    java.ck(0, [0], pop_time_ms=1, invisible_ms=bench.now_ms)
+    java.record(tag, body, bench.now_ms + 50_000, "k", waits=False)
+    bench.reopen()
+    assert numbers(bench) == [0]
+    assert "makes no sense" in caplog.text
+
+
+def test_a_damaged_record_is_told_and_the_others_are_taken(
+    bench: PopBench, java: Java, caplog: pytest.LogCaptureFixture
+) -> None:
+    for i in range(3):
+        java.ck(i, [0])
+    damaged = bench.read(TIMER_TOPIC)[1].physical_offset
+    bench.close()
+    segment = bench.path / "commitlog" / f"{0:020d}"
+    with open(segment, "r+b") as file:
+        file.seek(damaged + 120)
+        byte = file.read(1)
+        file.seek(damaged + 120)
+        file.write(bytes([byte[0] ^ 0x10]))
+    bench.open()
+    assert numbers(bench) == [0, 2]
+    assert "1 records of rmq_sys_wheel_timer/0" in caplog.text
+
+
+def test_other_messages_of_the_timer_are_none_of_these(bench: PopBench, caplog: pytest.LogCaptureFixture) -> None:
+    """Users' tags may be anything: `ck` itself, and `dL`, which has the same hash."""
+    for tag in ("ck", "dL", "ack"):
+        bench.parts.road.append("t", 0, b"mine", {"TAGS": tag, "TIMER_DELAY_SEC": "60"})
+    bench.reopen()
+    assert in_flight(bench) == set()
+    assert caplog.text == ""
+    assert bench.parts.offsets.of_group(REVIVE_GROUP) == {}
+
+
+def test_a_tag_with_the_same_hash_is_none_of_these(
+    bench: PopBench, java: Java, caplog: pytest.LogCaptureFixture
+) -> None:
+    java.record("dL", b"mine", bench.now_ms, "k", waits=False)
+    java.ck(0, [0], waits=False)
+    bench.reopen()
+    assert numbers(bench) == [0]
+    assert "makes no sense" not in caplog.text
+
+
+# -- crashes ----------------------------------------------------------------------------------------------------------
+
+
+class _Killed(BaseException):
+    """The process ends here."""
+
+
+def _steps(monkeypatch: pytest.MonkeyPatch, at: int, *, done: bool) -> None:
+    """Have the `at`-th write of a take-over, counted from 0, be the last thing that happens (`done`), or not happen."""
+    count = itertools.count()
+
+    def watched(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            number = next(count)
+            if number == at and not done:
+                raise _Killed
+            result = original(*args, **options)
+            if number == at:
+                raise _Killed
+            return result
+
+        return call
+
+    monkeypatch.setattr(PopLog, "put_pop", watched(PopLog.put_pop))
+    monkeypatch.setattr(Road, "append", watched(Road.append))
+    monkeypatch.setattr(popjava.JavaTakeover, "mark", _mark_watched(watched))
+
+
+def _mark_watched(watched: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[..., None]:
+    original = popjava.JavaTakeover.mark
+
+    def mark(self: popjava.JavaTakeover) -> None:
+        self._offsets.save = watched(self._offsets.save)  # type: ignore[method-assign]
+        original(self)
+
+    return mark
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_a_kill_at_any_write_of_a_take_over_loses_nothing_and_doubles_nothing(
+    folder: Path, tmp_path: Path, seen: Seen, done: bool
+) -> None:
+    crashed = 0
+    for at in itertools.count():
+        copy = tmp_path / f"at-{at}"
+        shutil.copytree(folder, copy)
+        clock = SimulatedClock(seen.stopped_ms)
+        parts = new_parts(copy, clock=clock)
+        waiters = Waiters(parts, lambda: None)
+        with pytest.MonkeyPatch.context() as patch:
+            _steps(patch, at, done=done)
+            try:
+                PopService(parts, lambda: None, waiters, Reads(parts), Retries(parts).dead_letter)
+            except _Killed:
+                crashed += 1
+            else:
+                break
+            finally:
+                parts.store._closed = True
+                parts.store._release()
+        with PopBench(copy, clock=clock) as bench:
+            assert in_flight(bench) == seen.flights(), at
+            assert ck_records(bench) == 11, at  # one of them names the batch in order
+            bench.advance(400_000)
+            assert len(bench.read(pop_retry_topic("tagged", "t"))) == 6, at
+            bench.kill()
+            bench.open()
+            assert in_flight(bench) == set(), at
+        shutil.rmtree(copy)
+    assert crashed == 11 + 10 + 1  # deliveries, answers, the save
+
+
+def test_an_acknowledgement_right_after_the_opening_survives_a_kill(left: PopBench, seen: Seen) -> None:
+    """The marks must be on disk before anybody can acknowledge: else the next opening takes it over once more."""
+    for line in seen.open():
+        left.service.ack(line["group"], line["topic"], line["receipt"])
+    left.kill()
+    left.open()
+    assert in_flight(left) == set()
+
+
+# -- where there was no Java broker -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("profile", ["mqstore", "rocketmq"])
+def test_a_store_that_no_java_broker_popped_from_is_left_alone(tmp_path: Path, profile: Any) -> None:
+    with PopBench(tmp_path / "store", profile=profile) as bench:
+        bench.parts.topics.create("t", queues=1)
+        bench.put("t", 3)
+        bench.parts.road.append("t", 0, b"later", {"TIMER_DELAY_SEC": "60"})
+        bench.pop(n=2, local=False)
+        bench.close()
+        size = bench.path / "commitlog" / f"{0:020d}"
+        before = (size.read_bytes(), (bench.path / "config" / "consumerOffset.json").read_bytes())
+        bench.open()
+        assert numbers(bench) == [0, 1]
+        assert bench.parts.offsets.of_group(REVIVE_GROUP) == {}
+        assert (size.read_bytes(), (bench.path / "config" / "consumerOffset.json").read_bytes()) == before
+
+
+def test_a_receipt_of_java_for_what_was_never_popped_is_none(left: PopBench) -> None:
+    with pytest.raises(InvalidReceiptError):
+        left.service.ack("part", "t", "0 1795274095320 120000 0 0 broker-a 0 99")

@@ -1,0 +1,855 @@
+"""Messages that wait long do not hold the log (broker-semantics 2.6): they are put again at its end, and still come on
+their day, once, as if nothing had been.
+
+Moments are computed here from what was asked for. What is kept of the log is told from its bounds; what a message looks
+like, from the sections on delivery (4.5, 5.3).
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import random
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mqstore.broker import inspect, retention
+from mqstore.broker.broker import Broker
+from mqstore.broker.names import SCHEDULE_GROUP, SCHEDULE_TOPIC, TIMER_TOPIC, dlq_topic
+from mqstore.broker.parts import open_parts
+from mqstore.broker.receipts import recall_handle
+from mqstore.broker.retention import worth_rolling
+from mqstore.broker.timerfiles import Slot, TimerWheel
+from mqstore.broker.timerroute import level_properties
+from mqstore.clock import SimulatedClock
+from mqstore.errors import StoreFullError
+from mqstore.files.filesystem import FileSystem
+from mqstore.layout.properties import decode_properties
+from mqstore.log import manifest
+from mqstore.log.message import Message
+from mqstore.log.store import MessageStore
+from mqstore.options import Retention, StoreConfig
+from tests.broker.support import START_MS
+from tests.faults import FaultyFileSystem
+from tests.log.support import Unsynced, flip, open_store
+
+S, HOUR, DAY = 1_000, 3_600_000, 86_400_000
+SEGMENT = 1 << 14
+BODY = bytes(4000)
+"""Four to a segment."""
+LARGE = bytes(12_000)
+"""One to a segment."""
+KEPT = 4 * SEGMENT
+
+
+class Bench:
+    """A broker without threads under a policy by size, a clock moved by hand, and a topic that others keep busy."""
+
+    def __init__(self, path: Path, fs: FileSystem | None = None, **config: Any) -> None:
+        self.path = path
+        self.clock = SimulatedClock(START_MS)
+        policy = Retention(age=None, max_bytes=KEPT, unconsumed=config.pop("unconsumed", "keep"))
+        self.config = {"consumequeue_units": 64, "retention": policy, "delay_levels": "1s 10s 30d", **config}
+        self.open(fs)
+
+    def open(self, fs: FileSystem | None = None, **config: Any) -> None:
+        sizes = {} if self.path.exists() else {"segment_bytes": SEGMENT}
+        options = {**sizes, **self.config, **config}
+        self.broker = Broker(open_store(self.path, clock=self.clock, fs=fs or Unsynced(), **options))
+
+    def again(self, **config: Any) -> None:
+        self.broker.close()
+        self.open(**config)
+
+    def killed(self) -> None:
+        """What the system does for a dead process; another goes on."""
+        self.broker.store._closed = True
+        self.broker.store._release()
+        self.open()
+
+    @property
+    def store(self) -> MessageStore:
+        return self.broker.store
+
+    def settle(self) -> None:
+        for _ in range(1000):
+            due_ms = self.broker.run_once()
+            if due_ms is None or due_ms > self.clock.now_ms():
+                return
+        raise AssertionError(f"something is due again and again: {self.broker.stats().errors}")
+
+    def pass_ms(self, duration_ms: int) -> None:
+        """Let time pass at one go: whatever came due meanwhile is dealt with now."""
+        self.clock.advance(duration_ms)
+        self.settle()
+
+    def house(self) -> None:
+        """As long as rolling, its checkpoint and the deletion take."""
+        for _ in range(4):
+            self.pass_ms(10 * S)
+
+    def busy(self, segments: int = 8) -> None:
+        """Others put, and consume."""
+        for _ in range(segments):
+            receipt = self.broker.put("busy", LARGE, queue_id=0)
+        self.broker.commit("reader", "busy", 0, receipt.offset + 1)
+        self.broker.save()
+        self.store.flush()
+
+    @property
+    def kept(self) -> int:
+        return self.store.max_offset - self.store.min_offset
+
+    def messages(self, topic: str = "orders", queue_id: int = 0) -> list[Message]:
+        bounds = self.store.offsets_or_none(topic, queue_id)
+        return self.store.read(topic, queue_id, bounds[0], 100_000) if bounds and bounds[1] else []
+
+    def arrived(self) -> list[tuple[str, int]]:
+        """(body, ms from START_MS) of what was delivered."""
+        return [(message.text(), message.store_timestamp_ms - START_MS) for message in self.messages()]
+
+    def counted(self, name: str) -> int:
+        totals = self.broker.stats().counters.totals
+        return sum(total[0] for (kind, _), total in totals.items() if kind == name)
+
+
+@pytest.fixture(autouse=True)
+def _files_stay_whole(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Who takes his own files for damaged builds them again, which hides most of what goes wrong here."""
+    yield
+    told = [record.getMessage() for record in caplog.get_records("call")]
+    assert not [text for text in told if "built again" in text and "no checkpoint" not in text]
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path / "store")
+    yield made
+    if not made.store.closed:
+        made.broker.close()
+
+
+def at_the_front(bench: Bench, *waits_ms: int) -> list[str]:
+    """Messages "0", "1", ... that wait so long, and alone hold the first segment by the time this returns."""
+    handles = []
+    for number, wait_ms in enumerate(waits_ms):
+        receipt = bench.broker.put("orders", b"%d" % number, queue_id=0, delay=wait_ms / 1000)
+        assert receipt.recall_handle is not None
+        handles.append(receipt.recall_handle)
+    bench.settle()
+    bench.pass_ms(2 * S)
+    bench.busy()
+    return handles
+
+
+# -- what it is for ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("unconsumed", "restarts"), [("keep", True), ("drop", False)])
+def test_a_message_that_waits_300_days_neither_holds_the_log_nor_is_late_nor_comes_twice(
+    tmp_path: Path, unconsumed: str, restarts: bool
+) -> None:
+    bench = Bench(tmp_path / "store", unconsumed=unconsumed)
+    bench.broker.put("orders", b"far", queue_id=0, delay=300 * DAY / 1000)
+    bench.settle()
+    for day in range(0, 298, 2):
+        bench.busy(5)
+        bench.house()
+        assert bench.kept <= KEPT + 2 * SEGMENT, f"day {day}"
+        if restarts and day % 7 == 0:
+            bench.again()
+        bench.pass_ms(START_MS + (day + 2) * DAY - bench.clock.now_ms())
+    assert bench.counted("TIMER_ROLLED") >= (1 if restarts else 140), "else this was no test of rolling"
+    bench.pass_ms(2 * DAY - 1)
+    assert bench.arrived() == []
+    bench.pass_ms(S)
+    bench.pass_ms(10 * DAY)
+    assert [body for body, _ in bench.arrived()] == ["far"]
+    assert 300 * DAY <= bench.arrived()[0][1] < 300 * DAY + S
+    assert bench.counted("TIMER_UNREADABLE") == 0
+    bench.broker.close()
+
+
+@pytest.mark.parametrize("unconsumed", ["keep", "drop"])
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_level_of_30_days_does_not_hold_the_log_either(tmp_path: Path, unconsumed: str, restarts: bool) -> None:
+    bench = Bench(tmp_path / "store", unconsumed=unconsumed)
+    bench.broker.put("orders", b"far", queue_id=0, delay_level=3)
+    bench.settle()
+    for day in range(29):
+        bench.busy()
+        bench.house()
+        assert bench.kept <= KEPT + 2 * SEGMENT, f"day {day}"
+        if day == 0:
+            assert bench.counted("delay_rolled") == 1
+            assert bench.broker.stats().delay_levels == {3: (1, 1)}
+            assert bench.broker.stats().timer_waiting == 1
+            assert bench.broker.topics.get(TIMER_TOPIC) is not None
+        if restarts:
+            bench.again()
+        bench.pass_ms(START_MS + (day + 1) * DAY - bench.clock.now_ms())
+    bench.pass_ms(DAY - 1)
+    assert bench.arrived() == []
+    bench.pass_ms(S)
+    bench.pass_ms(40 * DAY)
+    assert [body for body, _ in bench.arrived()] == ["far"]
+    assert 30 * DAY <= bench.arrived()[0][1] < 30 * DAY + S
+    bench.broker.close()
+
+
+def test_what_a_level_held_comes_as_if_the_level_had_delivered_it(bench: Bench) -> None:
+    properties = {"TAGS": "t", "KEYS": "k1 k2", "mine": "x", "WAIT": "true", "DELAY": "3"}
+    put = bench.broker._parts.road.append
+    fields: dict[str, Any] = {"flag": 7, "born_timestamp_ms": 123, "born_host": "10.1.2.3:55", "reconsume_times": 4}
+    first = put("orders", 2, b"with a key", {**properties, "UNIQ_KEY": "u"}, **fields)
+    second = put("orders", 2, b"without", properties, **fields)
+    bench.busy()
+    bench.house()
+    assert bench.counted("delay_rolled") == 2
+    assert bench.store.min_offset > second.physical_offset > first.physical_offset
+    for _ in range(31):
+        bench.pass_ms(DAY)
+    with_key, without = bench.messages("orders", 2)
+    # 4.5: DELAY is gone, WAIT is false, REAL_TOPIC and REAL_QID stay. A copy without a key names the record that the
+    # producer was told of.
+    expected = {"TAGS": "t", "KEYS": "k1 k2", "mine": "x", "REAL_TOPIC": "orders", "REAL_QID": "2", "WAIT": "false"}
+    assert with_key.stored_properties() == {**expected, "UNIQ_KEY": "u"}
+    assert without.stored_properties() == {**expected, "ORIGIN_MESSAGE_ID": second.message_id}
+    for message in (with_key, without):
+        assert (message.flag, message.born_timestamp_ms, message.born_host) == (7, 123, "10.1.2.3:55")
+        assert (message.reconsume_times, message.tag, message.keys) == (4, "t", ("k1", "k2"))
+        assert message.tags_code == without.tags_code
+
+
+def test_a_level_keeps_its_order_where_a_part_of_it_is_rolled(bench: Bench) -> None:
+    for number in range(3):
+        bench.broker.put("orders", b"%d" % number, queue_id=0, delay_level=3)
+        bench.pass_ms(S)
+    bench.busy()
+    for number in range(3, 6):
+        bench.broker.put("orders", b"%d" % number, queue_id=0, delay_level=3)
+        bench.pass_ms(S)
+    bench.house()
+    assert bench.counted("delay_rolled") == 3
+    assert bench.broker.stats().delay_levels == {3: (3, 6)}
+    bench.pass_ms(START_MS + 30 * DAY - bench.clock.now_ms())
+    for _ in range(50):
+        bench.pass_ms(S)
+    assert [body for body, _ in bench.arrived()] == [*"012345"]
+    for number, (_, at_ms) in zip((0, 1, 2, 3, 4, 5), bench.arrived(), strict=True):
+        assert at_ms >= 30 * DAY + number * S
+    assert bench.counted("delay_rolled") == 3
+
+
+def test_marks_of_a_delay_that_is_over_do_not_come_back_to_life() -> None:
+    """TIMER_DEL_UNIQKEY would make the copy a cancellation, an old TIMER_OUT_MS would be its time."""
+    old = b"a\x01b\x02TIMER_OUT_MS\x011\x02TIMER_DEL_UNIQKEY\x01t+u\x02TIMER_ROLL_TIMES\x013\x02REAL_TOPIC\x01t\x02"
+    assert decode_properties(level_properties(old, 4, 7001)) == {
+        "a": "b",
+        "REAL_TOPIC": "t",
+        "TIMER_OUT_MS": "7000",
+        "TIMER_DELAY_LEVEL": "4",
+    }
+
+
+# -- once --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_message_is_rolled_once_for_each_time_that_its_segment_dies(bench: Bench) -> None:
+    at_the_front(bench, HOUR)
+    bench.house()
+    assert bench.counted("TIMER_ROLLED") == 1
+    for _ in range(20):
+        bench.house()
+    assert bench.counted("TIMER_ROLLED") == 1, "nothing was put since"
+    bench.busy()
+    for _ in range(20):
+        bench.house()
+    assert bench.counted("TIMER_ROLLED") == 2
+    assert len([m for m in bench.messages(TIMER_TOPIC) if m.text() == "0"]) == 1, "the first two are deleted"
+
+
+def test_of_two_due_in_the_same_second_the_older_alone_is_rolled_and_both_come_once(bench: Bench) -> None:
+    at_the_front(bench, HOUR, 2 * HOUR)
+    for wait_ms, body in ((HOUR, b"same"), (2 * HOUR, b"same too")):
+        bench.broker.put("orders", body, queue_id=0, deliver_at=(START_MS + wait_ms) / 1000)
+    bench.settle()
+    bench.house()
+    assert bench.counted("TIMER_ROLLED") == 2
+    bench.pass_ms(START_MS + HOUR - bench.clock.now_ms() + S)
+    assert sorted(body for body, _ in bench.arrived()) == ["0", "same"]
+    bench.again()
+    bench.pass_ms(HOUR)
+    assert sorted(body for body, _ in bench.arrived()) == ["0", "1", "same", "same too"]
+
+
+@pytest.mark.parametrize("reopened", [False, True])
+def test_so_it_is_before_the_first_records_are_deleted(bench: Bench, reopened: bool) -> None:
+    handles = at_the_front(bench, HOUR, HOUR)
+    bench.broker.put("orders", b"same", queue_id=0, deliver_at=(START_MS + HOUR) / 1000)
+    bench.settle()
+    assert bench.broker._timer.roll(SEGMENT, 1, bench.clock.now_ms()) == 1
+    bench.pass_ms(S)
+    if reopened:
+        bench.again()
+    assert bench.broker.stats().timer_waiting == 3
+    assert bench.broker.recall(handles[1])
+    bench.clock.set_wall(START_MS + HOUR + S)
+    bench.broker._timer.run_once(bench.clock.now_ms())
+    assert bench.store.min_offset == 0
+    assert sorted(body for body, _ in bench.arrived()) == ["0", "same"]
+
+
+def test_a_level_message_in_the_timer_is_nobodys_to_recall(bench: Bench) -> None:
+    """Not even with the handle of a message of the same key, topic and second."""
+    bench.broker.put("orders", b"level", queue_id=0, delay_level=3, unique_key="u")
+    bench.busy()
+    bench.house()
+    assert bench.counted("delay_rolled") == 1
+    handle = recall_handle("orders", START_MS + 30 * DAY - S + 1, "u")
+    assert bench.broker.recall(handle) is False
+    receipt = bench.broker.put("orders", b"timer", queue_id=0, deliver_at=(START_MS + 30 * DAY) / 1000, unique_key="u")
+    assert receipt.recall_handle == handle
+    assert bench.broker.recall(handle) is True
+    for _ in range(31):
+        bench.pass_ms(DAY)
+    assert [body for body, _ in bench.arrived()] == ["level"]
+
+
+def test_a_timer_that_has_rolled_all_it_had_is_not_taken_for_a_damaged_one(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "mqstore"):
+        at_the_front(bench, HOUR, 3 * DAY, 40 * DAY)
+        timer, now_ms = bench.broker._timer, bench.clock.now_ms()
+        assert timer.roll(SEGMENT, 100, now_ms) == 3
+        assert timer.roll(SEGMENT, 100, now_ms) == 0
+        assert timer.waiting() == 3
+        bench.pass_ms(S)
+        bench.again()
+        for _ in range(40):
+            bench.pass_ms(DAY)
+    assert sorted(body for body, _ in bench.arrived()) == ["0", "1", "2"]
+    assert caplog.records == []
+
+
+def test_a_slot_whose_units_were_all_rolled_is_an_empty_one(tmp_path: Path) -> None:
+    wheel = TimerWheel(tmp_path / "wheel", tmp_path / "tmp", S, Unsynced(), 0o644)
+    wheel.make(np.array([5 * S]), np.array([0]))
+    wheel.put(5 * S, Slot(0, 0, 0))
+    assert wheel.get(5 * S) is None
+    wheel.write()
+    assert wheel.get(5 * S) is None
+    assert wheel.first(0, 10 * S) is None
+    wheel.close()
+
+
+def test_the_timers_own_log_is_let_go_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(manifest._SIZES, "mqstore", (*manifest._SIZES["mqstore"][:4], 10 * 52 + 16))
+    bench = Bench(tmp_path / "store")
+    bench.broker.put("orders", b"far", queue_id=0, delay=300 * DAY / 1000)
+    for _ in range(30):
+        for _ in range(10):
+            bench.broker.put("other", b"soon", queue_id=0, delay=5)
+        bench.pass_ms(10 * S)
+        bench.broker.commit("reader", "other", 0, bench.broker.max_offset("other", 0))
+        bench.busy()
+        bench.house()
+    assert len(list((bench.path / "timerlog").iterdir())) <= 3, "330 units came, ten to a file"
+    bench.broker.close()
+
+
+# -- when it is not done -----------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_rolled_where_somebody_else_holds_the_log_anyway(bench: Bench) -> None:
+    bench.broker.put("slow", b"unconsumed", queue_id=0)
+    bench.broker.commit("sleeper", "slow", 0, 0)
+    at_the_front(bench, HOUR)
+    bench.broker.put("orders", b"level", queue_id=0, delay_level=3)
+    bench.house()
+    assert (bench.store.min_offset, bench.counted("TIMER_ROLLED"), bench.counted("delay_rolled")) == (0, 0, 0)
+    bench.broker.commit("sleeper", "slow", 0, 1)
+    bench.house()
+    assert bench.counted("TIMER_ROLLED") == 1
+    assert bench.kept <= KEPT + 2 * SEGMENT
+
+
+def test_a_level_that_the_table_no_longer_has_holds_the_log_and_nothing_is_rolled_for_it(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "store", delay_levels="1s 30d 60d")
+    bench.broker.put("orders", b"orphan", queue_id=0, delay_level=3)
+    bench.broker.put("orders", b"level", queue_id=0, delay_level=2)
+    bench.again(delay_levels="1s 30d")
+    bench.busy()
+    bench.house()
+    assert (bench.store.min_offset, bench.counted("delay_rolled")) == (0, 0)
+    pin = bench.broker.stats().oldest_pin
+    assert pin is not None
+    assert (pin.topic, pin.queue_id) == (SCHEDULE_TOPIC, 2)
+    bench.broker.close()
+
+
+def test_what_is_overdue_is_delivered_and_not_rolled(bench: Bench) -> None:
+    at_the_front(bench, 20 * S, HOUR)
+    bench.clock.advance(30 * S)
+    assert bench.broker._timer.roll(SEGMENT, 100, bench.clock.now_ms()) == 0
+    bench.house()
+    assert [body for body, _ in bench.arrived()] == ["0"]
+    assert bench.counted("TIMER_ROLLED") == 1
+
+
+def test_nor_is_what_a_level_has_to_deliver(bench: Bench) -> None:
+    bench.broker.put("orders", b"due", queue_id=0, delay_level=2)
+    bench.settle()
+    bench.clock.advance(10 * S)
+    bench.broker.put("orders", b"not due", queue_id=0, delay_level=2)
+    delay = bench.broker._delay
+    assert delay.roll(SEGMENT, 100, bench.clock.now_ms()) == 0
+    bench.settle()
+    assert delay.roll(SEGMENT, 100, bench.clock.now_ms()) == 1
+    bench.pass_ms(10 * S)
+    bench.pass_ms(S)
+    assert [body for body, _ in bench.arrived()] == ["due", "not due"]
+
+
+def test_a_log_full_of_messages_that_wait_is_not_moved_in_circles(bench: Bench) -> None:
+    """The policy would delete all that waits, and putting it again would free nothing."""
+    for _ in range(8):
+        for _ in range(4):
+            bench.broker.put("orders", BODY, queue_id=0, delay=10 * DAY / 1000)
+        bench.broker.put("orders", BODY, queue_id=0, delay_level=3)
+        bench.settle()
+    for _ in range(10):
+        bench.house()
+    assert (bench.counted("TIMER_ROLLED"), bench.counted("delay_rolled")) == (0, 0)
+    assert bench.store.min_offset == 0
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_never_is_more_rolled_than_others_put_and_what_waits_holds_twice_its_size(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(f"rolling costs {seed}")
+    bench = Bench(tmp_path / "store")
+    waiting = 0
+    for _ in range(40):
+        for _ in range(rng.randrange(3)):
+            bench.broker.put("orders", BODY, queue_id=0, delay=rng.randrange(20, 40) * DAY / 1000)
+            waiting += 1
+        bench.settle()
+        bench.busy(rng.randrange(1, 4))
+        bench.house()
+        record = len(BODY) + 400
+        assert bench.counted("TIMER_ROLLED") * record <= bench.store.offsets("busy", 0)[1] * SEGMENT
+        assert bench.kept <= KEPT + 2 * waiting * record + 3 * SEGMENT
+    assert bench.counted("TIMER_ROLLED") > 0
+    bench.broker.close()
+
+
+# -- is it worth it ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("records", "before", "boundary"),
+    [
+        ([(0, 50)], 100, 100),
+        ([(0, 51)], 100, None),
+        ([(0, 51)], 200, 200),
+        ([(0, 100), (100, 100)], 300, None),
+        ([(0, 100), (100, 100)], 400, 400),
+        ([(0, 10), (100, 91), (200, 90)], 300, 100),
+        ([(0, 10), (100, 91), (200, 90)], 400, 400),
+        ([(250, 40)], 300, 300),  # what lies before is free without it
+        ([(250, 60)], 300, None),
+        ([(250, 60)], 299, None),
+        ([(350, 60)], 300, None),
+        ([(0, 50), (350, 60)], 300, 300),  # what begins behind is not to be copied
+    ],
+)
+def test_up_to_where_rolling_is_worth_it(records: list[tuple[int, int]], before: int, boundary: int | None) -> None:
+    offsets, sizes = np.array(records, np.int64).T
+    assert worth_rolling(offsets, sizes, before, 100) == boundary
+
+
+@given(st.lists(st.tuples(st.integers(0, 999), st.integers(1, 80)), min_size=1), st.integers(0, 10))
+def test_it_is_the_last_boundary_that_frees_twice_what_is_copied(records: list[tuple[int, int]], last: int) -> None:
+    offsets, sizes = np.array(records, np.int64).T
+    front = min(offset for offset, _ in records) // 100 * 100
+    good = [
+        boundary
+        for boundary in range(front + 100, last * 100 + 1, 100)
+        if 2 * sum(size for offset, size in records if offset < boundary) <= boundary - front
+    ]
+    assert worth_rolling(offsets, sizes, last * 100, 100) == (good[-1] if good else None)
+
+
+# -- recall ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_handle_from_before_recalls_what_was_rolled(bench: Bench, times: int) -> None:
+    gone, stays = at_the_front(bench, 20 * DAY, 20 * DAY)
+    for _ in range(times):
+        bench.busy()
+        bench.house()
+    assert bench.counted("TIMER_ROLLED") == 2 * times
+    assert bench.broker.recall(gone) is True
+    assert bench.broker.recall(gone) is True, "again is harmless"
+    for _ in range(21):
+        bench.busy()
+        bench.house()
+        bench.pass_ms(DAY)
+    assert [body for body, _ in bench.arrived()] == ["1"]
+    assert bench.broker.recall(gone) is False
+    assert bench.broker.recall(stays) is False
+    assert bench.counted("TIMER_CANCELLED") == 1
+
+
+def test_a_recall_holds_when_message_and_cancellation_are_rolled(bench: Bench) -> None:
+    gone, _ = at_the_front(bench, 20 * DAY, 20 * DAY)
+    assert bench.broker.recall(gone) is True
+    for day in range(21):
+        bench.busy()
+        bench.house()
+        assert bench.kept <= KEPT + 2 * SEGMENT or day == 20, "what has come by then is not consumed"
+        assert bench.broker.recall(gone) is (day < 20)
+        bench.again()
+        bench.pass_ms(DAY)
+    assert [body for body, _ in bench.arrived()] == ["1"]
+
+
+def test_a_recall_between_rolling_and_its_checkpoint_holds_over_a_crash(bench: Bench) -> None:
+    gone, _ = at_the_front(bench, 20 * DAY, 20 * DAY)
+    assert bench.broker._timer.roll(SEGMENT, 100, bench.clock.now_ms()) == 2
+    assert bench.broker.recall(gone) is True
+    bench.killed()
+    for _ in range(21):
+        bench.pass_ms(DAY)
+    assert {body for body, _ in bench.arrived()} == {"1"}
+
+
+# -- crashes, restarts, failures ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("rolled", [1, 3, 5])
+def test_a_pass_that_was_cut_short_goes_on_where_it_was(bench: Bench, rolled: int, killed: bool) -> None:
+    at_the_front(bench, *[20 * DAY] * 5)
+    assert bench.broker._timer.roll(SEGMENT, rolled, bench.clock.now_ms()) == rolled
+    bench.pass_ms(S)  # the checkpoint
+    if killed:
+        bench.killed()
+    else:
+        bench.again()
+    bench.house()
+    assert bench.counted("TIMER_ROLLED") == 5 - rolled
+    for _ in range(21):
+        bench.pass_ms(DAY)
+    assert sorted(body for body, _ in bench.arrived()) == [*"01234"]
+
+
+@pytest.mark.parametrize("kind", ["timer", "level"])
+def test_a_crash_before_the_checkpoint_doubles_what_was_rolled_since_and_no_more(bench: Bench, kind: str) -> None:
+    options: dict[str, Any] = {"delay": 30 * DAY / 1000} if kind == "timer" else {"delay_level": 3}
+    for number in range(4):
+        bench.broker.put("orders", b"%d" % number, queue_id=0, **options)
+    bench.settle()
+    bench.pass_ms(20 * S)
+    bench.busy()
+    roller = bench.broker._timer if kind == "timer" else bench.broker._delay
+    assert roller.roll(SEGMENT, 2, bench.clock.now_ms()) == 2
+    bench.killed()
+    for _ in range(32):
+        bench.pass_ms(DAY)
+    assert Counter(body for body, _ in bench.arrived()) == {"0": 2, "1": 2, "2": 1, "3": 1}
+    assert all(at_ms >= 30 * DAY for _, at_ms in bench.arrived())
+
+
+def test_nothing_is_deleted_before_the_copies_are_on_record(bench: Bench) -> None:
+    bench.broker.put("orders", b"level", queue_id=0, delay_level=3)
+    at_the_front(bench, 20 * DAY)
+    for roller in (bench.broker._timer, bench.broker._delay):
+        before = [*roller.pins()]
+        assert roller.roll(SEGMENT, 10, bench.clock.now_ms()) == 1
+        assert [pin.physical_offset for pin in roller.pins()] == [pin.physical_offset for pin in before]
+    bench.store.clean()
+    assert bench.store.min_offset == 0
+    bench.house()
+    assert bench.store.min_offset > 0
+
+
+def test_a_full_disk_while_rolling_loses_nothing_and_it_is_tried_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_the_front(bench, *[20 * DAY] * 3)
+    for number in range(3, 6):
+        bench.broker.put("orders", b"%d" % number, queue_id=0, delay_level=3)
+    bench.busy()
+    append, room = bench.store.append, 1
+
+    def full(*args: Any, **kwargs: Any) -> Any:
+        nonlocal room
+        if room == 0:
+            raise StoreFullError(errno.ENOSPC, "no space", "file", "allocate")
+        room -= 1
+        return append(*args, **kwargs)
+
+    monkeypatch.setattr(bench.store, "append", full)
+    monkeypatch.setattr(bench.store, "copy_many", full)
+    for _ in range(5):
+        bench.house()
+        assert "StoreFullError" in bench.broker.stats().errors["retention"]
+    assert bench.store.min_offset == 0
+    monkeypatch.undo()
+    for _ in range(3):
+        bench.house()
+    assert bench.broker.stats().errors == {}
+    assert bench.kept <= KEPT + 2 * SEGMENT
+    for _ in range(32):
+        bench.pass_ms(DAY)
+    assert sorted(body for body, _ in bench.arrived()) == [*"012345"]
+
+
+def test_a_disk_that_is_really_full_gets_room_by_rolling_once_there_is_some(tmp_path: Path) -> None:
+    """What was rolled before the disk was full is on record all the same: else it would stay full for ever."""
+    fs = FaultyFileSystem()
+    bench = Bench(tmp_path / "store", fs)
+    at_the_front(bench, 20 * DAY, 20 * DAY)
+    fs.fail("allocate", errno.ENOSPC, times=None)
+    bench.house()
+    bench.house()
+    with pytest.raises(StoreFullError):
+        bench.busy()
+    bench.house()
+    assert bench.kept <= KEPT + 2 * SEGMENT
+    fs.heal()
+    for _ in range(21):
+        bench.pass_ms(DAY)
+    assert sorted(body for body, _ in bench.arrived()) == ["0", "1"]
+    bench.broker.close()
+
+
+def damage(bench: Bench, topic: str, queue_id: int, offset: int) -> None:
+    """Change a record that nobody has read yet: what was verified once is not again."""
+    [unit] = bench.store.units(topic, queue_id, offset, 1)
+    start = int(unit["physical_offset"]) // SEGMENT * SEGMENT
+    flip(bench.path / "commitlog" / f"{start:020}", int(unit["physical_offset"] + unit["size"]) - 60 - start)
+
+
+@pytest.mark.parametrize("reopened", [False, True])
+def test_a_broken_record_is_passed_over_and_reported(
+    bench: Bench, caplog: pytest.LogCaptureFixture, reopened: bool
+) -> None:
+    at_the_front(bench, *[20 * DAY] * 3)
+    for number in range(3, 6):
+        bench.broker.put("orders", b"%d" % number, queue_id=0, delay_level=3)
+    bench.busy()
+    bench.settle()
+    damage(bench, TIMER_TOPIC, 0, 1)
+    damage(bench, SCHEDULE_TOPIC, 2, 1)
+    if reopened:
+        bench.again()
+    bench.house()
+    bench.house()
+    assert (bench.counted("TIMER_UNREADABLE"), bench.counted("delay_unreadable")) == (1, 1)
+    assert (bench.counted("TIMER_ROLLED"), bench.counted("delay_rolled")) == (2, 2)
+    assert bench.kept <= KEPT + 2 * SEGMENT
+    assert "damaged" in caplog.text
+    for _ in range(32):
+        bench.pass_ms(DAY)
+    assert sorted(body for body, _ in bench.arrived()) == ["0", "2", "3", "5"]
+    if reopened:  # then the queue does not have the record either, and the timer builds its files again
+        caplog.clear()
+
+
+def test_a_broken_record_that_is_alone_does_not_hold_the_log_for_300_days(bench: Bench) -> None:
+    at_the_front(bench, 300 * DAY)
+    damage(bench, TIMER_TOPIC, 0, 0)
+    bench.house()
+    assert bench.counted("TIMER_UNREADABLE") == 1
+    assert list(bench.broker._timer.pins()) == []
+    assert bench.kept <= KEPT + 2 * SEGMENT
+    bench.again()
+    assert bench.broker.stats().timer_waiting == 0
+
+
+def test_a_level_message_that_cannot_be_restored_is_a_dead_letter_when_it_is_to_be_rolled(bench: Bench) -> None:
+    bench.broker._parts.road.append("orders", 0, b"good", {"DELAY": "3"})
+    bench.store.append(SCHEDULE_TOPIC, 2, b"bad", properties={"DELAY": "3", "REAL_TOPIC": "orders"})
+    bench.broker._parts.road.append("orders", 0, b"good too", {"DELAY": "3"})
+    bench.busy()
+    bench.house()
+    [letter] = bench.messages(dlq_topic(SCHEDULE_GROUP))
+    assert (letter.text(), bench.counted("delay_rolled")) == ("bad", 2)
+    for _ in range(31):
+        bench.pass_ms(DAY)
+    assert [body for body, _ in bench.arrived()] == ["good", "good too"]
+
+
+def test_a_level_message_without_room_for_the_timers_marks_stays_and_comes_from_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = Bench(tmp_path / "store", segment_bytes=4 * SEGMENT)
+    long = {"mine": "x" * 32_650}
+    for body, properties in ((b"a", {}), (b"b", long), (b"c", {})):
+        bench.broker._parts.road.append("orders", 0, body, {**properties, "DELAY": "3"})
+    bench.busy(32)
+    for _ in range(4):
+        bench.house()
+    assert bench.counted("delay_rolled") == 1
+    assert bench.broker.stats().errors == {}
+    assert caplog.text.count("cannot be put again") == 1
+    pin = bench.broker.stats().oldest_pin
+    assert pin is not None
+    assert (pin.topic, pin.rolls) == (SCHEDULE_TOPIC, False)
+    bench.pass_ms(START_MS + 30 * DAY - bench.clock.now_ms() - 1)
+    bench.pass_ms(S)
+    assert sorted(body for body, _ in bench.arrived()) == [*"abc"]
+    bench.broker.commit("shop", "orders", 0, 3)
+    bench.pass_ms(DAY)
+    bench.house()
+    assert bench.store.min_offset > 0
+    bench.broker.close()
+
+
+def test_a_timer_message_larger_than_is_allowed_by_now_stays(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    bench.broker.put("orders", bytes(3000), queue_id=0, delay=30 * DAY / 1000)
+    bench.busy()
+    bench.house()
+    bench.busy()
+    rolled = bench.counted("TIMER_ROLLED")
+    assert rolled == 1
+    bench.again(max_message_size=2000)
+    for _ in range(4):
+        bench.house()
+    assert bench.counted("TIMER_ROLLED") == 0
+    assert caplog.text.count("cannot be put again") == 1
+    pin = bench.broker.stats().oldest_pin
+    assert pin is not None
+    assert (pin.topic, pin.rolls) == (TIMER_TOPIC, False)
+    bench.again()
+    bench.house()
+    assert bench.counted("TIMER_ROLLED") == 1, "it may be as large again"
+
+
+# -- what is told ------------------------------------------------------------------------------------------------------
+
+
+def test_a_pass_is_logged_once_and_the_pins_show_what_is_so(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "mqstore"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(retention, "_ROLL_STEP", 2)
+        at_the_front(bench, *[20 * DAY] * 5)
+        dead = bench.store.expired(bench.config["retention"])
+        bench.house()
+    assert [r.getMessage() for r in caplog.records if "put again at the end" in r.getMessage()] == [
+        f"{bench.path}: 5 messages that wait for their time were put again at the end of the log, so that what lies "
+        f"before {dead} can go"
+    ]
+    first = bench.messages(TIMER_TOPIC)[0]
+    pin = bench.broker.stats().oldest_pin
+    assert pin is not None
+    assert (pin.physical_offset, pin.topic) == (first.physical_offset, TIMER_TOPIC)
+    assert bench.broker.stats().timer_waiting == 5
+    bench.broker.close()
+    with MessageStore(bench.path, "r", config=StoreConfig(clock=bench.clock)) as store:
+        parts = open_parts(store)
+        view = inspect.timer_view(parts)
+        assert (view.waiting, view.physical_offset) == (5, first.physical_offset)
+        offline_pin = inspect.oldest_pin(parts, inspect.delay_levels(parts), view)
+        assert offline_pin is not None
+        assert offline_pin.physical_offset == first.physical_offset
+
+
+@pytest.mark.parametrize("step", [1, 3, 1000])
+def test_the_size_of_a_step_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    monkeypatch.setattr(retention, "_ROLL_STEP", step)
+    bench = Bench(tmp_path / "store")
+    at_the_front(bench, *[(10 + n) * DAY for n in range(7)])
+    for number in range(7, 12):
+        bench.broker.put("orders", b"%d" % number, queue_id=0, delay_level=3)
+    bench.busy()
+    bench.house()
+    bench.house()
+    assert (bench.counted("TIMER_ROLLED"), bench.counted("delay_rolled")) == (7, 5)
+    for _ in range(32):
+        bench.pass_ms(DAY)
+    assert [body for body, _ in bench.arrived()] == [str(n) for n in range(12)]
+    bench.broker.close()
+
+
+def test_a_clock_set_back_finds_what_was_rolled_where_it_is(bench: Bench) -> None:
+    handles = at_the_front(bench, HOUR, 3 * DAY)
+    assert bench.broker._timer.roll(SEGMENT, 1, bench.clock.now_ms()) == 1
+    bench.pass_ms(S)
+    bench.clock.set_wall(START_MS - HOUR)
+    bench.settle()
+    bench.again()
+    bench.pass_ms(2 * HOUR - 1)
+    assert bench.arrived() == []
+    bench.pass_ms(S)
+    assert [body for body, _ in bench.arrived()] == ["0"]
+    assert bench.broker.recall(handles[1]) is True
+    for _ in range(5):
+        bench.pass_ms(DAY)
+    assert [body for body, _ in bench.arrived()] == ["0"]
+
+
+# -- anything ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_whatever_happens_each_message_comes_on_its_day_and_once(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(f"rolling {seed}")
+    bench = Bench(tmp_path / "store", unconsumed=rng.choice(("keep", "drop")))
+    due: dict[str, int] = {}
+    handles: dict[str, str] = {}
+    recalled: set[str] = set()
+    bench.broker.topics.create("orders", queues=1)
+    for number in range(120):
+        choice = rng.random()
+        body = str(number)
+        if choice < 0.3:
+            wait = rng.choice((5 * S, HOUR, DAY, 9 * DAY, 40 * DAY)) + rng.randrange(3 * S)
+            receipt = bench.broker.put("orders", body.encode(), queue_id=0, delay=wait / 1000)
+            assert receipt.recall_handle is not None
+            handles[body] = receipt.recall_handle
+            due[body] = bench.clock.now_ms() + wait - START_MS
+        elif choice < 0.5:
+            level = rng.randrange(1, 4)
+            bench.broker.put("orders", body.encode(), queue_id=0, delay_level=level)
+            due[body] = bench.clock.now_ms() + (S, 10 * S, 30 * DAY)[level - 1] - START_MS
+        elif choice < 0.6 and handles:
+            body = rng.choice(sorted(handles))
+            before = {arrived for arrived, _ in bench.arrived()}
+            if bench.broker.recall(handles[body]):
+                assert body not in before
+                recalled.add(body)
+        elif choice < 0.8:
+            bench.busy(rng.randrange(1, 10))
+        elif choice < 0.85:
+            bench.again()
+        elif choice < 0.95:
+            bench.house()
+        else:
+            bench.pass_ms(rng.choice((S, HOUR, DAY, 4 * DAY)))
+        bench.broker.commit("shop", "orders", 0, (bench.store.offsets_or_none("orders", 0) or (0, 0))[1])
+    assert bench.counted("TIMER_ROLLED") + bench.counted("delay_rolled") > 0 or seed
+    arrived: Counter[str] = Counter()
+    seen = 0
+    for _ in range(50):
+        bench.pass_ms(DAY)
+    bounds = bench.store.offsets("orders", 0)
+    seen = bounds[0]
+    for body, at_ms in bench.arrived():
+        arrived[body] += 1
+        assert at_ms >= due[body], f"{body} came early"
+    assert not recalled & arrived.keys()
+    assert all(count == 1 for count in arrived.values()), arrived
+    assert len(due) - len(recalled) == seen + len(arrived)
+    assert bench.broker.stats().timer_waiting == 0
+    bench.broker.close()

@@ -1,0 +1,623 @@
+"""The persistent queue: verbs of `queue.Queue`, loans, attempts, the end. Redelivery by a clock moved by hand; what
+blocks, with threads and short real times."""
+
+from __future__ import annotations
+
+import queue as standard
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mqstore
+from mqstore import Broker, Queue, RetryPolicy, SimulatedClock, StoreConfig
+
+
+class Bench:
+    """A broker with time by hand."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.clock = SimulatedClock()
+        self.open()
+
+    def open(self) -> None:
+        self.broker = Broker(mqstore.MessageStore(self.path, config=StoreConfig(clock=self.clock)))
+
+    def queue(self, **options: Any) -> Queue:
+        return Queue(self.broker, "jobs", **options)
+
+    def advance(self, duration_s: float) -> None:
+        until_ms = self.clock.now_ms() + round(duration_s * 1000)
+        while (due_ms := self._settle()) is not None and due_ms <= until_ms:
+            self.clock.advance(max(1, due_ms - self.clock.now_ms()))
+        self.clock.advance(max(0, until_ms - self.clock.now_ms()))
+        self._settle()
+
+    def _settle(self) -> int | None:
+        for _ in range(1000):
+            due_ms = self.broker.run_once()
+            if due_ms is None or due_ms > self.clock.now_ms():
+                return due_ms
+        raise AssertionError("something is due again and again")
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path / "store")
+    yield bench
+    bench.broker.close()
+
+
+@pytest.fixture
+def broker(tmp_path: Path) -> Iterator[Broker]:
+    """One that has its threads."""
+    with Broker(mqstore.MessageStore(tmp_path / "store")) as broker:
+        yield broker
+
+
+def taken(queue: Queue) -> list[Any]:
+    """All that is ready, settled."""
+    values = []
+    for task in queue:
+        with task:
+            values.append(task.value)
+    return values
+
+
+def in_thread(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    """Runs `work`; what it returned or raised comes into the list."""
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append(work())
+        except Exception as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, outcome
+
+
+def ended(thread: threading.Thread, outcome: list[Any]) -> Any:
+    thread.join(20)
+    assert not thread.is_alive()
+    return outcome[0]
+
+
+# -- the verbs of queue.Queue ----------------------------------------------------------------------------------------
+
+
+def test_items_come_out_in_the_order_they_went_in(bench: Bench) -> None:
+    queue = bench.queue()
+    queue.put(b"0")
+    queue.put_many([b"1", b"2"])
+    queue.put_nowait(b"3")
+    assert taken(queue) == [b"0", b"1", b"2", b"3"]
+    assert queue.empty()
+
+
+def test_what_is_counted_is_what_is_not_done(bench: Bench) -> None:
+    queue = bench.queue()
+    assert (queue.qsize(), len(queue), queue.empty(), queue.full()) == (0, 0, True, False)
+    queue.put_many([b"a", b"b"])
+    task = queue.get()
+    assert (queue.qsize(), queue.empty()) == (2, False)
+    task.ack()
+    assert queue.qsize() == 1
+    queue.get().nack(delay=5)
+    assert queue.qsize() == 1
+    bench.advance(5)
+    assert queue.qsize() == 1
+    assert taken(queue) == [b"b"]
+    assert len(queue) == 0
+    assert queue  # empty, but there
+
+
+def test_nothing_to_get(bench: Bench) -> None:
+    queue = bench.queue()
+    for get in (queue.get_nowait, lambda: queue.get(block=False), lambda: queue.get(timeout=0)):
+        with pytest.raises(standard.Empty):
+            get()
+    assert queue.get_many(5) == []
+    with pytest.raises(mqstore.QueueEmpty, match="'jobs'"):
+        queue.get(timeout=0.01)
+
+
+def test_task_done_is_for_what_the_thread_got_last(bench: Bench) -> None:
+    queue = bench.queue()
+    with pytest.raises(ValueError, match="task_done"):
+        queue.task_done()
+    queue.put_many([b"a", b"b"])
+    first = queue.get()
+    assert isinstance(ended(*in_thread(queue.task_done)), ValueError)
+    queue.task_done()
+    with pytest.raises(ValueError, match="task_done"):
+        queue.task_done()
+    assert queue.qsize() == 1
+    first.ack()  # again is harmless
+    assert taken(queue) == [b"b"]
+
+
+def test_a_put_wakes_one_who_waits(broker: Broker) -> None:
+    queue = Queue(broker, "jobs")
+    threads = [in_thread(lambda: queue.get(timeout=20).value) for _ in range(3)]
+    while broker._waiters.parked < 3:
+        time.sleep(0.001)
+    queue.put_many([b"0", b"1"])
+    queue.put(b"2")
+    assert {ended(*each) for each in threads} == {b"0", b"1", b"2"}
+    assert not queue._bells
+    assert broker._waiters.parked == 0
+
+
+def test_the_end_of_the_wait_leaves_nothing_behind(broker: Broker) -> None:
+    queue = Queue(broker, "jobs")
+    with pytest.raises(mqstore.QueueEmpty):
+        queue.get(timeout=0.02)
+    assert not queue._bells
+    assert broker._waiters.parked == 0
+
+
+def test_join_waits_for_the_last_ack(broker: Broker) -> None:
+    queue = Queue(broker, "jobs")
+    assert queue.join(timeout=0)
+    queue.put(b"a")
+    task = queue.get()
+    assert not queue.join(timeout=0.02)
+    waiting = in_thread(queue.join)
+    task.ack()
+    assert ended(*waiting) is True
+
+
+def test_join_waits_for_what_is_delayed(broker: Broker) -> None:
+    queue = Queue(broker, "jobs")
+    queue.put(b"later", delay=0.3)
+    assert queue.qsize() == 0
+    assert not queue.join(timeout=0.01)
+    waiting = in_thread(lambda: queue.join(20))
+    queue.get(timeout=20).ack()
+    assert ended(*waiting) is True
+
+
+# -- room ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_queue_refuses(bench: Bench) -> None:
+    queue = bench.queue(maxsize=2)
+    queue.put_many([b"a", b"b"])
+    assert queue.full()
+    for put in (lambda: queue.put_nowait(b"c"), lambda: queue.put(b"c", timeout=0.01), lambda: queue.put_many([b"c"])):
+        with pytest.raises(standard.Full):
+            put()
+    task = queue.get()
+    with pytest.raises(mqstore.QueueFull):  # on loan is not done
+        queue.put_nowait(b"c")
+    task.ack()
+    with pytest.raises(mqstore.QueueFull):
+        queue.put_many([b"c", b"d"])  # all or none
+    queue.put(b"c")
+    assert taken(queue) == [b"b", b"c"]
+
+
+def test_a_put_waits_for_room(broker: Broker) -> None:
+    queue = Queue(broker, "jobs", maxsize=1)
+    queue.put(b"a")
+    putting = in_thread(lambda: queue.put(b"b", timeout=20))
+    task = queue.get()
+    assert not putting[1]
+    task.ack()
+    ended(*putting)
+    assert queue.get(timeout=20).value == b"b"
+
+
+def test_many_putters_never_put_too_much(broker: Broker) -> None:
+    queue = Queue(broker, "jobs", maxsize=3)
+    threads = [in_thread(lambda: [queue.put(b"x") for _ in range(20)]) for _ in range(4)]
+    most = done = 0
+    while done < 80:
+        with queue.get(timeout=20):
+            most = max(most, queue.qsize())
+        done += 1
+    for each in threads:
+        ended(*each)
+    assert most <= 3
+
+
+# -- loans -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_item_that_is_not_settled_comes_again(bench: Bench) -> None:
+    queue = bench.queue(visibility=30)
+    queue.put_many([b"a", b"b"])
+    lost = queue.get()
+    bench.advance(29.9)
+    assert taken(queue) == [b"b"]
+    bench.advance(0.2)
+    again = queue.get_nowait()
+    assert (again.value, again.attempt) == (b"a", 2)
+    with pytest.raises(mqstore.ReceiptExpiredError):
+        lost.ack()
+    again.ack()
+    assert queue.empty()
+
+
+def test_a_loan_of_its_own_length_and_a_longer_one(bench: Bench) -> None:
+    queue = bench.queue(visibility=30)
+    queue.put(b"a")
+    task = queue.get(visibility=5)
+    before = task.expires_at
+    bench.advance(4)
+    task.extend(100)
+    assert task.expires_at > before + 90
+    bench.advance(99)
+    assert taken(queue) == []
+    task.ack()
+    bench.advance(100)
+    assert queue.empty()
+
+
+def test_a_failed_item_waits_as_the_policy_says_and_ends_as_a_dead_letter(bench: Bench) -> None:
+    queue = bench.queue(retry=RetryPolicy(3, [10, 20]))
+    queue.put(b"a")
+    for attempt, pause_s in ((1, 10), (2, 20)):
+        task = queue.get_nowait()
+        assert task.attempt == attempt
+        task.nack()
+        bench.advance(pause_s - 0.1)
+        assert taken(queue) == []
+        bench.advance(0.2)
+    queue.get_nowait().nack()
+    assert queue.empty()
+    [letter] = queue.dead_letters
+    assert letter.body == b"a"
+
+
+def test_with_settles(bench: Bench) -> None:
+    queue = bench.queue(retry=RetryPolicy(5, [1]))
+    queue.put(b"a")
+    with pytest.raises(RuntimeError, match="mine"), queue.get():
+        raise RuntimeError("mine")
+    bench.advance(1)
+    with queue.get_nowait() as task:
+        assert task.attempt == 2
+    assert queue.empty()
+
+
+def test_ctrl_c_is_no_failure_of_the_item(bench: Bench) -> None:
+    queue = bench.queue()
+    queue.put(b"a")
+    with pytest.raises(KeyboardInterrupt), queue.get():
+        raise KeyboardInterrupt
+    task = queue.get_nowait()
+    assert task.attempt == 1
+    task.ack()
+
+
+def test_an_exception_is_not_hidden_by_a_loan_that_is_over(bench: Bench) -> None:
+    queue = bench.queue(visibility=1)
+    queue.put(b"a")
+    task = queue.get()
+    bench.advance(2)
+    with pytest.raises(RuntimeError, match="mine"), task:
+        raise RuntimeError("mine")
+    assert taken(queue) == [b"a"]
+
+
+def test_a_clean_end_after_the_loan_was_over_is_told(bench: Bench) -> None:
+    queue = bench.queue(visibility=1)
+    queue.put(b"a")
+    with pytest.raises(mqstore.ReceiptExpiredError), queue.get():
+        bench.advance(2)
+    assert taken(queue) == [b"a"]
+
+
+def test_reject(bench: Bench) -> None:
+    queue = bench.queue()
+    queue.put(b"a")
+    task = queue.get()
+    task.reject("no such page")
+    [letter] = queue.dead_letters
+    assert (letter.body, letter.properties["dlq_reason"]) == (b"a", "no such page")
+    assert queue.empty()
+    queue.dead_letters.replay()
+    assert taken(queue) == [b"a"]
+
+
+def test_verbs_of_the_queue_are_those_of_the_task(bench: Bench) -> None:
+    queue = bench.queue()
+    queue.put(b"a")
+    queue.nack(queue.get(), delay=0)
+    bench.advance(0.1)
+    queue.ack(queue.get_nowait())
+    assert queue.empty()
+
+
+def test_many_at_once(bench: Bench) -> None:
+    queue = bench.queue()
+    queue.put_many(b"%d" % i for i in range(100))
+    tasks = queue.get_many(70)
+    assert [task.value for task in tasks] == [b"%d" % i for i in range(70)]
+    for task in tasks[1:]:
+        task.ack()
+    assert queue.qsize() == 31
+    assert len(queue.get_many(1000)) == 30
+
+
+def test_put_many_of_nothing(bench: Bench) -> None:
+    queue = bench.queue(maxsize=1)
+    queue.put_many([])
+    assert queue.empty()
+
+
+# -- order -----------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_overtakes_in_an_ordered_queue(bench: Bench) -> None:
+    queue = bench.queue(ordered=True, retry=RetryPolicy(5, [10]))
+    queue.put_many([b"a", b"b"])
+    task = queue.get()
+    with pytest.raises(mqstore.QueueEmpty):
+        queue.get_nowait()
+    task.nack()
+    with pytest.raises(mqstore.QueueEmpty):
+        queue.get_nowait()
+    bench.advance(10)
+    again = queue.get_nowait()
+    assert (again.value, again.attempt) == (b"a", 2)
+    again.ack()
+    assert taken(queue) == [b"b"]
+
+
+def test_without_order_a_failed_item_lets_the_others_pass(bench: Bench) -> None:
+    queue = bench.queue(retry=RetryPolicy(5, [10]))
+    queue.put_many([b"a", b"b"])
+    queue.get().nack()
+    assert taken(queue) == [b"b"]
+    bench.advance(10)
+    assert taken(queue) == [b"a"]
+
+
+def test_an_ordered_queue_gives_a_batch_in_order(bench: Bench) -> None:
+    queue = bench.queue(ordered=True)
+    queue.put_many(b"%d" % i for i in range(50))
+    tasks = queue.get_many(50)
+    assert [task.value for task in tasks] == [b"%d" % i for i in range(len(tasks))]
+    for task in tasks:
+        task.ack()
+    rest = queue.get_many(50)
+    assert [task.value for task in tasks + rest] == [b"%d" % i for i in range(50)]
+
+
+# -- items -----------------------------------------------------------------------------------------------------------
+
+
+def test_items_of_a_codec(bench: Bench) -> None:
+    queue = bench.queue(codec=mqstore.JSON)
+    queue.put({"page": 7})
+    queue.put_many(["x", None])
+    assert taken(queue) == [{"page": 7}, "x", None]
+
+
+def test_an_item_that_the_codec_refuses_stores_nothing(bench: Bench) -> None:
+    queue = bench.queue()
+    for put in (lambda: queue.put("text"), lambda: queue.put_many([b"good", "bad"])):
+        with pytest.raises(mqstore.InvalidMessageError, match="codec"):
+            put()
+    assert queue.empty()
+
+
+def test_what_the_codec_cannot_read_is_a_failed_attempt_and_is_kept(bench: Bench) -> None:
+    bench.queue().put(b"{")
+    queue = bench.queue(codec=mqstore.JSON, retry=RetryPolicy(1))
+    task = queue.get()
+    with pytest.raises(mqstore.FormatError), task:
+        assert task.value
+    [letter] = queue.dead_letters
+    assert letter.body == b"{"
+
+
+# -- what it is on disk ----------------------------------------------------------------------------------------------
+
+
+def test_items_and_loans_are_there_after_a_restart(bench: Bench) -> None:
+    queue = bench.queue()
+    queue.put_many([b"a", b"b", b"c"])
+    queue.get().ack()
+    queue.get()
+    bench.broker.close()
+    bench.open()
+    again = bench.queue()
+    assert again.qsize() == 2
+    bench.advance(0)
+    assert sorted(taken(again)) == [b"b", b"c"]
+
+
+def test_after_kill_9_what_was_on_loan_comes_again_at_once(tmp_path: Path) -> None:
+    program = """
+        import os, signal, sys, mqstore
+        queue = mqstore.Queue(mqstore.Broker(mqstore.MessageStore(sys.argv[1])), "jobs", visibility=3600)
+        queue.put_many([b"done", b"on loan", b"ready"])
+        queue.get().ack()
+        queue.get()
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    path = tmp_path / "store"
+    child = subprocess.run([sys.executable, "-c", textwrap.dedent(program), str(path)], check=False)
+    assert child.returncode == -9
+    with Broker(mqstore.MessageStore(path)) as broker:
+        queue = Queue(broker, "jobs")
+        found = set()
+        while queue.qsize():
+            with queue.get(timeout=20) as task:
+                found.add(task.value)
+        assert found == {b"on loan", b"ready"}
+
+
+def test_it_is_a_topic_and_a_group_of_its_name(bench: Bench) -> None:
+    queue = bench.queue()
+    bench.broker.put("jobs", b"from elsewhere")
+    assert taken(queue) == [b"from elsewhere"]
+    assert bench.broker.committed("jobs", "jobs", 0) == 1
+
+
+def test_retention_keeps_what_was_never_got(bench: Bench) -> None:
+    queue = bench.queue()
+    queue.put(b"a")
+    assert bench.broker.committed("jobs", "jobs", 0) == 0
+
+
+def test_a_delayed_item(bench: Bench) -> None:
+    queue = bench.queue()
+    queue.put(b"later", delay=60)
+    queue.put(b"now")
+    assert taken(queue) == [b"now"]
+    bench.advance(59.9)
+    assert taken(queue) == []
+    bench.advance(1.2)
+    assert taken(queue) == [b"later"]
+
+
+# -- the end ---------------------------------------------------------------------------------------------------------
+
+
+def test_shutdown_lets_what_is_there_be_taken(bench: Bench) -> None:
+    queue = bench.queue()
+    queue.put_many([b"a", b"b"])
+    task = queue.get()
+    queue.shutdown()
+    for put in (lambda: queue.put(b"c"), lambda: queue.put_many([b"c"])):
+        with pytest.raises(mqstore.QueueShutDown):
+            put()
+    assert queue.get().value == b"b"
+    with pytest.raises(mqstore.QueueShutDown):
+        queue.get()
+    task.ack()
+    assert queue.qsize() == 1
+
+
+def test_immediate_shutdown_gives_nothing_more_and_loses_nothing(bench: Bench) -> None:
+    queue = bench.queue()
+    queue.put(b"a")
+    queue.shutdown(immediate=True)
+    queue.shutdown()  # no way back
+    with pytest.raises(mqstore.QueueShutDown):
+        queue.get()
+    assert list(queue) == []
+    assert taken(bench.queue()) == [b"a"]
+
+
+@pytest.mark.parametrize("immediate", [False, True])
+def test_shutdown_wakes_who_waits(broker: Broker, immediate: bool) -> None:
+    queue = Queue(broker, "jobs", maxsize=1)
+    waiting = [in_thread(queue.get) for _ in range(3)]
+    while broker._waiters.parked < 3:
+        time.sleep(0.001)
+    queue.shutdown(immediate)
+    assert all(isinstance(ended(*each), mqstore.QueueShutDown) for each in waiting)
+    other = Queue(broker, "others", maxsize=1)
+    other.put(b"a")
+    putting = in_thread(lambda: other.put(b"b"))
+    other.shutdown(immediate)
+    assert isinstance(ended(*putting), mqstore.QueueShutDown)
+    assert other.qsize() == 1
+
+
+def test_closing_the_broker_ends_the_wait(tmp_path: Path) -> None:
+    broker = Broker(mqstore.MessageStore(tmp_path / "store"))
+    queue = Queue(broker, "jobs")
+    waiting = in_thread(queue.get)
+    while broker._waiters.parked < 1:
+        time.sleep(0.001)
+    broker.close()
+    assert isinstance(ended(*waiting), mqstore.StoreClosedError)
+
+
+def test_as_a_context_it_is_shut_at_the_end(bench: Bench) -> None:
+    with bench.queue() as queue:
+        queue.put(b"a")
+    with pytest.raises(mqstore.QueueShutDown):
+        queue.put(b"b")
+
+
+# -- misuse ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"visibility": 0}, {"visibility": -1}, {"visibility": 13 * 3600}, {"maxsize": -1}, {"maxsize": 1.5}],
+)
+def test_options_that_cannot_be_make_no_queue(bench: Bench, options: dict[str, Any]) -> None:
+    with pytest.raises(mqstore.ConfigError):
+        bench.queue(**options)
+    assert bench.broker.topics.names() == []
+
+
+@pytest.mark.parametrize("name", ["", "a b", "%RETRY%x", "SCHEDULE_TOPIC_XXXX", "x" * 121])
+def test_names_that_cannot_be(bench: Bench, name: str) -> None:
+    with pytest.raises(mqstore.MQStoreError):
+        Queue(bench.broker, name)
+    assert bench.broker.topics.names() == []
+
+
+def test_a_topic_of_many_queues_is_no_queue(bench: Bench) -> None:
+    bench.broker.topics.create("jobs", queues=4)
+    with pytest.raises(mqstore.ConfigError, match="4 queues"):
+        bench.queue()
+
+
+def test_bad_arguments_take_nothing(bench: Bench) -> None:
+    queue = bench.queue()
+    queue.put(b"a")
+    for wrong in (
+        lambda: queue.get_many(0),
+        lambda: queue.get(visibility=0),
+        lambda: queue.get(timeout=-1),
+        lambda: queue.put(b"b", delay=-1),
+    ):
+        with pytest.raises(mqstore.MQStoreError):
+            wrong()
+    assert taken(queue) == [b"a"]
+
+
+# -- all together ----------------------------------------------------------------------------------------------------
+
+
+def test_workers_that_fail_now_and_then_do_everything(broker: Broker) -> None:
+    queue = Queue(broker, "jobs", retry=RetryPolicy(None, [0]), codec=mqstore.JSON, maxsize=64)
+    done: list[int] = []
+    lock = threading.Lock()
+
+    def work() -> None:
+        while True:
+            try:
+                task = queue.get()
+            except mqstore.QueueShutDown:
+                return
+            try:
+                with task:
+                    number = task.value
+                    if (number * 7 + task.attempt) % 5 == 0:
+                        raise RuntimeError("now and then")
+                    with lock:
+                        done.append(number)
+            except RuntimeError:
+                pass
+
+    workers = [in_thread(work) for _ in range(4)]
+    putters = [in_thread(lambda start=start: [queue.put(start + i) for i in range(100)]) for start in (0, 100, 200)]
+    for each in putters:
+        ended(*each)
+    assert queue.join(timeout=60)
+    queue.shutdown()
+    for each in workers:
+        assert ended(*each) is None
+    assert sorted(done) == list(range(300))
+    assert list(queue.dead_letters) == []

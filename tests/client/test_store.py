@@ -1,0 +1,202 @@
+"""The one object: what it opens, what it passes on, what it refuses when it may only read."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+import mqstore
+from mqstore import QueueRef, SimulatedClock, Store, StoreConfig
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with mqstore.open(tmp_path / "store") as store:
+        yield store
+
+
+def test_open_and_close(tmp_path: Path) -> None:
+    store = mqstore.open(tmp_path / "store")
+    assert (store.mode, store.path, store.closed) == ("rw", tmp_path / "store", False)
+    with pytest.raises(mqstore.StoreLockedError, match="process"):
+        mqstore.open(tmp_path / "store")
+    store.close()
+    store.close()
+    assert store.closed
+    for call in (lambda: store.put("t", b"x"), lambda: store.read("t", 0, 0), lambda: store.queue("q")):
+        with pytest.raises(mqstore.StoreClosedError):
+            call()
+
+
+def test_no_directory_is_made_unasked(tmp_path: Path) -> None:
+    with pytest.raises(mqstore.NotAStoreError):
+        mqstore.open(tmp_path / "store", create=False)
+    with pytest.raises(mqstore.NotAStoreError):
+        mqstore.open(tmp_path / "store", "r")
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_topic_is_there_before_its_first_message(store: Store) -> None:
+    store.create_topic("t", queues=2)
+    store.create_topic("t", queues=7)  # stays as it is
+    with pytest.raises(mqstore.ConfigError):
+        store.create_topic("t", exist_ok=False)
+    assert store.topics() == ["t"]
+    assert store.queues("t") == [QueueRef("t", 0), QueueRef("t", 1)]
+    assert store.read("t", 0, 0) == []
+    assert store.offsets("t", 1) == (0, 0)
+    assert store.offset_at("t", 1, datetime(2030, 1, 1, tzinfo=UTC)) == 0
+    assert list(store.iter("t")) == list(store.iter("t", 1)) == []
+    store.put("t", b"x", queue_id=0)
+    with pytest.raises(mqstore.OffsetOutOfRangeError):
+        store.read("t", 0, 5)
+
+
+@pytest.mark.parametrize("queue_id", [-1, 2])
+def test_what_is_not_there(store: Store, queue_id: int) -> None:
+    store.create_topic("t", queues=2)
+    for call in (
+        lambda: store.read("t", queue_id, 0),
+        lambda: store.offsets("t", queue_id),
+        lambda: store.queues("u"),
+        lambda: store.read("u", 0, 0),
+        lambda: list(store.iter("u")),
+    ):
+        with pytest.raises(mqstore.TopicNotFoundError):
+            call()
+
+
+def test_messages_take_turns_unless_told(store: Store) -> None:
+    store.create_topic("t", queues=4)
+    assert {store.put("t", b"x").queue.queue_id for _ in range(4)} == {0, 1, 2, 3}
+    assert store.put("t", b"x", queue_id=3).queue == QueueRef("t", 3)
+    assert len({store.put("t", b"x", message_group="g").queue for _ in range(8)}) == 1
+    assert len({receipt.queue for receipt in store.put_many("t", [b"x"] * 8)}) == 1
+
+
+def test_what_was_put_is_read_found_and_gone_through(store: Store) -> None:
+    store.create_topic("t", queues=2)
+    receipts = [store.put("t", b"%d" % i, tag="even" if i % 2 == 0 else "odd", keys=f"k{i}") for i in range(10)]
+    first = receipts[0]
+    assert [m.body for m in store.read(*first.queue, first.offset, 1)] == [b"0"]
+    assert [m.body for m in store.iter("t")] == [b"%d" % i for i in range(10)]
+    assert [m.body for m in store.iter("t", tags="odd")] == [b"1", b"3", b"5", b"7", b"9"]
+    assert [m.body for m in store.find("t", key="k7")] == [b"7"]
+    assert store.get(receipts[3].message_id).body == b"3"
+    assert store.offsets("t", 0) == (0, 5)
+    columns = store.read_columns("t", 0, 0, 100, ["queue_offset"])
+    assert len(columns["queue_offset"]) == 5
+    assert store.stats().puts >= 1
+    assert list(store.verify()) == []
+
+
+def test_find_between_two_times(tmp_path: Path) -> None:
+    clock = SimulatedClock()
+    with mqstore.open(tmp_path / "store", config=StoreConfig(clock=clock)) as store:
+        times = []
+        for i in range(3):
+            times.append(datetime.fromtimestamp(clock.now_ms() / 1000, UTC))
+            store.put("t", b"%d" % i, keys="k", queue_id=0)
+            clock.advance(60_000)
+        assert [m.body for m in store.find("t", key="k")] == [b"2", b"1", b"0"]
+        assert [m.body for m in store.find("t", key="k", start=times[1])] == [b"2", b"1"]
+        assert [m.body for m in store.find("t", key="k", start=times[1], stop=times[1])] == [b"1"]
+        assert store.offset_at("t", 0, times[2]) == 2
+
+
+def test_following_a_topic_that_is_still_empty(store: Store) -> None:
+    store.create_topic("t", queues=2)
+    found: list[bytes] = []
+
+    def follow() -> None:
+        for message in store.iter("t", start="latest", follow=True):
+            found.append(message.body)
+            if len(found) == 2:
+                return
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    store.put_many("t", [b"a", b"b"], queue_id=1)
+    thread.join(20)
+    assert found == [b"a", b"b"]
+
+
+def test_progress_of_a_group(store: Store) -> None:
+    queue = store.put("t", b"x", queue_id=0).queue
+    assert store.committed("g", queue) is None
+    store.commit_offset("g", queue, 0)
+    assert store.lag("g") == {queue: 1}
+    store.commit_offset("g", queue, 1, durability="flush")
+    assert (store.committed("g", queue), store.lag("g")) == (1, {queue: 0})
+    with pytest.raises(mqstore.OffsetOutOfRangeError):
+        store.commit_offset("g", queue, 2)
+
+
+def test_a_delayed_message_can_be_recalled(tmp_path: Path) -> None:
+    clock = SimulatedClock()
+    with mqstore.open(tmp_path / "store", config=StoreConfig(clock=clock)) as store:
+        handle = store.put("t", b"later", delay=60).recall_handle
+        store.put("t", b"too", delay=60)
+        assert handle is not None
+        assert store.recall(handle)
+        for _ in range(200):
+            clock.advance(1_000)
+            store.broker.run_once()
+        assert [m.body for m in store.iter("t")] == [b"too"]
+        assert not store.recall(handle)
+
+
+def test_a_queue_and_its_dead_letters(store: Store) -> None:
+    queue = store.queue("jobs", codec=mqstore.TEXT)
+    queue.put("x")
+    queue.get().reject("why not")
+    [letter] = store.dead_letters("jobs")
+    assert letter.text() == "x"
+
+
+def test_reading_beside_a_writer(tmp_path: Path) -> None:
+    with mqstore.open(tmp_path / "store") as writer:
+        writer.create_topic("empty")
+        receipt = writer.put("t", b"x", queue_id=0)
+        writer.queue("jobs").put(b"y")
+        writer.log.dispatch()  # a reader sees what has been dispatched
+        with mqstore.open(tmp_path / "store", "r") as reader:
+            assert reader.mode == "r"
+            assert [m.body for m in reader.read(*receipt.queue, 0)] == [b"x"]
+            assert reader.topics() == ["jobs", "t"]
+            assert reader.queues("t") == [QueueRef("t", 0)]
+            assert reader.offsets("t", 0) == (0, 1)
+            for call in (
+                lambda: reader.put("t", b"no"),
+                lambda: reader.put_many("t", [b"no"]),
+                lambda: reader.create_topic("u"),
+                lambda: reader.queue("jobs"),
+                lambda: reader.commit_offset("g", receipt.queue, 1),
+                lambda: reader.lag("g"),
+                lambda: reader.recall("x"),
+                lambda: reader.dead_letters("g"),
+                reader.flush,
+            ):
+                with pytest.raises(mqstore.ReadOnlyStoreError, match="mode='rw'"):
+                    call()
+        assert reader.closed
+        assert [m.body for m in writer.read(*receipt.queue, 0)] == [b"x"]
+
+
+def test_what_another_profile_would_be_is_refused_and_the_lock_given_back(tmp_path: Path) -> None:
+    mqstore.open(tmp_path / "store").close()
+    with pytest.raises(mqstore.ConfigError):
+        mqstore.open(tmp_path / "store", profile="rocketmq")
+    mqstore.open(tmp_path / "store").close()
+
+
+def test_a_message_survives(tmp_path: Path) -> None:
+    with mqstore.open(tmp_path / "store", durability="flush") as store:
+        receipt = store.put("t", b"x")
+        store.flush()
+    with mqstore.open(tmp_path / "store") as store:
+        assert [m.body for m in store.read(*receipt.queue, receipt.offset)] == [b"x"]
