@@ -608,16 +608,17 @@ class SegmentRun:
     def _drop(self, doomed: list[Segment]) -> list[str]:
         assert self.writable, "only a writer removes segments"
         removed = []
-        try:
-            for segment in doomed:
+        for segment in doomed:
+            try:
                 self._fs.unlink(segment.path, missing_ok=True)
                 removed.append(segment_name(segment.start))
                 with self._lock:
                     self._names_changed += 1
                     self._let_go(segment)
                     self._set([other for other in self.segments() if other is not segment])
-        finally:
-            self.sync_folder()
+            finally:
+                # One by one: of names that go together a power cut may leave any, and behind a gap recovery sees a tail.
+                self.sync_folder()
         return removed
 
     def close(self) -> None:
