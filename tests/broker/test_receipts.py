@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from mqstore.broker import receipts
 from mqstore.broker.names import pop_retry_topic, retry_topic
+from mqstore.broker.popask import claim_of, claims_of
 from mqstore.broker.receipts import Receipt, parse_recall_handle, recall_handle, topic_mark
 from mqstore.errors import InvalidReceiptError, ResultCode
 
@@ -37,6 +38,25 @@ any_receipt = st.builds(
 @given(any_receipt)
 def test_a_receipt_comes_back_the_same(receipt: Receipt) -> None:
     assert receipts.parse(receipts.format(receipt)) == receipt
+
+
+_LAST = st.sampled_from(["4", "5", "007", "x", "", " 6", "+6", "1_0", "\u0663", "9" * 18, "9" * 19, "7 4096"])
+_HEAD = st.sampled_from(
+    ["4 170 60 0 0 mqstore 0", "4 170 60 0 1 mqstore 0", "4 170 60 999 0 mqstore 3", "4 170 60 0 0 other 0", "4"]
+)
+
+
+@given(st.lists(st.tuples(_HEAD, _LAST), max_size=8))
+def test_many_receipts_are_read_as_each_is(parts: list[tuple[str, str]]) -> None:
+    texts = [f"{head} {last}" for head, last in parts]
+
+    def read(all_of_them: Callable[[list[str]], object]) -> object:
+        try:
+            return all_of_them(texts)
+        except InvalidReceiptError as error:
+            return str(error)
+
+    assert read(claims_of) == read(lambda texts: list(map(claim_of, texts)))
 
 
 def test_the_fields_stand_in_the_documented_order() -> None:

@@ -30,7 +30,7 @@ from mqstore.broker.filters import Filter
 from mqstore.broker.names import pop_retry_topic
 from mqstore.broker.orderinfo import check_order_info
 from mqstore.broker.parts import Pin
-from mqstore.broker.popask import Ask, Claim, Delivery, Pending, Start, claim_of, expired
+from mqstore.broker.popask import Ask, Claim, Delivery, Pending, Start, claim_of, claims_of, expired
 from mqstore.broker.popfifo import FifoQueues, visible_at
 from mqstore.broker.popkeep import PopKeeper
 from mqstore.broker.popreplay import Replay
@@ -406,9 +406,8 @@ class PopService:
             state = self._state_of(group, topic, claim)
             with state.lock:
                 return (fifo if claim.fifo else standard)(state, (claim,))
-        claims = list(map(claim_of, texts))
         queues: dict[tuple[int, int, bool], list[Claim]] = {}
-        for claim in claims:
+        for claim in claims_of(texts):
             queues.setdefault((claim.mark, claim.queue_id, claim.fifo), []).append(claim)
         concerned = [(self._state_of(group, topic, *claims), claims) for claims in queues.values()]
         late: list[str] = []

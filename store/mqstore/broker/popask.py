@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from datetime import datetime
 from typing import Literal, NamedTuple
 
@@ -11,7 +12,7 @@ from mqstore.broker.filters import Filter
 from mqstore.errors import ReceiptExpiredError
 from mqstore.log.message import Message
 
-__all__ = ["Ask", "Claim", "Delivery", "Pending", "Start", "claim_of", "expired"]
+__all__ = ["Ask", "Claim", "Delivery", "Pending", "Start", "claim_of", "claims_of", "expired"]
 
 Start = Literal["earliest", "latest"] | int | datetime
 """Where a group begins in a queue in which it never was; a number: ms since the epoch."""
@@ -80,6 +81,9 @@ class Claim(NamedTuple):
     text: str
 
 
+_claim = Claim._make
+
+
 def claim_of(text: str) -> Claim:
     """Read a receipt. InvalidReceiptError when it is none."""
     match = _OURS(text) if type(text) is str else None
@@ -88,6 +92,22 @@ def claim_of(text: str) -> Claim:
         return Claim(int(offset), int(pop_time), int(invisible), revive == "999", int(mark), int(queue_id), text)
     it = receipts.parse(text)
     return Claim(it.queue_offset, it.pop_time_ms, it.invisible_ms, it.fifo, it.mark, it.queue_id, text)
+
+
+def claims_of(texts: Iterable[str]) -> list[Claim]:
+    """`claim_of` each. Receipts of one batch differ in their last number alone, so the rest is read once."""
+    claims: list[Claim] = []
+    head = ""
+    rest: tuple[object, ...] = ()
+    for text in texts:
+        before, _, last = text.rpartition(" ") if type(text) is str else ("", "", "")
+        if head and before == head and last.isascii() and last.isdigit() and len(last) <= 18:
+            claims.append(_claim((int(last), *rest, text)))
+            continue
+        claim = claim_of(text)
+        claims.append(claim)
+        head, rest = (before if _OURS(text) else ""), claim[1:-1]
+    return claims
 
 
 def expired(texts: list[str]) -> ReceiptExpiredError:

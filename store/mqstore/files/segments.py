@@ -617,7 +617,7 @@ class SegmentRun:
                     self._let_go(segment)
                     self._set([other for other in self.segments() if other is not segment])
             finally:
-                # One by one: of names that go together a power cut may leave any, and behind a gap recovery sees a tail.
+                # One by one: of names that go together a power cut may leave any, and a gap looks like the end.
                 self.sync_folder()
         return removed
 
