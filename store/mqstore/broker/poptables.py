@@ -36,7 +36,7 @@ _log = logging.getLogger("mqstore")
 
 DeadLetter = Callable[..., object]
 """`Retries.dead_letter(message, group, reason, *, origin_topic, reconsume_times)`."""
-_AHEAD_MAX = 256
+_AHEAD_MAX = 1024
 _LOOKS = 16
 """Reads in which one pop looks for a first message that passes its filter."""
 
