@@ -81,7 +81,7 @@ class Claim(NamedTuple):
     text: str
 
 
-_claim = Claim._make
+_new = tuple.__new__  # what `_make` is, without the look at the length
 
 
 def claim_of(text: str) -> Claim:
@@ -102,7 +102,7 @@ def claims_of(texts: Iterable[str]) -> list[Claim]:
     for text in texts:
         before, _, last = text.rpartition(" ") if type(text) is str else ("", "", "")
         if head and before == head and last.isascii() and last.isdigit() and len(last) <= 18:
-            claims.append(_claim((int(last), *rest, text)))
+            claims.append(_new(Claim, (int(last), *rest, text)))
             continue
         claim = claim_of(text)
         claims.append(claim)

@@ -22,7 +22,7 @@ from mqstore.broker.popstate import Batch, QueueKey, QueueState, pop_time
 from mqstore.broker.poptables import PopTables, origin_of
 from mqstore.errors import InvalidMessageError
 from mqstore.layout.properties import DELAY
-from mqstore.log.message import Message
+from mqstore.log.message import Message, stored_bytes
 
 __all__ = ["StandardQueues"]
 
@@ -35,7 +35,7 @@ _NEAR = 8
 """Messages this far apart are read together."""
 _BACKOFF_MIN_MS, _BACKOFF_MAX_MS = 1_000, 60_000
 _offset = attrgetter("offset")
-_delivery = Delivery._make
+_new = tuple.__new__
 
 
 class StandardQueues:
@@ -96,7 +96,7 @@ class StandardQueues:
         state.add(Batch(name, start, pop_time_ms, invisible_ms, deltas, count, local), offsets)
         state.pops += 1
         state.popped += count
-        state.popped_bytes += messages[0].size if count == 1 else sum([message.size for message in messages])
+        state.popped_bytes += stored_bytes(messages)
         if pop_time_ms > state.last_pop_ms:
             state.last_pop_ms = pop_time_ms
         if state.announced_ms is None or visible_ms < state.announced_ms:
@@ -104,7 +104,7 @@ class StandardQueues:
         queue_id = state.key.queue_id
         head = f"{start} {pop_time_ms} {invisible_ms} 0 {mark} mqstore {queue_id} "
         for message, offset in zip(messages, offsets, strict=True):
-            out.append(_delivery((message, f"{head}{offset}", visible_ms, topic, queue_id, None)))
+            out.append(_new(Delivery, (message, f"{head}{offset}", visible_ms, topic, queue_id, None)))
 
     def _released(self, state: QueueState, ask: Ask, room: int) -> list[Message]:
         """Messages that were given back. One that is gone, or that the filter refuses now, is settled."""

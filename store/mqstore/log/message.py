@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime, timedelta
 from struct import Struct
 from types import MappingProxyType
@@ -39,7 +39,7 @@ from mqstore.layout.record import (
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.stretch import Few, Stretch
 
-__all__ = ["Message", "row_of"]
+__all__ = ["Message", "row_of", "stored_bytes"]
 
 _I4 = Struct(">i").unpack_from
 _I8 = Struct(">q").unpack_from
@@ -274,6 +274,11 @@ class Message:
         shown = bytes(body[:32])
         more = f"... {len(body)} bytes" if len(body) > 32 else ""
         return f"Message({self.topic!r}, queue_id={self.queue_id}, offset={self.offset}, body={shown!r}{more})"
+
+
+def stored_bytes(messages: Iterable[Message]) -> int:
+    """The sum of their sizes, for who counts on a hot path."""
+    return sum([_I4(message._stretch.buffer, message._start)[0] for message in messages])
 
 
 def row_of(message: Message, *, stored: bool = False) -> dict[str, Any]:
