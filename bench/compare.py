@@ -35,6 +35,7 @@ MODULES = (
     "test_open",
     "test_pop",
     "test_delay",
+    "test_queue",
 )
 WARM_UP_MESSAGES = 1000
 

@@ -86,6 +86,42 @@ def put_and_dispatch(directory: Path, load: Load) -> Iterator[Work]:
         yield work
 
 
+@contextmanager
+def queue_put(directory: Path, load: Load) -> Iterator[Work]:
+    with mqstore.open(directory / "store") as store:
+        queue = store.queue(load.topic)
+        bodies = load.bodies()
+
+        def work() -> int:
+            put = queue.put
+            for body in bodies:
+                put(body)
+            return len(bodies)
+
+        yield work
+
+
+@contextmanager
+def queue_get(directory: Path, load: Load) -> Iterator[Work]:
+    with mqstore.open(directory / "store") as store:
+        queue = store.queue(load.topic)
+        queue.put_many(load.bodies())
+        store.log.dispatch()
+
+        def work() -> int:
+            taken_bytes = 0
+            for _ in range(load.messages):
+                task = queue.get()
+                taken_bytes += len(task.value)
+                task.ack()
+            assert taken_bytes == load.messages * load.body_bytes
+            return load.messages
+
+        yield work
+
+
+QUEUE_PUT = Side("mqstore Queue", queue_put)
+QUEUE_GET = Side("mqstore Queue", queue_get)
 POP_ONE = Side("mqstore", partial(pop_and_ack, batch=1))
 POP_MANY = Side("mqstore", partial(pop_and_ack, batch=POP_BATCH))
 DELAYED = Side("mqstore", delayed)
