@@ -230,7 +230,9 @@ def test_nothing_is_lost_repeated_early_or_out_of_order_when_a_broker_is_killed(
 
     missing = [n for n in books.due_ms if not books.handled[n] and n not in books.doubtful]
     assert missing == []
-    # The message whose put was under way at the kill may be there without our having heard of it.
-    assert books.ordered <= books.ordered_settled <= books.ordered + 10
+    # The message whose put was under way at a kill may be there without our having heard of it, and the last ack may
+    # have counted without that.
+    assert books.ordered <= books.ordered_settled + books.ordered_doubtful
+    assert books.ordered_settled <= books.ordered + 10
     with mqstore.MessageStore(path, "r") as store:
         assert list(store.verify()) == []
