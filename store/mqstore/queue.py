@@ -176,11 +176,13 @@ class Queue:
         self._codec = codec
         self._ordered = ordered
         self._maxsize = maxsize
-        self._visibility = _visibility(visibility)
+        self._loan_s = _loan_s(visibility)
         self._shut: str = ""
         """"": open; "put": what is there may be taken; "all": nothing more."""
         self._changed = threading.Condition()
         """Something was settled, or the queue was shut."""
+        self._waiting = 0
+        """Threads that wait for that."""
         self._bells: set[threading.Event] = set()
         """Of the threads in `get`."""
         self._delayed_until = 0.0
@@ -242,13 +244,17 @@ class Queue:
     def _wait_for_room(self, count: int, block: bool, timeout: Duration | None) -> None:
         """Under the lock."""
         end = None if timeout is None else time.monotonic() + seconds(timeout, "timeout")
-        while self.qsize() + count > self._maxsize:
-            left = _LOOK_S if end is None else end - time.monotonic()
-            if not block or left <= 0:
-                raise QueueFull(f"queue {self.name!r} has {self.qsize()} items of {self._maxsize}")
-            self._changed.wait(min(left, _LOOK_S))
-            if self._shut:
-                raise QueueShutDown(f"queue {self.name!r} was shut down")
+        self._waiting += 1
+        try:
+            while self.qsize() + count > self._maxsize:
+                left = _LOOK_S if end is None else end - time.monotonic()
+                if not block or left <= 0:
+                    raise QueueFull(f"queue {self.name!r} has {self.qsize()} items of {self._maxsize}")
+                self._changed.wait(min(left, _LOOK_S))
+                if self._shut:
+                    raise QueueShutDown(f"queue {self.name!r} was shut down")
+        finally:
+            self._waiting -= 1
 
     # -- out --------------------------------------------------------------------------------------------------------
 
@@ -279,7 +285,7 @@ class Queue:
         return tasks
 
     def _take(self, count: int, block: bool, timeout: Duration | None, visibility: Duration | None) -> list[Task]:
-        loan_s = self._visibility if visibility is None else _visibility(visibility)
+        loan_s = self._loan_s if visibility is None else _loan_s(visibility)
         end = None if timeout is None else time.monotonic() + seconds(timeout, "timeout")
         while True:
             if self._shut == "all":
@@ -347,19 +353,25 @@ class Queue:
         task.ack()
 
     def _settled(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
+        # Who waits counts itself first, and looks then: it sees what was settled, or is seen here.
+        if self._waiting:
+            with self._changed:
+                self._changed.notify_all()
 
     def join(self, timeout: Duration | None = None) -> bool:
         """Wait until nothing is ready, on loan, waiting for another attempt, or put with a delay; False: `timeout`
         seconds have passed. Of delayed items it knows those that were put by this object; others count once due."""
         end = None if timeout is None else time.monotonic() + seconds(timeout, "timeout")
         with self._changed:
-            while time.monotonic() < self._delayed_until or self.qsize():
-                left = _LOOK_S if end is None else end - time.monotonic()
-                if left <= 0:
-                    return False
-                self._changed.wait(min(left, _LOOK_S))
+            self._waiting += 1
+            try:
+                while time.monotonic() < self._delayed_until or self.qsize():
+                    left = _LOOK_S if end is None else end - time.monotonic()
+                    if left <= 0:
+                        return False
+                    self._changed.wait(min(left, _LOOK_S))
+            finally:
+                self._waiting -= 1
         return True
 
     # -- what is there ----------------------------------------------------------------------------------------------
@@ -410,8 +422,8 @@ class Queue:
         return f"<Queue {self.name!r} on {str(self._broker.store.path)!r}>"
 
 
-def _visibility(duration: Duration) -> float:
-    value = seconds(duration, "visibility")
+def _loan_s(visibility: Duration) -> float:
+    value = visibility if type(visibility) is int else seconds(visibility, "visibility")
     if not 0.1 <= value <= 12 * 3600:
-        raise ConfigError(f"visibility is {duration!r}; give 0.1 seconds to 12 hours")
+        raise ConfigError(f"visibility is {visibility!r}; give 0.1 seconds to 12 hours")
     return value
