@@ -1,0 +1,159 @@
+"""Code of the user's that is called around every step of every message (client-semantics A10.1, B.9).
+
+    before_send --> stored --> after_send          on_receive --> around_consume(handler) --> on_settle
+
+Hooks run in the order in which the interceptors were given. What one raises is logged and stops nothing, except in
+`before_send`, which may so forbid a message to be sent, and in `around_consume`, where what the handler raised passes.
+A hook that nobody overrides costs nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from mqstore.log.commitlog import QueueRef, SendReceipt
+from mqstore.log.message import Message
+from mqstore.log.outgoing import OutgoingMessage
+
+__all__ = ["Interceptor", "Interceptors", "Settled"]
+
+_log = logging.getLogger("mqstore")
+
+Settled = Literal["ack", "retry", "dlq"]
+"""What became of a message: done, to come again, given up."""
+
+
+class Interceptor:
+    """Override what you need.
+
+    >>> class Timed(Interceptor):
+    ...     def on_settle(self, message, outcome, seconds):
+    ...         print(message.topic, outcome)
+    """
+
+    def before_send(self, message: OutgoingMessage) -> OutgoingMessage:
+        """What is sent in place of `message`, or it itself. What this raises, the sender gets: nothing is sent."""
+        return message
+
+    def after_send(self, message: OutgoingMessage, receipt: SendReceipt | None, error: BaseException | None) -> None:
+        """A message was stored (`receipt`), or was not (`error`)."""
+
+    def on_receive(self, messages: list[Message]) -> list[Message]:
+        """Which of the messages that came are to be handled; those left out count as done."""
+        return messages
+
+    def around_consume(self, call: Callable[[], None], messages: Sequence[Message]) -> None:
+        """Call the handler, which is `call`, and do what is to be done before and after."""
+        call()
+
+    def on_settle(self, message: Message, outcome: Settled, seconds: float) -> None:
+        """A message is dealt with; its handler took so long."""
+
+    def on_assign(self, queues: frozenset[QueueRef]) -> None:
+        """These queues are consumed here from now on."""
+
+    def on_revoke(self, queues: frozenset[QueueRef]) -> None:
+        """These queues are consumed here no longer."""
+
+    def on_offset_reset(self, queue: QueueRef, old: int, new: int) -> None:
+        """Offset `old` does not exist (any more): it goes on at `new`."""
+
+    def on_timeout(self, message: Message, stack: str) -> None:
+        """A handler has had a message for longer than `consume_timeout`; where it is now."""
+
+
+class Interceptors:
+    """The hooks of several interceptors, by name. A name that nobody overrides is an empty tuple.
+
+    >>> chain = Interceptors([Interceptor()])
+    >>> chain.on_settle, bool(chain)
+    ((), False)
+    """
+
+    before_send: tuple[Callable[[OutgoingMessage], OutgoingMessage], ...]
+    after_send: tuple[Callable[[OutgoingMessage, SendReceipt | None, BaseException | None], None], ...]
+    on_receive: tuple[Callable[[list[Message]], list[Message]], ...]
+    around_consume: tuple[Callable[[Callable[[], None], Sequence[Message]], None], ...]
+    on_settle: tuple[Callable[[Message, Settled, float], None], ...]
+    on_assign: tuple[Callable[[frozenset[QueueRef]], None], ...]
+    on_revoke: tuple[Callable[[frozenset[QueueRef]], None], ...]
+    on_offset_reset: tuple[Callable[[QueueRef, int, int], None], ...]
+    on_timeout: tuple[Callable[[Message, str], None], ...]
+
+    def __init__(self, interceptors: Sequence[Interceptor] = ()) -> None:
+        for name in self.__annotations__:
+            setattr(self, name, tuple(_hooks(interceptors, name)))
+
+    def __bool__(self) -> bool:
+        return any(getattr(self, name) for name in self.__annotations__)
+
+    def tell(self, hooks: Sequence[Callable[..., object]], *arguments: Any) -> None:
+        """Call each of `hooks`; an exception of one is logged."""
+        for hook in hooks:
+            try:
+                hook(*arguments)
+            except Exception:
+                _log.exception("an interceptor's %s failed", getattr(hook, "__qualname__", hook))
+
+    def sending(self, message: OutgoingMessage) -> OutgoingMessage:
+        """What is to be sent in place of `message`. Raises what a hook raises."""
+        for hook in self.before_send:
+            message = hook(message)
+        return message
+
+    def receiving(self, messages: list[Message]) -> list[Message]:
+        """Which of `messages` are to be handled. A hook that fails leaves them all."""
+        for hook in self.on_receive:
+            try:
+                messages = list(hook(messages))
+            except Exception:
+                _log.exception("an interceptor's %s failed", getattr(hook, "__qualname__", hook))
+        return messages
+
+    def consuming(self, call: Callable[[], None], messages: Sequence[Message]) -> None:
+        """Call the handler inside every `around_consume`, the first one outermost.
+
+        Raises what the handler raised, whatever the hooks do with it. A hook that fails by itself is logged, and one
+        that never called the handler does not keep it from being called.
+        """
+        called = False
+        raised: BaseException | None = None
+
+        def handle() -> None:
+            nonlocal called, raised
+            if called:
+                return
+            called = True
+            try:
+                call()
+            except BaseException as error:
+                raised = error
+                raise
+
+        inner: Callable[[], None] = handle
+        for hook in reversed(self.around_consume):
+            inner = _around(hook, inner, messages)
+        try:
+            inner()
+        except Exception as error:
+            if error is not raised:
+                _log.exception("an interceptor's around_consume failed")
+        if not called:
+            handle()
+        elif raised is not None:
+            raise raised
+
+
+def _around(
+    hook: Callable[[Callable[[], None], Sequence[Message]], None],
+    inner: Callable[[], None],
+    messages: Sequence[Message],
+) -> Callable[[], None]:
+    return lambda: hook(inner, messages)
+
+
+def _hooks(interceptors: Sequence[Interceptor], name: str) -> list[Any]:
+    plain = getattr(Interceptor, name)
+    return [getattr(each, name) for each in interceptors if getattr(type(each), name, plain) is not plain]
