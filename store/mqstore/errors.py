@@ -45,6 +45,7 @@ __all__ = [
     "SubscriptionConflictError",
     "TopicNotFoundError",
     "TransactionStateError",
+    "UncommittedBatchError",
     "UnsupportedStoreError",
     "raise_os_error",
 ]
@@ -289,6 +290,11 @@ class StoreFullError(SendError, OSError):
 
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+class UncommittedBatchError(MQStoreError):
+    """A handler of an ordered consumer left more messages open than `max_uncommitted`, or for too long: they were
+    rolled back, and come again (client-semantics A7.6)."""
 
 
 class QueueEmpty(MQStoreError, queue.Empty):  # noqa: N818  (as the standard library's, which it is)

@@ -112,7 +112,7 @@ class Interceptors:
                 _log.exception("an interceptor's %s failed", getattr(hook, "__qualname__", hook))
         return messages
 
-    def consuming(self, call: Callable[[], None], messages: Sequence[Message]) -> None:
+    def consuming(self, call: Callable[[], object], messages: Sequence[Message]) -> None:
         """Call the handler inside every `around_consume`, the first one outermost.
 
         Raises what the handler raised, whatever the hooks do with it. A hook that fails by itself is logged, and one

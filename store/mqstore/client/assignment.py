@@ -1,0 +1,568 @@
+"""The queues of a push consumer: which it has, and what is pulled from them (client-semantics A3, A5).
+
+    rebalance (timer thread)                       pull (any worker)
+    share - owned  ---> lock ---> begin ---> pull ----> FOUND              cached, dispatched; pull again, or wait
+    owned - share  ---> closing ---> gone               NO_MATCHED         on at once
+                                                        NO_NEW_MSG         wait for a message, 15 s at most
+                                                        OFFSET_ILLEGAL     dropped, begun anew at the right offset
+                                                        full, paused       until there is room, until it is resumed
+
+Of every queue there is exactly one pull: being made, submitted, waiting for messages, for room, for `resume`, or for a
+timer. Whoever takes one of these away puts the next in its place.
+
+A queue that is to go is closed first: nothing of it is started any more, and what runs still counts. Once nothing runs
+it is dropped and its lock given back. Of an unordered consumer it goes after half a second in any case: what is still
+running then comes again elsewhere. An ordered one never gives up a queue under a running handler.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import partial
+from typing import Protocol
+
+from mqstore.broker.broker import Broker
+from mqstore.broker.filters import Filter
+from mqstore.broker.names import is_retry_topic
+from mqstore.broker.reading import ReadResult
+from mqstore.broker.waiting import Waiter
+from mqstore.client.handling import Handling, LogLimit, Subscription
+from mqstore.client.membership import Membership
+from mqstore.client.processqueue import Limits, ProcessQueue, QueueInfo
+from mqstore.client.progress import Progress, place
+from mqstore.client.workers import Worker, Workers
+from mqstore.errors import (
+    ConfigError,
+    MQStoreError,
+    NotPermittedError,
+    OffsetOutOfRangeError,
+    StoreBusyError,
+    StoreClosedError,
+    TopicNotFoundError,
+)
+from mqstore.log.commitlog import QueueRef
+from mqstore.log.message import Message
+
+__all__ = ["Assignment", "Service"]
+
+_log = logging.getLogger("mqstore")
+
+REBALANCE_MS = 20_000
+UNBALANCED_MS = 1_000
+LOCK_FAILED_MS = 500
+RENEW_MS = 20_000
+SAVE_MS = 5_000
+REVOKE_MS = 500
+PULL_FAILED_MS = 1_000
+HOLD_S = 15.0
+"""The longest wait for messages: whatever goes wrong with a wake-up is over then."""
+PULL_IDLE_MS = 120_000
+FETCH_BYTES = 256 << 10
+
+
+class Service(Protocol):
+    """What is done with the messages of a queue."""
+
+    ordered: bool
+
+    def accept(self, worker: Worker, queue: ProcessQueue, messages: Sequence[Message], idle: bool) -> None:
+        """Messages were pulled and cached. Called by the worker that pulled, after the next pull is on its way. `idle`:
+        no worker is at the queue, and the service is to see to it."""
+
+
+class Assignment:
+    """The queues that one member has, from `start` to `close`."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        group: str,
+        *,
+        membership: Membership,
+        progress: Progress,
+        workers: Workers,
+        handling: Handling,
+        service: Service,
+        limits: Limits,
+        retries: str | None,
+    ) -> None:
+        """`retries`: the topic of the group's retries; None: it has none, and its progress is this client's own."""
+        self.group = group
+        self.membership = membership
+        self.progress = progress
+        self._broker = broker
+        self._clock = broker.store.clock
+        self._workers = workers
+        self._handling = handling
+        self._hooks = handling.hooks
+        self._service = service
+        self._limits = limits
+        self._retries = retries
+        self._topics: frozenset[str] = frozenset()
+        """What is consumed."""
+        self._subscriptions: Mapping[str, Subscription] = {}
+        self._filters: dict[str, Filter | None] = {}
+        self._lock = threading.Lock()
+        self._queues: dict[QueueRef, ProcessQueue] = {}
+        self._leaving: dict[QueueRef, ProcessQueue] = {}
+        """Closed, with handlers that run."""
+        self._waits: dict[ProcessQueue, Waiter] = {}
+        """The waiter of each queue that waits for messages."""
+        self._paused = False
+        self._paused_queues: set[QueueRef] = set()
+        self._halted = False
+        self._stirred = False
+        self._limit = LogLimit()
+        self._full_times = 0
+
+    # -- life -------------------------------------------------------------------------------------------------------
+
+    def start(self, subscriptions: Mapping[str, Subscription]) -> None:
+        """Join the group and take what is ours. Before the workers are started."""
+        self._join(subscriptions)
+        self._rebalance()
+        self._workers.later(RENEW_MS, self._renew)
+        self._workers.later(REBALANCE_MS, self._sweep)
+        if self._retries is None:
+            self._workers.later(SAVE_MS, self._save)
+
+    def subscribe(self, subscriptions: Mapping[str, Subscription]) -> None:
+        """Other topics, or other filters: what is cached is not filtered again (A11.2)."""
+        self._join(subscriptions)
+        self.stir()
+
+    def _join(self, subscriptions: Mapping[str, Subscription]) -> None:
+        filters = {name: self._broker.filter(each.expression, each.kind) for name, each in subscriptions.items()}
+        wanted = {name: (each.kind, each.expression) for name, each in subscriptions.items()}
+        if self._retries is not None:
+            wanted[self._retries] = ("TAG", "*")
+        self.membership.join(wanted)
+        self._filters, self._subscriptions, self._topics = filters, dict(subscriptions), frozenset(wanted)
+
+    def _save(self) -> None:
+        """Timer thread: progress that nobody else writes."""
+        if self._halted:
+            return
+        try:
+            self.progress.save()
+        except MQStoreError as error:
+            self._handling.report(error)
+        self._workers.later(SAVE_MS, self._save)
+
+    def stir(self) -> None:
+        """Something has changed: look at the shares soon. From any thread."""
+        with self._lock:
+            if self._stirred or self._halted:
+                return
+            self._stirred = True
+        self._workers.later(0, self._rebalance)
+
+    def halt(self) -> None:
+        """Start no handler and no pull any more."""
+        with self._lock:
+            self._halted = True
+            queues = [*self._queues.values(), *self._leaving.values()]
+        for queue in queues:
+            self._close(queue)
+
+    def close(self) -> None:
+        """After `halt`: what still runs counts for nothing; progress is on disk, locks and the seat are given up."""
+        with self._lock:
+            queues = [*self._queues.values(), *self._leaving.values()]
+            self._queues.clear()
+            self._leaving.clear()
+        for queue in queues:
+            with queue.settling:
+                queue.dropped = True
+            queue.clear()
+        try:
+            self.progress.save()
+        finally:
+            self.membership.leave()
+            if queues:
+                self._hooks.tell(self._hooks.on_revoke, frozenset(queue.queue for queue in queues))
+
+    # -- whose queues -----------------------------------------------------------------------------------------------
+
+    def _rebalance(self) -> None:
+        with self._lock:
+            self._stirred = False
+            if self._halted:
+                return
+        if self._paused:  # nothing moves; `resume` looks again (A11.4)
+            return
+        shares = self.membership.share()
+        with self._lock:
+            owned = dict(self._queues)
+            leaving = set(self._leaving)
+        lost = [
+            queue
+            for ref, queue in owned.items()
+            if ref.topic not in self._topics or ref not in shares.get(ref.topic, (ref,))
+        ]
+        for queue in lost:
+            self._revoke(queue)
+        wanted = {ref for topic, share in shares.items() if topic in self._topics for ref in share}
+        wanted -= owned.keys() | leaving
+        taken = self.membership.take(wanted) if wanted else set()
+        begun = frozenset(ref for ref in sorted(taken) if self._begin(ref))
+        if begun:
+            self._hooks.tell(self._hooks.on_assign, begun)
+        if begun != wanted:
+            self._workers.later(LOCK_FAILED_MS if taken != wanted else UNBALANCED_MS, self.stir)
+
+    def _begin(self, ref: QueueRef, offset: int | None = None) -> bool:
+        """Own a queue whose lock we hold; False: it is given back, and tried again later."""
+        try:
+            begin = self.progress.begin(ref) if offset is None else offset
+        except MQStoreError as error:
+            if not isinstance(error, StoreClosedError):
+                self._handling.report(error)
+            self.membership.give([ref])
+            return False
+        queue = ProcessQueue(ref, begin, self._clock.monotonic_ms(), self._limits)
+        queue.paused = ref in self._paused_queues
+        with self._lock:
+            if self._halted:
+                return False
+            self._queues[ref] = queue
+        self._submit_pull(queue)
+        return True
+
+    def _revoke(self, queue: ProcessQueue) -> None:
+        with self._lock:
+            if self._queues.get(queue.queue) is not queue:
+                return
+            del self._queues[queue.queue]
+            self._leaving[queue.queue] = queue
+        queue.restart_at = None
+        self._close(queue)
+        if not queue.running:
+            self._gone(queue)
+        elif not self._service.ordered:
+            self._workers.later(REVOKE_MS, partial(self._gone, queue))
+
+    def _close(self, queue: ProcessQueue) -> None:
+        with queue.settling:
+            queue.closing = True
+        waiter = self._waits.pop(queue, None)
+        if waiter is not None:
+            self._broker.remove_waiter(waiter)
+
+    def _gone(self, queue: ProcessQueue) -> None:
+        """Timer thread: a queue that was closed is another's from here on."""
+        with self._lock:
+            if self._leaving.get(queue.queue) is not queue:
+                return
+            del self._leaving[queue.queue]
+        with queue.settling:
+            queue.dropped = True
+        queue.clear()
+        self.membership.give([queue.queue])
+        self._hooks.tell(self._hooks.on_revoke, frozenset((queue.queue,)))
+        self.stir()
+
+    def _ended(self, queue: ProcessQueue) -> None:
+        """Timer thread: nothing of a closed queue runs any more."""
+        self._gone(queue)
+        self._restart(queue)
+
+    def _renew(self) -> None:
+        if self._halted:
+            return
+        lost = self.membership.renew()
+        now_ms = self._clock.monotonic_ms()
+        with self._lock:
+            queues = list(self._queues.values())
+        for queue in queues:
+            if queue.queue in lost:
+                _log.warning("group %s lost the lock of %s/%d", self.group, *queue.queue)
+                with queue.settling:  # another may be at it already: our commits would take it back
+                    queue.closing = queue.dropped = True
+                self._revoke(queue)
+            else:
+                queue.last_lock_ms = now_ms
+        self._workers.later(RENEW_MS, self._renew)
+
+    def renew_soon(self) -> None:
+        """A worker found a lock that was not renewed in time."""
+        self._workers.later(0, self._renew_late)
+
+    def _renew_late(self) -> None:
+        now_ms = self._clock.monotonic_ms()
+        with self._lock:
+            late = any(queue.lock_expired(now_ms) for queue in self._queues.values())
+        if late:
+            lost = self.membership.renew()
+            with self._lock:
+                queues = list(self._queues.values())
+            for queue in queues:
+                if queue.queue in lost:
+                    with queue.settling:
+                        queue.closing = queue.dropped = True
+                    self._revoke(queue)
+                else:
+                    queue.last_lock_ms = now_ms
+
+    def _sweep(self) -> None:
+        """Every 20 s: what no event has told of."""
+        if self._halted:
+            return
+        now_ms = self._clock.monotonic_ms()
+        with self._lock:
+            silent = [
+                queue
+                for queue in self._queues.values()
+                if now_ms - queue.last_pull_ms > PULL_IDLE_MS
+                and not (queue.throttled or queue.parked or queue.paused or self._paused)
+            ]
+        for queue in silent:
+            _log.error("group %s: %s/%d was not pulled for two minutes; it is begun anew", self.group, *queue.queue)
+            self._revoke(queue)
+        self._rebalance()
+        self._workers.later(REBALANCE_MS, self._sweep)
+
+    # -- pulling ----------------------------------------------------------------------------------------------------
+
+    def _submit_pull(self, queue: ProcessQueue) -> None:
+        self._workers.submit(partial(self._pull, queue))
+
+    def _pull(self, queue: ProcessQueue, worker: Worker) -> None:
+        if queue.closing:
+            return
+        queue.last_pull_ms = self._clock.monotonic_ms()
+        with queue.settling:
+            if self._paused or queue.paused:
+                queue.parked = True  # whoever resumes it sees this, or we would have seen that
+                return
+        messages_max, bytes_max = queue.room()
+        if not messages_max:
+            self._full_times += 1
+            if self._full_times % 1_000 == 1:
+                _log.info("group %s: %s/%d is full: %s", self.group, *queue.queue, queue.info(queue.last_pull_ms))
+            if queue.begins_to_have_room():
+                self._submit_pull(queue)
+            return
+        offset, topic = queue.next_offset, queue.queue.topic
+        try:
+            result = self._broker.read(
+                topic,
+                queue.queue.queue_id,
+                offset,
+                messages_max,
+                max_bytes=min(bytes_max, FETCH_BYTES),
+                filter=self._filters.get(topic),
+                group=self.group,
+            )
+        except StoreClosedError:
+            return
+        except Exception as error:
+            self._pull_failed(queue, error)
+            return
+        self._take_in(worker, queue, offset, result, (self._clock.monotonic_ms() - queue.last_pull_ms))
+
+    def _pull_failed(self, queue: ProcessQueue, error: Exception) -> None:
+        if isinstance(error, TopicNotFoundError | NotPermittedError | ConfigError):
+            self.stir()  # it was deleted or altered: the share says so
+        held = self._limit((queue.queue, type(error)))
+        if held is not None:
+            _log.error("group %s: %s/%d cannot be read", self.group, *queue.queue, exc_info=error)
+        self._workers.later(PULL_FAILED_MS, partial(self._submit_pull, queue))
+
+    def _take_in(self, worker: Worker, queue: ProcessQueue, offset: int, result: ReadResult, took_ms: float) -> None:
+        status, next_offset = result.status, result.next_offset
+        if status == "FOUND":
+            self._handling.pulled(queue.queue.topic, len(result.messages), took_ms)
+            messages = self._hooks.receiving(result.messages) if self._hooks.on_receive else result.messages
+            idle = queue.put(messages, next_offset)
+            if next_offset >= result.max_offset:
+                self._wait(queue)
+            else:
+                self._submit_pull(queue)
+            if messages:
+                self._service.accept(worker, queue, messages, idle)
+            else:
+                self._step_over(queue)
+        elif status in ("NO_MATCHED_MESSAGE", "MESSAGE_WAS_REMOVING"):
+            queue.put((), next_offset)
+            self._step_over(queue)
+            self._submit_pull(queue)
+        elif status == "OFFSET_OVERFLOW_ONE" or (offset == 0 and status.startswith("NO_M")):
+            self._wait(queue)
+        else:
+            self._moved(queue, offset, result)
+
+    def _step_over(self, queue: ProcessQueue) -> None:
+        """A stretch of which nothing is for us still moves the position, once nothing before it waits."""
+        with queue.settling:
+            if not queue.dropped and not len(queue):
+                self._commit(queue, queue.position())
+
+    def _wait(self, queue: ProcessQueue) -> None:
+        """Pull again when there is a message."""
+        ref = queue.queue
+        try:
+            waiter = self._broker.add_waiter(
+                *ref,
+                queue.next_offset,
+                lambda worth: self._submit_pull(queue),
+                filter=self._filters.get(ref.topic),
+                timeout=HOLD_S,
+            )
+        except StoreClosedError:
+            return
+        except StoreBusyError:
+            self._workers.later(PULL_FAILED_MS, partial(self._submit_pull, queue))
+            return
+        self._waits[queue] = waiter
+        if queue.closing:  # `_close` may have looked before
+            self._waits.pop(queue, None)
+            self._broker.remove_waiter(waiter)
+
+    def _moved(self, queue: ProcessQueue, offset: int, result: ReadResult) -> None:
+        """What we asked for does not exist, or the group was reset: drop what we have, and begin anew (A5.5)."""
+        new = result.next_offset
+        if result.status != "OFFSET_RESET":
+            say = _log.error if offset > result.max_offset else _log.warning
+            say("group %s: %s/%d has no offset %d; it goes on at %d", self.group, *queue.queue, offset, new)
+        self._hooks.tell(self._hooks.on_offset_reset, queue.queue, offset, new)
+        self._begin_anew(queue, new)
+
+    def _begin_anew(self, queue: ProcessQueue, offset: int) -> None:
+        with queue.settling:
+            if queue.dropped:
+                return
+            queue.restart_at = offset
+            queue.closing = queue.dropped = True  # whoever ends late must not drag the new position
+            self._commit(queue, offset)
+        self._close(queue)
+        self._workers.later(0, partial(self._restart, queue))
+
+    def _restart(self, queue: ProcessQueue) -> None:
+        with self._lock:
+            if self._queues.get(queue.queue) is not queue or queue.restart_at is None:
+                return
+            if self._service.ordered and queue.running:  # `leave` comes back here
+                return
+            del self._queues[queue.queue]
+        queue.clear()
+        if not self._begin(queue.queue, queue.restart_at):
+            self.stir()
+
+    # -- for the services -------------------------------------------------------------------------------------------
+
+    def enter(self, queue: ProcessQueue) -> bool:
+        """A worker begins to work on a queue's messages; False: it must not."""
+        with queue.settling:
+            if queue.closing or self._halted:
+                return False
+            queue.running += 1
+            return True
+
+    def leave(self, queue: ProcessQueue) -> None:
+        """It does so no longer."""
+        with queue.settling:
+            queue.running -= 1
+            last = queue.closing and not queue.running
+        if last:
+            self._workers.later(0, partial(self._ended, queue))
+
+    def settle(self, queue: ProcessQueue, messages: Sequence[Message]) -> None:
+        """These are done with, in whatever order; commits what that makes the position."""
+        with queue.settling:
+            if queue.dropped:
+                return
+            offset = queue.remove(messages, self._clock.monotonic_ms())
+            if offset >= 0:
+                self._commit(queue, offset)
+        if queue.throttled and queue.begins_to_have_room():
+            self._submit_pull(queue)
+
+    def settle_taken(self, queue: ProcessQueue, messages: Sequence[Message] | None) -> bool:
+        """Orderly: these of the taken ones are done with, None: all; False if they count for nothing any more."""
+        now_ms = self._clock.monotonic_ms()
+        with queue.settling:
+            if queue.dropped:
+                return False
+            offset = queue.commit(now_ms) if messages is None else queue.finish(messages, now_ms)
+            if offset is not None:
+                self._commit(queue, offset)
+        if queue.throttled and queue.begins_to_have_room():
+            self._submit_pull(queue)
+        return True
+
+    def _commit(self, queue: ProcessQueue, offset: int) -> None:
+        if offset == queue.committed:
+            return
+        try:
+            self.progress.commit(queue.queue, offset)
+            queue.committed = offset
+        except MQStoreError as error:  # closing, or the topic has gone: the messages come again, as they may
+            if self._limit(("commit", queue.queue)) is not None:
+                _log.warning("group %s: %s/%d: offset %d not committed: %s", self.group, *queue.queue, offset, error)
+
+    def subscription_of(self, queue: ProcessQueue, message: Message) -> Subscription | None:
+        """Who handles a message; None: nobody any more."""
+        topic = queue.queue.topic
+        return self._subscriptions.get(message.topic if is_retry_topic(topic) else topic)
+
+    # -- by hand ----------------------------------------------------------------------------------------------------
+
+    def pause(self, queues: Sequence[QueueRef]) -> None:
+        """Pull nothing from these queues, which stay ours; none: from any. What is cached is still handled."""
+        if not queues:
+            self._paused = True
+        self._paused_queues.update(queues)
+        for queue in self._owned(queues):
+            queue.paused = True
+
+    def resume(self, queues: Sequence[QueueRef]) -> None:
+        """Go on with these; none: with all."""
+        if not queues:
+            self._paused = False
+            self._paused_queues.clear()
+            self.stir()
+        self._paused_queues.difference_update(queues)
+        for queue in self._owned(queues):
+            with queue.settling:
+                queue.paused = False
+                goes_on = queue.parked and not self._paused
+                queue.parked = queue.parked and not goes_on
+            if goes_on:
+                self._submit_pull(queue)
+
+    def _owned(self, queues: Sequence[QueueRef]) -> list[ProcessQueue]:
+        with self._lock:
+            refs = [QueueRef(*ref) for ref in queues] or list(self._queues)
+            return [self._queues[ref] for ref in refs if ref in self._queues]
+
+    def owned(self) -> frozenset[QueueRef]:
+        """The queues that are ours now."""
+        with self._lock:
+            return frozenset(self._queues)
+
+    def running(self) -> int:
+        """Workers that are in a queue now."""
+        with self._lock:
+            queues = [*self._queues.values(), *self._leaving.values()]
+        return sum(queue.running for queue in queues)
+
+    def seek(self, ref: QueueRef, to: int | str | datetime) -> None:
+        """Drop what is cached of a queue and go on elsewhere. ConfigError for a queue that is not ours,
+        OffsetOutOfRangeError for an offset that it does not have."""
+        owned = self._owned([ref])
+        if not owned:
+            raise ConfigError(f"queue {ref.queue_id} of {ref.topic!r} is not assigned to this consumer now")
+        offset = place(self._broker, ref, to)  # type: ignore[arg-type]
+        low, high = self._broker.min_offset(*ref), self._broker.max_offset(*ref)
+        if not low <= offset <= high:
+            raise OffsetOutOfRangeError(f"queue {ref.queue_id} of {ref.topic!r} has offsets {low}..{high}", low, high)
+        self._begin_anew(owned[0], offset)
+
+    def infos(self) -> list[tuple[QueueInfo, int | None]]:
+        """What is cached of each queue, and the committed offset."""
+        now_ms = self._clock.monotonic_ms()
+        return [(queue.info(now_ms), self.progress.committed(queue.queue)) for queue in self._owned(())]

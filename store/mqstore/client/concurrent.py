@@ -1,0 +1,286 @@
+"""Messages handled by many workers at once, in no order (client-semantics A6, A4.3).
+
+    pulled ---> chunk ---> worker, and others as many as are worth waking ---> handler
+                                 done      settled together, when the chunk ends or 10 ms have passed
+                                 failed    sent back, and settled; if that fails, again here after 5 s
+                                 hung      after `consume_timeout` sent back and settled; its end counts for nothing
+
+A chunk is what one pull brought. Several workers may be at it, each takes the next batch from its front. How many are
+invited depends on how long handlers took of late: waking a thread for what is done in less is a loss. A guess that was
+wrong is mended within 50 ms: then the rest of a chunk whose worker is held up is offered to the others.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+
+from mqstore.broker.broker import Broker
+from mqstore.broker.names import is_dlq_topic, is_retry_topic
+from mqstore.client.assignment import Assignment
+from mqstore.client.handling import Failure, Handling, as_sent
+from mqstore.client.interceptors import Settled
+from mqstore.client.processqueue import ProcessQueue
+from mqstore.client.workers import Worker, Workers
+from mqstore.errors import StoreClosedError
+from mqstore.log.message import Message
+
+__all__ = ["ConcurrentService"]
+
+_log = logging.getLogger("mqstore")
+
+SEND_BACK_AGAIN_MS = 5_000
+TICK_MS = 50
+IDLE_TICKS = 20
+"""Ticks without work after which there are none: an idle consumer wakes nobody."""
+TIMEOUT_LEVEL = 3
+"""Delay level of a message whose handler hangs: 10 s."""
+_SETTLE_S = 0.01
+_WORTH_MS = 1.0
+"""Handling that takes so long is worth another thread."""
+
+
+class _Chunk:
+    """Messages of one queue that were pulled together, in the order in which they are to be begun."""
+
+    __slots__ = ("done", "messages", "queue")
+
+    def __init__(self, queue: ProcessQueue, messages: Sequence[Message]) -> None:
+        self.queue = queue
+        self.messages = deque(messages)
+        self.done: deque[Message] = deque()
+        """Handled, and not settled yet."""
+
+
+class ConcurrentService:
+    """What a push consumer does with messages unless it is ordered."""
+
+    ordered = False
+
+    def __init__(
+        self,
+        broker: Broker,
+        group: str,
+        workers: Workers,
+        handling: Handling,
+        *,
+        batch_size: int,
+        consume_timeout_ms: int,
+        broadcasting: bool,
+    ) -> None:
+        self.assignment: Assignment
+        self._broker = broker
+        self._group = group
+        self._workers = workers
+        self._handling = handling
+        self._batch_size = batch_size
+        self._timeout_ms = consume_timeout_ms
+        self._broadcasting = broadcasting
+        self._clock = broker.store.clock
+        self._others = len(workers.all) - 1
+        self._pace_ms = _WORTH_MS
+        """How long a handler takes of late. The first call may take long."""
+        self._at: dict[Worker, _Chunk | None] = dict.fromkeys(workers.all)
+        """What each worker is at."""
+        self._calls_seen: dict[Worker, tuple[int, int]] = {}
+        """The call that a worker was in at the last tick, and when that was first seen."""
+        self._ticking = False
+        self._idle_ticks = 0
+
+    def accept(self, worker: Worker, queue: ProcessQueue, messages: Sequence[Message], idle: bool) -> None:
+        chunk = _Chunk(queue, messages)
+        batches = -(-len(messages) // self._batch_size)
+        self._invite(chunk, min(batches - 1, int(batches * self._pace_ms / _WORTH_MS)))
+        self._run(chunk, worker)
+
+    def _invite(self, chunk: _Chunk, number: int) -> None:
+        for _ in range(min(number, self._others)):
+            self._workers.submit(partial(self._run, chunk))
+
+    # -- a worker at a chunk ----------------------------------------------------------------------------------------
+
+    def _run(self, chunk: _Chunk, worker: Worker) -> None:
+        queue = chunk.queue
+        if not chunk.messages or not self.assignment.enter(queue):
+            return
+        self._at[worker] = chunk
+        worker.is_cancelled = lambda: queue.closing
+        if not self._ticking:
+            self._ticking = True
+            self._workers.later(TICK_MS, self._tick)
+        try:
+            self._handle(chunk, worker)
+        finally:
+            worker.is_cancelled = None
+            self._at[worker] = None
+            self._settle(chunk)
+            self.assignment.leave(queue)
+
+    def _handle(self, chunk: _Chunk, worker: Worker) -> None:
+        queue, handling, size = chunk.queue, self._handling, self._batch_size
+        retried = is_retry_topic(queue.queue.topic)
+        each = bool(handling.hooks.on_settle) or retried
+        subscription = self.assignment.subscription_of(queue, chunk.messages[0])
+        handled, took_ms = 0, 0.0
+        settled_at = time.perf_counter()
+        while not queue.closing and (batch := _next(chunk.messages, size)):
+            if retried:
+                batch = [as_sent(message) for message in batch]
+                subscription = self.assignment.subscription_of(queue, batch[0])
+            if subscription is None:
+                self._failed(queue, batch, Failure("retry", "nobody subscribes to its topic any more"), 0.0)
+                continue
+            failure, call_ms = handling.call(worker, subscription, batch)
+            if worker.lapsed == worker.calls:
+                _log.warning(
+                    "group %s: a handler ended after consume_timeout; its result does not count: %s/%d, offset %d",
+                    self._group,
+                    *batch[0].queue,
+                    batch[0].offset,
+                )
+            elif failure is not None:
+                self._failed(queue, batch, failure, call_ms)
+            else:
+                chunk.done.extend(batch)
+                if each:
+                    handling.settled(batch, "ack", call_ms)
+                else:
+                    handled += len(batch)
+                    took_ms += call_ms
+            now = time.perf_counter()
+            if call_ms > _SETTLE_S * 1000 or now - settled_at > _SETTLE_S:
+                self._settle(chunk)
+                settled_at = now
+            self._pace_ms += (call_ms - self._pace_ms) / 16
+        if handled:
+            handling.counted(queue.queue.topic, handled, took_ms)
+
+    def _settle(self, chunk: _Chunk) -> None:
+        done = _next(chunk.done, len(chunk.done))
+        if done:
+            self.assignment.settle(chunk.queue, done)
+
+    # -- what failed ------------------------------------------------------------------------------------------------
+
+    def _failed(self, queue: ProcessQueue, batch: Sequence[Message], failure: Failure, took_ms: float) -> None:
+        failed = batch if failure.failed is None else failure.failed
+        offsets = {message.offset for message in failed}
+        good = [message for message in batch if message.offset not in offsets]
+        if good:
+            self._handling.settled(good, "ack", took_ms)
+            self.assignment.settle(queue, good)
+        if queue.dropped:  # it comes again, to whoever has the queue now
+            return
+        for message in failed:
+            if self._broadcasting:
+                _log.warning(
+                    "group %s: %s/%d, offset %d failed and is passed over: broadcasting has no retries",
+                    self._group,
+                    *message.queue,
+                    message.offset,
+                )
+                self._end(queue, message, "dlq", took_ms)
+            else:
+                self._send_back(queue, message, failure, took_ms)
+
+    def _send_back(self, queue: ProcessQueue, message: Message, failure: Failure, took_ms: float) -> None:
+        if not queue.contains(message):  # its time was up, and it was sent back then
+            return
+        try:
+            receipt = self._broker.send_back(
+                self._group,
+                message.physical_offset,
+                delay_level=-1 if failure.kind == "reject" else 0,
+                delay=None if failure.kind == "reject" else failure.delay_s,
+                reason=failure.reason,
+            )
+        except StoreClosedError:
+            return
+        except Exception as error:
+            # It stays here, and holds the position: what cannot be sent back is not let go of.
+            self._handling.report(error, message)
+            chunk = _Chunk(queue, [message])
+            self._workers.later(SEND_BACK_AGAIN_MS, partial(self._workers.submit, partial(self._run, chunk)))
+            return
+        self._end(queue, message, "dlq" if is_dlq_topic(receipt.queue.topic) else "retry", took_ms)
+
+    def _end(self, queue: ProcessQueue, message: Message, outcome: Settled, took_ms: float) -> None:
+        self._handling.settled([message], outcome, took_ms)
+        self.assignment.settle(queue, [message])
+
+    # -- what takes long --------------------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        """Timer thread, while there is work: look after workers that are held up."""
+        now_ms = self._clock.monotonic_ms()
+        seen, self._calls_seen = self._calls_seen, {}
+        busy = False
+        for worker, chunk in self._at.items():
+            if chunk is None:
+                continue
+            busy = True
+            if not worker.messages:
+                continue
+            call, since_ms = seen.get(worker, (-1, now_ms))
+            if call != worker.calls:
+                since_ms = now_ms
+            elif call != worker.lapsed and now_ms - since_ms >= self._timeout_ms:
+                self._lapse(worker, chunk, call)
+            elif chunk.messages or chunk.done:  # held up for a tick
+                self._settle(chunk)
+                self._invite(chunk, len(chunk.messages))
+            self._calls_seen[worker] = (worker.calls, since_ms)
+        self._idle_ticks = 0 if busy else self._idle_ticks + 1
+        if self._idle_ticks >= IDLE_TICKS:
+            self._ticking = False
+            if not any(self._at.values()):  # else who came in between saw a tick that was to come
+                return
+            self._ticking = True
+        self._workers.later(TICK_MS, self._tick)
+
+    def _lapse(self, worker: Worker, chunk: _Chunk, call: int) -> None:
+        """A handler has had its messages for too long: they go back, whatever comes of it (A4.3)."""
+        messages = worker.messages
+        worker.lapsed = call
+        if worker.calls != call or not messages:  # it has just ended
+            return
+        stack = worker.stack()
+        for message in messages:
+            _log.error(
+                "group %s: %s/%d, offset %d has been in its handler for %g s; it is sent back. The handler is at\n%s",
+                self._group,
+                *message.queue,
+                message.offset,
+                self._timeout_ms / 1000,
+                stack,
+            )
+            self._handling.hooks.tell(self._handling.hooks.on_timeout, message, stack)
+            if self._broadcasting:
+                self._end(chunk.queue, message, "dlq", self._timeout_ms)
+                continue
+            if not chunk.queue.contains(message) or chunk.queue.dropped:
+                continue
+            try:
+                receipt = self._broker.send_back(
+                    self._group, message.physical_offset, delay_level=TIMEOUT_LEVEL, reason="its handler hung"
+                )
+            except Exception as error:
+                self._handling.report(error, message)  # it holds the position until the handler ends
+                worker.lapsed = -1
+                continue
+            outcome: Settled = "dlq" if is_dlq_topic(receipt.queue.topic) else "retry"
+            self._end(chunk.queue, message, outcome, self._timeout_ms)
+
+
+def _next(messages: deque[Message], number: int) -> list[Message]:
+    """Up to `number` from the front; others may be taking from it, too."""
+    taken: list[Message] = []
+    try:
+        while len(taken) < number:
+            taken.append(messages.popleft())
+    except IndexError:
+        pass
+    return taken

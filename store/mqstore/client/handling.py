@@ -1,0 +1,232 @@
+"""Calling a handler, and what its end means (client-semantics A6.3, A6.4, B.6).
+
+    returns                    None                     done
+    Retry(delay)               Failure("retry", delay)  again
+    Reject(reason)             Failure("reject")        to the dead letters
+    BatchFailure(failed)       Failure("retry", failed) those again, the rest is done
+    another Exception          Failure("retry")         again; logged with its traceback, and told to `on_error`
+    SystemExit, Ctrl-C         passes                   nothing is settled, the consumer stops
+
+Knows neither queues nor receipts: what becomes of a failure is the business of who called.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from mqstore.broker.statistics import Statistics
+from mqstore.client.interceptors import Interceptors, Settled
+from mqstore.client.outcome import BatchFailure, Reject, Retry
+from mqstore.client.workers import Worker
+from mqstore.clock import Clock
+from mqstore.layout.properties import RETRY_TOPIC
+from mqstore.log.message import Message
+
+__all__ = [
+    "CONSUME_FAILED",
+    "CONSUME_OK",
+    "CONSUME_US",
+    "PULL",
+    "PULL_US",
+    "Failure",
+    "Handling",
+    "LogLimit",
+    "OnError",
+    "Subscription",
+    "as_sent",
+]
+
+_log = logging.getLogger("mqstore")
+
+# RocketMQ's names for these are CONSUME_OK_TPS, CONSUME_FAILED_TPS, CONSUME_RT, PULL_TPS and PULL_RT (A10.2).
+CONSUME_OK: Final = "CONSUME_OK"
+CONSUME_FAILED: Final = "CONSUME_FAILED"
+CONSUME_US: Final = "CONSUME_US"
+"""Microseconds in handlers; the times it was added to are messages."""
+PULL: Final = "PULL"
+PULL_US: Final = "PULL_US"
+
+OnError = Callable[[BaseException, Message | None], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Subscription:
+    """What a consumer wants of a topic, and who gets it."""
+
+    topic: str
+    handler: Callable[..., object]
+    kind: Literal["TAG", "SQL92"] = "TAG"
+    expression: str = "*"
+    max_uncommitted: int | None = None
+    """Of an ordered consumer: the handler takes a transaction, and may leave so many messages open (A7.6)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A handler did not get done with these messages."""
+
+    kind: Literal["retry", "reject"]
+    reason: str
+    delay_s: float | None = None
+    failed: tuple[Message, ...] | None = None
+    """Of a batch; None: all."""
+
+
+class Resent(Message):
+    """A message that came back: it lies in a retry topic, and is shown under the topic it was sent to (A6.3)."""
+
+    __slots__ = ("_topic",)
+
+    def __init__(self, copy: Message, topic: str) -> None:
+        super().__init__(copy._stretch, copy._start, copy.offset, copy._body_end)
+        self._topic = topic
+
+    @property
+    def topic(self) -> str:
+        """Where it was sent to; `queue` is where this copy lies."""
+        return self._topic
+
+
+def as_sent(message: Message) -> Message:
+    """`message` as a handler is to see it: one from a retry topic under the topic it was first sent to."""
+    topic = message.stored_properties().get(RETRY_TOPIC)
+    return message if topic is None else Resent(message, topic)
+
+
+class LogLimit:
+    """Lets the first of many alike lines through, then one every so often (A14.8).
+
+    >>> limit = LogLimit(every_s=3600)
+    >>> limit("topic"), limit("topic"), limit("another")
+    (0, None, 0)
+    """
+
+    def __init__(self, every_s: float = 10.0) -> None:
+        self._every_s = every_s
+        self._said: dict[object, tuple[float, int]] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, what: object) -> int | None:
+        """How many lines about `what` were held back since the last; None: hold this one back, too."""
+        now = time.monotonic()
+        with self._lock:
+            last, held = self._said.get(what, (float("-inf"), 0))
+            if now - last < self._every_s:
+                self._said[what] = (last, held + 1)
+                return None
+            self._said[what] = (now, 0)
+            return held
+
+
+class Handling:
+    """A consumer's handlers, with everything that is to happen around each call."""
+
+    def __init__(
+        self,
+        group: str,
+        clock: Clock,
+        *,
+        batch: bool,
+        interceptors: Interceptors,
+        on_error: OnError | None = None,
+    ) -> None:
+        """`batch`: handlers take sequences of messages, else one."""
+        self.group = group
+        self.hooks = interceptors
+        self.statistics = Statistics(clock)
+        """By topic: the counters below."""
+        self._batch = batch
+        self._clock = clock
+        self._on_error = on_error
+        self._limit = LogLimit()
+
+    def call(
+        self, worker: Worker, subscription: Subscription, messages: Sequence[Message], *more: Any
+    ) -> tuple[Failure | None, float]:
+        """Hand `messages` (one, unless handlers take batches) to the handler on this thread: how it failed, None if it
+        did not, and how many milliseconds it took. SystemExit and KeyboardInterrupt pass."""
+        handler = subscription.handler
+        argument = messages if self._batch else messages[0]
+        worker.calls += 1
+        worker.since_ms = self._clock.monotonic_ms()
+        worker.messages = messages
+        begin = time.perf_counter()
+        failure: Failure | None = None
+        try:
+            if self.hooks.around_consume:
+                self.hooks.consuming(lambda: handler(argument, *more), messages)
+            else:
+                handler(argument, *more)
+        except Exception as error:
+            failure = self._failure(error, subscription, messages)
+        worker.messages = ()  # not for what passes: the consumer has to know which messages it stopped at
+        return failure, (time.perf_counter() - begin) * 1000
+
+    def _failure(self, error: Exception, subscription: Subscription, messages: Sequence[Message]) -> Failure:
+        if isinstance(error, Retry):
+            return Failure("retry", str(error), error.delay_s)
+        if isinstance(error, Reject):
+            return Failure("reject", error.reason or "rejected by its handler")
+        if isinstance(error, BatchFailure):
+            known = {(message.queue, message.offset) for message in messages}
+            failed = tuple(message for message in error.failed if (message.queue, message.offset) in known)
+            if len(failed) == len(error.failed):
+                return Failure("retry", str(error), failed=failed)
+            self.report(
+                ValueError("BatchFailure names messages that were not in the batch; all of it is taken for failed"),
+                messages[0],
+            )
+            return Failure("retry", str(error))
+        first = messages[0]
+        held = self._limit((subscription.topic, type(error)))
+        if held is not None:
+            _log.error(
+                "group %s: the handler of %s failed at %s/%d, offset %d, attempt %d%s",
+                self.group,
+                subscription.topic,
+                *first.queue,
+                first.offset,
+                first.attempt,
+                f" ({held} more like this were not logged)" if held else "",
+                exc_info=error,
+            )
+        self._tell(error, first)
+        return Failure("retry", f"{type(error).__name__}: {error}")
+
+    def report(self, error: BaseException, message: Message | None = None) -> None:
+        """Something that no caller can be told of: to the log and to `on_error`."""
+        _log.error("group %s: %s: %s", self.group, type(error).__name__, error)
+        self._tell(error, message)
+
+    def _tell(self, error: BaseException, message: Message | None) -> None:
+        if self._on_error is None:
+            return
+        try:
+            self._on_error(error, message)
+        except Exception:
+            _log.exception("group %s: on_error failed", self.group)
+
+    def settled(self, messages: Sequence[Message], outcome: Settled, took_ms: float) -> None:
+        """Count these messages of one topic, and tell the interceptors."""
+        name = CONSUME_OK if outcome == "ack" else CONSUME_FAILED
+        self._count(name, CONSUME_US, messages[0].topic, len(messages), took_ms)
+        if not self.hooks.on_settle:
+            return
+        for message in messages:
+            self.hooks.tell(self.hooks.on_settle, message, outcome, took_ms / 1000)
+
+    def counted(self, topic: str, ok: int, took_ms: float) -> None:
+        """Count so many messages that were handled well, when nobody wants to be told of each."""
+        self._count(CONSUME_OK, CONSUME_US, topic, ok, took_ms)
+
+    def pulled(self, topic: str, messages: int, took_ms: float) -> None:
+        """Count a pull that found messages."""
+        self._count(PULL, PULL_US, topic, messages, took_ms)
+
+    def _count(self, name: str, time_name: str, topic: str, messages: int, took_ms: float) -> None:
+        self.statistics.add_many(((name, topic, messages, 1), (time_name, topic, int(took_ms * 1000), messages)))

@@ -1,0 +1,299 @@
+"""One client's seat in a group: its registration, its share of the queues, its locks on them (client-semantics A2.7,
+A2.8, A3.2, A7.2).
+
+    join ──► share ──► take ──► read, commit ──► give ──► leave
+               ▲         │refused                  │
+               └─────────┴────── on_change ◄───────┘  of another member
+
+Every member of a clustering group, ordered or not, takes the engine lock of a queue before it looks where the group
+goes on there, and gives it back after it has committed. So a queue that changes hands goes on exactly where it was
+left: nothing is lost and nothing comes twice, unless its owner died or stayed away for longer than the lease.
+
+    on_change is called when      the group's members or subscriptions changed
+                                  a subscribed topic came, was altered or went
+                                  a queue that `take` was refused is free again
+
+Within a process nobody dies alone, but somebody may hang, or forget that he has a consumer. So a seat is a lease, too:
+`share` and `renew` keep it, and whoever finds one of a clustering group that has run out unregisters its client, so
+that the others get its queues. Who comes back takes his seat again, and finds out by `renew` what he has lost.
+
+Knows no offsets and reads nothing: who holds a queue, and when to look at the shares again, is the consumer's matter.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections.abc import Callable, Iterable
+
+from mqstore.broker.broker import Broker
+from mqstore.broker.members import Mode, Subscriptions
+from mqstore.client.allocation import Strategy
+from mqstore.errors import ConfigError, GroupInUseError
+from mqstore.log.commitlog import QueueRef
+
+__all__ = ["Membership", "check_client_id"]
+
+_log = logging.getLogger("mqstore")
+
+_CLIENT_ID = re.compile(r"[a-zA-Z0-9_.@#-]{1,120}")
+
+
+def check_client_id(client_id: object) -> str:
+    """`client_id`, if a client may go by it; it names a folder, too (A1.2). ConfigError says what the rule is."""
+    if not isinstance(client_id, str) or not _CLIENT_ID.fullmatch(client_id) or client_id in (".", ".."):
+        raise ConfigError(
+            f"client id {client_id!r:.150}: a client id is 1 to 120 of letters, digits, '_', '.', '@', '#', '-', "
+            f"and neither '.' nor '..'"
+        )
+    return client_id
+
+
+class Membership:
+    """A member of `group`, from `join` to `leave`. Thread-safe, except that its owner calls `join`, `take`, `give`,
+    `renew` and `leave` one at a time.
+
+    >>> import mqstore, tempfile
+    >>> from mqstore.client.allocation import avg
+    >>> with tempfile.TemporaryDirectory() as folder, Broker(mqstore.MessageStore(folder)) as broker:
+    ...     _ = broker.topics.create("orders", queues=2)
+    ...     _ = broker.groups.create("billing")
+    ...     seat = Membership(broker, "billing", "c1", Mode("queue"), avg, on_change=lambda: None)
+    ...     seat.join({"orders": ("TAG", "*")})
+    ...     sorted(seat.take(seat.share()["orders"]))
+    ...     seat.leave()
+    [QueueRef(topic='orders', queue_id=0), QueueRef(topic='orders', queue_id=1)]
+    """
+
+    def __init__(
+        self,
+        broker: Broker,
+        group: str,
+        client_id: str,
+        mode: Mode,
+        strategy: Strategy,
+        on_change: Callable[[], None],
+    ) -> None:
+        """`on_change` is called from any thread, and must be quick: it notes that there is something to look at.
+        ConfigError for a bad client id."""
+        self.group = group
+        self.client_id = check_client_id(client_id)
+        self._broker = broker
+        self._mode = mode
+        self._strategy = strategy
+        self._on_change = on_change
+        self._lock = threading.Lock()
+        self._joined = False
+        self._subscriptions: Subscriptions = {}
+        self._version: int | None = None
+        """Of our registration: another one means that another consumer goes by our client id."""
+        self._seats = f"@{group}"
+        """Leases on seats have groups and queues of their own in the table of locks, with names that no others have."""
+        self._seat = QueueRef(client_id, 0)
+        self._held: set[QueueRef] = set()
+        self._wanted: set[QueueRef] = set()
+        """Refused by `take`, and still in the share."""
+        self._complaints: set[str] = set()
+        """What was logged, and is not logged again until it is over."""
+
+    @property
+    def held(self) -> frozenset[QueueRef]:
+        """The queues that were taken, not given back, and not found lost by `renew`."""
+        with self._lock:
+            return frozenset(self._held)
+
+    # -- the seat ---------------------------------------------------------------------------------------------------
+
+    def join(self, subscriptions: Subscriptions) -> None:
+        """Become a member, or one with other subscriptions. Locks are kept.
+
+        Raises, and nothing has changed: GroupInUseError when the group is consumed in another mode, or another consumer
+        of this store goes by this client id; SubscriptionConflictError when the other members subscribe otherwise.
+        """
+        members = self._broker.members
+        self._clear_seats()  # whoever hangs is not to be agreed with
+        if not self._joined and self.client_id in members.members(self.group):
+            self._refuse_name()
+        changed = members.register(self.client_id, self.group, subscriptions, self._mode)
+        if not self._joined and not changed:  # another one came between
+            self._refuse_name()
+        self._version = self._registered()
+        with self._lock:
+            first, self._joined = not self._joined, True
+            self._subscriptions = dict(subscriptions)
+        if first:
+            members.on_change.append(self._members_changed)
+            self._broker.topics.on_change.append(self._topic_changed)
+            self._broker.locks.on_release.append(self._lock_released)
+        self._sit()
+        if first or changed:
+            self._on_change()  # what happened before we listened
+
+    def _refuse_name(self) -> None:
+        raise GroupInUseError(
+            f"group {self.group!r} has a member {self.client_id!r} already; close it first, or take another client_id"
+        )
+
+    def _registered(self) -> int | None:
+        """The version of what is registered under this client id."""
+        details = self._broker.members.details(self.group)
+        return next((member.version for member in details if member.client_id == self.client_id), None)
+
+    def leave(self) -> None:
+        """Give every lock back and be a member no longer. What was read must be committed before. Again is harmless."""
+        with self._lock:
+            if not self._joined:
+                return
+            self._joined = False
+        self._broker.members.on_change.remove(self._members_changed)
+        self._broker.topics.on_change.remove(self._topic_changed)
+        self._broker.locks.on_release.remove(self._lock_released)
+        # Locks first: those whose share grows by our leaving find them free.
+        with self._lock:
+            queues, self._held, self._wanted = self._held, set(), set()
+        if self._registered() not in (self._version, None):
+            return  # locks and registration are of another consumer with our client id, which has let us hang
+        self._broker.locks.unlock_batch(self.group, queues, self.client_id)
+        self._broker.locks.unlock_batch(self._seats, (self._seat,), self.client_id)
+        self._broker.members.unregister(self.client_id, self.group)
+
+    def _sit(self) -> None:
+        """Keep the seat; take it again if it was taken away. Raises as `join`."""
+        if self._mode.broadcasting or not self._joined:
+            return
+        version = self._registered()
+        if version is None:
+            self._broker.members.register(self.client_id, self.group, self._subscriptions, self._mode)
+            self._version = self._registered()
+        elif version != self._version:
+            self._refuse_name()
+        self._broker.locks.try_lock(self._seats, self._seat, self.client_id)
+
+    def _clear_seats(self) -> None:
+        """Unregister members whose leases on their seats have run out."""
+        if self._mode.broadcasting:
+            return
+        for lock in self._broker.locks.snapshot():
+            if lock.group == self._seats and lock.expired:
+                age_s = lock.age_ms / 1000
+                _log.warning(
+                    "%s of group %s was not heard of for %.0f s: it has no share", lock.client_id, self.group, age_s
+                )
+                self._broker.locks.unlock_batch(self._seats, (lock.queue,), lock.client_id)
+                self._broker.members.unregister(lock.client_id, self.group)
+
+    # -- the share --------------------------------------------------------------------------------------------------
+
+    def share(self) -> dict[str, frozenset[QueueRef]]:
+        """Of each subscribed topic the queues that are this member's by the strategy; broadcasting: all that can be
+        read. None of a topic that may not be read.
+
+        A topic that is not there (yet), or for which the strategy failed, is missing here: whoever has queues of it
+        keeps them. That is logged once. Raises as `join` when this member lost its seat and the others do not agree
+        with it any more.
+        """
+        self._sit()
+        self._clear_seats()
+        members = self._broker.members.members(self.group)
+        shares = {}
+        for topic in sorted(self._subscriptions):
+            mine = self._share_of(topic, members)
+            if mine is not None:
+                shares[topic] = mine
+        with self._lock:  # what is another's by now is wanted no longer
+            self._wanted = {queue for queue in self._wanted if queue in shares.get(queue.topic, (queue,))}
+        return shares
+
+    def _share_of(self, topic: str, members: list[str]) -> frozenset[QueueRef] | None:
+        config = self._broker.topics.get(topic)
+        if config is None:
+            self._complain(topic, "topic %r is not there; group %s waits for it", topic, self.group)
+            return None
+        if not config.readable:
+            self._complain(topic, "topic %r may not be read (perm %d); group %s waits", topic, config.perm, self.group)
+            return frozenset()
+        queues = [QueueRef(topic, i) for i in range(config.read_queues)]
+        if self._mode.broadcasting:
+            return self._fine(topic, queues)
+        if not queues:
+            return self._fine(topic, ())
+        if self.client_id not in members:
+            self._complain(topic, "%s is no member of group %s any more", self.client_id, self.group)
+            return frozenset()
+        try:
+            mine = list(self._strategy(self.client_id, tuple(queues), tuple(members)))
+            if not set(queues).issuperset(mine):
+                raise ConfigError(f"it gave {mine!r:.200}, of the queues 0..{len(queues) - 1} of topic {topic!r}")
+        except Exception:
+            if topic not in self._complaints:
+                _log.exception("group %s: the strategy failed for topic %r; shares stay as they are", self.group, topic)
+            self._complain(topic, "")
+            return None
+        return self._fine(topic, mine)
+
+    def _complain(self, topic: str, text: str, *arguments: object) -> None:
+        if topic not in self._complaints:
+            self._complaints.add(topic)
+            if text:
+                _log.warning(text, *arguments)
+
+    def _fine(self, topic: str, queues: Iterable[QueueRef]) -> frozenset[QueueRef]:
+        self._complaints.discard(topic)
+        return frozenset(queues)
+
+    # -- the locks --------------------------------------------------------------------------------------------------
+
+    def take(self, queues: Iterable[QueueRef]) -> set[QueueRef]:
+        """Lock `queues` (broadcasting: nothing to lock); those that are this member's now. `on_change` tells when one
+        of the others is free; of one whose owner died nobody tells, so ask again after a while."""
+        wanted = set(queues)
+        if self._mode.broadcasting:
+            got = wanted
+        else:
+            with self._lock:  # before asking: what is given back in between then counts as news
+                self._wanted |= wanted
+            got = self._broker.locks.try_lock_batch(self.group, wanted, self.client_id)
+        with self._lock:
+            self._wanted -= got
+            self._held |= got
+        return got
+
+    def give(self, queues: Iterable[QueueRef]) -> None:
+        """Give the locks of `queues` back, and want them no longer. What was read of them must be committed before."""
+        given = set(queues)
+        with self._lock:
+            self._held -= given
+            self._wanted -= given
+        if not self._mode.broadcasting:
+            self._broker.locks.unlock_batch(self.group, given, self.client_id)
+
+    def renew(self) -> set[QueueRef]:
+        """Renew the seat and the locks of all queues held; those that were lost to another. To be called every 20
+        seconds: after 60 others may take them. Raises as `share`."""
+        if self._mode.broadcasting:
+            return set()
+        self._sit()  # first: of another one with our client id the locks are not ours
+        held = self.held
+        lost = held - self._broker.locks.renew_batch(self.group, held, self.client_id)
+        with self._lock:
+            self._held -= lost
+        return set(lost)
+
+    # -- news -------------------------------------------------------------------------------------------------------
+
+    def _members_changed(self, group: str) -> None:
+        if group == self.group:
+            self._on_change()
+
+    def _topic_changed(self, topic: str) -> None:
+        if topic in self._subscriptions:
+            self._on_change()
+
+    def _lock_released(self, group: str) -> None:
+        if group != self.group:
+            return
+        with self._lock:
+            wanted = list(self._wanted)
+        if any(self._broker.locks.owner(group, queue) is None for queue in wanted):
+            self._on_change()

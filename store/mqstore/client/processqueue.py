@@ -1,0 +1,308 @@
+"""What a consumer holds of one queue: pulled, and not settled (client-semantics A4).
+
+    put(pulled) ---> waiting ---> remove(settled)                                concurrent: in any order
+                     waiting ---> take(n) ---> taken ---> commit()               orderly: one batch after the other
+                        ^                        |------> again(batch), rollback()
+                        +------------------------+
+
+    open ----> closing ---------------------> dropped
+               pulls nothing, starts          nothing that is still running counts
+               nothing; what runs counts
+
+The position is the offset of the first message that is not settled, or where the next pull begins: everything below it
+is done with, whatever finished first. Messages come in ascending order, and both maps keep it: an OrderedDict, since
+finding the first key of a plain one takes the longer the more were deleted before it.
+
+Knows nothing of threads but its lock, of brokers, or of handlers.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from mqstore.log.commitlog import QueueRef
+from mqstore.log.message import Message, stored_bytes
+
+__all__ = ["Limits", "ProcessQueue", "QueueInfo"]
+
+_PULL_MAX = 1_024
+"""Messages of one pull at most: a worker is at it for milliseconds."""
+_ROOM_MIN = 256
+"""Free places that end a pause, unless the half of all is less: pulls of a few messages cost as much as large ones."""
+LOCK_LIVES_MS = 30_000
+"""For how long a consumer trusts a lock that it has not renewed: half of what the engine grants."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much a consumer may hold of one queue (A5.2)."""
+
+    messages: int = 1_000
+    size: int = 100 << 20
+    """Bytes as stored."""
+    span: int | None = 2_000
+    """Between the first and the last offset; None: any."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueInfo:
+    """One queue of a consumer, for `stats` and logs."""
+
+    queue: QueueRef
+    messages: int
+    """Pulled and not settled, those in handlers included."""
+    size: int
+    """Their bytes."""
+    first: int | None
+    """Offset of the first of them."""
+    taken: int
+    """Of these: in a handler of an orderly consumer, or handled and not committed."""
+    next_offset: int
+    """Where the next pull begins."""
+    throttled: bool
+    """Whether it waits for room."""
+    idle_ms: int
+    """Since a message was settled last; with messages and a large number it is stuck."""
+
+
+class ProcessQueue:
+    """The cache of one queue. Thread-safe.
+
+    >>> from types import SimpleNamespace
+    >>> queue = ProcessQueue(QueueRef("orders", 0), 100, 0, size_of=lambda messages: len(messages))
+    >>> messages = [SimpleNamespace(offset=offset) for offset in range(100, 104)]
+    >>> queue.put(messages, 104)
+    True
+    >>> queue.remove(messages[1:2]), queue.remove(messages[:1]), queue.remove(messages[2:])
+    (100, 102, 104)
+    """
+
+    def __init__(
+        self,
+        queue: QueueRef,
+        next_offset: int,
+        now_ms: int,
+        limits: Limits = Limits(),
+        *,
+        size_of: Callable[[Sequence[Message]], int] = stored_bytes,
+    ) -> None:
+        """`next_offset`: where to begin. `now_ms`, here and below: of the monotonic clock. `size_of`: their bytes."""
+        self.queue = queue
+        self.next_offset = next_offset
+        self.settling = threading.Lock()
+        """Held while a position is worked out and committed: so they are committed in order, and none once dropped."""
+        self.closing = False
+        self.dropped = False
+        self.paused = False
+        self.parked = False
+        """A pull came while the queue was paused: who resumes it has to pull."""
+        self.throttled = False
+        """A pull found no room: who makes room has to pull."""
+        self.active = False
+        """Orderly: some worker is at it, or will be."""
+        self.restart_at: int | None = None
+        """Dropped, to be pulled anew from here once nothing of it runs."""
+        self.committed: int | None = None
+        """The position committed last."""
+        self.running = 0
+        """Workers that are at its messages now."""
+        self.last_pull_ms = self.last_settle_ms = self.last_lock_ms = now_ms
+        self._limits = limits
+        self._size_of = size_of
+        self._lock = threading.Lock()
+        self._waiting: OrderedDict[int, Message] = OrderedDict()
+        self._taken: OrderedDict[int, Message] = OrderedDict()
+        self._size = 0
+        self._highest = -1
+
+    def __len__(self) -> int:
+        """Messages pulled and not settled."""
+        return len(self._waiting) + len(self._taken)
+
+    @property
+    def size(self) -> int:
+        """Their bytes."""
+        return self._size
+
+    # -- coming in --------------------------------------------------------------------------------------------------
+
+    def room(self) -> tuple[int, int]:
+        """(messages, bytes) that may be pulled now; (0, 0) while it is full, and then `remove` and `commit` will say
+        when it no longer is."""
+        with self._lock:
+            limits = self._limits
+            messages, size = limits.messages - len(self), limits.size - self._size
+            if messages <= 0 or size <= 0 or (limits.span is not None and self._span() > limits.span):
+                self.throttled = True
+                return 0, 0
+            return min(messages, _PULL_MAX), size
+
+    def put(self, messages: Sequence[Message], next_offset: int) -> bool:
+        """Take in what was pulled, in ascending order, and where the next pull begins. Orderly: True if no worker is at
+        it, and one has to be found now."""
+        size = self._size_of(messages)
+        with self._lock:
+            waiting = self._waiting
+            for message in messages:
+                offset = message.offset
+                if offset in waiting:  # pulled twice: the bytes are the same
+                    size -= self._size_of((message,))
+                waiting[offset] = message
+            if messages:
+                self._highest = max(self._highest, messages[-1].offset)
+            self._size += size
+            self.next_offset = next_offset
+            found = bool(waiting) and not self.active
+            self.active = self.active or found
+            return found
+
+    # -- done, in any order -----------------------------------------------------------------------------------------
+
+    def remove(self, messages: Sequence[Message], now_ms: int | None = None) -> int:
+        """Settle `messages`; the position then, -1 if there was nothing to settle. Those that are not here any more
+        count for nothing."""
+        with self._lock:
+            waiting = self._waiting
+            if not waiting and not self._taken:
+                return -1
+            gone = [m for m in messages if waiting.pop(m.offset, None) is not None]
+            self._settled(gone, now_ms)
+            return self._position()
+
+    def contains(self, message: Message) -> bool:
+        """Whether it waits to be settled."""
+        return message.offset in self._waiting
+
+    # -- one batch after the other ----------------------------------------------------------------------------------
+
+    def take(self, number: int) -> list[Message]:
+        """The next messages, up to `number`; none: there are none, and no worker is at it any more."""
+        with self._lock:
+            batch: list[Message] = []
+            while self._waiting and len(batch) < number:
+                offset, message = self._waiting.popitem(last=False)
+                self._taken[offset] = message
+                batch.append(message)
+            if not batch:
+                self.active = False
+            return batch
+
+    def commit(self, now_ms: int | None = None) -> int | None:
+        """Settle all that was taken; the position then, None if nothing was."""
+        with self._lock:
+            if not self._taken:
+                return None
+            gone = list(self._taken.values())
+            self._taken.clear()
+            self._settled(gone, now_ms)
+            return self._position()
+
+    def finish(self, messages: Sequence[Message], now_ms: int | None = None) -> int:
+        """Settle some of what was taken; the position then."""
+        with self._lock:
+            gone = [m for m in messages if self._taken.pop(m.offset, None) is not None]
+            self._settled(gone, now_ms)
+            return self._position()
+
+    def again(self, messages: Sequence[Message]) -> None:
+        """Put these of what was taken back to the front, in order."""
+        with self._lock:
+            for offset in sorted((m.offset for m in messages if m.offset in self._taken), reverse=True):
+                self._waiting[offset] = self._taken.pop(offset)
+                self._waiting.move_to_end(offset, last=False)
+
+    def rollback(self) -> list[Message]:
+        """Put back all that was taken; which that was."""
+        taken = self.all_taken()
+        self.again(taken)
+        return taken
+
+    def all_taken(self) -> list[Message]:
+        """What is taken and not committed, in order."""
+        with self._lock:
+            return list(self._taken.values())
+
+    def is_taken(self, message: Message) -> bool:
+        """Whether a message is taken and not committed."""
+        return message.offset in self._taken
+
+    def claim(self) -> bool:
+        """Orderly: whether no worker was at it, which is the caller's now."""
+        with self._lock:
+            claimed = not self.active
+            self.active = True
+            return claimed
+
+    @property
+    def taken(self) -> int:
+        """How many are taken and not committed."""
+        return len(self._taken)
+
+    # -- where it stands --------------------------------------------------------------------------------------------
+
+    def position(self) -> int:
+        """Everything below this offset is settled."""
+        with self._lock:
+            return self._position()
+
+    def max_span(self) -> int:
+        """Between the first and the last message that waits."""
+        with self._lock:
+            return self._span()
+
+    def begins_to_have_room(self) -> bool:
+        """Whether a pull was refused for want of room, and there is enough now; says so once."""
+        with self._lock:
+            if not self.throttled:
+                return False
+            limits = self._limits
+            if limits.messages - len(self) < min(_ROOM_MIN, (limits.messages + 1) // 2):
+                return False
+            if self._size > limits.size * 3 // 4 or (limits.span is not None and self._span() > limits.span):
+                return False
+            self.throttled = False
+            return True
+
+    def lock_expired(self, now_ms: int) -> bool:
+        """Whether the engine's lock was renewed too long ago to be relied on."""
+        return now_ms - self.last_lock_ms > LOCK_LIVES_MS
+
+    def clear(self) -> None:
+        """Forget all messages."""
+        with self._lock:
+            self._waiting.clear()
+            self._taken.clear()
+            self._size = 0
+
+    def info(self, now_ms: int) -> QueueInfo:
+        with self._lock:
+            firsts = [next(iter(each)) for each in (self._taken, self._waiting) if each]
+            return QueueInfo(
+                queue=self.queue,
+                messages=len(self),
+                size=self._size,
+                first=min(firsts, default=None),
+                taken=len(self._taken),
+                next_offset=self.next_offset,
+                throttled=self.throttled,
+                idle_ms=now_ms - self.last_settle_ms,
+            )
+
+    # -- under the lock ---------------------------------------------------------------------------------------------
+
+    def _settled(self, gone: Sequence[Message], now_ms: int | None) -> None:
+        if gone:
+            self._size = self._size - self._size_of(gone) if len(self) else 0
+        if now_ms is not None:
+            self.last_settle_ms = now_ms
+
+    def _position(self) -> int:
+        firsts = [next(iter(each)) for each in (self._taken, self._waiting) if each]
+        return min(firsts) if firsts else max(self._highest + 1, self.next_offset)
+
+    def _span(self) -> int:
+        waiting = self._waiting
+        return next(reversed(waiting)) - next(iter(waiting)) if waiting else 0

@@ -1,0 +1,99 @@
+"""Where a consumer goes on, and who remembers it (client-semantics A2.5, A2.6, A11.1).
+
+    clustering      the group: one offset a queue, kept by the broker, on disk every `commit_interval` of the store
+    broadcasting    the client: a file of its own, `local_offsets/<client id>/<group>.json` in the store
+
+A commit goes to the broker's memory at once: in one process that costs no more than to remember it here, lags are true
+to the moment, and a kill loses what the broker had not written yet, not that and an interval more.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Literal, Protocol
+
+from mqstore.broker.broker import Broker
+from mqstore.client.localoffsets import LocalOffsets
+from mqstore.errors import ConfigError
+from mqstore.log.commitlog import QueueRef
+from mqstore.log.reader import to_ms
+
+__all__ = ["GroupProgress", "LocalProgress", "Progress", "Start", "place"]
+
+Start = Literal["earliest", "latest"] | datetime
+
+
+class Progress(Protocol):
+    """Positions of one consumer."""
+
+    def begin(self, queue: QueueRef) -> int:
+        """Where to go on in a queue, or to begin."""
+
+    def commit(self, queue: QueueRef, offset: int) -> None:
+        """Everything below `offset` is settled."""
+
+    def committed(self, queue: QueueRef) -> int | None:
+        """What was committed last."""
+
+    def save(self) -> None:
+        """Have it on disk when this returns."""
+
+
+class GroupProgress:
+    """The group's, of which this client is a member."""
+
+    def __init__(self, broker: Broker, group: str, client_id: str, start: Start) -> None:
+        self._broker = broker
+        self._group = group
+        self._client_id = client_id
+        self._start = start
+
+    def begin(self, queue: QueueRef) -> int:
+        return self._broker.start_of(self._group, *queue, self._start)
+
+    def commit(self, queue: QueueRef, offset: int) -> None:
+        self._broker.commit(self._group, *queue, offset, owner=self._client_id)
+
+    def committed(self, queue: QueueRef) -> int | None:
+        return self._broker.committed(self._group, *queue)
+
+    def save(self) -> None:
+        self._broker.save()
+
+
+class LocalProgress:
+    """A broadcasting client's own. Retention knows nothing of it."""
+
+    def __init__(self, broker: Broker, offsets: LocalOffsets, start: Start) -> None:
+        self._broker = broker
+        self._offsets = offsets
+        self._start = start
+
+    def begin(self, queue: QueueRef) -> int:
+        known = self._offsets.get(queue)
+        if known is None:
+            known = place(self._broker, queue, self._start)
+            self._offsets.update(queue, known)
+        return known
+
+    def commit(self, queue: QueueRef, offset: int) -> None:
+        self._offsets.update(queue, offset)
+
+    def committed(self, queue: QueueRef) -> int | None:
+        return self._offsets.get(queue)
+
+    def save(self) -> None:
+        self._offsets.persist()
+
+
+def place(broker: Broker, queue: QueueRef, to: int | Start) -> int:
+    """The offset that a word or a time names in a queue. ConfigError for anything else."""
+    if type(to) is int:
+        return to
+    if to == "earliest":
+        return broker.min_offset(*queue)
+    if to == "latest":
+        return broker.max_offset(*queue)
+    if isinstance(to, datetime):
+        return broker.offset_for_time(*queue, to_ms(to))
+    raise ConfigError(f"a place in a queue is an offset, 'earliest', 'latest' or an aware datetime, not {to!r}")

@@ -1,0 +1,541 @@
+"""A consumer that calls handlers (client-semantics A2, A10, B.6).
+
+    PushConsumer ---- Workers             threads and timers
+        |        ---- Handling            calls handlers, counts, tells interceptors
+        +- engine:    Assignment          mode "queue", with a ConcurrentService or an OrderlyService
+                      PopEngine           mode "pop": deliveries by receipt, no queue is anybody's
+
+    new ---- start ----> running ---- stop ----> stopped, for good
+
+`stop` starts nothing any more, lets the handlers that run end, and then returns what is left: queues with their
+positions on disk, or deliveries. What handlers do after its time is up counts for nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import os
+import signal
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from types import FrameType, TracebackType
+from typing import Any, Literal, Protocol
+
+from mqstore.broker.broker import Broker
+from mqstore.broker.groups import RetryPolicy
+from mqstore.broker.members import Mode
+from mqstore.broker.names import check_user_topic, retry_topic
+from mqstore.broker.statistics import Rate, StatisticsSnapshot
+from mqstore.client.allocation import Strategy, strategy_named
+from mqstore.client.assignment import Assignment
+from mqstore.client.concurrent import ConcurrentService
+from mqstore.client.handling import CONSUME_FAILED, CONSUME_OK, CONSUME_US, PULL, Handling, OnError, Subscription
+from mqstore.client.interceptors import Interceptor, Interceptors
+from mqstore.client.localoffsets import LocalOffsets
+from mqstore.client.membership import Membership, check_client_id
+from mqstore.client.orderly import BatchTx, OrderlyService
+from mqstore.client.processqueue import Limits, QueueInfo
+from mqstore.client.progress import GroupProgress, LocalProgress, Progress, Start
+from mqstore.client.workers import Workers
+from mqstore.errors import ConfigError, NotPermittedError, StoreClosedError
+from mqstore.log.commitlog import QueueRef
+from mqstore.log.message import Message
+from mqstore.options import Duration, seconds
+
+__all__ = ["ConsumerStats", "Engine", "Handler", "PushConsumer", "QueueStats", "TopicStats"]
+
+_log = logging.getLogger("mqstore")
+
+_SAMPLE_MS = 10_000
+
+Handler = (
+    Callable[[Message], object] | Callable[[Sequence[Message]], object] | Callable[[Sequence[Message], BatchTx], object]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TopicStats:
+    """What a consumer has done with a topic since it was started (A10.2)."""
+
+    ok: int
+    """Messages that were handled."""
+    failed: int
+    """Attempts that failed, timed out, or were rejected."""
+    ok_per_s: float
+    """Rates and averages are those of the last minute."""
+    failed_per_s: float
+    handler_ms: float
+    """Spent on a message."""
+    pulled: int
+    """Messages that came, handled or not."""
+    pulled_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class QueueStats:
+    """One queue that is assigned to a consumer."""
+
+    cached: QueueInfo
+    committed: int | None
+    max_offset: int
+
+    @property
+    def lag(self) -> int:
+        """Messages that are not settled, or not even pulled."""
+        return self.max_offset - (self.committed or 0)
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumerStats:
+    """A snapshot of one consumer."""
+
+    group: str
+    client_id: str
+    topics: Mapping[str, TopicStats]
+    queues: Mapping[QueueRef, QueueStats]
+    """Empty in mode "pop"."""
+    running: int
+    """Workers in a handler now."""
+
+
+class Engine(Protocol):
+    """Where messages come from and where their results go."""
+
+    def start(self, subscriptions: Mapping[str, Subscription]) -> None:
+        """Join the group; before the workers run. Raises GroupInUseError, SubscriptionConflictError."""
+
+    def subscribe(self, subscriptions: Mapping[str, Subscription]) -> None:
+        """While running: other topics or filters. The same errors, and then nothing has changed."""
+
+    def halt(self) -> None:
+        """Start no handler any more."""
+
+    def close(self) -> None:
+        """After `halt`: return what is not settled, have progress on disk, leave the group."""
+
+    def pause(self, queues: Sequence[QueueRef]) -> None: ...
+
+    def resume(self, queues: Sequence[QueueRef]) -> None: ...
+
+    def owned(self) -> frozenset[QueueRef]: ...
+
+    def running(self) -> int: ...
+
+    def seek(self, ref: QueueRef, to: int | str | datetime) -> None: ...
+
+    def infos(self) -> list[tuple[QueueInfo, int | None]]: ...
+
+
+class PushConsumer(AbstractContextManager["PushConsumer"]):
+    """Calls handlers on threads of its own; `with` starts and stops it. Made by `Store.push_consumer`.
+
+        workers            threads that run handlers; None: a few more than there are processors
+        ordered            one message of a queue at a time, in order; queues side by side. A failed message holds back
+                           its queue
+        mode               "queue": each queue is one member's, progress is an offset. "pop": any member takes any
+                           message, each is acknowledged by itself, and a slow one holds nothing up
+        model              "clustering": the members share the messages. "broadcasting": each has all of them, with
+                           progress of its own under `client_id`; what fails is passed over
+        start              where a new group begins: "earliest", "latest", an aware datetime
+        batch_size         more than 1: handlers take a sequence of up to so many messages of one topic
+        prefetch           messages of a queue held here at most (mode "pop": of all); `prefetch_bytes` likewise
+        max_span           a message that is not done lets others get ahead so many offsets at most
+        retry              when failed messages come again, and after how many attempts they are dead letters; None: as
+                           the group has it
+        consume_timeout    seconds after which a handler is given up: its messages come again. Ordered: it is only told
+        suspend            ordered: for how long a failure holds its queue up, 0.01 to 30 s; None: as the retry policy
+                           says if the group has its own, else 1 s
+        time_slice         ordered: seconds after which a queue lets others have the thread
+        strategy           who has which queues: "avg", "circle", "consistent_hash" or a function
+        on_error           told (exception, message) of what handlers raise, and of what goes wrong behind the scenes
+
+    A handler that returns is done with its message, whatever it returns. It raises `Retry(delay)`, `Reject(reason)`, of
+    a batch `BatchFailure(failed)`; any other exception is logged, and the message comes again.
+
+    >>> import mqstore, tempfile, threading
+    >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
+    ...     done = threading.Event()
+    ...     consumer = PushConsumer(store.broker, "billing", workers=1)
+    ...     @consumer.subscribe("orders")
+    ...     def handle(message):
+    ...         print(message.text())
+    ...         done.set()
+    ...     with consumer:
+    ...         _ = store.put("orders", b"hello")
+    ...         _ = done.wait(10)
+    hello
+    """
+
+    def __init__(
+        self,
+        broker: Broker,
+        group: str,
+        *,
+        workers: int | None = None,
+        ordered: bool = False,
+        mode: Literal["queue", "pop"] = "queue",
+        model: Literal["clustering", "broadcasting"] = "clustering",
+        client_id: str | None = None,
+        start: Start = "earliest",
+        batch_size: int = 1,
+        prefetch: int = 1000,
+        prefetch_bytes: int = 100 << 20,
+        max_span: int = 2000,
+        retry: RetryPolicy | None = None,
+        consume_timeout: Duration = 900,
+        suspend: Duration | None = None,
+        time_slice: Duration = 60,
+        strategy: str | Strategy = "avg",
+        interceptors: Sequence[Interceptor] = (),
+        on_error: OnError | None = None,
+    ) -> None:
+        broadcasting = _one_of("model", model, ("clustering", "broadcasting")) == "broadcasting"
+        pops = _one_of("mode", mode, ("queue", "pop")) == "pop"
+        if broadcasting and client_id is None:
+            raise ConfigError("a broadcasting consumer keeps its progress under its client_id: give one that stays")
+        if broadcasting and pops:
+            raise ConfigError("mode='pop' shares messages out; broadcasting takes mode='queue'")
+        number = min(32, (os.cpu_count() or 1) + 4) if workers is None else _count("workers", workers, 1_000)
+        self.group = group
+        self.client_id = f"{os.getpid()}-{uuid.uuid4().hex[:8]}" if client_id is None else check_client_id(client_id)
+        """By which the group knows this consumer."""
+        self._broker = broker
+        self._ordered = ordered
+        self._broadcasting = broadcasting
+        self._prefetch = _count("prefetch", prefetch, 65_535)
+        self._batch_size = _count("batch_size", batch_size, 1_024)
+        limits = Limits(
+            messages=self._prefetch,
+            size=_count("prefetch_bytes", prefetch_bytes, 1 << 40),
+            span=None if ordered else _count("max_span", max_span, 65_535),
+        )
+        timeout_ms = _milliseconds("consume_timeout", consume_timeout, 0.1, 7 * 86_400)
+        self._subscriptions: dict[str, Subscription] = {}
+        self._state: Literal["new", "running", "stopping", "stopped"] = "new"
+        self._lock = threading.RLock()
+        """Of the state and the subscriptions."""
+        self._stopped = threading.Event()
+        self._wish_to_stop = threading.Event()
+        self._all_ended = False
+        clock = broker.store.clock
+        self._workers = Workers(f"mqstore-{group}", clock, number, threads=broker.store.config.clock is None)
+        self._workers.on_exit = self._exited
+        self._handling = Handling(
+            group, clock, batch=batch_size > 1, interceptors=Interceptors(interceptors), on_error=on_error
+        )
+        self._prepare_group(retry)
+        service: ConcurrentService | OrderlyService
+        parts = (broker, group, self._workers, self._handling)
+        self._engine: Engine
+        if pops:
+            self._engine = self._pop_engine(start, limits, timeout_ms)
+            return
+        if ordered:
+            service = OrderlyService(
+                *parts,
+                batch_size=self._batch_size,
+                consume_timeout_ms=timeout_ms,
+                suspend_ms=None if suspend is None else _milliseconds("suspend", suspend, 0.01, 30),
+                time_slice_ms=_milliseconds("time_slice", time_slice, 0.001, 86_400),
+                broadcasting=broadcasting,
+            )
+        else:
+            service = ConcurrentService(
+                *parts, batch_size=self._batch_size, consume_timeout_ms=timeout_ms, broadcasting=broadcasting
+            )
+        chosen = strategy_named(strategy)
+        mode_ = Mode("queue", ordered, broadcasting)
+        service.assignment = engine = Assignment(
+            broker,
+            group,
+            membership=Membership(broker, group, self.client_id, mode_, chosen, lambda: engine.stir()),
+            progress=self._progress(start),
+            workers=self._workers,
+            handling=self._handling,
+            service=service,
+            limits=limits,
+            retries=None if broadcasting else retry_topic(group),
+        )
+        self._engine = engine
+
+    def _progress(self, start: Start) -> Progress:
+        store = self._broker.store
+        if not self._broadcasting:
+            return GroupProgress(self._broker, self.group, self.client_id, start)
+        offsets = LocalOffsets(
+            store.path / "local_offsets",
+            self.client_id,
+            self.group,
+            fs=store.fs,
+            clock=store.clock,
+            file_mode=store.config.file_mode,
+            flush=store.flush,
+        )
+        return LocalProgress(self._broker, offsets, start)
+
+    def _pop_engine(self, start: Start, limits: Limits, timeout_ms: int) -> Engine:
+        raise NotImplementedError
+
+    def _prepare_group(self, retry: RetryPolicy | None) -> None:
+        """Enter the group, unless it is there and another kind of group."""
+        groups = self._broker.groups
+        known = groups.get(self.group) or groups.create(self.group, orderly=self._ordered)
+        if self._broadcasting and not known.consume_broadcast_enable:
+            raise NotPermittedError(f"group {self.group!r} may not broadcast; alter it: consume_broadcast_enable=True")
+        if known.orderly and not self._ordered and not self._broadcasting:
+            raise ConfigError(
+                f"group {self.group!r} consumes in order: give ordered=True, use another group, or alter it: "
+                f"broker.groups.alter({self.group!r}, orderly=False)"
+            )
+        if self._ordered and not known.orderly:  # stricter than it was, and then its topics keep their queues
+            groups.alter(self.group, orderly=True)
+        if retry is not None:
+            groups.alter(self.group, retry_policy=retry)
+
+    # -- what is handled --------------------------------------------------------------------------------------------
+
+    def subscribe(
+        self,
+        topic: str,
+        handler: Handler | None = None,
+        *,
+        tags: str = "*",
+        sql: str | None = None,
+        max_uncommitted: int | None = None,
+    ) -> Any:
+        """Have `handler` called with the messages of a topic; without one: a decorator. A second time for the same
+        topic puts the new handler and filter in place of the old, while running, too; what is cached is not filtered
+        again.
+
+        `tags`: "paid || refunded"; `sql`: an SQL92 expression over properties. What they refuse the whole group passes
+        over. `max_uncommitted` (ordered): the handler takes (messages, tx) and says itself when they are done, leaving
+        at most so many open (`BatchTx`).
+
+        Raises InvalidMessageError, FilterError, ConfigError; while running SubscriptionConflictError if other members
+        subscribe otherwise: then nothing has changed.
+        """
+        if handler is None:
+            return partial(self._subscribe_here, topic, tags=tags, sql=sql, max_uncommitted=max_uncommitted)
+        return self._subscribe_here(topic, handler, tags=tags, sql=sql, max_uncommitted=max_uncommitted)
+
+    def _subscribe_here(
+        self, topic: str, handler: Handler, /, *, tags: str, sql: str | None, max_uncommitted: int | None
+    ) -> Handler:
+        if not callable(handler):
+            raise ConfigError(f"a handler is something to call, not {handler!r:.100}")
+        if inspect.iscoroutinefunction(handler):
+            raise ConfigError(f"{handler!r:.100} is a coroutine function; those are for mqstore.aio")
+        if self._broker.topics.get(topic) is None:
+            check_user_topic(topic)
+        if sql is not None and tags != "*":
+            raise ConfigError(f"topic {topic!r}: give tags or sql, not both")
+        if max_uncommitted is not None:
+            if not self._ordered:
+                raise ConfigError("max_uncommitted is for ordered consumers: others settle each message by itself")
+            if not self._batch_size <= _count("max_uncommitted", max_uncommitted, 65_535) < self._prefetch:
+                raise ConfigError(
+                    f"max_uncommitted={max_uncommitted} does not lie in {self._batch_size} (batch_size) to "
+                    f"{self._prefetch - 1} (below prefetch): nothing more would come while so many are open"
+                )
+        kind: Literal["TAG", "SQL92"] = "TAG" if sql is None else "SQL92"
+        expression = tags if sql is None else sql
+        self._broker.filter(expression, kind)
+        wanted = Subscription(topic, handler, kind, expression, max_uncommitted)
+        with self._lock:
+            self._change({**self._subscriptions, topic: wanted})
+        return handler
+
+    def unsubscribe(self, topic: str) -> None:
+        """Handle a topic no longer; its queues are given back as if another member took them."""
+        with self._lock:
+            self._change({name: each for name, each in self._subscriptions.items() if name != topic})
+
+    def _change(self, wanted: dict[str, Subscription]) -> None:
+        self._check_usable()
+        if self._state == "running":
+            self._engine.subscribe(wanted)
+        self._subscriptions = wanted
+
+    # -- running ----------------------------------------------------------------------------------------------------
+
+    def start(self) -> PushConsumer:
+        """Begin. ConfigError without subscriptions or if it was started before; GroupInUseError,
+        SubscriptionConflictError if the group's other members consume otherwise."""
+        with self._lock:
+            self._check_usable()
+            if self._state == "running":
+                raise ConfigError("the consumer is running already")
+            if not self._subscriptions:
+                raise ConfigError("the consumer handles nothing: subscribe to a topic first")
+            try:
+                self._engine.start(self._subscriptions)
+            except BaseException:
+                self._state = "stopped"
+                self._engine.halt()
+                self._engine.close()
+                self._stopped.set()
+                raise
+            self._state = "running"
+            self._sample()
+            self._workers.start()
+        return self
+
+    def _sample(self) -> None:
+        self._handling.statistics.run_once(0)
+        self._workers.later(_SAMPLE_MS, self._sample)
+
+    def _check_usable(self) -> None:
+        if self._state in ("stopping", "stopped"):
+            raise StoreClosedError(f"this consumer of group {self.group!r} was stopped; make a new one")
+
+    def run_once(self) -> int | None:
+        """For who owns the clock of the store: do what is due and handle what has come, on this thread; when to come
+        again (monotonic ms). `Broker.run_once` comes first."""
+        return self._workers.run_once()
+
+    def stop(self, timeout: Duration = 30) -> bool:
+        """Start no handler any more, wait up to `timeout` seconds for those that run, give everything back. True: all
+        of them have ended, progress is on disk, no thread is left. Again is harmless. From a handler it does not wait
+        for that handler."""
+        timeout_s = seconds(timeout, "timeout")
+        with self._lock:
+            state = self._state
+            self._state = "stopped" if state in ("new", "stopped") else "stopping"
+        if state != "running":
+            if state == "stopping":
+                self._stopped.wait(min(timeout_s, threading.TIMEOUT_MAX))
+            self._wish_to_stop.set()
+            return self._all_ended or state == "new"
+        try:
+            self._engine.halt()
+            ended = self._workers.stop(timeout_s)
+            if not ended:
+                _log.error(
+                    "group %s: handlers still run after %g s; what they do counts for nothing", self.group, timeout_s
+                )
+            self._all_ended = ended
+            self._engine.close()
+        finally:
+            with self._lock:
+                self._state = "stopped"
+            self._stopped.set()
+            self._wish_to_stop.set()
+        return ended
+
+    def run(self, stop_timeout: Duration = 30) -> bool:
+        """Start, wait for SIGINT or SIGTERM (in the main thread; else for a `stop` from elsewhere), stop; what `stop`
+        says. A second signal does what it did before."""
+        restore: list[Callable[[], object]] = []
+
+        def wish(number: int, frame: FrameType | None) -> None:
+            for each in restore:
+                each()
+            self._wish_to_stop.set()
+
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                before = signal.signal(number, wish)
+                restore.append(partial(signal.signal, number, before))
+        try:
+            self.start()
+            while not self._wish_to_stop.wait(1.0):
+                pass
+        finally:
+            for each in restore:
+                each()
+            ended = self.stop(stop_timeout)
+        return ended
+
+    def _exited(self, error: BaseException) -> None:
+        """A handler raised SystemExit or KeyboardInterrupt: its messages are not settled, and that is the end."""
+        _log.error("group %s: a handler raised %r: the consumer stops", self.group, error)
+        threading.Thread(target=self.stop, name=f"mqstore-{self.group}-stop", daemon=True).start()
+
+    def __enter__(self) -> PushConsumer:
+        if self._state == "new" and self._subscriptions:
+            self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    # -- by hand ----------------------------------------------------------------------------------------------------
+
+    def pause(self, *queues: QueueRef) -> None:
+        """Fetch nothing more from these queues, which stay assigned; without any: from none. What is here already is
+        still handled."""
+        self._engine.pause(queues)
+
+    def resume(self, *queues: QueueRef) -> None:
+        """Go on with these queues; without any: with all."""
+        self._engine.resume(queues)
+
+    def assignment(self) -> frozenset[QueueRef]:
+        """The queues that are handled here now; empty in mode "pop"."""
+        return self._engine.owned()
+
+    def seek(self, queue: QueueRef, to: int | Start) -> None:
+        """Go on at another offset of an assigned queue: what is cached is dropped, and commits with it. ConfigError for
+        a queue that is not assigned, OffsetOutOfRangeError."""
+        self._engine.seek(queue, to)
+
+    def stats(self) -> ConsumerStats:
+        """A snapshot."""
+        counted = self._handling.statistics.snapshot()
+        names = sorted({topic for _, topic in counted.totals})
+        return ConsumerStats(
+            group=self.group,
+            client_id=self.client_id,
+            topics={name: _topic_stats(counted, name) for name in names},
+            queues={
+                info.queue: QueueStats(info, committed, self._broker.max_offset(*info.queue))
+                for info, committed in self._engine.infos()
+            },
+            running=self._engine.running(),
+        )
+
+    def __repr__(self) -> str:
+        return f"<PushConsumer {self.client_id} of group {self.group!r}, {self._state}>"
+
+
+def _topic_stats(counted: StatisticsSnapshot, topic: str) -> TopicStats:
+    minute = counted.minute
+    none = Rate(0, 0, 0)
+    took = minute.get((CONSUME_US, topic), none)
+    return TopicStats(
+        ok=counted.total(CONSUME_OK, topic),
+        failed=counted.total(CONSUME_FAILED, topic),
+        ok_per_s=minute.get((CONSUME_OK, topic), none).tps,
+        failed_per_s=minute.get((CONSUME_FAILED, topic), none).tps,
+        handler_ms=took.average / 1000,
+        pulled=counted.total(PULL, topic),
+        pulled_per_s=minute.get((PULL, topic), none).tps,
+    )
+
+
+def _one_of(name: str, value: str, choices: Iterable[str]) -> str:
+    if value not in choices:
+        raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(map(repr, choices))}")
+    return value
+
+
+def _count(name: str, value: int, most: int) -> int:
+    if type(value) is not int or not 1 <= value <= most:
+        raise ConfigError(f"{name} is {value!r}; give a number from 1 to {most}")
+    return value
+
+
+def _milliseconds(name: str, value: Duration, least_s: float, most_s: float) -> int:
+    wanted = seconds(value, name)
+    if not least_s <= wanted <= most_s or math.isinf(wanted):
+        raise ConfigError(f"{name} is {value!r}; give {least_s:g} to {most_s:g} seconds")
+    return round(wanted * 1000)
