@@ -36,6 +36,7 @@ MODULES = (
     "test_pop",
     "test_delay",
     "test_queue",
+    "test_push",
 )
 WARM_UP_MESSAGES = 1000
 
@@ -159,7 +160,17 @@ def render(question: Question, rows: Sequence[dict[str, Any]]) -> Table:
 def circumstances(rounds: int, quick: bool) -> dict[str, Any]:
     """Where and how the figures came about."""
     packages = {}
-    for name in ("mqstore", "numpy", "crc32c", "lmdb", "queuelib", "persist-queue", "litequeue"):
+    for name in (
+        "mqstore",
+        "numpy",
+        "crc32c",
+        "lmdb",
+        "queuelib",
+        "persist-queue",
+        "litequeue",
+        "localqueue",
+        "diskcache",
+    ):
         try:
             packages[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

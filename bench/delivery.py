@@ -6,6 +6,7 @@ loses neither. The peers keep as much: SQLite commits each get and each ack.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import partial
@@ -120,6 +121,37 @@ def queue_get(directory: Path, load: Load) -> Iterator[Work]:
         yield work
 
 
+@contextmanager
+def push(directory: Path, load: Load, *, ordered: bool) -> Iterator[Work]:
+    """A push consumer that finds a backlog, with a handler that only looks at the body."""
+    with mqstore.open(directory / "store") as store:
+        _fill(store.broker, load)
+        done = threading.Event()
+        taken = taken_bytes = 0
+
+        def handle(message: mqstore.Message) -> None:
+            nonlocal taken, taken_bytes
+            taken += 1
+            taken_bytes += len(message.body)
+            if taken == load.messages:
+                done.set()
+
+        # One worker: what is counted here needs no lock, and empty handlers have no use for more.
+        consumer = store.push_consumer("bench", workers=1, ordered=ordered)
+        consumer.subscribe(load.topic, handle)
+
+        def work() -> int:
+            consumer.start()
+            assert done.wait(300)
+            return taken
+
+        yield work
+        consumer.stop()
+        assert (taken, taken_bytes) == (load.messages, load.messages * load.body_bytes)
+
+
+PUSH = Side("mqstore push consumer", partial(push, ordered=False))
+PUSH_ORDERED = Side("mqstore push consumer, ordered", partial(push, ordered=True))
 QUEUE_PUT = Side("mqstore Queue", queue_put)
 QUEUE_GET = Side("mqstore Queue", queue_get)
 POP_ONE = Side("mqstore", partial(pop_and_ack, batch=1))

@@ -7,6 +7,8 @@ LMDB            nosync, writemap, ascending 8-byte keys (append=True), 1000 a tr
 persist-queue   Queue.put: pickles to a file and rewrites its info file each time
 SQLiteAckQueue  persist-queue's: put, then get and ack of each, a transaction either
 litequeue       LiteQueue.pop and done of each, a transaction either
+localqueue      SimpleQueue.get and ack of each, in its relaxed mode, which does not wait for the disk either
+diskcache       Deque.append, then popleft of each: nothing to acknowledge, so what a crash finds popped is lost
 O_DSYNC         pwrite of as many bytes as a record has, one after the other, into blocks that were written before
                 (no allocation, no journal): what the disk grants a synchronous log at best
 crc32c          the checksum alone over a mapped log that is in the page cache: in one sweep a segment, and one call
@@ -26,7 +28,9 @@ from pathlib import Path
 
 import lmdb
 from crc32c import crc32c
+from diskcache import Deque
 from litequeue import LiteQueue
+from localqueue import DurabilityMode, SimpleQueue
 from persistqueue import Queue as PersistQueue
 from persistqueue import SQLiteAckQueue
 from queuelib import FifoDiskQueue
@@ -123,6 +127,50 @@ def litequeue_done(directory: Path, load: Load) -> Iterator[Work]:
                 message = queue.pop()
                 assert len(message.data) == load.body_bytes
                 queue.done(message.message_id)
+            return len(bodies)
+
+        yield work
+
+
+class _Bytes:
+    """A serializer for localqueue, whose own knows JSON alone."""
+
+    def dumps(self, item: bytes) -> bytes:
+        return item
+
+    def loads(self, data: bytes) -> bytes:
+        return data
+
+
+@contextmanager
+def localqueue_ack(directory: Path, load: Load) -> Iterator[Work]:
+    bodies = load.bodies(_ACK_QUEUE_SHARE)
+    path = str(directory / "localqueue.db")
+    with closing(SimpleQueue(path, serializer=_Bytes(), durability=DurabilityMode.RELAXED)) as queue:
+        for body in bodies:
+            queue.put(body)
+
+        def work() -> int:
+            for _ in bodies:
+                job = queue.get(block=False)
+                assert len(job.data) == load.body_bytes
+                queue.ack(job)
+            return len(bodies)
+
+        yield work
+
+
+@contextmanager
+def diskcache_popleft(directory: Path, load: Load) -> Iterator[Work]:
+    bodies = load.bodies(_ACK_QUEUE_SHARE)
+    deque = Deque(directory=str(directory / "diskcache"))
+    with closing(deque.cache):
+        for body in bodies:
+            deque.append(body)
+
+        def work() -> int:
+            for _ in bodies:
+                assert len(deque.popleft()) == load.body_bytes
             return len(bodies)
 
         yield work
@@ -261,8 +309,22 @@ LMDB_PUTMULTI = Side("LMDB putmulti, 1000 a transaction", lmdb_putmulti)
 LMDB_CURSOR = Side("LMDB cursor", lmdb_cursor)
 SQLITE_ACK_QUEUE = Side("persist-queue SQLiteAckQueue", persist_queue_ack)
 LITEQUEUE = Side("litequeue", litequeue_done)
+LOCALQUEUE = Side("localqueue", localqueue_ack)
+DISKCACHE_DEQUE = Side("diskcache Deque", diskcache_popleft)
 DSYNC = Side("bare pwrite O_DSYNC", dsync_pwrite)
-PEERS = (QUEUELIB, SQLITE, PERSIST_QUEUE, LMDB_PUT, LMDB_PUTMULTI, LMDB_CURSOR, SQLITE_ACK_QUEUE, LITEQUEUE, DSYNC)
+PEERS = (
+    QUEUELIB,
+    SQLITE,
+    PERSIST_QUEUE,
+    LMDB_PUT,
+    LMDB_PUTMULTI,
+    LMDB_CURSOR,
+    SQLITE_ACK_QUEUE,
+    LITEQUEUE,
+    LOCALQUEUE,
+    DISKCACHE_DEQUE,
+    DSYNC,
+)
 
 # persist-queue warns on the root logger's behalf whenever it opens; the report is no place for that.
 logging.getLogger("persistqueue").setLevel(logging.ERROR)

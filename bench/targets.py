@@ -43,6 +43,10 @@ TARGETS = (
     Target("delay", "mqstore put", 0.3),
     Target("queue_put", "mqstore put", 0.667),
     Target("queue_get", "persist-queue SQLiteAckQueue", 20.0),
+    Target("queue_get", "localqueue", 5.0),
+    Target("queue_get", "diskcache Deque", 1.0),
+    # Or 200,000 a second, whichever is less.
+    Target("push", "mqstore read", 0.3),
     Target("open", "limit of 100 ms", 1.0),
     # Eight times the messages in as many segments: only noise may tell the two apart.
     Target("open", "200 segments, an eighth of the messages", 0.8),

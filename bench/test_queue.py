@@ -23,7 +23,7 @@ QUEUE_GET = Question(
     "queue_get",
     "get and acknowledge items of a Queue one by one",
     delivery.QUEUE_GET,
-    (peers.SQLITE_ACK_QUEUE, peers.LITEQUEUE),
+    (peers.SQLITE_ACK_QUEUE, peers.LITEQUEUE, peers.LOCALQUEUE, peers.DISKCACHE_DEQUE),
     messages={128: 20_000, 1024: 20_000},
 )
 QUESTIONS = (QUEUE_PUT, QUEUE_GET)

@@ -280,12 +280,15 @@ class PopService:
         deadline_ms: int | None = None,
         *,
         order: bool = False,
+        at_once: bool = False,
     ) -> Waiter:
         """Have `callback(worth_a_pop)` called once, by the housekeeper, when a pop by `group` may find something, or at
         `deadline_ms` (monotonic). Of several that wait one is called for each message; who then does not pop has to
         pass it on with `Waiters.wake_one`. Errors as of `Waiters.add_waiter` and `pop`."""
         also = self._also(group, topic, order)
-        waiter = self._waiters.add_waiter(topic, queue_id, None, filter, callback, deadline_ms, group=group, also=also)
+        waiter = self._waiters.add_waiter(
+            topic, queue_id, None, filter, callback, deadline_ms, group=group, also=also, at_once=at_once
+        )
         if self._may_find(group, topic, queue_id, order):
             self._waiters.wake_one(topic, queue_id, group)
         return waiter

@@ -16,9 +16,10 @@ waiter in its bucket. Fired exactly once. Two sorts share a bucket's form:
     group "G"       receivers that compete (pop): as many are woken as there are units, the longest parked first
 
 A thread parks on a bare lock that the dispatching thread releases. A callback is run by the housekeeper (`run_once`),
-never under a lock and never by the thread that dispatched, which may be a reader in the middle of anything. A parked
-waiter costs a few hundred bytes: no thread, no turn of any loop. Deadlines lie in a heap, whose entries count only
-while their waiter is still due at that very time.
+never under a lock and never by the thread that dispatched, which may be a reader in the middle of anything. One that
+only wakes another thread says so (`at_once`), and is called right there: that saves a change of threads at each
+wake-up. A parked waiter costs a few hundred bytes: no thread, no turn of any loop. Deadlines lie in a heap, whose
+entries count only while their waiter is still due at that very time.
 
 Knows units and filters; nothing of messages, nor of what a group has consumed.
 """
@@ -66,13 +67,16 @@ _SWEEP = 1_024
 class Waiter:
     """Somebody parked, or no longer. Opaque: `add_waiter` gives it, `remove_waiter` takes it."""
 
-    __slots__ = ("callback", "deadline_ms", "due_ms", "lock", "next", "outcome", "places")
+    __slots__ = ("at_once", "callback", "deadline_ms", "due_ms", "lock", "next", "outcome", "places")
 
-    def __init__(self, offset: int | None, deadline_ms: int | None, callback: Callback | None) -> None:
+    def __init__(
+        self, offset: int | None, deadline_ms: int | None, callback: Callback | None, at_once: bool = False
+    ) -> None:
         self.next = offset
         """First queue offset that has not been matched yet; None: whatever comes from now on."""
         self.deadline_ms = deadline_ms
         self.callback = callback
+        self.at_once = at_once
         self.lock: LockType | None = None
         self.places: tuple[_Bucket, ...] = ()
         """The buckets it is in; none: it is not parked."""
@@ -121,6 +125,7 @@ class Waiters:
         """When the housekeeper knows that it has to come."""
         self._ready: deque[Waiter] = deque()
         """Fired, with callbacks to run."""
+        self._ready_at_once: deque[Waiter] = deque()
         self._ring = False
         self._closed = False
         self._store.on_growth.append(self._grown)
@@ -190,6 +195,7 @@ class Waiters:
         group: str | None = None,
         also: Sequence[str] = (),
         seen: int | None = None,
+        at_once: bool = False,
     ) -> Waiter:
         """Have `callback(worth_reading)` called once, by the housekeeper, when a thread in `wait` would be woken.
 
@@ -200,12 +206,14 @@ class Waiters:
         group        receivers of a group compete: a new unit wakes one of them. Who is woken and then does not receive
                      has to pass it on with `wake_one`. They have no offset
         also         further topics of which any queue counts, such as those of the group's retries
+        at_once      the callback wakes other threads and does no more: it is called by whoever dispatches, in the
+                     middle of that, and must neither block nor put or read anything
 
         An error of the callback is logged. Raises StoreBusyError with 100 000 parked, StoreClosedError, ConfigError for
         arguments that do not go together.
         """
         self._check(queue_id, offset, group)
-        waiter = Waiter(offset, deadline_ms, callback)
+        waiter = Waiter(offset, deadline_ms, callback, at_once)
         self._park(waiter, topic, queue_id, filter, group, also, due_ms=deadline_ms)
         self._look_again(waiter, topic, queue_id, offset, filter, also, seen)
         return waiter
@@ -261,6 +269,7 @@ class Waiters:
                     self._fire(target, target.deadline_ms is None or now < target.deadline_ms)
             self._armed_ms = heap[0][0] if heap else None
             next_ms = None if self._armed_ms is None else now_ms + self._armed_ms - now
+        self._hand_over()
         self._deliver()
         return next_ms
 
@@ -277,6 +286,7 @@ class Waiters:
             self._heap.clear()
             self._stale = 0
         self._store.on_growth.remove(self._grown)
+        self._hand_over()
         while self._ready:
             self._deliver()
 
@@ -291,14 +301,21 @@ class Waiters:
                 waiter = self._ready.popleft()
             except IndexError:  # `close` delivers as well, while the housekeeper may still be at it
                 return
-            assert waiter.callback is not None
+            _call(waiter)
+
+    def _hand_over(self) -> None:
+        """Without our lock: run the callbacks that want no other thread for it."""
+        while self._ready_at_once:
             try:
-                waiter.callback(bool(waiter.outcome))
-            except Exception:  # its owner's trouble, not that of the others
-                _log.exception("a waiter's callback failed")
+                waiter = self._ready_at_once.popleft()
+            except IndexError:
+                return
+            _call(waiter)
 
     def _tell(self) -> None:
         """Without our lock: rouse the housekeeper if there is something for it."""
+        if self._ready_at_once:
+            self._hand_over()
         if self._ring:  # whoever sees it takes it: what it stands for happened before it was set
             self._ring = False
             self._wake()
@@ -463,6 +480,8 @@ class Waiters:
         self._take_out(waiter)
         if waiter.lock is not None:
             waiter.lock.release()
+        elif waiter.at_once:
+            self._ready_at_once.append(waiter)
         else:
             self._ready.append(waiter)
             self._ring = True
@@ -513,3 +532,11 @@ class Waiters:
         if self._armed_ms is None or due_ms < self._armed_ms:
             self._armed_ms = due_ms
             self._ring = True
+
+
+def _call(waiter: Waiter) -> None:
+    assert waiter.callback is not None
+    try:
+        waiter.callback(bool(waiter.outcome))
+    except Exception:  # its owner's trouble, not that of the others
+        _log.exception("a waiter's callback failed")
