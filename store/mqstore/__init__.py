@@ -9,15 +9,25 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from os import PathLike
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from mqstore.broker.broker import Broker
 from mqstore.broker.filters import Filter
 from mqstore.broker.groups import GroupConfig, RetryPolicy
-from mqstore.broker.pop import Delivery
 from mqstore.broker.topics import TopicConfig
 from mqstore.client.codecs import BYTES, JSON, TEXT, Codec
+from mqstore.client.delivery import Delivery
+from mqstore.client.interceptors import Interceptor
+from mqstore.client.orderly import BatchTx
+from mqstore.client.outcome import BatchFailure, Reject, Retry
+from mqstore.client.producer import Producer
+from mqstore.client.pullconsumer import PullConsumer
+from mqstore.client.pushconsumer import ConsumerStats, PushConsumer
+from mqstore.client.simpleconsumer import PendingInfo, SimpleConsumer
+from mqstore.client.transaction import Transaction
+from mqstore.client.workers import cancelled
 from mqstore.clock import Clock, SimulatedClock, SystemClock
 from mqstore.errors import (
     ConfigError,
@@ -49,6 +59,7 @@ from mqstore.errors import (
     SubscriptionConflictError,
     TopicNotFoundError,
     TransactionStateError,
+    UncommittedBatchError,
     UnsupportedStoreError,
 )
 from mqstore.log.columns import Binary, Columns
@@ -63,10 +74,15 @@ from mqstore.options import Durability, Duration, Profile, Retention, StoreConfi
 from mqstore.queue import Queue, Task
 from mqstore.store import Store
 
+if TYPE_CHECKING:
+    from mqstore import aio as aio
+
 __all__ = [
     "BYTES",
     "JSON",
     "TEXT",
+    "BatchFailure",
+    "BatchTx",
     "Binary",
     "Body",
     "Broker",
@@ -74,6 +90,7 @@ __all__ = [
     "Codec",
     "Columns",
     "ConfigError",
+    "ConsumerStats",
     "CorruptStoreError",
     "Cut",
     "Delivery",
@@ -89,6 +106,7 @@ __all__ = [
     "GroupConfig",
     "GroupInUseError",
     "GroupNotFoundError",
+    "Interceptor",
     "InvalidMessageError",
     "InvalidReceiptError",
     "MQStoreError",
@@ -98,7 +116,11 @@ __all__ = [
     "NotPermittedError",
     "OffsetOutOfRangeError",
     "OutgoingMessage",
+    "PendingInfo",
+    "Producer",
     "Profile",
+    "PullConsumer",
+    "PushConsumer",
     "Queue",
     "QueueEmpty",
     "QueueFull",
@@ -107,11 +129,14 @@ __all__ = [
     "ReadOnlyStoreError",
     "ReceiptExpiredError",
     "RecoveryReport",
+    "Reject",
     "ResultCode",
     "Retention",
+    "Retry",
     "RetryPolicy",
     "SendError",
     "SendReceipt",
+    "SimpleConsumer",
     "SimulatedClock",
     "Store",
     "StoreBusyError",
@@ -126,8 +151,11 @@ __all__ = [
     "Task",
     "TopicConfig",
     "TopicNotFoundError",
+    "Transaction",
     "TransactionStateError",
+    "UncommittedBatchError",
     "UnsupportedStoreError",
+    "cancelled",
     "open",
 ]
 
@@ -161,3 +189,10 @@ def open(
         lock_timeout=lock_timeout,
         config=config,
     )
+
+
+def __getattr__(name: str) -> Any:
+    """`mqstore.aio`, with asyncio, is loaded when it is first asked for."""
+    if name == "aio":
+        return import_module("mqstore.aio")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

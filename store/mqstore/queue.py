@@ -17,10 +17,10 @@ No priorities: an item that overtakes others needs a queue of its own.
 
 from __future__ import annotations
 
-import logging
+import math
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -29,6 +29,9 @@ from mqstore.broker.deadletters import DeadLetters
 from mqstore.broker.groups import RetryPolicy
 from mqstore.broker.pop import MAX_BATCH, Delivery
 from mqstore.client.codecs import BYTES, Codec
+from mqstore.client.delivery import Lender, Loan, loan_seconds
+from mqstore.client.interceptors import Settled
+from mqstore.client.waits import Wait, Waits
 from mqstore.errors import (
     ConfigError,
     MQStoreError,
@@ -41,16 +44,15 @@ from mqstore.options import Duration, seconds
 
 __all__ = ["Queue", "Task"]
 
-_log = logging.getLogger("mqstore")
-
 _UNREAD: Any = object()
 _MAX_NAME = 120
 _LOOK_S = 0.25
 """How often who waits for room, or for the end, looks by itself: others may settle items, too, and time does."""
 
 
-class Task:
-    """An item on loan. `with task:` acknowledges it at a clean end, and gives it back when there is an exception.
+class Task(Loan):
+    """An item on loan. `with task:` acknowledges it at a clean end, and gives it back when there is an exception;
+    `Retry` and `Reject` do what they say, and go no farther.
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.Broker(mqstore.MessageStore(folder)) as broker:
@@ -63,79 +65,27 @@ class Task:
     0
     """
 
-    __slots__ = ("_delivery", "_queue", "_value", "expires_at")
+    __slots__ = ("_codec", "_value")
 
-    def __init__(self, queue: Queue, delivery: Delivery, expires_at: float) -> None:
-        self._queue = queue
-        self._delivery = delivery
+    def __init__(self, lender: Lender, delivery: Delivery, expires_at: float, codec: Codec) -> None:
+        super().__init__(lender, delivery, expires_at)
+        self._codec = codec
         self._value: Any = _UNREAD
-        self.expires_at = expires_at
-        """When it is given to others unless it is settled, on the scale of `time.monotonic`."""
 
     @property
     def value(self) -> Any:
         """What was put. FormatError if the queue's codec cannot read it: inside `with` that is a failed attempt."""
         if self._value is _UNREAD:
-            self._value = self._queue._codec.decode(self._delivery.message.body)
+            self._value = self._codec.decode(self._delivery.message.body)
         return self._value
-
-    @property
-    def attempt(self) -> int:
-        """Which delivery of the item this is, from 1."""
-        return self._delivery.attempt
 
     @property
     def message(self) -> Message:
         """The stored message, with its keys, times and addresses."""
         return self._delivery.message
 
-    def ack(self) -> None:
-        """Done. Again is harmless; ReceiptExpiredError when the item was given to others already."""
-        queue = self._queue
-        queue._broker.ack(queue.name, queue.name, [self._delivery.receipt])
-        queue._settled()
-
-    def nack(self, delay: Duration | None = None) -> None:
-        """Failed: it comes again in `delay` seconds, None: as the retry policy says; after the last attempt it is a
-        dead letter. ReceiptExpiredError as `ack`."""
-        queue = self._queue
-        queue._broker.nack(queue.name, queue.name, self._delivery.receipt, delay)
-        queue._settled()
-
-    def extend(self, visibility: Duration) -> None:
-        """Keep it for `visibility` seconds from now. ReceiptExpiredError as `ack`."""
-        queue = self._queue
-        expires_at = time.monotonic() + seconds(visibility, "visibility")
-        queue._broker.renew(queue.name, queue.name, self._delivery.receipt, visibility)
-        self.expires_at = expires_at
-
-    def reject(self, reason: str = "") -> None:
-        """Straight to the dead letters, with the reason. ReceiptExpiredError as `ack`, and when it is settled."""
-        queue = self._queue
-        queue._broker.dead_letter(queue.name, queue.name, self._delivery.receipt, reason)
-        queue._settled()
-
     def __enter__(self) -> Task:
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error is None:
-            self.ack()
-            return
-        queue = self._queue
-        try:
-            if isinstance(error, Exception):
-                self.nack()
-            else:  # Ctrl-C and the like: that is no failure of the item
-                queue._broker.release(queue.name, queue.name, [self._delivery.receipt])
-                queue._settled()
-        except MQStoreError as late:  # the caller is to see what happened first
-            _log.warning("%r could not be given back: %s", self, late)
-
-    def __repr__(self) -> str:
-        return f"<Task {self._queue.name}/{self._delivery.message.offset}, attempt {self.attempt}>"
 
 
 class Queue:
@@ -176,15 +126,16 @@ class Queue:
         self._codec = codec
         self._ordered = ordered
         self._maxsize = maxsize
-        self._loan_s = _loan_s(visibility)
+        self._loan_s = loan_seconds(visibility)
         self._shut: str = ""
         """"": open; "put": what is there may be taken; "all": nothing more."""
         self._changed = threading.Condition()
         """Something was settled, or the queue was shut."""
         self._waiting = 0
         """Threads that wait for that."""
-        self._bells: set[threading.Event] = set()
+        self._waits = Waits(broker, name, order=ordered)
         """Of the threads in `get`."""
+        self._lender = Lender(broker, name, self._settled)
         self._delayed_until = 0.0
         """When the last of the delayed items that were put here is due, `time.monotonic`."""
         self._last = threading.local()
@@ -285,16 +236,17 @@ class Queue:
         return tasks
 
     def _take(self, count: int, block: bool, timeout: Duration | None, visibility: Duration | None) -> list[Task]:
-        loan_s = self._loan_s if visibility is None else _loan_s(visibility)
+        loan_s = self._loan_s if visibility is None else loan_seconds(visibility)
         end = None if timeout is None else time.monotonic() + seconds(timeout, "timeout")
         while True:
-            if self._shut == "all":
+            rings = self._waits.rings  # before the look: a `shutdown` that comes later ends the wait
+            shut = self._shut  # and what was put before it is seen
+            if shut == "all":
                 raise QueueShutDown(f"queue {self.name!r} was shut down")
-            shut = self._shut  # before the look: what was put before is seen
-            begin = time.monotonic()
+            expires_at = self._lender.monotonic_ms() / 1000 + loan_s
             found = self._broker.pop(self.name, self.name, count, invisible=loan_s, order=self._ordered)
             if found:
-                tasks = [Task(self, delivery, begin + loan_s) for delivery in found]
+                tasks = [Task(self._lender, delivery, expires_at, self._codec) for delivery in found]
                 self._last.task = tasks[-1]
                 return tasks
             if shut:
@@ -302,28 +254,18 @@ class Queue:
             left = None if end is None else end - time.monotonic()
             if not block or (left is not None and left <= 0):
                 raise QueueEmpty(f"nothing to get from queue {self.name!r}")
-            self._wait(left)
+            self._waits.wait(((self.name, None),), math.inf if left is None else left, rings)
 
-    def _wait(self, timeout_s: float | None) -> None:
-        """Until there may be an item for this thread, the queue is shut, or the time is over."""
-        bell = threading.Event()
-        with self._changed:
-            if self._shut:
-                return
-            self._bells.add(bell)
-        ring = bell.set
-        waiter = None
-        try:
-            waiter = self._broker.add_pop_waiter(self.name, self.name, lambda worth: ring(), order=self._ordered)
-            bell.wait(timeout_s)
-        except BaseException:
-            if waiter is not None and not self._broker.remove_waiter(waiter):
-                self._broker.wake_one(self.name, self.name)  # it was our turn: let another thread have the item
-            raise
-        finally:
-            with self._changed:
-                self._bells.discard(bell)
-        self._broker.remove_waiter(waiter)  # one that has fired is answered by the look that follows
+    def when_ready(self, callback: Callable[[], object]) -> Wait:
+        """Have `callback()` called once, when another `get(block=False)` may find something, or the queue is shut: for
+        who waits without a thread, such as an event loop.
+
+        It is called in the middle of somebody's `put`, by the store's own thread, by who calls `shutdown`, or right
+        here. So it hands on the news (`loop.call_soon_threadsafe`) and returns; it must not use the store. Who was
+        called either gets or calls `cancel` on what is returned, for the broker calls one for each item.
+        """
+        rings = self._waits.rings
+        return self._waits.add(((self.name, None),), callback, -1 if self._shut else rings)
 
     def __iter__(self) -> Iterator[Task]:
         """Tasks until nothing is ready. What failed and waits for its next attempt is not waited for."""
@@ -352,7 +294,7 @@ class Queue:
         self._last.task = None
         task.ack()
 
-    def _settled(self) -> None:
+    def _settled(self, task: Task, outcome: Settled) -> None:
         # Who waits counts itself first, and looks then: it sees what was settled, or is seen here.
         if self._waiting:
             with self._changed:
@@ -407,8 +349,7 @@ class Queue:
         with self._changed:
             self._shut = "all" if immediate or self._shut == "all" else "put"
             self._changed.notify_all()
-            for bell in self._bells:
-                bell.set()
+        self._waits.ring()
 
     def __enter__(self) -> Queue:
         return self
@@ -420,10 +361,3 @@ class Queue:
 
     def __repr__(self) -> str:
         return f"<Queue {self.name!r} on {str(self._broker.store.path)!r}>"
-
-
-def _loan_s(visibility: Duration) -> float:
-    value = visibility if type(visibility) is int else seconds(visibility, "visibility")
-    if not 0.1 <= value <= 12 * 3600:
-        raise ConfigError(f"visibility is {visibility!r}; give 0.1 seconds to 12 hours")
-    return value

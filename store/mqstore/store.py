@@ -9,21 +9,33 @@ need no knowledge of rooms. `broker` and `log` are there for whoever wants all t
 
 from __future__ import annotations
 
+import atexit
+import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import datetime
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, NoReturn, Unpack
+from weakref import WeakSet
 
-from mqstore.broker.broker import Broker
+from mqstore.broker.broker import Broker, Start
 from mqstore.broker.deadletters import DeadLetters
 from mqstore.broker.groups import RetryPolicy
 from mqstore.broker.names import is_system_topic
 from mqstore.broker.road import SendOptions
+from mqstore.client.allocation import Strategy
 from mqstore.client.codecs import BYTES, Codec
+from mqstore.client.handling import OnError
+from mqstore.client.interceptors import Interceptor
+from mqstore.client.producer import Producer, Selector
+from mqstore.client.pullconsumer import PullConsumer
+from mqstore.client.pushconsumer import PushConsumer
+from mqstore.client.simpleconsumer import SimpleConsumer
+from mqstore.client.transaction import Checker
 from mqstore.errors import ReadOnlyStoreError
 from mqstore.log.columns import Columns
 from mqstore.log.commitlog import QueueRef, SendReceipt
@@ -38,7 +50,20 @@ from mqstore.queue import Queue
 
 __all__ = ["Store"]
 
+_log = logging.getLogger("mqstore")
+
 _LOOK_S = 0.02
+_EXIT_S = 5.0
+"""What handlers are given at the end of the process."""
+
+_open: WeakSet[Store] = WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for store in tuple(_open):
+        if not store.closed:
+            store.close(_EXIT_S)
 
 
 class Store(AbstractContextManager["Store"]):
@@ -80,6 +105,9 @@ class Store(AbstractContextManager["Store"]):
             config=config,
         )
         self._broker = Broker(self.log) if mode == "rw" else None
+        self._consumers: WeakSet[PullConsumer | PushConsumer | SimpleConsumer] = WeakSet()
+        self._producers: WeakSet[Producer] = WeakSet()
+        _open.add(self)
         if self._broker is not None:
             self.put = self._broker.put  # type: ignore[method-assign]  # no time for a call that only forwards
 
@@ -285,6 +313,145 @@ class Store(AbstractContextManager["Store"]):
             self.broker, name, visibility=visibility, retry=retry, ordered=ordered, codec=codec, maxsize=maxsize
         )
 
+    def producer(
+        self,
+        group: str = "default",
+        *,
+        retries: int = 2,
+        timeout: Duration = 3.0,
+        durability: Durability | None = None,
+        compression: Literal["zlib"] | None = None,
+        compress_over: int = 4096,
+        linger: Duration = 0,
+        linger_bytes: int = 32 << 10,
+        max_inflight: int = 1024,
+        max_inflight_bytes: int = 100 << 20,
+        selector: Selector | None = None,
+        interceptors: Sequence[Interceptor] = (),
+        checker: Checker | None = None,
+    ) -> Producer:
+        """Sends messages, one or many, now or by a thread of its own, and in transactions. See `Producer`."""
+        producer = Producer(
+            self.broker,
+            group,
+            retries=retries,
+            timeout=timeout,
+            durability=durability,
+            compression=compression,
+            compress_over=compress_over,
+            linger=linger,
+            linger_bytes=linger_bytes,
+            max_inflight=max_inflight,
+            max_inflight_bytes=max_inflight_bytes,
+            selector=selector,
+            interceptors=interceptors,
+            checker=checker,
+        )
+        self._producers.add(producer)
+        return producer
+
+    def simple_consumer(
+        self,
+        group: str,
+        topics: Mapping[str, str] | None = None,
+        *,
+        visibility: Duration = 60,
+        start: Start = "earliest",
+        ordered: bool = False,
+        retry: RetryPolicy | None = None,
+        client_id: str | None = None,
+        interceptors: Sequence[Interceptor] = (),
+    ) -> SimpleConsumer:
+        """A consumer that takes messages when it wants some, each for a while; `topics`: name -> tags, "*" for all. See
+        `SimpleConsumer`."""
+        consumer = SimpleConsumer(
+            self.broker,
+            group,
+            topics,
+            visibility=visibility,
+            start=start,
+            ordered=ordered,
+            retry=retry,
+            client_id=client_id,
+            interceptors=interceptors,
+        )
+        self._consumers.add(consumer)
+        return consumer
+
+    def pull_consumer(
+        self,
+        group: str,
+        *,
+        auto_commit: bool = True,
+        auto_commit_interval: Duration = 5.0,
+        start: Literal["earliest", "latest"] | datetime = "earliest",
+        fetch_max: int = 32,
+        strategy: str | Strategy = "avg",
+        client_id: str | None = None,
+        interceptors: Sequence[Interceptor] = (),
+    ) -> PullConsumer:
+        """A consumer that reads when it is polled, and keeps track of how far it has come. See `PullConsumer`."""
+        consumer = PullConsumer(
+            self.broker,
+            group,
+            auto_commit=auto_commit,
+            auto_commit_interval=auto_commit_interval,
+            start=start,
+            fetch_max=fetch_max,
+            strategy=strategy,
+            client_id=client_id,
+            interceptors=interceptors,
+        )
+        self._consumers.add(consumer)
+        return consumer
+
+    def push_consumer(
+        self,
+        group: str,
+        *,
+        workers: int | None = None,
+        ordered: bool = False,
+        mode: Literal["queue", "pop"] = "queue",
+        model: Literal["clustering", "broadcasting"] = "clustering",
+        client_id: str | None = None,
+        start: Literal["earliest", "latest"] | datetime = "earliest",
+        batch_size: int = 1,
+        prefetch: int = 1000,
+        prefetch_bytes: int = 100 << 20,
+        max_span: int = 2000,
+        retry: RetryPolicy | None = None,
+        consume_timeout: Duration = 900,
+        suspend: Duration | None = None,
+        time_slice: Duration = 60,
+        strategy: str | Strategy = "avg",
+        interceptors: Sequence[Interceptor] = (),
+        on_error: OnError | None = None,
+    ) -> PushConsumer:
+        """A consumer that calls handlers on threads of its own, from `start` to `stop`. See `PushConsumer`."""
+        consumer = PushConsumer(
+            self.broker,
+            group,
+            workers=workers,
+            ordered=ordered,
+            mode=mode,
+            model=model,
+            client_id=client_id,
+            start=start,
+            batch_size=batch_size,
+            prefetch=prefetch,
+            prefetch_bytes=prefetch_bytes,
+            max_span=max_span,
+            retry=retry,
+            consume_timeout=consume_timeout,
+            suspend=suspend,
+            time_slice=time_slice,
+            strategy=strategy,
+            interceptors=interceptors,
+            on_error=on_error,
+        )
+        self._consumers.add(consumer)
+        return consumer
+
     def dead_letters(self, group: str) -> DeadLetters:
         """What a group gave up: to list, replay and purge."""
         return self.broker.dead_letters(group)
@@ -306,7 +473,21 @@ class Store(AbstractContextManager["Store"]):
         self.log.flush()
 
     def close(self, timeout: Duration = 30) -> None:
-        """Let what runs end, write every table, give the directory back. Fine to call twice."""
+        """Stop its consumers, then its producers; write every table, give the directory back. Fine to call twice."""
+        ends: list[Callable[[], object]] = []
+        for consumer in tuple(self._consumers):
+            if isinstance(consumer, PushConsumer):
+                ends.append(partial(consumer.stop, timeout))
+            elif isinstance(consumer, PullConsumer):
+                ends.append(partial(consumer.close, done=False))  # nobody said of its last messages that they are done
+            else:
+                ends.append(consumer.close)
+        ends += [partial(producer.close, timeout) for producer in tuple(self._producers)]
+        for end in ends:
+            try:
+                end()
+            except Exception:  # a listener's, or a full disk: the store is closed all the same
+                _log.exception("%s: not all was well while closing", self.path)
         if self._broker is not None:
             self._broker.close(timeout)
         else:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from mqstore.broker.broker import Broker
+from mqstore.broker.members import Mode
 from mqstore.clock import SimulatedClock
 from mqstore.errors import (
     ConfigError,
@@ -200,6 +201,29 @@ def test_a_commit_by_who_does_not_hold_the_lock_is_refused(bench: Bench) -> None
     with pytest.raises(NotPermittedError):
         broker.commit("g", "t", 0, 0, owner="b")
     broker.commit("g", "t", 0, 0, owner="a")
+
+
+@pytest.mark.parametrize(
+    ("mode", "held", "topic"),
+    [
+        (None, True, "%DLQ%g"),  # of a member elsewhere
+        (None, False, "%RETRY%g"),
+        (Mode("queue", ordered=True), True, "%DLQ%g"),
+        (Mode("queue", ordered=True), False, "%RETRY%g"),
+        (Mode("queue"), True, "%RETRY%g"),
+    ],
+)
+def test_only_an_orderly_member_s_lock_makes_a_failed_message_a_dead_letter(
+    bench: Bench, mode: Mode | None, held: bool, topic: str
+) -> None:
+    """Unordered members hold locks as well, so that queues change hands without repeats."""
+    bench.broker.groups.create("g")
+    if mode is not None:
+        bench.broker.members.register("c1", "g", {"t": ("TAG", "*")}, mode)
+    if held:
+        bench.broker.locks.try_lock("g", QueueRef("t", 0), "c1")
+
+    assert bench.broker.put_retry("%RETRY%g", b"x", reconsume_times=1).queue.topic == topic
 
 
 def test_a_commit_for_an_unknown_topic_or_group_is_refused(tmp_path: Path) -> None:

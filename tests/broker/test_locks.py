@@ -140,6 +140,44 @@ def test_the_snapshot_tells_owner_age_and_expiry(locks: QueueLocks, clock: Simul
     ]
 
 
+def test_renewing_keeps_what_nobody_took_though_it_ran_out(locks: QueueLocks, clock: SimulatedClock) -> None:
+    locks.try_lock_batch("g", Q[:3], "c1")
+    clock.advance(LEASE_MS + 1)
+    locks.try_lock("g", Q[1], "c2")
+    locks.try_lock("g", Q[2], "c2")
+    locks.unlock_batch("g", [Q[2]], "c2")
+
+    assert locks.renew_batch("g", iter(Q), "c1") == {Q[0]}
+    assert locks.renew_batch("h", Q, "c1") == set()
+    clock.advance(LEASE_MS)
+    assert not locks.try_lock("g", Q[0], "c2")
+    assert locks.owner("g", Q[2]) is None
+
+
+def test_listeners_are_told_when_locks_were_given_back(locks: QueueLocks, clock: SimulatedClock) -> None:
+    """Outside the mutex: they may look, and take."""
+    told = []
+    locks.on_release.append(lambda group: told.append((group, locks.try_lock(group, Q[0], "c2"))))
+    locks.try_lock_batch("g", Q[:2], "c1")
+    locks.unlock_batch("g", Q, "c3")
+    locks.unlock_batch("h", Q, "c1")
+    assert told == []
+    locks.unlock_batch("g", Q, "c1")
+    assert told == [("g", True)]
+
+
+def test_a_listener_that_fails_does_not_keep_the_others_from_hearing(
+    locks: QueueLocks, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[str] = []
+    locks.on_release += [lambda group: [][1], told.append]
+    locks.try_lock("g", Q[0], "c1")
+
+    assert locks.unlock_batch("g", Q, "c1") == {Q[0]}
+    assert told == ["g"]
+    assert len(caplog.records) == 1
+
+
 # --- a model -------------------------------------------------------------------------------------------------------
 
 clients = st.sampled_from(["c1", "c2", "c3"])

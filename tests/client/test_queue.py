@@ -154,15 +154,89 @@ def test_a_put_wakes_one_who_waits(broker: Broker) -> None:
     queue.put_many([b"0", b"1"])
     queue.put(b"2")
     assert {ended(*each) for each in threads} == {b"0", b"1", b"2"}
-    assert not queue._bells
+    assert not queue._waits.open
     assert broker._waiters.parked == 0
+
+
+def test_a_wait_without_end(broker: Broker) -> None:
+    queue = Queue(broker, "jobs")
+    waiting = in_thread(lambda: queue.get(timeout=float("inf")).value)
+    while broker._waiters.parked < 1:
+        time.sleep(0.001)
+    queue.put(b"a")
+    assert ended(*waiting) == b"a"
+
+
+def test_who_waits_in_order_is_woken_by_the_ack(broker: Broker) -> None:
+    queue = Queue(broker, "jobs", ordered=True)
+    queue.put_many([b"0", b"1"])
+    task = queue.get()
+    waiting = in_thread(lambda: queue.get(timeout=20).value)
+    while broker._waiters.parked < 1:
+        time.sleep(0.001)
+    task.ack()
+    assert ended(*waiting) == b"1"
+
+
+def test_ctrl_c_in_the_wait_gives_the_turn_to_another(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = bench.queue()
+    called: list[str] = []
+
+    def interrupted(self: threading.Event, timeout: float | None = None) -> bool:
+        queue.when_ready(lambda: called.append("another"))
+        queue.put(b"a")
+        bench.advance(0)  # it is called for the one who waits
+        assert called == []
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Event, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            queue.get()
+    bench.advance(0)
+    assert called == ["another"]
+
+
+def test_being_called_when_there_is_something(bench: Bench) -> None:
+    queue = bench.queue()
+    called: list[int] = []
+    waits = [queue.when_ready(lambda i=i: called.append(i)) for i in range(3)]
+    bench.advance(0)
+    assert called == []
+    queue.put(b"a")
+    bench.advance(0)
+    assert called == [0]  # one for each item
+    waits[0].cancel()  # and passed on by who does not come
+    bench.advance(0)
+    assert called == [0, 1]
+    assert taken(queue) == [b"a"]
+    waits[2].cancel()
+    queue.put(b"b")
+    bench.advance(0)
+    assert called == [0, 1]
+    assert bench.broker._waiters.parked == 0
+    queue.when_ready(lambda: called.append(9))  # it is there already
+    bench.advance(0)
+    assert called == [0, 1, 9]
+
+
+@pytest.mark.parametrize("immediate", [False, True])
+def test_being_called_when_the_queue_is_shut(bench: Bench, immediate: bool) -> None:
+    queue = bench.queue()
+    called: list[int] = []
+    queue.when_ready(lambda: called.append(0))
+    queue.shutdown(immediate)
+    assert called == [0]
+    assert queue.when_ready(lambda: called.append(1)).over
+    assert called == [0, 1]
+    assert bench.broker._waiters.parked == 0
 
 
 def test_the_end_of_the_wait_leaves_nothing_behind(broker: Broker) -> None:
     queue = Queue(broker, "jobs")
     with pytest.raises(mqstore.QueueEmpty):
         queue.get(timeout=0.02)
-    assert not queue._bells
+    assert not queue._waits.open
     assert broker._waiters.parked == 0
 
 
@@ -329,6 +403,70 @@ def test_reject(bench: Bench) -> None:
     assert queue.empty()
     queue.dead_letters.replay()
     assert taken(queue) == [b"a"]
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("error", [None, RuntimeError("mine")])
+def test_what_was_settled_inside_with_is_left_so(bench: Bench, ordered: bool, error: Exception | None) -> None:
+    """In an ordered queue the receipt of what was given back stays good: the clean end of `with` acknowledged it, and
+    the item was lost."""
+    queue = bench.queue(ordered=ordered)
+    queue.put(b"a")
+    caught = None
+    try:
+        with queue.get() as task:
+            task.nack(5)
+            if error is not None:
+                raise error
+    except RuntimeError as raised:
+        caught = raised
+    assert caught is error
+    assert task.settled
+    with pytest.raises(mqstore.ReceiptExpiredError):
+        task.ack()
+    bench.advance(4.9)
+    assert taken(queue) == []
+    bench.advance(0.2)
+    with queue.get_nowait() as task:
+        assert task.attempt == 2
+        task.ack()
+    assert queue.empty()
+
+
+def test_a_worker_may_say_when_it_comes_again_or_never(bench: Bench) -> None:
+    queue = bench.queue()
+    queue.put_many([b"later", b"never"])
+    with queue.get():
+        raise mqstore.Retry(delay=7)
+    with queue.get():
+        raise mqstore.Reject("no such page")
+    bench.advance(6.9)
+    assert taken(queue) == []
+    bench.advance(0.2)
+    assert taken(queue) == [b"later"]
+    assert [letter.properties["dlq_reason"] for letter in queue.dead_letters] == ["no such page"]
+
+
+def test_a_dead_letter_tells_the_last_error(bench: Bench) -> None:
+    queue = bench.queue(retry=RetryPolicy(1))
+    queue.put(b"a")
+    with pytest.raises(RuntimeError), queue.get():
+        raise RuntimeError("mine")
+    assert [letter.properties["dlq_reason"] for letter in queue.dead_letters] == ["RuntimeError: mine"]
+
+
+def test_a_loan_ends_by_the_clock_of_the_store(bench: Bench) -> None:
+    queue = bench.queue(visibility=30)
+    queue.put(b"a")
+    bench.clock.advance(7_000)
+    task = queue.get()
+    assert task.expires_at == bench.clock.monotonic_ms() / 1000 + 30
+    bench.clock.advance(3_000)
+    task.extend(60)
+    assert task.expires_at == bench.clock.monotonic_ms() / 1000 + 60
+    with pytest.raises(mqstore.ConfigError):
+        task.extend(13 * 3600)
+    assert task.expires_at == bench.clock.monotonic_ms() / 1000 + 60
 
 
 def test_verbs_of_the_queue_are_those_of_the_task(bench: Bench) -> None:

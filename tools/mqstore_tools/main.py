@@ -14,8 +14,10 @@ __all__ = ["COMMANDS", "cli", "main"]
 
 COMMANDS = (
     "put",
+    "produce",
     "get",
     "tail",
+    "consume",
     "inspect",
     "verify",
     "recover",
@@ -59,8 +61,8 @@ Exit codes: 0 fine, 1 findings, 2 wrong usage, 3 the directory cannot be opened.
 def cli(ctx: click.Context) -> None:
     """Look at, check, mend, fill and empty message stores: directories of mqstore or of a RocketMQ broker.
 
-    Only put, recover and demo change anything, and what is called create, alter, delete, reset, cancel, replay or
-    purge; all others read, also beside a running writer.
+    Only put, produce, consume, recover and demo change anything, and what is called create, alter, delete, reset,
+    cancel, replay or purge; all others read, also beside a running writer.
     """
     logger = logging.getLogger("mqstore")
     handler = EscapingHandler(logging.WARNING)

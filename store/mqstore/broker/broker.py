@@ -188,9 +188,10 @@ class Broker:
         self, topic: str, body: Body, properties: Mapping[str, str] | None = None, **fields: Unpack[RetryFields]
     ) -> SendReceipt:
         """A message into the retry topic `%RETRY%group` of a group, as remote clients send it when a send-back fails
-        (broker-semantics 6.2). Beyond the group's limit, or while a member holds a queue's lock, it becomes a dead
-        letter. GroupNotFoundError; else as `put`."""
-        return self._retries.put_retry(topic, bytes(body), properties or {}, locks=self._locks, **fields)
+        (broker-semantics 6.2). Beyond the group's limit, or while an orderly member holds a queue's lock, it becomes a
+        dead letter. GroupNotFoundError; else as `put`."""
+        locks = _OrderlyLocks(self._locks, self._members)
+        return self._retries.put_retry(topic, bytes(body), properties or {}, locks=locks, **fields)
 
     def recall(self, recall_handle: str) -> bool:
         """Cancel a message delayed to a moment; whether it was still waiting. InvalidReceiptError for no handle."""
@@ -249,10 +250,13 @@ class Broker:
         *,
         filter: Filter | str | None = None,
         timeout: Duration | None = None,
+        at_once: bool = False,
     ) -> Waiter:
         """As `wait`, without a thread: `callback(worth_a_read)` is called once, by the housekeeper; False: the time is
-        over."""
-        return self._waiters.add_waiter(topic, queue_id, offset, as_filter(filter), callback, self._deadline(timeout))
+        over. `at_once`: it wakes another thread and does no more, so that whoever dispatches may call it."""
+        return self._waiters.add_waiter(
+            topic, queue_id, offset, as_filter(filter), callback, self._deadline(timeout), at_once=at_once
+        )
 
     def add_pop_waiter(
         self,
@@ -264,11 +268,14 @@ class Broker:
         filter: Filter | str | None = None,
         order: bool = False,
         timeout: Duration | None = None,
+        at_once: bool = False,
     ) -> Waiter:
         """Have `callback(worth_a_pop)` called once, by the housekeeper, when a pop may find something. Of several that
-        wait one is called for each message."""
+        wait one is called for each message. `at_once`: as of `add_waiter`."""
         deadline_ms = self._deadline(timeout)
-        return self._pop.add_waiter(group, topic, queue_id, as_filter(filter), callback, deadline_ms, order=order)
+        return self._pop.add_waiter(
+            group, topic, queue_id, as_filter(filter), callback, deadline_ms, order=order, at_once=at_once
+        )
 
     def remove_waiter(self, waiter: Waiter) -> bool:
         """Let a waiter go; False: its callback has been called, or is about to be."""
@@ -528,6 +535,19 @@ class Broker:
 
     def __repr__(self) -> str:
         return f"<Broker on {str(self.store.path)!r}{' closed' if self._closed else ''}>"
+
+
+@dataclass(frozen=True, slots=True)
+class _OrderlyLocks:
+    """Locks as `Retries` asks for them: a sign of an orderly group. Unordered members hold locks, too, to hand queues
+    over exactly; theirs tell nothing. A group without members may be one whose members are remote."""
+
+    locks: QueueLocks
+    members: Members
+
+    def is_lock_all_expired(self, group: str) -> bool:
+        mode = self.members.mode(group)
+        return (mode is not None and not mode.ordered) or self.locks.is_lock_all_expired(group)
 
 
 def as_filter(given: Filter | str | None) -> Filter | None:

@@ -12,14 +12,18 @@ with it. Knows neither which groups exist nor who is a member: a client id is ju
       └── unlock by another: ignored
 
 A client trusts its lock for half the lease only (client-semantics A7.1), so it has stopped before another may start.
+Listeners are told the group of which locks were given back, outside the mutex, in the thread that gave them: a member
+that was refused need not ask again and again. Of a lease that runs out nobody is told.
+
 Every path, the renewal too, runs under the one mutex: RocketMQ renews without it, and a renewal that lands on a lease
 just taken over leaves two clients each believing that the queue is theirs.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -27,6 +31,8 @@ from mqstore.clock import Clock
 from mqstore.log.commitlog import QueueRef
 
 __all__ = ["LEASE_MS", "QueueLock", "QueueLocks"]
+
+_log = logging.getLogger(__name__)
 
 LEASE_MS: Final = 60_000
 """A lock not renewed for longer than this may be taken over; at exactly this age it still holds."""
@@ -69,6 +75,8 @@ class QueueLocks:
         self._clock = clock
         self._mutex = threading.Lock()
         self._leases: dict[str, dict[QueueRef, _Lease]] = {}
+        self.on_release: list[Callable[[str], None]] = []
+        """Called with the name of a group that has given locks back."""
 
     def try_lock(self, group: str, queue: QueueRef, client_id: str) -> bool:
         """Lock `queue` for `client_id`, or renew its lock. False while another client's lock holds."""
@@ -94,6 +102,18 @@ class QueueLocks:
             lease.renewed_ms = now_ms
             return True
 
+    def renew_batch(self, group: str, queues: Iterable[QueueRef], client_id: str) -> set[QueueRef]:
+        """Renew the locks of `client_id` on `queues`; those it has not lost. One that ran out and that nobody has taken
+        since counts as held without a break, one that another had meanwhile does not, be it free again or not."""
+        wanted = [QueueRef(*queue) for queue in queues]
+        with self._mutex:
+            now_ms = self._clock.monotonic_ms()
+            leases = self._leases.get(group, {})
+            kept = {queue for queue in wanted if (lease := leases.get(queue)) and lease.client_id == client_id}
+            for queue in kept:
+                leases[queue].renewed_ms = now_ms
+            return kept
+
     def unlock_batch(self, group: str, queues: Iterable[QueueRef], client_id: str) -> set[QueueRef]:
         """Give back the locks of `client_id` on `queues`, expired or not; those that were given back. Locks of others
         stay."""
@@ -105,7 +125,9 @@ class QueueLocks:
                 del leases[queue]
             if not leases:
                 self._leases.pop(group, None)
-            return given
+        if given:
+            self._tell(group)
+        return given
 
     def is_lock_all_expired(self, group: str) -> bool:
         """Whether no lock of `group` holds: none was ever taken, all were given back, or all have expired."""
@@ -128,6 +150,13 @@ class QueueLocks:
                 for group, leases in self._leases.items()
                 for queue, lease in leases.items()
             )
+
+    def _tell(self, group: str) -> None:
+        for listener in list(self.on_release):
+            try:
+                listener(group)
+            except Exception:  # the locks are free, and the other listeners must hear of it
+                _log.exception("a listener failed when told that group %s has given locks back", group)
 
     def _take(self, group: str, queue: QueueRef, client_id: str, now_ms: int) -> bool:
         leases = self._leases.setdefault(group, {})

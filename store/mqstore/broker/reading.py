@@ -38,7 +38,7 @@ from mqstore.errors import (
     TopicNotFoundError,
 )
 from mqstore.log.commitlog import QueueRef
-from mqstore.log.message import Message
+from mqstore.log.message import Message, stored_bytes
 from mqstore.log.reader import Bound, GetResult
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ class Reads:
         self, group: str, topic: str, queue_id: int, messages: list[Message], took_ns: int, *, delivers: bool
     ) -> None:
         key, last = (group, topic, queue_id), messages[-1]
-        size = sum([message.size for message in messages]) if delivers else 0
+        size = stored_bytes(messages) if delivers else 0
         behind_bytes = self._store.max_offset - last.physical_offset - last.size
         behind_ms = self._clock.now_ms() - last.store_timestamp_ms
         with self._fetched_lock:

@@ -13,11 +13,10 @@ would be diverted again.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Unpack, cast
+from typing import Literal, Unpack, cast
 
 from mqstore.broker.names import SCHEDULE_TOPIC, TIMER_TOPIC
 from mqstore.broker.receipts import recall_handle
@@ -31,18 +30,30 @@ from mqstore.layout.properties import (
     ORIGIN_MESSAGE_ID,
     REAL_QID,
     REAL_TOPIC,
-    SHARDINGKEY,
     TIMER_DELAY_MS,
     TIMER_DELAY_SEC,
     TIMER_DELIVER_MS,
     TIMER_OUT_MS,
     UNIQ_KEY,
 )
-from mqstore.layout.record import TRANSACTION_MASK, TRANSACTION_PREPARED, TRANSACTION_ROLLBACK
+from mqstore.layout.record import (
+    COMPRESSED,
+    COMPRESSION_ZLIB,
+    TRANSACTION_MASK,
+    TRANSACTION_PREPARED,
+    TRANSACTION_ROLLBACK,
+)
 from mqstore.log.commitlog import SendReceipt, SendReceipts
 from mqstore.log.message import Message
-from mqstore.log.outgoing import Body, Copy, OutgoingMessage, check_integer, checked_text, user_properties
-from mqstore.log.reader import to_ms
+from mqstore.log.outgoing import (
+    ROUTING,
+    Body,
+    Copy,
+    OutgoingMessage,
+    check_integer,
+    checked_group,
+    routed_properties,
+)
 from mqstore.log.store import MessageStore
 from mqstore.log.writer import PutOptions
 from mqstore.options import Durability, Duration, StoreConfig, seconds
@@ -53,12 +64,14 @@ _TIMER_NAMES = (TIMER_DELIVER_MS, TIMER_DELAY_MS, TIMER_DELAY_SEC)
 
 
 class SendOptions(PutOptions, total=False):
-    """What a put takes beside topic, body and queue id, more than `MessageStore.put` does; at most one of these."""
+    """What a put takes beside topic, body and queue id, more than `MessageStore.put` does; at most one of the first
+    four. `compressed`: the body is a zlib stream already, and is inflated for whoever reads it."""
 
     message_group: str | None
     delay: Duration | None
     deliver_at: datetime | float | None
     delay_level: int | None
+    compressed: Literal["zlib"] | None
 
 
 class DelayedReceipt(SendReceipt):
@@ -73,9 +86,9 @@ class DelayedReceipt(SendReceipt):
         return handle
 
 
-_MAX_MESSAGE_GROUP = 63
-"""Bytes (client-semantics A1.2)."""
-_ONE_OF = ("message_group", "delay", "deliver_at", "delay_level")
+_MORE = (*ROUTING, "compressed")
+"""Options that a plain put of the log does not know."""
+_COMPRESSED = {None: 0, "zlib": COMPRESSED | COMPRESSION_ZLIB}
 
 
 class Road:
@@ -108,7 +121,7 @@ class Road:
             if group is None:
                 queue_id = self._turns.next(topic, config.write_queues)
             else:
-                queue_id = group_queue(_checked_group(group), config.write_queues, self._group_hash)
+                queue_id = group_queue(checked_group(group), config.write_queues, self._group_hash)
         elif type(queue_id) is not int or not 0 <= queue_id < max(config.write_queues, config.read_queues):
             raise InvalidMessageError(
                 f"queue_id {queue_id!r} does not lie in 0..{max(config.write_queues, config.read_queues) - 1}, "
@@ -117,12 +130,23 @@ class Road:
             )
         if not options:
             return self._put(topic, body, queue_id)
-        if options.keys().isdisjoint(_ONE_OF):
+        if options.keys().isdisjoint(_MORE):
             return self._put(topic, body, queue_id, **cast(PutOptions, options))
         properties = self._properties(options)
         flag = options.get("flag", 0)
         check_integer(flag, 32, "flag")
-        return self.append(topic, queue_id, body, properties, flag=flag, durability=options.get("durability"))
+        compressed = options.get("compressed")
+        if compressed not in _COMPRESSED:
+            raise InvalidMessageError(f"compressed {compressed!r}: a body is compressed by 'zlib' or not", "compressed")
+        return self.append(
+            topic,
+            queue_id,
+            body,
+            properties,
+            flag=flag,
+            sys_flag=_COMPRESSED[compressed],
+            durability=options.get("durability"),
+        )
 
     def put_many(
         self,
@@ -143,37 +167,7 @@ class Road:
         unknown = options.keys() - SendOptions.__annotations__.keys()
         if unknown:
             raise TypeError(f"put() has no option {', '.join(sorted(unknown))}")
-        given = [name for name in _ONE_OF if options.get(name) is not None]
-        if len(given) > 1:
-            raise InvalidMessageError(f"{' and '.join(given)} exclude each other: give one of them", given[1])
-        stored = user_properties(
-            options.get("tag"), options.get("keys"), options.get("properties"), options.get("unique_key")
-        )
-        group, level = options.get("message_group"), options.get("delay_level")
-        if group is not None:
-            stored[SHARDINGKEY] = _checked_group(group)
-        if level is not None:
-            check_integer(level, 32, "delay_level")
-            if level < 0:
-                raise InvalidMessageError(f"delay_level {level} is negative; 0 is no delay", "delay_level")
-            if level:
-                stored[DELAY] = str(level)
-        deliver_ms = self._deliver_ms(options.get("delay"), options.get("deliver_at"))
-        if deliver_ms is not None:
-            stored[TIMER_DELIVER_MS] = str(deliver_ms)
-        return stored
-
-    def _deliver_ms(self, delay: Duration | None, deliver_at: datetime | float | None) -> int | None:
-        """The moment asked for, rounded up to the next millisecond; None for no delay."""
-        if delay is not None:
-            try:
-                wait_ms = math.ceil(seconds(delay, "delay") * 1000)
-            except (ValueError, OverflowError, TypeError) as error:  # ConfigError is a ValueError
-                raise InvalidMessageError(f"delay {delay!r} is no number of seconds, zero or more", "delay") from error
-            if wait_ms > self._max_delay_ms:
-                raise InvalidMessageError(f"delay {delay!r} is longer than max_delay", "delay")
-            return self._clock.now_ms() + wait_ms if wait_ms else None
-        return None if deliver_at is None else _moment_ms(deliver_at)
+        return routed_properties(options, now_ms=self._clock.now_ms(), max_delay_ms=self._max_delay_ms)
 
     # -- any record -------------------------------------------------------------------------------------------------
 
@@ -291,16 +285,6 @@ def _identified(copy: Copy) -> Copy:
     return message, topic, queue_id, b"%b%b%b\x02" % (properties, _ORIGIN_NAME, message.message_id.encode())
 
 
-def _moment_ms(deliver_at: object) -> int:
-    if isinstance(deliver_at, datetime):
-        return to_ms(deliver_at)
-    if isinstance(deliver_at, (int, float)) and math.isfinite(deliver_at):
-        return math.ceil(deliver_at * 1000)
-    raise InvalidMessageError(
-        f"deliver_at {deliver_at!r} is neither an aware datetime nor seconds since the epoch", "deliver_at"
-    )
-
-
 def _level(text: str | None) -> int:
     """A delay level as a property says it; what is no number is none (a loader must live with any)."""
     if text is None:
@@ -309,12 +293,3 @@ def _level(text: str | None) -> int:
         return int(text)
     except ValueError:
         return 0
-
-
-def _checked_group(group: object) -> str:
-    checked = checked_text(group, "message_group", "", "a message group is a str, and not blank")
-    if len(checked.encode()) > _MAX_MESSAGE_GROUP:
-        raise InvalidMessageError(
-            f"message_group {checked[:40]!r}... is longer than {_MAX_MESSAGE_GROUP} bytes", "message_group"
-        )
-    return checked

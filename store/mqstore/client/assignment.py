@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from typing import Protocol
@@ -36,11 +36,12 @@ from mqstore.client.progress import Progress, place
 from mqstore.client.workers import Worker, Workers
 from mqstore.errors import (
     ConfigError,
+    GroupInUseError,
     MQStoreError,
     NotPermittedError,
     OffsetOutOfRangeError,
-    StoreBusyError,
     StoreClosedError,
+    SubscriptionConflictError,
     TopicNotFoundError,
 )
 from mqstore.log.commitlog import QueueRef
@@ -113,7 +114,7 @@ class Assignment:
         """The waiter of each queue that waits for messages."""
         self._paused = False
         self._paused_queues: set[QueueRef] = set()
-        self._halted = False
+        self._halted = self._closed = False
         self._stirred = False
         self._limit = LogLimit()
         self._full_times = 0
@@ -124,14 +125,31 @@ class Assignment:
         """Join the group and take what is ours. Before the workers are started."""
         self._join(subscriptions)
         self._rebalance()
-        self._workers.later(RENEW_MS, self._renew)
-        self._workers.later(REBALANCE_MS, self._sweep)
+        self._workers.later(RENEW_MS, partial(self._every, RENEW_MS, self._renew))
+        self._workers.later(REBALANCE_MS, partial(self._every, REBALANCE_MS, self._sweep))
         if self._retries is None:
-            self._workers.later(SAVE_MS, self._save)
+            self._workers.later(SAVE_MS, partial(self._every, SAVE_MS, self.progress.save))
+
+    def _every(self, period_ms: int, work: Callable[[], object]) -> None:
+        """Timer thread: do this now and every `period_ms`. What it raises is told, and stops nothing."""
+        if self._halted:
+            return
+        try:
+            work()
+        except StoreClosedError:
+            pass
+        except Exception as error:
+            self._handling.report(error)
+        self._workers.later(period_ms, partial(self._every, period_ms, work))
 
     def subscribe(self, subscriptions: Mapping[str, Subscription]) -> None:
         """Other topics, or other filters: what is cached is not filtered again (A11.2)."""
         self._join(subscriptions)
+        for queue in self._owned(()):  # those that wait do so by the filters of before
+            with queue.settling:
+                waiter = self._waits.pop(queue, None)
+            if waiter is not None and self._broker.remove_waiter(waiter):
+                self._submit_pull(queue)
         self.stir()
 
     def _join(self, subscriptions: Mapping[str, Subscription]) -> None:
@@ -142,23 +160,13 @@ class Assignment:
         self.membership.join(wanted)
         self._filters, self._subscriptions, self._topics = filters, dict(subscriptions), frozenset(wanted)
 
-    def _save(self) -> None:
-        """Timer thread: progress that nobody else writes."""
-        if self._halted:
-            return
-        try:
-            self.progress.save()
-        except MQStoreError as error:
-            self._handling.report(error)
-        self._workers.later(SAVE_MS, self._save)
-
     def stir(self) -> None:
         """Something has changed: look at the shares soon. From any thread."""
         with self._lock:
             if self._stirred or self._halted:
                 return
             self._stirred = True
-        self._workers.later(0, self._rebalance)
+        self._workers.later(0, self._look)
 
     def halt(self) -> None:
         """Start no handler and no pull any more."""
@@ -169,23 +177,40 @@ class Assignment:
             self._close(queue)
 
     def close(self) -> None:
-        """After `halt`: what still runs counts for nothing; progress is on disk, locks and the seat are given up."""
+        """After `halt`: what still runs counts for nothing; progress is on disk, the seat and the locks are given up.
+        Not the lock of an ordered queue whose handler runs: that is given when it ends, or runs out."""
         with self._lock:
             queues = [*self._queues.values(), *self._leaving.values()]
             self._queues.clear()
             self._leaving.clear()
+        self._closed = True
+        kept = set()
         for queue in queues:
             with queue.settling:
                 queue.dropped = True
+                if queue.running and self._service.ordered:
+                    kept.add(queue.queue)
             queue.clear()
         try:
             self.progress.save()
         finally:
-            self.membership.leave()
+            self.membership.leave(keep=kept)
             if queues:
                 self._hooks.tell(self._hooks.on_revoke, frozenset(queue.queue for queue in queues))
 
     # -- whose queues -----------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Timer thread: rebalance; if that fails, again in a second."""
+        try:
+            self._rebalance()
+        except StoreClosedError:
+            return
+        except Exception as error:
+            self._handling.report(error)
+            if isinstance(error, GroupInUseError | SubscriptionConflictError):
+                self._lose(self._owned(()))  # we were given up, and are not let in again: they are others' now
+            self._workers.later(UNBALANCED_MS, self.stir)
 
     def _rebalance(self) -> None:
         with self._lock:
@@ -219,15 +244,16 @@ class Assignment:
         try:
             begin = self.progress.begin(ref) if offset is None else offset
         except MQStoreError as error:
-            if not isinstance(error, StoreClosedError):
+            if not isinstance(error, StoreClosedError) and self._limit(("begin", ref, type(error))) is not None:
                 self._handling.report(error)
             self.membership.give([ref])
             return False
         queue = ProcessQueue(ref, begin, self._clock.monotonic_ms(), self._limits)
-        queue.paused = ref in self._paused_queues
+        queue.committed = begin if offset is None else None
         with self._lock:
             if self._halted:
                 return False
+            queue.paused = ref in self._paused_queues
             self._queues[ref] = queue
         self._submit_pull(queue)
         return True
@@ -243,7 +269,7 @@ class Assignment:
         if not queue.running:
             self._gone(queue)
         elif not self._service.ordered:
-            self._workers.later(REVOKE_MS, partial(self._gone, queue))
+            self._workers.later(REVOKE_MS, partial(self._gone, queue, in_any_case=True))
 
     def _close(self, queue: ProcessQueue) -> None:
         with queue.settling:
@@ -252,13 +278,15 @@ class Assignment:
         if waiter is not None:
             self._broker.remove_waiter(waiter)
 
-    def _gone(self, queue: ProcessQueue) -> None:
-        """Timer thread: a queue that was closed is another's from here on."""
-        with self._lock:
-            if self._leaving.get(queue.queue) is not queue:
-                return
-            del self._leaving[queue.queue]
+    def _gone(self, queue: ProcessQueue, *, in_any_case: bool = False) -> None:
+        """Timer thread: a queue that was closed is another's from here on, unless it is at work again."""
         with queue.settling:
+            if queue.running and not in_any_case:  # `leave` comes back here
+                return
+            with self._lock:
+                if self._leaving.get(queue.queue) is not queue:
+                    return
+                del self._leaving[queue.queue]
             queue.dropped = True
         queue.clear()
         self.membership.give([queue.queue])
@@ -271,21 +299,21 @@ class Assignment:
         self._restart(queue)
 
     def _renew(self) -> None:
-        if self._halted:
-            return
+        """Timer thread: keep the locks."""
+        now_ms = self._clock.monotonic_ms()  # before they are renewed: they hold for as long from then on
         lost = self.membership.renew()
-        now_ms = self._clock.monotonic_ms()
-        with self._lock:
-            queues = list(self._queues.values())
+        queues = self._owned(())
         for queue in queues:
-            if queue.queue in lost:
-                _log.warning("group %s lost the lock of %s/%d", self.group, *queue.queue)
-                with queue.settling:  # another may be at it already: our commits would take it back
-                    queue.closing = queue.dropped = True
-                self._revoke(queue)
-            else:
-                queue.last_lock_ms = now_ms
-        self._workers.later(RENEW_MS, self._renew)
+            queue.last_lock_ms = now_ms
+        self._lose([queue for queue in queues if queue.queue in lost])
+
+    def _lose(self, queues: Sequence[ProcessQueue]) -> None:
+        """These are another's already: what runs counts for nothing, our commits would take his back."""
+        for queue in queues:
+            _log.warning("group %s lost the lock of %s/%d", self.group, *queue.queue)
+            with queue.settling:
+                queue.closing = queue.dropped = True
+            self._revoke(queue)
 
     def renew_soon(self) -> None:
         """A worker found a lock that was not renewed in time."""
@@ -295,45 +323,44 @@ class Assignment:
         now_ms = self._clock.monotonic_ms()
         with self._lock:
             late = any(queue.lock_expired(now_ms) for queue in self._queues.values())
-        if late:
-            lost = self.membership.renew()
-            with self._lock:
-                queues = list(self._queues.values())
-            for queue in queues:
-                if queue.queue in lost:
-                    with queue.settling:
-                        queue.closing = queue.dropped = True
-                    self._revoke(queue)
-                else:
-                    queue.last_lock_ms = now_ms
+        if late and not self._halted:
+            self._renew()
 
     def _sweep(self) -> None:
         """Every 20 s: what no event has told of."""
-        if self._halted:
-            return
         now_ms = self._clock.monotonic_ms()
-        with self._lock:
-            silent = [
-                queue
-                for queue in self._queues.values()
-                if now_ms - queue.last_pull_ms > PULL_IDLE_MS
-                and not (queue.throttled or queue.parked or queue.paused or self._paused)
-            ]
-        for queue in silent:
-            _log.error("group %s: %s/%d was not pulled for two minutes; it is begun anew", self.group, *queue.queue)
-            self._revoke(queue)
-        self._rebalance()
-        self._workers.later(REBALANCE_MS, self._sweep)
+        for queue in self._owned(()):
+            if queue.throttled:
+                self._ask_for_reset(queue)
+            elif now_ms - queue.last_pull_ms <= PULL_IDLE_MS:
+                continue
+            elif not (queue.submitted or queue.parked or queue.paused or self._paused):
+                _log.error("group %s: %s/%d was not pulled for two minutes; it is begun anew", self.group, *queue.queue)
+                self._revoke(queue)
+        self._look()
+
+    def _ask_for_reset(self, queue: ProcessQueue) -> None:
+        """A queue that is full, perhaps of what is stuck, does not pull, and so hears of no reset: that may be what is
+        to get it going again."""
+        if self.progress.committed(queue.queue) == queue.committed or self._retries is None:
+            return
+        offset = queue.next_offset
+        result = self._broker.read(*queue.queue, offset, 1, group=self.group)
+        if result.status == "OFFSET_RESET":
+            self._moved(queue, offset, result)
 
     # -- pulling ----------------------------------------------------------------------------------------------------
 
     def _submit_pull(self, queue: ProcessQueue) -> None:
+        """From any thread, even one in the middle of a dispatch: it must not wait for anything."""
+        queue.submitted = True
         self._workers.submit(partial(self._pull, queue))
 
     def _pull(self, queue: ProcessQueue, worker: Worker) -> None:
         if queue.closing:
             return
         queue.last_pull_ms = self._clock.monotonic_ms()
+        queue.submitted = False
         with queue.settling:
             if self._paused or queue.paused:
                 queue.parked = True  # whoever resumes it sees this, or we would have seen that
@@ -357,12 +384,14 @@ class Assignment:
                 filter=self._filters.get(topic),
                 group=self.group,
             )
+            messages, idle = self._take_in(queue, offset, result, self._clock.monotonic_ms() - queue.last_pull_ms)
         except StoreClosedError:
             return
         except Exception as error:
             self._pull_failed(queue, error)
             return
-        self._take_in(worker, queue, offset, result, (self._clock.monotonic_ms() - queue.last_pull_ms))
+        if messages:
+            self._service.accept(worker, queue, messages, idle)
 
     def _pull_failed(self, queue: ProcessQueue, error: Exception) -> None:
         if isinstance(error, TopicNotFoundError | NotPermittedError | ConfigError):
@@ -372,21 +401,24 @@ class Assignment:
             _log.error("group %s: %s/%d cannot be read", self.group, *queue.queue, exc_info=error)
         self._workers.later(PULL_FAILED_MS, partial(self._submit_pull, queue))
 
-    def _take_in(self, worker: Worker, queue: ProcessQueue, offset: int, result: ReadResult, took_ms: float) -> None:
+    def _take_in(
+        self, queue: ProcessQueue, offset: int, result: ReadResult, took_ms: float
+    ) -> tuple[Sequence[Message], bool]:
+        """Do what follows from a pull, the next one last: if anything before it fails, that is where it is put. What
+        is to be handled, and whether nobody is at the queue."""
         status, next_offset = result.status, result.next_offset
         if status == "FOUND":
             self._handling.pulled(queue.queue.topic, len(result.messages), took_ms)
             messages = self._hooks.receiving(result.messages) if self._hooks.on_receive else result.messages
             idle = queue.put(messages, next_offset)
+            if not messages:
+                self._step_over(queue)
             if next_offset >= result.max_offset:
                 self._wait(queue)
             else:
                 self._submit_pull(queue)
-            if messages:
-                self._service.accept(worker, queue, messages, idle)
-            else:
-                self._step_over(queue)
-        elif status in ("NO_MATCHED_MESSAGE", "MESSAGE_WAS_REMOVING"):
+            return messages, idle
+        if status in ("NO_MATCHED_MESSAGE", "MESSAGE_WAS_REMOVING"):
             queue.put((), next_offset)
             self._step_over(queue)
             self._submit_pull(queue)
@@ -394,6 +426,7 @@ class Assignment:
             self._wait(queue)
         else:
             self._moved(queue, offset, result)
+        return (), False
 
     def _step_over(self, queue: ProcessQueue) -> None:
         """A stretch of which nothing is for us still moves the position, once nothing before it waits."""
@@ -404,23 +437,23 @@ class Assignment:
     def _wait(self, queue: ProcessQueue) -> None:
         """Pull again when there is a message."""
         ref = queue.queue
-        try:
-            waiter = self._broker.add_waiter(
-                *ref,
-                queue.next_offset,
-                lambda worth: self._submit_pull(queue),
-                filter=self._filters.get(ref.topic),
-                timeout=HOLD_S,
-            )
-        except StoreClosedError:
-            return
-        except StoreBusyError:
-            self._workers.later(PULL_FAILED_MS, partial(self._submit_pull, queue))
-            return
-        self._waits[queue] = waiter
-        if queue.closing:  # `_close` may have looked before
-            self._waits.pop(queue, None)
-            self._broker.remove_waiter(waiter)
+        # Under the lock: it may be called, and another parked by who pulls then, before this one is noted.
+        with queue.settling:
+            if queue.closing:
+                return
+            try:
+                self._waits[queue] = self._broker.add_waiter(
+                    *ref,
+                    queue.next_offset,
+                    lambda worth: self._submit_pull(queue),
+                    filter=self._filters.get(ref.topic),
+                    timeout=HOLD_S,
+                    at_once=True,
+                )
+            except StoreClosedError:
+                return
+            except Exception as error:  # too many wait, say
+                self._pull_failed(queue, error)
 
     def _moved(self, queue: ProcessQueue, offset: int, result: ReadResult) -> None:
         """What we asked for does not exist, or the group was reset: drop what we have, and begin anew (A5.5)."""
@@ -439,7 +472,8 @@ class Assignment:
             queue.closing = queue.dropped = True  # whoever ends late must not drag the new position
             self._commit(queue, offset)
         self._close(queue)
-        self._workers.later(0, partial(self._restart, queue))
+        # What runs is done for in vain, but better not twice at a time: half a second for it, as in a revocation.
+        self._workers.later(REVOKE_MS if queue.running else 0, partial(self._restart, queue))
 
     def _restart(self, queue: ProcessQueue) -> None:
         with self._lock:
@@ -454,11 +488,13 @@ class Assignment:
 
     # -- for the services -------------------------------------------------------------------------------------------
 
-    def enter(self, queue: ProcessQueue) -> bool:
-        """A worker begins to work on a queue's messages; False: it must not."""
+    def enter(self, queue: ProcessQueue, first: int = 0) -> bool:
+        """A worker begins to work on messages of a queue that were pulled from offset `first` on; False: it must not.
+        Of one that is to go it may, as long as later ones were begun: they hand over as if none had overtaken."""
         with queue.settling:
-            if queue.closing or self._halted:
+            if (queue.closing or self._halted) and (queue.dropped or first >= queue.begun):
                 return False
+            queue.begun = max(queue.begun, first)
             queue.running += 1
             return True
 
@@ -467,7 +503,9 @@ class Assignment:
         with queue.settling:
             queue.running -= 1
             last = queue.closing and not queue.running
-        if last:
+        if last and self._closed:
+            self.membership.give([queue.queue])
+        elif last:
             self._workers.later(0, partial(self._ended, queue))
 
     def settle(self, queue: ProcessQueue, messages: Sequence[Message]) -> None:
@@ -478,8 +516,7 @@ class Assignment:
             offset = queue.remove(messages, self._clock.monotonic_ms())
             if offset >= 0:
                 self._commit(queue, offset)
-        if queue.throttled and queue.begins_to_have_room():
-            self._submit_pull(queue)
+        self.refill(queue)
 
     def settle_taken(self, queue: ProcessQueue, messages: Sequence[Message] | None) -> bool:
         """Orderly: these of the taken ones are done with, None: all; False if they count for nothing any more."""
@@ -490,9 +527,13 @@ class Assignment:
             offset = queue.commit(now_ms) if messages is None else queue.finish(messages, now_ms)
             if offset is not None:
                 self._commit(queue, offset)
+        self.refill(queue)
+        return True
+
+    def refill(self, queue: ProcessQueue) -> None:
+        """Pull again if that had to wait for room and there is enough now."""
         if queue.throttled and queue.begins_to_have_room():
             self._submit_pull(queue)
-        return True
 
     def _commit(self, queue: ProcessQueue, offset: int) -> None:
         if offset == queue.committed:
@@ -513,19 +554,19 @@ class Assignment:
 
     def pause(self, queues: Sequence[QueueRef]) -> None:
         """Pull nothing from these queues, which stay ours; none: from any. What is cached is still handled."""
-        if not queues:
-            self._paused = True
-        self._paused_queues.update(queues)
+        with self._lock:  # a queue that is being begun has seen this, or is seen here
+            self._paused = self._paused or not queues
+            self._paused_queues.update(QueueRef(*ref) for ref in queues)
         for queue in self._owned(queues):
             queue.paused = True
 
     def resume(self, queues: Sequence[QueueRef]) -> None:
         """Go on with these; none: with all."""
+        with self._lock:
+            self._paused = self._paused and bool(queues)
+            self._paused_queues.difference_update([QueueRef(*ref) for ref in queues] or list(self._paused_queues))
         if not queues:
-            self._paused = False
-            self._paused_queues.clear()
             self.stir()
-        self._paused_queues.difference_update(queues)
         for queue in self._owned(queues):
             with queue.settling:
                 queue.paused = False

@@ -13,6 +13,7 @@ wrong is mended within 50 ms: then the rest of a chunk whose worker is held up i
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -21,11 +22,12 @@ from functools import partial
 from mqstore.broker.broker import Broker
 from mqstore.broker.names import is_dlq_topic, is_retry_topic
 from mqstore.client.assignment import Assignment
-from mqstore.client.handling import Failure, Handling, as_sent
+from mqstore.client.handling import Failure, Handling, Subscription, as_sent
 from mqstore.client.interceptors import Settled
 from mqstore.client.processqueue import ProcessQueue
 from mqstore.client.workers import Worker, Workers
-from mqstore.errors import StoreClosedError
+from mqstore.errors import ConfigError, StoreClosedError
+from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
 
 __all__ = ["ConcurrentService"]
@@ -33,12 +35,15 @@ __all__ = ["ConcurrentService"]
 _log = logging.getLogger("mqstore")
 
 SEND_BACK_AGAIN_MS = 5_000
+NOBODY_AGAIN_MS = 1_000
+"""When to look again whether anybody handles what nobody did: by then its queue is gone, as a rule."""
 TICK_MS = 50
 IDLE_TICKS = 20
 """Ticks without work after which there are none: an idle consumer wakes nobody."""
 TIMEOUT_LEVEL = 3
 """Delay level of a message whose handler hangs: 10 s."""
 _SETTLE_S = 0.01
+_HAND_OVER_S = 0.4
 _WORTH_MS = 1.0
 """Handling that takes so long is worth another thread."""
 
@@ -46,13 +51,18 @@ _WORTH_MS = 1.0
 class _Chunk:
     """Messages of one queue that were pulled together, in the order in which they are to be begun."""
 
-    __slots__ = ("done", "messages", "queue")
+    __slots__ = ("done", "first", "invited", "messages", "queue", "until")
 
     def __init__(self, queue: ProcessQueue, messages: Sequence[Message]) -> None:
         self.queue = queue
+        self.first = messages[0]
         self.messages = deque(messages)
         self.done: deque[Message] = deque()
         """Handled, and not settled yet."""
+        self.invited = 0
+        """Workers that were asked to it and have not come yet."""
+        self.until: float | None = None
+        """When to leave it undone, once its queue is to go."""
 
 
 class ConcurrentService:
@@ -87,6 +97,8 @@ class ConcurrentService:
         """What each worker is at."""
         self._calls_seen: dict[Worker, tuple[int, int]] = {}
         """The call that a worker was in at the last tick, and when that was first seen."""
+        self._lock = threading.Lock()
+        """Of invitations, and of whether there are ticks."""
         self._ticking = False
         self._idle_ticks = 0
 
@@ -97,42 +109,60 @@ class ConcurrentService:
         self._run(chunk, worker)
 
     def _invite(self, chunk: _Chunk, number: int) -> None:
-        for _ in range(min(number, self._others)):
-            self._workers.submit(partial(self._run, chunk))
+        """Have up to `number` workers on their way to a chunk; those that are asked already count."""
+        with self._lock:
+            number = min(number, self._others) - chunk.invited
+            chunk.invited += max(0, number)
+        for _ in range(number):
+            self._workers.submit(partial(self._come, chunk))
+
+    def _come(self, chunk: _Chunk, worker: Worker) -> None:
+        with self._lock:
+            chunk.invited -= 1
+        self._run(chunk, worker)
+
+    def _later(self, chunk: _Chunk, delay_ms: int) -> None:
+        self._workers.later(delay_ms, partial(self._workers.submit, partial(self._run, chunk)))
 
     # -- a worker at a chunk ----------------------------------------------------------------------------------------
 
     def _run(self, chunk: _Chunk, worker: Worker) -> None:
         queue = chunk.queue
-        if not chunk.messages or not self.assignment.enter(queue):
+        if not chunk.messages or not self.assignment.enter(queue, chunk.first.offset):
             return
         self._at[worker] = chunk
         worker.is_cancelled = lambda: queue.closing
         if not self._ticking:
-            self._ticking = True
-            self._workers.later(TICK_MS, self._tick)
+            self._begin_ticks()
         try:
             self._handle(chunk, worker)
         finally:
             worker.is_cancelled = None
             self._at[worker] = None
-            self._settle(chunk)
-            self.assignment.leave(queue)
+            try:
+                self._settle(chunk)
+            finally:
+                self.assignment.leave(queue)
 
     def _handle(self, chunk: _Chunk, worker: Worker) -> None:
         queue, handling, size = chunk.queue, self._handling, self._batch_size
         retried = is_retry_topic(queue.queue.topic)
         each = bool(handling.hooks.on_settle) or retried
-        subscription = self.assignment.subscription_of(queue, chunk.messages[0])
+        subscription: Subscription | None = None
         handled, took_ms = 0, 0.0
         settled_at = time.perf_counter()
-        while not queue.closing and (batch := _next(chunk.messages, size)):
+        while (not queue.closing or _may_end(chunk)) and (batch := _next(chunk.messages, size)):
             if retried:
-                batch = [as_sent(message) for message in batch]
+                batch = _of_one_topic(chunk.messages, batch)
+            if retried or subscription is None:
                 subscription = self.assignment.subscription_of(queue, batch[0])
-            if subscription is None:
+            if subscription is None and retried:
                 self._failed(queue, batch, Failure("retry", "nobody subscribes to its topic any more"), 0.0)
                 continue
+            if subscription is None:  # the queue is about to go, and its messages stay what they are
+                chunk.messages.extendleft(reversed(batch))
+                self._later(chunk, NOBODY_AGAIN_MS)
+                break
             failure, call_ms = handling.call(worker, subscription, batch)
             if worker.lapsed == worker.calls:
                 _log.warning(
@@ -141,6 +171,8 @@ class ConcurrentService:
                     *batch[0].queue,
                     batch[0].offset,
                 )
+            elif queue.dropped:  # it comes again, to whoever has the queue now
+                pass
             elif failure is not None:
                 self._failed(queue, batch, failure, call_ms)
             else:
@@ -153,7 +185,7 @@ class ConcurrentService:
             now = time.perf_counter()
             if call_ms > _SETTLE_S * 1000 or now - settled_at > _SETTLE_S:
                 self._settle(chunk)
-                settled_at = now
+                settled_at, subscription = now, None  # there may be another handler
             self._pace_ms += (call_ms - self._pace_ms) / 16
         if handled:
             handling.counted(queue.queue.topic, handled, took_ms)
@@ -190,22 +222,29 @@ class ConcurrentService:
         if not queue.contains(message):  # its time was up, and it was sent back then
             return
         try:
-            receipt = self._broker.send_back(
-                self._group,
-                message.physical_offset,
-                delay_level=-1 if failure.kind == "reject" else 0,
-                delay=None if failure.kind == "reject" else failure.delay_s,
-                reason=failure.reason,
-            )
+            if failure.kind == "reject":
+                receipt = self._broker.send_back(
+                    self._group, message.physical_offset, delay_level=-1, reason=failure.reason
+                )
+            else:
+                receipt = self._retry(message, failure)
         except StoreClosedError:
             return
         except Exception as error:
             # It stays here, and holds the position: what cannot be sent back is not let go of.
             self._handling.report(error, message)
-            chunk = _Chunk(queue, [message])
-            self._workers.later(SEND_BACK_AGAIN_MS, partial(self._workers.submit, partial(self._run, chunk)))
+            self._later(_Chunk(queue, [message]), SEND_BACK_AGAIN_MS)
             return
         self._end(queue, message, "dlq" if is_dlq_topic(receipt.queue.topic) else "retry", took_ms)
+
+    def _retry(self, message: Message, failure: Failure) -> SendReceipt:
+        offset, reason = message.physical_offset, failure.reason
+        if failure.delay_s is not None:
+            try:
+                return self._broker.send_back(self._group, offset, delay=failure.delay_s, reason=reason)
+            except ConfigError as error:  # longer than the store delays anything, say: that will not change
+                self._handling.report(error, message)
+        return self._broker.send_back(self._group, offset, reason=reason)
 
     def _end(self, queue: ProcessQueue, message: Message, outcome: Settled, took_ms: float) -> None:
         self._handling.settled([message], outcome, took_ms)
@@ -213,8 +252,27 @@ class ConcurrentService:
 
     # -- what takes long --------------------------------------------------------------------------------------------
 
+    def _begin_ticks(self) -> None:
+        with self._lock:
+            if self._ticking:
+                return
+            self._ticking = True
+        self._workers.later(TICK_MS, self._tick)
+
     def _tick(self) -> None:
-        """Timer thread, while there is work: look after workers that are held up."""
+        """Timer thread, while there is work."""
+        try:
+            self._idle_ticks = 0 if self._look() else self._idle_ticks + 1
+        finally:  # whatever a hook has met, the next one comes
+            with self._lock:
+                # The second: who came in between saw a tick that was to come.
+                self._ticking = self._idle_ticks < IDLE_TICKS or any(self._at.values())
+                goes_on = self._ticking
+            if goes_on:
+                self._workers.later(TICK_MS, self._tick)
+
+    def _look(self) -> bool:
+        """Look after workers that are held up; whether any is at work."""
         now_ms = self._clock.monotonic_ms()
         seen, self._calls_seen = self._calls_seen, {}
         busy = False
@@ -233,19 +291,12 @@ class ConcurrentService:
                 self._settle(chunk)
                 self._invite(chunk, len(chunk.messages))
             self._calls_seen[worker] = (worker.calls, since_ms)
-        self._idle_ticks = 0 if busy else self._idle_ticks + 1
-        if self._idle_ticks >= IDLE_TICKS:
-            self._ticking = False
-            if not any(self._at.values()):  # else who came in between saw a tick that was to come
-                return
-            self._ticking = True
-        self._workers.later(TICK_MS, self._tick)
+        return busy
 
     def _lapse(self, worker: Worker, chunk: _Chunk, call: int) -> None:
         """A handler has had its messages for too long: they go back, whatever comes of it (A4.3)."""
-        messages = worker.messages
-        worker.lapsed = call
-        if worker.calls != call or not messages:  # it has just ended
+        messages = worker.lapse(call)
+        if not messages:  # it has just ended
             return
         stack = worker.stack()
         for message in messages:
@@ -260,19 +311,26 @@ class ConcurrentService:
             self._handling.hooks.tell(self._handling.hooks.on_timeout, message, stack)
             if self._broadcasting:
                 self._end(chunk.queue, message, "dlq", self._timeout_ms)
-                continue
-            if not chunk.queue.contains(message) or chunk.queue.dropped:
-                continue
-            try:
-                receipt = self._broker.send_back(
-                    self._group, message.physical_offset, delay_level=TIMEOUT_LEVEL, reason="its handler hung"
-                )
-            except Exception as error:
-                self._handling.report(error, message)  # it holds the position until the handler ends
-                worker.lapsed = -1
-                continue
-            outcome: Settled = "dlq" if is_dlq_topic(receipt.queue.topic) else "retry"
-            self._end(chunk.queue, message, outcome, self._timeout_ms)
+            else:
+                self._give_up(chunk.queue, message)
+
+    def _give_up(self, queue: ProcessQueue, message: Message) -> None:
+        """Timer thread: send back what a handler hangs with. Its end is void already, so this is tried until it is
+        done."""
+        if queue.dropped or not queue.contains(message):
+            return
+        try:
+            receipt = self._broker.send_back(
+                self._group, message.physical_offset, delay_level=TIMEOUT_LEVEL, reason="its handler hung"
+            )
+        except StoreClosedError:
+            return
+        except Exception as error:
+            self._handling.report(error, message)
+            self._workers.later(SEND_BACK_AGAIN_MS, partial(self._give_up, queue, message))
+            return
+        outcome: Settled = "dlq" if is_dlq_topic(receipt.queue.topic) else "retry"
+        self._end(queue, message, outcome, self._timeout_ms)
 
 
 def _next(messages: deque[Message], number: int) -> list[Message]:
@@ -284,3 +342,24 @@ def _next(messages: deque[Message], number: int) -> list[Message]:
     except IndexError:
         pass
     return taken
+
+
+def _may_end(chunk: _Chunk) -> bool:
+    """Of a queue that is to go, what stands before a later chunk that was begun is done, too: else the position would
+    stay here, and the next owner would do all of that again. For a moment: a handler that is slow must not keep `stop`
+    waiting for as many messages as there are."""
+    queue = chunk.queue
+    if queue.dropped or chunk.first.offset >= queue.begun:
+        return False
+    now = time.perf_counter()
+    if chunk.until is None:
+        chunk.until = now + _HAND_OVER_S
+    return now < chunk.until
+
+
+def _of_one_topic(rest: deque[Message], batch: list[Message]) -> list[Message]:
+    """Of a batch of retries those of the first one's topic, as sent; the others go back to the front of `rest`."""
+    shown = [as_sent(message) for message in batch]
+    end = next((i for i, message in enumerate(shown) if message.topic != shown[0].topic), len(shown))
+    rest.extendleft(reversed(batch[end:]))
+    return shown[:end]

@@ -151,10 +151,8 @@ class Handling:
         """Hand `messages` (one, unless handlers take batches) to the handler on this thread: how it failed, None if it
         did not, and how many milliseconds it took. SystemExit and KeyboardInterrupt pass."""
         handler = subscription.handler
-        argument = messages if self._batch else messages[0]
-        worker.calls += 1
-        worker.since_ms = self._clock.monotonic_ms()
-        worker.messages = messages
+        argument = tuple(messages) if self._batch else messages[0]  # our list is not the handler's to change
+        worker.begin(messages)
         begin = time.perf_counter()
         failure: Failure | None = None
         try:
@@ -163,25 +161,27 @@ class Handling:
             else:
                 handler(argument, *more)
         except Exception as error:
+            worker.end()  # the time that reporting takes is not the handler's
             failure = self._failure(error, subscription, messages)
-        worker.messages = ()  # not for what passes: the consumer has to know which messages it stopped at
+        else:
+            worker.end()
         return failure, (time.perf_counter() - begin) * 1000
 
     def _failure(self, error: Exception, subscription: Subscription, messages: Sequence[Message]) -> Failure:
+        # The exception is the user's, a class of his own perhaps: whatever it lacks, its messages have failed.
         if isinstance(error, Retry):
-            return Failure("retry", str(error), error.delay_s)
+            return Failure("retry", _text(error), getattr(error, "delay_s", None))
         if isinstance(error, Reject):
-            return Failure("reject", error.reason or "rejected by its handler")
+            return Failure("reject", _text(getattr(error, "reason", "")) or "rejected by its handler")
         if isinstance(error, BatchFailure):
-            known = {(message.queue, message.offset) for message in messages}
-            failed = tuple(message for message in error.failed if (message.queue, message.offset) in known)
-            if len(failed) == len(error.failed):
-                return Failure("retry", str(error), failed=failed)
+            failed = _among(messages, getattr(error, "failed", None))
+            if failed is not None:
+                return Failure("retry", _text(error), failed=failed)
             self.report(
                 ValueError("BatchFailure names messages that were not in the batch; all of it is taken for failed"),
                 messages[0],
             )
-            return Failure("retry", str(error))
+            return Failure("retry", _text(error))
         first = messages[0]
         held = self._limit((subscription.topic, type(error)))
         if held is not None:
@@ -196,11 +196,11 @@ class Handling:
                 exc_info=error,
             )
         self._tell(error, first)
-        return Failure("retry", f"{type(error).__name__}: {error}")
+        return Failure("retry", f"{type(error).__name__}: {_text(error)}")
 
     def report(self, error: BaseException, message: Message | None = None) -> None:
         """Something that no caller can be told of: to the log and to `on_error`."""
-        _log.error("group %s: %s: %s", self.group, type(error).__name__, error)
+        _log.error("group %s: %s: %s", self.group, type(error).__name__, _text(error))
         self._tell(error, message)
 
     def _tell(self, error: BaseException, message: Message | None) -> None:
@@ -230,3 +230,21 @@ class Handling:
 
     def _count(self, name: str, time_name: str, topic: str, messages: int, took_ms: float) -> None:
         self.statistics.add_many(((name, topic, messages, 1), (time_name, topic, int(took_ms * 1000), messages)))
+
+
+def _text(what: object) -> str:
+    """As text; of an exception that cannot even say what it is: its name."""
+    try:
+        return str(what)
+    except Exception:
+        return f"{type(what).__name__} (it cannot be shown)"
+
+
+def _among(messages: Sequence[Message], named: object) -> tuple[Message, ...] | None:
+    """Those of `messages` that are named, each once, in their order; None if something else is named."""
+    try:
+        names = {(message.queue, message.offset) for message in named}  # type: ignore[attr-defined]
+    except (AttributeError, TypeError):
+        return None
+    failed = tuple(message for message in messages if (message.queue, message.offset) in names)
+    return failed if len(failed) == len(names) else None

@@ -104,12 +104,15 @@ class Interceptors:
         return message
 
     def receiving(self, messages: list[Message]) -> list[Message]:
-        """Which of `messages` are to be handled. A hook that fails leaves them all."""
+        """Which of `messages` are to be handled, in their order, whatever order a hook gives them back in: a position
+        is the lowest of what is not done. A hook that fails leaves them all."""
         for hook in self.on_receive:
             try:
-                messages = list(hook(messages))
+                kept = {(message.queue, message.offset) for message in hook(list(messages))}
             except Exception:
                 _log.exception("an interceptor's %s failed", getattr(hook, "__qualname__", hook))
+            else:
+                messages = [message for message in messages if (message.queue, message.offset) in kept]
         return messages
 
     def consuming(self, call: Callable[[], object], messages: Sequence[Message]) -> None:

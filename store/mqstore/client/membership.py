@@ -25,7 +25,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from mqstore.broker.broker import Broker
 from mqstore.broker.members import Mode, Subscriptions
@@ -140,8 +140,9 @@ class Membership:
         details = self._broker.members.details(self.group)
         return next((member.version for member in details if member.client_id == self.client_id), None)
 
-    def leave(self) -> None:
-        """Give every lock back and be a member no longer. What was read must be committed before. Again is harmless."""
+    def leave(self, keep: Collection[QueueRef] = ()) -> None:
+        """Give every lock back, except of `keep`, and be a member no longer. What was read must be committed before.
+        Again is harmless. Who keeps a lock gives it later; else it runs out."""
         with self._lock:
             if not self._joined:
                 return
@@ -151,7 +152,7 @@ class Membership:
         self._broker.locks.on_release.remove(self._lock_released)
         # Locks first: those whose share grows by our leaving find them free.
         with self._lock:
-            queues, self._held, self._wanted = self._held, set(), set()
+            queues, self._held, self._wanted = self._held.difference(keep), set(), set()
         if self._registered() not in (self._version, None):
             return  # locks and registration are of another consumer with our client id, which has let us hang
         self._broker.locks.unlock_batch(self.group, queues, self.client_id)
@@ -265,8 +266,10 @@ class Membership:
         with self._lock:
             self._held -= given
             self._wanted -= given
-        if not self._mode.broadcasting:
-            self._broker.locks.unlock_batch(self.group, given, self.client_id)
+            left = not self._joined
+        if self._mode.broadcasting or (left and self._registered() is not None):  # another goes by our client id now
+            return
+        self._broker.locks.unlock_batch(self.group, given, self.client_id)
 
     def renew(self) -> set[QueueRef]:
         """Renew the seat and the locks of all queues held; those that were lost to another. To be called every 20

@@ -14,20 +14,31 @@ failed is kept by the broker, and survives a restart. What is given up leaves a 
 
 With `max_uncommitted` a handler gets a transaction and says itself what is done (A7.6): until then messages stay open,
 and a bound on their number and age makes it impossible that they pile up unseen, as with RocketMQ's autoCommit=false.
+
+    open ---> commit()                                done, all of it
+          |-> rollback(), failure, too many, too old  back to the front, counted as an attempt; the queue is suspended
+          |-> Reject                                  what this call was given: dead letters; the rest back, not counted
+          +-> queue given up, handler replaced        back, not counted
+
+Whatever undoes open messages without their handler's word is told as an UncommittedBatchError.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import threading
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from mqstore.broker.broker import Broker
+from mqstore.broker.names import is_retry_topic
 from mqstore.client.assignment import Assignment
 from mqstore.client.handling import Failure, Handling, Subscription, as_sent
 from mqstore.client.processqueue import ProcessQueue
 from mqstore.client.workers import Worker, Workers
-from mqstore.errors import MQStoreError, StoreClosedError, UncommittedBatchError
+from mqstore.errors import ConfigError, MQStoreError, StoreClosedError, UncommittedBatchError
 from mqstore.log.message import Message
 from mqstore.options import Duration, seconds
 
@@ -36,16 +47,18 @@ __all__ = ["BatchTx", "OrderlyService"]
 _log = logging.getLogger("mqstore")
 
 LOCK_LATE_MS = 100
+SUSPEND_MS = 1_000
 SUSPEND_MIN_MS, SUSPEND_MAX_MS = 10, 30_000
 TX_MAX_MS = 60_000
 """How long messages may be left open by a handler that takes a transaction."""
 TICK_MS = 1_000
-SEND_BACK_AGAIN_MS = 5_000
+AGAIN_MS = 5_000
+"""After what is no failure of a handler: a dead letter that could not be filed, a store that refuses."""
 
 
 class BatchTx:
-    """What a handler with `max_uncommitted` decides by: everything it was given since the last commit. It may
-    leave that open, and is then given more.
+    """What a handler with `max_uncommitted` decides by: everything it was given of this topic and queue since the last
+    commit. It may leave that open, and is then given more. Good until the handler returns.
 
     >>> tx = BatchTx()
     >>> tx.commit()
@@ -55,27 +68,75 @@ class BatchTx:
     RuntimeError: this batch was committed already
     """
 
-    __slots__ = ("decision", "delay_ms")
+    __slots__ = ("decision", "delay_s", "over")
 
     def __init__(self) -> None:
         self.decision = ""
         """"commit", "rollback", or nothing yet."""
-        self.delay_ms: int | None = None
+        self.delay_s: float | None = None
+        self.over = False
+        """The handler has returned: nobody looks at what is decided now."""
 
     def commit(self) -> None:
-        """All of it is done once the handler has returned."""
+        """All of it is done once the handler has returned. RuntimeError when it has, or has rolled back."""
         self._decide("commit")
 
     def rollback(self, delay: Duration | None = None) -> None:
-        """All of it comes again, after `delay` seconds (None: as for a failure); it counts as an attempt."""
-        self.delay_ms = None if delay is None else int(seconds(delay, "delay") * 1000)
+        """All of it comes again, after `delay` seconds (None: as for a failure); it counts as an attempt. ConfigError
+        for a delay that is negative or endless, RuntimeError as for `commit`."""
+        delay_s = None if delay is None else seconds(delay, "delay")
+        if delay_s == math.inf:
+            raise ConfigError("a rollback cannot be for ever: give its delay in seconds")
         self._decide("rollback")
+        self.delay_s = delay_s
 
     def _decide(self, decision: str) -> None:
+        if self.over:
+            raise RuntimeError(f"too late to {decision}: the handler has returned, and the next call has its own")
         if self.decision not in ("", decision):
             done = "committed" if self.decision == "commit" else "rolled back"
             raise RuntimeError(f"this batch was {done} already")
         self.decision = decision
+
+
+class _Again(Message):
+    """A message that failed before: its `attempt` counts that, which the stored record does not."""
+
+    __slots__ = ("_failed", "_topic")
+
+    def __init__(self, message: Message, failed: int) -> None:
+        super().__init__(message._stretch, message._start, message.offset, message._body_end)
+        self._topic = message.topic
+        self._failed = failed
+
+    @property
+    def topic(self) -> str:
+        return self._topic
+
+    @property
+    def attempt(self) -> int:
+        return self.reconsume_times + self._failed + 1
+
+
+@dataclass(slots=True)
+class _Task:
+    """One worker at one queue, until it ends or lets another have the thread."""
+
+    queue: ProcessQueue
+    worker: Worker
+    begin_ms: int
+    failed: dict[int, int]
+    """How often messages failed, by offset."""
+
+
+@dataclass(slots=True)
+class _Open:
+    """What a handler with `max_uncommitted` has not decided on, of one topic in one queue."""
+
+    subscription: Subscription
+    since_ms: int
+    messages: list[Message] = field(default_factory=list)
+    took_ms: float = 0.0
 
 
 class OrderlyService:
@@ -108,10 +169,16 @@ class OrderlyService:
         self._slice_ms = time_slice_ms
         self._broadcasting = broadcasting
         self._clock = broker.store.clock
-        self._open_since: dict[ProcessQueue, int] = {}
-        """When the first of the messages was handled that are left open, `max_uncommitted`."""
-        self._seen: dict[Worker, tuple[int, int]] = {}
+        self._lock = threading.Lock()
+        """Of what the timer thread looks at, too: the next three."""
+        self._open: dict[tuple[ProcessQueue, str], _Open] = {}
+        """By topic, too: a retry topic holds messages of several."""
+        self._tasks = 0
         self._ticking = False
+        self._failed_here: dict[ProcessQueue, dict[int, int]] = {}
+        """Broadcasting: failed attempts, which the broker keeps for groups only."""
+        self._seen: dict[Worker, tuple[int, int]] = {}
+        """The call that each worker was in at the last tick, and when that was first seen."""
 
     def accept(self, worker: Worker, queue: ProcessQueue, messages: Sequence[Message], idle: bool) -> None:
         if idle:
@@ -130,173 +197,294 @@ class OrderlyService:
         if not self.assignment.enter(queue):
             return
         worker.is_cancelled = lambda: queue.closing
-        if not self._ticking:
-            self._ticking = True
-            self._workers.later(TICK_MS, self._tick)
+        self._task_begins()
         again_ms: int | None
         try:
-            again_ms = self._turn(queue, worker, self._clock.monotonic_ms())
-        except (
-            MQStoreError
-        ) as error:  # it could not be noted, or the group has gone: nothing is lost by waiting
+            again_ms = self._turn(_Task(queue, worker, self._clock.monotonic_ms(), self._failed_before(queue)))
+        except Exception as error:
+            # Not a handler's: something could not be noted, the group has gone. Nothing is lost by waiting, and a task
+            # that just ended would leave its queue to nobody.
             if not isinstance(error, StoreClosedError):
                 self._handling.report(error)
-            self._open_since.pop(queue, None)
+            for key in self._open_in(queue):
+                self._close(key)
             queue.rollback()
-            again_ms = SEND_BACK_AGAIN_MS
+            again_ms = AGAIN_MS
         finally:
             worker.is_cancelled = None
+            with self._lock:
+                self._tasks -= 1
             self.assignment.leave(queue)
         if again_ms is not None:
             self._resubmit(queue, again_ms)
 
-    def _turn(self, queue: ProcessQueue, worker: Worker, begin_ms: int) -> int | None:
+    def _task_begins(self) -> None:
+        with self._lock:
+            self._tasks += 1
+            ticks, self._ticking = self._ticking, True
+        if not ticks:
+            self._workers.later(TICK_MS, self._tick)
+
+    def _turn(self, task: _Task) -> int | None:
         """Handle messages until there is a reason to stop: when to go on (ms from now), None: somebody else says."""
+        queue = task.queue
         while not queue.closing:
             now_ms = self._clock.monotonic_ms()
             if not self._broadcasting and queue.lock_expired(now_ms):
                 self.assignment.renew_soon()
                 return LOCK_LATE_MS
-            if now_ms - begin_ms > self._slice_ms:
+            if now_ms - task.begin_ms > self._slice_ms:
                 return 0
-            batch = queue.take(self._batch_size)
-            if not batch:
-                return None
-            wait_ms = self._handle(queue, worker, batch)
+            wait_ms = self._overdue(task, now_ms) if self._open else None
+            if wait_ms is None:
+                batch = queue.take(self._batch_size)
+                if not batch:  # from here on the queue may have another task
+                    self.assignment.refill(queue)
+                    return None
+                wait_ms = self._handle(task, batch)
             if wait_ms is not None:
                 return wait_ms
         return None
 
-    def _handle(self, queue: ProcessQueue, worker: Worker, batch: list[Message]) -> int | None:
+    def _handle(self, task: _Task, taken: list[Message]) -> int | None:
         """One batch: None to go on, else for how long the queue is suspended."""
-        shown = [as_sent(message) for message in batch] if queue.queue.topic.startswith("%") else batch
-        subscription = self.assignment.subscription_of(queue, shown[0])
+        queue = task.queue
+        batch = self._shown(task, taken)
+        subscription = self.assignment.subscription_of(queue, batch[0])
         if subscription is None:
-            return self._failed(queue, batch, Failure("retry", "nobody subscribes to its topic any more"), 0.0)
-        if subscription.max_uncommitted is not None:
-            return self._transact(queue, worker, subscription, subscription.max_uncommitted, shown)
-        failure, took_ms = self._handling.call(worker, subscription, shown)
+            return self._unwanted(task, batch)
+        key = queue, batch[0].topic
+        opened = self._open.get(key) if self._open else None
+        if opened is not None and not _goes_on(opened, subscription):
+            self._undo(key, opened, "their handler was replaced")
+            queue.rollback()
+            return 0
+        bound = subscription.max_uncommitted
+        number = len(batch) if bound is None else bound - (len(opened.messages) if opened is not None else 0)
+        batch = self._cut(queue, batch, number)
+        if bound is not None:
+            return self._transact(task, subscription, bound, batch)
+        failure, took_ms = self._handling.call(task.worker, subscription, batch)
         if failure is None:
-            if self.assignment.settle_taken(queue, None):
-                self._handling.settled(shown, "ack", took_ms)
+            if self.assignment.settle_taken(queue, batch):
+                self._handling.settled(batch, "ack", took_ms)
             return None
         if failure.failed is not None:
-            batch, failure = self._suffix(queue, batch, failure, took_ms)
+            batch, failure, took_ms = self._suffix(queue, batch, failure, took_ms)
             if not batch:
                 return None
-        return self._failed(queue, batch, failure, took_ms)
+        return self._failed(task, batch, failure, took_ms)
+
+    def _shown(self, task: _Task, batch: list[Message]) -> list[Message]:
+        """As a handler is to see them: under the topic they were sent to, with the attempts they had."""
+        if is_retry_topic(task.queue.queue.topic):
+            batch = [as_sent(message) for message in batch]
+        if not task.failed:
+            return batch
+        failed = task.failed
+        return [_Again(each, failed[each.offset]) if each.offset in failed else each for each in batch]
+
+    def _cut(self, queue: ProcessQueue, batch: list[Message], number: int) -> list[Message]:
+        """At most so many (one or more) from the front of `batch`, all of one topic. The others go back."""
+        if len(batch) == 1:
+            return batch
+        topic = batch[0].topic
+        end = next((i for i, message in enumerate(batch) if i >= number or message.topic != topic), len(batch))
+        if end < len(batch):
+            queue.again(batch[end:])
+        return batch[:end]
+
+    def _unwanted(self, task: _Task, batch: list[Message]) -> int | None:
+        """Nobody subscribes to this topic."""
+        queue = task.queue
+        if not is_retry_topic(queue.queue.topic):  # not any more: the queue is about to be given up, and these with it
+            queue.again(batch)
+            return SUSPEND_MS
+        batch = self._cut(queue, batch, len(batch))
+        why = f"a retry of topic {batch[0].topic!r}, to which nobody of group {self._group!r} subscribes any more"
+        self._handling.report(ConfigError(why), batch[0])
+        return self._failed(task, batch, Failure("retry", why), 0.0)
 
     def _suffix(
         self, queue: ProcessQueue, batch: list[Message], failure: Failure, took_ms: float
-    ) -> tuple[list[Message], Failure]:
-        """Settle what stands before the messages that failed, which must be the end of the batch: those that failed."""
-        failed = failure.failed or ()
-        offsets = [message.offset for message in batch]
-        names = sorted(message.offset for message in failed)
-        if names != offsets[len(offsets) - len(names) :]:
+    ) -> tuple[list[Message], Failure, float]:
+        """Settle what stands before the messages that failed, which must be the end of the batch: those, and their part
+        of the time."""
+        names = sorted({message.offset for message in failure.failed or ()})
+        good = batch[: len(batch) - len(names)]
+        if names != [message.offset for message in batch[len(good) :]]:
             why = "BatchFailure of an ordered consumer must name the end of the batch; all of it is taken for failed"
             self._handling.report(ValueError(why), batch[0])
-            return batch, Failure("retry", why)
-        good = batch[: len(batch) - len(names)]
+            return batch, Failure("retry", why), took_ms
+        each_ms = took_ms / len(batch)
         if good and self.assignment.settle_taken(queue, good):
-            self._handling.settled(good, "ack", took_ms)
-        return batch[len(good) :], failure
+            self._handling.settled(good, "ack", each_ms * len(good))
+        return batch[len(good) :], failure, each_ms * len(names)
 
     # -- failures ---------------------------------------------------------------------------------------------------
 
-    def _failed(self, queue: ProcessQueue, batch: list[Message], failure: Failure, took_ms: float) -> int | None:
+    def _failed(self, task: _Task, batch: Sequence[Message], failure: Failure, took_ms: float) -> int | None:
         """Count the attempt; give up what has had its last, and suspend the queue for the rest."""
+        queue = task.queue
         if queue.dropped:
             return None
-        ref = queue.queue
-        if self._broadcasting:
-            attempts = dict.fromkeys((message.offset for message in batch), 1)
-            limit = None
-        else:
-            limit = self._broker.groups.need(self._group).max_attempts
-            known = self._broker.attempts(self._group, *ref)
-            attempts = {message.offset: known.get(message.offset, 0) + 1 for message in batch}
-        dead = [
-            message
-            for message in batch
-            if failure.kind == "reject" or (limit is not None and attempts[message.offset] >= limit)
-        ]
-        for message in dead:
-            if not self._bury(queue, message, failure, attempts[message.offset], took_ms):
-                rest = [each for each in batch if queue.is_taken(each)]
-                queue.again(rest)
-                return SEND_BACK_AGAIN_MS
-        rest = [message for message in batch if message not in dead]
-        if not rest:
+        limit = self._broker.groups.need(self._group).max_attempts
+        again: list[Message] = []
+        stuck = False
+        for message in batch:
+            last = failure.kind == "reject" or (limit is not None and message.attempt >= limit)
+            if last and not stuck and self._bury(queue, message, failure, took_ms):
+                continue
+            stuck = stuck or last
+            again.append(message)
+        if not again:
             return None
-        if not self._broadcasting:
-            for message in rest:
-                self._broker.note_attempt(self._group, *ref, message.offset, attempts[message.offset])
-        self._handling.settled([as_sent(message) for message in rest], "retry", took_ms)
-        queue.again(rest)
-        return self._pause_ms(failure, attempts[rest[0].offset])
+        self._note(task, again)
+        self._handling.settled(again, "retry", took_ms)
+        queue.again(again)
+        return AGAIN_MS if stuck else self._pause_ms(failure, again[0].attempt)
 
-    def _bury(self, queue: ProcessQueue, message: Message, failure: Failure, attempts: int, took_ms: float) -> bool:
+    def _bury(self, queue: ProcessQueue, message: Message, failure: Failure, took_ms: float) -> bool:
         """Give a message up: a dead letter, then settled. In that order a crash makes two letters, never none."""
+        why = failure.reason
+        if failure.kind != "reject":
+            why = f"attempt {message.attempt} failed: {why}"
         if self._broadcasting:
-            _log.warning("group %s: %s/%d, offset %d is passed over", self._group, *message.queue, message.offset)
+            _log.warning(
+                "group %s: %s/%d, offset %d is passed over: %s", self._group, *message.queue, message.offset, why
+            )
         else:
-            why = failure.reason if failure.kind == "reject" else f"attempt {attempts} failed: {failure.reason}"
             try:
                 self._broker.send_back(self._group, message.physical_offset, delay_level=-1, reason=why)
             except StoreClosedError:
                 return False
             except Exception as error:
                 self._handling.report(error, message)
-                return False
+                if isinstance(error, MQStoreError) or not isinstance(error, LookupError):
+                    return False
+                # Retention took it while we tried: no later try will find it, and it has expired for everybody.
         if self.assignment.settle_taken(queue, [message]):
-            self._handling.settled([as_sent(message)], "dlq", took_ms)
+            self._handling.settled([message], "dlq", took_ms)
         return True
 
-    def _pause_ms(self, failure: Failure, attempts: int) -> int:
+    def _failed_before(self, queue: ProcessQueue) -> dict[int, int]:
+        if self._broadcasting:
+            return self._failed_here.get(queue, {})
+        return self._broker.attempts(self._group, *queue.queue)
+
+    def _note(self, task: _Task, batch: Sequence[Message]) -> None:
+        """One more failed attempt of each of these, the first that are not settled."""
+        first = batch[0].offset
+        failed = {offset: times for offset, times in task.failed.items() if offset >= first}
+        for message in batch:
+            failed[message.offset] = times = failed.get(message.offset, 0) + 1
+            if not self._broadcasting:
+                self._broker.note_attempt(self._group, *task.queue.queue, message.offset, times)
+        task.failed = failed
+        if self._broadcasting:
+            live = {queue: counts for queue, counts in self._failed_here.items() if not queue.dropped}
+            self._failed_here = {**live, task.queue: failed}
+
+    def _pause_ms(self, failure: Failure, attempt: int) -> int:
         if failure.delay_s is not None:
             wait_ms = int(failure.delay_s * 1000)
         elif self._suspend_ms is not None:
             wait_ms = self._suspend_ms
         else:
             policy = self._broker.groups.need(self._group).retry_policy
-            wait_ms = 1_000 if policy.kind == "levels" else policy.delay_ms(attempts)
+            wait_ms = SUSPEND_MS if policy.kind == "levels" else policy.delay_ms(attempt)
         return min(max(wait_ms, SUSPEND_MIN_MS), SUSPEND_MAX_MS)
 
     # -- transactions -----------------------------------------------------------------------------------------------
 
-    def _transact(
-        self, queue: ProcessQueue, worker: Worker, subscription: Subscription, bound: int, batch: list[Message]
-    ) -> int | None:
-        """Hand over a batch with everything still open before it; None to go on."""
+    def _transact(self, task: _Task, subscription: Subscription, bound: int, batch: list[Message]) -> int | None:
+        """Hand over a batch; whatever is decided counts for everything still open before it, too."""
+        queue = task.queue
+        key = queue, batch[0].topic
+        opened = self._open.get(key) or _Open(subscription, self._clock.monotonic_ms())
+        earlier = list(opened.messages)
+        opened.messages.extend(batch)
         tx = BatchTx()
-        since_ms = self._open_since.setdefault(queue, self._clock.monotonic_ms())
-        failure, took_ms = self._handling.call(worker, subscription, batch, tx)
-        if failure is None and tx.decision == "commit":
-            del self._open_since[queue]
-            if self.assignment.settle_taken(queue, None):
-                self._handling.settled(batch, "ack", took_ms)
-            return None
+        failure, took_ms = self._handling.call(task.worker, subscription, batch, tx)
+        tx.over = True
+        opened.took_ms += took_ms
         if failure is None and not tx.decision:
-            too_many = queue.taken >= bound
-            if not too_many and self._clock.monotonic_ms() - since_ms < TX_MAX_MS:
+            if len(opened.messages) < bound and self._clock.monotonic_ms() - opened.since_ms < TX_MAX_MS:
+                with self._lock:
+                    self._open[key] = opened
                 return None
-            error = UncommittedBatchError(
-                f"group {self._group!r}: {queue.taken} messages of {queue.queue.topic}/{queue.queue.queue_id} were "
-                f"left open, {bound} may be, for at most {TX_MAX_MS // 1000} s: they come again. Call commit() or rollback()"
-            )
-            self._handling.report(error, batch[0])
-            failure = Failure("retry", str(error))
-        elif failure is None:
-            failure = Failure("retry", "rolled back", None if tx.delay_ms is None else tx.delay_ms / 1000)
-        self._open_since.pop(queue, None)
-        return self._failed(queue, queue.all_taken(), failure, took_ms)
+            return self._force(task, key, opened)
+        self._close(key)
+        if failure is None and tx.decision == "commit":
+            if self.assignment.settle_taken(queue, opened.messages):
+                self._handling.settled(opened.messages, "ack", opened.took_ms)
+            return None
+        if failure is None:
+            failure = Failure("retry", "rolled back", tx.delay_s)
+        elif failure.kind == "reject":
+            wait_ms = self._failed(task, batch, failure, took_ms)
+            queue.again(earlier)
+            return wait_ms
+        return self._failed(task, opened.messages, failure, opened.took_ms)
+
+    def _overdue(self, task: _Task, now_ms: int) -> int | None:
+        """Roll back what is open in this queue for too long; None to go on."""
+        for key in self._open_in(task.queue):
+            opened = self._open[key]
+            if now_ms - opened.since_ms >= TX_MAX_MS:
+                wait_ms = self._force(task, key, opened)
+                if wait_ms is not None:
+                    return wait_ms
+        return None
+
+    def _force(self, task: _Task, key: tuple[ProcessQueue, str], opened: _Open) -> int | None:
+        bound = opened.subscription.max_uncommitted
+        why = f"{bound} may be, for {TX_MAX_MS // 1000} s at most. Call commit() or rollback()"
+        error = self._undo(key, opened, why)
+        return self._failed(task, opened.messages, Failure("retry", str(error)), opened.took_ms)
+
+    def _undo(self, key: tuple[ProcessQueue, str], opened: _Open, why: str) -> UncommittedBatchError:
+        """Tell that open messages come again without their handler's word."""
+        queue, topic = key
+        self._close(key)
+        error = UncommittedBatchError(
+            f"group {self._group!r}: {len(opened.messages)} messages of {topic!r} from "
+            f"{queue.queue.topic}/{queue.queue.queue_id} were left open, and come again: {why}"
+        )
+        self._handling.report(error, opened.messages[0])
+        return error
+
+    def _open_in(self, queue: ProcessQueue) -> list[tuple[ProcessQueue, str]]:
+        with self._lock:
+            return [key for key in self._open if key[0] is queue]
+
+    def _close(self, key: tuple[ProcessQueue, str]) -> None:
+        with self._lock:
+            self._open.pop(key, None)
 
     # -- what takes long --------------------------------------------------------------------------------------------
 
     def _tick(self) -> None:
-        """Timer thread: handlers that hang, which is only told (A7.8), and messages that were left open too long."""
+        """Timer thread, while there are tasks or open messages."""
         now_ms = self._clock.monotonic_ms()
+        self._look_for_hanging(now_ms)
+        with self._lock:
+            opens = list(self._open.items())
+        for key, opened in opens:
+            queue = key[0]
+            if queue.closing:
+                if not queue.running:  # else the handler may still commit
+                    self._undo(key, opened, "this consumer gave the queue up")
+            elif now_ms - opened.since_ms >= TX_MAX_MS and queue.claim():  # no task is at it, and none was going to be
+                self._resubmit(queue)
+        with self._lock:
+            self._ticking = bool(self._tasks or self._open)
+            if not self._ticking:
+                return
+        self._workers.later(TICK_MS, self._tick)
+
+    def _look_for_hanging(self, now_ms: int) -> None:
+        """A handler that hangs is only told of: its queue waits (A7.8)."""
         seen, self._seen = self._seen, {}
         for worker in self._workers.busy():
             call, since_ms = seen.get(worker, (-1, now_ms))
@@ -305,53 +493,26 @@ class OrderlyService:
             elif call != worker.lapsed and now_ms - since_ms >= self._timeout_ms:
                 self._lapse(worker, call)
             self._seen[worker] = (worker.calls, since_ms)
-        for queue, since_ms in list(self._open_since.items()):
-            if queue.dropped:
-                self._open_since.pop(queue, None)
-            elif now_ms - since_ms >= TX_MAX_MS and queue.claim():  # no task is at it, and none was going to be
-                self._resubmit_overdue(queue)
-        if not self._seen and not self._open_since:
-            self._ticking = False
-            if not self._workers.busy():
-                return
-            self._ticking = True
-        self._workers.later(TICK_MS, self._tick)
-
-    def _resubmit_overdue(self, queue: ProcessQueue) -> None:
-        def roll_back(worker: Worker) -> None:
-            if not self.assignment.enter(queue):
-                return
-            wait_ms = 0
-            try:
-                taken = queue.all_taken()
-                self._open_since.pop(queue, None)
-                if taken:
-                    error = UncommittedBatchError(
-                        f"group {self._group!r}: {len(taken)} messages of {queue.queue.topic}/{queue.queue.queue_id} "
-                        f"were left open for {TX_MAX_MS // 1000} s: they come again. Call commit() or rollback()"
-                    )
-                    self._handling.report(error, taken[0])
-                    wait_ms = self._failed(queue, taken, Failure("retry", str(error)), 0.0) or 0
-            finally:
-                self.assignment.leave(queue)
-            self._resubmit(queue, wait_ms)
-
-        self._workers.submit(roll_back)
 
     def _lapse(self, worker: Worker, call: int) -> None:
-        messages = worker.messages
-        worker.lapsed = call
-        if worker.calls != call or not messages:
+        messages = worker.lapse(call)
+        if not messages:
             return
         stack = worker.stack()
-        for message in messages[:1]:
-            _log.error(
-                "group %s: %s/%d, offset %d has been in its handler for %g s, and everything behind it waits. The "
-                "handler is at\n%s",
-                self._group,
-                *message.queue,
-                message.offset,
-                self._timeout_ms / 1000,
-                stack,
-            )
+        _log.error(
+            "group %s: %s/%d, offset %d has been in its handler for %g s, and everything behind it waits. The handler "
+            "is at\n%s",
+            self._group,
+            *messages[0].queue,
+            messages[0].offset,
+            self._timeout_ms / 1000,
+            stack,
+        )
+        for message in messages:
             self._handling.hooks.tell(self._handling.hooks.on_timeout, message, stack)
+
+
+def _goes_on(opened: _Open, subscription: Subscription) -> bool:
+    """Whether what is open was left open by the handler that is to get the next batch, and that may have one."""
+    bound = subscription.max_uncommitted
+    return opened.subscription.handler is subscription.handler and bound is not None and len(opened.messages) < bound

@@ -44,7 +44,8 @@ class Limits:
     size: int = 100 << 20
     """Bytes as stored."""
     span: int | None = 2_000
-    """Between the first and the last offset; None: any."""
+    """Between the first offset that is not settled and the last that was pulled, be that settled or not: what comes
+    again after a crash. None: any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +102,16 @@ class ProcessQueue:
         """A pull came while the queue was paused: who resumes it has to pull."""
         self.throttled = False
         """A pull found no room: who makes room has to pull."""
+        self.submitted = False
+        """A pull is on its way to a worker, for as long as they are all busy."""
         self.active = False
         """Orderly: some worker is at it, or will be."""
         self.restart_at: int | None = None
         """Dropped, to be pulled anew from here once nothing of it runs."""
         self.committed: int | None = None
         """The position committed last."""
+        self.begun = -1
+        """Where the last pull began of which something was begun to be handled."""
         self.running = 0
         """Workers that are at its messages now."""
         self.last_pull_ms = self.last_settle_ms = self.last_lock_ms = now_ms
@@ -249,7 +254,7 @@ class ProcessQueue:
             return self._position()
 
     def max_span(self) -> int:
-        """Between the first and the last message that waits."""
+        """Between the first message that waits and the last that was pulled."""
         with self._lock:
             return self._span()
 
@@ -259,9 +264,12 @@ class ProcessQueue:
             if not self.throttled:
                 return False
             limits = self._limits
-            if limits.messages - len(self) < min(_ROOM_MIN, (limits.messages + 1) // 2):
+            free, size_max = min(_ROOM_MIN, (limits.messages + 1) // 2), limits.size * 3 // 4
+            if not self._waiting:  # what is taken may be left open until more has come
+                free, size_max = 1, limits.size - 1
+            if limits.messages - len(self) < free or self._size > size_max:
                 return False
-            if self._size > limits.size * 3 // 4 or (limits.span is not None and self._span() > limits.span):
+            if limits.span is not None and self._span() > limits.span:
                 return False
             self.throttled = False
             return True
@@ -304,5 +312,6 @@ class ProcessQueue:
         return min(firsts) if firsts else max(self._highest + 1, self.next_offset)
 
     def _span(self) -> int:
-        waiting = self._waiting
-        return next(reversed(waiting)) - next(iter(waiting)) if waiting else 0
+        # Not to the last that waits (A4.2): while one message is stuck and all behind it are done at once there is no
+        # span by that, and as many as there are would come again (A6.5).
+        return self._highest - next(iter(self._waiting)) if self._waiting else 0

@@ -49,21 +49,39 @@ def cancelled() -> bool:
 class Worker:
     """One who runs jobs, and what it is at: handlers ask, the consumer looks."""
 
-    __slots__ = ("calls", "ident", "is_cancelled", "lapsed", "messages", "since_ms")
+    __slots__ = ("_lock", "calls", "ident", "is_cancelled", "lapsed", "messages")
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
+        """Of the end of a call: it has either ended in time or lapsed, never both, never neither."""
         self.ident: int | None = None
         """Of its thread."""
         self.messages: Sequence[Message] = ()
         """What its handler has now; empty: it is in no handler."""
-        self.since_ms = 0
-        """Since when, on the monotonic clock."""
         self.calls = 0
         """Handler calls so far: tells one from the next."""
         self.lapsed = -1
         """The last call whose time was up."""
         self.is_cancelled: Callable[[], bool] | None = None
         """What else makes the result of this call void."""
+
+    def begin(self, messages: Sequence[Message]) -> None:
+        """A handler gets these now."""
+        self.calls += 1
+        self.messages = messages
+
+    def end(self) -> None:
+        """It has come back. From here on `lapse` finds nothing; `lapsed == calls` tells that it did before."""
+        with self._lock:
+            self.messages = ()
+
+    def lapse(self, call: int) -> Sequence[Message]:
+        """Make the result of this call void; what its handler has. Empty if it has ended: then its result counts."""
+        with self._lock:
+            if self.calls != call or not self.messages:
+                return ()
+            self.lapsed = call
+            return self.messages
 
     def cancelled(self) -> bool:
         """Whether what the handler does now may count for nothing."""
@@ -166,10 +184,13 @@ class Workers:
         except Exception:  # handlers' own errors never come this far
             _log.exception("%s: a job failed", self.name)
         except BaseException as error:
-            worker.messages = ()
-            if self.on_exit is None:
-                raise
-            self.on_exit(error)
+            worker.end()
+            self._exit(error)
+
+    def _exit(self, error: BaseException) -> None:
+        if self.on_exit is None:
+            raise error
+        self.on_exit(error)
 
     def _time(self) -> None:
         while True:
@@ -201,6 +222,8 @@ class Workers:
                 call()
             except Exception:
                 _log.exception("%s: a timer failed", self.name)
+            except BaseException as error:  # a hook of the user's; the other timers must not end with it
+                self._exit(error)
 
     def run_once(self) -> int | None:
         """Without threads: fire what is due and run the jobs there are; when the next timer is due (monotonic ms)."""
@@ -230,9 +253,15 @@ class Workers:
             self._changed.notify()
         for _ in self.all:
             self._jobs.put(None)
-        end = time.monotonic() + timeout_s
+        end = time.monotonic() + min(timeout_s, threading.TIMEOUT_MAX / 2)
         here = threading.current_thread()
         for thread in self._threads:
             if thread is not here:
                 thread.join(max(0.0, end - time.monotonic()))
-        return all(thread is here or not thread.is_alive() for thread in self._threads)
+        ended = all(thread is here or not thread.is_alive() for thread in self._threads)
+        with self._changed:
+            self._heap.clear()  # what is left to come holds messages, and those their segments
+        if not any(thread.is_alive() for thread in self._threads):  # else it is their word to end that lies there
+            while not self._jobs.empty():
+                self._jobs.get()
+        return ended

@@ -3,9 +3,8 @@
     record  ->  queue (topic, queue id), slot (queue offset), unit (physical offset, size, tags code)
             ->  index entries: hash of topic#UNIQ_KEY, then of topic#key for each word of KEYS      (6.2)
 
-Properties are `name 01 value 02 ...` (2.4). The properties of all records are laid end to end with an 02 between, so
-that every pair of every record ends at an 02; the pairs, their names and values are then found for all at once. Where
-few distinct properties stand in many records (a tag, no keys), only the distinct ones are looked at.
+The properties of all records are taken apart together (`pairs`). Where few distinct properties stand in many records
+(a tag, no keys), only the distinct ones are looked at.
 
 Arrays have a fixed price, and it would be paid for each message that somebody waits for: `few` takes up to eight
 records with a struct each. Both ways end in the same `Output`; whatever is not an ordinary record is left to arrays.
@@ -26,6 +25,7 @@ import numpy.typing as npt
 
 from mqstore.layout.consumequeue import UNIT, UNIT_DTYPE, VOID_SIZE
 from mqstore.layout.javahash import index_hash_many, java_hash, java_hash_many, tag_hash
+from mqstore.layout.pairs import Pairs
 from mqstore.layout.properties import DELAY, NAME_END, PAIR_END, decode_properties
 from mqstore.layout.record import (
     MAGIC_V1,
@@ -69,10 +69,6 @@ _Int64s = npt.NDArray[np.int64]
 _Int32s = npt.NDArray[np.int32]
 _Bools = npt.NDArray[np.bool_]
 
-_NAME_KEYS = int.from_bytes(b"KEYS", "big")
-_NAME_TAGS = int.from_bytes(b"TAGS", "big")
-_NAME_UNIQ = int.from_bytes(b"UNIQ", "big")
-_NAME__KEY = int.from_bytes(b"_KEY", "big")
 _SPACE = 0x20
 _FEW = 8
 """Distinct properties are worth finding when records share them at least this many to one."""
@@ -222,9 +218,9 @@ def _tags_and_entries(
         for number, blob in enumerate(numbers):
             numbers[blob] = number
         which = np.fromiter(map(numbers.__getitem__, blobs), np.int64, len(blobs))
-        pairs = _Pairs(list(numbers))
-        tags[rows] = pairs.tags_code()[which]
-        key_blob, key_start, key_size = pairs.keys()
+        pairs = Pairs.of(list(numbers))
+        tags[rows] = _tags_code(pairs, len(numbers))[which]
+        key_blob, key_start, key_size = _keys(pairs)
         if not len(key_blob):
             return tags, *none
         # Entries of each distinct blob, repeated for every record that bears it.
@@ -236,9 +232,9 @@ def _tags_and_entries(
         key = np.repeat(first[which], repeats) + within
         key_start, key_size = key_start[key], key_size[key]
     else:
-        pairs = _Pairs(blobs)
-        tags[rows] = pairs.tags_code()
-        key_blob, key_start, key_size = pairs.keys()
+        pairs = Pairs.of(blobs)
+        tags[rows] = _tags_code(pairs, len(blobs))
+        key_blob, key_start, key_size = _keys(pairs)
         if not len(key_blob):
             return tags, *none
         entry_row = rows[key_blob]
@@ -246,77 +242,43 @@ def _tags_and_entries(
     return tags, entry_row, hashes
 
 
-class _Pairs:
-    """The `name 01 value 02` pairs of many properties blobs, found together."""
+def _tags_code(pairs: Pairs, count: int) -> _Int64s:
+    """Java hash of TAGS for each of `count` blobs, 0 without (4.2)."""
+    codes = np.zeros(count, np.int64)
+    tags = pairs.named(b"TAGS")
+    if len(tags):
+        codes[pairs.blob[tags]] = java_hash_many(pairs.data, pairs.value[tags], pairs.value_size[tags])
+    return codes
 
-    def __init__(self, blobs: list[bytes]) -> None:
-        self.data = data = np.frombuffer(b"\x02".join(blobs) + b"\x02", np.uint8)
-        self._count = len(blobs)
-        sizes = np.fromiter(map(len, blobs), np.int64, len(blobs))
-        blob_ends = np.cumsum(sizes + 1) - 1
-        ends = np.flatnonzero(data == 2)
-        starts = np.empty_like(ends)
-        starts[0] = 0
-        starts[1:] = ends[:-1] + 1
-        separators = np.append(np.flatnonzero(data == 1), len(data))
-        separator = separators[np.searchsorted(separators, starts)]
-        # The parse rule of 2.4: at least three characters, a name, a separator, a value.
-        good = (ends - starts >= 3) & (separator > starts) & (separator < ends - 1)
-        starts, ends, separator = starts[good], ends[good], separator[good]
-        self._blob = np.searchsorted(blob_ends, ends)
-        self._value = separator + 1
-        self._value_size = ends - separator - 1
-        name_size = separator - starts
-        word = np.ndarray((max(0, len(data) - 3),), ">u4", data.data, strides=(1,))
-        # A pair has at least three bytes and the 02 behind it, so four bytes from its start lie inside.
-        head = word[starts] if len(starts) else np.zeros(0, ">u4")
-        four, eight = name_size == 4, name_size == 8
-        self._tags = np.flatnonzero(four & (head == _NAME_TAGS))
-        self._keys = np.flatnonzero(four & (head == _NAME_KEYS))
-        unique = np.flatnonzero(eight & (head == _NAME_UNIQ))
-        self._unique = unique[word[starts[unique] + 4] == _NAME__KEY] if len(unique) else unique
 
-    def _last_of_each(self, pairs: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
-        """`pairs` without those that a later pair of the same blob overrides (2.4: the last one wins)."""
-        blob = self._blob[pairs]
-        return pairs[np.append(blob[1:] != blob[:-1], True)] if len(pairs) else pairs
-
-    def tags_code(self) -> _Int64s:
-        """Java hash of TAGS for each blob, 0 without (4.2)."""
-        codes = np.zeros(self._count, np.int64)
-        pairs = self._last_of_each(self._tags)
-        if len(pairs):
-            codes[self._blob[pairs]] = java_hash_many(self.data, self._value[pairs], self._value_size[pairs])
-        return codes
-
-    def keys(self) -> tuple[_Int64s, _Int64s, _Int64s]:
-        """(blob, start, size) of each key to index: UNIQ_KEY first, then the words of KEYS, by blob."""
-        unique = self._last_of_each(self._unique)
-        keys = self._last_of_each(self._keys)
-        starts, sizes = self._value[keys], self._value_size[keys]
-        blob = self._blob[keys]
-        if len(keys):
-            spaces = np.flatnonzero(self.data == _SPACE)
-            owner = np.searchsorted(starts, spaces, side="right") - 1
-            spaces = spaces[(owner >= 0) & (spaces < (starts + sizes)[owner])]
-            if len(spaces):
-                # Every word begins at a value's start or behind a space, and ends at a space or a value's end.
-                ends = np.sort(np.concatenate((starts + sizes, spaces)))
-                value_starts = starts
-                starts = np.sort(np.concatenate((starts, spaces + 1)))
-                sizes = ends - starts
-                blob = blob[np.searchsorted(value_starts, starts, side="right") - 1]
-                words = sizes > 0
-                starts, sizes, blob = starts[words], sizes[words], blob[words]
-        if not len(unique):
-            return blob, starts, sizes
-        blob = np.concatenate((self._blob[unique], blob))
-        order = np.argsort(blob, kind="stable")
-        return (
-            blob[order],
-            np.concatenate((self._value[unique], starts))[order],
-            np.concatenate((self._value_size[unique], sizes))[order],
-        )
+def _keys(pairs: Pairs) -> tuple[_Int64s, _Int64s, _Int64s]:
+    """(blob, start, size) of each key to index: UNIQ_KEY first, then the words of KEYS, by blob."""
+    unique = pairs.named(b"UNIQ_KEY")
+    keys = pairs.named(b"KEYS")
+    starts, sizes = pairs.value[keys], pairs.value_size[keys]
+    blob = pairs.blob[keys]
+    if len(keys):
+        spaces = np.flatnonzero(pairs.data == _SPACE)
+        owner = np.searchsorted(starts, spaces, side="right") - 1
+        spaces = spaces[(owner >= 0) & (spaces < (starts + sizes)[owner])]
+        if len(spaces):
+            # Every word begins at a value's start or behind a space, and ends at a space or a value's end.
+            ends = np.sort(np.concatenate((starts + sizes, spaces)))
+            value_starts = starts
+            starts = np.sort(np.concatenate((starts, spaces + 1)))
+            sizes = ends - starts
+            blob = blob[np.searchsorted(value_starts, starts, side="right") - 1]
+            words = sizes > 0
+            starts, sizes, blob = starts[words], sizes[words], blob[words]
+    if not len(unique):
+        return blob, starts, sizes
+    blob = np.concatenate((pairs.blob[unique], blob))
+    order = np.argsort(blob, kind="stable")
+    return (
+        blob[order],
+        np.concatenate((pairs.value[unique], starts))[order],
+        np.concatenate((pairs.value_size[unique], sizes))[order],
+    )
 
 
 def _deliver_times(

@@ -7,6 +7,7 @@ physical offset is the caller's sum. The byte table is that of `record`, and so 
 
     walk       starts of consecutive records, by following totalSize
     gather     their fields as arrays, each made when first asked for
+    topic_is   whether they bear a topic
     verify     whether their checksums hold (2.5, 2.10)
     find_next  the next record that verifies, wherever it starts: resynchronisation behind damage (9.8)
 
@@ -39,7 +40,7 @@ from mqstore.layout.record import IPV6_EXTRA, MAGIC_V1, MAGIC_V2, MIN_RECORD_BYT
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-__all__ = ["Headers", "find_next", "gather", "verify", "walk"]
+__all__ = ["Headers", "find_next", "gather", "topic_is", "verify", "walk"]
 
 _Int64s = npt.NDArray[np.int64]
 _Int32s = npt.NDArray[np.int32]
@@ -486,6 +487,18 @@ def verify(buf: ReadableBuffer, headers: Headers, checksum: Checksum) -> _Bools:
     for row, at, end in zip(rows[tail].tolist(), starts[tail].tolist(), (starts + sizes)[tail].tolist(), strict=True):
         result[row] &= _tail_holds(view, at, end, int(headers.properties_size[row]))
     return result
+
+
+def topic_is(buf: ReadableBuffer, headers: Headers, topic: bytes) -> _Bools:
+    """Which records, gathered from `buf`, bear that topic, given as UTF-8."""
+    view = _bytes_of(buf)
+    same: _Bools = headers.topic_size == len(topic)
+    rows = np.flatnonzero(same)
+    if len(rows) and topic:
+        everywhere: npt.NDArray[np.void] = np.ndarray((len(view) - len(topic) + 1,), f"V{len(topic)}", view, 0, (1,))
+        found = everywhere[headers.topic_position[rows]].view(np.uint8).reshape(len(rows), len(topic))
+        same[rows] = (found == np.frombuffer(topic, np.uint8)).all(axis=1)
+    return same
 
 
 def _tail_holds(view: memoryview, start: int, end: int, properties_size: int) -> bool:

@@ -5,22 +5,40 @@ Every check is made before anything is written, and names the argument that brea
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from dataclasses import KW_ONLY, dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from mqstore.errors import InvalidMessageError
-from mqstore.layout.properties import CRC32, KEYS, TAGS, UNIQ_KEY, encode_properties, is_reserved
+from mqstore.layout.properties import (
+    CRC32,
+    DELAY,
+    KEYS,
+    SHARDINGKEY,
+    TAGS,
+    TIMER_DELIVER_MS,
+    UNIQ_KEY,
+    encode_properties,
+    is_reserved,
+)
+from mqstore.log.reader import to_ms
+from mqstore.options import Durability, Duration, seconds
 
 if TYPE_CHECKING:
     from mqstore.log.message import Message
 
 __all__ = [
+    "ROUTING",
     "Body",
     "Copy",
     "OutgoingMessage",
     "check_integer",
+    "checked_group",
     "flat_body",
+    "refuse_routing",
+    "routed_properties",
     "tail_of",
     "tail_of_bytes",
     "user_properties",
@@ -34,11 +52,20 @@ each closed by 0x02. A bare tuple: there are hundreds of thousands a second of t
 
 _CRC_PIECE = CRC32.encode() + b"\1"
 _CONTROL = frozenset(map(chr, (*range(32), *range(0x7F, 0xA0))))
+_MAX_MESSAGE_GROUP = 63
+"""Bytes (client-semantics A1.2)."""
+
+ROUTING = ("message_group", "delay", "deliver_at", "delay_level")
+"""Options of a put that say where a message goes, or when; at most one of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutgoingMessage:
-    """A body with the options of `put`, for `put_many`."""
+    """A message on its way in: a body with all that a put can be told about it.
+
+    What stands behind the star says where it goes, and when: for a producer and its interceptors. A put of many to one
+    queue has that from the call, and refuses a message that asks for something else.
+    """
 
     body: Body
     tag: str | None = None
@@ -46,6 +73,34 @@ class OutgoingMessage:
     properties: Mapping[str, str] | None = None
     unique_key: str | None = None
     flag: int = 0
+    _: KW_ONLY
+    topic: str | None = None
+    """None: the one that the call names; so with the others."""
+    queue_id: int | None = None
+    durability: Durability | None = None
+    message_group: str | None = None
+    delay: Duration | None = None
+    deliver_at: datetime | float | None = None
+    delay_level: int | None = None
+    compressed: Literal["zlib"] | None = None
+    """How the body was compressed already; whoever reads it gets it inflated."""
+
+
+_ELSEWHERE = ("queue_id", "durability", *ROUTING, "compressed")
+
+
+def refuse_routing(message: OutgoingMessage, topic: str) -> None:
+    """InvalidMessageError for a message that a put of many to one queue of `topic` could not treat as it asks."""
+    wrong = "topic" if message.topic not in (None, topic) else None
+    for name in _ELSEWHERE:
+        if getattr(message, name) is not None:
+            wrong = name
+    if wrong is not None:
+        raise InvalidMessageError(
+            f"a message asks for {wrong} {getattr(message, wrong)!r}, and many are put to one queue in one way; "
+            "give it to the call, or use Producer.send_many",
+            wrong,
+        )
 
 
 def flat_body(body: object) -> bytes:
@@ -98,6 +153,61 @@ def user_properties(
     if unique_key is not None:
         stored[UNIQ_KEY] = checked_text(unique_key, "unique_key", "", "a str, and not blank")
     return stored
+
+
+def routed_properties(options: Mapping[str, Any], *, now_ms: int, max_delay_ms: int) -> dict[str, str]:
+    """As `user_properties`, of all options of a put, those of `ROUTING` included. InvalidMessageError as there, and for
+    two of them that exclude each other."""
+    given = [name for name in ROUTING if options.get(name) is not None]
+    if len(given) > 1:
+        raise InvalidMessageError(f"{' and '.join(given)} exclude each other: give one of them", given[1])
+    stored = user_properties(
+        options.get("tag"), options.get("keys"), options.get("properties"), options.get("unique_key")
+    )
+    group, level = options.get("message_group"), options.get("delay_level")
+    if group is not None:
+        stored[SHARDINGKEY] = checked_group(group)
+    if level is not None:
+        check_integer(level, 32, "delay_level")
+        if level < 0:
+            raise InvalidMessageError(f"delay_level {level} is negative; 0 is no delay", "delay_level")
+        if level:
+            stored[DELAY] = str(level)
+    deliver_ms = _deliver_ms(options.get("delay"), options.get("deliver_at"), now_ms, max_delay_ms)
+    if deliver_ms is not None:
+        stored[TIMER_DELIVER_MS] = str(deliver_ms)
+    return stored
+
+
+def checked_group(group: object) -> str:
+    """`group`, if messages may bear it: InvalidMessageError for what is blank, too long, or no text."""
+    checked = checked_text(group, "message_group", "", "a message group is a str, and not blank")
+    if len(checked.encode()) > _MAX_MESSAGE_GROUP:
+        raise InvalidMessageError(
+            f"message_group {checked[:40]!r}... is longer than {_MAX_MESSAGE_GROUP} bytes", "message_group"
+        )
+    return checked
+
+
+def _deliver_ms(delay: Duration | None, deliver_at: object, now_ms: int, max_delay_ms: int) -> int | None:
+    """The moment asked for, rounded up to the next millisecond; None for no delay."""
+    if delay is not None:
+        try:
+            wait_ms = math.ceil(seconds(delay, "delay") * 1000)
+        except (ValueError, OverflowError, TypeError) as error:  # ConfigError is a ValueError
+            raise InvalidMessageError(f"delay {delay!r} is no number of seconds, zero or more", "delay") from error
+        if wait_ms > max_delay_ms:
+            raise InvalidMessageError(f"delay {delay!r} is longer than max_delay", "delay")
+        return now_ms + wait_ms if wait_ms else None
+    if deliver_at is None:
+        return None
+    if isinstance(deliver_at, datetime):
+        return to_ms(deliver_at)
+    if isinstance(deliver_at, (int, float)) and math.isfinite(deliver_at):
+        return math.ceil(deliver_at * 1000)
+    raise InvalidMessageError(
+        f"deliver_at {deliver_at!r} is neither an aware datetime nor seconds since the epoch", "deliver_at"
+    )
 
 
 def tail_of(plain_tail: bytes, properties: Mapping[str, str]) -> bytes:

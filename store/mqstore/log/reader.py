@@ -48,13 +48,13 @@ from mqstore.layout.record import (
     check_record,
     decode_record,
 )
-from mqstore.layout.scan import Headers, gather, verify
+from mqstore.layout.scan import Headers, gather, topic_is, verify
 from mqstore.log.columns import Columns, columns_of
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.consumequeue import ConsumeQueue, QueueTable
 from mqstore.log.index import Index
 from mqstore.log.manifest import Manifest
-from mqstore.log.message import Message
+from mqstore.log.message import Message, stored_bytes
 from mqstore.log.names import is_path_safe
 from mqstore.log.stretch import FEW, Few, Stretch
 from mqstore.log.tagfilter import UnitFilter, parse_tags
@@ -338,7 +338,7 @@ class StoreReader:
             if stop:
                 break
             if budget is not None:
-                budget -= sum(message.size for message in found)
+                budget -= stored_bytes(found)
         if offset < queue.min_offset and not (messages and messages[0].offset == offset):  # retention came in between
             low, high = queue.min_offset, queue.max_offset
             return GetResult("OFFSET_TOO_SMALL", [], low, low, high)
@@ -617,7 +617,9 @@ class StoreReader:
                 if not fine.all():
                     rows = rows[fine]
                     headers = gather(buffer, starts[rows])
-                fine = verify(buffer, headers, self._checksum) & _topic_is(buffer, headers, queue.topic)
+                fine = verify(buffer, headers, self._checksum) & topic_is(
+                    buffer, headers, queue.topic.encode("utf-8", "surrogateescape")
+                )
                 good[rows[fine]] = True
         if self._passes_over_bad:
             self._verified.add(queue, slots[good], said[good])
@@ -876,15 +878,3 @@ def _said(physical: int, size: int) -> int:
     """What `_Verified` keeps of a unit: `said` in `_check`, of one."""
     value = ((physical << 1 | 1) ^ size << 41) & 0xFFFF_FFFF_FFFF_FFFF
     return value - (1 << 64) if value >> 63 else value
-
-
-def _topic_is(buffer: mmap.mmap, headers: Headers, topic: str) -> npt.NDArray[np.bool_]:
-    """Which records bear `topic`."""
-    name = np.frombuffer(topic.encode("utf-8", "surrogateescape"), np.uint8)
-    positions = headers.topic_position
-    same: npt.NDArray[np.bool_] = headers.topic_size == len(name)
-    rows = np.flatnonzero(same)
-    if len(rows):
-        data = np.frombuffer(buffer, np.uint8)
-        same[rows] = (data[positions[rows][:, None] + np.arange(len(name))] == name).all(axis=1)
-    return same

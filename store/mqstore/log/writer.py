@@ -47,6 +47,7 @@ from mqstore.log.outgoing import (
     OutgoingMessage,
     check_integer,
     flat_body,
+    refuse_routing,
     tail_of,
     tail_of_bytes,
     user_properties,
@@ -265,6 +266,7 @@ class StoreWriter(StoreReader):
             for i, item in enumerate(items):
                 tail, flag = queue.plain_tail, 0
                 if isinstance(item, OutgoingMessage):
+                    refuse_routing(item, topic)
                     check_integer(item.flag, 32, "flag")
                     stored = user_properties(item.tag, item.keys, item.properties, item.unique_key)
                     tail, flag = tail_of(queue.plain_tail, stored), item.flag

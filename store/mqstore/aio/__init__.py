@@ -1,0 +1,46 @@
+"""The same store for asyncio: every object of `mqstore` with coroutines (client-semantics B.10).
+
+    mqstore.open            mqstore.aio.open           await it, or `async with`
+    Store, Queue, Task      Store, Queue, Task
+    Producer, Transaction   Producer, Transaction
+    SimpleConsumer, ...     SimpleConsumer, Delivery, PullConsumer, PushConsumer, DeadLetters
+
+Names, arguments, results and errors are those of the sync classes, which have the documentation; each object has its
+twin as `sync`. What a coroutine returns (messages, receipts, statistics) is the same in both. The engine is called by
+one thread a store, and waits by callback: a thousand coroutines that wait need no thread (`bridge.py`).
+
+>>> import asyncio, tempfile
+>>> async def main(folder):
+...     async with open(folder) as store:
+...         receipt = await store.put("greetings", b"hello")
+...         return [message.body for message in await store.read(*receipt.queue, receipt.offset)]
+>>> with tempfile.TemporaryDirectory() as folder:
+...     asyncio.run(main(folder))
+[b'hello']
+"""
+
+from __future__ import annotations
+
+from mqstore.aio.deadletters import DeadLetters
+from mqstore.aio.producer import Producer, Transaction
+from mqstore.aio.pullconsumer import PullConsumer
+from mqstore.aio.pushconsumer import Handler, PushConsumer, cancelled
+from mqstore.aio.queue import Queue, Task
+from mqstore.aio.simpleconsumer import Delivery, SimpleConsumer
+from mqstore.aio.store import Store, open  # noqa: A004
+
+__all__ = [
+    "DeadLetters",
+    "Delivery",
+    "Handler",
+    "Producer",
+    "PullConsumer",
+    "PushConsumer",
+    "Queue",
+    "SimpleConsumer",
+    "Store",
+    "Task",
+    "Transaction",
+    "cancelled",
+    "open",
+]

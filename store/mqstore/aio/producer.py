@@ -1,0 +1,338 @@
+"""`mqstore.Producer` with coroutines (client-semantics B.5, A1.11).
+
+    send      on the loop, as a put, when it wants no sync and nothing is on its way before it; else as `submit`
+    submit    the same; else checked here, and stored by the producer's writer, in the order of the calls
+    rest      on the store's thread
+
+The bound on what is submitted and not stored is kept here: who is beyond it waits on the loop, in line. The sync
+producer beneath has none, for it would hold up the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager, suppress
+from functools import partial
+from types import TracebackType
+from typing import Any, Literal, Unpack
+
+from mqstore.aio.bridge import Bridge
+from mqstore.aio.puts import Puts, size_of
+from mqstore.aio.queue import limit
+from mqstore.broker.road import SendOptions
+from mqstore.client import transaction
+from mqstore.client.interceptors import Interceptor
+from mqstore.client.producer import Selector
+from mqstore.client.transaction import Checker
+from mqstore.errors import ConfigError, FlushTimeoutError, SendError, StoreClosedError, TransactionStateError
+from mqstore.log.commitlog import SendReceipt
+from mqstore.log.outgoing import Body, OutgoingMessage
+from mqstore.options import Durability, Duration, seconds
+from mqstore.store import Store
+
+__all__ = ["Producer", "Transaction"]
+
+_NUDGE_S = 0.005
+
+
+class Producer(AbstractAsyncContextManager["Producer"]):
+    """`mqstore.Producer` with coroutines, made by `Store.producer`. Interceptors, selector and checker are plain
+    functions; they are called on the loop and on other threads.
+
+    >>> import mqstore.aio, tempfile
+    >>> async def main(folder):
+    ...     async with mqstore.aio.open(folder) as store, store.producer(durability="flush") as producer:
+    ...         futures = [await producer.submit("metrics", b"%d" % i, queue_id=0) for i in range(3)]
+    ...         return [receipt.offset for receipt in await asyncio.gather(*futures)]
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     asyncio.run(main(folder))
+    [0, 1, 2]
+    """
+
+    def __init__(
+        self,
+        bridge: Bridge,
+        puts: Puts,
+        store: Store,
+        group: str = "default",
+        *,
+        retries: int = 2,
+        timeout: Duration = 3.0,
+        durability: Durability | None = None,
+        compression: Literal["zlib"] | None = None,
+        compress_over: int = 4096,
+        linger: Duration = 0,
+        linger_bytes: int = 32 << 10,
+        max_inflight: int = 1024,
+        max_inflight_bytes: int = 100 << 20,
+        selector: Selector | None = None,
+        interceptors: Sequence[Interceptor] = (),
+        checker: Checker | None = None,
+    ) -> None:
+        """On the store's thread."""
+        for name, value in (("max_inflight", max_inflight), ("max_inflight_bytes", max_inflight_bytes)):
+            if type(value) is not int or value < 1:
+                raise ConfigError(f"{name} is a whole number from 1, not {value!r}")
+        self.group = group
+        self._bridge = bridge
+        self._puts = puts
+        self._flushes = (durability or store.log.durability) == "flush"
+        self._lingers = bool(seconds(linger, "linger"))
+        self._max = max_inflight
+        self._max_bytes = max_inflight_bytes
+        self.sync = store.producer(
+            group,
+            retries=retries,
+            timeout=timeout,
+            durability=durability,
+            compression=compression,
+            compress_over=compress_over,
+            linger=linger,
+            linger_bytes=linger_bytes,
+            max_inflight=1 << 40,
+            max_inflight_bytes=1 << 60,
+            selector=selector,
+            interceptors=interceptors,
+            checker=checker,
+        )
+        """The `mqstore.Producer`; what is submitted there has no bound."""
+        self._held: dict[asyncio.Future[SendReceipt], int] = {}
+        """What is submitted and not stored, oldest first, with its size."""
+        self._held_bytes = 0
+        self._line = asyncio.Lock()
+        """Of those who wait for room."""
+        self._room: asyncio.Future[None] | None = None
+        """Of the first of them."""
+        self._closing = False
+
+    # -- messages ---------------------------------------------------------------------------------------------------
+
+    async def send(
+        self, topic: str, body: Body, *, queue_id: int | None = None, **options: Unpack[SendOptions]
+    ) -> SendReceipt:
+        """As `mqstore.Producer.send`, in the order of the calls. Cancelled: stored whole, or not at all."""
+        if not self._goes_here(topic, body, options):
+            return await (await self.submit(topic, body, queue_id=queue_id, **options))
+        self._check()
+        receipt = self.sync.send(topic, body, queue_id=queue_id, **options)
+        await self._puts.breathe()
+        return receipt
+
+    def _goes_here(self, topic: str, body: Body, options: SendOptions) -> bool:
+        """Whether it is stored on the loop: no sync is wanted, and nothing stands before it."""
+        durability = options.get("durability")
+        flushes = self._flushes if durability is None else durability == "flush"
+        return not (flushes or self._held or self._line.locked()) and self._puts.here(topic, size_of(body))
+
+    async def send_oneway(
+        self, topic: str, body: Body, *, queue_id: int | None = None, **options: Unpack[SendOptions]
+    ) -> None:
+        """As `mqstore.Producer.send_oneway`."""
+        self._check()
+        await self._puts.in_order(partial(self.sync.send_oneway, topic, _own(body), queue_id=queue_id, **options))
+
+    async def send_many(
+        self,
+        topic: str,
+        bodies: Iterable[Body | OutgoingMessage],
+        *,
+        queue_id: int | None = None,
+        **options: Unpack[SendOptions],
+    ) -> Sequence[SendReceipt]:
+        """As `mqstore.Producer.send_many`. Cancelled: all are stored, or none, or (an error) a first part."""
+        self._check()
+        given = [_own(body) for body in bodies]
+        return await self._puts.in_order(partial(self.sync.send_many, topic, given, queue_id=queue_id, **options))
+
+    async def submit(
+        self, topic: str, body: Body, *, queue_id: int | None = None, **options: Unpack[SendOptions]
+    ) -> asyncio.Future[SendReceipt]:
+        """As `mqstore.Producer.submit`: waits for room, hands the message over, and returns the future of its receipt.
+        A future that is cancelled in time is not stored. What wants no sync is mostly stored on return."""
+        self._check()
+        if self._goes_here(topic, body, options):
+            stored: asyncio.Future[SendReceipt] = self._bridge.loop.create_future()
+            try:
+                stored.set_result(self.sync.send(topic, body, queue_id=queue_id, **options))
+            except SendError as error:  # what the engine says comes with the future
+                stored.set_exception(error)
+            await self._puts.breathe()
+            return stored
+        size = size_of(body)
+        if self._line.locked() or not self._has_room(size):
+            async with self._line:
+                while not self._has_room(size):
+                    await self._wait_for_room()
+                return await self._submit(topic, body, size, queue_id, options)
+        return await self._submit(topic, body, size, queue_id, options)
+
+    async def _submit(
+        self, topic: str, body: Body, size: int, queue_id: int | None, options: SendOptions
+    ) -> asyncio.Future[SendReceipt]:
+        self._check()
+        mine: asyncio.Future[SendReceipt] = self._bridge.loop.create_future()
+
+        def hand_in() -> Future[SendReceipt]:
+            future = self.sync.submit(topic, body, queue_id=queue_id, **options)
+            future.add_done_callback(lambda done: self._bridge.tell(partial(self._answer, mine, done)))
+            return future
+
+        self._held[mine] = size  # before: the answer may be there when it is handed in
+        self._held_bytes += size
+        try:
+            if self._puts.here(topic, size):
+                future = hand_in()
+            else:
+                body = _own(body)
+                future = await self._puts.in_order(hand_in)
+        except BaseException:
+            self._stored(mine)
+            mine.cancel()
+            raise
+        mine.add_done_callback(lambda done: done.cancelled() and future.cancel())
+        return mine
+
+    def _answer(self, mine: asyncio.Future[SendReceipt], done: Future[SendReceipt]) -> None:
+        self._stored(mine)
+        if mine.done():  # cancelled
+            return
+        if done.cancelled():
+            mine.cancel()
+        elif (error := done.exception()) is not None:
+            mine.set_exception(error)
+        else:
+            mine.set_result(done.result())
+
+    # -- how many may be on their way -------------------------------------------------------------------------------
+
+    def _has_room(self, size: int) -> bool:
+        held = len(self._held)
+        return not held or (held < self._max and self._held_bytes + size <= self._max_bytes)
+
+    async def _wait_for_room(self) -> None:
+        if self._lingers:
+            await self._nudge()
+            return
+        self._room = self._bridge.loop.create_future()
+        try:
+            await self._room
+        finally:
+            self._room = None
+
+    def _stored(self, mine: asyncio.Future[SendReceipt]) -> None:
+        size = self._held.pop(mine, None)
+        if size is not None:
+            self._held_bytes -= size
+            if self._room is not None and not self._room.done():
+                self._room.set_result(None)
+
+    async def _nudge(self) -> None:
+        """Let nothing linger."""
+
+        def nudge() -> None:
+            with suppress(FlushTimeoutError):
+                self.sync.flush(_NUDGE_S)
+
+        await self._bridge.call(nudge)
+
+    # -- transactions -----------------------------------------------------------------------------------------------
+
+    def transaction(self) -> Transaction:
+        """As `mqstore.Producer.transaction`, for `async with`. A block that is cancelled is rolled back."""
+        self._check()
+        return Transaction(self._bridge, self.sync.transaction)
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    async def flush(self, timeout: Duration | None = None) -> None:
+        """As `mqstore.Producer.flush`."""
+        self._check()
+        left_s = limit(timeout)
+        if not await self._wait_for(set(self._held), left_s):
+            raise FlushTimeoutError(f"not all that was submitted is stored after {timeout!r} s; flush again to wait on")
+
+    async def _wait_for(self, held: set[asyncio.Future[SendReceipt]], timeout_s: float | None) -> bool:
+        """Whether all these are answered in time."""
+        loop = self._bridge.loop
+        end = None if timeout_s is None else loop.time() + timeout_s
+        while held := {each for each in held if each in self._held}:
+            left_s = None if end is None else end - loop.time()
+            if left_s is not None and left_s <= 0:
+                return False
+            if self._lingers:
+                await self._nudge()
+                await asyncio.sleep(0)
+                continue
+            # One that was cancelled is done, and held all the same until the writer has seen it.
+            waits = [each for each in held if not each.done()]
+            await asyncio.wait(waits, timeout=left_s) if waits else await asyncio.sleep(_NUDGE_S)
+        return True
+
+    async def run_once(self, now_ms: int | None = None) -> int | None:
+        """As `mqstore.Producer.run_once`."""
+        return await self._bridge.call(partial(self.sync.run_once, now_ms))
+
+    async def close(self, timeout: Duration = 30) -> None:
+        """As `mqstore.Producer.close`. Who is cancelled meanwhile hears of it when it is closed."""
+        timeout_s = seconds(timeout, "timeout")
+        self._closing = True
+        if not self._bridge.closed:
+            await self._bridge.finish(partial(self.sync.close, timeout_s))
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed, or its store was."""
+        return self._closing or self.sync.closed
+
+    def _check(self) -> None:
+        self._bridge.check()
+        if self._closing:
+            raise StoreClosedError(f"producer {self.group!r} was closed")
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def __repr__(self) -> str:
+        return repr(self.sync)
+
+
+class Transaction(AbstractAsyncContextManager["Transaction"]):
+    """`mqstore`'s transaction with coroutines: messages that become visible when its `async with` block ends well. The
+    end is not cancelled: it comes to one, and is raised then."""
+
+    def __init__(self, bridge: Bridge, make: Callable[[], transaction.Transaction]) -> None:
+        self._bridge = bridge
+        self._make = make
+        self._sync: transaction.Transaction | None = None
+
+    @property
+    def receipts(self) -> list[SendReceipt | None]:
+        """After the commit: where each message went."""
+        return [] if self._sync is None else self._sync.receipts
+
+    async def send(self, topic: str, body: Body, *, queue_id: int | None = None, **options: Unpack[SendOptions]) -> str:
+        """As of the sync transaction: the unique key by which the checker will know it."""
+        if self._sync is None:
+            raise TransactionStateError("a transaction sends inside its `async with` block", None)
+        return await self._bridge.call(partial(self._sync.send, topic, _own(body), queue_id=queue_id, **options))
+
+    async def __aenter__(self) -> Transaction:
+        if self._sync is not None:
+            raise TransactionStateError("a transaction is one `async with` block; make another", self._sync._outcome())
+        self._sync = await self._bridge.call(lambda: self._make().__enter__())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._sync is not None
+        await self._bridge.finish(partial(self._sync.__exit__, kind, error, traceback))
+
+
+def _own(body: Any) -> Any:
+    """A body that stays as it is, whatever a caller that was cancelled does with his buffer."""
+    return bytes(body) if isinstance(body, bytearray | memoryview) else body

@@ -1,0 +1,314 @@
+"""`mqstore.PushConsumer` with handlers that are coroutines (client-semantics A6, A7, B.6).
+
+    a worker of the sync consumer ---> the loop: a task for this call of the handler
+             waits for its end   <---          returns, raises: the outcome, as of any handler
+                                               cancelled by `stop`: nothing is settled, the messages come again
+
+What a handler's end means, retries, order, time-outs, flow control: all of that is the sync consumer's, so it is the
+same. The price is a thread for each call that runs, at most `workers` of them, all started by `start`: it waits, and
+costs a stack. There is no thread a message, and one wake-up of the loop for all handlers that begin together.
+
+    running ---- stop ----> nothing new is started ---- all have ended ----------------------------> stopped
+                                        +-- `timeout` is over: tasks cancelled --- they have ended --+
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+import logging
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+from types import FrameType, TracebackType
+from typing import Any
+
+from mqstore.aio.bridge import Bridge, uncancelled
+from mqstore.client import pushconsumer, workers
+from mqstore.client.progress import Start
+from mqstore.client.pushconsumer import ConsumerStats
+from mqstore.errors import ConfigError
+from mqstore.log.commitlog import QueueRef
+from mqstore.options import Duration, seconds
+
+__all__ = ["Handler", "PushConsumer", "cancelled"]
+
+_log = logging.getLogger("mqstore")
+
+Handler = Callable[..., Any]
+"""Takes what a sync handler takes. Called on the loop; an awaitable that it returns is awaited."""
+
+_GRACE_S = 5.0
+"""For handlers that were cancelled to end."""
+
+_worker: contextvars.ContextVar[workers.Worker | None] = contextvars.ContextVar("mqstore.aio worker", default=None)
+
+
+def cancelled() -> bool:
+    """As `mqstore.cancelled`, inside a handler that is a coroutine.
+
+    >>> cancelled()
+    False
+    """
+    worker = _worker.get()
+    return worker is not None and worker.cancelled()
+
+
+class _Abandoned(BaseException):
+    """In a worker: its handler was cancelled, or there is no loop any more. No outcome: nothing is settled."""
+
+
+class _Run:
+    """One call of a handler: a worker waits for its end."""
+
+    __slots__ = ("_ended", "arguments", "error", "handler", "task", "worker")
+
+    def __init__(self, handler: Handler, arguments: tuple[Any, ...]) -> None:
+        self.handler = handler
+        self.arguments = arguments
+        self.worker: workers.Worker | None = getattr(workers._here, "worker", None)
+        self.task: asyncio.Task[None] | None = None
+        self.error: BaseException | None = None
+        self._ended = threading.Lock()
+        self._ended.acquire()
+
+    async def __call__(self) -> None:
+        """On the loop."""
+        _worker.set(self.worker)
+        result = self.handler(*self.arguments)
+        if inspect.isawaitable(result):
+            await result
+
+    def end(self, error: BaseException | None) -> None:
+        self.error = error
+        self._ended.release()
+
+    def wait(self) -> None:
+        """On the worker: raises what it raised."""
+        self._ended.acquire()
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+
+
+class PushConsumer(AbstractAsyncContextManager["PushConsumer"]):
+    """`mqstore.PushConsumer` whose handlers are coroutines, run as tasks of the loop, at most `workers` at a time; made
+    by `Store.push_consumer`. Interceptors and `on_error` are plain functions, called on other threads.
+
+    >>> import mqstore.aio, tempfile
+    >>> async def main(folder):
+    ...     done = asyncio.Event()
+    ...     async with mqstore.aio.open(folder) as store:
+    ...         consumer = await store.push_consumer("billing", workers=1)
+    ...         @consumer.subscribe("orders")
+    ...         async def handle(message):
+    ...             print(message.text())
+    ...             done.set()
+    ...         async with consumer:
+    ...             await store.put("orders", b"hello")
+    ...             await done.wait()
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     asyncio.run(main(folder))
+    hello
+    """
+
+    def __init__(self, bridge: Bridge, sync: pushconsumer.PushConsumer) -> None:
+        self._bridge = bridge
+        self.sync = sync
+        """The `mqstore.PushConsumer`."""
+        self.group = sync.group
+        self.client_id = sync.client_id
+        self._running: set[_Run] = set()
+        self._stopping = False
+        self._cancelling = False
+        """From now on handlers are cancelled: their messages come again."""
+        self._cut = False
+        """One was."""
+        self._stopped: asyncio.Future[bool] | None = None
+        self._wish_to_stop = asyncio.Event()
+        sync._workers.on_exit = self._exited
+
+    # -- what is handled --------------------------------------------------------------------------------------------
+
+    def subscribe(
+        self,
+        topic: str,
+        handler: Handler | None = None,
+        *,
+        tags: str = "*",
+        sql: str | None = None,
+        max_uncommitted: int | None = None,
+    ) -> Any:
+        """As `mqstore.PushConsumer.subscribe`; without a handler a decorator, so it is no coroutine."""
+        if handler is None:
+            return partial(self._subscribe_here, topic, tags=tags, sql=sql, max_uncommitted=max_uncommitted)
+        return self._subscribe_here(topic, handler, tags=tags, sql=sql, max_uncommitted=max_uncommitted)
+
+    def _subscribe_here(
+        self, topic: str, handler: Handler, /, *, tags: str, sql: str | None, max_uncommitted: int | None
+    ) -> Handler:
+        self._bridge.check()
+        if not callable(handler):
+            raise ConfigError(f"a handler is something to call, not {handler!r:.100}")
+        self.sync.subscribe(
+            topic, partial(self._on_worker, handler), tags=tags, sql=sql, max_uncommitted=max_uncommitted
+        )
+        return handler
+
+    def unsubscribe(self, topic: str) -> None:
+        """As `mqstore.PushConsumer.unsubscribe`."""
+        self._bridge.check()
+        self.sync.unsubscribe(topic)
+
+    # -- handlers ---------------------------------------------------------------------------------------------------
+
+    def _on_worker(self, handler: Handler, *arguments: Any) -> None:
+        """What the sync consumer calls, on one of its threads."""
+        run = _Run(handler, arguments)
+        if not self._bridge.tell(partial(self._begin, run)):
+            raise _Abandoned("the event loop has ended")
+        run.wait()
+
+    def _begin(self, run: _Run) -> None:
+        if self._cancelling:
+            self._cut = True
+            run.end(_Abandoned("the consumer stops"))
+            return
+        self._running.add(run)
+        run.task = self._bridge.loop.create_task(run(), name=f"handler of group {self.group}")
+        run.task.add_done_callback(partial(self._ended, run))
+
+    def _ended(self, run: _Run, task: asyncio.Task[None]) -> None:
+        self._running.discard(run)
+        if not task.cancelled():
+            run.end(task.exception())
+        elif self._stopping or self._bridge.closed:
+            run.end(_Abandoned("cancelled"))
+        else:  # by itself, or by who has found its task: it did not get done
+            run.end(RuntimeError("the handler was cancelled"))
+
+    def _exited(self, error: BaseException) -> None:
+        """On a worker: what was in hand is not settled."""
+        if not isinstance(error, _Abandoned):
+            _log.error("group %s: a handler raised %r: the consumer stops", self.group, error)
+            if self._bridge.tell(lambda: self._begin_to_stop(30.0)):
+                return
+        elif self._stopping:
+            return
+        self.sync._exited(error)  # there is no loop to call handlers on
+
+    # -- running ----------------------------------------------------------------------------------------------------
+
+    async def start(self) -> PushConsumer:
+        """As `mqstore.PushConsumer.start`."""
+        await self._bridge.finish(self.sync.start)
+        return self
+
+    async def run_once(self) -> int | None:
+        """As `mqstore.PushConsumer.run_once`."""
+        return await self._bridge.call(self.sync.run_once)
+
+    async def stop(self, timeout: Duration = 30) -> bool:
+        """Start no handler any more, wait up to `timeout` seconds for those that run, then cancel them: their messages
+        come again. True: all have ended by themselves, progress is on disk. Again is harmless. From a handler it does
+        not wait. Who is cancelled meanwhile hears of it when it has stopped."""
+        stopped = self._begin_to_stop(seconds(timeout, "timeout"))
+        current = asyncio.current_task()
+        if any(run.task is current for run in self._running):
+            return False
+        return await uncancelled(stopped)
+
+    def _begin_to_stop(self, timeout_s: float) -> asyncio.Future[bool]:
+        if self._stopped is None:
+            self._stopping = True
+            loop = self._bridge.loop
+            self._stopped = loop.create_future()
+            loop.call_later(min(timeout_s, threading.TIMEOUT_MAX / 2), self._cancel)
+            # A thread of its own: it waits for handlers, and they may wait for the store's.
+            threading.Thread(
+                target=self._stop, args=(timeout_s + _GRACE_S,), name=f"mqstore-{self.group}-stop", daemon=True
+            ).start()
+        return self._stopped
+
+    def _cancel(self) -> None:
+        """The time is over."""
+        self._cancelling = True
+        for run in self._running:
+            if run.task is not None:
+                self._cut = True
+                run.task.cancel()
+
+    def _stop(self, timeout_s: float) -> None:
+        """On a thread of its own."""
+        ended = False
+        try:
+            ended = self.sync.stop(timeout_s)
+        except Exception:
+            _log.exception("group %s: stopping failed", self.group)
+        finally:
+            self._bridge.tell(partial(self._hear_stopped, ended))
+
+    def _hear_stopped(self, ended: bool) -> None:
+        self._wish_to_stop.set()
+        if self._stopped is not None and not self._stopped.done():
+            self._stopped.set_result(ended and not self._cut)
+
+    async def run(self, stop_timeout: Duration = 30) -> bool:
+        """Start, wait for SIGINT or SIGTERM (on the main thread; else for a `stop` from elsewhere), stop; what `stop`
+        says. A second signal does what it did before."""
+        restore: list[Callable[[], object]] = []
+
+        def wish(number: int, frame: FrameType | None) -> None:
+            for each in restore:
+                each()
+            self._bridge.tell(self._wish_to_stop.set)
+
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                before = signal.signal(number, wish)
+                restore.append(partial(signal.signal, number, before))
+        try:
+            await self.start()
+            await self._wish_to_stop.wait()
+        finally:
+            for each in restore:
+                each()
+            ended = await self.stop(stop_timeout)
+        return ended
+
+    async def __aenter__(self) -> PushConsumer:
+        await self._bridge.finish(self.sync.__enter__)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    # -- by hand ----------------------------------------------------------------------------------------------------
+
+    async def pause(self, *queues: QueueRef) -> None:
+        """As `mqstore.PushConsumer.pause`."""
+        await self._bridge.call(partial(self.sync.pause, *queues))
+
+    async def resume(self, *queues: QueueRef) -> None:
+        """As `mqstore.PushConsumer.resume`."""
+        await self._bridge.call(partial(self.sync.resume, *queues))
+
+    async def assignment(self) -> frozenset[QueueRef]:
+        """As `mqstore.PushConsumer.assignment`."""
+        return await self._bridge.call(self.sync.assignment)
+
+    async def seek(self, queue: QueueRef, to: int | Start) -> None:
+        """As `mqstore.PushConsumer.seek`."""
+        await self._bridge.call(partial(self.sync.seek, queue, to))
+
+    async def stats(self) -> ConsumerStats:
+        """As `mqstore.PushConsumer.stats`."""
+        return await self._bridge.call(self.sync.stats)
+
+    def __repr__(self) -> str:
+        return repr(self.sync)

@@ -1,0 +1,386 @@
+"""`mqstore.Queue` with coroutines (client-semantics B.4).
+
+    put      on the loop: a few microseconds. On the store's thread: large items, and where there is a `maxsize`
+    get      looks on the store's thread, and waits at the queue's callback door
+    settle   on the loop: a task that is left by `async with` is settled with no point at which it could be cancelled
+
+Who waits for room stands in line, and only the first looks: when an item is settled, and every 0.25 s, since others may
+settle items as well, and time does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from functools import partial
+from types import TracebackType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from mqstore import queue
+from mqstore.aio.bridge import Bridge
+from mqstore.aio.deadletters import DeadLetters
+from mqstore.aio.made import Each
+from mqstore.aio.puts import Puts
+from mqstore.broker.broker import Broker
+from mqstore.broker.groups import RetryPolicy
+from mqstore.client.codecs import BYTES, Codec
+from mqstore.client.delivery import Loan
+from mqstore.client.interceptors import Settled
+from mqstore.errors import QueueEmpty, QueueFull, QueueShutDown
+from mqstore.log.message import Message
+from mqstore.options import Duration, seconds
+
+__all__ = ["Queue", "Task", "limit", "release"]
+
+_LOOK_S = 0.25
+
+
+def limit(timeout: Duration | None) -> float | None:
+    """Seconds to wait at most; None: for ever. ConfigError for what is no time."""
+    wait_s = None if timeout is None else seconds(timeout, "timeout")
+    return None if wait_s == math.inf else wait_s
+
+
+def release(loans: Iterable[Loan]) -> None:
+    """Give back unseen what was taken for somebody who was cancelled: at once, the attempt not counted."""
+    for loan in loans:
+        loan._release()
+
+
+class Task:
+    """`mqstore.Task` with coroutines: an item on loan. `async with task:` acknowledges it at a clean end, gives it back
+    when there is an exception; when it is cancelled unseen: at once, the attempt not counted."""
+
+    __slots__ = ("_bridge", "sync")
+
+    def __init__(self, bridge: Bridge, task: queue.Task) -> None:
+        self._bridge = bridge
+        self.sync = task
+        """The `mqstore.Task`."""
+
+    @property
+    def value(self) -> Any:
+        """What was put. As `mqstore.Task.value`."""
+        return self.sync.value
+
+    @property
+    def message(self) -> Message:
+        """The stored message."""
+        return self.sync.message
+
+    @property
+    def attempt(self) -> int:
+        """Which delivery of its message this is, from 1."""
+        return self.sync.attempt
+
+    @property
+    def expires_at(self) -> float:
+        """When it is given to others unless it is settled, on the scale of `time.monotonic`."""
+        return self.sync.expires_at
+
+    @property
+    def settled(self) -> bool:
+        """Whether it was acknowledged, given back or rejected by way of this object."""
+        return self.sync.settled
+
+    async def ack(self) -> None:
+        """As `mqstore.Task.ack`. None of these verbs can be cancelled half way."""
+        self._bridge.check()
+        self.sync.ack()
+
+    async def nack(self, delay: Duration | None = None) -> None:
+        """As `mqstore.Task.nack`."""
+        self._bridge.check()
+        self.sync.nack(delay)
+
+    async def extend(self, visibility: Duration) -> None:
+        """As `mqstore.Task.extend`."""
+        self._bridge.check()
+        self.sync.extend(visibility)
+
+    async def reject(self, reason: str = "") -> None:
+        """As `mqstore.Task.reject`."""
+        self._bridge.check()
+        self.sync.reject(reason)
+
+    async def __aenter__(self) -> Task:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        return self.sync.__exit__(kind, error, traceback)
+
+    def __repr__(self) -> str:
+        return repr(self.sync)
+
+
+class _Told(queue.Queue):
+    """The sync queue, which says when something was settled, and leaves the storing to who stores."""
+
+    on_settled: Callable[[], object] | None = None
+
+    def _settled(self, task: queue.Task, outcome: Settled) -> None:
+        super()._settled(task, outcome)
+        if self.on_settled is not None:
+            self.on_settled()
+
+    def check_open(self) -> None:
+        if self._shut:
+            raise QueueShutDown(f"queue {self.name!r} was shut down")
+
+    def note_delay(self, delay: Duration) -> None:
+        """An item was put with that delay: `join` waits for it."""
+        self._delayed_until = max(self._delayed_until, time.monotonic() + seconds(delay, "delay"))
+
+
+class Queue:
+    """`mqstore.Queue` with coroutines, made by `Store.queue`. An `await queue.get()` that is cancelled, at any moment,
+    has taken nothing; a `put` has stored the item or has not.
+
+    >>> import mqstore, mqstore.aio, tempfile
+    >>> async def main(folder):
+    ...     async with mqstore.aio.open(folder) as store, store.queue("jobs", codec=mqstore.JSON) as jobs:
+    ...         await jobs.put({"page": 7})
+    ...         async with await jobs.get() as task:
+    ...             print(task.value, task.attempt)
+    ...         print(await jobs.empty())
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     asyncio.run(main(folder))
+    {'page': 7} 1
+    True
+    """
+
+    def __init__(
+        self,
+        bridge: Bridge,
+        broker: Broker,
+        puts: Puts,
+        name: str,
+        *,
+        visibility: Duration = 60,
+        retry: RetryPolicy | None = None,
+        ordered: bool = False,
+        codec: Codec = BYTES,
+        maxsize: int = 0,
+    ) -> None:
+        """On the store's thread."""
+        self.name = name
+        self._bridge = bridge
+        self._puts = puts
+        self._codec = codec
+        self._maxsize = maxsize
+        self.sync = _Told(
+            broker, name, visibility=visibility, retry=retry, ordered=ordered, codec=codec, maxsize=maxsize
+        )
+        """The `mqstore.Queue`."""
+        self.sync.on_settled = self._settled
+        self._line = asyncio.Lock()
+        """Of those who wait for room."""
+        self._waiting: set[asyncio.Future[None]] = set()
+        """Who hears when something is settled."""
+        self._last: WeakKeyDictionary[asyncio.Task[Any], Task] = WeakKeyDictionary()
+
+    # -- in ---------------------------------------------------------------------------------------------------------
+
+    async def put(
+        self, item: Any, block: bool = True, timeout: Duration | None = None, *, delay: Duration | None = None
+    ) -> None:
+        """As `mqstore.Queue.put`. Items are stored in the order in which `put` was called."""
+        if not self._maxsize:
+            body = self._codec.encode(item)
+            self.sync.check_open()
+            options: dict[str, Any] = {} if delay is None else {"delay": delay}
+            await self._puts.put(self.name, body, 0, options)
+            if delay is not None:
+                self.sync.note_delay(delay)
+            return
+        put = partial(self.sync.put, item, False, delay=delay)
+        left_s = limit(timeout)
+        if block and self._line.locked():  # behind those who wait for room
+            await self._put_in_turn(put, left_s)
+            return
+        try:
+            await self._bridge.call(put)
+        except QueueFull:
+            if not block:
+                raise
+            await self._put_in_turn(put, left_s)
+
+    async def _put_in_turn(self, put: Callable[[], None], timeout_s: float | None) -> None:
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._line.acquire()
+        except TimeoutError:
+            raise QueueFull(f"queue {self.name!r} has had no room for {timeout_s:g} s") from None
+        try:
+            while True:
+                # Before the look: what is settled after it is heard.
+                news = self._listen()
+                try:
+                    await self._bridge.call(put)
+                except QueueFull:
+                    left_s = _LOOK_S if end is None else end - time.monotonic()
+                    if left_s <= 0:
+                        raise
+                    await asyncio.wait((news,), timeout=min(left_s, _LOOK_S))
+                else:
+                    return
+                finally:
+                    self._waiting.discard(news)
+        finally:
+            self._line.release()
+
+    async def put_nowait(self, item: Any) -> None:
+        """As `mqstore.Queue.put_nowait`."""
+        await self.put(item, block=False)
+
+    async def put_many(self, items: Iterable[Any]) -> None:
+        """As `mqstore.Queue.put_many`."""
+        given = list(items)  # whatever it is, it is the caller's, and walked through here
+        await self._puts.in_order(partial(self.sync.put_many, given))
+
+    # -- out --------------------------------------------------------------------------------------------------------
+
+    async def get(
+        self, block: bool = True, timeout: Duration | None = None, *, visibility: Duration | None = None
+    ) -> Task:
+        """As `mqstore.Queue.get`. Cancelled, it has taken nothing, and who else waits is called."""
+        left_s = limit(timeout) if block else 0
+
+        def look() -> list[queue.Task] | None:
+            try:
+                return [self.sync.get(False, visibility=visibility)]
+            except QueueEmpty:
+                return None
+
+        found = await self._look(look, left_s)
+        if not found:
+            raise QueueEmpty(f"nothing to get from queue {self.name!r}")
+        return self._taken(found)[0]
+
+    async def get_nowait(self) -> Task:
+        """As `mqstore.Queue.get_nowait`."""
+        return await self.get(block=False)
+
+    async def get_many(self, max_items: int, timeout: Duration | None = 0) -> list[Task]:
+        """As `mqstore.Queue.get_many`."""
+        found = await self._look(lambda: self.sync.get_many(max_items, 0) or None, limit(timeout))
+        return self._taken(found or [])
+
+    async def _look(
+        self, look: Callable[[], list[queue.Task] | None], timeout_s: float | None
+    ) -> list[queue.Task] | None:
+        return await self._bridge.look(look, self.sync.when_ready, timeout_s=timeout_s, undo=release)
+
+    def _taken(self, found: list[queue.Task]) -> list[Task]:
+        tasks = [Task(self._bridge, each) for each in found]
+        current = asyncio.current_task()
+        if tasks and current is not None:
+            self._last[current] = tasks[-1]
+        return tasks
+
+    def __aiter__(self) -> AsyncIterator[Task]:
+        """Tasks until nothing is ready. What failed and waits for its next attempt is not waited for."""
+        return Each(self._next)
+
+    async def _next(self) -> Task | None:
+        try:
+            return await self.get(block=False)
+        except (QueueEmpty, QueueShutDown):
+            return None
+
+    # -- done -------------------------------------------------------------------------------------------------------
+
+    async def ack(self, task: Task) -> None:
+        """`await task.ack()`."""
+        await task.ack()
+
+    async def nack(self, task: Task, delay: Duration | None = None) -> None:
+        """`await task.nack(delay)`."""
+        await task.nack(delay)
+
+    async def task_done(self) -> None:
+        """Acknowledge what this task of the loop got last. ValueError if there is nothing."""
+        current = asyncio.current_task()
+        task = None if current is None else self._last.pop(current, None)
+        if task is None:
+            raise ValueError("task_done() called, but this task has no item that it did not call it for")
+        await task.ack()
+
+    async def join(self, timeout: Duration | None = None) -> bool:
+        """As `mqstore.Queue.join`."""
+        left_s = limit(timeout)
+        end = None if left_s is None else time.monotonic() + left_s
+        while True:
+            news = self._listen()
+            try:
+                if await self._bridge.call(partial(self.sync.join, 0)):
+                    return True
+                left_s = _LOOK_S if end is None else end - time.monotonic()
+                if left_s <= 0:
+                    return False
+                await asyncio.wait((news,), timeout=min(left_s, _LOOK_S))
+            finally:
+                self._waiting.discard(news)
+
+    def _listen(self) -> asyncio.Future[None]:
+        """Done when something is settled, or the queue is shut."""
+        self._bridge.check()
+        news = self._bridge.loop.create_future()
+        self._waiting.add(news)
+        return news
+
+    def _settled(self) -> None:
+        """From any thread."""
+        if self._waiting:
+            self._bridge.tell(self._ring)
+
+    def _ring(self) -> None:
+        waiting, self._waiting = self._waiting, set()
+        for news in waiting:
+            if not news.done():
+                news.set_result(None)
+
+    # -- what is there ----------------------------------------------------------------------------------------------
+
+    async def qsize(self) -> int:
+        """As `mqstore.Queue.qsize`, which looks at what is in flight, so it is a call of the engine."""
+        return await self._bridge.call(self.sync.qsize)
+
+    async def empty(self) -> bool:
+        """As `mqstore.Queue.empty`."""
+        return await self._bridge.call(self.sync.empty)
+
+    async def full(self) -> bool:
+        """As `mqstore.Queue.full`."""
+        return await self._bridge.call(self.sync.full)
+
+    @property
+    def dead_letters(self) -> DeadLetters:
+        """What was rejected or failed too often."""
+        return DeadLetters(self._bridge, self.sync.dead_letters)
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    async def shutdown(self, immediate: bool = False) -> None:
+        """As `mqstore.Queue.shutdown`."""
+        self._bridge.check()
+        self.sync.shutdown(immediate)
+        self._ring()
+
+    async def __aenter__(self) -> Queue:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.sync.shutdown(immediate=True)
+        self._ring()
+
+    def __repr__(self) -> str:
+        return repr(self.sync)

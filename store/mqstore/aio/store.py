@@ -1,0 +1,597 @@
+"""`mqstore.Store` with coroutines (client-semantics B.3, B.10).
+
+    put                        on the loop (`puts.py`)
+    reads, tables, the rest    on the store's thread (`bridge.py`), iterators a page at a time
+    close                      push consumers end their handlers first; then all of it on the thread, to its end
+
+It belongs to the loop it was opened on. Other stores, on other directories, may belong to others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from datetime import datetime
+from functools import partial
+from heapq import merge
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Unpack
+from weakref import WeakSet
+
+from mqstore import store
+from mqstore.aio.bridge import Bridge, uncancelled
+from mqstore.aio.deadletters import DeadLetters
+from mqstore.aio.made import Made, Pages
+from mqstore.aio.producer import Producer
+from mqstore.aio.pullconsumer import PullConsumer
+from mqstore.aio.pushconsumer import PushConsumer
+from mqstore.aio.puts import Puts
+from mqstore.aio.queue import Queue
+from mqstore.aio.simpleconsumer import SimpleConsumer
+from mqstore.broker.broker import Start
+from mqstore.broker.groups import RetryPolicy
+from mqstore.broker.road import SendOptions
+from mqstore.broker.waiting import Waiter
+from mqstore.client.allocation import Strategy
+from mqstore.client.codecs import BYTES, Codec
+from mqstore.client.handling import OnError
+from mqstore.client.interceptors import Interceptor
+from mqstore.client.producer import Selector
+from mqstore.client.transaction import Checker
+from mqstore.errors import InvalidMessageError
+from mqstore.log.columns import Columns
+from mqstore.log.commitlog import QueueRef, SendReceipt
+from mqstore.log.message import Message
+from mqstore.log.outgoing import Body, OutgoingMessage
+from mqstore.log.report import Finding, RecoveryReport
+from mqstore.log.stats import StoreStats
+from mqstore.options import Durability, Duration, Profile, StoreConfig, seconds
+
+__all__ = ["Store", "open"]
+
+_LOOK_S = 0.02
+"""How often a follower of a store that another process writes looks."""
+_NEW_QUEUES_S = 1.0
+"""How often a follower looks for new queues, and for what is not told."""
+
+
+def open(  # noqa: A001
+    path: str | PathLike[str],
+    mode: Literal["rw", "r"] = "rw",
+    *,
+    create: bool = True,
+    profile: Profile | None = None,
+    durability: Durability = "append",
+    lock_timeout: Duration = 0,
+    config: StoreConfig | None = None,
+) -> Made[Store]:
+    """As `mqstore.open`: `async with mqstore.aio.open(path) as store`, or `store = await mqstore.aio.open(path)`, which
+    is to be closed then."""
+
+    async def begin() -> Store:
+        bridge = Bridge(f"store {str(path)!r}")
+        opened = partial(
+            store.Store,
+            path,
+            mode,
+            create=create,
+            profile=profile,
+            durability=durability,
+            lock_timeout=lock_timeout,
+            config=config,
+        )
+        try:
+            return Store(bridge, await bridge.call(opened, store.Store.close))
+        except BaseException:
+            bridge.close()
+            raise
+
+    return Made(begin)
+
+
+class Store(AbstractAsyncContextManager["Store"]):
+    """`mqstore.Store` with coroutines: the same names, arguments, results and errors. Opened by `mqstore.aio.open`.
+    `async with` closes it. Not for another loop than the one it was opened on (RuntimeError); `sync` is for any thread.
+
+    >>> import mqstore.aio, tempfile
+    >>> async def main(folder):
+    ...     async with mqstore.aio.open(folder) as store:
+    ...         receipt = await store.put("orders", b"hello", keys="o-1")
+    ...         async for message in store.iter("orders"):
+    ...             print(message.body, message.keys)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     asyncio.run(main(folder))
+    b'hello' ('o-1',)
+    """
+
+    def __init__(self, bridge: Bridge, sync: store.Store) -> None:
+        self._bridge = bridge
+        self.sync = sync
+        """The `mqstore.Store`, for other threads, and for what takes microseconds."""
+        self._puts = Puts(bridge, sync)
+        self._consumers: WeakSet[PushConsumer] = WeakSet()
+        self._end: asyncio.Task[None] | None = None
+
+    @property
+    def path(self) -> Path:
+        return self.sync.path
+
+    @property
+    def mode(self) -> str:
+        """ "rw" or "r"."""
+        return self.sync.mode
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called, or this is a forked child of the process that opened it."""
+        return self._bridge.closed or self.sync.closed
+
+    @property
+    def recovery(self) -> RecoveryReport:
+        """What opening found and did."""
+        return self.sync.recovery
+
+    # -- topics -----------------------------------------------------------------------------------------------------
+
+    async def create_topic(self, name: str, *, queues: int = 4, exist_ok: bool = True) -> None:
+        """As `mqstore.Store.create_topic`."""
+        await self._bridge.call(partial(self.sync.create_topic, name, queues=queues, exist_ok=exist_ok))
+
+    async def topics(self, *, system: bool = False) -> list[str]:
+        """As `mqstore.Store.topics`."""
+        return await self._bridge.call(partial(self.sync.topics, system=system))
+
+    async def queues(self, topic: str) -> list[QueueRef]:
+        """As `mqstore.Store.queues`."""
+        return await self._bridge.call(partial(self.sync.queues, topic))
+
+    # -- in ---------------------------------------------------------------------------------------------------------
+
+    async def put(
+        self, topic: str, body: Body, *, queue_id: int | None = None, **options: Unpack[SendOptions]
+    ) -> SendReceipt:
+        """As `mqstore.Store.put`; messages are stored in the order of the calls. With durability "flush" all that wait
+        share a sync, and the loop goes on. Cancelled: stored whole, or not at all."""
+        return await self._puts.put(topic, body, queue_id, options)
+
+    async def put_many(
+        self,
+        topic: str,
+        bodies: Iterable[Body | OutgoingMessage],
+        *,
+        queue_id: int | None = None,
+        durability: Durability | None = None,
+    ) -> Sequence[SendReceipt]:
+        """As `mqstore.Store.put_many`; `bodies` is walked through on the loop. Cancelled: all are stored, or none."""
+        given = list(bodies)
+        return await self._puts.in_order(
+            partial(self.sync.put_many, topic, given, queue_id=queue_id, durability=durability)
+        )
+
+    async def recall(self, recall_handle: str) -> bool:
+        """As `mqstore.Store.recall`."""
+        return await self._bridge.call(partial(self.sync.recall, recall_handle))
+
+    # -- out --------------------------------------------------------------------------------------------------------
+
+    async def read(
+        self,
+        topic: str,
+        queue_id: int,
+        offset: int,
+        max_messages: int = 32,
+        *,
+        max_bytes: int | None = None,
+        tags: str | None = "*",
+    ) -> list[Message]:
+        """As `mqstore.Store.read`."""
+        return await self._bridge.call(
+            partial(self.sync.read, topic, queue_id, offset, max_messages, max_bytes=max_bytes, tags=tags)
+        )
+
+    def iter(
+        self,
+        topic: str,
+        queue_id: int | None = None,
+        *,
+        start: Literal["earliest", "latest"] | datetime | int = "earliest",
+        stop: int | None = None,
+        follow: bool = False,
+        tags: str | None = "*",
+    ) -> AsyncIterator[Message]:
+        """As `mqstore.Store.iter`, for `async for`. Who follows waits without a thread, for ever."""
+        if follow:
+            if queue_id is None and (isinstance(start, int) or stop is not None):
+                raise InvalidMessageError("start and stop as offsets belong to one queue: give queue_id=", "start")
+            return _Follower(self, topic, queue_id, start, stop, tags)
+        return Pages(self._bridge, partial(self.sync.iter, topic, queue_id, start=start, stop=stop, tags=tags))
+
+    async def read_columns(
+        self, topic: str, queue_id: int, offset: int, max_messages: int, columns: Sequence[str] | None = None
+    ) -> Columns:
+        """As `mqstore.Store.read_columns`."""
+        return await self._bridge.call(partial(self.sync.read_columns, topic, queue_id, offset, max_messages, columns))
+
+    async def find(
+        self,
+        topic: str,
+        *,
+        key: str | None = None,
+        unique_key: str | None = None,
+        start: datetime | None = None,
+        stop: datetime | None = None,
+        limit: int = 32,
+    ) -> list[Message]:
+        """As `mqstore.Store.find`."""
+        return await self._bridge.call(
+            partial(self.sync.find, topic, key=key, unique_key=unique_key, start=start, stop=stop, limit=limit)
+        )
+
+    async def get(self, message_id: str) -> Message:
+        """As `mqstore.Store.get`."""
+        return await self._bridge.call(partial(self.sync.get, message_id))
+
+    # -- positions --------------------------------------------------------------------------------------------------
+
+    async def offsets(self, topic: str, queue_id: int) -> tuple[int, int]:
+        """As `mqstore.Store.offsets`."""
+        return await self._bridge.call(partial(self.sync.offsets, topic, queue_id))
+
+    async def offset_at(self, topic: str, queue_id: int, when: datetime) -> int:
+        """As `mqstore.Store.offset_at`."""
+        return await self._bridge.call(partial(self.sync.offset_at, topic, queue_id, when))
+
+    async def committed(self, group: str, queue: QueueRef) -> int | None:
+        """As `mqstore.Store.committed`."""
+        return await self._bridge.call(partial(self.sync.committed, group, queue))
+
+    async def commit_offset(
+        self, group: str, queue: QueueRef, offset: int, *, durability: Durability | None = None
+    ) -> None:
+        """As `mqstore.Store.commit_offset`. Cancelled: it is committed, or not."""
+        await self._bridge.call(partial(self.sync.commit_offset, group, queue, offset, durability=durability))
+
+    async def lag(self, group: str) -> dict[QueueRef, int]:
+        """As `mqstore.Store.lag`."""
+        return await self._bridge.call(partial(self.sync.lag, group))
+
+    # -- what works on it -------------------------------------------------------------------------------------------
+
+    def queue(
+        self,
+        name: str,
+        *,
+        visibility: Duration = 60,
+        retry: RetryPolicy | None = None,
+        ordered: bool = False,
+        codec: Codec = BYTES,
+        maxsize: int = 0,
+    ) -> Made[Queue]:
+        """As `mqstore.Store.queue`: `await store.queue(name)`, or `async with store.queue(name) as queue`, which shuts
+        the object down at its end."""
+        return self._made(
+            lambda: Queue(
+                self._bridge,
+                self.sync.broker,
+                self._puts,
+                name,
+                visibility=visibility,
+                retry=retry,
+                ordered=ordered,
+                codec=codec,
+                maxsize=maxsize,
+            )
+        )
+
+    def producer(
+        self,
+        group: str = "default",
+        *,
+        retries: int = 2,
+        timeout: Duration = 3.0,
+        durability: Durability | None = None,
+        compression: Literal["zlib"] | None = None,
+        compress_over: int = 4096,
+        linger: Duration = 0,
+        linger_bytes: int = 32 << 10,
+        max_inflight: int = 1024,
+        max_inflight_bytes: int = 100 << 20,
+        selector: Selector | None = None,
+        interceptors: Sequence[Interceptor] = (),
+        checker: Checker | None = None,
+    ) -> Made[Producer]:
+        """As `mqstore.Store.producer`; to be awaited, or entered."""
+        return self._made(
+            lambda: Producer(
+                self._bridge,
+                self._puts,
+                self.sync,
+                group,
+                retries=retries,
+                timeout=timeout,
+                durability=durability,
+                compression=compression,
+                compress_over=compress_over,
+                linger=linger,
+                linger_bytes=linger_bytes,
+                max_inflight=max_inflight,
+                max_inflight_bytes=max_inflight_bytes,
+                selector=selector,
+                interceptors=interceptors,
+                checker=checker,
+            )
+        )
+
+    def simple_consumer(
+        self,
+        group: str,
+        topics: Mapping[str, str] | None = None,
+        *,
+        visibility: Duration = 60,
+        start: Start = "earliest",
+        ordered: bool = False,
+        retry: RetryPolicy | None = None,
+        client_id: str | None = None,
+        interceptors: Sequence[Interceptor] = (),
+    ) -> Made[SimpleConsumer]:
+        """As `mqstore.Store.simple_consumer`; to be awaited, or entered."""
+        make = partial(
+            self.sync.simple_consumer,
+            group,
+            topics,
+            visibility=visibility,
+            start=start,
+            ordered=ordered,
+            retry=retry,
+            client_id=client_id,
+            interceptors=interceptors,
+        )
+        return self._made(lambda: SimpleConsumer(self._bridge, make()))
+
+    def pull_consumer(
+        self,
+        group: str,
+        *,
+        auto_commit: bool = True,
+        auto_commit_interval: Duration = 5.0,
+        start: Literal["earliest", "latest"] | datetime = "earliest",
+        fetch_max: int = 32,
+        strategy: str | Strategy = "avg",
+        client_id: str | None = None,
+        interceptors: Sequence[Interceptor] = (),
+    ) -> Made[PullConsumer]:
+        """As `mqstore.Store.pull_consumer`; to be awaited, or entered."""
+        make = partial(
+            self.sync.pull_consumer,
+            group,
+            auto_commit=auto_commit,
+            auto_commit_interval=auto_commit_interval,
+            start=start,
+            fetch_max=fetch_max,
+            strategy=strategy,
+            client_id=client_id,
+            interceptors=interceptors,
+        )
+        return self._made(lambda: PullConsumer(self._bridge, make(), fetch_max))
+
+    def push_consumer(
+        self,
+        group: str,
+        *,
+        workers: int | None = None,
+        ordered: bool = False,
+        mode: Literal["queue", "pop"] = "queue",
+        model: Literal["clustering", "broadcasting"] = "clustering",
+        client_id: str | None = None,
+        start: Literal["earliest", "latest"] | datetime = "earliest",
+        batch_size: int = 1,
+        prefetch: int = 1000,
+        prefetch_bytes: int = 100 << 20,
+        max_span: int = 2000,
+        retry: RetryPolicy | None = None,
+        consume_timeout: Duration = 900,
+        suspend: Duration | None = None,
+        time_slice: Duration = 60,
+        strategy: str | Strategy = "avg",
+        interceptors: Sequence[Interceptor] = (),
+        on_error: OnError | None = None,
+    ) -> Made[PushConsumer]:
+        """As `mqstore.Store.push_consumer`, with handlers that are coroutines; to be awaited, or entered."""
+        make = partial(
+            self.sync.push_consumer,
+            group,
+            workers=workers,
+            ordered=ordered,
+            mode=mode,
+            model=model,
+            client_id=client_id,
+            start=start,
+            batch_size=batch_size,
+            prefetch=prefetch,
+            prefetch_bytes=prefetch_bytes,
+            max_span=max_span,
+            retry=retry,
+            consume_timeout=consume_timeout,
+            suspend=suspend,
+            time_slice=time_slice,
+            strategy=strategy,
+            interceptors=interceptors,
+            on_error=on_error,
+        )
+
+        def made() -> PushConsumer:
+            consumer = PushConsumer(self._bridge, make())
+            self._consumers.add(consumer)
+            return consumer
+
+        return self._made(made)
+
+    def _made(self, make: Callable[[], Any]) -> Made[Any]:
+        return Made(partial(self._bridge.finish, make))
+
+    def dead_letters(self, group: str) -> DeadLetters:
+        """As `mqstore.Store.dead_letters`."""
+        return DeadLetters(self._bridge, self.sync.dead_letters(group))
+
+    # -- the whole --------------------------------------------------------------------------------------------------
+
+    async def stats(self) -> StoreStats:
+        """As `mqstore.Store.stats`."""
+        return await self._bridge.call(self.sync.stats)
+
+    def verify(self) -> AsyncIterator[Finding]:
+        """As `mqstore.Store.verify`, for `async for`. It is at it for as long as it takes to find some: calls of this
+        store wait meanwhile. To check a large store open it a second time, with mode "r"."""
+        return Pages(self._bridge, self.sync.verify)
+
+    async def flush(self) -> None:
+        """As `mqstore.Store.flush`."""
+        await self._bridge.call(self.sync.flush)
+
+    async def close(self, timeout: Duration = 30) -> None:
+        """As `mqstore.Store.close`: handlers of push consumers end, or are cancelled after `timeout` seconds, all else
+        is closed, and whoever waits gets StoreClosedError. Who is cancelled meanwhile hears of it when it is closed."""
+        timeout_s = seconds(timeout, "timeout")
+        if self._end is None:
+            self._bridge.check()
+            self._end = self._bridge.loop.create_task(self._close(timeout_s))
+        await uncancelled(self._end)
+
+    async def _close(self, timeout_s: float) -> None:
+        try:
+            await asyncio.gather(*(consumer.stop(timeout_s) for consumer in builtins.list(self._consumers)))
+        finally:
+            try:
+                await self._bridge.finish(partial(self.sync.close, timeout_s))
+            finally:
+                self._bridge.close()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def __repr__(self) -> str:
+        return repr(self.sync)
+
+
+class _Follower(AsyncIterator[Message]):
+    """Messages of one queue, or of all of a topic, and those to come. A step that is cancelled skips nothing."""
+
+    def __init__(
+        self,
+        aio: Store,
+        topic: str,
+        queue_id: int | None,
+        start: Literal["earliest", "latest"] | datetime | int,
+        stop: int | None,
+        tags: str | None,
+    ) -> None:
+        self._store = aio
+        self._sync = aio.sync
+        self._topic = topic
+        self._queue_id = queue_id
+        self._start = start
+        self._stop = stop
+        self._tags = tags
+        self._positions: dict[int, int] | None = None
+        """Queue id -> offset behind what was looked at, on the thread."""
+        self._round: Pages[Message] | None = None
+
+    async def __anext__(self) -> Message:
+        bridge = self._store._bridge
+        while True:
+            if self._round is None:
+                if not await bridge.look(self._find, self._park, timeout_s=None):
+                    raise StopAsyncIteration
+                self._round = Pages(bridge, self._read)
+            try:
+                return await self._round.__anext__()
+            except StopAsyncIteration:
+                self._round = None
+
+    def _find(self) -> bool | None:
+        """Whether there is something to read; None: not yet, False: it has come to its stop."""
+        if self._positions is None:
+            self._positions = {} if self._queue_id is None else {self._queue_id: self._begin(self._queue_id)}
+            if self._queue_id is None:
+                self._positions = {ref.queue_id: self._begin(ref.queue_id) for ref in self._sync.queues(self._topic)}
+        elif self._queue_id is None:
+            for ref in self._sync.queues(self._topic):
+                self._positions.setdefault(ref.queue_id, self._sync.offsets(*ref)[0])
+        if self._stop is not None and all(offset >= self._stop for offset in self._positions.values()):
+            return False
+        news = any(self._sync.offsets(self._topic, each)[1] > offset for each, offset in self._positions.items())
+        return True if news else None
+
+    def _begin(self, queue_id: int) -> int:
+        if isinstance(self._start, int):
+            return self._start
+        if isinstance(self._start, datetime):
+            return self._sync.offset_at(self._topic, queue_id, self._start)
+        low, high = self._sync.offsets(self._topic, queue_id)
+        return high if self._start == "latest" else low
+
+    def _read(self) -> Iterator[Message]:
+        assert self._positions is not None
+        scans = []
+        for queue_id, begin in self._positions.items():
+            end = self._sync.offsets(self._topic, queue_id)[1]
+            end = end if self._stop is None else min(end, self._stop)
+            if end > begin:
+                scans.append(self._sync.iter(self._topic, queue_id, start=begin, stop=end, tags=self._tags))
+                self._positions[queue_id] = end
+        return merge(*scans, key=lambda message: (message.store_timestamp_ms, message.physical_offset))
+
+    def _park(self, again: Callable[[], object]) -> _News:
+        return _News(self._store, self._topic, self._positions or {}, self._tags, again)
+
+
+class _News:
+    """Calls once, when a follower may find something."""
+
+    def __init__(
+        self,
+        aio: Store,
+        topic: str,
+        positions: Mapping[int, int],
+        tags: str | None,
+        again: Callable[[], object],
+    ) -> None:
+        """On the store's thread."""
+        self._broker = aio.sync.broker if aio.mode == "rw" else None
+        self._again = again
+        self._over = False
+        self._waiters: builtins.list[Waiter] = []
+        if self._broker is None:
+            bridge = aio._bridge
+            bridge.tell(lambda: bridge.loop.call_later(_LOOK_S, self._called))
+            return
+        for queue_id, offset in positions.items():
+            if self._over:  # called by the one before
+                self._let_go()
+                return
+            self._waiters.append(
+                self._broker.add_waiter(
+                    topic, queue_id, offset, self._called, filter=tags, timeout=_NEW_QUEUES_S, at_once=True
+                )
+            )
+
+    def _called(self, worth: bool = True) -> None:
+        if not self._over:  # twice does no harm: it is one look more
+            self._over = True
+            self._again()
+            self._let_go()
+
+    def cancel(self) -> None:
+        self._over = True
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._broker is not None:
+            for waiter in builtins.list(self._waiters):
+                self._broker.remove_waiter(waiter)

@@ -1,0 +1,684 @@
+"""What a push consumer does in mode "pop": deliveries by receipt, no queue is anybody's (client-semantics A8.3, A8.7).
+
+    fetch: look ---- found ---> units of work ---> workers ---> handler ---> settled
+            ^ \\---- nothing --> waits at all topics, without a thread
+            | \\---- no room --> until something is settled
+
+    a unit is                                    and what becomes of it
+    standard  a chunk of one topic, which        done: acknowledged together, when the chunk ends or 10 ms have passed.
+              several workers may be at          failed: given back, or a dead letter
+    ordered   a line: what was found in one      one batch after the other, the next when this one is settled. Failed:
+              queue, in order                    given back, all behind it released; the queue is blocked until then
+
+Failures wait in the engine, not here: their attempts are counted where a crash does not lose them, and no worker and no
+message is held meanwhile. What is here and not settled is renewed (renewal.py). A settlement that fails, since the disk
+is full, is tried again after 0.1 to 1 s until the consumer stops; the next of its line begins when it is through.
+
+A standard handler that takes longer than `consume_timeout` is given up: its message comes again, its result counts for
+nothing. Of an ordered one it is only told: if its message came again meanwhile, two would be at the same queue.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
+from functools import partial
+from typing import Literal, TypeVar
+
+from mqstore.broker import pop
+from mqstore.broker.broker import Broker, Start
+from mqstore.client.delivery import as_delivered, fail
+from mqstore.client.handling import Failure, Handling, Subscription
+from mqstore.client.interceptors import Settled
+from mqstore.client.popsource import PopSource, Wanted, wanted
+from mqstore.client.processqueue import Limits, QueueInfo
+from mqstore.client.renewal import Renewer
+from mqstore.client.workers import Worker, Workers
+from mqstore.errors import ConfigError, InvalidReceiptError, MQStoreError, ReceiptExpiredError, StoreClosedError
+from mqstore.log.commitlog import QueueRef
+
+__all__ = ["PopEngine"]
+
+_log = logging.getLogger("mqstore")
+
+LOAN_MS = 60_000
+HOLD_MS = 20_000
+"""No more is fetched than is likely to be begun within this time, so that next to nothing is ever renewed unbegun."""
+FETCH_AGAIN_MS = 1_000
+SETTLE_AGAIN_MS, SETTLE_AGAIN_MAX_MS = 100, 1_000
+TICK_MS = 50
+IDLE_TICKS = 20
+SUSPEND_MIN_S, SUSPEND_MAX_S = 0.01, 30.0
+DELAY_MAX_S = 12 * 3600.0
+_SETTLE_S = 0.01
+_WORTH_MS = 1.0
+"""Handling that takes so long is worth another thread."""
+
+_T = TypeVar("_T")
+
+
+class _Item:
+    """A delivery that is here."""
+
+    __slots__ = ("call", "delivery", "message", "size", "state", "worker")
+
+    def __init__(self, delivery: pop.Delivery) -> None:
+        self.delivery = delivery
+        self.message = as_delivered(delivery)
+        self.size = self.message.size
+        self.state: Literal["cached", "handling", "ended"] = "cached"
+        self.worker: Worker | None = None
+        self.call = -1
+        """The call of that worker's."""
+
+    def __str__(self) -> str:
+        return f"{self.delivery.topic}/{self.delivery.queue_id}, offset {self.message.offset}"
+
+
+class _Unit:
+    """Items of one topic, a line's of one queue, in the order in which they are begun."""
+
+    __slots__ = ("done", "items", "topic")
+
+    def __init__(self, topic: str, items: Iterable[_Item]) -> None:
+        self.topic = topic
+        self.items = deque(items)
+        self.done: deque[tuple[_Item, float]] = deque()
+        """Handled well, with the milliseconds that took, and not settled yet."""
+
+
+class _Settling:
+    """Steps that are gone through in order, each until it is through, and what is done then."""
+
+    __slots__ = ("delay_ms", "steps", "then")
+
+    def __init__(self, then: Callable[[Worker], object] | None = None) -> None:
+        self.steps: deque[tuple[Callable[[], Settled], Sequence[_Item], float]] = deque()
+        """(what to do, for which, how long their handler took)"""
+        self.then = then
+        self.delay_ms = SETTLE_AGAIN_MS
+
+
+class PopEngine:
+    """Fetches, handles and settles by way of the workers of one push consumer."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        group: str,
+        client_id: str,
+        workers: Workers,
+        handling: Handling,
+        *,
+        ordered: bool,
+        batch_size: int,
+        start: Start,
+        limits: Limits,
+        consume_timeout_ms: int,
+    ) -> None:
+        self._broker = broker
+        self._group = group
+        self._workers = workers
+        self._handling = handling
+        self._ordered = ordered
+        self._batch_size = batch_size
+        self._limits = limits
+        self._timeout_ms = consume_timeout_ms
+        self._clock = broker.store.clock
+        self._source = PopSource(broker, group, client_id, ordered=ordered, start=start)
+        self._subscriptions: Mapping[str, Subscription] = {}
+        self._others = len(workers.all) - 1
+        self._pace_ms = _WORTH_MS
+        """How long a handler takes of late. The first call may take long."""
+        self._lock = threading.Lock()
+        """Of all below."""
+        self._items: dict[_Item, None] = {}
+        """What is here and not settled."""
+        self._size = 0
+        """Its bytes."""
+        self._fetcher: object | None = None
+        """A token of who fetches: at most one does."""
+        self._fetch_worker: Worker | None = None
+        self._is_full = False
+        self._is_paused = False
+        self._is_halted = False
+        self._is_closed = False
+        self._settlings: dict[_Settling, None] = {}
+        """Those that wait to be tried again."""
+        self._renewer: Renewer[_Item] = Renewer(
+            broker, group, LOAN_MS, on_end=self._time_is_up, on_lost=lambda item: None
+        )
+        self._renew_ms: int | None = None
+        """When the renewer's timer is due."""
+        self._at: dict[Worker, _Unit | None] = dict.fromkeys(workers.all)
+        """What each worker is at."""
+        self._calls_seen: dict[Worker, int] = {}
+        self._is_ticking = False
+        self._idle_ticks = 0
+
+    # -- the engine of a push consumer ------------------------------------------------------------------------------
+
+    def start(self, subscriptions: Mapping[str, Subscription]) -> None:
+        """Join the group. GroupInUseError, SubscriptionConflictError, NotPermittedError."""
+        self._source.change(self._wanted(subscriptions), join=True)
+        self._subscriptions = subscriptions
+        self._rouse()
+
+    def subscribe(self, subscriptions: Mapping[str, Subscription]) -> None:
+        """Other topics or filters; the same errors, and then nothing has changed. What is here of a topic that nobody
+        handles any more is released."""
+        self._source.change(self._wanted(subscriptions))
+        self._subscriptions = subscriptions
+        self._rouse()
+
+    def _wanted(self, subscriptions: Mapping[str, Subscription]) -> dict[str, Wanted]:
+        return {
+            topic: wanted(self._broker, topic, sql=each.expression)
+            if each.kind == "SQL92"
+            else wanted(self._broker, topic, each.expression)
+            for topic, each in subscriptions.items()
+        }
+
+    def halt(self) -> None:
+        """Begin nothing any more."""
+        with self._lock:
+            self._is_halted = True
+        self._source.waits.ring()
+
+    def close(self) -> None:
+        """Release what was not begun, try once more to settle what was, and leave the group."""
+        with self._lock:
+            self._is_halted = self._is_closed = True
+            settlings, self._settlings = list(self._settlings), {}
+        for settling in settlings:
+            self._go_through(settling, last=True)
+        self._release([item for item in list(self._items) if item.state == "cached"])
+        for item in list(self._items):  # handlers that hang: nobody renews them, so they come again
+            self._renewer.remove(item)
+        self._source.leave()
+
+    def pause(self, queues: Sequence[QueueRef]) -> None:
+        """Fetch nothing more. ConfigError for some queues only."""
+        self._no_queues(queues)
+        with self._lock:
+            self._is_paused = True
+        self._source.waits.ring()  # who is not going to look is not to be called
+
+    def resume(self, queues: Sequence[QueueRef]) -> None:
+        self._no_queues(queues)
+        with self._lock:
+            self._is_paused = False
+        self._rouse()
+
+    def _no_queues(self, queues: Sequence[QueueRef]) -> None:
+        if queues:
+            raise ConfigError(
+                "a consumer in mode 'pop' has no queues of its own: pause or resume all, without arguments"
+            )
+
+    def seek(self, ref: QueueRef, to: int | str | datetime) -> None:
+        """ConfigError: no queue is assigned."""
+        raise ConfigError(
+            f"{ref}: a consumer in mode 'pop' has no positions; broker.reset(group, ...) sets the group's"
+        )
+
+    def owned(self) -> frozenset[QueueRef]:
+        """None."""
+        return frozenset()
+
+    def running(self) -> int:
+        """Workers in a handler now."""
+        return len(self._workers.busy())
+
+    def infos(self) -> list[tuple[QueueInfo, int | None]]:
+        """None."""
+        return []
+
+    # -- fetching ---------------------------------------------------------------------------------------------------
+
+    def _rouse(self) -> None:
+        """Have somebody fetch, unless somebody does. From any thread."""
+        with self._lock:
+            idle = self._is_halted or self._is_paused
+            if self._fetcher is not None and not idle:
+                return  # that one looks again before it ends
+            self._fetcher = token = None if idle else object()
+        if token is None:
+            self._pass_on()
+        else:
+            self._workers.submit(partial(self._fetch, token))
+
+    def _pass_on(self, turn: str | None = None) -> None:
+        """The turns that were given to a consumer that does not look."""
+        turn = turn or self._source.waits.next_turn()
+        while turn is not None:
+            self._source.waits.pass_on(turn)
+            turn = self._source.waits.next_turn()
+
+    def _fetch(self, token: object, worker: Worker) -> None:
+        waits = self._source.waits
+        turn = waits.next_turn()
+        while room := self._begin_fetch(token, worker):
+            rings = waits.rings  # before the look: what changes later ends the wait
+            begin = time.perf_counter()
+            try:
+                topics = self._source.topics(turn)
+                found = [] if topics is None else self._source.look(topics, turn, room, LOAN_MS / 1000)
+                turn = None
+                if not found:
+                    self._end_fetch(token)  # before waiting, for the call may come at once
+                    if topics is not None:
+                        waits.add(topics, self._rouse, rings, keep=True)
+                    return
+            except StoreClosedError:
+                self._end_fetch(token)
+                return
+            except Exception as error:
+                self._handling.report(error)
+                self._end_fetch(token)
+                self._workers.later(FETCH_AGAIN_MS, self._rouse)
+                return
+            units = self._take_in(found, (time.perf_counter() - begin) * 1000)
+            for unit in units[1:]:
+                self._workers.submit(partial(self._run, unit))
+            if units and self._others and self._pace_ms >= _WORTH_MS:
+                self._hand_over(worker)
+            try:
+                if units:
+                    self._run(units[0], worker)
+            except BaseException:
+                self._end_fetch(token)
+                self._workers.later(FETCH_AGAIN_MS, self._rouse)
+                raise
+        self._pass_on(turn)
+
+    def _begin_fetch(self, token: object, worker: Worker) -> int:
+        """How many messages to look for; 0: this is the wrong one, or the wrong moment, to fetch."""
+        with self._lock:
+            if self._fetcher is not token:
+                return 0
+            room = self._room()
+            if room <= 0 or self._is_halted or self._is_paused or not self._source.wanted:
+                self._fetcher = self._fetch_worker = None
+                self._is_full = room <= 0
+                return 0
+            self._fetch_worker = worker
+            return min(room, pop.MAX_BATCH)
+
+    def _end_fetch(self, token: object) -> None:
+        with self._lock:
+            if self._fetcher is token:
+                self._fetcher = self._fetch_worker = None
+
+    def _room(self) -> int:
+        return 0 if self._size >= self._limits.size else self._capacity() - len(self._items)
+
+    def _capacity(self) -> int:
+        """How many messages to hold: as many as the workers are likely to begin before long."""
+        each = max(2, int(HOLD_MS / max(self._pace_ms, 0.01)))
+        return min(self._limits.messages, each * len(self._at) * self._batch_size)
+
+    def _take_in(self, found: list[pop.Delivery], took_ms: float) -> list[_Unit]:
+        items = [_Item(delivery) for delivery in found]
+        expires_ms = self._clock.monotonic_ms() + LOAN_MS - int(took_ms)
+        with self._lock:
+            is_closed = self._is_closed
+            for item in () if is_closed else items:
+                self._items[item] = None
+                self._size += item.size
+        if is_closed:
+            self._source.give_back(found)
+            return []
+        for item in items:
+            self._renewer.add(item, item.delivery.topic, item.delivery.receipt, expires_ms)
+        self._renew_at(expires_ms - LOAN_MS // 3)
+        groups: dict[tuple[str, int], list[_Item]] = {}
+        for item in items:
+            queue_id = item.delivery.queue_id if self._ordered else -1
+            groups.setdefault((item.delivery.topic, queue_id), []).append(item)
+        for (topic, _), each in groups.items():
+            self._handling.pulled(topic, len(each), took_ms)
+        if self._handling.hooks.on_receive:
+            self._leave_out(groups, items)
+        return [_Unit(topic, each) for (topic, _), each in groups.items() if each]
+
+    def _leave_out(self, groups: dict[tuple[str, int], list[_Item]], items: list[_Item]) -> None:
+        """What the interceptors do not want is done."""
+        left = {id(message) for message in self._handling.hooks.receiving([item.message for item in items])}
+        for (topic, _), each in groups.items():
+            out = [item for item in each if id(item.message) not in left]
+            if out:
+                each[:] = [item for item in each if id(item.message) in left]
+                try:
+                    self._ack(topic, out)
+                except MQStoreError as error:  # it comes again, and is left out again
+                    _log.warning("group %s: %s, left out, could not be acknowledged: %s", self._group, out[0], error)
+                self._forget(out)
+
+    # -- a worker at a unit -----------------------------------------------------------------------------------------
+
+    def _run(self, unit: _Unit, worker: Worker) -> None:
+        self._at[worker] = unit
+        worker.is_cancelled = lambda: self._is_halted
+        if not self._is_ticking:
+            self._is_ticking = True
+            self._workers.later(TICK_MS, self._tick)
+        try:
+            if self._ordered:
+                self._run_line(unit, worker)
+            else:
+                self._run_chunk(unit, worker)
+        finally:
+            worker.is_cancelled = None
+            self._at[worker] = None
+
+    def _run_chunk(self, chunk: _Unit, worker: Worker) -> None:
+        batches = -(-len(chunk.items) // self._batch_size)
+        self._invite(chunk, min(batches - 1, int(batches * self._pace_ms / _WORTH_MS)))
+        self._work_on(chunk, worker)
+
+    def _invite(self, chunk: _Unit, number: int) -> None:
+        for _ in range(min(number, self._others)):
+            self._workers.submit(partial(self._join_in, chunk))
+
+    def _join_in(self, chunk: _Unit, worker: Worker) -> None:
+        if not chunk.items:
+            return
+        self._at[worker] = chunk
+        worker.is_cancelled = lambda: self._is_halted
+        try:
+            self._work_on(chunk, worker)
+        finally:
+            worker.is_cancelled = None
+            self._at[worker] = None
+
+    def _work_on(self, chunk: _Unit, worker: Worker) -> None:
+        settled_at = time.perf_counter()
+        try:
+            while not self._is_halted and (batch := _next(chunk.items, self._batch_size)):
+                if (subscription := self._subscription(chunk, batch)) is None:
+                    return
+                failure, took_ms = self._handle(subscription, batch, worker)
+                live = self._end(batch)
+                each_ms = took_ms / len(batch)
+                failed = _failed_of(live, failure)
+                chunk.done.extend((item, each_ms) for item in live if item not in failed)
+                if failed and failure is not None:
+                    settling = _Settling()
+                    self._add_failures(settling, failed, failure, each_ms)
+                    self._go_through(settling)
+                now = time.perf_counter()
+                if took_ms > _SETTLE_S * 1000 or now - settled_at > _SETTLE_S:
+                    self._settle_done(chunk)
+                    settled_at = now
+        finally:
+            self._settle_done(chunk)
+
+    def _run_line(self, line: _Unit, worker: Worker) -> None:
+        while line.items and not self._is_halted:
+            batch = _next(line.items, self._batch_size)
+            if (subscription := self._subscription(line, batch)) is None:
+                return
+            failure, took_ms = self._handle(subscription, batch, worker)
+            if not self._end(batch):
+                return
+            failed = _failed_of(batch, failure)
+            if failed:  # what stands behind a failure is not done either
+                failed = batch[batch.index(failed[0]) :]
+            good = batch[: len(batch) - len(failed)]
+            each_ms = took_ms / len(batch)
+            settling = _Settling(partial(self._run, line))
+            if good:
+                settling.steps.append((partial(self._ack, line.topic, good), good, each_ms * len(good)))
+            if failed and failure is not None:
+                self._add_failures(settling, failed, failure, each_ms, line)
+            if not self._go_through(settling):
+                return  # it goes on when that is settled
+
+    def _subscription(self, unit: _Unit, batch: list[_Item]) -> Subscription | None:
+        """Who handles the unit's topic. Nobody any more: all that is left of it is released."""
+        subscription = self._subscriptions.get(unit.topic)
+        if subscription is None:
+            self._release([*batch, *_next(unit.items, len(unit.items))])
+        return subscription
+
+    def _handle(self, subscription: Subscription, batch: list[_Item], worker: Worker) -> tuple[Failure | None, float]:
+        """What the handler made of it, and in how many milliseconds."""
+        until_ms = self._clock.monotonic_ms() + self._timeout_ms
+        with self._lock:
+            for item in batch:
+                item.state, item.worker, item.call = "handling", worker, worker.calls + 1
+        for item in batch:
+            self._renewer.limit(item, until_ms)
+        self._renew_at(until_ms)
+        try:
+            failure, took_ms = self._handling.call(worker, subscription, [item.message for item in batch])
+        except BaseException:  # Ctrl-C: nothing is settled, `close` gives it back
+            with self._lock:
+                for item in batch:
+                    item.state = "cached"
+            raise
+        self._pace_ms += (took_ms - self._pace_ms) / 16
+        return failure, took_ms
+
+    def _end(self, batch: list[_Item]) -> list[_Item]:
+        """Those of the batch whose result counts: they were not given up meanwhile."""
+        with self._lock:
+            live = [] if self._is_closed else [item for item in batch if item.state != "ended"]
+            for item in live:
+                item.state = "ended"
+        if len(live) < len(batch):
+            _log.warning(
+                "group %s: a handler ended after consume_timeout or stop; its result does not count: %s",
+                self._group,
+                batch[0],
+            )
+        return live
+
+    # -- settling ---------------------------------------------------------------------------------------------------
+
+    def _settle_done(self, chunk: _Unit) -> None:
+        done = _next(chunk.done, len(chunk.done))
+        if done:
+            items = [item for item, _ in done]
+            settling = _Settling()
+            settling.steps.append((partial(self._ack, chunk.topic, items), items, sum(took_ms for _, took_ms in done)))
+            self._go_through(settling)
+
+    def _add_failures(
+        self, settling: _Settling, failed: list[_Item], failure: Failure, each_ms: float, line: _Unit | None = None
+    ) -> None:
+        """Steps that give `failed` back. Of a line: then all behind it, unless the failed ones are given up."""
+        for item in failed:
+            settling.steps.append((partial(self._fail, item, failure, line), [item], each_ms))
+
+    def _ack(self, topic: str, items: Sequence[_Item]) -> Settled:
+        self._broker.ack(self._group, topic, [item.delivery.receipt for item in items])
+        return "ack"
+
+    def _fail(self, item: _Item, failure: Failure, line: _Unit | None) -> Settled:
+        delivery = item.delivery
+        if failure.kind == "reject":
+            self._broker.dead_letter(self._group, delivery.topic, delivery.receipt, failure.reason)
+            return "dlq"
+        delay_s = failure.delay_s
+        if delay_s is not None:
+            least_s, most_s = (SUSPEND_MIN_S, SUSPEND_MAX_S) if self._ordered else (0.0, DELAY_MAX_S)
+            delay_s = min(max(delay_s, least_s), most_s)
+        outcome = fail(self._broker, self._group, delivery, failure.reason, delay_s)
+        if line is not None and outcome == "retry":
+            self._release(_next(line.items, len(line.items)))
+        return outcome
+
+    def _go_through(self, settling: _Settling, last: bool = False) -> bool:
+        """Whether all steps are through. If not they are tried again by and by, and `then` follows."""
+        while settling.steps:
+            act, items, took_ms = settling.steps[0]
+            told: Sequence[_Item] = items
+            try:
+                outcome = act()
+            except (ReceiptExpiredError, InvalidReceiptError) as error:
+                late = set(error.receipts) if len(items) > 1 else {items[0].delivery.receipt}
+                told = [item for item in items if item.delivery.receipt not in late]
+                outcome = "ack"  # those of the call that were in time
+                _log.warning("group %s: handled too late, it comes again: %s", self._group, error)
+            except StoreClosedError:
+                settling.steps.clear()
+                return False
+            except Exception as error:
+                if last:
+                    _log.error("group %s: %s is not settled, and comes again: %s", self._group, items[0], error)
+                    return False
+                self._handling.report(error, items[0].message)
+                self._try_again(settling)
+                return False
+            settling.steps.popleft()
+            self._forget(items)
+            if told:
+                self._handling.settled([item.message for item in told], outcome, took_ms)
+        return True
+
+    def _try_again(self, settling: _Settling) -> None:
+        with self._lock:
+            self._settlings[settling] = None
+        for _, items, _ in settling.steps:
+            for item in items:
+                self._renewer.limit(item, None)  # its handler has ended
+        delay_ms, settling.delay_ms = settling.delay_ms, min(2 * settling.delay_ms, SETTLE_AGAIN_MAX_MS)
+        self._workers.later(delay_ms, partial(self._workers.submit, partial(self._again, settling)))
+
+    def _again(self, settling: _Settling, worker: Worker) -> None:
+        with self._lock:
+            if settling not in self._settlings:
+                return
+            del self._settlings[settling]
+        if self._go_through(settling) and settling.then is not None:
+            settling.then(worker)
+
+    def _release(self, items: Sequence[_Item]) -> None:
+        """Give back unseen."""
+        topics: dict[str, list[_Item]] = {}
+        for item in items:
+            topics.setdefault(item.delivery.topic, []).append(item)
+        for topic, each in topics.items():
+            try:
+                self._broker.release(self._group, topic, [item.delivery.receipt for item in each])
+            except MQStoreError as error:
+                _log.warning("group %s: %s could not be given back: %s", self._group, each[0], error)
+        self._forget(items)
+
+    def _forget(self, items: Sequence[_Item]) -> None:
+        for item in items:
+            self._renewer.remove(item)
+        with self._lock:
+            for item in items:
+                if item in self._items:
+                    del self._items[item]
+                    self._size -= item.size
+            # Not for each one that goes: a pop is worth more than one message.
+            roused = self._is_full and self._room() > 0 and 2 * len(self._items) <= self._capacity()
+            if roused:
+                self._is_full = False
+        if roused:
+            self._rouse()
+
+    # -- time -------------------------------------------------------------------------------------------------------
+
+    def _renew_at(self, due_ms: int) -> None:
+        """Have the renewer run at that time, unless it does so before."""
+        with self._lock:
+            if self._is_closed or (self._renew_ms is not None and self._renew_ms <= due_ms):
+                return
+            self._renew_ms = due_ms
+        self._workers.later(due_ms - self._clock.monotonic_ms(), partial(self._renew, due_ms))
+
+    def _renew(self, due_ms: int) -> None:
+        """Timer thread."""
+        with self._lock:
+            if self._renew_ms != due_ms:
+                return  # an earlier one has been set
+            self._renew_ms = None
+        next_ms = self._renewer.run_once(self._clock.monotonic_ms())
+        if next_ms is not None:
+            self._renew_at(next_ms)
+
+    def _time_is_up(self, item: _Item) -> None:
+        """Its handler has had it for `consume_timeout`."""
+        delivery, worker = item.delivery, item.worker
+        with self._lock:
+            if item.state != "handling" or worker is None:
+                return
+            if not self._ordered:
+                item.state = "ended"
+        stack = worker.stack()
+        _log.error(
+            "group %s: %s has been in its handler for %g s%s. The handler is at\n%s",
+            self._group,
+            item,
+            self._timeout_ms / 1000,
+            "" if self._ordered else "; it comes again",
+            stack,
+        )
+        self._handling.hooks.tell(self._handling.hooks.on_timeout, item.message, stack)
+        if self._ordered:
+            self._renewer.add(item, delivery.topic, delivery.receipt, self._clock.monotonic_ms())
+            return
+        worker.lapsed = item.call
+        settling = _Settling()
+        self._add_failures(settling, [item], Failure("retry", "its handler hung"), self._timeout_ms)
+        self._go_through(settling)
+
+    def _tick(self) -> None:
+        """Timer thread, while there is work: look after workers that are held up."""
+        busy = False
+        for worker, unit in self._at.items():
+            if unit is None:
+                continue
+            busy = True
+            call = worker.calls
+            if worker.messages and self._calls_seen.get(worker) == call:  # in one handler for a tick
+                if not self._ordered:
+                    self._settle_done(unit)
+                    self._invite(unit, len(unit.items))
+                self._hand_over(worker)
+            self._calls_seen[worker] = call
+        self._idle_ticks = 0 if busy else self._idle_ticks + 1
+        if self._idle_ticks >= IDLE_TICKS:
+            self._is_ticking = False
+            if not any(self._at.values()):  # else who came in between saw a tick that was to come
+                return
+            self._is_ticking = True
+        self._workers.later(TICK_MS, self._tick)
+
+    def _hand_over(self, worker: Worker) -> None:
+        """Let another fetch in place of `worker`, if that is the one who does."""
+        with self._lock:
+            if self._fetch_worker is not worker or self._fetcher is None:
+                return
+            self._fetcher = token = object()
+            self._fetch_worker = None
+        self._workers.submit(partial(self._fetch, token))
+
+
+def _failed_of(batch: list[_Item], failure: Failure | None) -> list[_Item]:
+    if failure is None:
+        return []
+    if failure.failed is None:
+        return batch
+    failed = {(message.queue, message.offset) for message in failure.failed}
+    return [item for item in batch if (item.message.queue, item.message.offset) in failed]
+
+
+def _next(items: deque[_T], number: int) -> list[_T]:
+    """Up to `number` from the front; others may be taking from it, too."""
+    taken: list[_T] = []
+    try:
+        while len(taken) < number:
+            taken.append(items.popleft())
+    except IndexError:
+        pass
+    return taken

@@ -1,0 +1,241 @@
+"""Where the messages of one member of a group come from that consumes by pop (client-semantics A8.8).
+
+    change --> positions of the group, from now on --> join: a member --> look, look, ... --> leave
+
+    look: one pop of each topic, the next topic first each time, or the one whose turn was given; again of those that
+          gave as many as they were asked for
+
+No queue is anybody's, so there is nothing to share out. Knows topics, filters and turns; what becomes of a delivery is
+the matter of who holds it.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections.abc import Mapping
+from datetime import datetime
+from typing import NamedTuple
+
+from mqstore.broker.broker import Broker, Start, as_filter
+from mqstore.broker.filters import Filter
+from mqstore.broker.members import Mode
+from mqstore.broker.names import check_user_topic, is_dlq_topic, is_system_topic
+from mqstore.broker.pop import MAX_BATCH, Delivery
+from mqstore.client.waits import Waits
+from mqstore.errors import ConfigError, GroupInUseError, MQStoreError, StoreClosedError, TopicNotFoundError
+
+__all__ = ["PopSource", "Wanted", "wanted"]
+
+_log = logging.getLogger("mqstore")
+
+Topics = list[tuple[str, Filter | None]]
+
+
+class Wanted(NamedTuple):
+    """What is wanted of a topic."""
+
+    expression: tuple[str, str]
+    """Kind and text, as members register it."""
+    filter: Filter | None
+
+
+def wanted(broker: Broker, topic: str, tags: str = "*", sql: str | None = None) -> Wanted:
+    """Of a topic, by tags or by an SQL92 expression. InvalidMessageError or NotPermittedError for a name that no topic
+    of a user's has, FilterError, ConfigError for both."""
+    # What is there may be named otherwise: dead letters, or what a Java broker made.
+    if is_system_topic(topic) or not (is_dlq_topic(topic) or broker.topics.get(topic) is not None):
+        check_user_topic(topic)
+    if sql is None:
+        return Wanted(("TAG", tags), as_filter(tags))
+    if tags != "*":
+        raise ConfigError(f"topic {topic!r}: give tags or sql, not both")
+    return Wanted(("SQL92", sql), broker.filter(sql, "SQL92"))
+
+
+class PopSource:
+    """The messages of `group` for one member. Thread-safe.
+
+    >>> import mqstore, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
+    ...     _ = store.put("mail", b"hello")
+    ...     source = PopSource(store.broker, "mailer", "c1")
+    ...     source.change({"mail": wanted(store.broker, "mail")})
+    ...     [delivery.message.body for delivery in source.look(source.topics() or [], None, 10, 60)]
+    [b'hello']
+    """
+
+    def __init__(
+        self, broker: Broker, group: str, client_id: str, *, ordered: bool = False, start: Start = "earliest"
+    ) -> None:
+        """`start`: where the group begins in a topic in which it never was; ConfigError for what is none."""
+        if start not in ("earliest", "latest") and not (isinstance(start, datetime) and start.tzinfo is not None):
+            raise ConfigError(f"start is 'earliest', 'latest' or an aware datetime, not {start!r}")
+        self.waits = Waits(broker, group, order=ordered)
+        """Of those who found nothing. Rung when topics come, when what is wanted changes, and at the end."""
+        self.wanted: Mapping[str, Wanted] = {}
+        """By topic. Replaced, never changed."""
+        self.closed = False
+        self._broker = broker
+        self._group = group
+        self._client_id = client_id
+        self._mode = Mode("pop", ordered)
+        self._start = start
+        self._lock = threading.Lock()
+        """Of what is wanted, of membership, and of whose turn it is."""
+        self._topics: Topics = []
+        self._turn = random.getrandbits(16)
+        self._is_member = False
+        broker.topics.on_change.append(self._topic_changed)
+
+    # -- what is wanted ---------------------------------------------------------------------------------------------
+
+    def change(self, after: Mapping[str, Wanted], *, join: bool = False) -> None:
+        """Want this from now on; with `join` as a member, which one stays. What comes from now on is found.
+
+        StoreClosedError; of a member GroupInUseError, SubscriptionConflictError; NotPermittedError. Then nothing has
+        changed.
+        """
+        with self._lock:
+            self.check_open()
+            was_member = self._is_member
+            if join or was_member:
+                self._join(after)
+            try:
+                for topic in after:
+                    if topic not in self.wanted:
+                        self._begin(topic)
+            except BaseException:
+                if was_member:
+                    self._join(self.wanted)
+                elif join:
+                    self._broker.members.unregister(self._client_id, self._group)
+                    self._is_member = False
+                raise
+            self.wanted = dict(after)
+            self._topics = [(topic, each.filter) for topic, each in after.items()]
+        self.waits.ring()
+
+    def check_open(self) -> None:
+        if self.closed:
+            raise StoreClosedError(f"this consumer of group {self._group!r} was closed; make another one")
+
+    def check_mode(self) -> None:
+        """GroupInUseError if members of the group consume in another mode."""
+        used = self._broker.members.mode(self._group)
+        if used is not None and used != self._mode:
+            raise GroupInUseError(
+                f"group {self._group!r} is consumed as ({used}), not ({self._mode}); stop its members first, or use "
+                f"another group"
+            )
+
+    def _join(self, after: Mapping[str, Wanted]) -> None:
+        members = self._broker.members
+        known = self._is_member or self._client_id not in members.members(self._group)
+        subscriptions = {topic: each.expression for topic, each in after.items()}
+        changed = known and members.register(self._client_id, self._group, subscriptions, self._mode)
+        if not changed and not self._is_member:
+            raise GroupInUseError(
+                f"group {self._group!r} has a member {self._client_id!r} already; close it first, or take another "
+                f"client_id"
+            )
+        self._is_member = True
+
+    def _begin(self, topic: str) -> None:
+        """Note where the group begins in each queue that is there: what comes from now on is found, and kept by
+        retention until then. So in queues that come later it begins at their first message (`_pop`)."""
+        config = self._broker.topics.get(topic)
+        if config is None:
+            _log.warning("topic %r is not there; group %s waits for it", topic, self._group)
+            return
+        for queue_id in range(config.read_queues):
+            self._broker.start_of(self._group, topic, queue_id, self._start)
+
+    def _topic_changed(self, topic: str) -> None:
+        """Perhaps one that was not there."""
+        if topic in self.wanted:
+            self.waits.ring()
+
+    def leave(self) -> None:
+        """Find nothing any more, and be no member. Again is harmless."""
+        with self._lock:
+            closed, self.closed = self.closed, True
+        if closed:
+            return
+        if self._topic_changed in self._broker.topics.on_change:
+            self._broker.topics.on_change.remove(self._topic_changed)
+        if self._is_member:
+            self._broker.members.unregister(self._client_id, self._group)
+        self.waits.ring()
+
+    # -- what is found ----------------------------------------------------------------------------------------------
+
+    def topics(self, turn: str | None = None) -> Topics | None:
+        """What to look through now, `turn` first, else each first in its turn; None: it was closed. Whoever asks is a
+        member from then on: errors as `change`. ConfigError when nothing is wanted."""
+        with self._lock:
+            if not self.closed:
+                if not self._topics:
+                    raise ConfigError(f"group {self._group!r}: nothing to receive from; subscribe to a topic first")
+                if not self._is_member:
+                    self._join(self.wanted)
+                self._turn += 1
+                topics = self._topics
+                names = [name for name, _ in topics]
+                first = names.index(turn) if turn in names else self._turn % len(topics)
+                return topics[first:] + topics[:first]
+        if turn is not None:
+            self.waits.pass_on(turn)
+        return None
+
+    def look(self, topics: Topics, turn: str | None, count: int, loan_s: float) -> list[Delivery]:
+        """Up to `count` messages, each invisible for `loan_s`. `turn`: as given to `topics`, which is used up. What
+        fails for one topic is raised only when no other has anything."""
+        found: list[Delivery] = []
+        failure: MQStoreError | None = None
+        if turn is not None and topics[0][0] != turn:  # not wanted any more
+            self.waits.pass_on(turn)
+            turn = None
+        try:
+            while topics and len(found) < count:
+                more = []
+                for topic, only in topics:
+                    number = min(MAX_BATCH, count - len(found))
+                    if not number:
+                        break
+                    try:
+                        got = self._pop(topic, only, number, loan_s)
+                    except MQStoreError as error:
+                        if not isinstance(error, TopicNotFoundError):  # not there yet: we hear of it when it comes
+                            failure = failure or error
+                        if turn is not None:
+                            self.waits.pass_on(turn)
+                        got = []
+                    turn = None
+                    found += got
+                    if len(got) == number:
+                        more.append((topic, only))
+                topics = more
+        except BaseException:  # Ctrl-C: nobody will ever hold what was found
+            if turn is not None:
+                self.waits.pass_on(turn)
+            self.give_back(found)
+            raise
+        if failure is not None and not found:
+            raise failure
+        return found
+
+    def _pop(self, topic: str, only: Filter | None, count: int, loan_s: float) -> list[Delivery]:
+        ordered = self._mode.ordered
+        return self._broker.pop(
+            self._group, topic, count, invisible=loan_s, filter=only, order=ordered, start="earliest"
+        )
+
+    def give_back(self, found: list[Delivery]) -> None:
+        """Unseen: they come again at once."""
+        for each in found:
+            try:
+                self._broker.release(self._group, each.topic, [each.receipt])
+            except MQStoreError as error:  # it comes again when its loan is over
+                _log.warning("group %s: %s/%d could not be given back: %s", self._group, *each[3:5], error)

@@ -1,0 +1,758 @@
+"""Sending, with all that an application wants around a put (client-semantics A1, B.5).
+
+                        validate -> unique key -> hooks -> queue -> compress -> put -> hooks
+    send                in the caller's thread; the receipt
+    send_oneway         the same; what the engine says is only logged
+    submit              up to `compress` in the caller's thread, the rest in one writer thread; a future
+    send_many           one queue, one put, one wait for the disk, where the messages allow it
+    transaction         half messages, made visible at the end of a `with` block (`transaction.py`)
+
+RocketMQ compresses before its hooks. Here they see the body that the application gave, and all that they change is
+honoured: queue and compression are decided on what they return.
+
+A send is tried again only where nothing was stored (StoreBusyError), and never for an explicit queue or a selector
+(A1.5). What has an offset is not sent a second time, whatever became of its sync.
+
+    queue                           chosen by                                                        tried again
+    `queue_id=`                     the caller; below the topic's write queues                       no
+    `selector`                      its function of (queues, message group)                          no
+    `message_group=`                the store's group hash: all of a group in one queue              on that queue
+    else                            turns, a counter a topic from a random start                     on that queue
+
+Knows of the engine its `Broker` only.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from types import TracebackType
+from typing import Any, Final, Literal, NamedTuple, NoReturn, TypeVar, Unpack, cast
+
+from mqstore.broker.broker import Broker
+from mqstore.broker.names import check_group
+from mqstore.broker.road import SendOptions
+from mqstore.broker.selection import RoundRobin
+from mqstore.broker.transactions import TransactionHandle
+from mqstore.broker.uniquekey import new_unique_key
+from mqstore.client.interceptors import Interceptor, Interceptors
+from mqstore.client.sendrules import check_limits, check_options, check_size, one_of, options_of
+from mqstore.client.submitter import Submitter
+from mqstore.client.transaction import Checker, GroupChecks, Transaction, checks_of
+from mqstore.errors import (
+    ConfigError,
+    FlushFailedError,
+    FlushTimeoutError,
+    InvalidMessageError,
+    MQStoreError,
+    NotPermittedError,
+    StoreBusyError,
+    StoreClosedError,
+    TopicNotFoundError,
+)
+from mqstore.layout.record import COMPRESSED, COMPRESSION_ZLIB
+from mqstore.log.commitlog import QueueRef, SendReceipt
+from mqstore.log.outgoing import (
+    ROUTING,
+    Body,
+    OutgoingMessage,
+    flat_body,
+    routed_properties,
+)
+from mqstore.options import Durability, Duration, seconds
+
+__all__ = ["Producer", "Selector"]
+
+_log = logging.getLogger("mqstore")
+
+Selector = Callable[[Sequence[QueueRef], "str | None"], QueueRef]
+"""(the topic's queues, message group) -> the one to send to."""
+
+_LEVEL: Final = 5
+_BUSY_S: Final = 0.01
+_BUSY_MAX_S: Final = 1.0
+"""Pauses before another attempt: they double from the first to the second (A1.5)."""
+_MAX_LINGER_S: Final = 30
+_MAX_LINGER_BYTES: Final = 2 << 20
+_COMPLAINT_MS: Final = 10_000
+
+_MISUSE = (ConfigError, InvalidMessageError, NotPermittedError, StoreClosedError, TopicNotFoundError)
+"""What `send_oneway` raises all the same."""
+
+T = TypeVar("T")
+
+
+class _Ready(NamedTuple):
+    """A message that was checked and is as it will be stored."""
+
+    topic: str
+    body: bytes
+    queue_id: int | None
+    """None: by message group."""
+    options: SendOptions
+    flush: bool
+    """Whether its sender wants to hear of it when it is on disk."""
+    retries: int
+    message: OutgoingMessage | None
+    """For `after_send`, if anybody listens."""
+
+    @property
+    def unique_key(self) -> str:
+        return cast(str, self.options["unique_key"])
+
+
+_Batch = dict[str, tuple[int | None, int]]
+"""Of messages that are sent together: by topic, the queue of those that may lie anywhere, and their retries."""
+
+
+class _Load(NamedTuple):
+    ready: _Ready
+    future: Future[SendReceipt]
+
+
+class Producer:
+    """Sends messages for a group of producers. Thread-safe; a context manager.
+
+        retries, timeout        attempts after the first, within so many seconds, of what met a store that was busy
+        durability              "append" or "flush"; None: the store's
+        compression             "zlib": bodies of `compress_over` bytes and more are stored compressed if that saves 5 %
+        linger, linger_bytes    `submit` waits so many seconds, or for so many bytes, to share a sync with more
+        max_inflight            `submit` blocks while so many messages, or `max_inflight_bytes`, are not stored yet
+        selector                chooses the queue of a message that names none
+        interceptors            are called around each message, in this order
+        checker                 is asked what became of a transaction whose process died (`transaction`)
+
+    Each message gets a unique key, the same in all its copies: deduplicate on it. ConfigError for what cannot be.
+
+    >>> import mqstore, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
+    ...     with Producer(store.broker) as producer:
+    ...         receipt = producer.send("orders", b"created", message_group="o-17")
+    ...         future = producer.submit("orders", b"paid", message_group="o-17")
+    ...     future.result().queue == receipt.queue, future.result().offset
+    (True, 1)
+    """
+
+    def __init__(
+        self,
+        broker: Broker,
+        group: str = "default",
+        *,
+        retries: int = 2,
+        timeout: Duration = 3.0,
+        durability: Durability | None = None,
+        compression: Literal["zlib"] | None = None,
+        compress_over: int = 4096,
+        linger: Duration = 0,
+        linger_bytes: int = 32 << 10,
+        max_inflight: int = 1024,
+        max_inflight_bytes: int = 100 << 20,
+        selector: Selector | None = None,
+        interceptors: Sequence[Interceptor] = (),
+        checker: Checker | None = None,
+    ) -> None:
+        self.group = check_group(group)
+        self._retries = _count(retries, "retries", 0)
+        self._timeout_ms = int(min(seconds(timeout, "timeout"), threading.TIMEOUT_MAX) * 1000)
+        one_of(durability, "durability", (None, "append", "flush"))
+        one_of(compression, "compression", (None, "zlib"))
+        self._durability = durability
+        self._compress_over = _count(compress_over, "compress_over", 0) if compression else None
+        linger_s = seconds(linger, "linger")
+        if linger_s > _MAX_LINGER_S:
+            raise ConfigError(f"linger is at most {_MAX_LINGER_S} s, not {linger!r}")
+        if _count(linger_bytes, "linger_bytes", 1) > _MAX_LINGER_BYTES:
+            raise ConfigError(f"linger_bytes is at most {_MAX_LINGER_BYTES}, not {linger_bytes}")
+        self._broker = broker
+        self._clock = broker.store.clock
+        self._put = broker.put
+        self._for_send = broker.topics.for_send
+        self._turns = RoundRobin()
+        self._selector = selector
+        self._hooks = Interceptors(interceptors)
+        self._hooked = bool(self._hooks.before_send or self._hooks.after_send)
+        self._checks: GroupChecks = checks_of(broker.transactions, group)
+        self._checker = checker
+        self._joined = False
+        self._closed = False
+        self._closing = threading.Event()
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._complained_ms: int | None = None
+        threaded = broker.store.config.clock is None
+        self._pause: Callable[[float], object] = self._closing.wait if threaded else _no_pause
+        self._submitter: Submitter[_Load] = Submitter(
+            self._store,
+            self._clock,
+            name=f"producer {group!r} of {broker.store.path}",
+            threaded=threaded,
+            alive=self._check_open,
+            max_loads=_count(max_inflight, "max_inflight", 1),
+            max_bytes=_count(max_inflight_bytes, "max_inflight_bytes", 1),
+            linger_ms=int(linger_s * 1000),
+            linger_bytes=linger_bytes,
+        )
+        if checker is not None:
+            self._join()
+
+    # -- one --------------------------------------------------------------------------------------------------------
+
+    def send(
+        self, topic: str, body: Body, *, queue_id: int | None = None, **options: Unpack[SendOptions]
+    ) -> SendReceipt:
+        """Store one message; where it went. Options as of `Store.put`. Does not wait for what was submitted before.
+
+        Raises InvalidMessageError, TopicNotFoundError, NotPermittedError, StoreFullError (nothing was stored then),
+        StoreBusyError when it stayed busy, FlushTimeoutError (stored, not known to be on disk), StoreClosedError, and
+        what a `before_send` raises.
+        """
+        if self._closed:
+            self._refuse()
+        if self._hooked:
+            ready = self._through_hooks(topic, body, queue_id, options)
+            return self._send_told(ready, ready.options)
+        queue_id, retries = self._place(topic, queue_id, options)
+        self._complete(options)
+        if self._compress_over is not None:
+            body = self._compressed(body, options)
+        try:
+            return self._put(topic, body, queue_id=queue_id, **options)
+        except StoreBusyError as busy:
+            return self._again(lambda: self._put(topic, body, queue_id=queue_id, **options), retries, busy)
+
+    def send_oneway(
+        self, topic: str, body: Body, *, queue_id: int | None = None, **options: Unpack[SendOptions]
+    ) -> None:
+        """As `send`, for what may be lost: does not wait for the disk (unless `durability=` says so), is not tried
+        again, and of what the engine raises only misuse reaches the caller; the rest is logged."""
+        if options.get("durability") is None:
+            options["durability"] = "append"
+        ready = self._ready(topic, body, queue_id, options)
+        try:
+            self._send_told(ready._replace(retries=0), ready.options)
+        except _MISUSE:
+            raise
+        except (MQStoreError, OSError) as error:
+            _log.warning("a message to %r was not stored, or not as durably as asked: %s", topic, error)
+
+    def _send_told(self, ready: _Ready, options: SendOptions) -> SendReceipt:
+        """Append a message, and tell the hooks how it went."""
+        try:
+            receipt = self._append(ready, options)
+        except BaseException as error:
+            self._tell(ready.message, None, error)
+            raise
+        self._tell(ready.message, receipt, None)
+        return receipt
+
+    def _append(self, ready: _Ready, options: SendOptions) -> SendReceipt:
+        def put() -> SendReceipt:
+            return self._put(ready.topic, ready.body, queue_id=ready.queue_id, **options)
+
+        try:
+            return put()
+        except StoreBusyError as busy:
+            return self._again(put, ready.retries, busy)
+
+    def _again(self, attempt: Callable[[], T], retries: int, busy: StoreBusyError) -> T:
+        """Try what met a busy store again, as often as it may be, within `timeout` of now."""
+        end_ms = self._clock.monotonic_ms() + self._timeout_ms
+        pause_s = _BUSY_S
+        for _ in range(retries):
+            left_s = (end_ms - self._clock.monotonic_ms()) / 1000
+            if left_s <= 0 or self._closed:
+                break
+            self._pause(min(pause_s, left_s))
+            pause_s = min(2 * pause_s, _BUSY_MAX_S)
+            try:
+                return attempt()
+            except StoreBusyError as again:
+                busy = again
+        raise busy
+
+    def _tell(self, message: OutgoingMessage | None, receipt: SendReceipt | None, error: BaseException | None) -> None:
+        """Tell the hooks what became of a message. One whose sync failed is stored: it has its receipt as well."""
+        if message is None:
+            return
+        if receipt is None and isinstance(error, FlushTimeoutError) and isinstance(error.receipt, SendReceipt):
+            receipt = error.receipt
+        self._hooks.tell(self._hooks.after_send, message, receipt, error)
+
+    # -- what is done to a message before it is put -------------------------------------------------------------------
+
+    def _place(
+        self, topic: str, queue_id: int | None, options: SendOptions, batch: _Batch | None = None
+    ) -> tuple[int | None, int]:
+        """The queue to put to (None: by message group), and how often to try again. All of a `batch` that are free to
+        lie anywhere lie together."""
+        queues = self._for_send(topic).write_queues
+        if queue_id is not None:
+            if type(queue_id) is not int or not 0 <= queue_id < queues:
+                raise InvalidMessageError(
+                    f"queue_id {queue_id!r} does not lie in 0..{queues - 1}, the queues of {topic!r} for writing",
+                    "queue_id",
+                )
+            return queue_id, 0
+        group = options.get("message_group") if options else None
+        if group is not None:
+            return (None, self._retries) if self._selector is None else (self._selected(topic, queues, group), 0)
+        if batch is not None and topic in batch:
+            return batch[topic]
+        if self._selector is None:
+            placed = self._turns.next(topic, queues), self._retries
+        else:
+            placed = self._selected(topic, queues, None), 0
+        if batch is not None:
+            batch[topic] = placed
+        return placed
+
+    def _selected(self, topic: str, queues: int, group: str | None) -> int:
+        assert self._selector is not None
+        chosen: object = self._selector([QueueRef(topic, queue_id) for queue_id in range(queues)], group)
+        if isinstance(chosen, tuple) and len(chosen) == 2 and chosen[0] == topic:
+            queue_id = chosen[1]
+            if type(queue_id) is int and 0 <= queue_id < queues:
+                return queue_id
+        raise InvalidMessageError(f"the selector returned {chosen!r}, which is no queue of {topic!r}", "queue_id")
+
+    def _complete(self, options: SendOptions) -> None:
+        """Add what a producer adds; check what no put checks."""
+        if options:
+            check_limits(options)
+        if options.get("unique_key") is None:
+            options["unique_key"] = new_unique_key()
+        if self._durability is not None and options.get("durability") is None:
+            options["durability"] = self._durability
+
+    def _compressed(self, body: Body, options: SendOptions) -> Body:
+        """The body to store: compressed if it is large, was not compressed by the caller, and gets smaller."""
+        if self._compress_over is None or options.get("compressed") is not None:
+            return body
+        flat = flat_body(body)
+        if len(flat) < self._compress_over:
+            return flat
+        check_size(flat, self._broker.store.config.max_message_size)  # of the message, not of what is stored of it
+        small = zlib.compress(flat, _LEVEL)
+        if len(small) * 20 > len(flat) * 19:
+            return flat
+        options["compressed"] = "zlib"
+        return small
+
+    def _check(self, body: Body, options: SendOptions) -> bytes:
+        """Everything about a message that can be told without its topic; the body as bytes."""
+        config = self._broker.store.config
+        return check_options(
+            body,
+            options,
+            now_ms=self._clock.now_ms(),
+            max_delay=config.max_delay,
+            max_message_size=config.max_message_size,
+        )
+
+    def _ready(
+        self, topic: str, body: Body, queue_id: int | None, options: SendOptions, batch: _Batch | None = None
+    ) -> _Ready:
+        """A message as it will be stored: checked, so that what comes later can only be the engine's fault."""
+        if self._closed:
+            self._refuse()
+        if self._hooked:
+            return self._through_hooks(topic, body, queue_id, options, batch)
+        flat = self._check(body, options)
+        return self._finished(topic, flat, queue_id, options, None, batch)
+
+    def _through_hooks(
+        self, topic: str, body: Body, queue_id: int | None, options: SendOptions, batch: _Batch | None = None
+    ) -> _Ready:
+        """As `_ready`; `before_send` has its say. From there on `after_send` hears of the message."""
+        flat = self._check(body, options)
+        if options.get("unique_key") is None:
+            options["unique_key"] = new_unique_key()
+        sent = OutgoingMessage(flat, topic=topic, queue_id=queue_id, **options)
+        try:
+            changed: object = self._hooks.sending(sent)
+            if not isinstance(changed, OutgoingMessage):
+                raise TypeError(f"a before_send returned {changed!r:.80}; it has to return the message")
+            if changed is not sent:
+                sent = changed
+                topic = topic if sent.topic is None else sent.topic
+                queue_id = sent.queue_id
+                options = options_of(sent)
+                flat = self._check(sent.body, options)
+            return self._finished(topic, flat, queue_id, options, sent, batch)
+        except BaseException as error:
+            self._tell(sent, None, error)
+            raise
+
+    def _finished(
+        self,
+        topic: str,
+        body: bytes,
+        queue_id: int | None,
+        options: SendOptions,
+        message: OutgoingMessage | None,
+        batch: _Batch | None,
+    ) -> _Ready:
+        if options.get("unique_key") is None:
+            options["unique_key"] = new_unique_key()
+        if options.get("durability") is None and self._durability is not None:
+            options["durability"] = self._durability
+        queue_id, retries = self._place(topic, queue_id, options, batch)
+        if batch is None:
+            body = cast(bytes, self._compressed(body, options))
+        flush = (options.get("durability") or self._broker.store.durability) == "flush"
+        return _Ready(topic, body, queue_id, options, flush, retries, message)
+
+    # -- many -------------------------------------------------------------------------------------------------------
+
+    def send_many(
+        self,
+        topic: str,
+        bodies: Iterable[Body | OutgoingMessage],
+        *,
+        queue_id: int | None = None,
+        **options: Unpack[SendOptions],
+    ) -> Sequence[SendReceipt]:
+        """Store many messages, with one wait for the disk; their receipts, in order.
+
+        An `OutgoingMessage` may have options of its own, which go before those of the call. Messages without delay,
+        message group or compression go to one queue, in chunks of about `max_message_size` bytes which are stored whole
+        or not at all; the others one by one, so that all of a queue are in the order given. Nothing is compressed here.
+        All are checked before the first is stored. Errors as of `send`; `error.receipts` are of those that are stored,
+        the first of the call.
+        """
+        self._check_open()
+        if options.get("unique_key") is not None:
+            raise InvalidMessageError("a unique key names one message; give each its own", "unique_key")
+        check_limits(options)  # and keeps keys that can be read only once
+        batch: _Batch = {}
+        readies = [self._one_of_many(topic, each, queue_id, options, batch) for each in bodies]
+        done: list[SendReceipt] = []
+        try:
+            self._store_many(readies, done)
+        except BaseException as error:
+            if isinstance(error, MQStoreError):
+                error.receipts = done
+            self._tell_many(readies, done, error)
+            raise
+        self._tell_many(readies, done, None)
+        return done
+
+    def _one_of_many(
+        self, topic: str, item: Body | OutgoingMessage, queue_id: int | None, options: SendOptions, batch: _Batch
+    ) -> _Ready:
+        if not isinstance(item, OutgoingMessage):
+            return self._ready(topic, item, queue_id, options.copy(), batch)
+        return self._ready(
+            topic if item.topic is None else item.topic,
+            item.body,
+            queue_id if item.queue_id is None else item.queue_id,
+            {**options, **options_of(item)},
+            batch,
+        )
+
+    def _store_many(self, readies: Sequence[_Ready], done: list[SendReceipt]) -> None:
+        """Store all, as far as possible many at once; `done` grows by the receipts of what is stored."""
+        at = 0
+        while at < len(readies):
+            first, stop = readies[at], at + 1
+            if _is_routed(first):
+                done.append(self._append(first, {**first.options, "durability": "append"}))
+            else:
+                while stop < len(readies) and _go_together(first, readies[stop]):
+                    stop += 1
+                self._put_run(readies[at:stop], done)
+            at = stop
+        if any(ready.flush for ready in readies):
+            try:
+                self._sync()
+            except FlushTimeoutError as late:
+                raise FlushTimeoutError(str(late), done[-1]) from late
+
+    def _put_run(self, run: Sequence[_Ready], done: list[SendReceipt]) -> None:
+        """Messages of one queue without options of the road."""
+        messages = [_plain(ready) for ready in run]
+        start = len(done)
+
+        def put() -> None:
+            rest = messages[len(done) - start :]
+            try:
+                done.extend(
+                    self._broker.put_many(run[0].topic, rest, queue_id=run[0].queue_id, durability="append"),
+                )
+            except MQStoreError as error:
+                done.extend(cast(Sequence[SendReceipt], error.receipts))
+                raise
+
+        try:
+            put()
+        except StoreBusyError as busy:
+            self._again(put, run[0].retries, busy)
+
+    def _tell_many(self, readies: Sequence[_Ready], done: Sequence[SendReceipt], error: BaseException | None) -> None:
+        if not self._hooked:
+            return
+        for i, ready in enumerate(readies):
+            stored = i < len(done)
+            late = error is not None and ready.flush  # stored, but its sender heard nothing good of the disk
+            self._tell(ready.message, done[i] if stored else None, None if stored and not late else error)
+
+    # -- later ------------------------------------------------------------------------------------------------------
+
+    def submit(
+        self, topic: str, body: Body, *, queue_id: int | None = None, **options: Unpack[SendOptions]
+    ) -> Future[SendReceipt]:
+        """Hand a message over to the writer thread; the future of its receipt. What is submitted is stored in the order
+        of the calls, and shares its syncs.
+
+        Blocks while `max_inflight` messages or `max_inflight_bytes` wait. Raises what is wrong with the message, and
+        StoreClosedError; what the engine says comes with the future. One that is cancelled in time is not stored.
+        """
+        ready = self._ready(topic, body, queue_id, options)
+        load = _Load(ready, Future())
+        try:
+            self._check_open()
+            self._submitter.put(load, len(ready.body))
+        except BaseException as error:
+            self._tell(ready.message, None, error)
+            raise
+        return load.future
+
+    def _store(self, loads: list[_Load]) -> None:
+        """The writer: append each, sync once for all that want it, answer every future."""
+        unanswered = dict(enumerate(loads))
+        synced: list[tuple[int, SendReceipt]] = []
+        failures: list[BaseException] = []
+
+        def answer(index: int, receipt: SendReceipt | None, error: BaseException | None) -> None:
+            ready, future = unanswered.pop(index)
+            self._tell(ready.message, receipt, error)
+            if error is not None:
+                failures.append(error)
+                future.set_exception(error)
+            else:
+                future.set_result(cast(SendReceipt, receipt))
+
+        try:
+            for index, (ready, future) in enumerate(loads):
+                if not future.set_running_or_notify_cancel():
+                    del unanswered[index]
+                    self._tell(ready.message, None, CancelledError())
+                    continue
+                try:
+                    receipt = self._append(ready, {**ready.options, "durability": "append"})
+                except Exception as error:
+                    answer(index, None, error)
+                else:
+                    if ready.flush:
+                        synced.append((index, receipt))
+                    else:
+                        answer(index, receipt, None)
+            if synced:
+                failed = self._sync_failure()
+                for index, receipt in synced:
+                    answer(index, receipt, None if failed is None else _own_error(failed, receipt))
+        finally:  # a Ctrl-C where this is the main thread: nobody waits for ever
+            for index, (_, future) in list(unanswered.items()):
+                if future.running() or future.set_running_or_notify_cancel():
+                    answer(index, None, StoreClosedError("interrupted while writing what was submitted"))
+        if failures:
+            self._complain(failures)
+
+    def _sync(self) -> None:
+        self._broker.store.flush()
+
+    def _sync_failure(self) -> Exception | None:
+        try:
+            self._sync()
+        except Exception as error:
+            return error
+        return None
+
+    def _complain(self, failures: Sequence[BaseException]) -> None:
+        """Log that futures failed, for whoever has let them go; not more often than every 10 s."""
+        now_ms = self._clock.monotonic_ms()
+        if self._complained_ms is None or now_ms - self._complained_ms >= _COMPLAINT_MS:
+            self._complained_ms = now_ms
+            _log.warning(
+                "producer %r: %d submitted messages failed, the first: %s", self.group, len(failures), failures[0]
+            )
+
+    def run_once(self, now_ms: int | None = None) -> int | None:
+        """Write what was submitted and is due, for who owns the clock; when to come again (wall ms), None: when
+        something was submitted."""
+        del now_ms  # what lingers is measured on the monotonic scale
+        due_ms = self._submitter.run_once()
+        return None if due_ms is None else self._clock.now_ms() + due_ms
+
+    # -- transactions -----------------------------------------------------------------------------------------------
+
+    def transaction(self) -> Transaction:
+        """A `with` block whose messages become visible, one by one, when it ends well, and never if it raises.
+
+        If the process dies inside, the `checker` of a producer of the same group is asked about each message; without
+        one they are given up after 15 fruitless questions.
+        """
+        self._check_open()
+        self._join()
+        return Transaction(self, self._broker.transactions, self._checks, self.group)
+
+    def _join(self) -> None:
+        """Have the engine ask here about open transactions of the group."""
+        with self._lock:
+            if not self._joined and not self._closed:
+                self._joined = True
+                self._checks.join(self._broker.transactions, self._checker)
+
+    def _ready_half(self, topic: str, body: Body, queue_id: int | None, options: SendOptions) -> _Ready:
+        """As `_ready`, for a half message."""
+        for name in ROUTING:
+            if options.get(name) is not None:
+                raise InvalidMessageError(f"a message of a transaction cannot have {name}", name)
+        ready = self._ready(topic, body, queue_id, options)
+        wrong = next((name for name in ROUTING if ready.options.get(name) is not None), None)
+        if wrong is not None:  # of an interceptor
+            error = InvalidMessageError(f"a message of a transaction cannot have {wrong}", wrong)
+            self._tell(ready.message, None, error)
+            raise error
+        return ready
+
+    def _prepare(self, ready: _Ready, group: str) -> TransactionHandle:
+        """Store a half message."""
+        options = ready.options
+
+        def prepare() -> TransactionHandle:
+            return self._broker.transactions.prepare(
+                ready.topic,
+                ready.body,
+                routed_properties(options, now_ms=0, max_delay_ms=0),
+                producer_group=group,
+                queue_id=ready.queue_id,
+                flag=options.get("flag", 0),
+                sys_flag=COMPRESSED | COMPRESSION_ZLIB if options.get("compressed") else 0,
+                durability=options.get("durability"),
+            )
+
+        try:
+            return prepare()
+        except StoreBusyError as busy:
+            return self._again(prepare, ready.retries, busy)
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def flush(self, timeout: Duration | None = None) -> None:
+        """Wait until all that was submitted before is stored, with the durability that it was submitted with; nothing
+        lingers. Whether it was stored well its futures tell. FlushTimeoutError when that takes longer than `timeout`
+        seconds, and at once in the callback of a future, which would wait for itself: what is left is stored later.
+        StoreClosedError after `close`."""
+        timeout_s = None if timeout is None else seconds(timeout, "timeout")
+        self._check_open()
+        if not self._submitter.flush(timeout_s):
+            raise FlushTimeoutError("not all that was submitted is stored yet; flush again to wait on")
+
+    def close(self, timeout: Duration = 30) -> None:
+        """Store what was submitted, then take no more. Futures that are left after `timeout` seconds fail with
+        StoreClosedError: none hangs. Fine to call twice."""
+        timeout_s = seconds(timeout, "timeout")
+        with self._lock:
+            closed, self._closed = self._closed, True
+            joined, self._joined = self._joined, False
+        if closed or self._forked():
+            return
+        try:
+            left = self._submitter.close(timeout_s)
+        finally:
+            self._closing.set()
+            if joined:
+                self._checks.leave(self._broker.transactions, self._checker)
+        for ready, future in left:
+            error = StoreClosedError(f"producer {self.group!r} was closed before this message was stored")
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+            self._tell(ready.message, None, error)
+        if left:
+            _log.error("producer %r: %d submitted messages were not stored in %g s", self.group, len(left), timeout_s)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed, or its store was, or this is a forked child."""
+        return self._closed or self._broker.store.closed
+
+    def _forked(self) -> bool:
+        """Whether this is a child of the process that made it: the thread, and who held a lock, are not here."""
+        return os.getpid() != self._pid
+
+    def _check_open(self) -> None:
+        if self._closed or self._forked() or self._broker.store.closed:
+            self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        if self._forked():
+            raise StoreClosedError(
+                f"producer {self.group!r} belongs to the parent process; open the store in the child"
+            )
+        what = f"producer {self.group!r}" if self._closed else str(self._broker.store.path)
+        raise StoreClosedError(f"{what} was closed")
+
+    def __enter__(self) -> Producer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Producer {self.group!r} on {str(self._broker.store.path)!r}{' closed' if self.closed else ''}>"
+
+
+# -- beneath ---------------------------------------------------------------------------------------------------------
+
+
+def _is_routed(ready: _Ready) -> bool:
+    """Whether a message takes the road by itself: a put of many knows neither delay nor message group."""
+    options: Mapping[str, Any] = ready.options
+    return any(options.get(name) is not None for name in (*ROUTING, "compressed"))
+
+
+def _go_together(first: _Ready, other: _Ready) -> bool:
+    return (other.topic, other.queue_id) == (first.topic, first.queue_id) and not _is_routed(other)
+
+
+def _plain(ready: _Ready) -> OutgoingMessage:
+    """What a put of many takes of it."""
+    options = ready.options
+    return OutgoingMessage(
+        ready.body,
+        options.get("tag"),
+        options.get("keys"),
+        options.get("properties"),
+        options.get("unique_key"),
+        options.get("flag", 0),
+    )
+
+
+def _own_error(error: Exception, receipt: SendReceipt) -> Exception:
+    """A failed sync, for one of those that waited for it: raised in many threads, one object would gather the frames of
+    all of them."""
+    own = error
+    if isinstance(error, FlushTimeoutError):
+        own = FlushTimeoutError(str(error), receipt)
+    elif isinstance(error, FlushFailedError):
+        own = FlushFailedError(*error.args)
+    if own is not error:
+        own.__cause__ = error
+    return own
+
+
+def _no_pause(duration_s: float) -> None:
+    """Where a test owns time nobody sleeps."""
+
+
+def _count(value: object, name: str, low: int) -> int:
+    if type(value) is not int or value < low:
+        raise ConfigError(f"{name} is a whole number from {low}, not {value!r}")
+    return value

@@ -1,0 +1,857 @@
+# ruff: noqa: A002  (`filter` is the word of the engine contract, client-semantics 0.4)
+"""A consumer that reads when it is asked to, and keeps track of how far it has come (client-semantics A9.2, B.6).
+
+    subscribe ──► poll: join the group ──► rebalance ──► read ──► messages, or wait for some and begin again
+    assign ─────────────────────────────────────────────►
+
+Nothing happens but in a call: a poll renews the locks, takes and gives queues, commits what earlier polls returned, and
+reads; there is no thread, and nothing is read ahead (but by the loop `for message in consumer`, which hands out one
+poll's messages one by one). The broker is in this process: a read costs less than a cache would.
+
+Of each queue that it has, a consumer knows four offsets::
+
+    committed <= done <= next <= read
+                  │       │       └── where the broker is read next; up to there lies what the loop is still to hand out
+                  │       └── of the next message to be returned: `position`
+                  └── all below were returned by earlier polls, so the caller has come back from them: auto_commit
+
+Locks are kept by polling. Who polls again after more than 60 s may find queues gone: another has gone on from what was
+committed. Then they are dropped as they are, `on_revoke` is told, and nothing of them is committed.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
+from types import TracebackType
+from typing import Final, NamedTuple
+
+from mqstore.broker.broker import Broker, as_filter
+from mqstore.broker.filters import Filter
+from mqstore.broker.members import Expression, Mode
+from mqstore.broker.names import check_user_topic, is_system_topic
+from mqstore.broker.reading import ReadResult
+from mqstore.broker.waiting import Waiter
+from mqstore.client.allocation import Strategy, strategy_named
+from mqstore.client.interceptors import Interceptor, Interceptors
+from mqstore.client.membership import Membership, check_client_id
+from mqstore.client.progress import Start, place
+from mqstore.errors import (
+    ConfigError,
+    GroupNotFoundError,
+    MQStoreError,
+    NotPermittedError,
+    OffsetOutOfRangeError,
+    StoreClosedError,
+    TopicNotFoundError,
+)
+from mqstore.log.commitlog import QueueRef
+from mqstore.log.message import Message
+from mqstore.options import Durability, Duration, seconds
+
+__all__ = ["PullConsumer", "Ready"]
+
+_log = logging.getLogger("mqstore")
+
+REBALANCE_MS: Final = 20_000
+"""How often shares are looked at though nobody said that they changed."""
+UNBALANCED_MS: Final = 1_000
+"""The same while a queue of ours is still another's: of an owner who died nobody tells."""
+RENEW_MS: Final = 20_000
+"""How long a wait may leave the locks (which last 60 s) alone."""
+RENEW_AGAIN_MS: Final = 1_000
+"""How old a renewal must be for a poll to renew."""
+_FETCH_MAX: Final = 1024
+_PASSES: Final = 8
+"""How often one look goes over queues of which filters pass nothing."""
+
+Told = Callable[[frozenset[QueueRef]], None]
+
+_FILTERED: Final = frozenset({"FOUND", "NO_MATCHED_MESSAGE", "MESSAGE_WAS_REMOVING"})
+_EMPTY: Final = frozenset({"NO_MESSAGE_IN_QUEUE", "NO_MATCHED_LOGIC_QUEUE"})
+
+
+class _Wanted(NamedTuple):
+    """What is subscribed to in a topic."""
+
+    expression: Expression
+    filter: Filter | None
+
+
+class _Position:
+    """How far it has come in a queue."""
+
+    __slots__ = ("done", "missing", "next", "paused", "queue", "read")
+
+    def __init__(self, queue: QueueRef, offset: int) -> None:
+        self.queue = queue
+        self.done = self.next = self.read = offset
+        self.paused = False
+        self.missing = False
+        """Whether it was logged that the queue is not there (any more)."""
+
+    def move(self, offset: int) -> None:
+        self.done = self.next = self.read = offset
+
+
+class Ready:
+    """Somebody who waits until a poll may find something to do; `PullConsumer.when_ready` gives it."""
+
+    __slots__ = ("_broker", "_callback", "_consumer", "_lock", "_over", "_waiters")
+
+    def __init__(self, consumer: PullConsumer, callback: Callable[[], object]) -> None:
+        self._consumer = consumer
+        self._broker = consumer._broker
+        self._callback = callback
+        self._lock = threading.Lock()
+        self._waiters: list[Waiter] = []
+        self._over = False
+
+    def cancel(self) -> None:
+        """Wait no longer: the callback will not be called, unless it was already. Again is harmless."""
+        self._end()
+
+    def _fire(self) -> None:
+        if self._end():
+            try:
+                self._callback()
+            except Exception:  # not the trouble of who brings the news
+                _log.exception("the callback of a consumer that waited failed")
+
+    def _end(self) -> bool:
+        """Let it be over; False: it was."""
+        with self._lock:
+            if self._over:
+                return False
+            self._over = True
+            waiters, self._waiters = self._waiters, []
+        with self._consumer._bell:
+            self._consumer._waiting.discard(self)
+        for waiter in waiters:
+            self._broker.remove_waiter(waiter)
+        return True
+
+    def _park(
+        self, topic: str, queue_id: int, offset: int, filter: Filter | None = None, timeout_s: float | None = None
+    ) -> None:
+        waiter = self._broker.add_waiter(
+            topic, queue_id, offset, lambda worth: self._fire(), filter=filter, timeout=timeout_s, at_once=True
+        )
+        with self._lock:
+            if not self._over:
+                self._waiters.append(waiter)
+                return
+        self._broker.remove_waiter(waiter)
+
+
+class PullConsumer:
+    """Polls the queues it has a share of (`subscribe`), or those it is told (`assign`). One thread polls; the other
+    methods may be called by any.
+
+        auto_commit            polls commit what *earlier* polls returned, every `auto_commit_interval` seconds, when a
+                               queue is given away, and at `close`; False: only `commit` does
+        start                  where the group begins in a queue in which it never committed: "earliest", "latest" or an
+                               aware datetime
+        fetch_max              messages of one poll, unless it says otherwise: 1 to 1024
+        strategy               how members share queues: "avg", "circle", "consistent_hash", or a function (`Strategy`)
+        client_id              by which the group knows it; None: made up
+
+    >>> import mqstore, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, Broker(mqstore.MessageStore(folder)) as broker:
+    ...     receipts = broker.put_many("orders", [b"a", b"b"])
+    ...     with PullConsumer(broker, "billing") as consumer:
+    ...         consumer.subscribe("orders")
+    ...         [message.body for message in consumer.poll()]
+    ...     broker.committed("billing", *receipts[0].queue)
+    [b'a', b'b']
+    2
+    """
+
+    def __init__(
+        self,
+        broker: Broker,
+        group: str,
+        *,
+        auto_commit: bool = True,
+        auto_commit_interval: Duration = 5.0,
+        start: Start = "earliest",
+        fetch_max: int = 32,
+        strategy: str | Strategy = "avg",
+        client_id: str | None = None,
+        interceptors: Sequence[Interceptor] = (),
+    ) -> None:
+        """The group is entered if it is not there. ConfigError for an option that cannot be."""
+        if start not in ("earliest", "latest") and not (isinstance(start, datetime) and start.tzinfo is not None):
+            raise ConfigError(f"start is 'earliest', 'latest' or an aware datetime, not {start!r}")
+        if type(fetch_max) is not int or not 1 <= fetch_max <= _FETCH_MAX:
+            raise ConfigError(f"fetch_max is {fetch_max!r}; give a number from 1 to {_FETCH_MAX}")
+        self.group = group
+        self.client_id = f"{os.getpid()}-{uuid.uuid4().hex[:8]}" if client_id is None else check_client_id(client_id)
+        """By which the group knows this consumer."""
+        self._broker = broker
+        self._clock = broker.store.clock
+        self._threads_time_themselves = broker.store.config.clock is None
+        self._auto_commit = auto_commit
+        self._interval_ms = seconds(auto_commit_interval, "auto_commit_interval") * 1000
+        self._start = start
+        self._fetch_max = fetch_max
+        self._hooks = Interceptors(interceptors)
+        self._seat = Membership(
+            broker, group, self.client_id, Mode("queue"), strategy_named(strategy), self._shares_changed
+        )
+        broker.groups.create(group)
+
+        self._lock = threading.RLock()
+        """Of all that follows; not held while a poll waits. Reentrant: what is told of queues may seek and commit."""
+        self._wanted: dict[str, _Wanted] = {}
+        self._assigns = False
+        self._joined = False
+        self._on_assign: Told | None = None
+        self._on_revoke: Told | None = None
+        self._positions: dict[QueueRef, _Position] = {}
+        self._turns: deque[_Position] = deque()
+        """All of them, the one to be read next first."""
+        self._ahead: deque[tuple[_Position, Message, int]] = deque()
+        """Read and not returned; `next` of its queue once it is. Left over by the loop, or by a read that failed."""
+        self._returned: set[_Position] = set()
+        """Whose `next` the last poll moved."""
+        self._uncommitted: set[_Position] = set()
+        """Whose `done` was not committed."""
+        self._lost: set[QueueRef] = set()
+        """Found gone, and `on_revoke` was not told yet."""
+        self._poller: threading.Thread | None = None
+        """The thread that polled last."""
+        self._polling = False
+        now_ms = self._clock.monotonic_ms()
+        self._rebalance_ms = self._renewed_ms = self._committed_ms = now_ms
+
+        self._bell = threading.Lock()
+        """Of the three below: for those who bring news, and must not wait for a poll. Taken last."""
+        self._changed = False
+        self._closed = False
+        self._waiting: set[Ready] = set()
+
+    # -- what is read -----------------------------------------------------------------------------------------------
+
+    def subscribe(
+        self,
+        *topics: str,
+        tags: str = "*",
+        sql: str | None = None,
+        on_assign: Told | None = None,
+        on_revoke: Told | None = None,
+    ) -> None:
+        """Read a share of the queues of these topics, too, the other queues being the other members'. With the first
+        poll the consumer becomes a member of the group; until then it keeps nobody from anything.
+
+        Messages with one of `tags` ("paid || refunded"), or for which the SQL92 expression over their properties holds,
+        are returned; the others are passed over, for the whole group. Topics subscribed to already: by this expression
+        from now on. A topic that is not there yet is waited for.
+
+        `on_assign` and `on_revoke`, which replace earlier ones, are called by polls (and `close`) with queues that came
+        and that go: what comes may be sought in, of what goes the rest may be committed, unless it was lost.
+
+        ConfigError after `assign`, or without a topic; InvalidMessageError for a bad name, FilterError,
+        NotPermittedError; once it is a member SubscriptionConflictError: members of a group subscribe alike, so then
+        only one that is alone may change. Nothing has changed then.
+        """
+        if not topics:
+            raise ConfigError("subscribe takes at least one topic")
+        parsed = {topic: self._parsed(topic, tags, sql) for topic in topics}
+        with self._lock:
+            self._check_open()
+            if self._assigns:
+                raise ConfigError("this consumer was assigned queues by hand; make another one to subscribe")
+            before, after = self._wanted, {**self._wanted, **parsed}
+            if self._joined:
+                self._join(after)
+            try:
+                for topic in topics:
+                    self._begin(topic)
+            except BaseException:
+                if self._joined:
+                    self._join(before)
+                raise
+            self._wanted = after
+            self._on_assign = on_assign or self._on_assign
+            self._on_revoke = on_revoke or self._on_revoke
+        self._shares_changed()
+
+    def unsubscribe(self, *topics: str) -> None:
+        """Read of these topics (none given: of all) no more; the next poll gives their queues away. Errors as
+        `subscribe`."""
+        with self._lock:
+            self._check_open()
+            wanted = {topic: each for topic, each in self._wanted.items() if topics and topic not in topics}
+            if self._joined and wanted:
+                self._join(wanted)
+            self._wanted = wanted
+            if not wanted:
+                self._come_back()
+                self._leave()
+        self._shares_changed()
+
+    def assign(self, *queues: QueueRef) -> None:
+        """Read these queues and no others, whoever else reads them: no group membership, no locks, no rebalancing. Of
+        those it had, positions stay.
+
+        ConfigError after `subscribe`, or for a queue that is not there; TopicNotFoundError, NotPermittedError. Nothing
+        has changed then.
+        """
+        with self._lock:
+            self._check_open()
+            if self._wanted or self._joined:
+                raise ConfigError("this consumer has subscribed; make another one to assign queues by hand")
+            wanted = [QueueRef(*queue) for queue in queues]
+            begins = {
+                queue: self._broker.start_of(self.group, *queue, self._start)
+                for queue in dict.fromkeys(wanted)
+                if queue not in self._positions
+            }
+            self._come_back()
+            self._revoke(self._positions.keys() - set(wanted))
+            self._assigns = True
+            self._add(begins)
+            if begins:
+                self._hooks.tell(self._hooks.on_assign, frozenset(begins))
+        self._ring()
+
+    def _parsed(self, topic: str, tags: str, sql: str | None) -> _Wanted:
+        # What is there may be named otherwise: dead letters, or what a Java broker made.
+        if type(topic) is not str or is_system_topic(topic) or self._broker.topics.get(topic) is None:
+            check_user_topic(topic)
+        if sql is None:
+            return _Wanted(("TAG", tags), as_filter(tags))
+        if tags != "*":
+            raise ConfigError(f"topic {topic!r}: give tags or sql, not both")
+        return _Wanted(("SQL92", sql), self._broker.filter(sql, "SQL92"))
+
+    def _begin(self, topic: str) -> None:
+        """Note where the group begins in each queue that is there, so that what comes from now on is read, and kept by
+        retention until then."""
+        config = self._broker.topics.get(topic)
+        for queue_id in range(0 if config is None else config.read_queues):
+            self._broker.start_of(self.group, topic, queue_id, self._start)
+
+    def _join(self, wanted: Mapping[str, _Wanted]) -> None:
+        self._seat.join({topic: each.expression for topic, each in wanted.items()})
+        self._joined = True
+        self._renewed_ms = self._clock.monotonic_ms()
+
+    # -- messages ---------------------------------------------------------------------------------------------------
+
+    def poll(self, timeout: Duration | None = 5.0, max_messages: int | None = None) -> list[Message]:
+        """Up to `max_messages` (None: `fetch_max`) messages; [] when none came for `timeout` seconds (None: for ever),
+        or when the consumer is closed meanwhile. Of each queue they are in order, and go on where the last poll ended;
+        queues take turns.
+
+        A poll says that the caller is done with what polls before it returned. `timeout=0` looks once and does not
+        wait.
+
+        Raises ConfigError when nothing is subscribed to or assigned; with the first poll as `subscribe`, and
+        GroupInUseError when the group is consumed otherwise, or has a member of this name; what `on_assign` and
+        `on_revoke` raise; StoreClosedError; and what a read raises: it is tried again by the next poll.
+        """
+        count = self._fetch_max if max_messages is None else max_messages
+        if type(count) is not int or count < 1:
+            raise ConfigError(f"max_messages is {max_messages!r}; give a number from 1")
+        with self._lock:
+            self._check_open()
+        return self._poll(math.inf if timeout is None else seconds(timeout, "timeout"), count, count)
+
+    def __iter__(self) -> Iterator[Message]:
+        """Messages one at a time, waiting for ever, until the consumer is closed. Asking for the next one says that the
+        caller is done with the last. Errors as `poll`."""
+        while not self._closed:
+            yield from self._poll(math.inf, self._fetch_max, 1)
+
+    def _poll(self, timeout_s: float, read: int, give: int) -> list[Message]:
+        """`give` messages of those that are there, else of up to `read` that are read now, else waited for."""
+        end_ms = self._clock.monotonic_ms() + timeout_s * 1000
+        begun = False
+        while True:
+            with self._lock:
+                if self._closed:
+                    return []
+                if self._polling:
+                    raise ConfigError("poll was called by what poll has called; return first")
+                self._polling = True
+                try:
+                    if not begun:
+                        begun = True
+                        self._poller = threading.current_thread()
+                        self._come_back()
+                    self._do_duties()
+                    goes_on = not self._ahead and self._read_some(read)
+                finally:
+                    self._polling = False
+                if self._ahead:
+                    return self._hand_out(give)
+                left_ms = end_ms - self._clock.monotonic_ms()
+                if left_ms <= 0:
+                    return []
+                if goes_on:
+                    continue
+                bell = threading.Event()
+                left_ms = min(left_ms, self._ms_to_duty())
+                wait = self._park(bell.set, None if self._threads_time_themselves else left_ms)
+            try:
+                real_s = min(left_ms / 1000, threading.TIMEOUT_MAX)
+                bell.wait(real_s if self._threads_time_themselves else None)
+            finally:
+                wait.cancel()
+
+    def _hand_out(self, count: int) -> list[Message]:
+        messages: list[Message] = []
+        while self._ahead and len(messages) < count:
+            position, message, after = self._ahead.popleft()
+            position.next = after
+            self._returned.add(position)
+            messages.append(message)
+        return messages
+
+    def _read_some(self, count: int) -> bool:
+        """Read up to `count` messages, of one queue after the other; whether it is worth another look at once."""
+        for _ in range(_PASSES):
+            moved = False
+            for _ in range(len(self._turns)):
+                position = self._turns[0]
+                self._turns.rotate(-1)  # before reading: a queue that fails does not keep the others from their turn
+                if not position.paused:
+                    moved |= self._read(position, count - len(self._ahead))
+                    if len(self._ahead) >= count:
+                        return True
+            if self._ahead or not moved:
+                return moved
+        return True
+
+    def _read(self, position: _Position, count: int) -> bool:
+        """Read in one queue; False: there is nothing for now."""
+        queue, offset = position.queue, position.read
+        try:
+            result = self._broker.read(*queue, offset, count, filter=self._filter_of(position), group=self.group)
+        except (TopicNotFoundError, ConfigError) as error:
+            if self._assigns:
+                raise
+            if not position.missing:  # the share will tell, or the topic comes again
+                position.missing = True
+                _log.warning("group %s: %s", self.group, error)
+            return False
+        position.missing = False
+        if result.messages:
+            self._keep(position, result)
+            return True
+        if result.status == "OFFSET_OVERFLOW_ONE" or (result.status in _EMPTY and offset == 0):
+            return False
+        self._move(position, result.next_offset)
+        if result.status not in _FILTERED and result.next_offset != offset:
+            _log.warning(
+                "group %s goes on at %d of %s/%d, not at %d: %s",
+                self.group,
+                result.next_offset,
+                *queue,
+                offset,
+                result.status,
+            )
+            self._hooks.tell(self._hooks.on_offset_reset, queue, offset, result.next_offset)
+        # A reset to where it is already: that it is done with is worth another look.
+        return result.next_offset != offset or result.status == "OFFSET_RESET"
+
+    def _filter_of(self, position: _Position) -> Filter | None:
+        wanted = self._wanted.get(position.queue.topic)
+        return None if wanted is None else wanted.filter
+
+    def _keep(self, position: _Position, result: ReadResult) -> None:
+        kept = self._hooks.receiving(result.messages) if self._hooks.on_receive else result.messages
+        if not kept:
+            self._move(position, result.next_offset)
+            return
+        self._ahead.extend((position, message, message.offset + 1) for message in kept[:-1])
+        self._ahead.append((position, kept[-1], result.next_offset))
+        position.read = result.next_offset
+
+    # -- waiting ----------------------------------------------------------------------------------------------------
+
+    def when_ready(self, callback: Callable[[], object]) -> Ready:
+        """Have `callback()` called once, when `poll(timeout=0)` may find messages or has something else to do: for who
+        waits without a thread, such as an event loop.
+
+        It is called by the store's housekeeper, by who brought the news, or right here, and must be quick: let it hand
+        on the news (`loop.call_soon_threadsafe`) and return. Poll first, then register, then poll when called: what
+        comes in between calls. StoreBusyError with 100 000 waiting, StoreClosedError.
+        """
+        with self._lock:
+            self._check_open()
+            return self._park(callback, self._ms_to_duty())
+
+    def _ms_to_duty(self) -> float:
+        """How long it may wait before there is something to do though no message comes."""
+        due_ms = math.inf
+        if self._joined:
+            due_ms = min(self._rebalance_ms, self._renewed_ms + RENEW_MS)
+        if self._auto_commit and self._uncommitted:
+            due_ms = min(due_ms, self._committed_ms + self._interval_ms)
+        return max(0, due_ms - self._clock.monotonic_ms())
+
+    def _park(self, callback: Callable[[], object], timeout_ms: float | None) -> Ready:
+        """Under the lock, so that nobody moves a position between the look and the parking."""
+        ready = Ready(self, callback)
+        with self._bell:
+            news = self._changed or self._closed or bool(self._ahead)
+            if not news:
+                self._waiting.add(ready)
+        if news:
+            ready._fire()
+            return ready
+        try:
+            for position in self._turns:
+                # Of a topic that is gone units may be there all the same: it would be called again and again.
+                if not position.paused and not position.missing:
+                    ready._park(*position.queue, position.read, self._filter_of(position))
+            if timeout_ms is not None and timeout_ms != math.inf:
+                # A place of its own to wait for the time: no topic bears such a name.
+                ready._park(f"@{self.client_id}", 0, 0, timeout_s=timeout_ms / 1000)
+        except BaseException:
+            ready.cancel()
+            raise
+        return ready
+
+    def _ring(self) -> None:
+        """There is something new to look at."""
+        with self._bell:
+            waiting = list(self._waiting)
+        for ready in waiting:
+            ready._fire()
+
+    def _shares_changed(self) -> None:
+        """From any thread, at any time: it waits for nobody."""
+        with self._bell:
+            self._changed = True
+        self._ring()
+
+    # -- duties -----------------------------------------------------------------------------------------------------
+
+    def _come_back(self) -> None:
+        """The caller is done with what was returned, if it is the one who polls."""
+        if self._poller is threading.current_thread():
+            self._settle()
+
+    def _settle(self) -> None:
+        for position in self._returned:
+            position.done = position.next
+        self._uncommitted |= self._returned
+        self._returned.clear()
+
+    def _do_duties(self) -> None:
+        now_ms = self._clock.monotonic_ms()
+        if self._wanted:
+            if not self._joined:
+                self._join(self._wanted)
+            elif now_ms - self._renewed_ms >= RENEW_AGAIN_MS:
+                self._renew()
+            self._tell_lost()
+            if self._changed or now_ms >= self._rebalance_ms:
+                self._rebalance(now_ms)
+        elif not self._positions:
+            raise ConfigError("there is nothing to poll: subscribe to a topic, or assign queues")
+        if self._auto_commit and self._uncommitted and now_ms - self._committed_ms >= self._interval_ms:
+            self._committed_ms = now_ms
+            self._commit_what_is_done(self._uncommitted)
+
+    def _renew(self) -> None:
+        """Renew the locks, and drop what others have by now."""
+        lost = self._seat.renew()
+        self._renewed_ms = self._clock.monotonic_ms()
+        if lost:
+            self._drop(lost)
+            self._lost |= lost
+            self._shares_changed()
+
+    def _tell_lost(self) -> None:
+        if self._lost:
+            lost, self._lost = frozenset(self._lost), set()
+            _log.warning(
+                "%s of group %s was away for more than 60 s: others go on with %s",
+                self.client_id,
+                self.group,
+                _named(lost),
+            )
+            self._tell(self._hooks.on_revoke, self._on_revoke, lost)
+
+    def _rebalance(self, now_ms: int) -> None:
+        with self._bell:
+            self._changed = False
+        try:
+            shares = self._seat.share()
+            mine = frozenset().union(*shares.values())
+            self._revoke(
+                queue
+                for queue in list(self._positions)
+                if queue not in mine and (queue.topic in shares or queue.topic not in self._wanted)
+            )
+            if not self._joined:  # what was told may have closed this, or unsubscribed
+                return
+            wanted = mine - self._positions.keys()
+            begins = self._starts_of(self._seat.take(wanted)) if wanted else {}
+            self._add(begins)
+        except BaseException:
+            with self._bell:
+                self._changed = True
+            raise
+        self._rebalance_ms = now_ms + (REBALANCE_MS if begins.keys() == wanted else UNBALANCED_MS)
+        if begins:
+            self._tell(self._hooks.on_assign, self._on_assign, frozenset(begins))
+
+    def _starts_of(self, queues: Iterable[QueueRef]) -> dict[QueueRef, int]:
+        """Where to go on in queues that were taken. What is not known of is given back."""
+        begins = {}
+        for queue in queues:
+            try:
+                # What came into being after `subscribe` came after "latest".
+                start = "earliest" if self._start == "latest" else self._start
+                begins[queue] = self._broker.start_of(self.group, *queue, start)
+            except MQStoreError as error:
+                self._seat.give([queue])
+                _log.warning(
+                    "group %s cannot begin in queue %d of %r: %s", self.group, queue.queue_id, *queue[:1], error
+                )
+        return begins
+
+    def _add(self, begins: Mapping[QueueRef, int]) -> None:
+        for queue in sorted(begins):
+            position = self._positions[queue] = _Position(queue, begins[queue])
+            self._turns.append(position)
+
+    def _revoke(self, queues: Iterable[QueueRef]) -> None:
+        """Give queues away, after what is done was committed, and who wants to know was told."""
+        going = frozenset(queues)
+        if not going:
+            return
+        if self._auto_commit:
+            self._commit_what_is_done([position for position in self._uncommitted if position.queue in going])
+        try:
+            self._tell(self._hooks.on_revoke, self._on_revoke, going)
+        finally:
+            self._drop(going)
+            if self._joined:
+                self._seat.give(going)
+
+    def _drop(self, queues: Iterable[QueueRef]) -> None:
+        for queue in queues:
+            position = self._positions.pop(queue, None)
+            if position is not None:
+                self._turns.remove(position)
+                self._returned.discard(position)
+                self._uncommitted.discard(position)
+                self._read_again(position)
+
+    def _tell(self, hooks: Sequence[Told], told: Told | None, queues: frozenset[QueueRef]) -> None:
+        self._hooks.tell(hooks, queues)
+        if told is not None:
+            told(queues)
+
+    # -- positions --------------------------------------------------------------------------------------------------
+
+    def assignment(self) -> frozenset[QueueRef]:
+        """The queues that it reads now."""
+        with self._lock:
+            return frozenset(self._positions)
+
+    def position(self, queue: QueueRef) -> int:
+        """Offset from which the next poll goes on. ConfigError for a queue that it does not have."""
+        with self._lock:
+            return self._own(queue).next
+
+    def committed(self, queue: QueueRef) -> int | None:
+        """Where the group goes on in a queue, be it this consumer's or not; None: it never committed."""
+        return self._broker.committed(self.group, *queue)
+
+    def commit(self, offsets: Mapping[QueueRef, int] | None = None, *, durability: Durability | None = None) -> None:
+        """Note that the group has consumed all that polls returned; or everything below `offsets`, which are those of
+        the next messages to come. "flush": on disk when this returns.
+
+        ConfigError for a queue that it does not have, OffsetOutOfRangeError: nothing was committed then.
+        NotPermittedError when queues were lost to another member: the others are committed.
+        """
+        if durability not in (None, "append", "flush"):
+            raise ConfigError(f"durability is 'append' or 'flush', not {durability!r}")
+        with self._lock:
+            self._check_open()
+            if self._joined:
+                self._renew()
+            if offsets is None:
+                self._settle()
+                self._commit_all()
+            else:
+                for position, offset in self._checked(offsets).items():
+                    self._commit(position, offset)
+            if durability == "flush":
+                self._broker.save()
+            if self._lost:
+                raise NotPermittedError(
+                    f"{_named(self._lost)}: other members of group {self.group!r} go on with these since this one did "
+                    f"not poll for 60 s; what was returned of them is returned to those again"
+                )
+
+    def _checked(self, offsets: Mapping[QueueRef, int]) -> dict[_Position, int]:
+        chosen = {}
+        for queue, offset in offsets.items():
+            if QueueRef(*queue) in self._lost:
+                continue
+            position = self._own(queue)
+            end = self._broker.max_offset(*position.queue)
+            if type(offset) is not int or not 0 <= offset <= end:
+                raise OffsetOutOfRangeError(f"offset {offset!r} of {position.queue} does not lie in 0..{end}", 0, end)
+            chosen[position] = offset
+        return chosen
+
+    def _commit_all(self) -> None:
+        """A queue for which it fails does not keep the others from it."""
+        failed: list[MQStoreError] = []
+        for position in list(self._uncommitted):
+            try:
+                self._commit(position, position.done)
+                self._uncommitted.discard(position)
+            except MQStoreError as error:
+                failed.append(error)
+        if failed:
+            raise failed[0]
+
+    def _commit(self, position: _Position, offset: int) -> None:
+        self._broker.commit(self.group, *position.queue, offset, owner=self.client_id)
+
+    def _commit_what_is_done(self, positions: Iterable[_Position]) -> None:
+        """By itself, so what goes wrong is logged; but for a store that does not work at all."""
+        for position in list(positions):
+            self._uncommitted.discard(position)
+            try:
+                self._commit(position, position.done)
+            except (OffsetOutOfRangeError, TopicNotFoundError, GroupNotFoundError, NotPermittedError) as error:
+                _log.warning("group %s: %s was not committed: %s", self.group, position.queue, error)
+
+    def seek(self, queue: QueueRef, to: int | Start) -> None:
+        """Go on at an offset, at "earliest", at "latest", or at the first message stored at or after an aware datetime.
+        Takes effect in a poll that waits, too.
+
+        ConfigError for a queue that it does not have, or a place that is none; OffsetOutOfRangeError, with the bounds.
+        """
+        with self._lock:
+            self._check_open()
+            position = self._own(queue)
+            target = place(self._broker, position.queue, to)
+            low, high = self._broker.min_offset(*position.queue), self._broker.max_offset(*position.queue)
+            if not low <= target <= high:
+                raise OffsetOutOfRangeError(f"{position.queue} goes from {low} to {high}, not to {target}", low, high)
+            self._read_again(position)
+            self._move(position, target)
+        self._ring()
+
+    def pause(self, *queues: QueueRef) -> None:
+        """Read these queues (none given: all that it has) no more until `resume`. They stay this consumer's.
+        ConfigError for a queue that it does not have."""
+        with self._lock:
+            for position in self._chosen(queues):
+                position.paused = True
+                self._read_again(position)
+        self._ring()
+
+    def resume(self, *queues: QueueRef) -> None:
+        """Go on with these queues (none given: all). ConfigError as `pause`."""
+        with self._lock:
+            for position in self._chosen(queues):
+                position.paused = False
+        self._ring()
+
+    def paused(self) -> frozenset[QueueRef]:
+        """The queues that are not read until `resume`."""
+        with self._lock:
+            return frozenset(position.queue for position in self._turns if position.paused)
+
+    def _chosen(self, queues: Sequence[QueueRef]) -> list[_Position]:
+        return [self._own(queue) for queue in queues] if queues else list(self._turns)
+
+    def _own(self, queue: QueueRef) -> _Position:
+        position = self._positions.get(QueueRef(*queue))
+        if position is None:
+            has = _named(sorted(self._positions)[:8]) or "none (with `subscribe` they come by a poll)"
+            raise ConfigError(f"queue {queue[1]} of {queue[0]!r} is not this consumer's now; it has {has}")
+        return position
+
+    def _move(self, position: _Position, offset: int) -> None:
+        """Go on elsewhere: what lies before counts as done."""
+        position.move(offset)
+        self._uncommitted.add(position)
+
+    def _read_again(self, position: _Position) -> None:
+        """Forget what was read and not returned of a queue."""
+        if self._ahead:
+            self._ahead = deque(entry for entry in self._ahead if entry[0] is not position)
+        position.read = position.next
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreClosedError(f"this consumer of group {self.group!r} was closed; make another one")
+
+    def close(self, *, done: bool = True) -> None:
+        """Read no more, and leave the group; who waits in `poll` gets []. Again is harmless.
+
+        With auto_commit what polls returned is committed. Not what the last poll returned (of the loop: the last
+        message) when `done` is False, or another thread than the one that polled closes, for nobody knows whether it is
+        done; it comes again. `with` that is left by an exception closes so.
+        """
+        with self._bell:
+            if self._closed:
+                return
+            self._closed = True
+        self._ring()
+        with self._lock:
+            if done:
+                self._come_back()
+            self._leave()
+
+    def _leave(self) -> None:
+        """Give everything away, and be no member."""
+        try:
+            if self._joined:
+                self._renew()  # what others have by now must not be committed
+        except MQStoreError as error:  # its seat is another's
+            _log.warning("group %s: nothing is committed of %s: %s", self.group, _named(self._positions), error)
+            self._lost |= self._positions.keys()
+            self._drop(self._lost)
+        try:
+            self._tell_lost()
+            self._revoke(self._positions)
+        except StoreClosedError:
+            _log.warning("group %s: the store was closed before this consumer: what it had comes again", self.group)
+        finally:
+            self._drop(list(self._positions))
+            self._joined = False
+            self._seat.leave()
+
+    def __enter__(self) -> PullConsumer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close(done=error is None)
+
+    def __repr__(self) -> str:
+        topics = ", ".join(sorted(self._wanted)) or ("queues by hand" if self._assigns else "nothing")
+        return f"<PullConsumer {self.client_id} of {self.group!r} for {topics}{', closed' if self._closed else ''}>"
+
+
+def _named(queues: Iterable[QueueRef]) -> str:
+    return ", ".join(f"{topic}/{queue_id}" for topic, queue_id in sorted(queues))

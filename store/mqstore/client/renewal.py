@@ -1,0 +1,131 @@
+"""Keeping deliveries invisible while they are in use (client-semantics A8.7).
+
+    add ---> held ---- a third of the loan is left ---> renewed for a whole loan, the receipt stays good
+              |  \\---- `until_ms` has come -----------> let go of; `on_end(key)`
+              |  \\---- it came too late --------------> let go of; `on_lost(key)`
+              |  \\---- the disk is full, say ---------> again after a second
+              +----- remove
+
+A renewal is a record in the log, so it is made late: most deliveries are settled long before. There are as many as a
+consumer holds, and few are ever due; so each run looks at all, and adding one costs no more than an entry in a table.
+Has no thread and no clock: who calls `run_once` has both.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+from mqstore.broker.broker import Broker
+from mqstore.errors import InvalidReceiptError, MQStoreError, ReceiptExpiredError
+
+__all__ = ["Renewer"]
+
+_log = logging.getLogger("mqstore")
+
+AGAIN_MS = 1_000
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class _Held:
+    """A delivery that is kept invisible. Times are those of the monotonic clock."""
+
+    __slots__ = ("expires_ms", "receipt", "topic", "try_ms", "until_ms")
+
+    def __init__(self, topic: str, receipt: str, expires_ms: int, try_ms: int, until_ms: int | None) -> None:
+        self.topic = topic
+        self.receipt = receipt
+        self.expires_ms = expires_ms
+        self.try_ms = try_ms
+        """When it is renewed."""
+        self.until_ms = until_ms
+        """When it is to be let go of; None: not by time."""
+
+    @property
+    def due_ms(self) -> int:
+        return self.try_ms if self.until_ms is None else min(self.try_ms, self.until_ms)
+
+
+class Renewer(Generic[Key]):
+    """The deliveries that one consumer of `group` holds, each for `loan_ms` at a time. Thread-safe, but that one thread
+    at a time calls `run_once`.
+
+    >>> import mqstore, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
+    ...     _ = store.put("mail", b"hello")
+    ...     [delivery] = store.broker.pop("mailer", "mail", invisible=60)
+    ...     renewer = Renewer(store.broker, "mailer", 60_000, on_end=print, on_lost=print)
+    ...     renewer.add("first", "mail", delivery.receipt, 60_000, until_ms=90_000)
+    ...     renewer.run_once(0), renewer.run_once(40_000), renewer.run_once(80_000)
+    ...     renewer.run_once(90_000)
+    (40000, 80000, 90000)
+    first
+    """
+
+    def __init__(
+        self,
+        broker: Broker,
+        group: str,
+        loan_ms: int,
+        *,
+        on_end: Callable[[Key], object],
+        on_lost: Callable[[Key], object],
+    ) -> None:
+        self._broker = broker
+        self._group = group
+        self._loan_ms = loan_ms
+        self._on_end = on_end
+        self._on_lost = on_lost
+        self._lock = threading.Lock()
+        self._held: dict[Key, _Held] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def add(self, key: Key, topic: str, receipt: str, expires_ms: int, until_ms: int | None = None) -> None:
+        """Keep a delivery, which is on loan until `expires_ms`, invisible until `until_ms` (None: until removed)."""
+        held = _Held(topic, receipt, expires_ms, expires_ms - self._loan_ms // 3, until_ms)
+        with self._lock:
+            self._held[key] = held
+
+    def limit(self, key: Key, until_ms: int | None) -> None:
+        """Keep it until then, if it is kept at all. `run_once` has to be called by that time."""
+        with self._lock:
+            held = self._held.get(key)
+            if held is not None:
+                held.until_ms = until_ms
+
+    def remove(self, key: Key) -> bool:
+        """Let go of it; False: that was done before."""
+        with self._lock:
+            return self._held.pop(key, None) is not None
+
+    def run_once(self, now_ms: int) -> int | None:
+        """Renew what is due; when to come again (monotonic ms), None: there is nothing."""
+        with self._lock:
+            due = [(key, held) for key, held in self._held.items() if held.due_ms <= now_ms]
+        for key, held in due:
+            if held.until_ms is not None and held.until_ms <= now_ms:
+                if self.remove(key):
+                    self._on_end(key)
+            elif key in self._held:
+                self._renew(key, held, now_ms)
+        with self._lock:
+            return min((held.due_ms for held in self._held.values()), default=None)
+
+    def _renew(self, key: Key, held: _Held, now_ms: int) -> None:
+        try:
+            self._broker.renew(self._group, held.topic, held.receipt, self._loan_ms / 1000)
+        except (ReceiptExpiredError, InvalidReceiptError) as error:
+            if self.remove(key):  # else it was settled meanwhile
+                _log.warning("group %s: %s was lost before its handler ended: %s", self._group, key, error)
+                self._on_lost(key)
+        except MQStoreError as error:
+            _log.warning("group %s: %s could not be renewed, again in a second: %s", self._group, key, error)
+            held.try_ms = now_ms + AGAIN_MS
+        else:
+            held.expires_ms = now_ms + self._loan_ms
+            held.try_ms = held.expires_ms - self._loan_ms // 3

@@ -1,0 +1,248 @@
+"""One thread that writes what many hand in, in the order in which they did (client-semantics A1.11, A1.13).
+
+    put ---> the line, bounded in number and bytes ---> write(batch)
+     ^                                            ^
+     waits while it is full                       when the oldest has waited `linger`, `linger_bytes` are there,
+                                                  somebody waits for room or in `flush`, or the end has come
+
+Knows no messages: a load is anything, with a size in bytes. What becomes of a load is told to whoever waits for it by
+`write`, which therefore answers for each it gets, and does not raise.
+
+    no thread --put--> waiting --due--> writing --> waiting --nothing for 10 s--> no thread
+                                                       |
+                                                     close --> the line is written, then no thread
+
+Where a test owns time there is no thread at all: `run_once` writes what is due, and `flush`, `close`, and a `put` that
+finds no room write everything, in the thread that calls them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from mqstore.clock import Clock
+from mqstore.errors import StoreClosedError
+
+__all__ = ["Submitter"]
+
+_log = logging.getLogger("mqstore")
+
+_LOOK_S = 0.25
+"""How often who waits looks by itself whether there is still somebody to wait for."""
+_IDLE_S = 10.0
+
+Load = TypeVar("Load")
+
+
+class Submitter(Generic[Load]):
+    """A bounded line with one writer.
+
+    >>> from mqstore.clock import SimulatedClock
+    >>> written = []
+    >>> line = Submitter(written.append, SimulatedClock(), name="doc", threaded=False, alive=lambda: None)
+    >>> line.put("a", 1); line.put("b", 1); line.flush(None)
+    True
+    >>> written
+    [['a', 'b']]
+    """
+
+    def __init__(
+        self,
+        write: Callable[[list[Load]], None],
+        clock: Clock,
+        *,
+        name: str,
+        threaded: bool,
+        alive: Callable[[], None],
+        max_loads: int = 1024,
+        max_bytes: int = 100 << 20,
+        linger_ms: int = 0,
+        linger_bytes: int = 32 << 10,
+    ) -> None:
+        """`alive` raises when nothing will be written any more; who waits calls it now and then."""
+        self._write = write
+        self._clock = clock
+        self._name = name
+        self._threaded = threaded
+        self._alive = alive
+        self._max_loads = max_loads
+        self._max_bytes = max_bytes
+        self._linger_ms = linger_ms
+        self._linger_bytes = linger_bytes
+        self._turn = threading.Lock()
+        """Held while a batch is taken and written: batches do not overtake each other."""
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)
+        """The writer waits here for something that is due,"""
+        self._room = threading.Condition(self._lock)
+        """and here everybody else, for a batch that is written."""
+        self._line: deque[tuple[Load, int]] = deque()
+        self._line_bytes = 0
+        self._oldest_ms = 0
+        """When the first load of the line came, monotonic."""
+        self._held = 0
+        self._held_bytes = 0
+        """Of what is in the line or being written."""
+        self._taken_in = 0
+        self._written = 0
+        self._urgent = 0
+        """Threads that wait for room or in `flush`: nothing lingers while there are some."""
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        self._writer: int | None = None
+        """Identity of the thread that is in `write`."""
+
+    def put(self, load: Load, size: int) -> None:
+        """Stand in line; waits for room. A load larger than all the room is taken when nothing else is held.
+
+        Raises StoreClosedError after `close`, and what `alive` raises: then the load was not taken. Called from inside
+        `write`, by the callback of a future say, it does not wait: it would wait for itself.
+        """
+        while True:
+            with self._lock:
+                if self._closed:
+                    raise StoreClosedError(f"{self._name} was closed")
+                if self._has_room(size) or self._writer == threading.get_ident():
+                    self._append(load, size)
+                    return
+                if self._threaded:
+                    self._wait_for_writer(_LOOK_S)
+            self._alive()
+            if not self._threaded:
+                self._write_due(everything=True)
+
+    def _has_room(self, size: int) -> bool:
+        if self._held == 0:
+            return True
+        return self._held < self._max_loads and self._held_bytes + size <= self._max_bytes
+
+    def _append(self, load: Load, size: int) -> None:
+        if self._threaded and self._thread is None:  # first: where there can be no thread nothing is taken
+            thread = threading.Thread(target=self._run, name=f"mqstore-submit-{self._name}", daemon=True)
+            thread.start()
+            self._thread = thread
+        if not self._line and self._linger_ms:
+            self._oldest_ms = self._clock.monotonic_ms()
+        self._line.append((load, size))
+        self._line_bytes += size
+        self._held += 1
+        self._held_bytes += size
+        self._taken_in += 1
+        if len(self._line) == 1 or self._line_bytes - size < self._linger_bytes <= self._line_bytes:
+            self._work.notify()
+
+    def _wait_for_writer(self, timeout_s: float) -> None:
+        """Under the lock: until a batch was written, or the time is over."""
+        self._urgent += 1
+        try:
+            self._work.notify()
+            self._room.wait(timeout_s)
+        finally:
+            self._urgent -= 1
+
+    # -- writing ----------------------------------------------------------------------------------------------------
+
+    def _due_in_ms(self) -> int | None:
+        """Under the lock: how long the line may still linger, 0: not at all; None when it is empty."""
+        if not self._line:
+            return None
+        if not self._linger_ms or self._urgent or self._closed or self._line_bytes >= self._linger_bytes:
+            return 0
+        if self._held >= self._max_loads:
+            return 0
+        return max(0, self._oldest_ms + self._linger_ms - self._clock.monotonic_ms())
+
+    def _write_due(self, *, everything: bool) -> bool:
+        """Write the line if it is due, as one batch; whether it was."""
+        with self._turn:
+            with self._lock:
+                if self._due_in_ms() != 0 and not (everything and self._line):
+                    return False
+                batch, size = [load for load, _ in self._line], self._line_bytes
+                self._line.clear()
+                self._line_bytes = 0
+                self._writer = threading.get_ident()
+            try:
+                self._write(batch)
+            finally:
+                with self._lock:
+                    self._writer = None
+                    self._held -= len(batch)
+                    self._held_bytes -= size
+                    self._written += len(batch)
+                    self._room.notify_all()
+        return True
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                due_ms = self._due_in_ms()
+                if due_ms is None:
+                    if self._closed or not (self._work.wait(_IDLE_S) or self._line):
+                        self._thread = None  # the next `put` starts another
+                        return
+                    continue
+                if due_ms:
+                    self._work.wait(due_ms / 1000)
+                    continue
+            try:
+                self._write_due(everything=False)
+            except Exception:  # a mistake of ours; the line goes on
+                _log.exception("%s: writing what was submitted failed", self._name)
+
+    def run_once(self) -> int | None:
+        """Write what is due; in how many ms to come again, None: when something was put."""
+        while self._write_due(everything=False):
+            pass
+        with self._lock:
+            return self._due_in_ms()
+
+    def flush(self, timeout_s: float | None) -> bool:
+        """Wait until all that was put before is written; False when the time is over. Raises what `alive` raises."""
+        with self._lock:
+            target = self._taken_in
+            if self._writer == threading.get_ident():
+                return self._written >= target  # as in `put`
+        if not self._threaded:
+            while self._write_due(everything=True):
+                pass
+            return True
+        end_ms = None if timeout_s is None else self._clock.monotonic_ms() + timeout_s * 1000
+        while True:
+            with self._lock:
+                if self._written >= target:
+                    return True
+                left_ms = _LOOK_S * 1000 if end_ms is None else end_ms - self._clock.monotonic_ms()
+                if left_ms <= 0:
+                    return False
+                self._wait_for_writer(min(left_ms / 1000, _LOOK_S))
+                if self._written >= target:
+                    return True
+            self._alive()
+
+    def close(self, timeout_s: float) -> list[Load]:
+        """Take no more, write what is in line; what was not written when the time is over, which never will be."""
+        with self._lock:
+            self._closed = True
+            self._work.notify_all()
+            self._room.notify_all()
+            thread = self._thread
+            inside = self._writer == threading.get_ident()
+        if thread is not None and not inside:
+            thread.join(min(timeout_s, threading.TIMEOUT_MAX))
+        elif not self._threaded and not inside:
+            while self._write_due(everything=True):
+                pass
+        with self._lock:
+            if inside and self._threaded:
+                return []  # the writer itself closes: it goes on to the end of the line
+            left = [load for load, _ in self._line]
+            self._held -= len(left)
+            self._line.clear()
+            self._line_bytes = 0
+            self._room.notify_all()
+        return left

@@ -1,0 +1,165 @@
+"""Waiting until there may be something to pop, in one topic or in several at once (broker-semantics 8.8).
+
+    look, nothing there --> add: parked at every topic --+-- a topic calls --------> over; the turn is that topic's
+                                                         +-- `ring` ---------------> over, and no turn
+                                                         +-- `cancel`, time out ---> over, silently
+
+The broker calls one receiver for each message. So a turn must be used, by a pop of that topic, or passed on; else a
+message lies there while others who could have it sleep. A wait uses the first turn it is given. What other topics call
+it for in the meantime it passes on at once, and `cancel` passes on what nobody used.
+
+Nothing is missed between the look and the parking: the broker looks once more when it parks somebody, and who rings
+moves `rings`, which whoever waits has read before it looked.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from mqstore.broker.broker import Broker
+from mqstore.broker.filters import Filter
+from mqstore.broker.waiting import Waiter
+
+__all__ = ["Wait", "Waits"]
+
+Topics = Iterable[tuple[str, Filter | None]]
+
+
+class Wait:
+    """Somebody who waits, or no longer does."""
+
+    __slots__ = ("_call", "_is_kept", "_over", "_parked", "_topic", "_waits")
+
+    def __init__(self, waits: Waits, call: Callable[[], object], is_kept: bool) -> None:
+        self._waits = waits
+        self._call = call
+        self._is_kept = is_kept
+        self._parked: list[Waiter] = []
+        self._over = False
+        self._topic: str | None = None
+        """Whose turn was given and not passed on."""
+
+    @property
+    def over(self) -> bool:
+        """Whether the callback was called, or is about to be, or never will."""
+        return self._over
+
+    def cancel(self) -> None:
+        """Wait no longer. After the callback: it will not be answered by another look, so the turn is passed on to who
+        else waits. Harmless at any time, and again."""
+        if not self._end(None):
+            with self._waits.lock:
+                topic, self._topic = self._topic, None
+                if topic is not None and self._is_kept and topic in self._waits.turns:
+                    self._waits.turns.remove(topic)
+            if topic is not None:
+                self._waits.pass_on(topic)
+
+    def _park(self, topic: str, filter: Filter | None) -> None:  # noqa: A002
+        waiter = self._waits.add_waiter(topic, filter, lambda worth: self._called(topic, worth))
+        if waiter is not None:
+            self._parked.append(waiter)
+            if self._over:  # meanwhile; whoever ended it may not have seen this one
+                self._waits.broker.remove_waiter(waiter)
+
+    def _called(self, topic: str, worth: bool) -> None:
+        """By whoever dispatches. Not `worth`: the broker closes, and the next look will say so."""
+        if self._end(topic if worth else None):
+            self._call()
+        elif worth:
+            self._waits.pass_on(topic)
+
+    def _end(self, topic: str | None) -> bool:
+        """Let it be over, with the turn of `topic`; False: it was."""
+        waits = self._waits
+        with waits.lock:
+            if self._over:
+                return False
+            self._over = True
+            self._topic = topic
+            waits.open.discard(self)
+            if topic is not None and self._is_kept:
+                waits.turns.append(topic)
+        for waiter in list(self._parked):
+            waits.broker.remove_waiter(waiter)  # one that has fired calls, and is passed on
+        return True
+
+
+class Waits:
+    """All who wait for one group's messages by way of one object of the application's. Thread-safe."""
+
+    def __init__(self, broker: Broker, group: str, *, order: bool = False) -> None:
+        self.broker = broker
+        self._group = group
+        self._order = order
+        self.lock = threading.Lock()
+        self.open: set[Wait] = set()
+        """Those that are not over."""
+        self.turns: deque[str] = deque()
+        """Topics whose turn was given to somebody who looks later (`add` with `keep`)."""
+        self.rings = 0
+        """How often `ring` was called. Read it before you look, and give it to `wait` and `add`."""
+
+    def wait(self, topics: Topics, timeout_s: float, rings: int) -> str | None:
+        """Block until there may be something; the topic whose turn it is, which is to be looked at first. None: the
+        time is over, or somebody rang."""
+        bell = threading.Event()
+        wait = self.add(topics, bell.set, rings)
+        try:
+            bell.wait(min(timeout_s, threading.TIMEOUT_MAX))
+        except BaseException:  # Ctrl-C, say: let another have the message
+            wait.cancel()
+            raise
+        wait._end(None)
+        return wait._topic
+
+    def add(self, topics: Topics, call: Callable[[], object], rings: int, *, keep: bool = False) -> Wait:
+        """Have `call()` called once, when there may be something in one of `topics` or somebody rings: by whoever
+        dispatches (so it only wakes somebody, and does nothing with the store), by who rings, or right here. A topic
+        that is not there is passed over. `keep`: the turn is found in `turns`.
+
+        StoreBusyError with 100 000 waiting, StoreClosedError, and what a pop raises of group and topics.
+        """
+        wait = Wait(self, call, keep)
+        with self.lock:
+            rung = rings != self.rings
+            if not rung:
+                self.open.add(wait)
+        if rung:
+            wait._end(None)
+            call()
+            return wait
+        try:
+            for topic, filter in topics:  # noqa: A001
+                wait._park(topic, filter)
+        except BaseException:
+            wait.cancel()
+            raise
+        return wait
+
+    def next_turn(self) -> str | None:
+        """The topic that the next look begins with, if somebody was called for one and has not looked yet."""
+        if not self.turns:
+            return None
+        with self.lock:
+            return self.turns.popleft() if self.turns else None
+
+    def ring(self) -> None:
+        """End every wait: what is waited for has changed."""
+        with self.lock:
+            self.rings += 1
+            rung = list(self.open)
+        for wait in rung:
+            if wait._end(None):
+                wait._call()
+
+    def pass_on(self, topic: str) -> None:
+        """Somebody else's turn."""
+        self.broker.wake_one(self._group, topic)
+
+    def add_waiter(self, topic: str, filter: Filter | None, callback: Callable[[bool], object]) -> Waiter | None:  # noqa: A002
+        if self.broker.topics.get(topic) is None:
+            return None
+        return self.broker.add_pop_waiter(self._group, topic, callback, filter=filter, order=self._order, at_once=True)

@@ -1,0 +1,90 @@
+"""The `name 01 value 02` pairs of many records' properties, found together in a few array passes (2.4).
+
+The properties of all records are laid end to end, each closed by an 02, so that every pair of every record ends at an
+02. What is a pair and what is junk follows the parse rule of `decode_properties`; nothing here makes a Python object
+per record. Dispatch draws tags and keys from it, columnar readers their columns.
+
+Pure: fed with damaged bytes it finds useless pairs, never reads outside the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Pairs"]
+
+_Int64s = npt.NDArray[np.int64]
+
+
+class Pairs:
+    """Pairs of many blobs, in their order. All attributes are arrays with an element a pair.
+
+    `blob`: which blob it is in. `start`, `name_size`: of the name in `data`; `value`, `value_size`: of the value.
+
+    >>> pairs = Pairs.of([b"TAGS\\x01a\\x02junk\\x02KEYS\\x01k1 k2", b"", b"TAGS\\x01b\\x02TAGS\\x01c\\x02"])
+    >>> pairs.blob.tolist(), pairs.value_size.tolist(), pairs.named(b"TAGS").tolist()
+    ([0, 0, 2, 2], [1, 5, 1, 1], [0, 3])
+    """
+
+    def __init__(self, data: npt.NDArray[np.uint8], blob_ends: _Int64s) -> None:
+        """`blob_ends`: positions in `data` of the 02 that closes each blob, ascending. A blob may have one of its own
+        before that. The last of them closes `data`."""
+        self.data = data
+        self._blob_ends = blob_ends
+        ends = np.flatnonzero(data == 2)
+        starts = np.empty_like(ends)
+        starts[:1] = 0
+        starts[1:] = ends[:-1] + 1
+        separators = np.append(np.flatnonzero(data == 1), len(data))
+        separator = separators[np.searchsorted(separators, starts)] if len(starts) else ends
+        # The parse rule of 2.4: at least three characters, a name, a separator, a value.
+        good = (ends - starts >= 3) & (separator > starts) & (separator < ends - 1)
+        if not good.all():
+            starts, ends, separator = starts[good], ends[good], separator[good]
+        self.start: _Int64s = starts
+        self._ends = ends
+        self.value: _Int64s = separator + 1
+        self.value_size: _Int64s = ends - self.value
+        self.name_size: _Int64s = separator - starts
+
+    @classmethod
+    def of(cls, blobs: Sequence[bytes]) -> Pairs:
+        """The pairs of `blobs`, each the properties of a record as stored."""
+        data = np.frombuffer(b"\x02".join(blobs) + b"\x02", np.uint8)
+        sizes = np.fromiter(map(len, blobs), np.int64, len(blobs))
+        return cls(data, np.cumsum(sizes + 1) - 1)
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    @cached_property
+    def blob(self) -> _Int64s:
+        found: _Int64s = np.searchsorted(self._blob_ends, self._ends)
+        return found
+
+    @cached_property
+    def _words(self) -> npt.NDArray[np.uint32]:
+        """The four bytes at any position, as a big-endian number."""
+        words: npt.NDArray[np.uint32] = np.ndarray((max(0, len(self.data) - 3),), ">u4", self.data.data, 0, (1,))
+        return words
+
+    @cached_property
+    def _heads(self) -> npt.NDArray[np.uint32]:
+        # A pair has at least three bytes and the 02 behind it, so four bytes from its start lie inside.
+        return self._words[self.start] if len(self.start) else np.zeros(0, np.uint32)
+
+    def named(self, name: bytes) -> npt.NDArray[np.intp]:
+        """The pairs of that name, one a blob at most: of several the last one wins (2.4). Names of 4 or 8 bytes."""
+        pairs = np.flatnonzero((self.name_size == len(name)) & (self._heads == int.from_bytes(name[:4], "big")))
+        if len(name) == 8 and len(pairs):
+            pairs = pairs[self._words[self.start[pairs] + 4] == int.from_bytes(name[4:], "big")]
+        else:
+            assert len(name) in (4, 8), name
+        if not len(pairs):
+            return pairs
+        blob = self.blob[pairs]
+        return pairs[np.append(blob[1:] != blob[:-1], True)]

@@ -1,0 +1,75 @@
+"""Arrow arrays of bytes that lie scattered over a mapped file: one copy, made by Arrow, and no Python object a value.
+
+Arrow's binary arrays need their values side by side, and records have headers between them, so a copy there must be.
+The fastest way is to call the whole mapping a binary array whose every second value is wanted, and to take those.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+try:
+    import pyarrow as pa
+except ImportError as error:  # pragma: no cover
+    raise ImportError("columns as Arrow need pyarrow: pip install 'mqstore[spark]', or pyarrow alone") from error
+
+__all__ = ["cut", "ordinals", "spread", "text"]
+
+_Int64s = npt.NDArray[np.int64]
+
+
+def cut(buffer: mmap.mmap | bytes | npt.NDArray[np.uint8], starts: _Int64s, ends: _Int64s) -> Any:
+    """The bytes [starts, ends) of `buffer`, which has less than 2 GiB, as a binary array."""
+    count = len(starts)
+    if not count:
+        return pa.array([], pa.binary())
+    if count > 1 and not bool((starts[1:] >= ends[:-1]).all()):
+        return _cut_unsorted(buffer, starts, ends)
+    edges = np.empty(2 * count, np.int32)
+    edges[0::2] = starts
+    edges[1::2] = ends
+    everywhere = pa.Array.from_buffers(pa.binary(), 2 * count - 1, [None, pa.py_buffer(edges), pa.py_buffer(buffer)])
+    return everywhere.take(ordinals(2 * count - 1, 2))
+
+
+def _cut_unsorted(buffer: mmap.mmap | bytes | npt.NDArray[np.uint8], starts: _Int64s, ends: _Int64s) -> Any:
+    order = np.argsort(starts, kind="stable")
+    if bool((starts[order][1:] >= ends[order][:-1]).all()):
+        back = np.empty(len(order), np.int32)
+        back[order] = np.arange(len(order), dtype=np.int32)
+        return cut(buffer, starts[order], ends[order]).take(pa.array(back))
+    # They overlap: whoever said where they lie was wrong, or said it twice.
+    view = memoryview(buffer)  # type: ignore[arg-type]
+    return pa.array([bytes(view[a:b]) for a, b in zip(starts.tolist(), ends.tolist(), strict=True)], pa.binary())
+
+
+def ordinals(stop: int, step: int = 1) -> Any:
+    """0, step, 2 * step ... below `stop`, to take by."""
+    return pa.array(np.arange(0, stop, step, dtype=np.int32))
+
+
+def spread(values: Any, rows: npt.NDArray[np.integer[Any]], count: int) -> Any:
+    """`count` rows of which `rows` have the values, in that order, and the others null."""
+    if len(rows) == count:
+        return values
+    index = np.zeros(count, np.int32)
+    absent = np.ones(count, np.bool_)
+    index[rows] = np.arange(len(rows), dtype=np.int32)
+    absent[rows] = False
+    return values.take(pa.array(index, mask=absent))
+
+
+def text(values: Any) -> Any:
+    """Binary as string. Bytes that are not UTF-8 become U+FFFD, as `decode_properties` has it."""
+    try:
+        return values.cast(pa.string())
+    except pa.ArrowInvalid:
+        decoded: Sequence[str | None] = [
+            None if value is None else value.decode("utf-8", "replace") for value in values.to_pylist()
+        ]
+        return pa.array(decoded, pa.string())

@@ -1,0 +1,523 @@
+"""Messages as Arrow record batches, straight from the mapped log: numpy and pyarrow, no Spark.
+
+The rows of `spark.read.format("mqstore")`, of `Store.to_arrow` and of `mqstore export --format parquet`. A column costs
+what it needs, and only if it is asked for:
+
+    unit         20 bytes of the consume queue a message; no record is looked at, so none is found damaged
+    header       one or two cache lines of each record
+    body         its bytes, copied once
+    properties   its bytes, copied once and taken apart for all messages together
+
+Values are those of `mqstore export`, row by row; times are UTC timestamps in place of milliseconds. A time outside the
+years 1 to 9999, which only a damaged or foreign record has, is null.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from mqstore.errors import ConfigError, FormatError
+from mqstore.layout.compression import MissingPackageError, inflate
+from mqstore.layout.dispatch import rows_of
+from mqstore.layout.hosts import IPV4_BYTES, decode_host
+from mqstore.layout.messageid import encode_message_id
+from mqstore.layout.properties import KEYS, TAGS, UNIQ_KEY
+from mqstore.layout.record import BORN_HOST_AT, BORN_HOST_V6, COMPRESSED, STORE_HOST_AT_V4, STORE_HOST_V6
+from mqstore.layout.scan import gather
+from mqstore.log.commitlog import QueueRef
+from mqstore.log.report import Finding
+from mqstore.log.store import MessageStore
+from mqstore.log.tagfilter import TagFilter, parse_tags
+from mqstore.spark.arrow import cut, pa, spread, text
+from mqstore.spark.rows import Piece, Policy, log_batches, queue_batches
+from mqstore.spark.windows import WINDOW_BYTES, Windows
+
+__all__ = ["COLUMNS", "Column", "ColumnReader", "arrow_schema", "check_columns", "default_columns"]
+
+Cost = Literal["unit", "header", "body", "properties"]
+_Int64s = npt.NDArray[np.int64]
+_YEAR_1_MS, _YEAR_9999_MS = -62_135_596_800_000, 253_402_300_799_999
+
+_STRING, _TIME = pa.string(), pa.timestamp("us", tz="UTC")
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column: its Arrow type, the same in Spark's words, what it costs, and what it holds."""
+
+    name: str
+    type: Any
+    sql: str
+    cost: Cost
+    meaning: str
+
+
+COLUMNS: Final[Mapping[str, Column]] = {
+    name: Column(name, kind, sql, cost, meaning)
+    for name, kind, sql, cost, meaning in (
+        ("store", _STRING, "string", "unit", "the store's id: its name in a set, else the path"),
+        ("topic", _STRING, "string", "unit", "the topic"),
+        ("queue_id", pa.int32(), "int", "unit", "the queue of the topic"),
+        ("queue_offset", pa.int64(), "bigint", "unit", "the position in the queue"),
+        ("body", pa.binary(), "binary", "body", "the message as it was sent, inflated if it was stored compressed"),
+        ("keys", _STRING, "string", "properties", "the keys it can be found by, separated by spaces"),
+        ("tags", _STRING, "string", "properties", "its tag"),
+        ("properties", pa.map_(_STRING, _STRING), "map<string,string>", "properties", "all its properties"),
+        ("born_timestamp", _TIME, "timestamp", "header", "when the producer made it"),
+        ("store_timestamp", _TIME, "timestamp", "header", "when it was stored"),
+        ("born_host", _STRING, "string", "header", "`ip:port` of the producer"),
+        ("store_host", _STRING, "string", "header", "`ip:port` of the store"),
+        ("reconsume_times", pa.int32(), "int", "header", "how often it was delivered before"),
+        ("flag", pa.int32(), "int", "header", "the user's number"),
+        ("sys_flag", pa.int32(), "int", "header", "the stored bits: compression, transaction, host kinds"),
+        (
+            "body_crc",
+            pa.int32(),
+            "int",
+            "header",
+            "the stored checksum; profile `mqstore` has it over the whole record",
+        ),
+        ("message_id", _STRING, "string", "header", "address of this stored copy"),
+        ("unique_key", _STRING, "string", "properties", "what stays the same in every copy, if the producer set it"),
+        ("physical_offset", pa.int64(), "bigint", "unit", "position of the record in the commitlog"),
+        ("size", pa.int32(), "int", "unit", "bytes of the whole record"),
+        ("tags_code", pa.int64(), "bigint", "unit", "hash of the tag; of a delayed message the time of its delivery"),
+        ("error", _STRING, "string", "unit", "why the row has no record; only with onCorrupt `keep`"),
+    )
+}
+"""Every column, in the order of a row."""
+
+
+def default_columns(*, keep: bool = False) -> tuple[str, ...]:
+    """The columns of a row when none are chosen; `error` with `keep`."""
+    return tuple(name for name in COLUMNS if keep or name != "error")
+
+
+def check_columns(columns: Sequence[str] | None, *, keep: bool = False) -> tuple[str, ...]:
+    """`columns` if there are such. ConfigError."""
+    if columns is None:
+        return default_columns(keep=keep)
+    known = default_columns(keep=True)
+    unknown = [name for name in columns if name not in known]
+    if unknown:
+        raise ConfigError(f"no column {', '.join(map(repr, unknown))}; there are {', '.join(known)}")
+    if len(set(columns)) < len(columns):
+        raise ConfigError(f"a column is named twice in {', '.join(columns)}")
+    return tuple(columns)
+
+
+def arrow_schema(columns: Sequence[str]) -> Any:
+    """The Arrow schema of batches with these columns."""
+    return pa.schema([(name, COLUMNS[name].type) for name in columns])
+
+
+# -- columns of a piece ------------------------------------------------------------------------------------------------
+# Each gives the values of the rows that have a record; `_column` puts nulls between them for those that have none.
+
+
+def _int(name: str) -> Callable[[Piece], Any]:
+    return lambda piece: pa.array(getattr(piece.headers, name))
+
+
+def _time(name: str) -> Callable[[Piece], Any]:
+    def column(piece: Piece) -> Any:
+        stamps: _Int64s = getattr(piece.headers, name)
+        strange = (stamps < _YEAR_1_MS) | (stamps > _YEAR_9999_MS)
+        if not strange.any():
+            return pa.array(stamps * 1000).view(_TIME)
+        return pa.array(np.where(strange, 0, stamps) * 1000, mask=strange).view(_TIME)
+
+    return column
+
+
+def _body(piece: Piece) -> Any:
+    headers = piece.headers
+    assert headers is not None
+    starts = headers.body_position
+    stored = cut(piece.buffer, starts, starts + headers.body_size)
+    if not piece.bodies:
+        return stored
+    index = np.arange(len(stored), dtype=np.int32)
+    rows = sorted(piece.bodies)
+    index[rows] = np.arange(len(stored), len(stored) + len(rows), dtype=np.int32)
+    inflated = pa.array([piece.bodies[row] for row in rows], pa.binary())
+    return pa.concat_arrays([stored, inflated]).take(pa.array(index))
+
+
+def _properties(piece: Piece) -> Any:
+    pairs, count = piece.pairs, piece.records
+    names = text(cut(pairs.data, pairs.start, pairs.start + pairs.name_size))
+    values = text(cut(pairs.data, pairs.value, pairs.value + pairs.value_size))
+    blob = pairs.blob
+    kept = _last_of_equal_names(blob, names)
+    if kept is not None:
+        first, last = kept
+        names, values, blob = names.take(pa.array(first)), values.take(pa.array(last)), blob[first]
+    offsets = np.zeros(count + 1, np.int32)
+    np.cumsum(np.bincount(blob, minlength=count), out=offsets[1:])
+    return pa.MapArray.from_arrays(pa.array(offsets), names, values)
+
+
+def _last_of_equal_names(blob: _Int64s, names: Any) -> tuple[_Int64s, _Int64s] | None:
+    """(pairs whose names stay, pairs whose values they get) where a name stands twice in a message: a dict keeps the
+    place of the first and the value of the last. None: nowhere."""
+    if not len(blob):
+        return None
+    coded = names.dictionary_encode()
+    codes = coded.indices.to_numpy().astype(np.int64)
+    distinct = len(coded.dictionary)
+    if distinct < 63:  # a bit for each name: if none comes twice, their sum is what they give joined
+        bits = np.int64(1) << codes
+        runs = np.flatnonzero(np.append(True, blob[1:] != blob[:-1]))
+        if bool((np.add.reduceat(bits, runs) == np.bitwise_or.reduceat(bits, runs)).all()):
+            return None
+    _, first, which = np.unique(blob * distinct + codes, return_index=True, return_inverse=True)
+    if len(first) == len(blob):
+        return None
+    last = np.zeros(len(first), np.int64)
+    last[which] = np.arange(len(blob))  # of equal ones the last assignment stays
+    first = np.sort(first)
+    return first, last[which[first]]
+
+
+def _property(name: str) -> Callable[[Piece], Any]:
+    encoded = name.encode()
+
+    def column(piece: Piece) -> Any:
+        pairs = piece.pairs
+        chosen = pairs.named(encoded)
+        starts = pairs.value[chosen]
+        values = cut(pairs.data, starts, starts + pairs.value_size[chosen])
+        return text(spread(values, pairs.blob[chosen], piece.records))
+
+    return column
+
+
+def _wide(piece: Piece, at: _Int64s, width: int) -> npt.NDArray[np.void]:
+    """`width` bytes at these positions of the buffer."""
+    everywhere: npt.NDArray[np.void] = np.ndarray((len(piece.buffer) - width + 1,), f"V{width}", piece.buffer, 0, (1,))
+    return everywhere[at]
+
+
+def _host(*, store: bool) -> Callable[[Piece], Any]:
+    def column(piece: Piece) -> Any:
+        headers = piece.headers
+        assert headers is not None
+        if (headers.sys_flag & (BORN_HOST_V6 | STORE_HOST_V6)).any():
+            at = headers.positions + (
+                (STORE_HOST_AT_V4 - IPV4_BYTES) + headers.born_host_size if store else BORN_HOST_AT
+            )
+            sizes = headers.store_host_size if store else headers.born_host_size
+            coded = cut(piece.buffer, at, at + sizes).dictionary_encode()
+            raw = coded.dictionary.to_pylist()
+        else:
+            at = headers.positions + (STORE_HOST_AT_V4 if store else BORN_HOST_AT)
+            coded = pa.array(_wide(piece, at, IPV4_BYTES).view(np.uint64)).dictionary_encode()
+            raw = [value.to_bytes(IPV4_BYTES, _NATIVE) for value in coded.dictionary.to_pylist()]
+        return pa.array([decode_host(host) for host in raw], _STRING).take(coded.indices)
+
+    return column
+
+
+_NATIVE: Final = "little" if np.little_endian else "big"
+_HEX: Final = np.frombuffer(b"".join(b"%02X" % i for i in range(256)), np.uint16)
+
+
+def _message_id(piece: Piece) -> Any:
+    headers = piece.headers
+    assert headers is not None
+    count = len(headers)
+    if not count or (headers.sys_flag & (BORN_HOST_V6 | STORE_HOST_V6)).any():
+        at = headers.positions + (STORE_HOST_AT_V4 - IPV4_BYTES) + headers.born_host_size
+        hosts = cut(piece.buffer, at, at + headers.store_host_size).to_pylist()
+        places = headers.physical_offset.tolist()
+        return pa.array([encode_message_id(h, p) for h, p in zip(hosts, places, strict=True)], _STRING)
+    raw = np.empty((count, 2), np.uint64)
+    raw[:, 0] = _wide(piece, headers.positions + STORE_HOST_AT_V4, IPV4_BYTES).view(np.uint64)
+    raw[:, 1] = headers.physical_offset.astype(">i8").view(np.uint64)
+    digits = _HEX[raw.view(np.uint8)]
+    ends = np.arange(count + 1, dtype=np.int32) * (2 * raw.itemsize * raw.shape[1])
+    return pa.Array.from_buffers(_STRING, count, [None, pa.py_buffer(ends), pa.py_buffer(digits.view(np.uint8))])
+
+
+def _topic(piece: Piece) -> Any:
+    """Of a log scan: as the records have it."""
+    headers = piece.headers
+    assert headers is not None
+    at = headers.topic_position
+    coded = cut(piece.buffer, at, at + headers.topic_size).dictionary_encode()
+    return text(coded.dictionary).take(coded.indices)
+
+
+_OF_RECORD: Final[Mapping[str, Callable[[Piece], Any]]] = {
+    "topic": _topic,
+    "queue_id": _int("queue_id"),
+    "body": _body,
+    "keys": _property(KEYS),
+    "tags": _property(TAGS),
+    "properties": _properties,
+    "born_timestamp": _time("born_timestamp_ms"),
+    "store_timestamp": _time("store_timestamp_ms"),
+    "born_host": _host(store=False),
+    "store_host": _host(store=True),
+    "reconsume_times": _int("reconsume_times"),
+    "flag": _int("flag"),
+    "sys_flag": _int("sys_flag"),
+    "body_crc": _int("checksum"),
+    "message_id": _message_id,
+    "unique_key": _property(UNIQ_KEY),
+}
+
+
+class ColumnReader:
+    """Reads one store by columns. Keeps a few windows of its log mapped until `close`; not for several threads.
+
+    `columns`: names of `COLUMNS`, None for all. `tags`: as for `MessageStore.read`. `decompress` False leaves bodies as
+    they are stored. `verify` compares checksums, which costs about as much as reading a body; without it every length,
+    magic and offset is still checked. `on_corrupt`: "fail" raises CorruptStoreError at the first damaged message,
+    "skip" leaves such messages out (`policy.corrupt` counts them), "keep" gives a row that has what its unit says, null
+    elsewhere, and `error`. Columns that come from units alone are read without a look at the records.
+
+    Raises ConfigError for columns that there are not.
+    """
+
+    def __init__(
+        self,
+        store: MessageStore,
+        columns: Sequence[str] | None = None,
+        *,
+        tags: str | None = None,
+        decompress: bool = True,
+        policy: Policy | None = None,
+        store_id: str | None = None,
+        window_bytes: int = WINDOW_BYTES,
+    ) -> None:
+        self.store = store
+        self.policy = policy or Policy()
+        self.columns = check_columns(columns, keep=self.policy.on_corrupt == "keep")
+        self.schema = arrow_schema(self.columns)
+        self._tags = tags
+        self._inflates = decompress and "body" in self.columns
+        self._store_id = str(store.path) if store_id is None else store_id
+        self._windows = Windows(store._run, store.fs, window_bytes=window_bytes)
+
+    def __enter__(self) -> ColumnReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the mappings. Batches stay valid: they own their bytes."""
+        self._windows.close()
+
+    def queue(self, topic: str, queue_id: int, start: int, stop: int) -> Iterator[Any]:
+        """Record batches of queue offsets [start, stop), in order; nothing for a queue that is not there."""
+        chosen = parse_tags(self._tags, topic)
+        records = chosen is not None or any(COLUMNS[name].cost != "unit" for name in self.columns)
+        for pieces in queue_batches(
+            self.store, self._windows, topic, queue_id, start, stop, self.policy, records=records, tags=chosen
+        ):
+            yield from self._batches(pieces, chosen)
+
+    def log(self, start: int, stop: int, wanted: Callable[[str], bool] = lambda topic: True) -> Iterator[Any]:
+        """Record batches of the messages whose records begin at physical offsets [start, stop), in log order, of the
+        topics that `wanted` says yes to. `stop` lies at or below the end of what has been dispatched."""
+        chosen = None if self._tags is None else parse_tags(self._tags, "")
+        for pieces in log_batches(self.store, self._windows, start, stop, self.policy, wanted):
+            yield from self._batches(pieces, chosen)
+
+    # -- batches ----------------------------------------------------------------------------------------------------
+
+    def _batches(self, pieces: list[Piece], tags: TagFilter | None) -> Iterator[Any]:
+        if tags is not None:
+            pieces = [piece for each in pieces if len(piece := _bearing(each, tags))]
+        if self._inflates:
+            pieces = [each for piece in pieces for each in self._inflated(piece)]
+        group: list[Piece] = []
+        room = self.policy.max_bytes
+        for piece in pieces:
+            size = sum(map(len, piece.bodies.values()))
+            if group and size > room:  # what was stored small may be large
+                yield self._batch(group)
+                group, room = [], self.policy.max_bytes
+            group.append(piece)
+            room -= size
+        if any(map(len, group)):
+            yield self._batch(group)
+
+    def _inflated(self, piece: Piece) -> Iterator[Piece]:
+        """`piece` with its compressed bodies inflated; cut where they would make a batch too large."""
+        headers = piece.headers
+        if headers is None:
+            yield piece
+            return
+        rows = np.flatnonzero(headers.sys_flag & COMPRESSED)
+        if not len(rows):
+            yield piece
+            return
+        failed: list[int] = []
+        errors: list[str] = []
+        total = 0
+        starts, ends = headers.body_position, headers.body_position + headers.body_size
+        for row in rows.tolist():
+            stored = piece.buffer[int(starts[row]) : int(ends[row])]
+            try:
+                body = inflate(int(headers.sys_flag[row]), stored)
+            except (FormatError, MissingPackageError) as error:
+                failed.append(row)
+                errors.append(self._not_inflated(piece, row, error))
+                continue
+            if total and total + len(body) > self.policy.max_bytes:
+                low, high = _halves(piece, row)
+                low.bodies = {r: b for r, b in piece.bodies.items() if r < row}
+                piece.bodies = {}
+                yield from self._without(low, failed, errors)
+                yield from self._inflated(high)
+                return
+            piece.bodies[row] = body
+            total += len(body)
+        yield from self._without(piece, failed, errors)
+
+    def _without(self, piece: Piece, failed: list[int], errors: list[str]) -> Iterator[Piece]:
+        if failed:
+            piece = piece.without(np.array(failed, np.intp), errors, self.policy)
+        if len(piece):
+            yield piece
+
+    def _not_inflated(self, piece: Piece, row: int, error: Exception) -> str:
+        """Tell of a body that does not inflate; the text for its row."""
+        headers = piece.headers
+        assert headers is not None
+        physical = int(headers.physical_offset[row])
+        start = physical // self.store.manifest.commitlog_segment_bytes * self.store.manifest.commitlog_segment_bytes
+        where = f"{self._topic_name(piece, row)}, queue {headers.queue_id[row]}, offset {headers.queue_offset[row]}"
+        detail = f"{where}: its body does not inflate: {error}"
+        size = int(headers.size[row])
+        self.policy.damage(Finding("bad_record", f"commitlog/{start:020d}", physical - start, size, detail))
+        return detail
+
+    @staticmethod
+    def _topic_name(piece: Piece, row: int) -> str:
+        if piece.topic is not None:
+            return piece.topic
+        headers = piece.headers
+        assert headers is not None
+        at = int(headers.topic_position[row])
+        return str(piece.buffer[at : at + int(headers.topic_size[row])], "utf-8", "replace")
+
+    def _batch(self, pieces: list[Piece]) -> Any:
+        arrays = []
+        for field in self.schema:
+            parts = [self._column(piece, field.name) for piece in pieces]
+            array = parts[0] if len(parts) == 1 else pa.concat_arrays(parts)
+            arrays.append(array if array.type == field.type else array.cast(field.type))
+        return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
+
+    def _column(self, piece: Piece, name: str) -> Any:
+        known = self._of_unit(piece, name)
+        if known is not None:
+            return known
+        count = len(piece)
+        if not piece.records:
+            return pa.nulls(count, COLUMNS[name].type)
+        values = self._tags_code(piece) if name == "tags_code" else _OF_RECORD[name](piece)
+        return values if piece.bad is None else spread(values, np.flatnonzero(~piece.bad), count)
+
+    def _of_unit(self, piece: Piece, name: str) -> Any:
+        """A column that is known without the records; None for one that is not."""
+        count = len(piece)
+        match name:
+            case "store":
+                return pa.repeat(pa.scalar(self._store_id, _STRING), count)
+            case "topic" if piece.topic is not None:
+                topic = piece.topic.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+                return pa.repeat(pa.scalar(topic, _STRING), count)
+            case "queue_id" if piece.queue_id is not None:
+                return pa.repeat(pa.scalar(piece.queue_id, pa.int32()), count)
+            case "queue_offset":
+                return _or_null(piece.slots)
+            case "physical_offset":
+                return _or_null(piece.physical)
+            case "size":
+                return _or_null(piece.sizes.astype(np.int32))
+            case "tags_code" if piece.tags_codes is not None:
+                return pa.array(piece.tags_codes)
+            case "error" if piece.bad is None:
+                return pa.nulls(count, _STRING)
+            case "error":
+                return spread(pa.array(piece.errors, _STRING), np.flatnonzero(piece.bad), count)
+        return None
+
+    def _tags_code(self, piece: Piece) -> Any:
+        """Of a log scan: what dispatch would put into the unit."""
+        assert piece.headers is not None
+        return pa.array(rows_of(piece.buffer, piece.headers, piece.base, self.store.delay_table_ms).tags_code)
+
+
+def _or_null(values: npt.NDArray[np.signedinteger[Any]]) -> Any:
+    """Null in place of -1, which stands for what nobody knows."""
+    absent = values == -1
+    return pa.array(values, mask=absent) if absent.any() else pa.array(values)
+
+
+def _halves(piece: Piece, row: int) -> tuple[Piece, Piece]:
+    """`piece` before and from a row among its records on."""
+    assert piece.headers is not None
+    at = row if piece.bad is None else int(np.flatnonzero(~piece.bad)[row])
+    return _part(piece, slice(0, at), slice(0, row)), _part(piece, slice(at, None), slice(row, None))
+
+
+def _part(piece: Piece, rows: slice | npt.NDArray[Any], records: slice | npt.NDArray[Any]) -> Piece:
+    """Some rows of a piece, and the records that belong to them. Without inflated bodies."""
+    assert piece.headers is not None
+    errors: Sequence[str] = ()
+    bad = None
+    if piece.bad is not None:
+        bad = piece.bad[rows]
+        number = np.cumsum(piece.bad) - 1
+        errors = [piece.errors[i] for i in number[rows][bad].tolist()]
+    return Piece(
+        piece.topic,
+        piece.queue_id,
+        piece.slots[rows],
+        piece.physical[rows],
+        piece.sizes[rows],
+        None if piece.tags_codes is None else piece.tags_codes[rows],
+        piece.buffer,
+        piece.base,
+        gather(piece.buffer, piece.headers.positions[records]),
+        bad,
+        errors,
+    )
+
+
+def _bearing(piece: Piece, tags: TagFilter) -> Piece:
+    """The rows whose record bears one of the tags, and those that have no record: nobody knows what they bore."""
+    if piece.headers is None or not piece.records:
+        return piece
+    pairs = piece.pairs
+    chosen = pairs.named(TAGS.encode())
+    starts = pairs.value[chosen]
+    coded = cut(pairs.data, starts, starts + pairs.value_size[chosen]).dictionary_encode()
+    wanted = np.array([str(tag, "utf-8", "replace") in tags.tags for tag in coded.dictionary.to_pylist()], np.bool_)
+    bears = np.zeros(piece.records, np.bool_)
+    if len(chosen):
+        bears[pairs.blob[chosen]] = wanted[coded.indices.to_numpy()]
+    if bears.all():
+        return piece
+    rows = bears
+    if piece.bad is not None:
+        rows = piece.bad.copy()
+        rows[~piece.bad] = bears
+    return _part(piece, rows, bears)
+
+
+def refs_of(store: MessageStore, topic: str, queue_id: int | None) -> list[QueueRef]:
+    """The queue, or all queues of the topic. TopicNotFoundError."""
+    return store.queues(topic) if queue_id is None else [QueueRef(topic, queue_id)]

@@ -1,0 +1,453 @@
+"""Which records a read comes upon, checked, before a column of them is made.
+
+    queue scan   units of a queue -> where the records lie, window by window, in queue order
+    log scan     a range of the commitlog, cut anywhere -> the records that begin in it, in log order
+
+Both give `Piece`s, joined to batches of bounded rows and bytes. Each record is checked before any of its bytes is
+used: it lies in what the file holds, its magic, its own offset, its inner lengths and what its unit says of it agree,
+and (`verify`) its checksum. What does not pass is damage, and `Policy` says what becomes of it; what retention has
+taken away is counted, not damage.
+
+The log scan lists what dispatch would: no prepared or rolled back record, no queue that cannot be. It needs no consume
+queue. A range may begin in the middle of a record: the first record that verifies there begins it, since a record
+names its own position (store-format 2.1), so ranges that follow each other share no record and lose none.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from mqstore.errors import CorruptStoreError
+from mqstore.layout.consumequeue import UNIT_BYTES, is_void
+from mqstore.layout.pairs import Pairs
+from mqstore.layout.record import (
+    MIN_RECORD_BYTES,
+    TRANSACTION_COMMIT,
+    TRANSACTION_MASK,
+    check_record,
+)
+from mqstore.layout.scan import Headers, find_next, gather, topic_is, verify, walk
+from mqstore.log.names import is_path_safe
+from mqstore.log.report import Finding
+from mqstore.log.store import MessageStore
+from mqstore.log.tagfilter import TagFilter
+from mqstore.spark.arrow import cut
+from mqstore.spark.windows import Window, Windows
+
+__all__ = ["OnCorrupt", "Piece", "Policy", "log_batches", "queue_batches"]
+
+OnCorrupt = Literal["fail", "skip", "keep"]
+_Int64s = npt.NDArray[np.int64]
+_Bools = npt.NDArray[np.bool_]
+_CHUNK_UNITS = 1 << 16
+_FILTERED_CHUNK_UNITS = 1 << 18
+_NOTHING = np.zeros(0, np.int64)
+
+
+@dataclass(slots=True)
+class Policy:
+    """What a read does, whatever its columns. Counts what it left out."""
+
+    max_rows: int = 20_000
+    max_bytes: int = 8 << 20
+    """Of records; a batch has at least one row."""
+    verify: bool = True
+    on_corrupt: OnCorrupt = "fail"
+    tell: Callable[[Finding], None] | None = None
+    """Called with everything that `on_corrupt` "skip" or "keep" passes over."""
+    corrupt: int = field(default=0, init=False)
+    removed: int = field(default=0, init=False)
+    """Messages that retention took between planning and reading."""
+
+    def damage(self, finding: Finding) -> None:
+        """Raise CorruptStoreError, or count."""
+        if self.on_corrupt == "fail":
+            raise CorruptStoreError(
+                f"{finding.file} at byte {finding.position}: {finding.detail} (onCorrupt 'skip' leaves such messages "
+                "out, 'keep' gives a row that says so; see also `mqstore verify`)",
+                finding.file,
+                finding.position,
+            )
+        self.corrupt += 1
+        if self.tell is not None:
+            self.tell(finding)
+
+
+@dataclass
+class Piece:
+    """Messages whose records lie in one window. `slots`, `physical`, `sizes`, `tags_codes` have an element a row.
+
+    Rows that are `bad` have no record: `headers` has one less for each of them, and `errors` their texts. Without
+    `headers` no record was looked at.
+    """
+
+    topic: str | None
+    """None in a log scan: the records tell."""
+    queue_id: int | None
+    slots: _Int64s
+    physical: _Int64s
+    sizes: _Int64s
+    tags_codes: _Int64s | None
+    buffer: mmap.mmap | bytes = b""
+    base: int = 0
+    headers: Headers | None = None
+    bad: _Bools | None = None
+    errors: Sequence[str] = ()
+    bodies: dict[int, bytes] = field(default_factory=dict)
+    """Inflated bodies, by row among the records."""
+
+    def __len__(self) -> int:
+        return len(self.physical)
+
+    @property
+    def records(self) -> int:
+        """Rows that have a record."""
+        return len(self) - len(self.errors)
+
+    @cached_property
+    def pairs(self) -> Pairs:
+        """The properties of all records."""
+        assert self.headers is not None
+        starts = self.headers.properties_position
+        ends = starts + self.headers.properties_size
+        if not len(starts) or int(ends.max()) >= len(self.buffer):
+            return Pairs.of([self.buffer[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)])
+        # With the byte behind each, which then becomes the 02 that closes it.
+        blobs = cut(self.buffer, starts, ends + 1)
+        _, offsets, data = blobs.buffers()
+        closing = np.frombuffer(offsets, np.int32, len(blobs) + 1)[1:].astype(np.int64) - 1
+        text = np.frombuffer(data, np.uint8, int(closing[-1]) + 1)
+        if not text.flags.writeable:
+            text = text.copy()
+        text[closing] = 2
+        return Pairs(text, closing)
+
+    def without(self, rows: npt.NDArray[np.intp], errors: list[str], policy: Policy) -> Piece:
+        """The same with some of the records, given by row among the records, found bad as well."""
+        assert self.headers is not None
+        bad = np.zeros(len(self), np.bool_) if self.bad is None else self.bad.copy()
+        row_of_record = np.flatnonzero(~bad)
+        kept = np.ones(len(row_of_record), np.bool_)
+        kept[rows] = False
+        texts = dict(zip(np.flatnonzero(bad).tolist(), self.errors, strict=True))
+        texts |= zip(row_of_record[rows].tolist(), errors, strict=True)
+        bad[row_of_record[rows]] = True
+        number = np.cumsum(kept) - 1
+        piece = Piece(
+            self.topic,
+            self.queue_id,
+            self.slots,
+            self.physical,
+            self.sizes,
+            self.tags_codes,
+            self.buffer,
+            self.base,
+            gather(self.buffer, self.headers.positions[kept]),
+            bad,
+            [texts[row] for row in sorted(texts)],
+            {int(number[row]): body for row, body in self.bodies.items() if kept[row]},
+        )
+        return piece if policy.on_corrupt == "keep" else piece.sound()
+
+    def sound(self) -> Piece:
+        """Without the rows that have no record."""
+        if self.bad is None:
+            return self
+        rows = ~self.bad
+        codes = None if self.tags_codes is None else self.tags_codes[rows]
+        return Piece(
+            self.topic,
+            self.queue_id,
+            self.slots[rows],
+            self.physical[rows],
+            self.sizes[rows],
+            codes,
+            self.buffer,
+            self.base,
+            self.headers,
+            bodies=self.bodies,
+        )
+
+
+def _spans(sizes: _Int64s, max_rows: int, max_bytes: int) -> Iterator[tuple[int, int]]:
+    """Rows [low, high) of each batch."""
+    low, count = 0, len(sizes)
+    ends = np.cumsum(sizes)
+    while low < count:
+        before = int(ends[low - 1]) if low else 0
+        high = int(np.searchsorted(ends, before + max_bytes, side="right"))
+        high = min(count, max(low + 1, high), low + max_rows)
+        yield low, high
+        low = high
+
+
+# -- queue scan --------------------------------------------------------------------------------------------------------
+
+
+def queue_batches(
+    store: MessageStore,
+    windows: Windows,
+    topic: str,
+    queue_id: int,
+    start: int,
+    stop: int,
+    policy: Policy,
+    *,
+    records: bool = True,
+    tags: TagFilter | None = None,
+) -> Iterator[list[Piece]]:
+    """Messages of queue offsets [start, stop), in order. `records` False looks at units alone; `tags` lets pass what
+    its hash lets pass, so some that it would not."""
+    queue = store._queues.get(topic, queue_id)
+    if queue is None:
+        return
+    encoded = topic.encode("utf-8", "surrogateescape")
+    step = _CHUNK_UNITS if tags is None else _FILTERED_CHUNK_UNITS
+    while start < stop:
+        count = min(step, stop - start)
+        units = queue.units(start, count)
+        physical = units["physical_offset"].astype(np.int64)
+        sizes = units["size"].astype(np.int64)
+        codes = units["tags_code"].astype(np.int64)
+        live = (sizes > 0) & (physical >= 0)
+        slots = np.arange(start, start + count, dtype=np.int64)
+        if not live.all():
+            store._find_news()
+            queue.correct_min(store.min_offset)  # retention may have taken the file they were in
+            gone = ~live & (slots < queue.min_offset)
+            policy.removed += int(gone.sum())
+            yield from _holes(store, topic, queue_id, slots[~live & ~gone], policy)
+        live &= ~is_void(units)
+        if tags is not None:
+            live &= tags.units(codes)
+        if not live.all():
+            slots, physical, sizes, codes = slots[live], physical[live], sizes[live], codes[live]
+        for low, high in _spans(sizes, policy.max_rows, policy.max_bytes if records else 1 << 62):
+            here = slice(low, high)
+            whole = Piece(topic, queue_id, slots[here], physical[here], sizes[here], codes[here])
+            if not records:
+                yield [whole]
+            elif pieces := [*_looked_up(store, windows, encoded, whole, policy)]:
+                yield pieces
+        start += count
+
+
+def _holes(store: MessageStore, topic: str, queue_id: int, slots: _Int64s, policy: Policy) -> Iterator[list[Piece]]:
+    """Units that are not there, though later ones are."""
+    if not len(slots):
+        return
+    per = store.manifest.consumequeue_segment_bytes // UNIT_BYTES
+    for slot in slots.tolist():
+        file = f"consumequeue/{topic}/{queue_id}/{slot // per * per * UNIT_BYTES:020d}"
+        detail = f"{topic}, queue {queue_id}, offset {slot}: no unit, though later ones are there"
+        policy.damage(Finding("missing_units", file, slot % per * UNIT_BYTES, UNIT_BYTES, detail))
+        if policy.on_corrupt == "keep":
+            one = np.full(1, -1, np.int64)
+            yield [Piece(topic, queue_id, np.full(1, slot), one, one, None, bad=np.ones(1, np.bool_), errors=[detail])]
+
+
+def _looked_up(store: MessageStore, windows: Windows, topic: bytes, whole: Piece, policy: Policy) -> Iterator[Piece]:
+    """`whole` by the windows that its records lie in, checked."""
+    size = store.manifest.commitlog_segment_bytes
+    physical, ends = whole.physical, whole.physical + whole.sizes
+    starts = physical - physical % size
+    cells = starts + (physical - starts) // windows.window_bytes * windows.window_bytes
+    bounds = (np.flatnonzero(np.diff(cells)) + 1).tolist()
+    for low, high in zip([0, *bounds], [*bounds, len(cells)], strict=True):
+        here = slice(low, high)
+        piece = Piece(
+            whole.topic, whole.queue_id, whole.slots[here], physical[here], whole.sizes[here], whole.tags_codes[here]
+        )  # type: ignore[index]  # a queue's piece has codes
+        last = min(int(ends[here].max()), int(starts[low]) + size)
+        window = windows.of(int(cells[low]), last)
+        if window is None:
+            store._find_news()
+            if int(physical[low]) < store.min_offset:
+                policy.removed += len(piece)
+                continue
+            window = windows.of(int(cells[low]), last)
+        yield from _checked(store, window or Window(int(cells[low]), b"", True), topic, piece, policy)
+
+
+def _checked(store: MessageStore, window: Window, topic: bytes, piece: Piece, policy: Policy) -> Iterator[Piece]:
+    buffer = window.buffer
+    positions = piece.physical - window.base
+    inside = (positions + piece.sizes <= len(buffer)) & (piece.sizes >= MIN_RECORD_BYTES)
+    rows = np.arange(len(piece)) if inside.all() else np.flatnonzero(inside)
+    headers = gather(buffer, positions[rows])
+    fine = headers.ok & (headers.size == piece.sizes[rows]) & (headers.physical_offset == piece.physical[rows])
+    fine &= (headers.queue_id == piece.queue_id) & (headers.queue_offset == piece.slots[rows])
+    if not fine.all():
+        rows = rows[fine]
+        headers = gather(buffer, positions[rows])
+    fine = topic_is(buffer, headers, topic)
+    if policy.verify:
+        fine &= verify(buffer, headers, store._checksum)
+    if not fine.all():
+        rows = rows[fine]
+        headers = gather(buffer, positions[rows])
+    piece.buffer, piece.base, piece.headers = buffer, window.base, headers
+    if len(rows) < len(piece):
+        bad = np.ones(len(piece), np.bool_)
+        bad[rows] = False
+        errors = []
+        for row in np.flatnonzero(bad).tolist():
+            slot, physical, size = int(piece.slots[row]), int(piece.physical[row]), int(piece.sizes[row])
+            errors.append(f"{piece.topic}, queue {piece.queue_id}, offset {slot}: the record does not verify")
+            policy.damage(_in_log(store, "bad_record", physical, size, errors[-1]))
+        piece.bad, piece.errors = bad, errors
+        if policy.on_corrupt != "keep":
+            piece = piece.sound()
+    if len(piece):
+        yield piece
+
+
+def _in_log(store: MessageStore, kind: Literal["bad_record"], physical: int, size: int, detail: str) -> Finding:
+    segment = store.manifest.commitlog_segment_bytes
+    start = physical // segment * segment
+    return Finding(kind, f"commitlog/{start:020d}", physical - start, size, detail)
+
+
+# -- log scan ----------------------------------------------------------------------------------------------------------
+
+
+def log_batches(
+    store: MessageStore,
+    windows: Windows,
+    start: int,
+    stop: int,
+    policy: Policy,
+    wanted: Callable[[str], bool],
+) -> Iterator[list[Piece]]:
+    """Messages, of the topics `wanted`, whose records begin at physical offsets [start, stop), in log order.
+
+    `stop` lies at or below the end of what has been dispatched, or in a segment's BLANK.
+    """
+    seen: dict[bytes, bool] = {}
+
+    def is_wanted(topic: bytes) -> bool:
+        if topic not in seen:
+            name = topic.decode("utf-8", "surrogateescape")
+            seen[topic] = is_path_safe(name) and wanted(name)
+        return seen[topic]
+
+    for segment in store._run.segments():
+        low, high = max(start, segment.start), min(stop, segment.end)
+        if low < high:
+            for window, headers in _records(store, windows, low, high, segment.start, segment.end, policy):
+                if isinstance(headers, Finding):
+                    yield [_stretch_without_record(segment.start, headers)]
+                    continue
+                chosen = _listed(window, headers, is_wanted)
+                if not chosen.all():
+                    headers = gather(window.buffer, headers.positions[chosen])
+                if len(headers):
+                    yield [
+                        Piece(
+                            None,
+                            None,
+                            headers.queue_offset,
+                            headers.physical_offset,
+                            headers.size.astype(np.int64),
+                            None,
+                            window.buffer,
+                            window.base,
+                            headers,
+                        )
+                    ]
+
+
+def _stretch_without_record(segment: int, finding: Finding) -> Piece:
+    where = np.array([segment + finding.position], np.int64)
+    length = np.array([finding.length], np.int64)
+    absent = np.full(1, -1, np.int64)
+    return Piece(None, None, absent, where, length, None, bad=np.ones(1, np.bool_), errors=[finding.detail])
+
+
+def _listed(window: Window, headers: Headers, is_wanted: Callable[[bytes], bool]) -> _Bools:
+    """Which records dispatch gives a unit, of the topics that are wanted."""
+    transaction = headers.sys_flag & TRANSACTION_MASK
+    chosen: _Bools = (transaction == 0) | (transaction == TRANSACTION_COMMIT)
+    chosen &= headers.queue_id >= 0
+    at = headers.topic_position
+    topics = cut(window.buffer, at, at + headers.topic_size).dictionary_encode()
+    verdicts = np.array([is_wanted(topic) for topic in topics.dictionary.to_pylist()], np.bool_)
+    if not verdicts.all():
+        chosen &= verdicts[topics.indices.to_numpy()]
+    return chosen
+
+
+def _records(
+    store: MessageStore, windows: Windows, low: int, high: int, first: int, last: int, policy: Policy
+) -> Iterator[tuple[Window, Headers | Finding]]:
+    """Records that begin in [low, high) of the segment [first, last), a batch at a time; with the policy "keep" also
+    what is none."""
+    at, length = low, 0
+    synced = low == first
+    while at < high:
+        window = windows.from_(at, min(last, at + length))
+        if window is None:
+            store._find_news()
+            if at >= store.min_offset:
+                yield from _no_record(store, Window(at, b"", True), at, high, "no file holds these bytes", policy)
+            return
+        buffer, base = window.buffer, window.base
+        if not synced:
+            found = find_next(buffer, at - base, len(buffer), base, store._checksum)
+            if found is None and not window.at_end:
+                length = last - at  # it may not fit the window
+                continue
+            if found is None or base + found >= high:
+                return
+            at, synced = base + found, True
+        positions, stop = walk(buffer, at - base, len(buffer))
+        positions = positions[: int(np.searchsorted(positions, high - base))]
+        bad_at = -1
+        sizes = np.diff(np.append(positions, stop))
+        for a, b in _spans(sizes, policy.max_rows, policy.max_bytes):
+            headers = gather(buffer, positions[a:b])
+            fine = headers.ok & (headers.physical_offset == headers.positions + base)
+            if policy.verify:
+                fine &= verify(buffer, headers, store._checksum)
+            if not fine.all():
+                good = int(np.argmin(fine))
+                bad_at = base + int(positions[a + good])
+                headers = gather(buffer, positions[a : a + good])
+            if len(headers):
+                yield window, headers
+            if bad_at >= 0:
+                break
+        if bad_at < 0:
+            if base + stop >= high:
+                return
+            moved, at = base + stop > at, base + stop
+            if not window.at_end and moved:
+                length = 0  # the next record may lie across the window's end
+                continue
+            bad_at = at
+            if check_record(buffer, at - base, last - base, at, store._checksum).status == "blank":
+                return
+        if not window.at_end and not length:
+            at, length = bad_at, last - bad_at  # it, or what comes behind the damage, may be larger than the window
+            continue
+        detail = check_record(buffer, bad_at - base, last - base, bad_at, store._checksum).detail
+        found = find_next(buffer, bad_at - base + 1, len(buffer), base, store._checksum)
+        behind = high if found is None else min(high, base + found)
+        yield from _no_record(store, window, bad_at, behind, detail or "it is not what it should be", policy)
+        at, length = behind, 0
+
+
+def _no_record(
+    store: MessageStore, window: Window, start: int, end: int, detail: str, policy: Policy
+) -> Iterator[tuple[Window, Finding]]:
+    finding = _in_log(store, "bad_record", start, end - start, f"{end - start} bytes hold no record: {detail}")
+    policy.damage(finding)
+    if policy.on_corrupt == "keep":
+        yield window, finding

@@ -1,0 +1,89 @@
+"""A store with time by hand for who consumes by pop, and threads whose outcome can be looked at."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mqstore
+from mqstore import Broker, SimpleConsumer, SimulatedClock, StoreConfig
+
+__all__ = ["Bench", "ended", "in_thread", "until"]
+
+
+class Bench:
+    """A store whose clock stands still unless `advance` moves it; group g, topic t unless said."""
+
+    def __init__(self, path: Path, **config: Any) -> None:
+        self.path = path
+        self.clock = SimulatedClock()
+        self.config = config
+        self.open()
+
+    def open(self) -> None:
+        self.store = mqstore.open(self.path, config=StoreConfig(clock=self.clock, **self.config))
+
+    @property
+    def broker(self) -> Broker:
+        return self.store.broker
+
+    def kill(self) -> None:
+        """What the system does for a dead process: locks and descriptors are given back, nothing else happens."""
+        self.store.log._closed = True
+        self.store.log._release()
+
+    def put(self, *bodies: bytes, topic: str = "t", queue_id: int | None = None, **options: Any) -> None:
+        for body in bodies:
+            self.store.put(topic, body, queue_id=queue_id, **options)
+        self.broker.run_once()
+
+    def consumer(self, *topics: str, group: str = "g", **options: Any) -> SimpleConsumer:
+        return self.store.simple_consumer(group, dict.fromkeys(topics or ("t",), "*"), **options)
+
+    def advance(self, duration_s: float) -> None:
+        until_ms = self.clock.now_ms() + round(duration_s * 1000)
+        while (due_ms := self.settle()) is not None and due_ms <= until_ms:
+            self.clock.advance(max(1, due_ms - self.clock.now_ms()))
+        self.clock.advance(max(0, until_ms - self.clock.now_ms()))
+        self.settle()
+
+    def settle(self) -> int | None:
+        """Run what is due; when to come again."""
+        for _ in range(1000):
+            due_ms = self.broker.run_once()
+            if due_ms is None or due_ms > self.clock.now_ms():
+                return due_ms
+        raise AssertionError("something is due again and again")
+
+
+def in_thread(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    """Runs `work`; what it returned or raised comes into the list."""
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append(work())
+        except Exception as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, outcome
+
+
+def ended(thread: threading.Thread, outcome: list[Any]) -> Any:
+    """What the thread returned or raised."""
+    thread.join(20)
+    assert not thread.is_alive()
+    return outcome[0]
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait for another thread to get somewhere."""
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)

@@ -1,0 +1,144 @@
+"""A store whose time stands still, with push consumers on it that run when a test says so."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mqstore.broker.broker import Broker
+from mqstore.client.assignment import Assignment
+from mqstore.client.pushconsumer import PushConsumer
+from mqstore.clock import SimulatedClock
+from mqstore.files.filesystem import FileSystem
+from mqstore.log.commitlog import QueueRef
+from mqstore.log.message import Message
+from tests.log.support import open_store
+
+__all__ = ["PushBench", "engine_of", "pulls", "unsettled"]
+
+SEGMENT = 1 << 18
+
+
+class PushBench:
+    """Group g, topic t unless said. What is due is done when `settle` or `advance` is called, and only then."""
+
+    def __init__(self, path: Path, *, fs: FileSystem | None = None, queues: int = 1, **config: Any) -> None:
+        self.path = path
+        self.clock = SimulatedClock()
+        self.fs = fs
+        self.config = {"segment_bytes": SEGMENT, **config}
+        self.consumers: list[PushConsumer] = []
+        self.open()
+        if self.broker.topics.get("t") is None:
+            self.broker.topics.create("t", queues=queues)
+
+    def open(self) -> None:
+        new = not (self.path / "commitlog").exists()
+        config = self.config if new else {k: v for k, v in self.config.items() if k != "segment_bytes"}
+        self.broker = Broker(open_store(self.path, fs=self.fs, clock=self.clock, **config))
+
+    def kill(self) -> None:
+        """What the system does for a dead process: locks and descriptors are given back, nothing else happens."""
+        self.consumers.clear()
+        self.broker.store._closed = True
+        self.broker.store._release()
+
+    def close(self) -> None:
+        for consumer in self.consumers:
+            consumer.stop()
+        self.consumers.clear()
+        self.broker.close()
+
+    # -- messages ---------------------------------------------------------------------------------------------------
+
+    def put(self, *bodies: bytes, topic: str = "t", queue_id: int | None = 0, **options: Any) -> None:
+        for body in bodies:
+            self.broker.put(topic, body, queue_id=queue_id, **options)
+
+    def consumer(
+        self,
+        handler: Callable[..., object] | None = None,
+        topic: str = "t",
+        *,
+        group: str = "g",
+        tags: str = "*",
+        run: bool = True,
+        **options: Any,
+    ) -> PushConsumer:
+        options.setdefault("workers", 2)
+        options.setdefault("start", "earliest")
+        consumer = PushConsumer(self.broker, group, **options)
+        consumer.subscribe(topic, (lambda message: None) if handler is None else handler, tags=tags)
+        self.consumers.append(consumer)
+        return consumer.start() if run else consumer
+
+    def committed(self, queue_id: int = 0, topic: str = "t", group: str = "g") -> int | None:
+        return self.broker.committed(group, topic, queue_id)
+
+    def dead(self, group: str = "g") -> list[bytes]:
+        return [message.body for message in self.broker.dead_letters(group)]
+
+    # -- time -------------------------------------------------------------------------------------------------------
+
+    def settle(self) -> int | None:
+        """Do all that is due now; when the next is (wall ms)."""
+        offset_ms = self.clock.now_ms() - self.clock.monotonic_ms()
+        for _ in range(10_000):
+            now_ms, end = self.clock.now_ms(), self.broker.store.max_offset
+            times = [self.broker.run_once()]
+            for consumer in self.consumers:
+                due_ms = consumer.run_once()
+                times.append(None if due_ms is None else due_ms + offset_ms)
+            known = [due_ms for due_ms in times if due_ms is not None]
+            idle = all(consumer._workers._jobs.empty() for consumer in self.consumers)
+            if idle and self.broker.store.max_offset == end and all(due_ms > now_ms for due_ms in known):
+                return min(known, default=None)
+        raise AssertionError("something is due again and again")
+
+    def advance(self, duration_s: float) -> None:
+        """Let time pass, from one due time to the next."""
+        until_ms = self.clock.now_ms() + round(duration_s * 1000)
+        while (due_ms := self.settle()) is not None and due_ms <= until_ms:
+            self.clock.advance(max(1, due_ms - self.clock.now_ms()))
+        self.clock.advance(max(0, until_ms - self.clock.now_ms()))
+        self.settle()
+
+
+def engine_of(consumer: PushConsumer) -> Assignment:
+    engine = consumer._engine
+    assert isinstance(engine, Assignment)
+    return engine
+
+
+def pulls(consumer: PushConsumer) -> dict[QueueRef, list[str]]:
+    """Of each queue that a consumer at rest has, where its pull is (A15.7). Looks inside."""
+    engine, workers = engine_of(consumer), consumer._workers
+    assert workers._jobs.empty(), "it is not at rest"
+    timers: Counter[tuple[str, int]] = Counter()
+    for _, _, timer in workers._heap:
+        call = timer.call
+        if isinstance(call, partial) and call.func in (engine._submit_pull, engine._restart):
+            timers["restart" if call.func == engine._restart else "timer", id(call.args[0])] += 1
+    found: dict[QueueRef, list[str]] = {}
+    for ref, queue in engine._queues.items():
+        waiter = engine._waits.get(queue)
+        places = ["waiting"] if waiter is not None and waiter.places else []
+        places += ["full"] * queue.throttled + ["paused"] * queue.parked + ["timer"] * timers["timer", id(queue)]
+        if queue.dropped:  # whatever was to pull it finds it closed; who begins it anew is what counts
+            places = []
+        places += ["restart"] * timers["restart", id(queue)]
+        assert not queue.submitted, f"{ref}: a pull is said to be on its way, and is not"
+        found[ref] = places
+    return found
+
+
+def unsettled(consumer: PushConsumer) -> dict[QueueRef, int]:
+    """How many messages a consumer holds of each queue."""
+    return {ref: len(queue) for ref, queue in engine_of(consumer)._queues.items()}
+
+
+def offsets(messages: list[Message]) -> list[int]:
+    return [message.offset for message in messages]

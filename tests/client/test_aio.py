@@ -1,0 +1,952 @@
+"""The asyncio twins: that they offer what the sync classes do, do what those do, lose nothing when they are cancelled
+wherever they may be, need no threads, and end well. `asyncio.run` runs each test; time is the loop's only where nobody
+waits for it to pass."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import inspect
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mqstore
+from mqstore import SimulatedClock, StoreConfig, aio
+from mqstore.aio.bridge import Bridge
+from mqstore.broker import deadletters
+from mqstore.client import transaction
+
+
+def run(main: Coroutine[Any, Any, Any]) -> Any:
+    async def limited() -> Any:
+        async with asyncio.timeout(60):
+            return await main
+
+    return asyncio.run(limited())
+
+
+def with_store(test: Callable[[aio.Store], Awaitable[Any]], path: Path, **options: Any) -> Any:
+    async def main() -> Any:
+        async with aio.open(path / "store", **options) as store:
+            return await test(store)
+
+    return run(main())
+
+
+# -- the same objects -------------------------------------------------------------------------------------------------
+
+TWINS = [
+    (mqstore.Store, aio.Store),
+    (mqstore.Queue, aio.Queue),
+    (mqstore.Task, aio.Task),
+    (mqstore.Producer, aio.Producer),
+    (transaction.Transaction, aio.Transaction),
+    (mqstore.SimpleConsumer, aio.SimpleConsumer),
+    (mqstore.Delivery, aio.Delivery),
+    (mqstore.PullConsumer, aio.PullConsumer),
+    (mqstore.PushConsumer, aio.PushConsumer),
+    (deadletters.DeadLetters, aio.DeadLetters),
+]
+NOT_THERE = {
+    (mqstore.Store, "broker"),  # and `log`, an attribute: by way of `store.sync`
+    (mqstore.Queue, "when_ready"),  # what a loop waits by
+    (mqstore.SimpleConsumer, "when_ready"),
+    (mqstore.PullConsumer, "when_ready"),
+}
+PLAIN = {  # called without await: iterators, what makes objects, decorators
+    (aio.Store, "iter"),
+    (aio.Store, "verify"),
+    (aio.Store, "queue"),
+    (aio.Store, "producer"),
+    (aio.Store, "simple_consumer"),
+    (aio.Store, "pull_consumer"),
+    (aio.Store, "push_consumer"),
+    (aio.Store, "dead_letters"),
+    (aio.Producer, "transaction"),
+    (aio.PushConsumer, "subscribe"),
+    (aio.PushConsumer, "unsubscribe"),
+    (aio.DeadLetters, "select"),
+}
+PUBLIC = [
+    (sync, twin, name)
+    for sync, twin in TWINS
+    for name in dir(sync)
+    if not name.startswith("_") and (sync, name) not in NOT_THERE
+]
+
+
+@pytest.mark.parametrize(("sync", "twin", "name"), PUBLIC, ids=[f"{s.__name__}.{n}" for s, _, n in PUBLIC])
+def test_a_twin_offers_every_public_name_with_the_same_parameters(sync: type, twin: type, name: str) -> None:
+    theirs = getattr(sync, name)
+    if name in getattr(sync, "__slots__", ()) or not callable(theirs):  # an attribute is one here, too, or takes a call
+        assert name in dir(twin) or name in getattr(twin, "__slots__", ())
+        return
+
+    ours = getattr(twin, name)
+    assert (twin, name) in PLAIN or inspect.iscoroutinefunction(ours)
+    assert [(p.name, p.kind, p.default) for p in inspect.signature(ours).parameters.values()] == [
+        (p.name, p.kind, p.default) for p in inspect.signature(theirs).parameters.values()
+    ]
+
+
+def test_a_twin_can_be_entered_and_walked_through_where_the_sync_class_can() -> None:
+    missing = [
+        (twin, aname)
+        for sync, twin in TWINS
+        for name, aname in (("__enter__", "__aenter__"), ("__exit__", "__aexit__"), ("__iter__", "__aiter__"))
+        if hasattr(sync, name) and not hasattr(twin, aname)
+    ]
+
+    assert missing == []
+
+
+def test_open_takes_what_the_sync_open_takes() -> None:
+    assert list(inspect.signature(aio.open).parameters.values()) == list(
+        inspect.signature(mqstore.open).parameters.values()
+    )
+
+
+def test_it_is_loaded_with_no_thread_when_it_is_first_asked_for() -> None:
+    code = """
+        import sys, threading, mqstore
+        assert "asyncio" not in sys.modules, "asyncio"
+        mqstore.aio.open
+        assert threading.active_count() == 1
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=60, env=_environment())
+
+
+def _environment() -> dict[str, str]:
+
+    return {**os.environ, "PYTHONPATH": str(Path(mqstore.__file__).parent.parent)}
+
+
+# -- a store ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_store_does_what_its_sync_twin_does(tmp_path: Path) -> None:
+    async def test(store: aio.Store) -> None:
+        await store.create_topic("t", queues=2)
+        assert await store.topics() == ["t"]
+        first = await store.put("t", b"a", queue_id=0, keys="k")
+        await store.put_many("t", (each for each in [b"b", b"c"]), queue_id=0)
+        assert [m.body for m in await store.read("t", 0, 0)] == [b"a", b"b", b"c"]
+        assert await store.queues("t") == [("t", 0), ("t", 1)]
+        assert await store.offsets("t", 0) == (0, 3)
+        assert await store.offset_at("t", 0, datetime(2000, 1, 1, tzinfo=UTC)) == 0
+        assert [m.body for m in await store.find("t", key="k")] == [b"a"]
+        assert (await store.get(first.message_id)).body == b"a"
+        assert (await store.read_columns("t", 0, 0, 10)).next_offset == 3
+        await store.commit_offset("g", first.queue, 2)
+        assert await store.committed("g", first.queue) == 2
+        assert (await store.lag("g"))[first.queue] == 1
+        assert [m.body async for m in store.iter("t", 0, start=1)] == [b"b", b"c"]
+        handle = (await store.put("t", b"later", delay=600)).recall_handle
+        assert handle is not None
+        assert await store.recall(handle)
+        await store.flush()
+        assert [each async for each in store.verify()] == []
+        assert (await store.stats()).puts >= 4
+        assert store.path == tmp_path / "store"
+        assert store.mode == "rw"
+        assert not store.closed
+
+    with_store(test, tmp_path)
+    with mqstore.open(tmp_path / "store") as store:
+        assert store.recovery.clean
+        assert len(store.read("t", 0, 0)) == 3
+
+
+def test_errors_are_those_of_the_sync_twin(tmp_path: Path) -> None:
+    async def test(store: aio.Store) -> None:
+        with pytest.raises(mqstore.TopicNotFoundError):
+            await store.read("none", 0, 0)
+        with pytest.raises(mqstore.InvalidMessageError):
+            await store.put("t", "text")  # type: ignore[arg-type]
+        with pytest.raises(mqstore.ConfigError):
+            await store.queue("q", maxsize=-1)
+        with pytest.raises(mqstore.OffsetOutOfRangeError):
+            await store.put("t", b"x", queue_id=0)
+            await store.read("t", 0, 7)
+        with pytest.raises(mqstore.OffsetOutOfRangeError):
+            async for _ in store.iter("t", 0, start=9):
+                pass
+        with pytest.raises(mqstore.StoreLockedError):
+            await aio.open(store.path)
+
+    with_store(test, tmp_path)
+
+
+def test_a_store_opened_for_reading_refuses_what_writes(tmp_path: Path) -> None:
+    with mqstore.open(tmp_path / "store") as store:
+        store.put("t", b"a", queue_id=0)
+
+    async def test(store: aio.Store) -> None:
+        assert [m.body async for m in store.iter("t")] == [b"a"]
+        with pytest.raises(mqstore.ReadOnlyStoreError):
+            await store.put("t", b"b")
+        with pytest.raises(mqstore.ReadOnlyStoreError):
+            await store.queue("q")
+
+    with_store(test, tmp_path, mode="r")
+
+
+@pytest.mark.parametrize("size", [1, 100_000], ids=["on the loop", "on the thread"])
+@pytest.mark.parametrize("durability", ["append", "flush"])
+def test_puts_are_stored_in_the_order_of_the_calls(tmp_path: Path, size: int, durability: Any) -> None:
+    async def test(store: aio.Store) -> None:
+        # The first makes the topic, which is the thread's; every seventh is large, the rest is small.
+        bodies = [b"%04d" % i + bytes(size if i % 7 == 0 else 1) for i in range(200)]
+        receipts = await asyncio.gather(*(store.put("t", body, queue_id=0, durability=durability) for body in bodies))
+        assert [each.offset for each in receipts] == list(range(200))
+        assert [m.body for m in await store.read("t", 0, 0, 200)] == bodies
+
+    with_store(test, tmp_path)
+
+
+def test_a_put_that_waits_for_the_disk_does_not_hold_up_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(store: aio.Store) -> None:
+        await store.put("t", b"first")
+        syncing, go_on = threading.Event(), threading.Event()
+        flush = type(store.sync.log).flush
+
+        def slow(log: Any) -> None:
+            syncing.set()
+            assert go_on.wait(20)
+            flush(log)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(store.sync.log), "flush", slow)
+            puts = [asyncio.create_task(store.put("t", b"x", durability="flush")) for _ in range(10)]
+            await asyncio.get_running_loop().run_in_executor(None, syncing.wait)
+            assert await store.read("t", 0, 0) is not None  # the loop goes on, and the store's thread
+            assert not any(put.done() for put in puts)
+            go_on.set()
+            await asyncio.gather(*puts)
+
+    with_store(test, tmp_path)
+
+
+def test_a_loop_of_puts_lets_others_have_their_turn(tmp_path: Path) -> None:
+    async def test(store: aio.Store) -> None:
+        queue = await store.queue("q")
+        other = asyncio.create_task(queue.get())
+        for _ in range(100_000):
+            await queue.put(b"x")
+            if other.done():
+                return
+        raise AssertionError("nobody else had a turn")
+
+    with_store(test, tmp_path)
+
+
+def test_who_follows_gets_what_was_there_and_what_comes(tmp_path: Path) -> None:
+    async def test(store: aio.Store) -> None:
+        await store.put("t", b"0", queue_id=0)
+        seen = []
+        there = asyncio.Event()
+
+        async def follow() -> None:
+            async for message in store.iter("t", follow=True):
+                seen.append(message.body)
+                there.set()
+
+        follower = asyncio.create_task(follow())
+        for i in range(1, 5):
+            await there.wait()
+            there.clear()
+            await store.put("t", b"%d" % i, queue_id=i % 4)
+        while len(seen) < 5:
+            await asyncio.sleep(0)
+        assert seen == [b"0", b"1", b"2", b"3", b"4"]
+        follower.cancel()
+
+    with_store(test, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "expected"),
+    [("earliest", 4, b"0123"), (2, 5, b"234"), ("latest", 6, b"45"), (datetime(2000, 1, 1, tzinfo=UTC), 1, b"0")],
+)
+def test_who_follows_one_queue_begins_and_ends_where_he_says(
+    tmp_path: Path, start: Any, stop: int, expected: bytes
+) -> None:
+    async def test(store: aio.Store) -> None:
+        for i in range(4):
+            await store.put("t", b"%d" % i, queue_id=0)
+        messages = store.iter("t", 0, start=start, stop=stop, follow=True)
+        first = asyncio.create_task(anext(messages))
+        await store.read("t", 0, 0)  # its look comes before the puts
+        for i in range(4, 8):
+            await store.put("t", b"%d" % i, queue_id=0)
+        assert b"".join([(await first).body, *[m.body async for m in messages]]) == expected
+
+    with_store(test, tmp_path)
+
+
+def test_who_follows_another_process_s_store_looks_for_itself(tmp_path: Path) -> None:
+    with mqstore.open(tmp_path / "store") as writer:
+        writer.put("t", b"a", queue_id=0)
+
+        async def test(store: aio.Store) -> None:
+            messages = store.iter("t", follow=True)
+            assert (await anext(messages)).body == b"a"
+            step = asyncio.create_task(anext(messages))
+            await store.read("t", 0, 0)
+            writer.put("t", b"b", queue_id=0)
+            assert (await step).body == b"b"
+
+        with_store(test, tmp_path, mode="r")
+
+
+def test_who_follows_sees_queues_that_come_later(tmp_path: Path) -> None:
+    async def test(store: aio.Store) -> None:
+        await store.create_topic("t", queues=1)
+        messages = store.iter("t", follow=True)
+        step = asyncio.create_task(anext(messages))
+        await store.read("t", 0, 0)
+        store.sync.broker.topics.alter("t", read_queues=2, write_queues=2)
+        await store.put("t", b"x", queue_id=1)
+        assert (await step).body == b"x"
+
+    with_store(test, tmp_path)
+
+
+# -- a queue ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_queue_does_what_its_sync_twin_does(tmp_path: Path) -> None:
+    async def test(store: aio.Store) -> None:
+        async with store.queue("jobs", codec=mqstore.JSON, maxsize=4) as queue:
+            await queue.put({"n": 1})
+            await queue.put_nowait({"n": 2})
+            await queue.put_many([{"n": 3}, {"n": 4}])
+            assert await queue.full()
+            with pytest.raises(mqstore.QueueFull):
+                await queue.put_nowait({"n": 5})
+            with pytest.raises(mqstore.QueueFull):
+                await queue.put({"n": 5}, timeout=0.001)
+            async with await queue.get() as task:
+                assert (task.value, task.attempt, task.message.body) == ({"n": 1}, 1, b'{"n":1}')
+            assert task.settled
+            second = await queue.get_nowait()
+            await second.extend(100)
+            await queue.nack(second, delay=0)
+            third, fourth = await queue.get_many(2)
+            await queue.ack(third)
+            await fourth.reject("bad")
+            again = await queue.get(timeout=10)
+            assert (again.value, again.attempt) == ({"n": 2}, 2)
+            await queue.task_done()
+            assert again.settled
+            with pytest.raises(ValueError, match="task_done"):
+                await queue.task_done()
+            assert (await queue.qsize(), await queue.empty(), await queue.join()) == (0, True, True)
+            assert [letter.body async for letter in queue.dead_letters] == [b'{"n":4}']
+            assert (await queue.dead_letters.count(), await queue.dead_letters.purge()) == (1, 1)
+            with pytest.raises(mqstore.QueueEmpty):
+                await queue.get(timeout=0.001)
+            assert await queue.get_many(3) == []
+        with pytest.raises(mqstore.QueueShutDown):
+            await queue.put({})
+        with pytest.raises(mqstore.QueueShutDown):
+            await queue.get()
+
+    with_store(test, tmp_path)
+
+
+def test_walking_through_a_queue_ends_when_nothing_is_ready(tmp_path: Path) -> None:
+    async def test(store: aio.Store) -> None:
+        queue = await store.queue("jobs")
+        await queue.put_many([b"a", b"b"])
+        values = []
+        async for task in queue:
+            async with task:
+                values.append(task.value)
+        assert values == [b"a", b"b"]
+
+    with_store(test, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("error", "passes", "outcome"),
+    [
+        (ValueError("no"), True, "failed"),
+        (mqstore.Retry(0), False, "failed"),
+        (mqstore.Reject("bad"), False, "dead"),
+        (asyncio.CancelledError(), True, "unseen"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_block_that_raises_does_with_its_item_what_the_sync_one_does(
+    tmp_path: Path, error: BaseException, passes: bool, outcome: str
+) -> None:
+    async def test(store: aio.Store) -> None:
+        retry = mqstore.RetryPolicy(3, [0])
+        queue = await store.queue("jobs", retry=retry)
+        await queue.put(b"x")
+        consumer = await store.simple_consumer("g", {"jobs": "*"}, retry=retry)
+        for loan in (await queue.get(), (await consumer.receive())[0]):
+            raised = False
+            try:
+                async with loan:
+                    raise error
+            except type(error):
+                raised = True
+            assert raised is passes
+        if outcome == "dead":
+            assert await queue.dead_letters.count() == await store.dead_letters("g").count() == 1
+            return
+        attempt = 1 if outcome == "unseen" else 2
+        assert (await queue.get(timeout=10)).attempt == attempt
+        assert (await consumer.receive(wait=10))[0].attempt == attempt
+
+    with_store(test, tmp_path)
+
+
+def test_who_waits_for_room_gets_it_in_turn(tmp_path: Path) -> None:
+    async def test(store: aio.Store) -> None:
+        queue = await store.queue("jobs", maxsize=2)
+        puts = [asyncio.create_task(queue.put(b"%d" % i)) for i in range(20)]
+        values = []
+        while len(values) < 20:
+            task = await queue.get()
+            values.append(task.value)
+            await task.ack()
+        await asyncio.gather(*puts)
+        assert values == [b"%d" % i for i in range(20)]
+
+    with_store(test, tmp_path)
+
+
+def test_join_waits_for_the_last_item(tmp_path: Path) -> None:
+    async def test(store: aio.Store) -> None:
+        queue = await store.queue("jobs")
+        await queue.put(b"x")
+        assert not await queue.join(0)
+        task = await queue.get()
+        joining = asyncio.create_task(queue.join())
+        await queue.qsize()
+        assert not joining.done()
+        await task.ack()
+        assert await joining
+
+    with_store(test, tmp_path)
+
+
+def test_a_delayed_item_comes_when_it_is_due(tmp_path: Path) -> None:
+    clock = SimulatedClock()
+
+    async def test(store: aio.Store) -> None:
+        queue = await store.queue("jobs")
+        await queue.put(b"x", delay=3600)
+        waiting = asyncio.create_task(queue.get())
+        store.sync.broker.run_once()
+        assert await queue.get_many(1) == []
+        clock.advance(3_600_000)
+        while not waiting.done():
+            store.sync.broker.run_once()
+            await asyncio.sleep(0)
+        assert (await waiting).value == b"x"
+
+    with_store(test, tmp_path, config=StoreConfig(clock=clock))
+
+
+def test_an_item_that_is_not_settled_in_time_comes_again(tmp_path: Path) -> None:
+    clock = SimulatedClock()
+
+    async def test(store: aio.Store) -> None:
+        queue = await store.queue("jobs", visibility=30)
+        await queue.put(b"x")
+        late = await queue.get()
+        waiting = asyncio.create_task(queue.get())
+        while not waiting.done():
+            clock.advance(1_000)
+            store.sync.broker.run_once()
+            await asyncio.sleep(0)
+        assert (await waiting).attempt == 2
+        with pytest.raises(mqstore.ReceiptExpiredError):
+            await late.ack()
+
+    with_store(test, tmp_path, config=StoreConfig(clock=clock))
+
+
+# -- cancelled --------------------------------------------------------------------------------------------------------
+
+
+def drain(store: aio.Store) -> None:
+    """Hold up the loop until the store's thread has done what it was given: answers are there, and not heard."""
+    done = threading.Event()
+    store._bridge.submit(done.set)
+    assert done.wait(20)
+
+
+async def cancelled_after(
+    steps: int, coroutine: Coroutine[Any, Any, Any], each_step: Callable[[], object] = lambda: None
+) -> tuple[bool, Any]:
+    """Cancel it when it has had so many turns of the loop: whether that ended it, and what it returned if not."""
+    task = asyncio.ensure_future(coroutine)
+    for _ in range(steps):
+        await asyncio.sleep(0)
+        each_step()
+    task.cancel()
+    try:
+        return False, await task
+    except asyncio.CancelledError:
+        return True, None
+
+
+STEPS = pytest.mark.parametrize("steps", range(8))
+DRAINED = pytest.mark.parametrize("drained", [False, True], ids=["thread behind", "thread ahead"])
+
+
+@STEPS
+@DRAINED
+@pytest.mark.parametrize("coming", [None, 0, 1, 2, 3], ids=lambda at: "there" if at is None else f"put at {at}")
+def test_a_get_that_is_cancelled_anywhere_has_taken_nothing(
+    tmp_path: Path, steps: int, drained: bool, coming: int | None
+) -> None:
+    async def test(store: aio.Store) -> None:
+        queue = await store.queue("jobs")
+        step = 0
+
+        def each_step() -> None:
+            nonlocal step
+            if coming == step:
+                queue.sync.put(b"x")
+            step += 1
+            if drained:
+                drain(store)
+
+        if coming is None:
+            await queue.put(b"x")
+        cancelled, task = await cancelled_after(steps, queue.get(), each_step)
+        if coming is not None and coming >= step:
+            await queue.put(b"x")
+        if cancelled:
+            task = await queue.get(timeout=20)
+        assert (task.value, task.attempt) == (b"x", 1)
+        assert await queue.get_many(10) == []
+        await task.ack()
+        assert await queue.empty()
+
+    with_store(test, tmp_path)
+
+
+@STEPS
+@DRAINED
+@pytest.mark.parametrize("consumer", [False, True], ids=["queue", "simple consumer"])
+def test_who_is_cancelled_when_called_lets_another_have_the_turn(
+    tmp_path: Path, steps: int, drained: bool, consumer: bool
+) -> None:
+    async def test(store: aio.Store) -> None:
+        queue = await store.queue("jobs")
+        simple = await store.simple_consumer("g", {"jobs": "*"})
+
+        async def get() -> Any:
+            return (await simple.receive(wait=30))[0] if consumer else await queue.get(timeout=30)
+
+        first, second = asyncio.create_task(get()), asyncio.create_task(get())
+        while store.sync.broker._waiters.parked < 2:
+            await asyncio.sleep(0)
+        await queue.put(b"x")
+        for _ in range(steps):
+            await asyncio.sleep(0)
+            if drained:
+                drain(store)
+        first.cancel()
+        [had] = [each for each in await asyncio.gather(first, return_exceptions=True)]
+        if not isinstance(had, asyncio.CancelledError):
+            await queue.put(b"x")
+        assert (await second).attempt == 1
+
+    with_store(test, tmp_path)
+
+
+@STEPS
+@DRAINED
+def test_a_receive_and_a_poll_that_are_cancelled_anywhere_have_received_nothing(
+    tmp_path: Path, steps: int, drained: bool
+) -> None:
+    async def test(store: aio.Store) -> None:
+        bodies = [b"%d" % i for i in range(5)]
+        await store.put_many("t", bodies, queue_id=0)
+        each_step = (lambda: drain(store)) if drained else lambda: None
+        simple = await store.simple_consumer("simple", {"t": "*"})
+        cancelled, found = await cancelled_after(steps, simple.receive(3), each_step)
+        if cancelled:
+            found = await simple.receive(3)
+        assert [(each.message.body, each.attempt) for each in found] == [(body, 1) for body in bodies[:3]]
+
+        pull = await store.pull_consumer("pull")
+        await pull.subscribe("t")
+        cancelled, found = await cancelled_after(steps, pull.poll(max_messages=3), each_step)
+        if cancelled:
+            await pull.commit()  # of nothing: what was polled in vain is not done
+            assert await store.committed("pull", mqstore.QueueRef("t", 0)) == 0
+            found = await pull.poll(max_messages=3)
+        assert [each.body for each in found] == bodies[:3]
+        assert [each.body for each in await pull.poll()] == bodies[3:]
+
+        other = await store.pull_consumer("other")
+        await other.subscribe("t")
+        walked = aiter(other)
+        cancelled, message = await cancelled_after(steps, anext(walked), each_step)
+        if cancelled:
+            message = await anext(walked)
+        assert [message.body, (await anext(walked)).body] == bodies[:2]
+
+    with_store(test, tmp_path)
+
+
+@STEPS
+@DRAINED
+@pytest.mark.parametrize("follow", [False, True])
+def test_a_step_of_an_iteration_that_is_cancelled_skips_nothing(
+    tmp_path: Path, steps: int, drained: bool, follow: bool
+) -> None:
+    async def test(store: aio.Store) -> None:
+        bodies = [b"%03d" % i for i in range(150)]
+        await store.put_many("t", bodies, queue_id=0)
+        messages = store.iter("t", 0, stop=150 if follow else None, follow=follow)
+        seen = []
+        while len(seen) < 150:
+            cancelled, message = await cancelled_after(
+                steps if len(seen) % 64 in (0, 63) else 50,
+                anext(messages),
+                (lambda: drain(store)) if drained else lambda: None,
+            )
+            steps_left = cancelled
+            seen += [] if steps_left else [message.body]
+            if cancelled:
+                seen.append((await anext(messages)).body)
+        assert seen == bodies
+
+    with_store(test, tmp_path)
+
+
+@STEPS
+@DRAINED
+@pytest.mark.parametrize("durability", ["append", "flush"])
+def test_a_put_that_is_cancelled_is_stored_whole_or_not_at_all(
+    tmp_path: Path, steps: int, drained: bool, durability: Any
+) -> None:
+    async def test(store: aio.Store) -> None:
+        each_step = (lambda: drain(store)) if drained else lambda: None
+        large = bytearray(b"x" * 100_000)
+        queue = await store.queue("jobs", maxsize=10)
+        puts: list[Callable[[], Coroutine[Any, Any, Any]]] = [
+            lambda: store.put("t", b"small", queue_id=0, durability=durability),
+            lambda: store.put("t", large, queue_id=0, durability=durability),
+            lambda: store.put_many("t", [b"many"] * 3, queue_id=0, durability=durability),
+            lambda: queue.put(b"item"),
+        ]
+        for put in puts:
+            await cancelled_after(steps, put(), each_step)
+        large[:] = b"y" * 100_000
+        await store.put("t", b"last", queue_id=0)
+        bodies = [m.body async for m in store.iter("t", 0)]
+        assert bodies.pop() == b"last"
+        assert set(bodies) <= {b"small", b"x" * 100_000, b"many"}
+        assert bodies.count(b"many") in (0, 3)
+        assert await queue.qsize() in (0, 1)
+
+    with_store(test, tmp_path)
+
+
+@STEPS
+@DRAINED
+@pytest.mark.parametrize("durability", ["append", "flush"])
+def test_a_send_that_is_cancelled_leaves_the_producer_as_it_was(
+    tmp_path: Path, steps: int, drained: bool, durability: Any
+) -> None:
+    async def test(store: aio.Store) -> None:
+        each_step = (lambda: drain(store)) if drained else lambda: None
+        async with store.producer(durability=durability, max_inflight=2) as producer:
+            for coroutine in (
+                producer.send("t", b"a", queue_id=0),
+                producer.submit("t", bytes(50_000), queue_id=0),
+                producer.submit("t", b"c", queue_id=0),
+                producer.send_many("t", [b"d", b"d"], queue_id=0),
+            ):
+                await cancelled_after(steps, coroutine, each_step)
+            futures = [await producer.submit("t", b"%d" % i, queue_id=0) for i in range(6)]
+            await producer.flush()
+            offsets = [(await each).offset for each in futures]
+            assert offsets == list(range(offsets[0], offsets[0] + 6))
+            assert not producer._held
+        assert producer.closed
+
+    with_store(test, tmp_path)
+
+
+@STEPS
+@DRAINED
+def test_a_transaction_that_is_cancelled_is_rolled_back_or_committed_whole(
+    tmp_path: Path, steps: int, drained: bool
+) -> None:
+    async def test(store: aio.Store) -> None:
+        async def block() -> None:
+            async with store.producer() as producer, producer.transaction() as tx:
+                await tx.send("t", b"a", queue_id=0)
+                await tx.send("t", b"b", queue_id=0)
+
+        cancelled, _ = await cancelled_after(3 * steps, block(), (lambda: drain(store)) if drained else lambda: None)
+        await store.put("t", b"last", queue_id=0)
+        bodies = [m.body async for m in store.iter("t", 0)]
+        assert bodies in ([b"last"], [b"a", b"b", b"last"])
+        assert cancelled or len(bodies) == 3
+        assert store.sync.broker.stats().open_transactions == 0
+
+    with_store(test, tmp_path)
+
+
+@STEPS
+def test_an_opening_that_is_cancelled_leaves_the_store_closed(tmp_path: Path, steps: int) -> None:
+    async def main() -> None:
+        async def open_() -> aio.Store:
+            return await aio.open(tmp_path / "store")
+
+        cancelled, store = await cancelled_after(steps, open_())
+        if not cancelled:
+            await store.close()
+        async with asyncio.timeout(20):
+            while True:
+                try:
+                    async with aio.open(tmp_path / "store") as again:
+                        assert again.recovery.clean
+                        return
+                except mqstore.StoreLockedError:  # it is being closed
+                    await asyncio.sleep(0.01)
+
+    run(main())
+
+
+@STEPS
+def test_a_closing_that_is_cancelled_comes_to_its_end(tmp_path: Path, steps: int) -> None:
+    async def main() -> None:
+        store = await aio.open(tmp_path / "store")
+        await store.put("t", b"x", queue_id=0)
+        consumer = await store.pull_consumer("g")
+        await consumer.subscribe("t")
+        assert len(await consumer.poll()) == 1
+        await cancelled_after(steps, consumer.close())
+        assert consumer.closed or steps == 0
+        await cancelled_after(steps, store.close())
+        assert store.closed or steps == 0
+        await store.close()
+
+    run(main())
+    with mqstore.open(tmp_path / "store") as store:
+        assert store.recovery.clean
+
+
+# -- many -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_thousand_who_get_and_put_need_no_thread_and_lose_nothing(tmp_path: Path) -> None:
+    async def test(store: aio.Store) -> None:
+        queue = await store.queue("jobs")
+        gets = [asyncio.create_task(queue.get()) for _ in range(1000)]
+        while store.sync.broker._waiters.parked < 1000:
+            await asyncio.sleep(0)
+        threads = threading.active_count()
+        for each in gets[::10]:
+            each.cancel()
+        puts = [asyncio.create_task(queue.put(b"%d" % i)) for i in range(1000)]
+        got = [each for i, each in enumerate(gets) if i % 10]
+        values = [task.value for task in await asyncio.gather(*got)]
+        await asyncio.gather(*puts)
+        values += [task.value for task in await queue.get_many(1000)]
+        assert sorted(values, key=int) == [b"%d" % i for i in range(1000)]
+        assert threading.active_count() == threads
+
+    with_store(test, tmp_path)
+
+
+def test_a_thousand_who_wait_for_room_get_it(tmp_path: Path) -> None:
+    async def test(store: aio.Store) -> None:
+        queue = await store.queue("jobs", maxsize=50)
+        puts = [asyncio.create_task(queue.put(b"%d" % i)) for i in range(1000)]
+        values = []
+        while len(values) < 1000:
+            for task in await queue.get_many(50, timeout=20):
+                values.append(task.value)
+                await task.ack()
+        await asyncio.gather(*puts)
+        assert values == [b"%d" % i for i in range(1000)]
+
+    with_store(test, tmp_path)
+
+
+# -- the end ----------------------------------------------------------------------------------------------------------
+
+
+def test_closing_a_store_tells_whoever_waits(tmp_path: Path) -> None:
+    async def main() -> None:
+        store = await aio.open(tmp_path / "store")
+        await store.create_topic("t")
+        queue = await store.queue("jobs")
+        simple = await store.simple_consumer("g", {"t": "*"})
+        nowhere = await store.simple_consumer("n", {"not there yet": "*"}) if False else simple
+        pull = await store.pull_consumer("p")
+        await pull.subscribe("t")
+        waiting = [
+            asyncio.create_task(each)
+            for each in (queue.get(), anext(store.iter("t", follow=True)), nowhere.receive(wait=60), pull.poll(60))
+        ]
+        while store.sync.broker._waiters.parked < 3:
+            await asyncio.sleep(0)
+        await store.close()
+        got, followed, received, polled = await asyncio.gather(*waiting, return_exceptions=True)
+        assert isinstance(got, mqstore.StoreClosedError)
+        assert isinstance(followed, mqstore.StoreClosedError)
+        assert (received, polled) == ([], [])  # their consumers were closed, as those of the sync store
+        for late in (store.put("t", b""), queue.get(), store.topics(), simple.receive(), pull.poll(), queue.put(b"")):
+            with pytest.raises(mqstore.StoreClosedError):
+                await late
+
+    run(main())
+
+
+def test_no_thread_is_left_when_a_store_is_closed_or_forgotten(tmp_path: Path) -> None:
+    def threads() -> list[str]:
+        return [each.name for each in threading.enumerate() if each.name.startswith("mqstore-aio")]
+
+    async def main() -> None:
+        async with aio.open(tmp_path / "a") as store:
+            await store.put("t", b"x")
+            assert len(threads()) == 1
+        forgotten = await aio.open(tmp_path / "b")
+        await forgotten.put("t", b"x")
+        forgotten.sync.close()
+
+    run(main())
+    gc.collect()
+    for each in threading.enumerate():
+        if each.name.startswith("mqstore-aio"):
+            each.join(20)
+    assert threads() == []
+
+
+def test_the_end_of_a_loop_leaves_messages_that_were_on_their_way_to_others(tmp_path: Path) -> None:
+    stores = []
+
+    async def main() -> None:
+        store = await aio.open(tmp_path / "store")
+        stores.append(store)
+        queue = await store.queue("jobs")
+        await queue.put(b"x")
+        hold = threading.Event()
+        store._bridge.submit(lambda: hold.wait(20))
+        get = asyncio.create_task(queue.get())
+        await asyncio.sleep(0)
+        asyncio.get_running_loop().call_soon(hold.set)
+        del get  # asyncio.run cancels it
+
+    asyncio.run(main())
+    sync = stores[0].sync
+    drain(stores[0])
+    task = sync.queue("jobs").get(timeout=20)
+    assert task.attempt == 1
+    sync.close()
+
+
+def test_every_loop_may_have_a_store_and_none_another_s(tmp_path: Path) -> None:
+    ready, done = threading.Event(), threading.Event()
+    theirs: list[Any] = []
+
+    async def other() -> None:
+        async with aio.open(tmp_path / "b") as store:
+            queue = await store.queue("jobs")
+            theirs.extend((store, queue))
+            ready.set()
+            await queue.put(b"b")
+            await (await queue.get()).ack()
+            await asyncio.get_running_loop().run_in_executor(None, done.wait)
+
+    async def main() -> None:
+        async with aio.open(tmp_path / "a") as store:
+            await store.put("t", b"a")
+            await asyncio.get_running_loop().run_in_executor(None, ready.wait)
+            for use in (theirs[0].put("t", b""), theirs[0].topics(), theirs[1].get(), theirs[0].close()):
+                with pytest.raises(RuntimeError, match="another event loop"):
+                    await use
+
+    thread = threading.Thread(target=lambda: asyncio.run(other()))
+    thread.start()
+    try:
+        run(main())
+    finally:
+        done.set()
+        thread.join(20)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no SIGINT to send")
+def test_ctrl_c_leaves_a_store_that_was_closed(tmp_path: Path) -> None:
+    code = """
+        import asyncio, sys, mqstore
+        async def main():
+            async with mqstore.aio.open(sys.argv[1]) as store, store.queue("jobs") as queue:
+                await queue.put(b"x")
+                task = await queue.get()
+                print("waiting", flush=True)
+                async with task:
+                    await queue.get()
+        asyncio.run(main())
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "store")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=_environment(),
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"waiting\n"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert b"KeyboardInterrupt" in errors
+    with mqstore.open(tmp_path / "store") as store:
+        assert store.recovery.clean
+        assert store.queue("jobs").get(block=False).attempt == 1  # the block's end gave it back unseen
+
+
+def test_a_bridge_undoes_what_nobody_hears_of() -> None:
+    async def main() -> None:
+        bridge = Bridge("test")
+        undone: list[int] = []
+        for steps in range(6):
+            before = len(undone)
+            cancelled, result = await cancelled_after(steps, bridge.call(lambda: 7, undone.append))
+            await bridge.call(lambda: None)
+            await bridge.call(lambda: None)
+            assert result == 7 or cancelled
+            assert len(undone) - before <= cancelled
+        bridge.close()
+        with pytest.raises(mqstore.StoreClosedError):
+            await bridge.call(lambda: 1)
+
+    run(main())
+
+
+def test_a_stop_iteration_of_the_engine_s_thread_is_an_error_like_others() -> None:
+    async def main() -> None:
+        bridge = Bridge("test")
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            await bridge.call(lambda: next(iter(())))
+        bridge.close()
+
+    run(main())

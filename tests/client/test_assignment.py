@@ -1,0 +1,630 @@
+"""Which queues a push consumer has, and what it pulls of them (client-semantics A2.3, A3, A5, A11)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mqstore.client.assignment import HOLD_S, PULL_IDLE_MS
+from mqstore.client.interceptors import Interceptor
+from mqstore.client.outcome import Retry
+from mqstore.errors import ConfigError, OffsetOutOfRangeError, StoreBusyError
+from mqstore.log.commitlog import QueueRef
+from mqstore.log.message import Message
+from tests.client.pushsupport import PushBench, engine_of, pulls, unsettled
+
+T0, T1 = QueueRef("t", 0), QueueRef("t", 1)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[PushBench]:
+    bench = PushBench(tmp_path)
+    yield bench
+    bench.close()
+
+
+class Seen(list[bytes]):
+    """The bodies that a handler was given."""
+
+    def __call__(self, message: Message) -> None:
+        self.append(message.body)
+
+
+class Told(Interceptor):
+    def __init__(self) -> None:
+        self.news: list[tuple[Any, ...]] = []
+
+    def on_assign(self, queues: frozenset[QueueRef]) -> None:
+        self.news.append(("assign", *sorted(queues)))
+
+    def on_revoke(self, queues: frozenset[QueueRef]) -> None:
+        self.news.append(("revoke", *sorted(queues)))
+
+    def on_offset_reset(self, queue: QueueRef, old: int, new: int) -> None:
+        self.news.append(("reset", queue, old, new))
+
+
+def place(bench: PushBench, index: int = 0) -> str:
+    [where] = pulls(bench.consumers[index])[T0]
+    return where
+
+
+# --- filters -------------------------------------------------------------------------------------------------------
+
+
+def test_tags_whose_codes_collide_are_told_apart(bench: PushBench) -> None:
+    """A2.3: "AaAa" and "BBBB" have the same code; what has no tag matches no list."""
+    seen = Seen()
+    bench.consumer(seen, tags="AaAa || C")
+    for tag in ("AaAa", "BBBB", "C", None):
+        bench.put(str(tag).encode(), tag=tag)
+    bench.advance(6)
+    assert seen == [b"AaAa", b"C"]
+    assert bench.committed() == 4
+
+
+@pytest.mark.parametrize("tags", ["*", ""])
+def test_everything_is_everything(bench: PushBench, tags: str) -> None:
+    seen = Seen()
+    bench.consumer(seen, tags=tags)
+    bench.put(b"a", tag="A")
+    bench.put(b"-")
+    bench.settle()
+    assert seen == [b"a", b"-"]
+
+
+def test_a_stretch_of_which_nothing_is_wanted_is_committed(bench: PushBench) -> None:
+    """A5.5: NO_MATCHED_MSG with an empty cache."""
+    consumer = bench.consumer(tags="A")
+    for _ in range(3):
+        bench.put(b"b", tag="B")
+    bench.advance(6)
+    assert bench.committed() == 3
+    assert unsettled(consumer) == {T0: 0}
+    assert place(bench) == "waiting"
+
+
+def test_what_an_interceptor_leaves_out_counts_as_done(bench: PushBench) -> None:
+    class Drops(Interceptor):
+        def on_receive(self, messages: list[Message]) -> list[Message]:
+            return [message for message in messages if message.body == b"2"][::-1]
+
+    seen = Seen()
+    bench.consumer(seen, interceptors=[Drops()])
+    bench.put(b"1")
+    bench.settle()
+    assert (seen, bench.committed()) == ([], 1)
+    bench.put(b"2", b"3", b"2")
+    bench.settle()
+    assert (seen, bench.committed()) == ([b"2", b"2"], 4)
+
+
+def test_an_interceptor_s_order_does_not_move_the_position_past_what_is_not_done(bench: PushBench) -> None:
+    """Messages that it gave back in another order became the order of the cache, whose first one is the position: that
+    was committed, and after a crash the others were gone."""
+
+    class Reverses(Interceptor):
+        def on_receive(self, messages: list[Message]) -> list[Message]:
+            return messages[::-1]
+
+    committed: list[int | None] = []
+    bench.consumer(
+        lambda batch: committed.append(bench.committed()), batch_size=2, workers=1, interceptors=[Reverses()], run=False
+    )
+    bench.put(b"0", b"1", b"2", b"3")
+    bench.consumers[0].start()
+    bench.settle()
+    assert committed[0] == 0
+    assert bench.committed() == 4
+
+
+# --- gates ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("limit", "stuck", "pulled"),
+    [({"prefetch": 4}, 40, 4), ({"prefetch_bytes": 600}, 40, None), ({"max_span": 4}, 1, 6)],
+    ids=["messages", "bytes", "span"],
+)
+def test_a_full_cache_is_not_added_to_until_there_is_room(
+    bench: PushBench, limit: dict[str, int], stuck: int, pulled: int | None
+) -> None:
+    """A5.2, gates 4 to 6a. A span is that of what a crash would bring again: one message that is stuck bounds it, be
+    all behind it done."""
+
+    def send_back(*args: Any, **kwargs: Any) -> None:
+        raise OSError("no")
+
+    real, bench.broker.send_back = bench.broker.send_back, send_back  # type: ignore[method-assign,assignment]
+
+    def handler(message: Message) -> None:
+        if message.attempt == 1 and message.offset < stuck:
+            raise Retry(0)
+
+    consumer = bench.consumer(handler, **limit)
+    for _ in range(40):
+        bench.put(b"m" * 50)
+        bench.settle()
+    queue = engine_of(consumer)._queues[T0]
+    assert place(bench) == "full"
+    if pulled is None:
+        size = bench.broker.read("t", 0, 0, 1).messages[0].size
+        pulled = -(-600 // size)
+    assert queue.next_offset == pulled
+    bench.broker.send_back = real  # type: ignore[method-assign]
+    bench.advance(10)
+    assert bench.committed() == 40
+    assert place(bench) == "waiting"
+
+
+def fill(bench: PushBench, prefetch: int, **options: Any) -> Any:
+    """A consumer whose cache is full of what cannot be sent back."""
+
+    def send_back(*args: Any, **kwargs: Any) -> None:
+        raise OSError("no")
+
+    consumer = bench.consumer(lambda message: 1 / 0, prefetch=prefetch, **options)
+    real, bench.broker.send_back = bench.broker.send_back, send_back  # type: ignore[method-assign,assignment]
+    bench.put(*[b"%d" % i for i in range(3 * prefetch)])
+    bench.settle()
+    return consumer, real
+
+
+def test_the_cache_holds_no_more_than_it_may(bench: PushBench) -> None:
+    consumer, real = fill(bench, 4)
+    assert unsettled(consumer) == {T0: 4}
+    assert place(bench) == "full"
+    bench.broker.send_back = real
+    bench.advance(5)
+    assert bench.committed() == 12
+    assert place(bench) == "waiting"
+
+
+def test_a_paused_queue_is_not_pulled_and_stays(bench: PushBench) -> None:
+    seen = Seen()
+    consumer = bench.consumer(seen)
+    bench.settle()
+    consumer.pause(T0)
+    bench.put(b"0")
+    bench.settle()
+    assert seen == []
+    assert place(bench) == "paused"
+    assert consumer.assignment() == {T0}
+    bench.advance(PULL_IDLE_MS / 1000 + 60)  # nor is it taken for silent
+    assert place(bench) == "paused"
+    consumer.resume(T0)
+    bench.settle()
+    assert seen == [b"0"]
+    assert place(bench) == "waiting"
+
+
+def test_a_paused_consumer_moves_nothing_until_it_is_resumed(bench: PushBench) -> None:
+    seen = Seen()
+    consumer = bench.consumer(seen)
+    bench.settle()
+    consumer.pause()
+    bench.put(b"0")
+    bench.broker.topics.alter("t", read_queues=2, write_queues=2)
+    bench.put(b"1", queue_id=1)
+    bench.advance(60)
+    assert (seen, consumer.assignment()) == ([], {T0})
+    consumer.resume(T0)  # all are paused: this alone is not enough
+    bench.settle()
+    assert seen == []
+    consumer.resume()
+    bench.settle()
+    assert (sorted(seen), consumer.assignment()) == ([b"0", b"1"], {T0, T1})
+
+
+def test_a_queue_that_is_paused_before_it_is_ours_is_paused_then(bench: PushBench) -> None:
+    seen = Seen()
+    consumer = bench.consumer(seen)
+    consumer.pause(T1)
+    bench.broker.topics.alter("t", read_queues=2, write_queues=2)
+    bench.put(b"1", queue_id=1)
+    bench.settle()
+    assert (seen, consumer.assignment()) == ([], {T0, T1})
+    consumer.resume(("t", 1))  # type: ignore[arg-type]
+    bench.settle()
+    assert seen == [b"1"]
+
+
+# --- what a pull finds ---------------------------------------------------------------------------------------------
+
+
+def test_an_empty_topic_is_waited_on(bench: PushBench) -> None:
+    seen = Seen()
+    bench.consumer(seen)
+    bench.advance(2 * HOLD_S + 1)
+    assert place(bench) == "waiting"
+    bench.put(b"0")
+    bench.settle()
+    assert (seen, bench.committed()) == ([b"0"], 1)
+
+
+def test_what_expired_is_passed_over_and_told(bench: PushBench) -> None:
+    """A5.5: requested < min. The queue's logical start stands for retention, as an expired segment would."""
+    hook, seen = Told(), Seen()
+    bench.put(b"0", b"1", b"2", b"3")
+    consumer = bench.consumer(seen, interceptors=[hook], run=False)
+    bench.broker.start_of("g", "t", 0, "earliest")
+    bench.broker.offsets._move_start("t", 0, 3)
+    consumer.start()
+    bench.settle()
+    assert seen == [b"3"]
+    assert hook.news == [("assign", T0), ("reset", T0, 0, 3)]
+    assert bench.committed() == 4
+    assert place(bench) == "waiting"
+
+
+def test_what_the_queue_does_not_have_yet_is_gone_back_from(bench: PushBench) -> None:
+    """A5.5: requested > max, as after a crash that cost the log its tail."""
+    hook, seen = Told(), Seen()
+    bench.put(b"0", b"1")
+    consumer = bench.consumer(seen, interceptors=[hook], run=False)
+    bench.broker.offsets.commit("g", "t", 0, 9)
+    consumer.start()
+    bench.settle()
+    assert hook.news[-1] == ("reset", T0, 9, 2)
+    assert bench.committed() == 2
+    bench.put(b"2")
+    bench.settle()
+    assert seen == [b"2"]
+
+
+@pytest.mark.parametrize("where", ["waiting", "full", "paused", "failing"])
+def test_a_reset_finds_the_consumer_wherever_its_pull_is(bench: PushBench, where: str) -> None:
+    hook = Told()
+    if where == "full":
+        consumer, real = fill(bench, 4, interceptors=[hook])
+        bench.broker.send_back = real
+        engine_of(consumer)._workers._heap[:] = [  # those that are tried again make room by themselves: not here
+            entry for entry in engine_of(consumer)._workers._heap if "_run" not in repr(entry[2].call)
+        ]
+    else:
+        consumer = bench.consumer(Seen(), interceptors=[hook])
+        bench.put(*[b"m"] * 12)
+        bench.settle()
+        if where == "paused":
+            consumer.pause(T0)
+            bench.advance(HOLD_S)
+    if where == "failing":
+        engine = engine_of(consumer)
+        waiter = engine._waits.pop(engine._queues[T0])
+        assert bench.broker.remove_waiter(waiter)
+        engine._pull_failed(engine._queues[T0], OSError("no"))
+        assert place(bench) == "timer"
+    else:
+        assert place(bench) == where
+    bench.broker.reset("g", "t", 0, 10)
+    if where == "paused":
+        consumer.resume(T0)
+    bench.advance(21)
+    assert ("reset", T0, 4 if where == "full" else 12, 10) in hook.news
+    assert bench.committed() == 12
+    assert place(bench) == "waiting"
+
+
+def test_commits_of_before_a_reset_do_not_undo_it(bench: PushBench) -> None:
+    seen = Seen()
+
+    def handler(message: Message) -> None:
+        seen.append(message.body)
+        if len(seen) == 2:
+            bench.broker.reset("g", "t", 0, "earliest")
+
+    bench.consumer(handler, workers=1)
+    bench.put(b"0", b"1", b"2")
+    bench.settle()
+    assert seen == [b"0", b"1", b"2", b"0", b"1", b"2"]
+    assert bench.committed() == 3
+
+
+def test_a_read_that_fails_is_tried_again_in_a_second(bench: PushBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = Seen()
+    bench.consumer(seen)
+    bench.settle()
+    real, failures = bench.broker.read, [OSError("bad sector"), ValueError("a bug")]
+
+    def read(*args: Any, **kwargs: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(bench.broker, "read", read)
+    bench.put(b"0")
+    bench.settle()
+    for left in (1, 0):
+        assert (len(failures), seen, place(bench)) == (left, [], "timer")
+        bench.advance(1)
+    assert (seen, place(bench)) == ([b"0"], "waiting")
+
+
+def test_who_may_not_wait_asks_again_in_a_second(bench: PushBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, real = Seen(), bench.broker.add_waiter
+    monkeypatch.setattr(bench.broker, "add_waiter", lambda *a, **k: (_ for _ in ()).throw(StoreBusyError("too many")))
+    bench.consumer(seen)
+    bench.put(b"0")
+    bench.settle()
+    assert (seen, place(bench)) == ([b"0"], "timer")  # what was found is handled all the same
+    monkeypatch.setattr(bench.broker, "add_waiter", real)
+    bench.advance(1)
+    assert place(bench) == "waiting"
+
+
+# --- silence -------------------------------------------------------------------------------------------------------
+
+
+def test_a_pull_that_was_lost_is_begun_anew_after_two_minutes(bench: PushBench) -> None:
+    seen = Seen()
+    consumer = bench.consumer(seen)
+    bench.settle()
+    engine = engine_of(consumer)
+    assert bench.broker.remove_waiter(engine._waits.pop(engine._queues[T0]))
+    assert pulls(consumer)[T0] == []
+    bench.put(b"0")
+    bench.advance(119)
+    assert seen == []
+    bench.advance(22)
+    assert (seen, place(bench)) == ([b"0"], "waiting")
+
+
+def test_a_queue_whose_workers_are_busy_is_not_silent(bench: PushBench) -> None:
+    """With every worker in a handler for more than two minutes the queue was taken for silent and begun anew: what was
+    in its handler did not count, came again, and took as long again, for ever."""
+    seen = Seen()
+
+    def handler(message: Message) -> None:
+        seen.append(message.body)
+        for _ in range(30):
+            bench.clock.advance(10_000)
+            bench.broker.run_once()
+            consumer._workers._fire()
+
+    consumer = bench.consumer(handler, workers=1)
+    bench.put(b"0", b"1", b"2")
+    bench.settle()
+    assert seen == [b"0", b"1", b"2"]
+    assert bench.committed() == 3
+
+
+@pytest.mark.parametrize("name", ["share", "renew"])
+def test_what_fails_once_is_done_again(bench: PushBench, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """An error in one of them ended it for good: no more sweeps, or locks that ran out."""
+    errors: list[BaseException] = []
+    consumer = bench.consumer(on_error=lambda error, message: errors.append(error))
+    bench.settle()
+    membership = engine_of(consumer).membership
+    real, calls = getattr(membership, name), list[int]()
+
+    def fails_once(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            raise ConfigError("once")
+        return real(*args)
+
+    monkeypatch.setattr(membership, name, fails_once)
+    bench.advance(100)
+    assert [str(error) for error in errors] == ["once"]
+    assert len(calls) >= 4
+    assert bench.broker.locks.owner("g", T0) == consumer.client_id
+
+
+# --- members -------------------------------------------------------------------------------------------------------
+
+
+def test_queues_go_over_exactly_where_they_were_left(bench: PushBench) -> None:
+    bench.broker.topics.alter("t", read_queues=4, write_queues=4)
+    seen, other = Seen(), Seen()
+    hook = Told()
+    first = bench.consumer(seen, interceptors=[hook])
+    for i in range(40):
+        bench.put(b"%d" % i, queue_id=i % 4)
+    bench.settle()
+    second = bench.consumer(other)
+    for i in range(40, 80):
+        bench.put(b"%d" % i, queue_id=i % 4)
+    bench.settle()
+    assert len(first.assignment()) == len(second.assignment()) == 2
+    assert not first.assignment() & second.assignment()
+    assert sorted(map(int, [*seen, *other])) == list(range(80))
+    revoked = {queue for kind, *queues in hook.news if kind == "revoke" for queue in queues}
+    assert revoked == second.assignment()
+    assert first.stop()
+    bench.consumers.remove(first)
+    bench.settle()
+    assert len(second.assignment()) == 4
+
+
+def test_a_queue_under_a_running_handler_goes_half_a_second_later(bench: PushBench) -> None:
+    """A3.5: what runs has that long to count; after that its result is void, and the message comes again."""
+    for wait_ms, times in ((400, 1), (600, 2)):
+        group = f"g{wait_ms}"
+        seen, joined = Seen(), list[Any]()
+
+        def handler(message: Message, wait_ms: int = wait_ms, group: str = group, joined: Any = joined) -> None:
+            seen.append(message.body)  # noqa: B023
+            if not joined:
+                joined.append(bench.consumer(handler, group=group, client_id="0"))
+                first._workers._fire()  # noqa: B023  (it has to give the queue to one that comes first by name)
+                bench.clock.advance(wait_ms)
+                first._workers._fire()  # noqa: B023
+
+        first = bench.consumer(handler, group=group, client_id="1", run=False)
+        bench.put(b"m")
+        bench.broker.start_of(group, "t", 0, "latest")
+        bench.broker.commit(group, "t", 0, bench.broker.max_offset("t", 0) - 1)
+        first.start()
+        bench.settle()
+        bench.advance(5)
+        assert seen == [b"m"] * times
+        assert joined[0].assignment() == {T0}
+        assert bench.committed(group=group) == bench.broker.max_offset("t", 0)
+        for consumer in (first, joined[0]):
+            consumer.stop()
+            bench.consumers.remove(consumer)
+
+
+def test_the_queues_of_one_who_is_not_heard_of_are_taken_over(bench: PushBench) -> None:
+    seen, other = Seen(), Seen()
+    hung = bench.consumer(seen, client_id="0")
+    bench.settle()
+    heir = bench.consumer(other, client_id="1")
+    bench.consumers.remove(hung)
+    bench.put(b"m")
+    bench.advance(50)
+    assert other == []
+    bench.advance(40)
+    assert (seen, other) == ([], [b"m"])
+    # It comes back, finds out what it has lost, and neither commits nor handles any more of that.
+    bench.consumers.append(hung)
+    bench.advance(25)
+    assert len(hung.assignment()) + len(heir.assignment()) == 1
+    bench.put(b"n")
+    bench.settle()
+    assert sorted([*seen, *other].count(body) for body in (b"m", b"n")) == [1, 1]
+
+
+def test_a_consumer_leaves_no_waiter_and_no_listener_behind(bench: PushBench) -> None:
+    broker = bench.broker
+    before = (broker._waiters.parked, len(broker.members.on_change), len(broker.topics.on_change))
+    consumer = bench.consumer()
+    bench.settle()
+    assert broker._waiters.parked > before[0]
+    consumer.stop()
+    bench.consumers.remove(consumer)
+    assert (broker._waiters.parked, len(broker.members.on_change), len(broker.topics.on_change)) == before
+    assert broker.locks.snapshot() == []
+
+
+# --- by hand -------------------------------------------------------------------------------------------------------
+
+
+def test_another_filter_counts_at_once_for_who_waits(bench: PushBench) -> None:
+    """A11.2: a pull that waits by the filter of before would have been five seconds late."""
+    seen = Seen()
+    consumer = bench.consumer(seen, tags="A")
+    bench.settle()
+    consumer.subscribe("t", seen, tags="B")
+    bench.settle()
+    bench.put(b"a", tag="A")
+    bench.put(b"b", tag="B")
+    bench.settle()
+    assert seen == [b"b"]
+
+
+def test_another_handler_and_another_topic_while_running(bench: PushBench) -> None:
+    first, second, other = Seen(), Seen(), Seen()
+    consumer = bench.consumer(first)
+    bench.put(b"0")
+    bench.settle()
+    consumer.subscribe("t", second)
+    bench.broker.topics.create("u", queues=1)
+    consumer.subscribe("u", other)
+    bench.put(b"1")
+    bench.put(b"2", topic="u")
+    bench.settle()
+    assert (first, second, other) == ([b"0"], [b"1"], [b"2"])
+    consumer.unsubscribe("t")
+    bench.put(b"3")
+    bench.put(b"4", topic="u")
+    bench.settle()
+    assert (second, other) == ([b"1"], [b"2", b"4"])
+    assert bench.committed() == 2  # A11.3: its position stays
+    assert bench.broker.locks.owner("g", T0) is None
+
+
+def test_a_topic_that_comes_later_is_consumed_then(bench: PushBench) -> None:
+    seen = Seen()
+    bench.consumer(seen, "later")
+    bench.settle()
+    bench.put(b"0", topic="later")
+    bench.settle()
+    assert seen == [b"0"]
+
+
+def test_seek_goes_where_it_is_told(bench: PushBench) -> None:
+    seen = Seen()
+    consumer = bench.consumer(seen)
+    bench.put(b"0", b"1")
+    bench.settle()
+    bench.clock.advance(60_000)
+    bench.put(b"2", b"3")
+    bench.settle()
+    then = datetime.fromtimestamp((bench.clock.now_ms() - 30_000) / 1000, UTC)
+    for to, expected in ((1, 1), ("earliest", 0), ("latest", 4), (then, 2), (4, 4)):
+        seen.clear()
+        consumer.seek(T0, to)  # type: ignore[arg-type]
+        assert bench.committed() == expected
+        bench.settle()
+        assert seen == [b"0", b"1", b"2", b"3"][expected:]
+        assert bench.committed() == 4
+    for wrong in (5, -1):
+        with pytest.raises(OffsetOutOfRangeError):
+            consumer.seek(T0, wrong)
+    with pytest.raises(ConfigError, match="not assigned"):
+        consumer.seek(T1, 0)
+    with pytest.raises(ConfigError, match="earliest"):
+        consumer.seek(T0, "begin")  # type: ignore[arg-type]
+
+
+def test_a_seek_from_a_handler_voids_what_it_is_at(bench: PushBench) -> None:
+    seen = Seen()
+
+    def handler(message: Message) -> None:
+        seen.append(message.body)
+        if seen == [b"0", b"1"]:
+            consumer.seek(T0, 0)
+
+    consumer = bench.consumer(handler, workers=1)
+    bench.put(b"0", b"1", b"2")
+    bench.advance(1)
+    assert seen == [b"0", b"1", b"0", b"1", b"2"]
+    assert bench.committed() == 3
+
+
+def test_broadcasting_goes_on_where_its_client_was(bench: PushBench, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"model": "broadcasting", "client_id": "cache-1"}
+    first, second = Seen(), Seen()
+    consumer = bench.consumer(first, **options)
+    other = bench.consumer(second, model="broadcasting", client_id="cache-2")
+    bench.put(b"0", b"1")
+    bench.settle()
+    assert first == second == [b"0", b"1"]  # each has all
+    file = tmp_path / "local_offsets" / "cache-1" / "g.json"
+    bench.advance(5)  # written without a stop, too
+    assert json.loads(file.read_bytes())["offsets"] == {"t": {"0": 2}}
+    for each in (consumer, other):
+        each.stop()
+        bench.consumers.remove(each)
+    bench.put(b"2")
+    third = Seen()
+    bench.consumer(third, **options)
+    bench.settle()
+    assert third == [b"2"]
+    assert bench.committed() is None
+
+
+def test_a_start_is_for_groups_that_are_new(bench: PushBench) -> None:
+    bench.put(b"0")
+    bench.clock.advance(60_000)
+    middle = datetime.fromtimestamp((bench.clock.now_ms() - 1) / 1000, UTC)
+    bench.put(b"1")
+    for group, start, expected in (("e", "earliest", [b"0", b"1"]), ("m", middle, [b"1"]), ("l", "latest", [])):
+        seen = Seen()
+        bench.consumer(seen, group=group, start=start)
+        bench.settle()
+        assert seen == expected
+    bench.close()
+    bench.open()
+    bench.put(b"2")
+    for group in "eml":
+        seen = Seen()
+        bench.consumer(seen, group=group, start="latest")
+        bench.settle()
+        assert seen == [b"2"]

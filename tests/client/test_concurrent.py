@@ -1,0 +1,483 @@
+"""Messages handled in no order: what becomes of each (client-semantics A4.3, A6, A12, B.6), in simulated time and with
+the real broker."""
+
+from __future__ import annotations
+
+import errno
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mqstore.broker.groups import RetryPolicy
+from mqstore.client.concurrent import SEND_BACK_AGAIN_MS
+from mqstore.client.interceptors import Interceptor
+from mqstore.client.outcome import BatchFailure, Reject, Retry
+from mqstore.client.pushconsumer import PushConsumer
+from mqstore.client.workers import cancelled
+from mqstore.errors import NotPermittedError, StoreFullError
+from mqstore.log.commitlog import QueueRef
+from mqstore.log.message import Message
+from tests.client.pushsupport import PushBench, engine_of, unsettled
+from tests.faults import FaultyFileSystem
+
+T0 = QueueRef("t", 0)
+RETRIES = "%RETRY%g"
+LEVELS_S = [10, 30, 60, 120, 180, 240, 300, 360, 420, 480, 540, 600, 1200, 1800, 3600, 7200]
+"""A12: before delivery k + 1, from the table of the specification."""
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[PushBench]:
+    bench = PushBench(tmp_path)
+    yield bench
+    bench.close()
+
+
+class Handler:
+    """Notes what it is given, and raises what it is told to."""
+
+    def __init__(self, bench: PushBench, *errors: BaseException | None, then: BaseException | None = None) -> None:
+        self.bench = bench
+        self.errors = list(errors)
+        self.then = then
+        self.seen: list[tuple[bytes, int]] = []
+        """(body, attempt)."""
+        self.at_s: list[float] = []
+        self.topics: list[str] = []
+        self._begin_ms = bench.clock.now_ms()
+
+    def __call__(self, given: Message | Sequence[Message]) -> None:
+        batch = [given] if isinstance(given, Message) else given
+        self.seen += [(message.body, message.attempt) for message in batch]
+        self.topics += [message.topic for message in batch]
+        self.at_s.append((self.bench.clock.now_ms() - self._begin_ms) / 1000)
+        error = self.errors.pop(0) if self.errors else self.then
+        if error is not None:
+            raise error
+
+
+class Told(Interceptor):
+    def __init__(self) -> None:
+        self.settled: list[tuple[bytes, str]] = []
+        self.timeouts: list[tuple[bytes, str]] = []
+
+    def on_settle(self, message: Message, outcome: Any, seconds: float) -> None:
+        self.settled.append((message.body, outcome))
+
+    def on_timeout(self, message: Message, stack: str) -> None:
+        self.timeouts.append((message.body, stack))
+
+
+# --- outcomes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "again_s", "dead", "told"),
+    [
+        (None, None, False, ["ack"]),
+        (ValueError("x"), 10, False, ["retry", "ack"]),
+        (Retry(), 10, False, ["retry", "ack"]),
+        (Retry(3), 3, False, ["retry", "ack"]),
+        (Retry(0), 0, False, ["retry", "ack"]),
+        (Reject("bad"), None, True, ["dlq"]),
+    ],
+)
+def test_what_a_handler_says_is_done(
+    bench: PushBench, error: Exception | None, again_s: float | None, dead: bool, told: list[str]
+) -> None:
+    handler, hook = Handler(bench, error), Told()
+    bench.consumer(handler, interceptors=[hook])
+    bench.put(b"m")
+    bench.settle()
+    assert bench.committed() == 1  # settled here, whatever comes of it
+    bench.advance(60)
+
+    assert handler.at_s == ([0.0] if again_s is None else [0.0, again_s])
+    assert handler.topics == ["t"] * len(handler.at_s)
+    assert [outcome for _, outcome in hook.settled] == told
+    assert bench.dead() == ([b"m"] if dead else [])
+    assert bench.committed() == 1
+
+
+def test_the_reason_of_a_dead_letter_is_what_the_handler_said(bench: PushBench) -> None:
+    bench.consumer(Handler(bench, Reject("no such customer")))
+    bench.put(b"m")
+    bench.settle()
+    [letter] = bench.broker.dead_letters("g")
+    assert letter.properties["dlq_reason"] == "no such customer"
+
+
+def test_of_a_batch_only_those_that_failed_come_again(bench: PushBench) -> None:
+    calls: list[list[bytes]] = []
+
+    def handler(batch: Sequence[Message]) -> None:
+        calls.append([message.body for message in batch])
+        if batch[0].attempt == 1:
+            raise BatchFailure([batch[3], batch[1]])
+
+    hook = Told()
+    bench.consumer(handler, batch_size=4, interceptors=[hook])
+    bench.put(b"0", b"1", b"2", b"3")
+    bench.advance(30)
+
+    assert calls[0] == [b"0", b"1", b"2", b"3"]
+    assert sorted(body for call in calls[1:] for body in call) == [b"1", b"3"]
+    assert Counter(hook.settled) == Counter(
+        {(b"0", "ack"): 1, (b"2", "ack"): 1, (b"1", "retry"): 1, (b"3", "retry"): 1, (b"1", "ack"): 1, (b"3", "ack"): 1}
+    )
+    assert bench.committed() == 4
+
+
+def test_a_retry_further_off_than_the_store_delays_anything_follows_the_policy(bench: PushBench) -> None:
+    """It was tried every five seconds for ever, and the handler called each time."""
+    errors: list[BaseException] = []
+    handler = Handler(bench, Retry(10 * 365 * 86_400))
+    bench.consumer(handler, on_error=lambda error, message: errors.append(error))
+    bench.put(b"m")
+    bench.advance(20)
+    assert handler.at_s == [0.0, 10.0]
+    assert len(errors) == 1
+
+
+@pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt()])
+def test_the_end_of_the_program_settles_nothing_and_stops_the_consumer(bench: PushBench, error: BaseException) -> None:
+    handler = Handler(bench, None, error)
+    consumer = bench.consumer(handler)
+    bench.put(b"0", b"1", b"2")
+    bench.settle()
+    assert consumer._stopped.wait(10)
+
+    assert (b"1", 1) in handler.seen
+    assert bench.committed() == 1
+    assert bench.broker.members.members("g") == []
+    bench.consumers.remove(consumer)
+    again = Handler(bench)
+    bench.consumer(again)
+    bench.settle()
+    assert [body for body, _ in again.seen] == [b"1", b"2"]
+
+
+# --- attempts ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policy", "delays_s"),
+    [
+        (RetryPolicy(), LEVELS_S),
+        (RetryPolicy(4), LEVELS_S[:3]),
+        (RetryPolicy(4, delays=[1, 2]), [1, 2, 2]),
+        (RetryPolicy(3, delays=[0]), [0, 0]),
+        (RetryPolicy.exponential(5, 2, 7200, max_attempts=6), [5, 10, 20, 40, 80]),
+        (RetryPolicy.exponential(1, 5, 60, max_attempts=5), [1, 5, 25, 60]),
+        (RetryPolicy(1), []),
+    ],
+    ids=["standard", "four", "custom", "at once", "exponential", "bounded", "one"],
+)
+def test_what_always_fails_is_handled_so_many_times_and_then_is_one_dead_letter(
+    bench: PushBench, policy: RetryPolicy, delays_s: list[int]
+) -> None:
+    """A15.5, and the delays of A12."""
+    handler, hook = Handler(bench, then=ValueError("always")), Told()
+    bench.consumer(handler, retry=policy, interceptors=[hook])
+    bench.put(b"m")
+    bench.advance(sum(delays_s) + 60)
+
+    assert [attempt for _, attempt in handler.seen] == list(range(1, len(delays_s) + 2))
+    assert handler.at_s == pytest.approx([sum(delays_s[:k]) for k in range(len(delays_s) + 1)], abs=0.1)
+    assert bench.dead() == [b"m"]
+    assert [outcome for _, outcome in hook.settled] == ["retry"] * len(delays_s) + ["dlq"]
+    bench.advance(7200)
+    assert len(handler.seen) == policy.max_attempts
+    assert bench.dead() == [b"m"]
+
+
+def test_what_fails_holds_up_nothing_behind_it(bench: PushBench) -> None:
+    handler = Handler(bench, ValueError("first"))
+    bench.consumer(handler)
+    bench.put(b"0", b"1", b"2")
+    bench.settle()
+    assert [body for body, _ in handler.seen] == [b"0", b"1", b"2"]
+    assert bench.committed() == 3
+
+
+# --- what cannot be sent back --------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_sent_back_holds_the_position_and_is_tried_again(tmp_path: Path) -> None:
+    fs = FaultyFileSystem()
+    bench = PushBench(tmp_path, fs=fs, segment_bytes=1 << 14)
+    errors: list[BaseException] = []
+    handler = Handler(bench, ValueError("0"), None, None, ValueError("again"))
+    consumer = bench.consumer(handler, on_error=lambda error, message: errors.append(error))
+    bench.put(b"0" * 9_000, b"1", b"2")
+    fs.fail("allocate", errno.ENOSPC, times=None)
+    filling = [b"filling" * 100] * 100
+    with pytest.raises(StoreFullError):  # as full as it gets: the copy does not fit any more
+        bench.put(*filling, topic="other", queue_id=None)
+    bench.settle()
+
+    assert [body[:1] for body, _ in handler.seen] == [b"0", b"1", b"2"]
+    assert [type(error) for error in errors] == [ValueError, StoreFullError]
+    assert bench.committed() == 0
+    assert unsettled(consumer)[T0] == 1
+
+    bench.advance(SEND_BACK_AGAIN_MS / 1000)
+    assert [body[:1] for body, _ in handler.seen] == [b"0", b"1", b"2", b"0"]
+    assert bench.committed() == 0
+
+    fs.heal()
+    bench.advance(SEND_BACK_AGAIN_MS / 1000)  # this time it succeeds
+    assert (handler.seen[-1][0][:1], bench.committed()) == (b"0", 3)
+    assert unsettled(consumer)[T0] == 0
+    assert bench.dead() == []
+    bench.close()
+
+
+# --- topics --------------------------------------------------------------------------------------------------------
+
+
+def test_retries_of_a_topic_that_nobody_subscribes_to_any_more_end_as_dead_letters(bench: PushBench) -> None:
+    consumer = bench.consumer(Handler(bench, ValueError("x")), retry=RetryPolicy(3, delays=[1]))
+    bench.put(b"m")
+    bench.settle()
+    assert consumer.stop()
+    bench.consumers.remove(consumer)
+    bench.broker.topics.create("u")
+    other = Handler(bench)
+    bench.consumer(other, "u")
+    bench.advance(10)
+    assert other.seen == []
+    assert bench.dead() == [b"m"]
+
+
+def test_a_batch_of_retries_is_of_one_topic(bench: PushBench) -> None:
+    """Both topics' copies lie in one retry queue; a handler was given those of the other, too."""
+    bench.broker.topics.create("u", queues=1)
+    got: dict[str, list[list[str]]] = {"t": [], "u": []}
+
+    def of(topic: str) -> Callable[[Sequence[Message]], None]:
+        def handler(batch: Sequence[Message]) -> None:
+            if batch[0].attempt == 1:
+                raise ValueError("again")
+            got[topic].append([f"{message.topic}{message.text()}" for message in batch])
+
+        return handler
+
+    consumer = bench.consumer(of("t"), batch_size=8, run=False, retry=RetryPolicy(3, delays=[1]))
+    consumer.subscribe("u", of("u"))
+    for i in range(6):
+        bench.put(b"%d" % i, topic="tu"[i % 2])
+        bench.put(b"%d" % i, topic="tu"[i % 2])
+    consumer.start()
+    bench.advance(10)
+    for topic in "tu":
+        flat = [shown for batch in got[topic] for shown in batch]
+        assert sorted(flat) == sorted(2 * [f"{topic}{i}" for i in range(6) if "tu"[i % 2] == topic])
+
+
+def test_unsubscribing_gives_back_what_was_not_begun(bench: PushBench) -> None:
+    """It was sent back, message for message, and ended among the dead letters."""
+    bench.broker.topics.create("u", queues=1)
+    seen: list[bytes] = []
+
+    def handler(message: Message) -> None:
+        seen.append(message.body)
+        consumer.unsubscribe("t")
+
+    consumer = bench.consumer(handler, run=False, workers=1)
+    consumer.subscribe("u", lambda message: None)
+    bench.put(*(b"%d" % i for i in range(5)))
+    consumer.start()
+    consumer._workers.run_once()
+    bench.advance(60)
+    assert bench.broker.topics.get(RETRIES) is None  # nothing was ever sent back
+    assert bench.committed() == len(seen) < 5 or seen == [b"%d" % i for i in range(5)]
+    assert T0 not in consumer.assignment()
+    handled = Handler(bench)
+    consumer.subscribe("t", handled)
+    bench.settle()
+    assert seen + [body for body, _ in handled.seen] == [b"%d" % i for i in range(5)]
+
+
+def test_what_nobody_handles_for_a_moment_is_neither_lost_nor_sent_back(bench: PushBench) -> None:
+    handler = Handler(bench)
+    consumer = bench.consumer(handler)
+    engine = engine_of(consumer)
+    known, engine._subscriptions = engine._subscriptions, {}
+    bench.put(b"0", b"1")
+    bench.settle()
+    assert (handler.seen, bench.committed()) == ([], 0)
+    engine._subscriptions = known
+    bench.advance(1)
+    assert ([body for body, _ in handler.seen], bench.committed()) == ([b"0", b"1"], 2)
+    assert bench.broker.topics.get(RETRIES) is None
+
+
+# --- what takes long -----------------------------------------------------------------------------------------------
+
+
+def hang(bench: PushBench, consumer: PushConsumer, seconds: float) -> None:
+    """As if the handler that calls this took so long: time passes, and the timer thread does its work."""
+    for _ in range(2):  # a call is noticed at one tick and given up at another
+        bench.clock.advance(50)
+        consumer._workers._fire()
+    bench.clock.advance(round(seconds * 1000))
+    consumer._workers._fire()
+
+
+@pytest.mark.parametrize("end", ["returns", "raises", "rejects"])
+def test_who_takes_too_long_has_its_message_sent_back_once_and_its_end_is_void(bench: PushBench, end: str) -> None:
+    hook, flags = Told(), list[bool]()
+    attempts: list[int] = []
+
+    def handler(message: Message) -> None:
+        attempts.append(message.attempt)
+        if message.attempt > 1:
+            return
+        flags.append(cancelled())
+        hang(bench, consumer, 30)
+        flags.append(cancelled())
+        assert bench.committed() == 1  # settled before it ends
+        hang(bench, consumer, 30)
+        if end != "returns":
+            raise ValueError("late") if end == "raises" else Reject("late")
+
+    consumer = bench.consumer(handler, consume_timeout=20, interceptors=[hook])
+    bench.put(b"m")
+    bench.advance(60)
+    assert flags == [False, True]
+    assert attempts == [1, 2]
+    assert hook.settled == [(b"m", "retry"), (b"m", "ack")]
+    assert [body for body, _ in hook.timeouts] == [b"m"]
+    assert bench.dead() == []
+    assert bench.broker.max_offset(RETRIES, 0) == 1
+
+
+def test_who_takes_less_than_that_is_let_alone(bench: PushBench) -> None:
+    hook = Told()
+    consumer = bench.consumer(lambda message: hang(bench, consumer, 19.8), consume_timeout=20, interceptors=[hook])
+    bench.put(b"m")
+    bench.advance(60)
+    assert (hook.settled, hook.timeouts) == ([(b"m", "ack")], [])
+
+
+def test_a_message_that_hangs_in_its_last_attempt_is_a_dead_letter(bench: PushBench) -> None:
+    hook = Told()
+    consumer = bench.consumer(
+        lambda message: hang(bench, consumer, 30), consume_timeout=20, interceptors=[hook], retry=RetryPolicy(1)
+    )
+    bench.put(b"m")
+    bench.advance(60)
+    assert hook.settled == [(b"m", "dlq")]
+    assert bench.dead() == [b"m"]
+
+
+def test_the_next_call_of_that_worker_counts(bench: PushBench) -> None:
+    hook = Told()
+
+    def handler(message: Message) -> None:
+        if message.body == b"0" and message.attempt == 1:
+            hang(bench, consumer, 30)
+
+    consumer = bench.consumer(handler, consume_timeout=20, interceptors=[hook], workers=1)
+    bench.put(b"0", b"1")
+    bench.settle()
+    assert hook.settled == [(b"0", "retry"), (b"1", "ack")]
+    assert bench.committed() == 2
+
+
+def test_what_hangs_and_cannot_be_sent_back_is_tried_until_it_can(
+    bench: PushBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its end is void already: were it only noted that this failed, and the handler back by then, nobody would ever
+    settle the message, and its queue would stand still."""
+    real, failures = bench.broker.send_back, [NotPermittedError("no"), NotPermittedError("no")]
+
+    def send_back(*args: Any, **kwargs: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(bench.broker, "send_back", send_back)
+    hook, errors, attempts = Told(), list[BaseException](), list[int]()
+
+    def handler(message: Message) -> None:
+        attempts.append(message.attempt)
+        if message.attempt == 1:
+            hang(bench, consumer, 30)
+
+    consumer = bench.consumer(
+        handler, consume_timeout=20, interceptors=[hook], on_error=lambda error, message: errors.append(error)
+    )
+    bench.put(b"m")
+    bench.settle()
+    assert (bench.committed(), len(errors)) == (0, 1)
+    bench.advance(5)
+    assert (bench.committed(), len(errors)) == (0, 2)
+    bench.advance(5)
+    assert bench.committed() == 1
+    bench.advance(30)
+    assert attempts == [1, 2]
+    assert hook.settled == [(b"m", "retry"), (b"m", "ack")]
+
+
+def test_ticks_go_on_whatever_a_hook_meets_and_end_when_there_is_nothing_to_do(bench: PushBench) -> None:
+    class Fails(Interceptor):
+        def on_timeout(self, message: Message, stack: str) -> None:
+            raise SystemExit
+
+    lapses: list[int] = []
+
+    def handler(message: Message) -> None:
+        if message.attempt == 1:
+            consumer._workers.on_exit = lambda error: lapses.append(message.offset)
+            hang(bench, consumer, 30)
+
+    consumer = bench.consumer(handler, consume_timeout=20, interceptors=[Fails()], workers=1)
+    service = engine_of(consumer)._service
+    bench.put(b"0")
+    bench.settle()
+    bench.put(b"1")
+    bench.settle()
+    assert lapses == [0, 1]
+    bench.advance(60)
+    assert not service._ticking  # type: ignore[attr-defined]
+
+
+def test_while_all_workers_are_held_up_invitations_do_not_pile_up(bench: PushBench) -> None:
+    """Every tick asked all workers to each chunk again: handlers that took minutes left millions of jobs behind, and
+    every pull in the queue after them."""
+    most = 0
+
+    def handler(message: Message) -> None:
+        nonlocal most
+        for _ in range(200):
+            bench.clock.advance(50)
+            consumer._workers._fire()
+        most = max(most, consumer._workers._jobs.qsize())
+
+    consumer = bench.consumer(handler, workers=4, run=False)
+    bench.put(*[b"m"] * 40)
+    consumer.start()
+    bench.settle()
+    assert most <= 3 + 1  # the other workers, and a pull
+    assert bench.committed() == 40
+
+
+# --- broadcasting --------------------------------------------------------------------------------------------------
+
+
+def test_broadcasting_passes_over_what_fails(bench: PushBench) -> None:
+    hook = Told()
+    handler = Handler(bench, ValueError("x"), Reject("y"), Retry(1))
+    consumer = bench.consumer(handler, model="broadcasting", client_id="cache", interceptors=[hook])
+    bench.put(b"0", b"1", b"2", b"3")
+    bench.advance(60)
+    assert [body for body, _ in handler.seen] == [b"0", b"1", b"2", b"3"]
+    assert [outcome for _, outcome in hook.settled] == ["dlq", "dlq", "dlq", "ack"]
+    assert bench.dead() == []
+    assert consumer.stats().queues[T0].committed == 4
+    assert bench.committed() is None  # the group's progress is no business of it

@@ -1,0 +1,241 @@
+"""What the end of a handler means (client-semantics A6.4, B.6), on one thread."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mqstore.client.handling import (
+    CONSUME_FAILED,
+    CONSUME_OK,
+    CONSUME_US,
+    PULL,
+    Failure,
+    Handling,
+    LogLimit,
+    Subscription,
+    as_sent,
+)
+from mqstore.client.interceptors import Interceptor, Interceptors
+from mqstore.client.outcome import BatchFailure, Reject, Retry
+from mqstore.client.workers import Worker
+from mqstore.log.message import Message
+from tests.client.pushsupport import PushBench
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Any:
+    bench = PushBench(tmp_path)
+    yield bench
+    bench.close()
+
+
+@pytest.fixture
+def given(bench: PushBench) -> list[Message]:
+    bench.put(b"0", b"1", b"2")
+    return bench.broker.read("t", 0, 0).messages
+
+
+Handle = Callable[..., tuple[Failure | None, Handling, list[Any]]]
+
+
+@pytest.fixture
+def handle(bench: PushBench, given: list[Message]) -> Handle:
+    def run(
+        handler: Callable[..., object],
+        *,
+        batch: bool = True,
+        interceptor: Interceptor | None = None,
+        on_error: Any = None,
+    ) -> tuple[Failure | None, Handling, list[Any]]:
+        told: list[Any] = []
+        handling = Handling(
+            "g",
+            bench.clock,
+            batch=batch,
+            interceptors=Interceptors([interceptor] if interceptor else ()),
+            on_error=on_error or (lambda error, message: told.append((error, message))),
+        )
+        worker = Worker()
+        failure, took_ms = handling.call(worker, Subscription("t", handler), given)
+        assert worker.messages == ()
+        assert took_ms >= 0
+        return failure, handling, told
+
+    return run
+
+
+def raising(error: BaseException) -> Callable[[Any], None]:
+    def handler(given: Any) -> None:
+        raise error
+
+    return handler
+
+
+class NoTextError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("cannot be shown")
+
+
+class BareRetry(Retry):
+    def __init__(self) -> None:
+        """Forgets its parent's."""
+
+
+class BareReject(Reject):
+    def __init__(self) -> None:
+        """Likewise."""
+
+
+class BareBatch(BatchFailure):
+    def __init__(self) -> None:
+        """Likewise."""
+
+
+def test_what_is_returned_does_not_matter(handle: Handle) -> None:
+    for value in (None, False, 17, "RECONSUME_LATER"):
+        assert handle(lambda given, value=value: value)[0] is None
+
+
+def test_handlers_of_batches_get_a_sequence_others_one_message(handle: Handle, given: list[Message]) -> None:
+    seen: list[Any] = []
+    handle(seen.append, batch=True)
+    handle(seen.append, batch=False)
+    assert (list(seen[0]), seen[1]) == (given, given[0])
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (Retry(), Failure("retry", "again")),
+        (Retry(2.5), Failure("retry", "again in 2.5 s", 2.5)),
+        (Reject("bad"), Failure("reject", "bad")),
+        (Reject(), Failure("reject", "rejected by its handler")),
+        (Reject(17), Failure("reject", "17")),  # type: ignore[arg-type]
+        (ValueError("x"), Failure("retry", "ValueError: x")),
+        (NoTextError(), Failure("retry", "NoTextError: NoTextError (it cannot be shown)")),
+        (BareRetry(), Failure("retry", "")),
+        (BareReject(), Failure("reject", "rejected by its handler")),
+        (BareBatch(), Failure("retry", "")),
+    ],
+)
+def test_what_is_raised_says_what_is_to_become_of_it(handle: Handle, error: Exception, expected: Failure) -> None:
+    """Whatever an exception of the user's lacks: if it got out of here, its messages would be nowhere."""
+    assert handle(raising(error))[0] == expected
+
+
+def test_orders_are_no_errors_and_errors_are_told(handle: Handle, given: list[Message]) -> None:
+    for order in (Retry(), Reject("x"), BatchFailure([])):
+        assert handle(raising(order))[2] == []
+    error = ValueError("x")
+    assert handle(raising(error))[2] == [(error, given[0])]
+
+
+def test_an_on_error_that_fails_changes_nothing(handle: Handle) -> None:
+    def on_error(error: BaseException, message: Message | None) -> None:
+        raise KeyError("on_error")
+
+    assert handle(raising(ValueError("x")), on_error=on_error)[0] == Failure("retry", "ValueError: x")
+
+
+@pytest.mark.parametrize("chosen", [[], [1], [2, 0], [1, 1], [0, 1, 2]])
+def test_of_a_batch_those_that_are_named_failed_each_once_in_order(
+    handle: Handle, given: list[Message], chosen: list[int]
+) -> None:
+    failure, _, told = handle(raising(BatchFailure([given[i] for i in chosen])))
+    assert failure is not None
+    assert failure.failed == tuple(given[i] for i in sorted(set(chosen)))
+    assert told == []
+
+
+def test_copies_of_messages_name_them_too(handle: Handle, bench: PushBench) -> None:
+    others = bench.broker.read("t", 0, 0).messages
+    failure, _, _ = handle(raising(BatchFailure(others[1:2])))
+    assert failure is not None
+    assert failure.failed is not None
+    assert [message.offset for message in failure.failed] == [1]
+
+
+@pytest.mark.parametrize("what", ["another message", "no message", "nothing iterable"])
+def test_who_names_something_else_has_failed_with_all(
+    handle: Handle, bench: PushBench, given: list[Message], what: str
+) -> None:
+    bench.put(b"3")
+    error = BatchFailure([])
+    named: dict[str, Any] = {
+        "another message": tuple(bench.broker.read("t", 0, 2).messages),
+        "no message": (given[0], "x"),
+        "nothing iterable": 7,
+    }
+    error.failed = named[what]
+    failure, _, told = handle(raising(error))
+    assert failure is not None
+    assert (failure.kind, failure.failed) == ("retry", None)
+    assert [type(each) for each, _ in told] == [ValueError]
+
+
+@pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt()])
+def test_the_end_of_the_program_passes(handle: Handle, error: BaseException) -> None:
+    with pytest.raises(type(error)):
+        handle(raising(error))
+
+
+def test_the_same_error_again_and_again_is_logged_once_in_a_while(
+    handle: Handle, given: list[Message], caplog: pytest.LogCaptureFixture
+) -> None:
+    _, handling, told = handle(raising(ValueError("x")))
+    for _ in range(5):
+        handling.call(Worker(), Subscription("t", raising(ValueError("x"))), given)
+    handling.call(Worker(), Subscription("t", raising(KeyError("y"))), given)
+    lines = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert [record.exc_info[0] for record in lines if record.exc_info] == [ValueError, KeyError]
+    assert "t/0, offset 0, attempt 1" in lines[0].getMessage()
+    assert len(told) == 7  # on_error hears of each
+
+
+def test_lines_that_were_held_back_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("mqstore.client.handling.time.monotonic", lambda: now)
+    limit = LogLimit(every_s=10)
+    assert [limit("a") for _ in range(3)] == [0, None, None]
+    now = 110.0
+    assert limit("a") == 2
+    assert limit("a") is None
+
+
+def test_counters_are_of_messages_and_their_time(handle: Handle, given: list[Message]) -> None:
+    settled: list[tuple[int, str, float]] = []
+
+    class Told(Interceptor):
+        def on_settle(self, message: Message, outcome: Any, seconds: float) -> None:
+            settled.append((message.offset, outcome, seconds))
+
+    _, handling, _ = handle(lambda given: None, interceptor=Told())
+    handling.settled(given[:2], "ack", 3.0)
+    handling.settled(given[2:], "retry", 1.0)
+    handling.settled(given[2:], "dlq", 1.0)
+    handling.pulled("t", 3, 2.0)
+    totals = handling.statistics.snapshot().totals
+    assert {name: totals[name, "t"] for name in (CONSUME_OK, CONSUME_FAILED, CONSUME_US, PULL)} == {
+        CONSUME_OK: (2, 1),
+        CONSUME_FAILED: (2, 2),
+        CONSUME_US: (5_000, 4),
+        PULL: (3, 1),
+    }
+    assert settled == [(0, "ack", 0.003), (1, "ack", 0.003), (2, "retry", 0.001), (2, "dlq", 0.001)]
+
+
+def test_a_message_that_came_back_is_shown_as_it_was_sent(bench: PushBench, given: list[Message]) -> None:
+    bench.broker.groups.create("g")
+    bench.broker.send_back("g", given[1].physical_offset, delay=0)
+    bench.advance(1)
+    [copy] = bench.broker.read("%RETRY%g", 0, 0).messages
+    shown = as_sent(copy)
+    assert (shown.topic, shown.body, shown.offset, shown.attempt) == ("t", b"1", 0, 2)
+    assert shown.queue.topic == "%RETRY%g"
+    assert shown.physical_offset == copy.physical_offset
+    assert as_sent(given[0]) is given[0]

@@ -1,0 +1,166 @@
+"""Hooks around messages: order, failures, and what a hook cannot do (client-semantics A10.1, B.9)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mqstore.client.interceptors import Interceptor, Interceptors
+from mqstore.log.commitlog import QueueRef
+from mqstore.log.outgoing import OutgoingMessage
+
+
+def messages(*offsets: int) -> list[Any]:
+    return [SimpleNamespace(offset=offset, queue=QueueRef("t", 0)) for offset in offsets]
+
+
+class Receiving(Interceptor):
+    def __init__(self, choose: Callable[[list[Any]], Any]) -> None:
+        self.choose = choose
+
+    def on_receive(self, messages: list[Any]) -> Any:
+        return self.choose(messages)
+
+
+class Around(Interceptor):
+    def __init__(self, seen: list[str], name: str, how: str = "call") -> None:
+        self.seen, self.name, self.how = seen, name, how
+
+    def around_consume(self, call: Callable[[], None], messages: Sequence[Any]) -> None:
+        self.seen.append(f"{self.name}>")
+        if self.how == "fails before":
+            raise RuntimeError("mine")
+        if self.how == "swallows":
+            try:
+                call()
+            except Exception:
+                self.seen.append("swallowed")
+        elif self.how == "twice":
+            call()
+            call()
+        elif self.how == "replaces":
+            try:
+                call()
+            except Exception as error:
+                raise KeyError("another") from error
+        elif self.how != "forgets":
+            call()
+        if self.how == "fails after":
+            raise RuntimeError("mine")
+        self.seen.append(f"<{self.name}")
+
+
+def test_what_nobody_overrides_costs_nothing() -> None:
+    chain = Interceptors([Interceptor(), Around([], "a")])
+    assert (chain.on_settle, chain.on_receive, len(chain.around_consume)) == ((), (), 1)
+    assert chain
+    assert not Interceptors()
+
+
+# --- receiving -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("choose", "expected"),
+    [
+        (lambda given: given, [1, 2, 3]),
+        (lambda given: [], []),
+        (lambda given: given[1:], [2, 3]),
+        (lambda given: given[::-1], [1, 2, 3]),  # a position is the lowest: order is not a hook's
+        (lambda given: [*given, *given], [1, 2, 3]),
+        (lambda given: [*given, *messages(9)], [1, 2, 3]),
+        (lambda given: (each for each in given if each.offset != 2), [1, 3]),
+        (lambda given: None, [1, 2, 3]),
+        (lambda given: ["no message"], [1, 2, 3]),
+        (lambda given: given.clear() or given, []),
+        (lambda given: 1 / 0, [1, 2, 3]),
+    ],
+)
+def test_a_hook_chooses_among_what_came_and_can_do_nothing_else(choose: Any, expected: list[int]) -> None:
+    came = messages(1, 2, 3)
+    kept = Interceptors([Receiving(choose)]).receiving(came)
+    assert [message.offset for message in kept] == expected
+    assert all(message in came for message in kept)
+
+
+def test_each_hook_sees_what_those_before_it_left() -> None:
+    seen: list[int] = []
+    second = Receiving(lambda given: seen.extend(each.offset for each in given) or given)
+    Interceptors([Receiving(lambda given: given[1:]), second]).receiving(messages(1, 2))
+    assert seen == [2]
+
+
+# --- around --------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_one_is_outermost() -> None:
+    seen: list[str] = []
+    chain = Interceptors([Around(seen, "a"), Around(seen, "b")])
+    chain.consuming(lambda: seen.append("handler"), [])
+    assert seen == ["a>", "b>", "handler", "<b", "<a"]
+
+
+@pytest.mark.parametrize("how", ["call", "fails before", "fails after", "swallows", "twice", "replaces", "forgets"])
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("error", [None, ValueError("handler's"), SystemExit(1)])
+def test_whatever_a_hook_does_the_handler_is_called_once_and_its_error_passes(
+    how: str, place: int, error: BaseException | None
+) -> None:
+    seen: list[str] = []
+    hooks = [Around(seen, name) for name in "abc"]
+    hooks[place].how = how
+    calls: list[int] = []
+
+    def handler() -> None:
+        calls.append(1)
+        if error is not None:
+            raise error
+
+    chain = Interceptors(hooks)
+    if error is None:
+        chain.consuming(handler, [])
+    else:
+        with pytest.raises(type(error)) as caught:
+            chain.consuming(handler, [])
+        assert caught.value is error
+    assert calls == [1]
+
+
+# --- telling and sending -------------------------------------------------------------------------------------------
+
+
+def test_one_that_fails_does_not_keep_the_others_from_hearing(caplog: pytest.LogCaptureFixture) -> None:
+    heard: list[str] = []
+
+    class Deaf(Interceptor):
+        def on_settle(self, message: Any, outcome: Any, seconds: float) -> None:
+            raise ValueError("deaf")
+
+    class Hears(Interceptor):
+        def on_settle(self, message: Any, outcome: Any, seconds: float) -> None:
+            heard.append(outcome)
+
+    chain = Interceptors([Deaf(), Hears()])
+    chain.tell(chain.on_settle, messages(1)[0], "ack", 0.1)
+    assert heard == ["ack"]
+    assert "Deaf.on_settle failed" in caplog.text
+
+
+def test_who_forbids_a_message_says_so_to_the_sender() -> None:
+    class Forbids(Interceptor):
+        def before_send(self, message: OutgoingMessage) -> OutgoingMessage:
+            raise PermissionError("not this one")
+
+    with pytest.raises(PermissionError, match="not this one"):
+        Interceptors([Forbids()]).sending(OutgoingMessage(b"x"))
+
+
+def test_each_before_send_gets_what_the_one_before_made() -> None:
+    class Adds(Interceptor):
+        def before_send(self, message: OutgoingMessage) -> OutgoingMessage:
+            return OutgoingMessage(bytes(message.body) + b"!")
+
+    assert Interceptors([Adds(), Adds()]).sending(OutgoingMessage(b"x")).body == b"x!!"

@@ -1,0 +1,409 @@
+"""A seat in a group: who may join, whose queues are whose, who is told of what (client-semantics A2.7, A2.8, A3)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+import mqstore
+from mqstore.broker.broker import Broker
+from mqstore.broker.locks import LEASE_MS
+from mqstore.broker.members import Mode
+from mqstore.client.allocation import Strategy, avg
+from mqstore.client.membership import Membership, check_client_id
+from mqstore.clock import SimulatedClock
+from mqstore.errors import ConfigError, GroupInUseError, SubscriptionConflictError
+from mqstore.log.commitlog import QueueRef
+
+ALL = {"orders": ("TAG", "*")}
+Q = [QueueRef("orders", i) for i in range(4)]
+CLUSTERING = Mode("queue")
+BROADCASTING = Mode("queue", broadcasting=True)
+
+
+class Seat(Membership):
+    """One that counts how often it was told."""
+
+    def __init__(self, broker: Broker, client_id: str, mode: Mode = CLUSTERING, strategy: Strategy = avg) -> None:
+        self.told = 0
+        super().__init__(broker, "g", client_id, mode, strategy, self._tell)
+
+    def _tell(self) -> None:
+        self.told += 1
+
+    def news(self) -> int:
+        """How often it was told since the last call."""
+        told, self.told = self.told, 0
+        return told
+
+    def mine(self) -> set[QueueRef]:
+        return set().union(*self.share().values())
+
+    def rebalance(self) -> set[QueueRef]:
+        """As a consumer does: give what is another's, take what is mine; what is held then."""
+        mine = self.mine()
+        self.give(self.held - mine)
+        self.take(mine - self.held)
+        return set(self.held)
+
+
+@pytest.fixture
+def clock() -> SimulatedClock:
+    return SimulatedClock()
+
+
+@pytest.fixture
+def broker(tmp_path: Path, clock: SimulatedClock) -> Iterator[Broker]:
+    with Broker(mqstore.MessageStore(tmp_path, config=mqstore.StoreConfig(clock=clock))) as broker:
+        broker.topics.create("orders", queues=4)
+        broker.groups.create("g")
+        yield broker
+
+
+@pytest.fixture
+def seat(broker: Broker) -> Callable[..., Seat]:
+    def join(client_id: str, mode: Mode = CLUSTERING, strategy: Strategy = avg) -> Seat:
+        seat = Seat(broker, client_id, mode, strategy)
+        seat.join(ALL)
+        return seat
+
+    return join
+
+
+# --- who may join --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", ["", ".", "..", "a/b", "a b", "ü", "x" * 121, None, 7, "a\n"])
+def test_a_client_id_is_a_name_that_a_folder_can_have(wrong: object) -> None:
+    with pytest.raises(ConfigError, match="client id"):
+        check_client_id(wrong)
+
+
+def test_client_ids_of_rocketmq_s_form_are_fine() -> None:
+    for fine in ("10.0.0.1@1#1", "4711-0badcafe", "x" * 120, "..."):
+        assert check_client_id(fine) == fine
+
+
+def test_two_consumers_of_one_store_do_not_go_by_one_client_id(seat: Callable[..., Seat], broker: Broker) -> None:
+    first = seat("c1")
+    with pytest.raises(GroupInUseError, match="client_id"):
+        seat("c1")
+    second = Seat(broker, "c1")
+    with pytest.raises(GroupInUseError, match="client_id"):
+        second.join({"other": ("TAG", "*")})
+
+    assert broker.members.subscriptions("g") == ALL
+    second.leave()  # it never was a member
+    assert broker.members.members("g") == ["c1"]
+    first.leave()
+    seat("c1")
+
+
+def test_who_differs_is_refused_and_nothing_has_changed(seat: Callable[..., Seat], broker: Broker) -> None:
+    first = seat("c1")
+    first.rebalance()
+    first.news()
+    with pytest.raises(GroupInUseError):
+        seat("c2", Mode("queue", ordered=True))
+    with pytest.raises(SubscriptionConflictError):
+        Seat(broker, "c2").join({"orders": ("TAG", "paid")})
+
+    assert broker.members.members("g") == ["c1"]
+    assert first.news() == 0
+
+
+def test_who_joins_is_told_to_look(seat: Callable[..., Seat]) -> None:
+    """What happened before it listened it has not heard of."""
+    assert seat("c1").news() >= 1
+
+
+def test_a_member_may_subscribe_to_other_topics_while_it_is_alone(seat: Callable[..., Seat], broker: Broker) -> None:
+    first = seat("c1")
+    first.rebalance()
+    first.join({"bills": ("TAG", "*")})
+    broker.topics.create("bills", queues=1)
+
+    assert first.share() == {"bills": {QueueRef("bills", 0)}}
+    assert first.held == set(Q)  # until its owner gives them
+
+
+# --- whose queues are whose ----------------------------------------------------------------------------------------
+
+
+def test_two_members_share_by_the_strategy(seat: Callable[..., Seat]) -> None:
+    first, second = seat("c1"), seat("c2")
+
+    assert first.share() == {"orders": {Q[0], Q[1]}}
+    assert second.share() == {"orders": {Q[2], Q[3]}}
+
+
+def test_a_broadcasting_member_has_all_queues_and_needs_no_locks(seat: Callable[..., Seat], broker: Broker) -> None:
+    first, second = seat("c1", BROADCASTING), seat("c2", BROADCASTING)
+
+    assert first.rebalance() == second.rebalance() == set(Q)
+    assert broker.locks.snapshot() == []
+    assert first.renew() == set()
+    first.give(Q[:1])
+    assert first.held == set(Q[1:])
+
+
+def test_a_topic_that_is_not_there_has_no_share_and_is_logged_once(
+    broker: Broker, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = Seat(broker, "c1")
+    first.join({"later": ("TAG", "*")})
+
+    with caplog.at_level(logging.WARNING, "mqstore"):
+        assert first.share() == first.share() == {}
+    assert len(caplog.records) == 1
+    first.news()
+    broker.put("later", b"x")
+    assert first.news() == 1
+    assert first.share() == {"later": {QueueRef("later", i) for i in range(4)}}
+
+
+def test_a_strategy_that_fails_or_invents_queues_moves_nothing(
+    seat: Callable[..., Seat], caplog: pytest.LogCaptureFixture
+) -> None:
+    answer: list[Sequence[QueueRef]] = [Q]
+
+    def strange(client_id: str, queues: Sequence[QueueRef], members: Sequence[str]) -> Sequence[QueueRef]:
+        assert (client_id, list(queues), list(members)) == ("c1", Q, ["c1"])
+        return answer[0]
+
+    first = seat("c1", strategy=strange)
+    assert first.share() == {"orders": set(Q)}
+    for wrong in ([QueueRef("orders", 4)], [QueueRef("other", 0)], None, [7]):
+        answer[0] = wrong  # type: ignore[assignment]
+        assert first.share() == {}
+    assert len(caplog.records) == 1
+    answer[0] = [Q[1], Q[1]]
+    assert first.share() == {"orders": {Q[1]}}
+
+
+def test_a_topic_that_may_not_be_read_is_nobody_s(seat: Callable[..., Seat], broker: Broker) -> None:
+    first = seat("c1")
+    broker.topics.alter("orders", perm=2)
+
+    assert first.share() == {"orders": frozenset()}
+
+
+def test_shares_follow_the_number_of_queues_for_readers(seat: Callable[..., Seat], broker: Broker) -> None:
+    first = seat("c1")
+    first.news()
+    broker.topics.alter("orders", read_queues=5)
+
+    assert first.news() == 1
+    assert first.share() == {"orders": {*Q, QueueRef("orders", 4)}}
+
+
+# --- handing over --------------------------------------------------------------------------------------------------
+
+
+def test_a_queue_goes_over_when_its_owner_gives_it(seat: Callable[..., Seat]) -> None:
+    first = seat("c1")
+    assert first.rebalance() == set(Q)
+    first.news()
+    second = seat("c2")
+    assert first.news() == 1
+    assert second.rebalance() == set()  # they are held
+    second.news()
+
+    assert first.rebalance() == {Q[0], Q[1]}
+    assert second.news() == 1
+    assert second.rebalance() == {Q[2], Q[3]}
+    assert first.renew() == second.renew() == set()
+
+
+def test_nobody_is_told_of_locks_he_did_not_ask_for(seat: Callable[..., Seat]) -> None:
+    first, second = seat("c1"), seat("c2")
+    first.rebalance()
+    second.rebalance()
+    first.news(), second.news()
+    first.give([Q[0]])
+
+    assert (first.news(), second.news()) == (0, 0)
+
+
+def test_what_is_another_s_by_now_is_wanted_no_longer(seat: Callable[..., Seat], broker: Broker) -> None:
+    first = seat("c1")
+    first.rebalance()
+    second = seat("c2")
+    second.rebalance()
+    third = seat("c0")  # of four queues among three: c0 has 0 and 1, c1 has 2, c2 has 3
+    assert second.mine() == {Q[3]}
+    second.news()
+    first.give([Q[2]])
+    assert second.news() == 0
+    first.give([Q[3]])
+    assert second.news() == 1
+    assert third.mine() == {Q[0], Q[1]}
+
+
+def test_who_leaves_gives_everything_back_and_hears_nothing_more(seat: Callable[..., Seat], broker: Broker) -> None:
+    first, second = seat("c1"), seat("c2")
+    first.rebalance()
+    second.rebalance()
+    first.news(), second.news()
+    first.leave()
+    first.leave()
+
+    assert first.news() == 0
+    assert second.news() >= 1
+    assert second.rebalance() == set(Q)
+    assert first.held == set()
+    assert broker.members.members("g") == ["c2"]
+    second.leave()
+    assert broker.locks.snapshot() == []
+    assert not broker.members.on_change
+    assert not broker.locks.on_release
+
+
+def test_who_leaves_may_keep_a_lock_and_give_it_later(seat: Callable[..., Seat], broker: Broker) -> None:
+    """A handler that still runs must have ended before another member begins there."""
+    first, second = seat("c1"), seat("c2")
+    first.rebalance()
+    first.leave(keep={Q[0]})
+    assert second.rebalance() == set(Q[1:])
+    second.news()
+    first.give([Q[0]])
+    assert second.news() == 1
+    assert second.rebalance() == set(Q)
+
+
+def test_a_kept_lock_is_not_given_for_another_who_has_taken_the_name(seat: Callable[..., Seat], broker: Broker) -> None:
+    first = seat("c1")
+    first.rebalance()
+    first.leave(keep=Q)
+    second = seat("c1")
+    second.rebalance()
+    first.give(Q)
+
+    assert second.renew() == set()
+
+
+def test_another_group_s_changes_are_not_told(seat: Callable[..., Seat], broker: Broker) -> None:
+    first = seat("c1")
+    first.news()
+    broker.groups.create("h")
+    other = Membership(broker, "h", "c1", CLUSTERING, avg, lambda: None)
+    other.join(ALL)
+    other.take(Q)
+    other.leave()
+    broker.topics.create("bills")
+
+    assert first.news() == 0
+
+
+# --- who hangs -----------------------------------------------------------------------------------------------------
+
+
+def test_who_is_away_for_longer_than_the_lease_loses_his_seat_and_his_queues(
+    seat: Callable[..., Seat], broker: Broker, clock: SimulatedClock
+) -> None:
+    first, second = seat("c1"), seat("c2")
+    first.rebalance()
+    second.rebalance()
+    clock.advance(LEASE_MS)
+    assert second.renew() == set()
+    assert second.rebalance() == {Q[2], Q[3]}  # the first one has its last millisecond
+    clock.advance(1)
+    assert second.rebalance() == set(Q)
+    assert broker.members.members("g") == ["c2"]
+
+    assert first.renew() == {Q[0], Q[1]}  # back, and a member again
+    assert first.held == set()
+    assert broker.members.members("g") == ["c1", "c2"]
+    assert first.rebalance() == set()
+    assert second.rebalance() == {Q[2], Q[3]}
+    assert first.rebalance() == {Q[0], Q[1]}
+
+
+def test_who_has_no_queue_loses_his_seat_as_well(
+    seat: Callable[..., Seat], broker: Broker, clock: SimulatedClock
+) -> None:
+    """Else a queue that comes later would be nobody's: the share of one who never takes it."""
+    seats = [seat(f"c{i}") for i in range(5)]
+    assert seats[4].mine() == set()
+    for _ in range(4):
+        clock.advance(20_000)
+        for each in seats[:4]:
+            each.renew()
+    broker.topics.alter("orders", read_queues=5)
+
+    assert set().union(*(each.mine() for each in seats[:4])) == {*Q, QueueRef("orders", 4)}
+
+
+def test_a_lone_member_loses_nothing_by_being_away(seat: Callable[..., Seat], clock: SimulatedClock) -> None:
+    first = seat("c1")
+    first.rebalance()
+    clock.advance(10 * LEASE_MS)
+
+    assert first.renew() == set()
+    assert first.rebalance() == set(Q)
+
+
+def test_a_queue_that_another_had_in_between_is_lost_though_it_is_free(
+    seat: Callable[..., Seat], clock: SimulatedClock
+) -> None:
+    """What was remembered of it is old: the other one has gone on from there and committed."""
+    first = seat("c1")
+    first.rebalance()
+    clock.advance(LEASE_MS + 1)
+    second = seat("c2")
+    assert second.rebalance() == set(Q)  # alone: the first one was found to hang
+    second.leave()
+
+    assert first.renew() == set(Q)
+    assert first.rebalance() == set(Q)
+
+
+def test_whoever_hangs_need_not_be_agreed_with(
+    seat: Callable[..., Seat], broker: Broker, clock: SimulatedClock
+) -> None:
+    first = seat("c1")
+    clock.advance(LEASE_MS + 1)
+    second = Seat(broker, "c2")
+    second.join({"orders": ("TAG", "paid")})
+
+    with pytest.raises(SubscriptionConflictError):
+        first.renew()
+    with pytest.raises(SubscriptionConflictError):
+        first.share()
+    assert broker.members.members("g") == ["c2"]
+    first.leave()
+    assert broker.members.members("g") == ["c2"]
+
+
+def test_the_client_id_of_one_who_hangs_is_free_after_the_lease(
+    seat: Callable[..., Seat], broker: Broker, clock: SimulatedClock
+) -> None:
+    first = seat("c1")
+    first.rebalance()
+    clock.advance(LEASE_MS)
+    with pytest.raises(GroupInUseError):
+        seat("c1")
+    clock.advance(1)
+    second = seat("c1")
+    assert second.rebalance() == set(Q)
+
+    for call in (first.renew, first.share):  # its locks look like those of the first one
+        with pytest.raises(GroupInUseError, match="client_id"):
+            call()
+    first.leave()
+    assert second.renew() == set()
+    assert broker.members.members("g") == ["c1"]
+
+
+def test_renewing_keeps_queues_and_seat(seat: Callable[..., Seat], clock: SimulatedClock) -> None:
+    first, second = seat("c1"), seat("c2")
+    first.rebalance()
+    second.rebalance()
+    for _ in range(10):
+        clock.advance(20_000)
+        assert first.renew() == second.renew() == set()
+        assert first.rebalance() == {Q[0], Q[1]}
+        assert second.rebalance() == {Q[2], Q[3]}

@@ -1,0 +1,1205 @@
+"""Ordered consumption: one batch of a queue after the other, whoever comes, fails or hangs (client-semantics A7)."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mqstore
+from mqstore import BatchFailure, Interceptor, Message, QueueRef, Reject, Retry, RetryPolicy
+from mqstore.client.orderly import BatchTx
+from mqstore.client.workers import cancelled
+from mqstore.errors import ConfigError, StoreBusyError, UncommittedBatchError
+from tests.client.orderlysupport import Bench, fire
+
+T0, T1 = QueueRef("t", 0), QueueRef("t", 1)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path / "mq")
+    yield bench
+    bench.close()
+    assert bench.overlaps == []
+
+
+@pytest.fixture
+def wide(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path / "mq", queues=2)
+    yield bench
+    bench.close()
+    assert bench.overlaps == []
+
+
+def fails(*bodies: str, times: int = 1_000_000, error: Callable[[], Exception] = lambda: ValueError("no")) -> Any:
+    """A handler that fails so many times at each of these."""
+    left = dict.fromkeys(bodies, times)
+
+    def handle(got: Message | Sequence[Message], *more: Any) -> None:
+        for message in [got] if isinstance(got, Message) else got:
+            if left.get(message.text(), 0) > 0:
+                left[message.text()] -= 1
+                raise error()
+
+    return handle
+
+
+# --- the task of a queue (A7.4) ------------------------------------------------------------------------------------
+
+
+def test_messages_come_in_order_and_each_is_settled_before_the_next_begins(bench: Bench) -> None:
+    committed = []
+    bench.put("0", "1", "2")
+    bench.join(handler=lambda message: committed.append(bench.committed()))
+    bench.settle()
+    bench.put("3")
+    bench.settle()
+
+    assert bench.bodies == ["0", "1", "2", "3"]
+    assert committed == [0, 1, 2, 3]
+    assert bench.committed() == 4
+
+
+def test_a_batch_holds_the_next_messages_of_one_queue(wide: Bench) -> None:
+    sizes = []
+    wide.put(*"01234")
+    wide.put(*"ab", queue=1)
+    wide.join(handler=lambda messages: sizes.append([each.text() for each in messages]), batch_size=2)
+    wide.settle()
+
+    assert sorted(sizes) == [["0", "1"], ["2", "3"], ["4"], ["a", "b"]]
+    assert (wide.committed(0), wide.committed(1)) == (5, 2)
+
+
+def test_a_failure_holds_up_its_queue_and_no_other(wide: Bench) -> None:
+    wide.put("0", "1")
+    wide.put("a", "b", queue=1)
+    wide.join(handler=fails("0", times=2))
+    wide.settle()
+
+    assert wide.bodies == ["0", "a", "b"]
+    assert wide.committed(0) == 0
+    wide.advance(2)
+    assert wide.attempts == [("0", 1), ("a", 1), ("b", 1), ("0", 2), ("0", 3), ("1", 1)]
+
+
+def test_a_lock_that_was_not_renewed_for_30_s_is_renewed_before_anything_else_begins(bench: Bench) -> None:
+    bench.put("0", "1")
+    bench.join(handler=lambda message: bench.clock.advance(30_001 if message.offset == 0 else 0))
+    bench.settle()
+    assert bench.bodies == ["0"]
+    bench.advance(0.099)
+    assert bench.bodies == ["0"]
+
+    bench.advance(0.001)
+    assert bench.bodies == ["0", "1"]
+    assert bench.committed() == 2
+
+
+def test_a_lock_is_good_for_exactly_30_s(bench: Bench) -> None:
+    bench.put("0", "1")
+    bench.join(handler=lambda message: bench.clock.advance(30_000 if message.offset == 0 else 0))
+    bench.settle()
+
+    assert bench.bodies == ["0", "1"]
+
+
+def test_a_queue_lets_another_have_the_thread_after_its_slice(wide: Bench) -> None:
+    wide.put(*"0123")
+    wide.put(*"abcd", queue=1)
+    wide.join(handler=lambda message: wide.clock.advance(3_000), time_slice=5)
+    wide.settle()
+
+    assert "".join(wide.bodies) in ("01ab23cd", "ab01cd23")
+
+
+def test_within_its_slice_a_queue_is_not_interrupted(wide: Bench) -> None:
+    wide.put(*"0123")
+    wide.put(*"abcd", queue=1)
+    wide.join(handler=lambda message: wide.clock.advance(3_000), time_slice=9)  # "longer than", so four
+    wide.settle()
+
+    assert "".join(wide.bodies) in ("0123abcd", "abcd0123")
+
+
+@pytest.mark.parametrize(
+    ("error", "options", "pauses_ms"),
+    [
+        (ValueError, {}, [1_000, 1_000]),
+        (lambda: Retry(), {}, [1_000, 1_000]),
+        (lambda: Retry(0), {}, [10, 10]),
+        (lambda: Retry(0.0101), {}, [10, 10]),
+        (lambda: Retry(0.5), {"suspend": 2}, [500, 500]),
+        (lambda: Retry(30.001), {}, [30_000, 30_000]),
+        (lambda: Retry(1e9), {}, [30_000, 30_000]),
+        (ValueError, {"suspend": 2.5}, [2_500, 2_500]),
+        (ValueError, {"retry": RetryPolicy(9, [3, 7])}, [3_000, 7_000, 7_000]),
+        (ValueError, {"retry": RetryPolicy(9, [3, 7]), "suspend": 0.01}, [10, 10]),
+        (ValueError, {"retry": RetryPolicy(9, [0, 60])}, [10, 30_000]),
+        (ValueError, {"retry": RetryPolicy.exponential(1, 3, 100)}, [1_000, 3_000, 9_000, 27_000, 30_000]),
+    ],
+)
+def test_a_queue_is_suspended_as_asked_for_within_10_ms_to_30_s(
+    bench: Bench, error: Callable[[], Exception], options: dict[str, Any], pauses_ms: list[int]
+) -> None:
+    bench.put("0")
+    bench.join(handler=fails("0", error=error), **options)
+    bench.advance(sum(pauses_ms) / 1000)
+
+    times = [call.at_ms for call in bench.calls]
+    assert [later - earlier for earlier, later in pairwise(times)] == pauses_ms
+
+
+@pytest.mark.parametrize("suspend", [0, 0.009, 30.001, -1, float("nan"), float("inf")])
+def test_a_suspension_out_of_bounds_is_refused(bench: Bench, suspend: float) -> None:
+    with pytest.raises(ConfigError, match="suspend"):
+        bench.store.push_consumer("g", ordered=True, suspend=suspend)
+
+
+def test_what_no_handler_did_stops_a_task_for_5_s_only(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.put("0", "1")
+    bench.join(handler=fails("0", times=1))
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.broker._pop, "note_attempt", lambda *arguments: 1 / 0)
+        bench.settle()
+    bench.advance(4.9)
+    assert bench.bodies == ["0"]
+    assert bench.told(ZeroDivisionError)
+
+    bench.advance(0.1)
+    assert bench.bodies == ["0", "0", "1"]
+    assert bench.committed() == 2
+
+
+def test_a_group_that_has_gone_stops_its_queues_until_it_is_there_again(bench: Bench) -> None:
+    bench.put("0", "1")
+    bench.join(handler=fails("0", times=1))
+    config = bench.broker.groups.need("g")
+    need = type(bench.broker.groups).need
+    assert config is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(bench.broker.groups), "need", lambda self, name: need(self, "gone"))
+        bench.advance(7)
+    bench.advance(5)
+
+    assert bench.bodies[-1] == "1"
+    assert bench.committed() == 2
+
+
+def test_an_error_that_cannot_even_be_shown_is_a_failure_like_others(bench: Bench) -> None:
+    class MuteError(Exception):
+        def __str__(self) -> str:
+            raise ValueError("not even this")
+
+    bench.put("0", "1")
+    bench.join(handler=fails("0", error=MuteError), retry=RetryPolicy(2, [1]))
+    bench.advance(3)
+
+    assert bench.attempts == [("0", 1), ("0", 2), ("1", 1)]
+    assert bench.letters() == ["0"]
+
+
+# --- attempts and dead letters (A7.7) ------------------------------------------------------------------------------
+
+
+def test_a_message_that_always_fails_has_its_attempts_and_is_a_dead_letter_once(bench: Bench) -> None:
+    bench.put("0", "1")
+    bench.join(handler=fails("0"), retry=RetryPolicy(3, [1]))
+    bench.advance(60)
+
+    assert bench.attempts == [("0", 1), ("0", 2), ("0", 3), ("1", 1)]
+    [letter] = bench.broker.dead_letters("g")
+    assert letter.body == b"0"
+    assert letter.properties["dlq_reason"] == "attempt 3 failed: ValueError: no"
+    assert bench.broker.attempts("g", "t", 0) in ({}, {0: 2})  # forgotten when the file is next written
+    assert bench.committed() == 2
+
+
+def test_the_default_is_17_attempts(bench: Bench) -> None:
+    bench.put("0", "1")
+    bench.join(handler=fails("0"))
+    bench.advance(60)
+
+    assert bench.bodies == ["0"] * 17 + ["1"]
+    assert bench.letters() == ["0"]
+
+
+def test_a_single_attempt(bench: Bench) -> None:
+    bench.put("0", "1")
+    bench.join(handler=fails("0"), retry=RetryPolicy(1, [1]))
+    bench.settle()
+
+    assert bench.bodies == ["0", "1"]
+    assert bench.letters() == ["0"]
+
+
+def test_without_a_limit_a_message_stops_its_queue_for_ever(bench: Bench) -> None:
+    bench.put("0", "1")
+    bench.join(handler=fails("0"), retry=RetryPolicy(None, [1]))
+    bench.advance(100)
+
+    assert bench.bodies == ["0"] * 101
+    assert bench.letters() == []
+
+
+def test_what_is_rejected_is_a_dead_letter_at_once(bench: Bench) -> None:
+    bench.put("0", "1")
+    bench.join(handler=fails("0", error=lambda: Reject("no such customer")))
+    bench.settle()
+
+    assert bench.bodies == ["0", "1"]
+    [letter] = bench.broker.dead_letters("g")
+    assert letter.properties["dlq_reason"] == "no such customer"
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_attempts_survive_a_restart(bench: Bench, killed: bool) -> None:
+    policy = RetryPolicy(5, [1])
+    bench.put("0", "1")
+    consumer = bench.join(handler=fails("0"), retry=policy)
+    bench.advance(2)
+    assert bench.attempts == [("0", 1), ("0", 2), ("0", 3)]
+    if killed:
+        bench.advance(0.5)  # on disk within a second of the first
+        bench.kill()
+    else:
+        bench.leave(consumer)
+        bench.close()
+    bench.open()
+    bench.join(handler=fails("0"))
+    bench.advance(10)
+
+    counts = [attempt for body, attempt in bench.attempts[3:] if body == "0"]
+    assert counts == [4, 5] or (killed and counts == [3, 4, 5])
+    assert bench.bodies[-1] == "1"
+    assert bench.letters() == ["0"]
+
+
+def test_attempts_go_with_the_queue_to_another_member(bench: Bench) -> None:
+    bench.put("0", "1")
+    first = bench.join("a", fails("0"), retry=RetryPolicy(3, [1]))
+    bench.advance(1)
+    bench.join("b", fails("0"))
+    bench.leave(first)
+    bench.advance(5)
+
+    assert bench.attempts == [("0", 1), ("0", 2), ("0", 3), ("1", 1)]
+    assert [call.member for call in bench.calls] == ["a", "a", "b", "b"]
+    assert bench.letters() == ["0"]
+
+
+def test_a_crash_between_dead_letter_and_offset_makes_two_letters_never_none(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.put("0", "1")
+    bench.join(handler=fails("0"), retry=RetryPolicy(1, [1]))
+    send_back = bench.broker.send_back
+
+    def crash(*arguments: Any, **options: Any) -> Any:
+        receipt = send_back(*arguments, **options)
+        bench.store.flush()
+        bench.kill()
+        return receipt
+
+    monkeypatch.setattr(bench.broker, "send_back", crash)
+    bench.members[0].run_once()
+    bench.open()
+    assert bench.committed() in (0, None)
+    bench.join(handler=fails("0"))
+    bench.advance(2)
+
+    assert bench.letters() == ["0", "0"]
+    assert bench.committed() == 2
+
+
+def test_what_cannot_become_a_dead_letter_stays(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.put("0", "1")
+    bench.join(handler=fails("0"), retry=RetryPolicy(2, [1]))
+
+    def busy(*arguments: Any, **options: Any) -> Any:
+        raise StoreBusyError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.broker, "send_back", busy)
+        bench.advance(1)
+        assert bench.attempts == [("0", 1), ("0", 2)]
+        assert bench.committed() == 0
+        assert bench.told(StoreBusyError) == ["the disk is full"]
+        bench.advance(4.9)
+        assert len(bench.calls) == 2
+    bench.advance(5)
+
+    assert bench.attempts == [("0", 1), ("0", 2), ("0", 3), ("1", 1)]
+    assert bench.letters() == ["0"]
+
+
+def test_what_retention_took_while_it_was_tried_does_not_stop_its_queue(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.put("0", "1")
+    bench.join(handler=fails("0"), retry=RetryPolicy(1, [1]))
+
+    def gone(*arguments: Any, **options: Any) -> Any:
+        return bench.store.log.at(1 << 40)
+
+    monkeypatch.setattr(bench.broker, "send_back", gone)
+    bench.settle()
+
+    assert bench.bodies == ["0", "1"]
+    assert bench.told(LookupError)
+    assert bench.committed() == 2
+
+
+# --- batches (B.6) -------------------------------------------------------------------------------------------------
+
+
+def fails_from(place: int, *, times: int = 1_000_000) -> Callable[[Sequence[Message]], None]:
+    """A batch handler for which everything from this offset on fails, so many times."""
+    left = [times]
+
+    def handle(messages: Sequence[Message]) -> None:
+        bad = [message for message in messages if message.offset >= place]
+        if bad and left[0]:
+            left[0] -= 1
+            raise BatchFailure(bad)
+
+    return handle
+
+
+def test_of_a_batch_the_end_may_fail(bench: Bench) -> None:
+    bench.put(*"012345")
+    bench.join(handler=fails_from(2, times=2), batch_size=4)
+    bench.settle()
+    assert bench.committed() == 2
+
+    bench.advance(5)
+    assert bench.attempts == [
+        *[("0", 1), ("1", 1), ("2", 1), ("3", 1)],
+        *[("2", 2), ("3", 2), ("4", 1), ("5", 1)],
+        *[("2", 3), ("3", 3), ("4", 2), ("5", 2)],
+    ]
+    assert bench.committed() == 6
+
+
+def test_of_a_mixed_batch_each_message_is_a_dead_letter_once_and_by_its_own_count(bench: Bench) -> None:
+    bench.put(*"0123456")
+    bench.join(handler=fails_from(2), batch_size=4, retry=RetryPolicy(3, [1]))
+    bench.advance(30)
+
+    counts: dict[str, list[int]] = defaultdict(list)
+    for call in bench.calls:
+        counts[call.body].append(call.attempt)
+    assert counts == {"0": [1], "1": [1], **{body: [1, 2, 3] for body in "23456"}}
+    assert bench.letters() == list("23456")
+
+
+def test_a_failure_that_is_not_the_end_of_its_batch_fails_it_all(bench: Bench) -> None:
+    def handle(messages: Sequence[Message]) -> None:
+        if len(bench.calls) == 3:
+            raise BatchFailure(messages[:1])
+
+    bench.put(*"012")
+    bench.join(handler=handle, batch_size=3)
+    bench.settle()
+    assert bench.committed() == 0
+    assert "end of the batch" in bench.told(ValueError)[0]
+
+    bench.advance(1)
+    assert bench.attempts == [*[(each, 1) for each in "012"], *[(each, 2) for each in "012"]]
+
+
+@pytest.mark.parametrize("failed", [[], "twice"])
+def test_odd_ways_to_name_what_failed(bench: Bench, failed: Any) -> None:
+    def handle(messages: Sequence[Message]) -> None:
+        if len(bench.calls) == 2:
+            raise BatchFailure([messages[1], messages[1]] if failed else [])
+
+    bench.put("0", "1")
+    bench.join(handler=handle, batch_size=2)
+    bench.settle()
+
+    assert bench.committed() == (1 if failed else 2)
+    bench.advance(1)
+    assert bench.committed() == 2
+
+
+def test_a_handler_that_takes_its_batch_apart_does_not_keep_it_from_being_settled(bench: Bench) -> None:
+    def handle(messages: Any) -> None:
+        rest = messages
+        try:
+            rest.clear()
+        except AttributeError:
+            return
+
+    bench.put(*"0123")
+    bench.join(handler=handle, batch_size=2)
+    bench.settle()
+
+    assert bench.bodies == list("0123")
+    assert bench.committed() == 4
+
+
+def test_a_rejected_batch_is_rejected_whole(bench: Bench) -> None:
+    bench.put(*"0123")
+    bench.join(handler=fails("1", error=lambda: Reject("odd")), batch_size=3)
+    bench.settle()
+
+    assert bench.letters() == ["0", "1", "2"]
+    assert bench.committed() == 4
+
+
+# --- transactions of batches (A7.5, A7.6) --------------------------------------------------------------------------
+
+
+class Settled(Interceptor):
+    """What was settled, and how."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, str]] = []
+
+    def on_settle(self, message: Message, outcome: str, seconds: float) -> None:
+        self.seen.append((message.text(), outcome))
+
+
+def decides(**decisions: Callable[[BatchTx], object]) -> Callable[[Message, BatchTx], None]:
+    """A handler that does this at the messages named (n3=...: at "3"), and leaves the others open."""
+
+    def handle(message: Message, tx: BatchTx) -> None:
+        decisions.get(f"n{message.text()}", lambda tx: None)(tx)
+
+    return handle
+
+
+def test_a_commit_settles_everything_that_was_left_open(bench: Bench) -> None:
+    settled = Settled()
+    bench.put(*"01234")
+    handler = decides(n2=BatchTx.commit)
+    consumer = bench.join(handler=handler, max_uncommitted=10, interceptors=[settled])
+    bench.settle()
+
+    assert bench.bodies == list("01234")
+    assert bench.committed() == 3
+    assert settled.seen == [("0", "ack"), ("1", "ack"), ("2", "ack")]
+    assert consumer.stats().topics["t"].ok == 3
+    bench.leave(consumer)
+    bench.join("b", decides(n4=BatchTx.commit), max_uncommitted=10)
+    bench.settle()
+    assert bench.bodies == [*"01234", *"34"]
+    assert bench.committed() == 5
+
+
+def test_a_rollback_brings_everything_open_again_and_is_an_attempt(bench: Bench) -> None:
+    first = iter([lambda tx: tx.rollback(2.5)])
+    bench.put(*"0123")
+    handler = decides(n1=BatchTx.commit, n3=lambda tx: next(first, BatchTx.commit)(tx))
+    bench.join(handler=handler, max_uncommitted=10)
+    bench.advance(2.4)
+    assert bench.bodies == list("0123")
+    assert bench.committed() == 2
+
+    bench.advance(0.1)
+    assert bench.attempts[4:] == [("2", 2), ("3", 2)]
+    assert bench.committed() == 4
+
+
+def test_a_rollback_each_time_ends_in_dead_letters_not_in_a_loop(bench: Bench) -> None:
+    bench.put(*"012")
+    bench.join(handler=decides(n1=BatchTx.rollback, n2=BatchTx.commit), max_uncommitted=10, retry=RetryPolicy(3, [1]))
+    bench.advance(20)
+
+    assert bench.bodies == [*"01" * 3, "2"]
+    assert bench.letters() == ["0", "1"]
+    assert bench.committed() == 3
+
+
+def test_a_failure_undoes_a_commit_that_was_asked_for(bench: Bench) -> None:
+    def commits_and_fails(tx: BatchTx) -> None:
+        tx.commit()
+        if len(bench.calls) == 2:
+            raise ValueError("after all")
+
+    bench.put("0", "1")
+    bench.join(handler=decides(n1=commits_and_fails), max_uncommitted=10)
+    bench.settle()
+    assert bench.committed() == 0
+
+    bench.advance(1)
+    assert bench.attempts == [("0", 1), ("1", 1), ("0", 2), ("1", 2)]
+    assert bench.committed() == 2
+
+
+def test_a_rejection_takes_its_own_message_out_and_brings_the_open_ones_again(bench: Bench) -> None:
+    def rejects(tx: BatchTx) -> None:
+        raise Reject("odd")
+
+    bench.put(*"0123")
+    bench.join(handler=decides(n2=rejects, n3=BatchTx.commit), max_uncommitted=10)
+    bench.settle()
+
+    assert bench.attempts == [("0", 1), ("1", 1), ("2", 1), ("0", 1), ("1", 1), ("3", 1)]
+    assert bench.letters() == ["2"]
+    assert bench.committed() == 4
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3])
+def test_a_handler_that_never_commits_is_stopped_at_its_bound_and_told(bench: Bench, batch_size: int) -> None:
+    bench.put(*"0123456")
+    options = {"max_uncommitted": 3, "batch_size": batch_size, "retry": RetryPolicy(2, [1])}
+    bench.join(handler=lambda messages, tx: None, **options)
+    bench.settle()
+    assert bench.bodies == list("012")
+    assert "3 messages of 't' from t/0 were left open" in bench.told(UncommittedBatchError)[0]
+    assert bench.errors[0][1] is not None
+    assert bench.errors[0][1].text() == "0"
+
+    bench.advance(3)
+    assert bench.bodies[:9] == [*"012", *"012", *"345"]
+    assert bench.letters()[:3] == ["0", "1", "2"]
+
+
+def test_a_handler_that_never_commits_reaches_its_bound_with_any_prefetch(bench: Bench) -> None:
+    """RocketMQ's stall: what is open fills the cache, so nothing is pulled, so nothing is decided (A7.6)."""
+    bench.put(*[str(i) for i in range(40)])
+    handler = decides(n3=BatchTx.commit, n12=BatchTx.commit, n21=BatchTx.commit, n30=BatchTx.commit)
+    bench.join(handler=handler, max_uncommitted=9, prefetch=10)
+    bench.settle()
+
+    assert bench.committed() == 31
+    assert bench.bodies[:39] == [str(i) for i in range(39)]
+    [told] = bench.told(UncommittedBatchError)  # 31 to 39 are nine
+    assert "9 messages" in told
+
+
+def test_messages_are_left_open_for_60_s_at_most_when_nothing_comes(bench: Bench) -> None:
+    bench.put("0", "1")
+    bench.join(handler=decides(), max_uncommitted=10, suspend=5)
+    bench.advance(59.9)
+    assert bench.bodies == ["0", "1"]
+    assert bench.errors == []
+
+    bench.advance(1.1)
+    assert len(bench.told(UncommittedBatchError)) == 1
+    assert bench.bodies == ["0", "1"]
+    bench.advance(5)
+    assert bench.attempts == [("0", 1), ("1", 1), ("0", 2), ("1", 2)]
+    bench.advance(70)
+    assert len(bench.told(UncommittedBatchError)) == 2
+
+
+def test_messages_are_left_open_for_60_s_at_most_when_more_come(bench: Bench) -> None:
+    bench.put("0")
+    bench.join(handler=decides(), max_uncommitted=1000, prefetch=2000)
+    for number in range(1, 8):
+        bench.advance(10)
+        bench.put(str(number))
+    bench.advance(1)
+
+    assert len(bench.told(UncommittedBatchError)) == 1
+    assert bench.attempts[:6] == [(str(i), 1) for i in range(6)]
+    assert ("0", 2) in bench.attempts
+
+
+def test_a_commit_after_60_s_is_in_time_if_it_is_the_handler_s_word(bench: Bench) -> None:
+    def late(tx: BatchTx) -> None:
+        for _ in range(4):
+            bench.clock.advance(20_000)
+            fire(bench.members[0])
+        tx.commit()
+
+    bench.put("0", "1")
+    bench.join(handler=decides(n1=late), max_uncommitted=10)
+    bench.settle()
+
+    assert bench.committed() == 2
+    assert bench.told(UncommittedBatchError) == []
+
+
+def test_an_error_while_messages_are_open_puts_all_of_them_back(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.put(*"012")
+    bench.join(handler=decides(n1=BatchTx.rollback, n2=BatchTx.commit), max_uncommitted=10, retry=RetryPolicy(2, [1]))
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.broker._pop, "note_attempt", lambda *arguments: 1 / 0)
+        bench.settle()
+    bench.advance(10)
+
+    assert bench.attempts == [("0", 1), ("1", 1), ("0", 1), ("1", 1), ("0", 2), ("1", 2), ("2", 1)]
+
+
+def test_what_was_put_back_by_an_error_is_open_no_longer(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.put("0")
+    consumer = bench.join(handler=decides(n1=BatchTx.commit), max_uncommitted=3)
+    bench.settle()
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.broker._pop, "attempts", lambda *arguments: 1 / 0)
+        bench.put("1")
+        bench.settle()
+    bench.advance(5)
+
+    assert bench.attempts == [("0", 1), ("0", 1), ("1", 1)]
+    assert consumer.stats().topics["t"].ok == 2
+
+
+def test_a_queue_that_is_idle_with_open_messages_survives_an_error_when_they_are_rolled_back(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.put("0")
+    bench.join(handler=decides(n1=BatchTx.commit), max_uncommitted=10)
+    bench.advance(59)
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.broker._pop, "note_attempt", lambda *arguments: 1 / 0)
+        bench.advance(3)
+    assert bench.told(ZeroDivisionError)
+    bench.put("1")
+    bench.advance(10)
+
+    assert bench.committed() == 2
+
+
+def test_a_decision_after_the_handler_has_returned_is_refused(bench: Bench) -> None:
+    kept: list[BatchTx] = []
+    bench.put("0")
+    bench.join(handler=decides(n0=kept.append), max_uncommitted=10)
+    bench.settle()
+
+    with pytest.raises(RuntimeError, match="too late"):
+        kept[0].commit()
+    with pytest.raises(RuntimeError, match="too late"):
+        kept[0].rollback()
+
+
+@pytest.mark.parametrize("delay", [-1, float("inf"), float("nan")])
+def test_a_rollback_without_end_is_refused_and_decides_nothing(delay: float) -> None:
+    tx = BatchTx()
+    with pytest.raises(ConfigError):
+        tx.rollback(delay)
+    tx.commit()
+
+    assert tx.decision == "commit"
+
+
+def test_a_transaction_is_decided_once() -> None:
+    tx = BatchTx()
+    tx.rollback()
+    tx.rollback()
+    with pytest.raises(RuntimeError, match="rolled back already"):
+        tx.commit()
+
+
+def test_open_messages_of_a_queue_that_is_given_up_come_again_elsewhere_and_it_is_told(wide: Bench) -> None:
+    wide.put(*"01", queue=1)
+    wide.join("a", decides(), max_uncommitted=10)
+    wide.settle()
+    wide.join("b", decides(n1=BatchTx.commit), max_uncommitted=10)
+    wide.advance(2)
+
+    assert [(call.member, call.body, call.attempt) for call in wide.calls] == [
+        *[("a", "0", 1), ("a", "1", 1)],
+        *[("b", "0", 1), ("b", "1", 1)],  # to be revoked is no failure
+    ]
+    assert "gave the queue up" in wide.told(UncommittedBatchError)[0]
+    assert wide.committed(1) == 2
+
+
+def test_open_messages_of_a_handler_that_was_replaced_go_to_the_new_one(bench: Bench) -> None:
+    new: list[str] = []
+    bench.put("0", "1")
+    consumer = bench.join(handler=decides(), max_uncommitted=10)
+    bench.settle()
+    consumer.subscribe("t", lambda message: new.append(message.text()))
+    bench.put("2")
+    bench.settle()
+
+    assert new == ["0", "1", "2"]
+    assert "replaced" in bench.told(UncommittedBatchError)[0]
+    assert bench.committed() == 3
+
+
+def test_open_messages_stay_open_when_only_the_filter_changes(bench: Bench) -> None:
+    def handler(message: Message, tx: BatchTx) -> None:
+        got.append(message.text())
+        if message.text() == "2":
+            tx.commit()
+
+    got: list[str] = []
+    bench.put("0", "1", tag="x")
+    consumer = bench.store.push_consumer("g", ordered=True, workers=1)
+    consumer.subscribe("t", handler, max_uncommitted=10)
+    bench.members.append(consumer.start())
+    bench.settle()
+    consumer.subscribe("t", handler, tags="x", max_uncommitted=10)
+    bench.put("2", tag="x")
+    bench.advance(1)
+
+    assert got == ["0", "1", "2"]
+    assert bench.committed() == 3
+
+
+def test_a_seek_drops_open_messages(bench: Bench) -> None:
+    bench.put(*"0123")
+    consumer = bench.join(handler=decides(n1=BatchTx.commit), max_uncommitted=10)
+    bench.settle()
+    assert bench.committed() == 2
+    consumer.seek(T0, 1)
+    bench.advance(2)
+
+    assert bench.bodies == [*"0123", *"123"]
+    assert bench.committed() == 2
+    assert "gave the queue up" in bench.told(UncommittedBatchError)[0]
+
+
+def test_a_bound_that_the_cache_cannot_hold_is_refused(bench: Bench) -> None:
+    consumer = bench.store.push_consumer("g", ordered=True, prefetch=10, batch_size=4)
+    for bound in (3, 10, 0, -1):
+        with pytest.raises(ConfigError, match="max_uncommitted"):
+            consumer.subscribe("t", print, max_uncommitted=bound)
+    with pytest.raises(ConfigError, match="ordered"):
+        bench.store.push_consumer("h").subscribe("t", print, max_uncommitted=3)
+
+
+# --- members that come, go, hang and die (A7.1, A7.2) --------------------------------------------------------------
+
+
+def test_a_queue_is_not_given_up_under_a_running_handler(wide: Bench) -> None:
+    seen: list[bool] = []
+
+    def handle(message: Message) -> None:
+        if message.text() != "0":
+            return
+        seen.append(cancelled())
+        wide.join("b")
+        for _ in range(100):  # ten minutes
+            wide.clock.advance(6_000)
+            fire(first)
+            wide.members[1].run_once()
+        seen.append(cancelled())
+
+    wide.put("0", "1", queue=1)
+    first = wide.join("a", handle)
+    wide.settle()
+    wide.advance(1)
+
+    assert [(call.member, call.body) for call in wide.calls] == [("a", "0"), ("b", "1")]  # its result counted
+    assert seen == [False, True]
+    assert wide.committed(1) == 2
+    assert {T1} == wide.members[1].assignment()
+
+
+def test_of_a_queue_that_is_to_be_given_up_no_other_message_is_begun(wide: Bench) -> None:
+    def handle(message: Message) -> None:
+        if len(wide.calls) == 1:
+            wide.join("b")
+            fire(first)
+
+    wide.put("0", "1", "2", queue=1)
+    first = wide.join("a", handle)
+    wide.settle()
+
+    assert [(call.member, call.body) for call in wide.calls] == [("a", "0"), ("b", "1"), ("b", "2")]
+
+
+def test_a_failure_of_a_queue_that_is_being_given_up_still_counts(wide: Bench) -> None:
+    def handle(message: Message) -> None:
+        wide.join("b")
+        fire(first)
+        raise ValueError
+
+    wide.put("0", queue=1)
+    first = wide.join("a", handle)
+    wide.settle()
+    wide.advance(2)
+
+    assert [(call.member, call.attempt) for call in wide.calls] == [("a", 1), ("b", 2)]
+
+
+def test_who_is_away_for_longer_than_the_lease_has_lost_its_queue(bench: Bench) -> None:
+    def handle(message: Message) -> None:
+        bench.running.clear()  # this once two are at it: nobody can stop a process that was stopped and goes on
+        bench.clock.advance(60_001)
+        other.run_once()
+
+    bench.put("0", "1", "2")
+    first = bench.join("a", handle)
+    other = bench.join("b")
+    bench.members.remove(other)
+    bench.settle()
+    bench.members.append(other)
+    bench.advance(2)
+
+    assert [(call.member, call.body) for call in bench.calls] == [("a", "0"), ("b", "0"), ("b", "1"), ("b", "2")]
+    assert first.assignment() | other.assignment() == {T0}
+    assert bench.committed() == 3
+
+
+def test_a_dead_member_s_queue_is_taken_over_after_60_s_and_not_before(wide: Bench) -> None:
+    dead = wide.join("a")
+    wide.join("b")
+    wide.advance(1)
+    assert dead.assignment() == {T0}
+    wide.members.remove(dead)  # from now on it does nothing
+    died_ms = wide.clock.monotonic_ms()
+    wide.put("0")
+    wide.advance(58)
+    assert wide.calls == []
+
+    wide.advance(25)
+    assert [(call.member, call.body) for call in wide.calls] == [("b", "0")]
+    assert wide.calls[0].at_ms - died_ms > 58_000
+
+
+def test_a_handler_that_hangs_is_told_of_and_keeps_its_queue(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    class Timeouts(Interceptor):
+        def __init__(self) -> None:
+            self.seen: list[tuple[str, int]] = []
+
+        def on_timeout(self, message: Message, stack: str) -> None:
+            self.seen.append((message.text(), bench.clock.monotonic_ms()))
+
+    def handle(messages: Sequence[Message]) -> None:
+        if messages[0].text() != "0":
+            return
+        seen.append(cancelled())
+        for _ in range(3600):
+            bench.clock.advance(1_000)
+            fire(first)
+            other.run_once()
+        seen.append(cancelled())
+
+    seen: list[bool] = []
+    timeouts = Timeouts()
+    bench.put("0", "1", "2")
+    first = bench.join("a", handle, batch_size=2, consume_timeout=900, interceptors=[timeouts])
+    other = bench.join("b", lambda messages: None, batch_size=2)
+    bench.members.remove(other)
+    with caplog.at_level(logging.ERROR):
+        bench.settle()
+
+    assert [body for body, _ in timeouts.seen] == ["0", "1"]
+    assert 900_000 <= timeouts.seen[0][1] <= 902_000
+    assert seen == [False, True]
+    assert len([record for record in caplog.records if "has been in its handler for 900 s" in record.message]) == 1
+    bench.advance(1)
+    assert [(call.member, call.body) for call in bench.calls] == [("a", "0"), ("a", "1"), ("a", "2")]
+    assert bench.committed() == 3  # however late: its result counts
+
+
+def test_stop_within_a_handler_does_not_let_others_in_before_it_ends(bench: Bench) -> None:
+    def handle(message: Message) -> None:
+        bench.leave(first)
+        for _ in range(10):
+            bench.clock.advance(5_000)
+            other.run_once()
+
+    bench.put("0", "1")
+    first = bench.join("a", handle)
+    other = bench.join("b")
+    bench.members.remove(other)
+    first.run_once()
+    bench.members.append(other)
+    bench.advance(1)
+
+    assert [(call.member, call.body) for call in bench.calls] == [("a", "0"), ("b", "0"), ("b", "1")]
+
+
+def test_stop_gives_back_what_nobody_is_at(wide: Bench) -> None:
+    wide.put("0", "1")
+    first = wide.join("a", fails("0"))
+    wide.settle()
+    assert wide.leave(first)
+    wide.join("b")
+    wide.settle()
+
+    assert [(call.member, call.body, call.attempt) for call in wide.calls] == [
+        ("a", "0", 1),
+        ("b", "0", 2),
+        ("b", "1", 1),
+    ]
+
+
+def test_a_seek_while_a_handler_runs_begins_after_it(bench: Bench) -> None:
+    def handle(message: Message) -> None:
+        if len(bench.calls) == 3:
+            consumer.seek(T0, 1)
+            fire(consumer)
+
+    bench.put(*"0123")
+    consumer = bench.join(handler=handle)
+    bench.advance(1)
+
+    assert bench.bodies == [*"012", *"123"]
+    assert bench.committed() == 4
+
+
+def test_a_reset_of_the_group_is_followed(bench: Bench) -> None:
+    bench.put(*"0123")
+    bench.join(handler=fails("3", times=1))
+    bench.settle()
+    bench.broker.reset("g", "t", 0, 1)
+    bench.advance(20)
+
+    assert bench.bodies == [*"0123", *"123"]
+    assert bench.committed() == 4
+
+
+def test_systemexit_settles_nothing_and_stops_the_consumer(bench: Bench) -> None:
+    def handle(message: Message) -> None:
+        if message.text() == "1":
+            raise SystemExit
+
+    bench.put(*"012")
+    consumer = bench.join(handler=handle)
+    bench.members.clear()
+    consumer.run_once()
+    assert consumer.stop()
+
+    assert bench.bodies == ["0", "1"]
+    assert bench.committed() == 1
+    assert bench.letters() == []
+    bench.join("b")
+    bench.settle()
+    assert bench.attempts[2:] == [("1", 1), ("2", 1)]
+
+
+# --- subscriptions and retry topics --------------------------------------------------------------------------------
+
+
+def test_messages_of_a_topic_that_was_just_unsubscribed_have_not_failed(bench: Bench) -> None:
+    bench.store.create_topic("u", queues=1)
+
+    def handle(message: Message) -> None:
+        consumer.unsubscribe("t")
+
+    bench.put("0", "1")
+    consumer = bench.join(handler=handle, topics=("t", "u"), retry=RetryPolicy(1, [1]))
+    bench.advance(5)
+    assert bench.bodies == ["0"]
+    assert bench.letters() == []
+
+    bench.leave(consumer)
+    bench.join("b", topics=("t", "u"))
+    bench.settle()
+    assert bench.attempts == [("0", 1), ("1", 1)]
+
+
+def formerly_concurrent(bench: Bench, bodies: Sequence[str], topics: Sequence[str]) -> None:
+    """Have these fail once in group g, unordered: they lie in its retry topic then."""
+    concurrent = bench.join("c", fails(*bodies), topics=topics, ordered=False)
+    bench.advance(1)
+    bench.leave(concurrent)
+    bench.calls.clear()
+    bench.errors.clear()
+    bench.advance(10)
+
+
+def test_the_retries_of_a_formerly_concurrent_group_come_in_order_to_whom_they_belong(bench: Bench) -> None:
+    bench.store.create_topic("u", queues=1)
+    bench.put("0", "1")
+    bench.put("2", topic="u")
+    bench.put("3")
+    formerly_concurrent(bench, "0123", ("t", "u"))
+    got: list[tuple[str, str, int]] = []
+
+    def takes(topic: str) -> Callable[[Sequence[Message]], None]:
+        return lambda messages: got.extend((topic, f"{each.topic} {each.text()}", each.attempt) for each in messages)
+
+    consumer = bench.store.push_consumer("g", ordered=True, workers=1, batch_size=10)
+    for topic in ("t", "u"):
+        consumer.subscribe(topic, takes(topic))
+    bench.members.append(consumer.start())
+    bench.advance(2)
+
+    assert sorted(got) == [("t", "t 0", 2), ("t", "t 1", 2), ("t", "t 3", 2), ("u", "u 2", 2)]
+    assert bench.broker.lag("g")[QueueRef("%RETRY%g", 0)] == 0
+
+
+def test_attempts_of_a_formerly_concurrent_group_are_counted_on(bench: Bench) -> None:
+    bench.put("0")
+    formerly_concurrent(bench, "0", ("t",))
+    bench.join(handler=fails("0"), retry=RetryPolicy(3, [1]))
+    bench.advance(5)
+
+    assert bench.attempts == [("0", 2), ("0", 3)]
+    assert bench.letters() == ["0"]
+    [letter] = bench.broker.dead_letters("g")
+    assert letter.stored_properties()["DLQ_ORIGIN_TOPIC"] == "t"
+
+
+def test_open_messages_of_one_topic_are_not_settled_by_another_s_in_the_same_retry_queue(bench: Bench) -> None:
+    bench.store.create_topic("u", queues=1)
+    bench.put("0")
+    bench.put("1", topic="u")
+    bench.put("2")
+    formerly_concurrent(bench, "012", ("t", "u"))
+    consumer = bench.store.push_consumer("g", ordered=True, workers=1)
+    got: list[tuple[str, int]] = []
+
+    def leaves_open(message: Message, tx: BatchTx) -> None:
+        got.append((message.text(), message.attempt))
+
+    consumer.subscribe("t", leaves_open, max_uncommitted=10)
+    consumer.subscribe("u", lambda message: got.append((message.text(), message.attempt)))
+    bench.members.append(consumer.start())
+    bench.settle()
+
+    assert sorted(got) == [("0", 2), ("1", 2), ("2", 2)]
+    retries = QueueRef("%RETRY%g", 0)
+    first_open = min(i for i, (body, _) in enumerate(got) if body in "02")
+    assert bench.broker.committed("g", *retries) == first_open
+    bench.advance(70)
+    assert ("0", 3) in got
+    assert ("1", 3) not in got
+
+
+def test_retries_of_a_topic_that_nobody_wants_end_as_dead_letters_and_it_is_told(bench: Bench) -> None:
+    bench.store.create_topic("u", queues=1)
+    bench.put("0", topic="u")
+    bench.put("1")
+    formerly_concurrent(bench, "01", ("t", "u"))
+    bench.join(retry=RetryPolicy(3, [1]), batch_size=5, handler=lambda messages: None)
+    bench.advance(10)
+
+    assert bench.bodies == ["1"]
+    assert bench.letters() == ["0"]
+    assert "'u'" in bench.told(ConfigError)[0]
+
+
+# --- broadcasting (A11.1) ------------------------------------------------------------------------------------------
+
+
+def test_each_broadcasting_member_has_all_in_order_and_its_own_place(bench: Bench) -> None:
+    bench.put(*"012")
+    first = bench.join("a", model="broadcasting")
+    bench.join("b", model="broadcasting")
+    bench.settle()
+
+    for member in "ab":
+        assert [call.body for call in bench.calls if call.member == member] == list("012")
+    assert bench.broker.locks.owner("g", T0) is None
+    bench.leave(first)
+    bench.put("3")
+    bench.join("a", model="broadcasting")
+    bench.settle()
+    assert [call.body for call in bench.calls if call.member == "a"] == list("0123")
+    assert bench.committed() is None
+
+
+def test_what_fails_a_broadcasting_member_holds_up_its_own_queue_and_is_passed_over_in_the_end(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.put("0", "1")
+    bench.join("a", fails("0"), model="broadcasting", retry=RetryPolicy(3, [1]))
+    bench.join("b", model="broadcasting")
+    bench.advance(10)
+
+    assert [(call.body, call.attempt) for call in bench.calls if call.member == "a"] == [
+        *[("0", 1), ("0", 2), ("0", 3)],
+        ("1", 1),
+    ]
+    assert [call.body for call in bench.calls if call.member == "b"] == ["0", "1"]
+    assert bench.letters() == []
+    assert bench.broker.attempts("g", "t", 0) == {}
+    assert "t/0, offset 0 is passed over: attempt 3 failed: ValueError: no" in caplog.text
+
+
+def test_what_a_broadcasting_member_rejects_is_passed_over_at_once(bench: Bench) -> None:
+    bench.put("0", "1")
+    bench.join("a", fails("0", error=lambda: Reject("odd")), model="broadcasting")
+    bench.settle()
+
+    assert bench.bodies == ["0", "1"]
+    assert bench.letters() == []
+
+
+def test_a_broadcasting_member_waits_for_no_lock(bench: Bench) -> None:
+    bench.put("0", "1")
+    bench.join(handler=lambda message: bench.clock.advance(100_000), model="broadcasting", time_slice=1_000)
+    bench.settle()
+
+    assert bench.bodies == ["0", "1"]
+
+
+# --- message groups, end to end ------------------------------------------------------------------------------------
+
+
+def test_a_message_group_keeps_its_order_while_members_come_and_go(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "mq", queues=4)
+    groups = [f"order-{i}" for i in range(6)]
+    members = {"a": bench.join("a", suspend=0.1)}
+    for step in range(30):
+        for group in groups:
+            bench.store.put("t", f"{group} {step:02}".encode(), message_group=group)
+        if step % 5 == 2:
+            name = "bcdefg"[step // 5]
+            members[name] = bench.join(name, fails(f"{groups[0]} {step + 1:02}", times=1))
+        if step % 5 == 4:
+            bench.leave(members.pop(min(members)))
+        bench.advance(0.3)
+    bench.advance(5)
+
+    steps: dict[str, list[str]] = defaultdict(list)
+    for call in bench.calls:
+        if call.body not in (each for seen in steps.values() for each in seen):
+            steps[call.body.split()[0]].append(call.body)
+    assert steps == {group: [f"{group} {step:02}" for step in range(30)] for group in groups}
+    assert sum(bench.broker.lag("g").values()) == 0
+    bench.close()
+
+
+def test_three_members_on_threads_keep_the_order_of_four_queues(tmp_path: Path) -> None:
+    lock = threading.Lock()
+    busy: set[QueueRef] = set()
+    seen: dict[QueueRef, list[int]] = defaultdict(list)
+    overlaps: list[QueueRef] = []
+
+    def handle(message: Message) -> None:
+        with lock:
+            if message.queue in busy:
+                overlaps.append(message.queue)
+            busy.add(message.queue)
+            seen[message.queue].append(message.offset)
+        time.sleep(0.0002)
+        with lock:
+            busy.discard(message.queue)
+        if message.offset % 50 == 7 and message.attempt == 1:
+            raise Retry(0.01)
+
+    store = mqstore.open(tmp_path / "mq")
+    store.create_topic("t", queues=4)
+
+    def join() -> mqstore.PushConsumer:
+        consumer = store.push_consumer("g", ordered=True, workers=2)
+        consumer.subscribe("t", handle)
+        return consumer.start()
+
+    members = [join()]
+    end = time.monotonic() + 1.0
+    sent = 0
+    while time.monotonic() < end:
+        for queue in range(4):
+            for _ in range(20):
+                store.put("t", b"", queue_id=queue)
+            sent += 20
+        if len(members) < 3:
+            members.append(join())
+        else:
+            assert members.pop(0).stop()
+        time.sleep(0.01)
+    end = time.monotonic() + 30
+    while sum(store.broker.lag("g").values()) and time.monotonic() < end:
+        time.sleep(0.01)
+    for member in members:
+        assert member.stop()
+
+    assert overlaps == []
+    assert sum(store.broker.lag("g").values()) == 0
+    for offsets in seen.values():
+        assert list(dict.fromkeys(offsets)) == list(range(sent // 4))  # first deliveries: ascending, none missing
+        assert len(offsets) == sent // 4 + len(range(7, sent // 4, 50))  # and nothing twice that did not fail
+    store.close()

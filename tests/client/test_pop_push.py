@@ -1,0 +1,922 @@
+"""The push consumer in mode "pop", with and without order. Time is moved by hand and everything runs on the test's
+thread, but in the last part."""
+
+from __future__ import annotations
+
+import errno
+import random
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mqstore
+from mqstore import BatchFailure, Interceptor, Message, Reject, Retry, RetryPolicy, Store
+from mqstore.broker.members import Mode
+from mqstore.client.poppush import PopEngine
+from mqstore.client.pushconsumer import PushConsumer
+from mqstore.client.workers import cancelled
+from tests.client.popsupport import Bench, ended, in_thread, until
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path / "store")
+    for topic in ("t", "u"):
+        bench.store.create_topic(topic, queues=2)
+    yield bench
+    bench.store.close()
+
+
+@pytest.fixture(autouse=True)
+def plugged_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    def engine(self: PushConsumer, start: Any, limits: Any, timeout_ms: int) -> PopEngine:
+        return PopEngine(
+            self._broker,
+            self.group,
+            self.client_id,
+            self._workers,
+            self._handling,
+            ordered=self._ordered,
+            batch_size=self._batch_size,
+            start=start,
+            limits=limits,
+            consume_timeout_ms=timeout_ms,
+        )
+
+    monkeypatch.setattr(PushConsumer, "_pop_engine", engine)
+
+
+BOTH = pytest.mark.parametrize("ordered", [False, True], ids=["standard", "ordered"])
+
+
+class Push:
+    """A push consumer and what its handler was given."""
+
+    def __init__(
+        self,
+        bench: Bench,
+        act: Callable[[Any], object] = lambda _: None,
+        *topics: str,
+        group: str = "g",
+        start: bool = True,
+        tags: str = "*",
+        **options: Any,
+    ) -> None:
+        self.bench = bench
+        self.act = act
+        self.seen: list[tuple[bytes, int]] = []
+        """(body, attempt) of each message handled."""
+        self.consumer = bench.store.push_consumer(group, mode="pop", **{"workers": 2, **options})
+        for topic in topics or ("t",):
+            self.consumer.subscribe(topic, self.handle, tags=tags)
+        if start:
+            self.consumer.start()
+
+    def handle(self, given: Any) -> None:
+        for message in given if isinstance(given, list | tuple) else [given]:
+            self.seen.append((message.body, message.attempt))
+        self.act(given)
+
+    @property
+    def engine(self) -> PopEngine:
+        engine = self.consumer._engine
+        assert isinstance(engine, PopEngine)
+        return engine
+
+    def bodies(self) -> list[bytes]:
+        return [body for body, _ in self.seen]
+
+    def go(self) -> None:
+        """Until nothing is left to do now."""
+        jobs = self.consumer._workers._jobs
+        for _ in range(10_000):
+            self.bench.settle()
+            self.consumer.run_once()
+            self.bench.settle()
+            if jobs.empty():
+                return
+        raise AssertionError("it never comes to rest")
+
+    def advance(self, duration_s: float) -> None:
+        clock = self.bench.clock
+        end_ms = clock.monotonic_ms() + round(duration_s * 1000)
+        while True:
+            self.go()
+            dues = [end_ms]
+            if (timer_ms := self.consumer._workers.run_once()) is not None:
+                dues.append(timer_ms)
+            if (wall_ms := self.bench.settle()) is not None:
+                dues.append(wall_ms - clock.now_ms() + clock.monotonic_ms())
+            step_ms = min(dues) - clock.monotonic_ms()
+            if step_ms <= 0 and clock.monotonic_ms() >= end_ms:
+                return
+            clock.advance(max(step_ms, 1))
+
+
+def lag(bench: Bench, group: str = "g") -> int:
+    return sum(bench.store.lag(group).values())
+
+
+def letters(bench: Bench) -> list[tuple[bytes, str]]:
+    return [(letter.body, letter.properties["dlq_reason"]) for letter in bench.store.dead_letters("g")]
+
+
+def fails(*bodies: bytes) -> Callable[[Message], None]:
+    def act(message: Message) -> None:
+        if message.body in bodies:
+            raise RuntimeError("mine")
+
+    return act
+
+
+class Recorder(Interceptor):
+    def __init__(self) -> None:
+        self.left_out: set[bytes] = set()
+        self.settled: list[tuple[bytes, str]] = []
+        self.timed_out: list[bytes] = []
+        self.stacks: list[str] = []
+
+    def on_receive(self, messages: list[Message]) -> list[Message]:
+        return [message for message in messages if message.body not in self.left_out]
+
+    def on_settle(self, message: Message, outcome: str, seconds: float) -> None:
+        self.settled.append((message.body, outcome))
+
+    def on_timeout(self, message: Message, stack: str) -> None:
+        self.stacks.append(stack)
+        self.timed_out.append(message.body)
+
+
+def full(*_: Any, **__: Any) -> Any:
+    raise mqstore.StoreFullError(errno.ENOSPC, "no space", "log", "put")
+
+
+# -- what both do -----------------------------------------------------------------------------------------------------
+
+
+@BOTH
+def test_everything_is_handled_and_done(bench: Bench, ordered: bool) -> None:
+    bench.put(*[b"%02d" % i for i in range(70)])
+    push = Push(bench, lambda _: None, "t", "u", ordered=ordered)
+    push.go()
+    bench.put(*[b"u%d" % i for i in range(5)], topic="u")
+    push.go()
+    assert Counter(push.seen) == Counter([(b"%02d" % i, 1) for i in range(70)] + [(b"u%d" % i, 1) for i in range(5)])
+    assert lag(bench) == 0
+    assert not push.engine._items
+    assert push.engine._size == 0
+    assert len(push.engine._renewer) == 0
+    stats = push.consumer.stats().topics
+    assert (stats["t"].ok, stats["t"].pulled, stats["u"].ok, stats["t"].failed) == (70, 70, 5, 0)
+
+
+@BOTH
+def test_what_always_fails_is_handled_so_often_and_is_a_dead_letter_once(bench: Bench, ordered: bool) -> None:
+    push = Push(bench, fails(b"1"), ordered=ordered, retry=RetryPolicy(4, [10, 20]))
+    bench.put(b"0", b"1", b"2", queue_id=0)
+    push.go()
+    times = []
+    for _ in range(40):
+        times += [bench.clock.monotonic_ms() / 1000] * (push.bodies().count(b"1") - len(times))
+        push.advance(5)
+    assert [attempt for body, attempt in push.seen if body == b"1"] == [1, 2, 3, 4]
+    assert times == [0, 10, 30, 50]
+    assert letters(bench) == [(b"1", "RuntimeError: mine")]
+    assert Counter(push.bodies()) == {b"0": 1, b"1": 4, b"2": 1}
+    assert lag(bench) == 0
+    assert push.consumer.stats().topics["t"].failed == 4
+    if ordered:
+        assert push.bodies() == [b"0", b"1", b"1", b"1", b"1", b"2"]
+    else:
+        assert push.bodies()[:3] == [b"0", b"1", b"2"]
+
+
+@BOTH
+def test_handlers_say_when_it_comes_again_or_never(bench: Bench, ordered: bool) -> None:
+    def act(message: Message) -> None:
+        if message.attempt == 1 and message.body == b"later":
+            raise Retry(delay=7)
+        if message.body == b"never":
+            raise Reject("no such customer")
+
+    recorder = Recorder()
+    push = Push(bench, act, ordered=ordered, interceptors=[recorder])
+    bench.put(b"later", b"never", queue_id=0)
+    push.advance(6.9)
+    assert push.seen.count((b"later", 2)) == 0
+    push.advance(0.1)
+    assert push.seen.count((b"later", 2)) == 1
+    assert letters(bench) == [(b"never", "no such customer")]
+    assert lag(bench) == 0
+    assert Counter(recorder.settled) == Counter([(b"later", "retry"), (b"never", "dlq"), (b"later", "ack")])
+
+
+@BOTH
+def test_the_delay_that_a_handler_wishes_is_bounded(bench: Bench, ordered: bool) -> None:
+    def act(message: Message) -> None:
+        if message.attempt == 1:
+            raise Retry(delay=1e6)
+
+    push = Push(bench, act, ordered=ordered)
+    bench.put(b"a")
+    most_s = 30 if ordered else 12 * 3600
+    push.advance(most_s - 1)
+    assert len(push.seen) == 1
+    push.advance(1)
+    assert push.seen[1:] == [(b"a", 2)]
+
+
+@BOTH
+def test_it_is_a_member_of_the_group_while_it_runs(bench: Bench, ordered: bool) -> None:
+    push = Push(bench, ordered=ordered, client_id="c1", tags="red")
+    assert bench.broker.members.mode("g") == Mode("pop", ordered)
+    assert dict(bench.broker.members.subscriptions("g")) == {"t": ("TAG", "red")}
+    other = bench.store.push_consumer("g", ordered=ordered)
+    other.subscribe("t", print, tags="red")
+    with pytest.raises(mqstore.GroupInUseError):
+        other.start()
+    simple = bench.store.simple_consumer("g", {"t": "red"}, ordered=ordered)
+    assert push.consumer.stop()
+    assert bench.broker.members.members("g") == [simple.client_id]
+    assert push.consumer.assignment() == frozenset()
+    assert not push.consumer.stats().queues
+
+
+@BOTH
+def test_stop_releases_what_was_not_begun(bench: Bench, ordered: bool) -> None:
+    bench.put(*[b"%d" % i for i in range(5)], queue_id=0)
+    push = Push(bench, lambda _: push.engine.halt(), ordered=ordered, start=False)
+    push.consumer.start()
+    push.go()
+    assert push.seen == [(b"0", 1)]
+    assert push.consumer.stop()
+    bench.settle()
+    other = Push(bench, ordered=ordered)
+    other.go()
+    assert other.seen == [(b"%d" % i, 1) for i in range(1, 5)]
+    assert lag(bench) == 0
+
+
+@BOTH
+def test_ctrl_c_in_a_handler_stops_the_consumer_and_settles_nothing(bench: Bench, ordered: bool) -> None:
+    def act(message: Message) -> None:
+        raise KeyboardInterrupt
+
+    bench.put(b"0", b"1", queue_id=0)
+    push = Push(bench, act, ordered=ordered, workers=1)
+    push.consumer.run_once()
+    until(lambda: push.consumer._state == "stopped")
+    bench.settle()
+    other = Push(bench, ordered=ordered)
+    other.go()
+    assert other.seen == [(b"0", 1), (b"1", 1)]
+
+
+@BOTH
+def test_what_takes_long_is_kept_and_so_is_what_waits_behind_it(bench: Bench, ordered: bool) -> None:
+    def act(message: Message) -> None:
+        if message.body == b"0":
+            for _ in range(50):
+                bench.advance(10)
+                push.consumer._workers._fire()  # the timer thread
+
+    bench.put(b"0", b"1", b"2", queue_id=0)
+    push = Push(bench, act, ordered=ordered, workers=1)
+    push.go()
+    push.advance(100)
+    assert push.seen == [(b"0", 1), (b"1", 1), (b"2", 1)]
+    assert lag(bench) == 0
+
+
+def test_a_handler_that_hangs_is_given_up(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    recorder, was_cancelled = Recorder(), []
+
+    def act(message: Message) -> None:
+        if message.attempt == 1:
+            for _ in range(30):
+                was_cancelled.append(cancelled())
+                bench.advance(1)
+                push.consumer._workers._fire()
+
+    bench.put(b"0")
+    push = Push(bench, act, workers=1, consume_timeout=20, interceptors=[recorder], retry=RetryPolicy(5, [3]))
+    push.go()
+    assert was_cancelled == [False] * 20 + [True] * 10
+    push.advance(100)
+    assert push.seen == [(b"0", 1), (b"0", 2)]
+    assert recorder.timed_out == [b"0"]
+    assert recorder.settled == [(b"0", "retry"), (b"0", "ack")]
+    assert "its result does not count" in caplog.text
+    assert "too late" not in caplog.text  # nobody tried
+    assert lag(bench) == 0
+
+
+def test_an_ordered_handler_that_hangs_is_told_of_and_keeps_its_queue(bench: Bench) -> None:
+    recorder = Recorder()
+
+    def act(message: Message) -> None:
+        if message.body == b"0":
+            for _ in range(30):
+                assert not cancelled()
+                bench.advance(10)
+                push.consumer._workers._fire()
+
+    bench.put(b"0", b"1", queue_id=0)
+    push = Push(bench, act, workers=1, ordered=True, consume_timeout=20, interceptors=[recorder])
+    push.go()
+    push.advance(100)
+    assert push.seen == [(b"0", 1), (b"1", 1)]
+    assert recorder.timed_out == [b"0"]
+    assert recorder.settled == [(b"0", "ack"), (b"1", "ack")]
+
+
+@BOTH
+def test_a_settlement_that_fails_is_tried_again(bench: Bench, ordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors: list[BaseException] = []
+    push = Push(bench, fails(b"bad"), ordered=ordered, on_error=lambda error, message: errors.append(error))
+    bench.put(b"good", b"bad", queue_id=0)
+    with monkeypatch.context() as disk:
+        for verb in ("ack", "nack"):
+            disk.setattr(bench.broker, verb, full)
+        push.advance(20)
+        assert [type(error).__name__ for error in errors].count("StoreFullError") > 15
+        assert push.seen == ([(b"good", 1)] if ordered else [(b"good", 1), (b"bad", 1)])
+    push.advance(1)
+    if ordered:
+        assert push.seen[:2] == [(b"good", 1), (b"bad", 1)]  # not begun before
+    push.advance(1)
+    assert Counter(push.seen) >= Counter([(b"good", 1), (b"bad", 1), (b"bad", 2)])
+    assert push.bodies().count(b"good") == 1
+
+
+@BOTH
+def test_the_last_chance_to_settle_is_the_end(bench: Bench, ordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    push = Push(bench, ordered=ordered)
+    bench.put(b"a")
+    with monkeypatch.context() as disk:
+        disk.setattr(bench.broker, "ack", full)
+        push.go()
+        assert len(push.seen) == 1
+    assert push.consumer.stop()
+    assert lag(bench) == 0
+
+
+@BOTH
+def test_what_cannot_be_settled_at_the_end_comes_again(
+    bench: Bench, ordered: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    push = Push(bench, ordered=ordered)
+    bench.put(b"a")
+    with monkeypatch.context() as disk:
+        disk.setattr(bench.broker, "ack", full)
+        push.go()
+        assert push.consumer.stop()
+    assert "comes again" in caplog.text
+    other = Push(bench, ordered=ordered)
+    other.advance(61)
+    assert other.seen == [(b"a", 2)]
+
+
+@BOTH
+def test_who_is_too_late_is_told_of_and_done_with(
+    bench: Bench, ordered: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The process slept: the message was given to another member meanwhile."""
+    recorder = Recorder()
+
+    def act(message: Message) -> None:
+        if message.attempt == 1 and message.body == b"0":
+            bench.advance(61)
+            [delivery] = bench.broker.pop("g", "t", 1, order=ordered)
+            bench.broker.ack("g", "t", [delivery.receipt])
+
+    push = Push(bench, act, ordered=ordered, interceptors=[recorder], workers=1)
+    bench.put(b"0", queue_id=0)
+    push.go()
+    bench.put(b"1", queue_id=0)
+    push.advance(10)
+    assert push.seen == [(b"0", 1), (b"1", 1)]
+    assert recorder.settled == [(b"0", "ack")] * ordered + [(b"1", "ack")]  # in order, what is done is done
+    assert lag(bench) == 0
+    assert not push.engine._items
+
+
+@BOTH
+def test_what_an_interceptor_leaves_out_is_done_unhandled(bench: Bench, ordered: bool) -> None:
+    recorder = Recorder()
+    recorder.left_out = {b"0", b"2"}
+    push = Push(bench, ordered=ordered, interceptors=[recorder])
+    bench.put(b"0", b"1", b"2", b"3", queue_id=0)
+    bench.put(b"0", queue_id=1)
+    push.advance(200)
+    assert push.bodies() == [b"1", b"3"]
+    assert lag(bench) == 0
+    assert not push.engine._items
+    assert recorder.settled == [(b"1", "ack"), (b"3", "ack")]
+
+
+@BOTH
+def test_pause_and_resume(bench: Bench, ordered: bool) -> None:
+    push = Push(bench, ordered=ordered)
+    push.go()
+    push.consumer.pause()
+    bench.put(b"a")
+    push.advance(10)
+    assert push.seen == []
+    push.consumer.resume()
+    push.go()
+    assert push.seen == [(b"a", 1)]
+    queue = mqstore.QueueRef("t", 0)
+    for call in (lambda: push.consumer.pause(queue), lambda: push.consumer.resume(queue)):
+        with pytest.raises(mqstore.ConfigError, match="no queues"):
+            call()
+    with pytest.raises(mqstore.ConfigError, match="no positions"):
+        push.consumer.seek(queue, 0)
+
+
+@BOTH
+@pytest.mark.parametrize("when", ["before", "between"])
+@pytest.mark.parametrize("how", ["pause", "halt"])
+def test_who_does_not_look_takes_no_turn(bench: Bench, ordered: bool, how: str, when: str) -> None:
+    """The broker calls one receiver for a message. "between": it is called, and before it looks it is to do nothing."""
+    push = Push(bench, ordered=ordered)
+    push.go()
+    called: list[str] = []
+    bench.broker.add_pop_waiter("g", "t", lambda worth: called.append("another"), order=ordered)
+    stop = push.consumer.pause if how == "pause" else push.engine.halt
+    if when == "before":
+        stop()
+    bench.store.put("t", b"a")
+    bench.settle()
+    assert called == ["another"] * (when == "before")
+    stop()
+    push.go()
+    assert called == ["another"]
+    assert push.seen == []
+
+
+@BOTH
+def test_topics_may_come_and_go_while_it_runs(bench: Bench, ordered: bool) -> None:
+    push = Push(bench, ordered=ordered)
+    push.go()
+    bench.put(b"u", topic="u")
+    push.consumer.subscribe("u", push.handle)
+    push.go()
+    assert push.bodies() == [b"u"]
+    push.consumer.unsubscribe("u")
+    push.consumer.unsubscribe("t")
+    bench.put(b"t")
+    push.go()
+    assert push.bodies() == [b"u"]
+    push.consumer.subscribe("t", push.handle)
+    push.go()
+    assert push.bodies() == [b"u", b"t"]
+
+
+@BOTH
+def test_what_is_here_of_a_topic_unsubscribed_from_is_released(bench: Bench, ordered: bool) -> None:
+    bench.put(b"0", b"1", b"2", queue_id=0)
+    push = Push(bench, lambda _: push.consumer.unsubscribe("t"), "t", "u", ordered=ordered, start=False)
+    push.consumer.start()
+    push.go()
+    assert push.seen == [(b"0", 1)]
+    assert bench.broker.pending("g") == []
+    assert not push.engine._items
+    push.consumer.stop()
+    other = Push(bench, ordered=ordered)
+    other.go()
+    assert other.seen == [(b"1", 1), (b"2", 1)]
+
+
+@BOTH
+def test_no_more_is_held_than_prefetch_allows(bench: Bench, ordered: bool) -> None:
+    most = 0
+
+    def act(message: Message) -> None:
+        nonlocal most
+        most = max(most, len(push.engine._items))
+
+    bench.put(*[b"%d" % i for i in range(100)])
+    push = Push(bench, act, ordered=ordered, prefetch=7)
+    push.go()
+    assert len(push.seen) == 100
+    assert 2 <= most <= 7
+
+
+@BOTH
+def test_no_more_is_held_than_prefetch_bytes_allow(bench: Bench, ordered: bool) -> None:
+    most = 0
+
+    def act(message: Message) -> None:
+        nonlocal most
+        most = max(most, len(push.engine._items))
+
+    for i in range(100):
+        bench.store.put("t", b"%03d" % i + b"." * 997)
+    push = Push(bench, act, ordered=ordered, prefetch_bytes=2_000)
+    push.go()
+    assert len(push.seen) == 100
+    assert most <= 2 + 32  # one pop beyond
+
+
+@BOTH
+def test_one_fetches_at_a_time(bench: Bench, ordered: bool) -> None:
+    push = Push(bench, ordered=ordered)
+    jobs = push.consumer._workers._jobs
+    for _ in range(3):
+        push.engine._rouse()
+    assert jobs.qsize() == 1
+    push.go()
+    push.engine._rouse()
+    assert jobs.qsize() == 1
+
+
+@BOTH
+@pytest.mark.parametrize("pace_ms", [0.0, 5.0])
+def test_handlers_that_are_worth_it_have_other_workers_called(bench: Bench, ordered: bool, pace_ms: float) -> None:
+    """Who fetched lets another fetch on, and others take of what it found. In order that is one line for each queue,
+    whatever the pace: lines do not wait for each other."""
+    waiting: list[int] = []
+    push = Push(bench, lambda _: waiting.append(push.consumer._workers._jobs.qsize()), ordered=ordered, start=False)
+    push.engine._pace_ms = pace_ms
+    for queue_id in (0, 1):
+        bench.put(b"0", b"1", queue_id=queue_id)
+    push.consumer.start()
+    push.go()
+    assert waiting[0] == ordered + (pace_ms > 0) + (pace_ms > 0 and not ordered)
+
+
+def test_a_fetch_that_was_handed_over_looks_no_more(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    push = Push(bench)
+    push.go()
+    looks: list[Any] = []
+    monkeypatch.setattr(push.engine._source, "look", lambda *rest: looks.append(rest) or [])
+    push.engine._fetch(object(), push.consumer._workers.all[0])
+    assert looks == []
+
+
+@BOTH
+def test_what_is_found_after_the_end_is_given_back(
+    bench: Bench, ordered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker that fetches does not end in time."""
+    push = Push(bench, ordered=ordered, start=False)
+    look = push.engine._source.look
+
+    def late(*rest: Any) -> Any:
+        found = look(*rest)
+        push.engine.halt()
+        push.engine.close()
+        return found
+
+    monkeypatch.setattr(push.engine._source, "look", late)
+    bench.put(b"a")
+    push.consumer.start()
+    push.go()
+    assert push.seen == []
+    assert bench.broker.pending("g") == []
+    assert not push.engine._items
+    [delivery] = bench.broker.pop("g", "t", order=ordered)
+    assert delivery.attempt == 1
+
+
+@BOTH
+def test_slow_handlers_have_little_fetched_for_them(bench: Bench, ordered: bool) -> None:
+    push = Push(bench, ordered=ordered, workers=2, start=False)
+    push.engine._pace_ms = 60_000
+    assert push.engine._room() == 4
+    push.engine._pace_ms = 1_000
+    assert push.engine._room() == 40
+    push.engine._pace_ms = 0.0
+    assert push.engine._room() == 1000
+
+
+@BOTH
+def test_a_fetch_that_fails_is_made_again(bench: Bench, ordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors: list[BaseException] = []
+    bench.put(b"a")
+    push = Push(bench, ordered=ordered, on_error=lambda error, message: errors.append(error), start=False)
+    with monkeypatch.context() as disk:
+        disk.setattr(bench.broker, "pop", full)
+        push.consumer.start()
+        push.advance(3.5)
+        assert [type(error) for error in errors] == [mqstore.StoreFullError] * 4
+    push.advance(1)
+    assert push.seen == [(b"a", 1)]
+
+
+@BOTH
+def test_a_batch_is_of_one_topic(bench: Bench, ordered: bool) -> None:
+    batches: list[list[str]] = []
+    push = Push(bench, lambda given: batches.append([m.topic for m in given]), "t", "u", ordered=ordered, batch_size=3)
+    bench.put(*[b"t"] * 4, queue_id=0)
+    bench.put(*[b"u"] * 4, topic="u", queue_id=0)
+    push.go()
+    assert sorted(batches) == [["t"], ["t"] * 3, ["u"], ["u"] * 3]
+    assert lag(bench) == 0
+
+
+def test_of_a_batch_only_what_failed_comes_again(bench: Bench) -> None:
+    def act(given: Any) -> None:
+        failed = [message for message in given if message.body == b"1" and message.attempt == 1]
+        if failed:
+            raise BatchFailure(failed)
+
+    push = Push(bench, act, batch_size=3)
+    bench.put(b"0", b"1", b"2", queue_id=0)
+    push.advance(5)
+    assert push.seen == [(b"0", 1), (b"1", 1), (b"2", 1), (b"1", 2)]
+    assert lag(bench) == 0
+
+
+# -- in order ---------------------------------------------------------------------------------------------------------
+
+
+def test_in_order_what_stands_behind_a_failure_is_not_done_either(bench: Bench) -> None:
+    def act(given: Any) -> None:
+        failed = [message for message in given if message.body == b"1" and message.attempt == 1]
+        if failed:
+            raise BatchFailure(failed)
+
+    push = Push(bench, act, ordered=True, batch_size=3)
+    bench.put(b"0", b"1", b"2", b"3", queue_id=0)
+    push.advance(10)
+    assert push.bodies() == [b"0", b"1", b"2", b"1", b"2", b"3"]
+    assert dict(push.seen[3:]) == {b"1": 2, b"2": 2, b"3": 1}
+    assert lag(bench) == 0
+
+
+def test_a_failure_blocks_its_queue_and_no_other(bench: Bench) -> None:
+    push = Push(bench, fails(b"0"), ordered=True, retry=RetryPolicy(3, [10]))
+    bench.put(b"0", b"1", queue_id=0)
+    bench.put(b"a", b"b", queue_id=1)
+    push.advance(9)
+    assert sorted(push.seen) == [(b"0", 1), (b"a", 1), (b"b", 1)]
+    assert not push.engine._items  # nothing is held meanwhile
+    push.advance(30)
+    assert [each for each in push.seen if each[0] in b"01"] == [(b"0", 1), (b"0", 2), (b"0", 3), (b"1", 1)]
+
+
+def test_many_messages_in_order(bench: Bench) -> None:
+    push = Push(bench, fails(b"013", b"050"), ordered=True, retry=RetryPolicy(2, [1]), prefetch=40)
+    for i in range(100):
+        bench.put(b"%03d" % i, message_group=str(i % 5))
+    push.advance(30)
+    firsts = defaultdict(list)
+    where = {m.body: m.queue_id for q in (0, 1) for m in bench.store.read("t", q, 0, 100)}
+    for body, attempt in push.seen:
+        if attempt == 1:
+            firsts[where[body]].append(body)
+    assert {queue_id: sorted(bodies) for queue_id, bodies in firsts.items()} == firsts
+    assert sum(map(len, firsts.values())) == 100
+    assert sorted(letters(bench)) == [(b"013", "RuntimeError: mine"), (b"050", "RuntimeError: mine")]
+
+
+@BOTH
+def test_after_a_crash_it_goes_on(bench: Bench, ordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed in the middle of the third message: what was done stays done, that one is an attempt more."""
+
+    def gone(*_: Any) -> None:
+        raise mqstore.StoreClosedError("dead")
+
+    def act(message: Message) -> None:
+        if message.body == b"2":
+            for verb in ("ack", "nack", "release", "dead_letter"):
+                monkeypatch.setattr(bench.broker, verb, gone)
+            bench.kill()
+            push.engine.halt()  # it is dead: it begins nothing more
+            raise Retry(0)
+
+    bench.put(*[b"%d" % i for i in range(5)], queue_id=0)
+    push = Push(bench, act, ordered=ordered, workers=1, start=False)
+    push.engine._pace_ms = 0.0
+    monotonic = iter(range(10_000))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "perf_counter", lambda: next(monotonic) * 1.0)  # settled one by one
+        push.consumer.start()
+        push.consumer._workers.run_once()
+    bench.open()
+    again = Push(bench, ordered=ordered)
+    again.advance(5)
+    assert sorted(again.seen)[0] == (b"2", 2)
+    assert sorted(again.bodies()) == [b"2", b"3", b"4"]
+    assert lag(bench) == 0
+
+
+@BOTH
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_handlers_do_each_message_has_one_fate(bench: Bench, ordered: bool, seed: int) -> None:
+    """Random outcomes, batches, filters on the way, pauses and consumers that come and go; then nothing is left."""
+    rng = random.Random(seed)
+    size = rng.choice([1, 1, 3])
+    plan: dict[tuple[bytes, int], str] = {}
+    events: dict[bytes, list[str]] = defaultdict(list)
+    recorder = Recorder()
+
+    def act(given: Any) -> None:
+        batch = given if size > 1 else [given]
+        for message in batch:
+            key = (message.body, message.attempt)
+            assert key not in plan, "the same attempt twice"
+            plan[key] = rng.choice(["ok", "ok", "ok", "error", "retry", "reject"]) if size == 1 else "batch"
+            events[message.body].append(f"attempt {message.attempt}")
+        what = plan[batch[0].body, batch[0].attempt]
+        if what == "batch" and rng.random() < 0.5:
+            raise BatchFailure(batch[rng.randrange(len(batch)) :])
+        if what == "error":
+            raise RuntimeError("mine")
+        if what == "retry":
+            raise Retry(rng.choice([0, 1, 8]))
+        if what == "reject":
+            raise Reject("no")
+
+    def push() -> Push:
+        return Push(
+            bench,
+            act,
+            "t",
+            "u",
+            ordered=ordered,
+            batch_size=size,
+            prefetch=rng.choice([3, 1000]),
+            retry=RetryPolicy(3, [1, 5]),
+            interceptors=[recorder],
+        )
+
+    members = [push(), push()]
+    count = 0
+    for _ in range(40):
+        member = rng.choice(members)
+        step = rng.randrange(6)
+        if step < 2:
+            for _ in range(rng.randrange(1, 9)):
+                bench.store.put(rng.choice("tu"), b"%03d" % count, queue_id=rng.randrange(2))
+                count += 1
+        elif step < 4:
+            member.advance(rng.choice([0, 0.5, 3]))
+        elif step == 4:
+            rng.choice([member.consumer.pause, member.consumer.resume])()
+        else:
+            assert member.consumer.stop()
+            members[members.index(member)] = push()
+    for member in members:
+        member.consumer.resume()
+    for _ in range(30):
+        for member in members:
+            member.advance(1)
+
+    outcomes: dict[bytes, list[str]] = defaultdict(list)
+    for body, outcome in recorder.settled:
+        outcomes[body].append(outcome)
+    assert lag(bench) == 0
+    assert set(outcomes) == {b"%03d" % i for i in range(count)}
+    for body, each in outcomes.items():
+        assert each[:-1] == ["retry"] * (len(each) - 1)
+        assert each[-1] in ("ack", "dlq")
+        assert events[body] == [f"attempt {i + 1}" for i in range(len(each))]
+        assert len(each) <= 3
+    dead = [body for body, each in outcomes.items() if each[-1] == "dlq"]
+    assert sorted(body for body, _ in letters(bench)) == sorted(dead)
+    assert bench.broker.pending("g") == []
+
+
+# -- with threads -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with mqstore.open(tmp_path / "store") as store:
+        for topic in ("t", "u"):
+            store.create_topic(topic, queues=4)
+        yield store
+
+
+@BOTH
+def test_many_threads_do_everything_once(store: Store, ordered: bool) -> None:
+    done: Counter[bytes] = Counter()
+    running: set[tuple[str, int]] = set()
+    overlaps: list[Message] = []
+    order: dict[tuple[str, int], list[int]] = defaultdict(list)
+    lock = threading.Lock()
+
+    def handle(message: Message) -> None:
+        place = (message.topic, message.queue_id)
+        with lock:
+            if place in running:
+                overlaps.append(message)
+            running.add(place)
+            if message.attempt == 1:
+                order[place].append(message.offset)
+        try:
+            time.sleep(0.0005)
+            if message.attempt == 1 and message.body.endswith(b"7"):
+                raise Retry(0.01)
+            with lock:
+                done[message.body] += 1
+        finally:
+            with lock:
+                running.discard(place)
+
+    consumers = [store.push_consumer("g", mode="pop", ordered=ordered, workers=4) for _ in range(2)]
+    for consumer in consumers:
+        for topic in ("t", "u"):
+            consumer.subscribe(topic, handle)
+        consumer.start()
+    for i in range(400):
+        store.put("tu"[i % 2], b"%d" % i)
+        if i % 100 == 0:
+            time.sleep(0.02)
+    until(lambda: len(done) == 400)
+    assert all(consumer.stop(20) for consumer in consumers)
+    assert sum(store.lag("g").values()) == 0
+    assert set(done.values()) == {1}
+    if ordered:
+        assert overlaps == []
+        assert all(offsets == sorted(offsets) for offsets in order.values())
+
+
+@BOTH
+def test_an_idle_consumer_is_woken_each_time(store: Store, ordered: bool) -> None:
+    seen: list[bytes] = []
+    consumer = store.push_consumer("g", mode="pop", ordered=ordered, workers=2)
+    consumer.subscribe("t", lambda message: seen.append(message.body))
+    with consumer:
+        for i in range(50):
+            until(lambda: store.broker._waiters.parked)
+            store.put("t", b"%d" % i)
+            until(lambda i=i: len(seen) == i + 1)
+    assert seen == [b"%d" % i for i in range(50)]
+
+
+def test_a_handler_that_blocks_keeps_none_from_the_others(store: Store) -> None:
+    """Its worker fetched a chunk, took the handlers for quick, and would have handled the rest, and fetched on."""
+    go, seen = threading.Event(), []
+
+    def handle(message: Message) -> None:
+        if message.body == b"0":
+            go.wait(20)
+        seen.append(message.body)
+
+    consumer = store.push_consumer("g", mode="pop", workers=2)
+    consumer._engine._pace_ms = 0.0  # type: ignore[attr-defined]
+    consumer.subscribe("t", handle)
+    store.put_many("t", [b"%d" % i for i in range(100)], queue_id=0)
+    with consumer:
+        until(lambda: len(seen) == 99)
+        go.set()
+        until(lambda: len(seen) == 100)
+    assert seen[-1] == b"0"
+    assert sum(store.lag("g").values()) == 0
+
+
+def test_a_handler_that_hangs_blocks_nobody_for_ever(store: Store) -> None:
+    """Its message is handled by another worker, and it is told where it hung."""
+    recorder, go = Recorder(), threading.Event()
+
+    def hang_once(message: Message) -> None:
+        if message.attempt == 1:
+            go.wait(20)
+        go.set()
+
+    consumer = store.push_consumer(
+        "g", mode="pop", workers=2, consume_timeout=0.1, retry=RetryPolicy(5, [0]), interceptors=[recorder]
+    )
+    consumer.subscribe("t", hang_once)
+    with consumer:
+        store.put("t", b"0")
+        assert go.wait(20)
+        until(lambda: len(recorder.settled) == 2)
+    assert recorder.settled == [(b"0", "retry"), (b"0", "ack")]
+    assert "hang_once" in recorder.stacks[0]
+    assert sum(store.lag("g").values()) == 0
+
+
+@BOTH
+def test_stop_waits_for_handlers_and_what_hangs_counts_for_nothing(store: Store, ordered: bool) -> None:
+    go, begun = threading.Event(), threading.Event()
+    was_cancelled: list[bool] = []
+
+    def handle(message: Message) -> None:
+        begun.set()
+        go.wait(20)
+        was_cancelled.append(cancelled())
+
+    consumer = store.push_consumer("g", mode="pop", ordered=ordered, workers=1)
+    consumer.subscribe("t", handle)
+    store.put_many("t", [b"0", b"1"], queue_id=0)
+    consumer.start()
+    assert begun.wait(20)
+    assert consumer.stop(0.05) is False
+    assert [each.offset for each in store.broker.pending("g")] == [0]  # the other one was released
+    assert len(consumer._engine._renewer) == 0  # type: ignore[attr-defined]  # and this one comes again
+    thread = in_thread(go.set)
+    ended(*thread)
+    until(lambda: was_cancelled)
+    assert was_cancelled == [True]
+    time.sleep(0.01)
+    assert [each.offset for each in store.broker.pending("g")] == [0]

@@ -1,0 +1,258 @@
+"""What a consumer holds of a queue: positions, room, and the two ways of settling (client-semantics A4.2, A15)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mqstore.client.processqueue import LOCK_LIVES_MS, Limits, ProcessQueue
+from mqstore.log.commitlog import QueueRef
+
+Q = QueueRef("orders", 0)
+MIB = 1 << 20
+
+
+def sized(messages: Sequence[Any]) -> int:
+    return sum(message.size for message in messages)
+
+
+def messages(*offsets: int, size: int = 123) -> list[Any]:
+    return [SimpleNamespace(offset=offset, size=size) for offset in offsets]
+
+
+def queue_at(offset: int, **limits: Any) -> ProcessQueue:
+    return ProcessQueue(Q, offset, 0, Limits(**limits), size_of=sized)
+
+
+# --- positions -----------------------------------------------------------------------------------------------------
+
+
+def test_the_positions_of_the_specification_s_example() -> None:
+    """A4.2: put 100-109; settled one by one out of order, then the rest."""
+    queue = queue_at(100)
+    queue.put(messages(*range(100, 110)), 110)
+
+    assert [queue.remove(messages(offset)) for offset in (103, 100, 101, 102, 109, 104)] == [
+        100,
+        101,
+        102,
+        104,
+        104,
+        105,
+    ]
+    assert queue.remove(messages(*range(105, 109))) == 110
+    assert queue.remove(messages(105)) == -1  # nothing was there to settle
+
+
+def test_what_is_pulled_twice_counts_once_and_is_replaced() -> None:
+    queue = queue_at(0)
+    queue.put(messages(0, 1, 2), 3)
+    again = messages(1, 2, 3)
+    queue.put(again, 4)
+
+    assert (len(queue), queue.size) == (4, 4 * 123)
+    assert queue.take(2)[1] is again[0]
+
+
+def test_a_filtered_end_of_a_pull_is_part_of_the_position_once_all_before_it_is_settled() -> None:
+    queue = queue_at(0)
+    queue.put(messages(2, 5), 20)
+
+    assert queue.position() == 2
+    assert queue.remove(messages(5)) == 2
+    assert queue.remove(messages(2)) == 20
+    queue.put((), 30)
+    assert queue.position() == 30
+
+
+def test_the_size_vectors_of_rocketmq_s_test() -> None:
+    """A15.9: 102 400 messages of 123 bytes."""
+    queue = queue_at(0)
+    queue.put(messages(*range(102_400)), 102_400)
+
+    shown = [queue.info(0).size // MIB]
+    for number in (10_000, 10_000, 80_000):
+        queue.take(number)
+        queue.commit()
+        shown.append(queue.info(0).size // MIB)
+
+    assert shown == [12, 10, 9, 0]
+
+
+def test_take_and_commit_then_remove_count_and_size() -> None:
+    """A15.10."""
+    queue = queue_at(0)
+    queue.put(messages(*range(100)), 100)
+    assert len(queue.take(10)) == 10
+    assert (len(queue), queue.taken) == (100, 10)  # what is taken still counts
+    assert queue.commit() == 10
+    assert (len(queue), queue.size) == (90, 90 * 123)
+    assert queue.remove(messages(99)) == 10
+    assert (len(queue), queue.size) == (89, 89 * 123)
+
+
+def test_commit_of_nothing_is_none() -> None:
+    queue = queue_at(7)
+    queue.put(messages(7), 8)
+    assert queue.commit() is None
+    assert queue.position() == 7
+
+
+def test_what_comes_again_comes_first_and_in_order() -> None:
+    queue = queue_at(0)
+    queue.put(messages(*range(6)), 6)
+    batch = queue.take(4)
+    queue.again([batch[3], batch[1]])
+
+    assert queue.position() == 0
+    assert queue.finish([batch[0], batch[2]]) == 1
+    assert [message.offset for message in queue.take(9)] == [1, 3, 4, 5]
+    assert [message.offset for message in queue.rollback()] == [1, 3, 4, 5]
+    assert [message.offset for message in queue.take(2)] == [1, 3]
+    assert queue.finish(messages(1, 4)) == 3  # 4 is not taken, and stays
+
+
+def test_one_worker_at_a_time_for_who_takes() -> None:
+    queue = queue_at(0)
+    assert not queue.put((), 0)  # nothing to be at
+    assert queue.put(messages(0), 1)
+    assert not queue.put(messages(1), 2)  # somebody is
+    assert not queue.claim()
+    assert len(queue.take(2)) == 2
+    assert queue.take(2) == []  # and is no longer
+    assert queue.claim()
+    assert not queue.claim()
+
+
+def test_clear_leaves_nothing() -> None:
+    queue = queue_at(0)
+    queue.put(messages(0, 1, 2), 3)
+    queue.take(1)
+    queue.clear()
+    assert (len(queue), queue.size, queue.taken) == (0, 0, 0)
+    assert not queue.contains(messages(1)[0])
+
+
+def test_info_tells_what_is_held() -> None:
+    queue = queue_at(10)
+    assert queue.info(5).first is None
+    queue.put(messages(10, 12), 20)
+    queue.take(1)
+    queue.finish((), 1_000)
+    info = queue.info(1_250)
+    assert (info.queue, info.messages, info.size, info.first, info.taken, info.next_offset, info.idle_ms) == (
+        Q,
+        2,
+        246,
+        10,
+        1,
+        20,
+        250,
+    )
+
+
+def test_a_lock_is_trusted_for_half_of_its_lease() -> None:
+    queue = queue_at(0)
+    assert not queue.lock_expired(LOCK_LIVES_MS)
+    assert queue.lock_expired(LOCK_LIVES_MS + 1)
+
+
+# --- room ----------------------------------------------------------------------------------------------------------
+
+
+def test_there_is_room_for_as_many_as_are_missing() -> None:
+    queue = queue_at(0, messages=10, size=10_000)
+    assert queue.room() == (10, 10_000)
+    queue.put(messages(0, 1, 2), 3)
+    assert queue.room() == (7, 10_000 - 3 * 123)
+    assert not queue.throttled
+
+
+@pytest.mark.parametrize(
+    ("limits", "offsets"),
+    [({"messages": 3}, (0, 1, 2)), ({"size": 3 * 123}, (0, 1, 2)), ({"span": 9}, (0, 10))],
+    ids=["messages", "bytes", "span"],
+)
+def test_a_full_queue_says_once_when_it_has_room_again(limits: dict[str, int], offsets: tuple[int, ...]) -> None:
+    queue = queue_at(0, **limits)
+    queue.put(messages(*offsets), offsets[-1] + 1)
+    assert not queue.begins_to_have_room()  # nobody was refused
+    assert queue.room() == (0, 0)
+    assert queue.throttled
+    assert not queue.begins_to_have_room()
+    queue.remove(messages(*offsets))
+    assert queue.begins_to_have_room()
+    assert not queue.begins_to_have_room()
+
+
+def test_a_span_at_its_limit_is_none_beyond_it() -> None:
+    queue = queue_at(0, span=9)
+    queue.put(messages(0, 9), 10)
+    assert queue.max_span() == 9
+    assert queue.room()[0] > 0
+    queue.put(messages(10), 11)
+    assert queue.room() == (0, 0)
+
+
+def test_without_a_span_only_number_and_bytes_count() -> None:
+    queue = queue_at(0, span=None)
+    queue.put(messages(0, 100_000), 100_001)
+    assert queue.room()[0] == 998
+
+
+def test_a_pause_ends_when_it_is_worth_a_pull() -> None:
+    """At half of a small cache, at 256 places of a large one."""
+    for number, free in ((10, 5), (1_000, 256)):
+        queue = queue_at(0, messages=number, span=None)
+        queue.put(messages(*range(number)), number)
+        assert queue.room() == (0, 0)
+        queue.remove(messages(*range(free - 1)))
+        assert not queue.begins_to_have_room()
+        queue.remove(messages(free - 1))
+        assert queue.begins_to_have_room()
+
+
+# --- any order, against a set --------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.sampled_from(["put", "gap", "take", "remove", "finish", "again", "commit"]), max_size=40), st.data())
+def test_the_position_is_the_lowest_offset_that_is_not_settled(steps: list[str], data: st.DataObject) -> None:
+    queue, next_offset, previous = queue_at(5), 5, 5
+    waiting: set[int] = set()
+    taken: set[int] = set()
+    for step in steps:
+        if step == "put":
+            number = data.draw(st.integers(1, 4))
+            new = range(next_offset, next_offset + number)
+            next_offset += number
+            queue.put(messages(*new), next_offset)
+            waiting.update(new)
+        elif step == "gap":
+            next_offset += 3
+            queue.put((), next_offset)
+        elif step == "take":
+            got = {message.offset for message in queue.take(2)}
+            assert got == set(sorted(waiting)[:2])
+            waiting -= got
+            taken |= got
+        elif step == "commit":
+            queue.commit()
+            taken.clear()
+        else:
+            pool = waiting if step == "remove" else taken
+            some = set(data.draw(st.lists(st.sampled_from(sorted(pool)), unique=True))) if pool else set()
+            chosen = messages(*sorted(some))
+            {"remove": queue.remove, "finish": queue.finish, "again": queue.again}[step](chosen)
+            pool -= some
+            if step == "again":
+                waiting |= some
+        position = queue.position()
+        assert position == min(waiting | taken, default=next_offset)
+        assert position >= previous or step == "again"
+        assert (len(queue), queue.size) == (len(waiting) + len(taken), 123 * (len(waiting) + len(taken)))
+        previous = position

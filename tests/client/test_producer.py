@@ -1,0 +1,1718 @@
+"""The producer: rules, queues, attempts, hooks, what is sent later, transactions. Time by hand where time matters; what
+blocks, with threads and short real times."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import random
+import subprocess
+import sys
+import textwrap
+import threading
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future
+from dataclasses import replace
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import mqstore
+from mqstore import (
+    Broker,
+    ConfigError,
+    FlushFailedError,
+    FlushTimeoutError,
+    InvalidMessageError,
+    Message,
+    NotPermittedError,
+    OutgoingMessage,
+    QueueRef,
+    SendReceipt,
+    SimulatedClock,
+    StoreBusyError,
+    StoreClosedError,
+    StoreFullError,
+    TransactionStateError,
+)
+from mqstore.broker.selection import java_selector_queue
+from mqstore.client.interceptors import Interceptor
+from mqstore.client.producer import Producer
+from mqstore.client.submitter import Submitter
+from mqstore.client.transaction import Transaction
+from mqstore.layout.record import COMPRESSED, COMPRESSION_TYPE_MASK, COMPRESSION_ZLIB
+from tests.faults import FaultyFileSystem
+from tests.log.support import open_store
+
+CHECK_MS = 6_000
+AGAIN_MS = 30_000
+WAIT_S = 20
+
+
+class Bench:
+    """A broker with time by hand, and no thread."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.clock = SimulatedClock()
+        self.open()
+
+    def open(self, **options: Any) -> None:
+        options = {"segment_bytes": 1 << 20, "clock": self.clock, **options}
+        self.broker = Broker(open_store(self.path, **options))
+
+    def producer(self, **options: Any) -> Producer:
+        return Producer(self.broker, options.pop("group", "till"), **options)
+
+    def stored(self, topic: str = "orders") -> list[Message]:
+        """What is visible, in the order in which it lies in the log."""
+        try:
+            return sorted(self.broker.store.iter(topic), key=lambda message: message.physical_offset)
+        except LookupError:
+            return []
+
+    def bodies(self, topic: str = "orders") -> list[bytes]:
+        return [message.body for message in self.stored(topic)]
+
+    def advance(self, duration_ms: int) -> None:
+        until_ms = self.clock.now_ms() + duration_ms
+        while (due_ms := self._settle()) is not None and due_ms <= until_ms:
+            self.clock.advance(max(1, due_ms - self.clock.now_ms()))
+        self.clock.advance(max(0, until_ms - self.clock.now_ms()))
+        self._settle()
+
+    def _settle(self) -> int | None:
+        for _ in range(1000):
+            due_ms = self.broker.run_once()
+            if due_ms is None or due_ms > self.clock.now_ms():
+                return due_ms
+        raise AssertionError("something is due again and again")
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path / "store")
+    yield bench
+    bench.broker.close()
+
+
+@pytest.fixture
+def broker(tmp_path: Path) -> Iterator[Broker]:
+    """One that has its threads."""
+    with Broker(mqstore.MessageStore(tmp_path / "store")) as broker:
+        yield broker
+
+
+class Gate:
+    """Stands for `Broker.put`, and lets nothing through until it is opened."""
+
+    def __init__(self, producer: Producer) -> None:
+        self.opened = threading.Event()
+        self.arrived = threading.Event()
+        self._put = producer._put
+        producer._put = self
+
+    def __call__(self, *arguments: Any, **options: Any) -> SendReceipt:
+        self.arrived.set()
+        assert self.opened.wait(WAIT_S)
+        return self._put(*arguments, **options)
+
+
+class Failing:
+    """Stands for `Broker.put`: raises each of `errors`, one a call, and notes the calls; None: puts."""
+
+    def __init__(self, producer: Producer, *errors: Exception | None) -> None:
+        self.errors = deque(errors)
+        self.calls: list[dict[str, Any]] = []
+        self._put = producer._put
+        producer._put = self
+
+    def __call__(self, topic: str, body: bytes, **options: Any) -> SendReceipt:
+        self.calls.append(options)
+        error = self.errors.popleft() if self.errors else None
+        if error is not None:
+            raise error
+        return self._put(topic, body, **options)
+
+
+def in_thread(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append(work())
+        except Exception as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, outcome
+
+
+def ended(thread: threading.Thread, outcome: list[Any]) -> Any:
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+    return outcome[0]
+
+
+def busy() -> StoreBusyError:
+    return StoreBusyError("busy")
+
+
+# -- rules (A1.2) ----------------------------------------------------------------------------------------------------
+
+MAX = 1000
+
+_BAD: list[tuple[dict[str, Any], str]] = [
+    ({"topic": ""}, "topic"),
+    ({"topic": "a/b"}, "topic"),
+    ({"topic": "a%b"}, "topic"),
+    ({"topic": "a|b"}, "topic"),
+    ({"topic": "t" * 128}, "topic"),
+    ({"topic": None}, "topic"),
+    ({"body": None}, "body"),
+    ({"body": "text"}, "body"),
+    ({"body": bytes(MAX + 1)}, "body"),
+    ({"tag": ""}, "tag"),
+    ({"tag": " "}, "tag"),
+    ({"tag": "a|b"}, "tag"),
+    ({"tag": "a\nb"}, "tag"),
+    ({"tag": 7}, "tag"),
+    ({"keys": ""}, "keys"),
+    ({"keys": "a b"}, "keys"),
+    ({"keys": ["a", ""]}, "keys"),
+    ({"keys": ["a\x7f"]}, "keys"),
+    ({"unique_key": ""}, "unique_key"),
+    ({"message_group": ""}, "message_group"),
+    ({"message_group": " "}, "message_group"),
+    ({"message_group": "a\x00"}, "message_group"),
+    ({"message_group": "g" * 64}, "message_group"),
+    ({"message_group": "é" * 32}, "message_group"),
+    ({"properties": {"TAGS": "x"}}, "properties"),
+    ({"properties": {"UNIQ_KEY": "x"}}, "properties"),
+    ({"properties": {" ": "x"}}, "properties"),
+    ({"properties": {"x": ""}}, "properties"),
+    ({"properties": {"x": "\x01"}}, "properties"),
+    ({"properties": {f"p{i}": "x" for i in range(129)}}, "properties"),
+    ({"properties": {"p": "x" * (1 << 14)}}, "properties"),
+    ({"properties": {"p": "x" * ((1 << 14) - 4)}, "tag": "abcd"}, "properties"),
+    ({"properties": {"p": "x" * ((1 << 14) - 4)}, "keys": ["ab", "cd"]}, "properties"),
+    ({"properties": {"p": "é" * (1 << 13)}}, "properties"),
+    ({"keys": "k" * ((1 << 14) + 1)}, "properties"),
+    ({"unique_key": "u" * 32_767}, "properties"),
+    ({"delay": -1}, "delay"),
+    ({"delay": math.nan}, "delay"),
+    ({"delay": math.inf}, "delay"),
+    ({"delay": "soon"}, "delay"),
+    ({"delay": timedelta(days=367)}, "delay"),
+    ({"deliver_at": math.nan}, "deliver_at"),
+    ({"deliver_at": "noon"}, "deliver_at"),
+    ({"deliver_at": datetime(2030, 1, 1)}, "when"),
+    ({"delay_level": -1}, "delay_level"),
+    ({"delay_level": "1"}, "delay_level"),
+    ({"message_group": "g", "delay": 1}, "delay"),
+    ({"message_group": "g", "deliver_at": 2e9}, "deliver_at"),
+    ({"delay": 1, "delay_level": 1}, "delay_level"),
+    ({"queue_id": -1}, "queue_id"),
+    ({"queue_id": 4}, "queue_id"),
+    ({"queue_id": "0"}, "queue_id"),
+    ({"queue_id": True}, "queue_id"),
+    ({"flag": 1 << 31}, "flag"),
+    ({"compressed": "snappy"}, "compressed"),
+]
+
+
+def _send_many(producer: Producer, topic: Any, body: Any, options: dict[str, Any]) -> Any:
+    own = {name: options.pop(name) for name in ("queue_id",) if name in options}
+    return producer.send_many(topic, [b"fine", OutgoingMessage(body, **options)], **own)
+
+
+def _in_transaction(producer: Producer, topic: Any, body: Any, options: dict[str, Any]) -> Any:
+    with producer.transaction() as tx:
+        return tx.send(topic, body, **options)
+
+
+WAYS: dict[str, Callable[[Producer, Any, Any, dict[str, Any]], Any]] = {
+    "send": lambda producer, topic, body, options: producer.send(topic, body, **options),
+    "send_oneway": lambda producer, topic, body, options: producer.send_oneway(topic, body, **options),
+    "submit": lambda producer, topic, body, options: producer.submit(topic, body, **options),
+    "send_many": _send_many,
+    "transaction": _in_transaction,
+}
+
+
+@pytest.mark.parametrize("hooked", [False, True], ids=["plain", "hooked"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("wrong", "field"), _BAD, ids=[f"{list(wrong)}-{i}" for i, (wrong, _) in enumerate(_BAD)])
+def test_a_message_that_breaks_a_rule_is_refused_at_once_and_nothing_is_stored(
+    bench: Bench, wrong: dict[str, Any], field: str, way: str, hooked: bool
+) -> None:
+    bench.broker.close()
+    bench.open(max_message_size=MAX)
+    seen = Recorder()
+    producer = bench.producer(interceptors=[seen] if hooked else [])
+    given = {"topic": "orders", "body": b"x", **wrong}
+    if way == "transaction" and given.keys() & {"message_group", "delay", "deliver_at", "delay_level"}:
+        field = next(n for n in ("message_group", "delay", "deliver_at", "delay_level") if n in given)
+
+    with pytest.raises(InvalidMessageError) as caught:
+        WAYS[way](producer, given.pop("topic"), given.pop("body"), given)
+
+    assert caught.value.field == field
+    producer.flush()
+    assert bench.bodies() == []
+    assert bench.broker.stats().open_transactions == 0
+    assert [event for event in seen.events if event[0] == "after" and event[4] is None] == []
+
+
+_GOOD: list[dict[str, Any]] = [
+    {"body": b""},
+    {"body": bytes(MAX)},
+    {"body": bytearray(b"x")},
+    {"body": memoryview(b"x")},
+    {"topic": "t" * 127},
+    {"message_group": "g" * 63},
+    {"message_group": "é" * 31},
+    {"properties": {f"p{i}": "x" for i in range(128)}},
+    {"properties": {"p": "x" * ((1 << 14) - 1)}},
+    {"properties": {"p": "é" * ((1 << 13) - 1)}},
+    {"keys": "k" * (1 << 14)},
+    {"keys": []},
+    {"queue_id": 3},
+    {"flag": -(1 << 31)},
+]
+
+
+@pytest.mark.parametrize("way", ["send", "send_oneway", "submit", "send_many"])
+@pytest.mark.parametrize("fine", _GOOD, ids=[f"{list(good)}-{i}" for i, good in enumerate(_GOOD)])
+def test_a_message_at_the_limit_is_stored(bench: Bench, fine: dict[str, Any], way: str) -> None:
+    bench.broker.close()
+    bench.open(max_message_size=MAX)
+    producer = bench.producer()
+    given = {"topic": "orders", "body": b"x", **fine}
+    topic, body = given.pop("topic"), given.pop("body")
+
+    WAYS[way](producer, topic, body, given)
+
+    producer.flush()
+    assert bytes(body) in bench.bodies(topic)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("topic", ["SCHEDULE_TOPIC_XXXX", "RMQ_SYS_TRANS_HALF_TOPIC", "rmq_sys_mine", "%RETRY%g"])
+def test_nobody_sends_to_a_topic_of_the_engine(bench: Bench, topic: str, way: str) -> None:
+    with pytest.raises(NotPermittedError):
+        WAYS[way](bench.producer(), topic, b"x", {})
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_unknown_option_and_an_unknown_durability_are_mistakes_of_the_caller(bench: Bench, way: str) -> None:
+    with pytest.raises(TypeError):
+        WAYS[way](bench.producer(), "orders", b"x", {"colour": "red"})
+    with pytest.raises(mqstore.MQStoreError):
+        WAYS[way](bench.producer(), "orders", b"x", {"durability": "maybe"})
+    assert bench.bodies() == []
+
+
+def test_a_queue_that_is_only_read_is_not_sent_to(bench: Bench) -> None:
+    bench.broker.topics.create("orders", read_queues=4, write_queues=2)
+    producer = bench.producer()
+
+    with pytest.raises(InvalidMessageError):
+        producer.send("orders", b"x", queue_id=2)
+
+    assert {producer.send("orders", b"x").queue_id for _ in range(8)} == {0, 1}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"group": ""},
+        {"group": "a b"},
+        {"group": "g" * 121},
+        {"group": None},
+        {"retries": -1},
+        {"retries": 1.5},
+        {"timeout": -1},
+        {"durability": "maybe"},
+        {"compression": "lz4"},
+        {"compression": "zlib", "compress_over": -1},
+        {"linger": -1},
+        {"linger": 31},
+        {"linger_bytes": 0},
+        {"linger_bytes": (2 << 20) + 1},
+        {"max_inflight": 0},
+        {"max_inflight_bytes": 0},
+    ],
+    ids=str,
+)
+def test_a_producer_that_cannot_be(bench: Bench, options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        Producer(bench.broker, **options)
+
+
+def test_keys_that_can_be_read_only_once_are_stored(bench: Bench) -> None:
+    seen = Recorder()
+    for producer in (bench.producer(), bench.producer(interceptors=[seen]), bench.producer(compression="zlib")):
+        producer.send("orders", b"x", keys=(key for key in ("a", "b")))
+        producer.submit("orders", b"x", keys=(key for key in ("a", "b")))
+        producer.send_many("orders", [b"x", b"y"], keys=(key for key in ("a", "b")))
+        producer.flush()
+
+    assert {message.keys for message in bench.stored()} == {("a", "b")}
+    assert len(bench.stored()) == 12
+
+
+def test_what_a_caller_changes_after_submit_does_not_matter(bench: Bench) -> None:
+    producer = bench.producer()
+    body, properties = bytearray(b"before"), {"p": "before"}
+
+    producer.submit("orders", body, properties=properties)
+    body[:], properties["p"] = b"after!", "after"
+    producer.flush()
+
+    [message] = bench.stored()
+    assert (message.body, message.properties["p"]) == (b"before", "before")
+
+
+def test_a_put_of_many_to_one_queue_refuses_what_it_cannot_do_for_one(bench: Bench) -> None:
+    wishes: list[dict[str, Any]] = [
+        {"topic": "others"},
+        {"queue_id": 1},
+        {"durability": "flush"},
+        {"message_group": "g"},
+        {"delay": 1},
+        {"deliver_at": 2e9},
+        {"delay_level": 1},
+        {"compressed": "zlib"},
+    ]
+    for wish in wishes:
+        for put_many in (bench.broker.put_many, bench.broker.store.put_many):
+            with pytest.raises(InvalidMessageError) as caught:
+                put_many("orders", [b"fine", OutgoingMessage(b"x", **wish)])
+            assert caught.value.field == next(iter(wish))
+    assert bench.bodies() == []
+    assert len(bench.broker.put_many("orders", [OutgoingMessage(b"x", topic="orders")])) == 1
+
+
+# -- which queue (A1.4, A1.12) -----------------------------------------------------------------------------------------
+
+
+def test_messages_without_a_group_go_to_the_queues_by_turns(bench: Bench) -> None:
+    bench.broker.topics.create("orders", queues=3)
+    bench.broker.topics.create("others", queues=3)
+    producer = bench.producer()
+
+    queues = [producer.send("orders", b"x").queue_id for _ in range(7)]
+    between = [(producer.send("orders", b"x").queue_id, producer.send("others", b"x").queue_id) for _ in range(6)]
+
+    assert queues == [(queues[0] + i) % 3 for i in range(7)]
+    for column in zip(*between, strict=True):
+        assert list(column) == [(column[0] + i) % 3 for i in range(6)]
+
+
+def test_where_the_turns_begin_is_random_for_each_producer(bench: Bench) -> None:
+    first = Counter(bench.producer().send("orders", b"x").queue_id for _ in range(64))
+
+    assert len(first) == 4  # all of one producer's counter: 4 * (1/4)^63 would be
+
+
+VECTORS = {
+    "order-0": ((0, 0, 0, 0, 0, 11), 7),
+    "order-1": ((0, 0, 0, 3, 3, 3), 6),
+    "order-2": ((0, 0, 2, 2, 2, 11), 5),
+    "order-3": ((0, 1, 1, 3, 7, 7), 4),
+    "order-42": ((0, 0, 2, 3, 3, 10), 5),
+    "fifo-group-1": ((0, 1, 2, 2, 5, 5), 2),
+    "订单1": ((0, 1, 1, 3, 7, 13), 6),
+    "GydZG_": ((0, 1, 2, 2, 2, 2), 0),
+}
+
+
+@pytest.mark.parametrize("way", ["send", "submit", "send_many", "hooked"])
+def test_a_message_group_goes_to_the_queue_that_the_jump_hash_names(bench: Bench, way: str) -> None:
+    producer = bench.producer(interceptors=[Recorder()] if way == "hooked" else [])
+    for column, queues in enumerate((1, 2, 3, 4, 8, 16)):
+        topic = f"t{queues}"
+        bench.broker.topics.create(topic, queues=queues)
+        for group in VECTORS:
+            if way in ("send", "hooked"):
+                producer.send(topic, group.encode(), message_group=group)
+            elif way == "submit":
+                producer.submit(topic, group.encode(), message_group=group)
+            else:
+                producer.send_many(topic, [b"before", OutgoingMessage(group.encode(), message_group=group)])
+        producer.flush()
+        found = {message.body.decode(): message for message in bench.stored(topic)}
+        for group, (jump, _) in VECTORS.items():
+            assert (found[group].queue.queue_id, found[group].message_group) == (jump[column], group)
+
+
+def test_a_selector_decides_for_groups_and_for_none(bench: Bench) -> None:
+    asked: list[tuple[int, str | None]] = []
+
+    def like_4x(queues: Any, group: str | None) -> QueueRef:
+        asked.append((len(queues), group))
+        return queues[java_selector_queue(group or "", len(queues))]  # type: ignore[no-any-return]
+
+    bench.broker.topics.create("orders", queues=8)
+    producer = bench.producer(selector=like_4x)
+
+    for group, (_, queue_id) in VECTORS.items():
+        assert producer.send("orders", b"x", message_group=group).queue_id == queue_id
+        producer.submit("orders", b"x", message_group=group)
+    producer.flush()
+    assert producer.send("orders", b"x").queue_id == 0
+    assert producer.send("orders", b"x", queue_id=5).queue_id == 5
+    assert {receipt.queue_id for receipt in producer.send_many("orders", [b"x", b"y"])} == {0}
+    assert asked[-2:] == [(8, None), (8, None)]
+    assert {message.message_group for message in bench.stored()} == {None, *VECTORS}
+
+
+@pytest.mark.parametrize("chosen", [None, 0, ("others", 0), QueueRef("orders", 4), QueueRef("orders", -1)], ids=str)
+def test_a_selector_names_a_queue_of_the_topic(bench: Bench, chosen: Any) -> None:
+    producer = bench.producer(selector=lambda queues, group: chosen)
+    for way in WAYS.values():
+        with pytest.raises(InvalidMessageError, match="selector"):
+            way(producer, "orders", b"x", {})
+    assert bench.bodies() == []
+
+
+# -- attempts (A1.5) ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["send", "submit", "hooked"])
+@pytest.mark.parametrize(
+    ("options", "attempts"),
+    [
+        ({}, 3),
+        ({"message_group": "g"}, 3),
+        ({"queue_id": 1}, 1),
+        ({"selector": True}, 1),
+        ({"selector": True, "message_group": "g"}, 1),
+        ({"retries": 0}, 1),
+    ],
+    ids=str,
+)
+def test_a_busy_store_is_asked_again_where_the_queue_is_free(
+    bench: Bench, options: dict[str, Any], attempts: int, way: str
+) -> None:
+    options = dict(options)
+    made: dict[str, Any] = {"interceptors": [Recorder()]} if way == "hooked" else {}
+    if options.pop("selector", None):
+        made["selector"] = lambda queues, group: queues[2]
+    if "retries" in options:
+        made["retries"] = options.pop("retries")
+    producer = bench.producer(**made)
+
+    for failures in range(5):
+        put = Failing(producer, *(busy() for _ in range(failures)))
+        if way == "submit":
+            future = producer.submit("orders", b"x", **options)
+            producer.flush()
+            stored = future.exception() is None
+        else:
+            try:
+                producer.send("orders", b"x", **options)
+                stored = True
+            except StoreBusyError:
+                stored = False
+        assert stored == (failures < attempts)
+        assert len(put.calls) == min(failures + 1, attempts)
+        assert len({call["queue_id"] for call in put.calls}) == 1
+        assert len({call["unique_key"] for call in put.calls}) == 1
+
+
+def test_pauses_double_and_end_with_the_timeout(bench: Bench) -> None:
+    producer = bench.producer(retries=100, timeout=3)
+    pauses: list[float] = []
+
+    def pause(duration_s: float) -> None:
+        pauses.append(duration_s)
+        bench.clock.advance(round(duration_s * 1000))
+
+    producer._pause = pause
+    Failing(producer, *(busy() for _ in range(100)))
+
+    with pytest.raises(StoreBusyError):
+        producer.send("orders", b"x")
+
+    # 10 ms doubled up to 1 s; what is left of the 3 s comes last.
+    assert pauses == [0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.0, pytest.approx(0.73)]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FlushTimeoutError("late"),
+        FlushFailedError("failed"),
+        StoreFullError(errno.ENOSPC, "full", "file", "append"),
+        InvalidMessageError("bad", "body"),
+        StoreClosedError("closed"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_nothing_else_is_tried_again(bench: Bench, error: mqstore.MQStoreError) -> None:
+    producer = bench.producer()
+    put = Failing(producer, error)
+
+    with pytest.raises(type(error)):
+        producer.send("orders", b"x")
+
+    assert len(put.calls) == 1
+    assert bench.bodies() == []
+
+
+def test_oneway_tries_once_and_logs_what_the_engine_says(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    producer = bench.producer(durability="flush")
+    put = Failing(producer, busy(), StoreFullError(errno.ENOSPC, "full", "file", "append"), None, None)
+
+    for _ in range(3):
+        producer.send_oneway("orders", b"x")
+    producer.send_oneway("orders", b"x", durability="flush")
+
+    assert [call["durability"] for call in put.calls] == ["append", "append", "append", "flush"]
+    assert bench.bodies() == [b"x", b"x"]
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+
+
+# -- identity (A1.6) ---------------------------------------------------------------------------------------------------
+
+
+def test_each_message_gets_a_unique_key_that_no_other_has(bench: Bench) -> None:
+    producer = bench.producer()
+    producer.send("orders", b"x")
+    producer.send_oneway("orders", b"x")
+    producer.submit("orders", b"x")
+    producer.send_many("orders", [b"x", OutgoingMessage(b"x", tag="t"), OutgoingMessage(b"x", message_group="g")])
+    producer.flush()
+    with producer.transaction() as tx:
+        known = {tx.send("orders", b"x"), tx.send("orders", b"x")}
+
+    keys = {message.unique_key for message in bench.stored()}
+
+    assert len(keys) == 8
+    assert known < keys
+    assert all(len(key) == 34 and key.startswith("01") for key in keys)
+    assert bench.broker.store.find("orders", unique_key=known.pop())
+
+
+def test_a_unique_key_that_the_caller_gives_is_kept(bench: Bench) -> None:
+    producer = bench.producer()
+    assert producer.send("orders", b"x", unique_key="a").unique_key == "a"
+    future = producer.submit("orders", b"x", unique_key="b")
+    producer.flush()
+    assert future.result().unique_key == "b"
+    [receipt] = producer.send_many("orders", [OutgoingMessage(b"x", unique_key="c")])
+    assert receipt.unique_key == "c"
+    with producer.transaction() as tx:
+        assert tx.send("orders", b"x", unique_key="d") == "d"
+    assert [message.unique_key for message in bench.stored()] == ["a", "b", "c", "d"]
+    with pytest.raises(InvalidMessageError, match="names one message"):
+        producer.send_many("orders", [b"x", b"y"], unique_key="e")
+
+
+# -- compression (A1.7) ------------------------------------------------------------------------------------------------
+
+
+def is_compressed(message: Message) -> bool:
+    if not message.sys_flag & COMPRESSED:
+        return False
+    assert message.sys_flag & COMPRESSION_TYPE_MASK == COMPRESSION_ZLIB  # what a Java client knows, and inflates
+    return True
+
+
+@pytest.mark.parametrize(
+    ("body", "small"),
+    [
+        (bytes(4095), False),
+        (bytes(4096), True),
+        (random.Random(1).randbytes(8192), False),
+        (b"", False),
+    ],
+    ids=["4095", "4096", "noise", "empty"],
+)
+@pytest.mark.parametrize("way", ["send", "send_oneway", "submit", "hooked", "transaction", "delayed"])
+def test_large_bodies_are_stored_compressed_and_read_as_they_were(
+    bench: Bench, body: bytes, small: bool, way: str
+) -> None:
+    producer = bench.producer(compression="zlib", interceptors=[Recorder()] if way == "hooked" else [])
+    if way == "delayed":
+        producer.send("orders", bytearray(body), delay=5)
+        bench.advance(7_000)
+    else:
+        WAYS["send" if way == "hooked" else way](producer, "orders", bytearray(body), {})
+        producer.flush()
+
+    [message] = bench.stored()
+    assert message.body == body
+    assert is_compressed(message) == small
+    assert (zlib.decompress(message.body_view) if small else bytes(message.body_view)) == body
+    [delivery] = bench.broker.pop("billing", "orders")
+    assert delivery.message.body == body
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(noise=st.integers(0, 400), zeros=st.integers(0, 400), over=st.integers(0, 300))
+def test_a_body_is_kept_raw_unless_that_saves_a_twentieth(bench: Bench, noise: int, zeros: int, over: int) -> None:
+    body = random.Random(noise).randbytes(noise) + bytes(zeros)
+    receipt = bench.producer(compression="zlib", compress_over=over).send("orders", body)
+
+    message = bench.broker.store.at(receipt.physical_offset)
+    deflated = len(zlib.compress(body, 5))
+    assert is_compressed(message) == (len(body) >= over and deflated <= 0.95 * len(body))
+    assert message.body == body
+
+
+def test_the_limit_of_a_body_is_that_of_the_body_and_batches_stay_raw(bench: Bench) -> None:
+    bench.broker.close()
+    bench.open(max_message_size=10_000)
+    producer = bench.producer(compression="zlib")
+
+    for way in WAYS.values():
+        with pytest.raises(InvalidMessageError, match="10001 bytes"):
+            way(producer, "orders", bytes(10_001), {})
+    producer.send_many("orders", [bytes(10_000), OutgoingMessage(bytes(9_999), message_group="g")])
+
+    assert [is_compressed(message) for message in bench.stored()] == [False, False]
+
+
+def test_what_the_caller_compressed_is_not_compressed_again(bench: Bench) -> None:
+    producer = bench.producer(compression="zlib", compress_over=0)
+    squeezed = zlib.compress(bytes(9000))
+    producer.send("orders", squeezed, compressed="zlib")
+    producer.send_many("orders", [OutgoingMessage(squeezed, compressed="zlib"), b"plain"])
+    with producer.transaction() as tx:
+        tx.send("orders", squeezed, compressed="zlib")
+
+    assert bench.bodies() == [bytes(9000), bytes(9000), b"plain", bytes(9000)]
+
+
+# -- hooks (A10.1, B.9) ------------------------------------------------------------------------------------------------
+
+
+class Recorder(Interceptor):
+    """Notes what it is told; changes what `change` says."""
+
+    def __init__(self, change: Callable[[OutgoingMessage], Any] = lambda message: message, name: str = "") -> None:
+        self.change = change
+        self.name = name
+        self.events: list[tuple[Any, ...]] = []
+
+    def before_send(self, message: OutgoingMessage) -> OutgoingMessage:
+        self.events.append(("before", self.name, message))
+        return self.change(message)  # type: ignore[no-any-return]
+
+    def after_send(self, message: OutgoingMessage, receipt: SendReceipt | None, error: BaseException | None) -> None:
+        self.events.append(("after", self.name, message, receipt, error))
+
+    @property
+    def after(self) -> list[tuple[OutgoingMessage, SendReceipt | None, BaseException | None]]:
+        return [event[2:] for event in self.events if event[0] == "after"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_hooks_run_in_order_and_see_the_message_as_it_is_meant(bench: Bench, way: str) -> None:
+    events: list[tuple[Any, ...]] = []
+    first = Recorder(lambda message: replace(message, tag="first"), "1")
+    second = Recorder(lambda message: replace(message, body=bytes(message.body) + b"+2"), "2")
+    first.events = second.events = events
+    producer = bench.producer(interceptors=[first, second], compression="zlib", compress_over=0)
+
+    WAYS[way](producer, "orders", bytes(5000), {"keys": "k"})
+    producer.flush()
+
+    message = bench.stored()[-1]
+    assert (message.body, message.tag, message.keys) == (bytes(5000) + b"+2", "first", ("k",))
+    mine = [event for event in events if event[2].body != b"fine" and event[2].body != b"fine+2"]
+    assert [event[:2] for event in mine] == [("before", "1"), ("before", "2"), ("after", "1"), ("after", "2")]
+    before, changed, after, _ = (event[2] for event in mine)
+    assert (before.topic, before.body, before.tag, before.keys) == (
+        "orders",
+        bytes(5000),
+        None,
+        ("k",) if isinstance(before.keys, tuple) else "k",
+    )
+    assert before.unique_key == changed.unique_key == after.unique_key == message.unique_key
+    assert changed.tag == "first"
+    assert (after.body, after.compressed) == (bytes(5000) + b"+2", None)
+    receipt = mine[-1][3]
+    assert (receipt.physical_offset, mine[-1][4]) == (message.physical_offset, None)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_veto_reaches_the_sender_and_nothing_is_sent(bench: Bench, way: str) -> None:
+    class Forbidden(Exception):  # noqa: N818
+        pass
+
+    def veto(message: OutgoingMessage) -> OutgoingMessage:
+        raise Forbidden
+
+    seen = Recorder()
+    producer = bench.producer(interceptors=[seen, Recorder(veto)])
+
+    with pytest.raises(Forbidden):
+        WAYS[way](producer, "orders", b"x", {})
+
+    producer.flush()
+    assert bench.bodies() == []
+    _, receipt, error = seen.after[-1]
+    assert (receipt, type(error)) == (None, Forbidden)
+
+
+def test_what_a_hook_makes_of_a_message_is_checked_and_honoured(bench: Bench) -> None:
+    def changing(**changes: Any) -> Producer:
+        return bench.producer(interceptors=[Recorder(lambda message: replace(message, **changes))])
+
+    assert changing(topic="others").send("orders", b"x").topic == "others"
+    assert changing(queue_id=2).send("orders", b"x").queue_id == 2
+    assert changing(message_group="order-3").send("orders", b"x").queue_id == VECTORS["order-3"][0][3]
+    assert changing(delay=60).send("orders", b"x").recall_handle is not None
+    assert changing(unique_key=None).send("orders", b"x").unique_key.startswith("01")
+    for changes in ({"body": None}, {"tag": "a|b"}, {"queue_id": 4}, {"delay": -1}):
+        before = len(bench.stored())
+        with pytest.raises(InvalidMessageError):
+            changing(**changes).send("orders", b"x")
+        with pytest.raises(InvalidMessageError):
+            changing(**changes).submit("orders", b"x")  # at once, not in the future
+        assert len(bench.stored()) == before
+    for wrong in (None, b"x"):
+        with pytest.raises(TypeError, match="has to return the message"):
+            bench.producer(interceptors=[Recorder(lambda message, wrong=wrong: wrong)]).send("orders", b"x")  # type: ignore[misc]
+    with pytest.raises(InvalidMessageError, match="transaction"), changing(delay=1).transaction() as tx:
+        tx.send("orders", b"x")
+
+
+def test_after_send_hears_of_what_failed_and_of_what_is_stored_all_the_same(bench: Bench) -> None:
+    seen = Recorder()
+    producer = bench.producer(interceptors=[seen])
+    receipt = bench.broker.put("others", b"x")
+    full = StoreFullError(errno.ENOSPC, "full", "file", "append")
+    Failing(producer, full, FlushTimeoutError("late", receipt), full)
+
+    for _ in range(2):
+        with pytest.raises(mqstore.SendError):
+            producer.send("orders", b"x")
+    future = producer.submit("orders", b"x")
+    producer.flush()
+
+    assert [(r, type(e)) for _, r, e in seen.after] == [
+        (None, StoreFullError),
+        (receipt, FlushTimeoutError),
+        (None, StoreFullError),
+    ]
+    assert isinstance(future.exception(), StoreFullError)
+
+
+def test_an_after_send_that_fails_is_logged_and_changes_nothing(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    class Bad(Interceptor):
+        def after_send(self, *_: object) -> None:
+            raise RuntimeError("in the hook")
+
+    seen = Recorder()
+    producer = bench.producer(interceptors=[Bad(), seen])
+
+    producer.send("orders", b"x")
+
+    assert bench.bodies() == [b"x"]
+    assert len(seen.after) == 1
+    assert "in the hook" in caplog.text
+
+
+# -- many (A1.10) ------------------------------------------------------------------------------------------------------
+
+
+def test_many_go_to_one_queue_one_behind_the_other_and_the_next_many_to_the_next(bench: Bench) -> None:
+    producer = bench.producer()
+
+    batches = [producer.send_many("orders", [b"%d" % i for i in range(4)]) for _ in range(8)]
+
+    for batch in batches:
+        assert len({receipt.queue for receipt in batch}) == 1
+        assert [receipt.offset for receipt in batch] == list(range(batch[0].offset, batch[0].offset + 4))
+    queues = [batch[0].queue_id for batch in batches]
+    assert queues == [(queues[0] + i) % 4 for i in range(8)]
+    assert list(producer.send_many("orders", [])) == []
+
+
+_ITEM = st.fixed_dictionaries(
+    {},
+    optional={
+        "topic": st.sampled_from(["orders", "others"]),
+        "queue_id": st.integers(0, 3),
+        "tag": st.sampled_from("ab"),
+        "routing": st.sampled_from([{"message_group": "g"}, {"message_group": "h"}, {"delay_level": 1}]),
+        "bare": st.booleans(),
+    },
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(items=st.lists(_ITEM, max_size=12), hooked=st.booleans(), queue_id=st.none() | st.integers(0, 3))
+def test_many_of_any_kind_lie_in_the_order_given(
+    bench: Bench, items: list[dict[str, Any]], hooked: bool, queue_id: int | None
+) -> None:
+    bodies: list[bytes | OutgoingMessage] = []
+    for i, item in enumerate(items):
+        body = b"%d" % i
+        if item.pop("bare", False):
+            item.clear()
+            bodies.append(body)
+        else:
+            bodies.append(OutgoingMessage(body, **item.pop("routing", {}), **item))
+    producer = bench.producer(interceptors=[Recorder()] if hooked else [])
+
+    receipts = producer.send_many("orders", iter(bodies), queue_id=queue_id)
+
+    stored = [bench.broker.store.at(receipt.physical_offset) for receipt in receipts]
+    assert [message.body for message in stored] == [b"%d" % i for i in range(len(items))]
+    offsets = [receipt.physical_offset for receipt in receipts]
+    assert offsets == sorted(offsets)
+    assert [m.tag for m in stored] == [getattr(b, "tag", None) for b in bodies]
+    free: dict[str, set[int]] = {}
+    for sent, receipt in zip(bodies, receipts, strict=True):
+        asked = sent if isinstance(sent, OutgoingMessage) else OutgoingMessage(sent)
+        where = asked.queue_id if asked.queue_id is not None else queue_id
+        if asked.delay_level:
+            continue
+        assert receipt.topic == (asked.topic or "orders")
+        if where is not None:
+            assert receipt.queue_id == where
+        elif asked.message_group is None:
+            free.setdefault(receipt.topic, set()).add(receipt.queue_id)
+    assert all(len(queues) == 1 for queues in free.values())
+
+
+def test_options_of_the_call_hold_where_a_message_has_none_of_its_own(bench: Bench) -> None:
+    bench.producer().send_many("orders", [b"1", OutgoingMessage(b"2", tag="own")], tag="all", keys="k", queue_id=0)
+
+    assert [(message.tag, message.keys) for message in bench.stored()] == [("all", ("k",)), ("own", ("k",))]
+
+
+def test_many_are_split_where_they_are_too_large_for_one_chunk(bench: Bench) -> None:
+    bench.broker.close()
+    bench.open(max_message_size=1 << 17)
+    bodies = [bytes([i]) * 50_000 for i in range(12)]
+
+    bench.producer().send_many("orders", bodies)
+
+    assert bench.bodies() == bodies
+
+
+def test_what_is_stored_of_many_before_a_failure_is_told(bench: Bench) -> None:
+    seen = Recorder()
+    producer = bench.producer(interceptors=[seen])
+    Failing(producer, StoreFullError(errno.ENOSPC, "full", "file", "append"))
+    items: list[bytes | OutgoingMessage] = [b"0", b"1", OutgoingMessage(b"2", message_group="g"), b"3"]
+
+    with pytest.raises(StoreFullError) as caught:
+        producer.send_many("orders", items)
+
+    assert bench.bodies() == [b"0", b"1"]
+    assert [bench.broker.store.at(r.physical_offset).body for r in caught.value.receipts] == [b"0", b"1"]  # type: ignore[attr-defined]
+    assert [(m.body, r is not None, type(e)) for m, r, e in seen.after] == [
+        (b"0", True, type(None)),
+        (b"1", True, type(None)),
+        (b"2", False, StoreFullError),
+        (b"3", False, StoreFullError),
+    ]
+
+
+def test_many_that_met_a_busy_store_half_way_are_not_stored_twice(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_many = bench.broker.put_many
+    left = [2, 1]
+
+    def half(topic: str, bodies: list[Any], **options: Any) -> Any:
+        if not left:
+            return put_many(topic, bodies, **options)
+        error = busy()
+        error.receipts = put_many(topic, bodies[: left.pop()], **options)
+        raise error
+
+    monkeypatch.setattr(bench.broker, "put_many", half)
+    receipts = bench.producer().send_many("orders", [b"%d" % i for i in range(6)])
+
+    assert bench.bodies() == [b"%d" % i for i in range(6)]
+    assert [receipt.offset for receipt in receipts] == list(range(6))
+    assert left == []
+
+
+def test_many_share_one_sync_whatever_they_are(tmp_path: Path) -> None:
+    fs = FaultyFileSystem()
+    with Broker(open_store(tmp_path / "s", fs=fs, segment_bytes=1 << 20)) as broker:
+        producer = Producer(broker, durability="flush")
+        producer.send("orders", b"first of its segment")
+        before = syncs(fs)
+        producer.send_many("orders", [b"x", OutgoingMessage(b"y", message_group="g"), b"z"])
+        assert syncs(fs) == before + 1
+        producer.send_many("orders", [b"x", b"y"], durability="append")
+        assert syncs(fs) == before + 1
+        for _ in range(3):
+            producer.send("orders", b"x")
+        assert syncs(fs) == before + 4
+
+
+def syncs(fs: FaultyFileSystem) -> int:
+    return sum(call.operation in ("fdatasync", "pwritev_dsync") and "commitlog" in call.path for call in fs.calls)
+
+
+# -- later (A1.11, A1.13) ----------------------------------------------------------------------------------------------
+
+
+def test_what_is_submitted_is_stored_in_that_order_with_its_future(broker: Broker) -> None:
+    with Producer(broker) as producer:
+        futures = [producer.submit("orders", b"%d" % i, queue_id=0) for i in range(3000)]
+        producer.flush()
+        assert all(future.done() for future in futures)
+    assert [future.result().offset for future in futures] == list(range(3000))
+    assert [m.body for m in broker.store.iter("orders", 0)] == [b"%d" % i for i in range(3000)]
+
+
+def test_each_thread_s_submits_keep_their_order(broker: Broker) -> None:
+    producer = Producer(broker, max_inflight=7, max_inflight_bytes=2000)
+
+    def work(me: int) -> None:
+        for i in range(400):
+            producer.submit(
+                "orders", b"%d %d" % (me, i), message_group=f"g{me}", properties={"pad": "x" * (i % 50 + 1)}
+            )
+
+    threads = [in_thread(lambda me=me: work(me)) for me in range(4)]  # type: ignore[misc]
+    for thread, outcome in threads:
+        assert ended(thread, outcome) is None
+    producer.close()
+
+    lines = [
+        tuple(map(int, m.body.split())) for m in sorted(broker.store.iter("orders"), key=lambda m: m.physical_offset)
+    ]
+    for me in range(4):
+        assert [i for who, i in lines if who == me] == list(range(400))
+
+
+@pytest.mark.parametrize("bound", [{"max_inflight": 3}, {"max_inflight_bytes": 30}], ids=str)
+def test_submit_blocks_when_so_much_is_in_flight_and_not_before(broker: Broker, bound: dict[str, Any]) -> None:
+    producer = Producer(broker, **bound)
+    gate = Gate(producer)
+    for _ in range(3):
+        producer.submit("orders", bytes(10))
+    assert gate.arrived.wait(WAIT_S)
+
+    thread, outcome = in_thread(lambda: producer.submit("orders", bytes(10)))
+    thread.join(0.2)
+    assert thread.is_alive()
+    gate.opened.set()
+    future = ended(thread, outcome)
+
+    assert future.result(WAIT_S).offset >= 0
+    producer.close()
+    assert len(list(broker.store.iter("orders"))) == 4
+
+
+def test_a_message_larger_than_all_the_room_goes_alone(broker: Broker) -> None:
+    with Producer(broker, max_inflight_bytes=10) as producer:
+        futures = [producer.submit("orders", bytes(size)) for size in (5, 100, 200, 5)]
+        assert [future.result(WAIT_S).size > 0 for future in futures] == [True] * 4
+
+
+def test_close_while_others_submit_and_wait_for_room(broker: Broker) -> None:
+    producer = Producer(broker, max_inflight=4)
+    gate = Gate(producer)
+    accepted: list[Future[SendReceipt]] = []
+
+    def work() -> None:
+        while True:
+            accepted.append(producer.submit("orders", b"x"))
+
+    threads = [in_thread(work) for _ in range(4)]
+    assert gate.arrived.wait(WAIT_S)
+    closer = in_thread(producer.close)
+    for thread, outcome in threads:
+        assert isinstance(ended(thread, outcome), StoreClosedError)  # though nothing moves yet
+    gate.opened.set()
+    ended(*closer)
+
+    assert len(accepted) == 4
+    assert [future.result(0).topic for future in accepted] == ["orders"] * 4  # close waited for them
+
+
+def test_what_cannot_be_stored_before_close_gives_up_fails_and_hangs_nobody(
+    broker: Broker, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen = Recorder()
+    producer = Producer(broker, interceptors=[seen])
+    gate = Gate(producer)
+    first = producer.submit("orders", b"stuck")
+    assert gate.arrived.wait(WAIT_S)
+    others = [producer.submit("orders", b"%d" % i) for i in range(3)]
+    others[1].cancel()
+
+    producer.close(timeout=0.05)
+
+    assert isinstance(others[0].exception(0), StoreClosedError)
+    assert others[1].cancelled()
+    assert isinstance(others[2].exception(0), StoreClosedError)
+    assert "3 submitted messages were not stored" in caplog.text
+    assert not first.done()
+    gate.opened.set()
+    assert first.result(WAIT_S).offset == 0
+    assert len(seen.after) == 4
+
+
+def test_a_future_that_was_cancelled_in_time_is_not_stored(bench: Bench) -> None:
+    seen = Recorder()
+    producer = bench.producer(interceptors=[seen])
+    futures = [producer.submit("orders", b"%d" % i) for i in range(3)]
+    assert futures[1].cancel()
+
+    producer.flush()
+
+    assert bench.bodies() == [b"0", b"2"]
+    assert [(m.body, r is None, type(e)) for m, r, e in seen.after] == [
+        (b"0", False, type(None)),
+        (b"1", True, CancelledError),
+        (b"2", False, type(None)),
+    ]
+
+
+def test_one_message_that_fails_does_not_take_others_with_it(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    producer = bench.producer()
+    full = StoreFullError(errno.ENOSPC, "full", "file", "append")
+    Failing(producer, None, full, None)
+
+    futures = [producer.submit("orders", b"%d" % i) for i in range(3)]
+    producer.flush()
+
+    assert bench.bodies() == [b"0", b"2"]
+    assert [type(future.exception()) for future in futures] == [type(None), StoreFullError, type(None)]
+    assert "1 submitted messages failed" in caplog.text
+    caplog.clear()
+    Failing(producer, full, full)
+    for wait_ms, told in ((9_999, False), (1, True)):
+        bench.clock.advance(wait_ms)
+        producer.submit("orders", b"x")
+        producer.flush()
+        assert bool(caplog.text) == told
+
+
+def test_a_full_disk_fails_the_futures_and_those_after_it_are_stored(tmp_path: Path) -> None:
+    fs = FaultyFileSystem()
+    with Broker(open_store(tmp_path / "s", fs=fs, segment_bytes=4096)) as broker:
+        producer = Producer(broker)
+        fs.fail("allocate", errno.ENOSPC, times=None)
+        futures = [producer.submit("orders", bytes(1000), queue_id=0) for _ in range(8)]
+        producer.flush()
+        failed = [future for future in futures if future.exception()]
+        assert failed
+        assert {type(future.exception()) for future in failed} == {StoreFullError}
+        fs.heal()
+        assert producer.send("orders", b"x", queue_id=0).offset == len(futures) - len(failed)
+
+
+def test_a_batch_shares_one_sync_and_when_that_fails_each_waiter_hears_of_it(tmp_path: Path) -> None:
+    fs = FaultyFileSystem()
+    broker = Broker(open_store(tmp_path / "s", fs=fs, segment_bytes=1 << 20))
+    producer = Producer(broker, durability="flush")
+    producer.send("orders", b"first of its segment")
+    before = syncs(fs)
+    futures = [producer.submit("orders", b"x") for _ in range(5)]
+    assert not any(future.done() for future in futures)
+    producer.flush()
+    assert syncs(fs) == before + 1
+    assert all(future.result().offset >= 0 for future in futures)
+
+    fs.fail("fdatasync", errno.EIO, path_part="commitlog")
+    seen = [producer.submit("orders", b"x") for _ in range(3)]
+    hasty = producer.submit("orders", b"x", durability="append")
+    producer.flush()
+
+    errors = [future.exception() for future in seen]
+    assert [type(error) for error in errors] == [FlushFailedError] * 3
+    assert len({id(error) for error in errors}) == 3
+    assert len({id(error.__cause__) for error in errors if error}) == 1
+    assert hasty.result(0)  # it was promised no more than the page cache
+    with pytest.raises(mqstore.MQStoreError):
+        producer.send("orders", b"x")
+    producer.close()
+    broker.close()
+
+
+def test_a_late_sync_tells_each_waiter_where_its_message_is(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def late() -> None:
+        raise FlushTimeoutError("late")
+
+    producer = bench.producer(durability="flush")
+    monkeypatch.setattr(bench.broker.store, "flush", late)
+    futures = [producer.submit("orders", b"%d" % i) for i in range(3)]
+    producer.flush()
+
+    for i, future in enumerate(futures):
+        error = future.exception()
+        assert isinstance(error, FlushTimeoutError)
+        assert isinstance(error.receipt, SendReceipt)
+        assert bench.broker.store.at(error.receipt.physical_offset).body == b"%d" % i
+    with pytest.raises(FlushTimeoutError) as caught:
+        producer.send_many("orders", [b"a", OutgoingMessage(b"b", message_group="g")])
+    assert len(caught.value.receipts) == 2
+
+
+@pytest.mark.parametrize(
+    ("of_store", "of_producer", "waits"),
+    [("flush", None, True), ("flush", "append", False), ("append", "flush", True), ("append", None, False)],
+)
+def test_the_durability_is_the_producer_s_else_the_store_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_store: Any, of_producer: Any, waits: bool
+) -> None:
+    def late() -> None:
+        raise FlushTimeoutError("late")
+
+    with Broker(open_store(tmp_path / "s", durability=of_store, segment_bytes=1 << 20)) as broker:
+        producer = Producer(broker, durability=of_producer)
+        with monkeypatch.context() as patch:
+            patch.setattr(broker.store, "flush", late)
+            future = producer.submit("orders", b"x")
+            producer.flush()
+        assert isinstance(future.exception(), FlushTimeoutError) == waits
+
+
+def test_linger_gathers_for_so_long_or_so_many_bytes(bench: Bench) -> None:
+    producer = bench.producer(linger=0.05, linger_bytes=100)
+
+    producer.submit("orders", bytes(40))
+    now_ms = bench.clock.now_ms()
+    assert producer.run_once() == now_ms + 50
+    bench.clock.advance(30)
+    producer.submit("orders", bytes(40))
+    assert producer.run_once(bench.clock.now_ms()) == now_ms + 50  # the oldest counts
+    bench.clock.advance(19)
+    assert producer.run_once() == now_ms + 50
+    assert bench.bodies() == []
+    bench.clock.advance(1)
+    assert producer.run_once() is None
+    assert len(bench.bodies()) == 2
+
+    producer.submit("orders", bytes(60))
+    assert producer.run_once() is not None
+    producer.submit("orders", bytes(40))
+    assert producer.run_once() is None
+    assert len(bench.bodies()) == 4
+
+    producer.submit("orders", b"")
+    producer.flush()
+    assert len(bench.bodies()) == 5
+    producer.submit("orders", b"")
+    producer.close()
+    assert len(bench.bodies()) == 6
+
+
+def test_nothing_lingers_when_the_line_is_full(bench: Bench) -> None:
+    producer = bench.producer(linger=30, max_inflight=2)
+    for _ in range(5):
+        producer.submit("orders", b"x")
+    assert len(bench.bodies()) >= 3
+    producer.close()
+    assert len(bench.bodies()) == 5
+
+
+def test_linger_ends_in_real_time_without_anybody_s_help(broker: Broker) -> None:
+    with Producer(broker, linger=0.01, durability="flush") as producer:
+        futures = [producer.submit("orders", b"x") for _ in range(3)]
+        assert [future.result(WAIT_S).size > 0 for future in futures] == [True] * 3
+
+
+def test_a_flush_that_takes_too_long_says_so_and_nothing_is_lost(broker: Broker) -> None:
+    producer = Producer(broker)
+    gate = Gate(producer)
+    future = producer.submit("orders", b"x")
+
+    with pytest.raises(FlushTimeoutError):
+        producer.flush(timeout=0.05)
+    assert isinstance(future, Future)
+    assert not future.done()
+    gate.opened.set()
+    producer.flush(timeout=WAIT_S)
+    assert future.done()
+    producer.close()
+
+
+def test_a_callback_of_a_future_may_submit_and_flush(broker: Broker) -> None:
+    with Producer(broker, max_inflight=1) as producer:
+        more: list[Future[SendReceipt]] = []
+        refused: list[FlushTimeoutError] = []
+
+        def follow(future: Future[SendReceipt]) -> None:
+            more.append(producer.submit("orders", b"second", queue_id=0))
+            more.append(producer.submit("orders", b"third", queue_id=0))
+            try:
+                producer.flush()
+            except FlushTimeoutError as error:  # it would wait for itself
+                refused.append(error)
+
+        producer.submit("orders", b"first", queue_id=0).add_done_callback(follow)
+        producer.flush(timeout=WAIT_S)
+    assert len(refused) == 1
+    assert [future.result(0).offset for future in more] == [1, 2]
+    assert [m.body for m in broker.store.iter("orders", 0)] == [b"first", b"second", b"third"]
+
+
+def test_an_idle_writer_ends_and_another_begins(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mqstore.client.submitter._IDLE_S", 0.01)
+    with Producer(broker) as producer:
+        producer.submit("orders", b"x").result(WAIT_S)
+        for thread in threading.enumerate():
+            if thread.name.startswith("mqstore-submit"):
+                thread.join(WAIT_S)
+        assert producer._submitter._thread is None
+        producer.submit("orders", b"x").result(WAIT_S)
+
+
+def test_a_store_that_is_closed_first_fails_what_was_submitted(tmp_path: Path) -> None:
+    broker = Broker(mqstore.MessageStore(tmp_path / "s"))
+    producer = Producer(broker, linger=30)
+    future = producer.submit("orders", b"x")
+    broker.close()
+    with pytest.raises(StoreClosedError):
+        producer.submit("orders", b"x")
+    producer.close()
+    assert isinstance(future.exception(0), StoreClosedError)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 50), max_size=30),
+    max_loads=st.integers(1, 8),
+    max_bytes=st.integers(1, 100),
+    linger_ms=st.integers(0, 20),
+    linger_bytes=st.integers(1, 60),
+    waits=st.lists(st.integers(0, 15), min_size=30, max_size=30),
+)
+def test_the_line_keeps_order_and_bounds(
+    sizes: list[int], max_loads: int, max_bytes: int, linger_ms: int, linger_bytes: int, waits: list[int]
+) -> None:
+    clock = SimulatedClock()
+    came: dict[int, int] = {}
+    written: list[int] = []
+
+    def write(batch: list[int]) -> None:
+        assert batch
+        assert len(batch) <= max_loads
+        assert len(batch) == 1 or sum(sizes[i] for i in batch) <= max_bytes
+        written.extend(batch)
+
+    line = Submitter(
+        write,
+        clock,
+        name="test",
+        threaded=False,
+        alive=lambda: None,
+        max_loads=max_loads,
+        max_bytes=max_bytes,
+        linger_ms=linger_ms,
+        linger_bytes=linger_bytes,
+    )
+    for i, (size, wait_ms) in enumerate(zip(sizes, waits, strict=False)):
+        line.put(i, size)
+        came[i] = clock.now_ms()
+        due_ms = line.run_once()
+        left = list(range(len(written), i + 1))
+        assert (due_ms is None) == (not left)
+        if left:
+            assert due_ms == came[left[0]] + linger_ms - clock.now_ms() > 0
+            assert sum(sizes[j] for j in left) < linger_bytes
+        clock.advance(wait_ms)
+    assert line.flush(None)
+    assert written == list(range(len(sizes)))
+    assert line.close(0) == []
+    with pytest.raises(StoreClosedError):
+        line.put(0, 0)
+
+
+# -- transactions (A1.14) ----------------------------------------------------------------------------------------------
+
+
+def test_messages_of_a_transaction_are_seen_when_its_block_ends_well(bench: Bench) -> None:
+    seen = Recorder()
+    producer = bench.producer(interceptors=[seen])
+    with producer.transaction() as tx:
+        tx.send("orders", b"paid", tag="t", keys="k", properties={"p": "v"}, flag=7, queue_id=2)
+        tx.send("others", b"booked")
+        assert bench.bodies() == bench.bodies("others") == []
+        assert seen.after == []
+
+    [paid] = bench.stored()
+    assert (paid.body, paid.tag, paid.keys, paid.flag, paid.queue) == (b"paid", "t", ("k",), 7, ("orders", 2))
+    assert dict(paid.properties) == {"p": "v"}
+    assert bench.bodies("others") == [b"booked"]
+    assert [receipt.topic for receipt in tx.receipts if receipt] == ["orders", "others"]
+    assert [(m.body, r) for m, r, _ in seen.after] == [(b"paid", tx.receipts[0]), (b"booked", tx.receipts[1])]
+    assert bench.broker.stats().open_transactions == 0
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, GeneratorExit])
+def test_an_exception_rolls_all_of_them_back(bench: Bench, error: type[BaseException]) -> None:
+    seen = Recorder()
+    producer = bench.producer(interceptors=[seen], checker=lambda message: True)
+
+    def block() -> None:
+        with producer.transaction() as tx:
+            tx.send("orders", b"paid")
+            tx.send("orders", b"booked")
+            raise error
+
+    with pytest.raises(error):
+        block()
+    bench.advance(CHECK_MS + AGAIN_MS)
+
+    assert bench.bodies() == []
+    assert bench.broker.stats().open_transactions == 0
+    assert [(r, type(e)) for _, r, e in seen.after] == [(None, error)] * 2
+
+
+def test_a_message_that_is_refused_rolls_back_those_before_it(bench: Bench) -> None:
+
+    def block() -> None:
+        with bench.producer().transaction() as tx:
+            tx.send("orders", b"paid")
+            tx.send("orders", b"", tag="|")
+
+    with pytest.raises(InvalidMessageError):
+        block()
+    assert bench.bodies() == []
+    assert bench.broker.stats().open_transactions == 0
+
+
+def test_a_transaction_is_one_block(bench: Bench) -> None:
+    tx = bench.producer().transaction()
+    with pytest.raises(TransactionStateError):
+        tx.send("orders", b"too early")
+    with tx:
+        tx.send("orders", b"in time")
+    with pytest.raises(TransactionStateError):
+        tx.send("orders", b"too late")
+    with pytest.raises(TransactionStateError), tx:
+        pass
+    assert bench.bodies() == [b"in time"]
+
+
+def test_nobody_is_asked_about_a_block_that_is_still_running(bench: Bench) -> None:
+    asked: list[bytes] = []
+
+    def checker(message: Message) -> bool:
+        asked.append(message.body)
+        return False  # it looks into a database that does not know yet
+
+    producer = bench.producer(checker=checker)
+    with producer.transaction() as tx:
+        tx.send("orders", b"paid")
+        bench.advance(40 * AGAIN_MS)  # far longer than all 15 questions
+    assert asked == []
+    assert bench.bodies() == [b"paid"]
+
+
+def test_each_thread_has_a_transaction_of_its_own(broker: Broker) -> None:
+    producer = Producer(broker)
+    barrier = threading.Barrier(2, timeout=WAIT_S)
+
+    def work(body: bytes, fails: bool) -> None:
+        with producer.transaction() as tx:
+            tx.send("orders", body)
+            barrier.wait()
+            if fails:
+                raise ValueError
+
+    good, bad = in_thread(lambda: work(b"good", False)), in_thread(lambda: work(b"bad", True))
+    assert ended(*good) is None
+    assert isinstance(ended(*bad), ValueError)
+    assert [m.body for m in broker.store.iter("orders")] == [b"good"]
+
+
+def crashed_inside(bench: Bench) -> None:
+    """Reopen the store as after a process that died within two transactions."""
+    producer = bench.producer()
+    for body in (b"paid", b"unpaid"):
+        tx = producer.transaction()
+        tx.__enter__()
+        tx.send("orders", body)
+    bench.broker.close()
+    bench.open()
+
+
+def test_after_a_crash_the_checker_decides(bench: Bench) -> None:
+    crashed_inside(bench)
+    assert bench.broker.stats().open_transactions == 2
+
+    with bench.producer(checker=lambda message: message.body == b"paid"):
+        bench.advance(CHECK_MS)
+
+    assert bench.bodies() == [b"paid"]
+    assert bench.broker.stats().open_transactions == 0
+
+
+def test_without_a_checker_they_are_given_up_after_15_questions(bench: Bench) -> None:
+    crashed_inside(bench)
+    bench.advance(CHECK_MS + 20 * AGAIN_MS)
+    assert bench.broker.stats().open_transactions == 2  # there is nobody of the group
+
+    producer = bench.producer()
+    with producer.transaction():
+        pass
+    bench.advance(14 * AGAIN_MS)
+    assert bench.broker.stats().open_transactions == 2
+    bench.advance(3 * AGAIN_MS)
+    assert bench.broker.stats().open_transactions == 0
+    assert bench.bodies() == []
+
+
+def test_only_a_producer_of_the_group_that_is_open_is_asked(bench: Bench) -> None:
+    crashed_inside(bench)
+    asked: list[str] = []
+
+    def checker(name: str) -> Callable[[Message], bool | None]:
+        return lambda message: asked.append(name)
+
+    elder, younger = (bench.producer(checker=checker(name)) for name in ("elder", "younger"))
+    bench.producer(checker=checker("foreign"), group="another")
+    bench.producer()  # of the group, without a checker
+    bench.advance(CHECK_MS)
+    younger.close()
+    bench.advance(AGAIN_MS)
+    elder.close()
+    bench.advance(3 * AGAIN_MS)
+
+    assert asked == ["younger"] * 2 + ["elder"] * 2
+
+
+def test_a_checker_that_fails_does_not_know(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    crashed_inside(bench)
+    answers = iter([RuntimeError, None, False, True])
+
+    def checker(message: Message) -> bool | None:
+        answer = next(answers)
+        if answer is RuntimeError:
+            raise RuntimeError("the database is away")
+        return answer  # type: ignore[return-value]
+
+    bench.producer(checker=checker)
+    bench.advance(CHECK_MS + AGAIN_MS)
+
+    assert "the database is away" in caplog.text
+    assert bench.bodies() == [b"unpaid"]
+
+
+def test_a_commit_that_finds_no_room_is_told_and_made_later(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "unused")
+    bench.broker.close()
+    bench.path = tmp_path / "store"
+    fs = FaultyFileSystem()
+    bench.open(fs=fs, segment_bytes=4096, max_message_size=3000)
+    producer = bench.producer(checker=lambda message: False)
+    tx = producer.transaction()
+
+    def block() -> None:
+        with tx:
+            for i in range(3):
+                tx.send("orders", bytes([i]) * 1000, queue_id=0)
+            fs.fail("allocate", errno.ENOSPC, times=None)
+
+    with pytest.raises(StoreFullError) as caught:
+        block()
+    stored = [receipt for receipt in tx.receipts if receipt]
+    assert len(stored) < 3
+    assert list(caught.value.receipts) == stored
+    producer.close()  # what was decided is known all the same
+
+    fs.heal()
+    bench.advance(CHECK_MS + AGAIN_MS)
+
+    assert sorted(bench.bodies()) == [bytes([i]) * 1000 for i in range(3)]
+    assert bench.broker.stats().open_transactions == 0
+    bench.broker.close()
+
+
+def test_a_rollback_that_fails_is_logged_and_the_cause_reaches_the_caller(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    producer = bench.producer(checker=lambda message: True)
+    end = bench.broker.transactions.end
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        raise StoreFullError(errno.ENOSPC, "full", "file", "append")
+
+    def block() -> None:
+        with producer.transaction() as tx:
+            tx.send("orders", b"x")
+            monkeypatch.setattr(bench.broker.transactions, "end", failing)
+            raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        block()
+    assert "could not be rolled back yet" in caplog.text
+    monkeypatch.setattr(bench.broker.transactions, "end", end)
+    bench.advance(CHECK_MS + AGAIN_MS)
+    assert bench.bodies() == []
+    assert bench.broker.stats().open_transactions == 0
+
+
+def test_a_ctrl_c_between_two_commits_leaves_none_undecided(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    producer = bench.producer(checker=lambda message: False)
+    end = bench.broker.transactions.end
+
+    def interrupted(handle: Any, *arguments: Any, **options: Any) -> Any:
+        monkeypatch.setattr(bench.broker.transactions, "end", end)
+        raise KeyboardInterrupt
+
+    def block() -> None:
+        with producer.transaction() as tx:
+            tx.send("orders", b"1")
+            tx.send("orders", b"2")
+            monkeypatch.setattr(bench.broker.transactions, "end", interrupted)
+
+    with pytest.raises(KeyboardInterrupt):
+        block()
+    bench.advance(CHECK_MS + AGAIN_MS)
+
+    assert sorted(bench.bodies()) == [b"1", b"2"]
+
+
+def test_a_half_that_cannot_be_stored_leaves_nothing_behind(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = Recorder()
+    producer = bench.producer(interceptors=[seen])
+    prepare = bench.broker.transactions.prepare
+    errors: list[Exception | None] = [busy(), busy(), None, StoreFullError(errno.ENOSPC, "full", "file", "append")]
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        error = errors.pop(0)
+        if error:
+            raise error
+        return prepare(*arguments, **options)
+
+    monkeypatch.setattr(bench.broker.transactions, "prepare", failing)
+    with producer.transaction() as tx:
+        tx.send("orders", b"third time lucky")
+        with pytest.raises(StoreFullError):
+            tx.send("orders", b"no")
+
+    assert bench.bodies() == [b"third time lucky"]
+    assert {(m.body, r is None) for m, r, _ in seen.after} == {(b"third time lucky", False), (b"no", True)}
+
+
+def test_a_transaction_waits_for_the_disk_where_it_is_asked_to(tmp_path: Path) -> None:
+    fs = FaultyFileSystem()
+    with Broker(open_store(tmp_path / "s", fs=fs, segment_bytes=1 << 20)) as broker:
+        producer = Producer(broker, durability="flush")
+        producer.send("orders", b"first of its segment")
+        before = syncs(fs)
+        with producer.transaction() as tx:
+            tx.send("orders", b"x")
+            tx.send("orders", b"y")
+            assert syncs(fs) == before + 2  # a half must be known before the work begins
+        assert syncs(fs) == before + 3
+
+
+# -- the end (A1.15) ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_is_sent_through_a_producer_that_was_closed(bench: Bench, way: str) -> None:
+    for producer in (bench.producer(), bench.producer(interceptors=[Recorder()])):
+        assert not producer.closed
+        producer.close()
+        producer.close()
+        assert repr(producer).endswith(" closed>")
+        with pytest.raises(StoreClosedError):
+            WAYS[way](producer, "orders", b"x", {})
+        with pytest.raises(StoreClosedError):
+            producer.flush()
+    assert bench.bodies() == []
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_is_sent_to_a_store_that_was_closed(bench: Bench, way: str) -> None:
+    producer = bench.producer()
+    bench.broker.close()
+    with pytest.raises(StoreClosedError):
+        WAYS[way](producer, "orders", b"x", {})
+    producer.close()
+
+
+def test_a_block_that_outlives_its_producer_still_ends(bench: Bench) -> None:
+    producer = bench.producer(checker=lambda message: False)
+    with producer.transaction() as tx:
+        tx.send("orders", b"x")
+        producer.close()
+        bench.advance(CHECK_MS + AGAIN_MS)
+    assert bench.bodies() == [b"x"]
+
+
+def test_with_closes_and_stores_what_was_submitted_even_when_it_raises(broker: Broker) -> None:
+    producer = Producer(broker)
+
+    def block() -> None:
+        with producer:
+            producer.submit("orders", b"x")
+            raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        block()
+    assert producer.closed
+    assert [m.body for m in broker.store.iter("orders")] == [b"x"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_child_neither_sends_nor_hangs(tmp_path: Path) -> None:
+    script = """
+        import os, sys, threading
+        import mqstore
+        from mqstore.client.producer import Producer
+        from mqstore.client.interceptors import Interceptor
+        broker = mqstore.Broker(mqstore.MessageStore(sys.argv[1]))
+        producer = Producer(broker, linger=0.5, checker=lambda message: None)
+        producer.submit("orders", b"parent")
+        producer._submitter._lock.acquire()  # as another thread may at the moment of the fork
+        pid = os.fork()
+        if pid == 0:
+            codes = []
+            for call in (
+                lambda: producer.send("orders", b"x"), lambda: producer.submit("orders", b"x"), producer.flush,
+                lambda: producer.send_many("orders", [b"x"]), producer.transaction,
+                lambda: producer.send_oneway("orders", b"x"),
+            ):
+                try:
+                    call()
+                    codes.append("no error")
+                except mqstore.StoreClosedError:
+                    codes.append("closed")
+            producer.close()
+            os._exit(0 if codes == ["closed"] * 6 and producer.closed else 9)
+        _, status = os.waitpid(pid, 0)
+        producer._submitter._lock.release()
+        producer.close()
+        assert [m.body for m in broker.store.iter("orders")] == [b"parent"]
+        broker.close()
+        sys.exit(os.waitstatus_to_exitcode(status))
+    """
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "s")],
+        env={**os.environ, "PYTHONPATH": str(root / "store")},
+        timeout=60,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_it_says_what_it_is(bench: Bench) -> None:
+    producer = bench.producer()
+    assert repr(producer).startswith("<Producer 'till' on ")
+    producer.close()
+    assert repr(producer).endswith(" closed>")
+    assert isinstance(bench.producer().transaction(), Transaction)

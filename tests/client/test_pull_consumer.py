@@ -1,0 +1,1474 @@
+"""The consumer that is polled (client-semantics A9.2, A11, B.6): positions, commits, sharing, hanging members, waiting.
+
+Time is moved by hand, but for the tests of threads that wait. What a poll returns is compared with what was put; what
+is shared by several members, with a model that knows only what was put, what was returned, and who came back.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mqstore
+from mqstore.broker.broker import Broker
+from mqstore.broker.locks import LEASE_MS
+from mqstore.broker.members import Mode
+from mqstore.client.interceptors import Interceptor
+from mqstore.client.pullconsumer import PullConsumer
+from mqstore.clock import SimulatedClock
+from mqstore.errors import (
+    ConfigError,
+    FilterError,
+    GroupInUseError,
+    InvalidMessageError,
+    NotPermittedError,
+    OffsetOutOfRangeError,
+    StoreClosedError,
+    StoreIOError,
+    SubscriptionConflictError,
+    TopicNotFoundError,
+)
+from mqstore.log.commitlog import QueueRef
+from mqstore.log.message import Message
+
+Q = [QueueRef("orders", i) for i in range(6)]
+
+
+@pytest.fixture
+def clock() -> SimulatedClock:
+    return SimulatedClock()
+
+
+@pytest.fixture
+def broker(tmp_path: Path, clock: SimulatedClock) -> Iterator[Broker]:
+    with Broker(mqstore.MessageStore(tmp_path / "mq", config=mqstore.StoreConfig(clock=clock))) as broker:
+        broker.topics.create("orders", queues=4)
+        yield broker
+
+
+def put(broker: Broker, *texts: str, queue_id: int = 0, topic: str = "orders", **options: Any) -> None:
+    for text in texts:
+        broker.put(topic, text.encode(), queue_id=queue_id, **options)
+
+
+def texts(messages: list[Message]) -> list[str]:
+    return [message.text() for message in messages]
+
+
+def subscribed(broker: Broker, client_id: str = "c1", *, group: str = "g", **options: Any) -> PullConsumer:
+    consumer = PullConsumer(broker, group, client_id=client_id, **options)
+    consumer.subscribe("orders")
+    return consumer
+
+
+def assigned(broker: Broker, *queues: QueueRef, **options: Any) -> PullConsumer:
+    consumer = PullConsumer(broker, "g", **options)
+    consumer.assign(*queues)
+    return consumer
+
+
+def look(consumer: PullConsumer, max_messages: int | None = None) -> list[str]:
+    return texts(consumer.poll(0, max_messages))
+
+
+def committed(broker: Broker, queue: QueueRef = Q[0], group: str = "g") -> int | None:
+    return broker.committed(group, *queue)
+
+
+# --- what a poll returns -------------------------------------------------------------------------------------------
+
+
+def test_a_poll_goes_on_where_the_last_one_ended(broker: Broker) -> None:
+    put(broker, *"abcde")
+    consumer = assigned(broker, Q[0])
+
+    assert look(consumer, 2) == ["a", "b"]
+    assert consumer.position(Q[0]) == 2
+    assert look(consumer) == ["c", "d", "e"]
+    assert look(consumer) == []
+    put(broker, "f")
+    assert look(consumer) == ["f"]
+
+
+def test_fetch_max_bounds_a_poll_that_says_nothing(broker: Broker) -> None:
+    put(broker, *"abcde")
+
+    assert look(assigned(broker, Q[0], fetch_max=3)) == ["a", "b", "c"]
+
+
+def test_queues_take_turns_and_an_empty_one_holds_up_nobody(broker: Broker) -> None:
+    put(broker, *"abcd", queue_id=0)
+    put(broker, *"ABCD", queue_id=3)
+    consumer = subscribed(broker)
+
+    assert [look(consumer, 2) for _ in range(5)] == [["a", "b"], ["A", "B"], ["c", "d"], ["C", "D"], []]
+
+
+def test_one_poll_returns_messages_of_several_queues(broker: Broker) -> None:
+    put(broker, "a", queue_id=0)
+    put(broker, "B", queue_id=2)
+
+    assert look(subscribed(broker)) == ["a", "B"]
+
+
+def test_a_tag_expression_passes_by_text_not_by_hash(broker: Broker) -> None:
+    """AaAa and BBBB have one hash code."""
+    for text, tag in (("1", "AaAa"), ("2", "BBBB"), ("3", None), ("4", "paid")):
+        broker.put("orders", text.encode(), queue_id=0, **({} if tag is None else {"tag": tag}))
+    consumer = PullConsumer(broker, "g")
+    consumer.subscribe("orders", tags="AaAa || paid")
+
+    assert look(consumer) == ["1", "4"]
+    assert consumer.position(Q[0]) == 4
+
+
+def test_an_sql_expression_looks_at_properties(broker: Broker) -> None:
+    for price in (3, 7, 9):
+        put(broker, str(price), properties={"price": str(price)})
+    consumer = PullConsumer(broker, "g")
+    consumer.subscribe("orders", sql="price > 5")
+
+    assert look(consumer) == ["7", "9"]
+
+
+def test_what_a_filter_passes_over_is_consumed(broker: Broker) -> None:
+    put(broker, *"abc", tag="no")
+    consumer = PullConsumer(broker, "g", auto_commit_interval=0)
+    consumer.subscribe("orders", tags="yes")
+    assert look(consumer) == []
+    assert consumer.position(Q[0]) == 3
+    look(consumer)
+    assert committed(broker) == 3
+    put(broker, "d", tag="yes")
+    assert look(consumer) == ["d"]
+
+
+def test_a_poll_reads_on_over_more_than_one_read_passes(broker: Broker) -> None:
+    broker.put_many("orders", [b"x"] * 70_000, queue_id=0)
+    put(broker, "y", tag="yes")
+    consumer = PullConsumer(broker, "g")
+    consumer.subscribe("orders", tags="yes")
+    found = [consumer.poll(0) for _ in range(20)]
+
+    assert [texts(each) for each in found if each] == [["y"]]
+
+
+def test_interceptors_choose_and_are_told(broker: Broker) -> None:
+    told: list[object] = []
+
+    class Witness(Interceptor):
+        def on_receive(self, messages: list[Message]) -> list[Message]:
+            return [message for message in messages if message.text() != "b"]
+
+        def on_assign(self, queues: frozenset[QueueRef]) -> None:
+            told.append(("assign", len(queues)))
+
+        def on_revoke(self, queues: frozenset[QueueRef]) -> None:
+            told.append(("revoke", len(queues)))
+
+        def on_offset_reset(self, queue: QueueRef, old: int, new: int) -> None:
+            told.append((queue, old, new))
+
+    put(broker, *"bab")
+    with subscribed(broker, interceptors=[Witness()], auto_commit_interval=0) as consumer:
+        assert look(consumer) == ["a"]
+        assert consumer.position(Q[0]) == 3
+        put(broker, "b")
+        assert look(consumer) == []  # all left out: done with
+        broker.reset("g", "orders", 0, 2)
+        look(consumer)
+    assert told == [("assign", 4), (Q[0], 4, 2), ("revoke", 4)]
+    assert committed(broker) == 4
+
+
+# --- where a group begins ------------------------------------------------------------------------------------------
+
+
+def test_a_group_begins_where_start_says(broker: Broker, clock: SimulatedClock) -> None:
+    put(broker, "a", "b")
+    clock.advance(1000)
+    when = datetime.fromtimestamp(clock.now_ms() / 1000, UTC)
+    put(broker, "c")
+    starts: dict[str, Any] = {"earliest": "earliest", "latest": "latest", "time": when}
+    consumers = {group: subscribed(broker, group=group, start=start) for group, start in starts.items()}
+    put(broker, "d")
+
+    assert {group: look(consumer) for group, consumer in consumers.items()} == {
+        "earliest": ["a", "b", "c", "d"],
+        "latest": ["d"],
+        "time": ["c", "d"],
+    }
+
+
+def test_the_latest_of_a_topic_that_comes_later_is_its_first_message(broker: Broker) -> None:
+    """What came after `subscribe` came after "latest", whenever the queue is first looked at."""
+    consumer = PullConsumer(broker, "g", start="latest")
+    consumer.subscribe("later")
+    put(broker, "a", topic="later")
+    broker.topics.alter("later", read_queues=5, write_queues=5)
+    put(broker, "b", topic="later", queue_id=4)
+
+    assert look(consumer) == ["a", "b"]
+
+
+def test_a_group_goes_on_where_it_was(broker: Broker) -> None:
+    put(broker, *"abc")
+    with subscribed(broker) as first:
+        assert look(first, 2) == ["a", "b"]
+
+    assert look(subscribed(broker, start="latest")) == ["c"]
+
+
+# --- commits -------------------------------------------------------------------------------------------------------
+
+
+def test_a_poll_commits_what_earlier_polls_returned_when_the_interval_is_over(
+    broker: Broker, clock: SimulatedClock
+) -> None:
+    put(broker, *"abcdef")
+    consumer = subscribed(broker)
+    look(consumer, 1)
+    clock.advance(4999)
+    look(consumer, 1)
+    assert committed(broker) == 0
+    clock.advance(1)
+    look(consumer, 1)  # returns c: nobody knows what becomes of it
+    assert committed(broker) == 2
+    look(consumer, 1)
+    assert committed(broker) == 2
+    clock.advance(5000)
+    look(consumer, 1)
+    assert committed(broker) == 4
+
+
+def test_closing_commits_what_was_returned(broker: Broker) -> None:
+    put(broker, *"abc")
+    with subscribed(broker) as consumer:
+        look(consumer, 1)
+        look(consumer, 1)
+
+    assert committed(broker) == 2
+
+
+def test_an_exception_leaves_what_was_last_returned_uncommitted(broker: Broker) -> None:
+    put(broker, *"abc")
+
+    def work() -> None:
+        with subscribed(broker) as consumer:
+            look(consumer, 1)
+            look(consumer, 1)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        work()
+    assert committed(broker) == 1
+
+
+def test_who_closes_may_say_that_it_is_not_done(broker: Broker) -> None:
+    put(broker, *"abc")
+    consumer = subscribed(broker)
+    look(consumer, 1)
+    look(consumer, 1)
+    consumer.close(done=False)
+
+    assert committed(broker) == 1
+
+
+def test_another_thread_that_closes_leaves_what_was_last_returned_uncommitted(broker: Broker) -> None:
+    put(broker, *"abc")
+    consumer = subscribed(broker)
+    look(consumer, 1)
+    look(consumer, 1)
+    thread = threading.Thread(target=consumer.close)
+    thread.start()
+    thread.join()
+
+    assert committed(broker) == 1
+
+
+def test_without_auto_commit_only_commit_does(broker: Broker, clock: SimulatedClock) -> None:
+    put(broker, *"abcd")
+    with subscribed(broker, auto_commit=False) as consumer:
+        look(consumer, 2)
+        clock.advance(10_000)
+        look(consumer, 1)
+        assert committed(broker) == 0
+        consumer.commit()
+        assert committed(broker) == consumer.committed(Q[0]) == 3
+        look(consumer, 1)
+    assert committed(broker) == 3
+
+
+def test_offsets_can_be_committed_one_by_one(broker: Broker) -> None:
+    put(broker, *"abcd")
+    put(broker, *"AB", queue_id=1)
+    consumer = subscribed(broker, auto_commit=False)
+    look(consumer)
+    consumer.commit({Q[0]: 2})
+
+    assert [committed(broker, queue) for queue in Q[:2]] == [2, 0]
+    for wrong in ({Q[1]: 1, Q[0]: 5}, {Q[1]: 1, Q[0]: -1}, {Q[1]: 1, Q[0]: True}):
+        with pytest.raises(OffsetOutOfRangeError):
+            consumer.commit(wrong)
+    with pytest.raises(ConfigError, match="not this consumer's"):
+        consumer.commit({Q[1]: 1, Q[5]: 0})
+    with pytest.raises(ConfigError, match="durability"):
+        consumer.commit(durability="disk")  # type: ignore[arg-type]
+    assert [committed(broker, queue) for queue in Q[:2]] == [2, 0]
+
+
+def test_a_commit_can_be_on_disk_when_it_returns(broker: Broker, tmp_path: Path) -> None:
+    put(broker, *"abcd")
+    consumer = subscribed(broker, auto_commit=False)
+    look(consumer, 3)
+    consumer.commit(durability="flush")
+
+    assert '"0": 3' in (tmp_path / "mq" / "config" / "consumerOffset.json").read_text()
+
+
+def test_a_queue_for_which_a_commit_fails_does_not_keep_the_others_from_it(broker: Broker) -> None:
+    put(broker, "a", topic="bills")
+    put(broker, "b")
+    consumer = PullConsumer(broker, "g", auto_commit=False)
+    consumer.subscribe("bills", "orders")
+    assert sorted(look(consumer)) == ["a", "b"]
+    broker.topics.delete("bills", force=True)
+
+    with pytest.raises(TopicNotFoundError):
+        consumer.commit()
+    assert committed(broker) == 1
+
+
+# --- the loop ------------------------------------------------------------------------------------------------------
+
+
+def test_the_loop_counts_a_message_as_done_when_the_next_is_asked_for(broker: Broker) -> None:
+    put(broker, *"abcde")
+    seen = []
+    with subscribed(broker) as consumer:
+        for message in consumer:
+            seen.append(message.text())
+            assert consumer.position(Q[0]) == message.offset + 1
+            if message.text() == "c":
+                break
+
+    assert seen == ["a", "b", "c"]
+    assert committed(broker) == 3  # though more had been read
+
+
+def test_an_exception_in_the_loop_leaves_its_message_uncommitted(broker: Broker) -> None:
+    put(broker, *"abcde")
+
+    def work() -> None:
+        with subscribed(broker) as consumer:
+            for message in consumer:
+                if message.text() == "c":
+                    raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        work()
+    assert committed(broker) == 2
+
+
+def test_a_commit_in_the_loop_covers_what_the_loop_has_given(broker: Broker) -> None:
+    put(broker, *"abcde")
+    consumer = subscribed(broker, auto_commit=False)
+    for message in consumer:
+        consumer.commit()
+        assert committed(broker) == message.offset + 1
+        if message.text() == "d":
+            break
+    assert look(consumer) == ["e"]
+
+
+def test_the_loop_ends_when_the_consumer_is_closed(broker: Broker) -> None:
+    put(broker, *"abc")
+    consumer = subscribed(broker)
+    seen = []
+    for message in consumer:
+        seen.append(message.text())
+        consumer.close()
+
+    assert seen == ["a"]
+    assert committed(broker) == 1
+
+
+def test_a_seek_in_the_loop_forgets_what_was_read_ahead(broker: Broker) -> None:
+    put(broker, *"abcde")
+    consumer = subscribed(broker)
+    seen = []
+    for message in consumer:
+        seen.append(message.text())
+        if seen == ["a", "b"]:
+            consumer.seek(Q[0], 4)
+        if seen == ["a", "b", "e"]:
+            consumer.seek(Q[0], 1)
+        if len(seen) == 5:
+            break
+
+    assert seen == ["a", "b", "e", "b", "c"]
+
+
+def test_a_pause_in_the_loop_holds_back_what_was_read_ahead(broker: Broker) -> None:
+    put(broker, *"abc")
+    put(broker, *"AB", queue_id=1)
+    consumer = subscribed(broker)
+    seen = []
+    for message in consumer:
+        seen.append(message.text())
+        if len(seen) == 1:
+            consumer.pause(Q[0])
+        if len(seen) == 3:
+            consumer.resume()
+        if len(seen) == 5:
+            break
+
+    assert seen == ["a", "A", "B", "b", "c"]
+
+
+# --- moving about --------------------------------------------------------------------------------------------------
+
+
+def test_seeking(broker: Broker, clock: SimulatedClock) -> None:
+    put(broker, *"ab")
+    clock.advance(1000)
+    when = datetime.fromtimestamp(clock.now_ms() / 1000, UTC)
+    put(broker, *"cd")
+    consumer = subscribed(broker, auto_commit_interval=0)
+    look(consumer)
+    for to, expected in ((1, "bcd"), ("earliest", "abcd"), ("latest", ""), (when, "cd"), (4, "")):
+        consumer.seek(Q[0], to)  # type: ignore[arg-type]
+        assert look(consumer) == list(expected)
+    consumer.seek(Q[0], 1)
+    look(consumer, 1)
+    assert committed(broker) == 1  # the caller has ordered it
+    for outside in (-1, 5):
+        with pytest.raises(OffsetOutOfRangeError) as raised:
+            consumer.seek(Q[0], outside)
+        assert (raised.value.min_offset, raised.value.max_offset) == (0, 4)
+    for wrong in ("first", None, 1.5, True):
+        with pytest.raises(ConfigError):
+            consumer.seek(Q[0], wrong)  # type: ignore[arg-type]
+    assert consumer.position(Q[0]) == 2
+
+
+def test_a_paused_queue_keeps_its_place_and_its_lock(broker: Broker, clock: SimulatedClock) -> None:
+    put(broker, *"ab")
+    put(broker, *"AB", queue_id=1)
+    consumer = subscribed(broker)
+    consumer.poll(0, 1)
+    consumer.pause(Q[0])
+    assert consumer.paused() == {Q[0]}
+    assert look(consumer) == ["A", "B"]
+    clock.advance(50_000)
+    look(consumer)
+    clock.advance(50_000)
+    assert broker.locks.owner("g", Q[0]) == "c1"
+    consumer.resume(Q[0])
+    assert look(consumer) == ["b"]
+    consumer.pause()
+    assert consumer.paused() == set(Q[:4])
+
+
+def test_a_reset_is_honoured_and_not_undone_by_a_late_commit(broker: Broker) -> None:
+    put(broker, *"abcd")
+    consumer = subscribed(broker, auto_commit_interval=0)
+    look(consumer)
+    broker.reset("g", "orders", 0, 1)
+    assert look(consumer) == ["b", "c", "d"]
+    assert committed(broker) == 1
+    look(consumer)
+    assert committed(broker) == 4
+
+
+def test_a_reset_before_it_begins_is_no_surprise(broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
+    put(broker, *"abcd")
+    broker.groups.create("g")
+    broker.reset("g", "orders", 0, 2)
+
+    assert look(subscribed(broker)) == ["c", "d"]
+    assert caplog.text == ""
+
+
+def test_from_an_offset_that_is_gone_it_goes_on_at_the_first_there_is(broker: Broker) -> None:
+    told: list[tuple[QueueRef, int, int]] = []
+
+    class Witness(Interceptor):
+        def on_offset_reset(self, queue: QueueRef, old: int, new: int) -> None:
+            told.append((queue, old, new))
+
+    put(broker, *"abc")
+    consumer = subscribed(broker, interceptors=[Witness()])
+    look(consumer, 1)
+    broker.topics.delete("orders", force=True)
+    assert look(consumer) == []
+    broker.topics.create("orders", queues=4)
+    put(broker, "d")
+
+    assert look(consumer) == ["d"]
+    assert told == [(Q[0], 1, 3)]
+
+
+def test_from_an_offset_that_never_was_it_goes_on_at_the_end(broker: Broker) -> None:
+    broker.groups.create("g")
+    put(broker, *"abc")
+    broker.offsets.commit("g", "orders", 0, 99)
+    consumer = subscribed(broker, auto_commit_interval=0)
+    assert look(consumer) == []
+    put(broker, "d")
+    assert look(consumer) == ["d"]
+    look(consumer)
+    assert committed(broker) == 4
+
+
+def test_a_read_that_fails_is_tried_again_and_keeps_nothing_of_the_others(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for queue_id, text in enumerate("abcd"):
+        put(broker, text, queue_id=queue_id)
+    read = broker.read
+    bad = [2]
+
+    def fail(topic: str, queue_id: int, *arguments: Any, **options: Any) -> Any:
+        if queue_id in bad:
+            raise StoreIOError(5, "Input/output error", "00000000000000000000", "read")
+        return read(topic, queue_id, *arguments, **options)
+
+    monkeypatch.setattr(broker, "read", fail)
+    consumer = subscribed(broker)
+    seen: list[str] = []
+    failures = 0
+    for _ in range(6):
+        try:
+            seen += look(consumer)
+        except StoreIOError:
+            failures += 1
+    assert sorted(seen) == ["a", "b", "d"]
+    assert failures >= 2
+    bad.clear()
+    assert look(consumer) == ["c"]
+
+
+# --- misuse --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"start": "first"},
+        {"start": datetime(2030, 1, 1)},
+        {"start": 7},
+        {"fetch_max": 0},
+        {"fetch_max": 1025},
+        {"fetch_max": "32"},
+        {"strategy": "AVG"},
+        {"client_id": "a/b"},
+        {"auto_commit_interval": -1},
+        {"group": "a b"},
+    ],
+)
+def test_options_that_cannot_be_are_refused(broker: Broker, options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        PullConsumer(broker, options.pop("group", "g"), **options)
+
+
+def test_to_subscribe_and_to_assign_exclude_each_other(broker: Broker) -> None:
+    with pytest.raises(ConfigError, match="assign"):
+        subscribed(broker).assign(Q[0])
+    consumer = assigned(broker, Q[0])
+    with pytest.raises(ConfigError, match="subscribe"):
+        consumer.subscribe("orders")
+    assert consumer.assignment() == {Q[0]}
+
+
+def test_subscribing_to_what_cannot_be_changes_nothing(broker: Broker) -> None:
+    consumer = subscribed(broker)
+    look(consumer)
+    wrong: list[tuple[Callable[[], None], type[Exception]]] = [
+        (lambda: consumer.subscribe(), ConfigError),
+        (lambda: consumer.subscribe("a b"), InvalidMessageError),
+        (lambda: consumer.subscribe(["orders"]), InvalidMessageError),  # type: ignore[arg-type]
+        (lambda: consumer.subscribe("rmq_sys_wheel_timer"), NotPermittedError),
+        (lambda: consumer.subscribe("orders", sql="price >"), FilterError),
+        (lambda: consumer.subscribe("orders", tags="price > 5"), FilterError),
+        (lambda: consumer.subscribe("orders", tags="a", sql="price > 5"), ConfigError),
+    ]
+    for call, error in wrong:
+        with pytest.raises(error):
+            call()
+    assert broker.members.subscriptions("g") == {"orders": ("TAG", "*")}
+
+
+def test_assigning_what_is_not_there_changes_nothing(broker: Broker) -> None:
+    consumer = assigned(broker, Q[0])
+    with pytest.raises(ConfigError):
+        consumer.assign(Q[1], QueueRef("orders", 4))
+    with pytest.raises(TopicNotFoundError):
+        consumer.assign(Q[1], QueueRef("nothing", 0))
+
+    assert consumer.assignment() == {Q[0]}
+    assert committed(broker, Q[1]) in (None, 0)
+
+
+def test_a_poll_needs_something_to_poll(broker: Broker) -> None:
+    consumer = PullConsumer(broker, "g")
+    for call in (lambda: consumer.poll(0), lambda: next(iter(consumer))):
+        with pytest.raises(ConfigError, match="subscribe"):
+            call()
+    for wrong in (0, -1, 1.5, True):
+        with pytest.raises(ConfigError, match="max_messages"):
+            consumer.poll(0, wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="timeout"):
+        consumer.poll(-1)
+    for name in ("position", "pause", "resume"):
+        with pytest.raises(ConfigError, match="not this consumer's"):
+            getattr(consumer, name)(Q[0])
+    with pytest.raises(ConfigError, match="not this consumer's"):
+        consumer.seek(Q[0], 0)
+
+
+def test_what_is_asked_of_a_closed_consumer_is_an_error(broker: Broker) -> None:
+    consumer = subscribed(broker)
+    look(consumer)
+    consumer.close()
+    consumer.close()
+
+    calls: list[Callable[[], object]] = [
+        lambda: consumer.poll(0),
+        lambda: consumer.subscribe("orders"),
+        lambda: consumer.unsubscribe(),
+        lambda: consumer.assign(Q[0]),
+        lambda: consumer.commit(),
+        lambda: consumer.seek(Q[0], 0),
+        lambda: consumer.when_ready(print),
+    ]
+    for call in calls:
+        with pytest.raises(StoreClosedError):
+            call()
+    assert list(consumer) == []
+    assert consumer.closed
+    assert "closed" in repr(consumer)
+
+
+def test_a_consumer_outlives_its_store_harmlessly(broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
+    put(broker, "a")
+    consumer = subscribed(broker)
+    look(consumer)
+    broker.close()
+    with pytest.raises(StoreClosedError):
+        consumer.poll(0)
+    consumer.close()
+
+    assert "comes again" in caplog.text
+
+
+def test_a_poll_within_what_a_poll_calls_is_refused(broker: Broker) -> None:
+    consumer = PullConsumer(broker, "g")
+    consumer.subscribe("orders", on_assign=lambda queues: consumer.poll(0))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="poll was called"):
+        consumer.poll(0)
+    assert consumer.assignment() == set(Q[:4])
+    assert look(consumer) == []
+
+
+# --- several members -----------------------------------------------------------------------------------------------
+
+
+def test_a_consumer_that_has_not_polled_keeps_nobody_from_anything(broker: Broker) -> None:
+    subscribed(broker, "c0")
+
+    assert broker.members.members("g") == []
+    consumer = subscribed(broker, "c1")
+    look(consumer)
+    assert consumer.assignment() == set(Q[:4])
+
+
+def test_a_queue_goes_over_where_it_was_left(broker: Broker) -> None:
+    for queue_id in range(4):
+        put(broker, *"abcdef", queue_id=queue_id)
+    first = subscribed(broker, "c1")
+    seen = [first.poll(0, 3) for _ in range(4)]
+    second = subscribed(broker, "c2")
+    assert second.poll(0) == []  # the first one does not know yet
+    seen.append(first.poll(0, 1))
+    assert first.assignment() == {Q[0], Q[1]}
+    seen += [second.poll(0, 100), first.poll(0, 100)]
+
+    everything = [(message.queue.queue_id, message.text()) for each in seen for message in each]
+    assert len(everything) == len(set(everything)) == 24
+    assert second.assignment() == {Q[2], Q[3]}
+
+
+def test_on_assign_and_on_revoke_are_told_in_the_poll(broker: Broker) -> None:
+    told: list[tuple[str, set[int]]] = []
+
+    def note(what: str) -> Callable[[frozenset[QueueRef]], None]:
+        return lambda queues: told.append((what, {queue.queue_id for queue in queues}))
+
+    first = PullConsumer(broker, "g", client_id="c1")
+    first.subscribe("orders", on_assign=note("assign"), on_revoke=note("revoke"))
+    assert told == []
+    look(first)
+    second = subscribed(broker, "c2")
+    look(second)
+    assert told == [("assign", {0, 1, 2, 3})]
+    look(first)
+    assert told[1:] == [("revoke", {2, 3})]
+    look(second)
+    second.close()
+    look(first)
+    assert told[2:] == [("assign", {2, 3})]
+    first.close()
+    assert told[3:] == [("revoke", {0, 1, 2, 3})]
+
+
+def test_what_goes_can_be_committed_by_who_is_told(broker: Broker) -> None:
+    put(broker, *"abc", queue_id=3)
+    first = PullConsumer(broker, "g", client_id="c1", auto_commit=False)
+    first.subscribe("orders", on_revoke=lambda queues: first.commit({Q[3]: 2}))
+    look(first)
+    second = subscribed(broker, "c2", auto_commit=False)
+    look(second)
+    look(first)
+
+    assert look(second) == ["c"]
+
+
+def test_what_comes_can_be_sought_in_by_who_is_told(broker: Broker) -> None:
+    put(broker, *"abc")
+    consumer = PullConsumer(broker, "g")
+
+    def to_the_end(queues: frozenset[QueueRef]) -> None:
+        for queue in queues:
+            consumer.seek(queue, "latest")
+
+    consumer.subscribe("orders", on_assign=to_the_end)
+    assert look(consumer) == []
+    put(broker, "d")
+    assert look(consumer) == ["d"]
+
+
+def test_what_on_revoke_raises_is_raised_and_the_queues_are_given_all_the_same(broker: Broker) -> None:
+    def fail(queues: frozenset[QueueRef]) -> None:
+        raise ZeroDivisionError
+
+    first = PullConsumer(broker, "g", client_id="c1")
+    first.subscribe("orders", on_revoke=fail)
+    look(first)
+    second = subscribed(broker, "c2")
+    look(second)
+    with pytest.raises(ZeroDivisionError):
+        look(first)
+    look(second)
+    assert second.assignment() == {Q[2], Q[3]}
+    look(first)
+    assert first.assignment() == {Q[0], Q[1]}
+    with pytest.raises(ZeroDivisionError):
+        first.close()
+    look(second)
+    assert second.assignment() == set(Q[:4])
+
+
+def test_what_on_revoke_raises_puts_off_nothing(broker: Broker) -> None:
+    def fail(queues: frozenset[QueueRef]) -> None:
+        raise ZeroDivisionError
+
+    put(broker, "A", topic="bills")
+    consumer = PullConsumer(broker, "g")
+    consumer.subscribe("orders", on_revoke=fail)
+    look(consumer)
+    consumer.subscribe("bills")
+    consumer.unsubscribe("orders")
+    with pytest.raises(ZeroDivisionError):
+        look(consumer)
+
+    assert look(consumer) == ["A"]
+
+
+def test_closing_in_what_a_poll_calls_leaves_nothing_behind(broker: Broker) -> None:
+    put(broker, "a")
+    consumer = PullConsumer(broker, "g")
+    consumer.subscribe("orders", on_assign=lambda queues: consumer.close())
+
+    assert look(consumer) == []
+    assert broker.locks.snapshot() == []
+    assert broker.members.members("g") == []
+
+
+def test_closing_when_a_queue_goes_takes_nothing_any_more(broker: Broker) -> None:
+    first = PullConsumer(broker, "g", client_id="c1")
+    first.subscribe("orders", on_revoke=lambda queues: first.close())
+    look(first)
+    second = subscribed(broker, "c2")
+    look(second)
+    assert look(first) == []
+    look(second)
+
+    assert second.assignment() == set(Q[:4])
+    second.close()
+    assert broker.locks.snapshot() == []
+
+
+def test_members_subscribe_alike_and_consume_alike(broker: Broker) -> None:
+    first = subscribed(broker, "c1")
+    look(first)
+    other = PullConsumer(broker, "g", client_id="c2")
+    other.subscribe("orders", tags="paid")
+    with pytest.raises(SubscriptionConflictError):
+        other.poll(0)
+    with pytest.raises(GroupInUseError, match="client_id"):
+        subscribed(broker, "c1").poll(0)
+    second = subscribed(broker, "c2")
+    look(second)
+    with pytest.raises(SubscriptionConflictError):
+        first.subscribe("bills")
+    with pytest.raises(SubscriptionConflictError):
+        first.subscribe("orders", tags="paid")
+    assert look(first) == look(second) == []
+    assert broker.members.subscriptions("g") == {"orders": ("TAG", "*")}
+    broker.groups.create("h")
+    broker.members.register("x", "h", {"orders": ("TAG", "*")}, Mode("pop"))
+    with pytest.raises(GroupInUseError):
+        subscribed(broker, group="h").poll(0)
+
+
+def test_topics_can_be_added_and_taken_away(broker: Broker) -> None:
+    broker.topics.create("bills", queues=1)
+    put(broker, *"ab")
+    put(broker, *"AB", topic="bills")
+    consumer = subscribed(broker)
+    assert look(consumer, 1) == ["a"]
+    consumer.subscribe("bills")
+    assert look(consumer, 10) == ["b", "A", "B"]
+    consumer.unsubscribe("orders")
+    put(broker, "c")
+    assert look(consumer) == []
+    assert committed(broker) == 2  # not lost with the queue
+    assert consumer.assignment() == {QueueRef("bills", 0)}
+    consumer.unsubscribe()
+    assert broker.members.members("g") == []
+    assert committed(broker, QueueRef("bills", 0)) == 2
+    with pytest.raises(ConfigError):
+        consumer.poll(0)
+    consumer.subscribe("orders")
+    assert look(consumer) == ["c"]
+
+
+def test_assigned_queues_can_be_exchanged_and_positions_stay(broker: Broker) -> None:
+    put(broker, *"ab")
+    put(broker, *"AB", queue_id=1)
+    consumer = assigned(broker, Q[0])
+    look(consumer, 1)
+    consumer.assign(Q[0], Q[1])
+    assert look(consumer) == ["b", "A", "B"]
+    consumer.assign(Q[1])
+    assert committed(broker) == 2
+    assert consumer.assignment() == {Q[1]}
+    assert broker.members.members("g") == []
+    assert broker.locks.snapshot() == []
+
+
+def test_who_reads_by_hand_does_not_commit_for_a_member(broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
+    put(broker, *"ab")
+    member = subscribed(broker, "c1")
+    assert look(member, 1) == ["a"]
+    other = assigned(broker, Q[0], auto_commit_interval=0)
+    assert look(other) == ["a", "b"]
+    with pytest.raises(NotPermittedError):
+        other.commit()
+    assert look(other) == []
+    assert "was not committed" in caplog.text
+    assert committed(broker) == 0
+
+
+def test_new_queues_are_shared_at_once(broker: Broker) -> None:
+    first, second = subscribed(broker, "c1"), subscribed(broker, "c2")
+    for _ in range(2):
+        look(first), look(second)
+    broker.topics.alter("orders", read_queues=6, write_queues=6)
+    for queue_id in range(6):
+        put(broker, str(queue_id), queue_id=queue_id)
+    seen = [look(second), look(first), look(second)]
+
+    assert sorted(text for each in seen for text in each) == list("012345")
+    assert (first.assignment(), second.assignment()) == (frozenset(Q[:3]), frozenset(Q[3:]))
+
+
+# --- members that hang ---------------------------------------------------------------------------------------------
+
+
+def test_who_is_alone_may_stay_away_for_as_long_as_he_likes(broker: Broker, clock: SimulatedClock) -> None:
+    put(broker, *"ab")
+    consumer = subscribed(broker, auto_commit_interval=0)
+    look(consumer, 1)
+    clock.advance(100 * LEASE_MS)
+    assert look(consumer) == ["b"]
+    assert committed(broker) == 1
+
+
+def test_who_stays_away_loses_his_queues_and_commits_nothing_of_them(broker: Broker, clock: SimulatedClock) -> None:
+    revoked: list[frozenset[QueueRef]] = []
+    put(broker, *"abcd")
+    first = PullConsumer(broker, "g", client_id="c1", auto_commit_interval=0)
+    first.subscribe("orders", on_revoke=revoked.append)
+    assert look(first, 1) == ["a"]
+    assert look(first, 1) == ["b"]
+    second = subscribed(broker, "c2", auto_commit_interval=0)
+    clock.advance(LEASE_MS)
+    assert look(second) == []
+    clock.advance(1)
+    assert look(second) == []  # it has just asked
+    clock.advance(20_000)
+    assert look(second, 2) == ["b", "c"]  # b was returned once, but nobody came back for more
+    look(second, 1)
+    assert committed(broker) == 3
+    second.close()  # and leaves: the queue is free again
+
+    with pytest.raises(NotPermittedError, match="orders/0"):
+        first.commit()
+    assert committed(broker) == 4
+    assert look(first) == []
+    assert revoked == [frozenset(Q[:4])]
+    assert first.position(Q[0]) == 4
+    first.close()
+    assert committed(broker) == 4
+
+
+def test_a_lock_that_nobody_gives_back_is_taken_within_a_second_of_its_end(
+    broker: Broker, clock: SimulatedClock
+) -> None:
+    broker.locks.try_lock("g", Q[3], "somebody")
+    consumer = subscribed(broker)
+    for _ in range(61):
+        look(consumer)
+        assert consumer.assignment() == set(Q[:3])
+        clock.advance(1000)
+    look(consumer)
+
+    assert consumer.assignment() == set(Q[:4])
+
+
+def test_a_queue_that_was_lost_is_taken_as_soon_as_it_is_free(broker: Broker, clock: SimulatedClock) -> None:
+    consumer = subscribed(broker)
+    look(consumer)
+    broker.locks.unlock_batch("g", [Q[3]], "c1")  # as if it had run out
+    broker.locks.try_lock("g", Q[3], "somebody")
+    clock.advance(1000)
+    look(consumer)
+    assert consumer.assignment() == set(Q[:3])
+    broker.locks.unlock_batch("g", [Q[3]], "somebody")
+    look(consumer)
+
+    assert consumer.assignment() == set(Q[:4])
+
+
+def test_queues_that_come_and_go_do_not_put_off_commits(broker: Broker, clock: SimulatedClock) -> None:
+    put(broker, *"abc")
+    first = subscribed(broker, "c1")
+    look(first, 1)
+    look(first, 1)
+    clock.advance(4000)
+    second = subscribed(broker, "c2")
+    look(second), look(first), look(second)
+    assert committed(broker) == 0
+    clock.advance(1000)
+    look(first)
+
+    assert committed(broker) == 3
+
+
+def test_who_was_away_and_closes_takes_nothing_back(broker: Broker, clock: SimulatedClock) -> None:
+    put(broker, *"abcd")
+    first = subscribed(broker, "c1")
+    look(first, 1)
+    clock.advance(LEASE_MS + 1)
+    with subscribed(broker, "c2") as second:
+        assert look(second) == ["a", "b", "c", "d"]
+    first.close()
+
+    assert committed(broker) == 4
+    assert broker.members.members("g") == []
+    assert broker.locks.snapshot() == []
+
+
+def test_who_was_away_and_no_longer_agrees_is_told_and_can_close(broker: Broker, clock: SimulatedClock) -> None:
+    put(broker, *"abcd", tag="paid")
+    first = subscribed(broker, "c1")
+    look(first, 1)
+    clock.advance(LEASE_MS + 1)
+    second = PullConsumer(broker, "g", client_id="c2")
+    second.subscribe("orders", tags="paid")
+    assert look(second, 3) == ["a", "b", "c"]
+    with pytest.raises(SubscriptionConflictError):
+        first.poll(0)
+    first.close()
+    second.close()
+
+    assert committed(broker) == 3
+
+
+def test_a_poll_that_waits_keeps_the_locks(broker: Broker, clock: SimulatedClock) -> None:
+    consumer = subscribed(broker)
+    look(consumer)
+    ready = threading.Event()
+    for _ in range(6):
+        consumer.when_ready(ready.set)
+        clock.advance(19_999)
+        broker.run_once()
+        assert not ready.is_set()
+        clock.advance(1)
+        broker.run_once()
+        assert ready.is_set()
+        ready.clear()
+        look(consumer)
+    assert broker.locks.try_lock("g", Q[0], "c2") is False
+
+
+# --- waiting without a thread --------------------------------------------------------------------------------------
+
+
+def test_a_callback_is_called_once_when_there_is_something(broker: Broker) -> None:
+    consumer = subscribed(broker)
+    look(consumer)
+    calls: list[int] = []
+    consumer.when_ready(lambda: calls.append(1))
+    broker.run_once()
+    assert calls == []
+    put(broker, "a", queue_id=2)
+    put(broker, "b", queue_id=3)
+    broker.run_once()
+
+    assert calls == [1]
+    assert broker._waiters.parked == 0
+    assert not consumer._waiting
+    assert look(consumer) == ["a", "b"]
+
+
+def test_what_is_there_already_calls(broker: Broker) -> None:
+    consumer = subscribed(broker)
+    calls: list[int] = []
+    consumer.when_ready(lambda: calls.append(1))  # a poll would join the group
+    assert calls == [1]
+    look(consumer)
+    put(broker, "a")
+    consumer.when_ready(lambda: calls.append(2))
+    broker.run_once()
+    assert calls == [1, 2]
+
+
+def test_a_callback_that_is_cancelled_is_not_called(broker: Broker) -> None:
+    consumer = subscribed(broker)
+    look(consumer)
+    calls: list[int] = []
+    ready = consumer.when_ready(lambda: calls.append(1))
+    ready.cancel()
+    ready.cancel()
+    assert not consumer._waiting
+    put(broker, "a")
+    broker.run_once()
+    consumer.close()
+
+    assert calls == []
+    assert broker._waiters.parked == 0
+
+
+@pytest.mark.parametrize(
+    "news",
+    [
+        lambda broker, consumer: consumer.seek(Q[0], 0),
+        lambda broker, consumer: consumer.resume(Q[0]),
+        lambda broker, consumer: consumer.close(),
+        lambda broker, consumer: consumer.subscribe("bills"),
+        lambda broker, consumer: broker.topics.alter("orders", read_queues=5),
+        lambda broker, consumer: look(subscribed(broker, "c2")),
+        lambda broker, consumer: broker.reset("g", "orders", 0, 0),
+    ],
+    ids=["seek", "resume", "close", "subscribe", "queues", "member", "reset"],
+)
+def test_news_of_every_kind_call(broker: Broker, news: Callable[[Broker, PullConsumer], object]) -> None:
+    put(broker, "a")
+    consumer = subscribed(broker)
+    look(consumer)
+    consumer.pause(Q[1])
+    calls: list[int] = []
+    consumer.when_ready(lambda: calls.append(1))
+    broker.run_once()
+    assert calls == []
+    news(broker, consumer)
+    broker.run_once()
+
+    assert calls == [1]
+
+
+def test_a_commit_that_is_due_calls(broker: Broker, clock: SimulatedClock) -> None:
+    put(broker, "a")
+    consumer = subscribed(broker)
+    look(consumer)
+    look(consumer)
+    calls: list[int] = []
+    consumer.when_ready(lambda: calls.append(1))
+    clock.advance(5000)
+    broker.run_once()
+    assert calls == [1]
+    look(consumer)
+    assert committed(broker) == 1
+
+
+def test_a_topic_that_is_gone_does_not_call_again_and_again(broker: Broker) -> None:
+    put(broker, *"ab")
+    consumer = subscribed(broker)
+    look(consumer, 1)
+    broker.topics.delete("orders", force=True)
+    look(consumer)
+    calls: list[int] = []
+    consumer.when_ready(lambda: calls.append(1))
+    broker.run_once()
+
+    assert calls == []
+
+
+def test_a_callback_that_fails_harms_nobody(broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
+    consumer = subscribed(broker)
+    look(consumer)
+    consumer.when_ready(lambda: 1 // 0)
+    look(subscribed(broker, "c2"))
+
+    assert "ZeroDivisionError" in caplog.text
+
+
+# --- threads that wait ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Iterator[Broker]:
+    """A broker with its threads, by the machine's clock."""
+    with Broker(mqstore.MessageStore(tmp_path / "live")) as broker:
+        broker.topics.create("orders", queues=4)
+        yield broker
+
+
+class Poller(threading.Thread):
+    """Polls once, for as long as it takes."""
+
+    def __init__(self, consumer: PullConsumer) -> None:
+        super().__init__(daemon=True)
+        self.consumer = consumer
+        self.found: list[str] | None = None
+        self.error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.found = texts(self.consumer.poll(None))
+        except Exception as error:
+            self.error = error
+
+    def waits(self) -> None:
+        """Until it does."""
+        while not self.consumer._waiting:
+            assert self.is_alive()
+
+    def ends(self) -> list[str] | None:
+        self.join(15)  # less than the 20 s after which it looks by itself
+        assert not self.is_alive()
+        return self.found
+
+
+def test_a_put_wakes_who_waits(live: Broker) -> None:
+    poller = Poller(subscribed(live))
+    poller.waits()
+    put(live, "a", queue_id=3)
+
+    assert poller.ends() == ["a"]
+
+
+def test_a_seek_wakes_who_waits(live: Broker) -> None:
+    put(live, "a")
+    consumer = subscribed(live)
+    assert look(consumer) == ["a"]
+    poller = Poller(consumer)
+    poller.waits()
+    consumer.seek(Q[0], 0)
+
+    assert poller.ends() == ["a"]
+
+
+def test_closing_wakes_who_waits_and_hands_over(live: Broker) -> None:
+    consumer = subscribed(live)
+    poller = Poller(consumer)
+    poller.waits()
+    consumer.close()
+
+    assert poller.ends() == []
+    put(live, "a")
+    assert look(subscribed(live, "c2")) == ["a"]
+
+
+def test_closing_between_the_look_and_the_wait_is_noticed(live: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    consumer = subscribed(live)
+    look(consumer)
+    read, ring = live.read, consumer._ring
+    threads: list[threading.Thread] = []
+    rung = threading.Event()
+
+    def ring_and_tell() -> None:
+        ring()
+        rung.set()
+
+    def read_and_be_closed(*arguments: Any, **options: Any) -> Any:
+        found = read(*arguments, **options)
+        if not threads:
+            threads.append(threading.Thread(target=consumer.close))
+            threads[0].start()
+            assert rung.wait(30)  # whoever waits was told: but we do not wait yet
+        return found
+
+    monkeypatch.setattr(live, "read", read_and_be_closed)
+    monkeypatch.setattr(consumer, "_ring", ring_and_tell)
+
+    assert Poller(consumer).ends() == []
+    threads[0].join(30)
+    assert live.members.members("g") == []
+
+
+def test_closing_the_store_wakes_who_waits(live: Broker) -> None:
+    poller = Poller(subscribed(live))
+    poller.waits()
+    live.close()
+    poller.ends()
+
+    assert isinstance(poller.error, StoreClosedError)
+
+
+def test_who_waits_hands_over_and_takes(live: Broker) -> None:
+    first, second = subscribed(live, "c1"), subscribed(live, "c2")
+    one = Poller(first)
+    one.waits()
+    two = Poller(second)
+    while (first.assignment(), second.assignment()) != (frozenset(Q[:2]), frozenset(Q[2:4])):
+        assert one.is_alive()
+        assert two.is_alive()
+    put(live, "a", queue_id=0)
+    put(live, "b", queue_id=3)
+
+    assert (one.ends(), two.ends()) == (["a"], ["b"])
+
+
+def test_a_poll_gives_up_when_its_time_is_over(live: Broker) -> None:
+    assert subscribed(live).poll(0.02) == []
+
+
+def test_many_threads_lose_nothing_and_repeat_nothing(live: Broker) -> None:
+    """Members come and go while messages are put; each is returned once, each queue in order."""
+    total = 2000
+    seen: list[tuple[int, int]] = []
+    done = threading.Event()
+    lock = threading.Lock()
+
+    def member(number: int) -> None:
+        rounds = 0
+        while not done.is_set():
+            rounds += 1
+            with subscribed(live, f"c{number}-{rounds}") as consumer:
+                for _ in range(5 + 3 * number):
+                    found = consumer.poll(0.02, 7)
+                    with lock:
+                        seen.extend((message.queue.queue_id, message.offset) for message in found)
+                        if len(seen) >= total:
+                            done.set()
+                    if done.is_set():
+                        return
+
+    members = [threading.Thread(target=member, args=(number,), daemon=True) for number in range(4)]
+    for thread in members:
+        thread.start()
+    for i in range(total):
+        put(live, str(i), queue_id=i % 4)
+    for thread in members:
+        thread.join(60)
+
+    assert len(seen) == len(set(seen)) == total
+    for queue_id in range(4):
+        offsets = [offset for queue, offset in seen if queue == queue_id]
+        assert offsets == sorted(offsets)
+
+
+def test_a_store_closes_its_consumers_and_claims_nothing_for_them(tmp_path: Path) -> None:
+    with mqstore.open(tmp_path / "mq") as store:
+        store.create_topic("orders", queues=1)
+        for text in "abc":
+            store.put("orders", text.encode())
+        consumer = store.pull_consumer("g", fetch_max=1)
+        consumer.subscribe("orders")
+        assert texts(consumer.poll(0) + consumer.poll(0)) == ["a", "b"]
+
+    assert consumer.closed
+    with mqstore.open(tmp_path / "mq") as store:
+        assert store.committed("g", Q[0]) == 1
+
+
+# --- a model -------------------------------------------------------------------------------------------------------
+
+
+class Field:
+    """A broker and its members, with a record of what was put, what was returned, and who came back from it."""
+
+    def __init__(self, folder: str, *, interval_s: float) -> None:
+        self.clock = SimulatedClock()
+        config = mqstore.StoreConfig(clock=self.clock, segment_bytes=1 << 16)
+        self.broker = Broker(mqstore.MessageStore(folder, config=config))
+        self.broker.topics.create("orders", queues=3)
+        self.queues = 3
+        self.interval_s = interval_s
+        self.members: dict[int, PullConsumer] = {}
+        self.polled_ms: dict[int, int] = {}
+        self.last: dict[int, list[tuple[int, int]]] = {}
+        self.put: list[tuple[int, int]] = []
+        self.returned: list[tuple[int, int]] = []
+        self.done: set[tuple[int, int]] = set()
+        self.commits: dict[int, int] = {}
+        self.names = 0
+
+    def join(self, number: int) -> None:
+        if number not in self.members:
+            self.names += 1
+            name = f"c{number}-{self.names}"
+            self.members[number] = subscribed(self.broker, name, auto_commit_interval=self.interval_s)
+            self.last[number] = []
+            self.poll(number, 1)
+
+    def leave(self, number: int) -> None:
+        if (consumer := self.members.pop(number, None)) is not None:
+            consumer.close()
+            self.done.update(self.last[number])
+            self.check()
+
+    def crash(self, number: int) -> None:
+        self.members.pop(number, None)
+
+    def poll(self, number: int, count: int) -> None:
+        if (consumer := self.members.get(number)) is None:
+            return
+        found = [(message.queue.queue_id, message.offset) for message in consumer.poll(0, count)]
+        self.done.update(self.last[number])  # a poll says so, whatever became of the queues
+        self.polled_ms[number] = self.clock.monotonic_ms()
+        self.last[number] = found
+        self.returned += found
+        self.check()
+
+    def add(self, queue_id: int) -> None:
+        queue_id %= self.queues
+        receipt = self.broker.put("orders", b"x", queue_id=queue_id)
+        self.put.append((queue_id, receipt.offset))
+
+    def grow(self) -> None:
+        if self.queues < 6:
+            self.queues += 1
+            self.broker.topics.alter("orders", read_queues=self.queues, write_queues=self.queues)
+
+    def advance(self, duration_s: int) -> None:
+        self.clock.advance(duration_s * 1000)
+        self.broker.run_once()
+
+    def check(self) -> None:
+        now_ms = self.clock.monotonic_ms()
+        awake = [
+            self.members[number].assignment()
+            for number in self.members
+            if number in self.polled_ms and now_ms - self.polled_ms[number] < LEASE_MS
+        ]
+        assert sum(map(len, awake)) == len(frozenset().union(*awake))
+        for queue_id in range(self.queues):
+            at = self.broker.committed("g", "orders", queue_id)
+            if at is not None:
+                assert at >= self.commits.get(queue_id, 0), f"queue {queue_id} goes back"
+                self.commits[queue_id] = at
+                assert all(key in self.done for key in self.put if key[0] == queue_id and key[1] < at)
+
+    def drain(self) -> None:
+        """Whoever is left, and one more, read everything."""
+        self.join(99)
+        for _ in range(8):
+            self.advance(30)
+            for number in list(self.members):
+                self.poll(number, 1000)
+        for number in list(self.members):
+            self.leave(number)
+
+    def close(self) -> None:
+        self.broker.close()
+
+
+_numbers = st.integers(0, 2)
+_gentle = st.one_of(
+    st.tuples(st.just("join"), _numbers),
+    st.tuples(st.just("leave"), _numbers),
+    st.tuples(st.just("poll"), _numbers, st.integers(1, 5)),
+    st.tuples(st.just("poll"), _numbers, st.integers(1, 5)),
+    st.tuples(st.just("add"), st.integers(0, 5)),
+    st.tuples(st.just("add"), st.integers(0, 5)),
+    st.tuples(st.just("grow")),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.one_of(_gentle, st.tuples(st.just("advance"), st.integers(0, 25))), max_size=50),
+    st.sampled_from([0, 5, 1000]),
+)
+def test_members_that_come_and_go_in_good_order_get_everything_once(steps: list[Any], interval_s: float) -> None:
+    """Whatever the order: each message is returned once, each queue in order, and nothing is committed that nobody came
+    back from. Who waits for long polls in between, as one does who waits."""
+    with tempfile.TemporaryDirectory() as folder:
+        field = Field(folder, interval_s=interval_s)
+        try:
+            for name, *arguments in steps:
+                getattr(field, name)(*arguments)
+                if name == "advance":
+                    for number in list(field.members):
+                        field.poll(number, 1)
+            field.drain()
+            assert sorted(field.returned) == sorted(field.put)
+            assert field.done == set(field.put)
+            for queue_id in range(field.queues):
+                offsets = [offset for queue, offset in field.returned if queue == queue_id]
+                assert offsets == sorted(offsets)
+        finally:
+            field.close()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.one_of(
+            _gentle,
+            st.tuples(st.just("crash"), _numbers),
+            st.tuples(st.just("advance"), st.integers(0, 90)),
+        ),
+        max_size=50,
+    ),
+    st.sampled_from([0, 5, 1000]),
+)
+def test_members_that_hang_or_die_lose_nothing(steps: list[Any], interval_s: float) -> None:
+    """Each message is returned to somebody who came back from it; first returns keep each queue's order; what is
+    committed never goes back."""
+    with tempfile.TemporaryDirectory() as folder:
+        field = Field(folder, interval_s=interval_s)
+        try:
+            for name, *arguments in steps:
+                getattr(field, name)(*arguments)
+            field.drain()
+            assert field.done == set(field.put)
+            for queue_id in range(field.queues):
+                offsets = [offset for queue, offset in dict.fromkeys(field.returned) if queue == queue_id]
+                assert offsets == sorted(offsets)
+        finally:
+            field.close()

@@ -1,0 +1,361 @@
+"""The push consumer from outside: what it refuses, its life, and a few runs with real threads (client-semantics A2,
+A10, A14, A15.8, B.6)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mqstore
+from mqstore.broker.broker import Broker
+from mqstore.client.outcome import BatchFailure, Reject, Retry
+from mqstore.client.pushconsumer import PushConsumer
+from mqstore.client.workers import cancelled
+from mqstore.errors import ConfigError, FilterError, GroupInUseError, StoreClosedError, SubscriptionConflictError
+from mqstore.log.commitlog import QueueRef
+from mqstore.log.message import Message
+from tests.client.pushsupport import PushBench
+
+T0 = QueueRef("t", 0)
+LONG_S = 20.0
+"""For what should happen at once."""
+
+
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + LONG_S
+    while not condition():
+        assert time.monotonic() < end, "it does not happen"
+        time.sleep(0.002)
+
+
+def nothing(message: Message) -> None:
+    """A handler."""
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[PushBench]:
+    bench = PushBench(tmp_path)
+    yield bench
+    bench.close()
+
+
+@pytest.fixture
+def broker(tmp_path: Path) -> Iterator[Broker]:
+    """With the machine's clock, and threads."""
+    with Broker(mqstore.MessageStore(tmp_path)) as broker:
+        broker.topics.create("t", queues=2)
+        yield broker
+
+
+# --- what it refuses -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"workers": 0},
+        {"workers": 1_001},
+        {"workers": True},
+        {"batch_size": 0},
+        {"batch_size": 1_025},
+        {"prefetch": 0},
+        {"prefetch": 65_536},
+        {"prefetch_bytes": 0},
+        {"max_span": 0},
+        {"max_span": 65_536},
+        {"consume_timeout": 0},
+        {"consume_timeout": float("inf")},
+        {"consume_timeout": -1},
+        {"model": "both"},
+        {"mode": "push"},
+        {"model": "broadcasting"},
+        {"model": "broadcasting", "client_id": "a/b"},
+        {"client_id": ""},
+        {"strategy": "best"},
+    ],
+    ids=str,
+)
+def test_options_out_of_range_are_refused_before_anything_is_started(bench: PushBench, wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        PushConsumer(bench.broker, "g", **wrong)
+    assert bench.broker.members.members("g") == []
+
+
+def test_a_subscription_is_checked_when_it_is_made(bench: PushBench) -> None:
+    consumer = PushConsumer(bench.broker, "g")
+
+    async def coroutine(message: Message) -> None: ...
+
+    for topic, handler, options, error in (
+        ("t", "no function", {}, ConfigError),
+        ("t", coroutine, {}, ConfigError),
+        ("a b", nothing, {}, mqstore.InvalidMessageError),
+        ("t", nothing, {"sql": "price >"}, FilterError),
+        ("t", nothing, {"sql": "price > 1", "tags": "a"}, ConfigError),
+        ("t", nothing, {"max_uncommitted": 3}, ConfigError),
+    ):
+        with pytest.raises(error):
+            consumer.subscribe(topic, handler, **options)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="subscribe"):
+        consumer.start()
+
+
+def test_members_must_agree(bench: PushBench) -> None:
+    bench.consumer(tags="A || B")
+    bench.consumer(tags="B||A")
+    for wrong, error in (
+        ({"tags": "A"}, SubscriptionConflictError),
+        ({"tags": "A || B", "ordered": True}, GroupInUseError),
+    ):
+        consumer = bench.consumer(run=False, **wrong)
+        bench.consumers.remove(consumer)
+        with pytest.raises(error):
+            consumer.start()
+        assert len(bench.broker.members.members("g")) == 2
+        consumer.stop()
+        bench.broker.groups.alter("g", orderly=False)
+
+
+def test_one_that_was_stopped_is_of_no_more_use(bench: PushBench) -> None:
+    consumer = bench.consumer()
+    with pytest.raises(ConfigError, match="already"):
+        consumer.start()
+    assert consumer.stop()
+    assert consumer.stop()
+    for use in (consumer.start, lambda: consumer.subscribe("t", nothing), lambda: consumer.unsubscribe("t")):
+        with pytest.raises(StoreClosedError, match="make a new one"):
+            use()
+    bench.consumers.remove(consumer)
+
+
+def test_one_that_was_never_started_may_be_stopped(bench: PushBench) -> None:
+    consumer = PushConsumer(bench.broker, "g")
+    assert consumer.stop()
+
+
+def test_a_decorator_gives_the_function_back(bench: PushBench) -> None:
+    consumer = PushConsumer(bench.broker, "g")
+    assert consumer.subscribe("t")(nothing) is nothing
+
+
+def test_stats_show_what_was_done_and_what_is_left(bench: PushBench) -> None:
+    outcomes = iter([None, Retry(), Reject("x"), None])
+
+    def handler(message: Message) -> None:
+        error = next(outcomes, None)
+        if error is not None:
+            raise error
+
+    consumer = bench.consumer(handler)
+    bench.put(b"0", b"1", b"2")
+    bench.settle()
+    consumer.pause()
+    bench.advance(30)
+    bench.put(b"3", b"4")
+    bench.settle()
+    stats = consumer.stats()
+    assert (stats.topics["t"].ok, stats.topics["t"].failed, stats.topics["t"].pulled) == (1, 2, 3)
+    assert (stats.queues[T0].lag, stats.queues[T0].committed, stats.running) == (2, 3, 0)
+    assert stats.topics["t"].pulled_per_s > 0
+    assert (stats.group, stats.client_id) == ("g", consumer.client_id)
+
+
+# --- threads -------------------------------------------------------------------------------------------------------
+
+
+def test_starting_and_stopping_leaves_nothing_behind(broker: Broker) -> None:
+    threads, parked = set(threading.enumerate()), broker._waiters.parked
+    handled = Counter[bytes]()
+    for i in range(50):
+        consumer = PushConsumer(broker, "g", workers=3)
+        consumer.subscribe("t", lambda message: handled.update([message.body]))
+        with consumer:
+            broker.put("t", b"%d" % i)
+            if i % 2:
+                until(lambda i=i: handled[b"%d" % i])  # type: ignore[misc]
+        assert set(threading.enumerate()) <= threads
+    assert set(handled) == {b"%d" % i for i in range(50)}
+    assert set(handled.values()) == {1}  # each stop left off where the next start went on
+    assert broker._waiters.parked == parked
+    assert broker.locks.snapshot() == []
+
+
+@pytest.mark.parametrize("batch_size", [1, 7])
+def test_every_message_is_handled_once_while_members_come_and_go(broker: Broker, batch_size: int) -> None:
+    handled, lock, number = Counter[bytes](), threading.Lock(), 3_000
+    failed = set[bytes]()
+
+    def handler(given: Any) -> None:
+        batch = [given] if batch_size == 1 else list(given)
+        bad = [message for message in batch if int(message.body) % 97 == 0 and message.attempt == 1]
+        with lock:
+            failed.update(message.body for message in bad)
+            handled.update(message.body for message in batch if message not in bad)
+        if bad:
+            raise BatchFailure(bad)
+
+    def member() -> PushConsumer:
+        consumer = PushConsumer(
+            broker, "g", workers=2, batch_size=batch_size, prefetch=100, retry=mqstore.RetryPolicy(5, delays=[0.05])
+        )
+        consumer.subscribe("t", handler)
+        return consumer.start()
+
+    members = [member()]
+    for i in range(number):
+        broker.put("t", b"%d" % i)
+        if i % 500 == 250:
+            members.append(member())
+        if i % 500 == 499:
+            assert members.pop(0).stop(LONG_S)
+    until(lambda: len(handled) == number)
+    until(lambda: sum(broker.lag("g").values()) == 0)
+    for each in members:
+        assert each.stop(LONG_S)
+    assert set(handled.values()) == {1}
+    assert failed == {b"%d" % i for i in range(0, number, 97)}
+
+
+def test_a_handler_may_stop_its_consumer(broker: Broker) -> None:
+    results = list[bool]()
+    seen = list[bytes]()
+
+    def handler(message: Message) -> None:
+        seen.append(message.body)
+        results.append(consumer.stop(LONG_S))
+
+    consumer = PushConsumer(broker, "g", workers=2)
+    consumer.subscribe("t", handler)
+    consumer.start()
+    broker.put("t", b"0")
+    until(lambda: results)
+    assert results == [True]
+    until(lambda: not any(thread.name.startswith("mqstore-g") for thread in threading.enumerate()))
+    again = PushConsumer(broker, "g", workers=1)
+    done = threading.Event()
+    again.subscribe("t", lambda message: done.set())
+    with again:
+        assert done.wait(LONG_S)  # its result did not count: the queue was given back under it
+    assert seen == [b"0"]
+
+
+def test_stop_lets_what_runs_end_and_what_it_does_counts(broker: Broker) -> None:
+    begun, go = threading.Event(), threading.Event()
+    flags = list[bool]()
+
+    def handler(message: Message) -> None:
+        begun.set()
+        go.wait(LONG_S)
+        flags.append(cancelled())
+
+    consumer = PushConsumer(broker, "g", workers=1)
+    consumer.subscribe("t", handler)
+    consumer.start()
+    for body in (b"0", b"1"):
+        broker.put("t", body, queue_id=0)
+    assert begun.wait(LONG_S)
+    stopping = threading.Thread(target=consumer.stop)
+    stopping.start()
+    until(lambda: consumer._state == "stopping")
+    until(lambda: all(queue.closing for queue in consumer._engine._queues.values()))  # type: ignore[attr-defined]
+    go.set()
+    stopping.join(LONG_S)
+    assert flags == [True]  # it could have known; and the second one was not begun
+    assert broker.committed("g", "t", 0) == 1
+
+
+def test_a_handler_that_hangs_is_left_and_its_result_is_void(broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
+    begun, go, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def handler(message: Message) -> None:
+        begun.set()
+        go.wait(LONG_S)
+        ended.set()
+        raise ValueError("late")
+
+    consumer = PushConsumer(broker, "g", workers=2)
+    consumer.subscribe("t", handler)
+    consumer.start()
+    broker.put("t", b"0", queue_id=0)
+    assert begun.wait(LONG_S)
+    assert consumer.stop(0.05) is False
+    assert consumer.stop(0.05) is False
+    assert "handlers still run" in caplog.text
+    assert broker.members.members("g") == []
+    go.set()
+    assert ended.wait(LONG_S)
+    until(lambda: not any(thread.name.startswith("mqstore-g") for thread in threading.enumerate()))
+    assert broker.committed("g", "t", 0) == 0  # not settled, and not sent back either
+    assert broker.topics.get("%RETRY%g") is None
+
+
+def test_a_store_that_is_closed_stops_its_consumers_first(tmp_path: Path) -> None:
+    handled, threads = list[bytes](), set(threading.enumerate())
+    with mqstore.open(tmp_path) as store:
+        consumer = store.push_consumer("g", workers=2)
+        consumer.subscribe("t", lambda message: handled.append(message.body))
+        consumer.start()
+        store.put("t", b"0")
+        until(lambda: handled)
+    assert set(threading.enumerate()) <= threads
+    with mqstore.open(tmp_path) as store:
+        assert sum(store.broker.lag("g").values()) == 0
+
+
+def test_a_broker_that_is_closed_under_a_consumer_leaves_one_that_can_be_stopped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    threads = set(threading.enumerate())
+    broker = Broker(mqstore.MessageStore(tmp_path))
+    broker.topics.create("t", queues=2)
+    begun, go = threading.Event(), threading.Event()
+    consumer = PushConsumer(broker, "g", workers=2)
+    consumer.subscribe("t", lambda message: (begun.set(), go.wait(LONG_S), 1 / 0))
+    consumer.start()
+    broker.put("t", b"0")
+    assert begun.wait(LONG_S)
+    broker.close()
+    go.set()
+    with suppress(StoreClosedError):  # its progress is on disk already, and there is nothing to write to
+        consumer.stop(LONG_S)
+    until(lambda: set(threading.enumerate()) <= threads)
+    assert "a job failed" not in caplog.text
+    with mqstore.open(tmp_path) as store:
+        assert sum(store.broker.lag("g").values()) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_run_with_progress_on_disk(tmp_path: Path, number: signal.Signals) -> None:
+    code = """
+import sys, mqstore
+with mqstore.open(sys.argv[1]) as store:
+    consumer = store.push_consumer("g", workers=2)
+    consumer.subscribe("t", lambda message: print(message.text(), flush=True))
+    for i in range(3):
+        store.put("t", b"%d" % i)
+    print("stopped", consumer.run(), flush=True)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        lines = [child.stdout.readline().strip() for _ in range(3)]
+        child.send_signal(number)
+        rest = child.stdout.read().split()
+        assert child.wait(LONG_S) == 0
+    assert sorted(lines) == ["0", "1", "2"]
+    assert rest == ["stopped", "True"]
+    offsets = json.loads((tmp_path / "config" / "consumerOffset.json").read_bytes())["offsetTable"]["t@g"]
+    assert sum(offsets.values()) == 3

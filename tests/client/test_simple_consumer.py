@@ -1,0 +1,865 @@
+"""Who may consume, what of, from where on; what a receive gives and in which turn; waiting; the end. Time is moved by
+hand, but where threads wait for each other."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mqstore
+from mqstore import Interceptor, Message, RetryPolicy, SimpleConsumer, Store
+from mqstore.broker.members import Mode
+from tests.client.popsupport import Bench, ended, in_thread, until
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path / "store")
+    for topic in ("t", "u", "v"):
+        bench.store.create_topic(topic, queues=4)
+    yield bench
+    bench.store.close()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    """One that has its threads."""
+    with mqstore.open(tmp_path / "store") as store:
+        for topic in ("t", "u"):
+            store.create_topic(topic, queues=4)
+        yield store
+
+
+def bodies(found: list[mqstore.Delivery]) -> list[bytes]:
+    return [delivery.message.body for delivery in found]
+
+
+def taken(consumer: SimpleConsumer, count: int = 1000) -> list[bytes]:
+    """All that is ready, settled."""
+    found = consumer.receive(count, wait=0)
+    for delivery in found:
+        delivery.ack()
+    return sorted(bodies(found))
+
+
+def parked(store: Store) -> int:
+    return store.broker._waiters.parked
+
+
+# -- who may consume --------------------------------------------------------------------------------------------------
+
+
+def test_it_is_a_member_from_its_first_receive_to_its_end(bench: Bench) -> None:
+    members = bench.broker.members
+    consumer = bench.store.simple_consumer("g", client_id="c1")
+    consumer.subscribe("t", tags="red")
+    assert members.members("g") == []
+    consumer.receive(wait=0)
+    assert members.members("g") == ["c1"]
+    assert (members.mode("g"), dict(members.subscriptions("g"))) == (Mode("pop"), {"t": ("TAG", "red")})
+    consumer.close()
+    consumer.close()
+    assert members.members("g") == []
+
+
+def test_with_topics_it_is_a_member_at_once(bench: Bench) -> None:
+    with bench.consumer("t", "u", client_id="c1", ordered=True) as consumer:
+        assert bench.broker.members.members("g") == ["c1"]
+        assert bench.broker.members.mode("g") == Mode("pop", True)
+        assert consumer.subscriptions == {"t": "*", "u": "*"}
+    assert bench.broker.members.members("g") == []
+    assert consumer.closed
+
+
+def test_members_have_names_of_their_own_unless_they_are_given_one(bench: Bench) -> None:
+    first, second = bench.consumer(), bench.consumer()
+    assert first.client_id != second.client_id
+    bench.consumer(client_id="c")
+    with pytest.raises(mqstore.GroupInUseError, match="'c' already"):
+        bench.consumer(client_id="c")
+    other = bench.store.simple_consumer("g", client_id="c")
+    other.subscribe("u")  # would take the place of the other's subscriptions
+    with pytest.raises(mqstore.GroupInUseError, match="'c' already"):
+        other.receive(wait=0)
+    other.close()
+    assert len(bench.broker.members.members("g")) == 3
+
+
+def test_a_group_consumed_another_way_is_refused_at_once(bench: Bench) -> None:
+    bench.broker.members.register("pusher", "g", {"t": ("TAG", "*")}, Mode("queue"))
+    for make in (bench.consumer, lambda: bench.store.simple_consumer("g")):
+        with pytest.raises(mqstore.GroupInUseError, match="queue, unordered"):
+            make()
+    assert bench.broker.groups.get("g") is None
+    bench.broker.members.unregister("pusher", "g")
+    consumer = bench.store.simple_consumer("g")
+    consumer.subscribe("t")
+    bench.broker.members.register("pusher", "g", {"t": ("TAG", "*")}, Mode("queue"))
+    with pytest.raises(mqstore.GroupInUseError):
+        consumer.receive(wait=0)
+
+
+def test_while_it_is_open_another_way_is_refused(bench: Bench) -> None:
+    bench.consumer()
+    with pytest.raises(mqstore.GroupInUseError):
+        bench.broker.members.register("pusher", "g", {"t": ("TAG", "*")}, Mode("queue"))
+
+
+def test_members_subscribe_alike(bench: Bench) -> None:
+    first = bench.consumer("t")
+    bench.consumer("t")
+    with pytest.raises(mqstore.SubscriptionConflictError):
+        bench.consumer("u")
+    with pytest.raises(mqstore.SubscriptionConflictError):
+        first.subscribe("t", tags="red")
+    with pytest.raises(mqstore.SubscriptionConflictError):
+        first.unsubscribe("t")
+    assert first.subscriptions == {"t": "*"}
+    bench.put(b"a", tag="blue")
+    assert taken(first) == [b"a"]
+    assert (
+        bench.broker.committed("g", "u", 0) is None
+    )  # nor is the topic kept for a group that has nothing to do with it
+
+
+def test_order_is_a_property_of_the_group(bench: Bench) -> None:
+    bench.consumer(group="plain").close()
+    bench.consumer(group="strict", ordered=True).close()
+    assert not bench.broker.groups.need("plain").orderly
+    assert bench.broker.groups.need("strict").orderly
+    for group, ordered in (("plain", True), ("strict", False)):
+        with pytest.raises(mqstore.ConfigError, match=f"ordered={not ordered}"):
+            bench.consumer(group=group, ordered=ordered)
+    bench.broker.groups.alter("plain", orderly=True)
+    bench.consumer(group="plain", ordered=True)
+
+
+def test_the_retry_policy_is_the_groups(bench: Bench) -> None:
+    bench.consumer(retry=RetryPolicy(3, [7])).close()
+    assert bench.broker.groups.need("g").retry_policy == RetryPolicy(3, [7])
+    bench.consumer().close()
+    assert bench.broker.groups.need("g").retry_policy == RetryPolicy(3, [7])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"visibility": 0.05},
+        {"visibility": 13 * 3600},
+        {"start": "first"},
+        {"start": datetime(2030, 1, 1)},  # of which time zone?
+        {"client_id": "a b"},
+        {"client_id": ""},
+        {"topics": {"a b": "*"}},
+        {"topics": {"t": "price > 5"}},
+        {"topics": {"rmq_sys_pop_log": "*"}},
+        {"topics": {"t": "||"}},
+    ],
+)
+def test_options_that_cannot_be_leave_no_trace(bench: Bench, options: dict[str, Any]) -> None:
+    with pytest.raises(mqstore.MQStoreError):
+        bench.store.simple_consumer("g", **options)
+    assert bench.broker.groups.get("g") is None
+    assert bench.broker.members.groups() == []
+    assert not bench.broker.topics.on_change[1:]
+
+
+def test_one_that_could_not_be_made_has_left_the_group(bench: Bench) -> None:
+    bench.broker.topics.create("w")
+    bench.broker.groups.create("g", consume_enable=False)
+    with pytest.raises(mqstore.NotPermittedError):
+        bench.consumer("w", "t")
+    assert bench.broker.members.groups() == []
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, True])
+def test_a_number_of_messages_that_cannot_be(bench: Bench, wrong: Any) -> None:
+    consumer = bench.consumer()
+    bench.put(b"a")
+    for call in (
+        lambda: consumer.receive(wrong),
+        lambda: consumer.receive(wait=-1),
+        lambda: consumer.receive(visibility=0),
+    ):
+        with pytest.raises(mqstore.ConfigError):
+            call()
+    assert consumer.pending() == []
+
+
+def test_without_a_subscription_there_is_nothing_to_wait_for(bench: Bench) -> None:
+    consumer = bench.store.simple_consumer("g")
+    with pytest.raises(mqstore.ConfigError, match="subscribe"):
+        consumer.receive()
+
+
+# -- what of, and from where on ---------------------------------------------------------------------------------------
+
+
+def test_tags_and_sql(bench: Bench) -> None:
+    consumer = bench.store.simple_consumer("g")
+    consumer.subscribe("t", tags="AaAa || red")
+    consumer.subscribe("u", sql="price > 5")
+    bench.put(b"1", tag="red")
+    bench.put(b"2", tag="BBBB")  # as a number the same as AaAa
+    bench.put(b"3")
+    bench.put(b"4", tag="AaAa")
+    bench.put(b"5", topic="u", properties={"price": "6"})
+    bench.put(b"6", topic="u", properties={"price": "5"})
+    assert taken(consumer) == [b"1", b"4", b"5"]
+    assert sum(bench.store.lag("g").values()) == 0  # the others are passed over for the whole group
+    with pytest.raises(mqstore.FilterError):
+        consumer.subscribe("v", sql="price >")
+    with pytest.raises(mqstore.ConfigError, match="not both"):
+        consumer.subscribe("v", tags="red", sql="price > 5")
+    assert consumer.subscriptions == {"t": "AaAa || red", "u": "price > 5"}
+
+
+def test_what_failed_comes_again_though_the_filter_is_another_now(bench: Bench) -> None:
+    consumer = bench.store.simple_consumer("g")
+    consumer.subscribe("t", tags="red")
+    bench.put(b"1", tag="red")
+    consumer.receive(wait=0)[0].nack(1)
+    consumer.subscribe("t", tags="blue")
+    bench.put(b"2", tag="blue")
+    bench.put(b"3", tag="red")
+    bench.advance(1)
+    assert taken(consumer) == [b"1", b"2"]
+
+
+@pytest.mark.parametrize(
+    ("start", "expected"), [("earliest", [b"0", b"1", b"2"]), ("latest", [b"2"]), ("time", [b"1", b"2"])]
+)
+def test_where_a_group_begins(bench: Bench, start: Any, expected: list[bytes]) -> None:
+    """What comes between `subscribe` and the first `receive` is received, wherever the group begins."""
+    bench.put(b"0")
+    bench.clock.advance(60_000)
+    if start == "time":
+        start = datetime.fromtimestamp(bench.clock.now_ms() / 1000, UTC)
+    bench.put(b"1")
+    consumer = bench.store.simple_consumer("g", start=start)
+    consumer.subscribe("t")
+    bench.put(b"2")
+    assert taken(consumer) == expected
+
+
+def test_a_group_goes_on_where_it_was(bench: Bench) -> None:
+    first = bench.consumer()
+    bench.put(b"0", b"1")
+    first.receive(wait=0)[0].ack()
+    first.close()
+    bench.put(b"2")
+    assert len(taken(bench.consumer(start="latest"))) == 2
+
+
+def test_messages_of_queues_that_come_later_are_all_received(bench: Bench) -> None:
+    bench.put(b"old")
+    consumer = bench.consumer(start="latest")
+    bench.broker.topics.alter("t", read_queues=6, write_queues=6)
+    for queue_id in range(6):
+        bench.put(b"%d" % queue_id, queue_id=queue_id)
+    assert taken(consumer) == [b"%d" % i for i in range(6)]
+
+
+@pytest.mark.parametrize("start", ["earliest", "latest"])
+def test_a_topic_that_is_not_there_yet_is_waited_for(
+    bench: Bench, start: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    consumer = bench.consumer("t", "later", start=start)
+    assert "'later' is not there" in caplog.text
+    assert consumer.receive(wait=0) == []
+    bench.put(b"a", topic="later")
+    assert taken(consumer) == [b"a"]
+
+
+def test_a_topic_that_is_deleted_is_no_error(bench: Bench) -> None:
+    consumer = bench.consumer("t", "u")
+    bench.put(b"a")
+    taken(consumer)
+    bench.broker.topics.delete("t", force=True)
+    assert consumer.receive(wait=0) == []
+    bench.put(b"b", topic="u")
+    bench.put(b"c", topic="t")
+    assert taken(consumer) == [b"b", b"c"]
+
+
+def test_dead_letters_of_another_group_may_be_consumed(bench: Bench) -> None:
+    consumer = bench.consumer("%DLQ%g", group="care")
+    sick = bench.consumer()
+    bench.put(b"a")
+    sick.receive(wait=0)[0].reject("bad")
+    [delivery] = consumer.receive(wait=0)
+    assert (delivery.message.body, delivery.message.properties["dlq_reason"]) == (b"a", "bad")
+
+
+def test_subscribing_and_unsubscribing_while_at_it(bench: Bench) -> None:
+    consumer = bench.consumer("t")
+    bench.put(b"a")
+    bench.put(b"b", topic="u")
+    assert taken(consumer) == [b"a"]
+    consumer.subscribe("u")
+    [kept] = consumer.receive(wait=0)
+    consumer.unsubscribe("u")
+    consumer.unsubscribe("nothing")
+    bench.put(b"c", topic="u")
+    assert consumer.receive(wait=0) == []
+    assert dict(bench.broker.members.subscriptions("g")) == {"t": ("TAG", "*")}
+    kept.ack()
+    assert bench.store.lag("g")[mqstore.QueueRef("u", kept.message.queue.queue_id)] <= 1
+    assert consumer.pending() == []
+
+
+# -- what a receive gives ---------------------------------------------------------------------------------------------
+
+
+def test_a_receive_finds_what_is_anywhere(bench: Bench) -> None:
+    consumer = bench.consumer("t", "u", "v")
+    for topic in ("t", "u", "v"):
+        for queue_id in range(4):
+            bench.put(f"{topic}{queue_id}".encode(), topic=topic, queue_id=queue_id)
+    for _ in range(12):
+        [delivery] = consumer.receive(wait=0)
+        delivery.ack()
+    assert consumer.receive(wait=0) == []
+
+
+def test_more_than_one_pop_can_give(bench: Bench) -> None:
+    consumer = bench.consumer("t", "u")
+    bench.put(*[b"t%02d" % i for i in range(70)])
+    bench.put(*[b"u%02d" % i for i in range(40)], topic="u")
+    first = consumer.receive(100, wait=0)
+    assert len(first) == 100
+    rest = consumer.receive(100, wait=0)
+    assert len(rest) == 10
+    assert len(set(bodies(first + rest))) == 110
+    assert Counter(body[:1] for body in bodies(first)) != {b"t": 70, b"u": 30}  # u has had its turn before t was done
+
+
+def test_a_receive_never_gives_more_than_was_asked_for(bench: Bench) -> None:
+    consumer = bench.consumer("t", "u")
+    bench.put(*[b"t"] * 50)
+    bench.put(*[b"u"] * 50, topic="u")
+    assert [len(consumer.receive(n, wait=0)) for n in (1, 31, 33, 35)] == [1, 31, 33, 35]
+    assert consumer.receive(10, wait=0) == []
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_full_topic_does_not_starve_the_others(bench: Bench, ordered: bool) -> None:
+    consumer = bench.consumer("t", "u", "v", ordered=ordered)
+    bench.put(*[b"t"] * 40)
+    bench.put(b"u", topic="u")
+    bench.put(b"v", topic="v")
+    seen = []
+    for _ in range(3):
+        [delivery] = consumer.receive(wait=0)
+        delivery.ack()
+        seen.append(delivery.message.body)
+    assert sorted(seen) == [b"t", b"u", b"v"]
+
+
+def test_loans_are_as_long_as_was_said(bench: Bench) -> None:
+    consumer = bench.consumer(visibility=timedelta(seconds=30))
+    bench.put(b"a", b"b")
+    consumer.receive(wait=0)
+    [short] = consumer.receive(wait=0, visibility=5)
+    assert short.expires_at == bench.clock.monotonic_ms() / 1000 + 5
+    bench.advance(5)
+    [again] = consumer.receive(5, wait=0)
+    assert again.message.body == short.message.body
+    again.ack()
+    bench.advance(25)
+    assert len(consumer.receive(5, wait=0)) == 1
+
+
+def test_a_failure_of_one_topic_does_not_hide_the_others(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    consumer = bench.consumer("t", "u")
+    pop = bench.broker.pop
+
+    def failing(group: str, topic: str, *rest: Any, **more: Any) -> Any:
+        if topic == "t":
+            raise mqstore.StoreBusyError("not now")
+        return pop(group, topic, *rest, **more)
+
+    monkeypatch.setattr(bench.broker, "pop", failing)
+    bench.put(*[b"u"] * 3, topic="u")
+    assert [bodies(consumer.receive(wait=0)) for _ in range(3)] == [[b"u"]] * 3
+    with pytest.raises(mqstore.StoreBusyError):
+        consumer.receive(wait=0)
+
+
+def test_what_was_found_when_ctrl_c_comes_is_given_back(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    consumer = bench.consumer("t", "u")
+    bench.put(b"a")
+    bench.put(b"b", topic="u")
+    pop, calls = bench.broker.pop, []
+
+    def interrupted(*rest: Any, **more: Any) -> Any:
+        calls.append(rest)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return pop(*rest, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.broker, "pop", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            consumer.receive(2, wait=0)
+    assert consumer.pending() == []
+    found = consumer.receive(2, wait=0)
+    assert sorted((each.message.body, each.attempt) for each in found) == [(b"a", 1), (b"b", 1)]
+
+
+def test_in_order_nothing_overtakes(bench: Bench) -> None:
+    consumer = bench.consumer(ordered=True, retry=RetryPolicy(5, [10]))
+    for i in range(3):
+        bench.put(b"%d" % i, message_group="one")
+    [first] = consumer.receive(wait=0)
+    assert consumer.receive(10, wait=0) == []
+    first.nack()
+    assert consumer.receive(10, wait=0) == []
+    bench.advance(10)
+    found = consumer.receive(10, wait=0)
+    assert [(each.message.body, each.message.attempt) for each in found] == [(b"0", 2), (b"1", 1), (b"2", 1)]
+
+
+def test_pending_tells_what_is_in_flight(bench: Bench) -> None:
+    consumer = bench.consumer(visibility=30)
+    bench.put(b"a", unique_key="K1", queue_id=2)
+    [delivery] = consumer.receive(wait=0)
+    expires = datetime.fromtimestamp(bench.clock.now_ms() / 1000 + 30, UTC)
+    [info] = consumer.pending()
+    assert info == mqstore.PendingInfo("K1", mqstore.QueueRef("t", 2), 0, 1, expires)
+    delivery.nack(5)
+    bench.advance(5)
+    [again] = consumer.receive(wait=0)
+    [info] = bench.consumer().pending()  # of the group
+    assert (info.unique_key, info.queue.topic, info.attempt) == ("K1", "%RETRY%g+t", 2)
+    again.ack()
+    assert consumer.pending() == []
+
+
+def test_pending_in_order(bench: Bench) -> None:
+    consumer = bench.consumer(ordered=True)
+    bench.put(b"a", unique_key="K1", queue_id=1)
+    consumer.receive(wait=0)
+    [info] = consumer.pending()
+    assert (info.unique_key, info.queue, info.attempt) == ("K1", mqstore.QueueRef("t", 1), None)
+
+
+# -- interceptors -----------------------------------------------------------------------------------------------------
+
+
+class Recorder(Interceptor):
+    def __init__(self) -> None:
+        self.left_out: set[bytes] = set()
+        self.received: list[list[bytes]] = []
+        self.settled: list[tuple[bytes, str, float]] = []
+
+    def on_receive(self, messages: list[Message]) -> list[Message]:
+        self.received.append([message.body for message in messages])
+        return [message for message in messages if message.body not in self.left_out]
+
+    def on_settle(self, message: Message, outcome: str, seconds: float) -> None:
+        self.settled.append((message.body, outcome, seconds))
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_what_an_interceptor_leaves_out_is_done(bench: Bench, ordered: bool) -> None:
+    recorder = Recorder()
+    consumer = bench.consumer(ordered=ordered, interceptors=[recorder])
+    recorder.left_out = {b"0", b"2", b"3"}
+    bench.put(b"0", b"1", b"2", b"3", queue_id=0)
+    assert taken(consumer, 3) == [b"1"]
+    assert taken(consumer, 3) == []
+    assert recorder.received[0] == [b"0", b"1", b"2"]
+    assert recorder.settled == [(b"1", "ack", 0.0)]
+    bench.advance(1000)
+    assert taken(consumer) == []
+    assert sum(bench.store.lag("g").values()) == 0
+
+
+def test_behind_what_was_left_out_there_may_be_more(bench: Bench) -> None:
+    recorder = Recorder()
+    consumer = bench.consumer(interceptors=[recorder])
+    recorder.left_out = {b"no"}
+    bench.put(b"no", b"no", b"yes", queue_id=0)
+    assert bodies(consumer.receive(wait=0)) == [b"yes"]
+
+
+def test_interceptors_hear_how_it_ended_and_how_long_it_took(bench: Bench) -> None:
+    recorder = Recorder()
+    consumer = bench.consumer(interceptors=[recorder], retry=RetryPolicy(2, [1]))
+    bench.put(b"0", b"1", b"2", queue_id=0)
+    done, failed, bad = consumer.receive(3, wait=0)
+    bench.clock.advance(1_500)
+    done.ack()
+    done.ack()
+    failed.nack()
+    bad.reject()
+    bench.advance(1)
+    [last] = consumer.receive(wait=0)
+    last.nack()
+    [interrupted] = _put_and_receive(bench, consumer)
+    with pytest.raises(KeyboardInterrupt), interrupted:
+        raise KeyboardInterrupt
+    assert recorder.settled == [(b"0", "ack", 1.5), (b"1", "retry", 1.5), (b"2", "dlq", 1.5), (b"1", "dlq", 0.0)]
+
+
+def _put_and_receive(bench: Bench, consumer: SimpleConsumer) -> list[mqstore.Delivery]:
+    bench.put(b"x")
+    return consumer.receive(wait=0)
+
+
+def test_an_interceptor_that_fails_stops_nothing(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Interceptor):
+        def on_receive(self, messages: list[Message]) -> list[Message]:
+            raise RuntimeError("mine")
+
+        def on_settle(self, message: Message, outcome: str, seconds: float) -> None:
+            raise RuntimeError("mine")
+
+    consumer = bench.consumer(interceptors=[Broken()])
+    bench.put(b"a")
+    assert taken(consumer) == [b"a"]
+    assert caplog.text.count("Broken.on_") == 2
+
+
+# -- waiting ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_receive_ends_with_the_wait(store: Store) -> None:
+    consumer = store.simple_consumer("g", {"t": "*", "u": "*"})
+    assert consumer.receive(wait=0) == consumer.receive(wait=0.02) == []
+    assert parked(store) == 0
+    assert not consumer._source.waits.open
+
+
+@pytest.mark.parametrize("topic", ["t", "u"])
+def test_a_message_of_any_topic_ends_the_wait(store: Store, topic: str) -> None:
+    consumer = store.simple_consumer("g", {"t": "*", "u": "*"})
+    waiting = in_thread(lambda: bodies(consumer.receive(wait=math.inf)))
+    until(lambda: parked(store) == 2)
+    store.put(topic, b"a")
+    assert ended(*waiting) == [b"a"]
+    assert parked(store) == 0
+
+
+def test_what_becomes_visible_ends_the_wait(store: Store) -> None:
+    consumer = store.simple_consumer("g", {"u": "*", "t": "*"}, retry=RetryPolicy(5, [0.1]))
+    store.put("t", b"a")
+    [delivery] = consumer.receive()
+    waiting = in_thread(lambda: consumer.receive(wait=20)[0].attempt)
+    until(lambda: parked(store) == 2)
+    delivery.nack()
+    assert ended(*waiting) == 2
+
+
+def test_in_order_an_ack_ends_the_wait_for_what_is_behind(store: Store) -> None:
+    consumer = store.simple_consumer("g", {"t": "*", "u": "*"}, ordered=True)
+    for body in (b"0", b"1"):
+        store.put("t", body, queue_id=0)
+    [first] = consumer.receive()
+    waiting = in_thread(lambda: bodies(consumer.receive()))
+    until(lambda: parked(store) == 2)
+    first.ack()
+    assert ended(*waiting) == [b"1"]
+
+
+def test_a_topic_that_comes_ends_the_wait(store: Store) -> None:
+    consumer = store.simple_consumer("g", {"later": "*"})
+    waiting = in_thread(lambda: bodies(consumer.receive()))
+    until(lambda: consumer._source.waits.open)
+    store.put("later", b"a")
+    assert ended(*waiting) == [b"a"]
+
+
+def test_subscribing_ends_the_wait_for_the_old_subscriptions(store: Store) -> None:
+    consumer = store.simple_consumer("g", {"t": "*"})
+    store.put("u", b"a")
+    waiting = in_thread(lambda: bodies(consumer.receive()))
+    until(lambda: parked(store) == 1)
+    consumer.subscribe("u")
+    assert ended(*waiting) == [b"a"]
+
+
+def test_closing_ends_every_wait(store: Store) -> None:
+    consumer = store.simple_consumer("g", {"t": "*", "u": "*"})
+    waiting = [in_thread(consumer.receive), in_thread(lambda: list(consumer)), in_thread(consumer.receive)]
+    until(lambda: parked(store) == 6)
+    consumer.close()
+    assert [ended(*each) for each in waiting] == [[], [], []]
+    assert parked(store) == 0
+    with pytest.raises(mqstore.StoreClosedError, match="closed"):
+        consumer.receive(wait=0)
+    with pytest.raises(mqstore.StoreClosedError):
+        consumer.subscribe("u")
+    assert list(consumer) == []
+    assert store.broker.members.groups() == []
+
+
+@pytest.mark.parametrize("what", ["store", "broker"])
+def test_closing_the_store_ends_every_wait(tmp_path: Path, what: str) -> None:
+    """The store closes its consumers first. Who closes what lies under them lets them know by an error."""
+    store = mqstore.open(tmp_path / "store")
+    store.create_topic("t")
+    consumer = store.simple_consumer("g", {"t": "*", "later": "*"})
+    waiting = [in_thread(consumer.receive), in_thread(lambda: list(consumer))]
+    until(lambda: parked(store) == 2)
+    (store if what == "store" else store.broker).close()
+    outcomes = [ended(*each) for each in waiting]
+    if what == "store":
+        assert outcomes == [[], []]
+    else:
+        assert [type(outcome) for outcome in outcomes] == [mqstore.StoreClosedError] * 2
+    consumer.close()
+
+
+def test_what_was_received_can_be_settled_after_the_end(bench: Bench) -> None:
+    consumer = bench.consumer()
+    bench.put(b"a")
+    [delivery] = consumer.receive(wait=0)
+    consumer.close()
+    delivery.ack()
+    assert sum(bench.store.lag("g").values()) == 0
+
+
+def test_iterating_waits_and_gives_one_at_a_time(store: Store) -> None:
+    consumer = store.simple_consumer("g", {"t": "*"})
+    seen: list[bytes] = []
+
+    def work() -> None:
+        for delivery in consumer:
+            with delivery as message:
+                seen.append(message.body)
+            assert consumer.pending() == []
+            if len(seen) == 3:
+                consumer.close()
+
+    store.put_many("t", [b"0", b"1"], queue_id=0)
+    waiting = in_thread(work)
+    until(lambda: len(seen) == 2 and parked(store))
+    store.put("t", b"2", queue_id=0)
+    assert ended(*waiting) is None
+    assert seen == [b"0", b"1", b"2"]
+
+
+def test_ctrl_c_in_the_wait_leaves_nothing_behind(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    consumer = store.simple_consumer("g", {"t": "*", "u": "*"})
+
+    def interrupted(self: threading.Event, timeout: float | None = None) -> bool:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Event, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            consumer.receive()
+    assert parked(store) == 0
+    assert not consumer._source.waits.open
+
+
+def test_a_wait_that_cannot_begin_leaves_nothing_behind(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    consumer = store.simple_consumer("g", {"t": "*", "u": "*"})
+    add, calls = store.broker.add_pop_waiter, []
+
+    def busy(*rest: Any, **more: Any) -> Any:
+        calls.append(rest)
+        if len(calls) == 2:
+            raise mqstore.StoreBusyError("too many")
+        return add(*rest, **more)
+
+    monkeypatch.setattr(store.broker, "add_pop_waiter", busy)
+    with pytest.raises(mqstore.StoreBusyError):
+        consumer.receive()
+    assert parked(store) == 0
+    assert not consumer._source.waits.open
+
+
+# -- turns: the broker calls one for each message, and whoever is called and does not come keeps the others asleep -----
+
+
+def test_a_turn_that_came_from_two_topics_is_passed_on(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads put to two topics at once, and both choose the same one of two who wait. It comes once."""
+    first = bench.consumer("t", "u")
+    second = bench.consumer("t", "u")
+    called: list[str] = []
+    chosen: list[Any] = []
+    add = bench.broker.add_pop_waiter
+
+    def noted(group: str, topic: str, callback: Any, **more: Any) -> Any:
+        chosen.append(callback)
+        return add(group, topic, callback, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.broker, "add_pop_waiter", noted)
+        wait = first.when_ready(lambda: called.append("first"))
+    second.when_ready(lambda: called.append("second"))
+    both, wait._parked = wait._parked, []  # the broker has let go of it in both, before it calls
+    for waiter in both:
+        assert bench.broker.remove_waiter(waiter)
+    for callback in chosen:
+        callback(True)
+    assert called == ["first", "second"]
+
+
+def test_who_was_called_looks_first_where_it_was_called(bench: Bench) -> None:
+    """Else it might find something elsewhere, and the message that it was called for would lie there."""
+    called: list[str] = []
+    for _ in range(4):  # whichever topic has the next turn
+        consumer, other = bench.consumer("t", "u", "v"), bench.consumer("t", "u", "v")
+        called.clear()
+        consumer.when_ready(lambda: called.append("one"))
+        bench.put(b"u", topic="u")
+        assert called == ["one"]
+        bench.store.put("t", b"t")
+        bench.store.put("v", b"v")
+        assert bodies(consumer.receive(wait=0)) == [b"u"]
+        assert len(other.receive(5, wait=0)) == 2
+        consumer.close()
+        other.close()
+
+
+def test_who_was_called_and_does_not_come_passes_it_on(bench: Bench) -> None:
+    consumers = [bench.consumer("t", "u") for _ in range(3)]
+    called: list[int] = []
+    waits = [each.when_ready(lambda i=i: called.append(i)) for i, each in enumerate(consumers)]
+    bench.put(b"a")
+    assert called == [0]
+    waits[0].cancel()
+    waits[0].cancel()  # again passes nothing on
+    bench.settle()
+    assert called == [0, 1]
+    assert not consumers[0]._source.waits.turns
+
+
+def test_a_wait_that_ends_while_it_begins_parks_nowhere(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody subscribes just between two topics of a wait that is being begun."""
+    consumer = bench.consumer("t", "u")
+    add = bench.broker.add_pop_waiter
+    called: list[str] = []
+
+    def interrupted(*rest: Any, **more: Any) -> Any:
+        waiter = add(*rest, **more)
+        consumer._source.waits.ring()
+        return waiter
+
+    monkeypatch.setattr(bench.broker, "add_pop_waiter", interrupted)
+    consumer.when_ready(lambda: called.append("one"))
+    assert called == ["one"]
+    assert parked(bench.store) == 0
+
+
+def test_who_was_called_for_a_topic_unsubscribed_from_meanwhile_passes_it_on(bench: Bench) -> None:
+    """Members subscribe alike, but one who has not received yet is no member: it waits for nobody's turn."""
+    consumer = bench.consumer("t", "u")
+    called: list[str] = []
+    consumer.when_ready(lambda: called.append("one"))
+    bench.put(b"a")
+    consumer.unsubscribe("t")
+    bench.broker.add_pop_waiter("g", "t", lambda worth: called.append("another"))
+    called.clear()
+    bench.put(b"b", topic="u")
+    assert bodies(consumer.receive(wait=0)) == [b"b"]
+    bench.settle()
+    assert called == ["another"]
+
+
+def test_a_cancelled_wait_is_never_called(bench: Bench) -> None:
+    consumer = bench.consumer("t", "u")
+    called: list[str] = []
+    wait = consumer.when_ready(lambda: called.append("one"))
+    assert not wait.over
+    wait.cancel()
+    assert wait.over
+    bench.put(b"a")
+    assert called == []
+    assert parked(bench.store) == 0
+
+
+def test_what_the_filter_refuses_calls_nobody(bench: Bench) -> None:
+    consumer = bench.store.simple_consumer("g", {"t": "red"})
+    called: list[str] = []
+    consumer.when_ready(lambda: called.append("one"))
+    bench.put(b"a", tag="blue")
+    assert called == []
+    bench.put(b"b", tag="red")
+    assert called == ["one"]
+
+
+def test_what_is_there_already_calls(bench: Bench) -> None:
+    consumer = bench.consumer("t", "u")
+    bench.put(b"a")
+    called: list[str] = []
+    consumer.when_ready(lambda: called.append("one"))
+    bench.settle()
+    assert called == ["one"]
+
+
+@pytest.mark.parametrize("event", ["close", "subscribe", "topic", "store"])
+def test_news_of_other_kinds_call_too(bench: Bench, event: str) -> None:
+    consumer = bench.consumer("t", "later")
+    called: list[str] = []
+    consumer.when_ready(lambda: called.append("one"))
+    {
+        "close": consumer.close,
+        "subscribe": lambda: consumer.subscribe("u"),
+        "topic": lambda: bench.store.create_topic("later"),
+        "store": bench.store.close,
+    }[event]()
+    assert called == ["one"]
+    assert not consumer._source.waits.open
+
+
+def test_who_asks_a_closed_consumer_is_called_at_once(bench: Bench) -> None:
+    consumer = bench.consumer()
+    consumer.close()
+    called: list[str] = []
+    assert consumer.when_ready(lambda: called.append("one")).over
+    assert called == ["one"]
+
+
+def test_a_message_for_each_of_many_who_wait_wakes_them_all(store: Store) -> None:
+    """Two consumers of two topics, sixteen threads that take one message each, sixteen messages one by one."""
+    consumers = [store.simple_consumer("g", {"t": "*", "u": "*"}) for _ in range(2)]
+    threads = [in_thread(lambda i=i: bodies(consumers[i % 2].receive(wait=20))) for i in range(16)]
+    until(lambda: parked(store) == 32)
+    for i in range(16):
+        store.put("tu"[i % 2], b"%d" % i)
+    assert sorted(ended(*each)[0] for each in threads) == sorted(b"%d" % i for i in range(16))
+    assert parked(store) == 0
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_many_workers_lose_no_wake_up(store: Store, ordered: bool) -> None:
+    """Messages in bursts, one at a time in flight per worker, some given back: nothing is ever left while all sleep."""
+    consumers = [store.simple_consumer("g", {"t": "*", "u": "*"}, ordered=ordered, visibility=600) for _ in range(2)]
+    count, done, lock = 300, Counter[bytes](), threading.Lock()
+
+    def work(consumer: SimpleConsumer) -> None:
+        for delivery in consumer:
+            with delivery as message:
+                if delivery.attempt == 1 and message.body.endswith(b"7"):
+                    raise mqstore.Retry(0)
+                with lock:
+                    done[message.body] += 1
+
+    workers = [in_thread(lambda i=i: work(consumers[i % 2])) for i in range(8)]
+    for i in range(count):
+        store.put("tu"[i % 2], b"%d" % i)
+        if i % 50 == 0:
+            until(lambda i=i: len(done) >= i // 2)
+    end = time.monotonic() + 60
+    while len(done) < count and time.monotonic() < end:
+        time.sleep(0.005)
+    for consumer in consumers:
+        consumer.close()
+    for each in workers:
+        assert ended(*each) is None
+    assert len(done) == count
+    if not ordered:
+        assert set(done.values()) == {1}

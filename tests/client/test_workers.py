@@ -1,0 +1,257 @@
+"""Threads for jobs and timers, and the end of a handler's call (client-semantics A6.1, A14)."""
+
+from __future__ import annotations
+
+import gc
+import math
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+from mqstore.client.workers import Worker, Workers, cancelled
+from mqstore.clock import SYSTEM_CLOCK, SimulatedClock
+
+
+@pytest.fixture
+def clock() -> SimulatedClock:
+    return SimulatedClock()
+
+
+@pytest.fixture
+def workers(clock: SimulatedClock) -> Workers:
+    return Workers("t", clock, 2, threads=False)
+
+
+@pytest.fixture
+def threaded() -> Iterator[Callable[[int], Workers]]:
+    made: list[Workers] = []
+
+    def make(number: int) -> Workers:
+        made.append(Workers("t", SYSTEM_CLOCK, number, threads=True))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.stop(5)
+
+
+class Value:
+    """Something to hold on to."""
+
+
+# --- time ----------------------------------------------------------------------------------------------------------
+
+
+def test_timers_fire_in_the_order_in_which_they_are_due(workers: Workers, clock: SimulatedClock) -> None:
+    fired: list[str] = []
+    for name, delay_ms in (("late", 30), ("first", 10), ("same", 10), ("never", 20)):
+        timer = workers.later(delay_ms, partial(fired.append, name))
+        if name == "never":
+            timer.cancel()
+
+    assert workers.run_once() == 10
+    clock.advance(9)
+    workers.run_once()
+    assert fired == []
+    clock.advance(1)
+    assert workers.run_once() == 30  # not 20: that one was cancelled
+    clock.advance(20)
+    assert workers.run_once() is None
+    assert fired == ["first", "same", "late"]
+
+
+def test_a_timer_may_submit_and_a_job_may_ask_for_a_timer(workers: Workers, clock: SimulatedClock) -> None:
+    seen: list[str] = []
+    workers.later(0, lambda: workers.submit(lambda worker: workers.later(0, lambda: seen.append("done"))))
+    assert workers.run_once() is None
+    assert seen == ["done"]
+
+
+def test_what_fails_stops_neither_jobs_nor_timers(workers: Workers) -> None:
+    seen: list[str] = []
+    workers.submit(lambda worker: 1 / 0)
+    workers.submit(lambda worker: seen.append("job"))
+    workers.later(0, lambda: 1 / 0)
+    workers.later(0, lambda: seen.append("timer"))
+    workers.run_once()
+    assert seen == ["timer", "job"]
+
+
+@pytest.mark.parametrize("where", ["job", "timer"])
+def test_who_lets_system_exit_out_ends_the_consumer_and_not_the_thread(workers: Workers, where: str) -> None:
+    """A timer thread that died of an interceptor's SystemExit would have left locks unrenewed, and everything mute."""
+    exits: list[BaseException] = []
+    workers.on_exit = exits.append
+
+    def leave(*_: object) -> None:
+        raise SystemExit(3)
+
+    if where == "job":
+        workers.submit(leave)
+    else:
+        workers.later(0, leave)
+    seen: list[str] = []
+    workers.later(0, lambda: seen.append("timer"))
+    workers.submit(lambda worker: seen.append("job"))
+    workers.run_once()
+
+    assert [type(error) for error in exits] == [SystemExit]
+    assert seen == ["timer", "job"]
+
+
+def test_without_anybody_to_tell_it_passes(workers: Workers) -> None:
+    workers.submit(lambda worker: exec("raise SystemExit"))
+    with pytest.raises(SystemExit):
+        workers.run_once()
+
+
+# --- calls ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_call_ends_in_time_or_lapses_and_never_both() -> None:
+    worker, messages = Worker(), [Value()]
+    worker.begin(messages)  # type: ignore[arg-type]
+    assert worker.lapse(worker.calls - 1) == ()  # an earlier one
+    assert worker.lapse(worker.calls) is messages
+    worker.end()
+    assert worker.lapsed == worker.calls
+
+    worker.begin(messages)  # type: ignore[arg-type]
+    worker.end()
+    assert worker.lapse(worker.calls) == ()
+    assert worker.lapsed != worker.calls  # so its result counts
+
+
+def test_many_calls_that_end_while_they_lapse_have_one_outcome_each() -> None:
+    """The timer thread used to say that a call had lapsed and then to find that it had ended, while the worker had
+    looked in between: its message was neither settled nor sent back, and held its queue for good."""
+    worker, lapsed = Worker(), set[int]()
+    stop = threading.Event()
+
+    def watch() -> None:
+        while not stop.is_set():
+            call = worker.calls
+            if worker.lapse(call):
+                lapsed.add(call)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    void = set[int]()
+    for _ in range(20_000):
+        worker.begin([Value()])  # type: ignore[list-item]
+        worker.end()
+        if worker.lapsed == worker.calls:
+            void.add(worker.calls)
+    stop.set()
+    watcher.join()
+    assert void == lapsed
+
+
+def test_cancelled_is_of_the_call_that_a_thread_is_in(workers: Workers) -> None:
+    seen: list[bool] = []
+
+    def job(worker: Worker) -> None:
+        seen.append(cancelled())
+        worker.is_cancelled = lambda: True
+        seen.append(cancelled())
+        worker.is_cancelled = lambda: False
+        worker.begin([Value()])  # type: ignore[list-item]
+        worker.lapse(worker.calls)
+        seen.append(cancelled())
+        worker.begin([Value()])  # type: ignore[list-item]
+        seen.append(cancelled())
+        worker.end()
+        worker.is_cancelled = None
+
+    workers.submit(job)
+    workers.run_once()
+    assert seen == [False, True, True, False]
+    assert not cancelled()
+
+
+# --- threads -------------------------------------------------------------------------------------------------------
+
+
+def test_jobs_that_were_submitted_before_stop_are_done_and_no_thread_is_left(
+    threaded: Callable[[int], Workers],
+) -> None:
+    before = set(threading.enumerate())
+    workers = threaded(3)
+    workers.start()
+    done: list[int] = []
+    for i in range(100):
+        workers.submit(lambda worker, i=i: done.append(i))  # type: ignore[misc]
+    assert workers.stop(10)
+    assert sorted(done) == list(range(100))
+    assert set(threading.enumerate()) == before
+    assert workers.stop(10)  # again is harmless
+
+
+def test_stop_may_wait_for_ever(threaded: Callable[[int], Workers]) -> None:
+    workers = threaded(1)
+    workers.start()
+    assert workers.stop(math.inf)
+
+
+def test_a_thread_that_hangs_is_left_and_told_of(threaded: Callable[[int], Workers]) -> None:
+    workers, go, begun = threaded(2), threading.Event(), threading.Event()
+    workers.start()
+    workers.submit(lambda worker: (begun.set(), go.wait(10)))
+    assert begun.wait(10)
+    assert not workers.stop(0.01)
+    go.set()
+    assert workers.stop(10)
+
+
+def test_stop_in_a_job_does_not_wait_for_itself(threaded: Callable[[int], Workers]) -> None:
+    workers, results, done = threaded(2), list[bool](), threading.Event()
+    workers.start()
+    workers.submit(lambda worker: (results.append(workers.stop(10)), done.set()))
+    assert done.wait(10)
+    assert results == [True]
+    for thread in workers._threads:  # who called ends as well, a moment later
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def test_a_timer_that_is_earlier_than_those_that_wait_wakes_the_thread(threaded: Callable[[int], Workers]) -> None:
+    workers, fired = threaded(1), threading.Event()
+    workers.start()
+    workers.later(60_000, lambda: None)
+    workers.later(1, fired.set)
+    assert fired.wait(10)
+
+
+def test_the_stack_shows_where_a_handler_is(threaded: Callable[[int], Workers]) -> None:
+    workers, go, begun = threaded(1), threading.Event(), threading.Event()
+    workers.start()
+
+    def somewhere(worker: Worker) -> None:
+        begun.set()
+        go.wait(10)
+
+    workers.submit(somewhere)
+    assert begun.wait(10)
+    assert "somewhere" in workers.all[0].stack()
+    go.set()
+    assert Worker().stack() == ""
+
+
+def test_after_stop_nothing_is_held(threaded: Callable[[int], Workers]) -> None:
+    """Jobs and timers hold messages, and those the segments they lie in."""
+    workers = threaded(1)
+    workers.start()
+    held: list[weakref.ref[Any]] = []
+    for give in (workers.submit, partial(workers.later, 60_000)):
+        value = Value()
+        held.append(weakref.ref(value))
+        give(lambda *_, value=value: None)  # type: ignore[misc]
+        del value
+    workers.stop(10)
+    workers.submit(lambda worker: None)
+    gc.collect()
+    assert [ref() for ref in held] == [None, None]

@@ -1,0 +1,364 @@
+"""A minute of everything at once: producers, every kind of consumer, members that come and go, handlers that fail, hang
+and raise. In the end nothing is lost, order was kept, nothing came twice that must not, and nobody is left running.
+
+What is allowed to come twice: in the group whose handlers hang, what hung, and what others of its queue got done with
+before a member that had to give up the queue stopped waiting for it: the position stands at what hung, what lies
+behind it is `max_span` and a cache at most. No other: who leaves hands over exactly, and a failed attempt is no success.
+
+MQSTORE_STRESS_SECONDS says for how long messages are sent (60); MQSTORE_STRESS_SEED chooses another run.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mqstore
+from mqstore.log.message import Message
+
+SECONDS = float(os.environ.get("MQSTORE_STRESS_SECONDS", "60"))
+SEED = int(os.environ.get("MQSTORE_STRESS_SEED", "7"))
+DRAIN_S = 90.0
+ATTEMPTS = 5
+RETRY = mqstore.RetryPolicy(max_attempts=ATTEMPTS, delays=[0.05, 0.1])
+GROUPS_OF_MESSAGES = 40
+POISON = 0.002
+"""Share of messages that no handler ever gets done with."""
+TOPICS = ("work", "steps")
+PREFETCH, SPAN = 64, 100
+RATE_S = 0.004
+"""Pause of a producer after each burst: the handlers here are slow on purpose."""
+
+
+class Ledger:
+    """What was sent, and what each consumer group did with it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.sent: dict[str, list[str]] = defaultdict(list)
+        """Topic -> ids, in the order of their receipts."""
+        self.poison: set[str] = set()
+        self.done: dict[str, Counter[str]] = defaultdict(Counter)
+        """Group -> how often each id was handled to its end, and that counted."""
+        self.tries: dict[str, Counter[str]] = defaultdict(Counter)
+        self.hung: set[tuple[str, mqstore.QueueRef, int]] = set()
+        """(group, queue, offset) of what a handler hung at."""
+        self.places: dict[tuple[str, str], set[tuple[mqstore.QueueRef, int]]] = defaultdict(set)
+        """(group, id) -> where it was met: a message that is sent back lies somewhere else."""
+        self.order: dict[tuple[str, str], list[int]] = defaultdict(list)
+        """(group, message group) -> numbers as they were first begun."""
+        self.faults: list[str] = []
+        self._busy: dict[tuple[str, str], str] = {}
+        self._begun: set[tuple[str, str]] = set()
+
+    def send(self, topic: str, name: str, poison: bool) -> None:
+        with self._lock:
+            self.sent[topic].append(name)
+            if poison:
+                self.poison.add(name)
+
+    def begin(self, group: str, message: Message, message_group: str | None = None) -> None:
+        name = message.text()
+        with self._lock:
+            self.tries[group][name] += 1
+            self.places[group, name].add((message.queue, message.offset))
+            if message_group is None:
+                return
+            key = (group, message_group)
+            if key in self._busy:
+                self.faults.append(f"{group}: {name} began while {self._busy[key]} was handled")
+            self._busy[key] = name
+            if (group, name) not in self._begun:
+                self._begun.add((group, name))
+                self.order[key].append(int(name.rsplit("-", 1)[1]))
+
+    def end(self, group: str, message: Message, message_group: str | None = None, *, ok: bool) -> None:
+        name = message.text()
+        with self._lock:
+            if message_group is not None:
+                self._busy.pop((group, message_group), None)
+            if ok:
+                self.done[group][name] += 1
+
+    def hang(self, group: str, message: Message) -> None:
+        with self._lock:
+            self.hung.add((group, message.queue, message.offset))
+
+    def may_repeat(self, group: str, name: str) -> bool:
+        """Whether an id was near enough behind one that hung."""
+        return any(
+            at == group and queue == its_queue and 0 <= its_offset - offset <= SPAN + PREFETCH
+            for its_queue, its_offset in self.places[group, name]
+            for at, queue, offset in self.hung
+        )
+
+
+class Trouble:
+    """A handler's luck: what happens to it this time."""
+
+    def __init__(self, ledger: Ledger, group: str, seed: int, *, hangs: bool) -> None:
+        self._ledger = ledger
+        self._group = group
+        self._rng = random.Random(seed)
+        self._lock = threading.Lock()
+        self._hangs = hangs
+
+    def __call__(self, message: Message, *, ordered: bool = False) -> None:
+        name = message.text()
+        lane = message.message_group if ordered else None
+        with self._lock:
+            luck = self._rng.random()
+        self._ledger.begin(self._group, message, lane)
+        ok = False
+        try:
+            if name in self._ledger.poison or luck < 0.02:
+                raise ValueError("bad luck")
+            if luck < 0.03:
+                raise mqstore.Retry(delay=0.02)
+            if self._hangs and luck < 0.0305:
+                self._ledger.hang(self._group, message)
+                time.sleep(0.8)  # longer than consume_timeout: what it returns counts for nothing
+            elif luck < 0.1:
+                time.sleep(0.002)
+            ok = True
+        finally:
+            self._ledger.end(self._group, message, lane, ok=ok)
+
+
+def produce(store: mqstore.Store, ledger: Ledger, number: int, stop: threading.Event, pause: float) -> None:
+    rng = random.Random(SEED * 100 + number)
+    lanes = [f"lane{number}.{i}" for i in range(GROUPS_OF_MESSAGES)]
+    sent: Counter[str] = Counter()
+    with store.producer("stress") as producer:
+        while not stop.is_set():
+            for _ in range(rng.randint(1, 8)):
+                poison = rng.random() < POISON
+                if rng.random() < 0.5:
+                    lane = rng.choice(lanes)
+                    sent[lane] += 1
+                    name = f"{lane}-{sent[lane]}"
+                    ledger.send("steps", name, poison)  # before: a handler may be quicker than we are
+                    producer.send("steps", name.encode(), message_group=lane)
+                else:
+                    sent["work"] += 1
+                    name = f"work{number}-{sent['work']}"
+                    ledger.send("work", name, poison)
+                    producer.send("work", name.encode(), tag=rng.choice("ab"))
+            stop.wait(pause)
+
+
+def members_of(make: Callable[[int], Any], stop: threading.Event, seed: int, most: int = 3) -> Callable[[], None]:
+    """A thread's work: members come and go; in the end there is one, and it stays until `stop`."""
+
+    def run() -> None:
+        rng = random.Random(seed)
+        number, members = 0, [make(0)]
+        while not stop.wait(rng.uniform(0.1, 0.8)):
+            if len(members) < most and rng.random() < 0.55:
+                number += 1
+                members.append(make(number))
+            elif len(members) > 1:
+                assert members.pop(rng.randrange(len(members))).stop(20)
+        for member in members:
+            assert member.stop(20)
+
+    return run
+
+
+class Polling:
+    """A thread that receives, in the form of a push consumer."""
+
+    def __init__(self, loop: Callable[[threading.Event], None]) -> None:
+        self._end = threading.Event()
+        self._failed: BaseException | None = None
+
+        def run() -> None:
+            try:
+                loop(self._end)
+            except BaseException as error:
+                self._failed = error
+
+        self._thread = threading.Thread(target=run, name="stress-poll")
+        self._thread.start()
+
+    def stop(self, timeout: float) -> bool:
+        self._end.set()
+        self._thread.join(timeout)
+        if self._failed is not None:
+            raise self._failed
+        return not self._thread.is_alive()
+
+
+@contextmanager
+def nothing_left_behind() -> Iterator[None]:
+    def open_files() -> int:
+        return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+
+    threads, files = set(threading.enumerate()), open_files()
+    yield
+    end = time.monotonic() + 10
+    while (left := set(threading.enumerate()) - threads) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not left
+    assert open_files() <= files
+
+
+@pytest.mark.timeout(SECONDS + 2 * DRAIN_S + 60)
+def test_everything_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL, "mqstore")  # handlers fail here by the thousand
+    with nothing_left_behind():
+        _run(tmp_path)
+
+
+def _run(folder: Path) -> None:
+    ledger = Ledger()
+    config = mqstore.StoreConfig(segment_bytes=1 << 20, retention=mqstore.Retention(max_bytes=8 << 20))
+    with mqstore.open(folder / "store", config=config) as store:
+        store.create_topic("work", queues=6)
+        store.create_topic("steps", queues=4)
+        stop_producing, stop_consuming = threading.Event(), threading.Event()
+
+        def push(number: int) -> mqstore.PushConsumer:
+            consumer = store.push_consumer(
+                "push", workers=3, retry=RETRY, consume_timeout=0.4, prefetch=PREFETCH, max_span=SPAN
+            )
+            consumer.subscribe("work", push_luck)
+            return consumer.start()
+
+        def orderly(number: int) -> mqstore.PushConsumer:
+            consumer = store.push_consumer("orderly", workers=3, ordered=True, retry=RETRY, suspend=0.01)
+            consumer.subscribe("steps", lambda message: orderly_luck(message, ordered=True))
+            return consumer.start()
+
+        def pop_push(number: int) -> mqstore.PushConsumer:
+            consumer = store.push_consumer("poppush", mode="pop", workers=3, retry=RETRY)
+            consumer.subscribe("work", pop_push_luck)
+            return consumer.start()
+
+        def simple(number: int) -> Polling:
+            def loop(end: threading.Event) -> None:
+                with store.simple_consumer("simple", {"work": "*"}, visibility=30, retry=RETRY) as consumer:
+                    while not end.is_set():
+                        for delivery in consumer.receive(8, wait=0.2):
+                            try:
+                                with delivery as message:
+                                    simple_luck(message)
+                            except ValueError:
+                                pass
+
+            return Polling(loop)
+
+        def pull(number: int) -> Polling:
+            def loop(end: threading.Event) -> None:
+                with store.pull_consumer("pull", auto_commit_interval=0.1) as consumer:
+                    consumer.subscribe("work", "steps")
+                    while not end.is_set():
+                        for message in consumer.poll(timeout=0.2, max_messages=50):
+                            ledger.begin("pull", message)
+                            ledger.end("pull", message, ok=True)
+
+            return Polling(loop)
+
+        push_luck = Trouble(ledger, "push", SEED + 1, hangs=True)
+        orderly_luck = Trouble(ledger, "orderly", SEED + 2, hangs=False)
+        pop_push_luck = Trouble(ledger, "poppush", SEED + 3, hangs=False)
+        simple_luck = Trouble(ledger, "simple", SEED + 4, hangs=False)
+
+        failures: list[BaseException] = []
+
+        def guarded(work: Callable[[], None]) -> Callable[[], None]:
+            def run() -> None:
+                try:
+                    work()
+                except BaseException as error:
+                    failures.append(error)
+
+            return run
+
+        makers = (push, orderly, pop_push, simple, pull)
+        consumers = [
+            threading.Thread(target=guarded(members_of(make, stop_consuming, SEED * 10 + i)))
+            for i, make in enumerate(makers)
+        ]
+        producers = [
+            threading.Thread(target=guarded(lambda n=n: produce(store, ledger, n, stop_producing, RATE_S)))  # type: ignore[misc]
+            for n in range(2)
+        ]
+        for thread in (*consumers, *producers):
+            thread.start()
+        time.sleep(SECONDS)
+        stop_producing.set()
+        for thread in producers:
+            thread.join(30)
+
+        wanted = {
+            "push": ["work"],
+            "orderly": ["steps"],
+            "poppush": ["work"],
+            "simple": ["work"],
+            "pull": ["work", "steps"],
+        }
+        end = time.monotonic() + DRAIN_S
+        while time.monotonic() < end and not failures:
+            done = not any(_missing(store, ledger, group, topics) for group, topics in wanted.items())
+            if done and not any(
+                n for group in wanted for queue, n in store.lag(group).items() if queue.topic in TOPICS
+            ):
+                break
+            time.sleep(0.5)
+        missing = {group: sorted(_missing(store, ledger, group, topics))[:20] for group, topics in wanted.items()}
+        stop_consuming.set()
+        for thread in consumers:
+            thread.join(60)
+        assert not failures, failures
+        assert missing == {key: [] for key in wanted}, missing
+        _check(store, ledger, wanted)
+        assert store.broker.stats().errors == {}
+
+
+def _dead(store: mqstore.Store, group: str) -> Counter[str]:
+    return Counter(message.text() for message in store.dead_letters(group))
+
+
+def _missing(store: mqstore.Store, ledger: Ledger, group: str, topics: list[str]) -> set[str]:
+    sent = {name for topic in topics for name in ledger.sent[topic]}
+    return sent - ledger.done[group].keys() - _dead(store, group).keys()
+
+
+def _check(store: mqstore.Store, ledger: Ledger, wanted: dict[str, list[str]]) -> None:
+    assert ledger.faults == []
+    assert sum(map(len, ledger.sent.values())) > 100 * min(SECONDS, 10)
+    for group, topics in wanted.items():
+        sent = {name for topic in topics for name in ledger.sent[topic]}
+        done, dead = ledger.done[group], _dead(store, group)
+        assert done.keys() <= sent, group
+        twice = [name for name, times in done.items() if times > 1 and not ledger.may_repeat(group, name)]
+        assert not twice, (group, twice[:20])
+        assert all(times == 1 for times in dead.values()), group
+        both = [name for name in done.keys() & dead.keys() if not ledger.may_repeat(group, name)]
+        assert not both, (group, both[:20])
+        if group == "pull":
+            assert not dead
+            continue
+        poison = ledger.poison & sent
+        assert poison <= dead.keys(), group
+        # Given up after so many attempts, neither more nor less.
+        odd = {name: times for name in poison if (times := ledger.tries[group][name]) != ATTEMPTS}
+        assert all(ledger.may_repeat(group, name) for name in odd), (group, odd)
+        lag = store.lag(group)
+        assert lag
+        # What hung and was then done is sent back all the same, and may not have come yet.
+        late = any(name == group for name, _, _ in ledger.hung)
+        assert not any(n for queue, n in lag.items() if not (late and queue.topic.startswith("%RETRY%"))), (group, lag)
+    for (group, lane), numbers in ledger.order.items():
+        assert numbers == sorted(numbers), (group, lane)

@@ -1,0 +1,638 @@
+"""`mqstore consume`: in every mode what was printed, or whose command ended well, is done, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mqstore as library
+from mqstore_tools.handled import _environment
+from tests.tools.brokers import behind
+from tests.tools.support import mqstore, mqstore_json, process, snapshot
+
+MODES = ("push", "pull", "pop")
+LIMIT_S = 60
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """Ten messages of `orders` in two queues by turns, bodies 0..9; odd ones are tagged so."""
+    path = tmp_path / "s"
+    with library.open(path) as opened:
+        opened.create_topic("orders", queues=2)
+        for i in range(10):
+            opened.put("orders", b"%d" % i, queue_id=i % 2, tag="odd" if i % 2 else None, keys=f"k-{i}")
+    return path
+
+
+def bodies(output: str) -> list[str]:
+    return [line.strip() for line in output.splitlines() if line.startswith("    ")]
+
+
+def taken(path: Path, *options: object, topic: str = "orders", group: str = "g", exit_code: int = 0) -> list[str]:
+    """Bodies that a run until nothing is left printed, sorted."""
+    result = mqstore("consume", path, topic, "--group", group, "--idle-exit", 0, *options)
+    assert result.exit_code == exit_code, result.output
+    return sorted(bodies(result.stdout))
+
+
+def left(path: Path, group: str = "g") -> int:
+    return sum(messages for messages, _ in behind(path, group).values())
+
+
+def script(folder: Path, code: str) -> str:
+    """--exec CMD for a Python program, which has the body in `body` and appends it to the file `done`."""
+    file = folder / "command.py"
+    file.write_text(
+        "import os, sys, time\n"
+        "body = sys.stdin.read()\n"
+        f"with open({str(folder / 'done')!r}, 'a') as log:\n"
+        "    log.write(body + ' ' + os.environ['MQSTORE_ATTEMPT'] + '\\n')\n"
+        f"{code}\n"
+    )
+    return shlex.join([sys.executable, "-S", "-E", str(file)])
+
+
+def ran(folder: Path) -> list[tuple[str, int]]:
+    """(body, attempt) of the commands that were run."""
+    file = folder / "done"
+    rows = [line.split() for line in file.read_text().splitlines()] if file.exists() else []
+    return [(body, int(attempt)) for body, attempt in rows]
+
+
+def until(happened: Any) -> None:
+    end = time.monotonic() + LIMIT_S
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def letters(path: Path, group: str = "g") -> list[str]:
+    return [row["reason"] for row in mqstore_json("dlq", path, "--group", group)["letters"]]
+
+
+# -- printing ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_each_message_is_printed_once_and_then_done(store: Path, mode: str) -> None:
+    assert taken(store, "--mode", mode) == [str(i) for i in range(10)]
+    assert left(store) == 0
+    assert taken(store, "--mode", mode) == []
+    assert taken(store, "--mode", mode, group="another") == [str(i) for i in range(10)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_json_lines_are_those_of_export(store: Path, mode: str) -> None:
+    exported = mqstore("export", store, "--topic", "orders").stdout.splitlines()
+
+    found = mqstore("consume", store, "orders", "--group", "g", "--mode", mode, "--idle-exit", 0, "--format", "jsonl")
+
+    assert sorted(found.stdout.splitlines()) == sorted(exported)
+    assert found.stderr.splitlines()[-1].startswith("g: 10 messages")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_several_topics(store: Path, mode: str) -> None:
+    with library.open(store) as opened:
+        opened.put("refunds", b"r")
+
+    result = mqstore("consume", store, "orders", "refunds", "orders", "--group", "g", "--mode", mode, "--idle-exit", 0)
+
+    assert sorted(bodies(result.stdout)) == [*map(str, range(10)), "r"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("only", [("--tags", "odd"), ("--sql", "TAGS = 'odd'")], ids=["tags", "sql"])
+def test_what_a_filter_does_not_pass_is_passed_over_to_the_end(tmp_path: Path, mode: str, only: list[str]) -> None:
+    path = tmp_path / "s"
+    with library.open(path) as opened:
+        opened.create_topic("orders", queues=1)
+        opened.put_many("orders", [b"no"] * 3000)
+        opened.put("orders", b"yes", tag="odd")
+        opened.put_many("orders", [b"no"] * 3000)
+
+    assert taken(path, "--mode", mode, *only) == ["yes"]
+    assert left(path) == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_it_stops_after_so_many_and_goes_on_there(store: Path, mode: str) -> None:
+    first = mqstore_of("consume", store, "orders", "--group", "g", "--mode", mode, "--max-messages", 4)
+
+    assert (len(bodies(first.stdout)), left(store)) == (4, 6)
+    assert sorted(bodies(first.stdout) + taken(store, "--mode", mode)) == [str(i) for i in range(10)]
+
+
+def mqstore_of(*arguments: object) -> Any:
+    result = mqstore(*arguments)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_where_a_new_group_begins(store: Path, mode: str) -> None:
+    with library.MessageStore(store, "r") as opened:
+        times = {message.store_timestamp_ms for message in opened.iter("orders")}
+    future = datetime.fromtimestamp(max(times) / 1000 + 1, UTC).isoformat()
+
+    assert taken(store, "--mode", mode, "--from", "latest", group="a") == []
+    assert taken(store, "--mode", mode, "--from", future, group="b") == []
+    assert len(taken(store, "--mode", mode, "--from", "1h", group="c")) == 10
+    assert taken(store, "--mode", mode, "--from", "earliest", group="a") == []  # it is no new one any more
+
+
+def test_nothing_that_steers_a_terminal_is_printed(tmp_path: Path) -> None:
+    with library.open(tmp_path / "s") as opened:
+        opened.put("orders", b"\x1b[2J\xff", keys="\u202ekey")
+
+    assert taken(tmp_path / "s") == ["\\x1b[2J\\xff"]  # and the runner looks at all of it
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("how", [["--format", "text"], ["--format", "jsonl"], ["--exec", "true"]], ids=" ".join)
+def test_a_body_that_cannot_be_read_is_not_done(tmp_path: Path, mode: str, how: list[str]) -> None:
+    path = tmp_path / "s"
+    with library.open(path) as opened:
+        opened.put("orders", b"no stream of zlib's", queue_id=0, compressed="zlib")
+
+    result = mqstore("consume", path, "orders", "--group", "g", "--mode", mode, "--idle-exit", 0, *how)
+
+    assert result.exit_code == 1
+    assert "orders, queue 0, offset 0: " in result.stderr
+    assert "1 failed and come again" in result.stderr
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("read", [0, 1])
+def test_what_a_reader_that_went_away_did_not_get_is_not_done(tmp_path: Path, mode: str, read: int) -> None:
+    path = tmp_path / "s"
+    with library.open(path) as opened:
+        opened.create_topic("orders", queues=1)
+        opened.put_many("orders", [b"%d" % i * 200_000 for i in range(4)])  # none of which fits into a pipe
+    child = process("consume", path, "orders", "--group", "g", "--mode", mode, "--body-bytes", 200_000)
+    assert child.stdout is not None
+    assert child.stderr is not None
+    try:
+        for _ in range(2 * read):
+            child.stdout.readline()
+        child.stdout.close()
+        assert child.wait(LIMIT_S) == 141
+        child.stderr.close()
+    finally:
+        child.kill()
+
+    assert left(path) == 4 - read
+    assert [body[0] for body in taken(path, "--mode", mode)] == [str(i) for i in range(read, 4)]
+
+
+def test_a_status_line_is_for_terminals_alone(store: Path) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "mqstore_tools.main", "consume", str(store), "orders", "--group", "g"]
+    path = os.pathsep.join(str(Path(__file__).parents[2] / folder) for folder in ("store", "tools"))
+    environment = {**os.environ, "PYTHONPATH": path, "TERM": "xterm", "COLUMNS": "120"}
+    child = subprocess.Popen(
+        [*command, "--idle-exit", "1.5"], env=environment, stdout=subprocess.PIPE, stderr=theirs, stdin=theirs
+    )
+    os.close(theirs)
+    try:
+        seen = b""
+        while True:
+            try:
+                more = os.read(ours, 4096)
+            except OSError:  # the other end is gone
+                break
+            if not more:
+                break
+            seen += more
+        out, _ = child.communicate(timeout=LIMIT_S)
+    finally:
+        child.kill()
+        os.close(ours)
+
+    assert len(bodies(out.decode())) == 10
+    assert b"left" not in out
+    assert b"10 messages, " in seen
+    assert b"/s, 0 running, 0 left" in seen
+
+
+def test_nothing_but_the_summary_is_told_when_piped(store: Path) -> None:
+    child = process("consume", store, "orders", "--group", "g", "--mode", "pull", "--idle-exit", 0)
+    out, error = child.communicate(timeout=LIMIT_S)
+
+    assert (child.returncode, len(bodies(out.decode()))) == (0, 10)
+    [line] = error.decode().splitlines()
+    assert line.startswith("g: 10 messages in ")
+    assert line.endswith(": 10 done; 0 left (stopped by idle)")
+
+
+def test_the_summary_as_json(store: Path) -> None:
+    printed = mqstore("consume", store, "orders", "--group", "g", "--max-messages", 3, "--json")
+    summary = json.loads(printed.stderr.splitlines()[-1])
+    silent = mqstore_json("consume", store, "orders", "--group", "g", "--idle-exit", 0, "--exec", "true")
+
+    assert summary.pop("seconds") >= 0
+    assert summary == {
+        "group": "g",
+        "mode": "push",
+        "topics": ["orders"],
+        "messages": 3,
+        "done": 3,
+        "failed_attempts": 0,
+        "failing": 0,
+        "dead_letters": 0,
+        "not_settled": 0,
+        "left": 7,
+        "stopped_by": "max-messages",
+    }
+    assert (silent["messages"], silent["left"], silent["stopped_by"]) == (7, 0, "idle")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_it_ends_when_nothing_came_for_a_while_and_not_before(store: Path, mode: str) -> None:
+    begin = time.monotonic()
+
+    assert taken(store, "--mode", mode, "--idle-exit", 0.4) == [str(i) for i in range(10)]
+    assert time.monotonic() - begin >= 0.4
+
+
+# -- commands ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_command_has_the_body_and_knows_the_message(tmp_path: Path, mode: str) -> None:
+    path = tmp_path / "s"
+    with library.open(path) as opened:
+        opened.create_topic("orders", queues=3)
+        receipt = opened.put(
+            "orders", b"a\0body", queue_id=2, tag="t", keys=["k1", "k2"], properties={"region": "eu", "x-y.z": "\u00fc"}
+        )
+    code = (
+        "import os, sys, json\n"
+        f"file = open({str(tmp_path / 'seen')!r}, 'w')\n"
+        "json.dump({n: v for n, v in os.environ.items() if n.startswith('MQSTORE_')}\n"
+        "          | {'body': sys.stdin.read()}, file)\n"
+    )
+    (tmp_path / "command.py").write_text(code)
+    command = shlex.join([sys.executable, str(tmp_path / "command.py")])
+
+    assert taken(path, "--mode", mode, "--exec", command) == []
+
+    seen = json.loads((tmp_path / "seen").read_text())
+    assert seen == {
+        "body": "a\0body",
+        "MQSTORE_TOPIC": "orders",
+        "MQSTORE_QUEUE_ID": "2",
+        "MQSTORE_OFFSET": "0",
+        "MQSTORE_TAG": "t",
+        "MQSTORE_KEYS": "k1 k2",
+        "MQSTORE_MESSAGE_ID": receipt.message_id,
+        "MQSTORE_UNIQUE_KEY": receipt.unique_key,
+        "MQSTORE_ATTEMPT": "1",
+        "MQSTORE_GROUP": "g",
+        "MQSTORE_PROPERTY_region": "eu",
+        "MQSTORE_PROPERTY_x_y_z": "\u00fc",
+    }
+    assert left(path) == 0
+
+
+def test_no_property_can_name_another_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MQSTORE_PROPERTY_region", "of the run in which this one runs")
+    with library.open(tmp_path / "s") as opened:
+        receipt = opened.put("orders", b"", properties={"A=B": "c", "LD\u00fc-": "d"})
+        [message] = opened.read(*receipt.queue, 0)
+        found = _environment(message, "g")
+
+    assert {name for name in found if name.startswith(b"MQSTORE_PROPERTY")} == {
+        b"MQSTORE_PROPERTY_A_B",
+        b"MQSTORE_PROPERTY_LD__",
+    }
+    assert all(b"\0" not in value and b"=" not in name for name, value in found.items())
+
+
+@pytest.mark.parametrize("mode", ["push", "pop"])
+def test_an_exit_code_says_what_becomes_of_a_message(store: Path, tmp_path: Path, mode: str) -> None:
+    command = script(
+        tmp_path,
+        "if body in '3': print('', 'no such customer\\x1b[2J', 'at all', sep='\\n', file=sys.stderr); sys.exit(65)\n"
+        "if body in '45' and os.environ['MQSTORE_ATTEMPT'] == '1': sys.exit(75 if body == '4' else 1)",
+    )
+    options = ("--mode", mode, "--exec", command, "--retry-delay", 3600)
+
+    result = mqstore("consume", store, "orders", "--group", "g", "--idle-exit", 0, *options, "--json")
+
+    assert result.exit_code == 1
+    summary = json.loads(result.stdout)
+    assert [summary[name] for name in ("messages", "done", "failing", "dead_letters", "not_settled")] == [
+        10,
+        7,
+        2,
+        1,
+        0,
+    ]
+    assert "no such customer\\x1b[2J\nat all\n" in result.stderr
+    assert letters(store) == ["no such customer\\x1b[2J"]
+    assert sorted(ran(tmp_path)) == [(str(i), 1) for i in range(10)]
+
+
+@pytest.mark.parametrize("mode", ["push", "pop"])
+def test_a_failed_message_comes_again_and_is_fine_in_the_end(store: Path, tmp_path: Path, mode: str) -> None:
+    command = script(tmp_path, "if body == '4' and os.environ['MQSTORE_ATTEMPT'] != '3': sys.exit(1)")
+    options = ("--mode", mode, "--exec", command, "--retry-delay", 0.05, "--retry-delay", 0.1, "--max-messages", 12)
+
+    assert mqstore_of("consume", store, "orders", "--group", "g", *options)
+    assert [(body, attempt) for body, attempt in ran(tmp_path) if body == "4"] == [("4", 1), ("4", 2), ("4", 3)]
+    assert len(ran(tmp_path)) == 12
+    assert left(store) == 0
+
+
+@pytest.mark.parametrize("mode", ["push", "pop"])
+def test_the_last_attempt_leaves_a_dead_letter(store: Path, tmp_path: Path, mode: str) -> None:
+    command = script(tmp_path, "if body == '4': print('out of paper', file=sys.stderr); sys.exit(9)")
+    options = ("--mode", mode, "--exec", command, "--max-attempts", 2, "--retry-delay", 0.05, "--max-messages", 11)
+
+    result = mqstore("consume", store, "orders", "--group", "g", *options)
+
+    assert result.exit_code == 1
+    assert "1 dead letters" in result.stderr
+    assert len(letters(store)) == 1
+    if mode == "push":
+        assert letters(store) == ["out of paper"]
+
+
+def test_another_code_may_reject(store: Path, tmp_path: Path) -> None:
+    command = script(tmp_path, "if body == '4': sys.exit(3)\nif body == '5': sys.exit(65)")
+
+    taken(store, "--exec", command, "--reject-code", 3, "--retry-delay", 3600, exit_code=1)
+
+    assert letters(store) == ["its command ended with exit code 3"]
+
+
+@pytest.mark.parametrize("mode", ["push", "pop"])
+def test_a_command_that_takes_too_long_is_killed_with_all_it_started(store: Path, tmp_path: Path, mode: str) -> None:
+    code = (
+        "import subprocess\n"
+        "if body == '4':\n"
+        "    child = subprocess.Popen(['sleep', '600'])\n"
+        f"    open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))\n"
+        "    time.sleep(600)"
+    )
+    options = ("--mode", mode, "--exec", script(tmp_path, code), "--exec-timeout", 2, "--max-attempts", 1)
+
+    taken(store, *options, exit_code=1)
+
+    pid = int((tmp_path / "pid").read_text())
+    until(lambda: not Path(f"/proc/{pid}").exists() or " Z " in Path(f"/proc/{pid}/stat").read_text())
+    assert len(letters(store)) == 1
+    if mode == "push":
+        assert letters(store) == ["its command took longer than 2 s"]
+
+
+def test_a_shell_reads_the_command_if_it_is_asked_to(store: Path, tmp_path: Path) -> None:
+    file = tmp_path / "out"
+
+    taken(store, "--exec", f'echo "$(cat) $MQSTORE_QUEUE_ID" >> {shlex.quote(str(file))}', "--shell")
+    taken(store, "--exec", f"touch {shlex.quote(str(tmp_path))}/$MQSTORE_GROUP", group="h")
+
+    assert sorted(file.read_text().splitlines()) == [f"{i} {i % 2}" for i in range(10)]
+    assert (tmp_path / "$MQSTORE_GROUP").exists()
+
+
+@pytest.mark.parametrize("mode", ["push", "pop"])
+def test_so_many_commands_run_at_a_time(store: Path, tmp_path: Path, mode: str) -> None:
+    """Each waits for three others; fewer at a time would never end, so they give up then, and fail."""
+    with library.open(store) as opened:
+        opened.create_topic("four", queues=4)
+        for i in range(4):
+            opened.put("four", b"%d" % i, queue_id=i)
+    code = (
+        f"end = time.monotonic() + {LIMIT_S}\n"
+        f"while len(open({str(tmp_path / 'done')!r}).readlines()) < 4:\n"
+        "    if time.monotonic() > end: sys.exit(1)\n"
+        "    time.sleep(0.01)"
+    )
+
+    taken(store, "--mode", mode, "--exec", script(tmp_path, code), "--workers", 4, topic="four")
+
+    assert sorted(ran(tmp_path)) == [(str(i), 1) for i in range(4)]
+
+
+def test_a_loan_is_kept_up_while_its_command_runs(store: Path, tmp_path: Path) -> None:
+    command = script(tmp_path, "if body == '4': time.sleep(1.5)")
+
+    taken(store, "--mode", "pop", "--exec", command, "--visibility", 0.3, "--workers", 2)
+
+    assert sorted(ran(tmp_path)) == [(str(i), 1) for i in range(10)]
+
+
+def test_a_command_that_does_not_read_is_no_failure(tmp_path: Path) -> None:
+    with library.open(tmp_path / "s") as opened:
+        opened.put("orders", b"x" * 1_000_000)
+
+    for mode in MODES:
+        taken(tmp_path / "s", "--mode", mode, "--exec", "true", group=mode)
+
+
+def test_pull_ends_at_what_fails_and_goes_on_there(store: Path, tmp_path: Path) -> None:
+    with library.open(store) as opened:
+        opened.create_topic("one", queues=1)
+        opened.put_many("one", [b"%d" % i for i in range(6)])
+    fails = script(tmp_path, "sys.exit(body == '3')")
+
+    result = mqstore("consume", store, "one", "--group", "g", "--mode", "pull", "--batch-size", 6, "--exec", fails)
+
+    assert result.exit_code == 1
+    assert "3 done, 1 failed and come again; 3 left (stopped by failure)" in result.stderr
+    assert [body for body, _ in ran(tmp_path)] == ["0", "1", "2", "3"]
+    assert taken(store, "--mode", "pull", topic="one") == ["3", "4", "5"]
+
+
+@pytest.mark.parametrize("mode", ["push", "pop"])
+def test_in_order_a_failure_holds_back_what_is_behind_it(store: Path, tmp_path: Path, mode: str) -> None:
+    command = script(tmp_path, "sys.exit(body == '4')")
+    options = ("--mode", mode, "--ordered", "--exec", command, "--retry-delay", 20)
+
+    taken(store, *options, exit_code=1)
+
+    assert [body for body, _ in ran(tmp_path) if int(body) % 2 == 0] == ["0", "2", "4"]
+    assert [body for body, _ in ran(tmp_path) if int(body) % 2] == ["1", "3", "5", "7", "9"]
+    assert left(store) == 3
+    wrong = mqstore("consume", store, "orders", "--group", "g", "--mode", mode, "--idle-exit", 0)
+    assert wrong.exit_code == 2
+    assert "--ordered" in wrong.stderr
+
+
+# -- the end -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_lets_what_runs_end_and_begins_nothing(store: Path, tmp_path: Path, mode: str, number: int) -> None:
+    command = script(tmp_path, f"while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)")
+    child = process("consume", store, "orders", "--group", "g", "--mode", mode, "--exec", command)
+    assert child.stderr is not None
+    try:
+        until(lambda: ran(tmp_path))
+        child.send_signal(number)
+        said = b""
+        while b"1 still running; once more ends them now\n" not in said:
+            said += child.stderr.readline()
+        (tmp_path / "go").touch()
+        _, error = child.communicate(timeout=LIMIT_S)
+    finally:
+        child.kill()
+
+    assert child.returncode == 0, error
+    assert b"1 messages in " in error
+    assert b": 1 done; 9 left (stopped by signal)" in error
+    assert (len(ran(tmp_path)), left(store)) == (1, 9)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_second_signal_kills_what_runs_and_that_is_no_attempt(store: Path, tmp_path: Path, mode: str) -> None:
+    child = process(
+        "consume", store, "orders", "--group", "g", "--mode", mode, "--exec", script(tmp_path, "time.sleep(600)")
+    )
+    assert child.stderr is not None
+    try:
+        until(lambda: ran(tmp_path))
+        child.send_signal(signal.SIGINT)
+        said = b""
+        while b"once more" not in said:
+            said += child.stderr.readline()
+        child.send_signal(signal.SIGINT)
+        _, error = child.communicate(timeout=LIMIT_S)
+    finally:
+        child.kill()
+
+    assert child.returncode == 0, error
+    assert b"1 not settled, come again; 10 left (stopped by signal)" in error
+    assert b"handler" not in said + error
+    [(body, _)] = ran(tmp_path)
+    again = script(tmp_path, "")
+    (tmp_path / "done").unlink()
+    taken(store, "--mode", mode, "--exec", again)
+    assert (body, 1) in ran(tmp_path)
+    assert len(ran(tmp_path)) == 10
+
+
+def test_an_idle_consumer_ends_by_a_signal_at_once(store: Path) -> None:
+    for mode in MODES:
+        child = process("consume", store, "orders", "--group", mode, "--mode", mode, "--format", "jsonl")
+        assert child.stdout is not None
+        try:
+            for _ in range(10):
+                child.stdout.readline()
+            child.send_signal(signal.SIGTERM)
+            rest, error = child.communicate(timeout=LIMIT_S)
+        finally:
+            child.kill()
+
+        assert (child.returncode, rest) == (0, b""), error
+        assert left(store, mode) == 0
+
+
+def test_a_command_that_cannot_be_started_ends_the_run_and_fails_nothing(store: Path, tmp_path: Path) -> None:
+    command = tmp_path / "command"
+    command.write_bytes(b"\x7fELF, it is not")
+    command.chmod(0o700)
+
+    for mode in MODES:
+        result = mqstore("consume", store, "orders", "--group", mode, "--mode", mode, "--exec", command)
+        assert result.exit_code == 3, result.output
+        assert left(store, mode) == 10
+        assert mqstore_json("consume", store, "orders", "--group", mode, "--dry-run")["messages"] == 10
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--mode", "push", "--visibility", 5),
+        ("--mode", "push", "--batch-size", 5),
+        ("--mode", "pull", "--ordered"),
+        ("--mode", "pull", "--workers", 2),
+        ("--mode", "pull", "--max-attempts", 2),
+        ("--mode", "pull", "--retry-delay", 2),
+        ("--shell",),
+        ("--exec-timeout", 2),
+        ("--reject-code", 2),
+        ("--exec", "true", "--format", "jsonl"),
+        ("--exec", "no-such-command-there"),
+        ("--exec", "'unbalanced"),
+        ("--exec", ""),
+        ("--tags", "a", "--sql", "a > 1"),
+        ("--sql", "a >"),
+        ("--from", "yesterday"),
+        ("--idle-exit", -1),
+        ("no/topic",),
+    ],
+    ids=lambda options: " ".join(map(str, options)),
+)
+def test_what_makes_no_sense_is_wrong_usage_and_touches_nothing(store: Path, options: tuple[Any, ...]) -> None:
+    result = mqstore("consume", store, "orders", "--group", "g", *options)
+
+    assert result.exit_code == 2, result.output
+    with pytest.raises(library.GroupNotFoundError):
+        left(store)
+
+
+def test_what_cannot_be_opened_is_3(tmp_path: Path, store: Path) -> None:
+    assert mqstore("consume", tmp_path / "absent", "orders", "--group", "g").exit_code == 3
+    assert not (tmp_path / "absent").exists()
+    with library.open(store):
+        for more in ([], ["--dry-run"]):
+            result = mqstore("consume", store, "orders", "--group", "g", *more)
+            assert result.exit_code == 3
+            assert str(os.getpid()) in result.stderr
+
+
+def test_a_topic_that_is_not_there_is_told_and_waited_for(store: Path) -> None:
+    result = mqstore("consume", store, "odrers", "--group", "g", "--idle-exit", 0)
+
+    assert result.exit_code == 0
+    assert "topic odrers is not there" in result.stderr
+
+
+# -- --dry-run ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_dry_run_says_what_is_before_the_group_and_changes_nothing(store: Path, mode: str) -> None:
+    mqstore_of("consume", store, "orders", "--group", "g", "--mode", mode, "--max-messages", 4)
+    before = snapshot(store)
+
+    known = mqstore_json("consume", store, "orders", "nonesuch", "--group", "g", "--mode", mode, "--dry-run")
+    new = [
+        mqstore_json("consume", store, "orders", "--group", "new", "--mode", mode, "--from", start, "--dry-run")
+        for start in ("earliest", "latest", "1h")
+    ]
+    shown = mqstore("consume", store, "orders", "--group", "g", "--mode", mode, "--dry-run")
+
+    assert (known["messages"], known["missing"]) == (6, ["nonesuch"])
+    assert sum(row["end"] - row["from"] for row in known["queues"] if row["topic"] == "orders") == 6
+    assert [each["messages"] for each in new] == [10, 0, 10]
+    assert "would consume 6 messages for group g" in shown.stdout
+    assert snapshot(store) == before
+
+
+def test_a_dry_run_counts_what_failed_before(store: Path) -> None:
+    taken(store, "--exec", "false", "--retry-delay", 0, "--max-messages", 10, exit_code=1)
+
+    found = mqstore_json("consume", store, "orders", "--group", "g", "--dry-run")
+
+    assert found["messages"] == left(store) > 0
+    assert {row["topic"] for row in found["queues"]} == {"orders", "%RETRY%g"}

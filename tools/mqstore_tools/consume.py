@@ -1,0 +1,401 @@
+"""`mqstore consume`: the messages of topics in the name of a group: printed, or a command run for each.
+
+Here is what was asked for, what is said about it, and what would be done; `taken` runs it, `handled` prints and runs
+commands.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final
+
+import click
+from rich.live import Live
+from rich.text import Text
+
+import mqstore
+from mqstore import Broker, RetryPolicy, StoreClosedError
+from mqstore.broker.broker import as_filter
+from mqstore.broker.inspect import group_names, lag_of, pop_view
+from mqstore.broker.names import check_group, check_user_topic, pop_retry_topic, retry_topic
+from mqstore.broker.parts import Parts
+from mqstore.broker.reading import Reads
+from mqstore_tools.handled import Commands, Printer
+from mqstore_tools.opened import dry_run_option, moment, planning
+from mqstore_tools.render import as_json, console, note, print_json, safe, table
+from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, json_option
+from mqstore_tools.shown import body_bytes_option
+from mqstore_tools.taken import SOURCES, Asked, Mode, Run, Source, Start, quiet, supervise
+
+__all__ = ["consume"]
+
+_WORDS: Final[dict[str, Start]] = {"earliest": "earliest", "latest": "latest"}
+_NO_GOOD: Final[dict[str, tuple[str, ...]]] = {
+    "push": ("batch_size", "visibility"),
+    "pop": (),
+    "pull": ("ordered", "workers", "visibility", "max_attempts", "retry_delay", "reject_code"),
+}
+"""Options that a mode has no use for."""
+_OF_COMMANDS: Final = ("shell", "exec_timeout", "reject_code")
+_OF_PRINTING: Final = ("format_", "body_bytes")
+_NAMES: Final = {"format_": "--format"}
+
+_EX_DATAERR: Final = 65
+_BATCH: Final = 32
+
+
+def _start(value: Any) -> Start:
+    """The type of `--from`."""
+    return value if isinstance(value, datetime) else _WORDS.get(value) or moment(value)
+
+
+@click.command(
+    cls=StoreCommand,
+    short_help="Take messages for a group: print them, or run a command for each.",
+    epilog="""\b
+Examples:
+  mqstore consume var/mq orders --group billing
+  mqstore consume var/mq orders refunds --group audit --from latest --format jsonl | jq .topic
+  mqstore consume var/mq orders --group billing --exec './book.sh' --workers 4 --max-attempts 5
+  mqstore consume var/mq mail --group mailer --mode pop --exec 'sendmail -t' --exec-timeout 60
+  mqstore consume var/mq orders --group nightly --idle-exit 0    # what is there, then end
+  mqstore consume var/mq orders --group billing --dry-run
+
+\b
+A command has the body on stdin, and in its environment MQSTORE_TOPIC, MQSTORE_QUEUE_ID, MQSTORE_OFFSET,
+MQSTORE_TAG, MQSTORE_KEYS, MQSTORE_MESSAGE_ID, MQSTORE_UNIQUE_KEY, MQSTORE_ATTEMPT (1, 2, ...),
+MQSTORE_GROUP and MQSTORE_PROPERTY_<NAME> (what is no letter, digit or _ in a name becomes _).
+  exit code 0    done
+  65             a dead letter at once, for the reason in the first line of its stderr (--reject-code)
+  any other      failed: it comes again as the group's retry policy says, after the last attempt a dead letter
+\b
+Ctrl-C or SIGTERM: begin nothing more, let running commands end, note how far the group is. Twice: kill them; their
+messages come again. Exit codes: 0 fine, 1 messages failed (and did not succeed later) or became dead letters, 2 wrong
+usage, 3 the store cannot be opened.""",
+)
+@directory_argument
+@click.argument("topics", metavar="TOPIC...", nargs=-1, required=True)
+@click.option("--group", required=True, help="In whose name: it goes on where it was, and each message is done once.")
+@click.option(
+    "--mode",
+    type=click.Choice(["push", "pull", "pop"]),
+    default="push",
+    show_default=True,
+    help="push: by offset, with retries; pull: by offset, commits what was printed; pop: acknowledges each by itself.",
+)
+@click.option("--ordered", is_flag=True, help="A message that failed holds back those behind it in its queue.")
+@click.option(
+    "--tags", metavar="EXPR", default="*", help="Only these tags, as in 'created || paid'; others are skipped."
+)
+@click.option("--sql", metavar="EXPR", help='Only messages for whose properties this holds, as in "price > 5".')
+@click.option(
+    "--from",
+    "start",
+    type=_start,
+    metavar="WHERE",
+    default="earliest",
+    show_default=True,
+    help="Where a group begins that was never here: earliest, latest, a time (UTC unless it says otherwise) or an age "
+    "(36h).",
+)
+@click.option("--workers", type=click.IntRange(1, 1000), default=1, show_default=True, help="Messages at a time.")
+@click.option("--batch-size", type=click.IntRange(1, 1024), help="pull, pop: messages asked for at a time.")
+@click.option("--max-messages", type=click.IntRange(1), help="Stop after so many.")
+@click.option(
+    "--idle-exit",
+    type=click.FloatRange(0),
+    metavar="SECONDS",
+    help="Stop when nothing came for so long; 0: when nothing is left that could come now.",
+)
+@click.option(
+    "--visibility",
+    type=click.FloatRange(0.1, 43_200),
+    metavar="SECONDS",
+    default=60,
+    show_default=True,
+    help="pop: after so long without a word from us a message is given to others. Kept up while its command runs.",
+)
+@click.option("--max-attempts", type=click.IntRange(1), help="Attempts before a dead letter. The group keeps it.")
+@click.option(
+    "--retry-delay",
+    type=click.FloatRange(0),
+    metavar="SECONDS",
+    multiple=True,
+    help="Pause before a failed message comes again; repeated: before the 2nd, 3rd, ... attempt. The group keeps it.",
+)
+@click.option(
+    "--format",
+    "format_",
+    type=click.Choice(["text", "jsonl"]),
+    default="text",
+    show_default=True,
+    help="jsonl: one JSON object a line, as `export` has it.",
+)
+@body_bytes_option
+@click.option("--exec", "command", metavar="CMD", help="Run CMD for each message in place of printing it.")
+@click.option("--shell", is_flag=True, help="Have CMD run by /bin/sh; without it, it is split into words and run.")
+@click.option(
+    "--exec-timeout", type=click.FloatRange(0.001), metavar="SECONDS", help="Kill a command that takes longer."
+)
+@click.option(
+    "--reject-code",
+    type=click.IntRange(1, 255),
+    default=_EX_DATAERR,
+    show_default=True,
+    help="Exit code of a command that makes its message a dead letter.",
+)
+@dry_run_option
+@json_option
+@click.pass_context
+def consume(
+    ctx: click.Context,
+    directory: Path,
+    topics: tuple[str, ...],
+    group: str,
+    mode: Mode,
+    ordered: bool,
+    tags: str,
+    sql: str | None,
+    start: Start,
+    workers: int,
+    batch_size: int | None,
+    max_messages: int | None,
+    idle_exit: float | None,
+    visibility: float,
+    max_attempts: int | None,
+    retry_delay: tuple[float, ...],
+    format_: str,
+    body_bytes: int,
+    command: str | None,
+    shell: bool,
+    exec_timeout: float | None,
+    reject_code: int,
+    dry_run: bool,
+    json_output: bool,
+) -> None:
+    """Take the messages of TOPICs in the store in DIR for a consumer group, and print them, or run a command for each.
+
+    A message is done once it was printed and written out, or its command has ended well; what was begun and not done
+    when the process dies comes again. Takes the writer's lock for as long as it runs. With --json a summary at the end:
+    on stdout with --exec, else, where messages are printed, on stderr.
+    """
+    _check_options(ctx, mode, command)
+    if sql is not None and tags != "*":
+        raise click.UsageError("--tags or --sql: one of them")
+    argv = None if command is None else _argv(command, shell=shell)
+    if dry_run:
+        _dry_run(directory, dict.fromkeys(topics), group, start, mode, json_output=json_output)
+        return
+    asked = Asked(
+        topics=tuple(dict.fromkeys(topics)),
+        group=group,
+        mode=mode,
+        ordered=ordered,
+        tags=tags,
+        sql=sql,
+        start=start,
+        workers=workers,
+        batch_size=batch_size or (1 if argv else _BATCH),
+        visibility=visibility,
+        drains=idle_exit == 0,
+    )
+    work = Printer(format_ == "jsonl", body_bytes) if argv is None else Commands(argv, group, exec_timeout, reject_code)
+    run = Run(work, max_messages)
+    with mqstore.open(directory, create=False) as store:
+        policy = _policy(store.broker, asked, max_attempts, retry_delay)
+        source = SOURCES[mode](store, run, asked, policy)
+        began = time.monotonic()
+        with quiet(), _status(run, source, shown=argv is not None or not sys.stdout.isatty()):
+            supervise(run, source, idle_exit)
+        summary = _summary(run, asked, source.lag(), time.monotonic() - began)
+    if json_output:
+        print(as_json(summary), file=sys.stdout if argv is not None and run.error is None else sys.stderr)
+    else:
+        note(_text(summary))
+    if run.error is not None:
+        raise run.error
+    if summary["failing"] or summary["dead_letters"]:
+        ctx.exit(FINDINGS)
+
+
+def _check_options(ctx: click.Context, mode: Mode, command: str | None) -> None:
+    """Refuse what would have no effect."""
+    for names, why in (
+        (_NO_GOOD[mode], f"--mode {mode}"),
+        ((), "") if command is not None else (_OF_COMMANDS, "printing; give --exec"),
+        (_OF_PRINTING, "--exec") if command is not None else ((), ""),
+    ):
+        for name in names:
+            if ctx.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
+                option = _NAMES.get(name, f"--{name.replace('_', '-')}")
+                raise click.UsageError(f"{option} does not go with {why}")
+
+
+def _argv(command: str, *, shell: bool) -> list[str]:
+    """The words of a command. One that is not there would make a failure of every message: that is told before."""
+    if shell:
+        return ["/bin/sh", "-c", command]
+    try:
+        argv = shlex.split(command)
+    except ValueError as error:
+        raise click.UsageError(f"--exec {command!r}: {error}; with --shell a shell reads it") from None
+    if not argv or shutil.which(argv[0]) is None:
+        raise click.UsageError(f"--exec {command!r}: there is no command {argv[0] if argv else ''!r} to run")
+    return argv
+
+
+def _policy(
+    broker: Broker, asked: Asked, max_attempts: int | None, retry_delay: tuple[float, ...]
+) -> RetryPolicy | None:
+    """The retry policy to give to the group; None: what it has. UsageError when it is another kind of group."""
+    _check_names(broker, asked)
+    known = broker.groups.get(asked.group)
+    if known is not None and known.orderly != asked.ordered and asked.mode != "pull":
+        if known.orderly:
+            raise click.UsageError(f"group {asked.group!r} consumes in order: give --ordered, or take another group")
+        if asked.mode == "pop":
+            raise click.UsageError(f"group {asked.group!r} consumes without order: leave out --ordered")
+    if max_attempts is None and not retry_delay:
+        return None
+    before = RetryPolicy() if known is None else known.retry_policy
+    attempts = before.max_attempts if max_attempts is None else max_attempts
+    return RetryPolicy(attempts, retry_delay) if retry_delay else before.with_attempts(attempts)
+
+
+def _check_names(broker: Broker, asked: Asked) -> None:
+    """What a consumer would refuse only when its group has come into being."""
+    check_group(asked.group)
+    for topic in asked.topics:
+        if broker.topics.get(topic) is None:
+            check_user_topic(topic)
+    if asked.sql is not None:
+        broker.filter(asked.sql, "SQL92")
+    else:
+        as_filter(asked.tags)
+
+
+# -- what is said about it ---------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _status(run: Run, source: Source, *, shown: bool) -> Iterator[None]:
+    """A line on stderr that tells how it goes, if that is a terminal where nothing else is printed."""
+    screen = console(stderr=True)
+    if not (shown and screen.is_terminal):
+        yield
+        return
+    seen: list[tuple[float, int]] = [(time.monotonic(), 0)]
+
+    def line() -> Text:
+        seen.append((time.monotonic(), run.taken))
+        del seen[:-20]
+        (then, before), (now, taken) = seen[0], seen[-1]
+        rate = (taken - before) / (now - then) if now > then else 0.0
+        try:
+            left = f"{source.lag()} left"
+        except StoreClosedError:
+            left = "closed"
+        return Text(safe(f"{taken} messages, {rate:.0f}/s, {run.running} running, {left}"))
+
+    # stdout is not rich's to redirect: it may be a pipe.
+    with Live(get_renderable=line, console=screen, transient=True, redirect_stdout=False, refresh_per_second=2):
+        yield
+
+
+def _summary(run: Run, asked: Asked, lag: int, took_s: float) -> dict[str, Any]:
+    done = run.outcomes
+    return {
+        "group": asked.group,
+        "mode": asked.mode,
+        "topics": list(asked.topics),
+        "messages": run.taken,
+        "done": done["ack"],
+        "failed_attempts": done["retry"],
+        "failing": len(run.failing),
+        "dead_letters": done["dlq"],
+        "not_settled": run.taken - sum(done.values()),
+        "left": lag,
+        "seconds": round(took_s, 3),
+        "stopped_by": run.why,
+    }
+
+
+def _text(summary: dict[str, Any]) -> str:
+    seconds = summary["seconds"]
+    rate = f", {summary['messages'] / seconds:.0f}/s" if seconds else ""
+    facts = [f"{summary['done']} done"]
+    for name, words in (
+        ("failing", "failed and come again"),
+        ("dead_letters", "dead letters"),
+        ("not_settled", "not settled, come again"),
+    ):
+        if summary[name]:
+            facts.append(f"{summary[name]} {words}")
+    return (
+        f"{summary['group']}: {summary['messages']} messages in {seconds:.1f} s{rate}: {', '.join(facts)}; "
+        f"{summary['left']} left (stopped by {summary['stopped_by']})"
+    )
+
+
+# -- what would be done ------------------------------------------------------------------------------------------------
+
+
+def _dry_run(
+    directory: Path, topics: Iterable[str], group: str, start: Start, mode: Mode, *, json_output: bool
+) -> None:
+    """Say what the group has before it; changes nothing."""
+    with planning(directory) as parts:
+        missing = [topic for topic in topics if parts.topics.get(topic) is None]
+        rows = _plan(parts, [topic for topic in topics if topic not in missing], group, start, mode)
+    total = sum(row["messages"] for row in rows)
+    if json_output:
+        print_json({"dry_run": True, "group": group, "messages": total, "queues": rows, "missing": missing})
+        return
+    for topic in missing:
+        note(f"topic {topic} is not there; it would be waited for")
+    cells = [["-" if value is None else value for value in row.values()] for row in rows]
+    columns = ("topic", "queue>", "goes on at>", "end>", "messages>", "in flight>")
+    console().print(table(f"would consume {total} messages for group {group}", columns, cells))
+
+
+def _plan(parts: Parts, topics: list[str], group: str, start: Start, mode: Mode) -> list[dict[str, Any]]:
+    """A row a queue, those with what failed before included."""
+    reads = Reads(parts)
+    pops = pop_view(parts, parts.clock.now_ms())
+    known = lag_of(parts, group, pops) if group in group_names(parts) else []
+    at = {(each.topic, each.queue_id): max(each.first, each.committed) for each in known if each.committed is not None}
+    queues = [(topic, i) for topic in topics for i in range(parts.topics.need(topic).read_queues)]
+    again = {retry_topic(group)} if mode == "push" else {pop_retry_topic(group, topic) for topic in topics}
+    queues += sorted(key for key in at if key[0] in again and mode != "pull")
+    rows = []
+    for topic, queue_id in queues:
+        begin = at.get((topic, queue_id))
+        begin = _begin(reads, topic, queue_id, start) if begin is None else begin
+        end = reads.max_offset(topic, queue_id)
+        rows.append(
+            {
+                "topic": topic,
+                "queue_id": queue_id,
+                "from": begin,
+                "end": end,
+                "messages": max(0, end - begin),
+                "in_flight": pops.count(group, topic, queue_id),
+            }
+        )
+    return rows
+
+
+def _begin(reads: Reads, topic: str, queue_id: int, start: Start) -> int:
+    if start == "earliest":
+        return reads.min_offset(topic, queue_id)
+    if start == "latest":
+        return reads.max_offset(topic, queue_id)
+    assert isinstance(start, datetime)
+    return reads.offset_for_time(topic, queue_id, start)

@@ -1,0 +1,203 @@
+"""What `mqstore consume` does with a message: prints it, or runs a command for it.
+
+    printed and flushed                         done
+    command:    exit code 0                     done
+                --reject-code                   Reject: a dead letter, for the reason in its first line on stderr
+                any other, a signal, a timeout  Failed: it comes again as the retry policy says
+                killed by `kill`                Enough: let go of, comes again, no attempt counted
+    anything else that is raised                no fault of the message: nothing is settled, the run ends
+
+Knows nothing of groups' progress, and of how a message was come by only that one on loan wants to be kept.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import IO, Final, Protocol
+
+from mqstore import FormatError, Message, Reject, Retry
+from mqstore.layout.compression import MissingPackageError
+from mqstore_tools.render import note, safe
+from mqstore_tools.shown import print_message
+
+__all__ = ["Commands", "Enough", "Failed", "Keep", "Printer", "Work"]
+
+_STDERR_BYTES: Final = 1 << 16
+"""How much of a command's stderr is shown."""
+_REASON_CHARS: Final = 300
+
+
+class Enough(SystemExit):
+    """Let go of a message without a word about it: raised in a handler it settles nothing, and the consumer ends."""
+
+
+class Failed(Retry):
+    """It comes again as the retry policy says, and this is why."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__()
+        self.args = (reason,)
+
+
+Keep = Callable[[], object] | None
+"""Called by who takes long, to have the message for longer."""
+
+
+class Work(Protocol):
+    def __call__(self, message: Message, keep: Keep, keep_every_s: float) -> None:
+        """Deal with a message. Returns: done. Raises Failed, Reject, Enough; anything else is no fault of the
+        message, and ends the run."""
+
+    def kill(self) -> None:
+        """End what runs, now."""
+
+
+class Printer:
+    """Prints. A message is done when all of it has been written out."""
+
+    def __init__(self, as_jsonl: bool, body_bytes: int) -> None:
+        self._as_jsonl = as_jsonl
+        self._body_bytes = body_bytes
+        self._lock = threading.Lock()
+
+    def __call__(self, message: Message, keep: Keep, keep_every_s: float) -> None:
+        with self._lock:
+            fine = print_message(message, json_output=self._as_jsonl, body_bytes=self._body_bytes)
+            sys.stdout.flush()
+        if not fine:
+            raise Failed("its body cannot be inflated")
+
+    def kill(self) -> None:
+        pass
+
+
+@dataclass
+class Commands:
+    """Runs a command for each message, in a process group of its own: Ctrl-C at a terminal is for us, not for them."""
+
+    argv: list[str]
+    group: str
+    timeout_s: float | None
+    reject_code: int
+    _running: set[subprocess.Popen[bytes]] = field(default_factory=set)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _killed: bool = False
+
+    def __call__(self, message: Message, keep: Keep, keep_every_s: float) -> None:
+        try:
+            body = message.body
+        except (FormatError, MissingPackageError) as error:
+            note(f"{message.topic}, queue {message.queue_id}, offset {message.offset}: {error}")
+            raise Failed(str(error)) from error
+        # A file, not a pipe: what the command leaves behind may hold a pipe open for ever.
+        with tempfile.TemporaryFile() as errors:
+            child = self._begin(message, errors)
+            try:
+                timed_out = self._wait(child, body, keep, keep_every_s)
+            finally:
+                with self._lock:
+                    self._running.discard(child)
+            said = _told(errors)
+        if self._killed and child.returncode == -signal.SIGKILL:
+            raise Enough
+        self._judge(child.returncode, timed_out, said)
+
+    def _begin(self, message: Message, errors: IO[bytes]) -> subprocess.Popen[bytes]:
+        with self._lock:
+            if self._killed:
+                raise Enough
+            child = subprocess.Popen(
+                self.argv, stdin=subprocess.PIPE, stderr=errors, env=_environment(message, self.group), process_group=0
+            )
+            self._running.add(child)
+        return child
+
+    def _wait(self, child: subprocess.Popen[bytes], body: bytes, keep: Keep, keep_every_s: float) -> bool:
+        """Until it has ended; whether it had to be killed for taking too long."""
+        end = None if self.timeout_s is None else time.monotonic() + self.timeout_s
+        give: bytes | None = body
+        while True:
+            left_s = None if end is None else max(0.0, end - time.monotonic())
+            step_s = left_s if keep is None else keep_every_s if left_s is None else min(left_s, keep_every_s)
+            try:
+                child.communicate(give, timeout=step_s)
+                return False
+            except subprocess.TimeoutExpired:
+                give = None  # the rest of it is known to `communicate`
+                if end is not None and time.monotonic() >= end:
+                    _kill(child)
+                    child.communicate()
+                    return True
+                if keep is not None:
+                    keep()
+
+    def _judge(self, code: int, timed_out: bool, said: list[str]) -> None:
+        if code == 0 and not timed_out:
+            return
+        if timed_out:
+            why = f"its command took longer than {self.timeout_s:g} s"
+        elif code < 0:
+            why = f"its command was ended by signal {-code}"
+        else:
+            why = f"its command ended with exit code {code}"
+        reason = said[0][:_REASON_CHARS] if said else why
+        if code == self.reject_code:
+            raise Reject(reason)
+        raise Failed(reason)
+
+    def kill(self) -> None:
+        """Kill all that run, with all that they have started; begin none any more."""
+        with self._lock:
+            self._killed = True
+            for child in self._running:
+                _kill(child)
+
+
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+
+
+def _told(errors: IO[bytes]) -> list[str]:
+    """Show what a command wrote to stderr; its lines that are not empty."""
+    errors.seek(0)
+    text = errors.read(_STDERR_BYTES + 1)
+    lines = [safe(line) for line in text[:_STDERR_BYTES].decode("utf-8", "replace").splitlines()]
+    for line in lines:
+        note(line)
+    if len(text) > _STDERR_BYTES:
+        note("... and more")
+    return [line for line in lines if line.strip()]
+
+
+def _environment(message: Message, group: str) -> dict[bytes, bytes]:
+    """Ours, and what is to be known of the message. Nothing that a message bears can name another variable."""
+    facts: dict[str, object] = {
+        "TOPIC": message.topic,
+        "QUEUE_ID": message.queue_id,
+        "OFFSET": message.offset,
+        "TAG": message.tag or "",
+        "KEYS": " ".join(message.keys),
+        "MESSAGE_ID": message.message_id,
+        "UNIQUE_KEY": message.unique_key,
+        "ATTEMPT": message.attempt,
+        "GROUP": group,
+    }
+    for name, value in message.properties.items():
+        plain = "".join(char if char.isascii() and (char.isalnum() or char == "_") else "_" for char in name)
+        facts[f"PROPERTY_{plain}"] = value
+    found = {name: value for name, value in os.environb.items() if not name.startswith(b"MQSTORE_PROPERTY_")}
+    for name, fact in facts.items():
+        # A zero byte ends a variable, and would cut the value short unseen.
+        text = str(fact).replace("\0", "\N{REPLACEMENT CHARACTER}")
+        found[b"MQSTORE_" + name.encode()] = text.encode("utf-8", "replace")
+    return found

@@ -1,0 +1,749 @@
+"""`mqstore produce`: messages from lines, JSON lines or CSV, with what they say about themselves.
+
+    bytes --Lines--> lines --_records--> records --_Recipe--> messages --_Sender--> the store
+                                     |                      |
+                                     +-- a bad one ---------+--> stop (exit 2), or count it (--skip-bad, exit 1)
+
+What has been read is stored before more is waited for, so `tail -f log | mqstore produce` keeps up. Messages go in
+pieces: one wait for the disk each, all of a piece that are free to lie anywhere in one queue.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import csv
+import json
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any, BinaryIO, Literal
+
+import click
+
+import mqstore
+from mqstore import InvalidMessageError, MQStoreError, NotAStoreError, OutgoingMessage, SendReceipt, StoreConfig
+from mqstore.broker.names import check_user_topic
+from mqstore.client.producer import Producer
+from mqstore.client.sendrules import check_options, check_size, options_of
+from mqstore.layout.properties import SHARDINGKEY, is_reserved
+from mqstore.log.writer import MAX_QUEUE_ID
+from mqstore.options import delay_table_ms
+from mqstore_tools.opened import planning, tell
+from mqstore_tools.render import note, progress, show_bytes
+from mqstore_tools.shared import FINDINGS, INTERRUPTED, StoreCommand, directory_argument, json_option
+
+__all__ = ["produce"]
+
+_PIECE = 1000
+_PIECE_BYTES = 4 << 20
+_BLOCK_BYTES = 256 << 10
+_LINE_BYTES = 64 << 20
+"""A line that is longer is none that was meant."""
+_PIECES_A_SECOND = 10
+"""With --rate."""
+_BAD_SHOWN = 10
+_DURATION = re.compile(r"\d{1,9}[smhd]")
+
+Format = Literal["lines", "jsonl", "csv"]
+
+
+@click.command(
+    cls=StoreCommand,
+    short_help="Send messages from lines, JSON lines or CSV.",
+    epilog="""\b
+Examples:
+  seq 1000 | mqstore produce var/mq numbers
+  mqstore produce var/mq orders orders.jsonl --format jsonl --key @id --message-group @customer
+  mqstore produce var/mq orders orders.csv --format csv --whole --tag imported --dry-run
+  mqstore export var/old --topic orders | mqstore produce var/mq orders --exported
+  tail -f app.log | mqstore produce var/mq logs --rate 500 --flush""",
+)
+@directory_argument
+@click.argument("topic")
+@click.argument(
+    "files", metavar="[FILE]...", nargs=-1, type=click.Path(path_type=Path, dir_okay=False, allow_dash=True)
+)
+@click.option(
+    "--format",
+    "format_",
+    type=click.Choice(["lines", "jsonl", "csv"]),
+    default="lines",
+    show_default=True,
+    help="A line is: a body; a JSON object; a row of a table whose first row has the names of the fields.",
+)
+@click.option("--key", "keys", metavar="VALUE", multiple=True, help="Key to find the message by; may be repeated.")
+@click.option("--tag", metavar="VALUE", help="Tag, for readers that filter.")
+@click.option("--message-group", metavar="VALUE", help="All messages of a group go to one queue, in order.")
+@click.option("--unique-key", metavar="VALUE", help="What stays the same in every copy; @FIELD, as a rule.")
+@click.option("--property", "properties", metavar="NAME=VALUE", multiple=True, help="User property; may be repeated.")
+@click.option("--delay", metavar="TIME", help="Deliver so much later: seconds, or 90s, 5m, 2h, 1d.")
+@click.option(
+    "--body-field",
+    "--body-column",
+    "body_field",
+    metavar="FIELD",
+    default="body",
+    show_default=True,
+    help="Which field of a JSON object or row is the body.",
+)
+@click.option("--exported", is_flag=True, help="The lines are those of `mqstore export`; JSON lines, therefore.")
+@click.option("--whole", is_flag=True, help="The whole object or row is the body, as JSON.")
+@click.option("--queue-id", type=click.IntRange(0, MAX_QUEUE_ID), help="Put all to this queue.")
+@click.option("--rate", type=click.FloatRange(0, min_open=True), metavar="N", help="At most N messages a second.")
+@click.option("--flush", is_flag=True, help="Each piece is on disk before the next is sent.")
+@click.option("--skip-bad", is_flag=True, help="Leave bad lines out, and exit with 1, instead of stopping there.")
+@click.option("--create/--no-create", default=True, show_default=True, help="Make the store if DIR holds none.")
+@click.option("--dry-run", is_flag=True, help="Read and check everything, write nothing.")
+@json_option
+@click.pass_context
+def produce(
+    ctx: click.Context,
+    directory: Path,
+    topic: str,
+    files: tuple[Path, ...],
+    format_: Format,
+    keys: tuple[str, ...],
+    tag: str | None,
+    message_group: str | None,
+    unique_key: str | None,
+    properties: tuple[str, ...],
+    delay: str | None,
+    body_field: str,
+    exported: bool,
+    whole: bool,
+    queue_id: int | None,
+    rate: float | None,
+    flush: bool,
+    skip_bad: bool,
+    create: bool,
+    dry_run: bool,
+    json_output: bool,
+) -> None:
+    """Send a message to TOPIC in the store in DIR for each line of the FILEs, or of stdin (-).
+
+    A VALUE is taken as it stands; @FIELD takes it from that field of a JSON object or row, where there is one and it is
+    not empty; @@ stands for one @. Without such an option the fields key (or keys), tag, message_group, unique_key,
+    delay (seconds), deliver_at, delay_level, flag and properties say so by themselves; in CSV a column property.NAME is
+    a property. Other fields are left alone.
+
+    Stops at a line that is no message, having stored those before it, and says which; with --skip-bad it goes on.
+    Takes the writer's lock for as long as it runs. Ctrl-C stores what was read, and tells how much that is.
+    """
+    recipe = _Recipe(
+        "jsonl" if exported else format_,
+        keys=keys,
+        tag=tag,
+        message_group=message_group,
+        unique_key=unique_key,
+        properties=_pairs(properties),
+        delay=None if delay is None else _seconds(delay),
+        body_field=body_field,
+        exported=exported,
+        whole=whole,
+    )
+    check_user_topic(topic)
+    done = _Done(topic)
+    stop = _Interrupt()
+    sources = _sources(files or (Path("-"),), done)
+    with stop.installed(), _target(directory, topic, queue_id, dry_run=dry_run, create=create, flush=flush) as send:
+        try:
+            _run(sources, recipe, done, stop, send, skip_bad=skip_bad, rate=rate if not dry_run else None)
+        except MQStoreError as error:
+            done.add(error.receipts)
+            if json_output:
+                done.show(json_output=True, dry_run=dry_run, failed=str(error))
+            if not isinstance(error, _BadLineError):
+                note(f"{done.messages} messages were stored before this:")
+            raise
+    done.show(json_output=json_output, dry_run=dry_run, interrupted=stop.asked)
+    if stop.asked:
+        ctx.exit(INTERRUPTED)
+    if done.bad:
+        ctx.exit(FINDINGS)
+
+
+def _run(
+    sources: Iterable[tuple[str, BinaryIO]],
+    recipe: _Recipe,
+    done: _Done,
+    stop: _Interrupt,
+    send: _Send,
+    *,
+    skip_bad: bool,
+    rate: float | None,
+) -> None:
+    """Everything between reading and storing."""
+    sender = _Sender(send, done, stop, rate)
+    with progress(f"to {done.topic}", poll=(lambda: (done.read_bytes, done.total_bytes)) if done.total_bytes else None):
+        for name, stream in sources:
+            lines = Lines(stream, done, stop, sender.store)
+            for number, record in _records(recipe.format, lines):
+                try:
+                    message = recipe.message(record)
+                except _NoMessage as error:
+                    bad = _BadLineError(name, number, error)
+                    if not skip_bad:
+                        sender.store()
+                        raise bad.after(done.messages) from error
+                    done.skip(bad)
+                else:
+                    sender.add(message)
+                if stop.asked:
+                    break
+            sender.store()
+            if stop.asked:
+                return
+
+
+# -- storing -----------------------------------------------------------------------------------------------------------
+
+_Send = Callable[[Sequence[OutgoingMessage]], Sequence[SendReceipt]]
+
+
+@contextmanager
+def _target(
+    directory: Path, topic: str, queue_id: int | None, *, dry_run: bool, create: bool, flush: bool
+) -> Iterator[_Send]:
+    """What stores a piece, and returns its receipts; none in a dry run."""
+    if dry_run:
+        _plan(directory, topic, queue_id, create=create)
+        yield lambda messages: ()
+        return
+    with (
+        mqstore.open(directory, create=create) as store,
+        Producer(store.broker, "mqstore-produce", durability="flush" if flush else "append") as producer,
+    ):
+        yield lambda messages: producer.send_many(topic, messages, queue_id=queue_id)
+
+
+def _plan(directory: Path, topic: str, queue_id: int | None, *, create: bool) -> None:
+    """Refuse what opening, and a put to that queue, would refuse."""
+    queues = StoreConfig().default_queues
+    try:
+        with planning(directory) as parts:
+            config = parts.topics.get(topic)
+            queues = queues if config is None else config.write_queues
+    except NotAStoreError:
+        if not create or (directory.exists() and not (directory.is_dir() and not any(directory.iterdir()))):
+            raise
+    if queue_id is not None and queue_id >= queues:
+        raise InvalidMessageError(
+            f"queue_id {queue_id} does not lie in 0..{queues - 1}, the queues of {topic!r}", "queue_id"
+        )
+
+
+class _Sender:
+    """Gathers messages into pieces and stores them, not faster than it may."""
+
+    def __init__(self, send: _Send, done: _Done, stop: _Interrupt, rate: float | None) -> None:
+        self._send = send
+        self._done = done
+        self._stop = stop
+        self._rate = rate
+        self._most = _PIECE if rate is None else max(1, min(_PIECE, int(rate / _PIECES_A_SECOND)))
+        self._piece: list[OutgoingMessage] = []
+        self._bytes = 0
+        self._begin: float | None = None
+        self._sent = 0
+
+    def add(self, message: OutgoingMessage) -> None:
+        self._piece.append(message)
+        self._bytes += len(message.body)
+        if len(self._piece) >= self._most or self._bytes >= _PIECE_BYTES:
+            self.store()
+
+    def store(self) -> None:
+        """Store the piece."""
+        if not self._piece:
+            return
+        self._wait()
+        piece, size = self._piece, self._bytes
+        self._piece, self._bytes = [], 0
+        receipts = self._send(piece)
+        self._sent += len(piece)
+        self._done.messages += len(piece) - len(receipts)  # a dry run has none
+        self._done.body_bytes += size
+        self._done.add(receipts)
+
+    def _wait(self) -> None:
+        if self._rate is None:
+            return
+        now = time.monotonic()
+        if self._begin is None:
+            self._begin = now
+        pause_s = self._begin + self._sent / self._rate - now
+        if pause_s > 0:
+            with self._stop.waiting(quietly=True):
+                time.sleep(pause_s)
+
+
+@dataclass
+class _Done:
+    """What became of the input."""
+
+    topic: str
+    messages: int = 0
+    body_bytes: int = 0
+    bad: int = 0
+    read_bytes: int = 0
+    total_bytes: int = 0
+    begin: float = field(default_factory=time.monotonic)
+    queues: dict[tuple[str, int], tuple[int, SendReceipt, SendReceipt]] = field(default_factory=dict)
+    """(messages, first receipt, last receipt) of each."""
+
+    def add(self, receipts: Iterable[object]) -> None:
+        for receipt in receipts:
+            assert isinstance(receipt, SendReceipt)
+            self.messages += 1
+            count, first, _ = self.queues.get(receipt.queue, (0, receipt, receipt))
+            self.queues[receipt.queue] = (count + 1, first, receipt)
+
+    def skip(self, bad: _BadLineError) -> None:
+        self.bad += 1
+        if self.bad <= _BAD_SHOWN:
+            note(f"{bad}: left out")
+        elif self.bad == _BAD_SHOWN + 1:
+            note("more bad lines follow, they are only counted")
+
+    def show(self, *, json_output: bool, dry_run: bool, interrupted: bool = False, failed: str | None = None) -> None:
+        seconds = time.monotonic() - self.begin
+        row: dict[str, Any] = {
+            "topic": self.topic,
+            "messages": self.messages,
+            "body_bytes": self.body_bytes,
+            "bad_lines": self.bad,
+            "seconds": round(seconds, 3),
+            "dry_run": dry_run,
+            "interrupted": interrupted,
+            "queues": [
+                {
+                    "topic": topic,
+                    "queue_id": queue_id,
+                    "messages": count,
+                    "first": _receipt(first),
+                    "last": _receipt(last),
+                }
+                for (topic, queue_id), (count, first, last) in sorted(self.queues.items())
+            ],
+        }
+        if failed is not None:
+            row["failed"] = failed
+        what = f"{self.messages} messages, {show_bytes(self.body_bytes)}"
+        verb = "would send" if dry_run else "interrupted; sent" if interrupted else "sent"
+        speed = "" if dry_run or seconds <= 0 else f" in {seconds:.2f} s, {self.messages / seconds:,.0f} a second"
+        lines = [f"{verb} {what}, to {self.topic}{speed}"]
+        lines += [
+            f"  {t}/{q}: {n}, offsets {a.offset}..{b.offset}" for (t, q), (n, a, b) in sorted(self.queues.items())
+        ]
+        if self.bad:
+            lines.append(f"{self.bad} bad lines were left out")
+        if json_output:
+            tell(row, "", json_output=True)
+        else:
+            for line in lines:
+                tell({}, line, json_output=False)
+
+
+def _receipt(receipt: SendReceipt) -> dict[str, object]:
+    return {
+        "queue_offset": receipt.offset,
+        "physical_offset": receipt.physical_offset,
+        "store_timestamp_ms": receipt.store_timestamp_ms,
+        "message_id": receipt.message_id,
+        "unique_key": receipt.unique_key,
+    }
+
+
+# -- Ctrl-C ------------------------------------------------------------------------------------------------------------
+
+
+class _Interrupt:
+    """Ctrl-C while something is stored waits until it is; while there is only waiting, it ends that."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._waiting = False
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        try:
+            before = signal.signal(signal.SIGINT, self._on_signal)
+        except ValueError:  # not the main thread: a program that calls this
+            yield
+            return
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        again, self.asked = self.asked, True
+        if self._waiting or again:
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def waiting(self, *, quietly: bool = False) -> Iterator[None]:
+        """Here Ctrl-C strikes at once; `quietly`: and only ends the wait."""
+        self._waiting = True
+        try:
+            if self.asked:
+                raise KeyboardInterrupt
+            yield
+        except KeyboardInterrupt:
+            if not quietly:
+                raise
+        finally:
+            self._waiting = False
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+class Lines:
+    """The lines of a stream, without their ends. Calls `before_wait` before it asks for more than it has; ends early
+    when it is interrupted."""
+
+    def __init__(self, stream: BinaryIO, done: _Done, stop: _Interrupt, before_wait: Callable[[], None]) -> None:
+        self._stream = stream
+        self._done = done
+        self._stop = stop
+        self._before_wait = before_wait
+        self.number = 0
+        """Of the line that came last."""
+
+    @property
+    def interrupted(self) -> bool:
+        return self._stop.asked
+
+    def __iter__(self) -> Iterator[bytes]:
+        rest = b""
+        while block := self._read():
+            *lines, rest = (rest + block).split(b"\n")
+            for line in lines:
+                self.number += 1
+                yield line
+            if len(rest) > _LINE_BYTES:
+                raise InvalidMessageError(f"line {self.number + 1} is longer than {show_bytes(_LINE_BYTES)}", "body")
+        if rest and not self.interrupted:  # else nobody knows how it goes on
+            self.number += 1
+            yield rest
+
+    def _read(self) -> bytes:
+        self._before_wait()
+        if self._stop.asked:
+            return b""
+        try:
+            with self._stop.waiting():
+                block = self._stream.read1(_BLOCK_BYTES)  # type: ignore[attr-defined]  # every buffered stream has it
+        except KeyboardInterrupt:
+            return b""
+        self._done.read_bytes += len(block)
+        return bytes(block)
+
+
+def _sources(files: Sequence[Path], done: _Done) -> Iterator[tuple[str, BinaryIO]]:
+    """(name, stream) of each, opened when its turn comes; all are known to be there before the first is read."""
+    for file in files:
+        if str(file) != "-":
+            with open(file, "rb"):
+                done.total_bytes += file.stat().st_size
+
+    def opened() -> Iterator[tuple[str, BinaryIO]]:
+        for file in files:
+            if str(file) == "-":
+                yield "stdin", sys.stdin.buffer
+            else:
+                with open(file, "rb") as stream:
+                    yield str(file), stream
+
+    return opened()
+
+
+class _NoMessage(Exception):  # noqa: N818
+    """Why a line is no message."""
+
+
+class _BadLineError(InvalidMessageError):
+    """The same, with its place."""
+
+    def __init__(self, name: str, number: int, error: Exception, stored: str = "") -> None:
+        super().__init__(f"{name}, line {number}: {error}{stored}", "body")
+        self._parts = name, number, error
+
+    def after(self, messages: int) -> _BadLineError:
+        return _BadLineError(*self._parts, f"; {messages} messages before it were stored")
+
+
+_Record = bytes | dict[str, Any] | _NoMessage
+
+
+def _records(format_: Format, lines: Lines) -> Iterator[tuple[int, _Record]]:
+    """(line number, record) of each; what cannot be read as the format says comes as `_NoMessage`."""
+    if format_ == "csv":
+        yield from _rows(lines)
+        return
+    for line in lines:
+        if format_ == "lines":
+            yield lines.number, line
+        elif line.strip():
+            yield lines.number, _object(line)
+
+
+def _object(line: bytes) -> _Record:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return _NoMessage(f"no JSON: {error}")
+    return found if isinstance(found, dict) else _NoMessage("a JSON value, but no object")
+
+
+def _rows(lines: Lines) -> Iterator[tuple[int, _Record]]:
+    text = (line.decode("utf-8", "surrogateescape") + "\n" for line in lines)
+    reader = csv.reader(text, strict=True)
+    names: list[str] | None = None
+    while True:
+        try:
+            row = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            if lines.interrupted:  # inside a cell of several lines
+                return
+            yield lines.number, _NoMessage(f"no CSV: {error}")
+            continue
+        if names is None:
+            names = [name.removeprefix("\ufeff").strip() for name in row]
+            if len(set(names)) != len(names):
+                raise InvalidMessageError(f"line {lines.number}: the header names a field twice: {names}", "body")
+        elif row and len(row) != len(names):
+            yield lines.number, _NoMessage(f"{len(row)} fields, and the header has {len(names)}")
+        elif row:
+            yield lines.number, dict(zip(names, row, strict=True))
+
+
+# -- from a record to a message ---------------------------------------------------------------------------------------
+
+
+class _Recipe:
+    """How a record becomes a message."""
+
+    def __init__(
+        self,
+        format_: Format,
+        *,
+        keys: tuple[str, ...],
+        tag: str | None,
+        message_group: str | None,
+        unique_key: str | None,
+        properties: Mapping[str, str],
+        delay: float | None,
+        body_field: str,
+        exported: bool,
+        whole: bool,
+    ) -> None:
+        self.format: Format = format_
+        given = {"tag": tag, "message_group": message_group, "unique_key": unique_key}
+        self._texts = {name: _source(value) for name, value in given.items() if value is not None}
+        self._keys = [_source(value) for value in keys]
+        self._properties = {name: _source(value) for name, value in properties.items()}
+        self._delay = delay
+        self._body_field = body_field
+        self._exported = exported
+        self._whole = whole
+        self._config = StoreConfig()
+        fields = [is_field for is_field, _ in (*self._texts.values(), *self._keys, *self._properties.values())]
+        if format_ == "lines":
+            if any(fields):
+                raise click.UsageError("lines have no fields for @FIELD; give --format jsonl or csv (@@ for one @)")
+            if whole:
+                raise click.UsageError("--whole is for --format jsonl and csv")
+        if exported and (whole or body_field != "body"):
+            raise click.UsageError("--exported says what the body is; --whole and --body-field go without it")
+        self._constant = None if any(fields) else self._checked(b"", self._options({}))
+
+    def _checked(self, body: bytes, options: dict[str, Any]) -> OutgoingMessage:
+        message = OutgoingMessage(body, **options)
+        check_options(
+            body,
+            options_of(message),
+            now_ms=time.time_ns() // 1_000_000,
+            max_delay=self._config.max_delay,
+            max_message_size=self._config.max_message_size,
+        )
+        return message
+
+    def message(self, record: _Record) -> OutgoingMessage:
+        """The message of a record, checked. `_NoMessage` says what is wrong with it."""
+        if isinstance(record, _NoMessage):
+            raise record
+        try:
+            if isinstance(record, bytes):
+                assert self._constant is not None
+                check_size(record, self._config.max_message_size)
+                return replace(self._constant, body=record)
+            if self._exported:
+                record = _imported(record)
+            return self._checked(self._body(record), self._options(record))
+        except (MQStoreError, TypeError, ValueError) as error:
+            raise _NoMessage(str(error)) from error
+
+    def _body(self, record: dict[str, Any]) -> bytes:
+        if self._whole:
+            return _compact(record)
+        if self._body_field not in record:
+            raise _NoMessage(f"no field {self._body_field!r} for the body; name another with --body-field, or --whole")
+        value = record[self._body_field]
+        if isinstance(value, bytes):
+            return value
+        if isinstance(value, str):
+            return value.encode("utf-8", "surrogateescape" if self.format == "csv" else "strict")
+        return _compact(value)
+
+    def _options(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """The options of a put that the command line and the record give."""
+        options: dict[str, Any] = {}
+        for name in ("tag", "message_group", "unique_key"):
+            given = self._texts.get(name)
+            value = _text(record, name) if given is None else _value(record, given)
+            if value is not None:
+                options[name] = value
+        keys = [key for each in self._keys if (key := _value(record, each)) is not None] or _own_keys(record)
+        if keys and (self._keys or keys):
+            options["keys"] = tuple(keys)
+        properties = _own_properties(record)
+        for name, given in self._properties.items():
+            value = _value(record, given)
+            if value is not None:
+                properties.setdefault(name, value)
+        if properties:
+            options["properties"] = properties
+        delay = self._delay if self._delay is not None else _number(record, "delay")
+        for name, number in (
+            ("delay", delay),
+            ("deliver_at", _number(record, "deliver_at")),
+            ("delay_level", _whole_number(record, "delay_level")),
+            ("flag", _whole_number(record, "flag")),
+        ):
+            if number is not None:
+                options[name] = number
+        return options
+
+
+_Source = tuple[bool, str]
+"""(whether it is the name of a field, the name or the value)."""
+
+
+def _source(value: str) -> _Source:
+    if value.startswith("@@"):
+        return False, value[1:]
+    return (True, value[1:]) if value.startswith("@") else (False, value)
+
+
+def _value(record: Mapping[str, Any], source: _Source) -> str | None:
+    is_field, text = source
+    return _text(record, text) if is_field else text
+
+
+def _text(record: Mapping[str, Any], name: str) -> str | None:
+    """A field as text; None where there is none, or it is empty."""
+    value = record.get(name)
+    if value is None or value == "":
+        return None
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        raise _NoMessage(f"field {name!r} is neither text nor a number")
+    return str(value)
+
+
+def _number(record: Mapping[str, Any], name: str) -> float | None:
+    text = _text(record, name)
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        raise _NoMessage(f"field {name!r} is no number: {text!r}") from None
+
+
+def _whole_number(record: Mapping[str, Any], name: str) -> int | None:
+    text = _text(record, name)
+    try:
+        return None if text is None else int(text)
+    except ValueError:
+        raise _NoMessage(f"field {name!r} is no whole number: {text!r}") from None
+
+
+def _own_keys(record: Mapping[str, Any]) -> list[str]:
+    """Fields key and keys; the latter is a list, or words."""
+    several = record.get("keys")
+    if isinstance(several, list):
+        found = [text for i in range(len(several)) if (text := _text({"keys": several[i]}, "keys")) is not None]
+    else:
+        found = (_text(record, "keys") or "").split()
+    own = _text(record, "key")
+    return found if own is None else [own, *found]
+
+
+_PROPERTY = "property."
+
+
+def _own_properties(record: Mapping[str, Any]) -> dict[str, str]:
+    given = _object_field(record, "properties")
+    found = {name: text for name in given if (text := _text(given, name)) is not None}
+    for name in record:
+        if name.startswith(_PROPERTY) and (text := _text(record, name)) is not None:
+            found[name.removeprefix(_PROPERTY)] = text
+    return found
+
+
+def _imported(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of `mqstore export` as a record: what its message was put with, nothing of where it lay."""
+    stored = _object_field(row, "properties")
+    try:
+        body = base64.b64decode(row.get("body", ""), validate=True)
+    except (binascii.Error, ValueError, TypeError) as error:
+        raise _NoMessage(f"field 'body' is no base64: {error}") from error
+    return {
+        "body": body,
+        "tag": row.get("tags"),
+        "keys": row.get("keys"),
+        "unique_key": row.get("unique_key"),
+        "flag": row.get("flag") or None,
+        "message_group": stored.get(SHARDINGKEY),
+        "properties": {name: value for name, value in stored.items() if not is_reserved(name)},
+    }
+
+
+def _object_field(record: Mapping[str, Any], name: str) -> dict[str, Any]:
+    found = record.get(name) or {}
+    if not isinstance(found, dict):
+        raise _NoMessage(f"field {name!r} is no object")
+    return found
+
+
+def _compact(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogateescape")
+
+
+def _pairs(properties: tuple[str, ...]) -> dict[str, str]:
+    pairs: dict[str, str] = {}
+    for pair in properties:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise click.UsageError(f"--property {pair!r} is not NAME=VALUE")
+        pairs[name] = value
+    return pairs
+
+
+def _seconds(text: str) -> float:
+    """How long, as people type it."""
+    if _DURATION.fullmatch(text):
+        return delay_table_ms(text)[0] / 1000
+    try:
+        return float(text)
+    except ValueError:
+        raise click.UsageError(f"--delay {text!r} is neither seconds nor 90s, 5m, 2h or 1d") from None

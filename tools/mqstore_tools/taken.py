@@ -1,0 +1,477 @@
+"""How `mqstore consume` comes by its messages: a run, and one source for each mode.
+
+    mode    by               failed                                             done
+    push    PushConsumer     comes again by the retry policy, then dead letter  settled when its handler returns
+    pop     SimpleConsumer   the same                                           acknowledged, each by itself
+    pull    PullConsumer     nothing comes again: the run ends there            committed once a batch is through
+
+    message --> ticket --> work --> settled
+                  | none left: --max-messages, a signal, an error
+                  +--> Enough: not settled, comes again, no attempt counted
+
+The main thread supervises, and does nothing else: signals, --idle-exit and --max-messages end the run, a source works
+on threads of its own. A signal handler does no more than ring the bell: it may take no lock.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime
+from queue import Empty, SimpleQueue
+from types import FrameType
+from typing import Any, Final, Literal
+
+from mqstore import (
+    Delivery,
+    Interceptor,
+    Message,
+    QueueRef,
+    ReceiptExpiredError,
+    Reject,
+    RetryPolicy,
+    Store,
+    StoreClosedError,
+    cancelled,
+)
+from mqstore.broker.names import pop_retry_topic, retry_topic
+from mqstore.client.interceptors import Settled
+from mqstore.layout.properties import ORIGIN_MESSAGE_ID
+from mqstore_tools.handled import Enough, Failed, Keep, Work
+from mqstore_tools.render import note
+
+__all__ = ["SOURCES", "Asked", "Mode", "Run", "Source", "Start", "quiet", "supervise"]
+
+Mode = Literal["push", "pull", "pop"]
+Start = Literal["earliest", "latest"] | datetime
+
+_NO_TIMEOUT_S: Final = 7 * 86_400
+"""What a push consumer takes for the longest a handler may run: --exec-timeout is the command's own matter."""
+_LOOK_S: Final = 0.02
+_POLL_S: Final = 0.2
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a source has to know."""
+
+    topics: tuple[str, ...]
+    group: str
+    mode: Mode
+    ordered: bool
+    tags: str
+    sql: str | None
+    start: Start
+    workers: int
+    batch_size: int
+    visibility: float
+    drains: bool
+    """--idle-exit 0: it must be known for certain that nothing is left."""
+
+
+# -- a run -------------------------------------------------------------------------------------------------------------
+
+
+class Run(Interceptor):
+    """What all threads of a run share: tickets, counts, and the wish to stop."""
+
+    def __init__(self, work: Work, limit: int | None) -> None:
+        self.work = work
+        self.bell: SimpleQueue[str] = SimpleQueue()
+        """Wakes the main thread; "signal" is one. Its `put` is safe in a signal handler."""
+        self.stopping = threading.Event()
+        self.why = ""
+        self.error: BaseException | None = None
+        self.taken = 0
+        self.outcomes: Counter[Settled] = Counter()
+        self.failing: set[str] = set()
+        """Messages whose last attempt failed; those that come again."""
+        self.running = 0
+        self.active_at = time.monotonic()
+        self._limit = limit
+        self._lock = threading.Lock()
+
+    def stop(self, why: str) -> None:
+        """Begin nothing more. The first reason counts."""
+        with self._lock:
+            self._stop(why)
+
+    def _stop(self, why: str) -> None:
+        if not self.stopping.is_set():
+            self.why = why
+            self.stopping.set()
+            self.bell.put("stop")
+
+    def fail(self, error: BaseException) -> None:
+        """Stop for what is no fault of a message."""
+        with self._lock:
+            if self.error is None:
+                self.error = error
+            self._stop("error")
+
+    def left(self, most: int) -> int:
+        """How many messages to ask for, of up to `most`."""
+        return most if self._limit is None else max(1, min(most, self._limit - self.taken))
+
+    def do(self, message: Message, keep: Keep = None, keep_every_s: float = 0.0) -> None:
+        """Have a message dealt with. Raises Failed, Reject; Enough when it is to be let go of."""
+        with self._lock:
+            if self.stopping.is_set():
+                raise Enough
+            self.taken += 1
+            self.running += 1
+            if self.taken == self._limit:
+                self._stop("max-messages")
+        try:
+            self.work(message, keep, keep_every_s)
+        except (Failed, Reject, Enough):
+            raise
+        except BaseException as error:
+            self.fail(error)
+            raise Enough from error
+        finally:
+            with self._lock:
+                self.running -= 1
+                self.active_at = time.monotonic()
+
+    def on_settle(self, message: Message, outcome: Settled, seconds: float) -> None:
+        """A message is dealt with, and that is noted."""
+        key = message.system_properties.get(ORIGIN_MESSAGE_ID, message.message_id)
+        with self._lock:
+            self.outcomes[outcome] += 1
+            if outcome == "retry":
+                self.failing.add(key)
+            else:
+                self.failing.discard(key)
+
+    def idle_s(self) -> float:
+        """For how long nothing has been dealt with."""
+        return 0.0 if self.running else time.monotonic() - self.active_at
+
+
+def supervise(run: Run, source: Source, idle_exit: float | None) -> None:
+    """Start, wait for a reason to stop, stop."""
+    with _signals(run.bell):
+        try:
+            source.start()
+        except BaseException:
+            source.stop()
+            raise
+        run.active_at = time.monotonic()
+        signals = 0
+        while not run.stopping.is_set():
+            if _ring(run.bell, idle_exit, run) == "signal":
+                signals += 1
+                run.stop("signal")
+            elif idle_exit is not None and run.idle_s() >= idle_exit and (idle_exit or source.drained()):
+                run.stop("idle")
+        stopper = threading.Thread(target=_stop, args=(run, source), name="mqstore-consume-stop")
+        stopper.start()
+        if signals and run.running:
+            note(f"{run.running} still running; once more ends them now")
+        while (word := run.bell.get()) != "stopped":
+            signals += word == "signal"
+            if signals > 1:
+                run.work.kill()
+        stopper.join()
+
+
+def _ring(bell: SimpleQueue[str], idle_exit: float | None, run: Run) -> str:
+    wait_s = None if idle_exit is None else max(_LOOK_S, min(idle_exit - run.idle_s(), 1.0))
+    try:
+        return bell.get(timeout=wait_s)
+    except Empty:
+        return ""
+
+
+def _stop(run: Run, source: Source) -> None:
+    try:
+        source.stop()
+    except BaseException as error:
+        run.fail(error)
+    run.bell.put("stopped")
+
+
+@contextmanager
+def _signals(bell: SimpleQueue[str]) -> Iterator[None]:
+    """SIGINT and SIGTERM ring the bell, twice; a third does what it did before."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before: dict[int, Any] = {}
+    left = 2
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def ring(number: int, frame: FrameType | None) -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            restore()
+        bell.put("signal")
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        before[number] = signal.signal(number, ring)
+    try:
+        yield
+    finally:
+        restore()
+
+
+class _NotOurs(logging.Filter):
+    """Passes what is not about `Enough`, which is an order and no failure."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not (isinstance(record.args, tuple) and any(isinstance(each, Enough) for each in record.args))
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    logger, ours = logging.getLogger("mqstore"), _NotOurs()
+    logger.addFilter(ours)
+    try:
+        yield
+    finally:
+        logger.removeFilter(ours)
+
+
+# -- where messages come from ------------------------------------------------------------------------------------------
+
+
+class Source:
+    """Messages of one mode, for a run."""
+
+    def __init__(self, store: Store, run: Run, asked: Asked) -> None:
+        self.broker = store.broker
+        self.run = run
+        self.asked = asked
+        for topic in asked.topics:
+            if self.broker.topics.get(topic) is None:
+                note(f"topic {topic} is not there yet; waiting for it")
+
+    def start(self) -> None:
+        """Begin. Raises what the consumer raises."""
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        """Begin nothing more; returns when what runs has ended and progress is on disk."""
+        raise NotImplementedError
+
+    def drained(self) -> bool:
+        """Whether nothing is left that could come now. What failed and waits for its next attempt cannot."""
+        raise NotImplementedError
+
+    def retry_topics(self) -> set[str]:
+        return set()
+
+    def lags(self) -> dict[QueueRef, int]:
+        """Messages that the group has not done, by queue of what was asked for."""
+        wanted = {*self.asked.topics, *self.retry_topics()}
+        return {ref: lag for ref, lag in self.broker.lag(self.asked.group).items() if ref.topic in wanted}
+
+    def lag(self) -> int:
+        return sum(self.lags().values())
+
+    def queues(self) -> Iterator[QueueRef]:
+        for topic in self.asked.topics:
+            if (config := self.broker.topics.get(topic)) is not None:
+                yield from (QueueRef(topic, i) for i in range(config.read_queues))
+
+
+class _Push(Source):
+    """Handlers of a push consumer."""
+
+    def __init__(self, store: Store, run: Run, asked: Asked, policy: RetryPolicy | None) -> None:
+        super().__init__(store, run, asked)
+        self._held: set[QueueRef] = set()
+        """Ordered: where a message waits for its next attempt, and all behind it."""
+        self._consumer = store.push_consumer(
+            asked.group,
+            workers=asked.workers,
+            ordered=asked.ordered,
+            start=asked.start,
+            retry=policy,
+            consume_timeout=_NO_TIMEOUT_S,
+            interceptors=[run],
+        )
+        for topic in asked.topics:
+            self._consumer.subscribe(topic, self._handle, tags=asked.tags, sql=asked.sql)
+
+    def _handle(self, message: Message) -> None:
+        self._held.discard(message.queue)
+        try:
+            self.run.do(message)
+        except Enough:
+            while not cancelled():  # else the consumer would stop by itself, and not wait for those who still run
+                time.sleep(_LOOK_S / 4)
+            raise
+        except Failed:
+            if self.asked.ordered:
+                self._held.add(message.queue)
+            raise
+
+    def retry_topics(self) -> set[str]:
+        return {retry_topic(self.asked.group)}
+
+    def start(self) -> None:
+        self._consumer.start()
+
+    def stop(self) -> None:
+        self._consumer.stop(float("inf"))
+
+    def drained(self) -> bool:
+        if not self._consumer.assignment().issuperset(self.queues()):
+            return False
+        return all(not lag or ref in self._held for ref, lag in self.lags().items())
+
+
+class _Asking(Source):
+    """Threads that ask for messages, turn by turn."""
+
+    def __init__(self, store: Store, run: Run, asked: Asked, threads: int) -> None:
+        super().__init__(store, run, asked)
+        self._threads = [
+            threading.Thread(target=self._ask, args=(i,), name=f"mqstore-consume-{i}") for i in range(threads)
+        ]
+        self._idle = [False] * threads
+        """Who found nothing, and is not asking now: so nobody has a message that is in no count."""
+
+    def turn(self) -> bool:
+        """Ask, and deal with what was given; whether there was something. Does not wait if the run drains."""
+        raise NotImplementedError
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def _ask(self, i: int) -> None:
+        try:
+            while not self.run.stopping.is_set():
+                self._idle[i] = False
+                if not self.turn() and self.asked.drains:
+                    self._idle[i] = True
+                    self.run.stopping.wait(_LOOK_S)
+        except StoreClosedError as error:
+            if not self.run.stopping.is_set():
+                self.run.fail(error)
+        except BaseException as error:
+            self.run.fail(error)
+
+
+class _Pop(_Asking):
+    """Deliveries of a simple consumer."""
+
+    def __init__(self, store: Store, run: Run, asked: Asked, policy: RetryPolicy | None) -> None:
+        super().__init__(store, run, asked, asked.workers)
+        self._consumer = store.simple_consumer(
+            asked.group,
+            visibility=asked.visibility,
+            start=asked.start,
+            ordered=asked.ordered,
+            retry=policy,
+            interceptors=[run],
+        )
+        for topic in asked.topics:
+            self._consumer.subscribe(topic, tags=asked.tags, sql=asked.sql)
+
+    def turn(self) -> bool:
+        found = self._consumer.receive(self.run.left(self.asked.batch_size), wait=0 if self.asked.drains else 60)
+        for delivery in found:
+            self._one(delivery)
+        return bool(found)
+
+    def _one(self, delivery: Delivery) -> None:
+        if delivery.expires_at - time.monotonic() < self.asked.visibility / 2:  # those before it took long
+            try:
+                delivery.extend(self.asked.visibility)
+            except ReceiptExpiredError:  # it comes again
+                return
+        try:
+            with delivery as message:
+                self.run.do(message, lambda: self._keep(delivery), self.asked.visibility / 3)
+        except Enough:  # given back by `with`
+            pass
+        except ReceiptExpiredError as error:
+            note(error)
+            self.run.on_settle(delivery.message, "retry", 0.0)
+
+    def _keep(self, delivery: Delivery) -> None:
+        with suppress(ReceiptExpiredError):  # told when it is settled
+            delivery.extend(self.asked.visibility)
+
+    def retry_topics(self) -> set[str]:
+        group = self.asked.group
+        return {pop_retry_topic(group, topic, version) for topic in self.asked.topics for version in (1, 2)}
+
+    def stop(self) -> None:
+        self._consumer.close()
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+
+    def drained(self) -> bool:
+        if not all(self._idle):
+            return False
+        now_ms = self.broker.store.clock.now_ms()
+        waiting: Counter[QueueRef] = Counter()
+        held = set()
+        for each in self.broker.pending(self.asked.group):
+            if each.visible_at_ms > now_ms:
+                ref = QueueRef(each.topic, each.queue_id)
+                waiting[ref] += 1
+                if each.fifo:
+                    held.add(ref)
+        return all(lag <= waiting[ref] or ref in held for ref, lag in self.lags().items())
+
+
+class _Pull(_Asking):
+    """Polls of a pull consumer. Nobody keeps what fails here for later, so nothing is passed over: the run ends."""
+
+    def __init__(self, store: Store, run: Run, asked: Asked, policy: RetryPolicy | None) -> None:
+        super().__init__(store, run, asked, 1)
+        self._consumer = store.pull_consumer(asked.group, auto_commit=False, start=asked.start)
+        self._consumer.subscribe(*asked.topics, tags=asked.tags, sql=asked.sql)
+
+    def turn(self) -> bool:
+        messages = self._consumer.poll(0 if self.asked.drains else _POLL_S, self.run.left(self.asked.batch_size))
+        done: list[Message] = []
+        try:
+            for message in messages:
+                self.run.do(message)
+                done.append(message)
+        except (Enough, Failed, Reject) as error:
+            if done:
+                self._consumer.commit({message.queue: message.offset + 1 for message in done})
+            if not isinstance(error, Enough):
+                self.run.on_settle(message, "retry", 0.0)
+                self.run.stop("failure")
+        else:
+            self._consumer.commit()
+        for message in done:
+            self.run.on_settle(message, "ack", 0.0)
+        return bool(messages)
+
+    def stop(self) -> None:
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+        self._consumer.close()
+
+    def drained(self) -> bool:
+        mine = self._consumer.assignment()
+        return (
+            all(self._idle)
+            and mine.issuperset(self.queues())
+            and all(self._consumer.position(ref) >= self.broker.max_offset(*ref) for ref in mine)
+        )
+
+
+SOURCES: Final[dict[str, type[_Push] | type[_Pop] | type[_Pull]]] = {"push": _Push, "pop": _Pop, "pull": _Pull}
