@@ -19,7 +19,7 @@ from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, NoReturn, Unpack
+from typing import Any, Literal, NoReturn, Unpack
 from weakref import WeakSet
 
 from mqstore.broker.broker import Broker, Start
@@ -248,6 +248,32 @@ class Store(AbstractContextManager["Store"]):
         """The same messages as arrays: numbers as numpy, texts and bodies as Arrow buffers. Columns that are not asked
         for are not decoded; `next_offset` tells where to go on."""
         return self.log.read_columns(topic, queue_id, offset, max_messages, columns)
+
+    def to_arrow(
+        self,
+        topic: str,
+        queue_id: int | None = None,
+        columns: Sequence[str] | None = None,
+        *,
+        start: datetime | int | None = None,
+        stop: datetime | int | None = None,
+        tags: str | None = "*",
+        on_corrupt: Literal["fail", "skip", "keep"] = "fail",
+    ) -> Any:
+        """The messages of a queue, or of all queues of a topic one behind the other, as a `pyarrow.Table`: for pandas,
+        DuckDB, Polars, Parquet. Rows and columns are those of `spark.read.format("mqstore")` (`docs/spark-columns.md`);
+        columns that are not asked for are not decoded.
+
+        `start` and `stop` (exclusive): store times, or with `queue_id` offsets; None for all there is. `on_corrupt`:
+        "fail" raises CorruptStoreError at a damaged message, "skip" leaves it out, "keep" gives a row whose `error` says
+        what it is. Raises TopicNotFoundError, ConfigError, FilterError; ImportError without pyarrow.
+        """
+        from mqstore.spark.columns import table_of
+
+        if self._is_empty(topic, queue_id):
+            return table_of(self.log, [], columns, start, stop, tags, on_corrupt)
+        refs = self.log.queues(topic) if queue_id is None else [QueueRef(topic, queue_id)]
+        return table_of(self.log, refs, columns, start, stop, tags, on_corrupt)
 
     def find(
         self,

@@ -226,6 +226,24 @@ def test_only_an_orderly_member_s_lock_makes_a_failed_message_a_dead_letter(
     assert bench.broker.put_retry("%RETRY%g", b"x", reconsume_times=1).queue.topic == topic
 
 
+@pytest.mark.parametrize("options", [{"delay": 0.05}, {"delay_level": 1}], ids=["any delay", "level"])
+def test_a_message_that_is_sent_back_keeps_the_key_it_is_known_by(bench: Bench, options: dict[str, Any]) -> None:
+    """It was given another one while it waited for a delay of no level, so that nobody could tell it came twice."""
+    broker = bench.broker
+    broker.groups.create("g")
+    first = broker.put("t", b"x", queue_id=0)
+    assert first.unique_key == first.message_id
+
+    broker.send_back("g", first.physical_offset, **options)
+    bench.advance(2_000)
+    [second] = broker.read("%RETRY%g", 0, 0).messages
+    broker.send_back("g", second.physical_offset, **options)
+    bench.advance(2_000)
+    [_, third] = broker.read("%RETRY%g", 0, 0).messages
+
+    assert [second.unique_key, third.unique_key] == [first.unique_key] * 2
+
+
 def test_a_commit_for_an_unknown_topic_or_group_is_refused(tmp_path: Path) -> None:
     bench = Bench(tmp_path / "store", auto_create_groups=False)
     with pytest.raises(GroupNotFoundError):

@@ -27,8 +27,14 @@ class Call:
 
 
 def fire(consumer: PushConsumer) -> None:
-    """What a consumer's timer thread does now, while its worker is in a handler."""
-    consumer._workers._fire()
+    """What a consumer's timer thread does now, and its second worker if it has one, while the first is in a handler."""
+    workers = consumer._workers
+    workers._fire()
+    for worker in workers.all[1:2]:
+        while not worker.messages and not workers._jobs.empty():
+            job = workers._jobs.get()
+            assert job is not None
+            workers._run(job, worker)
 
 
 @dataclass

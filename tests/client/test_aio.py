@@ -163,7 +163,7 @@ def test_a_store_does_what_its_sync_twin_does(tmp_path: Path) -> None:
 
     with_store(test, tmp_path)
     with mqstore.open(tmp_path / "store") as store:
-        assert store.recovery.clean
+        assert store.recovery.clean_shutdown
         assert len(store.read("t", 0, 0)) == 3
 
 
@@ -175,8 +175,8 @@ def test_errors_are_those_of_the_sync_twin(tmp_path: Path) -> None:
             await store.put("t", "text")  # type: ignore[arg-type]
         with pytest.raises(mqstore.ConfigError):
             await store.queue("q", maxsize=-1)
+        await store.put("t", b"x", queue_id=0)
         with pytest.raises(mqstore.OffsetOutOfRangeError):
-            await store.put("t", b"x", queue_id=0)
             await store.read("t", 0, 7)
         with pytest.raises(mqstore.OffsetOutOfRangeError):
             async for _ in store.iter("t", 0, start=9):
@@ -509,17 +509,26 @@ async def cancelled_after(
 
 
 STEPS = pytest.mark.parametrize("steps", range(8))
+
+
+def each_at_any_step(test: Callable[[aio.Store, int], Awaitable[None]], path: Path) -> None:
+    """The test cancels after 0, 1, ... turns of the loop, each time with other names."""
+
+    async def all_(store: aio.Store) -> None:
+        for steps in range(8):
+            await test(store, steps)
+
+    with_store(all_, path)
+
+
 DRAINED = pytest.mark.parametrize("drained", [False, True], ids=["thread behind", "thread ahead"])
 
 
-@STEPS
 @DRAINED
 @pytest.mark.parametrize("coming", [None, 0, 1, 2, 3], ids=lambda at: "there" if at is None else f"put at {at}")
-def test_a_get_that_is_cancelled_anywhere_has_taken_nothing(
-    tmp_path: Path, steps: int, drained: bool, coming: int | None
-) -> None:
-    async def test(store: aio.Store) -> None:
-        queue = await store.queue("jobs")
+def test_a_get_that_is_cancelled_anywhere_has_taken_nothing(tmp_path: Path, drained: bool, coming: int | None) -> None:
+    async def test(store: aio.Store, steps: int) -> None:
+        queue = await store.queue(f"jobs{steps}")
         step = 0
 
         def each_step() -> None:
@@ -542,18 +551,15 @@ def test_a_get_that_is_cancelled_anywhere_has_taken_nothing(
         await task.ack()
         assert await queue.empty()
 
-    with_store(test, tmp_path)
+    each_at_any_step(test, tmp_path)
 
 
-@STEPS
 @DRAINED
 @pytest.mark.parametrize("consumer", [False, True], ids=["queue", "simple consumer"])
-def test_who_is_cancelled_when_called_lets_another_have_the_turn(
-    tmp_path: Path, steps: int, drained: bool, consumer: bool
-) -> None:
-    async def test(store: aio.Store) -> None:
-        queue = await store.queue("jobs")
-        simple = await store.simple_consumer("g", {"jobs": "*"})
+def test_who_is_cancelled_when_called_lets_another_have_the_turn(tmp_path: Path, drained: bool, consumer: bool) -> None:
+    async def test(store: aio.Store, steps: int) -> None:
+        queue = await store.queue(f"jobs{steps}")
+        simple = await store.simple_consumer(f"g{steps}", {f"jobs{steps}": "*"})
 
         async def get() -> Any:
             return (await simple.receive(wait=30))[0] if consumer else await queue.get(timeout=30)
@@ -567,60 +573,54 @@ def test_who_is_cancelled_when_called_lets_another_have_the_turn(
             if drained:
                 drain(store)
         first.cancel()
-        [had] = [each for each in await asyncio.gather(first, return_exceptions=True)]
+        [had] = await asyncio.gather(first, return_exceptions=True)
         if not isinstance(had, asyncio.CancelledError):
             await queue.put(b"x")
         assert (await second).attempt == 1
 
-    with_store(test, tmp_path)
+    each_at_any_step(test, tmp_path)
 
 
-@STEPS
 @DRAINED
-def test_a_receive_and_a_poll_that_are_cancelled_anywhere_have_received_nothing(
-    tmp_path: Path, steps: int, drained: bool
-) -> None:
-    async def test(store: aio.Store) -> None:
+def test_a_receive_and_a_poll_that_are_cancelled_anywhere_have_received_nothing(tmp_path: Path, drained: bool) -> None:
+    async def test(store: aio.Store, steps: int) -> None:
         bodies = [b"%d" % i for i in range(5)]
-        await store.put_many("t", bodies, queue_id=0)
+        await store.put_many(f"t{steps}", bodies, queue_id=0)
         each_step = (lambda: drain(store)) if drained else lambda: None
-        simple = await store.simple_consumer("simple", {"t": "*"})
+        simple = await store.simple_consumer(f"simple{steps}", {f"t{steps}": "*"})
         cancelled, found = await cancelled_after(steps, simple.receive(3), each_step)
         if cancelled:
             found = await simple.receive(3)
         assert [(each.message.body, each.attempt) for each in found] == [(body, 1) for body in bodies[:3]]
 
-        pull = await store.pull_consumer("pull")
-        await pull.subscribe("t")
+        pull = await store.pull_consumer(f"pull{steps}")
+        await pull.subscribe(f"t{steps}")
         cancelled, found = await cancelled_after(steps, pull.poll(max_messages=3), each_step)
         if cancelled:
             await pull.commit()  # of nothing: what was polled in vain is not done
-            assert await store.committed("pull", mqstore.QueueRef("t", 0)) == 0
+            assert await store.committed(f"pull{steps}", mqstore.QueueRef(f"t{steps}", 0)) == 0
             found = await pull.poll(max_messages=3)
         assert [each.body for each in found] == bodies[:3]
         assert [each.body for each in await pull.poll()] == bodies[3:]
 
-        other = await store.pull_consumer("other")
-        await other.subscribe("t")
+        other = await store.pull_consumer(f"other{steps}")
+        await other.subscribe(f"t{steps}")
         walked = aiter(other)
         cancelled, message = await cancelled_after(steps, anext(walked), each_step)
         if cancelled:
             message = await anext(walked)
         assert [message.body, (await anext(walked)).body] == bodies[:2]
 
-    with_store(test, tmp_path)
+    each_at_any_step(test, tmp_path)
 
 
-@STEPS
 @DRAINED
 @pytest.mark.parametrize("follow", [False, True])
-def test_a_step_of_an_iteration_that_is_cancelled_skips_nothing(
-    tmp_path: Path, steps: int, drained: bool, follow: bool
-) -> None:
-    async def test(store: aio.Store) -> None:
+def test_a_step_of_an_iteration_that_is_cancelled_skips_nothing(tmp_path: Path, drained: bool, follow: bool) -> None:
+    async def test(store: aio.Store, steps: int) -> None:
         bodies = [b"%03d" % i for i in range(150)]
-        await store.put_many("t", bodies, queue_id=0)
-        messages = store.iter("t", 0, stop=150 if follow else None, follow=follow)
+        await store.put_many(f"t{steps}", bodies, queue_id=0)
+        messages = store.iter(f"t{steps}", 0, stop=150 if follow else None, follow=follow)
         seen = []
         while len(seen) < 150:
             cancelled, message = await cancelled_after(
@@ -628,89 +628,77 @@ def test_a_step_of_an_iteration_that_is_cancelled_skips_nothing(
                 anext(messages),
                 (lambda: drain(store)) if drained else lambda: None,
             )
-            steps_left = cancelled
-            seen += [] if steps_left else [message.body]
-            if cancelled:
-                seen.append((await anext(messages)).body)
+            seen.append((await anext(messages) if cancelled else message).body)
         assert seen == bodies
 
-    with_store(test, tmp_path)
+    each_at_any_step(test, tmp_path)
 
 
-@STEPS
 @DRAINED
 @pytest.mark.parametrize("durability", ["append", "flush"])
-def test_a_put_that_is_cancelled_is_stored_whole_or_not_at_all(
-    tmp_path: Path, steps: int, drained: bool, durability: Any
-) -> None:
-    async def test(store: aio.Store) -> None:
+def test_a_put_that_is_cancelled_is_stored_whole_or_not_at_all(tmp_path: Path, drained: bool, durability: Any) -> None:
+    async def test(store: aio.Store, steps: int) -> None:
         each_step = (lambda: drain(store)) if drained else lambda: None
         large = bytearray(b"x" * 100_000)
-        queue = await store.queue("jobs", maxsize=10)
+        queue = await store.queue(f"jobs{steps}", maxsize=10)
         puts: list[Callable[[], Coroutine[Any, Any, Any]]] = [
-            lambda: store.put("t", b"small", queue_id=0, durability=durability),
-            lambda: store.put("t", large, queue_id=0, durability=durability),
-            lambda: store.put_many("t", [b"many"] * 3, queue_id=0, durability=durability),
+            lambda: store.put(f"t{steps}", b"small", queue_id=0, durability=durability),
+            lambda: store.put(f"t{steps}", large, queue_id=0, durability=durability),
+            lambda: store.put_many(f"t{steps}", [b"many"] * 3, queue_id=0, durability=durability),
             lambda: queue.put(b"item"),
         ]
         for put in puts:
             await cancelled_after(steps, put(), each_step)
         large[:] = b"y" * 100_000
-        await store.put("t", b"last", queue_id=0)
-        bodies = [m.body async for m in store.iter("t", 0)]
+        await store.put(f"t{steps}", b"last", queue_id=0)
+        bodies = [m.body async for m in store.iter(f"t{steps}", 0)]
         assert bodies.pop() == b"last"
         assert set(bodies) <= {b"small", b"x" * 100_000, b"many"}
         assert bodies.count(b"many") in (0, 3)
         assert await queue.qsize() in (0, 1)
 
-    with_store(test, tmp_path)
+    each_at_any_step(test, tmp_path)
 
 
-@STEPS
 @DRAINED
 @pytest.mark.parametrize("durability", ["append", "flush"])
-def test_a_send_that_is_cancelled_leaves_the_producer_as_it_was(
-    tmp_path: Path, steps: int, drained: bool, durability: Any
-) -> None:
-    async def test(store: aio.Store) -> None:
+def test_a_send_that_is_cancelled_leaves_the_producer_as_it_was(tmp_path: Path, drained: bool, durability: Any) -> None:
+    async def test(store: aio.Store, steps: int) -> None:
         each_step = (lambda: drain(store)) if drained else lambda: None
         async with store.producer(durability=durability, max_inflight=2) as producer:
             for coroutine in (
-                producer.send("t", b"a", queue_id=0),
-                producer.submit("t", bytes(50_000), queue_id=0),
-                producer.submit("t", b"c", queue_id=0),
-                producer.send_many("t", [b"d", b"d"], queue_id=0),
+                producer.send(f"t{steps}", b"a", queue_id=0),
+                producer.submit(f"t{steps}", bytes(50_000), queue_id=0),
+                producer.submit(f"t{steps}", b"c", queue_id=0),
+                producer.send_many(f"t{steps}", [b"d", b"d"], queue_id=0),
             ):
                 await cancelled_after(steps, coroutine, each_step)
-            futures = [await producer.submit("t", b"%d" % i, queue_id=0) for i in range(6)]
+            futures = [await producer.submit(f"t{steps}", b"%d" % i, queue_id=0) for i in range(6)]
             await producer.flush()
             offsets = [(await each).offset for each in futures]
             assert offsets == list(range(offsets[0], offsets[0] + 6))
             assert not producer._held
         assert producer.closed
 
-    with_store(test, tmp_path)
+    each_at_any_step(test, tmp_path)
 
 
-@STEPS
 @DRAINED
-def test_a_transaction_that_is_cancelled_is_rolled_back_or_committed_whole(
-    tmp_path: Path, steps: int, drained: bool
-) -> None:
-    async def test(store: aio.Store) -> None:
+def test_a_transaction_that_is_cancelled_is_rolled_back_or_committed_whole(tmp_path: Path, drained: bool) -> None:
+    async def test(store: aio.Store, steps: int) -> None:
         async def block() -> None:
             async with store.producer() as producer, producer.transaction() as tx:
-                await tx.send("t", b"a", queue_id=0)
-                await tx.send("t", b"b", queue_id=0)
+                await tx.send(f"t{steps}", b"a", queue_id=0)
+                await tx.send(f"t{steps}", b"b", queue_id=0)
 
         cancelled, _ = await cancelled_after(3 * steps, block(), (lambda: drain(store)) if drained else lambda: None)
-        await store.put("t", b"last", queue_id=0)
-        bodies = [m.body async for m in store.iter("t", 0)]
+        await store.put(f"t{steps}", b"last", queue_id=0)
+        bodies = [m.body async for m in store.iter(f"t{steps}", 0)]
         assert bodies in ([b"last"], [b"a", b"b", b"last"])
         assert cancelled or len(bodies) == 3
         assert store.sync.broker.stats().open_transactions == 0
 
-    with_store(test, tmp_path)
+    each_at_any_step(test, tmp_path)
 
 
 @STEPS
@@ -726,7 +714,7 @@ def test_an_opening_that_is_cancelled_leaves_the_store_closed(tmp_path: Path, st
             while True:
                 try:
                     async with aio.open(tmp_path / "store") as again:
-                        assert again.recovery.clean
+                        assert again.recovery.clean_shutdown
                         return
                 except mqstore.StoreLockedError:  # it is being closed
                     await asyncio.sleep(0.01)
@@ -750,7 +738,7 @@ def test_a_closing_that_is_cancelled_comes_to_its_end(tmp_path: Path, steps: int
 
     run(main())
     with mqstore.open(tmp_path / "store") as store:
-        assert store.recovery.clean
+        assert store.recovery.clean_shutdown
 
 
 # -- many -------------------------------------------------------------------------------------------------------------
@@ -800,7 +788,7 @@ def test_closing_a_store_tells_whoever_waits(tmp_path: Path) -> None:
         await store.create_topic("t")
         queue = await store.queue("jobs")
         simple = await store.simple_consumer("g", {"t": "*"})
-        nowhere = await store.simple_consumer("n", {"not there yet": "*"}) if False else simple
+        nowhere = await store.simple_consumer("n", {"comes-later": "*"})
         pull = await store.pull_consumer("p")
         await pull.subscribe("t")
         waiting = [
@@ -920,7 +908,7 @@ def test_ctrl_c_leaves_a_store_that_was_closed(tmp_path: Path) -> None:
         _, errors = process.communicate(timeout=60)
     assert b"KeyboardInterrupt" in errors
     with mqstore.open(tmp_path / "store") as store:
-        assert store.recovery.clean
+        assert store.recovery.clean_shutdown
         assert store.queue("jobs").get(block=False).attempt == 1  # the block's end gave it back unseen
 
 

@@ -13,7 +13,7 @@ import pytest
 from mqstore.client.assignment import HOLD_S, PULL_IDLE_MS
 from mqstore.client.interceptors import Interceptor
 from mqstore.client.outcome import Retry
-from mqstore.errors import ConfigError, OffsetOutOfRangeError, StoreBusyError
+from mqstore.errors import ConfigError, GroupInUseError, OffsetOutOfRangeError, StoreBusyError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
 from tests.client.pushsupport import PushBench, engine_of, pulls, unsettled
@@ -87,6 +87,33 @@ def test_a_stretch_of_which_nothing_is_wanted_is_committed(bench: PushBench) -> 
     assert bench.committed() == 3
     assert unsettled(consumer) == {T0: 0}
     assert place(bench) == "waiting"
+
+
+@pytest.mark.parametrize("passed_over_by", ["filter", "interceptor"])
+def test_a_stretch_that_is_passed_over_does_not_take_along_what_is_not_settled(
+    bench: PushBench, passed_over_by: str
+) -> None:
+    class Drops(Interceptor):
+        def on_receive(self, messages: list[Message]) -> list[Message]:
+            return [message for message in messages if message.body == b"a"]
+
+    def send_back(*args: Any, **kwargs: Any) -> None:
+        raise OSError("no")
+
+    real, bench.broker.send_back = bench.broker.send_back, send_back  # type: ignore[method-assign,assignment]
+    options: dict[str, Any] = {"tags": "A"} if passed_over_by == "filter" else {"interceptors": [Drops()]}
+    consumer = bench.consumer(lambda message: 1 / 0, **options)
+    bench.put(b"a", tag="A")
+    bench.settle()
+    bench.put(b"b", b"b", tag="B")
+    bench.advance(4)
+    bench.put(b"b", tag="B")
+    bench.advance(2.5)
+    assert engine_of(consumer)._queues[T0].next_offset > 1
+    assert bench.committed() == 0
+    bench.broker.send_back = real  # type: ignore[method-assign]
+    bench.advance(30)
+    assert bench.committed() == 4
 
 
 def test_what_an_interceptor_leaves_out_counts_as_done(bench: PushBench) -> None:
@@ -490,6 +517,48 @@ def test_the_queues_of_one_who_is_not_heard_of_are_taken_over(bench: PushBench) 
     assert sorted([*seen, *other].count(body) for body in (b"m", b"n")) == [1, 1]
 
 
+def test_who_lost_a_queue_meanwhile_neither_settles_nor_sends_back(bench: PushBench) -> None:
+    """The heir handles it; a copy from the one before would be another message."""
+    seen = Seen()
+
+    def handler(message: Message) -> None:
+        heir = bench.consumer(seen, client_id="1")
+        for _ in range(9):
+            bench.clock.advance(10_000)
+            bench.broker.run_once()
+            heir.run_once()
+        assert seen == [b"m"]
+        hung._workers._fire()
+        raise ValueError("late")
+
+    hung = bench.consumer(handler, client_id="0")
+    bench.put(b"m")
+    bench.settle()
+    bench.advance(30)
+    assert seen == [b"m"]
+    assert bench.broker.topics.get("%RETRY%g") is None
+    assert bench.committed() == 1
+
+
+def test_who_is_not_let_in_again_lets_go_of_everything_and_asks_again(
+    bench: PushBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given up while it hung, and refused when it came back: it went on handling what others had by then."""
+    errors = list[BaseException]()
+    consumer = bench.consumer(on_error=lambda error, message: errors.append(error))
+    bench.settle()
+    membership = engine_of(consumer).membership
+    real = membership.share
+    monkeypatch.setattr(membership, "share", lambda: (_ for _ in ()).throw(GroupInUseError("another has its name")))
+    engine_of(consumer).stir()
+    bench.settle()
+    assert consumer.assignment() == frozenset()
+    assert {type(error) for error in errors} == {GroupInUseError}
+    monkeypatch.setattr(membership, "share", real)
+    bench.advance(1)
+    assert consumer.assignment() == {T0}
+
+
 def test_a_consumer_leaves_no_waiter_and_no_listener_behind(bench: PushBench) -> None:
     broker = bench.broker
     before = (broker._waiters.parked, len(broker.members.on_change), len(broker.topics.on_change))
@@ -512,10 +581,12 @@ def test_another_filter_counts_at_once_for_who_waits(bench: PushBench) -> None:
     bench.settle()
     consumer.subscribe("t", seen, tags="B")
     bench.settle()
-    bench.put(b"a", tag="A")
     bench.put(b"b", tag="B")
     bench.settle()
     assert seen == [b"b"]
+    bench.put(b"a", tag="A")
+    bench.advance(6)
+    assert (seen, bench.committed()) == ([b"b"], 2)
 
 
 def test_another_handler_and_another_topic_while_running(bench: PushBench) -> None:
@@ -574,18 +645,46 @@ def test_seek_goes_where_it_is_told(bench: PushBench) -> None:
 
 
 def test_a_seek_from_a_handler_voids_what_it_is_at(bench: PushBench) -> None:
-    seen = Seen()
+    seen, committed, settled = Seen(), list[int | None](), list[bytes]()
+
+    class Settled(Interceptor):
+        def on_settle(self, message: Message, outcome: Any, seconds: float) -> None:
+            settled.append(message.body)
 
     def handler(message: Message) -> None:
         seen.append(message.body)
+        committed.append(bench.committed())
         if seen == [b"0", b"1"]:
             consumer.seek(T0, 0)
 
-    consumer = bench.consumer(handler, workers=1)
+    consumer = bench.consumer(handler, workers=1, interceptors=[Settled()])
     bench.put(b"0", b"1", b"2")
     bench.advance(1)
     assert seen == [b"0", b"1", b"0", b"1", b"2"]
+    assert committed[2] == 0  # what ended after the seek has not moved it
+    assert settled == [b"0", b"0", b"1", b"2"]  # nor was anybody told that it was done
     assert bench.committed() == 3
+
+
+def test_a_queue_is_begun_anew_when_its_handlers_have_ended_or_half_a_second_later(bench: PushBench) -> None:
+    """A11.5: they are waited for, so that a message is not in two handlers of one consumer, but not for ever."""
+    anew = list[bool]()
+
+    def handler(message: Message) -> None:
+        if anew:
+            return
+        before = engine_of(consumer)._queues[T0]
+        consumer.seek(T0, 0)
+        for wait_ms in (0, 499, 1):
+            bench.clock.advance(wait_ms)
+            consumer._workers._fire()
+            anew.append(engine_of(consumer)._queues[T0] is not before)
+
+    consumer = bench.consumer(handler, workers=1)
+    bench.put(b"0")
+    bench.settle()
+    assert anew == [False, False, True]
+    assert bench.committed() == 1
 
 
 def test_broadcasting_goes_on_where_its_client_was(bench: PushBench, tmp_path: Path) -> None:

@@ -356,6 +356,34 @@ def test_who_takes_too_long_has_its_message_sent_back_once_and_its_end_is_void(b
     assert bench.broker.max_offset(RETRIES, 0) == 1
 
 
+def test_what_hung_comes_again_after_ten_seconds(bench: PushBench) -> None:
+    at_ms = list[int]()
+
+    def handler(message: Message) -> None:
+        at_ms.append(bench.clock.now_ms())
+        if len(at_ms) == 1:
+            hang(bench, consumer, 30)
+            at_ms.append(bench.clock.now_ms())
+
+    consumer = bench.consumer(handler, consume_timeout=20, retry=RetryPolicy(5, delays=[1]))
+    bench.put(b"m")
+    bench.advance(60)
+    assert at_ms[2] - at_ms[1] == pytest.approx(10_000, abs=100)  # A4.3: level 3, whatever the policy
+
+
+def test_a_handler_that_takes_another_s_place_does_so_within_a_chunk(
+    bench: PushBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk may hold a thousand messages, of minutes each: looked at whenever something is settled."""
+    monkeypatch.setattr("mqstore.client.concurrent._SETTLE_S", -1.0)
+    after = Handler(bench)
+    consumer = bench.consumer(lambda message: consumer.subscribe("t", after), workers=1, run=False)
+    bench.put(b"0", b"1", b"2")
+    consumer.start()
+    bench.settle()
+    assert [body for body, _ in after.seen] == [b"1", b"2"]
+
+
 def test_who_takes_less_than_that_is_let_alone(bench: PushBench) -> None:
     hook = Told()
     consumer = bench.consumer(lambda message: hang(bench, consumer, 19.8), consume_timeout=20, interceptors=[hook])
@@ -465,6 +493,30 @@ def test_while_all_workers_are_held_up_invitations_do_not_pile_up(bench: PushBen
     bench.settle()
     assert most <= 3 + 1  # the other workers, and a pull
     assert bench.committed() == 40
+
+
+@pytest.mark.parametrize(("overtaken", "moment_s", "handled"), [(False, 1e9, 1), (True, 1e9, 4), (True, 0.0, 1)])
+def test_of_a_queue_that_is_to_go_only_what_was_overtaken_is_begun_and_for_a_moment(
+    bench: PushBench, monkeypatch: pytest.MonkeyPatch, overtaken: bool, moment_s: float, handled: int
+) -> None:
+    """What stands before a later pull that was begun is done for an exact hand-over; but where handlers take seconds,
+    `stop` would have waited for hundreds of them."""
+    monkeypatch.setattr("mqstore.client.concurrent._HAND_OVER_S", moment_s)
+    handler = Handler(bench)
+
+    def halts(message: Message) -> None:
+        handler(message)
+        if message.offset == 0:
+            queue = engine_of(consumer)._queues[T0]
+            queue.begun = 1_000 if overtaken else queue.begun
+            engine_of(consumer).halt()
+
+    consumer = bench.consumer(halts, workers=1, run=False)
+    bench.put(b"0", b"1", b"2", b"3")
+    consumer.start()
+    bench.settle()
+    assert len(handler.seen) == handled
+    assert bench.committed() == handled
 
 
 # --- broadcasting --------------------------------------------------------------------------------------------------

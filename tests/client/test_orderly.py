@@ -578,6 +578,35 @@ def test_a_handler_that_never_commits_reaches_its_bound_with_any_prefetch(bench:
     assert "9 messages" in told
 
 
+def test_a_cache_that_was_full_is_filled_while_messages_are_open(bench: Bench) -> None:
+    """A pull was refused, and a commit made room, but not much: who handles the last one cached has to pull again."""
+
+    def fills(tx: BatchTx) -> None:
+        fire(bench.members[0])  # the next pull finds all ten
+
+    bench.put(*[str(i) for i in range(20)])
+    handler = decides(n0=fills, n3=BatchTx.commit, n12=BatchTx.commit)
+    bench.join(handler=handler, max_uncommitted=9, prefetch=10, workers=2)
+    bench.settle()
+
+    assert bench.bodies == [str(i) for i in range(20)]
+    assert bench.committed() == 13
+    assert bench.errors == []
+
+
+def test_two_workers_are_not_at_one_queue(bench: Bench) -> None:
+    def handle(message: Message) -> None:
+        bench.put(f"{message.text()}+")
+        bench.broker.run_once()
+        fire(bench.members[0])
+
+    bench.put(*"012")
+    bench.join(handler=lambda message: handle(message) if "+" not in message.text() else None, workers=2, prefetch=2)
+    bench.settle()
+
+    assert bench.bodies == [*"012", "0+", "1+", "2+"]
+
+
 def test_messages_are_left_open_for_60_s_at_most_when_nothing_comes(bench: Bench) -> None:
     bench.put("0", "1")
     bench.join(handler=decides(), max_uncommitted=10, suspend=5)
@@ -924,16 +953,22 @@ def test_stop_gives_back_what_nobody_is_at(wide: Bench) -> None:
 
 
 def test_a_seek_while_a_handler_runs_begins_after_it(bench: Bench) -> None:
+    committed: list[int | None] = []
+
     def handle(message: Message) -> None:
+        committed.append(bench.committed())
         if len(bench.calls) == 3:
             consumer.seek(T0, 1)
-            fire(consumer)
+            for _ in range(10):
+                bench.clock.advance(1_000)
+                fire(consumer)
 
     bench.put(*"0123")
-    consumer = bench.join(handler=handle)
+    consumer = bench.join(handler=handle, workers=2)
     bench.advance(1)
 
     assert bench.bodies == [*"012", *"123"]
+    assert committed == [0, 1, 2, 1, 2, 3]  # what the handler did in the meantime counts for nothing
     assert bench.committed() == 4
 
 

@@ -80,7 +80,8 @@ class Machine(RuleBasedStateMachine):
         self.names += 1
         name = f"m{self.names * 7 % 10}-{self.names}"  # so that the newest is not always the last
         handler = partial(self.handle, name)
-        self.bench.join(name, handler, retry=RetryPolicy(MAX_ATTEMPTS, [1]), max_uncommitted=self.max_uncommitted)
+        retry = RetryPolicy(MAX_ATTEMPTS, [1])
+        self.bench.join(name, handler, retry=retry, max_uncommitted=self.max_uncommitted, workers=2)
 
     @precondition(lambda self: self.bench.members)
     @rule(pick=st.integers(0, 9))

@@ -18,7 +18,6 @@ import mqstore
 from mqstore import BatchFailure, Interceptor, Message, Reject, Retry, RetryPolicy, Store
 from mqstore.broker.members import Mode
 from mqstore.client.poppush import PopEngine
-from mqstore.client.pushconsumer import PushConsumer
 from mqstore.client.workers import cancelled
 from tests.client.popsupport import Bench, ended, in_thread, until
 
@@ -30,25 +29,6 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
         bench.store.create_topic(topic, queues=2)
     yield bench
     bench.store.close()
-
-
-@pytest.fixture(autouse=True)
-def plugged_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    def engine(self: PushConsumer, start: Any, limits: Any, timeout_ms: int) -> PopEngine:
-        return PopEngine(
-            self._broker,
-            self.group,
-            self.client_id,
-            self._workers,
-            self._handling,
-            ordered=self._ordered,
-            batch_size=self._batch_size,
-            start=start,
-            limits=limits,
-            consume_timeout_ms=timeout_ms,
-        )
-
-    monkeypatch.setattr(PushConsumer, "_pop_engine", engine)
 
 
 BOTH = pytest.mark.parametrize("ordered", [False, True], ids=["standard", "ordered"])
@@ -325,10 +305,12 @@ def test_an_ordered_handler_that_hangs_is_told_of_and_keeps_its_queue(bench: Ben
                 assert not cancelled()
                 bench.advance(10)
                 push.consumer._workers._fire()
+                assert bench.broker.pop("g", "t", order=True) == []
 
-    bench.put(b"0", b"1", queue_id=0)
+    bench.put(b"0", queue_id=0)
     push = Push(bench, act, workers=1, ordered=True, consume_timeout=20, interceptors=[recorder])
     push.go()
+    bench.put(b"1", queue_id=0)
     push.advance(100)
     assert push.seen == [(b"0", 1), (b"1", 1)]
     assert recorder.timed_out == [b"0"]
@@ -352,6 +334,21 @@ def test_a_settlement_that_fails_is_tried_again(bench: Bench, ordered: bool, mon
     push.advance(1)
     assert Counter(push.seen) >= Counter([(b"good", 1), (b"bad", 1), (b"bad", 2)])
     assert push.bodies().count(b"good") == 1
+
+
+@BOTH
+def test_what_waits_to_be_settled_is_kept_meanwhile(
+    bench: Bench, ordered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For longer than its handler may take: that one has ended."""
+    push = Push(bench, ordered=ordered, consume_timeout=5)
+    bench.put(b"a")
+    with monkeypatch.context() as disk:
+        disk.setattr(bench.broker, "ack", full)
+        push.advance(100)
+    push.advance(100)
+    assert push.seen == [(b"a", 1)]
+    assert lag(bench) == 0
 
 
 @BOTH
@@ -451,6 +448,7 @@ def test_who_does_not_look_takes_no_turn(bench: Bench, ordered: bool, how: str, 
     stop = push.consumer.pause if how == "pause" else push.engine.halt
     if when == "before":
         stop()
+        assert not push.engine._source.waits.open
     bench.store.put("t", b"a")
     bench.settle()
     assert called == ["another"] * (when == "before")
@@ -458,6 +456,19 @@ def test_who_does_not_look_takes_no_turn(bench: Bench, ordered: bool, how: str, 
     push.go()
     assert called == ["another"]
     assert push.seen == []
+
+
+@pytest.mark.parametrize("how", ["pause", "halt"])
+def test_a_turn_that_comes_with_the_end_is_passed_on(bench: Bench, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was chosen before, and called after."""
+    push = Push(bench)
+    push.go()
+    monkeypatch.setattr(push.engine._source.waits, "ring", lambda: None)
+    called: list[str] = []
+    bench.broker.add_pop_waiter("g", "t", lambda worth: called.append("another"))
+    (push.consumer.pause if how == "pause" else push.engine.halt)()
+    bench.put(b"a")
+    assert called == ["another"]
 
 
 @BOTH

@@ -228,6 +228,39 @@ def test_every_message_is_handled_once_while_members_come_and_go(broker: Broker,
     assert failed == {b"%d" % i for i in range(0, number, 97)}
 
 
+def test_all_workers_are_at_what_one_pull_brought(broker: Broker) -> None:
+    together = threading.Barrier(4, timeout=LONG_S)
+    consumer = PushConsumer(broker, "g", workers=4)
+    done = list[int]()
+    consumer.subscribe("t", lambda message: done.append(together.wait()))
+    broker.put_many("t", [b"m"] * 4, queue_id=0)
+    with consumer:
+        until(lambda: len(done) == 4)
+
+
+def test_what_stands_behind_a_slow_message_is_offered_to_others(broker: Broker) -> None:
+    """Handlers were fast so far, so nobody was asked to help with this pull."""
+    fast, last = list[bytes](), threading.Event()
+    waited = list[bool]()
+
+    def handler(message: Message) -> None:
+        if message.body == b"slow":
+            waited.append(last.wait(LONG_S))
+        elif message.body == b"last":
+            last.set()
+        else:
+            fast.append(message.body)
+
+    consumer = PushConsumer(broker, "g", workers=2)
+    consumer.subscribe("t", handler)
+    with consumer:
+        broker.put_many("t", [b"m"] * 800, queue_id=0)
+        until(lambda: len(fast) == 800)
+        broker.put_many("t", [b"slow", *[b"m"] * 5, b"last"], queue_id=0)
+        until(lambda: waited)
+    assert waited == [True]
+
+
 def test_a_handler_may_stop_its_consumer(broker: Broker) -> None:
     results = list[bool]()
     seen = list[bytes]()
@@ -341,7 +374,7 @@ def test_a_signal_ends_run_with_progress_on_disk(tmp_path: Path, number: signal.
     code = """
 import sys, mqstore
 with mqstore.open(sys.argv[1]) as store:
-    consumer = store.push_consumer("g", workers=2)
+    consumer = store.push_consumer("g", workers=1)
     consumer.subscribe("t", lambda message: print(message.text(), flush=True))
     for i in range(3):
         store.put("t", b"%d" % i)

@@ -489,6 +489,23 @@ def test_many_at_once(bench: Bench) -> None:
     assert len(queue.get_many(1000)) == 30
 
 
+def test_what_was_got_is_given_though_more_cannot_be(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = bench.queue()
+    queue.put_many(b"%d" % i for i in range(40))
+    pop, calls = bench.broker.pop, []
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) > 1:
+            raise mqstore.StoreBusyError("not now")
+        return pop(*arguments, **options)
+
+    monkeypatch.setattr(bench.broker, "pop", failing)
+    assert len(queue.get_many(40)) == 32
+    with pytest.raises(mqstore.StoreBusyError):
+        queue.get_many(40)
+
+
 def test_put_many_of_nothing(bench: Bench) -> None:
     queue = bench.queue(maxsize=1)
     queue.put_many([])
@@ -681,8 +698,9 @@ def test_closing_the_broker_ends_the_wait(tmp_path: Path) -> None:
 def test_as_a_context_it_is_shut_at_the_end(bench: Bench) -> None:
     with bench.queue() as queue:
         queue.put(b"a")
-    with pytest.raises(mqstore.QueueShutDown):
-        queue.put(b"b")
+    for verb in (lambda: queue.put(b"b"), queue.get):  # nothing is given out either
+        with pytest.raises(mqstore.QueueShutDown):
+            verb()
 
 
 # -- misuse ----------------------------------------------------------------------------------------------------------

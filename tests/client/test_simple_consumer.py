@@ -17,6 +17,7 @@ import pytest
 import mqstore
 from mqstore import Interceptor, Message, RetryPolicy, SimpleConsumer, Store
 from mqstore.broker.members import Mode
+from mqstore.client.popsource import PopSource, wanted
 from tests.client.popsupport import Bench, ended, in_thread, until
 
 
@@ -58,7 +59,7 @@ def parked(store: Store) -> int:
 
 
 def test_it_is_a_member_from_its_first_receive_to_its_end(bench: Bench) -> None:
-    members = bench.broker.members
+    members, listeners = bench.broker.members, list(bench.broker.topics.on_change)
     consumer = bench.store.simple_consumer("g", client_id="c1")
     consumer.subscribe("t", tags="red")
     assert members.members("g") == []
@@ -68,6 +69,7 @@ def test_it_is_a_member_from_its_first_receive_to_its_end(bench: Bench) -> None:
     consumer.close()
     consumer.close()
     assert members.members("g") == []
+    assert bench.broker.topics.on_change == listeners
 
 
 def test_with_topics_it_is_a_member_at_once(bench: Bench) -> None:
@@ -130,6 +132,22 @@ def test_members_subscribe_alike(bench: Bench) -> None:
     )  # nor is the topic kept for a group that has nothing to do with it
 
 
+def test_a_topic_that_may_not_be_read_changes_nothing(bench: Bench) -> None:
+    consumer = bench.consumer("t")
+    bench.broker.groups.forbid("g", "u")
+    with pytest.raises(mqstore.NotPermittedError):
+        consumer.subscribe("u")
+    assert consumer.subscriptions == {"t": "*"}
+    assert dict(bench.broker.members.subscriptions("g")) == {"t": ("TAG", "*")}
+    consumer.close()
+    source = PopSource(bench.broker, "g", "c1")
+    with pytest.raises(mqstore.NotPermittedError):
+        source.change({"u": wanted(bench.broker, "u")}, join=True)
+    assert bench.broker.members.groups() == []
+    source.change({"t": wanted(bench.broker, "t")}, join=True)
+    assert bench.broker.members.members("g") == ["c1"]
+
+
 def test_order_is_a_property_of_the_group(bench: Bench) -> None:
     bench.consumer(group="plain").close()
     bench.consumer(group="strict", ordered=True).close()
@@ -165,19 +183,22 @@ def test_the_retry_policy_is_the_groups(bench: Bench) -> None:
     ],
 )
 def test_options_that_cannot_be_leave_no_trace(bench: Bench, options: dict[str, Any]) -> None:
+    listeners = list(bench.broker.topics.on_change)
     with pytest.raises(mqstore.MQStoreError):
         bench.store.simple_consumer("g", **options)
     assert bench.broker.groups.get("g") is None
     assert bench.broker.members.groups() == []
-    assert not bench.broker.topics.on_change[1:]
+    assert bench.broker.topics.on_change == listeners
 
 
 def test_one_that_could_not_be_made_has_left_the_group(bench: Bench) -> None:
     bench.broker.topics.create("w")
     bench.broker.groups.create("g", consume_enable=False)
+    listeners = list(bench.broker.topics.on_change)
     with pytest.raises(mqstore.NotPermittedError):
         bench.consumer("w", "t")
     assert bench.broker.members.groups() == []
+    assert bench.broker.topics.on_change == listeners
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, True])
@@ -554,7 +575,7 @@ def test_what_becomes_visible_ends_the_wait(store: Store) -> None:
     consumer = store.simple_consumer("g", {"u": "*", "t": "*"}, retry=RetryPolicy(5, [0.1]))
     store.put("t", b"a")
     [delivery] = consumer.receive()
-    waiting = in_thread(lambda: consumer.receive(wait=20)[0].attempt)
+    waiting = in_thread(lambda: consumer.receive(wait=math.inf)[0].attempt)
     until(lambda: parked(store) == 2)
     delivery.nack()
     assert ended(*waiting) == 2
@@ -565,7 +586,7 @@ def test_in_order_an_ack_ends_the_wait_for_what_is_behind(store: Store) -> None:
     for body in (b"0", b"1"):
         store.put("t", body, queue_id=0)
     [first] = consumer.receive()
-    waiting = in_thread(lambda: bodies(consumer.receive()))
+    waiting = in_thread(lambda: bodies(consumer.receive(wait=math.inf)))
     until(lambda: parked(store) == 2)
     first.ack()
     assert ended(*waiting) == [b"1"]
@@ -573,7 +594,7 @@ def test_in_order_an_ack_ends_the_wait_for_what_is_behind(store: Store) -> None:
 
 def test_a_topic_that_comes_ends_the_wait(store: Store) -> None:
     consumer = store.simple_consumer("g", {"later": "*"})
-    waiting = in_thread(lambda: bodies(consumer.receive()))
+    waiting = in_thread(lambda: bodies(consumer.receive(wait=math.inf)))
     until(lambda: consumer._source.waits.open)
     store.put("later", b"a")
     assert ended(*waiting) == [b"a"]
@@ -582,7 +603,7 @@ def test_a_topic_that_comes_ends_the_wait(store: Store) -> None:
 def test_subscribing_ends_the_wait_for_the_old_subscriptions(store: Store) -> None:
     consumer = store.simple_consumer("g", {"t": "*"})
     store.put("u", b"a")
-    waiting = in_thread(lambda: bodies(consumer.receive()))
+    waiting = in_thread(lambda: bodies(consumer.receive(wait=math.inf)))
     until(lambda: parked(store) == 1)
     consumer.subscribe("u")
     assert ended(*waiting) == [b"a"]
@@ -590,7 +611,11 @@ def test_subscribing_ends_the_wait_for_the_old_subscriptions(store: Store) -> No
 
 def test_closing_ends_every_wait(store: Store) -> None:
     consumer = store.simple_consumer("g", {"t": "*", "u": "*"})
-    waiting = [in_thread(consumer.receive), in_thread(lambda: list(consumer)), in_thread(consumer.receive)]
+    waiting = [
+        in_thread(lambda: consumer.receive(wait=math.inf)),
+        in_thread(lambda: list(consumer)),
+        in_thread(lambda: consumer.receive(5, wait=math.inf)),
+    ]
     until(lambda: parked(store) == 6)
     consumer.close()
     assert [ended(*each) for each in waiting] == [[], [], []]
@@ -609,7 +634,7 @@ def test_closing_the_store_ends_every_wait(tmp_path: Path, what: str) -> None:
     store = mqstore.open(tmp_path / "store")
     store.create_topic("t")
     consumer = store.simple_consumer("g", {"t": "*", "later": "*"})
-    waiting = [in_thread(consumer.receive), in_thread(lambda: list(consumer))]
+    waiting = [in_thread(lambda: consumer.receive(wait=math.inf)), in_thread(lambda: list(consumer))]
     until(lambda: parked(store) == 2)
     (store if what == "store" else store.broker).close()
     outcomes = [ended(*each) for each in waiting]
@@ -755,18 +780,38 @@ def test_a_wait_that_ends_while_it_begins_parks_nowhere(bench: Bench, monkeypatc
 
 
 def test_who_was_called_for_a_topic_unsubscribed_from_meanwhile_passes_it_on(bench: Bench) -> None:
-    """Members subscribe alike, but one who has not received yet is no member: it waits for nobody's turn."""
     consumer = bench.consumer("t", "u")
     called: list[str] = []
     consumer.when_ready(lambda: called.append("one"))
-    bench.put(b"a")
-    consumer.unsubscribe("t")
     bench.broker.add_pop_waiter("g", "t", lambda worth: called.append("another"))
-    called.clear()
+    bench.put(b"a")
+    assert called == ["one"]
+    consumer.unsubscribe("t")
     bench.put(b"b", topic="u")
     assert bodies(consumer.receive(wait=0)) == [b"b"]
     bench.settle()
-    assert called == ["another"]
+    assert called == ["one", "another"]
+
+
+@pytest.mark.parametrize("error", [mqstore.StoreBusyError("not now"), KeyboardInterrupt()], ids=["busy", "ctrl-c"])
+def test_who_was_called_and_fails_passes_it_on(
+    bench: Bench, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    consumer = bench.consumer("t", "u")
+    called: list[str] = []
+    consumer.when_ready(lambda: called.append("one"))
+    bench.broker.add_pop_waiter("g", "t", lambda worth: called.append("another"))
+    bench.put(b"a")
+    assert called == ["one"]
+
+    def failing(*_: Any, **__: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(bench.broker, "pop", failing)
+    with pytest.raises(type(error)):
+        consumer.receive(wait=0)
+    bench.settle()
+    assert called == ["one", "another"]
 
 
 def test_a_cancelled_wait_is_never_called(bench: Bench) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
@@ -197,14 +198,30 @@ def test_what_a_reader_that_went_away_did_not_get_is_not_done(tmp_path: Path, mo
     assert [body[0] for body in taken(path, "--mode", mode)] == [str(i) for i in range(read, 4)]
 
 
-def test_a_status_line_is_for_terminals_alone(store: Path) -> None:
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "mqstore_tools.main", "consume", str(store), "orders", "--group", "g"]
+def plain_process(*arguments: object, **options: Any) -> subprocess.Popen[bytes]:
+    """As `process`, but its stdout is buffered, as it is for everybody."""
     path = os.pathsep.join(str(Path(__file__).parents[2] / folder) for folder in ("store", "tools"))
     environment = {**os.environ, "PYTHONPATH": path, "TERM": "xterm", "COLUMNS": "120"}
-    child = subprocess.Popen(
-        [*command, "--idle-exit", "1.5"], env=environment, stdout=subprocess.PIPE, stderr=theirs, stdin=theirs
+    environment.pop("PYTHONUNBUFFERED", None)
+    command = [sys.executable, "-m", "mqstore_tools.main", *map(str, arguments)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, **options)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_still_in_a_buffer_is_not_done(store: Path, mode: str) -> None:
+    child = plain_process(
+        "consume", store, "orders", "--group", "g", "--mode", mode, "--idle-exit", 0, stderr=subprocess.DEVNULL
     )
+    assert child.stdout is not None
+    child.stdout.close()
+
+    assert child.wait(LIMIT_S) == 141
+    assert left(store) == 10
+
+
+def test_a_status_line_is_for_terminals_alone(store: Path) -> None:
+    ours, theirs = pty.openpty()
+    child = plain_process("consume", store, "orders", "--group", "g", "--idle-exit", "1.5", stderr=theirs, stdin=theirs)
     os.close(theirs)
     try:
         seen = b""
@@ -525,6 +542,31 @@ def test_a_second_signal_kills_what_runs_and_that_is_no_attempt(store: Path, tmp
     taken(store, "--mode", mode, "--exec", again)
     assert (body, 1) in ran(tmp_path)
     assert len(ran(tmp_path)) == 10
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_third_signal_ends_it_though_nobody_reads_the_output(tmp_path: Path, mode: str) -> None:
+    path = tmp_path / "s"
+    with library.open(path) as opened:
+        opened.put("orders", b"x" * 200_000)
+    child = process("consume", path, "orders", "--group", "g", "--mode", mode, "--body-bytes", 200_000)
+    assert child.stdout is not None
+    try:
+        child.stdout.readline()
+        presses = 0
+        while child.poll() is None:
+            presses += 1
+            assert presses < 100
+            child.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(0.3)
+        child.communicate()
+    finally:
+        child.kill()
+
+    assert child.returncode == -signal.SIGINT
+    assert presses >= 3
+    assert len(taken(path, "--mode", mode)) == 1
 
 
 def test_an_idle_consumer_ends_by_a_signal_at_once(store: Path) -> None:

@@ -75,10 +75,12 @@ MQSTORE_GROUP and MQSTORE_PROPERTY_<NAME> (what is no letter, digit or _ in a na
   exit code 0    done
   65             a dead letter at once, for the reason in the first line of its stderr (--reject-code)
   any other      failed: it comes again as the group's retry policy says, after the last attempt a dead letter
+
 \b
 Ctrl-C or SIGTERM: begin nothing more, let running commands end, note how far the group is. Twice: kill them; their
-messages come again. Exit codes: 0 fine, 1 messages failed (and did not succeed later) or became dead letters, 2 wrong
-usage, 3 the store cannot be opened.""",
+messages come again. Three times: end at once, whatever it waits for.
+Exit codes: 0 fine, 1 messages failed (and did not succeed later) or became dead letters, 2 wrong usage, 3 the store
+cannot be opened.""",
 )
 @directory_argument
 @click.argument("topics", metavar="TOPIC...", nargs=-1, required=True)

@@ -1,14 +1,15 @@
-"""`mqstore export`: every readable message, one JSON object a line; what cannot be read is told on stderr."""
+"""`mqstore export`: every readable message, one JSON object a line or one row of Parquet; what cannot be read is told on
+stderr."""
 
 from __future__ import annotations
 
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import click
 
@@ -25,19 +26,21 @@ __all__ = ["export"]
 
 @click.command(
     cls=StoreCommand,
-    short_help="Write messages as JSON lines. Changes nothing.",
+    short_help="Write messages as JSON lines or Parquet. Changes nothing.",
     epilog="""\b
 Examples:
   mqstore export var/mq --output all.jsonl
   mqstore export var/mq --topic orders --queue-id 0 --from-offset 100 --max-messages 10
-  mqstore export var/mq | jq -r '.body | @base64d'""",
+  mqstore export var/mq | jq -r '.body | @base64d'
+  mqstore export var/mq --format parquet --output all.parquet""",
 )
 @directory_argument
 @click.option("--topic", help="Only this topic; without it all, those of the system too.")
 @click.option("--queue-id", type=click.IntRange(0), help="Only this queue.")
 @click.option("--from-offset", type=click.IntRange(0), help="Begin each queue at this queue offset.")
 @click.option("--max-messages", type=click.IntRange(0), help="Stop after so many in all.")
-@click.option("--format", "format_", type=click.Choice(["jsonl"]), default="jsonl", show_default=True)
+@click.option("--format", "format_", type=click.Choice(["jsonl", "parquet"]), default="jsonl", show_default=True)
+@click.option("--columns", metavar="NAMES", help="With parquet: only these columns, separated by commas.")
 @click.option(
     "--output",
     metavar="FILE",
@@ -54,16 +57,22 @@ def export(
     from_offset: int | None,
     max_messages: int | None,
     format_: str,
+    columns: str | None,
     output: Path | None,
     json_output: bool,
 ) -> None:
-    """Write the messages of the store in DIR, queue by queue, one JSON object a line.
+    """Write the messages of the store in DIR, queue by queue, one JSON object a line or one row of a Parquet file.
 
-    `body` is base64, inflated if it was stored compressed; names and units are the stored ones. What cannot be read is
-    told on stderr, the rest is written, and the exit code is 1. Reads only, also beside a writer.
+    In JSON `body` is base64, inflated if it was stored compressed; names and units are the stored ones. Parquet, which
+    needs pyarrow and --output, has the columns of the Spark source, times as timestamps and bodies as bytes. What cannot
+    be read is told on stderr, the rest is written, and the exit code is 1. Reads only, also beside a writer.
     """
     if queue_id is not None and topic is None:
         raise click.UsageError("--queue-id goes with --topic")
+    if format_ == "parquet" and output is None:
+        raise click.UsageError("--format parquet goes with --output")
+    if columns is not None and format_ != "parquet":
+        raise click.UsageError("--columns goes with --format parquet")
     findings = 0
     count = 0
     done = total = 0
@@ -86,21 +95,34 @@ def export(
         if topic is not None and not refs:
             store.offsets(topic, queue_id or 0)  # says that there is no such queue
         total = sum(high - low for low, high in (store.offsets(*ref) for ref in refs))
-        with _target(output, directory) as file, progress("exporting", lambda: (done, total), of_bytes=False):
-            for item in _items(store, refs, from_offset):
-                if max_messages is not None and count >= max_messages:
-                    break
-                done += 1
-                if isinstance(item, Finding):
-                    tell(item)
-                    continue
-                try:
-                    line = as_json(export_row(item))
-                except (FormatError, MissingPackageError) as error:
-                    tell(_not_inflated(store, item, error))
-                    continue
-                file.write(line + "\n")
-                count += 1
+        with progress("exporting", lambda: (done, total), of_bytes=False):
+            if format_ == "parquet":
+                assert output is not None
+                names = None if columns is None else [name.strip() for name in columns.split(",")]
+                batches = _batches(store, refs, from_offset, names, tell)
+                with _target(output, directory) as path, _parquet(path, next(batches)) as write:
+                    for batch in batches:
+                        batch = batch[: None if max_messages is None else max_messages - count]
+                        write(batch)
+                        done = count = count + batch.num_rows
+                        if count == max_messages:
+                            break
+            else:
+                with _lines(output, directory) as file:
+                    for item in _items(store, refs, from_offset):
+                        if max_messages is not None and count >= max_messages:
+                            break
+                        done += 1
+                        if isinstance(item, Finding):
+                            tell(item)
+                            continue
+                        try:
+                            line = as_json(export_row(item))
+                        except (FormatError, MissingPackageError) as error:
+                            tell(_not_inflated(store, item, error))
+                            continue
+                        file.write(line + "\n")
+                        count += 1
     if json_output and output is not None:
         print_json({"ok": not findings, "messages": count, "queues": len(refs), "findings": findings})
     elif json_output:
@@ -129,21 +151,58 @@ def _not_inflated(store: MessageStore, message: Message, error: Exception) -> Fi
     )
 
 
+def _batches(
+    store: MessageStore,
+    refs: list[QueueRef],
+    from_offset: int | None,
+    columns: list[str] | None,
+    tell: Callable[[Finding], None],
+) -> Iterator[Any]:
+    """The schema, then record batches of all queues."""
+    try:
+        from mqstore.spark.columns import ColumnReader
+        from mqstore.spark.rows import Policy
+    except ImportError as error:
+        raise click.UsageError(f"--format parquet: {error}") from error
+    policy = Policy(max_rows=50_000, on_corrupt="skip", tell=tell)
+    with ColumnReader(store, columns, policy=policy) as reader:
+        yield reader.schema
+        for ref in refs:
+            low, high = store.offsets(*ref)
+            yield from reader.queue(*ref, max(low, from_offset or 0), high)
+
+
 @contextmanager
-def _target(output: Path | None, directory: Path) -> Iterator[TextIO]:
-    """Where lines go. A file gets its name only when all of it is there, so that no half of it is taken for whole."""
+def _parquet(path: str, schema: Any) -> Iterator[Callable[[Any], None]]:
+    from pyarrow import parquet
+
+    with parquet.ParquetWriter(path, schema, compression="zstd") as writer:
+        yield writer.write_batch
+
+
+@contextmanager
+def _lines(output: Path | None, directory: Path) -> Iterator[TextIO]:
+    """Where lines of text go."""
     if output is None:
         yield sys.stdout
         return
+    with _target(output, directory) as path, open(path, "w", encoding="ascii", newline="\n") as file:
+        yield file
+
+
+@contextmanager
+def _target(output: Path, directory: Path) -> Iterator[str]:
+    """A file to write. It gets its name only when all of it is there, so that no half of it is taken for whole."""
     folder = output.resolve().parent
     if folder == directory.resolve() or directory.resolve() in folder.parents:
         raise click.UsageError("--output must not lie in the store's directory")
     fd, temporary = tempfile.mkstemp(prefix=f".{output.name}.", dir=folder)
     try:
-        with open(fd, "w", encoding="ascii", newline="\n") as file:
-            yield file
-            file.flush()
+        try:
+            yield temporary
             os.fsync(fd)
+        finally:
+            os.close(fd)
         os.replace(temporary, output)
     except BaseException:
         with suppress(FileNotFoundError):

@@ -53,6 +53,8 @@ Keep = Callable[[], object] | None
 
 
 class Work(Protocol):
+    """What is done with each message."""
+
     def __call__(self, message: Message, keep: Keep, keep_every_s: float) -> None:
         """Deal with a message. Returns: done. Raises Failed, Reject, Enough; anything else is no fault of the
         message, and ends the run."""
@@ -77,7 +79,7 @@ class Printer:
             raise Failed("its body cannot be inflated")
 
     def kill(self) -> None:
-        pass
+        """Nothing to kill: who waits for a reader of the output can only be ended with the process."""
 
 
 @dataclass
@@ -163,7 +165,7 @@ class Commands:
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
-    with suppress(ProcessLookupError):
+    with suppress(ProcessLookupError, PermissionError):  # it has ended, or became somebody else's
         os.killpg(child.pid, signal.SIGKILL)
 
 

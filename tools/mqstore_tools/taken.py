@@ -171,7 +171,7 @@ def supervise(run: Run, source: Source, idle_exit: float | None) -> None:
                 run.stop("signal")
             elif idle_exit is not None and run.idle_s() >= idle_exit and (idle_exit or source.drained()):
                 run.stop("idle")
-        stopper = threading.Thread(target=_stop, args=(run, source), name="mqstore-consume-stop")
+        stopper = threading.Thread(target=_stop, args=(run, source), name="mqstore-consume-stop", daemon=True)
         stopper.start()
         if signals and run.running:
             note(f"{run.running} still running; once more ends them now")
@@ -200,22 +200,19 @@ def _stop(run: Run, source: Source) -> None:
 
 @contextmanager
 def _signals(bell: SimpleQueue[str]) -> Iterator[None]:
-    """SIGINT and SIGTERM ring the bell, twice; a third does what it did before."""
+    """SIGINT and SIGTERM ring the bell, twice. A third ends the process, whatever it hangs in: that loses nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before: dict[int, Any] = {}
     left = 2
 
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
     def ring(number: int, frame: FrameType | None) -> None:
         nonlocal left
         left -= 1
         if not left:
-            restore()
+            for each in before:
+                signal.signal(each, signal.SIG_DFL)
         bell.put("signal")
 
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -223,7 +220,8 @@ def _signals(bell: SimpleQueue[str]) -> Iterator[None]:
     try:
         yield
     finally:
-        restore()
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 class _NotOurs(logging.Filter):
@@ -339,7 +337,8 @@ class _Asking(Source):
     def __init__(self, store: Store, run: Run, asked: Asked, threads: int) -> None:
         super().__init__(store, run, asked)
         self._threads = [
-            threading.Thread(target=self._ask, args=(i,), name=f"mqstore-consume-{i}") for i in range(threads)
+            threading.Thread(target=self._ask, args=(i,), name=f"mqstore-consume-{i}", daemon=True)
+            for i in range(threads)
         ]
         self._idle = [False] * threads
         """Who found nothing, and is not asking now: so nobody has a message that is in no count."""

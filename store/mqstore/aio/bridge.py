@@ -59,7 +59,7 @@ class Parked(Protocol):
 class _Call(Generic[T]):
     """A call of the engine, and who waits for it."""
 
-    __slots__ = ("bridge", "future", "over", "undo", "work")
+    __slots__ = ("bridge", "future", "over", "result", "undo", "work")
 
     quick = False
     """Whether it is done in some microseconds, so that who was answered before may wait for it."""
@@ -71,6 +71,8 @@ class _Call(Generic[T]):
         self.future: asyncio.Future[T | None] = bridge.loop.create_future()
         self.over = False
         """Nobody waits any more."""
+        self.result: T | None = None
+        """The thread's own."""
 
     def __call__(self) -> None:
         """On the thread."""
@@ -85,14 +87,15 @@ class _Call(Generic[T]):
 
     def answer(self, result: T | None, error: BaseException | None) -> None:
         """On the thread: what came of it."""
-        if self.over or not self.bridge.mail.tell(partial(self._hear, result, error), wakes=False):
-            self._put_back(result)  # cancelled, or the loop has ended
+        self.result = result
+        if not self.bridge.mail.tell(partial(self._hear, result, error), wakes=False):
+            self._take_back()  # the loop has ended
 
     def _hear(self, result: T | None, error: BaseException | None) -> None:
         """On the loop."""
         if self.future.done():  # cancelled, or its time was over
-            self._put_back(result)
-        elif error is None:
+            return
+        if error is None:
             self.future.set_result(result)
         else:
             # A future takes no StopIteration: raised in a coroutine it would mean something else.
@@ -104,17 +107,24 @@ class _Call(Generic[T]):
             return await self.future
         except asyncio.CancelledError:
             self.forget()
-            if self.future.done() and not self.future.cancelled() and self.future.exception() is None:
-                self._put_back(self.future.result())  # it was there, and cancelled before it was heard
+            if self.future.done() and not self.future.cancelled():
+                self.future.exception()  # it was there, and cancelled before it was heard
             raise
 
     def forget(self) -> None:
-        """On the loop: nobody waits any more."""
+        """On the loop: nobody will hear of it. Taken back before anything is done that is asked for from now on."""
         self.over = True
+        self.bridge.submit(self._take_back)
 
-    def _put_back(self, result: T | None) -> None:
-        if self.undo is not None and result is not None:
-            self.bridge.submit(partial(_undo, self.undo, result))
+    def _take_back(self) -> None:
+        """On the thread."""
+        result, self.result = self.result, None
+        if self.undo is None or result is None:
+            return
+        try:
+            self.undo(result)
+        except Exception as error:  # what was not given back comes again in its own time
+            _log.warning("the result of a cancelled call could not be given back: %s", error)
 
 
 class _Look(_Call[T]):
@@ -171,7 +181,7 @@ class _Look(_Call[T]):
             self.forget()
 
     def forget(self) -> None:
-        self.over = True
+        super().forget()
         if self.parked is not None:
             self.parked.cancel()
 
@@ -359,13 +369,6 @@ def _run(line: SimpleQueue[Callable[[], object] | None], mail: _Mail) -> None:
             _log.exception("a call for an event loop failed")
         held += 1
         del work  # it may hold messages, and those their segment
-
-
-def _undo(undo: Callable[[T], object], result: T) -> None:
-    try:
-        undo(result)
-    except Exception as error:  # what was not given back comes again in its own time
-        _log.warning("the result of a cancelled call could not be given back: %s", error)
 
 
 def _pass_answer(call: _Call[T]) -> None:

@@ -26,7 +26,14 @@ from mqstore.client import transaction
 from mqstore.client.interceptors import Interceptor
 from mqstore.client.producer import Selector
 from mqstore.client.transaction import Checker
-from mqstore.errors import ConfigError, FlushTimeoutError, SendError, StoreClosedError, TransactionStateError
+from mqstore.errors import (
+    ConfigError,
+    FlushTimeoutError,
+    SendError,
+    StoreClosedError,
+    StoreIOError,
+    TransactionStateError,
+)
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.outgoing import Body, OutgoingMessage
 from mqstore.options import Durability, Duration, seconds
@@ -156,7 +163,7 @@ class Producer(AbstractAsyncContextManager["Producer"]):
             stored: asyncio.Future[SendReceipt] = self._bridge.loop.create_future()
             try:
                 stored.set_result(self.sync.send(topic, body, queue_id=queue_id, **options))
-            except SendError as error:  # what the engine says comes with the future
+            except (SendError, StoreIOError) as error:  # what the engine says comes with the future
                 stored.set_exception(error)
             await self._puts.breathe()
             return stored

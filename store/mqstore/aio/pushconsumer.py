@@ -209,7 +209,9 @@ class PushConsumer(AbstractAsyncContextManager["PushConsumer"]):
 
     async def run_once(self) -> int | None:
         """As `mqstore.PushConsumer.run_once`."""
-        return await self._bridge.call(self.sync.run_once)
+        self._bridge.check()
+        # Not by the store's thread: it waits for handlers, and they may wait for the store's.
+        return await self._bridge.loop.run_in_executor(None, self.sync.run_once)
 
     async def stop(self, timeout: Duration = 30) -> bool:
         """Start no handler any more, wait up to `timeout` seconds for those that run, then cancel them: their messages

@@ -368,9 +368,11 @@ class Queue:
     # -- the end ----------------------------------------------------------------------------------------------------
 
     async def shutdown(self, immediate: bool = False) -> None:
-        """As `mqstore.Queue.shutdown`."""
-        self._bridge.check()
-        self.sync.shutdown(immediate)
+        """As `mqstore.Queue.shutdown`. Who is cancelled meanwhile hears of it when it is shut."""
+        if self._bridge.closed:
+            self.sync.shutdown(immediate)
+        else:
+            await self._bridge.finish(partial(self.sync.shutdown, immediate))
         self._ring()
 
     async def __aenter__(self) -> Queue:
@@ -379,8 +381,7 @@ class Queue:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.sync.shutdown(immediate=True)
-        self._ring()
+        await self.shutdown(immediate=True)
 
     def __repr__(self) -> str:
         return repr(self.sync)

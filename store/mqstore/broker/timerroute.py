@@ -34,6 +34,7 @@ from mqstore.errors import InvalidMessageError
 from mqstore.layout.properties import (
     DELAY,
     NAME_END,
+    ORIGIN_MESSAGE_ID,
     PAIR_END,
     REAL_QID,
     REAL_TOPIC,
@@ -121,8 +122,8 @@ def timer_route(
     stored[TIMER_OUT_MS] = str(slot_of(deliver_ms, precision_ms))
     stored[REAL_TOPIC] = topic
     stored[REAL_QID] = str(queue_id)
-    if UNIQ_KEY not in stored:
-        stored[UNIQ_KEY] = new_unique_key()
+    if UNIQ_KEY not in stored:  # of a copy that the retries made, the key it is known by already
+        stored[UNIQ_KEY] = stored.get(ORIGIN_MESSAGE_ID) or new_unique_key()
     return TIMER_TOPIC, 0, stored
 
 

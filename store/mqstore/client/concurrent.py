@@ -265,9 +265,8 @@ class ConcurrentService:
             self._idle_ticks = 0 if self._look() else self._idle_ticks + 1
         finally:  # whatever a hook has met, the next one comes
             with self._lock:
-                # The second: who came in between saw a tick that was to come.
-                self._ticking = self._idle_ticks < IDLE_TICKS or any(self._at.values())
-                goes_on = self._ticking
+                self._ticking = False  # before we look who is at work: who begins from here on does not rely on us
+                self._ticking = goes_on = self._idle_ticks < IDLE_TICKS or any(self._at.values())
             if goes_on:
                 self._workers.later(TICK_MS, self._tick)
 

@@ -29,6 +29,7 @@ from collections.abc import Callable, Collection, Iterable
 
 from mqstore.broker.broker import Broker
 from mqstore.broker.members import Mode, Subscriptions
+from mqstore.broker.names import is_retry_topic
 from mqstore.client.allocation import Strategy
 from mqstore.errors import ConfigError, GroupInUseError
 from mqstore.log.commitlog import QueueRef
@@ -209,6 +210,8 @@ class Membership:
     def _share_of(self, topic: str, members: list[str]) -> frozenset[QueueRef] | None:
         config = self._broker.topics.get(topic)
         if config is None:
+            if is_retry_topic(topic):  # it comes into being with the first failure
+                return None
             self._complain(topic, "topic %r is not there; group %s waits for it", topic, self.group)
             return None
         if not config.readable:

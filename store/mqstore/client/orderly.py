@@ -409,7 +409,7 @@ class OrderlyService:
         tx.over = True
         opened.took_ms += took_ms
         if failure is None and not tx.decision:
-            if len(opened.messages) < bound and self._clock.monotonic_ms() - opened.since_ms < TX_MAX_MS:
+            if len(opened.messages) < bound:
                 with self._lock:
                     self._open[key] = opened
                 return None

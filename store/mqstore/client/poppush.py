@@ -285,7 +285,7 @@ class PopEngine:
             units = self._take_in(found, (time.perf_counter() - begin) * 1000)
             for unit in units[1:]:
                 self._workers.submit(partial(self._run, unit))
-            if units and self._others and self._pace_ms >= _WORTH_MS:
+            if units and self._others and self._pace_ms > _WORTH_MS:
                 self._hand_over(worker)
             try:
                 if units:

@@ -25,6 +25,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
+from queue import Empty, SimpleQueue
 from types import FrameType, TracebackType
 from typing import Any, Literal, Protocol
 
@@ -41,6 +42,7 @@ from mqstore.client.interceptors import Interceptor, Interceptors
 from mqstore.client.localoffsets import LocalOffsets
 from mqstore.client.membership import Membership, check_client_id
 from mqstore.client.orderly import BatchTx, OrderlyService
+from mqstore.client.poppush import PopEngine
 from mqstore.client.processqueue import Limits, QueueInfo
 from mqstore.client.progress import GroupProgress, LocalProgress, Progress, Start
 from mqstore.client.workers import Workers
@@ -209,6 +211,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         self._broker = broker
         self._ordered = ordered
         self._broadcasting = broadcasting
+        self._pops = pops
         self._prefetch = _count("prefetch", prefetch, 65_535)
         self._batch_size = _count("batch_size", batch_size, 1_024)
         limits = Limits(
@@ -222,7 +225,8 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         self._lock = threading.RLock()
         """Of the state and the subscriptions."""
         self._stopped = threading.Event()
-        self._wish_to_stop = threading.Event()
+        self._wishes: SimpleQueue[None] = SimpleQueue()
+        """To stop. Not an event: a signal may come in the middle of a wait for it, and its lock is not reentrant."""
         self._all_ended = False
         clock = broker.store.clock
         self._workers = Workers(f"mqstore-{group}", clock, number, threads=broker.store.config.clock is None)
@@ -235,7 +239,18 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         parts = (broker, group, self._workers, self._handling)
         self._engine: Engine
         if pops:
-            self._engine = self._pop_engine(start, limits, timeout_ms)
+            self._engine = PopEngine(
+                broker,
+                group,
+                self.client_id,
+                self._workers,
+                self._handling,
+                ordered=ordered,
+                batch_size=self._batch_size,
+                start=start,
+                limits=limits,
+                consume_timeout_ms=timeout_ms,
+            )
             return
         if ordered:
             service = OrderlyService(
@@ -279,9 +294,6 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
             flush=store.flush,
         )
         return LocalProgress(self._broker, offsets, start)
-
-    def _pop_engine(self, start: Start, limits: Limits, timeout_ms: int) -> Engine:
-        raise NotImplementedError
 
     def _prepare_group(self, retry: RetryPolicy | None) -> None:
         """Enter the group, unless it is there and another kind of group."""
@@ -337,8 +349,10 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         if sql is not None and tags != "*":
             raise ConfigError(f"topic {topic!r}: give tags or sql, not both")
         if max_uncommitted is not None:
-            if not self._ordered:
-                raise ConfigError("max_uncommitted is for ordered consumers: others settle each message by itself")
+            if not self._ordered or self._pops:
+                raise ConfigError(
+                    "max_uncommitted is for ordered consumers of mode 'queue': others settle each message by itself"
+                )
             if not self._batch_size <= _count("max_uncommitted", max_uncommitted, 65_535) < self._prefetch:
                 raise ConfigError(
                     f"max_uncommitted={max_uncommitted} does not lie in {self._batch_size} (batch_size) to "
@@ -411,7 +425,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         if state != "running":
             if state == "stopping":
                 self._stopped.wait(min(timeout_s, threading.TIMEOUT_MAX))
-            self._wish_to_stop.set()
+            self._wishes.put(None)
             return self._all_ended or state == "new"
         try:
             self._engine.halt()
@@ -426,7 +440,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
             with self._lock:
                 self._state = "stopped"
             self._stopped.set()
-            self._wish_to_stop.set()
+            self._wishes.put(None)
         return ended
 
     def run(self, stop_timeout: Duration = 30) -> bool:
@@ -437,7 +451,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         def wish(number: int, frame: FrameType | None) -> None:
             for each in restore:
                 each()
-            self._wish_to_stop.set()
+            self._wishes.put(None)
 
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -445,8 +459,12 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
                 restore.append(partial(signal.signal, number, before))
         try:
             self.start()
-            while not self._wish_to_stop.wait(1.0):
-                pass
+            while True:
+                try:
+                    self._wishes.get(timeout=1.0)
+                except Empty:
+                    continue
+                break
         finally:
             for each in restore:
                 each()

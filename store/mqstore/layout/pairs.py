@@ -75,7 +75,8 @@ class Pairs:
     @cached_property
     def _heads(self) -> npt.NDArray[np.uint32]:
         # A pair has at least three bytes and the 02 behind it, so four bytes from its start lie inside.
-        return self._words[self.start] if len(self.start) else np.zeros(0, np.uint32)
+        heads: npt.NDArray[np.uint32] = self._words[self.start] if len(self.start) else np.zeros(0, np.uint32)
+        return heads
 
     def named(self, name: bytes) -> npt.NDArray[np.intp]:
         """The pairs of that name, one a blob at most: of several the last one wins (2.4). Names of 4 or 8 bytes."""

@@ -16,10 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from mqstore.errors import ConfigError, FormatError
 from mqstore.layout.compression import MissingPackageError, inflate
@@ -33,11 +35,11 @@ from mqstore.log.commitlog import QueueRef
 from mqstore.log.report import Finding
 from mqstore.log.store import MessageStore
 from mqstore.log.tagfilter import TagFilter, parse_tags
-from mqstore.spark.arrow import cut, pa, spread, text
-from mqstore.spark.rows import Piece, Policy, log_batches, queue_batches
+from mqstore.spark.arrow import cut, spread, text
+from mqstore.spark.rows import OnCorrupt, Piece, Policy, log_batches, queue_batches
 from mqstore.spark.windows import WINDOW_BYTES, Windows
 
-__all__ = ["COLUMNS", "Column", "ColumnReader", "arrow_schema", "check_columns", "default_columns"]
+__all__ = ["COLUMNS", "Column", "ColumnReader", "arrow_schema", "check_columns", "default_columns", "table_of"]
 
 Cost = Literal["unit", "header", "body", "properties"]
 _Int64s = npt.NDArray[np.int64]
@@ -57,39 +59,37 @@ class Column:
     meaning: str
 
 
-COLUMNS: Final[Mapping[str, Column]] = {
-    name: Column(name, kind, sql, cost, meaning)
-    for name, kind, sql, cost, meaning in (
-        ("store", _STRING, "string", "unit", "the store's id: its name in a set, else the path"),
-        ("topic", _STRING, "string", "unit", "the topic"),
-        ("queue_id", pa.int32(), "int", "unit", "the queue of the topic"),
-        ("queue_offset", pa.int64(), "bigint", "unit", "the position in the queue"),
-        ("body", pa.binary(), "binary", "body", "the message as it was sent, inflated if it was stored compressed"),
-        ("keys", _STRING, "string", "properties", "the keys it can be found by, separated by spaces"),
-        ("tags", _STRING, "string", "properties", "its tag"),
-        ("properties", pa.map_(_STRING, _STRING), "map<string,string>", "properties", "all its properties"),
-        ("born_timestamp", _TIME, "timestamp", "header", "when the producer made it"),
-        ("store_timestamp", _TIME, "timestamp", "header", "when it was stored"),
-        ("born_host", _STRING, "string", "header", "`ip:port` of the producer"),
-        ("store_host", _STRING, "string", "header", "`ip:port` of the store"),
-        ("reconsume_times", pa.int32(), "int", "header", "how often it was delivered before"),
-        ("flag", pa.int32(), "int", "header", "the user's number"),
-        ("sys_flag", pa.int32(), "int", "header", "the stored bits: compression, transaction, host kinds"),
-        (
-            "body_crc",
-            pa.int32(),
-            "int",
-            "header",
-            "the stored checksum; profile `mqstore` has it over the whole record",
-        ),
-        ("message_id", _STRING, "string", "header", "address of this stored copy"),
-        ("unique_key", _STRING, "string", "properties", "what stays the same in every copy, if the producer set it"),
-        ("physical_offset", pa.int64(), "bigint", "unit", "position of the record in the commitlog"),
-        ("size", pa.int32(), "int", "unit", "bytes of the whole record"),
-        ("tags_code", pa.int64(), "bigint", "unit", "hash of the tag; of a delayed message the time of its delivery"),
-        ("error", _STRING, "string", "unit", "why the row has no record; only with onCorrupt `keep`"),
-    )
-}
+_TABLE: Final[tuple[tuple[str, Any, str, Cost, str], ...]] = (
+    ("store", _STRING, "string", "unit", "the store's id: its name in a set, else the path"),
+    ("topic", _STRING, "string", "unit", "the topic"),
+    ("queue_id", pa.int32(), "int", "unit", "the queue of the topic"),
+    ("queue_offset", pa.int64(), "bigint", "unit", "the position in the queue"),
+    ("body", pa.binary(), "binary", "body", "the message as it was sent, inflated if it was stored compressed"),
+    ("keys", _STRING, "string", "properties", "the keys it can be found by, separated by spaces"),
+    ("tags", _STRING, "string", "properties", "its tag"),
+    ("properties", pa.map_(_STRING, _STRING), "map<string,string>", "properties", "all its properties"),
+    ("born_timestamp", _TIME, "timestamp", "header", "when the producer made it"),
+    ("store_timestamp", _TIME, "timestamp", "header", "when it was stored"),
+    ("born_host", _STRING, "string", "header", "`ip:port` of the producer"),
+    ("store_host", _STRING, "string", "header", "`ip:port` of the store"),
+    ("reconsume_times", pa.int32(), "int", "header", "how often it was delivered before"),
+    ("flag", pa.int32(), "int", "header", "the user's number"),
+    ("sys_flag", pa.int32(), "int", "header", "the stored bits: compression, transaction, host kinds"),
+    (
+        "body_crc",
+        pa.int32(),
+        "int",
+        "header",
+        "the stored checksum; profile `mqstore` has it over the whole record",
+    ),
+    ("message_id", _STRING, "string", "header", "address of this stored copy"),
+    ("unique_key", _STRING, "string", "properties", "what stays the same in every copy, if the producer set it"),
+    ("physical_offset", pa.int64(), "bigint", "unit", "position of the record in the commitlog"),
+    ("size", pa.int32(), "int", "unit", "bytes of the whole record"),
+    ("tags_code", pa.int64(), "bigint", "unit", "hash of the tag; of a delayed message the time of its delivery"),
+    ("error", _STRING, "string", "unit", "why the row has no record; only with onCorrupt `keep`"),
+)
+COLUMNS: Final[Mapping[str, Column]] = {row[0]: Column(*row) for row in _TABLE}
 """Every column, in the order of a row."""
 
 
@@ -278,10 +278,11 @@ class ColumnReader:
     """Reads one store by columns. Keeps a few windows of its log mapped until `close`; not for several threads.
 
     `columns`: names of `COLUMNS`, None for all. `tags`: as for `MessageStore.read`. `decompress` False leaves bodies as
-    they are stored. `verify` compares checksums, which costs about as much as reading a body; without it every length,
-    magic and offset is still checked. `on_corrupt`: "fail" raises CorruptStoreError at the first damaged message,
-    "skip" leaves such messages out (`policy.corrupt` counts them), "keep" gives a row that has what its unit says, null
-    elsewhere, and `error`. Columns that come from units alone are read without a look at the records.
+    they are stored. `policy.verify` compares checksums, which costs about as much as reading a body; without it every
+    length, magic and offset is still checked. `policy.on_corrupt`: "fail" raises CorruptStoreError at the first damaged
+    message, "skip" leaves such messages out (`policy.corrupt` counts them), "keep" gives a row that has what its unit
+    says, null elsewhere, and `error`; of one whose body does not inflate only the body is null. Columns that come from
+    units alone are read without a look at the records.
 
     Raises ConfigError for columns that there are not.
     """
@@ -342,7 +343,7 @@ class ColumnReader:
         group: list[Piece] = []
         room = self.policy.max_bytes
         for piece in pieces:
-            size = sum(map(len, piece.bodies.values()))
+            size = sum(len(body) for body in piece.bodies.values() if body)
             if group and size > room:  # what was stored small may be large
                 yield self._batch(group)
                 group, room = [], self.policy.max_bytes
@@ -361,8 +362,6 @@ class ColumnReader:
         if not len(rows):
             yield piece
             return
-        failed: list[int] = []
-        errors: list[str] = []
         total = 0
         starts, ends = headers.body_position, headers.body_position + headers.body_size
         for row in rows.tolist():
@@ -370,23 +369,26 @@ class ColumnReader:
             try:
                 body = inflate(int(headers.sys_flag[row]), stored)
             except (FormatError, MissingPackageError) as error:
-                failed.append(row)
-                errors.append(self._not_inflated(piece, row, error))
+                piece.bodies[row] = None
+                piece.body_errors[row] = self._not_inflated(piece, row, error)
                 continue
             if total and total + len(body) > self.policy.max_bytes:
                 low, high = _halves(piece, row)
-                low.bodies = {r: b for r, b in piece.bodies.items() if r < row}
-                piece.bodies = {}
-                yield from self._without(low, failed, errors)
+                yield from self._with_bodies(low)
                 yield from self._inflated(high)
                 return
             piece.bodies[row] = body
             total += len(body)
-        yield from self._without(piece, failed, errors)
+        yield from self._with_bodies(piece)
 
-    def _without(self, piece: Piece, failed: list[int], errors: list[str]) -> Iterator[Piece]:
-        if failed:
-            piece = piece.without(np.array(failed, np.intp), errors, self.policy)
+    def _with_bodies(self, piece: Piece) -> Iterator[Piece]:
+        """Without the records whose body did not inflate, unless they are kept."""
+        if piece.body_errors and self.policy.on_corrupt != "keep":
+            kept = np.ones(piece.records, np.bool_)
+            kept[[*piece.body_errors]] = False
+            number = np.cumsum(kept) - 1
+            whole, piece = piece, _part(piece, kept, kept)  # no row without a record: those are not kept either
+            piece.bodies = {int(number[row]): body for row, body in whole.bodies.items() if body is not None}
         if len(piece):
             yield piece
 
@@ -448,16 +450,24 @@ class ColumnReader:
                 return _or_null(piece.sizes.astype(np.int32))
             case "tags_code" if piece.tags_codes is not None:
                 return pa.array(piece.tags_codes)
-            case "error" if piece.bad is None:
-                return pa.nulls(count, _STRING)
             case "error":
-                return spread(pa.array(piece.errors, _STRING), np.flatnonzero(piece.bad), count)
+                return _errors(piece)
         return None
 
     def _tags_code(self, piece: Piece) -> Any:
         """Of a log scan: what dispatch would put into the unit."""
         assert piece.headers is not None
         return pa.array(rows_of(piece.buffer, piece.headers, piece.base, self.store.delay_table_ms).tags_code)
+
+
+def _errors(piece: Piece) -> Any:
+    if piece.bad is None and not piece.body_errors:
+        return pa.nulls(len(piece), _STRING)
+    bad = np.zeros(len(piece), np.bool_) if piece.bad is None else piece.bad
+    row_of_record = np.flatnonzero(~bad)
+    texts = dict(zip(np.flatnonzero(bad).tolist(), piece.errors, strict=True))
+    texts |= {int(row_of_record[row]): text for row, text in piece.body_errors.items()}
+    return pa.array([texts.get(row) for row in range(len(piece))], _STRING)
 
 
 def _or_null(values: npt.NDArray[np.signedinteger[Any]]) -> Any:
@@ -470,7 +480,9 @@ def _halves(piece: Piece, row: int) -> tuple[Piece, Piece]:
     """`piece` before and from a row among its records on."""
     assert piece.headers is not None
     at = row if piece.bad is None else int(np.flatnonzero(~piece.bad)[row])
-    return _part(piece, slice(0, at), slice(0, row)), _part(piece, slice(at, None), slice(row, None))
+    low, high = _part(piece, slice(0, at), slice(0, row)), _part(piece, slice(at, None), slice(row, None))
+    low.bodies, low.body_errors = piece.bodies, piece.body_errors  # of rows before this one only
+    return low, high
 
 
 def _part(piece: Piece, rows: slice | npt.NDArray[Any], records: slice | npt.NDArray[Any]) -> Piece:
@@ -518,6 +530,26 @@ def _bearing(piece: Piece, tags: TagFilter) -> Piece:
     return _part(piece, rows, bears)
 
 
-def refs_of(store: MessageStore, topic: str, queue_id: int | None) -> list[QueueRef]:
-    """The queue, or all queues of the topic. TopicNotFoundError."""
-    return store.queues(topic) if queue_id is None else [QueueRef(topic, queue_id)]
+def table_of(
+    store: MessageStore,
+    refs: Sequence[QueueRef],
+    columns: Sequence[str] | None,
+    start: datetime | int | None,
+    stop: datetime | int | None,
+    tags: str | None,
+    on_corrupt: OnCorrupt,
+) -> Any:
+    """The messages of these queues, one queue behind the other, as a table; see `Store.to_arrow`."""
+    if len(refs) > 1 and (isinstance(start, int) or isinstance(stop, int)):
+        raise ConfigError("start and stop as offsets belong to one queue: give queue_id, or times")
+    policy = Policy(verify=store.config.verify_reads, on_corrupt=on_corrupt)
+    batches: list[Any] = []
+    with ColumnReader(store, columns, tags=tags, policy=policy) as reader:
+        for ref in refs:
+            low, high = store.offsets(*ref)
+            bounds = [
+                bound if at is None else at if isinstance(at, int) else store.offset_at(*ref, at)
+                for at, bound in ((start, low), (stop, high))
+            ]
+            batches += reader.queue(*ref, max(low, bounds[0]), min(high, bounds[1]))
+        return pa.Table.from_batches(batches, reader.schema)

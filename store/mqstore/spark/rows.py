@@ -48,7 +48,8 @@ _Int64s = npt.NDArray[np.int64]
 _Bools = npt.NDArray[np.bool_]
 _CHUNK_UNITS = 1 << 16
 _FILTERED_CHUNK_UNITS = 1 << 18
-_NOTHING = np.zeros(0, np.int64)
+_ENOUGH_ROWS = 4096
+"""A batch of so many rows costs little more a row than a larger one."""
 
 
 @dataclass(slots=True)
@@ -100,8 +101,10 @@ class Piece:
     headers: Headers | None = None
     bad: _Bools | None = None
     errors: Sequence[str] = ()
-    bodies: dict[int, bytes] = field(default_factory=dict)
-    """Inflated bodies, by row among the records."""
+    bodies: dict[int, bytes | None] = field(default_factory=dict)
+    """Inflated bodies, by row among the records; None for one that does not inflate."""
+    body_errors: dict[int, str] = field(default_factory=dict)
+    """Why it does not, likewise."""
 
     def __len__(self) -> int:
         return len(self.physical)
@@ -129,32 +132,11 @@ class Piece:
         text[closing] = 2
         return Pairs(text, closing)
 
-    def without(self, rows: npt.NDArray[np.intp], errors: list[str], policy: Policy) -> Piece:
-        """The same with some of the records, given by row among the records, found bad as well."""
-        assert self.headers is not None
-        bad = np.zeros(len(self), np.bool_) if self.bad is None else self.bad.copy()
-        row_of_record = np.flatnonzero(~bad)
-        kept = np.ones(len(row_of_record), np.bool_)
-        kept[rows] = False
-        texts = dict(zip(np.flatnonzero(bad).tolist(), self.errors, strict=True))
-        texts |= zip(row_of_record[rows].tolist(), errors, strict=True)
-        bad[row_of_record[rows]] = True
-        number = np.cumsum(kept) - 1
-        piece = Piece(
-            self.topic,
-            self.queue_id,
-            self.slots,
-            self.physical,
-            self.sizes,
-            self.tags_codes,
-            self.buffer,
-            self.base,
-            gather(self.buffer, self.headers.positions[kept]),
-            bad,
-            [texts[row] for row in sorted(texts)],
-            {int(number[row]): body for row, body in self.bodies.items() if kept[row]},
-        )
-        return piece if policy.on_corrupt == "keep" else piece.sound()
+    def rows(self, low: int, high: int) -> Piece:
+        """Rows [low, high), before any record was looked at."""
+        here = slice(low, high)
+        codes = None if self.tags_codes is None else self.tags_codes[here]
+        return Piece(self.topic, self.queue_id, self.slots[here], self.physical[here], self.sizes[here], codes)
 
     def sound(self) -> Piece:
         """Without the rows that have no record."""
@@ -229,14 +211,28 @@ def queue_batches(
             live &= tags.units(codes)
         if not live.all():
             slots, physical, sizes, codes = slots[live], physical[live], sizes[live], codes[live]
-        for low, high in _spans(sizes, policy.max_rows, policy.max_bytes if records else 1 << 62):
-            here = slice(low, high)
-            whole = Piece(topic, queue_id, slots[here], physical[here], sizes[here], codes[here])
-            if not records:
-                yield [whole]
-            elif pieces := [*_looked_up(store, windows, encoded, whole, policy)]:
-                yield pieces
+        whole = Piece(topic, queue_id, slots, physical, sizes, codes)
+        if records:
+            yield from _joined(_looked_up(store, windows, encoded, whole, policy), policy)
+        else:
+            yield from ([whole.rows(low, high)] for low, high in _spans(sizes, policy.max_rows, 1 << 62))
         start += count
+
+
+def _joined(pieces: Iterator[Piece], policy: Policy) -> Iterator[list[Piece]]:
+    """Pieces by batches: small ones together, each as it comes once there is enough. Joining costs a copy."""
+    group: list[Piece] = []
+    rows = size = 0
+    for piece in pieces:
+        more = int(piece.sizes.sum())
+        if group and (rows >= _ENOUGH_ROWS or rows + len(piece) > policy.max_rows or size + more > policy.max_bytes):
+            yield group
+            group, rows, size = [], 0, 0
+        group.append(piece)
+        rows += len(piece)
+        size += more
+    if group:
+        yield group
 
 
 def _holes(store: MessageStore, topic: str, queue_id: int, slots: _Int64s, policy: Policy) -> Iterator[list[Piece]]:
@@ -260,20 +256,20 @@ def _looked_up(store: MessageStore, windows: Windows, topic: bytes, whole: Piece
     starts = physical - physical % size
     cells = starts + (physical - starts) // windows.window_bytes * windows.window_bytes
     bounds = (np.flatnonzero(np.diff(cells)) + 1).tolist()
-    for low, high in zip([0, *bounds], [*bounds, len(cells)], strict=True):
-        here = slice(low, high)
-        piece = Piece(
-            whole.topic, whole.queue_id, whole.slots[here], physical[here], whole.sizes[here], whole.tags_codes[here]
-        )  # type: ignore[index]  # a queue's piece has codes
-        last = min(int(ends[here].max()), int(starts[low]) + size)
-        window = windows.of(int(cells[low]), last)
+    for first, last in zip([0, *bounds], [*bounds, len(cells)], strict=True):
+        if first == last:
+            continue
+        cell = int(cells[first])
+        end = min(int(ends[first:last].max()), int(starts[first]) + size)
+        window = windows.of(cell, end)
         if window is None:
             store._find_news()
-            if int(physical[low]) < store.min_offset:
-                policy.removed += len(piece)
+            if int(physical[first]) < store.min_offset:
+                policy.removed += last - first
                 continue
-            window = windows.of(int(cells[low]), last)
-        yield from _checked(store, window or Window(int(cells[low]), b"", True), topic, piece, policy)
+            window = windows.of(cell, end) or Window(cell, b"", True)
+        for low, high in _spans(whole.sizes[first:last], policy.max_rows, policy.max_bytes):
+            yield from _checked(store, window, topic, whole.rows(first + low, first + high), policy)
 
 
 def _checked(store: MessageStore, window: Window, topic: bytes, piece: Piece, policy: Policy) -> Iterator[Piece]:
@@ -281,7 +277,7 @@ def _checked(store: MessageStore, window: Window, topic: bytes, piece: Piece, po
     positions = piece.physical - window.base
     inside = (positions + piece.sizes <= len(buffer)) & (piece.sizes >= MIN_RECORD_BYTES)
     rows = np.arange(len(piece)) if inside.all() else np.flatnonzero(inside)
-    headers = gather(buffer, positions[rows])
+    headers = gather(buffer, positions[rows], topic=topic)
     fine = headers.ok & (headers.size == piece.sizes[rows]) & (headers.physical_offset == piece.physical[rows])
     fine &= (headers.queue_id == piece.queue_id) & (headers.queue_offset == piece.slots[rows])
     if not fine.all():

@@ -1,0 +1,597 @@
+"""Producers and consumers of the asyncio twins: what they do as the sync ones do, handlers as tasks of the loop, and
+how those end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mqstore
+from mqstore import QueueRef, SimulatedClock, StoreConfig, aio
+from tests.client.test_aio import _environment, run, with_store
+
+AGAIN = mqstore.RetryPolicy(3, [0])
+
+
+# -- producers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("durability", ["append", "flush"])
+def test_what_is_sent_and_submitted_is_stored_in_the_order_of_the_calls(tmp_path: Path, durability: Any) -> None:
+    async def test(store: aio.Store) -> None:
+        async with store.producer(durability=durability, max_inflight=7) as producer:
+            bodies = [b"%04d" % i + bytes(40_000 if i % 9 == 0 else 0) for i in range(100)]
+            calls = [
+                asyncio.create_task(
+                    producer.submit("t", body, queue_id=0) if i % 2 else producer.send("t", body, queue_id=0)
+                )
+                for i, body in enumerate(bodies)
+            ]
+            receipts = [
+                await each if isinstance(each, asyncio.Future) else each for each in await asyncio.gather(*calls)
+            ]
+        assert [each.offset for each in receipts] == list(range(100))
+        assert [m.body async for m in store.iter("t", 0)] == bodies
+
+    with_store(test, tmp_path)
+
+
+def test_what_the_engine_says_comes_with_the_future_and_misuse_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(store: aio.Store) -> None:
+        async with store.producer() as producer:
+            with pytest.raises(mqstore.InvalidMessageError):
+                await producer.submit("t", b"x", queue_id=99)
+            await producer.send("t", b"x")
+
+            def full(*args: Any, **options: Any) -> None:
+                raise mqstore.StoreFullError(28, "no room", "commitlog", "fallocate")
+
+            monkeypatch.setattr(producer.sync, "_put", full)
+            future = await producer.submit("t", b"x")
+            with pytest.raises(mqstore.StoreFullError):
+                await future
+            with pytest.raises(mqstore.StoreFullError):
+                await producer.send("t", b"x")
+
+    with_store(test, tmp_path)
+
+
+def test_no_more_is_on_its_way_than_may_be_and_the_loop_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(store: aio.Store) -> None:
+        await store.create_topic("t")
+        async with store.producer(durability="flush", max_inflight=3) as producer:
+            go_on = threading.Event()
+            sync = producer.sync._sync
+            monkeypatch.setattr(producer.sync, "_sync", lambda: (go_on.wait(20), sync()))
+            submits = [asyncio.create_task(producer.submit("t", b"%d" % i, queue_id=0)) for i in range(10)]
+            for _ in range(50):
+                await asyncio.sleep(0)
+            assert sum(each.done() for each in submits) == 3
+            assert await store.topics() == ["t"]
+            go_on.set()
+            futures = await asyncio.gather(*submits)
+            assert [(await each).offset for each in futures] == list(range(10))
+
+    with_store(test, tmp_path)
+
+
+def test_what_lingers_is_stored_when_somebody_waits_for_room_or_flushes(tmp_path: Path) -> None:
+    async def test(store: aio.Store) -> None:
+        await store.create_topic("t")
+        async with store.producer(durability="flush", linger=30, max_inflight=2) as producer:
+            futures = [await producer.submit("t", b"%d" % i, queue_id=0) for i in range(5)]
+            await producer.flush(20)
+            assert [(await each).offset for each in futures] == list(range(5))
+
+    with_store(test, tmp_path)
+
+
+def test_a_flush_says_when_it_takes_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(store: aio.Store) -> None:
+        await store.create_topic("t")
+        async with store.producer(durability="flush") as producer:
+            go_on = threading.Event()
+            sync = producer.sync._sync
+            monkeypatch.setattr(producer.sync, "_sync", lambda: (go_on.wait(20), sync()))
+            future = await producer.submit("t", b"x")
+            with pytest.raises(mqstore.FlushTimeoutError):
+                await producer.flush(0.001)
+            go_on.set()
+            await producer.flush()
+            assert future.done()
+
+    with_store(test, tmp_path)
+
+
+def test_a_transaction_is_seen_when_its_block_ends_well(tmp_path: Path) -> None:
+    async def test(store: aio.Store) -> None:
+        async with store.producer("g") as producer:
+            async with producer.transaction() as tx:
+                await tx.send("t", b"paid", queue_id=0)
+                assert await store.offsets("t", 0) == (0, 0)
+            assert [m.body async for m in store.iter("t", 0)] == [b"paid"]
+            assert len(tx.receipts) == 1
+
+            async def fails() -> None:
+                async with producer.transaction() as tx:
+                    await tx.send("t", b"never", queue_id=0)
+                    raise ZeroDivisionError
+
+            with pytest.raises(ZeroDivisionError):
+                await fails()
+            assert await store.offsets("t", 0) == (0, 1)
+            with pytest.raises(mqstore.TransactionStateError):
+                await producer.transaction().send("t", b"outside")
+            await producer.send_oneway("t", b"oneway", queue_id=0)
+            await producer.send_many("t", [b"a", b"b"], queue_id=0)
+            assert await store.offsets("t", 0) == (0, 4)
+        with pytest.raises(mqstore.StoreClosedError):
+            await producer.send("t", b"late")
+
+    with_store(test, tmp_path)
+
+
+# -- consumers that are asked -----------------------------------------------------------------------------------------
+
+
+def test_a_simple_consumer_does_what_its_sync_twin_does(tmp_path: Path) -> None:
+    async def test(store: aio.Store) -> None:
+        async with store.simple_consumer("g", retry=AGAIN) as consumer:
+            await consumer.subscribe("t", tags="a || b")
+            assert consumer.subscriptions == {"t": "a || b"}
+            waiting = asyncio.create_task(consumer.receive(wait=30))  # for a topic that is not there yet
+            for tag in ("a", "x", "b"):
+                await store.put("t", tag.encode(), tag=tag, queue_id=0)
+            [first] = await waiting
+            assert first.message.body == b"a"
+            assert [each.attempt for each in await consumer.pending()] == [1]
+            await first.nack(0)
+            with pytest.raises(mqstore.ReceiptExpiredError):
+                await first.ack()
+            bodies = {}
+            async for delivery in consumer:
+                async with delivery as message:
+                    bodies[message.body] = delivery.attempt
+                if len(bodies) == 2:
+                    break
+            assert bodies == {b"a": 2, b"b": 1}
+            assert await consumer.receive(wait=0.001) == []
+            await consumer.unsubscribe("t")
+            with pytest.raises(mqstore.ConfigError):
+                await consumer.receive()
+        with pytest.raises(mqstore.StoreClosedError):
+            await consumer.receive()
+        assert [each async for each in consumer] == []
+
+    with_store(test, tmp_path)
+
+
+def test_closing_a_consumer_ends_its_waits_with_nothing(tmp_path: Path) -> None:
+    async def test(store: aio.Store) -> None:
+        await store.create_topic("t")
+        simple = await store.simple_consumer("g", {"t": "*"})
+        pull = await store.pull_consumer("p")
+        await pull.subscribe("t")
+        waits = [asyncio.create_task(each) for each in (simple.receive(wait=60), pull.poll(60))]
+        loops = [asyncio.create_task(_all(each)) for each in (simple, pull)]
+        while store.sync.broker._waiters.parked < 4:
+            await asyncio.sleep(0)
+        await simple.close()
+        await pull.close()
+        assert await asyncio.gather(*waits, *loops) == [[], [], [], []]
+
+    with_store(test, tmp_path)
+
+
+async def _all(items: Any) -> list[Any]:
+    return [each async for each in items]
+
+
+def test_a_pull_consumer_does_what_its_sync_twin_does(tmp_path: Path) -> None:
+    queue = QueueRef("t", 0)
+
+    async def test(store: aio.Store) -> None:
+        await store.put_many("t", [b"%d" % i for i in range(6)], queue_id=0)
+        told: list[Any] = []
+        async with store.pull_consumer("g") as consumer:
+            await consumer.subscribe("t", on_assign=told.append)
+            assert [m.body for m in await consumer.poll(max_messages=2)] == [b"0", b"1"]
+            assert queue in await consumer.assignment()
+            assert told == [await consumer.assignment()]
+            assert (await consumer.position(queue), await consumer.committed(queue)) == (2, 0)
+            await consumer.commit(durability="flush")
+            assert await consumer.committed(queue) == 2
+            await consumer.seek(queue, 4)
+            assert [m.body for m in await consumer.poll()] == [b"4", b"5"]
+            await consumer.pause(queue)
+            assert await consumer.paused() == {queue}
+            await store.put("t", b"6", queue_id=0)
+            assert await consumer.poll(0) == []
+            await consumer.resume(queue)
+            async for message in consumer:
+                assert message.body == b"6"
+                break
+        assert await store.committed("g", queue) == 7
+        async with store.pull_consumer("by-hand", auto_commit=False) as consumer:
+            await consumer.assign(queue)
+            assert len(await consumer.poll()) == 7
+        assert await store.committed("by-hand", queue) == 0
+
+    with_store(test, tmp_path)
+
+
+def test_what_one_task_polled_another_that_closes_does_not_declare_done(tmp_path: Path) -> None:
+    async def test(store: aio.Store) -> None:
+        await store.put("t", b"x", queue_id=0)
+        for same, committed in ((False, 0), (True, 1)):
+            consumer = await store.pull_consumer(f"g{same}")
+            await consumer.subscribe("t")
+            polled = consumer.poll() if same else asyncio.create_task(consumer.poll())
+            assert len(await polled) == 1
+            await consumer.close()
+            assert await store.committed(f"g{same}", QueueRef("t", 0)) == committed
+
+    with_store(test, tmp_path)
+
+
+# -- push consumers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_what_a_handler_s_end_means(tmp_path: Path, ordered: bool, caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[tuple[bytes, int]] = []
+
+    async def test(store: aio.Store) -> None:
+        done = asyncio.Event()
+
+        async def handle(message: mqstore.Message) -> None:
+            await asyncio.sleep(0)
+            seen.append((message.body, message.attempt))
+            if message.body == b"reject":
+                raise mqstore.Reject("bad")
+            if message.body == b"end":
+                done.set()
+            elif sum(body == message.body for body, _ in seen) == 1:
+                if message.body == b"retry":
+                    raise mqstore.Retry(0)
+                if message.body == b"error":
+                    raise ValueError("no")
+                if message.body == b"cancel":
+                    raise asyncio.CancelledError  # by itself: it did not get done
+
+        consumer = await store.push_consumer("g", ordered=ordered, suspend=0.01 if ordered else None, retry=AGAIN)
+        assert consumer.subscribe("t", handle) is handle
+        await store.put_many("t", [b"ok", b"retry", b"error", b"cancel", b"reject"], queue_id=0)
+        async with consumer:
+            while len(seen) < 8:
+                await asyncio.sleep(0.001)
+            await store.put("t", b"end", queue_id=0)
+            await done.wait()
+        assert await store.dead_letters("g").count() == 1
+        assert sum((await store.lag("g")).values()) == 0
+
+    with caplog.at_level(logging.CRITICAL, "mqstore"):
+        with_store(test, tmp_path)
+    if ordered:
+        assert [body for body, _ in seen] == [
+            *[b"ok", b"retry", b"retry", b"error", b"error", b"cancel", b"cancel", b"reject", b"end"]
+        ]
+    else:
+        assert sorted(body for body, _ in seen) == sorted(
+            [b"ok", b"reject", b"end", *[b"retry", b"error", b"cancel"] * 2]
+        )
+        assert {attempt for _, attempt in seen} == {1, 2}
+
+
+def test_batches_and_transactions_of_handlers(tmp_path: Path) -> None:
+    async def test(store: aio.Store) -> None:
+        batches: list[list[bytes]] = []
+        done = asyncio.Event()
+
+        async def handle(messages: Any, tx: mqstore.BatchTx) -> None:
+            batches.append([m.body for m in messages])
+            await asyncio.sleep(0)
+            if messages[-1].body == b"3":
+                tx.commit()
+                done.set()
+
+        await store.put_many("t", [b"%d" % i for i in range(4)], queue_id=0)
+        consumer = await store.push_consumer("g", ordered=True, batch_size=2)
+        consumer.subscribe("t", handle, max_uncommitted=10)
+        async with consumer:
+            await done.wait()
+        assert [each for batch in batches for each in batch] == [b"0", b"1", b"2", b"3"]
+        assert await store.committed("g", QueueRef("t", 0)) == 4
+
+        failed = []
+
+        async def some(messages: Any) -> None:
+            if not failed:
+                failed.append(messages[1].body)
+                raise mqstore.BatchFailure([messages[1]])
+            failed.extend(m.body for m in messages)
+            again.set()
+
+        again = asyncio.Event()
+        consumer = await store.push_consumer("h", batch_size=4, workers=1, retry=AGAIN)
+        consumer.subscribe("t", some)
+        async with consumer:
+            await again.wait()
+        assert failed == [b"1", b"1"]
+
+    with_store(test, tmp_path)
+
+
+def test_handlers_run_side_by_side_as_many_as_there_are_workers(tmp_path: Path) -> None:
+    async def test(store: aio.Store) -> None:
+        running = most = ended = 0
+        full, go_on = asyncio.Event(), asyncio.Event()
+
+        async def handle(message: mqstore.Message) -> None:
+            nonlocal running, most, ended
+            running += 1
+            most = max(most, running)
+            if running == 5:
+                full.set()
+            await go_on.wait()
+            running -= 1
+            ended += 1
+
+        for i in range(4):
+            await store.put_many("t", [b"x"] * 5, queue_id=i)
+        consumer = await store.push_consumer("g", workers=5)
+        consumer.subscribe("t", handle)
+        async with consumer:
+            await full.wait()
+            assert (await consumer.stats()).running == 5
+            assert len(await consumer.assignment()) == 4
+            go_on.set()
+            while ended < 20:
+                await asyncio.sleep(0.001)
+        assert most == 5
+
+    with_store(test, tmp_path)
+
+
+def test_a_plain_function_is_called_on_the_loop(tmp_path: Path) -> None:
+    async def test(store: aio.Store) -> None:
+        threads = []
+        done = asyncio.Event()
+
+        def handle(message: mqstore.Message) -> None:
+            threads.append(threading.current_thread())
+            done.set()
+
+        consumer = await store.push_consumer("g")
+        consumer.subscribe("t")(handle)
+        async with consumer:
+            await store.put("t", b"x")
+            await done.wait()
+        assert threads == [threading.main_thread()]
+
+    with_store(test, tmp_path)
+
+
+def test_stop_waits_for_handlers_and_tells_them(tmp_path: Path) -> None:
+    async def test(store: aio.Store) -> None:
+        begun, go_on = asyncio.Event(), asyncio.Event()
+        told: list[bool] = []
+
+        async def handle(message: mqstore.Message) -> None:
+            told.append(aio.cancelled())
+            begun.set()
+            await go_on.wait()
+            told.append(aio.cancelled())
+            await store.topics()  # the store's thread is there for handlers that end
+
+        consumer = await store.push_consumer("g")
+        consumer.subscribe("t", handle)
+        await consumer.start()
+        receipt = await store.put("t", b"x")
+        await begun.wait()
+        stopping = asyncio.create_task(consumer.stop())
+        while not consumer.sync._engine._halted:  # type: ignore[attr-defined]
+            await asyncio.sleep(0.001)
+        assert not stopping.done()
+        go_on.set()
+        assert await stopping
+        assert told == [False, True]
+        assert await store.committed("g", receipt.queue) == 1
+        assert await consumer.stop()  # again
+        assert not aio.cancelled()
+
+    with_store(test, tmp_path)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("by_close", [False, True], ids=["stop", "close"])
+def test_handlers_that_do_not_end_are_cancelled_and_their_messages_come_again(
+    tmp_path: Path, ordered: bool, by_close: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    cancelled = []
+
+    async def test(store: aio.Store) -> None:
+        begun = asyncio.Event()
+
+        async def handle(message: mqstore.Message) -> None:
+            if message.body == b"good":
+                return
+            begun.set()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                cancelled.append(message.body)
+                raise
+
+        consumer = await store.push_consumer("g", ordered=ordered, workers=1)
+        consumer.subscribe("t", handle)
+        await store.put_many("t", [b"good", b"hangs", b"behind"], queue_id=0)
+        await consumer.start()
+        await begun.wait()
+        if by_close:
+            await store.close(timeout=0.3)
+        else:
+            assert not await consumer.stop(timeout=0)
+
+    with_store(test, tmp_path)
+    assert cancelled == [b"hangs"]
+    assert not [each for each in caplog.records if each.levelno >= logging.ERROR]
+
+    async def again(store: aio.Store) -> None:
+        seen = []
+        done = asyncio.Event()
+
+        async def handle(message: mqstore.Message) -> None:
+            seen.append((message.body, message.attempt))
+            if message.body == b"behind":
+                done.set()
+
+        consumer = await store.push_consumer("g", ordered=ordered, workers=1)
+        consumer.subscribe("t", handle)
+        async with consumer:
+            await done.wait()
+        assert seen == [(b"hangs", 1), (b"behind", 1)]
+
+    with_store(again, tmp_path)
+
+
+def test_a_handler_may_stop_its_consumer(tmp_path: Path) -> None:
+    async def test(store: aio.Store) -> None:
+        results = []
+
+        async def handle(message: mqstore.Message) -> None:
+            results.append(await consumer.stop())
+
+        consumer = await store.push_consumer("g")
+        consumer.subscribe("t", handle)
+        await consumer.start()
+        receipt = await store.put("t", b"x")
+        while not results:
+            await asyncio.sleep(0.001)
+        assert await consumer.stop()
+        assert results == [False]
+        assert await store.committed("g", receipt.queue) == 1
+
+    with_store(test, tmp_path)
+
+
+def test_the_end_of_the_loop_settles_nothing_that_was_not_done(tmp_path: Path) -> None:
+    async def main() -> None:
+        store = await aio.open(tmp_path / "store")
+        stores.append(store)
+        begun = asyncio.Event()
+
+        async def handle(message: mqstore.Message) -> None:
+            begun.set()
+            await asyncio.Event().wait()
+
+        consumer = await store.push_consumer("g", retry=AGAIN)
+        consumer.subscribe("t", handle)
+        await consumer.start()
+        await store.put_many("t", [b"a", b"b"], queue_id=0)
+        await begun.wait()
+
+    stores: list[aio.Store] = []
+    asyncio.run(main())
+    stores[0].sync.close()
+    with mqstore.open(tmp_path / "store") as store:
+        offset = store.committed("g", QueueRef("t", 0)) or 0
+        left = [m.body for m in store.read("t", 0, offset)]
+        # What asyncio.run cancelled counts as a failure, and comes again; nothing else was begun.
+        again = [m.body for m in store.read("%RETRY%g", 0, 0)] if "%RETRY%g" in store.topics(system=True) else []
+        assert sorted({*left, *again}) == [b"a", b"b"]
+
+
+def test_a_clock_of_one_s_own_drives_handlers_too(tmp_path: Path) -> None:
+    clock = SimulatedClock()
+
+    async def test(store: aio.Store) -> None:
+        seen = []
+
+        async def handle(message: mqstore.Message) -> None:
+            await asyncio.sleep(0)
+            seen.append((message.body, message.attempt))
+            if message.attempt == 1:
+                raise mqstore.Retry(3600)
+
+        consumer = await store.push_consumer("g")
+        consumer.subscribe("t", handle)
+        await consumer.start()
+        await store.put("t", b"x", queue_id=0)
+        for seconds in (0, 0, 3599, 2):
+            clock.advance(seconds * 1000)
+            for _ in range(3):
+                store.sync.broker.run_once()
+                await consumer.run_once()
+            if seconds == 3599:
+                assert seen == [(b"x", 1)]
+        assert seen == [(b"x", 1), (b"x", 2)]
+        assert await consumer.stop(1)
+
+    with_store(test, tmp_path, config=StoreConfig(clock=clock))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no signals to send")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_run_ends_with_a_signal_when_handlers_have_ended(tmp_path: Path, number: signal.Signals) -> None:
+    code = """
+        import asyncio, sys, mqstore
+        async def main():
+            async with mqstore.aio.open(sys.argv[1]) as store:
+                consumer = await store.push_consumer("g")
+                @consumer.subscribe("t")
+                async def handle(message):
+                    print("begun", flush=True)
+                    while not mqstore.aio.cancelled():
+                        await asyncio.sleep(0.001)
+                    print("ended", flush=True)
+                await store.put("t", b"x", queue_id=0)
+                print(await consumer.run())
+                print(await store.committed("g", mqstore.QueueRef("t", 0)))
+        asyncio.run(main())
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "store")],
+        stdout=subprocess.PIPE,
+        env=_environment(),
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"begun\n"
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=60)
+    assert output == b"ended\nTrue\n1\n"
+    assert process.returncode == 0
+
+
+def test_a_handler_that_exits_ends_the_loop_and_settles_nothing(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with aio.open(tmp_path / "store") as store:
+            consumer = await store.push_consumer("g")
+
+            @consumer.subscribe("t")
+            async def handle(message: mqstore.Message) -> None:
+                raise SystemExit(3)
+
+            await consumer.start()
+            await store.put("t", b"x", queue_id=0)
+            await asyncio.Event().wait()
+
+    with pytest.raises(SystemExit, match="3"):
+        run(main())
+    with mqstore.open(tmp_path / "store") as store:
+        assert store.recovery.clean_shutdown
+        assert not store.committed("g", QueueRef("t", 0))

@@ -1,0 +1,476 @@
+"""The columnar reader gives what `mqstore export` gives, row by row, whatever is in the store and however it is cut."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import zlib
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pyarrow import parquet
+
+import mqstore
+from mqstore import ConfigError, CorruptStoreError, Finding, MessageStore, TopicNotFoundError
+from mqstore.log.columns import Binary
+from mqstore.spark.columns import COLUMNS, ColumnReader, arrow_schema, default_columns
+from mqstore.spark.rows import Policy
+from tests.conftest import GOLDEN_NAMES, GoldenStore
+from tests.spark.support import (
+    Odd,
+    as_exported,
+    as_row,
+    exported,
+    instant,
+    log_end,
+    many,
+    odd_records,
+    read_all,
+    rows_of,
+    write_store,
+)
+from tests.tools.support import mqstore as mqstore_command
+
+Golden = Callable[[str], GoldenStore]
+SMALL = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+
+
+def in_log_order(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(lines, key=lambda line: line["physical_offset"])
+
+
+def by_log(path: Path, cuts: list[int], columns: Any = None, policy: Policy | None = None, **options: Any) -> list[Any]:
+    """All of the log, read in ranges that are cut at these positions."""
+    with MessageStore(path, "r") as store, ColumnReader(store, columns, policy=policy, **options) as reader:
+        end = log_end(store)
+        edges = [0, *sorted({cut % (end + 1) for cut in cuts}), end]
+        return [batch for low, high in pairwise(edges) for batch in reader.log(low, high)]
+
+
+# -- the same as an export ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", GOLDEN_NAMES)
+@pytest.mark.parametrize("verify", [True, False])
+def test_rows_of_a_java_store_are_those_of_its_export(golden: Golden, name: str, verify: bool) -> None:
+    path = golden(name).path
+    rows = rows_of(read_all(path, policy=Policy(verify=verify)))
+    assert [as_exported(row) for row in rows] == [as_row(line) for line in exported(path)]
+    assert {row["store"] for row in rows} == {str(path)}
+
+
+@pytest.mark.parametrize("name", GOLDEN_NAMES)
+def test_hashes_and_checksums_of_a_java_store_are_those_that_java_lists(golden: Golden, name: str) -> None:
+    java = golden(name)
+    listed = {line["physical_offset"]: (line["tags_code"], line["body_crc"]) for line in java.of("message")}
+    wanted = ["physical_offset", "tags_code", "body_crc"]
+    for batches in (read_all(java.path, wanted), by_log(java.path, [], wanted)):
+        found = {row["physical_offset"]: (row["tags_code"], row["body_crc"]) for row in rows_of(batches)}
+        assert found == listed
+
+
+@pytest.mark.parametrize("name", GOLDEN_NAMES)
+@pytest.mark.parametrize("cuts", [[], [1, 777, 5000, 30_000, 65_535, 65_536, 65_537, 99_999]])
+def test_the_log_of_a_java_store_read_in_ranges_has_the_same_rows(golden: Golden, name: str, cuts: list[int]) -> None:
+    path = golden(name).path
+    rows = rows_of(by_log(path, cuts, policy=Policy(on_corrupt="skip")))
+    assert [as_exported(row) for row in rows] == [as_row(line) for line in in_log_order(exported(path))]
+
+
+@SMALL
+@given(
+    records=st.lists(odd_records(), max_size=40),
+    profile=st.sampled_from(["mqstore", "rocketmq"]),
+    max_rows=st.sampled_from([1, 3, 20_000]),
+    max_bytes=st.sampled_from([1, 500, 8 << 20]),
+    cuts=st.lists(st.integers(0, 1 << 16), max_size=4),
+    verify=st.booleans(),
+)
+def test_rows_of_any_store_are_those_of_its_export(
+    records: list[Odd], profile: str, max_rows: int, max_bytes: int, cuts: list[int], verify: bool
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_store(Path(folder) / "s", records, profile)
+        expected = exported(path)
+
+        def policy() -> Policy:
+            return Policy(max_rows=max_rows, max_bytes=max_bytes, verify=verify)
+
+        batches = read_all(path, policy=policy(), window_bytes=4096)
+        assert [as_exported(row) for row in rows_of(batches)] == [as_row(line) for line in expected]
+        assert all(0 < batch.num_rows <= max_rows for batch in batches)
+        scanned = rows_of(by_log(path, cuts, policy=policy(), window_bytes=4096))
+        assert [as_exported(row) for row in scanned] == [as_row(line) for line in in_log_order(expected)]
+        listed = {row["physical_offset"]: row["tags_code"] for row in rows_of(batches)}
+        assert {row["physical_offset"]: row["tags_code"] for row in scanned} == listed
+
+
+@SMALL
+@given(records=st.lists(odd_records(), min_size=1, max_size=20), name=st.sampled_from(default_columns()))
+def test_a_column_alone_is_what_it_is_among_all(records: list[Odd], name: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_store(Path(folder) / "s", records)
+        whole = [{name: row[name]} for row in rows_of(read_all(path))]
+        assert rows_of(read_all(path, [name])) == whole
+        batches = read_all(path, [name, "error"])
+        assert all(batch.schema == arrow_schema([name, "error"]) for batch in batches)
+
+
+@SMALL
+@given(records=st.lists(odd_records(), min_size=1, max_size=30), tags=st.sampled_from(["abc", "TAGS || a", "*", "�"]))
+def test_a_tag_filter_lets_pass_what_read_lets_pass(records: list[Odd], tags: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        odd = [Odd(properties=b"TAGS\x01abc\x02TAGS\x01a"), Odd(properties=b"TAGS\x01abc"), *records]
+        path = write_store(Path(folder) / "s", odd)
+        with MessageStore(path, "r") as store:
+            expected = [
+                (*ref, message.offset)
+                for topic in store.topics()
+                for ref in store.queues(topic)
+                for message in store.iter(*ref, tags=tags)
+            ]
+        names = ["topic", "queue_id", "queue_offset"]
+        assert [tuple(row.values()) for row in rows_of(read_all(path, names, tags=tags))] == expected
+        scanned = [tuple(row.values()) for row in rows_of(by_log(path, [], names, tags=tags))]
+        assert sorted(scanned) == sorted(expected)
+
+
+def test_two_tags_of_one_hash_are_told_apart(tmp_path: Path) -> None:
+    records = [Odd(properties=b"TAGS\x01Aa\x02"), Odd(properties=b"TAGS\x01BB\x02")]  # equal in Java's hash
+    path = write_store(tmp_path / "s", records)
+    assert [row["tags"] for row in rows_of(read_all(path, ["tags"], tags="BB"))] == ["BB"]
+
+
+# -- batches -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_keeps_to_its_bytes_also_when_bodies_were_stored_small(tmp_path: Path) -> None:
+    packed = [Odd(body=zlib.compress(bytes([i]) * 3000), sys_flag=0x301) for i in range(20)]
+    path = write_store(tmp_path / "s", packed)
+    batches = read_all(path, ["topic", "body"], policy=Policy(max_bytes=10_000))
+    bodies = [row["body"] for row in rows_of(batches) if row["topic"] == "t"]
+    assert bodies == [bytes([i]) * 3000 for i in range(20)]
+    assert max(batch.nbytes for batch in batches) < 10_500
+    assert len(batches) >= 7
+
+
+def test_few_batches_are_made_of_many_windows(tmp_path: Path) -> None:
+    path = write_store(tmp_path / "s", many(3000))
+    batches = read_all(path, ["body"], window_bytes=4096)
+    assert len(batches) == 5  # a queue each, and the seed's
+
+
+def test_a_record_may_be_larger_than_a_window_and_lie_across_its_end(tmp_path: Path) -> None:
+    sizes = [9000, 10, 4000, 12_000, 1, 5000, 3000]
+    path = write_store(tmp_path / "s", [Odd(body=bytes([i]) * size) for i, size in enumerate(sizes)])
+    for batches in (
+        read_all(path, ["topic", "body"], window_bytes=4096),
+        by_log(path, [10_000, 20_000], ["topic", "body"], window_bytes=4096),
+    ):
+        assert [len(row["body"]) for row in rows_of(batches) if row["topic"] == "t"] == sizes
+
+
+def test_batches_outlive_the_reader_and_the_store(tmp_path: Path) -> None:
+    path = write_store(tmp_path / "s", many(50))
+    expected = [as_row(line) for line in exported(path)]
+    batches = read_all(path)
+    shutil.rmtree(path)
+    assert [as_exported(row) for row in rows_of(batches)] == expected
+
+
+def test_columns_from_units_alone_touch_no_record(tmp_path: Path) -> None:
+    path = write_store(tmp_path / "s", many(50))
+    shutil.rmtree(path / "commitlog")
+    (path / "commitlog").mkdir()
+    with MessageStore(path, "r") as store, ColumnReader(store, ["queue_offset", "size", "tags_code"]) as reader:
+        assert sum(batch.num_rows for batch in reader.queue("t", 0, 0, 12)) == 12
+
+
+def test_the_numpy_columns_of_the_store_are_the_same_values(golden: Golden) -> None:
+    """Two readers, one truth: `read_columns` has no Arrow, this one has."""
+    path = golden("clean").path
+    with MessageStore(path, "r") as store, ColumnReader(store) as reader:
+        for topic in store.topics():
+            for ref in store.queues(topic):
+                low, high = store.offsets(*ref)
+                theirs = store.read_columns(*ref, low, 1 << 20)
+                ours = pa.Table.from_batches(reader.queue(*ref, low, high), reader.schema)
+                for name in set(theirs) & set(COLUMNS):
+                    column = theirs[name]
+                    values = (
+                        [v if v is None or name == "body" else v.decode() for v in column.tolist()]
+                        if isinstance(column, Binary)
+                        else [*column]
+                    )
+                    found = ours[name].to_pylist()
+                    assert ([dict(v) for v in found] if name == "properties" else found) == values, name
+
+
+# -- damage ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> tuple[Path, list[int]]:
+    """40 messages of one queue, four of them damaged in ways that are found in four places; which."""
+    path = write_store(tmp_path / "s", [Odd(body=b"%04d" % i * 9) for i in range(40)])
+    with MessageStore(path, "r") as store:
+        places = store.units("t", 0, 0, 40)["physical_offset"].tolist()
+    log = path / "commitlog" / f"{0:020d}"
+    data = bytearray(log.read_bytes())
+    data[places[3] + 90] ^= 1  # body: the checksum
+    data[places[10] + 35] ^= 1  # its own offset
+    data[places[11] + 3] ^= 1  # its length
+    data[places[39] + 4] ^= 1  # its magic
+    log.write_bytes(data)
+    return path, [3, 10, 11, 39]
+
+
+def test_damage_is_an_error_that_says_where_and_what_to_do(damaged: tuple[Path, list[int]]) -> None:
+    path, _ = damaged
+    with pytest.raises(CorruptStoreError, match=r"commitlog/0{20} at byte \d+: t, queue 0, offset 3: .* 'skip'"):
+        read_all(path)
+    with pytest.raises(CorruptStoreError, match="hold no record"):
+        by_log(path, [])
+
+
+def test_damage_is_left_out_and_counted(damaged: tuple[Path, list[int]]) -> None:
+    path, bad = damaged
+    told: list[Finding] = []
+    policy = Policy(on_corrupt="skip", tell=told.append)
+    rows = rows_of(read_all(path, ["topic", "queue_offset", "body"], policy=policy))
+    found = [row["queue_offset"] for row in rows if row["topic"] == "t"]
+    assert found == [i for i in range(40) if i not in bad]
+    assert all(row["body"] == b"%04d" % row["queue_offset"] * 9 for row in rows if row["topic"] == "t")
+    assert (policy.corrupt, [finding.kind for finding in told]) == (4, ["bad_record"] * 4)
+
+
+def test_damage_is_kept_as_a_row_that_says_so(damaged: tuple[Path, list[int]]) -> None:
+    path, bad = damaged
+    rows = [row for row in rows_of(read_all(path, policy=Policy(on_corrupt="keep"))) if row["topic"] == "t"]
+    assert [row["queue_offset"] for row in rows] == [*range(40)]
+    for row in rows:
+        if row["queue_offset"] in bad:
+            known = ("store", "topic", "queue_id", "queue_offset", "physical_offset", "size", "tags_code", "error")
+            assert {name for name, value in row.items() if value is not None} == set(known)
+            assert row["error"].endswith(f"offset {row['queue_offset']}: the record does not verify")
+        else:
+            assert row["error"] is None
+            assert row["body"] == b"%04d" % row["queue_offset"] * 9
+
+
+def test_without_checksums_only_what_the_lengths_tell_is_found(damaged: tuple[Path, list[int]]) -> None:
+    policy = Policy(on_corrupt="skip", verify=False)
+    rows = rows_of(read_all(damaged[0], ["topic", "queue_offset", "body"], policy=policy))
+    assert [r["queue_offset"] for r in rows if r["topic"] == "t"] == [i for i in range(40) if i not in (10, 11, 39)]
+
+
+@pytest.mark.parametrize("cuts", [[], [500, 1000, 1500, 2000, 2500]])
+@pytest.mark.parametrize("kind", ["skip", "keep"])
+def test_a_log_scan_goes_on_behind_damage(damaged: tuple[Path, list[int]], cuts: list[int], kind: Any) -> None:
+    path, bad = damaged
+    policy = Policy(on_corrupt=kind)
+    rows = rows_of(by_log(path, cuts, policy=policy))
+    assert [r["queue_offset"] for r in rows if r["topic"] == "t"] == [i for i in range(40) if i not in bad]
+    kept = [row for row in rows if row["topic"] is None]
+    assert all("no record" in row["error"] for row in kept)
+    assert len(kept) == (policy.corrupt if kind == "keep" else 0)
+    assert policy.corrupt >= 3  # two of the four lie side by side
+
+
+def test_a_hole_in_a_queue_is_damage(tmp_path: Path) -> None:
+    path = write_store(tmp_path / "s", [Odd(body=b"%d" % i) for i in range(20)])
+    with open(path / "consumequeue" / "t" / "0" / f"{0:020d}", "r+b") as file:
+        file.seek(5 * 20)
+        file.write(bytes(40))
+    told: list[Finding] = []
+    rows = rows_of(read_all(path, ["topic", "queue_offset"], policy=Policy(on_corrupt="skip", tell=told.append)))
+    assert [r["queue_offset"] for r in rows if r["topic"] == "t"] == [i for i in range(20) if i not in (5, 6)]
+    assert [(finding.kind, finding.position) for finding in told] == [("missing_units", 100), ("missing_units", 120)]
+    kept = rows_of(read_all(path, policy=Policy(on_corrupt="keep")))
+    assert [r["queue_offset"] for r in kept if r["error"]] == [5, 6]
+    with pytest.raises(CorruptStoreError, match="no unit"):
+        read_all(path)
+
+
+def test_a_void_unit_is_no_message_and_no_damage(tmp_path: Path) -> None:
+    path = write_store(tmp_path / "s", [Odd(body=b"%d" % i) for i in range(5)])
+    with open(path / "consumequeue" / "t" / "0" / f"{0:020d}", "r+b") as file:
+        file.seek(2 * 20)
+        file.write(bytes(8) + b"\x7f\xff\xff\xff" + bytes(8))
+    assert [row["body"] for row in rows_of(read_all(path, ["body"]))][1:] == [b"0", b"1", b"3", b"4"]
+
+
+def test_a_unit_that_points_at_another_queues_record_is_damage(tmp_path: Path) -> None:
+    path = write_store(tmp_path / "s", [Odd(topic="a"), Odd(topic="b")])
+    units = [path / "consumequeue" / topic / "0" / f"{0:020d}" for topic in "ab"]
+    units[0].write_bytes(units[1].read_bytes())
+    policy = Policy(on_corrupt="skip")
+    rows = rows_of(read_all(path, ["topic", "message_id"], policy=policy))
+    assert [row["topic"] for row in rows] == ["b", "seed"]
+    assert policy.corrupt == 1
+
+
+@pytest.mark.parametrize("kind", ["skip", "keep", "fail"])
+@pytest.mark.parametrize("scan", ["queue", "log"])
+def test_a_body_that_does_not_inflate_is_damage_to_who_wants_it(tmp_path: Path, kind: Any, scan: str) -> None:
+    good = Odd(body=zlib.compress(b"good"), sys_flag=1)
+    path = write_store(tmp_path / "s", [good, Odd(body=b"no zlib", sys_flag=1), good, Odd(body=b"plain")])
+
+    def read(*columns: str, **options: Any) -> list[dict[str, Any]]:
+        names = ["topic", *columns]
+        batches = read_all(path, names, **options) if scan == "queue" else by_log(path, [], names, **options)
+        return [row for row in rows_of(batches) if row["topic"] == "t"]
+
+    assert len(read("flag", policy=Policy(on_corrupt=kind))) == 4
+    stored = [row["body"] for row in read("body", policy=Policy(on_corrupt=kind), decompress=False)]
+    assert stored == [good.body, b"no zlib", good.body, b"plain"]
+    policy = Policy(on_corrupt=kind)
+    if kind == "fail":
+        with pytest.raises(CorruptStoreError, match=r"t, queue 0, offset 1: its body does not inflate"):
+            read("body", policy=policy)
+        return
+    rows = read("body", "queue_offset", *(["error"] if kind == "keep" else []), policy=policy)
+    if kind == "skip":
+        assert [row["body"] for row in rows] == [b"good", b"good", b"plain"]
+    else:
+        assert [row["body"] for row in rows] == [b"good", None, b"good", b"plain"]
+        assert [row["queue_offset"] for row in rows] == [0, 1, 2, 3]
+        assert "does not inflate" in rows[1]["error"]
+    assert policy.corrupt == 1
+
+
+def test_a_file_that_was_cut_short_is_damage_and_never_a_crash(tmp_path: Path) -> None:
+    path = write_store(tmp_path / "s", [Odd(body=bytes([i]) * 500) for i in range(50)])
+    log = path / "commitlog" / f"{0:020d}"
+    log.write_bytes(log.read_bytes()[:7000])
+    policy = Policy(on_corrupt="skip")
+    rows = rows_of(read_all(path, ["body"], policy=policy))
+    assert policy.corrupt + len(rows) == 51
+    assert policy.corrupt > 10
+
+
+def test_messages_that_retention_took_meanwhile_are_counted_not_damage(tmp_path: Path) -> None:
+    path = write_store(tmp_path / "s", [Odd(body=bytes([i % 256]) * 500) for i in range(100)])
+    with MessageStore(path, "r") as store:
+        low, high = store.offsets("t", 0)
+        (path / "commitlog" / f"{0:020d}").unlink()
+        policy = Policy()
+        with ColumnReader(store, ["body", "queue_offset"], policy=policy) as reader:
+            rows = rows_of(reader.queue("t", 0, low, high))
+    assert policy.removed + len(rows) == 100
+    assert policy.removed > 10
+    assert rows[0]["queue_offset"] == policy.removed
+
+
+# -- use ---------------------------------------------------------------------------------------------------------------
+
+
+def test_wrong_columns_are_refused_with_the_list_of_those_there_are(tmp_path: Path) -> None:
+    path = write_store(tmp_path / "s", [])
+    with MessageStore(path, "r") as store:
+        with pytest.raises(ConfigError, match="no column 'bodies'; there are store, topic, "):
+            ColumnReader(store, ["body", "bodies"])
+        with pytest.raises(ConfigError, match="twice"):
+            ColumnReader(store, ["body", "body"])
+
+
+def test_an_empty_queue_gives_no_batch(tmp_path: Path) -> None:
+    path = write_store(tmp_path / "s", [])
+    with MessageStore(path, "r") as store, ColumnReader(store) as reader:
+        assert [*reader.queue("seed", 0, 1, 1)] == [*reader.queue("nobody", 0, 0, 9)] == [*reader.log(0, 0)] == []
+
+
+# -- Store.to_arrow and `mqstore export --format parquet` --------------------------------------------------------------
+
+
+def test_a_store_gives_a_table_of_a_topic_while_it_is_open_for_writing(tmp_path: Path) -> None:
+    with mqstore.open(tmp_path / "s") as store:
+        store.create_topic("t", queues=2)
+        assert store.to_arrow("t").num_rows == 0
+        for i in range(10):
+            store.put("t", b"%d" % i, queue_id=i % 2, tag="ab"[i // 5])
+        whole = store.to_arrow("t", columns=["queue_id", "queue_offset", "body"])
+        assert whole["body"].to_pylist() == [b"%d" % i for i in (0, 2, 4, 6, 8, 1, 3, 5, 7, 9)]
+        assert whole.column_names == ["queue_id", "queue_offset", "body"]
+        assert store.to_arrow("t", 1, ["body"], start=1, stop=3)["body"].to_pylist() == [b"3", b"5"]
+        assert store.to_arrow("t", 0, ["body"], tags="b")["body"].to_pylist() == [b"6", b"8"]
+        assert store.to_arrow("t").schema == arrow_schema(default_columns())
+        with pytest.raises(TopicNotFoundError):
+            store.to_arrow("u")
+        with pytest.raises(ConfigError, match="one queue"):
+            store.to_arrow("t", start=3)
+
+
+def test_a_table_begins_and_ends_at_times(tmp_path: Path) -> None:
+    path = write_store(tmp_path / "s", many(40))
+    with mqstore.open(path, "r") as store:
+        times = [instant(1_700_000_000_000 + i) for i in (10, 30)]
+        found = store.to_arrow("orders", columns=["store_timestamp"], start=times[0], stop=times[1])
+        expected = {instant(1_700_000_000_000 + i) for i in range(11, 30, 2)}
+        assert set(found["store_timestamp"].to_pylist()) == expected
+
+
+def test_importing_mqstore_imports_neither_arrow_nor_spark() -> None:
+    code = "import sys, mqstore; print([m for m in sys.modules if 'arrow' in m or 'spark' in m])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("name", GOLDEN_NAMES)
+def test_an_export_to_parquet_has_the_messages_of_one_to_json(golden: Golden, tmp_path: Path, name: str) -> None:
+    path = golden(name).path
+    result = mqstore_command("export", path, "--format", "parquet", "--output", tmp_path / "all.parquet")
+    assert result.exit_code == 0
+    rows = rows_of(parquet.read_table(tmp_path / "all.parquet").to_batches())
+    assert [as_exported(row) for row in rows] == [as_row(line) for line in exported(path)]
+    assert f"exported {len(rows)} messages" in result.stderr
+
+
+def test_an_export_to_parquet_tells_of_damage_as_one_to_json_does(
+    damaged: tuple[Path, list[int]], tmp_path: Path
+) -> None:
+    path, bad = damaged
+    output = tmp_path / "all.parquet"
+    lines = mqstore_command("export", path, "--topic", "t")
+    rows = mqstore_command("export", path, "--topic", "t", "--format", "parquet", "--output", output)
+    assert (lines.exit_code, rows.exit_code) == (1, 1)
+    assert rows.stderr == lines.stderr
+    assert parquet.read_table(output)["queue_offset"].to_pylist() == [i for i in range(40) if i not in bad]
+
+
+def test_an_export_to_parquet_can_be_cut_and_be_of_few_columns(tmp_path: Path) -> None:
+    path = write_store(tmp_path / "s", many(100))
+    output = tmp_path / "some.parquet"
+    options = ("--topic", "t", "--queue-id", 1, "--from-offset", 5, "--max-messages", 7, "--columns", "body,tags")
+    assert mqstore_command("export", path, "--format", "parquet", "--output", output, *options).exit_code == 0
+    found = parquet.read_table(output)
+    assert (found.column_names, found.num_rows) == (["body", "tags"], 7)
+    assert found["body"][0].as_py().startswith(b"000022")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--format", "parquet"], "--output"),
+        (["--columns", "body"], "--format parquet"),
+        (["--format", "parquet", "--output", "OUT", "--columns", "bodies"], "no column 'bodies'; there are store,"),
+    ],
+)
+def test_an_export_to_parquet_says_what_it_lacks(tmp_path: Path, options: list[str], says: str) -> None:
+    path = write_store(tmp_path / "s", [])
+    output = tmp_path / "out.parquet"
+    result = mqstore_command("export", path, *(str(output) if option == "OUT" else option for option in options))
+    assert result.exit_code == 2
+    assert says in result.stderr
+    assert not output.exists()
+    assert [file.name for file in tmp_path.iterdir()] == ["s"]
