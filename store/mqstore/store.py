@@ -265,8 +265,8 @@ class Store(AbstractContextManager["Store"]):
         columns that are not asked for are not decoded.
 
         `start` and `stop` (exclusive): store times, or with `queue_id` offsets; None for all there is. `on_corrupt`:
-        "fail" raises CorruptStoreError at a damaged message, "skip" leaves it out, "keep" gives a row whose `error` says
-        what it is. Raises TopicNotFoundError, ConfigError, FilterError; ImportError without pyarrow.
+        "fail" raises CorruptStoreError at a damaged message, "skip" leaves it out, "keep" gives a row whose `error`
+        says what it is. Raises TopicNotFoundError, ConfigError, FilterError; ImportError without pyarrow.
         """
         from mqstore.spark.columns import table_of
 

@@ -769,6 +769,12 @@ def test_a_receiver_that_left_something_over_wakes_the_next(bench: PopBench) -> 
     assert fired == ["a", "b"]
 
 
+def test_who_cannot_wait_is_not_left_parked(bench: PopBench) -> None:
+    with pytest.raises(TopicNotFoundError):
+        bench.service.add_waiter("g", "nowhere", -1, None, lambda worth: None)
+    assert bench.service._waiters.parked == 0
+
+
 def test_a_waiter_can_leave(bench: PopBench) -> None:
     fired: list[bool] = []
     assert bench.pop() == []

@@ -453,6 +453,40 @@ def test_the_dispatching_thread_runs_no_callback(hall: Hall) -> None:
     assert hall.woken() == ["w"]
 
 
+def test_one_that_only_hands_over_is_called_by_who_dispatches(hall: Hall) -> None:
+    told: list[tuple[bool, bool]] = []
+
+    def hand_over(worth: bool) -> None:
+        told.append((worth, hall.waiters._lock.locked()))
+
+    hall.waiters.add_waiter("t", 0, 0, None, hand_over, at_once=True)
+    wakes = hall.wakes
+    hall.put()
+    assert told == [(True, False)]
+    assert hall.wakes == wakes  # nothing is left for the housekeeper
+
+    hall.waiters.add_waiter("t", 0, 0, None, hand_over, at_once=True)  # what is there already
+    hall.waiters.add_waiter("t", 0, 1, None, hand_over, hall.clock.monotonic_ms() + 5, at_once=True)
+    assert told[1:] == [(True, False)]
+    hall.pass_ms(5)
+    assert told[2:] == [(False, False)]
+    hall.waiters.add_waiter("t", 0, 1, None, hand_over, at_once=True)
+    hall.waiters.close()
+    assert told[3:] == [(False, False)]
+
+
+def test_one_that_hands_over_and_raises_harms_nobody(hall: Hall, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(worth: bool) -> None:
+        raise ValueError("mine")
+
+    hall.waiters.add_waiter("t", 0, 0, None, fail, at_once=True)
+    hall.park("another", offset=0)
+    hall.put()
+    hall.turn()
+    assert hall.told == [("another", True)]
+    assert "a waiter's callback failed" in caplog.text
+
+
 def test_a_raising_callback_is_logged_and_harms_nobody(hall: Hall, caplog: pytest.LogCaptureFixture) -> None:
     def fail(worth: bool) -> None:
         raise RuntimeError("event loop is closed")

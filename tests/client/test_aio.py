@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import inspect
+import logging
 import os
 import signal
 import subprocess
@@ -205,7 +206,8 @@ def test_a_store_opened_for_reading_refuses_what_writes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("durability", ["append", "flush"])
 def test_puts_are_stored_in_the_order_of_the_calls(tmp_path: Path, size: int, durability: Any) -> None:
     async def test(store: aio.Store) -> None:
-        # The first makes the topic, which is the thread's; every seventh is large, the rest is small.
+        # Every seventh is large, and so the thread's.
+        await store.create_topic("t")
         bodies = [b"%04d" % i + bytes(size if i % 7 == 0 else 1) for i in range(200)]
         receipts = await asyncio.gather(*(store.put("t", body, queue_id=0, durability=durability) for body in bodies))
         assert [each.offset for each in receipts] == list(range(200))
@@ -427,6 +429,25 @@ def test_who_waits_for_room_gets_it_in_turn(tmp_path: Path) -> None:
             await task.ack()
         await asyncio.gather(*puts)
         assert values == [b"%d" % i for i in range(20)]
+
+    with_store(test, tmp_path)
+
+
+def test_who_comes_when_there_is_room_again_stands_behind_those_who_wait(tmp_path: Path) -> None:
+    async def test(store: aio.Store) -> None:
+        queue = await store.queue("jobs", maxsize=1)
+        await queue.put(b"0")
+        puts = [asyncio.create_task(queue.put(b"%d" % i)) for i in (1, 2)]
+        while not queue._waiting:
+            await asyncio.sleep(0)
+        await (await queue.get()).ack()
+        puts.append(asyncio.create_task(queue.put(b"3")))
+        values = []
+        while len(values) < 3:
+            async with await queue.get() as task:
+                values.append(task.value)
+        await asyncio.gather(*puts)
+        assert values == [b"1", b"2", b"3"]
 
     with_store(test, tmp_path)
 
@@ -938,3 +959,71 @@ def test_a_stop_iteration_of_the_engine_s_thread_is_an_error_like_others() -> No
         bridge.close()
 
     run(main())
+
+
+class Door:
+    """Somebody parks here; nobody is ever called."""
+
+    def __init__(self) -> None:
+        self.entered, self.open = threading.Event(), threading.Event()
+        self.cancelled = False
+
+    def park(self, again: Callable[[], object]) -> Door:
+        self.entered.set()
+        assert self.open.wait(20)
+        return self
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+def test_who_is_cancelled_while_he_is_parking_does_not_stay() -> None:
+    async def main() -> None:
+        bridge, door = Bridge("test"), Door()
+        task = asyncio.create_task(bridge.look(lambda: None, door.park, timeout_s=None))
+        await asyncio.get_running_loop().run_in_executor(None, door.entered.wait)
+        task.cancel()
+        await asyncio.wait([task])
+        door.open.set()
+        await bridge.call(lambda: None)
+        assert door.cancelled
+        bridge.close()
+
+    run(main())
+
+
+def test_who_is_parked_hears_when_the_bridge_closes() -> None:
+    async def main() -> None:
+        bridge, door = Bridge("test"), Door()
+        door.open.set()
+        task = asyncio.create_task(bridge.look(lambda: None, door.park, timeout_s=None))
+        await asyncio.sleep(0)
+        await bridge.call(lambda: None)
+        bridge.close()
+        with pytest.raises(mqstore.StoreClosedError):
+            await task
+
+    run(main())
+
+
+def test_a_result_for_a_loop_that_has_ended_is_undone(caplog: pytest.LogCaptureFixture) -> None:
+    undone: list[int] = []
+    go_on, done = threading.Event(), threading.Event()
+
+    async def begin() -> tuple[Bridge, asyncio.Task[int]]:
+        bridge = Bridge("test")
+        bridge.submit(lambda: go_on.wait(20))
+        task = asyncio.create_task(bridge.call(lambda: 7, undone.append))
+        await asyncio.sleep(0)
+        return bridge, task
+
+    loop = asyncio.new_event_loop()
+    bridge, task = loop.run_until_complete(begin())
+    loop.close()
+    go_on.set()
+    bridge.submit(done.set)
+    assert done.wait(20)
+    assert undone == [7]
+    with caplog.at_level(logging.CRITICAL, "asyncio"):  # which complains of a task that was never to end
+        del task
+        gc.collect()

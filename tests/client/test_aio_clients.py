@@ -45,6 +45,28 @@ def test_what_is_sent_and_submitted_is_stored_in_the_order_of_the_calls(tmp_path
     with_store(test, tmp_path)
 
 
+def test_nothing_overtakes_what_the_writer_has_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(store: aio.Store) -> None:
+        await store.create_topic("t")
+        async with store.producer() as producer:
+            go_on, put = threading.Event(), producer.sync._put
+
+            def slow(topic: str, body: bytes, **options: Any) -> mqstore.SendReceipt:
+                assert len(body) == 1 or go_on.wait(20)
+                return put(topic, body, **options)
+
+            monkeypatch.setattr(producer.sync, "_put", slow)
+            calls = [asyncio.create_task(producer.send("t", body, queue_id=0)) for body in (bytes(50_000), b"b")]
+            for _ in range(20):
+                await store.topics()
+            calls.append(asyncio.create_task(producer.send("t", b"c", queue_id=0)))
+            await store.topics()
+            go_on.set()
+            assert [each.offset for each in await asyncio.gather(*calls)] == [0, 1, 2]
+
+    with_store(test, tmp_path)
+
+
 def test_what_the_engine_says_comes_with_the_future_and_misuse_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

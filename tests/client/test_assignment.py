@@ -16,6 +16,7 @@ from mqstore.client.outcome import Retry
 from mqstore.errors import ConfigError, GroupInUseError, OffsetOutOfRangeError, StoreBusyError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
+from mqstore.options import Retention
 from tests.client.pushsupport import PushBench, engine_of, pulls, unsettled
 
 T0, T1 = QueueRef("t", 0), QueueRef("t", 1)
@@ -287,6 +288,25 @@ def test_what_expired_is_passed_over_and_told(bench: PushBench) -> None:
     assert hook.news == [("assign", T0), ("reset", T0, 0, 3)]
     assert bench.committed() == 4
     assert place(bench) == "waiting"
+
+
+def test_what_retention_took_from_under_a_paused_queue_is_passed_over_and_told(tmp_path: Path) -> None:
+    retention = Retention(age=None, max_bytes=100_000, unconsumed="drop")
+    bench = PushBench(tmp_path / "store", retention=retention, segment_bytes=1 << 16)
+    hook, seen = Told(), Seen()
+    consumer = bench.consumer(seen, interceptors=[hook])
+    bench.settle()
+    consumer.pause(T0)
+    bench.put(*[b"%d" % i + b"." * 5_000 for i in range(100)])
+    bench.advance(120)
+    low = bench.broker.min_offset("t", 0)
+    assert 0 < low < 100
+    consumer.resume(T0)
+    bench.settle()
+    assert [int(body.partition(b".")[0]) for body in seen] == list(range(low, 100))
+    assert hook.news[-1] == ("reset", T0, 0, low)
+    assert bench.committed() == 100
+    bench.close()
 
 
 def test_what_the_queue_does_not_have_yet_is_gone_back_from(bench: PushBench) -> None:

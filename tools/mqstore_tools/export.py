@@ -1,4 +1,4 @@
-"""`mqstore export`: every readable message, one JSON object a line or one row of Parquet; what cannot be read is told on
+"""`mqstore export`: every readable message, a JSON object a line or a row of Parquet; what cannot be read is told on
 stderr."""
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def export(
     """Write the messages of the store in DIR, queue by queue, one JSON object a line or one row of a Parquet file.
 
     In JSON `body` is base64, inflated if it was stored compressed; names and units are the stored ones. Parquet, which
-    needs pyarrow and --output, has the columns of the Spark source, times as timestamps and bodies as bytes. What cannot
-    be read is told on stderr, the rest is written, and the exit code is 1. Reads only, also beside a writer.
+    needs pyarrow and --output, has the columns of the Spark source, times as timestamps and bodies as bytes. What
+    cannot be read is told on stderr, the rest is written, and the exit code is 1. Reads only, also beside a writer.
     """
     if queue_id is not None and topic is None:
         raise click.UsageError("--queue-id goes with --topic")

@@ -289,7 +289,12 @@ class PopService:
         waiter = self._waiters.add_waiter(
             topic, queue_id, None, filter, callback, deadline_ms, group=group, also=also, at_once=at_once
         )
-        if self._may_find(group, topic, queue_id, order):
+        try:
+            worth_a_look = self._may_find(group, topic, queue_id, order)
+        except BaseException:  # the topic has gone, say: nobody would ever hear of this waiter
+            self._waiters.remove_waiter(waiter)
+            raise
+        if worth_a_look:
             self._waiters.wake_one(topic, queue_id, group)
         return waiter
 

@@ -152,8 +152,8 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         retry              when failed messages come again, and after how many attempts they are dead letters; None: as
                            the group has it
         consume_timeout    seconds after which a handler is given up: its messages come again. Ordered: it is only told
-        suspend            ordered: for how long a failure holds its queue up, 0.01 to 30 s; None: as the retry policy
-                           says if the group has its own, else 1 s
+        suspend            ordered, mode "queue": for how long a failure holds its queue up, 0.01 to 30 s; None: as
+                           the retry policy says if the group has its own, else 1 s
         time_slice         ordered: seconds after which a queue lets others have the thread
         strategy           who has which queues: "avg", "circle", "consistent_hash" or a function
         on_error           told (exception, message) of what handlers raise, and of what goes wrong behind the scenes
@@ -202,6 +202,10 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         pops = _one_of("mode", mode, ("queue", "pop")) == "pop"
         if broadcasting and client_id is None:
             raise ConfigError("a broadcasting consumer keeps its progress under its client_id: give one that stays")
+        if pops and suspend is not None:
+            raise ConfigError(
+                "suspend is for mode='queue'; in mode='pop' the retry policy says when a message comes again"
+            )
         if broadcasting and pops:
             raise ConfigError("mode='pop' shares messages out; broadcasting takes mode='queue'")
         number = min(32, (os.cpu_count() or 1) + 4) if workers is None else _count("workers", workers, 1_000)
