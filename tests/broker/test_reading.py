@@ -343,6 +343,20 @@ def test_the_groups_own_start_is_the_default(make: Make) -> None:
     assert reads.first_position("g", "t", 1) == 0
 
 
+def test_latest_means_the_end_of_what_there_was_when_the_group_came(make: Make) -> None:
+    """A queue that was added later, and had messages before a member came to it, was begun at its end: they were
+    skipped."""
+    parts, reads = make()
+    parts.topics.alter("t", read_queues=2, write_queues=2)
+    _fill(parts)
+    assert reads.first_position("g", "t", 0, "latest") == 5
+    assert parts.offsets.committed("g", "t", 1) == 0  # of every queue at once: what comes from now on is not skipped
+    parts.topics.alter("t", read_queues=3, write_queues=3)
+    parts.store.put("t", b"new", 2)
+    parts.store.dispatch()
+    assert reads.first_position("g", "t", 2, "latest") == 0
+
+
 def test_offset_zero_is_a_commit(make: Make) -> None:
     parts, reads = make()
     _fill(parts)

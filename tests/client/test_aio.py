@@ -221,6 +221,7 @@ def test_a_put_that_waits_for_the_disk_does_not_hold_up_the_loop(
 ) -> None:
     async def test(store: aio.Store) -> None:
         await store.put("t", b"first")
+        bounded = await store.queue("bounded", maxsize=5)
         syncing, go_on = threading.Event(), threading.Event()
         flush = type(store.sync.log).flush
 
@@ -232,13 +233,15 @@ def test_a_put_that_waits_for_the_disk_does_not_hold_up_the_loop(
         with monkeypatch.context() as patch:
             patch.setattr(type(store.sync.log), "flush", slow)
             puts = [asyncio.create_task(store.put("t", b"x", durability="flush")) for _ in range(10)]
+            puts += [asyncio.create_task(bounded.put(b"x")) for _ in range(3)]
             await asyncio.get_running_loop().run_in_executor(None, syncing.wait)
             assert await store.read("t", 0, 0) is not None  # the loop goes on, and the store's thread
             assert not any(put.done() for put in puts)
             go_on.set()
             await asyncio.gather(*puts)
+        assert await bounded.qsize() == 3
 
-    with_store(test, tmp_path)
+    with_store(test, tmp_path, durability="flush")
 
 
 def test_a_loop_of_puts_lets_others_have_their_turn(tmp_path: Path) -> None:
@@ -741,6 +744,21 @@ def test_an_opening_that_is_cancelled_leaves_the_store_closed(tmp_path: Path, st
                     await asyncio.sleep(0.01)
 
     run(main())
+
+
+@DRAINED
+def test_a_consumer_that_is_cancelled_before_anybody_has_it_is_no_member(tmp_path: Path, drained: bool) -> None:
+    async def test(store: aio.Store, steps: int) -> None:
+        await store.create_topic("t")
+
+        async def make() -> aio.SimpleConsumer:
+            return await store.simple_consumer(f"g{steps}", {"t": "*"})
+
+        cancelled, _ = await cancelled_after(steps, make(), (lambda: drain(store)) if drained else lambda: None)
+        await store.topics()
+        assert len(store.sync.broker.members.members(f"g{steps}")) == (0 if cancelled else 1)
+
+    each_at_any_step(test, tmp_path)
 
 
 @STEPS

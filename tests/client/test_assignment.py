@@ -729,6 +729,26 @@ def test_broadcasting_goes_on_where_its_client_was(bench: PushBench, tmp_path: P
     assert bench.committed() is None
 
 
+def test_what_is_put_to_queues_that_come_later_is_not_skipped(bench: PushBench) -> None:
+    bench.put(b"old")
+    options: dict[str, dict[str, Any]] = {"g": {}, "b": {"model": "broadcasting", "client_id": "cache-1"}}
+    seen = {group: Seen() for group in options}
+    for group, more in options.items():
+        bench.consumer(seen[group], group=group, start="latest", **more)
+    bench.settle()
+    bench.broker.topics.alter("t", read_queues=2, write_queues=2)
+    bench.put(b"new", queue_id=1)  # before anybody has looked there
+    bench.settle()
+    assert seen == {"g": [b"new"], "b": [b"new"]}
+
+
+@pytest.mark.parametrize("tags", [" ", "\t "])
+def test_blank_tags_are_refused(bench: PushBench, tags: str) -> None:
+    """They let nothing through: a group would pass over all, and nobody would know why."""
+    with pytest.raises(FilterError, match="'\\*' is everything"):
+        bench.consumer(tags=tags)
+
+
 def test_a_start_is_for_groups_that_are_new(bench: PushBench) -> None:
     bench.put(b"0")
     bench.clock.advance(60_000)

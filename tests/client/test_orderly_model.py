@@ -26,7 +26,7 @@ from tests.client.orderlysupport import Bench, fire
 QUEUES = 3
 MAX_ATTEMPTS = 3
 SOME = settings(
-    max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+    max_examples=15, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
 )
 
 
@@ -273,6 +273,7 @@ class TxMachine(Machine):
             raise Retry
         elif fate.fails < 0:
             del opened[offset]
+            fate.loose = fate.loose or bool(opened)  # it comes again if the queue changes hands before those are done
             fate.done, fate.letters = True, fate.letters + 1
             raise Reject
 

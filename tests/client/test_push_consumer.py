@@ -284,6 +284,40 @@ def test_a_handler_may_stop_its_consumer(broker: Broker) -> None:
     assert seen == [b"0"]
 
 
+def test_a_handler_that_stops_its_consumer_is_not_waited_for_by_itself(broker: Broker) -> None:
+    """`stop` waits for the handler, which waited for `stop`: both had to time out."""
+    begun, go = threading.Event(), threading.Event()
+    results: dict[str, bool] = {}
+
+    def handler(message: Message) -> None:
+        begun.set()
+        go.wait(LONG_S)
+        results["handler"] = consumer.stop(LONG_S)
+
+    consumer = PushConsumer(broker, "g", workers=1)
+    consumer.subscribe("t", handler)
+    consumer.start()
+    broker.put("t", b"0")
+    assert begun.wait(LONG_S)
+    stopping = threading.Thread(target=lambda: results.update(main=consumer.stop(LONG_S)))
+    stopping.start()
+    until(lambda: consumer._state == "stopping")
+    go.set()
+    stopping.join(LONG_S / 2)
+    assert results == {"handler": False, "main": True}
+
+
+def test_one_that_could_not_start_has_nothing_left_to_stop(broker: Broker) -> None:
+    with PushConsumer(broker, "g", workers=1, ordered=True) as first:
+        first.subscribe("t", lambda message: None)
+        first.start()
+        second = PushConsumer(broker, "g", workers=1, ordered=True)
+        second.subscribe("u", lambda message: None)
+        with pytest.raises(SubscriptionConflictError):
+            second.start()
+        assert second.stop() is True
+
+
 def test_stop_lets_what_runs_end_and_what_it_does_counts(broker: Broker) -> None:
     begun, go = threading.Event(), threading.Event()
     flags = list[bool]()

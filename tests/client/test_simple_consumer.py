@@ -17,7 +17,8 @@ import pytest
 import mqstore
 from mqstore import Interceptor, Message, RetryPolicy, SimpleConsumer, Store
 from mqstore.broker.members import Mode
-from mqstore.client.popsource import PopSource, wanted
+from mqstore.client.popsource import PopSource
+from mqstore.client.wanted import wanted
 from tests.client.popsupport import Bench, ended, in_thread, until
 
 

@@ -14,6 +14,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
+from concurrent.futures import Future
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -26,10 +27,12 @@ from mqstore.aio.made import Each
 from mqstore.aio.puts import Puts
 from mqstore.broker.broker import Broker
 from mqstore.broker.groups import RetryPolicy
+from mqstore.broker.road import SendOptions
 from mqstore.client.codecs import BYTES, Codec
 from mqstore.client.delivery import Loan
 from mqstore.client.interceptors import Settled
 from mqstore.errors import QueueEmpty, QueueFull, QueueShutDown
+from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
 from mqstore.options import Duration, seconds
 
@@ -132,6 +135,17 @@ class _Told(queue.Queue):
         if self._shut:
             raise QueueShutDown(f"queue {self.name!r} was shut down")
 
+    def append(self, body: bytes, delay: Duration | None) -> Future[SendReceipt]:
+        """`put(block=False)` of what is encoded, with a future for the disk."""
+        self.check_open()
+        options: SendOptions = {} if delay is None else {"delay": delay}
+        with self._changed:
+            self._wait_for_room(1, False, None)
+            future = self._broker.put_async(self.name, body, queue_id=0, **options)
+        if delay is not None and not (future.done() and future.exception() is not None):
+            self.note_delay(delay)
+        return future
+
     def note_delay(self, delay: Duration) -> None:
         """An item was put with that delay: `join` waits for it."""
         self._delayed_until = max(self._delayed_until, time.monotonic() + seconds(delay, "delay"))
@@ -190,27 +204,22 @@ class Queue:
         self, item: Any, block: bool = True, timeout: Duration | None = None, *, delay: Duration | None = None
     ) -> None:
         """As `mqstore.Queue.put`. Items are stored in the order in which `put` was called."""
+        body = self._codec.encode(item)
         if not self._maxsize:
-            body = self._codec.encode(item)
             self.sync.check_open()
-            options: dict[str, Any] = {} if delay is None else {"delay": delay}
+            options: SendOptions = {} if delay is None else {"delay": delay}
             await self._puts.put(self.name, body, 0, options)
             if delay is not None:
                 self.sync.note_delay(delay)
             return
-        put = partial(self.sync.put, item, False, delay=delay)
+        append = partial(self.sync.append, body, delay)
         left_s = limit(timeout)
-        if block and self._line.locked():  # behind those who wait for room
-            await self._put_in_turn(put, left_s)
-            return
-        try:
-            await self._bridge.call(put)
-        except QueueFull:
-            if not block:
-                raise
-            await self._put_in_turn(put, left_s)
+        stored = await (self._append_in_turn(append, left_s) if block else self._bridge.call(append))
+        await self._bridge.wait(stored)
 
-    async def _put_in_turn(self, put: Callable[[], None], timeout_s: float | None) -> None:
+    async def _append_in_turn(
+        self, append: Callable[[], Future[SendReceipt]], timeout_s: float | None
+    ) -> Future[SendReceipt]:
         end = None if timeout_s is None else time.monotonic() + timeout_s
         try:
             async with asyncio.timeout(timeout_s):
@@ -222,14 +231,12 @@ class Queue:
                 # Before the look: what is settled after it is heard.
                 news = self._listen()
                 try:
-                    await self._bridge.call(put)
+                    return await self._bridge.call(append)
                 except QueueFull:
                     left_s = _LOOK_S if end is None else end - time.monotonic()
                     if left_s <= 0:
                         raise
                     await asyncio.wait((news,), timeout=min(left_s, _LOOK_S))
-                else:
-                    return
                 finally:
                     self._waiting.discard(news)
         finally:

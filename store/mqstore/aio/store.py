@@ -216,6 +216,21 @@ class Store(AbstractAsyncContextManager["Store"]):
         """As `mqstore.Store.read_columns`."""
         return await self._bridge.call(partial(self.sync.read_columns, topic, queue_id, offset, max_messages, columns))
 
+    async def to_arrow(
+        self,
+        topic: str,
+        queue_id: int | None = None,
+        columns: Sequence[str] | None = None,
+        *,
+        start: datetime | int | None = None,
+        stop: datetime | int | None = None,
+        tags: str | None = "*",
+        on_corrupt: Literal["fail", "skip", "keep"] = "fail",
+    ) -> Any:
+        """As `mqstore.Store.to_arrow`. Other calls of this store wait meanwhile."""
+        table = partial(self.sync.to_arrow, topic, queue_id, columns, start=start, stop=stop, tags=tags)
+        return await self._bridge.call(partial(table, on_corrupt=on_corrupt))
+
     async def find(
         self,
         topic: str,
@@ -323,7 +338,8 @@ class Store(AbstractAsyncContextManager["Store"]):
                 selector=selector,
                 interceptors=interceptors,
                 checker=checker,
-            )
+            ),
+            lambda made: made.sync.close(),
         )
 
     def simple_consumer(
@@ -350,7 +366,7 @@ class Store(AbstractAsyncContextManager["Store"]):
             client_id=client_id,
             interceptors=interceptors,
         )
-        return self._made(lambda: SimpleConsumer(self._bridge, make()))
+        return self._made(lambda: SimpleConsumer(self._bridge, make()), lambda made: made.sync.close())
 
     def pull_consumer(
         self,
@@ -376,7 +392,7 @@ class Store(AbstractAsyncContextManager["Store"]):
             client_id=client_id,
             interceptors=interceptors,
         )
-        return self._made(lambda: PullConsumer(self._bridge, make(), fetch_max))
+        return self._made(lambda: PullConsumer(self._bridge, make(), fetch_max), lambda made: made.sync.close())
 
     def push_consumer(
         self,
@@ -428,10 +444,11 @@ class Store(AbstractAsyncContextManager["Store"]):
             self._consumers.add(consumer)
             return consumer
 
-        return self._made(made)
+        return self._made(made, lambda made: made.sync.stop(0))
 
-    def _made(self, make: Callable[[], Any]) -> Made[Any]:
-        return Made(partial(self._bridge.finish, make))
+    def _made(self, make: Callable[[], Any], undo: Callable[[Any], object] | None = None) -> Made[Any]:
+        """`undo` is for one that was made, and cancelled before anybody had it."""
+        return Made(partial(self._bridge.call, make, undo))
 
     def dead_letters(self, group: str) -> DeadLetters:
         """As `mqstore.Store.dead_letters`."""

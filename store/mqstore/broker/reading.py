@@ -293,8 +293,10 @@ class Reads:
     # -- where a group begins ---------------------------------------------------------------------------------------
 
     def first_position(self, group: str, topic: str, queue_id: int, start: Start | None = None) -> int:
-        """Where the group goes on in a queue. If it never committed there: where `start` (None: the group's own) says,
-        retry topics always at their first message; that is committed at once, so that retention knows of the group.
+        """Where the group goes on in a queue. If it never was in the topic: where `start` (None: the group's own) says,
+        retry topics always at their first message; that is committed at once, for every queue of the topic, so that
+        retention knows of the group. In a queue that came later it begins at the first message: "latest" meant the end
+        of what there was when it came.
 
         Raises TopicNotFoundError, GroupNotFoundError, NotPermittedError, ConfigError.
         """
@@ -306,14 +308,23 @@ class Reads:
                 committed = self._offsets.committed(group, topic, queue_id)
                 if committed is None:
                     chosen = self._groups.need(group).start if start is None else start
-                    committed = (self._begin_as_rocketmq if self._rocketmq_rules else self._begin)(
-                        topic, queue_id, chosen
-                    )
-                    self._offsets.commit(group, topic, queue_id, committed)
+                    committed = self._begin(group, topic, queue_id, chosen)
         return committed
 
-    def _begin(self, topic: str, queue_id: int, start: Start) -> int:
-        return self._place(topic, queue_id, "earliest" if is_retry_topic(topic) else start)
+    def _begin(self, group: str, topic: str, queue_id: int, start: Start) -> int:
+        """Commit where a group begins that has no progress in a queue."""
+        if self._rocketmq_rules:
+            begin = self._begin_as_rocketmq(topic, queue_id, start)
+            self._offsets.commit(group, topic, queue_id, begin)
+            return begin
+        queues = range(self._topics.need(topic).read_queues)
+        is_new = all(self._offsets.committed(group, topic, each) is None for each in queues)
+        if not is_new or is_retry_topic(topic):
+            start, queues = "earliest", range(queue_id, queue_id + 1)
+        begins = {each: self._place(topic, each, start) for each in queues}
+        for each, begin in begins.items():
+            self._offsets.commit(group, topic, each, begin)
+        return begins[queue_id]
 
     def _begin_as_rocketmq(self, topic: str, queue_id: int, start: Start) -> int:
         """A young queue is read from 0 whatever was asked for, and a time skips the retries before it (2.3)."""

@@ -34,9 +34,10 @@ from mqstore.broker.broker import Broker, Start
 from mqstore.client.delivery import as_delivered, fail
 from mqstore.client.handling import Failure, Handling, Subscription
 from mqstore.client.interceptors import Settled
-from mqstore.client.popsource import PopSource, Wanted, wanted
+from mqstore.client.popsource import PopSource
 from mqstore.client.processqueue import Limits, QueueInfo
 from mqstore.client.renewal import Renewer
+from mqstore.client.wanted import Wanted, wanted
 from mqstore.client.workers import Worker, Workers
 from mqstore.errors import ConfigError, InvalidReceiptError, MQStoreError, ReceiptExpiredError, StoreClosedError
 from mqstore.log.commitlog import QueueRef

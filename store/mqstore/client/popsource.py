@@ -16,48 +16,27 @@ import random
 import threading
 from collections.abc import Mapping
 from datetime import datetime
-from typing import NamedTuple
 
-from mqstore.broker.broker import Broker, Start, as_filter
+from mqstore.broker.broker import Broker, Start
 from mqstore.broker.filters import Filter
 from mqstore.broker.members import Mode
-from mqstore.broker.names import check_user_topic, is_dlq_topic, is_system_topic
 from mqstore.broker.pop import MAX_BATCH, Delivery
 from mqstore.client.waits import Waits
+from mqstore.client.wanted import Wanted
 from mqstore.errors import ConfigError, GroupInUseError, MQStoreError, StoreClosedError, TopicNotFoundError
 
-__all__ = ["PopSource", "Wanted", "wanted"]
+__all__ = ["PopSource"]
 
 _log = logging.getLogger("mqstore")
 
 Topics = list[tuple[str, Filter | None]]
 
 
-class Wanted(NamedTuple):
-    """What is wanted of a topic."""
-
-    expression: tuple[str, str]
-    """Kind and text, as members register it."""
-    filter: Filter | None
-
-
-def wanted(broker: Broker, topic: str, tags: str = "*", sql: str | None = None) -> Wanted:
-    """Of a topic, by tags or by an SQL92 expression. InvalidMessageError or NotPermittedError for a name that no topic
-    of a user's has, FilterError, ConfigError for both."""
-    # What is there may be named otherwise: dead letters, or what a Java broker made.
-    if is_system_topic(topic) or not (is_dlq_topic(topic) or broker.topics.get(topic) is not None):
-        check_user_topic(topic)
-    if sql is None:
-        return Wanted(("TAG", tags), as_filter(tags))
-    if tags != "*":
-        raise ConfigError(f"topic {topic!r}: give tags or sql, not both")
-    return Wanted(("SQL92", sql), broker.filter(sql, "SQL92"))
-
-
 class PopSource:
     """The messages of `group` for one member. Thread-safe.
 
     >>> import mqstore, tempfile
+    >>> from mqstore.client.wanted import wanted
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
     ...     _ = store.put("mail", b"hello")
     ...     source = PopSource(store.broker, "mailer", "c1")

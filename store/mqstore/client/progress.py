@@ -71,10 +71,18 @@ class LocalProgress:
 
     def begin(self, queue: QueueRef) -> int:
         known = self._offsets.get(queue)
-        if known is None:
-            known = place(self._broker, queue, self._start)
-            self._offsets.update(queue, known)
-        return known
+        if known is not None:
+            return known
+        queues = [QueueRef(queue.topic, i) for i in range(self._broker.topics.need(queue.topic).read_queues)]
+        if any(self._offsets.get(each) is not None for each in queues):  # one that came later: nothing of it is old
+            queues = [queue]
+            start: Start = "earliest"
+        else:
+            start = self._start
+        begins = {each: place(self._broker, each, start) for each in queues}
+        for each, begin in begins.items():
+            self._offsets.update(each, begin)
+        return begins[queue]
 
     def commit(self, queue: QueueRef, offset: int) -> None:
         self._offsets.update(queue, offset)

@@ -30,18 +30,18 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from types import TracebackType
-from typing import Final, NamedTuple
+from typing import Final
 
-from mqstore.broker.broker import Broker, as_filter
+from mqstore.broker.broker import Broker
 from mqstore.broker.filters import Filter
-from mqstore.broker.members import Expression, Mode
-from mqstore.broker.names import check_user_topic, is_system_topic
+from mqstore.broker.members import Mode
 from mqstore.broker.reading import ReadResult
 from mqstore.broker.waiting import Waiter
 from mqstore.client.allocation import Strategy, strategy_named
 from mqstore.client.interceptors import Interceptor, Interceptors
 from mqstore.client.membership import Membership, check_client_id
 from mqstore.client.progress import Start, place
+from mqstore.client.wanted import Wanted, wanted
 from mqstore.errors import (
     ConfigError,
     GroupNotFoundError,
@@ -75,13 +75,6 @@ Told = Callable[[frozenset[QueueRef]], None]
 
 _FILTERED: Final = frozenset({"FOUND", "NO_MATCHED_MESSAGE", "MESSAGE_WAS_REMOVING"})
 _EMPTY: Final = frozenset({"NO_MESSAGE_IN_QUEUE", "NO_MATCHED_LOGIC_QUEUE"})
-
-
-class _Wanted(NamedTuple):
-    """What is subscribed to in a topic."""
-
-    expression: Expression
-    filter: Filter | None
 
 
 class _Position:
@@ -209,7 +202,7 @@ class PullConsumer:
 
         self._lock = threading.RLock()
         """Of all that follows; not held while a poll waits. Reentrant: what is told of queues may seek and commit."""
-        self._wanted: dict[str, _Wanted] = {}
+        self._wanted: dict[str, Wanted] = {}
         self._assigns = False
         self._joined = False
         self._on_assign: Told | None = None
@@ -263,7 +256,7 @@ class PullConsumer:
         """
         if not topics:
             raise ConfigError("subscribe takes at least one topic")
-        parsed = {topic: self._parsed(topic, tags, sql) for topic in topics}
+        parsed = {topic: wanted(self._broker, topic, tags, sql) for topic in topics}
         with self._lock:
             self._check_open()
             if self._assigns:
@@ -322,16 +315,6 @@ class PullConsumer:
                 self._hooks.tell(self._hooks.on_assign, frozenset(begins))
         self._ring()
 
-    def _parsed(self, topic: str, tags: str, sql: str | None) -> _Wanted:
-        # What is there may be named otherwise: dead letters, or what a Java broker made.
-        if type(topic) is not str or is_system_topic(topic) or self._broker.topics.get(topic) is None:
-            check_user_topic(topic)
-        if sql is None:
-            return _Wanted(("TAG", tags), as_filter(tags))
-        if tags != "*":
-            raise ConfigError(f"topic {topic!r}: give tags or sql, not both")
-        return _Wanted(("SQL92", sql), self._broker.filter(sql, "SQL92"))
-
     def _begin(self, topic: str) -> None:
         """Note where the group begins in each queue that is there, so that what comes from now on is read, and kept by
         retention until then."""
@@ -339,7 +322,7 @@ class PullConsumer:
         for queue_id in range(0 if config is None else config.read_queues):
             self._broker.start_of(self.group, topic, queue_id, self._start)
 
-    def _join(self, wanted: Mapping[str, _Wanted]) -> None:
+    def _join(self, wanted: Mapping[str, Wanted]) -> None:
         self._seat.join({topic: each.expression for topic, each in wanted.items()})
         self._joined = True
         self._renewed_ms = self._clock.monotonic_ms()

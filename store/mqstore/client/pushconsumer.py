@@ -32,7 +32,7 @@ from typing import Any, Literal, Protocol
 from mqstore.broker.broker import Broker
 from mqstore.broker.groups import RetryPolicy
 from mqstore.broker.members import Mode
-from mqstore.broker.names import check_user_topic, retry_topic
+from mqstore.broker.names import retry_topic
 from mqstore.broker.statistics import Rate, StatisticsSnapshot
 from mqstore.client.allocation import Strategy, strategy_named
 from mqstore.client.assignment import Assignment
@@ -45,6 +45,7 @@ from mqstore.client.orderly import BatchTx, OrderlyService
 from mqstore.client.poppush import PopEngine
 from mqstore.client.processqueue import Limits, QueueInfo
 from mqstore.client.progress import GroupProgress, LocalProgress, Progress, Start
+from mqstore.client.wanted import wanted
 from mqstore.client.workers import Workers
 from mqstore.errors import ConfigError, NotPermittedError, StoreClosedError
 from mqstore.log.commitlog import QueueRef
@@ -348,10 +349,8 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
             raise ConfigError(f"a handler is something to call, not {handler!r:.100}")
         if inspect.iscoroutinefunction(handler):
             raise ConfigError(f"{handler!r:.100} is a coroutine function; those are for mqstore.aio")
-        if self._broker.topics.get(topic) is None:
-            check_user_topic(topic)
-        if sql is not None and tags != "*":
-            raise ConfigError(f"topic {topic!r}: give tags or sql, not both")
+        _, expression = wanted(self._broker, topic, tags, sql).expression
+        kind: Literal["TAG", "SQL92"] = "TAG" if sql is None else "SQL92"
         if max_uncommitted is not None:
             if not self._ordered or self._pops:
                 raise ConfigError(
@@ -362,12 +361,9 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
                     f"max_uncommitted={max_uncommitted} does not lie in {self._batch_size} (batch_size) to "
                     f"{self._prefetch - 1} (below prefetch): nothing more would come while so many are open"
                 )
-        kind: Literal["TAG", "SQL92"] = "TAG" if sql is None else "SQL92"
-        expression = tags if sql is None else sql
-        self._broker.filter(expression, kind)
-        wanted = Subscription(topic, handler, kind, expression, max_uncommitted)
+        new = Subscription(topic, handler, kind, expression, max_uncommitted)
         with self._lock:
-            self._change({**self._subscriptions, topic: wanted})
+            self._change({**self._subscriptions, topic: new})
         return handler
 
     def unsubscribe(self, topic: str) -> None:
@@ -375,11 +371,11 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         with self._lock:
             self._change({name: each for name, each in self._subscriptions.items() if name != topic})
 
-    def _change(self, wanted: dict[str, Subscription]) -> None:
+    def _change(self, after: dict[str, Subscription]) -> None:
         self._check_usable()
         if self._state == "running":
-            self._engine.subscribe(wanted)
-        self._subscriptions = wanted
+            self._engine.subscribe(after)
+        self._subscriptions = after
 
     # -- running ----------------------------------------------------------------------------------------------------
 
@@ -396,6 +392,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
                 self._engine.start(self._subscriptions)
             except BaseException:
                 self._state = "stopped"
+                self._all_ended = True
                 self._engine.halt()
                 self._engine.close()
                 self._stopped.set()
@@ -427,7 +424,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
             state = self._state
             self._state = "stopped" if state in ("new", "stopped") else "stopping"
         if state != "running":
-            if state == "stopping":
+            if state == "stopping" and not self._workers.is_mine():  # who stops it may be waiting for just that thread
                 self._stopped.wait(min(timeout_s, threading.TIMEOUT_MAX))
             self._wishes.put(None)
             return self._all_ended or state == "new"
@@ -478,6 +475,10 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
     def _exited(self, error: BaseException) -> None:
         """A handler raised SystemExit or KeyboardInterrupt: its messages are not settled, and that is the end."""
         _log.error("group %s: a handler raised %r: the consumer stops", self.group, error)
+        self._engine.halt()  # before another worker begins the next message
+        if self._broker.store.config.clock is not None:
+            self.stop()
+            return
         threading.Thread(target=self.stop, name=f"mqstore-{self.group}-stop", daemon=True).start()
 
     def __enter__(self) -> PushConsumer:

@@ -30,8 +30,9 @@ from mqstore.broker.groups import RetryPolicy
 from mqstore.client.delivery import Delivery, Lender, loan_seconds
 from mqstore.client.interceptors import Interceptor, Interceptors, Settled
 from mqstore.client.membership import check_client_id
-from mqstore.client.popsource import PopSource, wanted
+from mqstore.client.popsource import PopSource
 from mqstore.client.waits import Wait
+from mqstore.client.wanted import wanted
 from mqstore.errors import ConfigError, MQStoreError
 from mqstore.log.commitlog import QueueRef
 from mqstore.options import Duration, seconds

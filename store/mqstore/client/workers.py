@@ -152,6 +152,10 @@ class Workers:
                 self._changed.notify()
         return timer
 
+    def is_mine(self) -> bool:
+        """Whether the caller is one of our threads."""
+        return threading.current_thread() in self._threads
+
     def busy(self) -> list[Worker]:
         """Workers that are in a handler now."""
         return [worker for worker in self.all if worker.messages]

@@ -23,12 +23,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from mqstore.broker import sql92
 from mqstore.errors import ConfigError, FormatError
 from mqstore.layout.compression import MissingPackageError, inflate
 from mqstore.layout.dispatch import rows_of
 from mqstore.layout.hosts import IPV4_BYTES, decode_host
 from mqstore.layout.messageid import encode_message_id
-from mqstore.layout.properties import KEYS, TAGS, UNIQ_KEY
+from mqstore.layout.properties import KEYS, TAGS, UNIQ_KEY, decode_properties
 from mqstore.layout.record import BORN_HOST_AT, BORN_HOST_V6, COMPRESSED, STORE_HOST_AT_V4, STORE_HOST_V6
 from mqstore.layout.scan import gather
 from mqstore.log.commitlog import QueueRef
@@ -277,12 +278,13 @@ _OF_RECORD: Final[Mapping[str, Callable[[Piece], Any]]] = {
 class ColumnReader:
     """Reads one store by columns. Keeps a few windows of its log mapped until `close`; not for several threads.
 
-    `columns`: names of `COLUMNS`, None for all. `tags`: as for `MessageStore.read`. `decompress` False leaves bodies as
-    they are stored. `policy.verify` compares checksums, which costs about as much as reading a body; without it every
-    length, magic and offset is still checked. `policy.on_corrupt`: "fail" raises CorruptStoreError at the first damaged
-    message, "skip" leaves such messages out (`policy.corrupt` counts them), "keep" gives a row that has what its unit
-    says, null elsewhere, and `error`; of one whose body does not inflate only the body is null. Columns that come from
-    units alone are read without a look at the records.
+    `columns`: names of `COLUMNS`, None for all. `tags`: as for `MessageStore.read`; `where`: an SQL92 expression over
+    properties; `keys`: keys or unique keys of which a message must bear one. `decompress` False leaves bodies as they
+    are stored, `body_as` "string" makes them text. `policy.verify` compares checksums, which costs about as much as
+    reading a body; without it every length, magic and offset is still checked. `policy.on_corrupt`: "fail" raises
+    CorruptStoreError at the first damaged message, "skip" leaves such messages out (`policy.corrupt` counts them),
+    "keep" gives a row that has what its unit says, null elsewhere, and `error`; of one whose body does not inflate only
+    the body is null. Columns that come from units alone are read without a look at the records.
 
     Raises ConfigError for columns that there are not.
     """
@@ -293,7 +295,10 @@ class ColumnReader:
         columns: Sequence[str] | None = None,
         *,
         tags: str | None = None,
+        where: str | None = None,
+        keys: Sequence[str] | None = None,
         decompress: bool = True,
+        body_as: Literal["binary", "string"] = "binary",
         policy: Policy | None = None,
         store_id: str | None = None,
         window_bytes: int = WINDOW_BYTES,
@@ -302,7 +307,11 @@ class ColumnReader:
         self.policy = policy or Policy()
         self.columns = check_columns(columns, keep=self.policy.on_corrupt == "keep")
         self.schema = arrow_schema(self.columns)
+        if body_as == "string" and "body" in self.columns:
+            at = self.columns.index("body")
+            self.schema = self.schema.set(at, pa.field("body", _STRING))
         self._tags = tags
+        self._passes = _passes(where, keys)
         self._inflates = decompress and "body" in self.columns
         self._store_id = str(store.path) if store_id is None else store_id
         self._windows = Windows(store._run, store.fs, window_bytes=window_bytes)
@@ -320,7 +329,9 @@ class ColumnReader:
     def queue(self, topic: str, queue_id: int, start: int, stop: int) -> Iterator[Any]:
         """Record batches of queue offsets [start, stop), in order; nothing for a queue that is not there."""
         chosen = parse_tags(self._tags, topic)
-        records = chosen is not None or any(COLUMNS[name].cost != "unit" for name in self.columns)
+        records = (
+            chosen is not None or self._passes is not None or any(COLUMNS[name].cost != "unit" for name in self.columns)
+        )
         for pieces in queue_batches(
             self.store, self._windows, topic, queue_id, start, stop, self.policy, records=records, tags=chosen
         ):
@@ -337,7 +348,9 @@ class ColumnReader:
 
     def _batches(self, pieces: list[Piece], tags: TagFilter | None) -> Iterator[Any]:
         if tags is not None:
-            pieces = [piece for each in pieces if len(piece := _bearing(each, tags))]
+            pieces = [piece for each in pieces if len(piece := _only(each, _bearing(each, tags)))]
+        if self._passes is not None:
+            pieces = [piece for each in pieces if len(piece := _only(each, _passing(each, self._passes)))]
         if self._inflates:
             pieces = [each for piece in pieces for each in self._inflated(piece)]
         group: list[Piece] = []
@@ -418,7 +431,9 @@ class ColumnReader:
         for field in self.schema:
             parts = [self._column(piece, field.name) for piece in pieces]
             array = parts[0] if len(parts) == 1 else pa.concat_arrays(parts)
-            arrays.append(array if array.type == field.type else array.cast(field.type))
+            if array.type != field.type:
+                array = text(array) if pa.types.is_string(field.type) else array.cast(field.type)
+            arrays.append(array)
         return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
 
     def _column(self, piece: Piece, name: str) -> Any:
@@ -509,10 +524,21 @@ def _part(piece: Piece, rows: slice | npt.NDArray[Any], records: slice | npt.NDA
     )
 
 
-def _bearing(piece: Piece, tags: TagFilter) -> Piece:
-    """The rows whose record bears one of the tags, and those that have no record: nobody knows what they bore."""
-    if piece.headers is None or not piece.records:
+def _only(piece: Piece, passes: npt.NDArray[np.bool_] | None) -> Piece:
+    """The rows whose record passes, and those that have no record: nobody knows what they were."""
+    if passes is None or passes.all():
         return piece
+    rows = passes
+    if piece.bad is not None:
+        rows = piece.bad.copy()
+        rows[~piece.bad] = passes
+    return _part(piece, rows, passes)
+
+
+def _bearing(piece: Piece, tags: TagFilter) -> npt.NDArray[np.bool_] | None:
+    """Which records bear one of the tags."""
+    if piece.headers is None or not piece.records:
+        return None
     pairs = piece.pairs
     chosen = pairs.named(TAGS.encode())
     starts = pairs.value[chosen]
@@ -521,13 +547,34 @@ def _bearing(piece: Piece, tags: TagFilter) -> Piece:
     bears = np.zeros(piece.records, np.bool_)
     if len(chosen):
         bears[pairs.blob[chosen]] = wanted[coded.indices.to_numpy()]
-    if bears.all():
-        return piece
-    rows = bears
-    if piece.bad is not None:
-        rows = piece.bad.copy()
-        rows[~piece.bad] = bears
-    return _part(piece, rows, bears)
+    return bears
+
+
+def _passing(piece: Piece, passes: Callable[[dict[str, str]], bool]) -> npt.NDArray[np.bool_] | None:
+    """Which records have properties that pass; each distinct set of properties is asked for once."""
+    headers = piece.headers
+    if headers is None or not piece.records:
+        return None
+    starts = headers.properties_position
+    coded = cut(piece.buffer, starts, starts + headers.properties_size).dictionary_encode()
+    verdicts = np.array([passes(decode_properties(blob)) for blob in coded.dictionary.to_pylist()], np.bool_)
+    found: npt.NDArray[np.bool_] = verdicts[coded.indices.to_numpy()]
+    return found
+
+
+def _passes(where: str | None, keys: Sequence[str] | None) -> Callable[[dict[str, str]], bool] | None:
+    """What the properties of a message must fulfil; None: nothing. FilterError."""
+    if where is None and keys is None:
+        return None
+    matches = sql92.compile(where).matches if where is not None else lambda properties: True
+    wanted = None if keys is None else frozenset(keys)
+
+    def passes(properties: dict[str, str]) -> bool:
+        if wanted is not None and wanted.isdisjoint((*properties.get(KEYS, "").split(" "), properties.get(UNIQ_KEY))):
+            return False
+        return matches(properties)
+
+    return passes
 
 
 def table_of(

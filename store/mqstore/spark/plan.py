@@ -1,0 +1,513 @@
+"""Which messages a query reads, and how they are cut into partitions. Knows no Spark.
+
+    stores      a path, a glob, a store set, many of these with ids
+    snapshot    the bounds of every queue, once for a query: what a writer adds meanwhile is not read
+    narrowing   options, then what Spark hands down of its filters
+    partitions  lists of slices: small queues together, large ones cut, about 128 MiB or 500 000 messages each
+
+A slice names a store by its path, so every task opens what it needs; nothing but plain values travels.
+
+Filters: a test of store, topic or queue id decides which queues are read, and a range of queue offsets where in them;
+Spark need not repeat these. Times and physical offsets are bisected in each queue and tags compared by hash, and Spark
+tests them again. Store times may step back where a clock did: bounds are widened by a minute.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import numpy as np
+
+from mqstore.broker.names import is_dlq_topic, is_retry_topic, is_system_topic
+from mqstore.broker.parts import open_parts
+from mqstore.errors import ConfigError, MQStoreError, NotAStoreError, OffsetOutOfRangeError, TopicNotFoundError
+from mqstore.files.quiet import QUIET
+from mqstore.log.commitlog import QueueRef
+from mqstore.log.scanner import End, scan_log
+from mqstore.log.store import MessageStore
+from mqstore.spark.options import SourceOptions
+
+__all__ = [
+    "SET_FILE",
+    "LogSlice",
+    "Narrowing",
+    "QueueSlice",
+    "StoreName",
+    "is_wanted",
+    "open_store",
+    "plan",
+    "stores_of",
+]
+
+SET_FILE = "mqstore-set.json"
+"""In a folder of stores: {"version": 1, "stores": {"id": "path relative to the folder"}}. Only these count."""
+_PARTITION_BYTES = 128 << 20
+_PARTITION_MESSAGES = 500_000
+_MARGIN_MS = 60_000
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_LAST = (1 << 63) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class StoreName:
+    """A store and what rows call it."""
+
+    id: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class QueueSlice:
+    """Queue offsets [start, stop) of a queue."""
+
+    store: StoreName
+    topic: str
+    queue_id: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class LogSlice:
+    """Records that begin at physical offsets [start, stop)."""
+
+    store: StoreName
+    start: int
+    stop: int
+
+
+Slice = QueueSlice | LogSlice
+
+
+# -- stores ------------------------------------------------------------------------------------------------------------
+
+
+def stores_of(options: SourceOptions) -> list[StoreName]:
+    """The stores that the options name, in their order. ConfigError: a glob fits none, an id stands twice."""
+    if isinstance(options.paths, dict):
+        found = [StoreName(name, _local(path)) for name, path in options.paths.items()]
+    else:
+        found = [store for path in options.paths for store in _stores_at(_local(path))]
+    ids = [store.id for store in found]
+    twice = sorted({name for name in ids if ids.count(name) > 1}) if len(set(ids)) < len(ids) else []
+    if twice:
+        raise ConfigError(
+            f"two stores have the id {', '.join(map(repr, twice))}; give ids: paths={{'id': 'path', ...}}"
+        )
+    return found
+
+
+def _local(path: str) -> str:
+    return path.removeprefix("file://").removeprefix("file:") if path.startswith("file:") else path
+
+
+def _stores_at(path: str) -> Iterator[StoreName]:
+    if os.path.isdir(path) or not glob.has_magic(path):
+        yield from _members(path)
+        return
+    found = [each for each in sorted(glob.glob(path)) if os.path.isdir(each)]
+    if not found:
+        raise ConfigError(f"no folder fits the glob {path!r}")
+    for each in found:
+        yield from _members(each)
+
+
+def _members(path: str) -> Iterator[StoreName]:
+    manifest = os.path.join(path, SET_FILE)
+    try:
+        with open(manifest, encoding="utf-8") as file:
+            value = json.load(file)
+        if value["version"] != 1:
+            raise ConfigError(f"{manifest} is of version {value['version']!r}; this mqstore knows 1")
+        yield from (StoreName(name, os.path.join(path, where)) for name, where in value["stores"].items())
+    except FileNotFoundError:
+        yield StoreName(path, path)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, MQStoreError):
+            raise
+        raise ConfigError(f"{manifest} is no manifest of a store set: {error!r}") from error
+
+
+def open_store(store: StoreName) -> MessageStore:
+    """The store, opened for reading, without a lock or a trace. NotAStoreError and others name the path."""
+    return MessageStore(store.path, "r", fs=QUIET)
+
+
+# -- what Spark hands down ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Narrowing:
+    """What filters leave to be read. `take` is given them one by one; all must hold."""
+
+    queue_tests: list[tuple[str, Callable[[Any], bool]]] = field(default_factory=list)
+    offsets: tuple[int, int] = (0, _LAST)
+    """First and last queue offset."""
+    times_ms: tuple[int, int] = (-_LAST, _LAST)
+    physical: tuple[int, int] = (0, _LAST)
+    tags: str | None = None
+
+    def take(self, column: str, kind: str, value: Any) -> bool:
+        """Whether Spark need not test this filter again. `kind`: the name of the filter's class."""
+        if value is None and kind != "IsNotNull":
+            return False
+        if column in ("store", "topic", "queue_id"):
+            test = _test(kind, value)
+            if test is not None:
+                self.queue_tests.append((column, test))
+            return test is not None
+        if column == "queue_offset":
+            bounds = _range(kind, value)
+            if bounds is not None:
+                self.offsets = _cut(self.offsets, bounds)
+            return bounds is not None and kind != "In"
+        if column == "physical_offset" and (bounds := _range(kind, value)) is not None:
+            self.physical = _cut(self.physical, bounds)
+        elif column == "store_timestamp" and (moments := _moments(kind, value)) is not None:
+            self.times_ms = _cut(self.times_ms, moments)
+        elif column == "tags" and kind in ("EqualTo", "EqualNullSafe", "In") and self.tags is None:
+            tags = list(value) if kind == "In" else [value]
+            # What the filter's language cannot spell is left to Spark.
+            if tags and all(
+                isinstance(t, str) and t == t.strip() and t not in ("", "*") and "|" not in t for t in tags
+            ):
+                self.tags = " || ".join(tags)
+        return False
+
+    def admits(self, store_id: str, ref: QueueRef) -> bool:
+        """Whether messages of that queue can pass."""
+        values = {"store": store_id, "topic": ref.topic, "queue_id": ref.queue_id}
+        return all(test(values[column]) for column, test in self.queue_tests)
+
+
+def _cut(bounds: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+    return max(bounds[0], other[0]), min(bounds[1], other[1])
+
+
+_TESTS: dict[str, Callable[[Any, Any], bool]] = {
+    "EqualTo": lambda a, b: a == b,
+    "EqualNullSafe": lambda a, b: a == b,
+    "GreaterThan": lambda a, b: a > b,
+    "GreaterThanOrEqual": lambda a, b: a >= b,
+    "LessThan": lambda a, b: a < b,
+    "LessThanOrEqual": lambda a, b: a <= b,
+    "In": lambda a, b: a in b,
+    "StringStartsWith": lambda a, b: a.startswith(b),
+    "StringEndsWith": lambda a, b: a.endswith(b),
+    "StringContains": lambda a, b: b in a,
+    "NotEqualTo": lambda a, b: a != b,
+}
+
+
+def _test(kind: str, value: Any) -> Callable[[Any], bool] | None:
+    if kind == "IsNotNull":
+        return lambda _: True
+    # Spark orders strings by their UTF-8 bytes, Python by code points: the same order.
+    test = _TESTS.get(kind)
+    if test is None or (kind == "In" and None in value):
+        return None
+    return lambda found: test(found, value)
+
+
+def _range(kind: str, value: Any) -> tuple[int, int] | None:
+    """First and last number that can pass."""
+    if kind == "IsNotNull":
+        return 0, _LAST
+    if kind == "In":
+        numbers = [number for number in value if number is not None]
+        return (min(numbers), max(numbers)) if numbers else (1, 0)
+    ranges = {
+        "EqualTo": (value, value),
+        "EqualNullSafe": (value, value),
+        "GreaterThanOrEqual": (value, _LAST),
+        "LessThanOrEqual": (0, value),
+    }
+    if kind in ranges:
+        return ranges[kind]
+    return (value + 1, _LAST) if kind == "GreaterThan" else (0, value - 1) if kind == "LessThan" else None
+
+
+def _moments(kind: str, value: Any) -> tuple[int, int] | None:
+    """First and last store time in ms that can pass, a little wider than it need be."""
+    values = [each for each in (value if kind == "In" else [value]) if each is not None]
+    if kind == "IsNotNull" or not values or not all(isinstance(v, datetime) and v.tzinfo for v in values):
+        return None
+    stamps = [(each - _EPOCH) // timedelta(milliseconds=1) for each in values]
+    low, high = min(stamps) - _MARGIN_MS, max(stamps) + 1 + _MARGIN_MS
+    if kind in ("EqualTo", "EqualNullSafe", "In"):
+        return low, high
+    if kind in ("GreaterThan", "GreaterThanOrEqual"):
+        return low, _LAST
+    return (-_LAST, high) if kind in ("LessThan", "LessThanOrEqual") else None
+
+
+# -- planning ----------------------------------------------------------------------------------------------------------
+
+
+def is_wanted(options: SourceOptions) -> Callable[[str], bool]:
+    """Which topics the options name."""
+    if options.topics is not None:
+        chosen = frozenset(options.topics)
+        return lambda topic: topic in chosen
+    if options.assign is not None:
+        assigned = frozenset(options.assign)
+        return lambda topic: topic in assigned
+    pattern, system = options.topic_pattern, options.include_system_topics
+
+    def wanted(topic: str) -> bool:
+        if not system and (is_system_topic(topic) or is_retry_topic(topic) or is_dlq_topic(topic)):
+            return False
+        return pattern is None or pattern.fullmatch(topic) is not None
+
+    return wanted
+
+
+@dataclass(slots=True)
+class _Weighed:
+    slice: Slice
+    each: float
+    """What a unit of it (a message, a byte) adds to a partition that is full at 1."""
+
+    @property
+    def weight(self) -> float:
+        return (self.slice.stop - self.slice.start) * self.each
+
+
+def plan(options: SourceOptions, narrowing: Narrowing | None = None) -> list[list[Slice]]:
+    """The partitions of a query. [] if there is nothing to read.
+
+    Raises TopicNotFoundError for a topic that no store has, OffsetOutOfRangeError for messages that are gone (both only
+    with `fail_on_data_loss`), ConfigError, and what opening a store raises.
+    """
+    narrowing = narrowing or Narrowing()
+    stores = stores_of(options)
+    _check_ids(options, stores)
+    wanted = is_wanted(options)
+    found: list[_Weighed] = []
+    missing = set(options.topics or options.assign or ())
+    groups = 0
+    for name in stores:
+        try:
+            store = open_store(name)
+        except NotAStoreError:
+            if options.fail_on_data_loss:
+                raise
+            continue
+        with store:
+            topics = [topic for topic in store.topics() if wanted(topic)]
+            missing -= set(topics)
+            if options.scan == "log" or (options.scan == "auto" and not store.topics()):
+                found += _log_slices(store, name, options, narrowing)
+                continue
+            committed: dict[tuple[str, int], int] = {}
+            if options.starting_group is not None:
+                committed = open_parts(store).offsets.of_group(options.starting_group)
+                groups += bool(committed)
+            for topic in topics:
+                for ref in store.queues(topic):
+                    if options.assign is not None and ref.queue_id not in options.assign[topic]:
+                        continue
+                    found += _queue_slice(store, name, ref, options, narrowing, committed, len(stores) > 1)
+    if missing and options.fail_on_data_loss and options.scan != "log":
+        raise TopicNotFoundError(
+            f"no store has the topic {', '.join(map(repr, sorted(missing)))} (failOnDataLoss=false reads what there is)"
+        )
+    if options.starting_group is not None and not groups:
+        raise ConfigError(f"option startingGroup={options.starting_group!r}: no store knows progress of that group")
+    return [*_partitions(found, options.min_partitions)]
+
+
+def _check_ids(options: SourceOptions, stores: Sequence[StoreName]) -> None:
+    """Offsets by store must name stores that there are."""
+    for name, offsets in (("startingOffsets", options.starting_offsets), ("endingOffsets", options.ending_offsets)):
+        if isinstance(offsets, dict) and _has_stores(offsets):
+            unknown = sorted(set(offsets) - {store.id for store in stores})
+            if unknown:
+                raise ConfigError(
+                    f"option {name} names stores {', '.join(map(repr, unknown))}; there are "
+                    f"{', '.join(repr(store.id) for store in stores)}"
+                )
+
+
+def _has_stores(offsets: dict[str, Any]) -> bool:
+    return any(isinstance(inner, dict) for queues in offsets.values() for inner in queues.values())
+
+
+def _asked(offsets: str | dict[str, Any], store_id: str, ref: QueueRef, default: int, several: bool) -> int:
+    """What an option says of a queue: an offset, -2 for earliest or -1 for latest."""
+    if isinstance(offsets, str):
+        return -2 if offsets == "earliest" else -1
+    if _has_stores(offsets):
+        offsets = offsets.get(store_id, {})
+    elif several:
+        raise ConfigError(
+            "with several stores, offsets have the store's id on top: {store: {topic: {queue id: offset}}}"
+        )
+    assert isinstance(offsets, dict)
+    return int(offsets.get(ref.topic, {}).get(str(ref.queue_id), default))
+
+
+def _queue_slice(
+    store: MessageStore,
+    name: StoreName,
+    ref: QueueRef,
+    options: SourceOptions,
+    narrowing: Narrowing,
+    committed: dict[tuple[str, int], int],
+    several: bool,
+) -> Iterator[_Weighed]:
+    if not narrowing.admits(name.id, ref):
+        return
+    low, high = store.offsets(*ref)
+    if options.read_up_to == "flushed":
+        high = min(high, _flushed(store, ref, low, high))
+    start = _asked(options.starting_offsets, name.id, ref, -2, several)
+    stop = _asked(options.ending_offsets, name.id, ref, -1, several)
+    if options.starting_group is not None:
+        start = committed.get((ref.topic, ref.queue_id), -2)
+    if options.starting_timestamp_ms is not None:
+        start = store.offset_at(*ref, options.starting_timestamp_ms)
+    if options.ending_timestamp_ms is not None:
+        stop = store.offset_at(*ref, options.ending_timestamp_ms)
+    start, stop = ({-2: low, -1: high}.get(at, at) for at in (start, stop))
+    for at in (start, stop):
+        if not low <= at <= store.offsets(*ref)[1] and options.fail_on_data_loss:
+            raise OffsetOutOfRangeError(
+                f"{name.id}: offset {at} of {ref.topic}, queue {ref.queue_id} is wanted, but there are {low} to {high}: "
+                f"{max(0, low - at)} messages are gone (failOnDataLoss=false reads what there is)",
+                low,
+                high,
+            )
+    start, stop = max(start, low, narrowing.offsets[0]), min(stop, high, narrowing.offsets[1] + 1)
+    if narrowing.times_ms[0] > -_LAST:
+        start = max(start, store.offset_at(*ref, narrowing.times_ms[0]))
+    if narrowing.times_ms[1] < _LAST:
+        stop = min(stop, store.offset_at(*ref, narrowing.times_ms[1] + 1))
+    if narrowing.physical[0] > 0:
+        start = max(start, _slot_at(store, ref, low, high, narrowing.physical[0]))
+    if narrowing.physical[1] < _LAST:
+        stop = min(stop, _slot_at(store, ref, low, high, narrowing.physical[1] + 1))
+    if start < stop:
+        size = _mean_size(store, ref, start, stop)
+        each = max(size / _PARTITION_BYTES, 1 / _PARTITION_MESSAGES)
+        yield _Weighed(QueueSlice(name, ref.topic, ref.queue_id, start, stop), each)
+
+
+def _mean_size(store: MessageStore, ref: QueueRef, start: int, stop: int) -> float:
+    """Of the records in [start, stop), from a few samples."""
+    count = stop - start
+    places = range(start, stop, max(1, count // 8))
+    sizes = np.concatenate([store.units(*ref, at, min(32, stop - at))["size"] for at in places])
+    sizes = sizes[(sizes > 0) & (sizes < 1 << 30)]
+    return float(sizes.mean()) if len(sizes) else 1.0
+
+
+def _slot_at(store: MessageStore, ref: QueueRef, low: int, high: int, physical: int) -> int:
+    """The first slot of [low, high) whose record lies at or behind `physical`; void units count as before it."""
+    while low < high:
+        middle = (low + high) // 2
+        at, value = middle, -1
+        while at < high:
+            unit = store.units(*ref, at, 1)
+            value = int(unit["physical_offset"][0])
+            if 0 < int(unit["size"][0]) < 0x7FFF_FFFF:
+                break
+            at += 1
+        if at < high and value < physical:
+            low = at + 1
+        else:
+            high = middle
+    return low
+
+
+def _flushed(store: MessageStore, ref: QueueRef, low: int, high: int) -> int:
+    """Behind the last message that is known to be on disk."""
+    checkpoint = store._checkpoint.current
+    if store.clean_shutdown:
+        return high
+    if checkpoint.flushed is not None:
+        slot = _slot_at(store, ref, low, high, checkpoint.flushed)
+        while slot > low:  # a record may begin below the watermark and end behind it
+            unit = store.units(*ref, slot - 1, 1)[0]
+            if int(unit["physical_offset"]) + int(unit["size"]) <= checkpoint.flushed:
+                break
+            slot -= 1
+        return slot
+    return store.offset_at(*ref, checkpoint.physic_msg_timestamp_ms)
+
+
+_FOR_QUEUES = ("starting_offsets", "ending_offsets", "starting_timestamp_ms", "ending_timestamp_ms", "starting_group")
+
+
+def _log_slices(
+    store: MessageStore, name: StoreName, options: SourceOptions, narrowing: Narrowing
+) -> Iterator[_Weighed]:
+    refused = [
+        field for field in (*_FOR_QUEUES, "assign") if getattr(options, field) != getattr(SourceOptions(), field)
+    ]
+    if refused:
+        raise ConfigError(
+            f"scan=log reads whole logs and knows no bounds of queues ({', '.join(refused)}): use scan=queue"
+        )
+    start, stop = store.min_offset, _dispatched(store)
+    if options.read_up_to == "flushed" and not store.clean_shutdown:
+        stop = min(stop, store._checkpoint.current.flushed or 0)
+    start, stop = max(start, narrowing.physical[0]), min(stop, narrowing.physical[1] + 1)
+    if start < stop and all(test(name.id) for column, test in narrowing.queue_tests if column == "store"):
+        yield _Weighed(LogSlice(name, start, stop), 1 / _PARTITION_BYTES)
+
+
+def _dispatched(store: MessageStore) -> int:
+    """The end of what queues list; of a store whose queues are lost, the end of its log."""
+    end = 0
+    for queue in store._queues:
+        high = queue.max_offset
+        while high > queue.min_offset:
+            physical, size, _ = queue.units(high - 1, 1)[0].tolist()
+            if 0 < size < 0x7FFF_FFFF:
+                end = max(end, physical + size)
+                break
+            high -= 1
+    if end:
+        return min(end, store.max_offset)
+    for event in scan_log(store._run, store.min_offset, store._checksum, checksums=False):
+        if isinstance(event, End):
+            end = event.position
+    return end
+
+
+def _partitions(found: Sequence[_Weighed], least: int) -> Iterator[list[Slice]]:
+    """Slices by partitions of about equal weight, in their order."""
+    total = sum(each.weight for each in found)
+    if not total:
+        return
+    full = total / max(least, -int(-total // 1))
+    group: list[Slice] = []
+    room = full
+    for weighed in found:
+        piece, each = weighed.slice, weighed.each
+        start, stop = piece.start, piece.stop
+        while start < stop:
+            fits = max(1, round(room / each))
+            # What would be left over is not worth a cut.
+            end = stop if (stop - start - fits) * each < full / 64 else start + fits
+            group.append(_part(piece, start, end))
+            room -= (end - start) * each
+            start = end
+            if room < full / 64:
+                yield group
+                group, room = [], full
+    if group:
+        yield group
+
+
+def _part(piece: Slice, start: int, stop: int) -> Slice:
+    if isinstance(piece, LogSlice):
+        return LogSlice(piece.store, start, stop)
+    return QueueSlice(piece.store, piece.topic, piece.queue_id, start, stop)

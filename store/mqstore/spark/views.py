@@ -1,0 +1,174 @@
+"""Small tables about stores, so that metadata is SQL too. Computed in the tasks, a store each. Knows no Spark."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+
+from mqstore.broker.inspect import group_names, lag_of, pop_view
+from mqstore.broker.parts import open_parts
+from mqstore.layout.consumequeue import is_message
+from mqstore.log.commitlog import QueueRef
+from mqstore.log.scanner import Good, scan_log
+from mqstore.log.store import MessageStore
+from mqstore.spark.options import SourceOptions
+from mqstore.spark.plan import StoreName, is_wanted, open_store
+
+__all__ = ["VIEWS", "view_batch"]
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_ARROW: Final = {
+    "string": pa.string(),
+    "int": pa.int32(),
+    "bigint": pa.int64(),
+    "boolean": pa.bool_(),
+    "timestamp": pa.timestamp("us", tz="UTC"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ViewTable:
+    """A view: its columns with their SQL types, and how a store's rows come about."""
+
+    columns: dict[str, str]
+    rows: Callable[[MessageStore, SourceOptions], Iterator[tuple[Any, ...]]]
+
+    @property
+    def schema(self) -> Any:
+        return pa.schema([(name, _ARROW[kind]) for name, kind in self.columns.items()])
+
+
+def view_batch(view: str, store: StoreName, options: SourceOptions) -> Any:
+    """The rows of one store, as a record batch with all columns of the view."""
+    table = VIEWS[view]
+    with open_store(store) as opened:
+        rows = [(store.id, *row) for row in table.rows(opened, options)]
+    columns = zip(*rows, strict=True) if rows else [()] * len(table.columns)
+    arrays = [pa.array([*values], field.type) for values, field in zip(columns, table.schema, strict=True)]
+    return pa.RecordBatch.from_arrays(arrays, schema=table.schema)
+
+
+def _instant(ms: int | None) -> datetime | None:
+    try:
+        return None if ms is None else _EPOCH + timedelta(milliseconds=ms)
+    except OverflowError:
+        return None
+
+
+def _refs(store: MessageStore, options: SourceOptions) -> list[QueueRef]:
+    wanted = is_wanted(options)
+    refs = [ref for topic in store.topics() if wanted(topic) for ref in store.queues(topic)]
+    return refs if options.assign is None else [ref for ref in refs if ref.queue_id in options.assign[ref.topic]]
+
+
+def _queues(store: MessageStore, options: SourceOptions) -> Iterator[tuple[Any, ...]]:
+    for ref in _refs(store, options):
+        low, high = store.offsets(*ref)
+        messages = size = 0
+        holes = False
+        queue = store._queues.get(*ref)
+        for _, units in queue.chunks(low, high) if queue is not None else ():
+            there = is_message(units)
+            messages += int(there.sum())
+            size += int(units["size"][there].sum(dtype=np.int64))
+            holes |= bool((units["size"] <= 0).any())
+        first, last = (_time_of(store, ref, at) for at in (range(low, high), range(high - 1, low - 1, -1)))
+        yield ref.topic, ref.queue_id, low, high, messages, first, last, size, "holes" if holes else "whole"
+
+
+def _time_of(store: MessageStore, ref: QueueRef, slots: range) -> datetime | None:
+    """Store time of the first of these, up to a few, that can be read."""
+    for slot in slots[:64]:
+        found = store.get(*ref, slot, 1).messages
+        if found and found[0].offset == slot:
+            return _instant(found[0].store_timestamp_ms)
+    return None
+
+
+def _segments(store: MessageStore, options: SourceOptions) -> Iterator[tuple[Any, ...]]:
+    del options
+    segments = store._run.segments()
+    seen: dict[int, tuple[int, int, int, int]] = {}
+    for event in scan_log(store._run, store.min_offset, store._checksum, checksums=False) if segments else ():
+        if isinstance(event, Good):
+            stamps = event.headers.store_timestamp_ms
+            _, count, first, _ = seen.get(event.base, (0, 0, int(stamps[0]), 0))
+            seen[event.base] = (event.end - event.base, count + len(event.headers), first, int(stamps[-1]))
+    for segment in segments:
+        used, count, first_ms, last_ms = seen.get(segment.start, (0, 0, None, None))
+        changed = _EPOCH + timedelta(microseconds=os.stat(segment.path).st_mtime_ns // 1000)
+        sealed = segment is not segments[-1]
+        name = os.path.basename(segment.path)
+        yield name, segment.start, used, count, _instant(first_ms), _instant(last_ms), sealed, changed
+
+
+def _groups(store: MessageStore, options: SourceOptions) -> Iterator[tuple[Any, ...]]:
+    wanted = is_wanted(options)
+    parts = open_parts(store)
+    now_ms = parts.clock.now_ms()
+    pops = pop_view(parts, now_ms)
+    for group in group_names(parts):
+        for lag in lag_of(parts, group, pops):
+            if not wanted(lag.topic):
+                continue
+            behind = None if lag.oldest_ms is None else max(0, now_ms - lag.oldest_ms) // 1000
+            yield (
+                *(group, lag.topic, lag.queue_id, lag.committed, lag.end, lag.messages, behind),
+                *(lag.in_flight, lag.lost, _instant(lag.oldest_ms)),
+            )
+
+
+VIEWS: Final[dict[str, ViewTable]] = {
+    "queues": ViewTable(
+        {
+            "store": "string",
+            "topic": "string",
+            "queue_id": "int",
+            "min_offset": "bigint",
+            "max_offset": "bigint",
+            "messages": "bigint",
+            "first_store_timestamp": "timestamp",
+            "last_store_timestamp": "timestamp",
+            "bytes": "bigint",
+            "state": "string",
+        },
+        _queues,
+    ),
+    "segments": ViewTable(
+        {
+            "store": "string",
+            "file": "string",
+            "base": "bigint",
+            "used_bytes": "bigint",
+            "messages": "bigint",
+            "first_store_timestamp": "timestamp",
+            "last_store_timestamp": "timestamp",
+            "sealed": "boolean",
+            "modified": "timestamp",
+        },
+        _segments,
+    ),
+    "groups": ViewTable(
+        {
+            "store": "string",
+            "group": "string",
+            "topic": "string",
+            "queue_id": "int",
+            "committed_offset": "bigint",
+            "max_offset": "bigint",
+            "lag": "bigint",
+            "lag_seconds": "bigint",
+            "in_flight": "bigint",
+            "lost": "bigint",
+            "oldest_store_timestamp": "timestamp",
+        },
+        _groups,
+    ),
+}
+"""The views by name."""
