@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mqstore.broker.broker import Broker
 from mqstore.broker.filters import Filter
-from mqstore.broker.groups import GroupConfig, RetryPolicy
+from mqstore.broker.groups import GroupConfig, RetryPolicy, backoff, exponential
 from mqstore.broker.topics import TopicConfig
 from mqstore.client.codecs import BYTES, JSON, TEXT, Codec
 from mqstore.client.delivery import Delivery
@@ -155,7 +155,9 @@ __all__ = [
     "TransactionStateError",
     "UncommittedBatchError",
     "UnsupportedStoreError",
+    "backoff",
     "cancelled",
+    "exponential",
     "open",
 ]
 

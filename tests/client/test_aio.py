@@ -293,7 +293,8 @@ def test_who_follows_one_queue_begins_and_ends_where_he_says(
             await store.put("t", b"%d" % i, queue_id=0)
         messages = store.iter("t", 0, start=start, stop=stop, follow=True)
         first = asyncio.create_task(anext(messages))
-        await store.read("t", 0, 0)  # its look comes before the puts
+        await asyncio.sleep(0)
+        await store.read("t", 0, 0)  # behind its look
         for i in range(4, 8):
             await store.put("t", b"%d" % i, queue_id=0)
         assert b"".join([(await first).body, *[m.body async for m in messages]]) == expected
@@ -309,6 +310,7 @@ def test_who_follows_another_process_s_store_looks_for_itself(tmp_path: Path) ->
             messages = store.iter("t", follow=True)
             assert (await anext(messages)).body == b"a"
             step = asyncio.create_task(anext(messages))
+            await asyncio.sleep(0)
             await store.read("t", 0, 0)
             writer.put("t", b"b", queue_id=0)
             assert (await step).body == b"b"
@@ -321,6 +323,7 @@ def test_who_follows_sees_queues_that_come_later(tmp_path: Path) -> None:
         await store.create_topic("t", queues=1)
         messages = store.iter("t", follow=True)
         step = asyncio.create_task(anext(messages))
+        await asyncio.sleep(0)
         await store.read("t", 0, 0)
         store.sync.broker.topics.alter("t", read_queues=2, write_queues=2)
         await store.put("t", b"x", queue_id=1)

@@ -407,6 +407,47 @@ def test_a_plain_function_is_called_on_the_loop(tmp_path: Path) -> None:
     with_store(test, tmp_path)
 
 
+def test_a_push_consumer_is_steered_as_its_sync_twin(tmp_path: Path) -> None:
+    queue = QueueRef("t", 0)
+
+    async def test(store: aio.Store) -> None:
+        seen: list[bytes] = []
+
+        async def handle(message: mqstore.Message) -> None:
+            seen.append(message.body)
+
+        async def until(count: int) -> None:
+            while len(seen) < count:
+                await asyncio.sleep(0.001)
+
+        consumer = await store.push_consumer("g", workers=1)
+        with pytest.raises(mqstore.ConfigError):
+            await consumer.start()  # handles nothing
+        consumer = await store.push_consumer("g", workers=1)
+        with pytest.raises(mqstore.ConfigError):
+            consumer.subscribe("t", "no handler")  # type: ignore[arg-type]
+        consumer.subscribe("t", handle)
+        await store.put("t", b"0", queue_id=0)
+        async with consumer:
+            await until(1)
+            assert queue in await consumer.assignment()
+            await consumer.pause(queue)
+            await consumer.resume(queue)
+            await consumer.seek(queue, 0)
+            await until(2)
+            consumer.subscribe("u", handle)
+            consumer.unsubscribe("t")
+            await store.put("u", b"1")
+            await until(3)
+            stats = await consumer.stats()
+            assert (stats.group, stats.topics["t"].pulled) == ("g", 2)
+        assert seen == [b"0", b"0", b"1"]
+        with pytest.raises(mqstore.StoreClosedError):
+            consumer.subscribe("v", handle)
+
+    with_store(test, tmp_path)
+
+
 def test_stop_waits_for_handlers_and_tells_them(tmp_path: Path) -> None:
     async def test(store: aio.Store) -> None:
         begun, go_on = asyncio.Event(), asyncio.Event()

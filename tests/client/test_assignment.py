@@ -13,7 +13,7 @@ import pytest
 from mqstore.client.assignment import HOLD_S, PULL_IDLE_MS
 from mqstore.client.interceptors import Interceptor
 from mqstore.client.outcome import Retry
-from mqstore.errors import ConfigError, GroupInUseError, OffsetOutOfRangeError, StoreBusyError
+from mqstore.errors import ConfigError, FilterError, GroupInUseError, OffsetOutOfRangeError, StoreBusyError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
 from mqstore.options import Retention

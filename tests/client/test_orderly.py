@@ -15,6 +15,7 @@ import pytest
 
 import mqstore
 from mqstore import BatchFailure, Interceptor, Message, QueueRef, Reject, Retry, RetryPolicy
+from mqstore.client import assignment
 from mqstore.client.orderly import BatchTx
 from mqstore.client.workers import cancelled
 from mqstore.errors import ConfigError, StoreBusyError, UncommittedBatchError
@@ -55,7 +56,25 @@ def fails(*bodies: str, times: int = 1_000_000, error: Callable[[], Exception] =
 # --- the task of a queue (A7.4) ------------------------------------------------------------------------------------
 
 
-def test_messages_come_in_order_and_each_is_settled_before_the_next_begins(bench: Bench) -> None:
+def test_a_position_is_committed_every_ten_milliseconds_and_at_the_end(bench: Bench) -> None:
+    committed = []
+
+    def handle(message: Message) -> None:
+        committed.append(bench.committed())
+        bench.clock.advance(4)
+
+    bench.put(*"01234567")
+    bench.join(handler=handle)
+    bench.settle()
+
+    assert committed == [0, 1, 1, 1, 4, 4, 4, 7]
+    assert bench.committed() == 8
+
+
+def test_messages_come_in_order_and_each_is_settled_before_the_next_begins(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assignment, "COMMIT_MS", 0)
     committed = []
     bench.put("0", "1", "2")
     bench.join(handler=lambda message: committed.append(bench.committed()))
@@ -952,7 +971,8 @@ def test_stop_gives_back_what_nobody_is_at(wide: Bench) -> None:
     ]
 
 
-def test_a_seek_while_a_handler_runs_begins_after_it(bench: Bench) -> None:
+def test_a_seek_while_a_handler_runs_begins_after_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assignment, "COMMIT_MS", 0)
     committed: list[int | None] = []
 
     def handle(message: Message) -> None:

@@ -309,8 +309,7 @@ def test_a_handler_that_stops_its_consumer_is_not_waited_for_by_itself(broker: B
 
 def test_one_that_could_not_start_has_nothing_left_to_stop(broker: Broker) -> None:
     with PushConsumer(broker, "g", workers=1, ordered=True) as first:
-        first.subscribe("t", lambda message: None)
-        first.start()
+        first.subscribe("t", lambda message: None)  # which starts it
         second = PushConsumer(broker, "g", workers=1, ordered=True)
         second.subscribe("u", lambda message: None)
         with pytest.raises(SubscriptionConflictError):

@@ -217,6 +217,8 @@ class PushConsumer(AbstractAsyncContextManager["PushConsumer"]):
         """Start no handler any more, wait up to `timeout` seconds for those that run, then cancel them: their messages
         come again. True: all have ended by themselves, progress is on disk. Again is harmless. From a handler it does
         not wait. Who is cancelled meanwhile hears of it when it has stopped."""
+        if not self._bridge.closed:
+            self._bridge.check()
         stopped = self._begin_to_stop(seconds(timeout, "timeout"))
         current = asyncio.current_task()
         if any(run.task is current for run in self._running):

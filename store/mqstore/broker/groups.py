@@ -33,7 +33,7 @@ from mqstore.files.filesystem import FileSystem
 from mqstore.log.store import MessageStore
 from mqstore.options import DEFAULT_DELAY_LEVELS, Duration, StoreConfig, delay_table_ms, seconds
 
-__all__ = ["FORBIDDEN_READ", "GroupConfig", "GroupTable", "RetryPolicy"]
+__all__ = ["FORBIDDEN_READ", "GroupConfig", "GroupTable", "RetryPolicy", "backoff", "exponential"]
 
 FORBIDDEN_READ = 2
 """Index of the forbidden bit that stops a group from reading a topic."""
@@ -179,6 +179,22 @@ class RetryPolicy:
             return cls._of(max_attempts, "levels", unknown=unknown)
         unknown.pop("customizedRetryPolicy", None)
         return cls._of(max_attempts, "custom", tuple(max(0, delay) for delay in table), unknown=unknown)
+
+
+def backoff(*delays: Duration, max_attempts: int | None = 17) -> RetryPolicy:
+    """Wait for these, seconds or timedeltas, one after the other, then for the last one each time.
+
+    >>> [backoff(1, 5, 30).delay(attempt) for attempt in (1, 2, 3, 4)]
+    [1.0, 5.0, 30.0, 30.0]
+    """
+    return RetryPolicy(max_attempts, delays)
+
+
+def exponential(
+    initial: Duration = 5, factor: int = 2, maximum: Duration = 7200, *, max_attempts: int | None = 17
+) -> RetryPolicy:
+    """Wait for `initial`, then `factor` times as long each time, at most for `maximum`: `RetryPolicy.exponential`."""
+    return RetryPolicy.exponential(initial, factor, maximum, max_attempts=max_attempts)
 
 
 def _ms(duration: Duration, name: str) -> int:

@@ -53,6 +53,8 @@ _log = logging.getLogger("mqstore")
 
 REBALANCE_MS = 20_000
 UNBALANCED_MS = 1_000
+COMMIT_MS = 10
+"""Between two commits of a queue that is being worked on."""
 LOCK_FAILED_MS = 500
 RENEW_MS = 20_000
 SAVE_MS = 5_000
@@ -187,6 +189,7 @@ class Assignment:
         kept = set()
         for queue in queues:
             with queue.settling:
+                self._commit_rest(queue)
                 queue.dropped = True
                 if queue.running and self._service.ordered:
                     kept.add(queue.queue)
@@ -287,6 +290,7 @@ class Assignment:
                 if self._leaving.get(queue.queue) is not queue:
                     return
                 del self._leaving[queue.queue]
+            self._commit_rest(queue)
             queue.dropped = True
         queue.clear()
         self.membership.give([queue.queue])
@@ -502,6 +506,7 @@ class Assignment:
         """It does so no longer."""
         with queue.settling:
             queue.running -= 1
+            self._commit_rest(queue)
             last = queue.closing and not queue.running
         if last and self._closed:
             self.membership.give([queue.queue])
@@ -515,7 +520,7 @@ class Assignment:
                 return
             offset = queue.remove(messages, self._clock.monotonic_ms())
             if offset >= 0:
-                self._commit(queue, offset)
+                self._settled_to(queue, offset)
         self.refill(queue)
 
     def settle_taken(self, queue: ProcessQueue, messages: Sequence[Message] | None) -> bool:
@@ -526,7 +531,7 @@ class Assignment:
                 return False
             offset = queue.commit(now_ms) if messages is None else queue.finish(messages, now_ms)
             if offset is not None:
-                self._commit(queue, offset)
+                self._settled_to(queue, offset)
         self.refill(queue)
         return True
 
@@ -535,7 +540,19 @@ class Assignment:
         if queue.throttled and queue.begins_to_have_room():
             self._submit_pull(queue)
 
+    def _settled_to(self, queue: ProcessQueue, offset: int) -> None:
+        """Commit a position, or have `leave` do so: an ordered queue has a new one with each message."""
+        queue.settled_to = offset
+        if self._clock.monotonic_ms() - queue.last_commit_ms >= COMMIT_MS:
+            self._commit(queue, offset)
+
+    def _commit_rest(self, queue: ProcessQueue) -> None:
+        if queue.settled_to is not None and not queue.dropped:
+            self._commit(queue, queue.settled_to)
+
     def _commit(self, queue: ProcessQueue, offset: int) -> None:
+        queue.settled_to = None
+        queue.last_commit_ms = self._clock.monotonic_ms()
         if offset == queue.committed:
             return
         try:

@@ -110,6 +110,9 @@ class ProcessQueue:
         """Dropped, to be pulled anew from here once nothing of it runs."""
         self.committed: int | None = None
         """The position committed last."""
+        self.settled_to: int | None = None
+        """One that is to be committed."""
+        self.last_commit_ms = now_ms - 1_000
         self.begun = -1
         """Where the last pull began of which something was begun to be handled."""
         self.running = 0

@@ -233,6 +233,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         self._wishes: SimpleQueue[None] = SimpleQueue()
         """To stop. Not an event: a signal may come in the middle of a wait for it, and its lock is not reentrant."""
         self._all_ended = False
+        self._starts_with_topic = False
         clock = broker.store.clock
         self._workers = Workers(f"mqstore-{group}", clock, number, threads=broker.store.config.clock is None)
         self._workers.on_exit = self._exited
@@ -364,6 +365,8 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         new = Subscription(topic, handler, kind, expression, max_uncommitted)
         with self._lock:
             self._change({**self._subscriptions, topic: new})
+            if self._starts_with_topic and self._state == "new":
+                self.start()
         return handler
 
     def unsubscribe(self, topic: str) -> None:
@@ -482,8 +485,13 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         threading.Thread(target=self.stop, name=f"mqstore-{self.group}-stop", daemon=True).start()
 
     def __enter__(self) -> PushConsumer:
-        if self._state == "new" and self._subscriptions:
+        """Start it, or have the first `subscribe` do so: then of several members none may subscribe to more than one
+        topic, for each would at first differ from those that are there."""
+        if self._subscriptions:
             self.start()
+        else:
+            self._check_usable()
+            self._starts_with_topic = True
         return self
 
     def __exit__(

@@ -364,7 +364,8 @@ def _queue_slice(
 ) -> Iterator[_Weighed]:
     if not narrowing.admits(name.id, ref):
         return
-    low, high = store.offsets(*ref)
+    low, top = store.offsets(*ref)
+    high = top
     if options.read_up_to == "flushed":
         high = min(high, _flushed(store, ref, low, high))
     start = _asked(options.starting_offsets, name.id, ref, -2, several)
@@ -377,12 +378,13 @@ def _queue_slice(
         stop = store.offset_at(*ref, options.ending_timestamp_ms)
     start, stop = ({-2: low, -1: high}.get(at, at) for at in (start, stop))
     for at in (start, stop):
-        if not low <= at <= store.offsets(*ref)[1] and options.fail_on_data_loss:
+        if not low <= at <= top and options.fail_on_data_loss:
+            lost = f"{low - at} messages are gone" if at < low else f"{at - top} messages are not there (any more)"
             raise OffsetOutOfRangeError(
-                f"{name.id}: offset {at} of {ref.topic}, queue {ref.queue_id} is wanted, but there are {low} to {high}: "
-                f"{max(0, low - at)} messages are gone (failOnDataLoss=false reads what there is)",
+                f"{name.id}: offset {at} of {ref.topic}, queue {ref.queue_id} is wanted, but there are {low} to {top}: "
+                f"{lost} (failOnDataLoss=false reads what there is)",
                 low,
-                high,
+                top,
             )
     start, stop = max(start, low, narrowing.offsets[0]), min(stop, high, narrowing.offsets[1] + 1)
     if narrowing.times_ms[0] > -_LAST:

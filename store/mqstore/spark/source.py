@@ -1,0 +1,232 @@
+"""The data source for PySpark: `spark.read.format("mqstore").load(path)`. Thin: the rest is made elsewhere.
+
+    driver's planner process    __init__, schema, reader, pushFilters, partitions
+    executors' workers          read: opens the store that a slice names, yields Arrow batches
+
+Spark copies readers by pickling and starts workers by forking, so nothing here is opened before `read`, nothing is kept
+after it, and no state is shared between the two.
+
+Filters: `spark.sql.python.filterPushdown.enabled` is off by default, and Spark then refuses every query of a reader
+class that overrides `pushFilters`. So the class does not; an instance has a `_PushDown` in its place, which Spark
+takes for the base method while the setting is off and calls while it is on. That leans on how Spark compares the two
+(a test pins it); option `pushDown=false` does without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+
+try:
+    from pyspark.sql.datasource import DataSource, DataSourceReader, Filter, InputPartition, Not
+    from pyspark.sql.types import (
+        BinaryType,
+        BooleanType,
+        IntegerType,
+        LongType,
+        MapType,
+        StringType,
+        StructField,
+        StructType,
+        TimestampType,
+    )
+except ImportError as error:  # pragma: no cover
+    raise ImportError("mqstore on Spark needs pyspark 4.1 or later: pip install 'mqstore[spark]'") from error
+
+from mqstore.errors import ConfigError, OffsetOutOfRangeError
+from mqstore.spark.columns import COLUMNS, ColumnReader, check_columns, default_columns
+from mqstore.spark.options import SourceOptions
+from mqstore.spark.plan import Narrowing, QueueSlice, Slice, is_wanted, open_store, plan, stores_of
+from mqstore.spark.rows import Policy
+from mqstore.spark.views import VIEWS, view_batch
+
+__all__ = ["MQStoreDataSource", "register_source"]
+
+_PUSH_DOWN = "spark.sql.python.filterPushdown.enabled"
+
+
+def register_source(spark: Any) -> None:
+    """See `mqstore.spark.register`."""
+    spark.dataSource.register(MQStoreDataSource)
+    context = getattr(spark, "_jsc", None) and spark.sparkContext  # Spark Connect has none
+    if context is not None and context.getConf().get(_PUSH_DOWN) is None:
+        spark.conf.set(_PUSH_DOWN, "true")
+
+
+class MQStoreDataSource(DataSource):
+    """Messages of stores, and views of them."""
+
+    def __init__(self, options: Any) -> None:
+        super().__init__(options)
+        self._given = SourceOptions.parse(dict(options))
+        self._columns = _columns_of(self._given)
+
+    @classmethod
+    def name(cls) -> str:
+        return "mqstore"
+
+    def schema(self) -> StructType:
+        return _struct(self._given, self._columns)
+
+    def reader(self, schema: StructType) -> DataSourceReader:
+        body_as = _check_schema(self._given, schema)
+        return MQStoreReader(self._given, [field.name for field in schema.fields], body_as)
+
+
+def _columns_of(options: SourceOptions) -> list[str]:
+    """The columns of a row, as the options have it. ConfigError."""
+    if options.view != "messages":
+        known = VIEWS[options.view].columns
+        unknown = [name for name in options.columns or () if name not in known]
+        if unknown:
+            raise ConfigError(
+                f"option columns: the view {options.view} has no {', '.join(map(repr, unknown))}; there are "
+                f"{', '.join(known)}"
+            )
+        return list(options.columns or known)
+    keep = options.on_corrupt == "keep"
+    if options.columns is None:
+        return [name for name in default_columns(keep=keep) if options.include_properties or name != "properties"]
+    return list(check_columns(options.columns, keep=keep))
+
+
+# Spark parses the words only where there is a session, and where plans are made there is none.
+_TYPES: Final = {
+    "string": StringType(),
+    "binary": BinaryType(),
+    "boolean": BooleanType(),
+    "int": IntegerType(),
+    "bigint": LongType(),
+    "timestamp": TimestampType(),
+    "map<string,string>": MapType(StringType(), StringType()),
+}
+
+
+def _struct(options: SourceOptions, columns: Iterable[str]) -> StructType:
+    """The schema of rows with these columns."""
+    if options.view != "messages":
+        kinds = VIEWS[options.view].columns
+    else:
+        kinds = {name: options.body_as if name == "body" else COLUMNS[name].sql for name in columns}
+    return StructType([StructField(name, _TYPES[kinds[name]]) for name in columns])
+
+
+def _check_schema(options: SourceOptions, schema: StructType) -> Any:
+    """Whether rows can have this schema, which may be the user's; how bodies are to be had. ConfigError."""
+    every = VIEWS[options.view].columns if options.view != "messages" else default_columns(keep=True)
+    known = {field.name: field.dataType for field in _struct(options, every).fields}
+    body_as: str = options.body_as
+    for field in schema.fields:
+        if field.name not in known:
+            raise ConfigError(f"schema: no column {field.name!r}; there are {', '.join(known)}")
+        if not field.nullable:
+            raise ConfigError(f"schema: column {field.name!r} is NOT NULL; columns of this source can be null")
+        if field.name == "body" and field.dataType in (BinaryType(), StringType()) and options.view == "messages":
+            body_as = "string" if field.dataType == StringType() else "binary"
+        elif field.dataType != known[field.name]:
+            raise ConfigError(
+                f"schema: column {field.name!r} is {known[field.name].simpleString()}, not "
+                f"{field.dataType.simpleString()}"
+            )
+    return body_as
+
+
+class _Partition(InputPartition):
+    """Slices of stores, or for views a store."""
+
+    def __init__(self, value: list[Slice] | int) -> None:
+        super().__init__(value)
+
+
+class _PushDown:
+    """`pushFilters` of a reader, for as long as Spark asks only `__func__` whether there is one. See the module."""
+
+    def __init__(self, reader: MQStoreReader) -> None:
+        self._reader = reader
+        self.__func__ = DataSourceReader.pushFilters
+
+    def __call__(self, filters: list[Filter]) -> Iterable[Filter]:
+        return self._reader.take(filters)
+
+
+class MQStoreReader(DataSourceReader):
+    """A query: plans on the driver, reads in tasks."""
+
+    def __init__(self, options: SourceOptions, columns: list[str], body_as: Any) -> None:
+        self._options = options
+        self._columns = columns
+        self._body_as = body_as
+        self._narrowing = Narrowing()
+        if options.push_down and options.view == "messages":
+            self.pushFilters = _PushDown(self)
+
+    def take(self, filters: list[Filter]) -> Iterable[Filter]:
+        """Note the filters; those that Spark has to test again."""
+        by_log = self._options.scan != "queue"
+        for each in filters:
+            kind, test = type(each).__name__, each
+            if isinstance(each, Not):
+                test = each.child
+                kind = "NotEqualTo" if type(test).__name__ == "EqualTo" else "Not"
+            attribute: tuple[str, ...] = getattr(test, "attribute", ())
+            # A scan of the log looks at whole logs: only of the store, and of physical offsets, it needs no test.
+            taken = len(attribute) == 1 and self._narrowing.take(attribute[0], kind, getattr(test, "value", None))
+            if not taken or (by_log and attribute[0] != "store"):
+                yield each
+
+    def partitions(self) -> list[InputPartition]:
+        if self._options.view != "messages":
+            return [_Partition(number) for number in range(len(stores_of(self._options)))]
+        return [_Partition(slices) for slices in plan(self._options, self._narrowing)]
+
+    def read(self, partition: InputPartition) -> Iterator[Any]:
+        if partition is None or partition.value is None:
+            return
+        if self._options.view != "messages":
+            store = stores_of(self._options)[partition.value]
+            yield view_batch(self._options.view, store, self._options).select(self._columns)
+            return
+        for piece in partition.value:
+            yield from self._read(piece)
+
+    def _read(self, piece: Slice) -> Iterator[Any]:
+        options = self._options
+        policy = Policy(
+            max_rows=options.max_rows_per_batch,
+            max_bytes=options.max_bytes_per_batch,
+            verify=options.verify,
+            on_corrupt=options.on_corrupt,
+        )
+        narrowed = options.tags is None and self._narrowing.tags is not None
+        with (
+            open_store(piece.store) as store,
+            ColumnReader(
+                store,
+                self._columns,
+                tags=self._narrowing.tags if narrowed else options.tags,
+                where=options.filter,
+                keys=options.keys,
+                decompress=options.decompress,
+                body_as=self._body_as,
+                policy=policy,
+                store_id=piece.store.id,
+            ) as reader,
+        ):
+            if isinstance(piece, QueueSlice):
+                batches = reader.queue(piece.topic, piece.queue_id, piece.start, piece.stop)
+            else:
+                batches = reader.log(piece.start, piece.stop, is_wanted(options))
+            for batch in batches:
+                self._check_loss(policy, piece)
+                yield batch
+            self._check_loss(policy, piece)
+
+    def _check_loss(self, policy: Policy, piece: Slice) -> None:
+        if policy.removed and self._options.fail_on_data_loss:
+            what = f"{piece.topic}, queue {piece.queue_id}" if isinstance(piece, QueueSlice) else "the log"
+            raise OffsetOutOfRangeError(
+                f"{piece.store.id}: {policy.removed} messages of {what} were planned to be read, but retention has "
+                f"deleted them meanwhile (failOnDataLoss=false reads what is left)",
+                piece.start,
+                piece.stop,
+            )

@@ -1,0 +1,60 @@
+"""One Spark for all tests that need one. Without pyspark or Java they are skipped, loudly; MQSTORE_REQUIRE_SPARK=1, as
+a build has it that is to run them, makes that a failure."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from mqstore.spark import java
+
+_QUIET = {
+    "spark.ui.enabled": "false",
+    "spark.ui.showConsoleProgress": "false",
+    "spark.log.level": "OFF",
+    "spark.driver.bindAddress": "127.0.0.1",
+    "spark.driver.host": "127.0.0.1",
+    "spark.driver.memory": "1g",
+    "spark.default.parallelism": "2",
+    "spark.sql.shuffle.partitions": "2",
+    "spark.sql.session.timeZone": "UTC",
+    "spark.sql.streaming.stopTimeout": "10000",
+    "spark.python.unix.domain.socket.enabled": "true",
+}
+
+
+def _unavailable(why: str) -> NoReturn:
+    if os.environ.get("MQSTORE_REQUIRE_SPARK") == "1":
+        pytest.fail(f"MQSTORE_REQUIRE_SPARK=1, but {why}")
+    pytest.skip(f"Spark tests need it: {why}")
+
+
+@pytest.fixture(scope="session")
+def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A session with two threads. Our modules are importable in its workers, our source is not registered."""
+    try:
+        from pyspark.sql import SparkSession
+    except ImportError:
+        _unavailable("no pyspark: pip install 'mqstore[spark]'")
+    home = java.find()
+    if home is None:
+        _unavailable(java.MISSING)
+    root = Path(__file__).parent.parent.parent
+    os.environ["JAVA_HOME"] = str(home)
+    os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
+    os.environ["PYSPARK_PYTHON"] = sys.executable
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(root / "store"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    logging.getLogger("SQLQueryContextLogger").setLevel(logging.CRITICAL)  # a failing query prints its stack
+    builder = SparkSession.builder.master("local[2]").appName("mqstore tests")
+    for name, value in _QUIET.items():
+        builder = builder.config(name, value)
+    folder = tmp_path_factory.mktemp("spark")
+    session = builder.config("spark.sql.warehouse.dir", str(folder / "warehouse")).getOrCreate()
+    yield session
+    session.stop()
