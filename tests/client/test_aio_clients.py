@@ -272,8 +272,9 @@ def test_what_one_task_polled_another_that_closes_does_not_declare_done(tmp_path
 # -- push consumers ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("mode", ["queue", "pop"])
 @pytest.mark.parametrize("ordered", [False, True])
-def test_what_a_handler_s_end_means(tmp_path: Path, ordered: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_handler_s_end_means(tmp_path: Path, ordered: bool, mode: Any, caplog: pytest.LogCaptureFixture) -> None:
     seen: list[tuple[bytes, int]] = []
 
     async def test(store: aio.Store) -> None:
@@ -294,7 +295,8 @@ def test_what_a_handler_s_end_means(tmp_path: Path, ordered: bool, caplog: pytes
                 if message.body == b"cancel":
                     raise asyncio.CancelledError  # by itself: it did not get done
 
-        consumer = await store.push_consumer("g", ordered=ordered, suspend=0.01 if ordered else None, retry=AGAIN)
+        suspend = 0.01 if ordered and mode == "queue" else None
+        consumer = await store.push_consumer("g", mode=mode, ordered=ordered, suspend=suspend, retry=AGAIN)
         assert consumer.subscribe("t", handle) is handle
         await store.put_many("t", [b"ok", b"retry", b"error", b"cancel", b"reject"], queue_id=0)
         async with consumer:
@@ -479,10 +481,11 @@ def test_stop_waits_for_handlers_and_tells_them(tmp_path: Path) -> None:
     with_store(test, tmp_path)
 
 
+@pytest.mark.parametrize("mode", ["queue", "pop"])
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("by_close", [False, True], ids=["stop", "close"])
 def test_handlers_that_do_not_end_are_cancelled_and_their_messages_come_again(
-    tmp_path: Path, ordered: bool, by_close: bool, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, ordered: bool, mode: Any, by_close: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     cancelled = []
 
@@ -499,7 +502,7 @@ def test_handlers_that_do_not_end_are_cancelled_and_their_messages_come_again(
                 cancelled.append(message.body)
                 raise
 
-        consumer = await store.push_consumer("g", ordered=ordered, workers=1)
+        consumer = await store.push_consumer("g", mode=mode, ordered=ordered, workers=1)
         consumer.subscribe("t", handle)
         await store.put_many("t", [b"good", b"hangs", b"behind"], queue_id=0)
         await consumer.start()
@@ -522,7 +525,7 @@ def test_handlers_that_do_not_end_are_cancelled_and_their_messages_come_again(
             if message.body == b"behind":
                 done.set()
 
-        consumer = await store.push_consumer("g", ordered=ordered, workers=1)
+        consumer = await store.push_consumer("g", mode=mode, ordered=ordered, workers=1)
         consumer.subscribe("t", handle)
         async with consumer:
             await done.wait()

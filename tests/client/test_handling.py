@@ -18,10 +18,10 @@ from mqstore.client.handling import (
     Handling,
     LogLimit,
     Subscription,
-    as_sent,
 )
 from mqstore.client.interceptors import Interceptor, Interceptors
 from mqstore.client.outcome import BatchFailure, Reject, Retry
+from mqstore.client.shown import as_sent
 from mqstore.client.workers import Worker
 from mqstore.log.message import Message
 from tests.client.pushsupport import PushBench

@@ -22,9 +22,10 @@ from functools import partial
 from mqstore.broker.broker import Broker
 from mqstore.broker.names import is_dlq_topic, is_retry_topic
 from mqstore.client.assignment import Assignment
-from mqstore.client.handling import Failure, Handling, Subscription, as_sent
+from mqstore.client.handling import Failure, Handling, Subscription
 from mqstore.client.interceptors import Settled
 from mqstore.client.processqueue import ProcessQueue
+from mqstore.client.shown import as_sent
 from mqstore.client.workers import Worker, Workers
 from mqstore.errors import ConfigError, StoreClosedError
 from mqstore.log.commitlog import SendReceipt

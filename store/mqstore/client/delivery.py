@@ -26,6 +26,7 @@ from mqstore.broker import pop
 from mqstore.broker.broker import Broker
 from mqstore.client.interceptors import Settled
 from mqstore.client.outcome import Reject, Retry
+from mqstore.client.shown import shown
 from mqstore.errors import ConfigError, MQStoreError, ReceiptExpiredError
 from mqstore.log.message import Message
 from mqstore.options import Duration, seconds
@@ -202,34 +203,10 @@ class Delivery(Loan):
         return self.message
 
 
-class _Delivered(Message):
-    """A message seen through its delivery: which topic and which attempt it is, the record does not tell."""
-
-    __slots__ = ("_redeliveries", "_topic")
-
-    def __init__(self, message: Message, topic: str, redeliveries: int) -> None:
-        super().__init__(message._stretch, message._start, message.offset, message._body_end)
-        self._topic = topic
-        self._redeliveries = redeliveries
-
-    @property
-    def topic(self) -> str:
-        """Where it was sent to; `queue` is where this copy lies."""
-        return self._topic
-
-    @property
-    def reconsume_times(self) -> int:
-        """How often it was delivered to the group before."""
-        return self._redeliveries
-
-
 def as_delivered(delivery: pop.Delivery) -> Message:
     """The message as a handler is to see it: one from a retry topic under the topic it was sent to, one delivered in
     order with the attempts that were counted for it."""
-    message, redeliveries = delivery.message, delivery.redeliveries
-    if message.topic == delivery.topic and (redeliveries is None or redeliveries == message.reconsume_times):
-        return message
-    return _Delivered(message, delivery.topic, delivery.attempt - 1)
+    return shown(delivery.message, delivery.topic, delivery.attempt - 1)
 
 
 def fail(broker: Broker, group: str, delivery: pop.Delivery, reason: str, delay: Duration | None = None) -> Settled:

@@ -24,7 +24,6 @@ from mqstore.client.interceptors import Interceptors, Settled
 from mqstore.client.outcome import BatchFailure, Reject, Retry
 from mqstore.client.workers import Worker
 from mqstore.clock import Clock
-from mqstore.layout.properties import RETRY_TOPIC
 from mqstore.log.message import Message
 
 __all__ = [
@@ -38,7 +37,6 @@ __all__ = [
     "LogLimit",
     "OnError",
     "Subscription",
-    "as_sent",
 ]
 
 _log = logging.getLogger("mqstore")
@@ -75,27 +73,6 @@ class Failure:
     delay_s: float | None = None
     failed: tuple[Message, ...] | None = None
     """Of a batch; None: all."""
-
-
-class Resent(Message):
-    """A message that came back: it lies in a retry topic, and is shown under the topic it was sent to (A6.3)."""
-
-    __slots__ = ("_topic",)
-
-    def __init__(self, copy: Message, topic: str) -> None:
-        super().__init__(copy._stretch, copy._start, copy.offset, copy._body_end)
-        self._topic = topic
-
-    @property
-    def topic(self) -> str:
-        """Where it was sent to; `queue` is where this copy lies."""
-        return self._topic
-
-
-def as_sent(message: Message) -> Message:
-    """`message` as a handler is to see it: one from a retry topic under the topic it was first sent to."""
-    topic = message.stored_properties().get(RETRY_TOPIC)
-    return message if topic is None else Resent(message, topic)
 
 
 class LogLimit:

@@ -35,8 +35,9 @@ from functools import partial
 from mqstore.broker.broker import Broker
 from mqstore.broker.names import is_retry_topic
 from mqstore.client.assignment import Assignment
-from mqstore.client.handling import Failure, Handling, Subscription, as_sent
+from mqstore.client.handling import Failure, Handling, Subscription
 from mqstore.client.processqueue import ProcessQueue
+from mqstore.client.shown import as_sent, shown
 from mqstore.client.workers import Worker, Workers
 from mqstore.errors import ConfigError, MQStoreError, StoreClosedError, UncommittedBatchError
 from mqstore.log.message import Message
@@ -97,25 +98,6 @@ class BatchTx:
             done = "committed" if self.decision == "commit" else "rolled back"
             raise RuntimeError(f"this batch was {done} already")
         self.decision = decision
-
-
-class _Again(Message):
-    """A message that failed before: its `attempt` counts that, which the stored record does not."""
-
-    __slots__ = ("_failed", "_topic")
-
-    def __init__(self, message: Message, failed: int) -> None:
-        super().__init__(message._stretch, message._start, message.offset, message._body_end)
-        self._topic = message.topic
-        self._failed = failed
-
-    @property
-    def topic(self) -> str:
-        return self._topic
-
-    @property
-    def attempt(self) -> int:
-        return self.reconsume_times + self._failed + 1
 
 
 @dataclass(slots=True)
@@ -282,7 +264,7 @@ class OrderlyService:
         if not task.failed:
             return batch
         failed = task.failed
-        return [_Again(each, failed[each.offset]) if each.offset in failed else each for each in batch]
+        return [shown(each, each.topic, each.reconsume_times + failed.get(each.offset, 0)) for each in batch]
 
     def _cut(self, queue: ProcessQueue, batch: list[Message], number: int) -> list[Message]:
         """At most so many (one or more) from the front of `batch`, all of one topic. The others go back."""

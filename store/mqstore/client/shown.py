@@ -1,0 +1,47 @@
+"""Messages as a handler is to see them: under the topic they were sent to, with all the attempts they had (A6.3, B.2).
+
+what came                          its record says                    it is shown with
+a copy from a retry topic          that topic; the right attempt      the topic it was sent to
+redelivered in order               its topic; attempt 1               the attempts that were counted elsewhere
+"""
+
+from __future__ import annotations
+
+from mqstore.layout.properties import RETRY_TOPIC
+from mqstore.log.message import Message
+
+__all__ = ["as_sent", "shown"]
+
+
+class _Shown(Message):
+    """A message of which the record does not tell everything. `queue` and `offset` are where it lies."""
+
+    __slots__ = ("_redeliveries", "_topic")
+
+    def __init__(self, message: Message, topic: str, redeliveries: int) -> None:
+        super().__init__(message._stretch, message._start, message.offset, message._body_end)
+        self._topic = topic
+        self._redeliveries = redeliveries
+
+    @property
+    def topic(self) -> str:
+        """Where it was sent to."""
+        return self._topic
+
+    @property
+    def reconsume_times(self) -> int:
+        """How often it was delivered to the group before."""
+        return self._redeliveries
+
+
+def shown(message: Message, topic: str, redeliveries: int) -> Message:
+    """`message` under this topic, after so many deliveries before this one."""
+    if message.topic == topic and message.reconsume_times == redeliveries:
+        return message
+    return _Shown(message, topic, redeliveries)
+
+
+def as_sent(message: Message) -> Message:
+    """`message`, if it lies in a retry topic under the one that it was first sent to."""
+    topic = message.stored_properties().get(RETRY_TOPIC)
+    return message if topic is None else shown(message, topic, message.reconsume_times)

@@ -1,0 +1,101 @@
+"""Options: names, values, and what people are told who get them wrong."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mqstore import ConfigError
+from mqstore.spark.options import OPTIONS, SourceOptions, as_markdown
+
+DOCS = Path(__file__).parent.parent.parent / "docs"
+
+
+def parse(**given: str) -> SourceOptions:
+    return SourceOptions.parse({"path": "/p", **given})
+
+
+def test_names_are_taken_in_any_case_and_what_spark_adds_is_passed_over() -> None:
+    given = {"PATH": "/p", "SubScribe": "a, b", "owner": "me", "provider": "mqstore", "location": "x", "SCAN": "Queue"}
+    options = SourceOptions.parse(given)
+    assert (options.paths, options.topics, options.scan) == (["/p"], ("a", "b"), "queue")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "field", "value"),
+    [
+        ("topic", "a", "topics", ("a",)),
+        ("subExpression", "A || B", "tags", "A || B"),
+        ("assign", '{"a":[0,1]}', "assign", {"a": [0, 1]}),
+        ("startingOffsets", "LATEST", "starting_offsets", "latest"),
+        ("startingOffsets", '{"a":{"0":23,"1":-2}}', "starting_offsets", {"a": {"0": 23, "1": -2}}),
+        ("endingOffsets", '{"s":{"a":{"0":-1}}}', "ending_offsets", {"s": {"a": {"0": -1}}}),
+        ("startingTimestamp", "1700000000000", "starting_timestamp_ms", 1_700_000_000_000),
+        ("startingTimestamp", "-5", "starting_timestamp_ms", -5),
+        ("endingTimestamp", "2023-11-14T22:13:20", "ending_timestamp_ms", 1_700_000_000_000),
+        ("endingTimestamp", "2023-11-15T00:13:20.000001+02:00", "ending_timestamp_ms", 1_700_000_000_001),
+        ("includeProperties", "FALSE", "include_properties", False),
+        ("maxRowsPerBatch", "7", "max_rows_per_batch", 7),
+        ("filter", "a > 3", "filter", "a > 3"),
+        ("keys", "k1,k2", "keys", ("k1", "k2")),
+    ],
+)
+def test_values_become_what_they_mean(name: str, text: str, field: str, value: Any) -> None:
+    assert getattr(parse(**{name: text}), field) == value
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"colums": "x"}, r"no option 'colums'; did you mean 'columns'\?; there are path, paths, "),
+        ({"qwertz": "x"}, r"no option 'qwertz'; there are path"),
+        ({"scan": "fast"}, r"option scan='fast': .*; auto, queue or log"),
+        ({"minPartitions": "0"}, r"option minPartitions='0': .*; a number from 1"),
+        ({"minPartitions": "many"}, r"option minPartitions='many'"),
+        ({"verify": "yes"}, "true or false"),
+        ({"subscribe": " , "}, "option subscribe"),
+        ({"subscribePattern": "("}, "no regular expression"),
+        ({"assign": '{"a": 1}'}, r'JSON \{"topic": \[queue id, ...\]\}'),
+        ({"assign": "a"}, "option assign='a'"),
+        ({"startingOffsets": "{}"}, "option startingOffsets"),
+        ({"startingOffsets": '{"a": 1}'}, "option startingOffsets"),
+        ({"startingOffsets": '{"a": {"x": 1}}'}, "option startingOffsets"),
+        ({"startingOffsets": '{"a": {"0": -3}}'}, "option startingOffsets"),
+        ({"startingOffsets": '{"a": {"b": {"c": {"0": 1}}}}'}, "option startingOffsets"),
+        ({"startingTimestamp": "yesterday"}, "ISO 8601"),
+        ({"filter": "a >"}, "option filter='a >': "),
+        ({"paths": '["a"]'}, "path and paths both say"),
+        ({"subscribe": "a", "topic": "b"}, "'subscribe' and 'topic' are the same"),
+        ({"subscribe": "a", "assign": '{"a":[0]}'}, "subscribe and assign exclude each other"),
+        ({"startingGroup": "g", "startingTimestamp": "1"}, "exclude each other"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_name_value_and_remedy(given: dict[str, str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        parse(**given)
+
+
+def test_a_query_says_where_its_stores_are(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no store: give"):
+        SourceOptions.parse({})
+    catalogue = tmp_path / "fleet.json"
+    catalogue.write_text(json.dumps({"a": "/a", "b": "/b"}))
+    assert SourceOptions.parse({"pathsFile": str(catalogue)}).paths == {"a": "/a", "b": "/b"}
+    assert SourceOptions.parse({"paths": '["/a", "/b"]'}).paths == ["/a", "/b"]
+    with pytest.raises(ConfigError, match="cannot be read"):
+        SourceOptions.parse({"pathsFile": str(tmp_path / "none")})
+    for wrong in ("[]", "{}", '"a"', "[1]", "a,b"):
+        with pytest.raises(ConfigError, match="a JSON array of paths"):
+            SourceOptions.parse({"paths": wrong})
+
+
+def test_the_table_and_the_fields_are_one() -> None:
+    assert {option.field for option in OPTIONS.values()} == {field.name for field in fields(SourceOptions)}
+
+
+def test_the_documented_options_are_those_of_the_code() -> None:
+    assert as_markdown() in (DOCS / "spark-options.md").read_text()

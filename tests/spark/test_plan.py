@@ -1,0 +1,358 @@
+"""Plans: which messages a query reads, and that partitions share none and lose none. Without Spark."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mqstore import ConfigError, MessageStore, NotAStoreError, OffsetOutOfRangeError, StoreConfig, TopicNotFoundError
+from mqstore.broker.offline import offline
+from mqstore.log.commitlog import QueueRef
+from mqstore.spark.options import SourceOptions
+from mqstore.spark.plan import (
+    SET_FILE,
+    LogSlice,
+    Narrowing,
+    QueueSlice,
+    StoreName,
+    _partitions,
+    _Weighed,
+    plan,
+    stores_of,
+)
+from tests.spark.support import Odd, log_end, many, write_store
+
+T0 = 1_700_000_000_000
+
+
+def planned(path: Any, narrowing: Narrowing | None = None, **options: Any) -> dict[tuple[str, int], tuple[int, int]]:
+    """Topic and queue -> what is read of it, of a plan that cuts nothing."""
+    given = {"path": str(path), **options}
+    slices = [piece for group in plan(SourceOptions.parse(given), narrowing) for piece in group]
+    found = {(piece.topic, piece.queue_id): (piece.start, piece.stop) for piece in slices}
+    assert len(found) == len(slices)
+    return found
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """80 messages, 20 in each of two queues of `t` and of `orders`, a millisecond apart; and a retry."""
+    records = [*many(80), Odd(topic="%RETRY%g", store_ms=T0 + 100)]
+    return write_store(tmp_path_factory.mktemp("plan") / "s", records)
+
+
+ALL = {("t", 0): (0, 20), ("t", 1): (0, 20), ("orders", 0): (0, 20), ("orders", 1): (0, 20), ("seed", 0): (0, 1)}
+
+
+def test_all_topics_of_users_are_read_whole(store: Path) -> None:
+    assert planned(store) == ALL
+    assert planned(store, includeSystemTopics="true") == {**ALL, ("%RETRY%g", 0): (0, 1)}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"subscribe": "t"}, {("t", 0): (0, 20), ("t", 1): (0, 20)}),
+        ({"subscribe": "%RETRY%g"}, {("%RETRY%g", 0): (0, 1)}),
+        ({"subscribePattern": "s.*"}, {("seed", 0): (0, 1)}),
+        ({"assign": '{"t":[1]}'}, {("t", 1): (0, 20)}),
+        ({"assign": '{"t":[1]}', "startingOffsets": '{"t":{"1":5}}'}, {("t", 1): (5, 20)}),
+        ({"subscribe": "t", "startingOffsets": '{"t":{"0":-1,"1":-2}}'}, {("t", 1): (0, 20)}),
+        ({"subscribe": "t", "endingOffsets": '{"t":{"0":3}}'}, {("t", 0): (0, 3), ("t", 1): (0, 20)}),
+        ({"subscribe": "t", "startingOffsets": "latest"}, {}),
+        ({"subscribe": "t", "endingOffsets": "earliest"}, {}),
+        # Message i has time T0 + i and goes to t if i is even, to queue i // 2 % 2.
+        ({"subscribe": "t", "startingTimestamp": str(T0 + 41)}, {("t", 0): (11, 20), ("t", 1): (10, 20)}),
+        ({"subscribe": "t", "endingTimestamp": str(T0 + 41)}, {("t", 0): (0, 11), ("t", 1): (0, 10)}),
+        (
+            {"subscribe": "t", "startingTimestamp": str(T0 + 41), "startingOffsets": "latest"},
+            {("t", 0): (11, 20), ("t", 1): (10, 20)},
+        ),
+    ],
+)
+def test_options_choose_queues_and_bounds(store: Path, options: dict[str, str], expected: Any) -> None:
+    assert planned(store, **options) == expected
+
+
+def test_a_group_says_where_to_begin(tmp_path: Path) -> None:
+    path = write_store(tmp_path / "s", many(40))
+    with offline(path) as desk:
+        desk.parts.topics.create("t", queues=2)
+        desk.parts.groups.create("g")
+        desk.parts.offsets.commit("g", "t", 0, 7)
+    assert planned(path, subscribe="t", startingGroup="g") == {("t", 0): (7, 10), ("t", 1): (0, 10)}
+    with pytest.raises(ConfigError, match="no store knows progress"):
+        planned(path, startingGroup="nobody")
+
+
+def test_what_is_gone_fails_unless_told_otherwise(tmp_path: Path) -> None:
+    path = write_store(tmp_path / "s", [Odd(body=bytes(1000))] * 40)
+    (path / "commitlog" / f"{0:020d}").unlink()
+    with MessageStore(path, "r") as store:
+        low, _ = store.offsets("t", 0)
+    assert low > 0
+    for offsets, says in (
+        ('{"t":{"0":0}}', f"{low} messages are gone"),
+        ('{"t":{"0":50}}', "10 messages are not there"),
+    ):
+        with pytest.raises(OffsetOutOfRangeError, match=says):
+            planned(path, startingOffsets=offsets)
+    assert planned(path, startingOffsets='{"t":{"0":0}}', failOnDataLoss="false") == {("t", 0): (low, 40)}
+    assert planned(path, startingOffsets='{"t":{"0":50}}', failOnDataLoss="false") == {}
+    with pytest.raises(TopicNotFoundError, match="'u'"):
+        planned(path, subscribe="t,u")
+    assert planned(path, subscribe="t,u", failOnDataLoss="false") == {("t", 0): (low, 40)}
+
+
+def test_only_what_is_on_disk_can_be_asked_for(tmp_path: Path) -> None:
+    config = StoreConfig(segment_bytes=1 << 16)
+    with MessageStore(tmp_path / "s", config=config) as store:
+        for i in range(10):
+            store.put("t", b"%d" % i)
+        store.flush()
+        store._interval_checkpoint()
+        for i in range(5):
+            store.put("t", b"%d" % i)
+        assert planned(tmp_path / "s") == {("t", 0): (0, 15)}
+        assert planned(tmp_path / "s", readUpTo="flushed") == {("t", 0): (0, 10)}
+    assert planned(tmp_path / "s", readUpTo="flushed") == {("t", 0): (0, 15)}  # closed cleanly
+
+
+# -- stores ------------------------------------------------------------------------------------------------------------
+
+
+def test_stores_come_by_path_glob_set_and_id(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        write_store(tmp_path / "many" / name, [])
+    every = [str(tmp_path / "many" / name) for name in "ab"]
+
+    def ids(**given: str) -> list[tuple[str, str]]:
+        return [(store.id, store.path) for store in stores_of(SourceOptions.parse(given))]
+
+    assert ids(path=str(tmp_path / "many" / "*")) == [(each, each) for each in every]
+    assert ids(path=f"file:{every[0]}") == [(every[0], every[0])]
+    assert ids(paths=json.dumps({"x": every[1]})) == [("x", every[1])]
+    (tmp_path / "many" / SET_FILE).write_text(json.dumps({"version": 1, "stores": {"first": "a"}}))
+    assert ids(path=str(tmp_path / "many")) == [("first", every[0])]  # b is not in it, so it does not count
+    with pytest.raises(ConfigError, match="fits the glob"):
+        ids(path=str(tmp_path / "none*"))
+    with pytest.raises(ConfigError, match="two stores have the id"):
+        ids(paths=json.dumps([every[0], every[0]]))
+    for wrong in ("{}", "[]", "x", '{"version": 2, "stores": {}}'):
+        (tmp_path / "many" / SET_FILE).write_text(wrong)
+        with pytest.raises(ConfigError, match=SET_FILE):
+            ids(path=str(tmp_path / "many"))
+
+
+def test_a_store_that_is_gone_is_data_lost(tmp_path: Path) -> None:
+    write_store(tmp_path / "a", [Odd()])
+    paths = json.dumps({"a": str(tmp_path / "a"), "b": str(tmp_path / "b")})
+    with pytest.raises(NotAStoreError):
+        plan(SourceOptions.parse({"paths": paths}))
+    [[one, two]] = plan(SourceOptions.parse({"paths": paths, "failOnDataLoss": "false"}))
+    assert (one.store, two.store) == (StoreName("a", str(tmp_path / "a")),) * 2
+    assert not (tmp_path / "b").exists()
+
+
+def test_offsets_of_several_stores_have_the_store_on_top(tmp_path: Path) -> None:
+    for name in "ab":
+        write_store(tmp_path / name, [Odd()] * 10)
+    paths = json.dumps({name: str(tmp_path / name) for name in "ab"})
+
+    def starts(offsets: str) -> list[tuple[str, int]]:
+        given = {"paths": paths, "subscribe": "t", "startingOffsets": offsets}
+        return [(piece.store.id, piece.start) for group in plan(SourceOptions.parse(given)) for piece in group]
+
+    assert starts('{"a":{"t":{"0":3}}}') == [("a", 3), ("b", 0)]
+    with pytest.raises(ConfigError, match="names stores 'c'; there are 'a', 'b'"):
+        starts('{"c":{"t":{"0":3}}}')
+    with pytest.raises(ConfigError, match="store's id on top"):
+        starts('{"t":{"0":3}}')
+
+
+# -- scan=log ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_log_scan_goes_to_the_end_of_what_is_dispatched(store: Path) -> None:
+    with MessageStore(store, "r") as opened:
+        end = log_end(opened)
+    [[piece]] = plan(SourceOptions.parse({"path": str(store), "scan": "log"}))
+    assert isinstance(piece, LogSlice)
+    assert (piece.start, piece.stop) == (0, end)
+    with pytest.raises(ConfigError, match=r"knows no bounds of queues \(starting_timestamp_ms\): use scan=queue"):
+        plan(SourceOptions.parse({"path": str(store), "scan": "log", "startingTimestamp": "5"}))
+
+
+def test_a_store_without_queues_is_read_by_its_log(tmp_path: Path) -> None:
+    path = write_store(tmp_path / "s", many(30))
+    with MessageStore(path, "r") as store:
+        end = log_end(store)
+    (path / "consumequeue").rename(tmp_path / "aside")
+    [[piece]] = plan(SourceOptions.parse({"path": str(path)}))
+    assert isinstance(piece, LogSlice)
+    assert piece.stop == end
+
+
+# -- filters -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("column", "kind", "value", "taken"),
+    [
+        ("topic", "EqualTo", "t", True),
+        ("topic", "In", ["t", "x"], True),
+        ("topic", "In", ["t", None], False),
+        ("topic", "NotEqualTo", "t", True),
+        ("topic", "StringStartsWith", "or", True),
+        ("topic", "StringEndsWith", "s", True),
+        ("topic", "StringContains", "de", True),
+        ("topic", "IsNotNull", None, True),
+        ("topic", "IsNull", None, False),
+        ("topic", "EqualNullSafe", None, False),
+        ("topic", "Not", None, False),
+        ("queue_id", "GreaterThanOrEqual", 1, True),
+        ("queue_id", "LessThan", 1, True),
+        ("queue_offset", "GreaterThan", 5, True),
+        ("queue_offset", "LessThanOrEqual", 5, True),
+        ("queue_offset", "EqualTo", 5, True),
+        ("queue_offset", "In", [3, 9], False),
+        ("queue_offset", "NotEqualTo", 5, False),
+        ("physical_offset", "GreaterThan", 500, False),
+        ("physical_offset", "LessThan", 500, False),
+        ("store_timestamp", "GreaterThan", datetime.fromtimestamp(T0 / 1000, UTC), False),
+        ("tags", "EqualTo", "a", False),
+        ("tags", "EqualTo", "a || b", False),
+        ("body", "EqualTo", b"", False),
+    ],
+)
+def test_what_a_filter_leaves_out_it_may_leave_out(
+    store: Path, column: str, kind: str, value: Any, taken: bool
+) -> None:
+    """Nothing that passes the filter is left out; and if Spark is told not to test it again, nothing else is read."""
+    narrowing = Narrowing()
+    assert narrowing.take(column, kind, value) == taken
+    slices = planned(store, narrowing)
+    for (topic, queue_id), (low, high) in ALL.items():
+        for offset in range(low, high):
+            with MessageStore(store, "r") as opened:
+                [message] = opened.read(topic, queue_id, offset, 1)
+            values: dict[str, Any] = {
+                "topic": topic,
+                "queue_id": queue_id,
+                "queue_offset": offset,
+                "physical_offset": message.physical_offset,
+                "store_timestamp": message.stored_at,
+                "tags": message.tag,
+                "body": message.body,
+            }
+            start, stop = slices.get((topic, queue_id), (0, 0))
+            read = start <= offset < stop
+            assert read or not passes(kind, values[column], value)
+            if taken:
+                assert read == passes(kind, values[column], value)
+
+
+def passes(kind: str, found: Any, value: Any) -> bool:
+    """SQL's answer, of a model of its own."""
+    if kind in ("IsNull", "IsNotNull"):
+        return (found is None) == (kind == "IsNull")
+    if found is None or value is None:
+        return kind == "EqualNullSafe" and found is value
+    return bool(
+        {
+            "EqualTo": lambda: found == value,
+            "EqualNullSafe": lambda: found == value,
+            "NotEqualTo": lambda: found != value,
+            "In": lambda: found in value,
+            "GreaterThan": lambda: found > value,
+            "GreaterThanOrEqual": lambda: not found < value,
+            "LessThan": lambda: found < value,
+            "LessThanOrEqual": lambda: not found > value,
+            "StringStartsWith": lambda: found[: len(value)] == value,
+            "StringEndsWith": lambda: found[-len(value) :] == value,
+            "StringContains": lambda: found.find(value) >= 0,
+        }[kind]()
+    )
+
+
+def test_times_narrow_with_a_minute_to_spare(tmp_path: Path) -> None:
+    records = [Odd(store_ms=T0 + i * 60_000) for i in range(100)]
+    path = write_store(tmp_path / "s", records)
+    narrowing = Narrowing()
+    moment = datetime.fromtimestamp(T0 / 1000, UTC)
+    assert not narrowing.take("store_timestamp", "GreaterThanOrEqual", moment + timedelta(minutes=50))
+    assert not narrowing.take("store_timestamp", "LessThan", moment + timedelta(minutes=60))
+    assert planned(path, narrowing, subscribe="t") == {("t", 0): (49, 62)}
+
+
+def test_physical_offsets_narrow_exactly(store: Path) -> None:
+    with MessageStore(store, "r") as opened:
+        places = opened.units("t", 0, 0, 20)["physical_offset"].tolist()
+    narrowing = Narrowing()
+    narrowing.take("physical_offset", "GreaterThanOrEqual", places[4])
+    narrowing.take("physical_offset", "LessThan", places[9])
+    assert planned(store, narrowing, assign='{"t":[0]}') == {("t", 0): (4, 9)}
+
+
+@pytest.mark.parametrize("tag", ["a", "a b"])
+def test_tags_are_handed_to_the_reader(tag: str) -> None:
+    narrowing = Narrowing()
+    assert not narrowing.take("tags", "In", [tag, "c"])
+    assert narrowing.tags == f"{tag} || c"
+    for wrong in ("*", "", " a", "a|b"):
+        other = Narrowing()
+        other.take("tags", "EqualTo", wrong)
+        assert other.tags is None
+
+
+# -- partitions --------------------------------------------------------------------------------------------------------
+
+
+@given(
+    queues=st.lists(st.tuples(st.integers(1, 3_000_000), st.integers(100, 70_000)), min_size=1, max_size=30),
+    least=st.integers(1, 50),
+)
+def test_partitions_share_nothing_lose_nothing_and_are_about_equal(queues: list[tuple[int, int]], least: int) -> None:
+    name = StoreName("s", "s")
+    weighed = [
+        _Weighed(QueueSlice(name, "t", i, 5, 5 + count), max(size / (128 << 20), 1 / 500_000))
+        for i, (count, size) in enumerate(queues)
+    ]
+    groups = [*_partitions(weighed, least)]
+    at = dict.fromkeys(range(len(queues)), 5)
+    for group in groups:
+        assert group
+        for piece in group:
+            assert isinstance(piece, QueueSlice)
+            assert piece.start == at[piece.queue_id] < piece.stop
+            at[piece.queue_id] = piece.stop
+    assert at == {i: 5 + count for i, (count, _) in enumerate(queues)}
+    weights = [sum((p.stop - p.start) * weighed[p.queue_id].each for p in group) for group in groups]
+    total = sum(weights)
+    whole = -int(-total // 1)
+    full = total / max(whole, least)
+    largest_message = max(each.each for each in weighed)
+    assert max(weights) <= full * (1 + 1 / 32) + largest_message
+    assert len(groups) <= max(whole, least) + 1
+
+
+def test_a_queue_may_be_chosen_at_random_and_planned_the_same_twice(store: Path) -> None:
+    options = SourceOptions.parse({"path": str(store), "minPartitions": str(random.Random(5).randint(3, 9))})
+    assert plan(options) == plan(options)
+    assert len(plan(options)) >= 3
+
+
+def test_narrowing_asks_each_test_of_its_own_column() -> None:
+    narrowing = Narrowing()
+    narrowing.take("store", "EqualTo", "a")
+    narrowing.take("queue_id", "EqualTo", 1)
+    found: Iterator[bool] = (narrowing.admits(s, QueueRef("t", q)) for s in "ab" for q in (0, 1))
+    assert [*found] == [False, True, False, False]
