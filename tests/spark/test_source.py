@@ -1,0 +1,371 @@
+"""The data source inside Spark: what a query gives is what an export gives, whatever Spark hands down."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mqstore import MessageStore
+from tests.conftest import GoldenStore
+from tests.spark.support import Odd, as_exported, as_row, exported, many, odd_records, write_store
+
+pytestmark = pytest.mark.spark
+PUSH_DOWN = "spark.sql.python.filterPushdown.enabled"
+T0 = 1_700_000_000_000
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """20 messages in each of two queues of `t` and of `orders`, and one of `seed`."""
+    return write_store(tmp_path_factory.mktemp("source") / "s", many(80))
+
+
+@pytest.fixture
+def pushing(spark: Any) -> Any:
+    """The session with the official push-down setting on."""
+    spark.conf.set(PUSH_DOWN, "true")
+    yield spark
+    spark.conf.unset(PUSH_DOWN)
+
+
+def load(spark: Any, path: Any, **options: str) -> Any:
+    return spark.read.format("mqstore").options(**options).load(str(path))
+
+
+def rows(frame: Any) -> list[dict[str, Any]]:
+    """Rows as an export has them; times as UTC instants."""
+    found = []
+    for row in frame.collect():
+        values = row.asDict()
+        for name, value in values.items():
+            if isinstance(value, bytearray):
+                values[name] = bytes(value)
+            elif isinstance(value, datetime):
+                values[name] = value.astimezone(UTC)
+        found.append(values)
+    return found
+
+
+def sorted_rows(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(found, key=lambda row: row["physical_offset"])
+
+
+# -- the same as an export ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scan", ["queue", "log"])
+@pytest.mark.parametrize("name", ["clean", "crashed", "propcrc", "rolled", "trimmed"])
+def test_a_java_store_reads_as_it_exports(
+    spark: Any, golden: Callable[[str], GoldenStore], name: str, scan: str
+) -> None:
+    path = golden(name).path
+    options = {"scan": scan, "includeSystemTopics": "true", "onCorrupt": "fail" if scan == "queue" else "skip"}
+    found = sorted_rows(rows(load(spark, path, **options)))
+    expected = [as_row(line) for line in exported(path)]
+    # A DataFrame's times are Python's datetimes: strange ones have been nulled by the source as by the model.
+    assert [as_exported(row) for row in found] == sorted_rows(expected)
+    assert {row["store"] for row in found} == {str(path)}
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=[*HealthCheck])
+@given(records=st.lists(odd_records(), min_size=1, max_size=40), partitions=st.sampled_from(["1", "3"]))
+def test_any_store_reads_as_it_exports(
+    spark: Any, tmp_path_factory: pytest.TempPathFactory, records: list[Odd], partitions: str
+) -> None:
+    path = write_store(tmp_path_factory.mktemp("any") / "s", records)
+    found = sorted_rows(rows(load(spark, path, includeSystemTopics="true", minPartitions=partitions)))
+    for row in found:  # Python's datetime and Spark's disagree about times long ago; compare those as numbers
+        row["born_timestamp"] = None
+    expected = [as_row(line) for line in exported(path)]
+    for line in expected:
+        line["born_timestamp"] = None
+    assert [as_exported(row) for row in found] == sorted_rows(expected)
+
+
+def test_rows_of_a_queue_come_in_order(spark: Any, store: Path) -> None:
+    frame = load(spark, store, assign='{"t":[0]}', columns="queue_offset", minPartitions="4")
+    assert [row.queue_offset for row in frame.collect()] == [*range(20)]
+
+
+# -- columns -----------------------------------------------------------------------------------------------------------
+
+
+def test_columns_can_be_cut_by_option_and_by_schema(spark: Any, store: Path) -> None:
+    whole = sorted_rows(rows(load(spark, store)))
+    names = ["physical_offset", "body", "properties"]
+    expected = [{name: row[name] for name in names} for row in whole]
+    assert sorted_rows(rows(load(spark, store, columns=", ".join(names)))) == expected
+    schema = "physical_offset bigint, body binary, properties map<string,string>"
+    assert sorted_rows(rows(spark.read.format("mqstore").schema(schema).load(str(store)))) == expected
+    assert "properties" not in load(spark, store, includeProperties="false").columns
+    assert "error" not in load(spark, store).columns
+    assert load(spark, store, onCorrupt="keep").columns[-1] == "error"
+
+
+def test_bodies_can_be_text(spark: Any, tmp_path: Path) -> None:
+    path = write_store(tmp_path / "s", [Odd(body="grün".encode()), Odd(body=b"\xff\xfe")])
+    expected = ["grün", "\ufffd\ufffd"]
+    by_option = load(spark, path, subscribe="t", bodyAs="string", columns="body")
+    by_schema = spark.read.format("mqstore").schema("body string").option("subscribe", "t").load(str(path))
+    for frame in (by_option, by_schema):
+        assert [row.body for row in frame.collect()] == expected
+
+
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        ("bodies binary", "no column 'bodies'; there are store, topic"),
+        ("topic int", "column 'topic' is string, not int"),
+        ("topic string not null", "column 'topic' is NOT NULL"),
+    ],
+)
+def test_a_wrong_schema_says_so_before_a_task_starts(spark: Any, store: Path, schema: str, says: str) -> None:
+    from pyspark.errors import AnalysisException
+
+    with pytest.raises(AnalysisException, match=says):
+        spark.read.format("mqstore").schema(schema).load(str(store)).collect()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"colums": "body"}, "no option 'colums'; did you mean 'columns'"),
+        ({"scan": "fast"}, "option scan='fast'"),
+        ({"columns": "bodies"}, "no column 'bodies'"),
+        ({"view": "queues", "columns": "body"}, "the view queues has no 'body'; there are store, topic"),
+    ],
+)
+def test_a_wrong_option_is_refused_at_load(spark: Any, store: Path, options: dict[str, str], says: str) -> None:
+    from pyspark.errors import AnalysisException
+
+    with pytest.raises(AnalysisException, match=says) as caught:
+        load(spark, store, **options)
+    assert caught.value.getCondition() == "PYTHON_DATA_SOURCE_ERROR"
+
+
+def test_a_store_that_is_none_is_named(spark: Any, tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="nowhere"):
+        load(spark, tmp_path / "nowhere").collect()
+    assert not (tmp_path / "nowhere").exists()
+
+
+# -- filters -----------------------------------------------------------------------------------------------------------
+
+PREDICATES = [
+    "topic = 't'",
+    "topic in ('t', 'seed', 'u')",
+    "topic <=> 't'",
+    "topic not in ('t')",
+    "topic like 'or%'",
+    "topic like '%s'",
+    "topic like '%de%'",
+    "topic is null",
+    "queue_id = 1",
+    "queue_id = '1'",
+    "queue_id = cast(1 as long)",
+    "queue_id between 1 and 2",
+    "queue_offset >= 3 and queue_offset < 7",
+    "queue_offset in (1, 3, 19, 50)",
+    "topic = 't' and queue_id = 1 and queue_offset = 4",
+    "topic = 't' or queue_id = 1",
+    "physical_offset > 3000 and physical_offset <= 6000",
+    "store_timestamp >= timestamp'2023-11-14 22:13:20.030'",
+    "store_timestamp < timestamp'2023-11-14 22:13:20.030' and topic = 't'",
+    "tags = 'a'",
+    "tags in ('a', 'c') and queue_id = 0",
+    "tags <=> 'b'",
+    "tags is null",
+    "properties['n'] = '7'",
+    "body = cast('000007000007' as binary)",
+    "store like '%s'",
+]
+
+
+def test_every_filter_gives_what_it_gives_without_push_down(pushing: Any, store: Path) -> None:
+    """Three ways in one session; the reference takes no filter at all."""
+    spark = pushing
+    names = "store, topic, queue_id, queue_offset, physical_offset, store_timestamp, tags, properties, body"
+    frames = {scan: load(spark, store, columns=names, scan=scan) for scan in ("queue", "log")}
+    plain = load(spark, store, columns=names, pushDown="false")
+    spark.conf.set(PUSH_DOWN, "false")
+    everything = rows(plain)
+    plain.cache()
+    expected = {text: [row.physical_offset for row in plain.where(text).collect()] for text in PREDICATES}
+    assert len(everything) == 81
+    for setting in ("true", "false"):
+        spark.conf.set(PUSH_DOWN, setting)
+        for scan, frame in frames.items():
+            for text in PREDICATES if setting == "true" else PREDICATES[:3]:
+                found = [row.physical_offset for row in frame.where(text).collect()]
+                assert sorted(found) == sorted(expected[text]), (setting, scan, text)
+    plain.unpersist()
+
+
+def test_what_is_decided_by_the_plan_is_not_tested_again(pushing: Any, store: Path) -> None:
+    """Pins an unwritten rule: an instance attribute whose `__func__` is the base method's is no push-down to Spark while
+    the setting is off, and is called while it is on. If it breaks, `pushDown=false` is the way round."""
+    frame = load(pushing, store, columns="topic,queue_id,queue_offset").where("topic = 't' and queue_offset < 5")
+
+    def filters() -> str:
+        plan = frame._jdf.queryExecution().executedPlan().toString()
+        return "\n".join(line for line in plan.splitlines() if line.lstrip(" :+-*()0123456789").startswith("Filter"))
+
+    assert filters() == ""
+    assert frame.count() == 10
+    pushing.conf.set(PUSH_DOWN, "false")
+    frame = load(pushing, store, columns="topic,queue_id,queue_offset").where("topic = 't' and queue_offset < 5")
+    assert "topic" in filters()
+    assert frame.count() == 10
+
+
+# -- many stores, views, damage ----------------------------------------------------------------------------------------
+
+
+def test_many_stores_are_one_table(spark: Any, tmp_path: Path) -> None:
+    for name, count in (("a", 8), ("b", 12)):
+        write_store(tmp_path / name, many(count))
+    paths = json.dumps({name: str(tmp_path / name) for name in "ab"})
+    frame = spark.read.format("mqstore").option("paths", paths).option("subscribe", "t").load()
+    assert {row["store"]: row["count"] for row in frame.groupBy("store").count().collect()} == {"a": 4, "b": 6}
+    assert frame.where("store = 'b'").count() == 6
+    both = spark.read.format("mqstore").load([str(tmp_path / name) for name in "ab"])
+    assert both.select("store").distinct().count() == 2
+    assert load(spark, tmp_path / "[ab]", subscribe="t").count() == 10
+
+
+def test_a_store_is_sql(spark: Any, store: Path) -> None:
+    spark.sql(f"CREATE OR REPLACE TEMPORARY VIEW m USING mqstore OPTIONS (path '{store}', subscribe 't')")
+    [row] = spark.sql("SELECT count(*) AS n, max(queue_offset) AS last FROM m WHERE tags = 'a'").collect()
+    assert (row.n, row.last) == (14, 19)
+
+
+def test_views_are_tables_too(spark: Any, tmp_path: Path) -> None:
+    path = write_store(tmp_path / "s", many(40))
+    queues = rows(load(spark, path, view="queues").where("topic = 't'").orderBy("queue_id"))
+    with MessageStore(path, "r") as opened:
+        sizes = [int(opened.units("t", q, 0, 10)["size"].sum()) for q in range(2)]
+    assert [(row["min_offset"], row["max_offset"], row["messages"], row["bytes"]) for row in queues] == [
+        (0, 10, 10, sizes[0]),
+        (0, 10, 10, sizes[1]),
+    ]
+    assert queues[0]["first_store_timestamp"] == datetime.fromtimestamp(T0 / 1000, UTC)
+    assert {row["state"] for row in queues} == {"whole"}
+    segments = rows(load(spark, path, view="segments", columns="base,messages,sealed"))
+    assert [row["messages"] for row in segments] == [41]
+    assert segments[0] == {"base": 0, "messages": 41, "sealed": False}
+    assert rows(load(spark, path, view="groups")) == []
+
+
+def test_the_view_of_groups_knows_their_lag(spark: Any, tmp_path: Path) -> None:
+    import mqstore
+
+    with mqstore.open(tmp_path / "s") as opened:
+        opened.create_topic("t", queues=1)
+        receipts = [opened.put("t", b"%d" % i) for i in range(10)]
+        opened.broker.groups.create("g")
+        opened.commit_offset("g", receipts[0].queue, 4)
+    [row] = rows(load(spark, tmp_path / "s", view="groups"))
+    assert (row["group"], row["topic"], row["committed_offset"], row["max_offset"], row["lag"]) == ("g", "t", 4, 10, 6)
+
+
+def test_damage_stops_a_query_or_is_skipped_or_kept(spark: Any, tmp_path: Path) -> None:
+    path = write_store(tmp_path / "s", many(40))
+    with MessageStore(path, "r") as opened:
+        place = int(opened.units("t", 0, 3, 1)["physical_offset"][0])
+    log = path / "commitlog" / f"{0:020d}"
+    data = bytearray(log.read_bytes())
+    data[place + 90] ^= 1
+    log.write_bytes(data)
+    with pytest.raises(Exception, match="t, queue 0, offset 3: the record does not verify"):
+        load(spark, path, subscribe="t").collect()
+    assert load(spark, path, subscribe="t", onCorrupt="skip").where("body is not null").count() == 19
+    kept = rows(load(spark, path, subscribe="t", onCorrupt="keep").where("error is not null"))
+    assert [(row["queue_offset"], row["body"]) for row in kept] == [(3, None)]
+    assert load(spark, path, subscribe="t", verify="false").where("body is not null").count() == 20
+
+
+def test_reading_leaves_no_trace_and_takes_no_lock(spark: Any, tmp_path: Path) -> None:
+    path = write_store(tmp_path / "s", many(20))
+    with MessageStore(path) as writer:
+        before = sorted(file.relative_to(path) for file in path.rglob("*"))
+        assert load(spark, path).count() == 21
+        writer.put("t", b"more")
+        assert load(spark, path).count() == 22
+        assert sorted(file.relative_to(path) for file in path.rglob("*")) == before
+
+
+def test_nothing_stays_mapped_or_open_in_a_worker(spark: Any, tmp_path: Path) -> None:
+    """A worker lives on; what it kept mapped would keep the disk space of segments that retention has deleted."""
+    path = write_store(tmp_path / "s", many(300))
+    for _ in range(5):
+        assert load(spark, path, columns="body").count() == 301
+
+    def kept(_: Any) -> list[str]:
+        import os
+
+        with open("/proc/self/maps") as file:
+            found = [line for line in file if str(path) in line]
+        for fd in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                found += [name for name in [os.readlink(f"/proc/self/fd/{fd}")] if str(path) in name]
+        return found
+
+    assert spark.sparkContext.parallelize(range(4), 4).flatMap(kept).collect() == []
+
+
+def test_messages_that_retention_takes_between_plan_and_task(spark: Any, tmp_path: Path) -> None:
+    path = write_store(tmp_path / "s", [Odd(body=bytes(500))] * 100)
+    from pyspark.sql.types import StructType
+
+    from mqstore.spark.source import MQStoreDataSource
+
+    def planned(**options: str) -> Any:
+        source = MQStoreDataSource({"path": str(path), "subscribe": "t", "columns": "body", **options})
+        schema = source.schema()
+        assert isinstance(schema, StructType)
+        reader = source.reader(schema)
+        return reader, reader.partitions()
+
+    strict, lenient = planned(), planned(failOnDataLoss="false")
+    (path / "commitlog" / f"{0:020d}").unlink()
+    with pytest.raises(LookupError, match="retention has deleted them"):
+        [*strict[0].read(strict[1][0])]
+    assert 0 < sum(batch.num_rows for batch in lenient[0].read(lenient[1][0])) < 100
+
+
+# -- registration ------------------------------------------------------------------------------------------------------
+
+
+def test_the_source_is_found_without_a_call(spark: Any, store: Path) -> None:
+    """Spark imports `pyspark_mqstore`: nothing in these tests registers the source before this one."""
+    assert load(spark, store, subscribe="seed").count() == 1
+
+
+def test_register_turns_push_down_on_unless_somebody_chose(spark: Any, store: Path) -> None:
+    from mqstore.spark import register
+
+    spark.conf.unset(PUSH_DOWN)
+    register(spark)
+    assert spark.conf.get(PUSH_DOWN) == "true"
+    register(spark)  # harmless
+    assert load(spark, store).where("topic = 't'").count() == 40
+    spark.conf.unset(PUSH_DOWN)
+
+
+def test_a_store_made_anew_is_read_anew(spark: Any, tmp_path: Path) -> None:
+    """Nothing of a store is remembered by its path."""
+    path = write_store(tmp_path / "s", many(8))
+    frame = load(spark, path, subscribe="t")
+    assert frame.count() == 4
+    shutil.rmtree(path)
+    write_store(path, many(20))
+    assert frame.count() == 10
