@@ -21,6 +21,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -29,7 +30,7 @@ from mqstore.broker.deadletters import DeadLetters
 from mqstore.broker.groups import RetryPolicy
 from mqstore.broker.pop import MAX_BATCH, Delivery
 from mqstore.client.codecs import BYTES, Codec
-from mqstore.client.delivery import Lender, Loan, loan_seconds
+from mqstore.client.delivery import Lender, Loan, as_delivered, loan_seconds
 from mqstore.client.interceptors import Settled
 from mqstore.client.waits import Wait, Waits
 from mqstore.errors import (
@@ -38,7 +39,9 @@ from mqstore.errors import (
     QueueEmpty,
     QueueFull,
     QueueShutDown,
+    StoreClosedError,
 )
+from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
 from mqstore.options import Duration, seconds
 
@@ -48,6 +51,11 @@ _UNREAD: Any = object()
 _MAX_NAME = 120
 _LOOK_S = 0.25
 """How often who waits for room, or for the end, looks by itself: others may settle items, too, and time does."""
+_SLOT_MS = 1000
+"""What is due within a second comes at the end of it (broker-semantics 5.2)."""
+_LATE_MS = 60_000
+"""How long `join` goes on to wait for a delayed item that should be there: not for ever, for it may have been recalled,
+or have come and gone long ago."""
 
 
 class Task(Loan):
@@ -65,12 +73,13 @@ class Task(Loan):
     0
     """
 
-    __slots__ = ("_codec", "_value")
+    __slots__ = ("_codec", "_message", "_value")
 
     def __init__(self, lender: Lender, delivery: Delivery, expires_at: float, codec: Codec) -> None:
         super().__init__(lender, delivery, expires_at)
         self._codec = codec
         self._value: Any = _UNREAD
+        self._message: Message | None = None
 
     @property
     def value(self) -> Any:
@@ -81,8 +90,12 @@ class Task(Loan):
 
     @property
     def message(self) -> Message:
-        """The stored message, with its keys, times and addresses."""
-        return self._delivery.message
+        """The stored message, with its keys, times and addresses, under the topic it was put to and with its `attempt`.
+        Its `queue` is where it lies: of one that comes again that may be the retry topic."""
+        message = self._message
+        if message is None:
+            message = self._message = as_delivered(self._delivery)
+        return message
 
     def __enter__(self) -> Task:
         return self
@@ -94,14 +107,16 @@ class Queue:
     `get` lends: an item that is not settled within `visibility` seconds (0.1 s to 12 h) comes again, and at once when
     the store is opened after the process died. So each item is handled at least once, seldom twice.
 
-        ordered     an item on loan, or waiting for its next attempt, holds back all behind it
+        ordered     an item on loan, or waiting for its next attempt, holds back all behind it. A property of the queue:
+                    set when it comes into being, the same for all afterwards
         retry       when a failed item comes again, and after how many attempts it is a dead letter; None: what the
                     queue has, for a new one 17 attempts with pauses from 1 s to 2 h
         codec       `BYTES` (default), `TEXT`, `JSON`, or an object with `encode` and `decode`
         maxsize     `put` waits while so many items are not done; 0: no limit
 
-    Raises ConfigError for a name of more than 120 characters, for options that cannot be, and for a topic that is none
-    of one queue; InvalidMessageError for a name that no topic can have.
+    Raises ConfigError for a name of more than 120 characters, for options that cannot be, for a topic that is none of
+    one queue, and for `ordered` where the queue was made without, or the other way round; InvalidMessageError for a
+    name that no topic can have.
     """
 
     def __init__(
@@ -136,13 +151,20 @@ class Queue:
         self._waits = Waits(broker, name, order=ordered)
         """Of the threads in `get`."""
         self._lender = Lender(broker, name, self._settled)
-        self._delayed_until = 0.0
-        """When the last of the delayed items that were put here is due, `time.monotonic`."""
+        self._coming: tuple[int, str] | None = None
+        """Of the delayed item put here that comes last: when (wall ms), and its unique key."""
         self._last = threading.local()
+        group = broker.groups.get(name)
+        if group is not None and group.orderly != ordered:
+            raise ConfigError(
+                f"queue {name!r} was made {'ordered' if group.orderly else 'without order'}: give "
+                f"ordered={group.orderly}, choose another name, or alter it: broker.groups.alter({name!r}, "
+                f"orderly={ordered})"
+            )
         topic = broker.topics.create(name, queues=1)
         if topic.read_queues != 1 or topic.write_queues != 1:
             raise ConfigError(f"topic {name!r} has {topic.write_queues} queues, a Queue is one; choose another name")
-        broker.groups.create(name)
+        broker.groups.create(name, orderly=ordered)
         if retry is not None:
             broker.groups.alter(name, retry_policy=retry)
         broker.start_of(name, name, 0, "earliest")  # from here on it counts what is not done, and retention keeps it
@@ -172,8 +194,26 @@ class Queue:
         if delay is None:
             self._broker.put(self.name, body, queue_id=0)
         else:
-            self._broker.put(self.name, body, queue_id=0, delay=delay)
-            self._delayed_until = max(self._delayed_until, time.monotonic() + seconds(delay, "delay"))
+            self._note_delay(self._broker.put(self.name, body, queue_id=0, delay=delay), delay)
+
+    def _note_delay(self, receipt: SendReceipt, delay: Duration) -> None:
+        """An item was put with that delay: `join` waits for it."""
+        due_ms = self._broker.store.clock.now_ms() + math.ceil(seconds(delay, "delay") * 1000)
+        coming = -(-due_ms // _SLOT_MS) * _SLOT_MS, receipt.unique_key
+        with self._changed:
+            last = self._coming
+            if receipt.recall_handle is not None and (last is None or coming[0] >= last[0]):
+                self._coming = coming  # of those of one second the last put comes last
+
+    def _is_coming(self) -> bool:
+        """Whether an item that was put here with a delay is not there yet."""
+        if self._coming is None:
+            return False
+        comes_ms, unique_key = self._coming
+        late_ms = self._broker.store.clock.now_ms() - comes_ms
+        if late_ms < 0:
+            return True
+        return late_ms < _LATE_MS and not self._broker.store.find(self.name, unique_key=unique_key, limit=1)
 
     def put_nowait(self, item: Any) -> None:
         """`put`, with QueueFull instead of waiting."""
@@ -233,18 +273,29 @@ class Queue:
         except MQStoreError:
             if not tasks:
                 raise
+        except BaseException:  # Ctrl-C: nobody will ever hold what was taken
+            for task in tasks:
+                with suppress(MQStoreError):
+                    task._release()
+            raise
         return tasks
 
     def _take(self, count: int, block: bool, timeout: Duration | None, visibility: Duration | None) -> list[Task]:
         loan_s = self._loan_s if visibility is None else loan_seconds(visibility)
         end = None if timeout is None else time.monotonic() + seconds(timeout, "timeout")
+        turn = None
         while True:
             rings = self._waits.rings  # before the look: a `shutdown` that comes later ends the wait
             shut = self._shut  # and what was put before it is seen
-            if shut == "all":
-                raise QueueShutDown(f"queue {self.name!r} was shut down")
-            expires_at = self._lender.monotonic_ms() / 1000 + loan_s
-            found = self._broker.pop(self.name, self.name, count, invisible=loan_s, order=self._ordered)
+            try:
+                if shut == "all":
+                    raise QueueShutDown(f"queue {self.name!r} was shut down")
+                expires_at = self._lender.monotonic_ms() / 1000 + loan_s
+                found = self._broker.pop(self.name, self.name, count, invisible=loan_s, order=self._ordered)
+            except BaseException:
+                if turn is not None:  # for an item that another object of this queue may have
+                    self._waits.pass_on(turn)
+                raise
             if found:
                 tasks = [Task(self._lender, delivery, expires_at, self._codec) for delivery in found]
                 self._last.task = tasks[-1]
@@ -254,7 +305,7 @@ class Queue:
             left = None if end is None else end - time.monotonic()
             if not block or (left is not None and left <= 0):
                 raise QueueEmpty(f"nothing to get from queue {self.name!r}")
-            self._waits.wait(((self.name, None),), math.inf if left is None else left, rings)
+            turn = self._waits.wait(((self.name, None),), math.inf if left is None else left, rings)
 
     def when_ready(self, callback: Callable[[], object]) -> Wait:
         """Have `callback()` called once, when another `get(block=False)` may find something, or the queue is shut: for
@@ -291,8 +342,8 @@ class Queue:
         task: Task | None = getattr(self._last, "task", None)
         if task is None:
             raise ValueError("task_done() called, but this thread has no item that it did not call it for")
-        self._last.task = None
         task.ack()
+        self._last.task = None  # only now: if the disk is full it may be said again
 
     def _settled(self, task: Task, outcome: Settled) -> None:
         # Who waits counts itself first, and looks then: it sees what was settled, or is seen here.
@@ -307,7 +358,7 @@ class Queue:
         with self._changed:
             self._waiting += 1
             try:
-                while time.monotonic() < self._delayed_until or self.qsize():
+                while self._is_coming() or self.qsize():
                     left = _LOOK_S if end is None else end - time.monotonic()
                     if left <= 0:
                         return False
@@ -319,7 +370,10 @@ class Queue:
     # -- what is there ----------------------------------------------------------------------------------------------
 
     def qsize(self) -> int:
-        """Items that are ready, on loan, or waiting for another attempt; delayed ones count once due."""
+        """Items that are ready, on loan, or waiting for another attempt; delayed ones count once due.
+        StoreClosedError."""
+        if self._broker.store.closed:  # who waits for room, or for the end, would wait for ever
+            raise StoreClosedError(f"{self._broker.store.path} was closed; open it again")
         return sum(self._broker.lag(self.name).values())
 
     def __len__(self) -> int:

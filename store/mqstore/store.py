@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -36,7 +37,7 @@ from mqstore.client.pullconsumer import PullConsumer
 from mqstore.client.pushconsumer import PushConsumer
 from mqstore.client.simpleconsumer import SimpleConsumer
 from mqstore.client.transaction import Checker
-from mqstore.errors import ReadOnlyStoreError
+from mqstore.errors import OffsetOutOfRangeError, ReadOnlyStoreError, TopicNotFoundError
 from mqstore.log.columns import Columns
 from mqstore.log.commitlog import QueueRef, SendReceipt
 from mqstore.log.message import Message
@@ -105,6 +106,7 @@ class Store(AbstractContextManager["Store"]):
             config=config,
         )
         self._broker = Broker(self.log) if mode == "rw" else None
+        self._pid = os.getpid()
         self._consumers: WeakSet[PullConsumer | PushConsumer | SimpleConsumer] = WeakSet()
         self._producers: WeakSet[Producer] = WeakSet()
         _open.add(self)
@@ -210,9 +212,14 @@ class Store(AbstractContextManager["Store"]):
 
         Raises TopicNotFoundError, OffsetOutOfRangeError (which carries the bounds), FilterError.
         """
-        if offset == 0 and self._is_empty(topic, queue_id):
-            return []
-        return self.log.read(topic, queue_id, offset, max_messages, max_bytes=max_bytes, tags=tags)
+        try:
+            return self.log.read(topic, queue_id, offset, max_messages, max_bytes=max_bytes, tags=tags)
+        except TopicNotFoundError:
+            if not self._is_empty(topic, queue_id):
+                raise
+        if offset:
+            raise OffsetOutOfRangeError(f"{topic!r}, queue {queue_id} is empty: offset {offset} is not there", 0, 0)
+        return []
 
     def iter(
         self,
@@ -499,7 +506,10 @@ class Store(AbstractContextManager["Store"]):
         self.log.flush()
 
     def close(self, timeout: Duration = 30) -> None:
-        """Stop its consumers, then its producers; write every table, give the directory back. Fine to call twice."""
+        """Stop its consumers, then its producers; write every table, give the directory back. Fine to call twice. In a
+        forked child it does nothing: all of it is the parent's."""
+        if os.getpid() != self._pid:  # locks may be held by threads that are not here
+            return
         ends: list[Callable[[], object]] = []
         for consumer in tuple(self._consumers):
             if isinstance(consumer, PushConsumer):

@@ -928,8 +928,12 @@ def test_every_loop_may_have_a_store_and_none_another_s(tmp_path: Path) -> None:
 def test_ctrl_c_leaves_a_store_that_was_closed(tmp_path: Path) -> None:
     code = """
         import asyncio, sys, mqstore
+        async def tick():  # asyncio.run does not hear a signal that comes just before its loop falls asleep
+            while True:
+                await asyncio.sleep(0.05)
         async def main():
             async with mqstore.aio.open(sys.argv[1]) as store, store.queue("jobs") as queue:
+                ticking = asyncio.create_task(tick())
                 await queue.put(b"x")
                 task = await queue.get()
                 print("waiting", flush=True)
@@ -996,6 +1000,33 @@ class Door:
 
     def cancel(self) -> None:
         self.cancelled = True
+
+
+def test_a_look_that_fails_passes_on_the_turn_it_was_called_for() -> None:
+    class Turn:
+        cancelled = 0
+
+        def cancel(self) -> None:
+            self.cancelled += 1
+
+    async def main() -> None:
+        bridge, turn, looks = Bridge("test"), Turn(), iter([None, mqstore.QueueShutDown("shut")])
+
+        def look() -> object:
+            if (error := next(looks)) is not None:
+                raise error
+            return None
+
+        def park(again: Callable[[], object]) -> Turn:
+            again()
+            return turn
+
+        with pytest.raises(mqstore.QueueShutDown):
+            await bridge.look(look, park, timeout_s=None)
+        assert turn.cancelled == 1
+        bridge.close()
+
+    run(main())
 
 
 def test_who_is_cancelled_while_he_is_parking_does_not_stay() -> None:

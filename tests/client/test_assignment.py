@@ -594,6 +594,30 @@ def test_a_consumer_leaves_no_waiter_and_no_listener_behind(bench: PushBench) ->
 # --- by hand -------------------------------------------------------------------------------------------------------
 
 
+def test_a_hook_that_stops_its_consumer_in_the_middle_of_a_rebalance_leaves_no_lock(bench: PushBench) -> None:
+    """A lock that was taken after the stop would keep its queue from everybody for a minute."""
+    bench.broker.topics.create("u", queues=1)
+    turn = ["t"]
+
+    def strategy(client_id: str, queues: Any, members: Any) -> Any:
+        return list(queues) if queues[0].topic == turn[0] else []
+
+    class Stops(Interceptor):
+        def on_revoke(self, queues: frozenset[QueueRef]) -> None:
+            consumer.stop()
+
+    consumer = bench.consumer(strategy=strategy, interceptors=[Stops()], run=False)
+    consumer.subscribe("u", lambda message: None)
+    consumer.start()
+    bench.settle()
+    assert consumer.assignment() == {T0}
+    turn[0] = "u"  # t goes, which stops it, and u comes
+    engine_of(consumer).stir()
+    bench.settle()
+    assert consumer.assignment() == frozenset()
+    assert bench.broker.locks.snapshot() == []
+
+
 def test_another_filter_counts_at_once_for_who_waits(bench: PushBench) -> None:
     """A11.2: a pull that waits by the filter of before would have been five seconds late."""
     seen = Seen()
@@ -664,6 +688,19 @@ def test_seek_goes_where_it_is_told(bench: PushBench) -> None:
         consumer.seek(T0, "begin")  # type: ignore[arg-type]
 
 
+def test_of_two_seeks_at_once_the_second_counts(bench: PushBench) -> None:
+    seen = Seen()
+    consumer = bench.consumer(seen)
+    bench.put(b"0", b"1", b"2", b"3")
+    bench.settle()
+    seen.clear()
+    consumer.seek(T0, 0)
+    consumer.seek(T0, 2)  # the first one is not carried out yet
+    assert bench.committed() == 2
+    bench.settle()
+    assert seen == [b"2", b"3"]
+
+
 def test_a_seek_from_a_handler_voids_what_it_is_at(bench: PushBench) -> None:
     seen, committed, settled = Seen(), list[int | None](), list[bytes]()
 
@@ -727,6 +764,33 @@ def test_broadcasting_goes_on_where_its_client_was(bench: PushBench, tmp_path: P
     bench.settle()
     assert third == [b"2"]
     assert bench.committed() is None
+
+
+def test_who_takes_over_from_a_broadcaster_goes_on_where_that_one_came_to(bench: PushBench, tmp_path: Path) -> None:
+    """The new one is made while the old one still runs, and takes its place: it must not go back to where the old one
+    was when it was made, nor write that over positions in topics that it does not even read."""
+    options: dict[str, Any] = {"model": "broadcasting", "client_id": "cache-1"}
+    bench.broker.topics.create("u", queues=1)
+    first, second = Seen(), Seen()
+    old = bench.consumer(first, **options)
+    old.subscribe("u", first)
+    bench.put(b"0")
+    bench.put(b"u0", topic="u")
+    bench.advance(5)
+    new = bench.consumer(second, run=False, **options)
+    bench.put(b"1")
+    bench.put(b"u1", topic="u")
+    bench.settle()
+    old.stop()
+    bench.consumers.remove(old)
+    new.start()
+    bench.put(b"2")
+    bench.settle()
+    assert sorted(first) == [b"0", b"1", b"u0", b"u1"]
+    assert second == [b"2"]
+    new.stop()
+    file = tmp_path / "local_offsets" / "cache-1" / "g.json"
+    assert json.loads(file.read_bytes())["offsets"] == {"t": {"0": 3}, "u": {"0": 2}}
 
 
 def test_what_is_put_to_queues_that_come_later_is_not_skipped(bench: PushBench) -> None:

@@ -96,6 +96,24 @@ class BareBatch(BatchFailure):
         """Likewise."""
 
 
+class OddRetry(Retry):
+    def __init__(self, delay_s: object) -> None:
+        Exception.__init__(self)
+        self.delay_s = delay_s  # type: ignore[assignment]
+
+
+class OddBatch(BatchFailure):
+    def __init__(self) -> None:
+        """Its failed ones it cannot tell."""
+
+    @property
+    def failed(self) -> Any:
+        raise RuntimeError("cannot be told")
+
+    @failed.setter
+    def failed(self, value: Any) -> None: ...
+
+
 def test_what_is_returned_does_not_matter(handle: Handle) -> None:
     for value in (None, False, 17, "RECONSUME_LATER"):
         assert handle(lambda given, value=value: value)[0] is None
@@ -121,6 +139,12 @@ def test_handlers_of_batches_get_a_sequence_others_one_message(handle: Handle, g
         (BareRetry(), Failure("retry", "")),
         (BareReject(), Failure("reject", "rejected by its handler")),
         (BareBatch(), Failure("retry", "")),
+        (OddBatch(), Failure("retry", "")),
+        (OddRetry("soon"), Failure("retry", "")),
+        (OddRetry(float("nan")), Failure("retry", "")),
+        (OddRetry(float("inf")), Failure("retry", "")),
+        (OddRetry(-1), Failure("retry", "")),
+        (OddRetry(3), Failure("retry", "", 3)),
     ],
 )
 def test_what_is_raised_says_what_is_to_become_of_it(handle: Handle, error: Exception, expected: Failure) -> None:

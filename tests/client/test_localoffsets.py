@@ -105,6 +105,17 @@ def test_a_new_object_goes_on_where_the_file_says(tmp_path: Path, offsets: Local
     assert (opened(tmp_path).get(Q0), opened(tmp_path).get(Q1)) == (12, 1)
 
 
+def test_who_takes_over_reads_the_file_anew(tmp_path: Path, offsets: LocalOffsets) -> None:
+    before = opened(tmp_path)
+    offsets.update(Q0, 5)
+    offsets.persist()
+    before.update(Q0, 1)
+    before.reload()
+    assert before.get(Q0) == 5
+    before.persist()
+    assert opened(tmp_path).get(Q0) == 5
+
+
 def test_removing_leaves_the_file_as_it_is(tmp_path: Path, offsets: LocalOffsets) -> None:
     offsets.update(Q0, 12)
     offsets.persist()

@@ -156,7 +156,7 @@ def test_a_topic_that_is_not_there_has_no_share_and_is_logged_once(
     first = Seat(broker, "c1")
     first.join({"later": ("TAG", "*")})
 
-    with caplog.at_level(logging.WARNING, "mqstore"):
+    with caplog.at_level(logging.INFO, "mqstore"):
         assert first.share() == first.share() == {}
     assert len(caplog.records) == 1
     first.news()
@@ -260,6 +260,14 @@ def test_who_leaves_gives_everything_back_and_hears_nothing_more(seat: Callable[
     assert broker.locks.snapshot() == []
     assert not broker.members.on_change
     assert not broker.locks.on_release
+
+
+def test_who_has_left_takes_no_locks(seat: Callable[..., Seat], broker: Broker) -> None:
+    a = seat("a")
+    a.leave()
+    assert a.take({QueueRef("orders", 0)}) == set()
+    assert a.held == frozenset()
+    assert broker.locks.snapshot() == []
 
 
 def test_who_leaves_may_keep_a_lock_and_give_it_later(seat: Callable[..., Seat], broker: Broker) -> None:

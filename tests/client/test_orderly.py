@@ -1050,6 +1050,7 @@ def formerly_concurrent(bench: Bench, bodies: Sequence[str], topics: Sequence[st
     bench.leave(concurrent)
     bench.calls.clear()
     bench.errors.clear()
+    bench.broker.groups.alter("g", orderly=True)
     bench.advance(10)
 
 

@@ -673,6 +673,28 @@ def test_a_failure_blocks_its_queue_and_no_other(bench: Bench) -> None:
     assert [each for each in push.seen if each[0] in b"01"] == [(b"0", 1), (b"0", 2), (b"0", 3), (b"1", 1)]
 
 
+def test_in_order_what_stands_behind_what_was_lost_is_not_begun(bench: Bench) -> None:
+    """Its handler took so long, and nobody renewed meanwhile, that another one has got it, and all behind it: to go on
+    would put two handlers at one queue, and repeat what that one does."""
+    others: list[Any] = []
+
+    def act(message: Message) -> None:
+        if message.body == b"1" and not others:
+            bench.clock.advance(100_000)
+            bench.broker.run_once()
+            others.extend(bench.broker.pop("g", "t", 3, order=True))
+
+    push = Push(bench, act, ordered=True, workers=1)
+    bench.put(*(b"%d" % i for i in range(5)), queue_id=0)
+    push.go()
+    assert [each.message.body for each in others] == [b"1", b"2", b"3"]
+    assert push.bodies() == [b"0", b"1"]
+    bench.broker.ack("g", "t", [each.receipt for each in others])
+    push.advance(1)
+    assert push.bodies() == [b"0", b"1", b"4"]
+    assert lag(bench) == 0
+
+
 def test_many_messages_in_order(bench: Bench) -> None:
     push = Push(bench, fails(b"013", b"050"), ordered=True, retry=RetryPolicy(2, [1]), prefetch=40)
     for i in range(100):

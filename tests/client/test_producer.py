@@ -1103,6 +1103,29 @@ def test_one_message_that_fails_does_not_take_others_with_it(bench: Bench, caplo
         assert bool(caplog.text) == told
 
 
+def test_a_callback_that_calls_exit_ends_nothing_but_itself(broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
+    """It ended the writer: what was submitted afterwards was never stored, and its futures were never answered."""
+    with Producer(broker, linger=0.05) as producer:
+        futures = [producer.submit("orders", b"0"), producer.submit("orders", b"1")]
+        futures[0].add_done_callback(lambda done: sys.exit(1))
+        producer.flush(20)
+        futures.append(producer.submit("orders", b"2"))
+        assert [future.result(20).topic for future in futures] == ["orders"] * 3
+    assert "wanted to end the writer" in caplog.text
+
+
+def test_an_after_send_that_calls_exit_does_not_end_the_writer(broker: Broker) -> None:
+    class Exiting(Interceptor):
+        def after_send(self, message: OutgoingMessage, receipt: Any, error: Any) -> None:
+            if message.body == b"0":
+                sys.exit(1)
+
+    with Producer(broker, interceptors=[Exiting()]) as producer:
+        with pytest.raises(mqstore.StoreClosedError):  # nobody knows how it ended
+            producer.submit("orders", b"0").result(20)
+        assert producer.submit("orders", b"1").result(20).topic == "orders"
+
+
 def test_a_full_disk_fails_the_futures_and_those_after_it_are_stored(tmp_path: Path) -> None:
     fs = FaultyFileSystem()
     with Broker(open_store(tmp_path / "s", fs=fs, segment_bytes=4096)) as broker:
@@ -1716,3 +1739,17 @@ def test_it_says_what_it_is(bench: Bench) -> None:
     producer.close()
     assert repr(producer).endswith(" closed>")
     assert isinstance(bench.producer().transaction(), Transaction)
+
+
+def test_a_half_message_that_ctrl_c_cut_off_is_asked_about_like_any_other(bench: Bench) -> None:
+    """Noted as one whose block still runs, it would neither be asked about nor given up while the process lives."""
+
+    class Interrupted(list[Any]):
+        def append(self, item: Any) -> None:
+            raise KeyboardInterrupt
+
+    producer = bench.producer()
+    with pytest.raises(KeyboardInterrupt), producer.transaction() as tx:
+        tx._halves = Interrupted()
+        tx.send("orders", b"x")
+    assert not producer._checks._running

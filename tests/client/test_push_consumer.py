@@ -3,6 +3,7 @@ A10, A14, A15.8, B.6)."""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -10,9 +11,11 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ import pytest
 
 import mqstore
 from mqstore.broker.broker import Broker
+from mqstore.client.interceptors import Interceptor
 from mqstore.client.outcome import BatchFailure, Reject, Retry
 from mqstore.client.pushconsumer import PushConsumer
 from mqstore.client.workers import cancelled
@@ -117,7 +121,7 @@ def test_members_must_agree(bench: PushBench) -> None:
     bench.consumer(tags="B||A")
     for wrong, error in (
         ({"tags": "A"}, SubscriptionConflictError),
-        ({"tags": "A || B", "ordered": True}, GroupInUseError),
+        ({"tags": "A || B", "mode": "pop"}, GroupInUseError),
     ):
         consumer = bench.consumer(run=False, **wrong)
         bench.consumers.remove(consumer)
@@ -125,7 +129,40 @@ def test_members_must_agree(bench: PushBench) -> None:
             consumer.start()
         assert len(bench.broker.members.members("g")) == 2
         consumer.stop()
-        bench.broker.groups.alter("g", orderly=False)
+
+
+def test_who_only_makes_a_consumer_changes_nothing(bench: PushBench) -> None:
+    """The group was made an ordered one, for all its members, by a consumer that was never started."""
+    bench.consumer(run=False, group="new", ordered=True, retry=mqstore.RetryPolicy(3))
+    assert bench.broker.groups.get("new") is None
+
+    bench.broker.groups.create("g")
+    with pytest.raises(ConfigError, match=r"was made to consume without order.*orderly=True"):
+        bench.consumer(run=False, ordered=True)
+    bench.broker.groups.alter("g", orderly=True)
+    with pytest.raises(ConfigError, match=r"was made to consume in order.*orderly=False"):
+        bench.consumer(run=False)
+    policy = bench.broker.groups.need("g").retry_policy
+    other = bench.consumer(ordered=True)
+    pop = bench.consumer(run=False, ordered=True, mode="pop", retry=mqstore.RetryPolicy(3))
+    with pytest.raises(GroupInUseError):
+        pop.start()
+    assert bench.broker.groups.need("g").retry_policy == policy
+    other.stop()
+    pop.start()  # what kept it from starting is over
+    assert bench.broker.groups.need("g").retry_policy == mqstore.RetryPolicy(3)
+
+
+@pytest.mark.parametrize("start", ["now", 0, datetime(2026, 1, 1)])
+def test_a_start_that_is_none_is_refused_at_once(bench: PushBench, start: Any) -> None:
+    with pytest.raises(ConfigError, match="an aware datetime"):
+        bench.consumer(run=False, start=start)
+
+
+def test_a_decorator_without_a_topic_is_told_from_a_topic(bench: PushBench) -> None:
+    consumer = PushConsumer(bench.broker, "g", workers=1)
+    with pytest.raises(ConfigError, match=r"@consumer\.subscribe\('topic'\)"):
+        consumer.subscribe(lambda message: None)  # type: ignore[arg-type]
 
 
 def test_one_that_was_stopped_is_of_no_more_use(bench: PushBench) -> None:
@@ -143,6 +180,32 @@ def test_one_that_was_stopped_is_of_no_more_use(bench: PushBench) -> None:
 def test_one_that_was_never_started_may_be_stopped(bench: PushBench) -> None:
     consumer = PushConsumer(bench.broker, "g")
     assert consumer.stop()
+
+
+def test_a_hook_that_stops_a_consumer_while_it_starts_has_stopped_it(bench: PushBench) -> None:
+    class Stops(Interceptor):
+        def on_assign(self, queues: frozenset[QueueRef]) -> None:
+            consumer.stop()
+
+    consumer = bench.consumer(nothing, interceptors=[Stops()], run=False)
+    with pytest.raises(StoreClosedError):
+        consumer.start()
+    assert consumer.stop() is True
+    assert bench.broker.members.members("g") == []
+    assert bench.broker.locks.snapshot() == []
+
+
+@pytest.mark.parametrize("mode", ["queue", "pop"])
+def test_consumers_that_were_never_started_are_forgotten(bench: PushBench, mode: Any) -> None:
+    listeners = len(bench.broker.topics.on_change)
+    made = [PushConsumer(bench.broker, "g", mode=mode, workers=1) for _ in range(3)]
+    for consumer in made:
+        consumer.subscribe("t", nothing)
+    gone = [weakref.ref(consumer) for consumer in made]
+    del made, consumer
+    gc.collect()
+    assert [each() for each in gone] == [None] * 3
+    assert len(bench.broker.topics.on_change) == listeners
 
 
 def test_a_decorator_gives_the_function_back(bench: PushBench) -> None:
@@ -365,6 +428,37 @@ def test_a_handler_that_hangs_is_left_and_its_result_is_void(broker: Broker, cap
     until(lambda: not any(thread.name.startswith("mqstore-g") for thread in threading.enumerate()))
     assert broker.committed("g", "t", 0) == 0  # not settled, and not sent back either
     assert broker.topics.get("%RETRY%g") is None
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("what", ["consumer", "store"])
+@pytest.mark.parametrize("mode", ["queue", "pop"])
+def test_a_forked_child_closes_nothing_and_does_not_hang(tmp_path: Path, mode: Any, what: str) -> None:
+    """A child that leaves the parent's `with` block, by `sys.exit` say, finds locks that threads held which it does not
+    have."""
+    seen = list[bytes]()
+    with mqstore.open(tmp_path) as store:
+        consumer = store.push_consumer("g", mode=mode, workers=1)
+        consumer.subscribe("t", lambda message: seen.append(message.body))
+        with consumer:
+            held = [consumer._lock, consumer._workers._changed, consumer._engine._lock]  # type: ignore[attr-defined]
+            for lock in held:  # as another thread may at the moment of the fork
+                lock.acquire()
+            pid = os.fork()
+            if pid == 0:
+                signal.alarm(10)
+                threading.Thread(target=store.close if what == "store" else consumer.stop, daemon=True).start()
+                for thread in threading.enumerate():
+                    if thread is not threading.current_thread():
+                        thread.join()  # another thread: our locks are reentrant
+                os._exit(0)
+            for lock in held:
+                lock.release()
+            assert os.waitpid(pid, 0)[1] == 0
+            store.put("t", b"0")
+            until(lambda: seen)
+    assert seen == [b"0"]
 
 
 def test_a_store_that_is_closed_stops_its_consumers_first(tmp_path: Path) -> None:

@@ -261,6 +261,47 @@ def test_join_waits_for_what_is_delayed(broker: Broker) -> None:
     assert ended(*waiting) is True
 
 
+@pytest.mark.parametrize("delays_s", [[0.2], [1], [1.3], [60], [2.9, 2.1], [0.3, 7, 4]])
+def test_join_is_not_over_before_what_was_delayed_has_come(bench: Bench, delays_s: list[float]) -> None:
+    """An item comes at the end of the second in which it is due. To `join` it was gone between the two."""
+    queue = bench.queue()
+    for delay_s in delays_s:
+        queue.put(b"later", delay=delay_s)
+    for _ in delays_s:
+        while not (tasks := queue.get_many(1)):
+            assert not queue.join(timeout=0)
+            bench.advance(0.1)
+        assert not queue.join(timeout=0)
+        tasks[0].ack()
+    assert queue.join(timeout=0)
+
+
+def test_join_does_not_wait_for_ever_for_a_delayed_item_that_never_comes(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = bench.queue()
+    queue.put(b"later", delay=5)
+    bench.advance(6)
+    queue.get(block=False).ack()
+    monkeypatch.setattr(bench.broker.store, "find", lambda *arguments, **options: [])
+    bench.advance(50)
+    assert not queue.join(timeout=0)
+    bench.advance(10)
+    assert queue.join(timeout=0)
+
+
+@pytest.mark.parametrize("wait", [lambda queue: queue.put(b"b"), lambda queue: queue.join()])
+def test_who_waits_for_others_to_settle_hears_that_the_store_was_closed(broker: Broker, wait: Any) -> None:
+    queue = Queue(broker, "jobs", maxsize=1)
+    queue.put(b"a")
+    waiting = in_thread(lambda: wait(queue))
+    while not queue._waiting:
+        time.sleep(0.001)
+    broker.close()
+    assert isinstance(ended(*waiting), mqstore.StoreClosedError)
+    assert isinstance(ended(*in_thread(lambda: wait(queue))), mqstore.StoreClosedError)  # and who comes later
+
+
 # -- room ------------------------------------------------------------------------------------------------------------
 
 
@@ -777,3 +818,93 @@ def test_workers_that_fail_now_and_then_do_everything(broker: Broker) -> None:
         assert ended(*each) is None
     assert sorted(done) == list(range(300))
     assert list(queue.dead_letters) == []
+
+
+# -- two objects, one queue --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_queue_is_ordered_for_all_or_for_none(bench: Bench, ordered: bool) -> None:
+    """Two that disagree would overtake each other, and nobody would be told."""
+    queue = bench.queue(ordered=ordered)
+    queue.put(b"a")
+    for _ in range(2):
+        with pytest.raises(mqstore.ConfigError, match=f"give ordered={ordered}, .*alter"):
+            bench.queue(ordered=not ordered)
+        assert bench.queue(ordered=ordered).qsize() == 1
+        bench.broker.close()
+        bench.open()
+
+
+def test_who_finds_his_queue_shut_passes_his_turn_on(broker: Broker) -> None:
+    first, second = Queue(broker, "jobs"), Queue(broker, "jobs")
+    called, go_on = threading.Event(), threading.Event()
+    wait = first._waits.wait
+
+    def slow(*arguments: Any) -> str | None:
+        turn = wait(*arguments)
+        called.set()
+        assert go_on.wait(20)
+        return turn
+
+    first._waits.wait = slow  # type: ignore[method-assign]
+    shut = in_thread(first.get)
+    while not first._waits.open:
+        time.sleep(0.001)
+    lucky = in_thread(second.get)
+    while not second._waits.open:
+        time.sleep(0.001)
+    second.put(b"a")  # the first one's turn: it was there before
+    assert called.wait(20)
+    first.shutdown(immediate=True)
+    go_on.set()
+    assert isinstance(ended(*shut), mqstore.QueueShutDown)
+    assert ended(*lucky).value == b"a"
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_what_comes_again_looks_like_what_was_put(bench: Bench, ordered: bool) -> None:
+    queue = bench.queue(ordered=ordered)
+    queue.put(b"a")
+    queue.get().nack(delay=1)
+    bench.advance(2)
+    task = queue.get(block=False)
+    assert (task.attempt, task.message.attempt, task.message.topic, task.message.body) == (2, 2, "jobs", b"a")
+
+
+def test_task_done_may_be_said_again_when_the_disk_was_full(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = bench.queue()
+    queue.put(b"a")
+    queue.get()
+
+    def full(*arguments: Any) -> None:
+        raise mqstore.StoreFullError(28, "full", "file", "append")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.broker, "ack", full)
+        with pytest.raises(mqstore.StoreFullError):
+            queue.task_done()
+    queue.task_done()
+    assert queue.empty()
+    with pytest.raises(ValueError, match="no item"):
+        queue.task_done()
+
+
+def test_what_an_interrupted_get_many_had_taken_is_there_at_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = bench.queue()
+    queue.put_many([b"%d" % i for i in range(40)])
+    pop, calls = bench.broker.pop, []
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return pop(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.broker, "pop", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            queue.get_many(40)
+    tasks = queue.get_many(40)
+    assert sorted(int(task.value) for task in tasks) == list(range(40))
+    assert {task.attempt for task in tasks} == {1}

@@ -70,6 +70,13 @@ def test_what_is_not_there(store: Store, queue_id: int) -> None:
             call()
 
 
+def test_an_empty_queue_of_a_topic_that_is_there(store: Store) -> None:
+    store.create_topic("orders", queues=1)
+    with pytest.raises(mqstore.OffsetOutOfRangeError) as caught:  # not: there is no such topic
+        store.read("orders", 0, 5)
+    assert (caught.value.min_offset, caught.value.max_offset) == (0, 0)
+
+
 def test_messages_take_turns_unless_told(store: Store) -> None:
     store.create_topic("t", queues=4)
     assert {store.put("t", b"x").queue.queue_id for _ in range(4)} == {0, 1, 2, 3}

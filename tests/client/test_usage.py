@@ -188,7 +188,8 @@ def test_9_a_retry_policy_and_dead_letters(store: mqstore.Store, capsys: pytest.
     growing = mqstore.exponential(initial=1, factor=2, maximum=600)
     assert [growing.delay(attempt) for attempt in (1, 2, 3, 17)] == [1, 2, 4, 600]
 
-    store.push_consumer("billing", retry=policy)
+    with store.push_consumer("billing", retry=policy) as consumer:
+        consumer.subscribe("orders", lambda message: None)
     config = store.broker.groups.need("billing")
     assert config.retry_policy == policy
     receipt = store.put("orders", b"x", unique_key="k-1")

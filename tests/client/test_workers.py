@@ -126,6 +126,30 @@ def test_a_call_ends_in_time_or_lapses_and_never_both() -> None:
     assert worker.lapsed != worker.calls  # so its result counts
 
 
+def test_a_call_that_begins_in_the_middle_of_a_lapse_is_not_what_lapses() -> None:
+    """The next call of a thread begins without the lock: between two looks of who lapses the one before."""
+
+    class Worker2(Worker):
+        """Whose next call begins as soon as its number was looked at."""
+
+        switched = False
+
+        def __getattribute__(self, name: str) -> Any:
+            value = super().__getattribute__(name)
+            if name == "calls" and not Worker2.switched:
+                Worker2.switched = True
+                self.messages = ()
+                self.begin(["second"])  # type: ignore[list-item]
+            return value
+
+    worker = Worker2()
+    Worker2.switched = True
+    worker.begin(["first"])  # type: ignore[list-item]
+    Worker2.switched = False
+    assert list(worker.lapse(1)) in ([], ["first"])
+    assert worker.messages == ["second"]
+
+
 def test_many_calls_that_end_while_they_lapse_have_one_outcome_each() -> None:
     """The timer thread used to say that a call had lapsed and then to find that it had ended, while the worker had
     looked in between: its message was neither settled nor sent back, and held its queue for good."""

@@ -179,7 +179,7 @@ def test_what_is_put_into_a_java_store_bears_the_java_checksum(golden: Golden) -
 
 def test_the_other_profile_is_refused_for_a_java_store(golden: Golden) -> None:
     java = golden("clean")
-    with pytest.raises(ConfigError, match="mqstore convert"):
+    with pytest.raises(ConfigError, match="mqstore produce --exported"):
         MessageStore(java.path, profile="mqstore")
 
 

@@ -8,10 +8,10 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 from click.testing import CliRunner
 from hypothesis import strategies as st
 
@@ -209,6 +209,16 @@ def read_all(
     return batches
 
 
+def by_log(
+    path: Path, cuts: list[int], columns: Sequence[str] | None = None, policy: Policy | None = None, **options: Any
+) -> list[Any]:
+    """All of the log, read in ranges that are cut at these positions."""
+    with MessageStore(path, "r") as store, ColumnReader(store, columns, policy=policy, **options) as reader:
+        end = log_end(store)
+        edges = [0, *sorted({cut % (end + 1) for cut in cuts}), end]
+        return [batch for low, high in pairwise(edges) for batch in reader.log(low, high)]
+
+
 def log_end(store: MessageStore) -> int:
     """Behind the last record that a queue lists."""
     end = 0
@@ -218,7 +228,3 @@ def log_end(store: MessageStore) -> int:
             for physical, size, _ in store.units(*ref, low, high - low).tolist():
                 end = max(end, physical + size)
     return end
-
-
-def table(batches: list[Any]) -> Any:
-    return pa.Table.from_batches(batches)

@@ -8,7 +8,6 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +27,9 @@ from tests.spark.support import (
     Odd,
     as_exported,
     as_row,
+    by_log,
     exported,
     instant,
-    log_end,
     many,
     odd_records,
     read_all,
@@ -47,14 +46,6 @@ SMALL = settings(
 
 def in_log_order(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(lines, key=lambda line: line["physical_offset"])
-
-
-def by_log(path: Path, cuts: list[int], columns: Any = None, policy: Policy | None = None, **options: Any) -> list[Any]:
-    """All of the log, read in ranges that are cut at these positions."""
-    with MessageStore(path, "r") as store, ColumnReader(store, columns, policy=policy, **options) as reader:
-        end = log_end(store)
-        edges = [0, *sorted({cut % (end + 1) for cut in cuts}), end]
-        return [batch for low, high in pairwise(edges) for batch in reader.log(low, high)]
 
 
 # -- the same as an export ---------------------------------------------------------------------------------------------

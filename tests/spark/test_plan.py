@@ -13,7 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mqstore import ConfigError, MessageStore, NotAStoreError, OffsetOutOfRangeError, StoreConfig, TopicNotFoundError
+from mqstore import (
+    ConfigError,
+    MessageStore,
+    NotAStoreError,
+    OffsetOutOfRangeError,
+    SimulatedClock,
+    StoreConfig,
+    TopicNotFoundError,
+)
 from mqstore.broker.offline import offline
 from mqstore.log.commitlog import QueueRef
 from mqstore.spark.options import SourceOptions
@@ -113,7 +121,7 @@ def test_what_is_gone_fails_unless_told_otherwise(tmp_path: Path) -> None:
 
 
 def test_only_what_is_on_disk_can_be_asked_for(tmp_path: Path) -> None:
-    config = StoreConfig(segment_bytes=1 << 16)
+    config = StoreConfig(segment_bytes=1 << 16, clock=SimulatedClock())  # so nothing is flushed but by us
     with MessageStore(tmp_path / "s", config=config) as store:
         for i in range(10):
             store.put("t", b"%d" % i)
@@ -121,6 +129,7 @@ def test_only_what_is_on_disk_can_be_asked_for(tmp_path: Path) -> None:
         store._interval_checkpoint()
         for i in range(5):
             store.put("t", b"%d" % i)
+        store.dispatch()
         assert planned(tmp_path / "s") == {("t", 0): (0, 15)}
         assert planned(tmp_path / "s", readUpTo="flushed") == {("t", 0): (0, 10)}
     assert planned(tmp_path / "s", readUpTo="flushed") == {("t", 0): (0, 15)}  # closed cleanly

@@ -1,6 +1,9 @@
 """A minute of everything at once: producers, every kind of consumer, members that come and go, handlers that fail, hang
 and raise. In the end nothing is lost, order was kept, nothing came twice that must not, and nobody is left running.
 
+For the last third nobody comes or goes any more, and there is more to do than caches hold: a queue that has gone silent
+is not begun anew by a rebalance then.
+
 What is allowed to come twice: in the group whose handlers hang, what hung, and what others of its queue got done with
 before a member that had to give up the queue stopped waiting for it: the position stands at what hung, what lies
 behind it is `max_span` and a cache at most. No other: who leaves hands over exactly, and a failed attempt is no success.
@@ -36,6 +39,8 @@ POISON = 0.002
 """Share of messages that no handler ever gets done with."""
 TOPICS = ("work", "steps")
 PREFETCH, SPAN = 64, 100
+BURST = 2_000
+"""Messages put at once when members no longer come and go."""
 RATE_S = 0.004
 """Pause of a producer after each burst: the handlers here are slow on purpose."""
 
@@ -128,6 +133,8 @@ class Trouble:
             if self._hangs and luck < 0.0305:
                 self._ledger.hang(self._group, message)
                 time.sleep(0.8)  # longer than consume_timeout: what it returns counts for nothing
+            elif ordered and luck < 0.0305:
+                time.sleep(0.7)  # longer than an unordered queue would wait for its handler; this one waits
             elif luck < 0.1:
                 time.sleep(0.002)
             ok = True
@@ -157,18 +164,21 @@ def produce(store: mqstore.Store, ledger: Ledger, number: int, stop: threading.E
             stop.wait(pause)
 
 
-def members_of(make: Callable[[int], Any], stop: threading.Event, seed: int, most: int = 3) -> Callable[[], None]:
-    """A thread's work: members come and go; in the end there is one, and it stays until `stop`."""
+def members_of(
+    make: Callable[[int], Any], calm: threading.Event, stop: threading.Event, seed: int, most: int = 3
+) -> Callable[[], None]:
+    """A thread's work: members come and go until `calm`; those that are there then stay until `stop`."""
 
     def run() -> None:
         rng = random.Random(seed)
         number, members = 0, [make(0)]
-        while not stop.wait(rng.uniform(0.1, 0.8)):
+        while not calm.wait(rng.uniform(0.1, 0.8)):
             if len(members) < most and rng.random() < 0.55:
                 number += 1
                 members.append(make(number))
             elif len(members) > 1:
                 assert members.pop(rng.randrange(len(members))).stop(20)
+        stop.wait()
         for member in members:
             assert member.stop(20)
 
@@ -226,7 +236,7 @@ def _run(folder: Path) -> None:
     with mqstore.open(folder / "store", config=config) as store:
         store.create_topic("work", queues=6)
         store.create_topic("steps", queues=4)
-        stop_producing, stop_consuming = threading.Event(), threading.Event()
+        stop_producing, calm, stop_consuming = threading.Event(), threading.Event(), threading.Event()
 
         def push(number: int) -> mqstore.PushConsumer:
             consumer = store.push_consumer(
@@ -243,6 +253,11 @@ def _run(folder: Path) -> None:
         def pop_push(number: int) -> mqstore.PushConsumer:
             consumer = store.push_consumer("poppush", mode="pop", workers=3, retry=RETRY)
             consumer.subscribe("work", pop_push_luck)
+            return consumer.start()
+
+        def pop_steps(number: int) -> mqstore.PushConsumer:
+            consumer = store.push_consumer("popsteps", mode="pop", ordered=True, workers=3, retry=RETRY)
+            consumer.subscribe("steps", lambda message: pop_steps_luck(message, ordered=True))
             return consumer.start()
 
         def simple(number: int) -> Polling:
@@ -273,6 +288,7 @@ def _run(folder: Path) -> None:
         orderly_luck = Trouble(ledger, "orderly", SEED + 2, hangs=False)
         pop_push_luck = Trouble(ledger, "poppush", SEED + 3, hangs=False)
         simple_luck = Trouble(ledger, "simple", SEED + 4, hangs=False)
+        pop_steps_luck = Trouble(ledger, "popsteps", SEED + 5, hangs=False)
 
         failures: list[BaseException] = []
 
@@ -285,9 +301,9 @@ def _run(folder: Path) -> None:
 
             return run
 
-        makers = (push, orderly, pop_push, simple, pull)
+        makers = (push, orderly, pop_push, pop_steps, simple, pull)
         consumers = [
-            threading.Thread(target=guarded(members_of(make, stop_consuming, SEED * 10 + i)))
+            threading.Thread(target=guarded(members_of(make, calm, stop_consuming, SEED * 10 + i)))
             for i, make in enumerate(makers)
         ]
         producers = [
@@ -296,7 +312,14 @@ def _run(folder: Path) -> None:
         ]
         for thread in (*consumers, *producers):
             thread.start()
-        time.sleep(SECONDS)
+        time.sleep(SECONDS * 2 / 3)
+        calm.set()
+        names = [f"burst-{i}" for i in range(BURST)]
+        for name in names:
+            ledger.send("work", name, poison=False)
+        for queue_id in range(6):
+            store.put_many("work", [name.encode() for name in names[queue_id::6]], queue_id=queue_id)
+        time.sleep(SECONDS / 3)
         stop_producing.set()
         for thread in producers:
             thread.join(30)
@@ -305,6 +328,7 @@ def _run(folder: Path) -> None:
             "push": ["work"],
             "orderly": ["steps"],
             "poppush": ["work"],
+            "popsteps": ["steps"],
             "simple": ["work"],
             "pull": ["work", "steps"],
         }

@@ -160,6 +160,8 @@ class _Look(_Call[T]):
                 self._park()
                 return
         except BaseException as error:
+            if self.parked is not None:
+                self.parked.cancel()  # the turn that it was given, if any, is another's
             self.answer(None, error)
         else:
             self.answer(result, None)

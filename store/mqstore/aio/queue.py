@@ -142,13 +142,13 @@ class _Told(queue.Queue):
         with self._changed:
             self._wait_for_room(1, False, None)
             future = self._broker.put_async(self.name, body, queue_id=0, **options)
-        if delay is not None and not (future.done() and future.exception() is not None):
-            self.note_delay(delay)
+        if delay is not None:
+            future.add_done_callback(partial(self._note, delay))
         return future
 
-    def note_delay(self, delay: Duration) -> None:
-        """An item was put with that delay: `join` waits for it."""
-        self._delayed_until = max(self._delayed_until, time.monotonic() + seconds(delay, "delay"))
+    def _note(self, delay: Duration, done: Future[SendReceipt]) -> None:
+        if not done.cancelled() and done.exception() is None:
+            self._note_delay(done.result(), delay)
 
 
 class Queue:
@@ -208,9 +208,9 @@ class Queue:
         if not self._maxsize:
             self.sync.check_open()
             options: SendOptions = {} if delay is None else {"delay": delay}
-            await self._puts.put(self.name, body, 0, options)
+            receipt = await self._puts.put(self.name, body, 0, options)
             if delay is not None:
-                self.sync.note_delay(delay)
+                self.sync._note_delay(receipt, delay)
             return
         append = partial(self.sync.append, body, delay)
         left_s = limit(timeout)
@@ -314,10 +314,11 @@ class Queue:
     async def task_done(self) -> None:
         """Acknowledge what this task of the loop got last. ValueError if there is nothing."""
         current = asyncio.current_task()
-        task = None if current is None else self._last.pop(current, None)
-        if task is None:
+        task = None if current is None else self._last.get(current)
+        if current is None or task is None:
             raise ValueError("task_done() called, but this task has no item that it did not call it for")
         await task.ack()
+        del self._last[current]
 
     async def join(self, timeout: Duration | None = None) -> bool:
         """As `mqstore.Queue.join`."""

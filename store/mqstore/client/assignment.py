@@ -126,6 +126,7 @@ class Assignment:
     def start(self, subscriptions: Mapping[str, Subscription]) -> None:
         """Join the group and take what is ours. Before the workers are started."""
         self._join(subscriptions)
+        self.progress.reload()
         self._rebalance()
         self._workers.later(RENEW_MS, partial(self._every, RENEW_MS, self._renew))
         self._workers.later(REBALANCE_MS, partial(self._every, REBALANCE_MS, self._sweep))
@@ -468,26 +469,29 @@ class Assignment:
         self._hooks.tell(self._hooks.on_offset_reset, queue.queue, offset, new)
         self._begin_anew(queue, new)
 
-    def _begin_anew(self, queue: ProcessQueue, offset: int) -> None:
+    def _begin_anew(self, queue: ProcessQueue, offset: int, *, asked: bool = False) -> bool:
+        """Whether it will be; not if it is given up, or is begun anew already: elsewhere, only if that is `asked`."""
         with queue.settling:
-            if queue.dropped:
-                return
+            if queue.dropped and not (asked and queue.restart_at is not None):
+                return False
             queue.restart_at = offset
             queue.closing = queue.dropped = True  # whoever ends late must not drag the new position
             self._commit(queue, offset)
         self._close(queue)
         # What runs is done for in vain, but better not twice at a time: half a second for it, as in a revocation.
         self._workers.later(REVOKE_MS if queue.running else 0, partial(self._restart, queue))
+        return True
 
     def _restart(self, queue: ProcessQueue) -> None:
-        with self._lock:
+        with queue.settling, self._lock:
             if self._queues.get(queue.queue) is not queue or queue.restart_at is None:
                 return
             if self._service.ordered and queue.running:  # `leave` comes back here
                 return
             del self._queues[queue.queue]
+            offset, queue.restart_at = queue.restart_at, None
         queue.clear()
-        if not self._begin(queue.queue, queue.restart_at):
+        if not self._begin(queue.queue, offset):
             self.stir()
 
     # -- for the services -------------------------------------------------------------------------------------------
@@ -618,7 +622,8 @@ class Assignment:
         low, high = self._broker.min_offset(*ref), self._broker.max_offset(*ref)
         if not low <= offset <= high:
             raise OffsetOutOfRangeError(f"queue {ref.queue_id} of {ref.topic!r} has offsets {low}..{high}", low, high)
-        self._begin_anew(owned[0], offset)
+        if not self._begin_anew(owned[0], offset, asked=True):
+            raise ConfigError(f"queue {ref.queue_id} of {ref.topic!r} is just being given up; nothing has changed")
 
     def infos(self) -> list[tuple[QueueInfo, int | None]]:
         """What is cached of each queue, and the committed offset."""

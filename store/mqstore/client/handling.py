@@ -13,6 +13,7 @@ Knows neither queues nor receipts: what becomes of a failure is the business of 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -147,11 +148,13 @@ class Handling:
     def _failure(self, error: Exception, subscription: Subscription, messages: Sequence[Message]) -> Failure:
         # The exception is the user's, a class of his own perhaps: whatever it lacks, its messages have failed.
         if isinstance(error, Retry):
-            return Failure("retry", _text(error), getattr(error, "delay_s", None))
+            delay_s = _of(error, "delay_s")
+            sane = isinstance(delay_s, int | float) and 0 <= delay_s < math.inf
+            return Failure("retry", _text(error), delay_s if sane else None)
         if isinstance(error, Reject):
-            return Failure("reject", _text(getattr(error, "reason", "")) or "rejected by its handler")
+            return Failure("reject", _text(_of(error, "reason") or "") or "rejected by its handler")
         if isinstance(error, BatchFailure):
-            failed = _among(messages, getattr(error, "failed", None))
+            failed = _among(messages, _of(error, "failed"))
             if failed is not None:
                 return Failure("retry", _text(error), failed=failed)
             self.report(
@@ -209,6 +212,14 @@ class Handling:
         self.statistics.add_many(((name, topic, messages, 1), (time_name, topic, int(took_ms * 1000), messages)))
 
 
+def _of(error: Exception, name: str) -> Any:
+    """What an exception bears; None if it lacks that, or fails when asked."""
+    try:
+        return getattr(error, name, None)
+    except Exception:
+        return None
+
+
 def _text(what: object) -> str:
     """As text; of an exception that cannot even say what it is: its name."""
     try:
@@ -221,7 +232,7 @@ def _among(messages: Sequence[Message], named: object) -> tuple[Message, ...] | 
     """Those of `messages` that are named, each once, in their order; None if something else is named."""
     try:
         names = {(message.queue, message.offset) for message in named}  # type: ignore[attr-defined]
-    except (AttributeError, TypeError):
+    except Exception:
         return None
     failed = tuple(message for message in messages if (message.queue, message.offset) in names)
     return failed if len(failed) == len(names) else None

@@ -3,12 +3,13 @@
     <folder>/<client id>/<group>.json        {"offsets": {"orders": {"0": 12, "1": 250}}}
 
 The one place in this room that knows of a file; how it is written, that it is never absent, partial or silently reset,
-is `files.jsonfile`'s business. One object for a file at a time.
+is `files.jsonfile`'s business. One object for a file at a time: who takes over from another one reloads.
 
     update(q, n)            n, forwards or backwards; with increase_only: unless less is known
     update_and_freeze(q, n) n, and every later update is ignored until `remove`: late acknowledgements of what was read
                             before a queue was taken back must not undo it
     remove(q)               what is in memory; the file keeps what it has
+    reload()                all that is in memory, for what is in the file by now
     get(q)                  what is in memory, else in the file
     persist()               memory into the file, whose other entries stay
 
@@ -83,12 +84,23 @@ class LocalOffsets:
         """Held around a whole save; taken before `_lock`."""
         self._offsets: dict[QueueRef, int] = {}
         self._frozen: set[QueueRef] = set()
-        self._members, self._stored = self._load(clock)
+        self._clock = clock
+        self._members, self._stored = self._load()
         self._folder_durable = False
 
-    def _load(self, clock: Clock) -> tuple[dict[str, Any], dict[QueueRef, int]]:
+    def reload(self) -> None:
+        """Begin with what is in the file now: another object may have written it since this one was made. Errors as of
+        the constructor."""
+        with self._saving:
+            members, stored = self._load()
+            with self._lock:
+                self._members, self._stored = members, stored
+                self._offsets.clear()
+                self._frozen.clear()
+
+    def _load(self) -> tuple[dict[str, Any], dict[QueueRef, int]]:
         try:
-            loaded = load_json(self.path, writer=True, fs=self._fs, clock=clock, check=_offsets_of)
+            loaded = load_json(self.path, writer=True, fs=self._fs, clock=self._clock, check=_offsets_of)
         except CorruptStoreError as error:
             paths = shlex.join([str(self.path), f"{self.path}.bak"])
             what = str(error).partition("; to mend it:")[0]

@@ -212,7 +212,9 @@ class Membership:
         if config is None:
             if is_retry_topic(topic):  # it comes into being with the first failure
                 return None
-            self._complain(topic, "topic %r is not there; group %s waits for it", topic, self.group)
+            if topic not in self._complaints:  # it may be about to come
+                _log.info("topic %r is not there; group %s waits for it", topic, self.group)
+            self._complain(topic, "")
             return None
         if not config.readable:
             self._complain(topic, "topic %r may not be read (perm %d); group %s waits", topic, config.perm, self.group)
@@ -249,8 +251,9 @@ class Membership:
     # -- the locks --------------------------------------------------------------------------------------------------
 
     def take(self, queues: Iterable[QueueRef]) -> set[QueueRef]:
-        """Lock `queues` (broadcasting: nothing to lock); those that are this member's now. `on_change` tells when one
-        of the others is free; of one whose owner died nobody tells, so ask again after a while."""
+        """Lock `queues` (broadcasting: nothing to lock); those that are this member's now, none once it has left.
+        `on_change` tells when one of the others is free; of one whose owner died nobody tells, so ask again after a
+        while."""
         wanted = set(queues)
         if self._mode.broadcasting:
             got = wanted
@@ -259,8 +262,13 @@ class Membership:
                 self._wanted |= wanted
             got = self._broker.locks.try_lock_batch(self.group, wanted, self.client_id)
         with self._lock:
-            self._wanted -= got
-            self._held |= got
+            left = not self._joined
+            if not left:
+                self._wanted -= got
+                self._held |= got
+        if left:  # meanwhile, by a hook of the user's, say: nobody would ever give these back
+            self.give(got)
+            return set()
         return got
 
     def give(self, queues: Iterable[QueueRef]) -> None:

@@ -93,14 +93,15 @@ class _Unit:
 
 
 class _Settling:
-    """Steps that are gone through in order, each until it is through, and what is done then."""
+    """Steps that are gone through in order, each until it is through."""
 
-    __slots__ = ("delay_ms", "steps", "then")
+    __slots__ = ("delay_ms", "line", "steps")
 
-    def __init__(self, then: Callable[[Worker], object] | None = None) -> None:
+    def __init__(self, line: _Unit | None = None) -> None:
         self.steps: deque[tuple[Callable[[], Settled], Sequence[_Item], float]] = deque()
         """(what to do, for which, how long their handler took)"""
-        self.then = then
+        self.line = line
+        """What goes on then."""
         self.delay_ms = SETTLE_AGAIN_MS
 
 
@@ -432,13 +433,13 @@ class PopEngine:
                 failed = batch[batch.index(failed[0]) :]
             good = batch[: len(batch) - len(failed)]
             each_ms = took_ms / len(batch)
-            settling = _Settling(partial(self._run, line))
+            settling = _Settling(line)
             if good:
                 settling.steps.append((partial(self._ack, line.topic, good), good, each_ms * len(good)))
             if failed and failure is not None:
                 self._add_failures(settling, failed, failure, each_ms, line)
             if not self._go_through(settling):
-                return  # it goes on when that is settled
+                return  # `_again` goes on when that is settled
 
     def _subscription(self, unit: _Unit, batch: list[_Item]) -> Subscription | None:
         """Who handles the unit's topic. Nobody any more: all that is left of it is released."""
@@ -516,7 +517,7 @@ class PopEngine:
         return outcome
 
     def _go_through(self, settling: _Settling, last: bool = False) -> bool:
-        """Whether all steps are through. If not they are tried again by and by, and `then` follows."""
+        """Whether all steps are through. If not they are tried again by and by, and the line goes on then."""
         while settling.steps:
             act, items, took_ms = settling.steps[0]
             told: Sequence[_Item] = items
@@ -527,6 +528,8 @@ class PopEngine:
                 told = [item for item in items if item.delivery.receipt not in late]
                 outcome = "ack"  # those of the call that were in time
                 _log.warning("group %s: handled too late, it comes again: %s", self._group, error)
+                if settling.line is not None:  # to another, and what stands behind it after it
+                    self._release(_next(settling.line.items, len(settling.line.items)))
             except StoreClosedError:
                 settling.steps.clear()
                 return False
@@ -557,8 +560,8 @@ class PopEngine:
             if settling not in self._settlings:
                 return
             del self._settlings[settling]
-        if self._go_through(settling) and settling.then is not None:
-            settling.then(worker)
+        if self._go_through(settling) and settling.line is not None:
+            self._run(settling.line, worker)
 
     def _release(self, items: Sequence[_Item]) -> None:
         """Give back unseen."""

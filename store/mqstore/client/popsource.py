@@ -15,12 +15,12 @@ import logging
 import random
 import threading
 from collections.abc import Mapping
-from datetime import datetime
 
 from mqstore.broker.broker import Broker, Start
 from mqstore.broker.filters import Filter
 from mqstore.broker.members import Mode
 from mqstore.broker.pop import MAX_BATCH, Delivery
+from mqstore.client.progress import check_start
 from mqstore.client.waits import Waits
 from mqstore.client.wanted import Wanted
 from mqstore.errors import ConfigError, GroupInUseError, MQStoreError, StoreClosedError, TopicNotFoundError
@@ -49,8 +49,7 @@ class PopSource:
         self, broker: Broker, group: str, client_id: str, *, ordered: bool = False, start: Start = "earliest"
     ) -> None:
         """`start`: where the group begins in a topic in which it never was; ConfigError for what is none."""
-        if start not in ("earliest", "latest") and not (isinstance(start, datetime) and start.tzinfo is not None):
-            raise ConfigError(f"start is 'earliest', 'latest' or an aware datetime, not {start!r}")
+        check_start(start)
         self.waits = Waits(broker, group, order=ordered)
         """Of those who found nothing. Rung when topics come, when what is wanted changes, and at the end."""
         self.wanted: Mapping[str, Wanted] = {}
@@ -66,7 +65,6 @@ class PopSource:
         self._topics: Topics = []
         self._turn = random.getrandbits(16)
         self._is_member = False
-        broker.topics.on_change.append(self._topic_changed)
 
     # -- what is wanted ---------------------------------------------------------------------------------------------
 
@@ -94,6 +92,9 @@ class PopSource:
                 raise
             self.wanted = dict(after)
             self._topics = [(topic, each.filter) for topic, each in after.items()]
+            listeners = self._broker.topics.on_change
+            if self._topic_changed not in listeners:  # not before: who never receives is never closed, perhaps
+                listeners.append(self._topic_changed)
         self.waits.ring()
 
     def check_open(self) -> None:

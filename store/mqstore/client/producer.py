@@ -532,9 +532,13 @@ class Producer:
             self._tell(ready.message, receipt, error)
             if error is not None:
                 failures.append(error)
-                future.set_exception(error)
-            else:
-                future.set_result(cast(SendReceipt, receipt))
+            try:
+                if error is not None:
+                    future.set_exception(error)
+                else:
+                    future.set_result(cast(SendReceipt, receipt))
+            except SystemExit:  # in a callback; of its other exceptions the future tells by itself
+                _log.exception("a callback of a submitted message wanted to end the writer; that goes on")
 
         try:
             for index, (ready, future) in enumerate(loads):

@@ -18,13 +18,16 @@ from mqstore.errors import ConfigError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.reader import to_ms
 
-__all__ = ["GroupProgress", "LocalProgress", "Progress", "Start", "place"]
+__all__ = ["GroupProgress", "LocalProgress", "Progress", "Start", "check_start", "place"]
 
 Start = Literal["earliest", "latest"] | datetime
 
 
 class Progress(Protocol):
     """Positions of one consumer."""
+
+    def reload(self) -> None:
+        """Now it is this consumer that goes on: forget what was known before."""
 
     def begin(self, queue: QueueRef) -> int:
         """Where to go on in a queue, or to begin."""
@@ -48,6 +51,9 @@ class GroupProgress:
         self._client_id = client_id
         self._start = start
 
+    def reload(self) -> None:
+        pass
+
     def begin(self, queue: QueueRef) -> int:
         return self._broker.start_of(self._group, *queue, self._start)
 
@@ -68,6 +74,9 @@ class LocalProgress:
         self._broker = broker
         self._offsets = offsets
         self._start = start
+
+    def reload(self) -> None:
+        self._offsets.reload()
 
     def begin(self, queue: QueueRef) -> int:
         known = self._offsets.get(queue)
@@ -92,6 +101,12 @@ class LocalProgress:
 
     def save(self) -> None:
         self._offsets.persist()
+
+
+def check_start(start: object) -> None:
+    """ConfigError unless a group can begin there."""
+    if start not in ("earliest", "latest") and not (isinstance(start, datetime) and start.tzinfo is not None):
+        raise ConfigError(f"start is 'earliest', 'latest' or an aware datetime, not {start!r}")
 
 
 def place(broker: Broker, queue: QueueRef, to: int | Start) -> int:

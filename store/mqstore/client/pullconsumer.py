@@ -28,7 +28,6 @@ import threading
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import datetime
 from types import TracebackType
 from typing import Final
 
@@ -40,7 +39,7 @@ from mqstore.broker.waiting import Waiter
 from mqstore.client.allocation import Strategy, strategy_named
 from mqstore.client.interceptors import Interceptor, Interceptors
 from mqstore.client.membership import Membership, check_client_id
-from mqstore.client.progress import Start, place
+from mqstore.client.progress import Start, check_start, place
 from mqstore.client.wanted import Wanted, wanted
 from mqstore.errors import (
     ConfigError,
@@ -180,8 +179,7 @@ class PullConsumer:
         interceptors: Sequence[Interceptor] = (),
     ) -> None:
         """The group is entered if it is not there. ConfigError for an option that cannot be."""
-        if start not in ("earliest", "latest") and not (isinstance(start, datetime) and start.tzinfo is not None):
-            raise ConfigError(f"start is 'earliest', 'latest' or an aware datetime, not {start!r}")
+        check_start(start)
         if type(fetch_max) is not int or not 1 <= fetch_max <= _FETCH_MAX:
             raise ConfigError(f"fetch_max is {fetch_max!r}; give a number from 1 to {_FETCH_MAX}")
         self.group = group

@@ -30,9 +30,9 @@ from types import FrameType, TracebackType
 from typing import Any, Literal, Protocol
 
 from mqstore.broker.broker import Broker
-from mqstore.broker.groups import RetryPolicy
+from mqstore.broker.groups import GroupConfig, RetryPolicy
 from mqstore.broker.members import Mode
-from mqstore.broker.names import retry_topic
+from mqstore.broker.names import check_group, retry_topic
 from mqstore.broker.statistics import Rate, StatisticsSnapshot
 from mqstore.client.allocation import Strategy, strategy_named
 from mqstore.client.assignment import Assignment
@@ -44,10 +44,10 @@ from mqstore.client.membership import Membership, check_client_id
 from mqstore.client.orderly import BatchTx, OrderlyService
 from mqstore.client.poppush import PopEngine
 from mqstore.client.processqueue import Limits, QueueInfo
-from mqstore.client.progress import GroupProgress, LocalProgress, Progress, Start
+from mqstore.client.progress import GroupProgress, LocalProgress, Progress, Start, check_start
 from mqstore.client.wanted import wanted
 from mqstore.client.workers import Workers
-from mqstore.errors import ConfigError, NotPermittedError, StoreClosedError
+from mqstore.errors import ConfigError, GroupInUseError, NotPermittedError, StoreClosedError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
 from mqstore.options import Duration, seconds
@@ -213,10 +213,8 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         self.group = group
         self.client_id = f"{os.getpid()}-{uuid.uuid4().hex[:8]}" if client_id is None else check_client_id(client_id)
         """By which the group knows this consumer."""
+        self._pid = os.getpid()
         self._broker = broker
-        self._ordered = ordered
-        self._broadcasting = broadcasting
-        self._pops = pops
         self._prefetch = _count("prefetch", prefetch, 65_535)
         self._batch_size = _count("batch_size", batch_size, 1_024)
         limits = Limits(
@@ -240,7 +238,10 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         self._handling = Handling(
             group, clock, batch=batch_size > 1, interceptors=Interceptors(interceptors), on_error=on_error
         )
-        self._prepare_group(retry)
+        self._retry = retry
+        self._mode = Mode(mode, ordered, broadcasting)
+        check_start(start)
+        self._check_group()
         service: ConcurrentService | OrderlyService
         parts = (broker, group, self._workers, self._handling)
         self._engine: Engine
@@ -272,11 +273,10 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
                 *parts, batch_size=self._batch_size, consume_timeout_ms=timeout_ms, broadcasting=broadcasting
             )
         chosen = strategy_named(strategy)
-        mode_ = Mode("queue", ordered, broadcasting)
         service.assignment = engine = Assignment(
             broker,
             group,
-            membership=Membership(broker, group, self.client_id, mode_, chosen, lambda: engine.stir()),
+            membership=Membership(broker, group, self.client_id, self._mode, chosen, lambda: engine.stir()),
             progress=self._progress(start),
             workers=self._workers,
             handling=self._handling,
@@ -288,7 +288,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
 
     def _progress(self, start: Start) -> Progress:
         store = self._broker.store
-        if not self._broadcasting:
+        if not self._mode.broadcasting:
             return GroupProgress(self._broker, self.group, self.client_id, start)
         offsets = LocalOffsets(
             store.path / "local_offsets",
@@ -301,21 +301,33 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         )
         return LocalProgress(self._broker, offsets, start)
 
-    def _prepare_group(self, retry: RetryPolicy | None) -> None:
-        """Enter the group, unless it is there and another kind of group."""
-        groups = self._broker.groups
-        known = groups.get(self.group) or groups.create(self.group, orderly=self._ordered)
-        if self._broadcasting and not known.consume_broadcast_enable:
+    def _check_group(self) -> GroupConfig | None:
+        """What the group is set to, if it is there: an error unless it is made to be consumed as we would."""
+        known = self._broker.groups.get(self.group)
+        if known is None:
+            check_group(self.group)
+        elif self._mode.broadcasting and not known.consume_broadcast_enable:
             raise NotPermittedError(f"group {self.group!r} may not broadcast; alter it: consume_broadcast_enable=True")
-        if known.orderly and not self._ordered and not self._broadcasting:
+        elif known.orderly != self._mode.ordered and not self._mode.broadcasting:
             raise ConfigError(
-                f"group {self.group!r} consumes in order: give ordered=True, use another group, or alter it: "
-                f"broker.groups.alter({self.group!r}, orderly=False)"
+                f"group {self.group!r} was made to consume {'in order' if known.orderly else 'without order'}: give "
+                f"ordered={known.orderly}, use another group, or alter it: broker.groups.alter({self.group!r}, "
+                f"orderly={self._mode.ordered})"
             )
-        if self._ordered and not known.orderly:  # stricter than it was, and then its topics keep their queues
-            groups.alter(self.group, orderly=True)
-        if retry is not None:
-            groups.alter(self.group, retry_policy=retry)
+        return known
+
+    def _prepare_group(self) -> None:
+        """Enter the group. Not before `start`: who only makes a consumer changes nothing."""
+        used = self._broker.members.mode(self.group)
+        if used is not None and used != self._mode:
+            raise GroupInUseError(
+                f"group {self.group!r} is consumed as ({used}), not ({self._mode}); stop its members first, or use "
+                f"another group"
+            )
+        if self._check_group() is None:
+            self._broker.groups.create(self.group, orderly=self._mode.ordered)
+        if self._retry is not None:
+            self._broker.groups.alter(self.group, retry_policy=self._retry)
 
     # -- what is handled --------------------------------------------------------------------------------------------
 
@@ -339,6 +351,10 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         Raises InvalidMessageError, FilterError, ConfigError; while running SubscriptionConflictError if other members
         subscribe otherwise: then nothing has changed.
         """
+        if type(topic) is not str:
+            raise ConfigError(
+                f"a topic is a str, not {topic!r:.100}; a decorator is written @consumer.subscribe('topic')"
+            )
         if handler is None:
             return partial(self._subscribe_here, topic, tags=tags, sql=sql, max_uncommitted=max_uncommitted)
         return self._subscribe_here(topic, handler, tags=tags, sql=sql, max_uncommitted=max_uncommitted)
@@ -353,7 +369,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         _, expression = wanted(self._broker, topic, tags, sql).expression
         kind: Literal["TAG", "SQL92"] = "TAG" if sql is None else "SQL92"
         if max_uncommitted is not None:
-            if not self._ordered or self._pops:
+            if not self._mode.ordered or self._mode.model == "pop":
                 raise ConfigError(
                     "max_uncommitted is for ordered consumers of mode 'queue': others settle each message by itself"
                 )
@@ -391,8 +407,10 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
                 raise ConfigError("the consumer is running already")
             if not self._subscriptions:
                 raise ConfigError("the consumer handles nothing: subscribe to a topic first")
+            self._prepare_group()
             try:
                 self._engine.start(self._subscriptions)
+                self._check_usable()  # a hook may have stopped it
             except BaseException:
                 self._state = "stopped"
                 self._all_ended = True
@@ -423,6 +441,8 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         of them have ended, progress is on disk, no thread is left. Again is harmless. From a handler it does not wait
         for that handler."""
         timeout_s = seconds(timeout, "timeout")
+        if os.getpid() != self._pid:  # a forked child: no handler runs here, and nobody will give back the locks
+            return True
         with self._lock:
             state = self._state
             self._state = "stopped" if state in ("new", "stopped") else "stopping"

@@ -191,7 +191,7 @@ class Submitter(Generic[Load]):
                     continue
             try:
                 self._write_due(everything=False)
-            except Exception:  # a mistake of ours; the line goes on
+            except BaseException:  # a mistake of ours, or a hook that says `sys.exit`; the line goes on
                 _log.exception("%s: writing what was submitted failed", self._name)
 
     def run_once(self) -> int | None:

@@ -138,13 +138,12 @@ class Transaction:
         ready = self._producer._ready_half(topic, body, queue_id, options)
         unique_key = ready.unique_key
         self._checks.begin(unique_key)
-        try:
-            handle = self._producer._prepare(ready, self._group)
+        try:  # Ctrl-C between the two leaves a half that is asked about, not one that runs for ever
+            self._halves.append((self._producer._prepare(ready, self._group), ready.message))
         except BaseException as error:
             self._checks.end(self._transactions, unique_key)
             self._producer._tell(ready.message, None, error)
             raise
-        self._halves.append((handle, ready.message))
         self._flush = self._flush or ready.flush
         return unique_key
 

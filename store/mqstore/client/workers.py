@@ -78,10 +78,11 @@ class Worker:
     def lapse(self, call: int) -> Sequence[Message]:
         """Make the result of this call void; what its handler has. Empty if it has ended: then its result counts."""
         with self._lock:
-            if self.calls != call or not self.messages:
+            messages = self.messages  # first: a call counts itself before it shows its messages
+            if self.calls != call or not messages:
                 return ()
             self.lapsed = call
-            return self.messages
+            return messages
 
     def cancelled(self) -> bool:
         """Whether what the handler does now may count for nothing."""

@@ -34,7 +34,7 @@ import numpy.typing as npt
 from mqstore.errors import FormatError
 from mqstore.layout import record as _record
 from mqstore.layout.hosts import IPV4_BYTES, IPV6_BYTES
-from mqstore.layout.properties import CRC32, CRC_TAIL_BYTES, decode_crc_tail
+from mqstore.layout.properties import CRC32, CRC_TAIL_BYTES, MAX_PROPERTIES_BYTES, decode_crc_tail
 from mqstore.layout.record import IPV6_EXTRA, MAGIC_V1, MAGIC_V2, MIN_RECORD_BYTES, Checksum, check_record
 
 if TYPE_CHECKING:
@@ -433,14 +433,15 @@ class Headers:
         body_size = self._int64("body_size")
         body = self.positions + _HEAD_BYTES
         properties_size = size - body_size - (MIN_RECORD_BYTES + len(topic))
-        inside = (body_size >= 0) & (properties_size >= 0) & (self.positions + size <= len(self._view))
+        inside = (body_size >= 0) & (properties_size >= 0) & (properties_size <= MAX_PROPERTIES_BYTES)
+        inside &= self.positions + size <= len(self._view)
         if len(topic) > _record.MAX_TOPIC_BYTES_V1 or not inside.all():
             return None
         width = len(between) + 2
         everywhere: npt.NDArray[np.void] = np.ndarray((len(self._view) - width + 1,), f"V{width}", self._view, 0, (1,))
-        found = everywhere[body + body_size].view(np.dtype([("topic", f"V{len(between)}"), ("size", ">i2")]))
-        texts = found["topic"].copy().view(np.uint8).reshape(count, len(between))
-        if (texts != np.frombuffer(between, np.uint8)).any() or (found["size"] != properties_size).any():
+        found = everywhere[body + body_size].view(np.uint8).reshape(count, width)
+        stored_size = found[:, -2].astype(np.int64) << 8 | found[:, -1]
+        if (found[:, :-2] != np.frombuffer(between, np.uint8)).any() or (stored_size != properties_size).any():
             return None
         self.known_topic = topic
         topics = body + body_size + 1

@@ -354,7 +354,10 @@ def resolve(
 def _agree(found: Manifest, root: Path, profile: Profile | None, config: StoreConfig) -> Manifest:
     """`found`, after checking that what the caller asked for is what the store is."""
     if profile is not None and profile != found.profile:
-        raise ConfigError(f"{root} has profile {found.profile!r}, not {profile!r}; `mqstore convert` rewrites a store")
+        raise ConfigError(
+            f"{root} has profile {found.profile!r}, not {profile!r}: it is chosen when a "
+            "store is made. `mqstore export` and `mqstore produce --exported` copy messages from one to another"
+        )
     for option, asked, is_ in (
         ("segment_bytes", config.segment_bytes, found.commitlog_segment_bytes),
         ("consumequeue_units", config.consumequeue_units, found.consumequeue_segment_bytes // UNIT_BYTES),

@@ -21,11 +21,10 @@ __all__ = ["register"]
 
 
 def register(spark: SparkSession) -> None:
-    """Make `spark.read.format("mqstore")` known to a session, and let Spark push its filters down.
+    """Make `spark.read.format("mqstore")` known to a session.
 
     Not needed where Spark finds the source by itself (`pyspark_mqstore`), but it depends on nobody else's modules: one
-    broken `pyspark_*` module hides all sources that are found that way. Sets
-    `spark.sql.python.filterPushdown.enabled` unless the session says otherwise. ImportError says what to install.
+    broken `pyspark_*` module hides all sources that are found that way. ImportError says what to install.
     """
     from mqstore.spark.source import register_source
 

@@ -40,7 +40,16 @@ from mqstore.spark.arrow import cut, spread, text
 from mqstore.spark.rows import OnCorrupt, Piece, Policy, log_batches, queue_batches
 from mqstore.spark.windows import WINDOW_BYTES, Windows
 
-__all__ = ["COLUMNS", "Column", "ColumnReader", "arrow_schema", "check_columns", "default_columns", "table_of"]
+__all__ = [
+    "COLUMNS",
+    "Column",
+    "ColumnReader",
+    "arrow_schema",
+    "as_markdown",
+    "check_columns",
+    "default_columns",
+    "table_of",
+]
 
 Cost = Literal["unit", "header", "body", "properties"]
 _Int64s = npt.NDArray[np.int64]
@@ -92,6 +101,13 @@ _TABLE: Final[tuple[tuple[str, Any, str, Cost, str], ...]] = (
 )
 COLUMNS: Final[Mapping[str, Column]] = {row[0]: Column(*row) for row in _TABLE}
 """Every column, in the order of a row."""
+
+
+def as_markdown() -> str:
+    """The columns, for the documentation."""
+    lines = ["| Column | Type | Cost | What it is |", "|---|---|---|---|"]
+    lines += [f"| `{c.name}` | `{c.sql}` | {c.cost} | {c.meaning} |" for c in COLUMNS.values()]
+    return "\n".join(lines) + "\n"
 
 
 def default_columns(*, keep: bool = False) -> tuple[str, ...]:

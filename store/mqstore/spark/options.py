@@ -57,7 +57,7 @@ class SourceOptions:
     max_rows_per_batch: int = 20_000
     max_bytes_per_batch: int = 8 << 20
     view: View = "messages"
-    push_down: bool = True
+    push_down: bool = False
 
     @classmethod
     def parse(cls, given: Mapping[str, str]) -> SourceOptions:
@@ -388,7 +388,14 @@ _TABLE: Final = (
         "which table",
         _word("messages", "queues", "segments", "groups"),
     ),
-    Option("pushDown", "push_down", "true", _YES_NO, "take over filters from Spark", _boolean),
+    Option(
+        "pushDown",
+        "push_down",
+        "false",
+        _YES_NO,
+        "take over filters from Spark, for a frame that is used in one query only (see `spark.md`)",
+        _boolean,
+    ),
 )
 
 OPTIONS: Final[Mapping[str, Option]] = {option.name: option for option in _TABLE}

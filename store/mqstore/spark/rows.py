@@ -253,14 +253,13 @@ def _looked_up(store: MessageStore, windows: Windows, topic: bytes, whole: Piece
     """`whole` by the windows that its records lie in, checked."""
     size = store.manifest.commitlog_segment_bytes
     physical, ends = whole.physical, whole.physical + whole.sizes
-    starts = physical - physical % size
-    cells = starts + (physical - starts) // windows.window_bytes * windows.window_bytes
+    cells = windows.cells(physical)
     bounds = (np.flatnonzero(np.diff(cells)) + 1).tolist()
     for first, last in zip([0, *bounds], [*bounds, len(cells)], strict=True):
         if first == last:
             continue
         cell = int(cells[first])
-        end = min(int(ends[first:last].max()), int(starts[first]) + size)
+        end = min(int(ends[first:last].max()), cell - cell % size + size)
         window = windows.of(cell, end)
         if window is None:
             store._find_news()

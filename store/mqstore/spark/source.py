@@ -6,10 +6,14 @@
 Spark copies readers by pickling and starts workers by forking, so nothing here is opened before `read`, nothing is kept
 after it, and no state is shared between the two.
 
-Filters: `spark.sql.python.filterPushdown.enabled` is off by default, and Spark then refuses every query of a reader
-class that overrides `pushFilters`. So the class does not; an instance has a `_PushDown` in its place, which Spark
-takes for the base method while the setting is off and calls while it is on. That leans on how Spark compares the two
-(a test pins it); option `pushDown=false` does without.
+Spark plans a frame once, when it is first used: all its queries read the messages that were there then.
+
+Filters are taken over only with `pushDown=true`, and there is a reason to leave it. Spark keeps what `partitions` gave
+for one query in the frame that was loaded, and gives it to every other query of that frame, whose filters are others: a
+union of two filters of one frame reads one of them twice (pyspark 4.1 to 4.3; a test pins it). A frame that is used in
+one query is safe. And `spark.sql.python.filterPushdown.enabled` has to be on, for which Spark has a second trap: while
+it is off, every query of a reader class that overrides `pushFilters` fails. So the class does not; an instance has a
+`_PushDown` in its place, which Spark takes for the base method while the setting is off and calls while it is on.
 """
 
 from __future__ import annotations
@@ -42,15 +46,10 @@ from mqstore.spark.views import VIEWS, view_batch
 
 __all__ = ["MQStoreDataSource", "register_source"]
 
-_PUSH_DOWN = "spark.sql.python.filterPushdown.enabled"
-
 
 def register_source(spark: Any) -> None:
     """See `mqstore.spark.register`."""
     spark.dataSource.register(MQStoreDataSource)
-    context = getattr(spark, "_jsc", None) and spark.sparkContext  # Spark Connect has none
-    if context is not None and context.getConf().get(_PUSH_DOWN) is None:
-        spark.conf.set(_PUSH_DOWN, "true")
 
 
 class MQStoreDataSource(DataSource):

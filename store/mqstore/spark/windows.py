@@ -14,12 +14,16 @@ import os
 from collections import OrderedDict
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.segments import SegmentRun
 
 __all__ = ["WINDOW_BYTES", "Window", "Windows"]
 
 WINDOW_BYTES = 64 << 20
+_READ_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +50,11 @@ class Windows:
         self._keep = keep
         self._open: OrderedDict[int, Window] = OrderedDict()
 
-    def cell(self, physical: int) -> int:
-        """Where the window begins that a record at `physical` is looked at in. Records of one cell share a window."""
-        start = physical - physical % self._run.segment_bytes
-        return start + (physical - start) // self.window_bytes * self.window_bytes
+    def cells(self, physical: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Where the windows begin that records at these offsets are looked at in; those of one cell share a window."""
+        starts = physical - physical % self._run.segment_bytes
+        found: npt.NDArray[np.int64] = starts + (physical - starts) // self.window_bytes * self.window_bytes
+        return found
 
     def of(self, cell: int, end: int) -> Window | None:
         """The window of a cell, at least up to `end` if the segment's file goes that far. None: there is no file, or it
@@ -69,7 +74,7 @@ class Windows:
     def from_(self, position: int, end: int) -> Window | None:
         """A window that begins at the page of `position` and goes on for `window_bytes`, or up to `end` if that is
         further; for who walks forward and does not come back."""
-        return self._map(position, max(end, position + self.window_bytes), end)
+        return self._map(position, max(end, position + self.window_bytes), max(end, position + _READ_BYTES))
 
     def close(self) -> None:
         self._open.clear()

@@ -1,0 +1,126 @@
+"""What columns save: messages of a store as Arrow batches, beside a loop that takes them one by one (S4 of the design).
+
+    python -m bench.spark_columns [--messages N] [--rounds N]
+
+One process, page cache warm, processor time, the best of some rounds in which every side has its turn. Two loops:
+
+    decode   a unit, its record decoded (`decode_record`), a tuple made: what a data source without columns would do
+    iter     `MessageStore.iter` and attributes of its messages: the engine's own best
+
+Messages as in the measurements behind the design: four topics of four queues, interleaved, bodies of 100 to 300 bytes,
+three properties. Goals: at least 20 times `decode` for four columns, at least 8 times for all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import struct
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mqstore import MessageStore, OutgoingMessage, StoreConfig
+from mqstore.layout.record import decode_record
+from mqstore.log.message import row_of
+from mqstore.spark.columns import ColumnReader
+from mqstore.spark.rows import Policy
+
+FOUR = ("topic", "queue_id", "queue_offset", "body")
+_RUN = 50
+_SEED = 20_240_229
+
+
+def make(path: Path, messages: int) -> None:
+    """The store."""
+    source = random.Random(_SEED)
+    with MessageStore(path) as store:
+        for i in range(messages // (16 * _RUN)):
+            for queue in range(16):
+                batch = [
+                    OutgoingMessage(
+                        source.randbytes(source.randint(100, 300)),
+                        tag="ABC"[j % 3],
+                        keys=[f"k{i}-{j}"],
+                        properties={"colour": "blue"},
+                    )
+                    for j in range(_RUN)
+                ]
+                store.put_many(f"topic-{queue % 4}", batch, queue_id=queue // 4)
+
+
+def _refs(store: MessageStore) -> list[Any]:
+    return [ref for topic in store.topics() for ref in store.queues(topic)]
+
+
+def decode(store: MessageStore, every: bool) -> int:
+    count = 0
+    for ref in _refs(store):
+        rows: list[Any] = []
+        low, high = store.offsets(*ref)
+        for physical, _, _ in struct.iter_unpack(">qiq", store._queues.get(*ref).read(low, high - low)):  # type: ignore[union-attr]
+            segment = store._run.find(physical)
+            assert segment is not None
+            record = decode_record(store._run.mapping(segment), physical - segment.start)
+            if every:
+                rows.append((*record, record.properties))
+            else:
+                rows.append((ref.topic, ref.queue_id, record.queue_offset, record.body))
+        count += len(rows)
+    return count
+
+
+def iterate(store: MessageStore, every: bool) -> int:
+    count = 0
+    for ref in _refs(store):
+        if every:
+            count += len([row_of(message) for message in store.iter(*ref)])
+        else:
+            count += len([(m.topic, m.queue_id, m.offset, m.body) for m in store.iter(*ref)])
+    return count
+
+
+def columns(verify: bool) -> Callable[[MessageStore, bool], int]:
+    def read(store: MessageStore, every: bool) -> int:
+        with ColumnReader(store, None if every else FOUR, policy=Policy(verify=verify)) as reader:
+            return sum(batch.num_rows for ref in _refs(store) for batch in reader.queue(*ref, *store.offsets(*ref)))
+
+    return read
+
+
+SIDES: dict[str, tuple[Callable[[MessageStore, bool], int], bool]] = {
+    "decode": (decode, False),
+    "iter": (iterate, False),
+    "columns": (columns(False), False),
+    "iter, checksums": (iterate, True),
+    "columns, checksums": (columns(True), True),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--messages", type=int, default=400_000)
+    parser.add_argument("--rounds", type=int, default=5)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        make(Path(folder) / "s", given.messages)
+        for every in (False, True):
+            best = dict.fromkeys(SIDES, float("inf"))
+            count = 0
+            for _ in range(given.rounds):
+                for name, (side, verify) in SIDES.items():
+                    with MessageStore(Path(folder) / "s", "r", config=StoreConfig(verify_reads=verify)) as store:
+                        start = time.process_time()
+                        count = side(store, every)
+                        best[name] = min(best[name], time.process_time() - start)
+            print(f"\n{'all' if every else 'four'} columns of {count:,} messages")
+            for name, seconds in best.items():
+                print(f"  {name:20} {count / seconds / 1e6:6.2f} M/s")
+            for name, loop in (("columns", "decode"), ("columns", "iter"), ("columns, checksums", "iter, checksums")):
+                print(f"  {name} / {loop}: {best[loop] / best[name]:.1f}")
+
+
+if __name__ == "__main__":
+    main()

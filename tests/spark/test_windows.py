@@ -1,0 +1,85 @@
+"""Windows of the log: bounded, never beyond the file, and read where they cannot be mapped."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mqstore import MessageStore
+from mqstore.spark.windows import Windows
+from tests.spark.support import Odd, as_exported, as_row, by_log, exported, read_all, rows_of, write_store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Any:
+    path = write_store(tmp_path / "s", [Odd(body=bytes([i]) * 900) for i in range(60)])
+    with MessageStore(path, "r") as opened:
+        yield opened
+
+
+def test_a_window_is_kept_and_few_are(store: MessageStore) -> None:
+    windows = Windows(store._run, store.fs, window_bytes=4096, keep=2)
+    first = windows.of(0, 100)
+    assert first is not None
+    assert (first.base, len(first.buffer), first.at_end) == (0, 4096, False)
+    assert windows.of(0, 4096) is first
+    assert windows.of(4096, 4100) is not first
+    assert windows.of(0, 1) is first
+    windows.of(8192, 8200)
+    windows.of(12_288, 12_300)
+    assert windows.of(0, 1) is not first
+
+
+def test_a_window_grows_for_a_record_that_lies_across_its_end_but_not_beyond_the_file(store: MessageStore) -> None:
+    windows = Windows(store._run, store.fs, window_bytes=4096)
+    assert windows.of(0, 4096).end == 4096  # type: ignore[union-attr]
+    assert windows.of(0, 5000).end == 5000  # type: ignore[union-attr]
+    last = windows.of(12_288, 20_000)
+    assert last is not None
+    assert (last.end, last.at_end) == (16_384, True)
+    assert windows.of(12_288, 30_000) is last  # there is no more: asking again maps nothing
+
+
+def test_there_is_no_window_where_there_is_no_file(store: MessageStore) -> None:
+    windows = Windows(store._run, store.fs)
+    assert windows.of(1 << 30, 1 << 31) is None
+    Path(store._run.segments()[1].path).unlink()
+    assert windows.of(16_384, 20_000) is None
+
+
+def test_cells_begin_anew_in_each_segment(store: MessageStore) -> None:
+    windows = Windows(store._run, store.fs, window_bytes=12_288)
+    places = np.array([0, 12_287, 12_288, 16_383, 16_384, 28_672])
+    assert windows.cells(places).tolist() == [
+        0,
+        0,
+        12_288,
+        12_288,
+        16_384,
+        28_672,
+    ]
+
+
+def test_where_no_address_space_is_left_the_bytes_are_read(
+    store: MessageStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Spark may limit a worker's address space (spark.executor.pyspark.memory), to which mappings count."""
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    expected = [as_row(line) for line in exported(store.path)]
+    monkeypatch.setattr(mmap, "mmap", full)
+    windows = Windows(store._run, store.fs, window_bytes=8192)
+    found = windows.of(0, 5000)
+    assert found is not None
+    assert (found.base, len(found.buffer), found.at_end) == (0, 5000, False)
+    assert isinstance(found.buffer, bytes)
+    for each in (read_all(store.path, window_bytes=4096), by_log(store.path, [20_000], window_bytes=4096)):
+        rows = sorted(rows_of(each), key=lambda row: row["physical_offset"])
+        assert [as_exported(row) for row in rows] == sorted(expected, key=lambda row: row["physical_offset"])
