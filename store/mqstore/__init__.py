@@ -1,10 +1,22 @@
 """mqstore: a durable, file-backed message queue engine with Apache RocketMQ's store layout, inside your process.
 
->>> import tempfile
->>> with tempfile.TemporaryDirectory() as folder, open(folder) as store:
+>>> import mqstore, tempfile
+>>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
 ...     receipt = store.put("greetings", b"hello")
 ...     [message.body for message in store.read(*receipt.queue, receipt.offset)]
 [b'hello']
+
+Everything begins with `mqstore.open`. Then
+
+    store.queue(name)                jobs, each done once: put, get, ack           help(mqstore.Queue)
+    store.push_consumer(group)       handlers that are called, in order or not     help(mqstore.PushConsumer)
+    store.simple_consumer(group)     receive some, acknowledge each                help(mqstore.SimpleConsumer)
+    store.pull_consumer(group)       poll, and commit how far you are              help(mqstore.PullConsumer)
+    store.producer()                 send: batches, retries, transactions          help(mqstore.Producer)
+    store.put, store.read            messages of a topic, by number                help(mqstore.Store)
+    mqstore.aio                      all of it for asyncio                         help(mqstore.aio)
+
+and on a shell: `mqstore --help`.
 """
 
 from __future__ import annotations

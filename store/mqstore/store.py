@@ -145,9 +145,11 @@ class Store(AbstractContextManager["Store"]):
     # -- topics -----------------------------------------------------------------------------------------------------
 
     def create_topic(self, name: str, *, queues: int = 4, exist_ok: bool = True) -> None:
-        """Enter a topic with so many queues. One that is there stays as it is, without `exist_ok` it is a ConfigError.
-        InvalidMessageError for a bad name."""
-        self.broker.topics.create(name, queues=queues, exist_ok=exist_ok)
+        """Enter a topic with so many queues. One that is there stays as it is, which is logged if it has another
+        number of them; without `exist_ok` it is a ConfigError. InvalidMessageError for a bad name."""
+        topic = self.broker.topics.create(name, queues=queues, exist_ok=exist_ok)
+        if topic.write_queues != queues:
+            _log.warning("topic %r has %d queues already, not %d, and stays so", name, topic.write_queues, queues)
 
     def topics(self, *, system: bool = False) -> list[str]:
         """Names of the topics, sorted; the engine's own only with `system`. In mode "r": of those with a message."""

@@ -131,6 +131,15 @@ def test_members_must_agree(bench: PushBench) -> None:
         consumer.stop()
 
 
+def test_one_that_ran_for_nothing_can_be_run_again(broker: Broker) -> None:
+    consumer = PushConsumer(broker, "g", workers=1)
+    with pytest.raises(ConfigError, match="subscribe to a topic first"):
+        consumer.run()
+    consumer.subscribe("t", lambda message: consumer.stop())
+    broker.put("t", b"x")
+    assert consumer.run()
+
+
 def test_who_only_makes_a_consumer_changes_nothing(bench: PushBench) -> None:
     """The group was made an ordered one, for all its members, by a consumer that was never started."""
     bench.consumer(run=False, group="new", ordered=True, retry=mqstore.RetryPolicy(3))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -22,8 +25,9 @@ def store(tmp_path: Path) -> Iterator[Store]:
 def test_open_and_close(tmp_path: Path) -> None:
     store = mqstore.open(tmp_path / "store")
     assert (store.mode, store.path, store.closed) == ("rw", tmp_path / "store", False)
-    with pytest.raises(mqstore.StoreLockedError, match="process"):
+    with pytest.raises(mqstore.StoreLockedError, match="in this very process; use that Store") as locked:
         mqstore.open(tmp_path / "store")
+    assert locked.value.pid == os.getpid()
     store.close()
     store.close()
     assert store.closed
@@ -40,9 +44,31 @@ def test_no_directory_is_made_unasked(tmp_path: Path) -> None:
     assert not (tmp_path / "store").exists()
 
 
-def test_a_topic_is_there_before_its_first_message(store: Store) -> None:
+def test_who_holds_a_store_is_told(tmp_path: Path) -> None:
+    code = "import mqstore, sys, time; s = mqstore.open(sys.argv[1]); print('open', flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "store")], stdout=subprocess.PIPE) as other:
+        try:
+            assert other.stdout is not None
+            assert other.stdout.readline() == b"open\n"
+            with pytest.raises(mqstore.StoreLockedError, match=f"in process {other.pid}.*close it there") as locked:
+                mqstore.open(tmp_path / "store")
+            assert locked.value.pid == other.pid
+        finally:
+            other.kill()
+    mqstore.open(tmp_path / "store", lock_timeout=5).close()
+
+
+@pytest.mark.parametrize(("wrong", "right"), [("tags", "tag"), ("key", "keys"), ("delay_s", "delay")])
+def test_an_option_that_is_none_is_told_from_one_that_is(store: Store, wrong: str, right: str) -> None:
+    with pytest.raises(TypeError, match=f"no option '{wrong}' of a message; did you mean '{right}'"):
+        store.put("t", b"x", **{wrong: "x"})  # type: ignore[arg-type]
+
+
+def test_a_topic_is_there_before_its_first_message(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     store.create_topic("t", queues=2)
+    assert not caplog.records
     store.create_topic("t", queues=7)  # stays as it is
+    assert "'t' has 2 queues already, not 7" in caplog.text
     with pytest.raises(mqstore.ConfigError):
         store.create_topic("t", exist_ok=False)
     assert store.topics() == ["t"]

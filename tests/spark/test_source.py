@@ -201,9 +201,9 @@ def test_every_filter_gives_what_it_gives_without_push_down(pushing: Any, store:
     columns = "store, topic, queue_id, queue_offset, physical_offset, store_timestamp, tags, properties, body"
     plain = load(pushing, store, columns=columns)
     assert plain.count() == 81
-    for text in PREDICATES:
+    for number, text in enumerate(PREDICATES):
         expected = sorted(row.physical_offset for row in plain.where(text).collect())
-        for scan in ("queue", "log"):
+        for scan in ("queue", "log") if number % 4 == 0 else ("queue",):
             frame = load(pushing, store, columns=columns, scan=scan, pushDown="true").where(text)
             assert sorted(row.physical_offset for row in frame.collect()) == expected, (scan, text)
 

@@ -52,6 +52,7 @@ from mqstore.log.outgoing import (
     OutgoingMessage,
     check_integer,
     checked_group,
+    no_such_option,
     routed_properties,
 )
 from mqstore.log.store import MessageStore
@@ -166,7 +167,7 @@ class Road:
         """What is stored of the options; checks that they go together."""
         unknown = options.keys() - SendOptions.__annotations__.keys()
         if unknown:
-            raise TypeError(f"put() has no option {', '.join(sorted(unknown))}")
+            raise no_such_option(unknown, SendOptions.__annotations__)
         return routed_properties(options, now_ms=self._clock.now_ms(), max_delay_ms=self._max_delay_ms)
 
     # -- any record -------------------------------------------------------------------------------------------------

@@ -28,6 +28,9 @@ class Codec(Protocol):
 
 
 class _Bytes:
+    def __repr__(self) -> str:
+        return "mqstore.BYTES"
+
     def encode(self, item: Any) -> bytes:
         if type(item) is bytes:
             return item
@@ -43,6 +46,9 @@ class _Bytes:
 
 
 class _Text:
+    def __repr__(self) -> str:
+        return "mqstore.TEXT"
+
     def encode(self, item: Any) -> bytes:
         if not isinstance(item, str):
             raise InvalidMessageError(f"an item of this queue is str, not {type(item).__name__}", "body")
@@ -59,6 +65,9 @@ class _Text:
 
 
 class _Json:
+    def __repr__(self) -> str:
+        return "mqstore.JSON"
+
     def encode(self, item: Any) -> bytes:
         try:
             return json.dumps(item, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()

@@ -529,16 +529,18 @@ class Producer:
 
         def answer(index: int, receipt: SendReceipt | None, error: BaseException | None) -> None:
             ready, future = unanswered.pop(index)
-            self._tell(ready.message, receipt, error)
             if error is not None:
                 failures.append(error)
             try:
-                if error is not None:
-                    future.set_exception(error)
-                else:
-                    future.set_result(cast(SendReceipt, receipt))
-            except SystemExit:  # in a callback; of its other exceptions the future tells by itself
-                _log.exception("a callback of a submitted message wanted to end the writer; that goes on")
+                try:
+                    self._tell(ready.message, receipt, error)
+                finally:
+                    if error is not None:
+                        future.set_exception(error)
+                    else:
+                        future.set_result(cast(SendReceipt, receipt))
+            except SystemExit:  # other exceptions of hooks and callbacks are caught where these are called
+                _log.exception("a hook or callback of a submitted message wanted to end the writer, which goes on")
 
         try:
             for index, (ready, future) in enumerate(loads):

@@ -483,16 +483,18 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
                 restore.append(partial(signal.signal, number, before))
         try:
             self.start()
-            while True:
-                try:
-                    self._wishes.get(timeout=1.0)
-                except Empty:
-                    continue
-                break
+            try:
+                while True:
+                    try:
+                        self._wishes.get(timeout=1.0)
+                    except Empty:
+                        continue
+                    break
+            finally:
+                ended = self.stop(stop_timeout)
         finally:
             for each in restore:
                 each()
-            ended = self.stop(stop_timeout)
         return ended
 
     def _exited(self, error: BaseException) -> None:

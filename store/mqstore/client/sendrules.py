@@ -20,7 +20,7 @@ from typing import Final, cast
 from mqstore.broker.road import SendOptions
 from mqstore.errors import ConfigError, InvalidMessageError
 from mqstore.layout.properties import encode_properties
-from mqstore.log.outgoing import OutgoingMessage, check_integer, flat_body, routed_properties
+from mqstore.log.outgoing import OutgoingMessage, check_integer, flat_body, no_such_option, routed_properties
 from mqstore.options import Duration, seconds
 
 __all__ = ["check_limits", "check_options", "check_size", "one_of", "options_of"]
@@ -53,7 +53,7 @@ def check_options(
         return flat
     unknown = options.keys() - _UNSET.keys()
     if unknown:
-        raise TypeError(f"a message has no option {', '.join(sorted(unknown))}")
+        raise no_such_option(unknown, _UNSET)
     check_limits(options)
     check_integer(options.get("flag", 0), 32, "flag")
     one_of(options.get("durability"), "durability", (None, "append", "flush"))

@@ -280,9 +280,10 @@ def _refusal(root: str | os.PathLike[str], holder: _Holder) -> StoreLockedError:
     by = "another process" if holder.pid is None else f"process {holder.pid}"
     # The host stands in a file that anyone may have written: !a leaves no control character to a terminal.
     on = "" if holder.host is None else f" on host {holder.host!a}"
-    return StoreLockedError(
-        f"{os.fspath(root)} is open for writing in {by}{on}; close it there, or open read-only (mode='r')", *holder
-    )
+    what_to_do = "close it there, or open read-only (mode='r')"
+    if holder.pid == os.getpid():
+        by, on, what_to_do = "this very process", "", "use that Store, or close it first"
+    return StoreLockedError(f"{os.fspath(root)} is open for writing in {by}{on}; {what_to_do}", *holder)
 
 
 def _parse(content: bytes) -> _Holder:

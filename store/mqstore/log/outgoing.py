@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from datetime import datetime
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from mqstore.errors import InvalidMessageError
@@ -37,6 +38,7 @@ __all__ = [
     "check_integer",
     "checked_group",
     "flat_body",
+    "no_such_option",
     "refuse_routing",
     "routed_properties",
     "tail_of",
@@ -101,6 +103,14 @@ def refuse_routing(message: OutgoingMessage, topic: str) -> None:
             "give it to the call, or use Producer.send_many",
             wrong,
         )
+
+
+def no_such_option(names: Iterable[str], known: Iterable[str]) -> TypeError:
+    """The error for options of a put that there are not."""
+    wrong = sorted(names)
+    close = get_close_matches(wrong[0], known, 1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return TypeError(f"there is no option {', '.join(map(repr, wrong))} of a message{hint}")
 
 
 def flat_body(body: object) -> bytes:

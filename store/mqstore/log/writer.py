@@ -47,6 +47,7 @@ from mqstore.log.outgoing import (
     OutgoingMessage,
     check_integer,
     flat_body,
+    no_such_option,
     refuse_routing,
     tail_of,
     tail_of_bytes,
@@ -175,7 +176,7 @@ class StoreWriter(StoreReader):
         waits = self._waits(durability)
         unknown = options.keys() - MessageOptions.__annotations__.keys()
         if unknown:
-            raise TypeError(f"put() has no option {', '.join(sorted(unknown))}")
+            raise no_such_option(unknown, MessageOptions.__annotations__)
         flag = options.get("flag", 0)
         check_integer(flag, 32, "flag")
         stored = user_properties(
