@@ -3,47 +3,96 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+
+import mqstore
+from tests.tools.support import mqstore as command
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def _examples() -> list[tuple[str, str]]:
-    found = []
-    for page in PAGES:
-        for number, code in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.S | re.M)):
-            found.append((f"{page.name}-{number}", code))
-    return found
+def _examples(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.S | re.M)
 
 
-@pytest.mark.parametrize("code", [code for _, code in _examples()], ids=[name for name, _ in _examples()])
+SHARING = {page: [code for code in _examples(page) if "TemporaryDirectory(" not in code] for page in PAGES}
+"""Those that leave something behind, and find what others have left."""
+EXAMPLES = [pytest.param(code, id=f"{page.name}-{i}") for page in PAGES for i, code in enumerate(_examples(page))]
+
+
+def _type(code: str, name: str = "example") -> None:
+    exec(compile(code, name, "exec"), {"__name__": "example"})
+
+
+@pytest.mark.parametrize("code", EXAMPLES)
 def test_a_python_example_runs_as_it_stands(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
-    exec(compile(code, "example", "exec"), {"__name__": "example"})
+    _type(code)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if SHARING[page]], ids=lambda page: page.name)
+def test_the_examples_of_a_page_run_one_after_the_other_in_one_directory_and_once_more(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So they are typed by who reads a page, and a second time by who wants to see it again. Examples that shared a
+    topic or a group found each other's messages; those that left an item unsettled met it again."""
+    monkeypatch.chdir(tmp_path)
+
+    for again in ("", ", again"):
+        for number, code in enumerate(SHARING[page]):
+            _type(code, f"{page.name}-{number}{again}")
+
+
+def test_a_clock_that_is_moved_never_gets_the_directory_of_the_other_examples() -> None:
+    assert [code for page in PAGES for code in _examples(page) if "SimulatedClock(" in code and '"mq"' in code] == []
 
 
 def test_the_five_lines_of_the_readme_print_what_was_put(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    [(_, queue), (_, log), *_] = _examples()
+    queue, log, *_ = _examples(ROOT / "README.md")
 
-    for code in (queue, log):
-        exec(compile(code, "README", "exec"), {"__name__": "example"})
+    _type(queue)
+    _type(log)
 
     assert capsys.readouterr().out == "1 https://example.org\n0 created b'hello'\n"
 
 
-def test_every_link_to_a_file_leads_somewhere() -> None:
-    broken = [
-        f"{page.name}: {target}"
-        for page in PAGES
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text())
-        if not (page.parent / target).exists()
+def test_the_produce_command_of_the_readme_takes_key_and_message_group_from_each_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "events.jsonl").write_text('{"id": "o-1", "customer": "ada", "body": "paid"}\n')
+    [line] = re.findall(r"^    mqstore (produce .*)$", (ROOT / "README.md").read_text(), re.M)
+
+    command(*shlex.split(line))
+
+    with mqstore.open("var/mq", mode="r") as store:
+        [message] = store.iter("orders")
+        assert (message.keys, message.message_group, message.body) == (("o-1",), "ada", b"paid")
+
+
+def _anchors(page: Path) -> set[str]:
+    """The names that a page's headings can be linked by."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def _leads_somewhere(page: Path, target: str) -> bool:
+    name, _, anchor = target.partition("#")
+    file = page.parent / name if name else page
+    return file.exists() and (not anchor or anchor in _anchors(file))
+
+
+def test_every_link_to_a_file_or_a_heading_leads_somewhere() -> None:
+    links: list[tuple[Path, str]] = [
+        (page, target) for page in PAGES for target in re.findall(r"\]\(([^):]+)\)", page.read_text())
     ]
 
-    assert broken == []
+    assert [f"{page.name}: {target}" for page, target in links if not _leads_somewhere(page, target)] == []

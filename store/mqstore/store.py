@@ -57,12 +57,21 @@ _LOOK_S = 0.02
 _EXIT_S = 5.0
 """What handlers are given at the end of the process."""
 
-_open: WeakSet[Store] = WeakSet()
+_open: dict[Store, None] = {}
+"""Those opened for writing. Not weakly: the threads of its broker and its consumers go on when nobody holds a store any
+more, and somebody has to stop them and write what they have come to."""
+
+
+def _remember(store: Store) -> None:
+    for each in list(_open):
+        if each.closed:  # by way of its broker or its log
+            _open.pop(each, None)
+    _open[store] = None
 
 
 @atexit.register
 def _close_all() -> None:
-    for store in tuple(_open):
+    for store in list(_open):
         if not store.closed:
             store.close(_EXIT_S)
 
@@ -109,8 +118,8 @@ class Store(AbstractContextManager["Store"]):
         self._pid = os.getpid()
         self._consumers: WeakSet[PullConsumer | PushConsumer | SimpleConsumer] = WeakSet()
         self._producers: WeakSet[Producer] = WeakSet()
-        _open.add(self)
         if self._broker is not None:
+            _remember(self)
             self.put = self._broker.put  # type: ignore[method-assign]  # no time for a call that only forwards
 
     @property
@@ -530,6 +539,7 @@ class Store(AbstractContextManager["Store"]):
             self._broker.close(timeout)
         else:
             self.log.close(timeout)
+        _open.pop(self, None)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

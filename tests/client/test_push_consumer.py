@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 import weakref
@@ -456,6 +457,7 @@ def test_a_forked_child_closes_nothing_and_does_not_hang(tmp_path: Path, mode: A
                 lock.acquire()
             pid = os.fork()
             if pid == 0:
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
                 signal.alarm(10)
                 threading.Thread(target=store.close if what == "store" else consumer.stop, daemon=True).start()
                 for thread in threading.enumerate():
@@ -468,6 +470,25 @@ def test_a_forked_child_closes_nothing_and_does_not_hang(tmp_path: Path, mode: A
             store.put("t", b"0")
             until(lambda: seen)
     assert seen == [b"0"]
+
+
+def test_the_end_of_a_process_stops_the_consumers_of_a_store_that_nobody_holds(tmp_path: Path) -> None:
+    program = """
+        import gc, sys, threading, mqstore
+        done = threading.Event()
+        def begin():
+            store = mqstore.open(sys.argv[1])
+            store.put("t", b"0", queue_id=0)
+            consumer = store.push_consumer("g", workers=1)
+            consumer.subscribe("t", lambda message: done.set())
+            consumer.start()
+        begin()
+        gc.collect()
+        done.wait(20)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program), str(tmp_path)], check=True, timeout=60)
+    with mqstore.open(tmp_path) as store:
+        assert store.committed("g", T0) == 1
 
 
 def test_a_store_that_is_closed_stops_its_consumers_first(tmp_path: Path) -> None:

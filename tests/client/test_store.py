@@ -58,7 +58,7 @@ def test_who_holds_a_store_is_told(tmp_path: Path) -> None:
     mqstore.open(tmp_path / "store", lock_timeout=5).close()
 
 
-@pytest.mark.parametrize(("wrong", "right"), [("tags", "tag"), ("key", "keys"), ("delay_s", "delay")])
+@pytest.mark.parametrize(("wrong", "right"), [("tags", "tag"), ("key", "keys"), ("propertys", "properties")])
 def test_an_option_that_is_none_is_told_from_one_that_is(store: Store, wrong: str, right: str) -> None:
     with pytest.raises(TypeError, match=f"no option '{wrong}' of a message; did you mean '{right}'"):
         store.put("t", b"x", **{wrong: "x"})  # type: ignore[arg-type]

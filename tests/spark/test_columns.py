@@ -30,6 +30,7 @@ from tests.spark.support import (
     by_log,
     exported,
     instant,
+    log_end,
     many,
     odd_records,
     read_all,
@@ -361,6 +362,31 @@ def test_messages_that_retention_took_meanwhile_are_counted_not_damage(tmp_path:
     assert policy.removed + len(rows) == 100
     assert policy.removed > 10
     assert rows[0]["queue_offset"] == policy.removed
+
+
+def test_a_log_scan_tells_a_lost_segment_from_one_that_retention_took(tmp_path: Path) -> None:
+    path = write_store(tmp_path / "s", [Odd(body=bytes([i % 256]) * 900) for i in range(100)])
+    with MessageStore(path, "r") as store:
+        end = log_end(store)
+        segments = [Path(segment.path) for segment in store._run.segments()]
+        assert len(segments) > 4
+        segments[2].unlink()
+        policy = Policy(on_corrupt="skip")
+        with ColumnReader(store, ["queue_offset", "topic"], policy=policy) as reader:
+            rows = rows_of(reader.log(0, end))
+        assert (policy.corrupt, policy.removed) == (1, 0)
+        offsets = [row["queue_offset"] for row in rows if row["topic"] == "t"]
+        assert len(offsets) == len({*offsets})
+        assert 70 < len(offsets) < 90
+        with ColumnReader(store, ["body"]) as reader, pytest.raises(CorruptStoreError, match="no file holds"):
+            [*reader.log(0, end)]
+        segments[0].unlink()
+        segments[1].unlink()
+        policy = Policy()
+        with ColumnReader(store, ["queue_offset"], policy=policy) as reader:
+            left = rows_of(reader.log(0, end))
+        assert (policy.corrupt, policy.removed) == (0, 3)
+        assert [row["queue_offset"] for row in left] == offsets[-len(left) :]
 
 
 # -- use ---------------------------------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ class Policy:
     """Called with everything that `on_corrupt` "skip" or "keep" passes over."""
     corrupt: int = field(default=0, init=False)
     removed: int = field(default=0, init=False)
-    """Messages that retention took between planning and reading."""
+    """Messages that retention took between planning and reading; of a log scan, segments that held some."""
 
     def damage(self, finding: Finding) -> None:
         """Raise CorruptStoreError, or count."""
@@ -333,30 +333,18 @@ def log_batches(
             seen[topic] = is_path_safe(name) and wanted(name)
         return seen[topic]
 
-    for segment in store._run.segments():
-        low, high = max(start, segment.start), min(stop, segment.end)
-        if low < high:
-            for window, headers in _records(store, windows, low, high, segment.start, segment.end, policy):
-                if isinstance(headers, Finding):
-                    yield [_stretch_without_record(segment.start, headers)]
-                    continue
-                chosen = _listed(window, headers, is_wanted)
-                if not chosen.all():
-                    headers = gather(window.buffer, headers.positions[chosen])
-                if len(headers):
-                    yield [
-                        Piece(
-                            None,
-                            None,
-                            headers.queue_offset,
-                            headers.physical_offset,
-                            headers.size.astype(np.int64),
-                            None,
-                            window.buffer,
-                            window.base,
-                            headers,
-                        )
-                    ]
+    size = store.manifest.commitlog_segment_bytes
+    for first in range(start // size * size, stop, size):
+        for window, found in _records(store, windows, max(start, first), min(stop, first + size), first, policy):
+            if isinstance(found, Finding):
+                yield [_stretch_without_record(first, found)]
+                continue
+            chosen = _listed(window, found, is_wanted)
+            headers = found if chosen.all() else gather(window.buffer, found.positions[chosen])
+            if len(headers):
+                sizes = headers.size.astype(np.int64)
+                offsets, physical = headers.queue_offset, headers.physical_offset
+                yield [Piece(None, None, offsets, physical, sizes, None, window.buffer, window.base, headers)]
 
 
 def _stretch_without_record(segment: int, finding: Finding) -> Piece:
@@ -380,17 +368,20 @@ def _listed(window: Window, headers: Headers, is_wanted: Callable[[bytes], bool]
 
 
 def _records(
-    store: MessageStore, windows: Windows, low: int, high: int, first: int, last: int, policy: Policy
+    store: MessageStore, windows: Windows, low: int, high: int, first: int, policy: Policy
 ) -> Iterator[tuple[Window, Headers | Finding]]:
-    """Records that begin in [low, high) of the segment [first, last), a batch at a time; with the policy "keep" also
-    what is none."""
+    """Records that begin in [low, high) of the segment that starts at `first`, a batch at a time; with the policy
+    "keep" also what is none."""
+    last = first + store.manifest.commitlog_segment_bytes
     at, length = low, 0
     synced = low == first
     while at < high:
         window = windows.from_(at, min(last, at + length))
         if window is None:
             store._find_news()
-            if at >= store.min_offset:
+            if at < store.min_offset:
+                policy.removed += 1  # at least: nobody knows how many they were
+            else:
                 yield from _no_record(store, Window(at, b"", True), at, high, "no file holds these bytes", policy)
             return
         buffer, base = window.buffer, window.base

@@ -37,10 +37,11 @@ try:
 except ImportError as error:  # pragma: no cover
     raise ImportError("mqstore on Spark needs pyspark 4.1 or later: pip install 'mqstore[spark]'") from error
 
+from mqstore.broker.names import SCHEDULE_TOPIC
 from mqstore.errors import ConfigError, OffsetOutOfRangeError
 from mqstore.spark.columns import COLUMNS, ColumnReader, check_columns, default_columns
 from mqstore.spark.options import SourceOptions
-from mqstore.spark.plan import Narrowing, QueueSlice, Slice, is_wanted, open_store, plan, stores_of
+from mqstore.spark.plan import LogSlice, Narrowing, QueueSlice, Slice, is_wanted, open_store, plan, stores_of
 from mqstore.spark.rows import Policy
 from mqstore.spark.views import VIEWS, view_batch
 
@@ -196,7 +197,8 @@ class MQStoreReader(DataSourceReader):
             verify=options.verify,
             on_corrupt=options.on_corrupt,
         )
-        narrowed = options.tags is None and self._narrowing.tags is not None
+        # Units of delayed messages bear times in place of hashes of tags.
+        narrowed = options.tags is None and not (isinstance(piece, QueueSlice) and piece.topic == SCHEDULE_TOPIC)
         with (
             open_store(piece.store) as store,
             ColumnReader(
@@ -222,10 +224,13 @@ class MQStoreReader(DataSourceReader):
 
     def _check_loss(self, policy: Policy, piece: Slice) -> None:
         if policy.removed and self._options.fail_on_data_loss:
-            what = f"{piece.topic}, queue {piece.queue_id}" if isinstance(piece, QueueSlice) else "the log"
+            if isinstance(piece, LogSlice):
+                what = f"the messages of {policy.removed} segments"
+            else:
+                what = f"{policy.removed} messages of {piece.topic}, queue {piece.queue_id}"
             raise OffsetOutOfRangeError(
-                f"{piece.store.id}: {policy.removed} messages of {what} were planned to be read, but retention has "
-                f"deleted them meanwhile (failOnDataLoss=false reads what is left)",
+                f"{piece.store.id}: {what} were planned to be read, but retention has deleted them meanwhile "
+                "(failOnDataLoss=false reads what is left)",
                 piece.start,
                 piece.stop,
             )
