@@ -294,6 +294,44 @@ def test_a_hole_in_a_queue_is_damage(tmp_path: Path) -> None:
         read_all(path)
 
 
+def test_a_filter_passes_damaged_messages_that_are_kept_and_no_others(tmp_path: Path) -> None:
+    """Nobody knows what they bore."""
+    path = write_store(
+        tmp_path / "s", [Odd(properties=b"TAGS\x01%c\x02n\x01%d" % (b"ab"[i % 2], i)) for i in range(12)]
+    )
+    with MessageStore(path, "r") as store:
+        places = store.units("t", 0, 0, 12)["physical_offset"].tolist()
+    log = path / "commitlog" / f"{0:020d}"
+    data = bytearray(log.read_bytes())
+    for row in (2, 5):
+        data[places[row] + 88] ^= 1
+    log.write_bytes(data)
+    names = ["topic", "queue_offset", "error"]
+    for options, wanted in (({"tags": "a"}, {0, 2, 4, 6, 8, 10}), ({"where": "n > 7"}, {2, 5, 8, 9, 10, 11})):
+        rows = rows_of(read_all(path, names, policy=Policy(on_corrupt="keep"), **options))
+        found = {row["queue_offset"] for row in rows if row["topic"] == "t"}
+        # Of a damaged message the unit still knows the hash of the tag: 5 bore another.
+        assert found == wanted
+        assert {row["queue_offset"] for row in rows if row["error"]} == found & {2, 5}
+
+
+def test_keys_and_expressions_choose_messages(tmp_path: Path) -> None:
+    blobs = [b"KEYS\x01k1 k2", b"KEYS\x01k2\x02n\x015", b"UNIQ_KEY\x01k1\x02n\x01x", b"", b"n\x017\x02n\x015"]
+    path = write_store(tmp_path / "s", [Odd(properties=blob) for blob in blobs])
+    for options, expected in (
+        ({"keys": ["k1"]}, [0, 2]),
+        ({"keys": ["k1", "k2", "k3"]}, [0, 1, 2]),
+        ({"where": "n = 5"}, [1, 4]),
+        ({"where": "n = 5", "keys": ["k2"]}, [1]),
+        ({"keys": [""]}, []),
+    ):
+        for batches in (
+            read_all(path, ["topic", "queue_offset"], **options),
+            by_log(path, [], ["topic", "queue_offset"], **options),
+        ):
+            assert [row["queue_offset"] for row in rows_of(batches) if row["topic"] == "t"] == expected, options
+
+
 def test_a_void_unit_is_no_message_and_no_damage(tmp_path: Path) -> None:
     path = write_store(tmp_path / "s", [Odd(body=b"%d" % i) for i in range(5)])
     with open(path / "consumequeue" / "t" / "0" / f"{0:020d}", "r+b") as file:
@@ -302,13 +340,30 @@ def test_a_void_unit_is_no_message_and_no_damage(tmp_path: Path) -> None:
     assert [row["body"] for row in rows_of(read_all(path, ["body"]))][1:] == [b"0", b"1", b"3", b"4"]
 
 
-def test_a_unit_that_points_at_another_queues_record_is_damage(tmp_path: Path) -> None:
-    path = write_store(tmp_path / "s", [Odd(topic="a"), Odd(topic="b")])
-    units = [path / "consumequeue" / topic / "0" / f"{0:020d}" for topic in "ab"]
-    units[0].write_bytes(units[1].read_bytes())
-    policy = Policy(on_corrupt="skip")
-    rows = rows_of(read_all(path, ["topic", "message_id"], policy=policy))
-    assert [row["topic"] for row in rows] == ["b", "seed"]
+@pytest.mark.parametrize(
+    ("source", "target"), [(("b", 0, 0), ("a", 0, 0)), (("a", 1, 0), ("a", 0, 0)), (("a", 0, 1), ("a", 0, 0))]
+)
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_unit_that_points_at_another_units_record_is_damage(
+    tmp_path: Path, source: tuple[str, int, int], target: tuple[str, int, int], verify: bool
+) -> None:
+    """Of another topic, another queue, another slot."""
+    records = [Odd(topic="a"), Odd(topic="b"), Odd(topic="a", queue_id=1), Odd(topic="a")]
+    path = write_store(tmp_path / "s", records)
+
+    def file(topic: str, queue_id: int, _: int) -> Path:
+        return path / "consumequeue" / topic / str(queue_id) / f"{0:020d}"
+
+    unit = file(*source).read_bytes()[20 * source[2] :][:20]
+    data = bytearray(file(*target).read_bytes())
+    data[20 * target[2] : 20 * target[2] + 20] = unit
+    file(*target).write_bytes(data)
+    policy = Policy(on_corrupt="skip", verify=verify)
+    names = ["topic", "queue_id", "queue_offset"]
+    found = [tuple(row.values())[:3] for row in rows_of(read_all(path, [*names, "message_id"], policy=policy))]
+    assert found == [
+        key for key in [("a", 0, 0), ("a", 0, 1), ("a", 1, 0), ("b", 0, 0), ("seed", 0, 0)] if key != target
+    ]
     assert policy.corrupt == 1
 
 

@@ -6,7 +6,8 @@ is not begun anew by a rebalance then.
 
 What is allowed to come twice: in the group whose handlers hang, what hung, and what others of its queue got done with
 before a member that had to give up the queue stopped waiting for it: the position stands at what hung, what lies
-behind it is `max_span` and a cache at most. No other: who leaves hands over exactly, and a failed attempt is no success.
+behind it is `max_span` and a cache at most. No other: who leaves hands over exactly, and a failed attempt is
+no success.
 
 MQSTORE_STRESS_SECONDS says for how long messages are sent (60); MQSTORE_STRESS_SEED chooses another run.
 """

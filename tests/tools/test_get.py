@@ -116,6 +116,14 @@ def test_what_is_not_there_is_wrong_usage(store: tuple[Path, list[SendReceipt]])
         assert result.stderr.startswith("mqstore get: "), options
 
 
+def test_an_empty_queue_of_a_topic_is_told_from_no_topic(store: tuple[Path, list[SendReceipt]]) -> None:
+    path, _ = store
+
+    result = mqstore("get", path, "--topic", "orders", "--queue-id", 7)
+
+    assert "queue 7 of 'orders' holds nothing; there are messages in 0" in result.stderr
+
+
 def test_a_search_without_hits_is_fine(store: tuple[Path, list[SendReceipt]]) -> None:
     result = mqstore("get", store[0], "--topic", "orders", "--key", "nobody")
 

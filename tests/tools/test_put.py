@@ -71,6 +71,8 @@ def test_a_file_is_one_body(tmp_path: Path) -> None:
         ["orders"],
         ["orders", "body", "--file", __file__],
         ["or/ders", "body"],
+        ["%RETRY%billing", "body"],
+        ["SCHEDULE_TOPIC_XXXX", "body"],
         ["orders", "body", "--tag", "a|b"],
         ["orders", "body", "--key", "a b"],
         ["orders", "body", "--property", "novalue"],

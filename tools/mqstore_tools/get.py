@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from mqstore import Finding, Message, MessageStore, OffsetOutOfRangeError
+from mqstore import Finding, Message, MessageStore, OffsetOutOfRangeError, TopicNotFoundError
 from mqstore.files.quiet import QUIET
 from mqstore.log.walk import walk_queue
 from mqstore_tools.render import finding_line, note
@@ -114,6 +114,7 @@ def _walk(
     store: MessageStore, topic: str, queue_id: int, offset: int | None, max_messages: int
 ) -> tuple[list[Message], list[Finding]]:
     """The messages from `offset` on, and what cannot be read before the last of them."""
+    _check_queue(store, topic, queue_id)
     low, high = store.offsets(topic, queue_id)
     if offset is not None and not low <= offset < max(high, 1):
         raise OffsetOutOfRangeError(f"{topic}, queue {queue_id}, holds offsets from {low} to before {high}", low, high)
@@ -149,5 +150,16 @@ def _find(
     if key is not None or unique_key is not None:
         store.queues(topic)  # an unknown topic is said to be one
         return store.find(topic, key=key, unique_key=unique_key, limit=max_messages)
+    _check_queue(store, topic, queue_id)
     start = store.offsets(topic, queue_id)[0] if offset is None else offset
     return store.read(topic, queue_id, start, max_messages, tags=tag)
+
+
+def _check_queue(store: MessageStore, topic: str, queue_id: int) -> None:
+    """TopicNotFoundError for a topic that is not there, or a queue without messages; that tells which have some."""
+    held = [queue.queue_id for queue in store.queues(topic)]
+    if queue_id not in held:
+        there = ", ".join(map(str, held))
+        raise TopicNotFoundError(
+            f"queue {queue_id} of {topic!r} holds nothing; there are messages in {there} (--queue-id)"
+        )

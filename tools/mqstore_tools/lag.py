@@ -32,7 +32,8 @@ def lag(directory: Path, group: str | None, json_output: bool) -> None:
     """Show how many messages each group of the store in DIR has not consumed, how old the oldest of them is, and how
     many are in flight: popped and not acknowledged yet, and among the former.
 
-    Retry topics count as topics. By what is on disk: a running broker writes its groups' progress every few seconds.
+    Retry topics count as topics; what waits for its next attempt counts once that is due (`mqstore delay` shows how
+    much waits). By what is on disk: a running broker writes its groups' progress every few seconds.
     """
     with looking(directory) as parts:
         now_ms = parts.clock.now_ms()

@@ -63,7 +63,7 @@ def ask(question: str, *, yes: bool) -> None:
     if yes:
         return
     if not sys.stdin.isatty():
-        raise click.UsageError(f"{question} Give --yes to do it unasked")
+        raise click.UsageError(f"{question} There is no terminal to ask at: give --yes")
     if not click.confirm(question, err=True):
         note("nothing was changed")
         raise click.exceptions.Exit(1)

@@ -20,6 +20,7 @@ from mqstore import (
     StoreConfig,
     StoreLockedError,
 )
+from mqstore.broker.names import is_system_topic
 from mqstore.files.lock import writer_alive
 from mqstore.files.quiet import QUIET
 from mqstore.log.names import check_topic
@@ -83,8 +84,12 @@ def put(
 ) -> None:
     """Append BODY to TOPIC in the store in DIR; with BODY - each line of stdin, without its line end, is a message.
 
+    One queue of the log, and nothing else: no turns, message groups or delays. For those see `mqstore produce`.
+
     Takes the writer's lock for as long as it runs. Prints where the message went; with --json one object a message.
     """
+    if is_system_topic(topic) or topic.startswith("%"):  # retries and dead letters carry marks that this does not make
+        raise click.UsageError(f"topic {topic!r} belongs to the engine; choose another name")
     if (body is None) == (file is None):
         raise click.UsageError("give BODY, - for the lines of stdin, or --file: one of them")
     if unique_key is not None and body == "-":

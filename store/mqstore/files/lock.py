@@ -282,7 +282,7 @@ def _refusal(root: str | os.PathLike[str], holder: _Holder) -> StoreLockedError:
     on = "" if holder.host is None else f" on host {holder.host!a}"
     what_to_do = "close it there, or open read-only (mode='r')"
     if holder.pid == os.getpid():
-        by, on, what_to_do = "this very process", "", "use that Store, or close it first"
+        by, on, what_to_do = f"{by}, this very one", "", "use that Store, or close it first"
     return StoreLockedError(f"{os.fspath(root)} is open for writing in {by}{on}; {what_to_do}", *holder)
 
 

@@ -583,7 +583,7 @@ def _passes(where: str | None, keys: Sequence[str] | None) -> Callable[[dict[str
     if where is None and keys is None:
         return None
     matches = sql92.compile(where).matches if where is not None else lambda properties: True
-    wanted = None if keys is None else frozenset(keys)
+    wanted = None if keys is None else frozenset(keys) - {""}
 
     def passes(properties: dict[str, str]) -> bool:
         if wanted is not None and wanted.isdisjoint((*properties.get(KEYS, "").split(" "), properties.get(UNIQ_KEY))):
