@@ -701,6 +701,24 @@ def test_of_two_seeks_at_once_the_second_counts(bench: PushBench) -> None:
     assert seen == [b"2", b"3"]
 
 
+def test_what_a_worker_lost_hold_of_is_pulled_again(bench: PushBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that is no handler's leaves neither messages that nobody handles nor a position that stands still."""
+    seen, errors = Seen(), [MemoryError()]
+    consumer = bench.consumer(seen)
+    real = engine_of(consumer).subscription_of
+
+    def once(*arguments: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return real(*arguments)
+
+    monkeypatch.setattr(engine_of(consumer), "subscription_of", once)
+    bench.put(b"0", b"1")
+    bench.advance(2)
+    assert set(seen) == {b"0", b"1"}
+    assert bench.committed() == 2
+
+
 def test_a_seek_from_a_handler_voids_what_it_is_at(bench: PushBench) -> None:
     seen, committed, settled = Seen(), list[int | None](), list[bytes]()
 

@@ -17,6 +17,7 @@ import pytest
 import mqstore
 from mqstore import BatchFailure, Interceptor, Message, Reject, Retry, RetryPolicy, Store
 from mqstore.broker.members import Mode
+from mqstore.client import poppush
 from mqstore.client.poppush import PopEngine
 from mqstore.client.workers import cancelled
 from tests.client.popsupport import Bench, ended, in_thread, until
@@ -671,6 +672,25 @@ def test_a_failure_blocks_its_queue_and_no_other(bench: Bench) -> None:
     assert not push.engine._items  # nothing is held meanwhile
     push.advance(30)
     assert [each for each in push.seen if each[0] in b"01"] == [(b"0", 1), (b"0", 2), (b"0", 3), (b"1", 1)]
+
+
+@BOTH
+def test_what_fails_with_what_was_found_silences_nobody(
+    bench: Bench, ordered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, errors = poppush.as_delivered, [MemoryError()]
+
+    def once(delivery: Any) -> Message:
+        if errors:
+            raise errors.pop()
+        return real(delivery)
+
+    monkeypatch.setattr(poppush, "as_delivered", once)
+    push = Push(bench, ordered=ordered)
+    bench.put(b"0", queue_id=0)
+    push.advance(2)
+    assert push.bodies() == [b"0"]
+    assert lag(bench) == 0
 
 
 def test_in_order_what_stands_behind_what_was_lost_is_not_begun(bench: Bench) -> None:

@@ -289,6 +289,7 @@ def test_a_hole_in_a_queue_is_damage(tmp_path: Path) -> None:
     assert [r["queue_offset"] for r in rows if r["topic"] == "t"] == [i for i in range(20) if i not in (5, 6)]
     assert [(finding.kind, finding.position) for finding in told] == [("missing_units", 100), ("missing_units", 120)]
     kept = rows_of(read_all(path, policy=Policy(on_corrupt="keep")))
+    assert [r["queue_offset"] for r in kept if r["topic"] == "t"] == [*range(20)]
     assert [r["queue_offset"] for r in kept if r["error"]] == [5, 6]
     with pytest.raises(CorruptStoreError, match="no unit"):
         read_all(path)

@@ -55,6 +55,8 @@ _NO_TIMEOUT_S: Final = 7 * 86_400
 """What a push consumer takes for the longest a handler may run: --exec-timeout is the command's own matter."""
 _LOOK_S: Final = 0.02
 _POLL_S: Final = 0.2
+_HEAR_S: Final = 0.5
+"""How long the main thread waits in one go: a signal that comes just before it begins to wait is heard at its end."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,7 @@ def supervise(run: Run, source: Source, idle_exit: float | None) -> None:
         stopper.start()
         if signals and run.running:
             note(f"{run.running} still running; once more ends them now")
-        while (word := run.bell.get()) != "stopped":
+        while (word := _ring(run.bell, None, run)) != "stopped":
             signals += word == "signal"
             if signals > 1:
                 run.work.kill()
@@ -183,7 +185,7 @@ def supervise(run: Run, source: Source, idle_exit: float | None) -> None:
 
 
 def _ring(bell: SimpleQueue[str], idle_exit: float | None, run: Run) -> str:
-    wait_s = None if idle_exit is None else max(_LOOK_S, min(idle_exit - run.idle_s(), 1.0))
+    wait_s = _HEAR_S if idle_exit is None else max(_LOOK_S, min(idle_exit - run.idle_s(), _HEAR_S))
     try:
         return bell.get(timeout=wait_s)
     except Empty:

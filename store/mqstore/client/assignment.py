@@ -482,6 +482,10 @@ class Assignment:
         self._workers.later(REVOKE_MS if queue.running else 0, partial(self._restart, queue))
         return True
 
+    def begin_again(self, queue: ProcessQueue) -> None:
+        """Pull again all that is not settled: somebody has lost hold of what he had of it."""
+        self._begin_anew(queue, queue.position())
+
     def _restart(self, queue: ProcessQueue) -> None:
         with queue.settling, self._lock:
             if self._queues.get(queue.queue) is not queue or queue.restart_at is None:

@@ -137,6 +137,9 @@ class ConcurrentService:
             self._begin_ticks()
         try:
             self._handle(chunk, worker)
+        except Exception as error:  # no handler's: memory has run out, say. What was in hand would lie here for ever
+            self._handling.report(error)
+            self._workers.later(NOBODY_AGAIN_MS, partial(self.assignment.begin_again, queue))
         finally:
             worker.is_cancelled = None
             self._at[worker] = None

@@ -267,6 +267,7 @@ class PopEngine:
         while room := self._begin_fetch(token, worker):
             rings = waits.rings  # before the look: what changes later ends the wait
             begin = time.perf_counter()
+            found: list[pop.Delivery] = []
             try:
                 topics = self._source.topics(turn)
                 found = [] if topics is None else self._source.look(topics, turn, room, LOAN_MS / 1000)
@@ -276,15 +277,16 @@ class PopEngine:
                     if topics is not None:
                         waits.add(topics, self._rouse, rings, keep=True)
                     return
+                units = self._take_in(found, (time.perf_counter() - begin) * 1000)
             except StoreClosedError:
                 self._end_fetch(token)
                 return
             except Exception as error:
                 self._handling.report(error)
+                self._source.give_back(found)
                 self._end_fetch(token)
                 self._workers.later(FETCH_AGAIN_MS, self._rouse)
                 return
-            units = self._take_in(found, (time.perf_counter() - begin) * 1000)
             for unit in units[1:]:
                 self._workers.submit(partial(self._run, unit))
             if units and self._others and self._pace_ms > _WORTH_MS:

@@ -88,4 +88,5 @@ class Pairs:
         if not len(pairs):
             return pairs
         blob = self.blob[pairs]
-        return pairs[np.append(blob[1:] != blob[:-1], True)]
+        last: npt.NDArray[np.intp] = pairs[np.append(blob[1:] != blob[:-1], True)]
+        return last

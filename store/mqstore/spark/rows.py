@@ -204,8 +204,15 @@ def queue_batches(
             store._find_news()
             queue.correct_min(store.min_offset)  # retention may have taken the file they were in
             gone = ~live & (slots < queue.min_offset)
-            policy.removed += int(gone.sum())
-            yield from _holes(store, topic, queue_id, slots[~live & ~gone], policy)
+            if live[0] or gone[0]:
+                # Up to the first hole; what comes behind is looked at next, so that rows stay in order.
+                count = int(np.argmax(~live & ~gone)) or count
+            else:
+                count = int(np.argmax(live)) or count
+                yield from _holes(store, topic, queue_id, slots[:count], policy)
+            policy.removed += int(gone[:count].sum())
+            units, slots, live = units[:count], slots[:count], live[:count]
+            physical, sizes, codes = physical[:count], sizes[:count], codes[:count]
         live &= ~is_void(units)
         if tags is not None:
             live &= tags.units(codes)
