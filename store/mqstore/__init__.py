@@ -26,15 +26,17 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal
 
 from mqstore.broker.broker import Broker
+from mqstore.broker.deadletters import DeadLetters
 from mqstore.broker.filters import Filter
 from mqstore.broker.groups import GroupConfig, RetryPolicy, backoff, exponential
+from mqstore.broker.road import SendOptions
 from mqstore.broker.topics import TopicConfig
 from mqstore.client.codecs import BYTES, JSON, TEXT, Codec
 from mqstore.client.delivery import Delivery
 from mqstore.client.interceptors import Interceptor
 from mqstore.client.orderly import BatchTx
 from mqstore.client.outcome import BatchFailure, Reject, Retry
-from mqstore.client.producer import Producer
+from mqstore.client.producer import Producer, Selector
 from mqstore.client.pullconsumer import PullConsumer
 from mqstore.client.pushconsumer import ConsumerStats, PushConsumer
 from mqstore.client.simpleconsumer import PendingInfo, SimpleConsumer
@@ -105,6 +107,7 @@ __all__ = [
     "ConsumerStats",
     "CorruptStoreError",
     "Cut",
+    "DeadLetters",
     "Delivery",
     "Durability",
     "Duration",
@@ -146,7 +149,9 @@ __all__ = [
     "Retention",
     "Retry",
     "RetryPolicy",
+    "Selector",
     "SendError",
+    "SendOptions",
     "SendReceipt",
     "SimpleConsumer",
     "SimulatedClock",

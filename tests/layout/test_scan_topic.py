@@ -70,3 +70,15 @@ def test_the_guess_is_used() -> None:
     headers = gather(b"".join(records), starts, topic=b"orders")
     assert headers.ok.all()
     assert headers.known_topic == b"orders"
+
+
+def test_any_damaged_byte_is_seen_as_it_is_without_a_guess() -> None:
+    whole = record("orders", b"body", b"n\x01v\x02", LOCAL_HOST)
+    for at in range(len(whole)):
+        for change in (0x01, 0x10, 0x80, 0xFF):
+            data = bytearray(whole + whole)
+            data[at] ^= change
+            starts = np.array([0, len(whole)])
+            plain, guessed = gather(data, starts), gather(data, starts, topic=b"orders")
+            for name in _COLUMNS:
+                assert getattr(guessed, name).tolist() == getattr(plain, name).tolist(), (at, change, name)

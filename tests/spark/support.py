@@ -57,7 +57,7 @@ def write_store(path: Path, records: Sequence[Odd], profile: str = "mqstore", se
     slots: Counter[tuple[str, int]] = Counter()
     for odd in records:
         key = (odd.topic, odd.queue_id)
-        listed = odd.sys_flag & 0xC in (0, 8)
+        listed = odd.sys_flag & 0xC in (0, 8) and odd.queue_id >= 0 and "/" not in odd.topic
 
         def encoded(position: int, odd: Odd = odd, slot: int = slots[key] if listed else 0) -> bytes:
             return encode_record(

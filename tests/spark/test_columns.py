@@ -137,6 +137,14 @@ def test_a_tag_filter_lets_pass_what_read_lets_pass(records: list[Odd], tags: st
         assert sorted(scanned) == sorted(expected)
 
 
+def test_the_log_lists_what_dispatch_would(tmp_path: Path) -> None:
+    records = [Odd(), Odd(queue_id=-1), Odd(topic="../etc"), Odd(sys_flag=4), Odd(sys_flag=8), Odd(sys_flag=12), Odd()]
+    path = write_store(tmp_path / "s", records)
+    for batches in (read_all(path), by_log(path, [])):
+        found = [(row["topic"], row["queue_offset"], row["sys_flag"]) for row in rows_of(batches)]
+        assert sorted(found) == [("seed", 0, 0), ("t", 0, 0), ("t", 1, 8), ("t", 2, 0)]
+
+
 def test_two_tags_of_one_hash_are_told_apart(tmp_path: Path) -> None:
     records = [Odd(properties=b"TAGS\x01Aa\x02"), Odd(properties=b"TAGS\x01BB\x02")]  # equal in Java's hash
     path = write_store(tmp_path / "s", records)

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, TypeVar, overload
 
 from mqstore.aio.bridge import Bridge, uncancelled
 from mqstore.client import pushconsumer, workers
@@ -40,6 +40,7 @@ _log = logging.getLogger("mqstore")
 
 Handler = Callable[..., Any]
 """Takes what a sync handler takes. Called on the loop; an awaitable that it returns is awaited."""
+H = TypeVar("H", bound=Handler)
 
 _GRACE_S = 5.0
 """For handlers that were cancelled to end."""
@@ -133,6 +134,28 @@ class PushConsumer(AbstractAsyncContextManager["PushConsumer"]):
 
     # -- what is handled --------------------------------------------------------------------------------------------
 
+    @overload
+    def subscribe(
+        self,
+        topic: str,
+        handler: H,
+        *,
+        tags: str = "*",
+        sql: str | None = None,
+        max_uncommitted: int | None = None,
+    ) -> H: ...
+
+    @overload
+    def subscribe(
+        self,
+        topic: str,
+        handler: None = None,
+        *,
+        tags: str = "*",
+        sql: str | None = None,
+        max_uncommitted: int | None = None,
+    ) -> Callable[[H], H]: ...
+
     def subscribe(
         self,
         topic: str,
@@ -148,8 +171,8 @@ class PushConsumer(AbstractAsyncContextManager["PushConsumer"]):
         return self._subscribe_here(topic, handler, tags=tags, sql=sql, max_uncommitted=max_uncommitted)
 
     def _subscribe_here(
-        self, topic: str, handler: Handler, /, *, tags: str, sql: str | None, max_uncommitted: int | None
-    ) -> Handler:
+        self, topic: str, handler: H, /, *, tags: str, sql: str | None, max_uncommitted: int | None
+    ) -> H:
         self._bridge.check()
         if not callable(handler):
             raise ConfigError(f"a handler is something to call, not {handler!r:.100}")

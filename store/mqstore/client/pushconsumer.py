@@ -27,7 +27,7 @@ from datetime import datetime
 from functools import partial
 from queue import Empty, SimpleQueue
 from types import FrameType, TracebackType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar, overload
 
 from mqstore.broker.broker import Broker
 from mqstore.broker.groups import GroupConfig, RetryPolicy
@@ -61,6 +61,7 @@ _SAMPLE_MS = 10_000
 Handler = (
     Callable[[Message], object] | Callable[[Sequence[Message]], object] | Callable[[Sequence[Message], BatchTx], object]
 )
+H = TypeVar("H", bound=Handler)
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,6 +332,28 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
 
     # -- what is handled --------------------------------------------------------------------------------------------
 
+    @overload
+    def subscribe(
+        self,
+        topic: str,
+        handler: H,
+        *,
+        tags: str = "*",
+        sql: str | None = None,
+        max_uncommitted: int | None = None,
+    ) -> H: ...
+
+    @overload
+    def subscribe(
+        self,
+        topic: str,
+        handler: None = None,
+        *,
+        tags: str = "*",
+        sql: str | None = None,
+        max_uncommitted: int | None = None,
+    ) -> Callable[[H], H]: ...
+
     def subscribe(
         self,
         topic: str,
@@ -360,8 +383,8 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         return self._subscribe_here(topic, handler, tags=tags, sql=sql, max_uncommitted=max_uncommitted)
 
     def _subscribe_here(
-        self, topic: str, handler: Handler, /, *, tags: str, sql: str | None, max_uncommitted: int | None
-    ) -> Handler:
+        self, topic: str, handler: H, /, *, tags: str, sql: str | None, max_uncommitted: int | None
+    ) -> H:
         if not callable(handler):
             raise ConfigError(f"a handler is something to call, not {handler!r:.100}")
         if inspect.iscoroutinefunction(handler):
