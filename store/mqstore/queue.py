@@ -117,6 +117,15 @@ class Queue:
     Raises ConfigError for a name of more than 120 characters, for options that cannot be, for a topic that is none of
     one queue, and for `ordered` where the queue was made without, or the other way round; InvalidMessageError for a
     name that no topic can have.
+
+    >>> import mqstore, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
+    ...     queue = store.queue("jobs", codec=mqstore.TEXT)
+    ...     queue.put_many(["a.png", "b.png"])
+    ...     first = queue.get()
+    ...     first.nack(delay=0)  # failed: it comes again
+    ...     [(task.value, task.attempt) for task in (queue.get(), queue.get(timeout=10))]
+    [('b.png', 1), ('a.png', 2)]
     """
 
     def __init__(

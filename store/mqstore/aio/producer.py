@@ -309,7 +309,18 @@ class Producer(AbstractAsyncContextManager["Producer"]):
 
 class Transaction(AbstractAsyncContextManager["Transaction"]):
     """`mqstore`'s transaction with coroutines: messages that become visible when its `async with` block ends well. The
-    end is not cancelled: it comes to one, and is raised then."""
+    end is not cancelled: it comes to one, and is raised then.
+
+    >>> import asyncio, mqstore, tempfile
+    >>> async def main(folder):
+    ...     async with mqstore.aio.open(folder) as store, store.producer() as producer:
+    ...         async with producer.transaction() as tx:
+    ...             await tx.send("orders", b"paid", queue_id=0)
+    ...         return [message.body for message in await store.read("orders", 0, 0)]
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     asyncio.run(main(folder))
+    [b'paid']
+    """
 
     def __init__(self, bridge: Bridge, make: Callable[[], transaction.Transaction]) -> None:
         self._bridge = bridge

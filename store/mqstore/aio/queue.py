@@ -55,7 +55,18 @@ def release(loans: Iterable[Loan]) -> None:
 
 class Task:
     """`mqstore.Task` with coroutines: an item on loan. `async with task:` acknowledges it at a clean end, gives it back
-    when there is an exception; when it is cancelled unseen: at once, the attempt not counted."""
+    when there is an exception; when it is cancelled unseen: at once, the attempt not counted.
+
+    >>> import asyncio, mqstore, tempfile
+    >>> async def main(folder):
+    ...     async with mqstore.aio.open(folder) as store, store.queue("jobs") as queue:
+    ...         await queue.put(b"a.png")
+    ...         async with await queue.get() as task:
+    ...             return task.value, task.attempt
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     asyncio.run(main(folder))
+    (b'a.png', 1)
+    """
 
     __slots__ = ("_bridge", "sync")
 

@@ -22,7 +22,19 @@ __all__ = ["Delivery", "SimpleConsumer"]
 
 class Delivery(AbstractAsyncContextManager[Message]):
     """`mqstore.Delivery` with coroutines: `async with delivery as message:` acknowledges it at a clean end, gives it
-    back at an exception, does as `Retry` and `Reject` say; when it is cancelled it is given back unseen."""
+    back at an exception, does as `Retry` and `Reject` say; when it is cancelled it is given back unseen.
+
+    >>> import asyncio, mqstore, tempfile
+    >>> async def main(folder):
+    ...     async with mqstore.aio.open(folder) as store, store.simple_consumer("mailer", {"mail": "*"}) as consumer:
+    ...         await store.put("mail", b"hello")
+    ...         [delivery] = await consumer.receive(wait=10)
+    ...         async with delivery as message:
+    ...             return message.body, delivery.attempt
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     asyncio.run(main(folder))
+    (b'hello', 1)
+    """
 
     __slots__ = ("_bridge", "sync")
 

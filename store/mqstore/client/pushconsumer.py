@@ -98,7 +98,17 @@ class QueueStats:
 
 @dataclass(frozen=True, slots=True)
 class ConsumerStats:
-    """A snapshot of one consumer."""
+    """A snapshot of one consumer.
+
+    >>> import mqstore, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
+    ...     store.create_topic("orders", queues=2)
+    ...     with store.push_consumer("billing", workers=1) as consumer:
+    ...         _ = consumer.subscribe("orders", lambda message: None)
+    ...         stats = consumer.stats()
+    ...     stats.group, {queue.queue_id: each.lag for queue, each in stats.queues.items()}
+    ('billing', {0: 0, 1: 0})
+    """
 
     group: str
     client_id: str

@@ -44,7 +44,18 @@ _log = logging.getLogger("mqstore")
 
 @dataclass(frozen=True, slots=True)
 class PendingInfo:
-    """A message of the group that somebody has received and not settled."""
+    """A message of the group that somebody has received and not settled.
+
+    >>> import mqstore, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
+    ...     with store.simple_consumer("mailer", {"mail": "*"}) as consumer:
+    ...         _ = store.put("mail", b"hello", unique_key="m-1")
+    ...         [delivery] = consumer.receive(wait=10)
+    ...         before = [(each.unique_key, each.attempt) for each in consumer.pending()]
+    ...         delivery.ack()
+    ...         before, consumer.pending()
+    ([('m-1', 1)], [])
+    """
 
     unique_key: str
     queue: QueueRef

@@ -117,7 +117,16 @@ def checks_of(transactions: Transactions, group: str) -> GroupChecks:
 
 
 class Transaction:
-    """Messages that become visible, one by one, when its `with` block ends well. For one thread and one block."""
+    """Messages that become visible, one by one, when its `with` block ends well. For one thread and one block.
+
+    >>> import mqstore, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
+    ...     with store.producer() as producer, producer.transaction() as tx:
+    ...         _ = tx.send("orders", b"paid", queue_id=0)
+    ...         before = store.read("orders", 0, 0)
+    ...     before, [message.body for message in store.read("orders", 0, 0)]
+    ([], [b'paid'])
+    """
 
     def __init__(self, producer: Producer, transactions: Transactions, checks: GroupChecks, group: str) -> None:
         self._producer = producer
