@@ -25,7 +25,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 def test_open_and_close(tmp_path: Path) -> None:
     store = mqstore.open(tmp_path / "store")
     assert (store.mode, store.path, store.closed) == ("rw", tmp_path / "store", False)
-    with pytest.raises(mqstore.StoreLockedError, match="in process [0-9]+, this very one; use that Store") as locked:
+    with pytest.raises(mqstore.StoreLockedError, match=r"in process [0-9]+, this very one; use that Store") as locked:
         mqstore.open(tmp_path / "store")
     assert locked.value.pid == os.getpid()
     store.close()
