@@ -78,3 +78,8 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], GoldenSt
         return GoldenStore(name, copy, _listing(name))
 
     return unpack
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The one that takes a minute first: at the end one processor would wait for the other."""
+    items.sort(key=lambda item: "/stress/" not in item.nodeid)
