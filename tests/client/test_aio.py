@@ -305,6 +305,7 @@ def test_who_follows_one_queue_begins_and_ends_where_he_says(
 def test_who_follows_another_process_s_store_looks_for_itself(tmp_path: Path) -> None:
     with mqstore.open(tmp_path / "store") as writer:
         writer.put("t", b"a", queue_id=0)
+        writer.log.dispatch()  # readers see what has been
 
         async def test(store: aio.Store) -> None:
             messages = store.iter("t", follow=True)
