@@ -11,7 +11,7 @@ from typing import Any
 import mqstore
 from mqstore import Broker, SimpleConsumer, SimulatedClock, StoreConfig
 
-__all__ = ["Bench", "ended", "in_thread", "until"]
+__all__ = ["Bench", "advance", "ended", "in_thread", "settle", "until"]
 
 
 class Bench:
@@ -44,19 +44,29 @@ class Bench:
         return self.store.simple_consumer(group, dict.fromkeys(topics or ("t",), "*"), **options)
 
     def advance(self, duration_s: float) -> None:
-        until_ms = self.clock.now_ms() + round(duration_s * 1000)
-        while (due_ms := self.settle()) is not None and due_ms <= until_ms:
-            self.clock.advance(max(1, due_ms - self.clock.now_ms()))
-        self.clock.advance(max(0, until_ms - self.clock.now_ms()))
-        self.settle()
+        advance(self.broker, self.clock, round(duration_s * 1000))
 
     def settle(self) -> int | None:
         """Run what is due; when to come again."""
-        for _ in range(1000):
-            due_ms = self.broker.run_once()
-            if due_ms is None or due_ms > self.clock.now_ms():
-                return due_ms
-        raise AssertionError("something is due again and again")
+        return settle(self.broker, self.clock)
+
+
+def advance(broker: Broker, clock: SimulatedClock, duration_ms: int) -> None:
+    """Let time pass, from one due time to the next."""
+    until_ms = clock.now_ms() + duration_ms
+    while (due_ms := settle(broker, clock)) is not None and due_ms <= until_ms:
+        clock.advance(max(1, due_ms - clock.now_ms()))
+    clock.advance(max(0, until_ms - clock.now_ms()))
+    settle(broker, clock)
+
+
+def settle(broker: Broker, clock: SimulatedClock) -> int | None:
+    """Run what is due; when to come again (wall ms)."""
+    for _ in range(1000):
+        due_ms = broker.run_once()
+        if due_ms is None or due_ms > clock.now_ms():
+            return due_ms
+    raise AssertionError("something is due again and again")
 
 
 def in_thread(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:

@@ -48,6 +48,7 @@ from mqstore.client.producer import Producer
 from mqstore.client.submitter import Submitter
 from mqstore.client.transaction import Transaction
 from mqstore.layout.record import COMPRESSED, COMPRESSION_TYPE_MASK, COMPRESSION_ZLIB
+from tests.client.popsupport import advance, ended, in_thread
 from tests.faults import FaultyFileSystem
 from tests.log.support import open_store
 
@@ -82,18 +83,7 @@ class Bench:
         return [message.body for message in self.stored(topic)]
 
     def advance(self, duration_ms: int) -> None:
-        until_ms = self.clock.now_ms() + duration_ms
-        while (due_ms := self._settle()) is not None and due_ms <= until_ms:
-            self.clock.advance(max(1, due_ms - self.clock.now_ms()))
-        self.clock.advance(max(0, until_ms - self.clock.now_ms()))
-        self._settle()
-
-    def _settle(self) -> int | None:
-        for _ in range(1000):
-            due_ms = self.broker.run_once()
-            if due_ms is None or due_ms > self.clock.now_ms():
-                return due_ms
-        raise AssertionError("something is due again and again")
+        advance(self.broker, self.clock, duration_ms)
 
 
 @pytest.fixture
@@ -140,26 +130,6 @@ class Failing:
         if error is not None:
             raise error
         return self._put(topic, body, **options)
-
-
-def in_thread(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
-    outcome: list[Any] = []
-
-    def run() -> None:
-        try:
-            outcome.append(work())
-        except Exception as error:
-            outcome.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread, outcome
-
-
-def ended(thread: threading.Thread, outcome: list[Any]) -> Any:
-    thread.join(WAIT_S)
-    assert not thread.is_alive()
-    return outcome[0]
 
 
 def busy() -> StoreBusyError:

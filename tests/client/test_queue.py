@@ -9,7 +9,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 
 import mqstore
 from mqstore import Broker, Queue, RetryPolicy, SimulatedClock, StoreConfig
+from tests.client.popsupport import advance, ended, in_thread
 
 
 class Bench:
@@ -34,18 +35,7 @@ class Bench:
         return Queue(self.broker, "jobs", **options)
 
     def advance(self, duration_s: float) -> None:
-        until_ms = self.clock.now_ms() + round(duration_s * 1000)
-        while (due_ms := self._settle()) is not None and due_ms <= until_ms:
-            self.clock.advance(max(1, due_ms - self.clock.now_ms()))
-        self.clock.advance(max(0, until_ms - self.clock.now_ms()))
-        self._settle()
-
-    def _settle(self) -> int | None:
-        for _ in range(1000):
-            due_ms = self.broker.run_once()
-            if due_ms is None or due_ms > self.clock.now_ms():
-                return due_ms
-        raise AssertionError("something is due again and again")
+        advance(self.broker, self.clock, round(duration_s * 1000))
 
 
 @pytest.fixture
@@ -69,27 +59,6 @@ def taken(queue: Queue) -> list[Any]:
         with task:
             values.append(task.value)
     return values
-
-
-def in_thread(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
-    """Runs `work`; what it returned or raised comes into the list."""
-    outcome: list[Any] = []
-
-    def run() -> None:
-        try:
-            outcome.append(work())
-        except Exception as error:
-            outcome.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread, outcome
-
-
-def ended(thread: threading.Thread, outcome: list[Any]) -> Any:
-    thread.join(20)
-    assert not thread.is_alive()
-    return outcome[0]
 
 
 # -- the verbs of queue.Queue ----------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 from mqstore import queue
 from mqstore.aio.bridge import Bridge
 from mqstore.aio.deadletters import DeadLetters
+from mqstore.aio.loan import Loan as AsyncLoan
 from mqstore.aio.made import Each
 from mqstore.aio.puts import Puts
 from mqstore.broker.broker import Broker
@@ -33,7 +34,6 @@ from mqstore.client.delivery import Loan
 from mqstore.client.interceptors import Settled
 from mqstore.errors import QueueEmpty, QueueFull, QueueShutDown
 from mqstore.log.commitlog import SendReceipt
-from mqstore.log.message import Message
 from mqstore.options import Duration, seconds
 
 __all__ = ["Queue", "Task", "limit", "release"]
@@ -53,7 +53,7 @@ def release(loans: Iterable[Loan]) -> None:
         loan._release()
 
 
-class Task:
+class Task(AsyncLoan[queue.Task]):
     """`mqstore.Task` with coroutines: an item on loan. `async with task:` acknowledges it at a clean end, gives it back
     when there is an exception; when it is cancelled unseen: at once, the attempt not counted.
 
@@ -68,68 +68,15 @@ class Task:
     (b'a.png', 1)
     """
 
-    __slots__ = ("_bridge", "sync")
-
-    def __init__(self, bridge: Bridge, task: queue.Task) -> None:
-        self._bridge = bridge
-        self.sync = task
-        """The `mqstore.Task`."""
+    __slots__ = ()
 
     @property
     def value(self) -> Any:
         """What was put. As `mqstore.Task.value`."""
         return self.sync.value
 
-    @property
-    def message(self) -> Message:
-        """The stored message."""
-        return self.sync.message
-
-    @property
-    def attempt(self) -> int:
-        """Which delivery of its message this is, from 1."""
-        return self.sync.attempt
-
-    @property
-    def expires_at(self) -> float:
-        """When it is given to others unless it is settled, on the scale of `time.monotonic`."""
-        return self.sync.expires_at
-
-    @property
-    def settled(self) -> bool:
-        """Whether it was acknowledged, given back or rejected by way of this object."""
-        return self.sync.settled
-
-    async def ack(self) -> None:
-        """As `mqstore.Task.ack`. None of these verbs can be cancelled half way."""
-        self._bridge.check()
-        self.sync.ack()
-
-    async def nack(self, delay: Duration | None = None) -> None:
-        """As `mqstore.Task.nack`."""
-        self._bridge.check()
-        self.sync.nack(delay)
-
-    async def extend(self, visibility: Duration) -> None:
-        """As `mqstore.Task.extend`."""
-        self._bridge.check()
-        self.sync.extend(visibility)
-
-    async def reject(self, reason: str = "") -> None:
-        """As `mqstore.Task.reject`."""
-        self._bridge.check()
-        self.sync.reject(reason)
-
     async def __aenter__(self) -> Task:
         return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool:
-        return self.sync.__exit__(kind, error, traceback)
-
-    def __repr__(self) -> str:
-        return repr(self.sync)
 
 
 class _Told(queue.Queue):

@@ -8,6 +8,7 @@ from functools import partial
 from types import TracebackType
 
 from mqstore.aio.bridge import Bridge
+from mqstore.aio.loan import Loan
 from mqstore.aio.made import Each
 from mqstore.aio.queue import limit, release
 from mqstore.client import delivery, simpleconsumer
@@ -20,7 +21,7 @@ from mqstore.options import Duration
 __all__ = ["Delivery", "SimpleConsumer"]
 
 
-class Delivery(AbstractAsyncContextManager[Message]):
+class Delivery(Loan[delivery.Delivery], AbstractAsyncContextManager[Message]):
     """`mqstore.Delivery` with coroutines: `async with delivery as message:` acknowledges it at a clean end, gives it
     back at an exception, does as `Retry` and `Reject` say; when it is cancelled it is given back unseen.
 
@@ -36,22 +37,7 @@ class Delivery(AbstractAsyncContextManager[Message]):
     (b'hello', 1)
     """
 
-    __slots__ = ("_bridge", "sync")
-
-    def __init__(self, bridge: Bridge, sync: delivery.Delivery) -> None:
-        self._bridge = bridge
-        self.sync = sync
-        """The `mqstore.Delivery`."""
-
-    @property
-    def message(self) -> Message:
-        """The message under the topic it was sent to, with its `attempt`."""
-        return self.sync.message
-
-    @property
-    def attempt(self) -> int:
-        """Which delivery of its message this is, from 1."""
-        return self.sync.attempt
+    __slots__ = ()
 
     @property
     def receipt(self) -> str:
@@ -63,46 +49,8 @@ class Delivery(AbstractAsyncContextManager[Message]):
         """When it was received, on the scale of `expires_at`."""
         return self.sync.received_at
 
-    @property
-    def expires_at(self) -> float:
-        """When it is given to others unless it is settled, on the scale of `time.monotonic`."""
-        return self.sync.expires_at
-
-    @property
-    def settled(self) -> bool:
-        """Whether it was acknowledged, given back or rejected by way of this object."""
-        return self.sync.settled
-
-    async def ack(self) -> None:
-        """As `mqstore.Delivery.ack`. None of these verbs can be cancelled half way."""
-        self._bridge.check()
-        self.sync.ack()
-
-    async def nack(self, delay: Duration | None = None) -> None:
-        """As `mqstore.Delivery.nack`."""
-        self._bridge.check()
-        self.sync.nack(delay)
-
-    async def extend(self, visibility: Duration) -> None:
-        """As `mqstore.Delivery.extend`."""
-        self._bridge.check()
-        self.sync.extend(visibility)
-
-    async def reject(self, reason: str = "") -> None:
-        """As `mqstore.Delivery.reject`."""
-        self._bridge.check()
-        self.sync.reject(reason)
-
     async def __aenter__(self) -> Message:
         return self.sync.message
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool:
-        return self.sync.__exit__(kind, error, traceback)
-
-    def __repr__(self) -> str:
-        return repr(self.sync)
 
 
 class SimpleConsumer(AbstractAsyncContextManager["SimpleConsumer"]):

@@ -233,10 +233,6 @@ class ProcessQueue:
         with self._lock:
             return list(self._taken.values())
 
-    def is_taken(self, message: Message) -> bool:
-        """Whether a message is taken and not committed."""
-        return message.offset in self._taken
-
     def claim(self) -> bool:
         """Orderly: whether no worker was at it, which is the caller's now."""
         with self._lock:
