@@ -15,15 +15,18 @@ from __future__ import annotations
 
 import json
 import lzma
+import os
 import shutil
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from mqstore.files import filesystem
 
 GOLDEN_NAMES = ("clean", "crashed", "propcrc", "rolled", "trimmed")
 _GOLDEN = Path(__file__).parent / "golden"
@@ -78,6 +81,23 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], GoldenSt
         return GoldenStore(name, copy, _listing(name))
 
     return unpack
+
+
+_SYNCING = ("/crash/", "/files/", "/stress/")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_waiting_for_disks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests cut no machine's power: what such a cut leaves is shown on file layers that record and drop (tests/crash,
+    tests/faults.py). So only the rooms about syncing itself wait for disks. MQSTORE_TEST_SYNC=1 makes all of them."""
+    if os.environ.get("MQSTORE_TEST_SYNC") == "1" or any(room in request.node.nodeid for room in _SYNCING):
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(filesystem, "_sync_data", lambda fd: None)
+        patch.setattr(filesystem.REAL, "_dsync_flag", 0)
+        patch.setattr(os, "fsync", lambda fd: None)
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
