@@ -217,6 +217,20 @@ def test_a_pause_ends_when_it_is_worth_a_pull() -> None:
         assert queue.begins_to_have_room()
 
 
+def test_what_comes_back_in_pieces_stays_in_order() -> None:
+    queue = queue_at(5)
+    queue.put(messages(5, 6, 7), 8)
+    queue.take(2)
+    queue.again(messages(5))
+    assert [message.offset for message in queue.take(2)] == [5, 7]
+    assert [message.offset for message in queue.all_taken()] == [5, 6, 7]
+    assert queue.position() == 5
+    queue.again(messages(5))
+    queue.again(messages(6))
+    assert queue.position() == 5
+    assert [message.offset for message in queue.take(9)] == [5, 6]
+
+
 # --- any order, against a set --------------------------------------------------------------------------------------
 
 

@@ -190,10 +190,13 @@ class ProcessQueue:
         """The next messages, up to `number`; none: there are none, and no worker is at it any more."""
         with self._lock:
             batch: list[Message] = []
+            behind = next(reversed(self._taken), -1)
             while self._waiting and len(batch) < number:
                 offset, message = self._waiting.popitem(last=False)
                 self._taken[offset] = message
                 batch.append(message)
+            if batch and batch[0].offset < behind:  # it came again while later ones were still taken
+                self._taken = OrderedDict(sorted(self._taken.items()))
             if not batch:
                 self.active = False
             return batch
@@ -218,9 +221,13 @@ class ProcessQueue:
     def again(self, messages: Sequence[Message]) -> None:
         """Put these of what was taken back to the front, in order."""
         with self._lock:
-            for offset in sorted((m.offset for m in messages if m.offset in self._taken), reverse=True):
+            ahead = next(iter(self._waiting), 1 << 63)
+            back = sorted((m.offset for m in messages if m.offset in self._taken), reverse=True)
+            for offset in back:
                 self._waiting[offset] = self._taken.pop(offset)
                 self._waiting.move_to_end(offset, last=False)
+            if back and ahead < back[0]:  # something before them had come back already
+                self._waiting = OrderedDict(sorted(self._waiting.items()))
 
     def rollback(self) -> list[Message]:
         """Put back all that was taken; which that was."""
