@@ -212,6 +212,10 @@ class FaultyFileSystem(FileSystem):
         self._enter("pread", fd, position, length)
         return super().pread(fd, length, position)
 
+    def read_into(self, fd: int, buffer: memoryview, position: int) -> int:
+        self._enter("pread", fd, position, len(buffer))
+        return super().read_into(fd, buffer, position)
+
     def pwrite(self, fd: int, data: ReadableBuffer, position: int) -> None:
         view = memoryview(data)
         if self._enter("pwrite", fd, position, view.nbytes):

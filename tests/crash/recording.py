@@ -195,6 +195,9 @@ class RecordingFileSystem(FileSystem):
         super().replace(source, target)
         node = self._by_path.pop(os.fspath(source))
         self._by_path[os.fspath(target)] = node
+        below = os.fspath(source) + os.sep  # of a folder: what it holds moves along
+        for path in [path for path in self._by_path if path.startswith(below)]:
+            self._by_path[os.path.join(os.fspath(target), path[len(below) :])] = self._by_path.pop(path)
         self._add("names", (*self._place(source), None), (*self._place(target), node))
 
     def link(self, source: StrPath, target: StrPath) -> None:
@@ -221,7 +224,9 @@ class RecordingFileSystem(FileSystem):
             self._new_folder(os.fspath(path))
 
     def rmdir(self, path: StrPath) -> None:
-        raise AssertionError("not recorded yet: nothing used it when this was written")
+        super().rmdir(path)
+        self._by_path.pop(os.fspath(path))
+        self._add("names", (*self._place(path), None))
 
 
 class _Node:

@@ -567,6 +567,17 @@ def test_find_next_looks_past_damage_of_any_length() -> None:
     assert find_next(data, 0, len(data), 10**12 + 1, "crc32c-record") is None
 
 
+def test_find_next_looks_for_records_that_begin_before_a_position_and_may_end_behind_it() -> None:
+    data = log(10, lambda i: 300)
+    positions, _ = walk(data, 0, len(data))
+    third, fourth = (int(at) for at in positions[2:4])
+
+    assert find_next(data, third - 5, len(data), 0, "crc32c-record", third) is None
+    assert find_next(data, third - 5, len(data), 0, "crc32c-record", third + 1) == third
+    assert find_next(data, third + 1, len(data), 0, "crc32c-record", fourth + 1) == fourth
+    assert find_next(data, third + 1, fourth + 50, 0, "crc32c-record", fourth + 1) is None
+
+
 def test_find_next_passes_over_records_inside_a_body_and_stale_ones() -> None:
     """A message may carry a piece of a log; a recycled file may hold records of its former life."""
     inner = log(3, lambda i: 10)

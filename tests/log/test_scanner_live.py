@@ -9,7 +9,7 @@ import pytest
 import mqstore
 from mqstore import SimulatedClock, StoreConfig
 from mqstore.log import scanner
-from mqstore.log.scanner import Bad, Good, scan_log
+from mqstore.log.scanner import Bad, Good, scan_log, scan_segment
 
 
 def test_a_record_that_is_finished_during_the_scan_is_no_damage(
@@ -36,3 +36,27 @@ def test_a_record_that_is_finished_during_the_scan_is_no_damage(
     assert looks > 0
     assert not [event for event in events if isinstance(event, Bad)]
     assert sum(len(event.headers) for event in events if isinstance(event, Good)) == 3
+
+
+@pytest.mark.parametrize("stop", [1, 500, 3_000, 1 << 14])
+def test_a_scan_of_a_part_ends_where_the_next_part_begins(tmp_path: Path, stop: int) -> None:
+    config = StoreConfig(segment_bytes=1 << 14, clock=SimulatedClock())
+    with mqstore.MessageStore(tmp_path, config=config) as writer:
+        places = [writer.put("orders", bytes(100 + 7 * i)).physical_offset for i in range(30)]
+        end = writer.max_offset
+    with mqstore.MessageStore(tmp_path, "r") as reader:
+        checksum = reader.manifest.checksum
+        [segment] = reader._run.segments()
+        scan = scan_segment(reader._run, segment, 0, checksum, stop=stop)
+        found = []
+        while True:
+            try:
+                event = next(scan)
+            except StopIteration as over:
+                ended = over.value
+                break
+            assert isinstance(event, Good)
+            found += event.headers.positions.tolist()
+
+    assert found == [place for place in places if place < stop]
+    assert ended == next((place for place in places if place >= stop), end)

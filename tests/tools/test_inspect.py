@@ -542,3 +542,27 @@ def test_nonsense_in_the_pop_log_is_passed_over(tmp_path: Path, body: bytes) -> 
         result = mqstore(command, path)
         assert result.exit_code == 0, result.output
     assert mqstore_json("inspect", path)["broker"]["in_flight"] == []
+
+
+def test_a_splice_under_way_and_the_inbox_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with library.MessageStore(path) as store:
+        end = store.put("orders", b"x").size
+        store.splice([], app="other", version=1)
+    nothing = mqstore_json("inspect", path)["splice"]
+    assert (nothing["pending"], nothing["inbox"], nothing["refused"]) == (None, [], [])
+    file = path / "config" / "spark" / "txn.json"
+    state = json.loads(file.read_text())
+    intent = {"app": "job \x1b[31m", "version": 7, "start": end, "stamp_ms": 1, "queues": {}}
+    file.write_text(json.dumps({**state, "intent": intent}))
+    for name in ("job-8", "refused/job-6\x1b[31m"):
+        (path / "inbox" / name).mkdir(parents=True)
+
+    found = mqstore_json("inspect", path)
+    assert found["splice"]["pending"] == {"app": intent["app"], "version": 7, "start": end}
+    assert found["splice"]["inbox"] == ["job-8"]
+    assert len(found["splice"]["refused"]) == 1
+    shown = mqstore("inspect", path).output
+    assert "version 7 of job" in shown
+    assert "1 bundles wait" in shown
+    assert "reason.txt" in shown

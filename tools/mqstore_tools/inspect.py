@@ -74,6 +74,7 @@ def _show(found: dict[str, Any]) -> None:
         ("undispatched", f"{found['undispatched_bytes']} bytes"),
         ("index", f"{index['entries']} entries in {index['files']} files"),
         ("flushed", when(checkpoint["physic_msg_timestamp_ms"])),
+        *_splice_facts(found["splice"]),
         *_broker_facts(found["broker"]),
     ]
     screen.print(table(found["path"], ("", ""), facts))
@@ -124,6 +125,25 @@ def _show(found: dict[str, Any]) -> None:
         note(f"problem: {problem}")
     for section, why in found["broker"]["not_shown"].items():
         note(f"not shown: {section.replace('_', ' ')}: {why}")
+
+
+def _splice_facts(splice: dict[str, Any]) -> list[tuple[str, object]]:
+    """Lines for what Spark has under way here; none where it never was."""
+    facts: list[tuple[str, object]] = []
+    pending = splice["pending"]
+    if pending is not None:
+        what = f"version {pending['version']} of {pending['app']}"
+        facts.append(
+            ("splice", f"{what} from byte {pending['start']} on: under way, or to be undone by the next opening")
+        )
+    if splice["inbox"]:
+        facts.append(("inbox", f"{len(splice['inbox'])} bundles wait for the owner of the store"))
+    if splice["refused"]:
+        facts.append(("refused", f"{len(splice['refused'])} bundles in inbox/refused/, each with its reason.txt"))
+    if splice["staged"]:
+        what = "of running jobs, or left by crashed ones: see mqstore spark clean"
+        facts.append(("staged", f"{len(splice['staged'])} folders in _staging/, {what}"))
+    return facts
 
 
 def _broker_facts(broker: dict[str, Any]) -> list[tuple[str, object]]:

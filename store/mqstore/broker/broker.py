@@ -32,6 +32,7 @@ from mqstore.broker.housekeeper import Housekeeper
 from mqstore.broker.locks import QueueLocks
 from mqstore.broker.members import Members
 from mqstore.broker.metrics import Metrics
+from mqstore.broker.names import check_user_topic
 from mqstore.broker.offsets import OffsetTable
 from mqstore.broker.parts import Mechanism, Parts, Pin, delete_group, open_parts
 from mqstore.broker.pop import Delivery, PopService
@@ -41,7 +42,7 @@ from mqstore.broker.retry import Retries, RetryFields
 from mqstore.broker.road import SendOptions
 from mqstore.broker.statistics import StatisticsSnapshot
 from mqstore.broker.timer import TimerService
-from mqstore.broker.topics import TopicTable
+from mqstore.broker.topics import QUEUES_MAX, TopicTable
 from mqstore.broker.transactions import Transactions
 from mqstore.broker.waiting import Callback, Waiter, Waiters
 from mqstore.errors import (
@@ -154,9 +155,19 @@ class Broker:
         }
         for name, mechanism in self._mechanisms.items():
             self._housekeeper.add(name, mechanism.run_once)
+        store.enter_topics_by(self._enter_topics)
         self.put = parts.road.put
         if store.config.clock is None:
             self._housekeeper.start()
+
+    def _enter_topics(self, wanted: Mapping[str, int]) -> None:
+        """Enter the topics of a bundle that Spark has left in the store's inbox, unless they are there (spark B6)."""
+        for name, queues in wanted.items():
+            check_user_topic(name)
+            if queues > QUEUES_MAX:
+                raise ConfigError(f"topic {name!r} cannot have {queues} queues; the limit is {QUEUES_MAX}")
+        for name, queues in wanted.items():
+            self.topics.ensure(name, queues)
 
     # -- in ---------------------------------------------------------------------------------------------------------
 

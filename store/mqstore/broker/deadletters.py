@@ -245,7 +245,17 @@ class DeadLetters:
             raise NotPermittedError(f"topic {topic!r} is not writable; give it permission 6")
         return config
 
+    def as_new(self, message: Message, to_topic: str | None = None) -> tuple[str, int, dict[str, str]]:
+        """Topic, queue and properties with which `replay` would send a letter again now. Makes nothing; raises as it
+        does."""
+        config = self._target(to_topic or origin_of(message), create=False)
+        return (config.name, *self._placed(message, config))
+
     def _send(self, message: Message, config: TopicConfig) -> None:
+        queue_id, properties = self._placed(message, config)
+        self._parts.road.copy(message, config.name, queue_id, properties, reconsume_times=0, durability="append")
+
+    def _placed(self, message: Message, config: TopicConfig) -> tuple[int, dict[str, str]]:
         properties = message.stored_properties()
         shown = properties.get(RETRY_TOPIC) or properties.get(DLQ_ORIGIN_TOPIC)
         for name in _MARKS:
@@ -257,7 +267,7 @@ class DeadLetters:
             queue_id = self._turns.next(config.name, config.write_queues)
         else:
             queue_id = group_queue(group, config.write_queues, self._parts.store.manifest.group_hash)
-        self._parts.road.copy(message, config.name, queue_id, properties, reconsume_times=0, durability="append")
+        return queue_id, properties
 
     # -- letting go -------------------------------------------------------------------------------------------------
 

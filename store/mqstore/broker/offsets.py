@@ -21,6 +21,9 @@ the commitlog, then writes the copy, so that what the file says rests on message
 A file that another program wrote may say otherwise: an offset above its queue's end is lowered to the end at load, for
 the messages to come will bear the numbers between.
 
+What processes beside the owner publish of their groups (`log.published`; Spark's `commitGroup`) is folded in at
+opening, every `commit_interval` and at closing, as a commit would be; who opens the store for reading sees it earlier.
+
 The group `START_GROUP` keeps each queue's *logical start* in the same table: what lies before was purged, or belonged
 to a deleted topic of that name. A start only ever moves forward, and outlives the removal of groups and topics.
 """
@@ -38,6 +41,7 @@ from mqstore.clock import Clock
 from mqstore.errors import ConfigError, OffsetOutOfRangeError
 from mqstore.files.filesystem import FileSystem
 from mqstore.log.names import is_path_safe
+from mqstore.log.published import PublishedFiles
 from mqstore.log.store import MessageStore
 from mqstore.options import Durability, StoreConfig, seconds
 
@@ -84,9 +88,12 @@ class OffsetTable:
         self._version = DataVersion()
         self._versioned = 0
         self._load()
+        self._published = PublishedFiles(store.path, fs)
+        self._fold()
         # At once: once the queue has grown past a number that was lowered here, the file's would pass for a good one,
         # and a crash before the next save would have the group skip what came between (P3).
         self.save()
+        self._published.settle()
 
     # -- committed --------------------------------------------------------------------------------------------------
 
@@ -217,6 +224,8 @@ class OffsetTable:
                 if not groups:
                     del self._committed[topic]
             self._forget(lambda key: key[0] == group)
+        if self._store.mode == "rw":
+            self._published.forget(group)
 
     def remove_topic(self, topic: str) -> None:
         """Forget every group's progress on a topic. Its logical starts stay: numbering goes on."""
@@ -356,13 +365,19 @@ class OffsetTable:
             self._due_ms = now_ms + self._interval_ms
         # The second: the wall clock was set back, and would keep us waiting for as long.
         if now_ms >= self._due_ms or now_ms + self._interval_ms < self._due_ms:
-            self.save()
+            self._save_all()
             self._due_ms = now_ms + self._interval_ms
         return self._due_ms
 
     def close(self) -> None:
         """Save what changed. Errors as `save`."""
+        self._save_all()
+
+    def _save_all(self) -> None:
+        if self._store.mode == "rw":
+            self._fold()
         self.save()
+        self._published.settle()
 
     def pins(self) -> tuple[()]:
         """Nothing of its own: what committed offsets still need is for retention to ask (2.6)."""
@@ -395,6 +410,26 @@ class OffsetTable:
                 self._change(f"{where}: offset {offset} is negative; it counts as never committed")
             else:
                 yield queue_id, self._lowered(where, key.partition("@")[0], queue_id, offset)
+
+    def _fold(self) -> None:
+        """Take over what others published. A queue that is not there has no progress."""
+        writable = self._store.mode == "rw"
+        for group, offsets in self._published.take() if writable else self._published.look():
+            if is_system_group(group):
+                self._file.report(f"{self._store.path}: progress of {group}, which is the engine's own, is not counted")
+                continue
+            for (topic, queue_id), offset in offsets.items():
+                if self._store.offsets_or_none(topic, queue_id) is None or not is_path_safe(topic) or "@" in topic:
+                    continue
+                if not writable:
+                    self._queues_of(group, topic)[queue_id] = offset
+                    continue
+                offset = self._lowered(f"published by {group}: {topic}, queue {queue_id}", topic, queue_id, offset)
+                if self.committed(group, topic, queue_id) != offset:
+                    self.commit(group, topic, queue_id, offset)
+        for problem in self._published.problems:
+            self._file.report(problem)
+        self._published.problems.clear()
 
     def _lowered(self, where: str, topic: str, queue_id: int, offset: int) -> int:
         if self._store.mode != "rw":  # the writer may be ahead of what this process has seen of its queues

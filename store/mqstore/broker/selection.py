@@ -21,11 +21,14 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import Final, Literal
+from typing import Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
 
 from mqstore.layout.javahash import java_hash
 
-__all__ = ["GroupHash", "RoundRobin", "group_queue", "java_selector_queue", "jump_hash", "siphash24"]
+__all__ = ["GroupHash", "RoundRobin", "group_queue", "java_selector_queue", "jump_hash", "jump_hash_many", "siphash24"]
 
 GroupHash = Literal["jump", "siphash24"]
 
@@ -55,6 +58,28 @@ def jump_hash(state: int, buckets: int) -> int:
         if following >= buckets:
             return candidate
         candidate = following
+
+
+def jump_hash_many(states: npt.NDArray[np.integer[Any]], buckets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """`jump_hash` of many states at once, each among its own number of buckets. ValueError where there are none.
+
+    >>> jump_hash_many(np.array([java_hash("order-2")] * 4), np.array([1, 4, 8, 16])).tolist()
+    [0, 2, 2, 11]
+    """
+    if buckets.size and int(buckets.min()) < 1:
+        raise ValueError("there must be at least one bucket for each")
+    state = states.astype(np.int64).view(np.uint64)  # of a copy: what a signed hash is in 64 bits
+    result = np.zeros(len(state), np.int64)
+    active = np.arange(len(state))
+    while len(active):
+        now = state[active] * np.uint64(2862933555777941757) + np.uint64(1)  # wraps, as it should
+        state[active] = now
+        high = (now >> np.uint64(33)).astype(np.int64)
+        following = ((result[active] + 1) / ((high + 1) / 2**31)).astype(np.int64)
+        going_on = (high != _I31_MAX) & (following < buckets[active])
+        active = active[going_on]
+        result[active] = following[going_on]
+    return result
 
 
 def siphash24(data: bytes, key: bytes = bytes(range(16))) -> int:

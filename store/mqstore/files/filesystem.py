@@ -149,6 +149,16 @@ class FileSystem:
             self._fail(error, fd, "pread")
         return data
 
+    def read_into(self, fd: int, buffer: memoryview, position: int) -> int:
+        """Fill `buffer` (of bytes) with what stands at `position`; how many, fewer only where the file ends."""
+        done = 0
+        try:
+            while done < len(buffer) and (part := os.preadv(fd, [buffer[done:]], position + done)):
+                done += part
+        except OSError as error:
+            self._fail(error, fd, "pread")
+        return done
+
     def pwrite(self, fd: int, data: ReadableBuffer, position: int) -> None:
         """Write all of `data` (any contiguous buffer) at `position`. After an error a part of it may stand there."""
         view = memoryview(data)

@@ -199,6 +199,7 @@ class SegmentRun:
         "_tmp_directory",
         "directory",
         "last",
+        "limit",
         "segment_bytes",
         "writable",
     )
@@ -222,6 +223,9 @@ class SegmentRun:
         self.writable = writable
         #: The segment with the greatest start; None when the run is empty.
         self.last: Segment | None = None
+        #: For readers: bytes at and beyond this offset do not count, as if the files ended there. None: all count.
+        #: Looked at by `load` and `refresh`.
+        self.limit: int | None = None
         self._tmp_directory = Path(tmp_directory)
         self._fs = fs
         self._max_mappings = max_mappings
@@ -282,6 +286,7 @@ class SegmentRun:
             self.sync_folder()
         for segment in found:
             self._check_length(segment, segment is found[-1], problems)
+        self._clip(found)
         kept = [segment for segment in found if segment.length > 0]
         for before, behind in itertools.pairwise(kept):
             if behind.start != before.end:
@@ -300,7 +305,9 @@ class SegmentRun:
         """List the folder again, for readers of a store that another process writes: new segments appear, removed
         ones vanish, mappings that somebody holds stay valid. True when anything changed."""
         assert not self.writable, "a writer knows its segments"
-        found = {segment.start: segment for segment in self._list([]) if segment.length > 0}
+        listed = self._list([])
+        self._clip(listed)
+        found = {segment.start: segment for segment in listed if segment.length > 0}
         with self._lock:
             changed = False
             for start, old in self._by_start.items():
@@ -335,6 +342,12 @@ class SegmentRun:
             else:
                 found.append(Segment(start, self.segment_bytes, length, path))
         return found  # twenty digits each: sorted by name is sorted by start
+
+    def _clip(self, found: list[Segment]) -> None:
+        """Let the files of a reader end at `limit`."""
+        if self.limit is not None:
+            for segment in found:
+                segment.length = max(0, min(segment.length, self.limit - segment.start))
 
     def _check_length(self, segment: Segment, is_last: bool, problems: list[LoadProblem]) -> None:
         length, size = segment.length, segment.size

@@ -52,6 +52,7 @@ __all__ = [
     "is_ok",
     "rows_of",
     "tags_code_at",
+    "topics_of",
     "under_another_table",
 ]
 
@@ -153,7 +154,7 @@ def rows_of(buf: ReadableBuffer, headers: Headers, base: int, delay_table_ms: Se
     """
     view = memoryview(buf)
     count = len(headers)
-    topics, topic = _topics(view, headers)
+    topics, topic = topics_of(view, headers)
     transaction = headers.sys_flag & TRANSACTION_MASK
     has_unit = (transaction == 0) | (transaction == TRANSACTION_COMMIT)
     prefixes = np.array([java_hash(f"{name}#") for name in topics], np.int32)
@@ -183,7 +184,7 @@ def _slices(view: memoryview, starts: _Int64s, sizes: _Int64s) -> list[bytes]:
     return [bytes(view[a:b]) for a, b in zip(starts.tolist(), (starts + sizes).tolist(), strict=True)]
 
 
-def _topics(view: memoryview, headers: Headers) -> tuple[list[str], _Int64s]:
+def topics_of(view: memoryview, headers: Headers) -> tuple[list[str], _Int64s]:
     """Distinct topics, and the index of each record's. Bytes that are not UTF-8 become surrogates: no folder's name."""
     count = len(headers)
     if not count:

@@ -39,8 +39,10 @@ class Pairs:
         starts = np.empty_like(ends)
         starts[:1] = 0
         starts[1:] = ends[:-1] + 1
-        separators = np.append(np.flatnonzero(data == 1), len(data))
-        separator = separators[np.searchsorted(separators, starts)] if len(starts) else ends
+        separator = np.flatnonzero(data == 1)
+        if len(separator) != len(ends) or not ((separator > starts) & (separator < ends)).all():  # else they alternate
+            separators = np.append(separator, len(data))
+            separator = separators[np.searchsorted(separators, starts)] if len(starts) else ends
         # The parse rule of 2.4: at least three characters, a name, a separator, a value.
         good = (ends - starts >= 3) & (separator > starts) & (separator < ends - 1)
         if not good.all():
@@ -63,7 +65,10 @@ class Pairs:
 
     @cached_property
     def blob(self) -> _Int64s:
-        found: _Int64s = np.searchsorted(self._blob_ends, self._ends)
+        # How many pairs end by the end of each blob: fewer look-ups than the blob of each pair.
+        pairs = np.searchsorted(self._ends, self._blob_ends, "right")
+        pairs[1:] -= pairs[:-1].copy()
+        found: _Int64s = np.repeat(np.arange(len(pairs)), pairs)
         return found
 
     @cached_property

@@ -40,7 +40,7 @@ from mqstore.layout.record import IPV6_EXTRA, MAGIC_V1, MAGIC_V2, MIN_RECORD_BYT
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-__all__ = ["Headers", "find_next", "gather", "topic_is", "verify", "walk"]
+__all__ = ["Headers", "find_next", "gather", "records_hold", "topic_is", "verify", "walk"]
 
 _Int64s = npt.NDArray[np.int64]
 _Int32s = npt.NDArray[np.int32]
@@ -287,6 +287,12 @@ class Headers:
         )
         return everywhere[self.positions].view(_HEAD)
 
+    def head_words(self, at: int) -> npt.NDArray[np.uint64]:
+        """The eight bytes at `at` of each record, within its first 88, as a native number: for what is compared or
+        copied as it stands. Strided; do not write to it."""
+        heads = self._heads
+        return np.ndarray((len(heads),), np.uint64, heads, at, (_HEAD_BYTES,)) if len(heads) else np.empty(0, np.uint64)
+
     def _int32(self, name: str) -> _Int32s:
         return self._heads[name].astype(np.int32)
 
@@ -511,7 +517,7 @@ def verify(buf: ReadableBuffer, headers: Headers, checksum: Checksum) -> _Bools:
     starts, sizes = headers.positions[rows], headers.size[rows].astype(np.int64)
     stored = headers.checksum[rows].view(np.uint32)
     if checksum == "crc32c-record":
-        result[rows] = _records_hold(view, starts, sizes, stored)
+        result[rows] = records_hold(view, starts, sizes, stored)
     else:
         bodies, body_sizes = headers.body_position[rows], headers.body_size[rows]
         found = np.fromiter(map(zlib.crc32, _slices(view, bodies, bodies + body_sizes)), np.uint32, len(rows))
@@ -552,7 +558,7 @@ def _slices(view: memoryview, starts: _Int64s, ends: _Int64s) -> map[memoryview]
     return map(view.__getitem__, map(slice, starts.tolist(), ends.tolist()))
 
 
-def _records_hold(view: memoryview, starts: _Int64s, sizes: _Int64s, stored: npt.NDArray[np.uint32]) -> _Bools:
+def records_hold(view: memoryview, starts: _Int64s, sizes: _Int64s, stored: npt.NDArray[np.uint32]) -> _Bools:
     """Compare the CRC-32C of whole records: linked to runs where they lie side by side, one by one elsewhere.
 
     A CRC is a shift register, linear over GF(2), so what runs into a record can be undone inside it: copy a run of
@@ -626,8 +632,12 @@ def _shifted(values: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
     return result
 
 
-def find_next(buf: ReadableBuffer, start: int, end: int, base: int, checksum: Checksum) -> int | None:
+def find_next(
+    buf: ReadableBuffer, start: int, end: int, base: int, checksum: Checksum, before: int | None = None
+) -> int | None:
     """The first position in `[start, end)` where a record verifies and ends by `end`; None if there is none (9.8).
+
+    With `before` it has to begin below that position, however far it reaches.
 
     `base` is the physical offset of byte 0 of `buf`: a record counts only where its own physicalOffset says it lies, so
     copies of records inside a body do not. All of 9.2 is asked of it. ValueError if the range is not within `buf`.
@@ -638,9 +648,10 @@ def find_next(buf: ReadableBuffer, start: int, end: int, base: int, checksum: Ch
     view = _bytes_of(buf)
     if not 0 <= start <= end <= len(view):
         raise ValueError(f"the range {start}..{end} does not lie within a buffer of {len(view)} bytes")
+    stop = end if before is None else min(before, end)
     budget = _PATIENCE * (end - start) + _BLOCK_BYTES
-    for low in range(start, end, _BLOCK_BYTES):
-        found, _ = _candidates(view, low, min(low + _BLOCK_BYTES, end), end)
+    for low in range(start, stop, _BLOCK_BYTES):
+        found, _ = _candidates(view, low, min(low + _BLOCK_BYTES, stop), end)
         found = found[_column(view, found + _record.PHYSICAL_OFFSET_AT, ">i8") == found + base]
         headers = gather(view, found)
         for position, size in zip(found[headers.ok].tolist(), headers.size[headers.ok].tolist(), strict=True):

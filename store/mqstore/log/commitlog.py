@@ -64,6 +64,8 @@ _BEFORE_OFFSETS = 20
 """Bytes of a record before queue offset and physical offset."""
 _AFTER_OFFSETS = 36
 _MS_NS = 1_000_000
+_LOOK_S = 0.1
+"""How often a waiting put looks whether it may go on, should nobody have told it."""
 
 
 class QueueRef(NamedTuple):
@@ -266,6 +268,9 @@ class CommitLog:
         self._on_alarm = on_alarm
         self._lock = threading.RLock()
         self._acquire, self._release = self._lock.acquire, self._lock.release
+        self._let_in = threading.Condition(self._lock)
+        self._holder: int | None = None
+        """The thread that keeps puts waiting (`hold`)."""
         self._mapping: mmap.mmap | None = None
         self._base = 0
         self._writing = False
@@ -495,6 +500,9 @@ class CommitLog:
     def _roll(self, size: int) -> int:
         """Make room for `size` bytes: the position to write at. The segment is made before the BLANK that leads to it,
         so that a full disk leaves everything as it was."""
+        while self._holder is not None:
+            self._refuse_holder()
+            self._let_in.wait(_LOOK_S)
         if self.failed is not None:
             # One of its own for each caller: raised again and again, one error would gather all their frames.
             raise type(self.failed)(*self.failed.args)
@@ -528,6 +536,39 @@ class CommitLog:
             self._enter(segment)
         return start
 
+    # -- holding ----------------------------------------------------------------------------------------------------
+
+    def hold(self) -> int:
+        """Keep every put waiting until `release`, and return the end of the log: what lies beyond it is the caller's
+        to write, and nobody else's. StoreBusyError for a signal handler that interrupted a put, or a holder."""
+        if self._lock._is_owned():  # type: ignore[attr-defined]  # as in `append`
+            raise StoreBusyError("the log cannot be held by a signal handler that interrupted a put; do it later")
+        with self._lock:
+            while self._holder is not None:
+                self._refuse_holder()
+                self._let_in.wait(_LOOK_S)
+            if self.failed is not None:
+                raise type(self.failed)(*self.failed.args)
+            self._holder = threading.get_ident()
+            self._limit = -1  # sends every put to `_roll`
+            return self.end
+
+    def release(self, end: int | None = None) -> None:
+        """Let puts go on, at `end` if the holder has written up to there. May be repeated."""
+        with self._lock:
+            if self._holder is None:
+                return
+            if end is not None:
+                self.end = end
+            self._mapping = None  # the next put finds its segment
+            self._limit = -1
+            self._holder = None
+            self._let_in.notify_all()
+
+    def _refuse_holder(self) -> None:
+        if self._holder == threading.get_ident():
+            raise StoreBusyError("put by a signal handler that interrupted a splice; put it later")
+
     def _write(self, position: int, data: bytes) -> None:
         """Write by a system call; a put that a signal handler makes meanwhile is refused: it would lie there, too."""
         limit, self._limit = self._limit, -1  # sends it to `_roll`
@@ -549,6 +590,7 @@ class CommitLog:
         """As `poison`, in a forked child: the thread that held the lock at the fork is not there to give it back."""
         self._lock = threading.RLock()
         self._acquire, self._release = self._lock.acquire, self._lock.release
+        self._let_in, self._holder = threading.Condition(self._lock), None
         self._refuse(error)
 
     def _refuse(self, error: MQStoreError) -> None:

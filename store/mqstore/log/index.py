@@ -151,6 +151,16 @@ class IndexFile:
         """timeDiff of all entries, as `entries`."""
         return self._table(count)["seconds"].astype(np.int64)
 
+    def lies_outside(self, count: int, low: int, high: int) -> bool:
+        """Whether no entry is of a record in `[low, high]`, judged by the ends; False where header and entries do not
+        agree on these, and some entry in between might."""
+        header, table = self.header, self._table(count)
+        if not len(table):
+            return True
+        begin, end = table["physical_offset"][[0, -1]].tolist()
+        agree = (begin, end) == (header.begin_physical_offset, header.end_physical_offset)
+        return agree and (begin > high or end < low)
+
     def _table(self, count: int) -> npt.NDArray[np.void]:
         used = min(max(self.header.next_entry, 1), count)
         first = len(self.mapping) - ENTRY_BYTES * (count - 1)
@@ -234,11 +244,12 @@ class Index:
 
     def check(self) -> list[Finding]:
         """What is wrong in the files' bytes. That the log's keys are all there is for `verify` to find out."""
-        findings = []
-        for file in self.files:
-            for at, field, detail in check_index(file.mapping, self.slots, self.entries_per_file):
-                findings.append(Finding("bad_index", f"index/{file.name}", at, 0, f"{field}: {detail}"))
-        return findings
+        return [finding for file in self.files for finding in self.check_file(file)]
+
+    def check_file(self, file: IndexFile) -> list[Finding]:
+        """As `check`, of one file."""
+        problems = check_index(file.mapping, self.slots, self.entries_per_file)
+        return [Finding("bad_index", f"index/{file.name}", at, 0, f"{field}: {text}") for at, field, text in problems]
 
     @property
     def entry_count(self) -> int:

@@ -10,6 +10,8 @@
      "index":      {"files", "entries", "slots", "entries_per_file"},
      "checkpoint": {"physic_msg_timestamp_ms", "logics_msg_timestamp_ms", "index_msg_timestamp_ms",
                     "confirm_physical_offset", "flushed", "dispatched", "clean_end"},
+     "splice":     {"pending": None or {"app", "version", "start"}, "inbox": [name, ...], "refused": [name, ...],
+                    "staged": [name, ...]},
      "consumer_offsets": {GROUP: {TOPIC: {"0": n}}}, "delay_offsets": {"1": n}, "order_info": {"TOPIC@GROUP": {...}},
      "problems":   [sentence, ...]}
 
@@ -39,7 +41,9 @@ from mqstore.files.quiet import QUIET
 from mqstore.layout.consumequeue import is_message
 from mqstore.layout.dispatch import rows_of
 from mqstore.log.consumequeue import ConsumeQueue
+from mqstore.log.inbox import inbox_state
 from mqstore.log.names import is_path_safe
+from mqstore.log.published import PublishedFiles
 from mqstore.log.scanner import Bad, End, Good, scan_log
 from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig, delay_table_ms
@@ -140,6 +144,19 @@ def _inspect(
                 "clean_end": checkpoint.clean_end,
             },
         }
+        pending = store._pending
+        inbox = inbox_state(path, fs)
+        found["splice"] = {
+            "pending": None
+            if pending is None
+            else {"app": pending.app, "version": pending.version, "start": pending.start},
+            "inbox": list(inbox.waiting),
+            "refused": list(inbox.refused),
+            "staged": list(inbox.staged),
+        }
+        problems += [
+            f"inbox/refused/{name}: a bundle that could not be spliced: see its reason.txt" for name in inbox.refused
+        ]
     files = _ConfigFiles(path, fs, problems)
     found["consumer_offsets"] = files.consumer_offsets()
     found["delay_offsets"] = files.delay_offsets()
@@ -263,6 +280,11 @@ class _ConfigFiles:
                 self._problems.append(f"config/consumerOffset.json: entry {key!r} is not topic@group with offsets")
                 continue
             offsets.setdefault(group, {})[topic] = self._numbers("consumerOffset.json", key, queues)
+        published = PublishedFiles(self._root, self._fs)
+        for group, progress in published.look():  # what the owner will fold in
+            for (topic, queue_id), offset in progress.items():
+                offsets.setdefault(group, {}).setdefault(topic, {})[str(queue_id)] = offset
+        self._problems += published.problems
         return offsets
 
     def delay_offsets(self) -> dict[str, int]:

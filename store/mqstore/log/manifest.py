@@ -17,6 +17,7 @@ import json
 import os
 import secrets
 from dataclasses import dataclass, field, replace
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any, cast
@@ -272,6 +273,8 @@ def contradiction_of(manifest: Manifest, root: Path, fs: FileSystem) -> str:
         for queue in _folders(root / "consumequeue" / topic, fs)[:8]:
             found = _files(root / "consumequeue" / topic / queue, fs)[:8]
             lengths += [length for name, length in found if len(name) == 20 and name.isdigit()]
+            if manifest.consumequeue_segment_bytes in lengths:
+                return ""  # enough, and thousands of stores may be waiting to be opened
     if _differ(lengths, manifest.consumequeue_segment_bytes):
         return f"consumequeue_segment_bytes is {manifest.consumequeue_segment_bytes}, but no queue file has that length"
     return ""
@@ -372,6 +375,7 @@ def _agree(found: Manifest, root: Path, profile: Profile | None, config: StoreCo
     return found
 
 
+@cache  # looking it up takes longer than all else that makes a store
 def _version() -> str:
     try:
         return metadata.version("mqstore")

@@ -31,12 +31,14 @@ if TYPE_CHECKING:
     from mqstore.log.message import Message
 
 __all__ = [
+    "MAX_MESSAGE_GROUP",
     "ROUTING",
     "Body",
     "Copy",
     "OutgoingMessage",
     "check_integer",
     "checked_group",
+    "checked_text",
     "flat_body",
     "no_such_option",
     "refuse_routing",
@@ -54,7 +56,7 @@ each closed by 0x02. A bare tuple: there are hundreds of thousands a second of t
 
 _CRC_PIECE = CRC32.encode() + b"\1"
 _CONTROL = frozenset(map(chr, (*range(32), *range(0x7F, 0xA0))))
-_MAX_MESSAGE_GROUP = 63
+MAX_MESSAGE_GROUP = 63
 """Bytes (client-semantics A1.2)."""
 
 ROUTING = ("message_group", "delay", "deliver_at", "delay_level")
@@ -192,9 +194,9 @@ def routed_properties(options: Mapping[str, Any], *, now_ms: int, max_delay_ms: 
 def checked_group(group: object) -> str:
     """`group`, if messages may bear it: InvalidMessageError for what is blank, too long, or no text."""
     checked = checked_text(group, "message_group", "", "a message group is a str, and not blank")
-    if len(checked.encode()) > _MAX_MESSAGE_GROUP:
+    if len(checked.encode()) > MAX_MESSAGE_GROUP:
         raise InvalidMessageError(
-            f"message_group {checked[:40]!r}... is longer than {_MAX_MESSAGE_GROUP} bytes", "message_group"
+            f"message_group {checked[:40]!r}... is longer than {MAX_MESSAGE_GROUP} bytes", "message_group"
         )
     return checked
 

@@ -47,7 +47,7 @@ from mqstore.log.report import Cut, Finding, RecoveryReport
 from mqstore.log.scanner import Bad, End, Good, least_plausible, scan_log, sort_out
 from mqstore.log.verify import Wanted, index_faults
 
-__all__ = ["Progress", "RecoverOptions", "recover"]
+__all__ = ["Progress", "RecoverOptions", "first_slot_in_range", "recover", "watermark_of"]
 
 _log = logging.getLogger("mqstore")
 _VOIDS = 1 << 16
@@ -113,6 +113,34 @@ def recover(
         return _Recovery(parts, problems, options, progress, whole=False).run()
     except _WholeLogNeededError:
         return _Recovery(parts, problems, options, progress, whole=True).run()
+
+
+def watermark_of(parts: Parts) -> int:
+    """F, for who is about to make a store look as if a writer had been killed (9.8). The log must not be empty."""
+    options = RecoverOptions(full=True, dry_run=True)
+    return _Recovery(parts, (), options, None, whole=True)._watermark(parts.run.starts[0])
+
+
+def first_slot_in_range(queue: ConsumeQueue, start: int, least: int | None) -> tuple[int | None, int]:
+    """(the first slot whose unit is none of a record below `start`, where the record before that slot ends).
+
+    Units grow along the queue, so this looks backwards from its end, or from the least number seen if that is
+    lower. Where no file reaches that far back there is no such slot: the queue begins with the first number seen,
+    None.
+    """
+    if not queue.list_files() or (least is not None and least < queue.first_offset()):
+        return (None if least is not None else queue.max_offset), 0
+    slot = queue.max_offset if least is None else min(queue.max_offset, least)
+    while slot > queue.first_offset():
+        count = min(1024, slot - queue.first_offset())
+        units = queue.units(slot - count, count)
+        older = np.flatnonzero((units["physical_offset"] < start) & (units["size"] > 0))
+        if len(older):
+            live = older[~is_void(units)[older]]
+            seen = int(units["physical_offset"][live[-1]]) if len(live) else 0
+            return slot - count + int(older[-1]) + 1, max(0, seen)
+        slot -= count
+    return slot, 0
 
 
 class _WholeLogNeededError(Exception):
@@ -500,7 +528,7 @@ class _Recovery:
         expected = self.next_slot.get(queue)
         if expected is None:
             least = least_plausible(offsets, physical)
-            expected, self.last_seen[queue] = self._first_slot_in_range(queue, start, least)
+            expected, self.last_seen[queue] = first_slot_in_range(queue, start, least)
         runs, odd = sort_out(expected, self.last_seen[queue], offsets, physical)
         for i in odd:
             name, at = self._where(int(physical[i]))
@@ -525,27 +553,6 @@ class _Recovery:
         for _, units in queue.chunks(low, high):
             if (units["size"] <= 0).any():
                 raise _WholeLogNeededError
-
-    def _first_slot_in_range(self, queue: ConsumeQueue, start: int, least: int | None) -> tuple[int | None, int]:
-        """(the first slot whose unit is none of a record below `start`, where the record before that slot ends).
-
-        Units grow along the queue, so this looks backwards from its end, or from the least number seen if that is
-        lower. Where no file reaches that far back there is no such slot: the queue begins with the first number seen,
-        None.
-        """
-        if not queue.list_files() or (least is not None and least < queue.first_offset()):
-            return (None if least is not None else queue.max_offset), 0
-        slot = queue.max_offset if least is None else min(queue.max_offset, least)
-        while slot > queue.first_offset():
-            count = min(1024, slot - queue.first_offset())
-            units = queue.units(slot - count, count)
-            older = np.flatnonzero((units["physical_offset"] < start) & (units["size"] > 0))
-            if len(older):
-                live = older[~is_void(units)[older]]
-                seen = int(units["physical_offset"][live[-1]]) if len(live) else 0
-                return slot - count + int(older[-1]) + 1, max(0, seen)
-            slot -= count
-        return slot, 0
 
     def _repair(self, queue: ConsumeQueue, first: int, units: npt.NDArray[np.void]) -> None:
         """Make slots [first, first + len) hold `units`. What differs is written, and counted; so is, uncounted, what
@@ -691,7 +698,7 @@ class _Recovery:
         for queue in self.parts.queues:
             first = self.next_slot.get(queue)
             if first is None:
-                found, _ = self._first_slot_in_range(queue, start, None)
+                found, _ = first_slot_in_range(queue, start, None)
                 first = queue.max_offset if found is None else found
             zero_from = queue.max_offset
             for at, units in queue.chunks(first, queue.max_offset):

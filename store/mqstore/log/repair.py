@@ -17,6 +17,7 @@ from mqstore.log import manifest as manifests
 from mqstore.log.recovery import Progress, RecoverOptions
 from mqstore.log.report import RecoveryReport
 from mqstore.log.store import MessageStore
+from mqstore.log.txn import TXN_FILE, TxnState
 from mqstore.options import Profile, StoreConfig
 
 __all__ = ["rebuild_config", "recover_store"]
@@ -63,19 +64,21 @@ def rebuild_config(path: str | os.PathLike[str], *, dry_run: bool = False, fs: F
         lock.acquire()
     try:
         done = _rebuild_manifest(root, dry_run=dry_run, fs=fs)
-        folder = root / "config"
-        names = (
-            {n.removesuffix(".bak") for n in os.listdir(folder) if n.endswith((".json", ".json.bak"))}
-            if folder.is_dir()
-            else set()
-        )
+        names = {
+            os.path.join(folder, name.removesuffix(".bak"))
+            for folder in ("config", os.path.dirname(TXN_FILE))
+            if (root / folder).is_dir()
+            for name in os.listdir(root / folder)
+            if name.endswith((".json", ".json.bak"))
+        }
         for name in sorted(names):
+            check = TxnState.from_json if name == TXN_FILE else None
             try:
-                load_json(folder / name, writer=False, fs=fs, root=root)
+                load_json(root / name, writer=False, fs=fs, root=root, check=check)
             except CorruptStoreError as error:
                 if not dry_run:
-                    set_aside_json(folder / name, fs=fs)
-                done.append(f"config/{name} is moved aside and starts from defaults: {error.args[0]}")
+                    set_aside_json(root / name, fs=fs, check=check)
+                done.append(f"{name} is moved aside and starts from defaults: {error.args[0]}")
         return done
     finally:
         lock.release()

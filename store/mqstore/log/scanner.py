@@ -11,9 +11,9 @@ mappings only; at most one stretch of headers is in memory at a time, however lo
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +22,21 @@ from mqstore.files.segments import Segment, SegmentRun
 from mqstore.layout.record import MIN_RECORD_BYTES, Checksum, check_record
 from mqstore.layout.scan import Headers, find_next, gather, verify, walk
 
-__all__ = ["Bad", "End", "Event", "Good", "first_good_in", "least_plausible", "scan_log", "sort_out"]
+__all__ = [
+    "MAX_SLOT",
+    "Bad",
+    "End",
+    "Event",
+    "Good",
+    "first_good_in",
+    "join_segments",
+    "least_plausible",
+    "scan_log",
+    "scan_segment",
+    "sort_out",
+]
 
+T = TypeVar("T")
 _BATCH = 8192
 
 
@@ -84,10 +97,13 @@ def _verified(
     return headers, len(good) if bool(good.all()) else int(np.argmin(good))
 
 
-def first_good_in(run: SegmentRun, segment: Segment, start: int, checksum: Checksum) -> int | None:
-    """Physical offset of the first record at or behind byte `start` of `segment` that verifies; None without one."""
+def first_good_in(
+    run: SegmentRun, segment: Segment, start: int, checksum: Checksum, before: int | None = None
+) -> int | None:
+    """Physical offset of the first record that begins in bytes `[start, before)` of `segment` and verifies; None
+    without one."""
     buffer = run.mapping(segment)
-    found = find_next(buffer, start, len(buffer), segment.start, checksum)
+    found = find_next(buffer, start, len(buffer), segment.start, checksum, before)
     return None if found is None else segment.start + found
 
 
@@ -95,6 +111,75 @@ def scan_log(run: SegmentRun, start: int, checksum: Checksum, *, checksums: bool
     """What the log holds from physical offset `start` on, in order; the last event is an `End`.
 
     `checksums` False trusts bytes as dispatch does: lengths, magic and the record's own offset are still checked.
+    """
+    return join_segments(
+        run, start, checksum, lambda segment, at: scan_segment(run, segment, at, checksum, checksums=checksums)
+    )
+
+
+def scan_segment(
+    run: SegmentRun,
+    segment: Segment,
+    start: int,
+    checksum: Checksum,
+    *,
+    stop: int | None = None,
+    checksums: bool = True,
+) -> Generator[Good | Bad, None, int]:
+    """What a segment holds of records that begin in `[start, stop)`, counted from its own start; `stop` None: to its
+    end. `start` is where a record should begin.
+
+    Returns where it ended: at or behind `stop` the next record should begin there, the size of a segment says that
+    this one is full; below both, nothing that verifies begins in `[there, stop)`.
+    """
+    base = segment.start
+    buffer = run.mapping(segment)
+    stop = len(buffer) if stop is None else min(stop, len(buffer))
+    at = start
+    doubted = -1
+    while at < stop:
+        positions, end = walk(buffer, at, len(buffer), _BATCH)
+        more = len(positions) == _BATCH
+        if len(positions) and positions[-1] >= stop:
+            inside = int(np.searchsorted(positions, stop))
+            positions, end = positions[:inside], int(positions[inside])
+        if len(positions):
+            headers, count = _verified(buffer, positions, base, checksum, checksums=checksums)
+            bad_at = int(positions[count]) if count < len(positions) else None
+            if count:
+                if count < len(headers):
+                    headers = gather(buffer, positions[:count])
+                at = end if bad_at is None else bad_at
+                yield Good(segment, base, buffer, headers, base + at)
+            if bad_at is None:
+                at = end
+                if more:
+                    continue
+        if at >= stop:
+            break
+        check = check_record(buffer, at, len(buffer), base + at, checksum)
+        if check.status == "blank":
+            return run.segment_bytes
+        # Not a record. Is there one behind?
+        found = find_next(buffer, at + 1, len(buffer), base, checksum, stop)
+        if found is None:
+            break
+        if at != doubted and check_record(buffer, at, len(buffer), base + at, checksum).status != "bad":
+            # Another process's writer has finished it since we looked, and gone on to the one behind.
+            doubted = at
+            continue
+        yield Bad("bad_record", base + at, base + found, check.detail)
+        at = found
+    return at
+
+
+def join_segments(
+    run: SegmentRun, start: int, checksum: Checksum, read: Callable[[Segment, int], Generator[T | Bad, None, int]]
+) -> Iterator[T | Bad | End]:
+    """What `read` tells of each segment from physical offset `start` on, and what lies between: segments that are
+    missing, or hold nothing any more from some place on. The last event is an `End`.
+
+    `read(segment, position)` is `scan_segment`, or who knows already what that would say, and returns as it does.
     """
     position = start
     starts = run.starts
@@ -104,48 +189,10 @@ def scan_log(run: SegmentRun, start: int, checksum: Checksum, *, checksums: bool
     while index < len(starts):
         segment = run.find(starts[index])
         assert segment is not None
-        base = segment.start
-        buffer = run.mapping(segment)
-        segment_end = base + run.segment_bytes
-        at = position - base
-        doubted = -1
-        while True:
-            if at >= len(buffer):
-                break
-            positions, stop = walk(buffer, at, len(buffer), _BATCH)
-            if len(positions):
-                headers, count = _verified(buffer, positions, base, checksum, checksums=checksums)
-                bad_at = int(positions[count]) if count < len(positions) else None
-                if count:
-                    if count < len(headers):
-                        headers = gather(buffer, positions[:count])
-                    at = stop if bad_at is None else bad_at
-                    yield Good(segment, base, buffer, headers, base + at)
-                    position = base + at
-                if bad_at is None:
-                    if len(positions) == _BATCH:
-                        continue
-                    at = stop
-            if at >= len(buffer):
-                break
-            check = check_record(buffer, at, len(buffer), base + at, checksum)
-            if check.status == "blank":
-                at = run.segment_bytes
-                break
-            # Not a record. Is there one behind?
-            found = find_next(buffer, at + 1, len(buffer), base, checksum)
-            if found is None:
-                break
-            if at != doubted and check_record(buffer, at, len(buffer), base + at, checksum).status != "bad":
-                # Another process's writer has finished it since we looked, and gone on to the one behind.
-                doubted = at
-                continue
-            yield Bad("bad_record", base + at, base + found, check.detail)
-            at = found
-            position = base + at
-        if at >= run.segment_bytes or (at >= len(buffer) and len(buffer) == run.segment_bytes):
+        at = yield from read(segment, position - segment.start)
+        if at >= run.segment_bytes:
             # Full to its end. Is the next one there?
-            position = segment_end
+            position = segment.end
             index += 1
             if index < len(starts) and starts[index] != position:
                 following = _next_good(run, index, checksum)
@@ -162,10 +209,13 @@ def scan_log(run: SegmentRun, start: int, checksum: Checksum, *, checksums: bool
                 position = found_at
             continue
         # The rest of this segment holds no record.
+        buffer = run.mapping(segment)
         short = len(buffer) < run.segment_bytes
         following = _next_good(run, index + 1, checksum)
-        here = base + at
-        if short and at >= len(buffer):
+        here = segment.start + at
+        if short and here == run.limit:
+            detail = ""  # what lies behind is none of a reader's business
+        elif short and at >= len(buffer):
             detail = f"the file ends after {len(buffer)} of {run.segment_bytes} bytes"
         elif _is_zero(buffer, at):
             detail = ""
@@ -192,7 +242,7 @@ def _next_good(run: SegmentRun, index: int, checksum: Checksum) -> tuple[int, in
     return None
 
 
-_MAX_SLOT = (1 << 63) // 64
+MAX_SLOT = (1 << 63) // 64
 """No queue can have more units: their byte offset is an i64, and 20 bytes each."""
 
 
@@ -217,19 +267,19 @@ def sort_out(
     count = len(offsets)
     if (
         count
-        and (offsets[0] == expected or (expected is None and 0 <= offsets[0] < _MAX_SLOT))
+        and (offsets[0] == expected or (expected is None and 0 <= offsets[0] < MAX_SLOT))
         and offsets[-1] - offsets[0] == count - 1
         and bool((np.diff(offsets) == 1).all())
     ):
         return [(0, count)], []
     # The smallest number among those behind: a record whose own is greater stands in the way of that one.
-    wanted = np.where(offsets >= (expected or 0), offsets, _MAX_SLOT)
-    least_behind = np.append(np.minimum.accumulate(wanted[::-1])[::-1], _MAX_SLOT).tolist()
+    wanted = np.where(offsets >= (expected or 0), offsets, MAX_SLOT)
+    least_behind = np.append(np.minimum.accumulate(wanted[::-1])[::-1], MAX_SLOT).tolist()
     runs: list[tuple[int, int]] = []
     odd: list[int] = []
     for i, (offset, at) in enumerate(zip(offsets.tolist(), physical.tolist(), strict=True)):
         if expected is None:
-            follows = 0 <= offset <= least_behind[i + 1] and offset < _MAX_SLOT
+            follows = 0 <= offset <= least_behind[i + 1] and offset < MAX_SLOT
         else:
             gap = offset - expected
             follows = gap == 0 or (0 < gap <= (at - seen) // MIN_RECORD_BYTES and offset <= least_behind[i + 1])

@@ -80,5 +80,9 @@ class StoreStats:
     queues: int
     bad_records: int
     """Records that failed verification when they were to be handed out, and were passed over."""
+    inbox_spliced: int
+    """Bundles of the inbox that were taken in since opening (spark B6)."""
+    inbox_refused: int
+    """Bundles that were moved to `inbox/refused/` since opening."""
     errors: dict[str, str]
     """Background task -> what it last failed with; empty when all is well."""

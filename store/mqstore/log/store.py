@@ -19,7 +19,8 @@ import resource
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
@@ -28,7 +29,9 @@ from mqstore.clock import SYSTEM_CLOCK
 from mqstore.errors import (
     ConfigError,
     FlushFailedError,
+    MQStoreError,
     ReadOnlyStoreError,
+    StoreBusyError,
     StoreClosedError,
 )
 from mqstore.files.abort import AbortMark
@@ -45,12 +48,16 @@ from mqstore.log import manifest as manifests
 from mqstore.log.checkpoint import CheckpointFile
 from mqstore.log.commitlog import CommitLog
 from mqstore.log.consumequeue import ConsumeQueue, QueueTable
+from mqstore.log.inbox import CreateTopics, Inbox
 from mqstore.log.index import Index
 from mqstore.log.recovery import Outcome, Parts, Progress, RecoverOptions, recover
 from mqstore.log.report import Finding, RecoveryReport
 from mqstore.log.reput import Dispatcher
 from mqstore.log.retention import expired_before
+from mqstore.log.shard import Limits
+from mqstore.log.splice import Splicer, SpliceResult, Undone, undo, would_undo
 from mqstore.log.stats import StoreStats
+from mqstore.log.txn import Intent, TxnFile, pending_intent
 from mqstore.log.verify import Verifier
 from mqstore.log.writer import StoreWriter
 from mqstore.options import Durability, Duration, Profile, Retention, StoreConfig, delay_table_ms, seconds
@@ -68,6 +75,7 @@ _CHECKPOINT_MS = 1_000
 _QUEUE_SYNC_MS = 10_000
 _FEW_FILES = 64
 _RETENTION_MS = 10_000
+_INBOX_MS = 2_000
 
 
 _open_stores: weakref.WeakSet[MessageStore] = weakref.WeakSet()
@@ -158,12 +166,13 @@ class MessageStore(StoreWriter):
             raise
         self._closed = False
         _open_stores.add(self)
-        if self._background:
-            try:
+        try:
+            self._attempt("inbox", self.take_inbox)
+            if self._background:
                 self._start_threads()
-            except BaseException:  # no room for another thread, say: nobody would ever give the lock back
-                self.close()
-                raise
+        except BaseException:  # no room for another thread, say: nobody would ever give the lock back
+            self.close()
+            raise
 
     # -- opening ----------------------------------------------------------------------------------------------------
 
@@ -253,10 +262,29 @@ class MessageStore(StoreWriter):
             self._tasks.append(("retention", _RETENTION_MS, self.clean))
         self._init_reader()
         self._init_writer()
+        self._txn = TxnFile(self.path, fs, self.clock, config.file_mode)
+        self._pending: Intent | None = None
+        """Of a reader: the splice that its writer, or one that died, has under way."""
+        self._splicer = Splicer(
+            self._txn,
+            self._run,
+            self._log,
+            limits=Limits(manifest.profile, manifest.commitlog_segment_bytes, config.max_message_size),
+            checksum=self._checksum,
+            clock=self.clock,
+            fs=fs,
+            queue_of=self._queue_to_put,
+            sync=self._sync_beyond,
+            poison=self._poison,
+            stopping=lambda: self._stopping,
+        )
+        self._inbox = Inbox(self.path, fs, self.clock, splice=self._take_bundle, file_mode=config.file_mode)
+        self._tasks.append(("inbox", _INBOX_MS, self._interval_inbox))
 
     def _open_for_reading(self) -> None:
         self._passes_over_bad = False
         self.recovery = RecoveryReport()
+        self._stop_at_splice()
         self._load_problems: list[LoadProblem] = self._run.load()
         self._has_checkpoint = self._checkpoint.load()
         self.clean_shutdown = not self._abort.exists() and self._checkpoint.current.clean_end != -1
@@ -285,6 +313,11 @@ class MessageStore(StoreWriter):
         self._load_problems = self._run.load()
         self._has_checkpoint = self._checkpoint.load()
         clean = clean and self._checkpoint.current.clean_end != -1  # somebody took `abort` away
+        self._txn.load()
+        undone = undo(self._txn, self._run, self._checksum, self._checkpoint.current.flushed)
+        if undone.start is not None:
+            clean = False
+            self._load_problems = [each for each in self._load_problems if each.position < undone.start]
         self._queues.load(exact=not clean or options.full)
         self._index_findings = self._index.load()
         self.clean_shutdown = clean
@@ -295,6 +328,7 @@ class MessageStore(StoreWriter):
             progress,
         )
         self.recovery = outcome.report
+        self._report_undone(undone)
         end = outcome.end
         if outcome.report.scanned_from is not None:
             # What a killed process left in the page cache counts from now on, so it has to be on disk from now on.
@@ -309,6 +343,12 @@ class MessageStore(StoreWriter):
         index_ms = self._index.full_end_timestamp_ms()
         self._write_checkpoint(end, end, index_ms=index_ms, clean_end=-1, last_record=max(0, outcome.last_record))
         self._set_alarm()
+
+    def _report_undone(self, undone: Undone) -> None:
+        report = self.recovery
+        report.findings[:0] = undone.findings
+        report.truncated[:0] = undone.truncated
+        report.changed |= bool(undone.findings)
 
     def _parts(self, *, clean: bool, has_checkpoint: bool) -> Parts:
         return Parts(
@@ -333,7 +373,10 @@ class MessageStore(StoreWriter):
         assert options.dry_run
         self._queues.load(exact=True)
         parts = self._parts(clean=self.clean_shutdown, has_checkpoint=self._has_checkpoint)
-        return recover(parts, self._load_problems, options, progress).report
+        self.recovery = recover(parts, self._load_problems, options, progress).report
+        if self._pending is not None:
+            self._report_undone(would_undo(self._pending, self._run, self.fs))
+        return self.recovery
 
     def _stored_delay_levels(self) -> str:
         value, _ = load_json(self.path / manifests.MANIFEST, writer=False, fs=self.fs)
@@ -388,8 +431,14 @@ class MessageStore(StoreWriter):
             for each in changed:
                 each.correct_min(first)
 
+    def _stop_at_splice(self) -> None:
+        """A reader sees nothing of a splice that is not recorded (spark B6): the log ends where that began."""
+        self._pending = pending_intent(self.path, self.fs)
+        self._run.limit = None if self._pending is None else self._pending.start
+
     def _find_news(self) -> None:
         if self.mode == "r":
+            self._stop_at_splice()
             self._run.refresh()
             self._log.end = self._run.end
 
@@ -621,6 +670,84 @@ class MessageStore(StoreWriter):
             )
         )
 
+    # -- splicing ---------------------------------------------------------------------------------------------------
+
+    def splice(
+        self, shards: Sequence[Path], *, app: str, version: int, progress: Progress | None = None
+    ) -> SpliceResult:
+        """Append the records of staged shards, in the given order, all of them or none, durably (spark B6 step 2).
+
+        `shards`: folders as `log.shard` describes them. `app`, `version`: who splices what; a version that is not above
+        the last one of that application is in already, and nothing is done. All shards are checked before anything is
+        written. Puts wait meanwhile, readers see the records at the end, all together. `progress(done, total)` is told
+        bytes, each counted twice: checked and copied; what it raises takes the splice back.
+
+        Raises FormatError for a bad shard, ConfigError for a bad `app` or `version`, StoreFullError and StoreIOError
+        (in each case the store is as before), FlushFailedError (not known; opening the store anew decides it, and a
+        second splice finds out), ReadOnlyStoreError, StoreBusyError, StoreClosedError.
+        """
+        self._check_writable()
+        return self._splice(shards, app, version, progress, {})
+
+    def _splice(
+        self, shards: Sequence[Path], app: str, version: int, progress: Progress | None, create: Mapping[str, int]
+    ) -> SpliceResult:
+        try:
+            result = self._splicer.splice(shards, app=app, version=version, progress=progress, create=create)
+        finally:
+            with self._retention_lock:  # it may have looked at a segment that was half copied, or is taken back
+                self._newest_times.clear()
+        if not result.already:  # on disk it is: let everybody see it
+            self._commit.sync_now()
+            self._on_alarm()
+        return result
+
+    def _take_bundle(self, shards: list[Path], app: str, version: int, create: Mapping[str, int]) -> None:
+        """Splice a bundle of the inbox; `create`: topics to be noted for a broker."""
+        self._splice(shards, app, version, None, create)
+
+    def take_inbox(self) -> int:
+        """Splice the bundles that wait in `inbox/`, now, in this thread (spark B6); how many. Opening does it, and the
+        background work from time to time. Raises what keeps one from being taken in; bad ones are moved aside."""
+        with self._splicer.lock:
+            self._check_writable()
+            return self._inbox.run_once()
+
+    def _interval_inbox(self) -> None:
+        # While somebody splices, or closes, the flusher has better to do than to wait.
+        if self._splicer.lock.acquire(blocking=False):
+            try:
+                if not self._closed:
+                    self._inbox.run_once()
+            finally:
+                self._splicer.lock.release()
+
+    def enter_topics_by(self, create_topics: CreateTopics) -> None:
+        """For a broker: have topics of bundles entered by `create_topics` from now on, and those of bundles that were
+        spliced without a broker at once (spark B6, "create")."""
+        with self._splicer.lock:
+            self._inbox.create_topics = create_topics
+            if self._txn.state.create:
+                self._attempt("topics of bundles", self._enter_noted)
+
+    def _enter_noted(self) -> None:
+        assert self._inbox.create_topics is not None
+        self._inbox.create_topics(self._txn.state.create)
+        self._txn.save(replace(self._txn.state, create={}))
+
+    def _sync_beyond(self, end: int) -> None:
+        """Make the log durable up to `end`, which lies beyond its end. As any sync it has to be the only one: an error
+        is told once, and to one caller (store-format 8.1)."""
+        self._sync_to = end
+        try:
+            self._commit.sync_now()
+        finally:
+            self._sync_to = 0
+
+    def _poison(self, error: MQStoreError) -> None:
+        self._log.poison(error)
+        self._commit.poison(error)
+
     # -- retention --------------------------------------------------------------------------------------------------
 
     def drop_before(self, physical_offset: int) -> list[str]:
@@ -702,6 +829,8 @@ class MessageStore(StoreWriter):
             commitlog_bytes=len(self._run.starts) * self._run.segment_bytes,
             queues=len(self._queues),
             bad_records=len(self._bad),
+            inbox_spliced=self._inbox.spliced,
+            inbox_refused=self._inbox.refused,
             errors=errors,
         )
 
@@ -723,6 +852,7 @@ class MessageStore(StoreWriter):
             live=self.mode == "rw" or writer_alive(self.path, self.fs),
             problems=self._load_problems if self.mode == "r" else [],
             index_findings=self._index_findings if self.mode == "r" else [],
+            unfinished=[] if self._pending is None else would_undo(self._pending, self._run, self.fs).findings,
             fs=self.fs,
         )
 
@@ -738,6 +868,8 @@ class MessageStore(StoreWriter):
         if self._closed:
             return
         timeout_s = seconds(timeout, "timeout")
+        if self.mode == "rw" and self._splicer.lock._is_owned():  # type: ignore[attr-defined]
+            raise StoreBusyError(f"{self.path} cannot be closed by a signal handler that interrupted a splice")
         closed = StoreClosedError(f"{self.path} was closed; open it again")
         self._closed = True
         _open_stores.discard(self)
@@ -750,14 +882,16 @@ class MessageStore(StoreWriter):
             self._flusher_wake.set()
             for thread in self._threads:
                 thread.join(timeout_s)
-            failed = self._log.failed
-            self._log.poison(closed)
+            with self._splicer.lock:  # who splices sees that we are closing, and takes it back
+                failed = self._log.failed
+                self._log.poison(closed)
             if failed is None:
                 self._finish()
         finally:  # Ctrl-C in between costs the clean end, but nobody puts from here on, and the lock is given back
             self._stopping = True
             self._log.poison(closed)
-            self._release()
+            with self._splicer.lock:  # its files must not be taken from a splice that takes itself back
+                self._release()
 
     def _finish(self) -> None:
         """Everything a clean end promises (store-format 9.8, Closing); until the last line a crash is a crash."""

@@ -2,12 +2,17 @@
 
 Reads only, and never trusts: what is found is yielded as `Finding`s, in the order log, queues, index, JSON. `mqstore
 verify` prints them, tests assert on them, `mqstore recover` mends what they name.
+
+`Verifier.findings` takes the steps one after the other. Who has a log read in pieces (`mqstore.spark.jobs.verify`)
+takes them by hand: what can be told of a piece alone (`compare`, `wanted_of`) is told there, what takes the order of
+the log (`units`, `straight`) afterwards.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -25,13 +30,50 @@ from mqstore.log.consumequeue import ConsumeQueue, QueueTable
 from mqstore.log.index import Index
 from mqstore.log.names import is_path_safe
 from mqstore.log.report import Finding, Kind
-from mqstore.log.scanner import Bad, End, Good, scan_log, sort_out
+from mqstore.log.scanner import MAX_SLOT, Bad, End, Good, scan_log, sort_out
 
-__all__ = ["Verifier", "Wanted", "index_faults"]
+__all__ = ["Gap", "IndexTally", "Verifier", "Wanted", "index_faults", "tally_index"]
 
 
 Wanted = tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]
 """Index entries that the log asks for: (key hash, physical offset, store timestamp in ms)."""
+
+Gap = tuple[str, int, int, int]
+"""Queue offsets whose records are lost: (topic, queue id, first, the one behind the last)."""
+
+
+@dataclass(slots=True)
+class IndexTally:
+    """What of the index is not as some records ask for; of others it says nothing. Tallies of parts add up to that of
+    the whole, since a key has its entry at one physical offset."""
+
+    missing: int = 0
+    """Keys without an entry."""
+    wrong_times: dict[str, int] = field(default_factory=dict)
+    """By file: entries that bear another time than their records, which would hide a key from a query by time."""
+    wrong_ends: set[str] = field(default_factory=set)
+    """Files whose begin or end is not the time of their first or last entry."""
+
+    def add(self, other: IndexTally) -> None:
+        """Take in that of other records."""
+        self.missing += other.missing
+        for name, count in other.wrong_times.items():
+            self.wrong_times[name] = self.wrong_times.get(name, 0) + count
+        self.wrong_ends |= other.wrong_ends
+
+    def findings(self, index: Index) -> Iterator[Finding]:
+        """In words."""
+        if self.missing:
+            name = f"index/{index.files[0].name}" if index.files else "index"
+            yield Finding("bad_index", name, 0, 0, f"{self.missing} keys of the log have no entry")
+        for file in index.files:
+            name = f"index/{file.name}"
+            if file.name in self.wrong_times:
+                detail = f"{self.wrong_times[file.name]} entries bear another time than their records"
+                yield Finding("bad_index", name, 0, 0, detail)
+            if file.name in self.wrong_ends:
+                detail = "begin and end are not the times of the first and the last entry"
+                yield Finding("bad_index", name, 0, 16, detail)
 
 
 def _fingerprints(hashes: npt.NDArray[np.int32], physical: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
@@ -40,51 +82,55 @@ def _fingerprints(hashes: npt.NDArray[np.int32], physical: npt.NDArray[np.int64]
     return mixed ^ hashes.astype(np.uint64)
 
 
-def index_faults(index: Index, wanted: Sequence[Wanted]) -> list[Finding]:
-    """Where the index does not say what the log asks of it: keys without an entry, and times that are not those of the
-    records, which would hide a key from a query by time. Records that are not among `wanted` cannot be judged."""
-    findings = []
+def tally_index(index: Index, wanted: Sequence[Wanted]) -> IndexTally:
+    """Hold the index against the entries `wanted`; only files, and entries in them, of their part of the log count."""
+    tally = IndexTally()
     hashes = np.concatenate([np.zeros(0, np.int32), *(part[0] for part in wanted)])
     physical = np.concatenate([np.zeros(0, np.int64), *(part[1] for part in wanted)])
     stamps = np.concatenate([np.zeros(0, np.int64), *(part[2] for part in wanted)])
-    capacity = index.entries_per_file
-    there = np.unique(
-        np.concatenate([np.zeros(0, np.uint64), *(_fingerprints(*f.entries(capacity)) for f in index.files)])
-    )
-    asked = _fingerprints(hashes, physical)
-    missing = len(asked)
-    if len(there):
-        at = np.searchsorted(there, asked)
-        at[at == len(there)] = 0
-        missing = int(np.count_nonzero(there[at] != asked))
-    if missing:
-        name = f"index/{index.files[0].name}" if index.files else "index"
-        findings.append(Finding("bad_index", name, 0, 0, f"{missing} keys of the log have no entry"))
     if not len(physical):
-        return findings
+        return tally
+    asked = _fingerprints(hashes, physical)
     order = np.argsort(physical, kind="stable")
     physical, stamps = physical[order], stamps[order]
+    low, high = int(physical[0]), int(physical[-1])
+    there = [np.zeros(0, np.uint64)]
     for file in index.files:
         header = file.header
-        _, places = file.entries(capacity)
-        if not len(places):
+        if file.lies_outside(index.entries_per_file, low, high):
             continue
-        at = np.minimum(np.searchsorted(physical, places), len(physical) - 1)
+        keys, places = file.entries(index.entries_per_file)
+        here = np.flatnonzero((places >= low) & (places <= high))
+        if not len(here):
+            continue
+        last = len(places) - 1
+        keys, places = keys[here], places[here]
+        there.append(_fingerprints(keys, places))
+        at = np.searchsorted(physical, places)
         known = physical[at] == places
         times = stamps[at]
         seconds = (
             np.maximum(times - header.begin_timestamp_ms, 0) // 1000 if header.begin_timestamp_ms > 0 else times * 0
         )
-        wrong = known & (np.minimum(seconds, 0x7FFF_FFFF) != file.seconds(capacity))
-        wrong[0] = False  # RocketMQ counts that one from the end of the file before (6.3)
-        name = f"index/{file.name}"
+        wrong = known & (np.minimum(seconds, 0x7FFF_FFFF) != file.seconds(index.entries_per_file)[here])
+        wrong &= here != 0  # RocketMQ counts that one from the end of the file before (6.3)
         if wrong.any():
-            detail = f"{int(np.count_nonzero(wrong))} entries bear another time than their records"
-            findings.append(Finding("bad_index", name, 0, 0, detail))
-        if (known[0] and times[0] != header.begin_timestamp_ms) or (known[-1] and times[-1] != header.end_timestamp_ms):
-            detail = "begin and end are not the times of the first and the last entry"
-            findings.append(Finding("bad_index", name, 0, 16, detail))
-    return findings
+            tally.wrong_times[file.name] = int(np.count_nonzero(wrong))
+        begins, ends = known & (here == 0), known & (here == last)
+        if (times[begins] != header.begin_timestamp_ms).any() or (times[ends] != header.end_timestamp_ms).any():
+            tally.wrong_ends.add(file.name)
+    found = np.unique(np.concatenate(there))
+    tally.missing = len(asked)
+    if len(found):
+        at = np.searchsorted(found, asked)
+        at[at == len(found)] = 0
+        tally.missing = int(np.count_nonzero(found[at] != asked))
+    return tally
+
+
+def index_faults(index: Index, wanted: Sequence[Wanted]) -> list[Finding]:
+    """Where the index does not say what the log asks of it. Records that are not among `wanted` cannot be judged."""
+    return list(tally_index(index, wanted).findings(index))
 
 
 class Verifier:
@@ -105,6 +151,7 @@ class Verifier:
         live: bool,
         problems: Sequence[LoadProblem],
         index_findings: Sequence[Finding],
+        unfinished: Sequence[Finding] = (),
         fs: FileSystem,
     ) -> None:
         self.messages = 0
@@ -124,23 +171,30 @@ class Verifier:
         self._live = live
         self._problems = problems
         self._index_findings = index_findings
+        self._unfinished = unfinished
         self._fs = fs
+        self.gaps: list[Gap] = []
+        """What the damage met so far has cost, as far as later records of the queue tell."""
         self._next_slot: dict[ConsumeQueue, int] = {}
         self._last_seen: dict[ConsumeQueue, int] = {}
         self._entries_wanted: list[Wanted] = []
 
     def findings(self) -> Iterator[Finding]:
         """Everything that is not as it should be; nothing for a store in order."""
-        yield from self._folders()
+        yield from self.folders()
         yield from self._log()
-        for queue in self._queues:
-            yield from self._queue_tail(queue)
-        yield from self._index_files()
-        yield from self._json_files()
+        yield from self.tails()
+        yield from self._index_findings
+        yield from self._index.check()
+        yield from index_faults(self._index, self._entries_wanted)
+        yield from self.json_files()
 
     # -- the log and what each record asks for ----------------------------------------------------------------------
 
-    def _folders(self) -> Iterator[Finding]:
+    def folders(self) -> Iterator[Finding]:
+        """What the names and lengths of files show, and the checkpoint."""
+        if not self._live:
+            yield from self._unfinished
         for problem in self._problems:
             if problem.kind == "missing_segment":
                 continue  # found again by the scan, with the records around it
@@ -174,16 +228,23 @@ class Verifier:
                 self.messages += len(rows)
                 self.bytes += int(rows.size.sum(dtype=np.int64))
                 self.done_bytes = event.end - first
-                yield from self._units(rows)
-                self._entries(rows)
+                yield from self.units(rows)
+                wanted = self.wanted_of(rows)
+                if wanted is not None:
+                    self._entries_wanted.append(wanted)
             elif isinstance(event, Bad):
-                name, at = self._where(event.start)
-                yield Finding(event.kind, name, at, event.end - event.start, event.detail)
+                yield self.bad(event)
             elif isinstance(event, End):
-                yield from self._end(event)
+                yield from self.end(event)
         self.done_bytes = self.total_bytes
 
-    def _end(self, end: End) -> Iterator[Finding]:
+    def bad(self, event: Bad) -> Finding:
+        """A stretch of the log that holds no record."""
+        name, at = self._where(event.start)
+        return Finding(event.kind, name, at, event.end - event.start, event.detail)
+
+    def end(self, end: End) -> Iterator[Finding]:
+        """Whether the log may end there."""
         if self._live:
             return  # a record may be half-way in
         name, at = self._where(end.position)
@@ -196,8 +257,11 @@ class Verifier:
 
     # -- consume queues ---------------------------------------------------------------------------------------------
 
-    def _units(self, rows: Rows) -> Iterator[Finding]:
+    def units(self, rows: Rows, only: Collection[tuple[str, int]] | None = None) -> Iterator[Finding]:
+        """The records of a stretch, those before them having been taken; of `only` these (topic, queue id)."""
         for topic, queue_id, chosen in rows.by_queue():
+            if only is not None and (topic, queue_id) not in only:
+                continue
             if queue_id < 0 or not is_path_safe(topic):
                 name, at = self._where(int(rows.physical_offset[chosen[0]]))
                 yield Finding("unsafe_name", name, at, 0, f"topic {topic!r}, queue {queue_id} can be no folder")
@@ -216,11 +280,26 @@ class Verifier:
                 if expected is None:
                     yield from self._front(queue, first)
                 elif first > expected:
+                    self.gaps.append((topic, queue_id, expected, first))
                     yield from self._no_record(queue, expected, first)
-                yield from self._compare(queue, first, rows.units(chosen[low:high]))
+                yield from self.compare(topic, queue_id, first, rows.units(chosen[low:high]))
                 expected = first + high - low
                 self._next_slot[queue] = expected
             self._last_seen[queue] = int(physical[-1])
+
+    def follows(self, topic: str, queue_id: int, first: int) -> bool:
+        """Whether a run of records of a queue that begins with queue offset `first` goes on where it stands."""
+        expected = self._next_slot.get(self._queues.create(topic, queue_id))
+        return first == expected if expected is not None else 0 <= first < MAX_SLOT
+
+    def straight(self, topic: str, queue_id: int, first: int, stop: int, last_physical: int) -> Iterator[Finding]:
+        """As `units`, for a run `[first, stop)` of queue offsets that `follows` and whose units were compared; its last
+        record lies at `last_physical`."""
+        queue = self._queues.create(topic, queue_id)
+        if queue not in self._next_slot:
+            yield from self._front(queue, first)
+        self._next_slot[queue] = stop
+        self._last_seen[queue] = last_physical
 
     def _front(self, queue: ConsumeQueue, stop: int) -> Iterator[Finding]:
         """Units before the queue's first record must be those of records that retention took."""
@@ -229,7 +308,9 @@ class Verifier:
             wrong = (units["physical_offset"] >= first) & ~is_void(units)
             yield from self._ranges(queue, "bad_unit", at, wrong, "the unit's record is not in the log")
 
-    def _compare(self, queue: ConsumeQueue, first: int, wanted: npt.NDArray[np.void]) -> Iterator[Finding]:
+    def compare(self, topic: str, queue_id: int, first: int, wanted: npt.NDArray[np.void]) -> Iterator[Finding]:
+        """Hold the units of a queue from queue offset `first` on against those `wanted`."""
+        queue = self._queues.create(topic, queue_id)
         if not self._clean or self._live:
             # Not dispatched yet: whoever opens the store next, or holds it now, builds these.
             wanted = wanted[: max(0, queue.max_offset - first)]
@@ -243,6 +324,11 @@ class Verifier:
     def _no_record(self, queue: ConsumeQueue, low: int, high: int) -> Iterator[Finding]:
         for at, units in queue.chunks(low, min(high, queue.max_offset)):
             yield from self._ranges(queue, "bad_unit", at, ~is_void(units), "the unit's record is not in the log")
+
+    def tails(self) -> Iterator[Finding]:
+        """Units behind the last record of each queue, all records having been taken."""
+        for queue in self._queues:
+            yield from self._queue_tail(queue)
 
     def _queue_tail(self, queue: ConsumeQueue) -> Iterator[Finding]:
         known = self._next_slot.get(queue)
@@ -269,8 +355,8 @@ class Verifier:
 
     # -- index and JSON ---------------------------------------------------------------------------------------------
 
-    def _entries(self, rows: Rows) -> None:
-        """Note the keys of these records that the index should have."""
+    def wanted_of(self, rows: Rows) -> Wanted | None:
+        """The entries that the index should have for these records; None for none."""
         physical = rows.physical_offset[rows.entry_row]
         if self._checkpoint.flushed is not None and self._clean and not self._live:
             inside = np.ones(len(physical), np.bool_)  # ours, and closed: every key has its entry
@@ -278,18 +364,14 @@ class Verifier:
             # Outside of what the files span the index may simply begin later, or lag behind.
             files = [file.header for file in self._index.files if file.header.next_entry > 1]
             if not files:
-                return
+                return None
             inside = (physical >= files[0].begin_physical_offset) & (physical < files[-1].end_physical_offset)
-        if inside.any():
-            stamps = rows.store_timestamp_ms[rows.entry_row[inside]]
-            self._entries_wanted.append((rows.entry_hash[inside], physical[inside], stamps))
+        if not inside.any():
+            return None
+        return rows.entry_hash[inside], physical[inside], rows.store_timestamp_ms[rows.entry_row[inside]]
 
-    def _index_files(self) -> Iterator[Finding]:
-        yield from self._index_findings
-        yield from self._index.check()
-        yield from index_faults(self._index, self._entries_wanted)
-
-    def _json_files(self) -> Iterator[Finding]:
+    def json_files(self) -> Iterator[Finding]:
+        """JSON files that do not decode."""
         folder = self._root / "config"
         names = {"mqstore.json"} if (self._root / "mqstore.json.bak").exists() else set()
         paths = [self._root / name for name in names]

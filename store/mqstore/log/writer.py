@@ -124,6 +124,8 @@ class StoreWriter(StoreReader):
         self._flush_timeout_s = seconds(self.config.flush_timeout, "flush_timeout")
         self._max_body = min(self.config.max_message_size, self._log.max_record_bytes)
         self._putters: dict[str, dict[int, ConsumeQueue]] = {}
+        self._sync_to = 0
+        """What lies beyond the end of the log and is to be synced with it: a splice that is not in yet."""
 
     def _flushed(self) -> None:
         """Called after a put has waited for its sync: what it synced may be visible now."""
@@ -480,7 +482,7 @@ class StoreWriter(StoreReader):
         begin = time.perf_counter_ns()
         end = self._log.end
         try:
-            self._run.sync(flushed, end)
+            self._run.sync(flushed, max(end, self._sync_to))
         except Exception as error:
             self._log.poison(
                 FlushFailedError(f"a sync of {self.path} failed ({error}); close the store and open it again")

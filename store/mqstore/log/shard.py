@@ -1,0 +1,406 @@
+"""A staged shard: records that a task has encoded and that only lack their place in the log (spark B6 step 1).
+
+    <folder>/records.bin    complete records side by side in the store's profile; queueOffset, physicalOffset,
+                            storeTimestamp and checksum are zero, no BLANKs
+    <folder>/shard.json     {"version": 1, "profile", "records": n, "bytes": n, "crc32c": of records.bin,
+                            "largest": bytes of the largest record, "queues": {TOPIC: {"0": records}},
+                            "index": crc32c of records.idx, absent without one}
+    <folder>/records.idx    for each record its size and the CRC-32C of its bytes as they stand, i32 u32 big-endian
+
+The last one may be missing. It spares the splice a step in Python for each record: to find where it ends, and to
+compute its checksum, which is then told from the CRC that the task has computed (`layout.crcpatch`).
+
+`Shard.load` reads the JSON, `check` all of the records; what is wrong is a `FormatError` that names file, place and
+reason, raised before anything of the shard is stored. `windows` then gives the records piece by piece, in bounded
+memory, and compares the CRC once more: a file that changed between check and copy is found before its splice counts.
+
+Whatever a put would refuse is refused here: bytes in the log are read by programs that trust them to be records.
+Writes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+from crc32c import crc32c
+
+from mqstore.errors import FormatError, InvalidMessageError
+from mqstore.files.filesystem import FileSystem
+from mqstore.files.jsonfile import decode_json
+from mqstore.layout.dispatch import SCHEDULE_TOPIC, topics_of
+from mqstore.layout.properties import CRC32, CRC_TAIL_BYTES
+from mqstore.layout.record import (
+    BLANK_BYTES,
+    INNER_BATCH,
+    MIN_RECORD_BYTES,
+    TRANSACTION_COMMIT,
+    TRANSACTION_MASK,
+    unreadable_number,
+)
+from mqstore.layout.scan import Headers, gather, records_hold, walk
+from mqstore.log.names import check_topic
+from mqstore.options import Profile
+
+__all__ = ["WINDOW_BYTES", "Groups", "Limits", "QueueKey", "Shard", "Window", "by_queue", "index_entries"]
+
+WINDOW_BYTES = 8 << 20
+_MAX_QUEUE_ID = 16_383
+_JSON_BYTES_MAX = 16 << 20
+_TAIL_NAME = np.frombuffer(CRC32.encode(), ">i8")[0]
+_INNER = b"INNER_"
+_EVEN_PAIR = np.frombuffer(_INNER[4:6], np.uint16)[0]
+_ODD_PAIR = np.frombuffer(_INNER[1:3], np.uint16)[0]
+_BLOCK_PAIRS = 1 << 17
+_ENTRY = np.dtype([("size", ">i4"), ("crc", ">u4")])
+_INDEX_RECORDS = 1 << 16
+_NUMBERS = ("records", "bytes", "crc32c", "largest")
+
+QueueKey = tuple[str, int]
+"""Topic and queue id."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the store asks of a record."""
+
+    profile: Profile
+    segment_bytes: int
+    max_body_bytes: int
+
+    @property
+    def max_record_bytes(self) -> int:
+        return self.segment_bytes - BLANK_BYTES
+
+
+class Window(NamedTuple):
+    """Whole records at the start of `data`; `headers.positions` count from there, the last one ends at `stop`. `crcs`:
+    of the records as they stand, if the shard tells."""
+
+    data: memoryview
+    headers: Headers
+    stop: int
+    crcs: npt.NDArray[np.uint32] | None
+
+
+class Groups(NamedTuple):
+    """Which queue each record of a window goes to: `keys[group[i]]`, and how many go to each."""
+
+    keys: list[QueueKey]
+    group: npt.NDArray[np.integer]
+    counts: npt.NDArray[np.int64]
+
+
+def by_queue(window: Window) -> Groups:
+    """The records of a window by queue."""
+    topics, topic = topics_of(window.data, window.headers)
+    codes = topic * (_MAX_QUEUE_ID + 1) + np.clip(window.headers.queue_id, 0, _MAX_QUEUE_ID)
+    counts = np.bincount(codes)
+    present = np.flatnonzero(counts)
+    number = np.zeros(len(counts), np.int64)
+    number[present] = np.arange(len(present))
+    keys = [(topics[code // (_MAX_QUEUE_ID + 1)], code % (_MAX_QUEUE_ID + 1)) for code in present.tolist()]
+    # Sorting numbers of 16 bits is a radix sort, several times faster.
+    kind = np.uint16 if len(keys) < 1 << 16 else np.int64
+    return Groups(keys, number[codes].astype(kind), counts[present])
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """What `shard.json` says. `queues`: how many records each queue gets."""
+
+    folder: Path
+    records: int
+    bytes: int
+    crc32c: int
+    largest: int
+    queues: Mapping[QueueKey, int]
+    index: int | None
+    limits: Limits
+    fs: FileSystem
+
+    @property
+    def file(self) -> Path:
+        return self.folder / "records.bin"
+
+    # -- shard.json -------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def load(cls, folder: Path, limits: Limits, fs: FileSystem) -> Shard:
+        """Of the shard in `folder`, its records not yet looked at. FormatError for a file that is missing, does not
+        decode, or says what this store cannot take; StoreIOError when it cannot be read."""
+        path = folder / "shard.json"
+        try:
+            value = decode_json(fs.read_whole(path, _JSON_BYTES_MAX))
+        except FileNotFoundError:
+            _refuse(path, "the file is missing: the shard was not staged to its end", "shard")
+        except FormatError as error:
+            raise FormatError(f"{path}: {error}", error.field, error.position) from error
+        if value.get("version") != 1:
+            _refuse(path, f"version {value.get('version')!r:.80} is not 1, which this program knows", "version")
+        if value.get("profile") != limits.profile:
+            _refuse(
+                path,
+                f"its records are of profile {value.get('profile')!r:.80}, the store's is {limits.profile!r}: "
+                "stage it anew",
+                "profile",
+            )
+        for name in _NUMBERS:
+            if type(value.get(name)) is not int or not 0 <= value[name] < 1 << 63:
+                _refuse(path, f"{name} must be a number that is not negative, not {value.get(name)!r:.80}", name)
+        if type(value.get("index", 0)) is not int:
+            _refuse(path, f"index must be a number, not {value['index']!r:.80}", "index")
+        shard = cls(
+            folder=folder,
+            records=value["records"],
+            bytes=value["bytes"],
+            crc32c=value["crc32c"],
+            largest=value["largest"],
+            queues=_queues(path, value.get("queues")),
+            index=value.get("index"),
+            limits=limits,
+            fs=fs,
+        )
+        if shard.largest > limits.max_record_bytes:
+            _refuse(
+                path,
+                f"its largest record has {shard.largest} bytes; the store's segments of {limits.segment_bytes} "
+                f"take {limits.max_record_bytes}",
+                "largest",
+            )
+        if sum(shard.queues.values()) != shard.records:
+            _refuse(path, f"its queues get {sum(shard.queues.values())} records, but it has {shard.records}", "queues")
+        return shard
+
+    # -- records.bin ------------------------------------------------------------------------------------------------
+
+    def check(self, progress: Callable[[int], None], remember: int = 0) -> list[Groups] | None:
+        """Read every record; `progress(bytes)` after each window. FormatError for what is wrong first, StoreIOError.
+
+        Returns the groups of the windows, which `windows` cuts alike every time; None for more than `remember` records.
+        """
+        counts: dict[QueueKey, int] = {}
+        records = largest = done = 0
+        remembered: list[Groups] = []
+        buffer = np.empty(self.window_bytes(), np.uint8).data
+        for window in self.windows(lambda _: buffer):
+            self._check_heads(window, done)
+            groups = by_queue(window)
+            self._check_tails(window, groups, done)
+            records += len(window.headers)
+            largest = max(largest, int(window.headers.size.max()))
+            if records <= remember:
+                remembered.append(groups)
+            for key, amount in zip(groups.keys, groups.counts.tolist(), strict=True):
+                counts[key] = counts.get(key, 0) + amount
+            done += window.stop
+            progress(window.stop)
+        said = {key: count for key, count in self.queues.items() if count}
+        for name, found, wanted in (
+            ("records", records, self.records),
+            ("largest", largest, self.largest),
+            ("queues", counts, said),
+        ):
+            if found != wanted:
+                _refuse(self.file, f"{name}: shard.json says {wanted!r:.200}, the records are {found!r:.200}", name)
+        return remembered if records <= remember else None
+
+    def window_bytes(self, least: int = WINDOW_BYTES) -> int:
+        """How large a buffer must be to hold any record, and most windows."""
+        return max(1, min(self.bytes, max(least, self.largest)))
+
+    def windows(self, take: Callable[[int], memoryview]) -> Iterator[Window]:
+        """All records in order, in stretches. `take(n)` gives the buffer for the next one, of `n` bytes at least, which
+        the receiver may change. FormatError when records, size or CRC are not what `shard.json` says: at the end at the
+        latest. StoreIOError when the file cannot be read."""
+        try:
+            fd = self.fs.open(self.file, os.O_RDONLY | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            _refuse(self.file, "the file is missing", "shard")
+        index = _Index(self) if self.index is not None else None
+        try:
+            found = self.fs.size(fd)
+            if found != self.bytes:
+                _refuse(self.file, f"it has {found} bytes, shard.json says {self.bytes}", "bytes")
+            done, crc, wanted = 0, 0, self.window_bytes()
+            while done < self.bytes:
+                data = take(wanted)
+                length = self.fs.read_into(fd, data[: min(wanted, self.bytes - done)], done)
+                crcs = None
+                if index is None:
+                    positions, stop = walk(data, 0, length)
+                else:
+                    positions, stop, crcs = index.take(length)
+                if not len(positions):
+                    _refuse(self.file, "no whole record starts here", "record", done)
+                headers = gather(data, positions)
+                if index is not None and (positions + headers.size != np.append(positions[1:], stop)).any():
+                    _refuse(self.file, "sizes differ from those of records.idx", "record", done)
+                crc = crc32c(data[:stop], crc)
+                yield Window(data, headers, stop, crcs)
+                done += stop
+            if crc != self.crc32c:
+                _refuse(self.file, f"its CRC-32C is {crc}, shard.json says {self.crc32c}: it is damaged", "crc32c")
+            if index is not None:
+                index.check()
+        finally:
+            self.fs.close(fd)
+            if index is not None:
+                index.close()
+
+    def _check_heads(self, window: Window, base: int) -> None:
+        """What a put would have checked, of all records of a window at once; and their CRCs, if the shard tells."""
+        headers = window.headers
+        limits = self.limits
+        transaction = headers.sys_flag & TRANSACTION_MASK
+        for wrong, field, why in (
+            (~headers.ok, "record", "its inner lengths do not add up to its size"),
+            (headers.size > limits.max_record_bytes, "record", f"it has more than {limits.max_record_bytes} bytes"),
+            (headers.body_size > limits.max_body_bytes, "body", f"max_message_size is {limits.max_body_bytes} bytes"),
+            ((headers.queue_id < 0) | (headers.queue_id > _MAX_QUEUE_ID), "queue_id", "no queue has this id"),
+            (headers.checksum != 0, "checksum", "not zero"),
+            (headers.queue_offset != 0, "queue_offset", "not zero: a queue gives the number"),
+            (headers.physical_offset != 0, "physical_offset", "not zero: the log gives the place"),
+            (headers.store_timestamp_ms != 0, "store_timestamp", "not zero: the store gives the time"),
+            (
+                (transaction != 0) & (transaction != TRANSACTION_COMMIT),
+                "sys_flag",
+                "a prepared or rolled back message has no place in a queue",
+            ),
+            (headers.sys_flag & INNER_BATCH != 0, "sys_flag", "a batch in one record is not written"),
+        ):
+            if wrong.any():
+                row = int(np.argmax(wrong))
+                _refuse(self.file, f"record {row} of this stretch: {why}", field, base + int(headers.positions[row]))
+        if window.crcs is not None and limits.profile == "mqstore":
+            holds = records_hold(window.data, headers.positions, headers.size.astype(np.int64), window.crcs)
+            if not holds.all():
+                at = base + int(headers.positions[np.argmin(holds)])
+                _refuse(self.file, "its CRC is not that of records.idx", "record", at)
+
+    def _check_tails(self, window: Window, groups: Groups, base: int) -> None:
+        """Topics that may be, and no property that would keep a record from being read: a CRC tail that the copy makes
+        wrong, numbers that are none (store-format 2.5, 9.2 row 7)."""
+        headers, data = window.headers, window.data
+        topics = [topic for topic, _ in groups.keys]
+        for topic in set(topics):
+            try:
+                check_topic(topic)
+            except InvalidMessageError as error:
+                raise FormatError(f"{self.file}: {error}", "topic", base) from error
+        ends = headers.positions + headers.size
+        long = np.flatnonzero(headers.properties_size >= CRC_TAIL_BYTES)
+        everywhere: npt.NDArray[np.signedinteger[Any]] = np.ndarray((max(0, len(data) - 7),), ">i8", data, 0, (1,))
+        tailed = long[everywhere[ends[long] - CRC_TAIL_BYTES] == _TAIL_NAME]
+        if len(tailed):
+            at = base + int(headers.positions[tailed[0]])
+            _refuse(self.file, f"the property {CRC32} is the log's own", "properties", at)
+        doubtful = (
+            np.searchsorted(headers.positions, _places_of_inner(np.frombuffer(data, np.uint8, window.stop)), "right")
+            - 1
+        )
+        if SCHEDULE_TOPIC in topics:
+            delayed = np.array([topic == SCHEDULE_TOPIC for topic in topics])
+            doubtful = np.concatenate((doubtful, np.flatnonzero(delayed[groups.group])))
+        starts, sizes = headers.properties_position[doubtful], headers.properties_size[doubtful]
+        for row, start, size in zip(doubtful.tolist(), starts.tolist(), sizes.tolist(), strict=True):
+            wrong = unreadable_number(topics[groups.group[row]].encode(), bytes(data[start : start + size]))
+            if wrong:
+                _refuse(self.file, wrong, "properties", base + int(headers.positions[row]))
+
+
+class _Index:
+    """`records.idx` of a shard, read along with its records."""
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+        self._path = shard.folder / "records.idx"
+        try:
+            self._fd = shard.fs.open(self._path, os.O_RDONLY | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            _refuse(self._path, "the file is missing", "index")
+        self._buffer = np.empty(_INDEX_RECORDS, _ENTRY)
+        self._done = 0
+        self._crc = 0
+
+    def close(self) -> None:
+        self._shard.fs.close(self._fd)
+
+    def take(self, length: int) -> tuple[npt.NDArray[np.int64], int, npt.NDArray[np.uint32]]:
+        """(starts, end, CRCs) of the next records, as many as `length` bytes hold."""
+        view = memoryview(self._buffer.view(np.uint8).data)
+        count = self._shard.fs.read_into(self._fd, view, self._done * _ENTRY.itemsize) // _ENTRY.itemsize
+        sizes = self._buffer["size"][:count].astype(np.int64)
+        if (sizes < MIN_RECORD_BYTES).any():
+            _refuse(self._path, "a size that no record has", "index", self._done * _ENTRY.itemsize)
+        ends = np.cumsum(sizes)
+        count = int(np.searchsorted(ends, length, "right"))
+        self._crc = crc32c(view[: count * _ENTRY.itemsize], self._crc)
+        self._done += count
+        starts: npt.NDArray[np.int64] = (ends - sizes)[:count]
+        crcs = self._buffer["crc"][:count].astype(np.uint32)
+        return starts, int(ends[count - 1]) if count else 0, crcs
+
+    def check(self) -> None:
+        """At the end: whether it is the file that shard.json means."""
+        if self._crc != self._shard.index or self._shard.fs.size(self._fd) != self._done * _ENTRY.itemsize:
+            _refuse(self._path, f"it is not the index that shard.json means ({self._shard.index})", "index")
+
+
+def _places_of_inner(data: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
+    """Where the start of two reserved names stands in `data`. Comparing pairs of bytes at even places is several times
+    faster than `bytes.find`: wherever the name lies, `R_` or `NN` of it is such a pair."""
+    pairs = data[: len(data) - len(data) % 2].view(np.uint16)
+    found_pairs = []
+    for at in range(0, len(pairs), _BLOCK_PAIRS):  # which stays in the cache between the passes over it
+        block = pairs[at : at + _BLOCK_PAIRS]
+        hit = block == _EVEN_PAIR
+        hit |= block == _ODD_PAIR
+        found_pairs.append(np.flatnonzero(hit) + at)
+    hits = np.concatenate(found_pairs) if found_pairs else np.empty(0, np.int64)
+    odd = pairs[hits] == _ODD_PAIR
+    starts = 2 * hits - np.where(odd, 1, 4)
+    starts = starts[(starts >= 0) & (starts + len(_INNER) <= len(data))]
+    found: npt.NDArray[np.int64] = starts[
+        (data[starts[:, None] + np.arange(len(_INNER))] == np.frombuffer(_INNER, np.uint8)).all(axis=1)
+    ]
+    return found
+
+
+def index_entries(data: memoryview, sizes: npt.NDArray[np.int64]) -> bytes:
+    """What `records.idx` has of records of these sizes that fill `data`, in bytes: for whoever stages them."""
+    ends = np.cumsum(sizes)
+    entries = np.empty(len(sizes), _ENTRY)
+    entries["size"] = sizes
+    slices = map(data.__getitem__, map(slice, (ends - sizes).tolist(), ends.tolist()))
+    entries["crc"] = np.fromiter(map(crc32c, slices), np.uint32, len(sizes))
+    return entries.tobytes()
+
+
+def _queues(path: Path, value: Any) -> dict[QueueKey, int]:
+    queues: dict[QueueKey, int] = {}
+    if not isinstance(value, dict):
+        _refuse(path, f"queues must be an object, not {value!r:.80}", "queues")
+    for topic, counts in value.items():
+        try:
+            check_topic(topic)
+        except InvalidMessageError as error:
+            raise FormatError(f"{path}: {error}", "topic", 0) from error
+        if not isinstance(counts, dict):
+            _refuse(path, f"the queues of {topic!r} must be an object, not {counts!r:.80}", "queues")
+        for text, count in counts.items():
+            if not (text.isascii() and text.isdigit() and len(text) <= 5 and int(text) <= _MAX_QUEUE_ID):
+                _refuse(path, f"queue {text!r:.80} of {topic!r} does not lie in 0..{_MAX_QUEUE_ID}", "queues")
+            if type(count) is not int or count < 0:
+                _refuse(path, f"queue {text} of {topic!r} gets {count!r:.80} records", "queues")
+            queues[topic, int(text)] = count
+    return queues
+
+
+def _refuse(path: Path, why: str, field: str, position: int = 0) -> NoReturn:
+    raise FormatError(f"{path}: {why}", field, position)

@@ -1,0 +1,215 @@
+"""Progress that others publish, seen and taken over by the offset table: once, at its saves, and never against it."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mqstore.broker.inspect import PopView, group_names, lag_of
+from mqstore.broker.names import START_GROUP
+from mqstore.broker.offline import offline
+from mqstore.broker.offsets import OffsetTable
+from mqstore.broker.parts import delete_group, open_parts
+from mqstore.clock import SimulatedClock
+from mqstore.files.quiet import QUIET
+from mqstore.log.inspect import inspect_store
+from mqstore.log.published import publish
+from mqstore.log.store import MessageStore
+from tests.faults import Crash, FaultyFileSystem
+from tests.log.support import open_store
+
+
+class Owner:
+    """A store with ten messages in each of two queues of `t`, and its offsets."""
+
+    def __init__(self, path: Path, fs: FaultyFileSystem | None = None) -> None:
+        self.path = path
+        self.store = open_store(path, fs=fs)
+        if not self.store.topics():
+            for queue_id in (0, 1):
+                for _ in range(10):
+                    self.store.put("t", b"x", queue_id)
+        self.store.dispatch()
+        self.fs = self.store.fs
+        self.table = OffsetTable(self.store, self.store.config, SimulatedClock(), self.fs)
+
+    def publish(self, offset: int, *, group: str = "sp", topic: str = "t", queue_id: int = 0) -> None:
+        publish(self.path, group, {(topic, queue_id): offset})
+
+    def tick(self) -> None:
+        now = self.table.run_once(0)
+        self.table.run_once(now)
+
+    def on_disk(self) -> dict[str, Any]:
+        return json.loads((self.path / "config/consumerOffset.json").read_text())["offsetTable"]  # type: ignore[no-any-return]
+
+    def waiting(self) -> list[str]:
+        return sorted(path.name for path in (self.path / "config/spark/groups").iterdir())
+
+
+@pytest.fixture
+def owner(tmp_path: Path) -> Iterator[Owner]:
+    owner = Owner(tmp_path / "s")
+    yield owner
+    owner.store.close()
+
+
+def test_progress_is_folded_in_with_the_next_save(owner: Owner) -> None:
+    owner.publish(4)
+    assert owner.table.committed("sp", "t", 0) is None
+    owner.tick()
+    assert owner.table.committed("sp", "t", 0) == 4
+    assert owner.on_disk() == {"t@sp": {"0": 4}}
+    assert owner.waiting() == []
+    assert owner.table.groups() == {"sp"}
+
+
+@pytest.mark.parametrize("at", ["open", "close"])
+def test_progress_is_folded_in_at_opening_and_at_closing(owner: Owner, at: str) -> None:
+    owner.publish(4)
+    if at == "close":
+        owner.table.close()
+    else:
+        OffsetTable(owner.store, owner.store.config, SimulatedClock(), owner.fs)
+    assert owner.on_disk() == {"t@sp": {"0": 4}}
+    assert owner.waiting() == []
+
+
+def test_a_stream_that_begins_again_takes_its_group_back(owner: Owner) -> None:
+    """As a commit does: what is shown is where the stream is, and what it reads again is kept for it."""
+    for offset in (4, 9, 2):
+        owner.publish(offset)
+        owner.tick()
+        assert owner.table.committed("sp", "t", 0) == offset
+        assert owner.table.min_committed("t", 0) == offset
+
+
+def test_what_was_folded_in_is_not_folded_in_again(owner: Owner) -> None:
+    owner.publish(9)
+    owner.tick()
+    owner.table.commit("sp", "t", 0, 3)
+    owner.tick()
+    assert owner.table.committed("sp", "t", 0) == 3
+    table = OffsetTable(owner.store, owner.store.config, SimulatedClock(), owner.fs)
+    assert table.committed("sp", "t", 0) == 3
+
+
+def test_a_group_that_is_removed_does_not_come_back(owner: Owner) -> None:
+    owner.table.commit("sp", "t", 0, 1)
+    owner.publish(9)
+    owner.table.remove_group("sp")
+    owner.tick()
+    assert owner.table.groups() == set()
+    owner.publish(10)  # unless it goes on
+    owner.tick()
+    assert owner.table.committed("sp", "t", 0) == 10
+
+
+def test_a_removed_group_takes_nobody_elses_progress_along(owner: Owner) -> None:
+    owner.publish(9, group="sp2")
+    owner.table.commit("sp", "t", 0, 1)
+    owner.table.remove_group("sp")
+    owner.tick()
+    assert owner.table.groups() == {"sp2"}
+
+
+def test_progress_beyond_the_end_is_lowered_to_it_and_told(owner: Owner) -> None:
+    """The tail was lost in a power cut after it had been read: what comes next bears its numbers."""
+    owner.publish(15)
+    owner.tick()
+    assert owner.table.committed("sp", "t", 0) == 10
+    assert "published by sp: t, queue 0: offset 15 lies behind the end" in owner.table.problems[-1]
+
+
+def test_progress_in_a_queue_that_is_not_there_makes_none(owner: Owner) -> None:
+    publish(owner.path, "sp", {("gone", 0): 5, ("t", 7): 5, ("t", 1): 6, ("../x", 0): 1, ("t@x", 0): 1})
+    owner.tick()
+    assert owner.table.of_group("sp") == {("t", 1): 6}
+
+
+def test_progress_of_the_engines_own_groups_is_not_taken(owner: Owner) -> None:
+    """A queue's logical start is kept in that table: it would hide messages."""
+    owner.publish(9, group=START_GROUP)
+    owner.tick()
+    assert owner.table.start_of("t", 0) == 0
+    assert START_GROUP in owner.table.problems[-1]
+
+
+def test_a_damaged_file_is_told_and_the_owner_works_on(owner: Owner) -> None:
+    owner.publish(9)
+    owner.publish(3, group="fine")
+    (owner.path / "config/spark/groups/sp.json").write_text('{"version":')
+    owner.tick()
+    assert owner.table.groups() == {"fine"}
+    assert "damaged" in owner.table.problems[-1]
+    assert owner.waiting() == ["sp.json.corrupt"]
+
+
+def test_a_save_that_fails_keeps_what_was_taken_for_the_next(tmp_path: Path) -> None:
+    fs = FaultyFileSystem()
+    owner = Owner(tmp_path / "s", fs)
+    owner.publish(9)
+    fs.fail("create", errno.ENOSPC, path_part="consumerOffset")
+    with pytest.raises(OSError, match="consumerOffset"):
+        owner.table.close()
+    assert owner.waiting() == ["sp.json.taken"]
+    owner.table.close()
+    assert owner.on_disk() == {"t@sp": {"0": 9}}
+    assert owner.waiting() == []
+    owner.store.close()
+
+
+@pytest.mark.parametrize("step", range(1, 9))
+def test_an_owner_that_dies_anywhere_in_a_fold_loses_nothing(tmp_path: Path, step: int) -> None:
+    fs = FaultyFileSystem()
+    owner = Owner(tmp_path / "s", fs)
+    owner.store.flush()
+    owner.publish(9)
+    fs.crash(nth=step)
+    try:
+        owner.table.close()
+    except Crash:
+        died = True
+    else:
+        died = False
+    fs.heal()
+    with open_store_like_the_next(owner):
+        assert owner.on_disk() == {"t@sp": {"0": 9}}
+        assert owner.waiting() == []
+    assert died or step > 6
+
+
+def open_store_like_the_next(owner: Owner) -> MessageStore:
+    """The store as the next process has it, after its offsets were loaded there."""
+    owner.store.close()
+    store = open_store(owner.path)
+    open_parts(store)
+    return store
+
+
+def test_who_only_reads_sees_it_before_the_owner_does(owner: Owner) -> None:
+    owner.publish(4)
+    before = sorted((owner.path / "config").rglob("*"))
+    with MessageStore(owner.path, "r", fs=QUIET) as store:
+        parts = open_parts(store)
+        assert group_names(parts) == ["sp"]
+        lags = {lag.queue_id: (lag.committed, lag.messages) for lag in lag_of(parts, "sp", PopView())}
+        assert lags == {0: (4, 6), 1: (None, 10)}
+    assert inspect_store(owner.path)["consumer_offsets"] == {"sp": {"t": {"0": 4}}}
+    assert sorted((owner.path / "config").rglob("*")) == before
+    assert owner.waiting() == ["sp.json"]
+
+
+def test_an_operator_who_deletes_the_group_of_a_closed_store_deletes_it(tmp_path: Path) -> None:
+    owner = Owner(tmp_path / "s")
+    owner.store.close()
+    owner.publish(4)
+    with offline(owner.path) as desk:
+        delete_group(desk.parts, "sp")
+    with MessageStore(owner.path, "r", fs=QUIET) as store:
+        assert group_names(open_parts(store)) == []

@@ -1,0 +1,255 @@
+"""Bundles in the inbox: taken in once by whoever owns the store, bad ones moved aside and never lost (spark B6)."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mqstore.broker.broker import Broker
+from mqstore.clock import SimulatedClock
+from mqstore.errors import StoreFullError, StoreIOError
+from mqstore.files.filesystem import REAL
+from mqstore.log.inbox import inbox_state
+from mqstore.log.inspect import inspect_store
+from mqstore.log.txn import TXN_FILE
+from tests.faults import Crash, FaultyFileSystem
+from tests.log.splicesupport import Row, bundle, shown
+from tests.log.support import files, open_store
+
+ONE, TWO = [Row(b"1"), Row(b"2", queue_id=1)], [Row(b"3"), Row(b"4", "clicks")]
+
+
+def bodies(store: object) -> list[bytes]:
+    return sorted(body for queue in shown(store).values() for body in queue)  # type: ignore[arg-type]
+
+
+def test_opening_takes_up_what_waits_and_removes_it(tmp_path: Path) -> None:
+    bundle(tmp_path, "job", 0, [ONE, TWO])
+    assert inbox_state(tmp_path, REAL).waiting == ("job-0",)
+    with open_store(tmp_path) as store:
+        assert bodies(store) == [b"1", b"2", b"3", b"4"]
+        assert os.listdir(tmp_path / "inbox") == []
+        assert store.splice([], app="job", version=0).already
+
+
+def test_the_owner_looks_every_two_seconds(tmp_path: Path) -> None:
+    clock = SimulatedClock()
+    with open_store(tmp_path, clock=clock) as store:
+        store.run_once(clock.monotonic_ms())
+        bundle(tmp_path, "job", 0, [ONE])
+        clock.advance(1_999)
+        store.run_once(clock.monotonic_ms())
+        assert store.max_offset == 0
+        clock.advance(1)
+        store.run_once(clock.monotonic_ms())
+        assert bodies(store) == [b"1", b"2"]
+
+
+def test_without_an_inbox_a_look_is_one_call(tmp_path: Path) -> None:
+    fs = FaultyFileSystem()
+    with open_store(tmp_path, fs=fs) as store:
+        fs.calls.clear()
+        assert store.take_inbox() == 0
+        assert [call.operation for call in fs.calls] == ["stat"]
+
+
+def test_versions_of_an_application_go_in_their_order(tmp_path: Path) -> None:
+    for version in (10, 9, 2):
+        bundle(tmp_path, "job", version, [[Row(b"%d" % version)]])
+    with open_store(tmp_path) as store:
+        assert shown(store) == {("orders", 0): [b"2", b"9", b"10"]}
+
+
+def test_what_is_in_the_making_is_not_looked_at(tmp_path: Path) -> None:
+    for name in (".job-0", "_job-0"):
+        bundle(tmp_path, "job", 0, [ONE], name=name)
+    (tmp_path / "inbox" / "note").write_text("no folder")
+    with open_store(tmp_path) as store:
+        assert store.max_offset == 0
+        assert inbox_state(tmp_path, store.fs) == inbox_state(tmp_path / "nowhere", store.fs)
+    assert sorted(os.listdir(tmp_path / "inbox")) == [".job-0", "_job-0", "note"]
+
+
+def test_a_replayed_bundle_is_removed_and_not_spliced_again(tmp_path: Path) -> None:
+    bundle(tmp_path, "job", 1, [ONE])
+    with open_store(tmp_path) as store:
+        bundle(tmp_path, "job", 1, [ONE], name="job-1-again")
+        bundle(tmp_path, "job", 0, [ONE])
+        store.take_inbox()
+        assert bodies(store) == [b"1", b"2"]
+        assert os.listdir(tmp_path / "inbox") == []
+
+
+def _edit(name: str, **changes: object) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        path = folder / name
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return change
+
+
+BAD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no bundle.json": (lambda f: (f / "bundle.json").unlink(), "bundle.json: the file is missing"),
+    "no JSON": (lambda f: (f / "bundle.json").write_text("?"), "not JSON"),
+    "a newer version": (_edit("bundle.json", version=2), "version 2 is not 1"),
+    "no app": (_edit("bundle.json", app=""), "app is ''"),
+    "a version that is none": (_edit("bundle.json", ver="1"), "ver is '1'"),
+    "a shard elsewhere": (_edit("bundle.json", shards=["../../other"]), "shards is"),
+    "a shard twice": (_edit("bundle.json", shards=["0-0-abc", "0-0-abc"]), "named twice"),
+    "a shard that is not there": (_edit("bundle.json", shards=["9-0-abc"]), "9-0-abc"),
+    "topics that are none": (_edit("bundle.json", create={"orders": 0}), "create is"),
+    "a bad shard": (_edit("0-0-abc/shard.json", crc32c=1), "it is damaged"),
+    "another profile": (_edit("0-0-abc/shard.json", profile="rocketmq"), "profile"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_bundle_is_moved_aside_with_a_reason_and_the_others_go_in(tmp_path: Path, name: str) -> None:
+    change, why = BAD[name]
+    bad = bundle(tmp_path, "job", 0, [ONE])
+    change(bad)
+    kept = files(bad)
+    bundle(tmp_path, "job", 1, [TWO])
+    with open_store(tmp_path) as store:
+        assert bodies(store) == [b"3", b"4"]
+        aside = tmp_path / "inbox" / "refused" / "job-0"
+        assert why in (aside / "reason.txt").read_text()
+        (aside / "reason.txt").unlink()
+        assert files(aside) == kept
+        assert os.listdir(tmp_path / "inbox") == ["refused"]
+        assert store.stats().inbox_refused == 1
+        assert inbox_state(tmp_path, store.fs).refused == ("job-0",)
+        before = files(tmp_path)
+        store.take_inbox()  # not looked at again
+        assert files(tmp_path) == before
+    found = inspect_store(tmp_path)
+    assert found["splice"]["refused"] == ["job-0"]
+    assert any("refused" in problem for problem in found["problems"])
+
+
+def test_two_refused_bundles_of_one_name_are_both_kept(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        for _ in range(2):
+            (bundle(tmp_path, "job", 0, [ONE]) / "bundle.json").unlink()
+            store.take_inbox()
+    assert sorted(os.listdir(tmp_path / "inbox" / "refused")) == ["job-0", "job-0.1"]
+
+
+def test_links_lead_nowhere_and_what_they_point_at_stays(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    elsewhere = bundle(tmp_path / "else", "job", 0, [ONE])
+    (root / "inbox").mkdir(parents=True)
+    (root / "inbox" / "job-0").symlink_to(elsewhere)
+    inner = bundle(root, "job", 1, [ONE])
+    (inner / "0-0-abc").rename(tmp_path / "shard")
+    (inner / "0-0-abc").symlink_to(tmp_path / "shard")
+    with open_store(root) as store:
+        assert store.max_offset == 0
+        assert inbox_state(root, store.fs).refused == ("job-0", "job-1")
+    assert (elsewhere / "bundle.json").exists()
+    assert (tmp_path / "shard" / "records.bin").exists()
+
+
+def test_a_crash_at_any_change_neither_loses_nor_doubles_a_bundle(tmp_path: Path) -> None:
+    for nth in range(1, 200):
+        root = tmp_path / str(nth)
+        fs = FaultyFileSystem()
+        store = open_store(root, fs=fs)
+        store.put("orders", b"0")
+        bundle(root, "job", 0, [ONE, TWO])
+        fs.crash(nth, torn=nth % 2 == 0)
+        try:
+            store.take_inbox()
+        except Crash:
+            store._closed = True
+            fs.heal()
+            store._release()
+        else:
+            break
+        with open_store(root) as store:
+            assert bodies(store) == [b"0", b"1", b"2", b"3", b"4"], nth
+            assert os.listdir(root / "inbox") == [], nth
+            assert store._errors == {}
+    assert nth > 20
+
+
+def test_what_the_disk_refuses_waits_shows_and_is_tried_again(tmp_path: Path) -> None:
+    clock, fs = SimulatedClock(), FaultyFileSystem()
+    with open_store(tmp_path, clock=clock, fs=fs) as store:
+        store.run_once(clock.monotonic_ms())
+        first = bundle(tmp_path, "job", 0, [ONE])
+        bundle(tmp_path, "job", 1, [TWO])
+        bundle(tmp_path, "other", 0, [[Row(b"5")]])
+        fs.fail({"allocate", "create"}, errno.ENOSPC, times=None)
+        with pytest.raises(StoreFullError):
+            store.take_inbox()
+        fs.heal()
+        fs.fail({"open"}, errno.EIO, times=None, path_part=str(first / "0-0-abc"))
+        clock.advance(10_000)
+        store.run_once(clock.monotonic_ms())
+        assert bodies(store) == [b"5"], "a later version must not overtake, another application may"
+        assert "job-0" in store.stats().errors["inbox"]
+        assert inbox_state(tmp_path, store.fs).waiting == ("job-0", "job-1")
+        clock.advance(2_000)  # not yet tried again: the pause grows
+        calls = len(fs.calls)
+        store.run_once(clock.monotonic_ms())
+        assert not any("records" in call.path or "shard.json" in call.path for call in fs.calls[calls:])
+        assert "inbox" in store.stats().errors
+        fs.heal()
+        clock.advance(600_000)
+        store.run_once(clock.monotonic_ms())
+        assert bodies(store) == [b"1", b"2", b"3", b"4", b"5"]
+        assert "inbox" not in store.stats().errors
+
+
+def test_a_bundle_that_cannot_be_read_time_and_again_is_moved_aside(tmp_path: Path) -> None:
+    clock, fs = SimulatedClock(), FaultyFileSystem()
+    with open_store(tmp_path, clock=clock, fs=fs) as store:
+        bad = bundle(tmp_path, "job", 0, [ONE])
+        bundle(tmp_path, "job", 1, [TWO])
+        fs.fail({"open"}, errno.EIO, times=None, path_part=str(bad / "0-0-abc"))
+        for _ in range(7):
+            with pytest.raises(StoreIOError):
+                store.take_inbox()
+            clock.advance(600_000)
+        store.take_inbox()
+        assert bodies(store) == [b"3", b"4"]
+        assert inbox_state(tmp_path, store.fs).refused == ("job-0",)
+
+
+# -- topics ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_broker_enters_the_topics_of_a_bundle(tmp_path: Path) -> None:
+    with Broker(open_store(tmp_path)) as broker:
+        bundle(tmp_path, "job", 0, [ONE], {"orders": 8})
+        broker.store.take_inbox()
+        assert broker.topics.need("orders").write_queues == 8
+        broker.topics.create("clicks", queues=3)
+        bundle(tmp_path, "job", 1, [TWO], {"clicks": 8, "orders": 1})
+        broker.store.take_inbox()
+        assert (broker.topics.need("clicks").write_queues, broker.topics.need("orders").write_queues) == (3, 8)
+
+
+def test_topics_of_a_bundle_taken_in_without_a_broker_are_entered_by_the_next(tmp_path: Path) -> None:
+    bundle(tmp_path, "job", 0, [ONE], {"orders": 8})
+    with open_store(tmp_path) as store:
+        assert bodies(store) == [b"1", b"2"]
+    with Broker(open_store(tmp_path)) as broker:
+        assert broker.topics.need("orders").write_queues == 8
+        assert broker.topics.need("orders").read_queues == 8
+    assert "create" not in json.loads((tmp_path / TXN_FILE).read_text())
+
+
+@pytest.mark.parametrize("create", [{"a/b": 1}, {"orders": 16_385}, {"SCHEDULE_TOPIC_XXXX": 4}, {"%RETRY%g": 1}])
+def test_a_bundle_whose_topics_no_broker_may_enter_is_refused(tmp_path: Path, create: dict[str, int]) -> None:
+    with Broker(open_store(tmp_path)) as broker:
+        bundle(tmp_path, "job", 0, [ONE], create)
+        broker.store.take_inbox()
+        assert inbox_state(tmp_path, broker.store.fs).refused == ("job-0",)
+        assert broker.store.max_offset == 0

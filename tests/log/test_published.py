@@ -1,0 +1,233 @@
+"""Progress that others publish: each file counts once, whoever dies when; what is damaged hurts nobody."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from mqstore.log.published import Published, PublishedFiles, publish
+from tests.faults import Crash, FaultyFileSystem
+
+PROGRESS = {("t", 0): 5, ("t", 10): 7, ("u", 0): 0}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "s").mkdir()
+    return tmp_path / "s"
+
+
+def folder(root: Path) -> Path:
+    return root / "config" / "spark" / "groups"
+
+
+def names(root: Path) -> list[str]:
+    return sorted(os.listdir(folder(root)))
+
+
+def owner(root: Path, fs: FaultyFileSystem | None = None) -> PublishedFiles:
+    return PublishedFiles(root, fs or FaultyFileSystem())
+
+
+def test_what_is_published_is_taken_once(root: Path) -> None:
+    publish(root, "sp", PROGRESS)
+    files = owner(root)
+    assert [*files.look()] == [Published("sp", PROGRESS)] == [*files.look()]
+    assert [*files.take()] == [Published("sp", PROGRESS)]
+    files.settle()
+    assert names(root) == []
+    assert [*files.take()] == [*files.look()] == []
+    assert files.problems == []
+
+
+def test_the_file_is_as_documented(root: Path) -> None:
+    publish(root, "sp", PROGRESS)
+    assert json.loads((folder(root) / "sp.json").read_text()) == {
+        "version": 1,
+        "group": "sp",
+        "offsets": {"t": {"0": 5, "10": 7}, "u": {"0": 0}},
+    }
+
+
+def test_a_store_that_nobody_published_in_has_nothing(root: Path) -> None:
+    assert [*owner(root).look()] == [*owner(root).take()] == []
+    assert os.listdir(root) == []
+
+
+def test_the_last_of_a_group_counts_and_groups_do_not_mix(root: Path) -> None:
+    publish(root, "sp", {("t", 0): 9})
+    publish(root, "other", {("t", 0): 1})
+    publish(root, "sp", {("t", 0): 4})
+    assert sorted(owner(root).take()) == [("other", {("t", 0): 1}), ("sp", {("t", 0): 4})]
+
+
+def test_what_an_owner_took_and_did_not_settle_is_for_the_next_one(root: Path) -> None:
+    publish(root, "sp", {("t", 0): 4})
+    files = owner(root)
+    assert [*files.take()] == [("sp", {("t", 0): 4})]
+    assert names(root) == ["sp.json.taken"]
+    assert [*owner(root).look()] == [("sp", {("t", 0): 4})]
+    assert [*owner(root).take()] == [("sp", {("t", 0): 4})]
+    # The same owner, whose save has failed: it has it in hand still.
+    assert [*files.take()] == [("sp", {("t", 0): 4})]
+    # What comes meanwhile is newer.
+    publish(root, "sp", {("t", 0): 6})
+    assert [found.offsets["t", 0] for found in owner(root).look()] == [4, 6]
+    assert [*files.take()] == [("sp", {("t", 0): 6})]
+    files.settle()
+    assert names(root) == []
+
+
+def test_what_is_published_between_take_and_settle_stays(root: Path) -> None:
+    publish(root, "sp", {("t", 0): 4})
+    files = owner(root)
+    assert len([*files.take()]) == 1
+    publish(root, "sp", {("t", 0): 6})
+    files.settle()
+    assert names(root) == ["sp.json"]
+    assert [*files.take()] == [("sp", {("t", 0): 6})]
+
+
+def test_a_settled_file_does_not_come_back_though_it_cannot_be_removed(root: Path) -> None:
+    publish(root, "sp", {("t", 0): 4})
+    fs = FaultyFileSystem()
+    files = owner(root, fs)
+    assert len([*files.take()]) == 1
+    fs.fail("unlink", errno.EACCES)
+    files.settle()
+    assert [*files.take()] == []
+    assert "cannot be removed" in files.problems[0]
+
+
+GOOD = {"version": 1, "group": "sp", "offsets": {"t": {"0": 5}}}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\x00" * 40,
+        b"[]",
+        b'{"version": 1',
+        json.dumps({**GOOD, "version": 2}).encode(),
+        json.dumps({**GOOD, "group": "another"}).encode(),
+        json.dumps({**GOOD, "group": 5}).encode(),
+        json.dumps({**GOOD, "offsets": [5]}).encode(),
+        json.dumps({**GOOD, "offsets": {"t": 5}}).encode(),
+        *(
+            json.dumps({**GOOD, "offsets": {"t": {queue: offset}}}).encode()
+            for queue, offset in [("x", 1), ("-1", 1), ("00", 1), ("9" * 12, 1), ("0", -1), ("0", 1.5), ("0", 2**63)]
+        ),
+    ],
+)
+def test_a_damaged_file_is_told_once_and_set_aside(root: Path, content: bytes) -> None:
+    publish(root, "sp", {("t", 0): 4})
+    publish(root, "fine", {("t", 0): 1})
+    (folder(root) / "sp.json").write_bytes(content)
+    look = owner(root)
+    assert [*look.look()] == [*look.look()] == [("fine", {("t", 0): 1})]
+    assert len(look.problems) == 1
+    files = owner(root)
+    assert [*files.take()] == [("fine", {("t", 0): 1})]
+    files.settle()
+    assert [*files.take()] == []
+    assert names(root) == ["sp.json.corrupt"]
+    [problem] = files.problems
+    assert "sp.json" in problem
+    assert "damaged, and is not counted" in problem
+
+
+def test_a_folder_that_cannot_be_read_or_written_is_told_and_never_fatal(root: Path) -> None:
+    publish(root, "sp", {("t", 0): 4})
+    fs = FaultyFileSystem()
+    files = owner(root, fs)
+    fs.fail("replace", errno.EACCES)
+    assert [*files.take()] == []
+    assert "cannot be taken" in files.problems[0]
+    assert [*files.take()] == [("sp", {("t", 0): 4})]
+
+
+@pytest.mark.parametrize("group", ["", ".", "..", "a/b", "a@b", "x" * 201, "a\n"])
+def test_a_name_that_cannot_be_a_file_is_refused_before_anything_is_written(root: Path, group: str) -> None:
+    with pytest.raises(ValueError, match="cannot be the name of a file"):
+        publish(root, group, PROGRESS)
+    assert os.listdir(root) == []
+
+
+@pytest.mark.parametrize("group", ["txn", "%DLQ%sp", "a b", "ü", ".hidden", "x" * 200])
+def test_odd_names_are_files_of_their_own(root: Path, group: str) -> None:
+    """Beside them, in the folder above, lives `txn.json`."""
+    publish(root, group, PROGRESS)
+    assert os.listdir(root / "config" / "spark") == ["groups"]
+    assert [*owner(root).take()] == [(group, PROGRESS)]
+
+
+def test_the_folders_have_the_permissions_of_config(root: Path) -> None:
+    (root / "config").mkdir()
+    (root / "config").chmod(0o770)
+    publish(root, "sp", PROGRESS)
+    modes = [path.stat().st_mode & 0o777 for path in (folder(root).parent, folder(root), folder(root) / "sp.json")]
+    assert modes == [0o770 & ~_umask(), 0o770 & ~_umask(), 0o660 & ~_umask()]
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def test_a_store_that_is_gone_is_not_made_again(root: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        publish(root / "gone", "sp", PROGRESS)
+    assert not (root / "gone").exists()
+
+
+def test_a_publisher_that_dies_at_any_step_leaves_the_old_or_the_new(root: Path) -> None:
+    steps = 0
+    while True:
+        publish(root, "sp", {("t", 0): 1})
+        fs = FaultyFileSystem()
+        fs.crash(nth=steps + 1)
+        try:
+            publish(root, "sp", {("t", 0): 2}, fs)
+        except Crash:
+            pass
+        else:
+            break
+        [found] = owner(root).look()
+        assert found.offsets["t", 0] in (1, 2)
+        steps += 1
+    assert steps >= 5
+    fs = FaultyFileSystem()
+    publish(root, "sp", {("t", 0): 3}, fs)
+    order = [call.operation for call in fs.changes() if call.operation != "unlink"]
+    assert order == ["create", "pwrite", "fdatasync", "replace", "sync_directory"]
+    assert names(root) == ["sp.json"]
+
+
+def test_a_full_disk_leaves_the_old_and_no_rubbish(root: Path) -> None:
+    publish(root, "sp", {("t", 0): 1})
+    fs = FaultyFileSystem()
+    fs.fail("pwrite", errno.ENOSPC)
+    with pytest.raises(OSError, match=r"sp\.json\.tmp"):
+        publish(root, "sp", {("t", 0): 2}, fs)
+    assert names(root) == ["sp.json"]
+    assert [*owner(root).look()] == [("sp", {("t", 0): 1})]
+
+
+def test_an_owner_that_dies_at_any_step_counts_the_newest_at_last(root: Path) -> None:
+    for step in range(1, 10):
+        publish(root, "sp", {("t", 0): step})
+        fs = FaultyFileSystem()
+        fs.crash(nth=step)
+        files = owner(root, fs)
+        try:
+            counted = [found.offsets["t", 0] for found in files.take()]
+            files.settle()
+        except Crash:
+            counted = [found.offsets["t", 0] for found in owner(root).take()] or counted
+        assert counted == [step]

@@ -1,0 +1,94 @@
+"""Where a queue begins and ends, as its files have it: found with few reads, and the same as a look at every unit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mqstore.files.descriptors import DescriptorCache
+from mqstore.files.filesystem import REAL
+from mqstore.layout.consumequeue import UNIT, UNIT_BYTES, VOID_UNIT
+from mqstore.log.consumequeue import ConsumeQueue, QueueTable
+
+RECORD = 100
+"""Bytes of every record: unit i of a queue points at i * RECORD."""
+
+
+def queue_of(root: Path, units: Sequence[bytes], per_file: int, first_file: int = 0) -> ConsumeQueue:
+    """A queue whose files are full-length and hold these units from the first file on, loaded with no message known."""
+    folder = root / "consumequeue" / "t" / "0"
+    folder.mkdir(parents=True)
+    data = b"".join(units)
+    size = per_file * UNIT_BYTES
+    for number in range(max(1, -(-len(data) // size))):
+        piece = data[number * size : (number + 1) * size]
+        (folder / f"{(first_file + number) * size:020d}").write_bytes(piece.ljust(size, b"\0"))
+    descriptors = DescriptorCache(REAL, 8, writable=False)
+    table = QueueTable(root / "consumequeue", root / "tmp", size, fs=REAL, descriptors=descriptors, file_mode=0o600)
+    table.load(exact=False)
+    queue = table.get("t", 0)
+    assert queue is not None
+    return queue
+
+
+def live(slot: int) -> bytes:
+    return UNIT.pack(slot * RECORD, RECORD, 7)
+
+
+@pytest.mark.parametrize("per_file", [1, 2, 203, 204, 205, 408, 1000])
+def test_the_end_is_behind_the_last_unit_in_use(tmp_path: Path, per_file: int) -> None:
+    edges = {0, 1, 2, 203, 204, 205, 407, 408, 409, 999, per_file - 1, per_file, per_file + 1, 2 * per_file}
+    for number, count in enumerate(sorted(edges)):
+        queue = queue_of(tmp_path / str(number), [live(i) for i in range(count)], per_file)
+        assert queue.max_offset == count
+        queue._table.descriptors.close()
+
+
+def test_a_hole_is_no_end(tmp_path: Path) -> None:
+    units = [live(i) for i in range(300)]
+    units[7] = units[290] = bytes(UNIT_BYTES)
+    queue = queue_of(tmp_path, units, 1000)
+    assert queue.max_offset == 300
+    queue._table.descriptors.close()
+
+
+def test_a_large_file_is_not_read_to_find_its_end(tmp_path: Path) -> None:
+    queue = queue_of(tmp_path, [live(i) for i in range(123_456)], 300_000)
+    read: list[int] = []
+    plain = ConsumeQueue.read
+
+    class Counting(ConsumeQueue):
+        def read(self, offset: int, count: int) -> bytes:
+            read.append(count)
+            return plain(self, offset, count)
+
+    again = Counting(queue._table, "t", 0)
+    again.load(exact=False)
+    assert again.max_offset == 123_456
+    assert len(read) <= 13
+    assert max(read) * UNIT_BYTES <= 4096
+    queue._table.descriptors.close()
+
+
+UNITS = st.lists(st.booleans(), max_size=40)
+
+
+@given(is_live=UNITS, per_file=st.integers(1, 12), first_file=st.integers(0, 2), gone=st.integers(0, 60))
+def test_the_front_is_the_first_message_that_is_still_there(
+    is_live: list[bool], per_file: int, first_file: int, gone: int
+) -> None:
+    """Void units stand between the messages, files in front are deleted, and so is the log before message `gone`."""
+    base = first_file * per_file
+    units = [live(base + i) if here else VOID_UNIT for i, here in enumerate(is_live)]
+    with TemporaryDirectory() as folder:
+        queue = queue_of(Path(folder), units, per_file, first_file)
+        queue.correct_min(gone * RECORD)
+        end = base + len(units)
+        expected = next((base + i for i, here in enumerate(is_live) if here and base + i >= gone), end)
+        assert (queue.min_offset, queue.max_offset) == (expected, end)
+        queue._table.descriptors.close()

@@ -1,0 +1,841 @@
+"""Splicing staged shards: the result is that of puts one by one, all of it or nothing, and once (spark B6)."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from crc32c import crc32c
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mqstore.clock import SimulatedClock
+from mqstore.errors import (
+    ConfigError,
+    CorruptStoreError,
+    FlushFailedError,
+    FormatError,
+    MQStoreError,
+    ReadOnlyStoreError,
+    StoreBusyError,
+    StoreClosedError,
+    StoreFullError,
+    StoreIOError,
+)
+from mqstore.log.inspect import inspect_store
+from mqstore.log.scanner import End, scan_log
+from mqstore.log.shard import index_entries
+from mqstore.log.splice import SpliceResult
+from mqstore.log.store import MessageStore
+from mqstore.log.txn import TXN_FILE, Intent, TxnState
+from mqstore.options import Profile, Retention
+from tests.faults import CHANGES, FaultyFileSystem
+from tests.log.splicesupport import Row, described, put_one_by_one, shown, stage, staged, write
+from tests.log.support import SEGMENT, files, flip, open_store
+
+ROWS = [Row(b"row %04d " % i * (1 + i % 9), "orders" if i % 3 else "clicks", i % 2) for i in range(60)]
+PROFILES: list[Profile] = ["mqstore", "rocketmq"]
+
+
+def log_of(root: Path) -> dict[str, bytes]:
+    return {name: data for name, data in files(root).items() if name.startswith(("commitlog", "consumequeue", "index"))}
+
+
+def state_of(root: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((root / TXN_FILE).read_text())
+    return found
+
+
+# -- what comes of it --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("index", [False, True])
+@pytest.mark.parametrize("profile", PROFILES)
+def test_a_splice_leaves_the_bytes_that_puts_one_by_one_would(tmp_path: Path, profile: Profile, index: bool) -> None:
+    long = "%RETRY%" + "g" * 140  # V2
+    rows = [
+        *ROWS,
+        Row(b"", "orders", 1),
+        Row(b"x" * 700, long, 3, {"KEYS": "k1 k2", "TAGS": "A"}),
+        Row(b"six", "orders", 0, {"KEYS": "k3"}, flag=-5, born_host="[2001:db8::1]:9876"),
+        *ROWS,
+    ]
+    with open_store(tmp_path / "puts", profile=profile) as store:
+        store.put("orders", b"before", 1)
+        put_one_by_one(store, rows)
+        store.put("orders", b"behind", 1)
+        wanted = shown(store)
+        host = "127.0.0.1:0"
+    shards = [
+        stage(tmp_path / str(i), rows[i * 50 : i * 50 + 50], profile, store_host=host, index=index) for i in range(3)
+    ]
+    with open_store(tmp_path / "spliced", profile=profile) as store:
+        first = store.put("orders", b"before", 1)
+        result = store.splice(shards, app="job", version=7)
+        behind = store.put("orders", b"behind", 1)
+        assert shown(store) == wanted
+        assert (result.already, result.records) == (False, len(rows))
+        assert result.first_offset == first.physical_offset + first.size
+        assert result.end_offset <= behind.physical_offset
+        assert result.offsets[long, 3] == (0, 1)
+        assert result.offsets["orders", 1] == (1, behind.offset)
+        assert [m.body for m in store.find(long, key="k2")] == [b"x" * 700]
+    assert log_of(tmp_path / "spliced") == log_of(tmp_path / "puts")
+    assert "intent" not in state_of(tmp_path / "spliced")
+    with open_store(tmp_path / "spliced", "r") as store:
+        assert list(store.verify()) == []
+        assert store.clean_shutdown
+
+
+def test_the_store_host_of_these_tests_is_that_of_the_stores(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        store.put("t", b"")
+        [message] = store.read("t")
+        assert message.store_host == "127.0.0.1:0"
+
+
+_rows = st.lists(
+    st.builds(
+        Row,
+        body=st.binary(max_size=900),
+        topic=st.sampled_from(["a", "bb", "%RETRY%" + "z" * 130]),
+        queue_id=st.integers(0, 3),
+        properties=st.dictionaries(st.sampled_from(["KEYS", "TAGS", "colour"]), st.text("abc", min_size=1), max_size=3),
+        flag=st.integers(-(1 << 31), (1 << 31) - 1),
+        born_host=st.sampled_from(["127.0.0.1:0", "[::1]:5"]),
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    before=st.lists(st.binary(max_size=900), max_size=5),
+    shards=st.lists(_rows, max_size=4),
+    profile=st.sampled_from(PROFILES),
+    index=st.booleans(),
+)
+def test_any_shards_come_to_what_puts_come_to(
+    tmp_path_factory: pytest.TempPathFactory,
+    before: list[bytes],
+    shards: list[list[Row]],
+    profile: Profile,
+    index: bool,
+) -> None:
+    root = tmp_path_factory.mktemp("any")
+    with open_store(root / "puts", profile=profile) as store:
+        for body in before:
+            store.put("a", body)
+        for rows in shards:
+            put_one_by_one(store, rows)
+        end, wanted = store.max_offset, shown(store)
+    with open_store(root / "spliced", profile=profile) as store:
+        for body in before:
+            store.put("a", body)
+        folders = [stage(root / f"{i}", rows, profile, index=index) for i, rows in enumerate(shards)]
+        result = store.splice(folders, app="a", version=0)
+        assert (store.max_offset, shown(store)) == (end, wanted)
+        assert result.records == sum(map(len, shards))
+    assert log_of(root / "spliced") == log_of(root / "puts")
+
+
+def test_segments_roll_where_puts_roll_at_every_alignment(tmp_path: Path) -> None:
+    rows = [Row(b"x" * 40), Row(b"y" * 7), Row(b"z" * 3900), Row(b"w")]
+    shard = stage(tmp_path / "shard", rows)
+    sizes = [len(staged(row)) for row in rows]
+    filled = len(staged(Row(b"")))
+    both = sum(sizes[:2])
+    for free in [*range(8, 14), *range(sizes[0] - 1, sizes[0] + 12), *range(both - 1, both + 12)]:
+        body = b"f" * (SEGMENT - free - filled)
+        names = (tmp_path / f"puts-{free}", tmp_path / f"spliced-{free}")
+        ends = []
+        for name in names:
+            with open_store(name) as store:
+                store.put("orders", body)
+                if name is names[0]:
+                    put_one_by_one(store, rows)
+                else:
+                    store.splice([shard], app="a", version=0)
+                store.put("orders", b"last")
+                ends.append(store.max_offset)
+        assert ends[0] == ends[1], free
+        assert log_of(names[0]) == log_of(names[1]), free
+
+
+@pytest.mark.parametrize("remembered", [0, 30, 1000])
+@pytest.mark.parametrize("index", [False, True])
+def test_windows_smaller_than_a_shard_change_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, index: bool, remembered: int
+) -> None:
+    monkeypatch.setattr("mqstore.log.splice._REMEMBERED", remembered)
+    monkeypatch.setattr("mqstore.log.shard._INDEX_RECORDS", 5)
+    monkeypatch.setattr("mqstore.log.shard.Shard.window_bytes", lambda self: min(self.bytes, max(700, self.largest)))
+    shards = [stage(tmp_path / f"{i}", ROWS, index=index) for i in range(2)]
+    with open_store(tmp_path / "puts") as store:
+        put_one_by_one(store, ROWS + ROWS)
+        store.dispatch()
+    with open_store(tmp_path / "spliced") as store:
+        store.splice(shards, app="a", version=0)
+        store.dispatch()
+    assert log_of(tmp_path / "spliced") == log_of(tmp_path / "puts")
+
+
+def test_a_store_with_durability_flush_shows_it_at_once(tmp_path: Path) -> None:
+    with open_store(tmp_path / "store", durability="flush") as store:
+        store.splice([stage(tmp_path / "shard", ROWS)], app="a", version=0)
+        assert sum(map(len, shown(store).values())) == len(ROWS)
+        assert store.stats().flush_lag_bytes == 0
+
+
+def test_what_waits_for_a_message_is_woken(tmp_path: Path) -> None:
+    shard = stage(tmp_path / "shard", ROWS)
+    with MessageStore(tmp_path / "store") as store:
+        store.put("clicks", b"first")
+        there = []
+        waiter = threading.Thread(target=lambda: there.append(store.wait("clicks", 0, 1, 30)))
+        waiter.start()
+        store.splice([shard], app="a", version=0)
+        waiter.join(30)
+        assert there == [True]
+
+
+# -- once --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_version_is_spliced_once_and_an_older_one_never(tmp_path: Path) -> None:
+    shard = stage(tmp_path / "shard", ROWS)
+    with open_store(tmp_path / "store") as store:
+        assert not store.splice([shard], app="a", version=3).already
+        before = log_of(tmp_path / "store"), state_of(tmp_path / "store")
+        for version in (3, 2, 0):
+            result = store.splice([shard], app="a", version=version)
+            assert result == SpliceResult(True, store.max_offset, store.max_offset, 0, {})
+        # Nothing is looked at: the shards of a commit that is done may be gone.
+        assert store.splice([tmp_path / "gone"], app="a", version=1).already
+        assert (log_of(tmp_path / "store"), state_of(tmp_path / "store")) == before
+        assert not store.splice([shard], app="b", version=0).already
+    with open_store(tmp_path / "store") as store:  # remembered
+        assert store.splice([shard], app="a", version=3).already
+        assert not store.splice([shard], app="a", version=4).already
+        assert sum(map(len, shown(store).values())) == 3 * len(ROWS)
+
+
+def test_a_splice_of_nothing_is_recorded_and_writes_no_log(tmp_path: Path) -> None:
+    with open_store(tmp_path / "store") as store:
+        assert store.splice([], app="a", version=0).records == 0
+        assert store.splice([stage(tmp_path / "empty", [])], app="a", version=1).records == 0
+        assert store.splice([], app="a", version=1).already
+        assert store.max_offset == 0
+        assert state_of(tmp_path / "store")["apps"]["a"]["version"] == 1
+
+
+def test_the_table_of_applications_is_bounded_and_forgets_who_was_used_longest_ago() -> None:
+    day_ms = 86_400_000
+    state = TxnState(apps={f"old-{i}": (0, i) for i in range(9_999)})
+    state = state.recorded("new", 0, 100 * day_ms, {})
+    assert len(state.apps) == 10_000
+    state = state.recorded("newer", 0, 100 * day_ms, {})
+    assert "old-0" not in state.apps
+    assert {"old-1", "new", "newer"} < state.apps.keys()
+    busy = TxnState(apps={f"busy-{i}": (0, 100 * day_ms) for i in range(100_000)})
+    assert len(busy.recorded("one", 0, 101 * day_ms, {}).apps) == 100_000
+    assert TxnState.from_json(state.as_json()) == state
+
+
+@pytest.mark.parametrize(("app", "version"), [("", 0), (None, 0), ("a", -1), ("a", True), ("a", 1.0), ("a", 1 << 63)])
+def test_a_bad_app_or_version_is_refused(tmp_path: Path, app: Any, version: Any) -> None:
+    with open_store(tmp_path / "store") as store:
+        with pytest.raises(ConfigError):
+            store.splice([], app=app, version=version)
+        assert not (tmp_path / "store" / "config").exists()
+
+
+def test_a_reader_cannot_splice(tmp_path: Path) -> None:
+    open_store(tmp_path / "store").close()
+    with open_store(tmp_path / "store", "r") as store, pytest.raises(ReadOnlyStoreError):
+        store.splice([], app="a", version=0)
+
+
+# -- bad shards --------------------------------------------------------------------------------------------------------
+
+
+def _patched(position: int, data: bytes, row: int = 5) -> Callable[[Path], None]:
+    """Change a record of a shard, and the shard's CRC with it."""
+
+    def change(folder: Path) -> None:
+        records = [staged(each) for each in ROWS]
+        records[row] = records[row][:position] + data + records[row][position + len(data) :]
+        (folder / "records.bin").write_bytes(b"".join(records))
+        _say(folder, crc32c=crc32c(b"".join(records)))
+
+    return change
+
+
+def _say(folder: Path, **changes: Any) -> None:
+    path = folder / "shard.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def _with_row(row: Row) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        rows = [*ROWS, row]
+        records = [staged(each) for each in rows]
+        (folder / "records.bin").write_bytes(b"".join(records))
+        (folder / "shard.json").write_text(json.dumps(described(rows, records, "mqstore")))
+
+    return change
+
+
+def _index(folder: Path, at: int, more: bytes = b"", cut: int = 0) -> bool:
+    """An index for the shard, its byte `at` changed unless that is the first; and its CRC in shard.json."""
+    data = bytearray(b"".join(struct.pack(">iI", len(staged(row)), crc32c(staged(row))) for row in ROWS) + more)
+    data[at] ^= 1 if at else 0
+    (folder / "records.idx").write_bytes(data[: len(data) - cut])
+    _say(folder, index=crc32c(data))
+    return True
+
+
+def _say_queues(queues: Any) -> Callable[[Path], None]:
+    return lambda folder: _say(folder, queues=queues)
+
+
+BAD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no json": (lambda f: (f / "shard.json").unlink(), "shard.json: the file is missing"),
+    "no records": (lambda f: (f / "records.bin").unlink(), "records.bin: the file is missing"),
+    "json that is none": (lambda f: (f / "shard.json").write_text("{"), "shard.json: not JSON"),
+    "a newer version": (lambda f: _say(f, version=2), "version"),
+    "another profile": (lambda f: _say(f, profile="rocketmq"), "profile 'rocketmq'"),
+    "no count": (lambda f: _say(f, records=None), "records must be a number"),
+    "another count": (lambda f: _say(f, records=len(ROWS) + 1), "its queues get 60 records"),
+    "a negative count": (lambda f: _say(f, bytes=-1), "bytes must be a number"),
+    "queues that are none": (_say_queues([]), "queues must be an object"),
+    "counts that are none": (_say_queues({"orders": 3}), "must be an object"),
+    "other queues": (_say_queues({"orders": {"0": 60}}), "queues: shard.json says"),
+    "a queue that cannot be": (_say_queues({"orders": {"16384": 60}}), "0..16383"),
+    "a queue that is no number": (_say_queues({"orders": {"-1": 60}}), "0..16383"),
+    "a count that is none": (_say_queues({"orders": {"0": "60"}}), "gets '60' records"),
+    "a topic that cannot be": (_say_queues({"../up": {"0": 60}}), "topic"),
+    "a larger record said": (lambda f: _say(f, largest=5000), "largest record has 5000 bytes"),
+    "another largest": (lambda f: _say(f, largest=4000), "largest"),
+    "cut short": (lambda f: os.truncate(f / "records.bin", 100), "it has 100 bytes"),
+    "a flipped bit": (lambda f: flip(f / "records.bin", 95), "it is damaged"),
+    "a size that leads out": (_patched(0, (1 << 20).to_bytes(4, "big"), len(ROWS) - 1), "no whole record"),
+    "a size too small": (_patched(0, (20).to_bytes(4, "big")), "no whole record"),
+    "no magic": (_patched(4, b"\0\0\0\0"), "no whole record"),
+    "a BLANK": (_patched(4, 0xCBD43194.to_bytes(4, "big")), "no whole record"),
+    "lengths that do not add up": (_patched(84, (3).to_bytes(4, "big")), "inner lengths"),
+    "a queue offset": (_patched(27, b"\1"), "queue_offset"),
+    "a physical offset": (_patched(35, b"\1"), "physical_offset"),
+    "a store time": (_patched(63, b"\1"), "store_timestamp"),
+    "a checksum": (_patched(11, b"\1"), "checksum"),
+    "a queue id that cannot be": (_patched(12, b"\xff\xff\xff\xff"), "queue_id"),
+    "a prepared message": (_patched(39, b"\4"), "sys_flag"),
+    "a rolled back message": (_patched(39, b"\x0c"), "sys_flag"),
+    "an inner batch": (_patched(39, b"\x80"), "sys_flag"),
+    "a record too large": (_with_row(Row(b"x" * 4000)), "largest record"),
+    "a topic of the record that cannot be": (_with_row(Row(b"", "a/b")), "topic"),
+    "a CRC property": (_with_row(Row(b"", properties={"__CRC32#": "1234567890"})), "__CRC32#"),
+    "a number that is none": (_with_row(Row(b"odd", properties={"INNER_NUM": "x"})), "INNER_NUM"),
+    "the same at an even place": (_with_row(Row(b"even", properties={"INNER_NUM": "x"})), "INNER_NUM"),
+    "a delay that is none": (_with_row(Row(b"", "SCHEDULE_TOPIC_XXXX", properties={"DELAY": "x"})), "DELAY"),
+    "an index that is none": (lambda f: _say(f, index="1"), "index must be a number"),
+    "an index that is not there": (lambda f: _say(f, index=1), "records.idx: the file is missing"),
+    "another index": (lambda f: _index(f, 0) and _say(f, index=1), "not the index that shard.json means"),
+    "an index too long": (lambda f: _index(f, 0, bytes(8)), "a size that no record has"),
+    "an index too short": (lambda f: _index(f, 0, cut=8), "no whole record"),
+    "an index with another size": (lambda f: _index(f, 3), "sizes differ"),
+    "an index with another CRC": (lambda f: _index(f, 7), "its CRC is not that of records.idx"),
+    "a link": (
+        lambda f: ((f / "records.bin").rename(f / "else"), (f / "records.bin").symlink_to(f / "else")),
+        "records.bin",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_shard_is_refused_and_nothing_of_the_splice_is_written(tmp_path: Path, name: str) -> None:
+    good, bad = stage(tmp_path / "good", ROWS), stage(tmp_path / "bad", ROWS)
+    change, why = BAD[name]
+    change(bad)
+    with open_store(tmp_path / "store") as store:
+        store.put("orders", b"before")
+        before = files(tmp_path / "store")
+        with pytest.raises((FormatError, StoreIOError)) as caught:
+            store.splice([good, bad], app="a", version=0)
+        assert str(bad) in str(caught.value)
+        assert why in str(caught.value)
+        assert files(tmp_path / "store") == before
+        assert not store.splice([good], app="a", version=0).already
+        assert store.put("orders", b"behind").offset == len(shown(store)["orders", 0]) - 1
+        assert list(store.verify()) == []
+
+
+def test_a_body_over_the_limit_of_messages_is_refused(tmp_path: Path) -> None:
+    shard = stage(tmp_path / "shard", [Row(b"x" * 101)])
+    with open_store(tmp_path / "store", max_message_size=100) as store, pytest.raises(FormatError, match="max_message"):
+        store.splice([shard], app="a", version=0)
+
+
+def test_a_body_that_looks_like_a_reserved_name_is_nothing_to_be_refused(tmp_path: Path) -> None:
+    rows = [Row(b"x" * i + b"INNER_NUM\x01x\x02", properties={"note": "R_NN"}) for i in range(8)]
+    with open_store(tmp_path / "store") as store:
+        assert store.splice([stage(tmp_path / "shard", rows)], app="a", version=0).records == 8
+
+
+# -- meanwhile ---------------------------------------------------------------------------------------------------------
+
+
+class Halfway:
+    """A progress that does something once, at the end of copying: all bytes are written, nothing is recorded."""
+
+    def __init__(self, action: Callable[[], object]) -> None:
+        self.seen: list[tuple[int, int]] = []
+        self._action = action
+
+    def __call__(self, done: int, total: int) -> None:
+        self.seen.append((done, total))
+        if done == total:
+            self._action()
+
+
+def test_progress_counts_every_byte_checked_and_copied(tmp_path: Path) -> None:
+    shards = [stage(tmp_path / "a", ROWS), stage(tmp_path / "b", ROWS[:7])]
+    size = sum((shard / "records.bin").stat().st_size for shard in shards)
+    progress = Halfway(lambda: None)
+    with open_store(tmp_path / "store") as store:
+        store.splice(shards, app="a", version=0, progress=progress)
+    assert progress.seen[-1] == (2 * size, 2 * size)
+    assert [done for done, _ in progress.seen] == sorted(done for done, _ in progress.seen)
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_nobody_sees_a_record_before_the_splice_is_recorded(tmp_path: Path, profile: Profile) -> None:
+    root = tmp_path / "store"
+    shard = stage(tmp_path / "shard", ROWS, profile)
+    seen = []
+
+    def look() -> None:
+        store.dispatch()
+        seen.append(shown(store))
+        assert store.max_offset == end
+        with open_store(root, "r") as reader:
+            seen.append(shown(reader))
+            assert list(reader.verify()) == []
+            [*_, last] = scan_log(reader._run, 0, reader._checksum)
+            assert last == End(end, "")
+            assert late.stats().commitlog_bytes == SEGMENT
+        seen.append(shown(late))
+        found = inspect_store(root)
+        assert found["commitlog"]["max_offset"] == end
+        assert found["splice"]["pending"] == {"app": "a", "version": 0, "start": end}
+        assert found["problems"] == []
+
+    with open_store(root, profile=profile) as store:
+        store.put("orders", b"before")
+        store.dispatch()
+        end = store.max_offset
+        with open_store(root, "r") as late:
+            store.splice([shard], app="a", version=0, progress=Halfway(look))
+            assert seen == [{("orders", 0): [b"before"]}] * 3
+            store.dispatch()
+            assert sum(map(len, shown(store).values())) == 1 + len(ROWS)
+            late._next_listing = 0
+            assert shown(late) == shown(store)
+        assert inspect_store(root)["splice"]["pending"] is None
+
+
+def test_a_put_of_another_thread_waits_and_lies_behind(tmp_path: Path) -> None:
+    shard = stage(tmp_path / "shard", ROWS)
+    receipts = []
+    putters = [
+        threading.Thread(target=lambda: receipts.append(store.put("late", b"1"))),
+        threading.Thread(target=lambda: receipts.extend(store.put_many("late", [b"2", b"3"]))),
+    ]
+
+    def begin() -> None:
+        for putter in putters:
+            putter.start()
+            putter.join(0.02)
+            assert putter.is_alive()
+
+    with open_store(tmp_path / "store") as store:
+        result = store.splice([shard], app="a", version=0, progress=Halfway(begin))
+        for putter in putters:
+            putter.join(30)
+        assert len(receipts) == 3
+        assert all(receipt.physical_offset >= result.end_offset for receipt in receipts)
+        assert sorted(body for body in shown(store)["late", 0]) == [b"1", b"2", b"3"]
+
+
+def test_what_a_signal_handler_asks_in_the_middle_is_refused(tmp_path: Path) -> None:
+    shard = stage(tmp_path / "shard", ROWS)
+    refused = []
+
+    def handle() -> None:
+        for call in (
+            lambda: store.put("orders", b"x"),
+            lambda: store.put_many("orders", [b"x"]),
+            lambda: store.splice([shard], app="b", version=0),
+            store.close,
+        ):
+            with pytest.raises(StoreBusyError):
+                call()
+            refused.append(call)
+
+    with open_store(tmp_path / "store") as store:
+        store.splice([shard], app="a", version=0, progress=Halfway(handle))
+        assert len(refused) == 4
+        assert sum(map(len, shown(store).values())) == len(ROWS)
+
+
+def test_closing_takes_a_splice_back_and_the_next_opening_can_do_it(tmp_path: Path) -> None:
+    shard = stage(tmp_path / "shard", ROWS)
+    closer = threading.Thread(target=lambda: store.close())
+
+    def close() -> None:
+        closer.start()
+        while not store._stopping:
+            pass
+
+    store = open_store(tmp_path / "store")
+    store.put("orders", b"before")
+    with pytest.raises(StoreClosedError):
+        store.splice([shard], app="a", version=0, progress=Halfway(close))
+    closer.join(30)
+    with pytest.raises(StoreClosedError):
+        store.splice([shard], app="a", version=0)
+    with open_store(tmp_path / "store") as store:
+        assert store.recovery.clean_shutdown
+        assert not store.recovery.changed
+        assert shown(store) == {("orders", 0): [b"before"]}
+        assert not store.splice([shard], app="a", version=0).already
+
+
+# -- what goes wrong ---------------------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_at_any_window_leaves_the_store_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mqstore.log.shard.Shard.window_bytes", lambda self: min(self.bytes, max(2000, self.largest)))
+    shard = stage(tmp_path / "shard", ROWS)
+    calls = 0
+    with open_store(tmp_path / "store") as store:
+        store.put("orders", b"before")
+        store.flush()
+        before = log_of(tmp_path / "store")
+
+        def interrupt(done: int, total: int) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == at:
+                raise KeyboardInterrupt
+
+        for at in range(1, 100):
+            calls = 0
+            try:
+                result = store.splice([shard], app="a", version=0, progress=interrupt)
+            except KeyboardInterrupt:
+                assert log_of(tmp_path / "store") == before
+                assert "intent" not in json.dumps(state_of(tmp_path / "store") if at > 7 else {})
+            else:
+                break
+        assert at > 10, "the windows were too few to tell"
+        assert result.records == len(ROWS)
+        assert list(store.verify()) == []
+
+
+def test_a_shard_that_changes_while_it_is_copied_is_found_and_taken_back(tmp_path: Path) -> None:
+    good, bad = stage(tmp_path / "good", ROWS), stage(tmp_path / "bad", ROWS)
+    changed = []
+
+    def change(done: int, total: int) -> None:
+        if done == total // 2 and not changed:  # all are checked, none is copied
+            flip(bad / "records.bin", 95)
+            changed.append(done)
+
+    with open_store(tmp_path / "store") as store:
+        store.put("orders", b"before")
+        before = log_of(tmp_path / "store")
+        with pytest.raises(FormatError, match="damaged"):
+            store.splice([good, bad], app="a", version=0, progress=change)
+        assert log_of(tmp_path / "store") == before
+        assert store.put("orders", b"behind").offset == 1
+
+
+def test_retention_forgets_what_it_saw_of_a_splice_that_was_taken_back(tmp_path: Path) -> None:
+    """It keeps the newest time of full segments. Of one that was half copied and is filled otherwise that is wrong."""
+    clock, policy = SimulatedClock(), Retention(age=60)
+    shard = stage(tmp_path / "shard", ROWS)
+
+    def look() -> None:
+        assert store.expired(policy) == 0
+        raise KeyboardInterrupt
+
+    with open_store(tmp_path / "store", clock=clock) as store:
+        store.put("orders", b"before")
+        with pytest.raises(KeyboardInterrupt):
+            store.splice([shard], app="a", version=0, progress=Halfway(look))
+        clock.advance(3_600_000)
+        for _ in range(4):
+            store.put("orders", b"x" * 1000)
+        assert len(store._run.starts) == 2
+        assert store.expired(policy) == 0
+
+
+def test_a_full_disk_leaves_the_store_usable_and_the_same_splice_works_later(tmp_path: Path) -> None:
+    shard = stage(tmp_path / "shard", ROWS)
+    fs = FaultyFileSystem()
+    with open_store(tmp_path / "store", fs=fs) as store:
+        store.put("orders", b"before")
+        fs.fail("allocate", errno.ENOSPC, nth=2)
+        with pytest.raises(StoreFullError):
+            store.splice([shard], app="a", version=0)
+        assert shown(store) == {("orders", 0): [b"before"]}
+        assert store.put("orders", b"between").offset == 1
+        fs.fail({"create", "pwrite"}, errno.ENOSPC, nth=1, times=None, path_part="txn.json")
+        with pytest.raises(StoreFullError):
+            store.splice([shard], app="a", version=0)
+        fs.heal()
+        assert store.splice([shard], app="a", version=0).offsets["orders", 0][0] == 2
+        assert list(store.verify()) == []
+
+
+KINDS = sorted((CHANGES | {"pread", "open"}) - {"pwritev_dsync", "mkdir", "rmdir", "truncate_sparse"})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_call_fails_all_or_nothing_is_in_and_the_next_try_completes_it(tmp_path: Path, kind: str) -> None:
+    """P8. Disk errors at the n-th call of a kind, for every n of a splice; then the program goes on as one would."""
+    shards = [stage(tmp_path / "a", ROWS[:30]), stage(tmp_path / "b", ROWS[30:])]
+    total = sum(1 for row in ROWS if (row.topic, row.queue_id) == ("orders", 0))
+    for nth in range(1, 60):
+        root = tmp_path / f"store-{nth}"
+        fs = FaultyFileSystem()
+        store = open_store(root, fs=fs)
+        store.put("orders", b"before")
+        store.splice([], app="old", version=5)
+        fs.fail(kind, errno.EIO, nth=nth)
+        failed: MQStoreError | None = None
+        try:
+            store.splice(shards, app="a", version=0)
+        except MQStoreError as error:
+            failed = error
+        fired = fs._rules[0].seen >= nth
+        fs.heal()
+        if isinstance(failed, FlushFailedError) or store._log.failed is not None:
+            with pytest.raises(FlushFailedError):
+                store.put("orders", b"refused")
+            store.close()
+            store = open_store(root, fs=fs)
+        messages = shown(store)["orders", 0]
+        assert len(messages) in (1, 1 + total), (nth, failed)
+        expected = len(messages) > 1
+        store.put("orders", b"between")
+        assert store.splice(shards, app="a", version=0).already == expected
+        assert store.splice([], app="old", version=5).already
+        assert sorted(shown(store)["orders", 0][:: total + 1]) == [b"before", b"between"] or not expected
+        assert len(shown(store)["orders", 0]) == 2 + total
+        assert list(store.verify()) == []
+        store.close()
+        with open_store(root) as store:
+            assert not store.recovery.changed
+        if not fired:
+            assert failed is None
+            assert nth > 1, f"a splice makes no call of the kind {kind}"
+            return
+    raise AssertionError("the calls never end")
+
+
+# -- undoing -----------------------------------------------------------------------------------------------------------
+
+
+def crash_in_a_splice(root: Path, shard: Path, profile: Profile = "mqstore", segment: int = SEGMENT) -> int:
+    """Leave `root` as a kill does when all is written and nothing recorded; where the log ended before."""
+    store = open_store(root, profile=profile, segment_bytes=segment)
+    store.put("orders", b"before")
+    store.dispatch()
+    end = store.max_offset
+
+    class Killed(BaseException):
+        pass
+
+    def die() -> None:
+        raise Killed
+
+    store._splicer._take_back = lambda *_: None  # type: ignore[method-assign]  # the dead do nothing
+    with pytest.raises(Killed):
+        store.splice([shard], app="a", version=3, progress=Halfway(die))
+    store._closed = True
+    store._release()
+    return end
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_opening_undoes_what_a_kill_cut_short_and_says_so(tmp_path: Path, profile: Profile) -> None:
+    root = tmp_path / "store"
+    shard = stage(tmp_path / "shard", ROWS, profile)
+    end = crash_in_a_splice(root, shard, profile)
+    with open_store(root, "r") as reader:
+        assert shown(reader) == {("orders", 0): [b"before"]}
+        [finding] = reader.verify()
+        assert (finding.kind, finding.position) == ("unfinished_splice", end)
+    found = inspect_store(root)
+    assert found["recovery_needed"]
+    assert found["undispatched_bytes"] == 0
+    with open_store(root) as store:
+        [finding] = store.recovery.findings
+        assert (finding.kind, finding.file, finding.position) == ("unfinished_splice", f"commitlog/{0:020d}", end)
+        assert finding.length > sum(len(staged(row)) for row in ROWS)
+        assert "'a'" in finding.detail
+        assert [cut.reason for cut in store.recovery.truncated] == ["unfinished_splice"] * 3
+        assert store.recovery.changed
+        assert store.max_offset == end
+        assert store.put("orders", b"behind").offset == 1
+        assert not store.splice([shard], app="a", version=3).already
+    with open_store(root) as store:
+        assert not store.recovery.changed
+
+
+def test_a_dry_run_of_recovery_tells_of_it_and_changes_nothing(tmp_path: Path) -> None:
+    from mqstore.log.recovery import RecoverOptions
+    from mqstore.log.repair import recover_store
+
+    root = tmp_path / "store"
+    crash_in_a_splice(root, stage(tmp_path / "shard", ROWS))
+    before = files(root)
+    report = recover_store(root, RecoverOptions(dry_run=True))
+    assert [finding.kind for finding in report.findings] == ["unfinished_splice"]
+    assert report.changed
+    assert files(root) == before
+
+
+def test_an_intent_is_not_acted_on_where_somebody_else_has_written(tmp_path: Path) -> None:
+    """A Java broker knows nothing of the file: it takes whole records for stored, and goes on behind them."""
+    root = tmp_path / "store"
+    shard = stage(tmp_path / "shard", ROWS, "rocketmq")
+    end = crash_in_a_splice(root, shard, "rocketmq")
+    intent = (root / TXN_FILE).read_bytes()
+    (root / TXN_FILE).unlink()
+    with open_store(root) as store:  # stands for the broker: it finds the records and puts one of its own
+        store.clock.advance(1000)  # type: ignore[attr-defined]
+        store.put("orders", b"theirs")
+        held = shown(store)
+    (root / TXN_FILE).write_bytes(intent)
+    os.truncate(root / "checkpoint", 40)  # as a broker leaves it to us
+    with open(root / "abort", "w"):
+        pass
+    with open_store(root) as store:
+        [finding] = [f for f in store.recovery.findings if f.kind == "unfinished_splice"]
+        assert "somebody else" in finding.detail
+        assert shown(store) == held
+        assert store.max_offset > end
+    assert "intent" not in state_of(root)
+
+
+def test_an_intent_below_the_flushed_watermark_is_stale(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    shard = stage(tmp_path / "shard", ROWS)
+    with open_store(root) as store:
+        store.put("orders", b"before")
+        start, now_ms = store.max_offset, store.clock.now_ms()
+        store.splice([shard], app="a", version=0)
+        held = shown(store)
+    value = TxnState(intent=Intent("a", 0, start, now_ms, {("orders", 0): 1})).as_json()
+    (root / TXN_FILE).write_text(json.dumps(value))  # an old copy that was put back
+    with open_store(root, "r") as reader:
+        assert shown(reader) == held
+    with open_store(root) as store:
+        [finding] = store.recovery.findings
+        assert "flushed" in finding.detail
+        assert shown(store) == held
+
+
+def test_an_intent_from_the_backup_of_a_damaged_file_is_not_acted_on(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    shard = stage(tmp_path / "shard", ROWS)
+    store = open_store(root)
+    store.splice([shard], app="a", version=0)
+    held = shown(store)
+    store._closed = True  # killed
+    store._release()
+    assert "intent" in json.loads((root / f"{TXN_FILE}.bak").read_text())
+    (root / TXN_FILE).write_bytes(b"")
+    with open_store(root, "r") as reader:
+        assert shown(reader) == held
+    with open_store(root) as store:
+        assert [f.kind for f in store.recovery.findings] == ["unfinished_splice"]
+        assert "backup" in store.recovery.findings[0].detail
+        assert shown(store) == held
+
+
+def test_a_file_that_no_copy_of_is_good_stops_the_opening_until_it_is_rebuilt(tmp_path: Path) -> None:
+    from mqstore.log.repair import rebuild_config
+
+    root = tmp_path / "store"
+    with open_store(root) as store:
+        store.splice([stage(tmp_path / "shard", ROWS)], app="a", version=0)
+        held = shown(store)
+    for name in (TXN_FILE, f"{TXN_FILE}.bak"):
+        (root / name).write_bytes(b"\0" * 100)
+    with pytest.raises(CorruptStoreError, match="--rebuild config"):
+        open_store(root)
+    with open_store(root, "r") as reader:
+        assert shown(reader) == held
+    assert any("txn.json" in line for line in rebuild_config(root))
+    with open_store(root) as store:
+        assert shown(store) == held
+
+
+def test_members_of_a_newer_program_survive(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    with open_store(root) as store:
+        store.splice([], app="a", version=0)
+    path = root / TXN_FILE
+    path.write_text(json.dumps({**json.loads(path.read_text()), "future": [1]}))
+    with open_store(root) as store:
+        store.splice([], app="b", version=0)
+    assert state_of(root)["future"] == [1]
+    assert state_of(root)["apps"].keys() == {"a", "b"}
+
+
+def test_the_first_record_of_a_store_may_be_spliced_and_undone(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    shard = stage(tmp_path / "shard", ROWS)
+    store = open_store(root)
+
+    def interrupt(done: int, total: int) -> None:
+        if done == total:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        store.splice([shard], app="a", version=0, progress=interrupt)
+    assert (store.min_offset, store.max_offset) == (0, 0)
+    store.close()
+    with open_store(root) as store:
+        assert not store.recovery.changed
+        assert store.splice([shard], app="a", version=0).first_offset == 0
+        assert list(store.verify()) == []
+
+
+def test_the_index_that_a_task_is_given_is_that_of_the_contract(tmp_path: Path) -> None:
+    folder = stage(tmp_path / "s", ROWS, index=True)
+    sizes = np.array([len(staged(row)) for row in ROWS])
+    assert (
+        index_entries(memoryview((folder / "records.bin").read_bytes()), sizes) == (folder / "records.idx").read_bytes()
+    )
+    assert index_entries(memoryview(b""), sizes[:0]) == b""
+
+
+def test_the_bytes_of_a_test_shard_are_what_the_contract_says(tmp_path: Path) -> None:
+    folder = write(tmp_path / "s", [staged(ROWS[0])], described(ROWS[:1], [staged(ROWS[0])], "mqstore"))
+    assert sorted(os.listdir(folder)) == ["records.bin", "shard.json"]
+    assert replace(ROWS[0], body=b"").topic == "clicks"
+    assert SimulatedClock().now_ms() > 0
