@@ -4,6 +4,7 @@
 #   make test    everything that must hold: formatting, lints, types, import arrows, tests, doctests, coverage
 #   make lint    the same without the tests
 #   make bench   mqstore beside its peers, ratios with their spread (BENCH="put --quick" chooses)
+#   make spark   the tests that need pyspark and Java, in an environment of their own (about 10 minutes)
 #   make crash   more crash images than `make test` tries: N=100000 of them
 #   make docs    docs/commands.md from the commands' own help; fails when the file was stale (it is fresh afterwards)
 #   make clean   remove the environment, caches and var/
@@ -22,7 +23,7 @@ N     ?= 5000
 JOBS  ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench crash docs clean
+.PHONY: help demo test lint bench spark crash docs clean
 
 help:
 	@sed -n 's/^#   make/  make/p' Makefile
@@ -42,6 +43,11 @@ lint: $(VENV)/stamp-dev
 bench: $(VENV)/stamp-bench
 	$(BIN)/python -m bench.compare $(BENCH)
 
+# Not with the others: pyspark alone is half a gigabyte.
+spark:
+	@$(MAKE) --no-print-directory VENV=.venv-spark .venv-spark/stamp-spark
+	MQSTORE_REQUIRE_SPARK=1 .venv-spark/bin/python -m pytest --durations=5 tests/spark
+
 crash: $(VENV)/stamp-dev
 	MQSTORE_CRASH_IMAGES=$(N) $(BIN)/python -m pytest -q tests/crash
 
@@ -51,7 +57,7 @@ docs: $(VENV)/stamp-core
 	else cp $(VENV)/commands.md docs/commands.md; echo "docs/commands.md was stale; it has been written anew"; exit 1; fi
 
 clean:
-	rm -rf $(VENV) .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .benchmarks build dist var
+	rm -rf $(VENV) .venv-spark .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .benchmarks build dist var
 
 # --- environments ------------------------------------------------------------------------------------------------------
 # One environment, filled as far as a target needs. A stamp holds the pyproject.toml it was made for, so that a checkout
@@ -63,8 +69,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 $(VENV)/stamp-core:  EXTRA :=
 $(VENV)/stamp-dev:   EXTRA := [dev]
 $(VENV)/stamp-bench: EXTRA := [bench]
+$(VENV)/stamp-spark: EXTRA := [dev,spark]
 
-$(VENV)/stamp-core $(VENV)/stamp-dev $(VENV)/stamp-bench: pyproject.toml $(BIN)/python
+$(VENV)/stamp-core $(VENV)/stamp-dev $(VENV)/stamp-bench $(VENV)/stamp-spark: pyproject.toml $(BIN)/python
 	@if cmp -s pyproject.toml $@; then touch $@; else \
 	echo "installing mqstore$(EXTRA) into $(VENV)"; \
 	$(PIP) install 'hatchling>=1.26' && $(PIP) install --no-build-isolation --editable '.$(EXTRA)' && cp pyproject.toml $@; fi

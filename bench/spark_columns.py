@@ -1,6 +1,6 @@
 """What columns save: messages of a store as Arrow batches, beside a loop that takes them one by one (S4 of the design).
 
-    python -m bench.spark_columns [--messages N] [--rounds N]
+    python -m bench.spark_columns [--messages N] [--rounds N] [--run N]
 
 One process, page cache warm, processor time, the best of some rounds in which every side has its turn. Two loops:
 
@@ -18,12 +18,12 @@ import random
 import struct
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from mqstore import MessageStore, OutgoingMessage, StoreConfig
-from mqstore.layout.record import decode_record
+from mqstore.layout.record import check_record, decode_record
 from mqstore.log.message import row_of
 from mqstore.spark.columns import ColumnReader
 from mqstore.spark.rows import Policy
@@ -33,20 +33,20 @@ _RUN = 50
 _SEED = 20_240_229
 
 
-def make(path: Path, messages: int) -> None:
-    """The store."""
+def make(path: Path, messages: int, tags: Sequence[str] = "ABC", run: int = _RUN) -> None:
+    """The store. `tags` take turns; so do the queues, with `run` messages each."""
     source = random.Random(_SEED)
     with MessageStore(path) as store:
-        for i in range(messages // (16 * _RUN)):
+        for i in range(messages // (16 * run)):
             for queue in range(16):
                 batch = [
                     OutgoingMessage(
                         source.randbytes(source.randint(100, 300)),
-                        tag="ABC"[j % 3],
+                        tag=tags[(i * run + j) % len(tags)],
                         keys=[f"k{i}-{j}"],
                         properties={"colour": "blue"},
                     )
-                    for j in range(_RUN)
+                    for j in range(run)
                 ]
                 store.put_many(f"topic-{queue % 4}", batch, queue_id=queue // 4)
 
@@ -55,7 +55,7 @@ def _refs(store: MessageStore) -> list[Any]:
     return [ref for topic in store.topics() for ref in store.queues(topic)]
 
 
-def decode(store: MessageStore, every: bool) -> int:
+def decode(store: MessageStore, every: bool, verify: bool = False) -> int:
     count = 0
     for ref in _refs(store):
         rows: list[Any] = []
@@ -63,13 +63,21 @@ def decode(store: MessageStore, every: bool) -> int:
         for physical, _, _ in struct.iter_unpack(">qiq", store._queues.get(*ref).read(low, high - low)):  # type: ignore[union-attr]
             segment = store._run.find(physical)
             assert segment is not None
-            record = decode_record(store._run.mapping(segment), physical - segment.start)
+            buffer, at = store._run.mapping(segment), physical - segment.start
+            if verify:
+                assert check_record(buffer, at, len(buffer), physical, store.manifest.checksum).status == "ok"
+            record = decode_record(buffer, at)
             if every:
                 rows.append((*record, record.properties))
             else:
                 rows.append((ref.topic, ref.queue_id, record.queue_offset, record.body))
         count += len(rows)
     return count
+
+
+def decode_verified(store: MessageStore, every: bool) -> int:
+    """As `decode`, and each record's checksum is compared before."""
+    return decode(store, every, verify=True)
 
 
 def iterate(store: MessageStore, every: bool) -> int:
@@ -90,10 +98,17 @@ def columns(verify: bool) -> Callable[[MessageStore, bool], int]:
     return read
 
 
+PAIRS = (
+    ("columns", "decode"),
+    ("columns, checksums", "decode, checksums"),
+    ("columns", "iter"),
+    ("columns, checksums", "iter, checksums"),
+)
 SIDES: dict[str, tuple[Callable[[MessageStore, bool], int], bool]] = {
     "decode": (decode, False),
     "iter": (iterate, False),
     "columns": (columns(False), False),
+    "decode, checksums": (decode_verified, True),
     "iter, checksums": (iterate, True),
     "columns, checksums": (columns(True), True),
 }
@@ -103,9 +118,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--messages", type=int, default=400_000)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--run", type=int, default=_RUN, help="messages of a queue that lie side by side")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        make(Path(folder) / "s", given.messages)
+        make(Path(folder) / "s", given.messages, run=given.run)
         for every in (False, True):
             best = dict.fromkeys(SIDES, float("inf"))
             count = 0
@@ -118,8 +134,10 @@ def main() -> None:
             print(f"\n{'all' if every else 'four'} columns of {count:,} messages")
             for name, seconds in best.items():
                 print(f"  {name:20} {count / seconds / 1e6:6.2f} M/s")
-            for name, loop in (("columns", "decode"), ("columns", "iter"), ("columns, checksums", "iter, checksums")):
+            for name, loop in PAIRS:
                 print(f"  {name} / {loop}: {best[loop] / best[name]:.1f}")
+            goal, ratio = (8 if every else 20), best["decode"] / best["columns"]
+            print(f"  S4: {ratio:.1f}, wanted {goal}: {'met' if ratio >= goal else 'NOT met'}")
 
 
 if __name__ == "__main__":

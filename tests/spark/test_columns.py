@@ -20,6 +20,7 @@ from pyarrow import parquet
 import mqstore
 from mqstore import ConfigError, CorruptStoreError, Finding, MessageStore, TopicNotFoundError
 from mqstore.log.columns import Binary
+from mqstore.spark import rows
 from mqstore.spark.columns import COLUMNS, ColumnReader, arrow_schema, default_columns
 from mqstore.spark.rows import Policy
 from tests.conftest import GOLDEN_NAMES, GoldenStore
@@ -555,3 +556,46 @@ def test_an_export_to_parquet_says_what_it_lacks(tmp_path: Path, options: list[s
     assert says in result.stderr
     assert not output.exists()
     assert [file.name for file in tmp_path.iterdir()] == ["s"]
+
+
+# -- records that lie apart --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", ["none", "body", "size", "number", "checksum"])
+def test_records_of_a_queue_that_shares_the_log_are_checked_each(
+    tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are copied together to be checked in one run, in which one bad record must not hide or spoil others."""
+    path = write_store(tmp_path / "s", many(400), segment_bytes=1 << 18)
+    expected = [as_exported(row) for row in rows_of(read_all(path, policy=Policy(verify=False)))]
+    with MessageStore(path, "r") as store:
+        places = [int(store.units("orders", 1, slot, 1)["physical_offset"][0]) for slot in (0, 40, 99)]
+    at = {"body": 90, "size": 3, "number": 27, "checksum": 10}
+    log = path / "commitlog" / f"{0:020d}"
+    data = bytearray(log.read_bytes())
+    for place in places if damage != "none" else ():
+        data[place + at[damage]] ^= 4
+    log.write_bytes(data)
+    if damage != "none":
+        expected = [row for row in expected if row["physical_offset"] not in places]
+    together: list[int] = []
+    copied = rows._put_together
+    monkeypatch.setattr(rows, "_put_together", lambda *given: together.append(len(given[3])) or copied(*given))
+    for window in (4096, 64 << 20):
+        found = rows_of(read_all(path, policy=Policy(on_corrupt="skip"), window_bytes=window))
+        assert [as_exported(row) for row in found] == expected
+    assert max(together) == 100
+    kept = rows_of(read_all(path, policy=Policy(on_corrupt="keep")))
+    assert len(kept) == 401
+    assert [row["queue_offset"] for row in kept if row["error"]] == ([] if damage == "none" else [0, 40, 99])
+
+
+@SMALL
+@given(records=st.lists(odd_records(), min_size=1, max_size=40))
+def test_rows_are_the_same_however_few_are_copied_together(records: list[Odd]) -> None:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        path = write_store(Path(folder) / "s", records)
+        patch.setattr(rows, "_WORTH_COPYING", 1)
+        patch.setattr(rows, "_lie_apart", lambda positions, sizes: len(positions) > 0)
+        found = rows_of(read_all(path))
+        assert [as_exported(row) for row in found] == [as_row(line) for line in exported(path)]

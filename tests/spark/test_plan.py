@@ -31,8 +31,8 @@ from mqstore.spark.plan import (
     Narrowing,
     QueueSlice,
     StoreName,
-    _partitions,
-    _Weighed,
+    Weighed,
+    partitions,
     plan,
     stores_of,
 )
@@ -332,10 +332,10 @@ def test_tags_are_handed_to_the_reader(tag: str) -> None:
 def test_partitions_share_nothing_lose_nothing_and_are_about_equal(queues: list[tuple[int, int]], least: int) -> None:
     name = StoreName("s", "s")
     weighed = [
-        _Weighed(QueueSlice(name, "t", i, 5, 5 + count), max(size / (128 << 20), 1 / 500_000))
+        Weighed(QueueSlice(name, "t", i, 5, 5 + count), max(size / (128 << 20), 1 / 500_000))
         for i, (count, size) in enumerate(queues)
     ]
-    groups = [*_partitions(weighed, least)]
+    groups = [*partitions(weighed, least)]
     at = dict.fromkeys(range(len(queues)), 5)
     for group in groups:
         assert group

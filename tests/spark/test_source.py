@@ -164,6 +164,32 @@ def test_a_store_that_is_none_is_named(spark: Any, tmp_path: Path) -> None:
     assert not (tmp_path / "nowhere").exists()
 
 
+def test_our_message_stands_at_the_top_of_what_spark_shows(spark: Any, store: Path, tmp_path: Path) -> None:
+    """Behind Spark's own words for the step, and no traceback. Leans on SPARK_HIDE_TRACEBACK, which a worker of Spark
+    looks at when it reports an error (`telling`)."""
+    path = write_store(tmp_path / "s", many(8))
+    log = path / "commitlog" / f"{0:020d}"
+    with MessageStore(path, "r") as opened:
+        place = int(opened.units("t", 0, 1, 1)["physical_offset"][0])
+    data = bytearray(log.read_bytes())
+    data[place + 90] ^= 1
+    log.write_bytes(data)
+    wrong = spark.read.format("mqstore").schema("bodies binary")
+    for ask, begins in (
+        (lambda: load(spark, store, scan="fast"), "ConfigError: option scan='fast': no such word; auto, queue or log"),
+        (lambda: wrong.load(str(store)).collect(), "ConfigError: schema: no column 'bodies'; there are store, topic"),
+        (lambda: load(spark, tmp_path / "x").collect(), f"NotAStoreError: {tmp_path / 'x'} holds no store"),
+        (lambda: load(spark, store, subscribe="u").collect(), "TopicNotFoundError: no store has the topic 'u' (failOn"),
+        (lambda: load(spark, path).collect(), "CorruptStoreError: commitlog/00000000000000000000 at byte"),
+    ):
+        with pytest.raises(Exception, match="mqstore") as caught:
+            ask()
+        first = str(caught.value).partition("mqstore.errors.")
+        assert first[2].startswith(begins)
+        assert len(first[0].strip().splitlines()) == 1  # [CONDITION] Spark's words for the step:
+        assert "Traceback" not in str(caught.value)
+
+
 # -- filters -----------------------------------------------------------------------------------------------------------
 
 PREDICATES = [
@@ -193,6 +219,16 @@ PREDICATES = [
     "properties['n'] = '7'",
     "body = cast('000007000007' as binary)",
     "store like '%s'",
+    f"topic in ({', '.join(repr(f't{i}') for i in range(300))}, 'orders')",
+    "store_timestamp >= '2023-11-14 22:13:20.030' and topic = 'orders'",
+    "store_timestamp = timestamp'2023-11-14 22:13:20.030'",
+    "store_timestamp in (timestamp'2023-11-14 22:13:20.030', timestamp'2023-11-14 22:13:20.041')",
+    "queue_offset > 3 and not (queue_id = 1)",
+    "queue_offset <=> 7",
+    "queue_offset < 0 or queue_offset > 18",
+    "length(body) > 20 and topic = 't'",
+    "tags not in ('a')",
+    "topic = 't' and tags = 'a' and tags = 'b'",
 ]
 
 
@@ -201,11 +237,30 @@ def test_every_filter_gives_what_it_gives_without_push_down(pushing: Any, store:
     columns = "store, topic, queue_id, queue_offset, physical_offset, store_timestamp, tags, properties, body"
     plain = load(pushing, store, columns=columns)
     assert plain.count() == 81
+    verdicts = plain.selectExpr(
+        "physical_offset", *(f"({text}) as p{i}" for i, text in enumerate(PREDICATES))
+    ).collect()
     for number, text in enumerate(PREDICATES):
-        expected = sorted(row.physical_offset for row in plain.where(text).collect())
+        expected = sorted(row.physical_offset for row in verdicts if row[f"p{number}"])
         for scan in ("queue", "log") if number % 4 == 0 else ("queue",):
             frame = load(pushing, store, columns=columns, scan=scan, pushDown="true").where(text)
             assert sorted(row.physical_offset for row in frame.collect()) == expected, (scan, text)
+
+
+def test_limits_joins_and_values_of_python_give_what_they_give_without_push_down(pushing: Any, store: Path) -> None:
+    """None of these is handed down, but for what a comparison with a Python value becomes."""
+    from pyspark.sql import functions
+
+    moment = datetime.fromtimestamp(T0 / 1000, UTC) + timedelta(milliseconds=60)
+    offsets = pushing.createDataFrame([(2,), (5,)], "queue_offset bigint")
+    for push_down in ("true", "false"):
+
+        def frame(push_down: str = push_down) -> Any:
+            return load(pushing, store, scan="queue", pushDown=push_down)
+
+        assert frame().where("topic = 't'").limit(7).count() == 7
+        assert frame().join(offsets, "queue_offset").where("topic = 't'").count() == 4
+        assert frame().where(functions.col("store_timestamp") >= moment).where("topic <> 'seed'").count() == 20
 
 
 def test_one_frame_serves_many_queries_whatever_the_session_has_set(pushing: Any, store: Path) -> None:
@@ -310,6 +365,29 @@ def test_damage_stops_a_query_or_is_skipped_or_kept(spark: Any, tmp_path: Path) 
     assert load(spark, path, subscribe="t", verify="false").where("body is not null").count() == 20
 
 
+def test_who_reads_all_columns_of_much_is_warned_once(
+    spark: Any, store: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from mqstore.spark import source, telling
+
+    def planned(**options: str) -> None:
+        made = source.MQStoreDataSource({"path": str(store), **options})
+        made.reader(made.schema()).partitions()
+
+    monkeypatch.setattr(telling, "_told", set())
+    with caplog.at_level("WARNING", "mqstore"):
+        planned()
+        monkeypatch.setattr(source, "_MUCH", 0.0)
+        planned(columns="topic,body")
+        planned(includeProperties="false")
+        assert caplog.messages == []
+        planned()
+        planned(onCorrupt="keep")
+    [said] = caplog.messages
+    assert "all columns of more than 1 GiB" in said
+    assert ".option('columns', 'topic,queue_offset')" in said
+
+
 def test_reading_leaves_no_trace_and_takes_no_lock(spark: Any, tmp_path: Path) -> None:
     path = write_store(tmp_path / "s", many(20))
     with MessageStore(path) as writer:
@@ -321,22 +399,29 @@ def test_reading_leaves_no_trace_and_takes_no_lock(spark: Any, tmp_path: Path) -
 
 
 def test_nothing_stays_mapped_or_open_in_a_worker(spark: Any, tmp_path: Path) -> None:
-    """A worker lives on; what it kept mapped would keep the disk space of segments that retention has deleted."""
+    """A worker lives on; what it kept mapped would keep the disk space of segments that retention has deleted, and a
+    descriptor more a query would end it some day."""
     path = write_store(tmp_path / "s", many(300))
-    for _ in range(5):
-        assert load(spark, path, columns="body").count() == 301
 
-    def kept(_: Any) -> list[str]:
+    def looked(_: Any) -> list[tuple[int, int, list[str]]]:
         import os
 
         with open("/proc/self/maps") as file:
             found = [line for line in file if str(path) in line]
-        for fd in os.listdir("/proc/self/fd"):
+        names = os.listdir("/proc/self/fd")
+        for fd in names:
             with contextlib.suppress(OSError):
                 found += [name for name in [os.readlink(f"/proc/self/fd/{fd}")] if str(path) in name]
-        return found
+        return [(os.getpid(), len(names), found)]
 
-    assert spark.sparkContext.parallelize(range(4), 4).flatMap(kept).collect() == []
+    descriptors: dict[int, set[int]] = {}
+    for turn in range(50):
+        assert load(spark, path, columns="body").count() == 301
+        if turn % 10 == 9:
+            for worker, count, kept in spark.sparkContext.parallelize(range(4), 4).flatMap(looked).collect():
+                assert kept == []
+                descriptors.setdefault(worker, set()).add(count)
+    assert all(max(counts) - min(counts) <= 2 for counts in descriptors.values())
 
 
 def test_messages_that_retention_takes_between_plan_and_task(spark: Any, tmp_path: Path) -> None:

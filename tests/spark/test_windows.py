@@ -83,3 +83,13 @@ def test_where_no_address_space_is_left_the_bytes_are_read(
     for each in (read_all(store.path, window_bytes=4096), by_log(store.path, [20_000], window_bytes=4096)):
         rows = sorted(rows_of(each), key=lambda row: row["physical_offset"])
         assert [as_exported(row) for row in rows] == sorted(expected, key=lambda row: row["physical_offset"])
+
+
+def test_no_window_reaches_into_a_splice_that_is_not_in_yet(store: MessageStore) -> None:
+    store._run.limit = 5000
+    windows = Windows(store._run, store.fs, window_bytes=4096)
+    found = windows.of(4096, 4200)
+    assert found is not None
+    assert (found.end, found.at_end) == (5000, True)
+    assert windows.of(8192, 8200) is None
+    assert windows.from_(4096, 4200).end == 5000  # type: ignore[union-attr]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import click
 
 from mqstore_tools.main import cli
@@ -23,19 +25,19 @@ Whatever a store holds is printed escaped: no byte of it reaches a terminal as a
 
 def page() -> str:
     """The page, the same at any width of terminal."""
-    parts = [_HEAD, _block("mqstore", cli, None)]
-    with click.Context(cli, info_name="mqstore", **cli.context_settings) as parent:
-        for name in cli.list_commands(parent):
-            command = cli.get_command(parent, name)
-            assert command is not None
-            parts.append(_block(f"mqstore {name}", command, parent))
-            if isinstance(command, click.Group):
-                with click.Context(command, info_name=name, parent=parent) as group:
-                    for each in command.list_commands(group):
-                        sub_command = command.get_command(group, each)
-                        assert sub_command is not None
-                        parts.append(_block(f"mqstore {name} {each}", sub_command, group))
-    return "\n".join(parts)
+    with click.Context(cli, info_name="mqstore", **cli.context_settings) as ctx:
+        return "\n".join([_HEAD, _block("mqstore", cli, None), *_blocks("mqstore", cli, ctx)])
+
+
+def _blocks(title: str, group: click.Group, ctx: click.Context) -> Iterator[str]:
+    """The commands of a group, each followed by its own if it is one."""
+    for name in group.list_commands(ctx):
+        command = group.get_command(ctx, name)
+        assert command is not None
+        yield _block(f"{title} {name}", command, ctx)
+        if isinstance(command, click.Group):
+            with click.Context(command, info_name=name, parent=ctx) as inner:
+                yield from _blocks(f"{title} {name}", command, inner)
 
 
 def _block(title: str, command: click.Command, parent: click.Context | None) -> str:

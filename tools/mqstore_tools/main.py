@@ -28,6 +28,7 @@ COMMANDS = (
     "lag",
     "delay",
     "dlq",
+    "spark",
     "demo",
     "bench",
 )

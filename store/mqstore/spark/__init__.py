@@ -3,8 +3,14 @@
     columns   messages of a queue or of the log as Arrow record batches; numpy and pyarrow, no Spark
     options   the options of the data source, one table
     plan      which messages a query reads, cut into partitions
-    source    the data source: thin
+    tasks     what a task does with its part of a plan
+    progress  how far a stream has come, and what its next batch is; positions and pacing belong to it
+    source    the data source: thin; stream: its other half
+    sink      writing frames: thin; encode, staging and publish do it
+    copying   stored records as records of another store
     java      where a Java for Spark is
+    sessions  a session with settings that suit
+    jobs      ready-made pipelines, each with a command: export, lag, traffic, trace, ...
 
 Reads stores without a lock and without a trace. This module imports nothing heavy: Spark's workers import it to find
 the data source, and `Store.to_arrow` to find the reader.
@@ -12,20 +18,93 @@ the data source, and `Store.to_arrow` to find the reader.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import importlib
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-__all__ = ["register"]
+    from mqstore.spark.jobs.compact import compact
+    from mqstore.spark.jobs.dedup import dedup
+    from mqstore.spark.jobs.dlq import dlq_report
+    from mqstore.spark.jobs.export import export_parquet
+    from mqstore.spark.jobs.importing import import_rows
+    from mqstore.spark.jobs.lag import lag_report
+    from mqstore.spark.jobs.mirror import mirror
+    from mqstore.spark.jobs.rebuild import rebuild
+    from mqstore.spark.jobs.replay import replay
+    from mqstore.spark.jobs.resend import dlq_resend
+    from mqstore.spark.jobs.shape import select
+    from mqstore.spark.jobs.sql import create_views, sql
+    from mqstore.spark.jobs.trace import trace
+    from mqstore.spark.jobs.traffic import traffic_report
+    from mqstore.spark.jobs.verify import verify
+    from mqstore.spark.ordered import ordered
+    from mqstore.spark.sessions import session
+
+__all__ = [
+    "compact",
+    "create_views",
+    "dedup",
+    "dlq_report",
+    "dlq_resend",
+    "export_parquet",
+    "import_rows",
+    "lag_report",
+    "mirror",
+    "ordered",
+    "rebuild",
+    "register",
+    "replay",
+    "select",
+    "session",
+    "sql",
+    "trace",
+    "traffic_report",
+    "verify",
+]
+
+_LAZY: Final = {
+    "compact": "mqstore.spark.jobs.compact",
+    "create_views": "mqstore.spark.jobs.sql",
+    "dedup": "mqstore.spark.jobs.dedup",
+    "dlq_report": "mqstore.spark.jobs.dlq",
+    "dlq_resend": "mqstore.spark.jobs.resend",
+    "export_parquet": "mqstore.spark.jobs.export",
+    "import_rows": "mqstore.spark.jobs.importing",
+    "lag_report": "mqstore.spark.jobs.lag",
+    "mirror": "mqstore.spark.jobs.mirror",
+    "ordered": "mqstore.spark.ordered",
+    "rebuild": "mqstore.spark.jobs.rebuild",
+    "replay": "mqstore.spark.jobs.replay",
+    "select": "mqstore.spark.jobs.shape",
+    "session": "mqstore.spark.sessions",
+    "sql": "mqstore.spark.jobs.sql",
+    "trace": "mqstore.spark.jobs.trace",
+    "traffic_report": "mqstore.spark.jobs.traffic",
+    "verify": "mqstore.spark.jobs.verify",
+}
+"""Where a name is, that is imported when it is first asked for."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        found = globals()[name] = getattr(importlib.import_module(_LAZY[name]), name)
+        return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def register(spark: SparkSession) -> None:
     """Make `spark.read.format("mqstore")` known to a session.
 
     Not needed where Spark finds the source by itself (`pyspark_mqstore`), but it depends on nobody else's modules: one
-    broken `pyspark_*` module hides all sources that are found that way. ImportError says what to install.
+    broken `pyspark_*` module hides all sources that are found that way. Executors of a cluster that lack the package
+    are sent it first (numpy, pyarrow, crc32c and portalocker they need to have). ImportError says what to install.
     """
+    from mqstore.spark.shipping import ship
     from mqstore.spark.source import register_source
 
+    context = getattr(spark, "sparkContext", None)  # a Connect client has none: there the server brings the package
+    if context is not None and context.master.partition("[")[0] != "local":
+        ship(context)
     register_source(spark)

@@ -31,7 +31,7 @@ from mqstore.layout.hosts import IPV4_BYTES, decode_host
 from mqstore.layout.messageid import encode_message_id
 from mqstore.layout.properties import KEYS, TAGS, UNIQ_KEY, decode_properties
 from mqstore.layout.record import BORN_HOST_AT, BORN_HOST_V6, COMPRESSED, STORE_HOST_AT_V4, STORE_HOST_V6
-from mqstore.layout.scan import gather
+from mqstore.layout.scan import Headers, gather
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.report import Finding
 from mqstore.log.store import MessageStore
@@ -215,10 +215,10 @@ def _property(name: str) -> Callable[[Piece], Any]:
     return column
 
 
-def _wide(piece: Piece, at: _Int64s, width: int) -> npt.NDArray[np.void]:
-    """`width` bytes at these positions of the buffer."""
-    everywhere: npt.NDArray[np.void] = np.ndarray((len(piece.buffer) - width + 1,), f"V{width}", piece.buffer, 0, (1,))
-    return everywhere[at]
+def _host_words(headers: Headers, at: int) -> npt.NDArray[np.uint64]:
+    """The eight bytes at `at` of each record, an IPv4 address and port, as numbers of this machine."""
+    words: npt.NDArray[np.uint64] = headers.head_words(at).astype(np.uint64)
+    return words
 
 
 def _host(*, store: bool) -> Callable[[Piece], Any]:
@@ -233,8 +233,7 @@ def _host(*, store: bool) -> Callable[[Piece], Any]:
             coded = cut(piece.buffer, at, at + sizes).dictionary_encode()
             raw = coded.dictionary.to_pylist()
         else:
-            at = headers.positions + (STORE_HOST_AT_V4 if store else BORN_HOST_AT)
-            coded = pa.array(_wide(piece, at, IPV4_BYTES).view(np.uint64)).dictionary_encode()
+            coded = pa.array(_host_words(headers, STORE_HOST_AT_V4 if store else BORN_HOST_AT)).dictionary_encode()
             raw = [value.to_bytes(IPV4_BYTES, _NATIVE) for value in coded.dictionary.to_pylist()]
         return pa.array([decode_host(host) for host in raw], _STRING).take(coded.indices)
 
@@ -255,7 +254,7 @@ def _message_id(piece: Piece) -> Any:
         places = headers.physical_offset.tolist()
         return pa.array([encode_message_id(h, p) for h, p in zip(hosts, places, strict=True)], _STRING)
     raw = np.empty((count, 2), np.uint64)
-    raw[:, 0] = _wide(piece, headers.positions + STORE_HOST_AT_V4, IPV4_BYTES).view(np.uint64)
+    raw[:, 0] = _host_words(headers, STORE_HOST_AT_V4)
     raw[:, 1] = headers.physical_offset.astype(">i8").view(np.uint64)
     digits = _HEX[raw.view(np.uint8)]
     ends = np.arange(count + 1, dtype=np.int32) * (2 * raw.itemsize * raw.shape[1])
@@ -353,6 +352,13 @@ class ColumnReader:
         ):
             yield from self._batches(pieces, chosen)
 
+    def pieces(self, topic: str, queue_id: int, start: int, stop: int) -> Iterator[Piece]:
+        """As `queue`, checked and filtered, before columns are made: for who counts. A piece has to be done with before
+        the next one is asked for."""
+        chosen = parse_tags(self._tags, topic)
+        for pieces in queue_batches(self.store, self._windows, topic, queue_id, start, stop, self.policy, tags=chosen):
+            yield from self._chosen(pieces, chosen)
+
     def log(self, start: int, stop: int, wanted: Callable[[str], bool] = lambda topic: True) -> Iterator[Any]:
         """Record batches of the messages whose records begin at physical offsets [start, stop), in log order, of the
         topics that `wanted` says yes to. `stop` lies at or below the end of what has been dispatched."""
@@ -363,10 +369,7 @@ class ColumnReader:
     # -- batches ----------------------------------------------------------------------------------------------------
 
     def _batches(self, pieces: list[Piece], tags: TagFilter | None) -> Iterator[Any]:
-        if tags is not None:
-            pieces = [piece for each in pieces if len(piece := _only(each, _bearing(each, tags)))]
-        if self._passes is not None:
-            pieces = [piece for each in pieces if len(piece := _only(each, _passing(each, self._passes)))]
+        pieces = self._chosen(pieces, tags)
         if self._inflates:
             pieces = [each for piece in pieces for each in self._inflated(piece)]
         group: list[Piece] = []
@@ -380,6 +383,14 @@ class ColumnReader:
             room -= size
         if any(map(len, group)):
             yield self._batch(group)
+
+    def _chosen(self, pieces: list[Piece], tags: TagFilter | None) -> list[Piece]:
+        """What the filters leave."""
+        if tags is not None:
+            pieces = [piece for each in pieces if len(piece := _only(each, _bearing(each, tags)))]
+        if self._passes is not None:
+            pieces = [piece for each in pieces if len(piece := _only(each, _passing(each, self._passes)))]
+        return pieces
 
     def _inflated(self, piece: Piece) -> Iterator[Piece]:
         """`piece` with its compressed bodies inflated; cut where they would make a batch too large."""

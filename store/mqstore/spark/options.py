@@ -1,30 +1,26 @@
-"""The options of `spark.read.format("mqstore")`: one table, from which they are checked, and documented.
-
-Spark hands options over as strings under case-insensitive names. A name that is not here is refused, with the nearest
-that is; a value that does not fit is refused with its option, itself and what would. Knows no Spark.
-"""
+"""The options of `spark.read.format("mqstore")`: a table that checks and documents them (`optiontable`). Spark-free."""
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, Literal
 
 from mqstore.broker import sql92
+from mqstore.broker.names import check_group
 from mqstore.errors import ConfigError
+from mqstore.spark.optiontable import YES_NO, Option, OptionTable, boolean, count, duration_s, names, text, word
 from mqstore.spark.rows import OnCorrupt
 
-__all__ = ["OPTIONS", "Offsets", "Option", "SourceOptions", "as_markdown"]
+__all__ = ["OPTIONS", "SOURCE_OPTIONS", "Offsets", "Option", "SourceOptions", "as_markdown", "interval_ms"]
 
-View = Literal["messages", "queues", "segments", "groups"]
+View = Literal["messages", "queues", "segments", "groups", "delay", "traffic", "verify"]
 Offsets = Literal["earliest", "latest"] | dict[str, Any]
 """A word, or the parsed JSON: topic -> queue id -> offset, with several stores one level more."""
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-_GIVEN_BY_SPARK: Final = frozenset({"owner", "provider", "location"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +35,8 @@ class SourceOptions:
     tags: str | None = None
     filter: str | None = None
     keys: tuple[str, ...] | None = None
-    starting_offsets: Offsets = "earliest"
+    starting_offsets: Offsets | None = None
+    """None: not said; a batch then begins at the earliest, a stream at the latest."""
     ending_offsets: Offsets = "latest"
     starting_timestamp_ms: int | None = None
     ending_timestamp_ms: int | None = None
@@ -57,30 +54,19 @@ class SourceOptions:
     max_rows_per_batch: int = 20_000
     max_bytes_per_batch: int = 8 << 20
     view: View = "messages"
+    interval_ms: int = 60_000
     push_down: bool = False
+    max_messages_per_trigger: int | None = None
+    max_bytes_per_trigger: int | None = None
+    commit_group: str | None = None
 
     @classmethod
     def parse(cls, given: Mapping[str, str]) -> SourceOptions:
         """The options as Spark gives them. ConfigError names option, value and what is accepted."""
-        values: dict[str, Any] = {}
-        said: dict[str, str] = {}
         paths = [name for name in ("path", "paths", "pathsfile") if name in {key.lower() for key in given}]
         if len(paths) > 1:
             raise ConfigError(f"options {' and '.join(paths)} both say where the stores are; give one of them")
-        for name, text in given.items():
-            option = _BY_NAME.get(name.lower())
-            if option is None:
-                if name.lower() in _GIVEN_BY_SPARK:
-                    continue
-                raise ConfigError(f"no option {name!r}{_nearest(name)}; there are {', '.join(OPTIONS)}")
-            if option.field in said:
-                raise ConfigError(f"options {said[option.field]!r} and {name!r} are the same; give one of them")
-            said[option.field] = name
-            try:
-                values[option.field] = option.parse(text)
-            except ValueError as error:
-                raise ConfigError(f"option {option.name}={text!r}: {error}; {option.accepts}") from error
-        options = cls(**values)
+        options = cls(**SOURCE_OPTIONS.parse(given))
         options._check()
         return options
 
@@ -94,51 +80,31 @@ class SourceOptions:
         if self.starting_group is not None and self.starting_timestamp_ms is not None:
             raise ConfigError("options startingGroup and startingTimestamp exclude each other; give one of them")
 
+    def for_batch(self) -> SourceOptions:
+        """These, for `spark.read`. ConfigError for what only a stream can do."""
+        return self._only_for("batch", "spark.read", "spark.readStream")
 
-def _nearest(name: str) -> str:
-    known = {**{option.name.lower(): option.name for option in OPTIONS.values()}, **dict.fromkeys(_BY_NAME)}
-    found = difflib.get_close_matches(name.lower(), known, 1, 0.6)
-    return f"; did you mean {_BY_NAME[found[0]].name!r}?" if found else ""
+    def for_stream(self) -> SourceOptions:
+        """These, for `spark.readStream`. ConfigError for what only a batch can do, or only a stream of queues."""
+        if self.max_messages_per_trigger is not None and self.max_bytes_per_trigger is not None:
+            raise ConfigError(
+                "options maxMessagesPerTrigger and maxBytesPerTrigger exclude each other: Spark knows one limit a "
+                "source; give one of them"
+            )
+        if self.commit_group is not None and self.scan == "log":
+            raise ConfigError(
+                "option commitGroup needs progress by queues, and scan=log has one position a store: use scan=queue"
+            )
+        return self._only_for("stream", "spark.readStream", "spark.read")
+
+    def _only_for(self, kind: str, here: str, there: str) -> SourceOptions:
+        for name, only in _ONLY.items():
+            if only != kind and getattr(self, OPTIONS[name].field) != getattr(SourceOptions(), OPTIONS[name].field):
+                raise ConfigError(f"option {name} is for {there}, not for {here}: leave it out")
+        return self
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
-
-
-def _word(*words: str) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        for word in words:
-            if text.lower() == word.lower():
-                return word
-        raise ValueError("no such word")
-
-    return parse
-
-
-def _boolean(text: str) -> bool:
-    return _word("true", "false")(text) == "true"
-
-
-def _count(least: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        number = int(text)
-        if number < least:
-            raise ValueError("too small")
-        return number
-
-    return parse
-
-
-def _names(text: str) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in text.split(",") if name.strip())
-    if not names:
-        raise ValueError("it names nothing")
-    return names
-
-
-def _text(text: str) -> str:
-    if not text.strip():
-        raise ValueError("it is empty")
-    return text
 
 
 def _pattern(text: str) -> re.Pattern[str]:
@@ -190,8 +156,27 @@ def _instant(text: str) -> int:
     return -((_EPOCH - when) // timedelta(milliseconds=1))
 
 
-def _one_path(text: str) -> list[str]:
-    return [_text(text)]
+def _group(text: str) -> str:
+    try:
+        return check_group(text)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+
+
+def interval_ms(value: str) -> int:
+    """Milliseconds of what traffic is added up by. ValueError for less than a second.
+
+    >>> interval_ms("5m")
+    300000
+    """
+    found = round(duration_s(value) * 1000)
+    if found < 1000:
+        raise ValueError("too short")
+    return found
+
+
+def _one_path(value: str) -> list[str]:
+    return [text(value)]
 
 
 def _paths(text: str) -> dict[str, str] | list[str]:
@@ -214,20 +199,6 @@ def _paths_file(text: str) -> dict[str, str] | list[str]:
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
-    """One option. `accepts` and `meaning` are for people."""
-
-    name: str
-    field: str
-    default: str
-    accepts: str
-    meaning: str
-    parse: Callable[[str], Any]
-    aliases: tuple[str, ...] = ()
-
-
-_YES_NO = "true or false"
 _WHERE = "earliest, latest, or JSON {topic: {queue id: offset}} with -2 for earliest and -1 for latest"
 _WHEN = "milliseconds since 1970, or ISO 8601, UTC unless it says otherwise"
 _PATHS = 'a JSON array of paths, or {"id": "path"}'
@@ -253,7 +224,7 @@ _TABLE: Final = (
         "all topics of users",
         "names, separated by commas",
         "which topics",
-        _names,
+        names,
         ("topic",),
     ),
     Option(
@@ -264,9 +235,9 @@ _TABLE: Final = (
         "includeSystemTopics",
         "include_system_topics",
         "false",
-        _YES_NO,
+        YES_NO,
         "the engine's own topics, retries and dead letters as well",
-        _boolean,
+        boolean,
     ),
     Option(
         "tags",
@@ -274,15 +245,15 @@ _TABLE: Final = (
         "*",
         "`A || B`, or `*`",
         "only messages with these tags, by hash before a record is looked at, then exactly",
-        _text,
+        text,
         ("subExpression",),
     ),
     Option("filter", "filter", "", "an SQL92 expression", "over properties, evaluated in the task", _sql),
-    Option("keys", "keys", "", "keys, separated by commas", "only messages that bear one of these keys", _names),
+    Option("keys", "keys", "", "keys, separated by commas", "only messages that bear one of these keys", names),
     Option(
         "startingOffsets",
         "starting_offsets",
-        "earliest",
+        "earliest; of a stream: latest",
         _WHERE,
         "where to begin; several stores: their id on top",
         _offsets,
@@ -310,34 +281,35 @@ _TABLE: Final = (
         "",
         "a consumer group",
         "begin at its committed offsets, where it has none at the oldest message",
-        _text,
+        text,
     ),
     Option(
         "scan",
         "scan",
         "auto",
         "auto, queue or log",
-        "by consume queues, or by ranges of the commitlog, which needs none; auto: by queues if there are any",
-        _word("auto", "queue", "log"),
+        "by consume queues, or by ranges of the commitlog, which needs none; auto: by queues if there are any, "
+        "and for a stream always",
+        word("auto", "queue", "log"),
     ),
-    Option("columns", "columns", "all", "names, separated by commas", "which columns; the others cost nothing", _names),
-    Option("includeProperties", "include_properties", "true", _YES_NO, "column `properties`", _boolean),
+    Option("columns", "columns", "all", "names, separated by commas", "which columns; the others cost nothing", names),
+    Option("includeProperties", "include_properties", "true", YES_NO, "column `properties`", boolean),
     Option(
         "bodyAs",
         "body_as",
         "binary",
         "binary or string",
         "type of `body`; string puts U+FFFD for what is not UTF-8",
-        _word("binary", "string"),
+        word("binary", "string"),
     ),
-    Option("decompress", "decompress", "true", _YES_NO, "inflate bodies that are stored compressed", _boolean),
+    Option("decompress", "decompress", "true", YES_NO, "inflate bodies that are stored compressed", boolean),
     Option(
         "verify",
         "verify",
         "true",
-        _YES_NO,
+        YES_NO,
         "compare each record's checksum; magic, offsets and lengths are compared always",
-        _boolean,
+        boolean,
     ),
     Option(
         "readUpTo",
@@ -345,7 +317,7 @@ _TABLE: Final = (
         "dispatched",
         "dispatched or flushed",
         "flushed: only what no power cut can take back, by the store's checkpoint",
-        _word("dispatched", "flushed"),
+        word("dispatched", "flushed"),
     ),
     Option(
         "onCorrupt",
@@ -353,15 +325,15 @@ _TABLE: Final = (
         "fail",
         "fail, skip or keep",
         "what becomes of a damaged message; keep: a row with nulls, and why in column `error`",
-        _word("fail", "skip", "keep"),
+        word("fail", "skip", "keep"),
     ),
     Option(
         "failOnDataLoss",
         "fail_on_data_loss",
         "true",
-        _YES_NO,
+        YES_NO,
         "fail if wanted messages, or a wanted queue, are gone; else read what is left",
-        _boolean,
+        boolean,
     ),
     Option(
         "minPartitions",
@@ -369,45 +341,81 @@ _TABLE: Final = (
         "one per 128 MiB or 500 000 messages",
         "a number from 1",
         "at least so many tasks, if there are as many messages; large queues are cut, small ones put together",
-        _count(1),
+        count(1),
     ),
-    Option("maxRowsPerBatch", "max_rows_per_batch", "20000", "a number from 1", "rows of an Arrow batch", _count(1)),
+    Option("maxRowsPerBatch", "max_rows_per_batch", "20000", "a number from 1", "rows of an Arrow batch", count(1)),
     Option(
         "maxBytesPerBatch",
         "max_bytes_per_batch",
         "8388608",
         "a number from 1",
         "bytes of an Arrow batch; it has one message at least",
-        _count(1),
+        count(1),
     ),
     Option(
         "view",
         "view",
         "messages",
-        "messages, queues, segments or groups",
+        "messages, queues, segments, groups, delay, traffic or verify",
         "which table",
-        _word("messages", "queues", "segments", "groups"),
+        word("messages", "queues", "segments", "groups", "delay", "traffic", "verify"),
+    ),
+    Option(
+        "interval",
+        "interval_ms",
+        "1m",
+        "a length of time from 1s (30s, 5m, 1h)",
+        "of what a row of the view `traffic` adds up",
+        interval_ms,
     ),
     Option(
         "pushDown",
         "push_down",
         "false",
-        _YES_NO,
+        YES_NO,
         "take over filters from Spark, for a frame that is used in one query only (see `spark.md`)",
-        _boolean,
+        boolean,
+    ),
+    Option(
+        "maxMessagesPerTrigger",
+        "max_messages_per_trigger",
+        "",
+        "a number from 1",
+        "stream: at most so many messages a batch, shared among queues by what waits in each (pyspark 4.2)",
+        count(1),
+        ("maxOffsetsPerTrigger",),
+    ),
+    Option(
+        "maxBytesPerTrigger",
+        "max_bytes_per_trigger",
+        "",
+        "a number from 1",
+        "stream: at most so many bytes of records a batch, or a single message that is larger (pyspark 4.2)",
+        count(1),
+    ),
+    Option(
+        "commitGroup",
+        "commit_group",
+        "",
+        "a consumer group",
+        "stream: show its progress as that group's, in the lag of each store; the only thing that is ever written",
+        _group,
     ),
 )
 
-OPTIONS: Final[Mapping[str, Option]] = {option.name: option for option in _TABLE}
+SOURCE_OPTIONS: Final = OptionTable(_TABLE)
+OPTIONS: Final[Mapping[str, Option]] = SOURCE_OPTIONS.options
 """Every option by its name."""
-_BY_NAME: Final = {name.lower(): option for option in _TABLE for name in (option.name, *option.aliases)}
+_ONLY: Final = {
+    "endingOffsets": "batch",
+    "endingTimestamp": "batch",
+    "view": "batch",
+    "maxMessagesPerTrigger": "stream",
+    "maxBytesPerTrigger": "stream",
+    "commitGroup": "stream",
+}
 
 
 def as_markdown() -> str:
     """The table for the documentation."""
-    lines = ["| Option | Default | Accepts | Meaning |", "|---|---|---|---|"]
-    for option in _TABLE:
-        also = "".join(f", `{alias}`" for alias in option.aliases)
-        cells = (f"`{option.name}`{also}", option.default or "-", option.accepts, option.meaning)
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines) + "\n"
+    return SOURCE_OPTIONS.as_markdown()

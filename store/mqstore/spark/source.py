@@ -19,10 +19,19 @@ it is off, every query of a reader class that overrides `pushFilters` fails. So 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from typing import Any, Final
 
 try:
-    from pyspark.sql.datasource import DataSource, DataSourceReader, Filter, InputPartition, Not
+    from pyspark.sql.datasource import (
+        DataSource,
+        DataSourceReader,
+        DataSourceStreamReader,
+        DataSourceWriter,
+        Filter,
+        InputPartition,
+        Not,
+    )
     from pyspark.sql.types import (
         BinaryType,
         BooleanType,
@@ -37,15 +46,23 @@ try:
 except ImportError as error:  # pragma: no cover
     raise ImportError("mqstore on Spark needs pyspark 4.1 or later: pip install 'mqstore[spark]'") from error
 
-from mqstore.broker.names import SCHEDULE_TOPIC
-from mqstore.errors import ConfigError, OffsetOutOfRangeError
-from mqstore.spark.columns import COLUMNS, ColumnReader, check_columns, default_columns
-from mqstore.spark.options import SourceOptions
-from mqstore.spark.plan import LogSlice, Narrowing, QueueSlice, Slice, is_wanted, open_store, plan, stores_of
-from mqstore.spark.rows import Policy
+from mqstore.errors import ConfigError
+from mqstore.spark.columns import COLUMNS, check_columns, default_columns
+from mqstore.spark.options import SOURCE_OPTIONS, SourceOptions
+from mqstore.spark.plan import Narrowing, Slice, partitions, stores_of, survey
+from mqstore.spark.sinkoptions import ONLY_FOR_WRITING, SINK_OPTIONS, SinkOptions
+from mqstore.spark.tasks import read_slices
+from mqstore.spark.telling import plain_errors, warn_once
 from mqstore.spark.views import VIEWS, view_batch
 
 __all__ = ["MQStoreDataSource", "register_source"]
+
+_MUCH: Final = 8.0
+"""Full partitions: about 1 GiB."""
+_ALL_COLUMNS: Final = (
+    "mqstore: a query reads all columns of more than 1 GiB of messages. Spark does not tell a Python source which of "
+    "them it needs, not even for count(): name those, by .option('columns', 'topic,queue_offset') or by a schema"
+)
 
 
 def register_source(spark: Any) -> None:
@@ -56,21 +73,61 @@ def register_source(spark: Any) -> None:
 class MQStoreDataSource(DataSource):
     """Messages of stores, and views of them."""
 
+    @plain_errors()
     def __init__(self, options: Any) -> None:
         super().__init__(options)
-        self._given = SourceOptions.parse(dict(options))
-        self._columns = _columns_of(self._given)
+        self._raw = dict(options)
+        if ONLY_FOR_WRITING.isdisjoint(name.lower() for name in self._raw):
+            self._columns  # noqa: B018  (parsed: what is wrong shows at `load`)
+        else:
+            SinkOptions.parse(self._raw)
+
+    @cached_property
+    def _given(self) -> SourceOptions:
+        """The options, as those of a query."""
+        try:
+            return SourceOptions.parse(self._raw)
+        except ConfigError as error:
+            unknown = [name for name in self._raw if name not in SOURCE_OPTIONS]
+            hint = SINK_OPTIONS.nearest(unknown[0]).removeprefix(";") if unknown else ""
+            raise ConfigError(f"{error}{hint and '; to write,' + hint}") from error
+
+    @cached_property
+    def _columns(self) -> list[str]:
+        return _columns_of(self._given)
 
     @classmethod
     def name(cls) -> str:
         return "mqstore"
 
+    @plain_errors()
     def schema(self) -> StructType:
         return _struct(self._given, self._columns)
 
+    @plain_errors()
     def reader(self, schema: StructType) -> DataSourceReader:
-        body_as = _check_schema(self._given, schema)
-        return MQStoreReader(self._given, [field.name for field in schema.fields], body_as)
+        options = self._given.for_batch()
+        body_as = _check_schema(options, schema)
+        return MQStoreReader(options, [field.name for field in schema.fields], body_as)
+
+    def streamReader(self, schema: StructType) -> DataSourceStreamReader:
+        from mqstore.spark.stream import RefusedStream, stream_reader
+
+        try:
+            options = self._given.for_stream()
+            return stream_reader(options, [field.name for field in schema.fields], _check_schema(options, schema))
+        except ConfigError as error:
+            return RefusedStream(error)  # Spark would tell of another error than this
+
+    def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
+        from mqstore.spark.sink import batch_writer
+
+        return batch_writer(self._raw, schema, overwrite)
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> Any:
+        from mqstore.spark.sink import stream_writer
+
+        return stream_writer(self._raw, schema, overwrite)
 
 
 def _columns_of(options: SourceOptions) -> list[str]:
@@ -174,63 +231,23 @@ class MQStoreReader(DataSourceReader):
             if not taken or (by_log and attribute[0] != "store"):
                 yield each
 
+    @plain_errors()
     def partitions(self) -> list[InputPartition]:
         if self._options.view != "messages":
             return [_Partition(number) for number in range(len(stores_of(self._options)))]
-        return [_Partition(slices) for slices in plan(self._options, self._narrowing)]
+        found = survey(self._options, self._narrowing)
+        if {*default_columns()} <= {*self._columns} and sum(each.weight for each in found) > _MUCH:
+            warn_once(_ALL_COLUMNS)
+        return [_Partition(slices) for slices in partitions(found, self._options.min_partitions)]
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
         if partition is None or partition.value is None:
             return
-        if self._options.view != "messages":
-            store = stores_of(self._options)[partition.value]
-            yield view_batch(self._options.view, store, self._options).select(self._columns)
-            return
-        for piece in partition.value:
-            yield from self._read(piece)
-
-    def _read(self, piece: Slice) -> Iterator[Any]:
-        options = self._options
-        policy = Policy(
-            max_rows=options.max_rows_per_batch,
-            max_bytes=options.max_bytes_per_batch,
-            verify=options.verify,
-            on_corrupt=options.on_corrupt,
-        )
-        # Units of delayed messages bear times in place of hashes of tags.
-        narrowed = options.tags is None and not (isinstance(piece, QueueSlice) and piece.topic == SCHEDULE_TOPIC)
-        with (
-            open_store(piece.store) as store,
-            ColumnReader(
-                store,
-                self._columns,
-                tags=self._narrowing.tags if narrowed else options.tags,
-                where=options.filter,
-                keys=options.keys,
-                decompress=options.decompress,
-                body_as=self._body_as,
-                policy=policy,
-                store_id=piece.store.id,
-            ) as reader,
-        ):
-            if isinstance(piece, QueueSlice):
-                batches = reader.queue(piece.topic, piece.queue_id, piece.start, piece.stop)
-            else:
-                batches = reader.log(piece.start, piece.stop, is_wanted(options))
-            for batch in batches:
-                self._check_loss(policy, piece)
-                yield batch
-            self._check_loss(policy, piece)
-
-    def _check_loss(self, policy: Policy, piece: Slice) -> None:
-        if policy.removed and self._options.fail_on_data_loss:
-            if isinstance(piece, LogSlice):
-                what = f"the messages of {policy.removed} segments"
-            else:
-                what = f"{policy.removed} messages of {piece.topic}, queue {piece.queue_id}"
-            raise OffsetOutOfRangeError(
-                f"{piece.store.id}: {what} were planned to be read, but retention has deleted them meanwhile "
-                "(failOnDataLoss=false reads what is left)",
-                piece.start,
-                piece.stop,
+        with plain_errors():
+            if self._options.view != "messages":
+                store = stores_of(self._options)[partition.value]
+                yield view_batch(self._options.view, store, self._options).select(self._columns)
+                return
+            yield from read_slices(
+                self._options, self._columns, self._body_as, partition.value, tags=self._narrowing.tags
             )

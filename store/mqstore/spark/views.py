@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
 
-from mqstore.broker.inspect import group_names, lag_of, pop_view
+from mqstore.broker.inspect import delay_levels, group_names, lag_of, pop_view, timer_view
 from mqstore.broker.parts import open_parts
 from mqstore.layout.consumequeue import is_message
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.scanner import Good, scan_log
 from mqstore.log.store import MessageStore
+from mqstore.spark.columns import ColumnReader
+from mqstore.spark.jobs.verify import verified_ranges
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import StoreName, is_wanted, open_store
+from mqstore.spark.tally import Tally
+from mqstore.spark.tasks import policy_of
 
 __all__ = ["VIEWS", "view_batch"]
 
@@ -124,6 +128,37 @@ def _groups(store: MessageStore, options: SourceOptions) -> Iterator[tuple[Any, 
             )
 
 
+def _delay(store: MessageStore, options: SourceOptions) -> Iterator[tuple[Any, ...]]:
+    """Levels, and a row without one: what waits for a moment of its own."""
+    del options
+    parts = open_parts(store)
+    for level in delay_levels(parts):
+        yield level.level, level.delay_ms, level.offset, level.end, level.waiting, _instant(level.next_due_ms)
+    timer = timer_view(parts)
+    if timer.waiting:
+        yield None, None, None, None, timer.waiting, _instant(timer.next_due_ms)
+
+
+def _traffic(store: MessageStore, options: SourceOptions) -> Iterator[tuple[Any, ...]]:
+    policy = policy_of(replace(options, on_corrupt="fail" if options.on_corrupt == "fail" else "skip"))
+    for ref in _refs(store, options):
+        tally = Tally(options.interval_ms, by_interval=True)
+        with ColumnReader(store, (), policy=policy) as reader:
+            for piece in reader.pieces(*ref, *store.offsets(*ref)):
+                tally.add(piece)
+        for number, messages, size, sizes in tally.rows():
+            start = _instant(number * options.interval_ms)
+            yield *ref, start, messages, size, sizes.percentile(50), sizes.percentile(95), sizes.largest
+
+
+def _verify(store: MessageStore, options: SourceOptions) -> Iterator[tuple[Any, ...]]:
+    del options
+    for result, errors, told in verified_ranges(store):
+        base = result.range.base
+        begin = result.range.low if result.first is None else result.first
+        yield f"{base:020d}", base + begin, base + result.end, result.records, errors, told
+
+
 VIEWS: Final[dict[str, ViewTable]] = {
     "queues": ViewTable(
         {
@@ -169,6 +204,44 @@ VIEWS: Final[dict[str, ViewTable]] = {
             "oldest_store_timestamp": "timestamp",
         },
         _groups,
+    ),
+    "delay": ViewTable(
+        {
+            "store": "string",
+            "level": "int",
+            "delay_ms": "bigint",
+            "delay_offset": "bigint",
+            "max_offset": "bigint",
+            "waiting": "bigint",
+            "next_deliver_timestamp": "timestamp",
+        },
+        _delay,
+    ),
+    "traffic": ViewTable(
+        {
+            "store": "string",
+            "topic": "string",
+            "queue_id": "int",
+            "interval_start": "timestamp",
+            "messages": "bigint",
+            "bytes": "bigint",
+            "size_p50": "bigint",
+            "size_p95": "bigint",
+            "size_max": "bigint",
+        },
+        _traffic,
+    ),
+    "verify": ViewTable(
+        {
+            "store": "string",
+            "file": "string",
+            "first": "bigint",
+            "end": "bigint",
+            "records": "bigint",
+            "errors": "bigint",
+            "first_error": "string",
+        },
+        _verify,
     ),
 }
 """The views by name."""

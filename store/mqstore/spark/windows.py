@@ -89,6 +89,8 @@ class Windows:
             return None
         try:
             length = min(self._fs.size(fd), segment.size)
+            if self._run.limit is not None:  # behind it lies a splice that is not in yet
+                length = min(length, self._run.limit - segment.start)
             first = (start - segment.start) // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
             size = min(end - segment.start, length) - first
             if size <= 0:

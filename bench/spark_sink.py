@@ -1,0 +1,164 @@
+"""What columns save on the way in: rows of a frame as records; a write by Arrow beside one by rows (S8 of the design).
+
+    python -m bench.spark_sink [--rows N] [--rounds N] [--spark]
+
+    encode      in one process: record batches -> records (`Encoder`), beside two loops that take rows one by one
+                pack     values as they are -> properties and header packed: the least that a row writer has to do
+                checked  the same with the checks of a producer's put, which `encode` makes as well
+    write       with --spark: the same frame to a new store, by Arrow writers and by row writers; local[2], all of a
+                job with its commit, the clock on the wall. Goal: at least 1.8 times as fast
+
+Rows as in the measurements behind the design: bodies of 100 to 300 bytes, a tag, a key, one property more. Processor
+time (encode), the best of some rounds in which every side has its turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from mqstore.layout.hosts import LOCAL_HOST
+from mqstore.layout.properties import encode_properties
+from mqstore.layout.record import MAGIC_V1, header_struct, record_bytes
+from mqstore.log.outgoing import user_properties
+from mqstore.spark.encode import Encoder, Rules
+
+_SEED = 20_240_229
+_BATCH = 10_000
+_TOPIC = "topic-0"
+
+
+def batches(rows: int) -> list[pa.RecordBatch]:
+    """The frame, in batches of the size that Spark makes."""
+    source = random.Random(_SEED)
+    made = []
+    for start in range(0, rows, _BATCH):
+        numbers = range(start, min(start + _BATCH, rows))
+        columns = {
+            "body": pa.array([source.randbytes(source.randint(100, 300)) for _ in numbers], pa.binary()),
+            "tags": pa.array(["ABC"[i % 3] for i in numbers]),
+            "keys": pa.array([f"k{i}" for i in numbers]),
+            "properties": pa.array([[("colour", "blue")] for _ in numbers], pa.map_(pa.string(), pa.string())),
+        }
+        made.append(pa.RecordBatch.from_pydict(columns))
+    return made
+
+
+def encode(given: list[pa.RecordBatch]) -> int:
+    encoder = Encoder(Rules(), app="bench", version=0, partition=0, topic=_TOPIC)
+    return sum(len(piece.data) for batch in given for piece in encoder.encode(batch))
+
+
+def by_rows(properties_of: Callable[[str, str, dict[str, str], str], dict[str, str]]) -> Callable[[Any], int]:
+    """A loop that packs each row."""
+    head = header_struct(8, 8)
+    topic = bytes([len(_TOPIC)]) + _TOPIC.encode()
+
+    def run(given: list[pa.RecordBatch]) -> int:
+        done, number, now = 0, 0, time.time_ns() // 1_000_000
+        for batch in given:
+            columns = [column.to_pylist() for column in batch.columns]
+            records = []
+            for body, tag, key, others in zip(*columns, strict=True):
+                stored = encode_properties(properties_of(tag, key, dict(others), f"01{number:032X}"))
+                size = record_bytes(body_bytes=len(body), topic_bytes=len(_TOPIC), properties_bytes=len(stored))
+                start = head.pack(
+                    size, MAGIC_V1, 0, number % 8, 0, 0, 0, 0, now, LOCAL_HOST, 0, LOCAL_HOST, 0, 0, len(body)
+                )
+                records.append(b"".join((start, body, topic, len(stored).to_bytes(2, "big"), stored)))
+                number += 1
+            done += len(b"".join(records))
+        return done
+
+    return run
+
+
+def _plain(tag: str, key: str, others: dict[str, str], unique: str) -> dict[str, str]:
+    return {**others, "KEYS": key, "TAGS": tag, "UNIQ_KEY": unique}
+
+
+SIDES: dict[str, Callable[[list[pa.RecordBatch]], int]] = {
+    "encode": encode,
+    "pack": by_rows(_plain),
+    "checked": by_rows(user_properties),
+}
+
+
+def bench_encode(rows: int, rounds: int) -> None:
+    given = batches(rows)
+    best = dict.fromkeys(SIDES, float("inf"))
+    size = 0
+    for _ in range(rounds):
+        for name, side in SIDES.items():
+            start = time.process_time()
+            made = side(given)
+            best[name] = min(best[name], time.process_time() - start)
+            assert made == size or not size, "the sides made records of different sizes"
+            size = made
+    print(f"\nencode: {rows:,} rows, {size / rows:.0f} bytes a record")
+    for name, seconds in best.items():
+        print(f"  {name:10} {rows / seconds / 1e6:6.2f} M/s {size / seconds / (1 << 20):7.0f} MiB/s")
+    for name in ("pack", "checked"):
+        print(f"  encode / {name}: {best[name] / best['encode']:.1f}")
+
+
+def bench_write(rows: int, rounds: int) -> None:
+    from mqstore.spark import session
+    from mqstore.spark.sink import batch_writer
+    from mqstore.spark.source import MQStoreDataSource
+
+    class ByRows(MQStoreDataSource):
+        @classmethod
+        def name(cls) -> str:
+            return "mqstore_rows"
+
+        def writer(self, schema: Any, overwrite: bool) -> Any:
+            return batch_writer(self._raw, schema, overwrite, arrow=False)
+
+    spark = session("bench", {"spark.master": "local[2]", "spark.driver.memory": "2g"})
+    spark.dataSource.register(ByRows)
+    with tempfile.TemporaryDirectory() as folder:
+        parquet = f"{folder}/frame.parquet"
+        spark.range(0, rows, 1, 2).selectExpr(
+            "unhex(repeat(sha1(cast(id as string)), 5 + cast(id % 10 as int))) as body",
+            "element_at(array('A', 'B', 'C'), cast(id % 3 as int) + 1) as tags",
+            "concat('k', id) as keys",
+            "map('colour', 'blue') as properties",
+        ).write.parquet(parquet)
+        frame = spark.read.parquet(parquet)
+        best = dict.fromkeys(("mqstore", "mqstore_rows"), float("inf"))
+        for _ in range(rounds + 1):  # the first is for warming up
+            for name in best:
+                target = Path(folder) / "target"
+                start = time.perf_counter()
+                frame.write.format(name).mode("append").option("topic", _TOPIC).save(str(target))
+                best[name] = min(best[name], time.perf_counter() - start)
+                shutil.rmtree(target)
+        print(f"\nwrite: {rows:,} rows to a new store, local[2]")
+        for name, seconds in best.items():
+            print(f"  {name:14} {seconds:6.2f} s {rows / seconds / 1e6:6.2f} M/s")
+        print(f"  Arrow / rows: {best['mqstore_rows'] / best['mqstore']:.2f}")
+    spark.stop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=300_000)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--spark", action="store_true", help="the write inside Spark as well")
+    given = parser.parse_args()
+    bench_encode(given.rows, given.rounds)
+    if given.spark:
+        bench_write(given.rows, given.rounds)
+
+
+if __name__ == "__main__":
+    main()

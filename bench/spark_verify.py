@@ -1,0 +1,88 @@
+"""What tasks save when stores are checked and rebuilt: two of Spark's beside one process (S12, S13 of the design).
+
+    python -m bench.spark_verify [--messages N] [--rounds N] [--without-spark]
+
+One store on a warm page cache, as in the measurements behind the design: four topics of four queues, interleaved,
+bodies of 100 to 300 bytes, three properties. Seconds, the best of some rounds in which every side has its turn, after
+one that does not count. Every side does the whole of it:
+
+    verify    `MessageStore.verify`; `verify(None)`, the tasks one after the other here; `verify(spark)` on local[2]
+    rebuild   queues and index into a directory of their own: `rebuild(None)` and `rebuild(spark)`
+
+Goals: verify with two tasks at least 1.6 times one process, rebuild 1.5 times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench.spark_columns import make
+from mqstore import MessageStore
+from mqstore.spark import rebuild, session, verify
+
+_CONF = {
+    "spark.master": "local[2]",
+    "spark.ui.enabled": "false",
+    "spark.driver.memory": "1g",
+    "spark.python.unix.domain.socket.enabled": "true",
+}
+
+
+def one_process(path: Path) -> None:
+    with MessageStore(path, "r") as store:
+        assert not list(store.verify())
+
+
+def checked(spark: Any, path: Path) -> None:
+    assert verify(spark, path).ok
+
+
+def built(spark: Any, path: Path) -> None:
+    dest = path.with_name("built")
+    rebuild(spark, path, dest=dest)
+    shutil.rmtree(dest)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--messages", type=int, default=3_000_000)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--without-spark", action="store_true", help="only the sides of one process")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "s"
+        make(path, given.messages)
+        spark = None if given.without_spark else session("bench", _CONF)
+        sides: dict[str, Callable[[], None]] = {
+            "verify, one process": lambda: one_process(path),
+            "verify, tasks one by one": lambda: checked(None, path),
+            "rebuild, tasks one by one": lambda: built(None, path),
+        }
+        if spark is not None:
+            sides["verify, two tasks"] = lambda: checked(spark, path)
+            sides["rebuild, two tasks"] = lambda: built(spark, path)
+        best = dict.fromkeys(sides, float("inf"))
+        for number in range(given.rounds + 1):
+            for name, side in sides.items():
+                start = time.perf_counter()
+                side()
+                if number:
+                    best[name] = min(best[name], time.perf_counter() - start)
+        size = sum(file.stat().st_size for file in (path / "commitlog").iterdir())
+        print(f"{given.messages:,} messages, {size >> 20} MiB of segments")
+        for name, seconds in best.items():
+            print(f"  {name:26} {seconds:6.2f} s  {size / seconds / (1 << 20):5.0f} MiB/s")
+        if spark is not None:
+            print(f"  S12 verify: {best['verify, one process'] / best['verify, two tasks']:.2f}")
+            print(f"  S13 rebuild: {best['rebuild, tasks one by one'] / best['rebuild, two tasks']:.2f}")
+            spark.stop()
+
+
+if __name__ == "__main__":
+    main()

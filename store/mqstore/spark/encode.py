@@ -1,0 +1,731 @@
+"""Rows of a frame as records of a store, adjacent and finished but for their place (spark.md A7, B6; store-format 2).
+
+    column            what becomes of it
+    topic             the record's; distinct names are checked once a batch
+    queue_id          the queue, else that of the message group `sharding_key`, else by turns
+    keys, tags, unique_key, sharding_key, properties      properties, in the order in which a producer's put has them
+    delay_level, deliver_time, delay_seconds              the record goes to where the engine keeps what waits
+    body, flag, born_timestamp                            the record's
+
+queueOffset, physicalOffset, storeTimestamp and the checksum are 0: whoever splices a shard into a log knows them.
+
+A batch is turned into arrays of pieces (header, body, topic, each property), and Arrow joins them row by row, which
+makes the records lie side by side in one buffer: no Python object a row. A row is taken in hand by itself only if it is
+odd: its text holds something else than printable ASCII, it is delayed, or it brings reserved properties. That last way
+shares its rules with the engine: `routed`, `timer_route`, `encode_properties`.
+
+Whatever the rows are, their records are right or there are none: every rule of a put is applied before the first byte
+is handed out, and an error names row, column, value and what to do. Knows no Spark, no file, no store.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple, NoReturn, cast
+
+import numpy as np
+import numpy.typing as npt
+
+try:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+except ImportError as error:  # pragma: no cover
+    raise ImportError("writing columns needs pyarrow: pip install 'mqstore[spark]', or pyarrow alone") from error
+
+from mqstore.broker.names import SCHEDULE_TOPIC, check_user_topic
+from mqstore.broker.selection import GroupHash, group_queue, jump_hash_many
+from mqstore.broker.timerroute import timer_route
+from mqstore.clock import SYSTEM_CLOCK, Clock
+from mqstore.errors import InvalidMessageError, MQStoreError
+from mqstore.layout.hosts import LOCAL_HOST
+from mqstore.layout.javahash import java_hash_many
+from mqstore.layout.properties import (
+    CRC32,
+    DELAY,
+    INNER_BASE,
+    INNER_NUM,
+    KEYS,
+    MAX_PROPERTIES_BYTES,
+    REAL_QID,
+    REAL_TOPIC,
+    RESERVED,
+    SHARDINGKEY,
+    TAGS,
+    TIMER_DELAY_MS,
+    TIMER_DELAY_SEC,
+    TIMER_DELIVER_MS,
+    TRANSIENT_PREFIX,
+    UNIQ_KEY,
+    encode_properties,
+)
+from mqstore.layout.record import (
+    BODY_AT_V4,
+    MAGIC_V1,
+    MAGIC_V2,
+    MAX_TOPIC_BYTES_V1,
+    unreadable_number,
+)
+from mqstore.log.commitlog import ALLOWANCE
+from mqstore.log.outgoing import MAX_MESSAGE_GROUP, checked_text
+from mqstore.options import DEFAULT_DELAY_LEVELS, StoreConfig, delay_table_ms, seconds
+from mqstore.spark.inputs import INPUTS, check_columns, sql_type
+
+__all__ = ["Encoded", "Encoder", "Rules", "TopicRule", "derived_prefix"]
+
+_Int64s = npt.NDArray[np.int64]
+_Int32s = npt.NDArray[np.int32]
+_Bools = npt.NDArray[np.bool_]
+
+_DEFAULTS: Final = StoreConfig()
+_SLICE_ROWS = 16_384
+_SLICE_BYTES = 64 << 20
+"""Of bodies. Arrow counts the bytes of an array in 32 bits, and a slice is in memory three times on its way."""
+
+
+# -- what the target demands -------------------------------------------------------------------------------------------
+
+
+class TopicRule(NamedTuple):
+    """A topic that is there: queues to choose among, queues that a row may name, and why nobody may write to it."""
+
+    write_queues: int
+    queues: int
+    refused: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What the target's store takes. Plain values: made once where a job is planned, and sent to its tasks."""
+
+    topics: Mapping[str, TopicRule] = field(default_factory=dict)
+    new_queues: int = 8
+    """Queues of a topic that is not there."""
+    group_hash: GroupHash = "jump"
+    levels: int = len(delay_table_ms(DEFAULT_DELAY_LEVELS))
+    max_delay_ms: int = int(seconds(_DEFAULTS.max_delay, "max_delay") * 1000)
+    max_body_bytes: int = _DEFAULTS.max_message_size
+    max_record_bytes: int = _DEFAULTS.max_message_size + ALLOWANCE
+
+    def topic(self, name: str) -> TopicRule:
+        """What holds for a topic. InvalidMessageError, NotPermittedError for one that rows may not go to."""
+        known = self.topics.get(name)
+        if known is None:
+            check_user_topic(name)
+            return TopicRule(self.new_queues, self.new_queues)
+        if known.refused:
+            raise InvalidMessageError(known.refused, "topic")
+        return known
+
+
+class Encoded(NamedTuple):
+    """Records of some rows, in their order."""
+
+    data: memoryview
+    """Adjacent records."""
+    sizes: _Int64s
+    """Bytes of each."""
+    queues: dict[tuple[str, int], int]
+    """(topic, queue id) -> records."""
+    topics: tuple[str, ...]
+    """Where they go at once or, if they wait, in the end; topics of the engine included."""
+
+    @property
+    def records(self) -> int:
+        return len(self.sizes)
+
+
+# -- identity ----------------------------------------------------------------------------------------------------------
+
+_HEX: Final = np.frombuffer(b"0123456789ABCDEF", np.uint8)
+_ROW_DIGITS: Final = 10
+
+
+def _digest(app: str, version: int, partition: int) -> bytes:
+    return hashlib.blake2b(f"{app}\0{version}\0{partition}".encode(), digest_size=16).digest()
+
+
+def derived_prefix(app: str, version: int, partition: int) -> str:
+    """The first 24 of the 34 digits of a derived unique key: "01", as keys of 5.x clients begin, and a hash. The rest
+    is the number of the row."""
+    return "01" + _digest(app, version, partition).hex().upper()[: 34 - 2 - _ROW_DIGITS]
+
+
+# -- arrays of bytes ---------------------------------------------------------------------------------------------------
+
+
+def _flat(values: Any) -> tuple[npt.NDArray[np.uint8], _Int32s]:
+    """The bytes of a string or binary array and where its values begin in them, one edge more than values."""
+    _, edges, data = values.buffers()
+    if not len(values):
+        return np.zeros(0, np.uint8), np.zeros(1, np.int32)
+    found = np.frombuffer(edges, np.int32, len(values) + 1, values.offset * 4)
+    bytes_ = np.zeros(0, np.uint8) if data is None else np.frombuffer(data, np.uint8)
+    return bytes_[found[0] : found[-1]], found - found[0]
+
+
+def _sizes(values: Any) -> _Int64s:
+    """Bytes of each value; of a null none."""
+    sizes = np.diff(_flat(values)[1]).astype(np.int64)
+    if values.null_count:
+        sizes[_nulls(values)] = 0
+    return sizes
+
+
+def _nulls(values: Any) -> _Bools:
+    found: _Bools = values.is_null().to_numpy(zero_copy_only=False)
+    return found
+
+
+def _fixed(rows: npt.NDArray[Any]) -> Any:
+    """A C-contiguous array, one row a value, as binary."""
+    count = len(rows)
+    edges = np.arange(count + 1, dtype=np.int32) * (rows.nbytes // max(1, count))
+    return pa.Array.from_buffers(pa.binary(), count, [None, pa.py_buffer(edges), pa.py_buffer(rows)])
+
+
+def _small(values: Any) -> Any:
+    """The array with offsets of 32 bits, where Spark was told to use 64."""
+    kind = values.type
+    if pa.types.is_large_string(kind):
+        return values.cast(pa.string())
+    if pa.types.is_large_binary(kind):
+        return values.cast(pa.binary())
+    return values
+
+
+def _odd_rows(values: Any, forbidden: bytes) -> list[int]:
+    """The values that a person should look at: empty, beginning with a blank, or with something in them that is no
+    printable ASCII or is forbidden. All others are good text."""
+    data, edges = _flat(values)
+    size = np.diff(edges)
+    suspect = (data - np.uint8(0x20)) > 0x5E  # wraps: below the blank is far above
+    for byte in forbidden:
+        suspect |= data == byte
+    rows: set[int] = set(np.flatnonzero(size == 0).tolist())
+    if suspect.any():
+        rows.update(np.unique(np.searchsorted(edges, np.flatnonzero(suspect), "right") - 1).tolist())
+    full = np.flatnonzero(size)
+    rows.update(full[data[edges[full]] == 0x20].tolist())
+    if values.null_count:
+        rows.difference_update(np.flatnonzero(_nulls(values)).tolist())
+    return sorted(rows)
+
+
+# -- the encoder -------------------------------------------------------------------------------------------------------
+
+_HEADER: Final = np.dtype(
+    [
+        ("total_size", ">i4"), ("magic", ">i4"), ("checksum", ">i4"), ("queue_id", ">i4"), ("flag", ">i4"),
+        ("queue_offset", ">i8"), ("physical_offset", ">i8"), ("sys_flag", ">i4"), ("born_ms", ">i8"),
+        ("born_host", "V8"), ("store_ms", ">i8"), ("store_host", "V8"), ("reconsume_times", ">i4"),
+        ("prepared_offset", ">i8"), ("body_size", ">i4"),
+    ]
+)  # fmt: skip
+assert _HEADER.itemsize == BODY_AT_V4
+
+# As scalars of Arrow: from bytes it would find out the type each time, for which it looks for modules on disk.
+_NAME_END, _PAIR_END, _NOTHING = (pa.scalar(each, pa.binary()) for each in (b"\x01", b"\x02", b""))
+
+_HOW: Final[Mapping[str, tuple[str, str, str]]] = {
+    # column: field of the engine's rule, characters that it forbids, the rule
+    "tags": ("tags", "|", "a tag is a text without '|', and not blank"),
+    "keys": ("keys", "", "keys are texts with a blank between them, and not blank"),
+    "unique_key": ("unique_key", "", "a text, and not blank"),
+    "sharding_key": ("sharding_key", "", "a message group is a text, and not blank"),
+    "topic": ("topic", "", "a topic is a text, and not blank"),
+}
+_MADE_FOR: Final = {each.property: name for name, each in INPUTS.items() if each.property is not None} | {
+    TIMER_DELAY_SEC: "delay_seconds"
+}
+_RESERVED: Final = pa.array(sorted(RESERVED))
+_TAKEN_APART: Final = pa.array(
+    [DELAY, TIMER_DELIVER_MS, TIMER_DELAY_MS, TIMER_DELAY_SEC, CRC32, INNER_NUM, INNER_BASE], pa.string()
+)
+"""Properties that say where a record goes, or that a record may not have as they come."""
+_TIMER_NAMES: Final = (TIMER_DELIVER_MS, TIMER_DELAY_MS, TIMER_DELAY_SEC)
+
+
+class Encoder:
+    """Encodes the rows of one task, batch by batch. It counts them: the same rows in the same order, for the same
+    (app, version, partition), give the same queues and unique keys."""
+
+    def __init__(
+        self,
+        rules: Rules,
+        *,
+        app: str,
+        version: int,
+        partition: int,
+        topic: str | None = None,
+        validate: bool = True,
+        max_rows: int | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        """`topic` wins over the column. Without `validate`, properties may bear reserved names, as copies do. No piece
+        that is handed out has more than `max_rows` rows."""
+        self.rules = rules
+        self.partition = partition
+        self.row = 0
+        """Rows that were encoded so far."""
+        self._topic = topic
+        self._validate = validate
+        self._max_rows = min(max_rows or _SLICE_ROWS, _SLICE_ROWS)
+        self._clock = clock
+        self._prefix = np.frombuffer(derived_prefix(app, version, partition).encode(), np.uint8)
+        self._first_turn = int.from_bytes(_digest(app, version, partition)[-4:], "big")
+        self._turns: Counter[str] = Counter()
+
+    def encode(self, batch: Any) -> Iterator[Encoded]:
+        """The records of a RecordBatch, in pieces. ConfigError for its columns, InvalidMessageError for a row; then
+        nothing of the piece that the row belongs to is handed out."""
+        check_columns({each.name: sql_type(each.type) for each in batch.schema}, topic=self._topic)
+        columns = {each.name: _small(batch.column(i)) for i, each in enumerate(batch.schema)}
+        start = 0
+        ends = np.cumsum(_sizes(columns["body"]))
+        while start < len(batch):
+            before = int(ends[start - 1]) if start else 0
+            stop = min(start + self._max_rows, int(np.searchsorted(ends, before + _SLICE_BYTES, "right")))
+            stop = min(max(stop, start + 1), len(batch))
+            rows = stop - start
+            yield _Slice(self, {name: each.slice(start, rows) for name, each in columns.items()}, rows).encode()
+            self.row += rows
+            start = stop
+
+    def turns(self, topic: str, count: int) -> _Int64s:
+        """The next `count` numbers to take turns by. A counter for each topic: with one for all, rows that alternate
+        between two topics would fill half of the queues."""
+        first = self._first_turn + self._turns[topic]
+        self._turns[topic] += count
+        return np.arange(first, first + count, dtype=np.int64)
+
+
+class _Slice:
+    """Some rows on their way to records."""
+
+    def __init__(self, encoder: Encoder, columns: Mapping[str, Any], rows: int) -> None:
+        self._encoder = encoder
+        self._rules = encoder.rules
+        self._validate = encoder._validate
+        self._columns = columns
+        self._rows = rows
+        self._now_ms = encoder._clock.now_ms()
+        self._codes: dict[str, int] = {}
+        """Topic -> number that rows have for it, in the order in which they come up."""
+
+    def encode(self) -> Encoded:
+        body = self._body()
+        topics = self._topics()
+        groups = self._text("sharding_key")
+        queues = self._queues(topics, groups)
+        parts, sizes = self._properties(topics, queues, groups)
+        names = [name.encode() for name in self._codes]
+        header = self._header(names, topics, queues, _sizes(body), sizes)
+        heads = [_topic_piece(name) for name in names]
+        topic = pa.scalar(heads[0], pa.binary()) if len(heads) == 1 else pa.array(heads, pa.binary()).take(topics)
+        joined = pc.binary_join_element_wise(_fixed(header), body, topic, _fixed(sizes.astype(">i2")), *parts, _NOTHING)
+        data, edges = _flat(joined)
+        total = header["total_size"]
+        assert np.array_equal(np.diff(edges), total), "a record is not as long as it says"
+        return Encoded(memoryview(data.data), total.astype(np.int64), self._counted(topics, queues), tuple(self._codes))
+
+    def _properties(self, topics: _Int32s, queues: _Int64s, groups: Any) -> tuple[list[Any], _Int64s]:
+        """What stands in each row behind the lengths of its properties, in pieces that are to be joined, and how many
+        bytes these take together. Rows that wait are given the topic and queue where they do."""
+        entries = self._entries()
+        found = {
+            KEYS: self._keys(),
+            TAGS: self._text("tags"),
+            UNIQ_KEY: self._unique(entries),
+            SHARDINGKEY: groups,
+        }
+        texts = {name: values for name, values in found.items() if values is not None}
+        parts = [] if entries is None else [entries.bytes]
+        parts += [_property(name, values) for name, values in texts.items()]
+        odd = self._odd(entries)
+        if len(odd):
+            parts = self._route(odd, parts, topics, queues, entries, texts)
+        sizes = np.zeros(self._rows, np.int64)
+        for part in parts:
+            sizes += _sizes(part)
+        self._refuse_first(sizes > MAX_PROPERTIES_BYTES, "properties", lambda i: f"{sizes[i]} bytes", _LONG)
+        return parts, sizes
+
+    def _header(
+        self, names: list[bytes], topics: _Int32s, queues: _Int64s, body_sizes: _Int64s, sizes: _Int64s
+    ) -> npt.NDArray[np.void]:
+        """All before the body. `sizes`: of the properties."""
+        topic_sizes = np.array([len(_topic_piece(name)) for name in names], np.int64)[topics]
+        total = BODY_AT_V4 + body_sizes + topic_sizes + 2 + sizes
+        limit = self._rules.max_record_bytes
+        self._refuse_first(
+            total > limit, "body", lambda i: f"{total[i]} bytes with topic and properties", _large(limit)
+        )
+        header = np.zeros(self._rows, _HEADER)
+        header["total_size"] = total
+        header["magic"] = np.array([_magic(name) for name in names], np.int64)[topics]
+        header["queue_id"] = queues
+        header["flag"] = self._numbers("flag", 0)
+        header["born_ms"] = self._times("born_timestamp", self._now_ms, up=False)
+        header["born_host"] = header["store_host"] = np.void(LOCAL_HOST)
+        header["body_size"] = body_sizes
+        return header
+
+    # -- errors ------------------------------------------------------------------------------------------------------
+
+    def _refuse(self, row: int, column: str, value: str, rule: str) -> NoReturn:
+        where = f"row {self._encoder.row + row} of partition {self._encoder.partition}, column {column!r}"
+        raise InvalidMessageError(": ".join(filter(None, (where, value, rule))), column)
+
+    def _refuse_first(self, wrong: _Bools, column: str, value: Callable[[int], str], rule: str) -> None:
+        if wrong.any():
+            row = int(np.argmax(wrong))
+            self._refuse(row, column, value(row), rule)
+
+    def _judged(self, row: int, column: str, judge: Callable[[], Any]) -> Any:
+        """What `judge` returns; if it refuses, say which row that is of."""
+        try:
+            return judge()
+        except MQStoreError as error:
+            said = str(error)
+            self._refuse(row, column, "", said if len(said) < 500 else f"{said[:300]} ... {said[-150:]}")
+
+    def _check(self, values: Any, column: str, row_of: Callable[[int], int] | None = None) -> None:
+        """Refuse the first value that is no good text, by the rule of `_HOW`."""
+        name, forbidden, rule = _HOW.get(column, (column, "", "names and values are texts, and not blank"))
+        for i in _odd_rows(values, forbidden.encode()):
+            row = row_of(i) if row_of is not None else i
+            try:
+                value = values[i].as_py()
+            except UnicodeDecodeError:
+                stored = values.slice(i, 1).cast(pa.binary())[0].as_py()
+                self._refuse(row, column, f"{stored[:40]!r}", "it is not UTF-8; decode it with a charset of its own")
+            if self._validate:
+                self._judged(row, column, lambda value=value: checked_text(value, name, forbidden, rule))  # type: ignore[misc]
+            elif not value or "\x01" in value or "\x02" in value:
+                self._refuse(row, column, f"{value[:40]!r}", "it is empty, or holds a separator (0x01 or 0x02)")
+
+    # -- columns -----------------------------------------------------------------------------------------------------
+
+    def _body(self) -> Any:
+        body = self._columns["body"].cast(pa.binary())
+        if body.null_count:
+            self._refuse_first(_nulls(body), "body", lambda _: "null", "a message has a body, which may be empty")
+        limit = self._rules.max_body_bytes
+        sizes = _sizes(body)
+        self._refuse_first(sizes > limit, "body", lambda i: f"{sizes[i]} bytes", _large(limit))
+        return body
+
+    def _topics(self) -> _Int32s:
+        """The number of each row's topic."""
+        if self._encoder._topic is not None:
+            self._topic_rule(0, self._encoder._topic)
+            return np.zeros(self._rows, np.int32)
+        column = self._columns["topic"]
+        if column.null_count:
+            self._refuse_first(_nulls(column), "topic", lambda _: "null", "give each row a topic, or option topic")
+        self._check(column, "topic")
+        coded = column.dictionary_encode()
+        numbers: _Int32s = coded.indices.to_numpy().astype(np.int32)
+        for number, name in enumerate(coded.dictionary.to_pylist()):
+            self._topic_rule(int(np.argmax(numbers == number)), name)
+        return numbers
+
+    def _topic_rule(self, row: int, name: str) -> None:
+        self._judged(row, "topic", lambda: self._rules.topic(name))
+        self._codes[name] = len(self._codes)
+
+    def _queues(self, topics: _Int32s, keys: Any) -> _Int64s:
+        rules = [self._rules.topic(name) for name in self._codes]
+        queues = np.full(self._rows, -1, np.int64)
+        given = self._columns.get("queue_id")
+        if given is not None:
+            present = ~_nulls(given)
+            queues[present] = given.drop_null().to_numpy()
+            bound = np.array([rule.queues for rule in rules], np.int64)[topics]
+            wrong = present & ((queues < 0) | (queues >= bound))
+            if wrong.any():
+                row = int(np.argmax(wrong))
+                self._refuse(row, "queue_id", str(queues[row]), f"the queues of its topic are 0 to {bound[row] - 1}")
+        write = np.array([rule.write_queues for rule in rules], np.int64)[topics]
+        if keys is not None:
+            self._check_groups(keys)
+            rows = np.flatnonzero((queues < 0) & ~_nulls(keys))
+            if len(rows):
+                queues[rows] = self._group_queues(keys.take(pa.array(rows)), write[rows])
+        free = np.flatnonzero(queues < 0)
+        for number, name in enumerate(self._codes):
+            mine = free[topics[free] == number] if len(self._codes) > 1 else free
+            queues[mine] = self._encoder.turns(name, len(mine)) % write[mine]
+        return queues
+
+    def _check_groups(self, keys: Any) -> None:
+        sizes = _sizes(keys)
+        self._refuse_first(
+            sizes > MAX_MESSAGE_GROUP,
+            "sharding_key",
+            lambda i: f"{sizes[i]} bytes",
+            f"a message group takes {MAX_MESSAGE_GROUP} at most; hash longer ones: md5(sharding_key)",
+        )
+
+    def _group_queues(self, keys: Any, write: _Int64s) -> _Int64s:
+        if self._rules.group_hash != "jump":
+            pairs = zip(keys.to_pylist(), write.tolist(), strict=True)
+            return np.array([group_queue(key, count, self._rules.group_hash) for key, count in pairs], np.int64)
+        data, edges = _flat(keys)
+        return jump_hash_many(java_hash_many(data, edges[:-1], np.diff(edges)), write)
+
+    def _text(self, name: str) -> Any:
+        """A column of text, checked; None if there is none."""
+        values = self._columns.get(name)
+        if values is None or values.null_count == len(values):
+            return None
+        self._check(values, name)
+        return values
+
+    def _keys(self) -> Any:
+        values = self._columns.get("keys")
+        if values is None or pa.types.is_string(values.type):
+            return self._text("keys")
+        edges = values.offsets.to_numpy()
+        words = _small(values.values).slice(edges[0], edges[-1] - edges[0])
+
+        def row_of(i: int) -> int:
+            return int(np.searchsorted(edges, i + edges[0], "right")) - 1
+
+        if words.null_count:
+            self._refuse(row_of(int(np.argmax(_nulls(words)))), "keys", "null", "leave it out of the array: filter()")
+        self._check(words, "keys", row_of)
+        data, _ = _flat(words)
+        if self._validate and (data == 0x20).any():
+            i = int(np.argmax(pc.match_substring(words, " ").to_numpy(zero_copy_only=False)))
+            self._refuse(row_of(i), "keys", repr(words[i].as_py()[:40]), "a key of an array has no blanks")
+        joined = pc.binary_join(values.cast(pa.list_(pa.string())), " ")
+        empty = _sizes(joined) == 0
+        return pc.if_else(pa.array(empty), pa.scalar(None, pa.string()), joined) if empty.any() else joined
+
+    def _unique(self, entries: _Entries | None) -> Any:
+        """The column, with derived keys in its gaps."""
+        given = self._text("unique_key")
+        if given is not None and not given.null_count:
+            return given
+        rows = self._rows
+        digits = np.empty((rows, 34), np.uint8)
+        digits[:, : 34 - _ROW_DIGITS] = self._encoder._prefix
+        number = np.arange(self._encoder.row, self._encoder.row + rows, dtype=np.int64)
+        for place in range(_ROW_DIGITS):
+            digits[:, 33 - place] = _HEX[number >> 4 * place & 15]
+        derived = _fixed(digits).cast(pa.string())
+        if entries is not None and not self._validate:
+            brought = entries.has(pa.array([UNIQ_KEY]))
+            if brought.any():
+                derived = pc.if_else(pa.array(brought), pa.scalar(None, pa.string()), derived)
+        return derived if given is None else pc.coalesce(given, derived)
+
+    def _entries(self) -> _Entries | None:
+        column = self._columns.get("properties")
+        if column is None or column.null_count == len(column):
+            return None
+        if column.null_count and np.diff(column.offsets.to_numpy())[_nulls(column)].any():
+            column = pa.array(column.to_pylist(), column.type)  # a null map that has entries all the same
+        entries = _Entries(column)
+        for values in (entries.names, entries.values):
+            self._check(values, "properties", entries.row_of)
+        if self._validate:
+            reserved = pc.or_(pc.is_in(entries.names, _RESERVED), pc.starts_with(entries.names, TRANSIENT_PREFIX))
+            wrong = reserved.to_numpy(zero_copy_only=False)
+            if wrong.any():
+                i = int(np.argmax(wrong))
+                name = entries.names[i].as_py()
+                made = _MADE_FOR.get(name)
+                use = f"use column {made!r}" if made else "it is the engine's"
+                self._refuse(
+                    entries.row_of(i), "properties", repr(name), f"the name is reserved; {use}, or validate=false"
+                )
+        return entries
+
+    def _numbers(self, name: str, default: int) -> _Int64s:
+        values = self._columns.get(name)
+        if values is None:
+            return np.full(self._rows, default, np.int64)
+        found: _Int64s = values.cast(pa.int64()).fill_null(default).to_numpy()
+        return found
+
+    def _times(self, name: str, default_ms: int, *, up: bool) -> _Int64s:
+        """A column of times in ms: the one that a time lies in, or with `up` the first that is not before it."""
+        values = self._columns.get(name)
+        if values is None:
+            return np.full(self._rows, default_ms, np.int64)
+        unit = values.type.unit
+        raw = values.cast(pa.timestamp(unit)).cast(pa.int64()).fill_null(0).to_numpy()
+        if unit == "s":
+            times = raw * 1000
+        else:
+            step = {"ms": 1, "us": 1000, "ns": 1_000_000}[unit]
+            times = -(-raw // step) if up else raw // step
+        nulls = _nulls(values)
+        return cast(_Int64s, np.where(nulls, default_ms, times))
+
+    # -- odd rows ----------------------------------------------------------------------------------------------------
+
+    def _odd(self, entries: _Entries | None) -> npt.NDArray[np.intp]:
+        """Rows that are delayed, or whose properties have to be taken apart. Refuses two delays in a row."""
+        odd = np.zeros(self._rows, np.bool_)
+        several = np.zeros(self._rows, np.int64)
+        for name in ("delay_level", "deliver_time", "delay_seconds"):
+            if name in self._columns:
+                several += ~_nulls(self._columns[name])
+        self._refuse_first(
+            several > 1, "delay_level", lambda _: "not alone", "of delay_level, deliver_time, delay_seconds only one"
+        )
+        for name in ("delay_level", "delay_seconds"):
+            numbers = self._numbers(name, 0)
+            if (numbers < 0).any():
+                row = int(np.argmax(numbers < 0))
+                self._refuse(row, name, str(numbers[row]), "it is negative; 0 is no delay")
+            odd |= numbers > 0
+        if "deliver_time" in self._columns:
+            odd |= ~_nulls(self._columns["deliver_time"])
+        if entries is not None and not self._validate:
+            odd |= entries.has(_TAKEN_APART)
+            for name, each in INPUTS.items():
+                if each.property is not None and name in self._columns:
+                    odd |= entries.has(pa.array([each.property]))
+        return np.flatnonzero(odd)
+
+    def _route(
+        self,
+        odd: npt.NDArray[np.intp],
+        parts: list[Any],
+        topics: _Int32s,
+        queues: _Int64s,
+        entries: _Entries | None,
+        texts: Mapping[str, Any],
+    ) -> list[Any]:
+        """Give the odd rows the place and the properties that a put would give them. `topics` and `queues` are changed;
+        the properties become the first of the parts."""
+        names = list(self._codes)
+        levels, waits = self._numbers("delay_level", 0), self._numbers("delay_seconds", 0)
+        moments = self._times("deliver_time", -1, up=True)
+        timed = ~_nulls(self._columns["deliver_time"]) if "deliver_time" in self._columns else None
+        replaced: list[bytes] = []
+        for row in odd.tolist():
+            stored = entries.of(row) if entries is not None else {}
+            for name, values in texts.items():
+                value = values[row].as_py()
+                if value is not None:
+                    stored[name] = value
+            stored.pop(CRC32, None)
+            if levels[row]:
+                stored[DELAY] = str(levels[row])
+            elif waits[row]:
+                stored[TIMER_DELAY_SEC] = str(waits[row])
+            elif timed is not None and timed[row]:
+                stored[TIMER_DELIVER_MS] = str(moments[row])
+            topic, queue_id, stored = self._judged(
+                row,
+                self._delayed_by(row),
+                lambda row=row, stored=stored: self._routed(names[topics[row]], int(queues[row]), stored),  # type: ignore[misc]
+            )
+            replaced.append(self._judged(row, "properties", lambda stored=stored: encode_properties(stored)))  # type: ignore[misc]
+            wrong = unreadable_number(topic.encode(), replaced[-1])
+            if wrong:
+                self._refuse(row, "properties", "", wrong)
+            topics[row] = self._codes.setdefault(topic, len(self._codes))
+            queues[row] = queue_id
+        mask = np.zeros(self._rows, np.bool_)
+        mask[odd] = True
+        cleared = [pc.if_else(pa.array(mask), _NOTHING, part) for part in parts]
+        whole = pc.replace_with_mask(cleared[0], pa.array(mask), pa.array(replaced, pa.binary()))
+        return [whole, *cleared[1:]]
+
+    def _delayed_by(self, row: int) -> str:
+        for name in ("delay_level", "deliver_time", "delay_seconds"):
+            if name in self._columns and self._columns[name][row].is_valid:
+                return name
+        return "properties"
+
+    def _routed(self, topic: str, queue_id: int, properties: dict[str, str]) -> tuple[str, int, dict[str, str]]:
+        """Where a record with these properties goes now: as `Road.route` has it (broker-semantics 4.2, 5.2)."""
+        level = properties.get(DELAY, "")
+        number = int(level) if level.lstrip("+-").isdigit() and level.isascii() else 0
+        if number > 0:
+            number = min(number, self._rules.levels)
+            stored = {name: value for name, value in properties.items() if name not in _TIMER_NAMES}
+            stored |= {DELAY: str(number), REAL_TOPIC: topic, REAL_QID: str(queue_id)}
+            return SCHEDULE_TOPIC, number - 1, stored
+        if any(name in properties for name in _TIMER_NAMES):
+            timed = timer_route(topic, queue_id, properties, self._now_ms, max_delay_ms=self._rules.max_delay_ms)
+            if timed is not None:
+                return timed
+        return topic, queue_id, properties
+
+    def _counted(self, topics: _Int32s, queues: _Int64s) -> dict[tuple[str, int], int]:
+        names = list(self._codes)
+        pairs, counts = np.unique(topics.astype(np.int64) << 32 | queues, return_counts=True)
+        return {
+            (names[pair >> 32], pair & 0xFFFF_FFFF): number
+            for pair, number in zip(pairs.tolist(), counts.tolist(), strict=True)
+        }
+
+
+class _Entries:
+    """The entries of a column of maps, side by side, and the stored properties that they make."""
+
+    def __init__(self, column: Any) -> None:
+        self._edges = column.offsets.to_numpy()
+        first, size = int(self._edges[0]), int(self._edges[-1] - self._edges[0])
+        self._edges = self._edges - first
+        self.names = _small(column.keys).slice(first, size)
+        self.values = _small(column.items).slice(first, size)
+
+    @property
+    def bytes(self) -> Any:
+        """A value a row. Entries lie side by side, so the end of one row's is the beginning of the next one's."""
+        names, values = self.names.cast(pa.binary()), self.values.cast(pa.binary())
+        pieces = pc.binary_join_element_wise(names, _NAME_END, values, _PAIR_END, _NOTHING)
+        if pieces.null_count:
+            pieces = pieces.fill_null(_NOTHING)
+        data, edges = _flat(pieces)
+        ends = np.ascontiguousarray(edges[self._edges], np.int32)
+        count = len(self._edges) - 1
+        return pa.Array.from_buffers(pa.binary(), count, [None, pa.py_buffer(ends), pa.py_buffer(data)])
+
+    def row_of(self, entry: int) -> int:
+        return int(np.searchsorted(self._edges, entry, "right")) - 1
+
+    def of(self, row: int) -> dict[str, str]:
+        start, stop = int(self._edges[row]), int(self._edges[row + 1])
+        names, values = self.names.slice(start, stop - start), self.values.slice(start, stop - start)
+        pairs = zip(names.to_pylist(), values.to_pylist(), strict=True)
+        return {name: value for name, value in pairs if value is not None}
+
+    def has(self, names: Any) -> _Bools:
+        """Which rows have one of these names."""
+        found = pc.is_in(self.names, names).to_numpy(zero_copy_only=False)
+        before = np.concatenate(([0], np.cumsum(found)))
+        return cast(_Bools, before[self._edges[1:]] > before[self._edges[:-1]])
+
+
+def _property(name: str, values: Any) -> Any:
+    """The stored property of each value, nothing for a null."""
+    start = pa.scalar(f"{name}\x01".encode(), pa.binary())
+    piece = pc.binary_join_element_wise(start, values.cast(pa.binary()), _PAIR_END, _NOTHING)
+    return piece.fill_null(_NOTHING) if piece.null_count else piece
+
+
+def _topic_piece(name: bytes) -> bytes:
+    return len(name).to_bytes(1 if len(name) <= MAX_TOPIC_BYTES_V1 else 2, "big") + name
+
+
+def _magic(name: bytes) -> int:
+    return MAGIC_V1 if len(name) <= MAX_TOPIC_BYTES_V1 else MAGIC_V2
+
+
+_LONG: Final = f"properties, the columns that become such included, take {MAX_PROPERTIES_BYTES} bytes at most"
+
+
+def _large(limit: int) -> str:
+    return f"the target takes {limit} bytes at most; keep large bodies elsewhere, and send where they are"

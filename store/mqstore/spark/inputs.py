@@ -1,0 +1,130 @@
+"""The columns that a frame may have to be written: one table, from which they are checked, and documented (B6).
+
+By name, in any order. A column that is not in the table is refused, as is one of another type: a misspelt `tag` that
+was left out silently would be missed only when a consumer filters by it. Knows no Spark, and of Arrow only its types.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import pyarrow as pa
+
+from mqstore.errors import ConfigError
+from mqstore.layout.properties import (
+    DELAY,
+    KEYS,
+    SHARDINGKEY,
+    TAGS,
+    TIMER_DELIVER_MS,
+    UNIQ_KEY,
+)
+
+__all__ = ["INPUTS", "Input", "as_markdown", "check_columns", "sql_type"]
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One column. `types`: as SQL calls them; `absent`: what a row has where it is null, or missing."""
+
+    name: str
+    types: tuple[str, ...]
+    absent: str
+    meaning: str
+    property: str | None = None
+    """The property that it is stored as."""
+
+
+_TABLE: Final = (
+    Input("body", ("binary", "string"), "refused", "the message; may be empty"),
+    Input("topic", ("string",), "refused", "where it goes; option `topic` wins"),
+    Input("tags", ("string",), "none", "one tag; no `|`", TAGS),
+    Input("keys", ("string", "array<string>"), "none", "keys to find it by: separated by blanks, or an array", KEYS),
+    Input(
+        "properties",
+        ("map<string,string>",),
+        "none",
+        "all else; reserved names, control characters and blank texts are refused, a null value is left out",
+    ),
+    Input("queue_id", ("int",), "by sharding_key", "the queue; wins over sharding_key"),
+    Input(
+        "sharding_key",
+        ("string",),
+        "by turns",
+        "message group: all messages of one go to one queue, the same that a producer puts them to",
+        SHARDINGKEY,
+    ),
+    Input("delay_level", ("int",), "no delay", "wait by a level of the store's table; 0 is none", DELAY),
+    Input("deliver_time", ("timestamp",), "no delay", "wait until then", TIMER_DELIVER_MS),
+    Input("delay_seconds", ("int", "bigint"), "no delay", "wait so long, from when the task writes it"),
+    Input("born_timestamp", ("timestamp",), "now", "when it came into being"),
+    Input("flag", ("int",), "0", "the user's number"),
+    Input(
+        "unique_key",
+        ("string",),
+        "derived",
+        "what all copies of it have in common; derived from txnAppId and txnVersion (of a stream: from query and "
+        "batch), partition and row, so that whoever reads can leave out what was written twice",
+        UNIQ_KEY,
+    ),
+)
+
+INPUTS: Final[Mapping[str, Input]] = {each.name: each for each in _TABLE}
+"""Every column by its name."""
+
+
+def check_columns(types: Mapping[str, str], *, topic: str | None) -> None:
+    """ConfigError unless a frame of these columns (name -> SQL type) can be written. `topic`: the option."""
+    for name, kind in types.items():
+        known = INPUTS.get(name)
+        if known is None:
+            close = difflib.get_close_matches(name.lower(), INPUTS, 1, 0.6)
+            hint = f"; did you mean {close[0]!r}?" if close else "."
+            raise ConfigError(
+                f"there is no column {name!r} to be written{hint} There are {', '.join(INPUTS)}. What is not among "
+                "them goes into properties, a map<string,string>; drop or rename it"
+            )
+        if kind not in known.types:
+            raise ConfigError(
+                f"column {name!r} is {kind}, and must be {' or '.join(known.types)}: cast({name} as {known.types[0]})"
+            )
+    if "body" not in types:
+        raise ConfigError(f"column 'body' is missing; the frame has {', '.join(types) or 'none'}")
+    if topic is None and "topic" not in types:
+        raise ConfigError("no topic: add column 'topic', or give option topic")
+
+
+def sql_type(kind: Any) -> str:
+    """What SQL calls an Arrow type, as far as the table has it; else what Arrow calls it."""
+    if pa.types.is_map(kind):
+        return f"map<{sql_type(kind.key_type)},{sql_type(kind.item_type)}>"
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return f"array<{sql_type(kind.value_type)}>"
+    if pa.types.is_timestamp(kind) and kind.tz is not None:
+        return "timestamp"
+    for test, name in _ARROW:
+        if test(kind):
+            return name
+    return str(kind)
+
+
+_ARROW: Final = (
+    (pa.types.is_string, "string"),
+    (pa.types.is_large_string, "string"),
+    (pa.types.is_binary, "binary"),
+    (pa.types.is_large_binary, "binary"),
+    (pa.types.is_int32, "int"),
+    (pa.types.is_int64, "bigint"),
+)
+
+
+def as_markdown() -> str:
+    """The table for the documentation."""
+    lines = ["| Column | Type | Null or missing | Meaning |", "|---|---|---|---|"]
+    for each in _TABLE:
+        cells = [f"`{each.name}`", " or ".join(each.types), each.absent, each.meaning]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"

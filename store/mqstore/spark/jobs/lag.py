@@ -1,0 +1,234 @@
+"""How far consumer groups are behind, over many stores, and whether they catch up (spec `spark.md` B7).
+
+A task looks at one store: its groups' offsets beside the ends of queues (`mqstore.broker.inspect`), no message but the
+oldest that each group has not consumed. One look says how far; two say which way it goes. The report of an earlier look
+is all that a later one needs: keep its `to_dict()`, or `mqstore spark lag --json`.
+
+    consumed a second    how far the committed offsets moved, by the time between the looks
+    arriving a second    how far the ends of queues moved
+    stuck                a queue that had messages to consume at both looks, and whose committed offset did not move
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from mqstore.broker.inspect import group_names, lag_of, pop_view
+from mqstore.broker.parts import open_parts
+from mqstore.errors import ConfigError
+from mqstore.spark.jobs.shape import Plan, Progress, Selection, Shaped, Stores, run, select
+from mqstore.spark.options import SourceOptions
+from mqstore.spark.plan import StoreName, is_wanted, open_store
+
+__all__ = ["LagReport", "LagRow", "QueueRow", "lag_plan", "lag_report"]
+
+_Key = tuple[str, str, str, int]
+"""Store, group, topic, queue id."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueRow(Shaped):
+    """A group in one queue."""
+
+    store: str
+    group: str
+    topic: str
+    queue_id: int
+    committed: int
+    """The first offset that is not consumed."""
+    end: int
+    lag: int
+    """Messages not consumed, those in flight included."""
+    in_flight: int
+    lost: int
+    """Messages that were gone before the group came to them."""
+    oldest_ms: int | None
+    """When the oldest of the lag was stored."""
+    stuck: bool | None
+    """None without an earlier look."""
+
+
+@dataclass(frozen=True, slots=True)
+class LagRow(Shaped):
+    """A group on a topic, in all queues of all stores."""
+
+    group: str
+    topic: str
+    queues: int
+    lag: int
+    lag_seconds: float
+    """Age of the oldest message that is not consumed; 0 if all are."""
+    in_flight: int
+    lost: int
+    consumed_per_second: float | None
+    arriving_per_second: float | None
+    seconds_left: float | None
+    """Until nothing is left, as things go; None if they do not go that way, or nobody knows."""
+    stuck_queues: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class LagReport(Shaped):
+    """What `lag_report` found."""
+
+    taken_ms: int
+    """The earliest clock of a task; what was counted is from then on."""
+    previous_ms: int | None
+    rows: tuple[LagRow, ...]
+    """Largest lag first; `top` of them."""
+    groups: int
+    """Pairs of group and topic that there are."""
+    total_lag: int
+    queues: tuple[QueueRow, ...]
+    """All of them: what a later look compares with."""
+
+
+def lag_report(
+    spark: Any,
+    stores: Stores | Selection,
+    *,
+    topics: str | Sequence[str] | None = None,
+    groups: Iterable[str] | None = None,
+    top: int | None = 20,
+    previous: LagReport | Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> LagReport:
+    """The lag of `groups` (all) on `topics` (all, those of retries as well) in `stores`. `previous`: an earlier report,
+    or its `to_dict()`, to compare with. `spark`: a session, or None to run here.
+
+    By what is on disk: a running broker writes its groups' progress every few seconds. Raises ConfigError for a group
+    that no store knows and for what is no report; what opening a store raises.
+    """
+    chosen = select(stores, topics=topics)
+    wanted = None if groups is None else tuple(dict.fromkeys(groups))
+    before = None if previous is None else _earlier(previous)
+    work = partial(_look, _options(chosen.options), wanted)
+    found = run(spark, chosen.stores(), work, progress, "mqstore lag")
+    unknown = set(wanted or ()) - {name for _, names, _ in found for name in names}
+    if unknown:
+        raise ConfigError(f"no store knows the group {', '.join(map(repr, sorted(unknown)))}")
+    now_ms = min(taken_ms for taken_ms, _, _ in found)
+    queues = [_compared(row, before) for _, _, rows in found for row in rows]
+    queues.sort(key=lambda row: (-row.lag, row.group, row.topic, row.store, row.queue_id))
+    rows = sorted(_rows(queues, before, now_ms), key=lambda row: (-row.lag, row.group, row.topic))
+    return LagReport(
+        now_ms,
+        None if before is None else before[0],
+        tuple(rows[:top]),
+        len(rows),
+        sum(row.lag for row in rows),
+        tuple(queues),
+    )
+
+
+def lag_plan(stores: Stores | Selection, *, topics: str | Sequence[str] | None = None) -> Plan:
+    """What `lag_report` would look at: queues, and none of their messages."""
+    chosen = select(stores, topics=topics)
+    return Plan.of_stores(chosen, is_wanted(_options(chosen.options)))
+
+
+def _options(options: SourceOptions) -> SourceOptions:
+    """Retry topics count, unless topics are named."""
+    return replace(options, include_system_topics=True)
+
+
+# -- in the tasks ------------------------------------------------------------------------------------------------------
+
+
+def _look(
+    options: SourceOptions, groups: tuple[str, ...] | None, name: StoreName
+) -> tuple[int, list[str], list[QueueRow]]:
+    """When one store was looked at, its groups, and a row for each queue of each."""
+    wanted = is_wanted(options)
+    with open_store(name) as store:
+        parts = open_parts(store)
+        now_ms = parts.clock.now_ms()
+        pops = pop_view(parts, now_ms)
+        known = group_names(parts)
+        rows = [
+            QueueRow(
+                store=name.id,
+                group=group,
+                topic=lag.topic,
+                queue_id=lag.queue_id,
+                committed=lag.end - lag.messages,
+                end=lag.end,
+                lag=lag.messages,
+                in_flight=lag.in_flight,
+                lost=lag.lost,
+                oldest_ms=lag.oldest_ms,
+                stuck=None,
+            )
+            for group in (known if groups is None else sorted({*known} & {*groups}))
+            for lag in lag_of(parts, group, pops)
+            if wanted(lag.topic)
+        ]
+    return now_ms, known, rows
+
+
+# -- in the driver -----------------------------------------------------------------------------------------------------
+
+_Earlier = tuple[int, dict[_Key, tuple[int, int]]]
+"""When it was taken; committed and end of each queue."""
+
+
+def _earlier(previous: LagReport | Mapping[str, Any]) -> _Earlier:
+    value = previous.to_dict() if isinstance(previous, LagReport) else previous
+    try:
+        queues = {
+            (row["store"], row["group"], row["topic"], row["queue_id"]): (int(row["committed"]), int(row["end"]))
+            for row in value["queues"]
+        }
+        return int(value["taken_ms"]), queues
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"what to compare with is no report of lag: {error!r}") from error
+
+
+def _compared(row: QueueRow, before: _Earlier | None) -> QueueRow:
+    if before is None:
+        return row
+    then = before[1].get((row.store, row.group, row.topic, row.queue_id))
+    stuck = then is not None and then[0] < then[1] and row.lag > 0 and row.committed == then[0]
+    return replace(row, stuck=stuck)
+
+
+def _rows(queues: Sequence[QueueRow], before: _Earlier | None, now_ms: int) -> Iterator[LagRow]:
+    by_topic: dict[tuple[str, str], list[QueueRow]] = {}
+    for row in queues:
+        by_topic.setdefault((row.group, row.topic), []).append(row)
+    for (group, topic), rows in by_topic.items():
+        lag = sum(row.lag for row in rows)
+        oldest_ms = min((row.oldest_ms for row in rows if row.oldest_ms is not None), default=None)
+        consumed, arriving = _rates(rows, before, now_ms)
+        left = None
+        if lag and consumed is not None and arriving is not None and consumed > arriving:
+            left = round(lag / (consumed - arriving), 3)
+        yield LagRow(
+            group,
+            topic,
+            len(rows),
+            lag,
+            0.0 if oldest_ms is None else max(0, now_ms - oldest_ms) / 1000,
+            sum(row.in_flight for row in rows),
+            sum(row.lost for row in rows),
+            consumed,
+            arriving,
+            left,
+            None if before is None else sum(bool(row.stuck) for row in rows),
+        )
+
+
+def _rates(rows: Sequence[QueueRow], before: _Earlier | None, now_ms: int) -> tuple[float, float] | tuple[None, None]:
+    """Consumed and arriving a second since the earlier look, by the queues that it knew."""
+    if before is None or now_ms <= before[0]:
+        return None, None
+    pairs = [(row, then) for row in rows if (then := before[1].get((row.store, row.group, row.topic, row.queue_id)))]
+    if not pairs:
+        return None, None
+    passed_s = (now_ms - before[0]) / 1000
+    consumed = sum(row.committed - then[0] for row, then in pairs)  # negative after a reset: it goes the other way
+    arriving = sum(row.end - then[1] for row, then in pairs)
+    return round(consumed / passed_s, 6), round(arriving / passed_s, 6)

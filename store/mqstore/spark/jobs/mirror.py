@@ -1,0 +1,262 @@
+"""What comes into stores, copied into another as it comes, each message once: `replay` that goes on (spark.md B7, B5).
+
+A mirror is no Structured Streaming query, though it can run its tasks in Spark: a query hands on rows, and a copy made
+of rows has lost flags, attempts and hosts. Here tasks copy records as bytes, with Spark and without, and the loop that
+asks for batch after batch is in this process. Where the stream stands is what the streaming source says
+(`mqstore.spark.progress`); the checkpoint is a folder of our own:
+
+    metadata.json      {"version": 1, "id", "dest", "target", "initial": offset}      written once
+    offsets/N          {"start": offset, "end": offset}                               batch N is decided
+    commits/N          {}                                                             batch N is in the target
+    lock               one loop at a time
+
+    step                                         a crash right after it: the next run
+    1 find the end, write offsets/N              does batch N with the same bounds
+    2 stage and commit as (mirror-id, N)         finds N in the target and stages nothing
+    3 write commits/N                            goes on with N + 1
+
+Between two offsets there is one sequence of messages, so batch N is the same however often it is done, and the target
+takes (mirror-id, N) once. Who deletes the checkpoint starts another mirror, which copies everything again.
+
+Retention of the source goes on: a mirror that stood still too long fails with what it has lost, or goes on with what is
+left (`failOnDataLoss=false`). Knows no pyspark.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from mqstore.errors import ConfigError
+from mqstore.files.filesystem import REAL
+from mqstore.files.jsonfile import save_json
+from mqstore.files.lock import WriterLock
+from mqstore.layout.properties import encode_properties
+from mqstore.spark.copying import Spread
+from mqstore.spark.jobs.replay import REPLAY_ID, REPLAY_STORE_TIME
+from mqstore.spark.jobs.rewrite import Rewrite, Wishes, execute, parts_of, prepare, queue_selection, sinks_of
+from mqstore.spark.jobs.shape import Progress, Selection, Shaped, Stores, select
+from mqstore.spark.pacing import Limit
+from mqstore.spark.progress import StreamProgress
+from mqstore.spark.sinkoptions import SinkOptions
+
+__all__ = ["MirrorReport", "mirror"]
+
+Trigger = Literal["available-now", "continuous"]
+_KEPT: Final = 16
+"""Batches whose files stay in the checkpoint: for people, the last one is enough."""
+
+
+@dataclass(frozen=True, slots=True)
+class MirrorReport(Shaped):
+    """What one run of a mirror has done."""
+
+    id: str
+    dest: str
+    target: str
+    batches: int
+    messages: int
+    bytes: int
+    """Of records."""
+    topics: Mapping[str, int]
+    """Messages by topic of the target."""
+    damaged: int
+    next_batch: int
+
+
+def mirror(
+    spark: Any,
+    src: Stores | Selection,
+    dest: str | os.PathLike[str],
+    checkpoint: str | os.PathLike[str],
+    *,
+    trigger: Trigger = "available-now",
+    max_messages: int | None = None,
+    max_bytes: int | None = None,
+    interval_s: float = 1.0,
+    rename: Mapping[str, str] | None = None,
+    queues: int | None = None,
+    spread: Spread = "queue",
+    keep_time: bool = False,
+    tag: bool = False,
+    system: bool = False,
+    target: str = "store",
+    stop: Callable[[], bool] = lambda: False,
+    wait: Callable[[float], None] = time.sleep,
+    progress: Progress | None = None,
+) -> MirrorReport:
+    """Copy into `dest` what is in `src` and was not copied before: until there is no more (`available-now`: of what is
+    there when it starts), or until `stop` says so, looked at after each batch (`continuous`).
+
+    `checkpoint`: a folder that belongs to this mirror alone. A batch has `max_messages` or `max_bytes` at most, or all
+    there is. `interval_s`: how long `continuous` waits when there is nothing. A new mirror begins at the oldest
+    message, or where the source options say (`startingOffsets`, ...). Everything else as with `replay`.
+
+    ConfigError for arguments and a checkpoint of something else, StoreLockedError for one that is in use; what is in
+    the target then stays, and the next run goes on.
+    """
+    if trigger not in ("available-now", "continuous"):
+        raise ConfigError(f"trigger={trigger!r}: there are available-now and continuous")
+    limit = _limit(max_messages, max_bytes)
+    chosen = _from_the_start(queue_selection(select(src)))
+    [options] = sinks_of(dest, target=target).values()
+    wishes = Wishes(dict(rename or {}), queues, spread, system)
+    prepare(chosen, {options.path: options}, chosen.tasks(), wishes, all_topics=False)
+    positions = StreamProgress(chosen.options)
+    counts: Counter[str] = Counter()
+    topics: Counter[str] = Counter()
+    with _Checkpoint.opened(
+        Path(os.path.abspath(os.fspath(checkpoint))), options, StreamProgress(chosen.options).initial
+    ) as kept:
+        if trigger == "available-now":
+            positions.fix_target()
+        while True:
+            batch = kept.undone() or kept.decide(positions, limit)
+            if batch is None:
+                if trigger == "available-now" or stop():
+                    break
+                wait(interval_s)
+                continue
+            number, begin, end = batch
+            tasks = positions.partitions(begin, end)
+            to = prepare(chosen, {options.path: options}, tasks, wishes, all_topics=False)
+            rewrite = Rewrite(
+                chosen.options,
+                to,
+                f"mirror-{kept.id}",
+                number,
+                mark=encode_properties({REPLAY_ID: kept.id}) if tag else b"",
+                store_time=REPLAY_STORE_TIME if keep_time else None,
+            )
+            done = execute(
+                spark, rewrite, parts_of(tasks, to, None), kept.id, progress=progress, title="mqstore mirror"
+            )
+            kept.done(number)
+            counts.update(batches=1, messages=done.messages, bytes=done.dests[0].bytes, damaged=done.damaged)
+            topics.update(done.dests[0].topics)
+            if stop():
+                break
+        return MirrorReport(
+            kept.id,
+            options.path,
+            target,
+            counts["batches"],
+            counts["messages"],
+            counts["bytes"],
+            dict(sorted(topics.items())),
+            counts["damaged"],
+            kept.next,
+        )
+
+
+def _limit(max_messages: int | None, max_bytes: int | None) -> Limit | None:
+    if max_messages is not None and max_bytes is not None:
+        raise ConfigError("max_messages and max_bytes exclude each other; give one of them")
+    most = max_messages if max_messages is not None else max_bytes
+    if most is None:
+        return None
+    if type(most) is not int or most < 1:
+        raise ConfigError(f"max_messages or max_bytes is {most!r}, and must be a number from 1")
+    return Limit(most, "messages" if max_messages is not None else "bytes")
+
+
+def _from_the_start(selection: Selection) -> Selection:
+    """A mirror has no end, and begins at the oldest message unless the options say otherwise."""
+    options = selection.options
+    if selection.offsets != Selection(options).offsets or selection.times_ms != Selection(options).times_ms:
+        raise ConfigError(
+            "a mirror has no bounds (start, stop, --from, --to): where a new one begins say the source options "
+            "startingOffsets, startingTimestamp or startingGroup"
+        )
+    said = (options.starting_offsets, options.starting_timestamp_ms, options.starting_group)
+    return selection.with_options(starting_offsets="earliest") if said == (None, None, None) else selection
+
+
+class _Checkpoint:
+    """The folder, while its lock is held."""
+
+    def __init__(self, path: Path, metadata: Mapping[str, Any]) -> None:
+        self.id: str = metadata["id"]
+        self._path = path
+        self._last: dict[str, Any] = {"start": metadata["initial"], "end": metadata["initial"]}
+        numbers = sorted(_numbers(path / "offsets"))
+        self.next = 0
+        self._undone = False
+        if numbers:
+            self.next = numbers[-1]
+            self._last = _read(path / "offsets" / str(self.next))
+            self._undone = self.next not in _numbers(path / "commits")
+            self.next += not self._undone
+
+    @classmethod
+    @contextmanager
+    def opened(cls, path: Path, options: SinkOptions, initial: Callable[[], dict[str, Any]]) -> Iterator[_Checkpoint]:
+        """The checkpoint, made if it is not there. ConfigError for one of another mirror."""
+        foreign = path.exists() and any(path.iterdir()) and not (path / "metadata.json").exists()
+        if foreign and {each.name for each in path.iterdir()} - {"lock", "offsets", "commits"}:
+            raise ConfigError(f"{path} is no checkpoint of a mirror: give a folder of its own")
+        there = {"dest": os.path.realpath(options.path), "target": options.target}
+        start = None if (path / "metadata.json").exists() else initial()  # may raise: before anything is written
+        for folder in (path, path / "offsets", path / "commits"):
+            folder.mkdir(parents=True, exist_ok=True)
+        lock = WriterLock(path, "mqstore", fs=REAL)
+        lock.acquire(0.0)
+        try:
+            if start is not None and not (path / "metadata.json").exists():
+                save_json(path / "metadata.json", {"version": 1, "id": uuid.uuid4().hex, **there, "initial": start})
+            metadata = _read(path / "metadata.json")
+            for name, value in {"version": 1, **there}.items():
+                if metadata.get(name) != value:
+                    raise ConfigError(
+                        f"{path} is the checkpoint of a mirror with {name} {metadata.get(name)!r}, not {value!r}: give "
+                        "another folder"
+                    )
+            yield cls(path, metadata)
+        finally:
+            lock.release()
+
+    def undone(self) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
+        """The batch that was decided and is not known to be done."""
+        return (self.next, self._last["start"], self._last["end"]) if self._undone else None
+
+    def decide(
+        self, positions: StreamProgress, limit: Limit | None
+    ) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
+        """The next batch, written down; None if there is nothing new."""
+        begin = self._last["end"]
+        end = positions.latest(begin, limit)
+        if end == begin:
+            return None
+        self._last = {"start": begin, "end": end}
+        save_json(self._path / "offsets" / str(self.next), self._last)
+        self._undone = True
+        return self.next, begin, end
+
+    def done(self, number: int) -> None:
+        save_json(self._path / "commits" / str(number), {})
+        self._undone = False
+        self.next = number + 1
+        for folder in ("commits", "offsets"):
+            for old in _numbers(self._path / folder):
+                if old <= number - _KEPT:
+                    (self._path / folder / str(old)).unlink(missing_ok=True)
+
+
+def _numbers(folder: Path) -> set[int]:
+    return {int(each.name) for each in folder.iterdir() if each.name.isdecimal()}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        value: dict[str, Any] = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ConfigError(f"{path} does not read: {error}; the checkpoint is damaged") from error
+    return value

@@ -1,0 +1,383 @@
+"""A commitlog read in byte ranges, each by a task of its own, and put together again: what verify and rebuild share.
+
+A record says where it lies, so reading may begin anywhere: at the first place of a range where a record verifies whose
+own physical offset is that place (store-format 9.2, 9.8; spark.md B8).
+
+    segment   |........................|........................|..........BLANK|
+    ranges    low                      high = low of the next
+    results   first ............... end     end: where the next record should begin, mostly a little behind `high`
+                                  = first of the next result, or what was read does not fit together
+
+A result says of every queue whether its records followed each other: a *straight* part needs no second look, whatever
+came before. `Stitcher` joins the results of a segment into what a scan from its start gives, event for event:
+
+    first == end before    it counts
+    nothing verified since, and first is behind    bytes that are no record lead up to it: `Bad`, and it counts
+    anything else          read again, from where the result before ended. A record image inside a body, at its own
+                           offset, is such a false start; so is a record that only a start from its front accepts
+
+Ranges and results are plain values, and small: no record, and at most `max_errors` findings, are in them. Knows no
+Spark, and nothing of what is done with the records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from mqstore.errors import ConfigError
+from mqstore.files.segments import Segment
+from mqstore.layout.dispatch import Rows, rows_of
+from mqstore.layout.record import check_record
+from mqstore.log.names import is_path_safe
+from mqstore.log.report import Finding
+from mqstore.log.scanner import MAX_SLOT, Bad, End, first_good_in, join_segments, scan_segment
+from mqstore.log.store import MessageStore
+from mqstore.log.verify import IndexTally
+from mqstore.spark.plan import StoreName
+
+__all__ = [
+    "MAX_ERRORS",
+    "RANGE_BYTES",
+    "LogRange",
+    "Piece",
+    "QueueKey",
+    "QueuePart",
+    "RangeResult",
+    "SegmentParts",
+    "Stitcher",
+    "bundles",
+    "cut_ranges",
+    "is_straight",
+    "read_range",
+]
+
+RANGE_BYTES = 64 << 20
+"""Of a log, read by one task: a task costs as much as 10 to 20 MiB of it."""
+MAX_ERRORS = 100
+"""Findings of a range that are told; of more, only how many."""
+_STORE_BYTES = 1 << 20
+"""What opening a store weighs."""
+
+QueueKey = tuple[str, int]
+"""Topic and queue id."""
+TakeRun = Callable[[str, int, int, np.ndarray], Iterable[Finding]]
+"""Takes topic, queue id, first queue offset and the units of a straight run; what it finds wrong with them."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogRange:
+    """Bytes [low, high) of the segment that starts at physical offset `base`, counted from there: the records that
+    begin in them."""
+
+    store: StoreName
+    base: int
+    low: int
+    high: int
+
+    @property
+    def weight(self) -> int:
+        """Bytes to read."""
+        return self.high - self.low
+
+
+class Piece(Protocol):
+    """Work on a store that may share a task with others."""
+
+    @property
+    def store(self) -> StoreName: ...
+
+    @property
+    def weight(self) -> int: ...
+
+
+P = TypeVar("P", bound=Piece)
+
+
+@dataclass(slots=True)
+class QueuePart:
+    """Of the records of a queue in a range: offsets, place and time of the first and the last."""
+
+    first: int
+    """Smallest queue offset."""
+    stop: int
+    """Behind the greatest."""
+    count: int
+    first_physical: int
+    last_physical: int
+    first_ms: int
+    last_ms: int
+    straight: bool = True
+    """Each record's queue offset was one more than that of the record before."""
+    breaks: int = 0
+    """How often it was not."""
+    findings: list[Finding] = field(default_factory=list)
+    """What `take_run` found up to the first break."""
+    unlisted: int = 0
+    """How much more."""
+
+
+@dataclass(slots=True)
+class RangeResult:
+    """What a range holds. Positions count from the segment's start."""
+
+    range: LogRange
+    first: int | None
+    """Where reading began; None: no record that verifies begins in the range."""
+    end: int
+    """Where it ended, as `scan_segment` returns it."""
+    records: int = 0
+    bytes: int = 0
+    bads: list[Bad] = field(default_factory=list)
+    unlisted: int = 0
+    """How many more."""
+    queues: dict[QueueKey, QueuePart] = field(default_factory=dict)
+    index: IndexTally = field(default_factory=IndexTally)
+    entries: int = 0
+    """Index entries that its records ask for."""
+
+    @property
+    def errors(self) -> int:
+        """Findings, listed or not."""
+        of_queues = sum(part.unlisted + len(part.findings) for part in self.queues.values())
+        return self.unlisted + len(self.bads) + of_queues
+
+    def count_bad(self, bad: Bad, max_errors: int) -> None:
+        """Note bytes that are no record."""
+        if len(self.bads) < max_errors:
+            self.bads.append(bad)
+        else:
+            self.unlisted += 1
+
+
+# -- cutting ----------------------------------------------------------------------------------------------------------
+
+
+def cut_ranges(store: MessageStore, name: StoreName, range_bytes: int = RANGE_BYTES) -> list[LogRange]:
+    """The log of an open store in ranges of about equal size, none over two segments. ConfigError for a size that is
+    none."""
+    if range_bytes < 1:
+        raise ConfigError(f"range_bytes={range_bytes} is no size of a range; give at least 1, or leave it out")
+    ranges = []
+    for segment in store._run.segments():
+        length = min(segment.length, segment.size)
+        pieces = -(-length // range_bytes)
+        edges = [length * i // pieces for i in range(pieces + 1)]
+        ranges += [LogRange(name, segment.start, low, high) for low, high in pairwise(edges)]
+    return ranges
+
+
+def bundles(pieces: Iterable[P], task_bytes: int = RANGE_BYTES) -> list[list[P]]:
+    """Pieces by tasks, in order: what is small goes together, as small segments and small stores do."""
+    found: list[list[P]] = []
+    room = 0
+    store = None
+    for piece in pieces:
+        weight = piece.weight + (_STORE_BYTES if piece.store != store else 0)
+        if not found or room < weight:
+            found.append([])
+            room = max(task_bytes, weight)
+        found[-1].append(piece)
+        room -= weight
+        store = piece.store
+    return found
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def read_range(
+    store: MessageStore,
+    piece: LogRange,
+    *,
+    take_run: TakeRun,
+    take_rows: Callable[[Rows], None],
+    start: int | None = None,
+    max_errors: int = MAX_ERRORS,
+) -> RangeResult | None:
+    """Read a range of an open store; None when retention has taken its segment.
+
+    Each run of records of a queue that follow each other goes to `take_run`, until the first break; all records go to
+    `take_rows`. `start` is where a record has to begin; None: at the front of the segment, or where the first one
+    verifies.
+    """
+    segment = store._run.find(piece.base)
+    if segment is None:
+        return None
+    checksum = store.manifest.checksum
+    first = start if start is not None else 0 if piece.low == 0 else _first_in(store, segment, piece)
+    if first is None:
+        return RangeResult(piece, None, piece.low)
+    result = RangeResult(piece, first, first)
+    events = scan_segment(store._run, segment, first, checksum, stop=piece.high)
+    while True:
+        try:
+            event = next(events)
+        except StopIteration as over:
+            result.end = over.value
+            return result
+        if isinstance(event, Bad):
+            result.count_bad(event, max_errors)
+            continue
+        rows = rows_of(event.buffer, event.headers, event.base, store.delay_table_ms)
+        result.records += len(rows)
+        result.bytes += int(rows.size.sum(dtype=np.int64))
+        result.entries += len(rows.entry_row)
+        take_rows(rows)
+        for topic, queue_id, chosen in rows.by_queue():
+            _take_queue(result, rows, topic, queue_id, chosen, take_run, max_errors)
+
+
+def _first_in(store: MessageStore, segment: Segment, piece: LogRange) -> int | None:
+    found = first_good_in(store._run, segment, piece.low, store.manifest.checksum, piece.high)
+    return None if found is None else found - segment.start
+
+
+def _take_queue(
+    result: RangeResult, rows: Rows, topic: str, queue_id: int, chosen: np.ndarray, take_run: TakeRun, max_errors: int
+) -> None:
+    offsets = rows.queue_offset[chosen]
+    low, high = int(offsets[0]), int(offsets[-1])
+    steps = np.diff(offsets) != 1
+    breaks = int(np.count_nonzero(steps))
+    physical, stamps = rows.physical_offset[chosen], rows.store_timestamp_ms[chosen]
+    part = result.queues.get((topic, queue_id))
+    if part is None:
+        part = QueuePart(low, low, 0, int(physical[0]), 0, int(stamps[0]), 0)
+        result.queues[topic, queue_id] = part
+    else:
+        breaks += low != part.stop
+    usable = 0 <= low < MAX_SLOT and queue_id >= 0 and is_path_safe(topic)
+    if breaks or not usable:
+        low, high = int(offsets.min()), int(offsets.max())
+        part.straight = False
+        part.breaks += breaks
+    part.first, part.stop = min(part.first, low), max(part.stop, high + 1)
+    part.count += len(offsets)
+    part.last_physical, part.last_ms = int(physical[-1]), int(stamps[-1])
+    if not part.straight:
+        return
+    for finding in take_run(topic, queue_id, low, rows.units(chosen)):
+        if len(part.findings) < max_errors:
+            part.findings.append(finding)
+        else:
+            part.unlisted += 1
+
+
+# -- putting together --------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class SegmentParts:
+    """The results of a segment that fit together, and where its records begin."""
+
+    segment: Segment
+    start: int
+    """From the segment's start: where a scan of the whole log enters it."""
+    results: list[RangeResult] = field(default_factory=list)
+
+    def queues(self) -> dict[QueueKey, list[QueuePart]]:
+        """The parts of each queue, in log order."""
+        found: dict[QueueKey, list[QueuePart]] = {}
+        for result in self.results:
+            for key, part in result.queues.items():
+                found.setdefault(key, []).append(part)
+        return found
+
+
+def is_straight(parts: Sequence[QueuePart]) -> bool:
+    """Whether the records of a queue followed each other through all these parts."""
+    return all(part.straight for part in parts) and all(part.stop == behind.first for part, behind in pairwise(parts))
+
+
+class Stitcher:
+    """Joins results to what a scan of the whole log would tell. `read_again(range, start)` reads a range anew from a
+    position where a record should begin; that a range was never read (the segment is new) is fine."""
+
+    def __init__(
+        self,
+        store: MessageStore,
+        name: StoreName,
+        results: Iterable[RangeResult],
+        read_again: Callable[[LogRange, int], RangeResult | None],
+    ) -> None:
+        self.read_again_count = 0
+        self._store = store
+        self._name = name
+        self._again = read_again
+        self._by_base: dict[int, list[RangeResult]] = {}
+        self._left = {(result.range, result.first): result for result in results}
+        for result in self._left.values():
+            self._by_base.setdefault(result.range.base, []).append(result)
+        for each in self._by_base.values():
+            each.sort(key=lambda result: result.range.low)
+        self._starts: dict[int, int] = {}
+
+    @property
+    def discarded(self) -> list[RangeResult]:
+        """After the events: results that did not fit, or lie where no record can."""
+        return [*self._left.values()]
+
+    def events(self) -> Iterator[SegmentParts | Bad | End]:
+        """Segment by segment, with what is no record in and between them; the last event is an `End`."""
+        run = self._store._run
+        parts: SegmentParts | None = None
+        for event in join_segments(run, run.min_offset, self._store.manifest.checksum, self._read):
+            if isinstance(event, RangeResult):
+                if parts is None or parts.segment.start != event.range.base:
+                    if parts is not None:
+                        yield parts
+                    segment = run.find(event.range.base)
+                    assert segment is not None
+                    parts = SegmentParts(segment, self._starts[segment.start])
+                parts.results.append(event)
+                continue
+            if isinstance(event, End) and parts is not None:
+                yield parts
+            yield event
+
+    def _read(self, segment: Segment, start: int) -> Generator[RangeResult | Bad, None, int]:
+        """As `scan_segment`, from results."""
+        self._starts[segment.start] = start
+        length = min(segment.length, segment.size)
+        at, lost = start, False  # lost: nothing behind `at` has verified yet
+        for result in self._results_of(segment, length):
+            high = result.range.high
+            if at >= high:
+                continue
+            if lost:
+                if result.first is None:
+                    continue
+                yield self._bad(segment, at, result.first)
+            elif result.first != at:
+                again = self._again(result.range, at)
+                if again is None:
+                    return at
+                self.read_again_count += 1
+                result = again
+            self._left.pop((result.range, result.first), None)
+            yield from result.bads
+            yield result
+            at = result.end
+            if at >= self._store._run.segment_bytes:
+                return at
+            lost = at < high
+        return at
+
+    def _results_of(self, segment: Segment, length: int) -> list[RangeResult]:
+        found = self._by_base.get(segment.start, [])
+        edges = [0, *(result.range.high for result in found)]
+        if edges[-1] >= length and edges[:-1] == [result.range.low for result in found]:
+            return found
+        # Nobody has read this one, or all of it: as if somebody had begun in the wrong place.
+        return [RangeResult(LogRange(self._name, segment.start, 0, length), None, 0)]
+
+    def _bad(self, segment: Segment, at: int, found: int) -> Bad:
+        buffer = self._store._run.mapping(segment)
+        here = segment.start + at
+        check = check_record(buffer, at, len(buffer), here, self._store.manifest.checksum)
+        return Bad("bad_record", here, segment.start + found, check.detail)

@@ -1,0 +1,400 @@
+"""Dead letters of many stores to where they came from, each once (spark.md B7). `mqstore dlq replay` does it in one
+store, at least once; what a letter becomes is the same, and decided by the same code (`broker.deadletters`): attempt 1,
+no trace of retries, the same unique key. Here each copy bears DLQ_RESENT, which says of which letter it is.
+
+A task goes through the dead letters of one store and stages copies there; the driver publishes store by store:
+
+    config/spark/resent.json
+    {"version": 1, "done": n,                    runs up to n are in, and these letters were sent by them
+     "sent": {GROUP: [[start, stop], ...]},
+     "next": {GROUP: [[start, stop], ...]}}      those of run n + 1, which is in or not
+
+    step                                                            a crash right after it leaves
+    1 stage the copies                                              nothing
+    2 take the lock; another run came first: give up                nothing
+    3 write the run's letters into the file                         a run that is not in: its letters do not count
+    4 splice, as version n of the application `dlq-resend`          all of the run
+    5 move the logical start over what is sent at the front         the same; the next run moves it
+
+Whether run n + 1 is in says the store's record of splices: so whatever happens, a letter is sent once. A message
+that fails again afterwards is a new letter. One that was given up twice, as two consumers may have done that had it at
+the same time, bears one ORIGIN_MESSAGE_ID in two letters: the first is sent, and both count as sent.
+
+A store that a process has open is refused at step 2: there `mqstore dlq replay` is for. Knows no pyspark.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from mqstore.broker import sql92
+from mqstore.broker.deadletters import DeadLetters, origin_of
+from mqstore.broker.names import DLQ_PREFIX, is_dlq_topic, is_retry_topic
+from mqstore.broker.parts import Parts, open_parts
+from mqstore.errors import ConfigError, CorruptStoreError, MQStoreError, StoreLockedError
+from mqstore.files.jsonfile import load_json, save_json
+from mqstore.files.quiet import QUIET
+from mqstore.layout.hosts import LOCAL_HOST, encode_host
+from mqstore.layout.properties import DLQ_ORIGIN_MESSAGE_ID, ORIGIN_MESSAGE_ID, UNIQ_KEY, encode_properties
+from mqstore.layout.record import CHECKSUM_AT, QUEUE_ID_AT, encode_record
+from mqstore.log.message import Message
+from mqstore.log.store import MessageStore
+from mqstore.log.txn import TXN_FILE, TxnState
+from mqstore.spark.encode import Encoded
+from mqstore.spark.jobs.shape import Progress, Selection, Shaped, Stores, run, select
+from mqstore.spark.plan import StoreName, open_store
+from mqstore.spark.staging import ShardInfo, discard, make_folders, transaction_folder, write_shards
+
+__all__ = ["DLQ_RESENT", "ResendReport", "StoreResend", "dlq_resend"]
+
+DLQ_RESENT: Final = "DLQ_RESENT"
+"""Property of a copy: group and offset of the dead letter that it is of."""
+RESENT_FILE: Final = os.path.join("config", "spark", "resent.json")
+_APP: Final = "dlq-resend"
+_PAGE = 1024
+_QUEUE = 0
+
+Ranges = list[tuple[int, int]]
+"""Offsets of letters, [start, stop) each, ascending."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreResend(Shaped):
+    """What became of the letters of a store."""
+
+    store: str
+    resent: int
+    """With `dry_run`: that would be."""
+    topics: Mapping[str, int]
+    """By the topic they are sent to."""
+    groups: Mapping[str, int]
+    """By the group that gave them up."""
+    before: int
+    """Sent by an earlier run."""
+    doubles: int
+    """Left out, as another letter is of the same message."""
+    others: int
+    """Not asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResendReport(Shaped):
+    """What `dlq_resend` has done."""
+
+    resent: int
+    dry_run: bool
+    stores: tuple[StoreResend, ...]
+
+
+def dlq_resend(
+    spark: Any,
+    stores: Stores | Selection,
+    where: str | None = None,
+    *,
+    to: str = "origin",
+    groups: Iterable[str] | None = None,
+    dry_run: bool = False,
+    lock_timeout_s: float = 30.0,
+    progress: Progress | None = None,
+) -> ResendReport:
+    """Send dead letters again, in the stores where they lie: to the topic each came from, or all `to` another.
+
+    `where`: an SQL92 expression over their properties. `groups`: only what these gave up. A selection says the rest:
+    topics that they came from, when they were filed. `spark`: a session, or None to run here. `dry_run` writes nothing.
+
+    A second run sends nothing again. Letters that are sent at the front of a group's are let go of, as by a replay.
+    Raises NotPermittedError, TopicNotFoundError, InvalidMessageError for a letter that cannot be sent: then nothing of
+    any store is; StoreLockedError for a store that is open, when the stores before it are done.
+    """
+    chosen = select(stores) if where is None else select(stores, where=where)
+    where = chosen.options.filter
+    if where is not None:
+        sql92.compile(where)
+    if type(to) is not str or not to or is_dlq_topic(to):
+        raise ConfigError(f"to={to!r}: give 'origin', or a topic that is none of dead letters")
+    names = chosen.stores()
+    job = _Job(chosen, where, None if to == "origin" else to, None if groups is None else frozenset(groups), dry_run)
+    staged: list[_Staged] = []
+    done: list[StoreResend] = []
+    try:
+        staged = run(spark, names, partial(_stage, job), progress, "mqstore dlq resend")
+        for name, each in zip(names, staged, strict=True):
+            if not dry_run:
+                _publish(name, each, lock_timeout_s)
+            done.append(each.report)
+    finally:
+        if not dry_run:
+            for number, name in enumerate(names):
+                if number >= len(done):
+                    with suppress(MQStoreError):  # a store that does not read has nothing staged
+                        discard(Path(name.path), _APP, staged[number].run if staged else _next_run(name))
+    return ResendReport(sum(each.resent for each in done), dry_run, tuple(done))
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    selection: Selection
+    where: str | None
+    to: str | None
+    groups: frozenset[str] | None
+    dry_run: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Staged:
+    """What a task tells the driver of a store."""
+
+    run: int
+    shards: tuple[ShardInfo, ...]
+    letters: Mapping[str, Ranges]
+    """Those that are sent, by group."""
+    report: StoreResend
+
+
+# -- what was sent before ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Resent:
+    """What the runs up to `last` have sent, by group."""
+
+    last: int
+    sent: Mapping[str, Ranges]
+
+    @classmethod
+    def of(cls, path: Path) -> _Resent:
+        """Of a store. CorruptStoreError for a file that does not read, or lacks a run."""
+        txn = load_json(path / TXN_FILE, writer=False, fs=QUIET, check=TxnState.from_json, root=path).value
+        recorded = -1 if txn is None else TxnState.from_json(txn).version_of(_APP)
+        value = load_json(path / RESENT_FILE, writer=False, fs=QUIET, check=_check, root=path).value
+        done = -2 if value is None else value["done"]
+        if value is None and recorded < 0:
+            return cls(-1, {})
+        if value is None or recorded > done + 1:
+            raise CorruptStoreError(
+                f"{path / RESENT_FILE} does not tell which dead letters run {recorded} has sent: it was lost, or is "
+                f"older than the store. Bring it back, or remove {_APP!r} from {path / TXN_FILE} to send all again",
+                str(path / RESENT_FILE),
+            )
+        sent = _ranges_of(value["sent"])
+        if recorded <= done:
+            return cls(done, sent)
+        later = _ranges_of(value["next"])
+        return cls(recorded, {group: _merged(sent.get(group, []), later.get(group, [])) for group in {**sent, **later}})
+
+    def as_json(self, more: Mapping[str, Ranges]) -> dict[str, Any]:
+        """With the letters of the next run."""
+        return {"version": 1, "done": self.last, "sent": _as_lists(self.sent), "next": _as_lists(more)}
+
+
+def _check(value: Mapping[str, Any]) -> None:
+    """ValueError for another shape."""
+    if value.get("version") != 1 or type(value.get("done")) is not int:
+        raise ValueError(f"version {value.get('version')!r} is not 1, which this program knows")
+    try:
+        _ranges_of(value["sent"])
+        _ranges_of(value["next"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"no letters: {error!r}") from error
+
+
+def _ranges_of(value: Mapping[str, Any]) -> dict[str, Ranges]:
+    return {group: [(int(start), int(stop)) for start, stop in ranges] for group, ranges in value.items()}
+
+
+def _as_lists(letters: Mapping[str, Ranges]) -> dict[str, list[list[int]]]:
+    return {group: [[*each] for each in ranges] for group, ranges in sorted(letters.items())}
+
+
+def _merged(some: Ranges, more: Ranges) -> Ranges:
+    """Both, those that touch as one."""
+    found: Ranges = []
+    for start, stop in sorted([*some, *more]):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+        else:
+            found.append((start, stop))
+    return found
+
+
+def _next_run(name: StoreName) -> int:
+    return _Resent.of(Path(name.path)).last + 1
+
+
+# -- in the tasks ------------------------------------------------------------------------------------------------------
+
+
+def _stage(job: _Job, name: StoreName) -> _Staged:
+    """Copies of the letters of one store that are to be sent."""
+    resent = _Resent.of(Path(name.path))
+    number = resent.last + 1
+    counts: Counter[str] = Counter()
+    topics: Counter[str] = Counter()
+    groups: Counter[str] = Counter()
+    letters: dict[str, Ranges] = {}
+    with open_store(name) as store:
+        parts = open_parts(store)
+        found = sorted(topic.removeprefix(DLQ_PREFIX) for topic in store.topics() if is_dlq_topic(topic))
+
+        def copies() -> Iterator[tuple[str, int, bytes]]:
+            for group in found:
+                if job.groups is not None and group not in job.groups:
+                    continue
+                mine = DeadLetters(parts, group)
+                sent: Ranges = []
+                for letter, double in _wanted(job, mine, resent.sent.get(group, []), counts):
+                    if double:
+                        _extend(sent, letter.offset)  # done with: later runs do not see of which message it was
+                        continue
+                    topic, queue_id, properties = mine.as_new(letter, job.to)
+                    topics[topic] += 1
+                    groups[group] += 1
+                    _extend(sent, letter.offset)
+                    if not job.dry_run:
+                        yield topic, queue_id, _record(letter, topic, queue_id, properties, f"{group}:{letter.offset}")
+                if sent:
+                    letters[group] = sent
+
+        folder = transaction_folder(Path(name.path), _APP, number)
+        pieces = _pieces(copies())
+        profile = store.manifest.profile
+        shards = [] if job.dry_run else [*write_shards(pieces, folder, 0, 0, profile=profile)]
+        if job.dry_run:
+            for _ in pieces:
+                pass
+    report = StoreResend(
+        name.id,
+        topics.total(),
+        dict(sorted(topics.items())),
+        dict(sorted(groups.items())),
+        counts["before"],
+        counts["doubles"],
+        counts["others"],
+    )
+    return _Staged(number, tuple(shards), letters, report)
+
+
+def _wanted(job: _Job, letters: DeadLetters, before: Ranges, counts: Counter[str]) -> Iterator[tuple[Message, bool]]:
+    """The letters of a group that are to be sent now, oldest first, and (True) those of the same messages."""
+    passes = _passes(job)
+    start_ms, stop_ms = job.selection.times_ms
+    first, behind = job.selection.offsets
+    sent: set[str] = set()
+    """Messages that a letter is sent of now; what is given up later is a failure of its own."""
+    for letter in letters:
+        properties = letter.stored_properties()
+        origin = properties.get(DLQ_ORIGIN_MESSAGE_ID) or properties.get(ORIGIN_MESSAGE_ID) or letter.message_id
+        if any(start <= letter.offset < stop for start, stop in before):
+            counts["before"] += 1
+        elif origin in sent:
+            counts["doubles"] += 1
+            yield letter, True
+        elif (
+            not start_ms <= letter.store_timestamp_ms < stop_ms
+            or not first <= letter.offset < behind
+            or not passes(letter, properties)
+        ):
+            counts["others"] += 1
+        else:
+            sent.add(origin)
+            yield letter, False
+
+
+def _passes(job: _Job) -> Callable[[Message, dict[str, str]], bool]:
+    matches = None if job.where is None else sql92.compile(job.where).matches
+    topics = job.selection.options.topics
+
+    def passes(letter: Message, properties: dict[str, str]) -> bool:
+        if topics is not None and origin_of(letter) not in topics:
+            return False
+        return matches is None or matches(properties)
+
+    return passes
+
+
+def _extend(ranges: Ranges, offset: int) -> None:
+    if ranges and ranges[-1][1] == offset:
+        ranges[-1] = (ranges[-1][0], offset + 1)
+    else:
+        ranges.append((offset, offset + 1))
+
+
+def _record(letter: Message, topic: str, queue_id: int, properties: dict[str, str], mark: str) -> bytes:
+    if UNIQ_KEY not in properties and ORIGIN_MESSAGE_ID not in properties:
+        properties = {**properties, ORIGIN_MESSAGE_ID: letter.message_id}  # as `Road.copy` has it
+    record = encode_record(
+        topic=topic,
+        body=bytes(letter.body_view),
+        queue_id=queue_id,
+        queue_offset=0,
+        physical_offset=0,
+        born_timestamp_ms=letter.born_timestamp_ms,
+        store_timestamp_ms=0,
+        checksum="crc32c-record",
+        properties=encode_properties({**properties, DLQ_RESENT: mark}),
+        flag=letter.flag,
+        sys_flag=letter.sys_flag,
+        born_host=encode_host(letter.born_host),
+        store_host=LOCAL_HOST,
+    )
+    return record[:CHECKSUM_AT] + bytes(QUEUE_ID_AT - CHECKSUM_AT) + record[QUEUE_ID_AT:]
+
+
+def _pieces(copies: Iterator[tuple[str, int, bytes]]) -> Iterator[Encoded]:
+    while page := [*islice(copies, _PAGE)]:
+        queues = Counter((topic, queue_id) for topic, queue_id, _ in page)
+        sizes = np.array([len(record) for _, _, record in page], np.int64)
+        topics = tuple(dict.fromkeys(topic for topic, _, _ in page))
+        yield Encoded(memoryview(b"".join(record for _, _, record in page)), sizes, dict(queues), topics)
+
+
+# -- publishing --------------------------------------------------------------------------------------------------------
+
+
+def _publish(name: StoreName, staged: _Staged, lock_timeout_s: float) -> None:
+    """Steps 2 to 5."""
+    path = Path(name.path)
+    if not staged.shards:
+        return
+    try:
+        store = MessageStore(path, lock_timeout=lock_timeout_s)
+    except StoreLockedError as error:
+        raise StoreLockedError(
+            f"{error}; `mqstore dlq replay` sends letters again in the process that has it open", error.pid, error.host,
+            error.since,
+        ) from error  # fmt: skip
+    with store:
+        resent = _Resent.of(path)
+        if resent.last + 1 != staged.run:
+            raise ConfigError(f"{path}: another resend has run meanwhile, and this one has sent nothing; run it again")
+        parts = open_parts(store)
+        for topic in {topic for shard in staged.shards for topic in shard.topics}:
+            if not is_retry_topic(topic):
+                parts.topics.for_send(topic)
+        make_folders((path / RESENT_FILE).parent, store.fs)
+        save_json(path / RESENT_FILE, resent.as_json(staged.letters), store.fs)
+        folder = transaction_folder(path, _APP, staged.run)
+        store.splice([folder / shard.name for shard in staged.shards], app=_APP, version=staged.run)
+        after = _Resent.of(path)
+        for group in staged.letters:
+            _let_go(parts, group, after.sent[group])
+        parts.offsets.save()
+    discard(path, _APP, staged.run)
+
+
+def _let_go(parts: Parts, group: str, sent: Ranges) -> None:
+    letters = DeadLetters(parts, group)
+    start, end = letters.bounds
+    front = next((high for low, high in sent if low <= start < high), start)
+    if start < front <= end:
+        parts.offsets.move_start(letters.topic, _QUEUE, front)

@@ -1,0 +1,353 @@
+"""What every job is made of: which messages it reads, its plan, how its tasks are run, and what it gives back.
+
+    select(...)  -> Selection       checked before anything is opened
+    Selection    -> tasks           lists of slices (`mqstore.spark.plan`), or stores
+    run(spark, tasks, function)     in Spark's tasks, or here with spark=None; results in the order of tasks
+    Shaped.to_dict()                plain values for JSON
+
+A task's function is a function of a module, or a `functools.partial` of one, of plain values: it is sent by its name.
+What it raises of ours, or of the file system, is raised in the driver as it was, not as a trace of Spark's.
+
+Knows no pyspark: a session is used, never made (`mqstore.spark.sessions`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from datetime import datetime
+from functools import partial
+from typing import Any, TypeVar
+
+from mqstore.errors import ConfigError, MQStoreError
+from mqstore.log.reader import to_ms
+from mqstore.log.store import MessageStore
+from mqstore.spark.options import SourceOptions
+from mqstore.spark.plan import LogSlice, Narrowing, QueueSlice, Slice, StoreName, is_wanted, open_store, plan, stores_of
+from mqstore.spark.shipping import ship
+
+__all__ = ["Bound", "Plan", "Progress", "Selection", "Shaped", "Stores", "local_path", "run", "select"]
+
+Stores = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, str | os.PathLike[str]]
+"""A store, a store set or a glob of stores; several; or paths by the ids that rows and reports call them."""
+Bound = int | datetime | None
+"""Where reading begins, or ends before: a queue offset, or a store time (UTC, if it does not say)."""
+Progress = Callable[[int, int], None]
+"""Told from time to time how many of how many tasks are done; maybe from another thread."""
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_LAST = (1 << 63) - 1
+_SAMPLED = 4096
+_LOOK_S = 0.2
+
+
+# -- results -----------------------------------------------------------------------------------------------------------
+
+
+class Shaped:
+    """A result: a frozen dataclass whose fields are its documented shape. Times are ms since the epoch."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON: fields by name, tuples as lists, keys of mappings as text."""
+        return {each.name: _plain(getattr(self, each.name)) for each in fields(self)}  # type: ignore[arg-type]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Shaped):
+        return value.to_dict()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    raise TypeError(f"{type(value).__name__} does not belong into a result")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan(Shaped):
+    """What a job would read; made without Spark and Java, from consume queues alone."""
+
+    stores: int
+    queues: int
+    messages: int
+    """0 for ranges of a commitlog, whose messages nobody has counted."""
+    bytes: int
+    """Of records, about: of a large queue a few records are looked at."""
+    tasks: int
+
+    @classmethod
+    def of_slices(cls, tasks: Sequence[Sequence[Slice]]) -> Plan:
+        """The plan of tasks that are lists of slices."""
+        by_store: dict[StoreName, list[Slice]] = {}
+        for task in tasks:
+            for piece in task:
+                by_store.setdefault(piece.store, []).append(piece)
+        queues: set[tuple[StoreName, str, int]] = set()
+        messages = size = 0
+        for name, pieces in by_store.items():
+            with open_store(name) as store:
+                for piece in pieces:
+                    if isinstance(piece, LogSlice):
+                        size += piece.stop - piece.start
+                        continue
+                    queues.add((name, piece.topic, piece.queue_id))
+                    messages += piece.stop - piece.start
+                    size += _bytes_of(store, piece)
+        return cls(len(by_store), len(queues), messages, size, len(tasks))
+
+    @classmethod
+    def of_stores(cls, selection: Selection, wanted: Callable[[str], bool] | None = None) -> Plan:
+        """The plan of a job that has a task a store and looks at queues of the topics `wanted`, not at messages."""
+        names = selection.stores()
+        wanted = wanted or is_wanted(selection.options)
+        queues = messages = 0
+        for name in names:
+            with open_store(name) as store:
+                for ref in (ref for topic in store.topics() if wanted(topic) for ref in store.queues(topic)):
+                    low, high = store.offsets(*ref)
+                    queues += 1
+                    messages += high - low
+        return cls(len(names), queues, messages, 0, len(names))
+
+
+def _bytes_of(store: MessageStore, piece: QueueSlice) -> int:
+    """Of the records of a slice; exact for a few, else from three samples."""
+    start, stop = piece.start, piece.stop
+    count = stop - start
+    third = _SAMPLED // 3
+    places = (
+        [(start, count)] if count <= _SAMPLED else [(at, third) for at in (start, (start + stop) // 2, stop - third)]
+    )
+    sizes = [store.units(piece.topic, piece.queue_id, at, some)["size"] for at, some in places]
+    sampled = sum(int(each[(each > 0) & (each < 0x7FFF_FFFF)].sum(dtype="int64")) for each in sizes)
+    looked_at = sum(len(each) for each in sizes)
+    return round(sampled * count / looked_at) if looked_at else 0
+
+
+# -- which messages ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which messages of which stores. Made by `select`; paths are absolute, for tasks run elsewhere."""
+
+    options: SourceOptions
+    offsets: tuple[int, int] = (0, _LAST)
+    """First queue offset, and the first behind the last."""
+    times_ms: tuple[int, int] = (-_LAST, _LAST)
+    """Likewise."""
+    given: Mapping[str, str] = field(default_factory=dict)
+    """`options` as Spark is told them."""
+
+    def stores(self) -> list[StoreName]:
+        """The stores. ConfigError, as `plan.stores_of`."""
+        return stores_of(self.options)
+
+    def with_options(self, **values: Any) -> Selection:
+        """The same with other fields of `SourceOptions`; `given` stays as it was."""
+        return replace(self, options=replace(self.options, **values))
+
+    def tasks(self) -> list[list[Slice]]:
+        """The messages cut into tasks. Raises as `plan.plan` does."""
+        if self.options.scan == "log" and (self.offsets, self.times_ms) != ((0, _LAST), (-_LAST, _LAST)):
+            raise ConfigError("scan=log reads whole logs and knows no offsets and times of queues: use scan=queue")
+        offsets = self.offsets[0], self.offsets[1] - 1
+        times_ms = self.times_ms[0], self.times_ms[1] if self.times_ms[1] == _LAST else self.times_ms[1] - 1
+        return plan(self.options, Narrowing(offsets=offsets, times_ms=times_ms))
+
+    def queue_tasks(self) -> list[list[QueueSlice]]:
+        """As `tasks`, for a job that goes by queues. ConfigError for a store that has records and no queues."""
+        found: list[list[QueueSlice]] = []
+        for task in self.tasks():
+            found.append([])
+            for piece in task:
+                if isinstance(piece, LogSlice):
+                    raise ConfigError(
+                        f"{piece.store.path} has records, and no consume queues to read them by: `mqstore recover` "
+                        "makes these anew (and scan=queue reads what there is, which is nothing)"
+                    )
+                found[-1].append(piece)
+        return found
+
+
+def select(
+    stores: Stores | Selection,
+    *,
+    topics: str | Sequence[str] | None = None,
+    start: Bound = None,
+    stop: Bound = None,
+    where: str | None = None,
+    options: Mapping[str, str] | None = None,
+) -> Selection:
+    """The messages of `topics` (all topics of users) in `stores`, from `start` up to before `stop` in each queue, whose
+    properties fulfil `where` (SQL92); `options` are further ones of the Spark source (`docs/spark-options.md`).
+
+    A selection is given back as it is, which then has to say everything. Raises ConfigError.
+    """
+    if isinstance(stores, Selection):
+        if (topics, start, stop, where, options) != (None,) * 5:
+            raise ConfigError("a selection says all of it: give topics, bounds and options to `select`")
+        return stores
+    given = dict(options or {})
+    for name, value in (("subscribe", _names(topics)), ("filter", where), ("paths", json.dumps(_paths(stores)))):
+        if value is not None:
+            if name.lower() in {each.lower() for each in given}:
+                raise ConfigError(f"option {name!r} is given twice: by its argument, and among the options")
+            given[name] = value
+    checked = SourceOptions.parse(given).for_batch()
+    if checked.view != "messages":
+        raise ConfigError(f"option view={checked.view!r}: a job reads messages")
+    offsets, times_ms = [0, _LAST], [-_LAST, _LAST]
+    for at, bound in enumerate((start, stop)):
+        if isinstance(bound, datetime):
+            times_ms[at] = to_ms(bound)
+        elif bound is not None:
+            if type(bound) is not int or bound < 0:
+                raise ConfigError(f"{'start' if not at else 'stop'}={bound!r} is neither a queue offset nor a time")
+            offsets[at] = bound
+    return Selection(checked, (offsets[0], offsets[1]), (times_ms[0], times_ms[1]), given)
+
+
+def _names(topics: str | Sequence[str] | None) -> str | None:
+    if topics is None or isinstance(topics, str):
+        return topics
+    return ",".join(topics)
+
+
+def _paths(stores: Stores) -> list[str] | dict[str, str]:
+    if isinstance(stores, Mapping):
+        return {name: local_path(path) for name, path in stores.items()}
+    if isinstance(stores, str | os.PathLike):
+        return [local_path(stores)]
+    return [local_path(path) for path in stores]
+
+
+def local_path(path: str | os.PathLike[str]) -> str:
+    """The absolute path: executors have working directories of their own. ConfigError for a URL of what is no file
+    system."""
+    text = os.fspath(path)
+    if text.startswith("file:"):
+        text = text.removeprefix("file://").removeprefix("file:")
+    elif "://" in text:
+        raise ConfigError(f"{text!r} is no path of a file system, which is where stores are read and files written")
+    return os.path.abspath(text)
+
+
+# -- tasks -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """An error on its way from a task: its class, its text and its attributes, as many errors do not pickle."""
+
+    kind: type[BaseException]
+    text: str
+    attributes: dict[str, Any]
+
+    @classmethod
+    def of(cls, error: Exception) -> _Failure:
+        attributes = dict(error.__dict__)
+        if isinstance(error, OSError) and error.errno is not None:  # not in its dict
+            attributes |= {"errno": error.errno, "strerror": error.strerror, "filename": error.filename}
+        return cls(type(error), str(error), attributes)
+
+    def error(self) -> BaseException:
+        found = self.kind.__new__(self.kind)
+        found.args = (self.text,)
+        for name, value in self.attributes.items():
+            setattr(found, name, value)
+        return found
+
+
+def run(
+    spark: Any, tasks: Sequence[T], function: Callable[[T], R], progress: Progress | None = None, title: str = "mqstore"
+) -> list[R]:
+    """What `function` makes of each task, in their order.
+
+    `spark`: a session, or None to run them here, one after the other. `title` is what Spark's UI calls it. Raises what
+    the first task raised of MQStoreError or OSError, and what Spark raises: TypeError for a function that is not one of
+    a module.
+    """
+    inner = function.func if isinstance(function, partial) else function
+    if "<" in getattr(inner, "__qualname__", "<"):
+        raise TypeError(f"{inner!r} is no function of a module, and cannot be sent to a task by its name")
+    if not tasks:
+        return []
+    report = progress or (lambda done, total: None)
+    report(0, len(tasks))
+    outcomes = _here(tasks, function, report) if spark is None else _in_spark(spark, tasks, function, report, title)
+    for outcome in outcomes:
+        if isinstance(outcome, _Failure):
+            raise outcome.error()
+    return outcomes
+
+
+def _here(tasks: Sequence[T], function: Callable[[T], R], report: Progress) -> list[Any]:
+    """Through pickle as in Spark, so that what works here works there."""
+    found = []
+    for number, task in enumerate(tasks):
+        outcome = pickle.loads(pickle.dumps(_attempt(*pickle.loads(pickle.dumps((function, task))))))
+        found.append(outcome)
+        report(number + 1, len(tasks))
+        if isinstance(outcome, _Failure):
+            break
+    return found
+
+
+def _attempt(function: Callable[[T], R], task: T) -> R | _Failure:
+    try:
+        return function(task)
+    except (MQStoreError, OSError) as error:
+        return _Failure.of(error)
+
+
+def _counted(function: Callable[[T], R], done: Any, task: T) -> R | _Failure:
+    outcome = _attempt(function, task)
+    done.add(1)
+    return outcome
+
+
+def _in_spark(spark: Any, tasks: Sequence[T], function: Callable[[T], R], report: Progress, title: str) -> list[Any]:
+    try:
+        context = spark.sparkContext
+    except Exception as error:
+        raise ConfigError(
+            "jobs need a session with a SparkContext, not one of Spark Connect: run them where the driver is"
+        ) from error
+    ship(context)
+    done = context.accumulator(0)
+    before = context.getLocalProperty("spark.job.description")
+    context.setJobDescription(title)
+    try:
+        rdd = context.parallelize([*tasks], len(tasks)).map(partial(_counted, function, done))
+        with _watched(lambda: done.value, len(tasks), report):
+            return list(rdd.collect())
+    finally:
+        context.setLocalProperty("spark.job.description", before)
+
+
+@contextmanager
+def _watched(look: Callable[[], int], total: int, report: Progress) -> Iterator[None]:
+    """Report from a thread what `look` sees: Spark counts tasks behind our back."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(_LOOK_S):
+            report(min(look(), total), total)
+
+    thread = threading.Thread(target=watch, name="mqstore-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+    report(total, total)

@@ -1,0 +1,423 @@
+"""Check many stores, or one large one, in parallel: `mqstore verify` in byte ranges (store-format 9.7; spark.md B8).
+
+    driver       lists the segments of every store, cuts them into ranges                                    `ranges`
+    range task   every record: checksums, lengths, its own offset; its unit in the queue file; its keys in the index
+    index task   an index file: chains, header
+    store task   joins the results of a store; what takes the order of the log: do queue offsets go on over the seams,
+                 what do the queues have before the first record and behind the last, where does the log end; JSON files
+
+What is found is what `MessageStore.verify` finds, which is made of the same steps. Two things differ. Wrong units that
+lie side by side are one finding here for each range, there for each stretch of some thousand records. And of a range
+with more than `max_errors` findings only so many are told; `unlisted` says how many are not.
+
+Where queue offsets do not go on (records were lost, a queue offset is nonsense) the store task reads the segment again,
+record by record, as the one process does: what such numbers mean hangs on what came before.
+
+Reads only, takes no lock, and may run beside a writer. Knows no Spark: `shape.run` has the tasks run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain, groupby, islice
+
+from mqstore.errors import ConfigError, MQStoreError
+from mqstore.layout.dispatch import Rows, rows_of
+from mqstore.log.report import Finding
+from mqstore.log.scanner import Bad, End, Good, scan_segment
+from mqstore.log.store import MessageStore
+from mqstore.log.verify import Gap, IndexTally, Wanted, tally_index
+from mqstore.spark.jobs.ranges import (
+    MAX_ERRORS,
+    RANGE_BYTES,
+    LogRange,
+    QueueKey,
+    RangeResult,
+    SegmentParts,
+    Stitcher,
+    bundles,
+    cut_ranges,
+    is_straight,
+    read_range,
+)
+from mqstore.spark.jobs.shape import Plan, Progress, Selection, Shaped, Stores, run, select
+from mqstore.spark.plan import StoreName, open_store
+
+__all__ = [
+    "LostOffsets",
+    "VerifiedStore",
+    "VerifyFinding",
+    "VerifyReport",
+    "check_range",
+    "plan_verify",
+    "verified_ranges",
+    "verify",
+    "whole_stores",
+]
+
+
+_ATTEMPTS = 5
+_JOINED_FASTER = 16
+"""Times that a range in order is joined faster than it is read, at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyFinding(Shaped):
+    """One thing that is not as it should be: `length` bytes at `position` of `file`, a path below the store. Kinds are
+    those of `mqstore verify` (docs/recovery.md)."""
+
+    store: str
+    kind: str
+    file: str
+    position: int
+    length: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class LostOffsets(Shaped):
+    """Messages that damage has taken: queue offsets [first, stop)."""
+
+    store: str
+    topic: str
+    queue_id: int
+    first: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedStore(Shaped):
+    """What was looked at of a store, and how much was found."""
+
+    store: str
+    messages: int
+    """Records that verified."""
+    bytes: int
+    """Of them."""
+    ranges: int
+    read_again: int
+    """Ranges that had to be read again from another place."""
+    findings: int
+    """Listed and unlisted."""
+    unlisted: int
+    error: str | None
+    """Why the store could not be opened or read; None when it could."""
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport(Shaped):
+    """What `verify` found."""
+
+    ok: bool
+    """Every store could be read, and nothing was found."""
+    messages: int
+    bytes: int
+    stores: tuple[VerifiedStore, ...]
+    findings: tuple[VerifyFinding, ...]
+    lost: tuple[LostOffsets, ...]
+
+
+def verify(
+    spark: object,
+    stores: Stores | Selection,
+    *,
+    deep: bool = True,
+    range_bytes: int = RANGE_BYTES,
+    max_errors: int = MAX_ERRORS,
+    progress: Progress | None = None,
+) -> VerifyReport:
+    """Check every record, unit, index entry and JSON file of `stores`, checksums included. Changes nothing.
+
+    `spark`: a session, or None to do it here. `deep` False leaves the index out. A store that cannot be opened is told
+    in its row, and the others are checked. Raises ConfigError; spark.md B7, B8.
+    """
+    chosen = whole_stores(stores, "verify")
+    if max_errors < 1:
+        raise ConfigError(f"max_errors={max_errors} would tell nothing of what is found; give at least 1")
+    names = chosen.stores()
+    tasks, errors = _cut(names, range_bytes, deep)
+    outcomes = run(spark, tasks, partial(_read, deep=deep, max_errors=max_errors), progress, "mqstore verify: ranges")
+    found: dict[StoreName, list[_Outcome]] = {name: [] for name in names if name not in errors}
+    for outcome in (each for task in outcomes for each in task):
+        if outcome.error is not None:
+            errors.setdefault(outcome.store, outcome.error)
+        else:
+            found[outcome.store].append(outcome)
+    jobs = [_Joining(name, deep, max_errors, parts) for name, parts in found.items() if name not in errors]
+    joined = run(spark, bundles(jobs), _join, title="mqstore verify: stores")
+    return _report(names, {each.name: each for task in joined for each in task}, errors)
+
+
+def _cut(names: Sequence[StoreName], range_bytes: int, deep: bool) -> tuple[list[_Task], dict[StoreName, str]]:
+    """Tasks, and why some stores have none."""
+    ranges: list[LogRange] = []
+    files: list[_IndexFile] = []
+    errors = {}
+    for name in names:
+        try:
+            with open_store(name) as store:
+                ranges += cut_ranges(store, name, range_bytes)
+                files += [_IndexFile(name, file.name, store._index.file_bytes) for file in store._index.files if deep]
+        except ConfigError:
+            raise
+        except (MQStoreError, OSError) as error:
+            errors[name] = str(error)
+    return [*bundles(ranges, min(range_bytes, RANGE_BYTES)), *bundles(files)], errors
+
+
+def plan_verify(stores: Stores | Selection, *, range_bytes: int = RANGE_BYTES) -> Plan:
+    """What `verify` would read; opens the stores, and reads no record."""
+    chosen = whole_stores(stores, "verify")
+    plan = Plan.of_stores(chosen, lambda topic: True)
+    ranges: list[LogRange] = []
+    for name in chosen.stores():
+        with open_store(name) as store:
+            ranges += cut_ranges(store, name, range_bytes)
+    size = sum(each.high - each.low for each in ranges)
+    return Plan(plan.stores, plan.queues, plan.messages, size, len(bundles(ranges, min(range_bytes, RANGE_BYTES))))
+
+
+def whole_stores(stores: Stores | Selection, job: str) -> Selection:
+    """The stores that a job over whole logs is to read. ConfigError when topics or bounds were asked for."""
+    chosen = select(stores)
+    every = select(chosen.options.paths)
+    if chosen != every:
+        raise ConfigError(f"{job} reads whole logs: leave out topics, bounds, filters and options of the source")
+    return chosen
+
+
+# -- tasks: pieces -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _IndexFile:
+    store: StoreName
+    file: str
+    weight: int
+
+
+_Task = Sequence[LogRange | _IndexFile]
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """What a task found in one store."""
+
+    store: StoreName
+    results: list[RangeResult] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    """Of index files."""
+    error: str | None = None
+
+
+def _read(task: _Task, deep: bool, max_errors: int) -> list[_Outcome]:
+    outcomes = []
+    for name, pieces in groupby(task, lambda piece: piece.store):
+        outcomes.append(outcome := _Outcome(name))
+        try:
+            with open_store(name) as store:
+                for piece in pieces:
+                    with suppress(FileNotFoundError):  # retention: what is left is read when the store is joined
+                        if isinstance(piece, _IndexFile):
+                            outcome.findings += _check_index_file(store, piece.file)
+                        elif (result := check_range(store, piece, deep=deep, max_errors=max_errors)) is not None:
+                            outcome.results.append(result)
+        except (MQStoreError, OSError) as error:
+            outcome.error = str(error)
+    return outcomes
+
+
+def check_range(
+    store: MessageStore, piece: LogRange, start: int | None = None, *, deep: bool = True, max_errors: int = MAX_ERRORS
+) -> RangeResult | None:
+    """Check the records of a range, their units, and with `deep` their index entries; None when retention has taken
+    them. `start` as of `read_range`."""
+    verifier = store.verifier()
+    wanted: list[Wanted] = []
+
+    def take_rows(rows: Rows) -> None:
+        if deep and (entries := verifier.wanted_of(rows)) is not None:
+            wanted.append(entries)
+
+    result = read_range(
+        store, piece, take_run=verifier.compare, take_rows=take_rows, start=start, max_errors=max_errors
+    )
+    if result is not None:
+        result.index = tally_index(store._index, wanted)
+    return result
+
+
+def _check_index_file(store: MessageStore, name: str) -> list[Finding]:
+    try:
+        return [
+            finding for file in store._index.files if file.name == name for finding in store._index.check_file(file)
+        ]
+    except FileNotFoundError:  # retention
+        return []
+
+
+# -- tasks: stores -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Joining:
+    store: StoreName
+    deep: bool
+    max_errors: int
+    parts: list[_Outcome]
+
+    @property
+    def weight(self) -> int:
+        """Of what is left to do: little, if all is well."""
+        return sum(result.range.weight for part in self.parts for result in part.results) // _JOINED_FASTER
+
+
+@dataclass(slots=True)
+class _Checked:
+    name: StoreName
+    row: VerifiedStore
+    findings: list[Finding] = field(default_factory=list)
+    lost: list[Gap] = field(default_factory=list)
+
+
+def _join(jobs: Sequence[_Joining]) -> list[_Checked]:
+    return [_join_store(job) for job in jobs]
+
+
+def _join_store(job: _Joining) -> _Checked:
+    """The whole store, from what is known of its pieces."""
+    results = [result for part in job.parts for result in part.results]
+    for attempt in range(_ATTEMPTS):
+        try:
+            with open_store(job.store) as store:
+                joiner = _Joiner(store, job, results)
+                findings = [*joiner.findings()]
+                return _Checked(job.store, joiner.row(len(results), len(findings)), findings, joiner.verifier.gaps)
+        except (MQStoreError, OSError) as error:
+            # The writer's retention may have unlinked what was about to be read: what is left is looked at anew.
+            if not isinstance(error, FileNotFoundError) or attempt == _ATTEMPTS - 1:
+                return _Checked(job.store, _unread(job.store, str(error)))
+    raise AssertionError
+
+
+class _Joiner:
+    """`Verifier.findings` over results."""
+
+    def __init__(self, store: MessageStore, job: _Joining, results: Sequence[RangeResult]) -> None:
+        self.verifier = store.verifier()
+        self._store = store
+        self._job = job
+        self._stitcher = Stitcher(store, job.store, results, self._read_again)
+        self._tally = IndexTally()
+        self._messages = self._bytes = self._unlisted = 0
+
+    def row(self, ranges: int, listed: int) -> VerifiedStore:
+        return VerifiedStore(
+            store=self._job.store.id,
+            messages=self._messages,
+            bytes=self._bytes,
+            ranges=ranges,
+            read_again=self._stitcher.read_again_count,
+            findings=listed + self._unlisted,
+            unlisted=self._unlisted,
+            error=None,
+        )
+
+    def findings(self) -> Iterator[Finding]:
+        """All of them, those of the pieces among them."""
+        verifier = self.verifier
+        yield from verifier.folders()
+        if self._store._run.starts:
+            for event in self._stitcher.events():
+                if isinstance(event, Bad):
+                    yield verifier.bad(event)
+                elif isinstance(event, End):
+                    yield from verifier.end(event)
+                else:
+                    yield from self._segment(event)
+        yield from verifier.tails()
+        if self._job.deep:
+            yield from self._store._index_findings
+            for part in self._job.parts:
+                yield from part.findings
+            yield from self._tally.findings(self._store._index)
+        yield from verifier.json_files()
+
+    def _segment(self, parts: SegmentParts) -> Iterator[Finding]:
+        """Queues whose records follow each other, then the others by reading them once more."""
+        for result in parts.results:
+            self._messages += result.records
+            self._bytes += result.bytes
+            self._unlisted += result.unlisted
+            self._tally.add(result.index)
+        crooked: set[QueueKey] = set()
+        for (topic, queue_id), queue in parts.queues().items():
+            if not is_straight(queue) or not self.verifier.follows(topic, queue_id, queue[0].first):
+                crooked.add((topic, queue_id))
+                continue
+            last = queue[-1]
+            yield from self.verifier.straight(topic, queue_id, queue[0].first, last.stop, last.last_physical)
+            for part in queue:
+                yield from part.findings
+                self._unlisted += part.unlisted
+        if crooked:
+            found = self._in_order(parts, crooked)
+            yield from islice(found, self._job.max_errors * len(parts.results))
+            self._unlisted += sum(1 for _ in found)
+
+    def _in_order(self, parts: SegmentParts, crooked: set[QueueKey]) -> Iterator[Finding]:
+        store = self._store
+        for event in scan_segment(store._run, parts.segment, parts.start, store.manifest.checksum):
+            if isinstance(event, Good):
+                rows = rows_of(event.buffer, event.headers, event.base, store.delay_table_ms)
+                yield from self.verifier.units(rows, crooked)
+
+    def _read_again(self, piece: LogRange, start: int) -> RangeResult | None:
+        return check_range(self._store, piece, start, deep=self._job.deep, max_errors=self._job.max_errors)
+
+
+# -- reports -----------------------------------------------------------------------------------------------------------
+
+
+def _unread(name: StoreName, error: str) -> VerifiedStore:
+    return VerifiedStore(name.id, 0, 0, 0, 0, 0, 0, error)
+
+
+def _report(
+    names: Sequence[StoreName], checked: dict[StoreName, _Checked], errors: dict[StoreName, str]
+) -> VerifyReport:
+    rows = [checked[name].row if name in checked else _unread(name, errors[name]) for name in names]
+    found = [(name.id, checked[name]) for name in names if name in checked]
+    return VerifyReport(
+        ok=not any(row.findings or row.error for row in rows),
+        messages=sum(row.messages for row in rows),
+        bytes=sum(row.bytes for row in rows),
+        stores=tuple(rows),
+        findings=tuple(
+            VerifyFinding(store, each.kind, each.file, each.position, each.length, each.detail)
+            for store, one in found
+            for each in one.findings
+        ),
+        lost=tuple(LostOffsets(store, *gap) for store, one in found for gap in one.lost),
+    )
+
+
+def verified_ranges(store: MessageStore) -> Iterator[tuple[RangeResult, int, str | None]]:
+    """The ranges of an open store as they fit together, each with how much is wrong in it, and what first: bytes that
+    are no record, wrong units, keys that the index lacks."""
+    name = StoreName(str(store.path), str(store.path))
+    results = [result for piece in cut_ranges(store, name) if (result := check_range(store, piece)) is not None]
+    stitcher = Stitcher(store, name, results, partial(check_range, store))
+    verifier = store.verifier()
+    for event in stitcher.events() if results else ():
+        if not isinstance(event, SegmentParts):
+            continue
+        for result in event.results:
+            of_index = list(result.index.findings(store._index))
+            of_queues = (finding for part in result.queues.values() for finding in part.findings)
+            first = next(chain(map(verifier.bad, result.bads), of_queues, of_index), None)
+            told = None if first is None else f"{first.kind} at {first.position} of {first.file}: {first.detail}"
+            yield result, result.errors + len(of_index), told

@@ -1,0 +1,156 @@
+"""Tables of options: from one table they are checked, and documented. The source and the sink have one each.
+
+Spark hands options over as strings under case-insensitive names. A name that is not in the table is refused, with the
+nearest that is; a value that does not fit is refused with its option, itself and what would. Knows no Spark.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from mqstore.errors import ConfigError
+
+__all__ = [
+    "GIVEN_BY_SPARK",
+    "YES_NO",
+    "Option",
+    "OptionTable",
+    "boolean",
+    "count",
+    "duration_s",
+    "names",
+    "text",
+    "word",
+]
+
+GIVEN_BY_SPARK: Final = frozenset({"owner", "provider", "location"})
+"""What `CREATE TABLE ... USING` adds; nobody asked for it."""
+YES_NO: Final = "true or false"
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option. `accepts` and `meaning` are for people."""
+
+    name: str
+    field: str
+    """Of the dataclass that the table fills."""
+    default: str
+    accepts: str
+    meaning: str
+    parse: Callable[[str], Any]
+    """Raises ValueError for a value that does not fit."""
+    aliases: tuple[str, ...] = ()
+
+
+class OptionTable:
+    """Options by their names, in any case."""
+
+    def __init__(self, options: Sequence[Option], passed_over: frozenset[str] = GIVEN_BY_SPARK) -> None:
+        """`passed_over`: names, in small letters, of what Spark gives to everybody."""
+        self.options: Mapping[str, Option] = {option.name: option for option in options}
+        self.passed_over = passed_over
+        self._by_name = {name.lower(): option for option in options for name in (option.name, *option.aliases)}
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name.lower() in self._by_name
+
+    def parse(self, given: Mapping[str, str]) -> dict[str, Any]:
+        """Field -> value of the options as Spark gives them. ConfigError names option, value and what is accepted."""
+        values: dict[str, Any] = {}
+        said: dict[str, str] = {}
+        for name, value in given.items():
+            option = self._by_name.get(name.lower())
+            if option is None:
+                if name.lower() in self.passed_over:
+                    continue
+                raise ConfigError(f"no option {name!r}{self.nearest(name)}; there are {', '.join(self.options)}")
+            if option.field in said:
+                raise ConfigError(f"options {said[option.field]!r} and {name!r} are the same; give one of them")
+            said[option.field] = name
+            try:
+                values[option.field] = option.parse(value)
+            except ValueError as error:
+                raise ConfigError(f"option {option.name}={value!r}: {error}; {option.accepts}") from error
+        return values
+
+    def nearest(self, name: str) -> str:
+        """`; did you mean 'columns'?`, or nothing."""
+        found = difflib.get_close_matches(name.lower(), self._by_name, 1, 0.6)
+        return f"; did you mean {self._by_name[found[0]].name!r}?" if found else ""
+
+    def as_markdown(self) -> str:
+        """The table of the documentation."""
+        lines = ["| Option | Default | Accepts | Meaning |", "|---|---|---|---|"]
+        for option in self.options.values():
+            called = ", ".join(f"`{name}`" for name in (option.name, *option.aliases))
+            cells = [called, option.default or "-", option.accepts, option.meaning]
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        return "\n".join(lines) + "\n"
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+def word(*words: str) -> Callable[[str], str]:
+    """One of these, in any case."""
+
+    def parse(value: str) -> str:
+        for each in words:
+            if value.lower() == each.lower():
+                return each
+        raise ValueError("no such word")
+
+    return parse
+
+
+def boolean(value: str) -> bool:
+    return word("true", "false")(value) == "true"
+
+
+def count(least: int, most: int | None = None) -> Callable[[str], int]:
+    """A whole number from `least` on, to `most`."""
+
+    def parse(value: str) -> int:
+        number = int(value)
+        if number < least:
+            raise ValueError("too small")
+        if most is not None and number > most:
+            raise ValueError("too large")
+        return number
+
+    return parse
+
+
+def names(value: str) -> tuple[str, ...]:
+    """Separated by commas."""
+    found = tuple(name.strip() for name in value.split(",") if name.strip())
+    if not found:
+        raise ValueError("it names nothing")
+    return found
+
+
+def text(value: str) -> str:
+    """Anything but blanks."""
+    if not value.strip():
+        raise ValueError("it is empty")
+    return value
+
+
+_UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def duration_s(value: str) -> float:
+    """Seconds.
+
+    >>> duration_s("30"), duration_s("1.5 h"), duration_s("7d")
+    (30.0, 5400.0, 604800.0)
+    """
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,3})?)\s*(ms|s|m|h|d)?", value.strip().lower())
+    if found is None:
+        raise ValueError("no length of time")
+    return float(found[1]) * _UNITS[found[2] or "s"]

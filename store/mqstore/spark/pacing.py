@@ -1,0 +1,220 @@
+"""How much of what waits a batch of a stream may have (spec/spark.md B5). Knows no Spark.
+
+A limit, of messages or of bytes, is shared among queues in proportion to what waits in each. Queues whose share is less
+than their next message get one message each, for up to half of the limit; what rounding leaves over goes to whoever can
+use it. Who is first changes from batch to batch, so nobody starves behind the large ones. A batch is larger than its
+limit only if it is a single message, and it is never empty while something waits.
+
+Bytes are those of records. What waits is estimated from samples; what is taken is counted, by the sizes in the units
+of a queue, or by walking the log.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from json import dumps
+from typing import Literal, NamedTuple, Protocol, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from mqstore.errors import TopicNotFoundError
+from mqstore.layout.consumequeue import is_message
+from mqstore.log.consumequeue import ConsumeQueue
+from mqstore.log.scanner import Good, scan_log
+from mqstore.log.store import MessageStore
+from mqstore.spark.options import SourceOptions
+from mqstore.spark.plan import mean_size, open_store, stores_of
+from mqstore.spark.positions import Key, Offsets
+
+__all__ = ["Costs", "Limit", "Messages", "admit", "costs_of"]
+
+_CHUNK_UNITS = 8192
+_STORES_OPEN = 8
+_Int64s = npt.NDArray[np.int64]
+
+
+class Limit(NamedTuple):
+    """How much a batch may have."""
+
+    most: int
+    unit: Literal["messages", "bytes"]
+
+
+class Costs(Protocol):
+    """What messages cost of a limit."""
+
+    def weight(self, key: Key, start: int, stop: int) -> float:
+        """Of all in [start, stop), about."""
+
+    def reach(self, key: Key, start: int, stop: int, budget: int) -> tuple[int, int]:
+        """How far a budget goes from `start`, at most to `stop`, and what of it that takes."""
+
+    def step(self, key: Key, start: int, stop: int) -> tuple[int, int]:
+        """The position behind the message at `start`, and what it costs."""
+
+
+def admit(begin: Mapping[Key, int], end: Mapping[Key, int], most: int, costs: Costs) -> Offsets:
+    """How far each queue goes towards `end` in a batch that costs at most `most`, or is one message. Something moves if
+    something can."""
+    at = dict(begin)
+    waiting = sorted(key for key in end if at[key] < end[key])
+    if not waiting:
+        return at
+    text = dumps([[*key, at[key]] for key in waiting])
+    turn = zlib.crc32(text.encode()) % len(waiting)  # another with every batch, the same for the same batch
+    waiting = waiting[turn:] + waiting[:turn]
+    weights = {key: max(1.0, costs.weight(key, at[key], end[key])) for key in waiting}
+    total = sum(weights.values())
+    left = most
+
+    def take(key: Key, room: int) -> None:
+        nonlocal left
+        at[key], used = costs.reach(key, at[key], end[key], room)
+        left -= used
+
+    def share(key: Key, whole: int) -> int:
+        return int(whole * weights[key] / total)
+
+    small = [key for key in waiting if costs.reach(key, at[key], end[key], share(key, most))[0] == at[key]]
+    for number, key in enumerate(small):
+        position, cost = costs.step(key, at[key], end[key])
+        if number == 0 or cost <= left - most // 2:
+            at[key], left = position, left - cost
+    rest = left
+    few = frozenset(small)
+    for key in waiting:
+        if left > 0 and key not in few:
+            take(key, min(left, share(key, rest)))
+    for key in waiting:  # what rounding left over
+        if left > 0:
+            take(key, left)
+    return at
+
+
+class Messages:
+    """Each message of a queue costs 1."""
+
+    def weight(self, key: Key, start: int, stop: int) -> float:
+        return stop - start
+
+    def reach(self, key: Key, start: int, stop: int, budget: int) -> tuple[int, int]:
+        to = min(stop, start + budget)
+        return to, to - start
+
+    def step(self, key: Key, start: int, stop: int) -> tuple[int, int]:
+        return start + 1, 1
+
+
+class _Looked:
+    """What costs something only a look at the store tells. Opens stores when they are needed, and keeps the last few:
+    each has a descriptor a queue, and a fleet has many. To be closed."""
+
+    def __init__(self, options: SourceOptions) -> None:
+        self._names = {name.id: name for name in stores_of(options)}
+        self._open: OrderedDict[str, MessageStore] = OrderedDict()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._open:
+            self._open.popitem()[1].close()
+
+    def store(self, key: Key) -> MessageStore:
+        if key.store not in self._open:
+            while len(self._open) >= _STORES_OPEN:
+                self._open.popitem(last=False)[1].close()
+            self._open[key.store] = open_store(self._names[key.store])
+        self._open.move_to_end(key.store)
+        return self._open[key.store]
+
+    def weight(self, key: Key, start: int, stop: int) -> float:
+        raise NotImplementedError
+
+    def chunks(self, key: Key, start: int, stop: int) -> Iterator[tuple[_Int64s, _Int64s]]:
+        """Of messages in order: the positions behind them, and what they cost."""
+        raise NotImplementedError
+
+    def reach(self, key: Key, start: int, stop: int, budget: int) -> tuple[int, int]:
+        at, used = start, 0
+        for behind, costs in self.chunks(key, start, stop):
+            totals = used + np.cumsum(costs)
+            fits = int(np.searchsorted(totals, budget, side="right"))
+            if fits:
+                at, used = int(behind[fits - 1]), int(totals[fits - 1])
+            if fits < len(totals):
+                return at, used
+        return stop, used
+
+    def step(self, key: Key, start: int, stop: int) -> tuple[int, int]:
+        for behind, costs in self.chunks(key, start, stop):
+            return int(behind[0]), int(costs[0])
+        return stop, 0
+
+
+class _QueueBytes(_Looked):
+    """A message of a queue costs the size of its record, as its unit says."""
+
+    def _queue(self, key: Key) -> ConsumeQueue:
+        found = self.store(key)._queues.get(key.topic, key.queue_id)
+        if found is None:
+            raise TopicNotFoundError(f"{key} has been removed just now")
+        return found
+
+    def weight(self, key: Key, start: int, stop: int) -> float:
+        return mean_size(self._queue(key), start, stop) * (stop - start)
+
+    def chunks(self, key: Key, start: int, stop: int) -> Iterator[tuple[_Int64s, _Int64s]]:
+        count = 256
+        while start < stop:
+            units = self._queue(key).units(start, min(count, stop - start))
+            sizes = np.where(is_message(units), units["size"], 0).astype(np.int64)
+            yield np.arange(start + 1, start + 1 + len(units), dtype=np.int64), sizes
+            start, count = start + len(units), _CHUNK_UNITS
+
+
+class _LogRecords(_Looked):
+    """A record of a log costs its size, or 1. What is no record costs nothing."""
+
+    def __init__(self, options: SourceOptions, unit: Literal["messages", "bytes"]) -> None:
+        super().__init__(options)
+        self._by_bytes = unit == "bytes"
+
+    def weight(self, key: Key, start: int, stop: int) -> float:
+        if self._by_bytes:
+            return stop - start
+        for behind, costs in self.chunks(key, start, stop):
+            return (stop - start) / (int(behind[-1]) - start) * len(costs)
+        return 1
+
+    def chunks(self, key: Key, start: int, stop: int) -> Iterator[tuple[_Int64s, _Int64s]]:
+        store = self.store(key)
+        for event in scan_log(store._run, start, store._checksum, checksums=False):
+            if not isinstance(event, Good):
+                continue
+            places = event.headers.positions + event.base
+            behind = np.minimum(np.append(places[1:], event.end), stop)
+            inside = int(np.searchsorted(places, stop))
+            sizes = event.headers.size.astype(np.int64)
+            costs = sizes if self._by_bytes else np.ones(len(sizes), np.int64)
+            if inside:
+                yield behind[:inside], costs[:inside]
+            if inside < len(places) or event.end >= stop:
+                return
+
+
+@contextmanager
+def costs_of(options: SourceOptions, limit: Limit) -> Iterator[Costs]:
+    """What counts against `limit`. Stores that have to be looked at are open as long as this is."""
+    if options.scan == "log":
+        with _LogRecords(options, limit.unit) as records:
+            yield records
+    elif limit.unit == "bytes":
+        with _QueueBytes(options) as sizes:
+            yield sizes
+    else:
+        yield Messages()

@@ -1,0 +1,503 @@
+"""Committing a write: staged shards become messages, all of them or none (spark.md B6, steps 2 to 6). Knows no Spark.
+
+    target   what counts                    the step by which it counts                         afterwards
+    store    the log and its txn record     the record's rename, in `MessageStore.splice`       staging goes
+    set      the manifest                   the manifest's rename                               old stores, staging go
+    inbox    the folder in `inbox/`         the bundle's rename; its owner splices it           -
+
+    set, step by step                                      a crash right after it leaves
+    1 lock; read the manifest; in already: go to 6         nothing
+    2 rename each staged store into shards/                stores that no manifest names: nobody reads them
+    3 sync that folder                                     the same
+    4 rename the new manifest, sync                        all of the batch
+    5 overwrite: delete the stores that were named before  all of the batch; what stays is for `clean_target`
+    6 delete the transaction's staging                     the same
+
+What was written is known by (app, version): a version that is not above the last one recorded for its app is in, and a
+commit of it does nothing but clean up. A batch job without a transaction id is known by an id drawn at random. It is
+never committed again, so a set does not remember it.
+
+`abort` may come after a commit that succeeded and then raised: it deletes what is staged, and nothing that counts lies
+there any more.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from mqstore.broker.names import SCHEDULE_TOPIC, check_user_topic, is_dlq_topic, is_retry_topic, is_system_topic
+from mqstore.broker.parts import Parts, open_parts
+from mqstore.broker.topics import TopicConfig
+from mqstore.clock import SYSTEM_CLOCK, Clock
+from mqstore.errors import ConfigError, NotAStoreError, StoreLockedError
+from mqstore.files.filesystem import REAL, FileSystem
+from mqstore.files.jsonfile import encode_json, load_json, save_json
+from mqstore.files.lock import WriterLock
+from mqstore.layout.record import BLANK_BYTES
+from mqstore.log.commitlog import ALLOWANCE
+from mqstore.log.manifest import MANIFEST
+from mqstore.log.store import MessageStore
+from mqstore.log.txn import TXN_FILE, TxnState
+from mqstore.options import Profile, StoreConfig
+from mqstore.spark.encode import Rules, TopicRule
+from mqstore.spark.plan import SET_FILE, StoreName, open_store
+from mqstore.spark.sinkoptions import SinkOptions
+from mqstore.spark.staging import (
+    STAGING,
+    Leftover,
+    ShardInfo,
+    clean,
+    discard,
+    make_folders,
+    remove_tree,
+    transaction_folder,
+    write_file,
+)
+
+__all__ = [
+    "MEMBERS",
+    "Commit",
+    "Published",
+    "abort",
+    "clean_target",
+    "commit",
+    "is_committed",
+    "make_member",
+    "plan_target",
+]
+
+_log = logging.getLogger("mqstore")
+
+MEMBERS: Final = "shards"
+"""Folder of a set in which the stores lie that the sink made. What it did not make it never deletes."""
+_INBOX: Final = "inbox"
+_OURS: Final = frozenset({STAGING, MEMBERS, "lock", SET_FILE, SET_FILE + ".bak", SET_FILE + ".tmp"})
+_RECORDED: Final = "recorded"
+_SEGMENT_BYTES = 64 << 20
+_PAGE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What tasks have to know of the target. Plain values: it travels."""
+
+    rules: Rules
+    profile: Profile = "mqstore"
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """What is to be committed: who, and the shards that count, in the order in which they are to lie in the log."""
+
+    app: str
+    version: int
+    shards: Sequence[ShardInfo]
+    remembered: bool = True
+    """Whether (app, version) may come again: a stream's batch, a `txnVersion`."""
+    overwrite: bool = False
+    create: Mapping[str, int] = field(default_factory=dict)
+    """Queues of topics that are not there yet, where they are not to have as many as option `queues` says."""
+
+    @property
+    def topics(self) -> list[str]:
+        return [*dict.fromkeys(topic for shard in self.shards for topic in shard.topics)]
+
+    @property
+    def records(self) -> int:
+        return sum(shard.records for shard in self.shards)
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What came of a commit."""
+
+    already: bool
+    """It was in before; nothing was written."""
+    records: int
+    stores: tuple[str, ...] = field(default=())
+    """target=set: ids of the new members."""
+
+
+# -- planning ----------------------------------------------------------------------------------------------------------
+
+
+def plan_target(options: SinkOptions) -> Plan:
+    """Look at the target, without a lock and without a trace. ConfigError where it is not what `target` says;
+    NotAStoreError and others as of opening a store."""
+    root = Path(options.path)
+    is_set, is_store = (root / SET_FILE).exists(), (root / MANIFEST).exists() or (root / "commitlog").exists()
+    if is_set and options.target != "set":
+        raise ConfigError(f"{root} is a store set, and option target={options.target} wants a store: use target=set")
+    if options.target == "set":
+        if is_store:
+            raise ConfigError(f"{root} is a store, and option target=set wants a folder of stores: use target=store")
+        if not is_set:
+            _refuse_foreign(root)
+        return Plan(Rules(new_queues=options.queues))
+    try:
+        store = open_store(StoreName(options.path, options.path))
+    except NotAStoreError:
+        if options.target == "inbox":
+            raise ConfigError(
+                f"{root} is no store, and option target=inbox hands over to the process that has it open: use "
+                "target=store, which creates it"
+            ) from None
+        if root.exists():
+            _refuse_other_files(root)
+        return Plan(Rules(new_queues=options.queues))
+    with store:
+        parts = open_parts(store)
+        config, manifest = parts.config, store.manifest
+        room = manifest.commitlog_segment_bytes - BLANK_BYTES
+        largest = min(config.max_message_size + ALLOWANCE, room)
+        rules = Rules(
+            topics={each.name: _rule(each) for each in parts.topics.configs()},
+            new_queues=options.queues,
+            group_hash="siphash24" if manifest.group_hash == "siphash24" else "jump",
+            levels=len(store.delay_table_ms),
+            max_body_bytes=min(config.max_message_size, largest),
+            max_record_bytes=largest,
+        )
+        return Plan(rules, manifest.profile)
+
+
+def _rule(config: TopicConfig) -> TopicRule:
+    """As `TopicTable.for_send` has it."""
+    name = config.name
+    refused = ""
+    if is_system_topic(name):
+        refused = f"topic {name!r} belongs to the engine; nobody else sends to it"
+    elif is_retry_topic(name):
+        refused = f"topic {name!r} holds what a group has again; send to the topic that it is of"
+    elif not config.writable or config.write_queues < 1:
+        refused = f"topic {name!r} may not be written to (perm {config.perm}, {config.write_queues} queues); alter it"
+    return TopicRule(config.write_queues, max(config.write_queues, config.read_queues), refused)
+
+
+def _refuse_foreign(root: Path) -> None:
+    """A folder with other things in it becomes no set: a reader would not see them, and nobody would know why."""
+    foreign = sorted(path.name for path in root.iterdir() if path.name not in _OURS) if root.is_dir() else []
+    if foreign or (root.exists() and not root.is_dir()):
+        raise ConfigError(
+            f"{root} holds {', '.join(foreign[:3]) or 'a file'} and no {SET_FILE}: option target=set wants a set, or a "
+            "folder of its own"
+        )
+
+
+def _refuse_other_files(root: Path) -> None:
+    """As opening for writing would, but before the tasks run."""
+    if not root.is_dir():
+        raise NotAStoreError(f"{root} is a file, and no store: give a folder of its own")
+    foreign = sorted(path.name for path in root.iterdir() if path.name not in _OURS | {_INBOX, "tmp"})
+    if foreign:
+        raise NotAStoreError(f"{root} holds {', '.join(foreign[:3])} and is no store: give a folder of its own")
+
+
+# -- in the task: a shard as a store ---------------------------------------------------------------------------------
+
+
+def make_member(
+    transaction: Path,
+    shard: ShardInfo,
+    options: SinkOptions,
+    *,
+    create: Mapping[str, int] | None = None,
+    fs: FileSystem = REAL,
+    clock: Clock = SYSTEM_CLOCK,
+) -> None:
+    """Make of a staged shard a store of its own, beside it: with that the commit of a set is a few renames.
+
+    As small as it can be: files of a store are of fixed sizes, and a batch may have three messages.
+    """
+    folder = transaction / shard.name
+    most = max(shard.queues.values(), default=1)
+    segment = min(_SEGMENT_BYTES, max(16 * _PAGE, -(-(shard.bytes + 2 * BLANK_BYTES) // _PAGE) * _PAGE))
+    slots = min(100_000, max(64, shard.records))
+    config = StoreConfig(
+        segment_bytes=max(segment, shard.largest + BLANK_BYTES),
+        consumequeue_units=min(16_384, max(64, most)),
+        index_slots=slots,
+        index_entries=4 * slots,
+        default_queues=options.queues,
+        clock=clock,  # with one of its own a store starts no threads: there is nothing for them to do
+    )
+    with MessageStore(folder / "store", config=config, fs=fs) as store:
+        _admit(open_parts(store), shard.topics, shard.queues, options, create or {})
+        store.splice([folder], app=transaction.name, version=0)
+    fs.unlink(folder / "shard.json")
+    fs.unlink(folder / "records.bin")
+
+
+# -- commit ------------------------------------------------------------------------------------------------------------
+
+
+def commit(options: SinkOptions, wanted: Commit, *, fs: FileSystem = REAL, clock: Clock = SYSTEM_CLOCK) -> Published:
+    """Publish. Raises StoreLockedError naming who has the target (option lockTimeout), ConfigError where the target is
+    no longer what was planned, and what a splice raises: then nothing of it counts, unless FlushFailedError says that
+    this is not known; to commit again is right in any case."""
+    root = Path(options.path)
+    published = _COMMITS[options.target](root, options, wanted, fs, clock)
+    _tidy(root, options, wanted, fs, clock)
+    return published
+
+
+def is_committed(options: SinkOptions, app: str, version: int, *, fs: FileSystem = REAL) -> bool:
+    """Whether (app, version), or a later version of `app`, is in the target or (inbox) handed over. Takes no lock and
+    writes nothing: who finds that it is need not stage anything."""
+    root = Path(options.path)
+    if options.target == "set":
+        return _version_in(_read_set(root), app) >= version
+    if not fs.exists(root):
+        return False
+    handed = options.target == "inbox" and fs.exists(root / _INBOX / transaction_folder(root, app, version).name)
+    return handed or _spliced_version(root, app, fs) >= version
+
+
+def abort(options: SinkOptions, app: str, version: int, *, fs: FileSystem = REAL) -> None:
+    """Delete what (app, version) has staged. What it has published stays."""
+    discard(Path(options.path), app, version, fs)
+
+
+def clean_target(
+    root: Path,
+    ttl_s: float,
+    *,
+    dry_run: bool = False,
+    clock: Clock = SYSTEM_CLOCK,
+    fs: FileSystem = REAL,
+    lock_timeout_s: float = 30.0,
+) -> list[Leftover]:
+    """Delete what jobs left in a store or a set that nobody has touched for `ttl_s` seconds; those, or with `dry_run`
+    what they would be. Of a set also stores that its manifest does not name; then its lock is taken."""
+    if not (root / SET_FILE).exists():
+        return clean(root, ttl_s, dry_run=dry_run, clock=clock, fs=fs)
+    if dry_run:
+        return clean(root, ttl_s, dry_run=True, clock=clock, fs=fs, named=_named(_read_set(root)), members=MEMBERS)
+    with _locked_set(root, lock_timeout_s, fs):
+        return clean(root, ttl_s, clock=clock, fs=fs, named=_named(_read_set(root)), members=MEMBERS)
+
+
+def _tidy(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem, clock: Clock) -> None:
+    """What nobody needs any more goes. The batch is in: that it does not go is no reason to say otherwise."""
+    try:
+        discard(root, wanted.app, wanted.version, fs)
+        clean(root, options.staging_ttl_s, clock=clock, fs=fs)
+    except OSError as error:
+        _log.warning("%s: what a job staged could not be deleted: %s; mqstore spark clean does it", root, error)
+
+
+@contextmanager
+def _waiting(root: Path, options: SinkOptions) -> Iterator[None]:
+    """Say of a lock that was not given which option waits longer, and what else can be done."""
+    try:
+        yield
+    except StoreLockedError as error:
+        raise StoreLockedError(
+            f"{error}; option lockTimeout={options.lock_timeout_s:g} s was not enough. target=inbox hands over to the "
+            "process that has it open",
+            error.pid,
+            error.host,
+            error.since,
+        ) from error
+
+
+# -- target=store ------------------------------------------------------------------------------------------------------
+
+
+def _into_store(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem, clock: Clock) -> Published:
+    with _waiting(root, options):
+        store = MessageStore(root, lock_timeout=options.lock_timeout_s, config=StoreConfig(clock=clock), fs=fs)
+    with store:
+        if _spliced_version(root, wanted.app, fs) >= wanted.version:
+            return Published(True, 0)
+        parts = open_parts(store)
+        store.enter_topics_by(lambda noted: _enter(parts, noted))
+        _admit(parts, wanted.topics, _counts(wanted.shards), options, wanted.create)
+        if wanted.overwrite:
+            _bury(parts, wanted.topics)
+        folder = transaction_folder(root, wanted.app, wanted.version)
+        result = store.splice([folder / each.name for each in wanted.shards], app=wanted.app, version=wanted.version)
+        return Published(result.already, result.records)
+
+
+def _spliced_version(root: Path, app: str, fs: FileSystem) -> int:
+    """The last version of `app` in a store whose lock we hold; -1: none."""
+    found = load_json(root / TXN_FILE, writer=False, fs=fs, check=TxnState.from_json, root=root).value
+    return TxnState.from_json(found).version_of(app) if found is not None else -1
+
+
+def _counts(shards: Sequence[ShardInfo]) -> dict[tuple[str, int], int]:
+    return {key: count for shard in shards for key, count in shard.queues.items()}
+
+
+def _enter(parts: Parts, noted: Mapping[str, int]) -> None:
+    """Enter the topics of a bundle that opening the store has taken from its inbox, as a broker does."""
+    for name, queues in noted.items():
+        parts.topics.ensure(check_user_topic(name), queues)
+
+
+def _admit(
+    parts: Parts,
+    topics: Sequence[str],
+    queues: Mapping[tuple[str, int], int],
+    options: SinkOptions,
+    create: Mapping[str, int],
+) -> None:
+    """Enter the topics that are missing. ConfigError if one has changed since the rows were given queues."""
+    for name in topics:
+        if is_system_topic(name):
+            parts.topics.ensure(name, _engine_queues(name, len(parts.store.delay_table_ms)))
+        elif is_retry_topic(name) or is_dlq_topic(name):  # copies of such, which a job was asked for
+            parts.topics.ensure(name, create.get(name, 1))
+        elif parts.topics.get(name) is None:
+            parts.topics.create(name, queues=create.get(name, options.queues))
+    for topic, queue_id in queues:
+        config = parts.topics.need(topic)
+        if queue_id >= max(config.write_queues, config.read_queues):
+            raise ConfigError(
+                f"{parts.store.path}: rows were written for queue {queue_id} of topic {topic!r}, which has "
+                f"{config.read_queues} queues now: it was altered meanwhile; write them again"
+            )
+
+
+def _engine_queues(topic: str, levels: int) -> int:
+    return levels if topic == SCHEDULE_TOPIC else 1
+
+
+def _bury(parts: Parts, topics: Sequence[str]) -> None:
+    """Take what the topics hold from their consumers: their queues begin, logically, at their end. On disk before the
+    splice, so that a commit that is done again begins behind the same messages."""
+    for name in topics:
+        if not is_system_topic(name):
+            ends = {ref.queue_id: parts.store.offsets(*ref)[1] for ref in _queues_of(parts.store, name)}
+            parts.offsets.bury(name, ends)
+
+
+def _queues_of(store: MessageStore, topic: str) -> Sequence[Any]:
+    return store.queues(topic) if topic in store.topics() else ()
+
+
+# -- target=set --------------------------------------------------------------------------------------------------------
+
+
+def _into_set(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem, clock: Clock) -> Published:
+    make_folders(root, fs)
+    with _waiting(root, options), _locked_set(root, options.lock_timeout_s, fs):
+        manifest = _read_set(root)
+        if wanted.remembered and _version_in(manifest, wanted.app) >= wanted.version:
+            return Published(True, 0)
+        names = _move_in(root, wanted, fs)
+        before = manifest["stores"]
+        added = {name: f"{MEMBERS}/{name}" for name in names}
+        stores = added if wanted.overwrite else {**before, **added}
+        recorded = dict(manifest.get(_RECORDED, {}))
+        if wanted.remembered:
+            recorded[wanted.app] = wanted.version
+        save_json(root / SET_FILE, {**manifest, "stores": stores, _RECORDED: recorded}, fs)
+        if wanted.overwrite:
+            _delete_members(root, before, fs)
+        return Published(False, wanted.records, tuple(names))
+
+
+@contextmanager
+def _locked_set(root: Path, timeout_s: float, fs: FileSystem) -> Iterator[None]:
+    """The set's lock: as a store's, in a file of the same name."""
+    lock = WriterLock(root, "mqstore", fs=fs)
+    lock.acquire(timeout_s)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _read_set(root: Path) -> dict[str, Any]:
+    """The manifest; an empty one if there is none. ConfigError for one that is not ours to write."""
+    path = root / SET_FILE
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {"version": 1, "stores": {}}
+    except ValueError as error:
+        raise ConfigError(f"{path} is no manifest of a store set: {error}; {path}.bak has the one before") from error
+    if not isinstance(found, dict) or found.get("version") != 1:
+        raise ConfigError(f"{path} is of a version that this mqstore does not know; it knows 1")
+    if not isinstance(found.get("stores"), dict) or not isinstance(found.get(_RECORDED, {}), dict):
+        raise ConfigError(f"{path} is no manifest of a store set; {path}.bak has the one before")
+    return found
+
+
+def _version_in(manifest: Mapping[str, Any], app: str) -> int:
+    found = manifest.get(_RECORDED, {}).get(app, -1)
+    return found if type(found) is int else -1
+
+
+def _named(manifest: Mapping[str, Any]) -> frozenset[str]:
+    """Folders in `MEMBERS` that a manifest names."""
+    return frozenset(Path(where).name for where in manifest["stores"].values() if Path(where).parts[:1] == (MEMBERS,))
+
+
+def _move_in(root: Path, wanted: Commit, fs: FileSystem) -> list[str]:
+    """Rename the staged stores to where the manifest will find them. Names keep the random part of the shard's, so
+    those of a commit that crashed are never taken for those of the next."""
+    folder = transaction_folder(root, wanted.app, wanted.version)
+    make_folders(root / MEMBERS, fs)
+    names = []
+    for shard in wanted.shards:
+        name = f"{folder.name}-{shard.name}"
+        fs.replace(folder / shard.name / "store", root / MEMBERS / name)
+        names.append(name)
+    fs.sync_directory(root / MEMBERS)
+    return names
+
+
+def _delete_members(root: Path, before: Mapping[str, Any], fs: FileSystem) -> None:
+    """The batch is in by now: what cannot be deleted is left to `clean_target`."""
+    for where in before.values():
+        path = Path(str(where))
+        if path.parts[:1] == (MEMBERS,) and len(path.parts) == 2:
+            try:
+                remove_tree(root / path, fs)
+            except OSError as error:
+                _log.warning("%s: an overwritten store stays on disk: %s; mqstore spark clean", root / path, error)
+
+
+# -- target=inbox ------------------------------------------------------------------------------------------------------
+
+
+def _into_inbox(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem, clock: Clock) -> Published:
+    """Hand the shards over: durable when this returns, spliced when the owner comes to it, or the next one opens."""
+    folder = transaction_folder(root, wanted.app, wanted.version)
+    target = root / _INBOX / folder.name
+    if fs.exists(target) or _spliced_version(root, wanted.app, fs) >= wanted.version:
+        return Published(True, 0)
+    if not wanted.shards:
+        return Published(False, 0)
+    create = {name: wanted.create.get(name, options.queues) for name in wanted.topics if _is_users(name)}
+    bundle = {
+        "version": 1,
+        "app": wanted.app,
+        "ver": wanted.version,
+        "shards": [shard.name for shard in wanted.shards],
+        "create": create,
+    }
+    fs.unlink(folder / "bundle.json", missing_ok=True)  # of a commit that was killed before the rename
+    write_file(folder / "bundle.json", encode_json(bundle), fs=fs)
+    make_folders(root / _INBOX, fs)
+    fs.replace(folder, target)
+    fs.sync_directory(root / _INBOX)
+    fs.sync_directory(root / STAGING)
+    return Published(False, wanted.records)
+
+
+def _is_users(topic: str) -> bool:
+    """Whether a bundle may ask for the topic: those of the engine and of groups are the owner's to enter."""
+    return not (is_system_topic(topic) or is_retry_topic(topic) or is_dlq_topic(topic))
+
+
+_COMMITS: Final = {"store": _into_store, "set": _into_set, "inbox": _into_inbox}

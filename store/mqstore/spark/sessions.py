@@ -1,0 +1,75 @@
+"""A Spark session for a notebook, a script or the command: Java found, quiet, and the data source known.
+
+A session that exists is left as it is: Spark has one in a process, and settings of a running one do not change.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
+
+from mqstore.errors import MQStoreError
+from mqstore.spark import java, register
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+__all__ = ["SparkMissingError", "session"]
+
+_NO_PYSPARK: Final = "Spark jobs need pyspark 4.1 or later: pip install 'mqstore[spark]'"
+
+_QUIET: Final = {
+    "spark.log.level": "ERROR",
+    "spark.ui.enabled": "false",
+    "spark.ui.showConsoleProgress": "false",
+    "spark.sql.session.timeZone": "UTC",
+}
+_LOCAL: Final = {"spark.driver.bindAddress": "127.0.0.1", "spark.driver.host": "127.0.0.1"}
+"""With its executors in its own process, a driver has nobody to listen to: no port is open to others."""
+
+
+class SparkMissingError(MQStoreError):
+    """There is no pyspark, or no Java for it. The text says what to install."""
+
+
+def session(app: str | None = None, conf: Mapping[str, str] | None = None) -> SparkSession:
+    """A Spark session, on this machine unless `conf` has a `spark.master`: no user interface, no progress bars, errors
+    only, times in UTC; whatever `conf` says instead is kept. `JAVA_HOME` is set if Java is found elsewhere, and the
+    format `mqstore` is registered.
+
+    The session that this process has already is given back, if it has one. Raises SparkMissingError.
+    """
+    missing = []
+    try:
+        from pyspark.sql import SparkSession
+    except ImportError:
+        missing.append(_NO_PYSPARK)
+    home = java.find()
+    if home is None:
+        missing.append(java.MISSING)
+    if missing:
+        raise SparkMissingError("; ".join(missing))
+    running = SparkSession.getActiveSession()
+    if running is not None:
+        return running
+    given = dict(conf or {})
+    settings = {"spark.app.name": app or "mqstore", **_QUIET}
+    if "PYSPARK_GATEWAY_PORT" not in os.environ:  # else `spark-submit` has said where
+        settings["spark.master"] = "local[*]"
+    os.environ["JAVA_HOME"] = str(home)
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    if (settings | given).get("spark.master", "").startswith("local"):
+        os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+        settings |= _LOCAL
+    if sys.platform == "linux":
+        settings["spark.python.unix.domain.socket.enabled"] = "true"
+    builder = SparkSession.builder
+    for name, value in (settings | given).items():
+        builder = builder.config(name, value)
+    logging.getLogger("SQLQueryContextLogger").setLevel(logging.CRITICAL)  # prints the stack of a failing query
+    spark = builder.getOrCreate()
+    register(spark)
+    return spark

@@ -1,0 +1,49 @@
+"""Bringing the package to executors that lack it. Knows no pyspark: it is given a SparkContext.
+
+In local mode, and where `mqstore` is installed on every machine, workers have it. Elsewhere it goes there as a zip. Its
+requirements (numpy, pyarrow, crc32c, portalocker) do not: they are built for a machine.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import tempfile
+import weakref
+import zipfile
+from pathlib import Path
+from typing import Any
+
+__all__ = ["pack", "ship"]
+
+_looked_at: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def ship(context: Any) -> bool:
+    """See to it that workers of this SparkContext can import `mqstore`; whether it had to be sent. The first call costs
+    a job of one task. Data sources have to be registered after it: Spark notes then what workers may import."""
+    if context in _looked_at:
+        return False
+
+    def is_there(_: int) -> bool:  # made here, so it is sent by value: by name it would need what it looks for
+        import importlib.util
+
+        return importlib.util.find_spec("mqstore") is not None
+
+    there = bool(context.parallelize([0], 1).map(is_there).collect()[0])
+    if not there:
+        folder = tempfile.mkdtemp(prefix="mqstore-")  # executors fetch it when they start, so it stays
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        context.addPyFile(pack(os.path.join(folder, "mqstore.zip")))
+    _looked_at.add(context)
+    return not there
+
+
+def pack(archive: str) -> str:
+    """Write the library's modules, not the command's, into a zip that Python imports from; its path."""
+    root = Path(__file__).parents[2]
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
+        for path in sorted([*(root / "mqstore").rglob("*.py"), root / "pyspark_mqstore.py"]):
+            file.write(path, path.relative_to(root).as_posix())
+    return archive

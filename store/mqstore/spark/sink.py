@@ -1,0 +1,285 @@
+"""Writing frames: `df.write.format("mqstore").mode("append").save(path)` and `df.writeStream`. Thin: the rest is made
+elsewhere (spark.md A7, B6).
+
+    planner process     writer, streamWriter      options, columns and target are checked; rules for the tasks
+    executors' workers  write                     rows -> records (`encode`) -> staged shards (`staging`)
+    planner process     commit or abort           shards -> messages (`publish`), or nothing
+
+Nothing counts before `commit`. A task that is tried again stages again, and `commit` hears only of the attempt that
+won. Who writes is known by (app, version):
+
+    batch     txnAppId and txnVersion; without them an id that is drawn when the writer is made, once for a job
+    stream    the query's id and the batch's number, which stay the same when a batch is done again
+
+Spark makes a stream's writer anew for planning, commit and abort of each batch, and does not tell `write` the batch.
+So tasks take both from the local properties in which Spark keeps them, and their messages carry them to the commit.
+That is no documented promise: a test pins the names, and where they are missing a write fails and says what to use.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final
+
+import pyspark.sql.datasource as datasource
+from pyspark import TaskContext
+from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamWriter, DataSourceWriter, WriterCommitMessage
+from pyspark.sql.types import ArrayType, BinaryType, DataType, IntegerType, LongType, MapType, StringType, StructType
+
+from mqstore.errors import ConfigError
+from mqstore.spark.encode import Encoder
+from mqstore.spark.inputs import check_columns
+from mqstore.spark.publish import Commit, Plan, abort, commit, make_member, plan_target
+from mqstore.spark.sinkoptions import APP_NAME, SinkOptions
+from mqstore.spark.staging import ShardInfo, transaction_folder, write_shards
+from mqstore.spark.telling import plain_errors
+
+__all__ = ["BATCH_PROPERTY", "QUERY_PROPERTY", "Staged", "batch_writer", "stream_writer"]
+
+QUERY_PROPERTY: Final = "sql.streaming.queryId"
+BATCH_PROPERTY: Final = "streaming.sql.batchId"
+"""Local properties of a task of a streaming query."""
+_ROWS: Final = 10_000
+"""Rows that the row writers put together: as many as Spark does."""
+
+
+@dataclass
+class Staged(WriterCommitMessage):
+    """What a task tells the commit."""
+
+    app: str
+    version: int
+    partition: int
+    shards: tuple[ShardInfo, ...]
+
+
+@plain_errors()
+def batch_writer(
+    given: Mapping[str, str], schema: StructType, overwrite: bool, *, arrow: bool = True
+) -> DataSourceWriter:
+    """The writer of a job. ConfigError for options, columns or a target that do not fit. Without `arrow` it is given
+    rows, one by one, as a Spark that has no Arrow writers gives them."""
+    options = _checked(given, schema, overwrite)
+    write = _Write(options, plan_target(options), overwrite, f"job-{uuid.uuid4().hex}", schema)
+    return _ArrowWriter(write) if arrow else _RowWriter(write)
+
+
+@plain_errors()
+def stream_writer(given: Mapping[str, str], schema: StructType, overwrite: bool, *, arrow: bool = True) -> Any:
+    """The writer of a stream's batch, as `batch_writer`. `overwrite`: output mode `complete`."""
+    options = _checked(given, schema, overwrite)
+    options.check_stream()
+    write = _Write(options, plan_target(options), overwrite, None, schema)
+    return _STREAM_WRITERS[arrow and _ARROW_STREAMS](write)
+
+
+def _checked(given: Mapping[str, str], schema: StructType, overwrite: bool) -> SinkOptions:
+    options = SinkOptions.parse(given)
+    check_columns({each.name: each.dataType.simpleString() for each in schema.fields}, topic=options.topic)
+    if overwrite:
+        options.check_overwrite()
+    # Executors stand in folders of their own.
+    return replace(options, path=os.path.abspath(options.path))
+
+
+@dataclass(frozen=True)
+class _Write:
+    """A job, or the batch of a stream. Plain values: it is pickled into every task."""
+
+    options: SinkOptions
+    plan: Plan
+    overwrite: bool
+    job: str | None
+    """None: of a stream; who writes is known in the tasks only."""
+    schema: StructType
+
+    # -- in a task ---------------------------------------------------------------------------------------------------
+
+    def stage(self, batches: Iterable[Any]) -> Staged:
+        context = TaskContext.get()
+        assert context is not None, "write() runs in a task"
+        app, version = self._identity(context.getLocalProperty)
+        options, partition = self.options, context.partitionId()
+        encoder = Encoder(
+            self.plan.rules,
+            app=app,
+            version=version,
+            partition=partition,
+            topic=options.topic,
+            validate=options.validate,
+            max_rows=options.max_rows_per_shard,
+        )
+        folder = transaction_folder(Path(options.path), app, version)
+        shards = []
+        for shard in write_shards(
+            (piece for batch in batches for piece in encoder.encode(batch)),
+            folder,
+            partition,
+            context.attemptNumber(),
+            profile=self.plan.profile,
+            max_rows=options.max_rows_per_shard,
+            sync=options.flush == "commit",
+        ):
+            if options.target == "set":
+                make_member(folder, shard, options)
+            shards.append(shard)
+        return Staged(app, version, partition, tuple(shards))
+
+    def _identity(self, local_property: Any) -> tuple[str, int]:
+        if self.job is not None:
+            return self._batch_identity()
+        query, batch = local_property(QUERY_PROPERTY), local_property(BATCH_PROPERTY)
+        if query is None or batch is None or not batch.isdecimal() or not APP_NAME.fullmatch(query):
+            raise ConfigError(
+                f"this Spark does not tell a task which query and batch it writes ({QUERY_PROPERTY}={query!r}, "
+                f"{BATCH_PROPERTY}={batch!r}), so a stream cannot be written exactly once. Use "
+                "writeStream.foreachBatch(...), and in it frame.write.format('mqstore').mode('append') with options "
+                "txnAppId, a name for the stream, and txnVersion, the number of the batch"
+            )
+        return query, int(batch)
+
+    def _batch_identity(self) -> tuple[str, int]:
+        if self.options.txn_app_id is not None and self.options.txn_version is not None:
+            return self.options.txn_app_id, self.options.txn_version
+        assert self.job is not None
+        return self.job, 0
+
+    # -- after all tasks ---------------------------------------------------------------------------------------------
+
+    def commit(self, messages: Sequence[Staged | None]) -> None:
+        staged = sorted((each for each in messages if each is not None), key=lambda each: each.partition)
+        if self.job is not None:
+            app, version = self._batch_identity()
+        elif staged:
+            app, version = staged[0].app, staged[0].version
+        else:
+            return  # a batch without tasks: nothing was written, and nobody says by whom
+        if any((each.app, each.version) != (app, version) for each in staged):
+            raise ConfigError(f"tasks of different batches are to be committed as {app!r}, {version}; nothing was")
+        commit(
+            self.options,
+            Commit(
+                app,
+                version,
+                [shard for each in staged for shard in each.shards],
+                remembered=self.job is None or self.options.txn_app_id is not None,
+                overwrite=self.overwrite,
+            ),
+        )
+
+    def abort(self, messages: Sequence[Staged | None]) -> None:
+        who = {(each.app, each.version) for each in messages if each is not None}
+        if self.job is not None:
+            who = {self._batch_identity()}
+        for app, version in who:
+            abort(self.options, app, version)
+
+
+# -- what Spark calls --------------------------------------------------------------------------------------------------
+
+
+class _Common:
+    """The part that all writers share. Spark wants classes of its own for batch and stream, rows and Arrow."""
+
+    def __init__(self, write: _Write) -> None:
+        self._write = write
+
+
+class _ArrowWriter(_Common, DataSourceArrowWriter):
+    @plain_errors()
+    def write(self, iterator: Iterator[Any]) -> WriterCommitMessage:
+        return self._write.stage(iterator)
+
+    @plain_errors()
+    def commit(self, messages: Any) -> None:
+        self._write.commit(messages)
+
+    @plain_errors()
+    def abort(self, messages: Any) -> None:
+        self._write.abort(messages)
+
+
+class _RowWriter(_Common, DataSourceWriter):
+    @plain_errors()
+    def write(self, iterator: Iterator[Any]) -> WriterCommitMessage:
+        return self._write.stage(_batches(iterator, self._write.schema))
+
+    @plain_errors()
+    def commit(self, messages: Any) -> None:
+        self._write.commit(messages)
+
+    @plain_errors()
+    def abort(self, messages: Any) -> None:
+        self._write.abort(messages)
+
+
+class _RowStreamWriter(_Common, DataSourceStreamWriter):
+    @plain_errors()
+    def write(self, iterator: Iterator[Any]) -> WriterCommitMessage:
+        return self._write.stage(_batches(iterator, self._write.schema))
+
+    @plain_errors()
+    def commit(self, messages: Any, batch_id: int) -> None:
+        self._write.commit(messages)
+
+    @plain_errors()
+    def abort(self, messages: Any, batch_id: int) -> None:
+        self._write.abort(messages)
+
+
+_ARROW_STREAMS: Final = hasattr(datasource, "DataSourceStreamArrowWriter")
+"""Spark 4.1 has them."""
+_ArrowStreamBase: Any = getattr(datasource, "DataSourceStreamArrowWriter", DataSourceStreamWriter)
+
+
+class _ArrowStreamWriter(_Common, _ArrowStreamBase):
+    @plain_errors()
+    def write(self, iterator: Iterator[Any]) -> WriterCommitMessage:
+        return self._write.stage(iterator)
+
+    @plain_errors()
+    def commit(self, messages: Any, batch_id: int) -> None:
+        self._write.commit(messages)
+
+    @plain_errors()
+    def abort(self, messages: Any, batch_id: int) -> None:
+        self._write.abort(messages)
+
+
+_STREAM_WRITERS: Final[Mapping[bool, Any]] = {True: _ArrowStreamWriter, False: _RowStreamWriter}
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+def _batches(rows: Iterator[Any], schema: StructType) -> Iterator[Any]:
+    """Rows as the record batches that Spark would have sent."""
+    import pyarrow as pa
+
+    fields = [pa.field(each.name, _arrow_type(each.dataType, pa)) for each in schema.fields]
+    while chunk := list(islice(rows, _ROWS)):
+        columns = [pa.array([_cell(row[i]) for row in chunk], each.type) for i, each in enumerate(fields)]
+        yield pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields))
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, dict):
+        return list(value.items())
+    # Spark gives times of day where the worker stands, without saying so.
+    return value.astimezone(UTC) if hasattr(value, "astimezone") else value
+
+
+def _arrow_type(kind: DataType, pa: Any) -> Any:
+    """Of the types that a frame to be written may have; `check_columns` has seen that there are no others."""
+    if isinstance(kind, MapType):
+        return pa.map_(_arrow_type(kind.keyType, pa), _arrow_type(kind.valueType, pa))
+    if isinstance(kind, ArrayType):
+        return pa.list_(_arrow_type(kind.elementType, pa))
+    simple = {StringType: pa.string(), BinaryType: pa.binary(), IntegerType: pa.int32(), LongType: pa.int64()}
+    return simple.get(type(kind), pa.timestamp("us", "UTC"))

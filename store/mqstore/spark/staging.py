@@ -1,0 +1,314 @@
+"""Shards: what a task of a write leaves for the commit, and how what was never committed goes (spark.md B6, step 1).
+
+    <root>/_staging/<app>-<version>/<partition>-<attempt>-<random>/
+        records.bin    adjacent records, places not known
+        records.idx    size and checksum of each, which the commit else would have to find out one by one
+        shard.json     what they are; written last, then the folder is synced
+        store/         target=set: in place of these, the same as a store
+
+`root` is the store, or the set: a commit is renames within one file system. Opening a store looks at nothing in
+`_staging`, and a reader of a set only at what its manifest names, so what lies there is nobody's message yet.
+
+Attempts of a task number from 0 again in each Spark application; the random part tells those of a restarted job from
+the ones before. Of two attempts only one is named by a commit; the others go with the folder of their transaction.
+
+A shard that has no shard.json was not finished. Knows records only by their bytes; knows no Spark.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import crc32c
+
+from mqstore.clock import SYSTEM_CLOCK, Clock
+from mqstore.files.filesystem import REAL, FileSystem
+from mqstore.files.jsonfile import encode_json
+from mqstore.log.shard import index_entries
+from mqstore.options import Profile
+from mqstore.spark.encode import Encoded
+
+__all__ = [
+    "STAGING",
+    "Leftover",
+    "ShardInfo",
+    "ShardWriter",
+    "clean",
+    "discard",
+    "leftovers",
+    "make_folders",
+    "remove_tree",
+    "transaction_folder",
+    "write_file",
+    "write_shards",
+]
+
+STAGING: Final = "_staging"
+_BUFFER_BYTES = 4 << 20
+_TRIES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ShardInfo:
+    """A finished shard, as a task tells the commit of it. Small and plain: it travels."""
+
+    name: str
+    """Of its folder, within that of its transaction."""
+    records: int
+    bytes: int
+    largest: int
+    queues: dict[tuple[str, int], int]
+    """(topic, queue id) -> records."""
+    topics: tuple[str, ...]
+    """Topics that have to be there for these records, those where delayed ones will go in the end included."""
+
+
+def transaction_folder(root: Path, app: str, version: int) -> Path:
+    """Where the tasks of (app, version) stage. Both were checked to be good names (`sinkoptions.APP_NAME`)."""
+    return root / STAGING / f"{app}-{version}"
+
+
+def make_folders(path: Path, fs: FileSystem = REAL) -> None:
+    """`path` and what is missing above it; each durable in the one above."""
+    for tries_left in range(_TRIES, -1, -1):
+        missing = []
+        there = path
+        while not fs.exists(there):
+            missing.append(there)
+            there = there.parent
+        try:
+            for each in reversed(missing):
+                fs.mkdir(each, exist_ok=True)  # another task may be making it, too
+                fs.sync_directory(each.parent)
+            return
+        except FileNotFoundError:  # another job has removed the one above, which was empty
+            if not tries_left:
+                raise
+
+
+class ShardWriter:
+    """Writes one shard. `finish`, or `abandon` it; what is neither is found by `clean`."""
+
+    def __init__(
+        self,
+        transaction: Path,
+        partition: int,
+        attempt: int,
+        *,
+        profile: Profile,
+        sync: bool = True,
+        fs: FileSystem = REAL,
+    ) -> None:
+        self.folder = transaction / f"{partition}-{attempt}-{secrets.token_hex(6)}"
+        self.records = 0
+        self._profile = profile
+        self._sync = sync
+        self._fs = fs
+        self._bytes = 0
+        self._crc = 0
+        self._index_bytes = self._index_crc = 0
+        self._largest = 0
+        self._queues: Counter[tuple[str, int]] = Counter()
+        self._topics: dict[str, None] = {}
+        make_folders(self.folder, fs)
+        self._fds: list[int] = []
+        for name in ("records.bin", "records.idx"):
+            self._fds.append(fs.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL))
+
+    def write(self, piece: Encoded) -> None:
+        records, index = self._fds
+        for start in range(0, len(piece.data), _BUFFER_BYTES):  # while the bytes are in the processor's cache
+            part = piece.data[start : start + _BUFFER_BYTES]
+            self._fs.pwrite(records, part, self._bytes)
+            self._crc = crc32c.crc32c(part, self._crc)
+            self._bytes += len(part)
+        entries = index_entries(piece.data, piece.sizes)
+        self._fs.pwrite(index, entries, self._index_bytes)
+        self._index_crc = crc32c.crc32c(entries, self._index_crc)
+        self._index_bytes += len(entries)
+        self.records += piece.records
+        self._largest = max(self._largest, int(piece.sizes.max(initial=0)))
+        self._queues.update(piece.queues)
+        self._topics.update(dict.fromkeys(piece.topics))
+
+    def finish(self) -> ShardInfo:
+        """Make it durable, records before the file that says they are whole."""
+        self._close(sync=self._sync)
+        queues: dict[str, dict[str, int]] = {}
+        for (topic, queue_id), count in sorted(self._queues.items()):
+            queues.setdefault(topic, {})[str(queue_id)] = count
+        content = encode_json(
+            {
+                "version": 1,
+                "profile": self._profile,
+                "records": self.records,
+                "bytes": self._bytes,
+                "crc32c": self._crc,
+                "index": self._index_crc,
+                "largest": self._largest,
+                "queues": queues,
+            }
+        )
+        write_file(self.folder / "shard.json", content, sync=self._sync, fs=self._fs)
+        return ShardInfo(
+            self.folder.name, self.records, self._bytes, self._largest, dict(self._queues), tuple(self._topics)
+        )
+
+    def abandon(self) -> None:
+        """Leave nothing behind, if that can be had."""
+        self._close(sync=False)
+        with suppress(OSError):
+            remove_tree(self.folder, self._fs)
+
+    def _close(self, *, sync: bool) -> None:
+        while self._fds:
+            fd = self._fds.pop()
+            try:
+                if sync:
+                    self._fs.fdatasync(fd)
+            finally:
+                self._fs.close(fd)
+
+
+def write_file(path: Path, content: bytes, *, sync: bool = True, fs: FileSystem = REAL) -> None:
+    """A new file in a folder that is there, durable in it."""
+    fd = fs.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    try:
+        fs.pwrite(fd, content, 0)
+        if sync:
+            fs.fdatasync(fd)
+    finally:
+        fs.close(fd)
+    if sync:
+        fs.sync_directory(path.parent)
+
+
+def write_shards(
+    pieces: Iterable[Encoded],
+    transaction: Path,
+    partition: int,
+    attempt: int,
+    *,
+    profile: Profile,
+    max_rows: int | None = None,
+    sync: bool = True,
+    fs: FileSystem = REAL,
+) -> Iterator[ShardInfo]:
+    """Stage what a task encoded: one shard, or several of `max_rows` rows at most, in the order of the rows; none if
+    there are no rows. A shard that is begun and not finished is taken away again if this raises."""
+    writer: ShardWriter | None = None
+    try:
+        for piece in pieces:
+            if writer is not None and max_rows is not None and writer.records + piece.records > max_rows:
+                done, writer = writer, None
+                yield done.finish()
+            if writer is None:
+                writer = ShardWriter(transaction, partition, attempt, profile=profile, sync=sync, fs=fs)
+            writer.write(piece)
+        if writer is not None:
+            done, writer = writer, None
+            yield done.finish()
+    finally:
+        if writer is not None:
+            writer.abandon()
+
+
+# -- taking away -------------------------------------------------------------------------------------------------------
+
+
+def remove_tree(path: Path, fs: FileSystem = REAL) -> None:
+    """Delete a folder with all that is in it; links are removed, not followed. Fine if it is not there, or goes
+    meanwhile."""
+    with suppress(FileNotFoundError):
+        for name in fs.scandir(path):
+            child = path / name
+            with suppress(FileNotFoundError):
+                if stat.S_ISDIR(os.lstat(child).st_mode):
+                    remove_tree(child, fs)
+                else:
+                    fs.unlink(child)
+        fs.rmdir(path)
+
+
+def discard(root: Path, app: str, version: int, fs: FileSystem = REAL) -> None:
+    """Delete what (app, version) has staged, of all its attempts."""
+    remove_tree(transaction_folder(root, app, version), fs)
+    with suppress(OSError):  # it is not empty, or never was
+        fs.rmdir(root / STAGING)
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """What a job left that was never committed."""
+
+    path: str
+    bytes: int
+    age_s: float
+    """Since anything in it was changed last."""
+
+
+def leftovers(
+    root: Path, *, clock: Clock = SYSTEM_CLOCK, named: Iterable[str] = (), members: str = ""
+) -> list[Leftover]:
+    """All that is staged under `root`, of running jobs as well; with `members`, also the stores in that folder that are
+    not `named`. Newest last."""
+    found = [*_folders(root / STAGING)]
+    if members:
+        kept = frozenset(named)
+        found += [path for path in _folders(root / members) if path.name not in kept]
+    measured = []
+    for path in found:
+        size, changed_s = _measure(path)
+        measured.append(Leftover(str(path), size, max(0.0, clock.now_ms() / 1000 - changed_s)))
+    return sorted(measured, key=lambda each: -each.age_s)
+
+
+def clean(
+    root: Path,
+    ttl_s: float,
+    *,
+    dry_run: bool = False,
+    clock: Clock = SYSTEM_CLOCK,
+    fs: FileSystem = REAL,
+    named: Iterable[str] = (),
+    members: str = "",
+) -> list[Leftover]:
+    """Delete the leftovers that nobody has touched for `ttl_s` seconds; those that were, or with `dry_run` would be.
+    Arguments as of `leftovers`. For a store set use `publish.clean_target`, which knows what is named."""
+    old = [each for each in leftovers(root, clock=clock, named=named, members=members) if each.age_s >= ttl_s]
+    if not dry_run:
+        for each in old:
+            remove_tree(Path(each.path), fs)
+        with suppress(OSError):
+            fs.rmdir(root / STAGING)
+    return old
+
+
+def _folders(path: Path) -> list[Path]:
+    try:
+        with os.scandir(path) as entries:
+            return sorted(Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False))
+    except FileNotFoundError:
+        return []
+
+
+def _measure(path: Path) -> tuple[int, float]:
+    """Bytes on disk, and when anything was changed last; of what goes meanwhile nothing."""
+    size, changed = 0, 0.0
+    with suppress(FileNotFoundError):
+        changed = os.lstat(path).st_mtime
+    for folder, _, names in os.walk(path):
+        for each in (folder, *(os.path.join(folder, name) for name in names)):
+            with suppress(FileNotFoundError):
+                found = os.lstat(each)
+                changed = max(changed, found.st_mtime)
+                size += found.st_blocks * 512
+    return size, changed

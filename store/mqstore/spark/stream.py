@@ -1,0 +1,141 @@
+"""The stream reader for PySpark: `spark.readStream.format("mqstore").load(path)`. Thin: `progress` has what it does.
+
+    one process a run    initialOffset, latestOffset, partitions, commit
+    other processes      read: a copy of the reader, made anew; nothing is shared with the first
+
+What of Spark's behaviour this leans on, none of it documented, each with a test of its own (spec/spark.md A6):
+
+- `initialOffset` is asked for twice in a new query, and again after a restart if the first batch was not done.
+- A first `latestOffset` that returns `start` makes a batch all the same, an empty one, and it is logged.
+- A logged batch is planned again with the same `end`, without a call of `latestOffset`.
+- Offsets are compared as text.
+- `commit` of a batch comes with the planning of the next; that of a run's last batch in the next run.
+- `stop` does not come after a normal end. Nothing durable happens there.
+- What `streamReader` raises comes last, or not at all: Spark trips over the reader that it does not have, and tells of
+  that. So a reader is made that fails when it is asked.
+
+Limits and available-now came with pyspark 4.2. Before that `latestOffset` is called without arguments, and the two
+classes are not there; they are looked for, not the version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
+
+try:
+    from pyspark.sql.streaming import datasource as limits
+except ImportError:  # pyspark 4.1
+    limits = None
+
+from mqstore.errors import ConfigError, MQStoreError
+from mqstore.spark.options import SourceOptions
+from mqstore.spark.pacing import Limit
+from mqstore.spark.plan import Slice
+from mqstore.spark.progress import StreamProgress
+from mqstore.spark.tasks import read_slices
+from mqstore.spark.telling import plain_errors
+
+__all__ = ["MQStoreStreamReader", "RefusedStream", "stream_reader"]
+
+
+class _StreamPartition(InputPartition):
+    """Slices of stores."""
+
+    def __init__(self, slices: list[Slice]) -> None:
+        super().__init__(slices)
+
+
+class MQStoreStreamReader(DataSourceStreamReader):
+    """A run of a streaming query, and in tasks what reads for it."""
+
+    def __init__(self, options: SourceOptions, columns: list[str], body_as: Any) -> None:
+        self._options = options
+        self._columns = columns
+        self._body_as = body_as
+        self._progress = StreamProgress(options)
+
+    @plain_errors()
+    def initialOffset(self) -> dict[str, Any]:
+        return self._progress.initial()
+
+    @plain_errors()
+    def latestOffset(self, start: dict[str, Any] | None = None, limit: Any = None) -> dict[str, Any]:
+        return self._progress.latest(start, _limit_of(limit))
+
+    @plain_errors()
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
+        return [_StreamPartition(slices) for slices in self._progress.partitions(start, end)]
+
+    def read(self, partition: InputPartition) -> Iterator[Any]:
+        if partition is None or partition.value is None:  # of a batch that is empty
+            return
+        with plain_errors():
+            yield from read_slices(self._options, self._columns, self._body_as, partition.value)
+
+    @plain_errors()
+    def commit(self, end: dict[str, Any]) -> None:
+        self._progress.commit(end)
+
+
+class RefusedStream(DataSourceStreamReader):
+    """A stream that cannot be: says why at whatever it is asked first."""
+
+    def __init__(self, error: MQStoreError) -> None:
+        self._error = error
+
+    @plain_errors()
+    def _refuse(self, *_: Any) -> Any:
+        raise self._error
+
+    def initialOffset(self) -> Any:
+        return self._refuse()
+
+    def latestOffset(self, start: Any = None, limit: Any = None) -> Any:
+        return self._refuse()
+
+    def partitions(self, start: Any, end: Any) -> Any:
+        return self._refuse()
+
+    def read(self, partition: Any) -> Any:
+        return self._refuse()
+
+
+def _limit_of(limit: Any) -> Limit | None:
+    """What Spark says, which may be less than the options say: a trigger may want all."""
+    if hasattr(limit, "max_rows"):
+        return Limit(limit.max_rows, "messages")
+    return Limit(limit.max_bytes, "bytes") if hasattr(limit, "max_bytes") else None
+
+
+if limits is not None:
+
+    class LimitedStreamReader(MQStoreStreamReader, limits.SupportsTriggerAvailableNow):
+        """The same with limits, and with a trigger that ends."""
+
+        def getDefaultReadLimit(self) -> Any:
+            if self._options.max_messages_per_trigger is not None:
+                return limits.ReadMaxRows(self._options.max_messages_per_trigger)
+            if self._options.max_bytes_per_trigger is not None:
+                return limits.ReadMaxBytes(self._options.max_bytes_per_trigger)
+            return limits.ReadAllAvailable()
+
+        def reportLatestOffset(self) -> dict[str, Any] | None:
+            return self._progress.reported()
+
+        @plain_errors()
+        def prepareForTriggerAvailableNow(self) -> None:
+            self._progress.fix_target()
+
+
+def stream_reader(options: SourceOptions, columns: list[str], body_as: Any) -> DataSourceStreamReader:
+    """The reader that this pyspark can use. ConfigError for a limit where it knows none."""
+    if limits is not None:
+        return LimitedStreamReader(options, columns, body_as)
+    if options.max_messages_per_trigger is not None or options.max_bytes_per_trigger is not None:
+        raise ConfigError(
+            "options maxMessagesPerTrigger and maxBytesPerTrigger need pyspark 4.2 or later: leave them out"
+        )
+    return MQStoreStreamReader(options, columns, body_as)

@@ -1,0 +1,112 @@
+"""What a task does: reads its slices as Arrow record batches. Knows no Spark.
+
+Batches and streams read by the same road. A task opens each store for itself, read-only and without a trace, and
+keeps nothing when it is done. Between plan and task retention may have deleted what is wanted: then the policy of
+`failOnDataLoss` is decided here (spec/spark.md B5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import Any, Literal
+
+from mqstore.broker.names import SCHEDULE_TOPIC
+from mqstore.errors import OffsetOutOfRangeError
+from mqstore.log.store import MessageStore
+from mqstore.spark.columns import ColumnReader
+from mqstore.spark.options import SourceOptions
+from mqstore.spark.plan import LogSlice, QueueSlice, Slice, is_wanted, open_store
+from mqstore.spark.rows import Piece, Policy
+
+__all__ = ["policy_of", "read_pieces", "read_slices"]
+
+
+def policy_of(options: SourceOptions) -> Policy:
+    """How to read, as the options have it; counts what it leaves out."""
+    return Policy(
+        max_rows=options.max_rows_per_batch,
+        max_bytes=options.max_bytes_per_batch,
+        verify=options.verify,
+        on_corrupt=options.on_corrupt,
+    )
+
+
+def read_slices(
+    options: SourceOptions,
+    columns: Sequence[str],
+    body_as: Literal["binary", "string"],
+    slices: Iterable[Slice],
+    *,
+    tags: str | None = None,
+    policy: Policy | None = None,
+) -> Iterator[Any]:
+    """Record batches of the slices, one behind the other. `tags`: what the query's own filter lets pass, by hash.
+    `policy`: that of the options, for who wants to know what it has counted.
+
+    OffsetOutOfRangeError for messages that are gone, with `fail_on_data_loss`; CorruptRecordError and others as
+    `ColumnReader` has it.
+    """
+    for name, pieces in groupby(slices, key=lambda piece: piece.store):
+        with open_store(name) as store:
+            for piece in pieces:
+                yield from _read(store, options, columns, body_as, piece, tags, policy or policy_of(options))
+
+
+def read_pieces(options: SourceOptions, piece: QueueSlice, policy: Policy) -> Iterator[Piece]:
+    """The records of a slice, checked and filtered, before columns are made of them: for who counts. A piece has to be
+    done with before the next one is asked for. Raises as `read_slices`."""
+    with (
+        open_store(piece.store) as store,
+        ColumnReader(store, (), tags=options.tags, where=options.filter, keys=options.keys, policy=policy) as reader,
+    ):
+        for each in reader.pieces(piece.topic, piece.queue_id, piece.start, piece.stop):
+            _check_loss(options, policy, piece)
+            yield each
+        _check_loss(options, policy, piece)
+
+
+def _read(
+    store: MessageStore,
+    options: SourceOptions,
+    columns: Sequence[str],
+    body_as: Literal["binary", "string"],
+    piece: Slice,
+    tags: str | None,
+    policy: Policy,
+) -> Iterator[Any]:
+    # Units of delayed messages bear times in place of hashes of tags.
+    narrowed = options.tags is None and not (isinstance(piece, QueueSlice) and piece.topic == SCHEDULE_TOPIC)
+    with ColumnReader(
+        store,
+        columns,
+        tags=tags if narrowed else options.tags,
+        where=options.filter,
+        keys=options.keys,
+        decompress=options.decompress,
+        body_as=body_as,
+        policy=policy,
+        store_id=piece.store.id,
+    ) as reader:
+        if isinstance(piece, QueueSlice):
+            batches = reader.queue(piece.topic, piece.queue_id, piece.start, piece.stop)
+        else:
+            batches = reader.log(piece.start, piece.stop, is_wanted(options))
+        for batch in batches:
+            _check_loss(options, policy, piece)
+            yield batch
+        _check_loss(options, policy, piece)
+
+
+def _check_loss(options: SourceOptions, policy: Policy, piece: Slice) -> None:
+    if policy.removed and options.fail_on_data_loss:
+        if isinstance(piece, LogSlice):
+            what = f"the messages of {policy.removed} segments"
+        else:
+            what = f"{policy.removed} messages of {piece.topic}, queue {piece.queue_id}"
+        raise OffsetOutOfRangeError(
+            f"{piece.store.id}: {what} were planned to be read, but retention has deleted them meanwhile "
+            "(failOnDataLoss=false reads what is left)",
+            piece.start,
+            piece.stop,
+        )

@@ -1,0 +1,72 @@
+"""What a user is told from inside Spark's workers: errors with our words at their top, warnings once. Knows no pyspark.
+
+Spark hands on what a worker writes when it fails, which is a traceback with the message as its last line, behind the
+frames of Spark and ours. For errors that say what, where and what to do, the way to them is noise:
+
+    [PYTHON_DATA_SOURCE_ERROR] Failed to create Python data source instance: mqstore.errors.ConfigError: option ...
+    [DATA_SOURCE_...] ... PythonException: mqstore.errors.CorruptStoreError: commitlog/0000... at byte 4711: ...
+
+A worker of Spark leaves the traceback out where SPARK_HIDE_TRACEBACK is set, and ends once it has written an error; so
+it is set on the way out, in such a process only, and for errors of ours only: what is a bug keeps its traceback. A
+Spark that does not look at it shows the shortest traceback there is.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import ContextDecorator, contextmanager
+from types import TracebackType
+
+from mqstore.errors import MQStoreError, StoreIOError
+
+__all__ = ["plain_errors", "readable", "warn_once"]
+
+_HIDE = "SPARK_HIDE_TRACEBACK"
+_log = logging.getLogger("mqstore")
+_told: set[str] = set()
+
+
+class plain_errors(ContextDecorator):  # noqa: N801  (used like a function)
+    """Around everything that Spark calls of us: errors of mqstore leave it without the way they came. Decorates
+    functions too, but not generators."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if isinstance(error, MQStoreError):
+            if _in_a_worker():
+                os.environ[_HIDE] = "1"
+            # One frame of ours is left, and no error behind it: its text is in the message.
+            raise error.with_traceback(None) from None
+
+
+def _in_a_worker() -> bool:
+    """Whether this is a process that Spark started, and not the user's."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    return spec is not None and spec.name.startswith("pyspark.")
+
+
+@contextmanager
+def readable(path: str) -> Iterator[None]:
+    """Around a first look at a store: what this process may not read becomes StoreIOError with the remedy."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM):
+            raise
+        place = error.filename if isinstance(error.filename, str) else path
+        raise StoreIOError(
+            error.errno, f"permission denied; let the user that Spark runs as read {path} and all in it", place, "read"
+        ) from None
+
+
+def warn_once(text: str) -> None:
+    """Log a warning, to where the workers' messages go; the same one not twice in a process."""
+    if text not in _told:
+        _told.add(text)
+        _log.warning(text)

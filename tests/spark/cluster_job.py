@@ -1,0 +1,77 @@
+"""What test_cluster runs on a cluster, in a process of its own that knows only the installed package:
+
+    python cluster_job.py MASTER STORE FOLDER [NAME=VALUE ...]
+
+Reads STORE in tasks on all executors, streams it into Parquet, writes it into another store. Prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def origin(_: Any) -> list[tuple[int, str]]:
+    """Where a task ran, and where it has the package from."""
+    import os
+    import time
+
+    import mqstore
+
+    time.sleep(0.2)  # so that no executor is done with all tasks before another has begun
+    return [(os.getppid(), os.path.dirname(mqstore.__file__))]
+
+
+def main(master: str, store: str, folder: str, *settings: str) -> None:
+    from pyspark.sql import SparkSession
+
+    import mqstore
+    from mqstore.spark import register
+
+    builder = SparkSession.builder.master(master).appName("mqstore cluster test")
+    for setting in settings:
+        builder = builder.config(*setting.split("=", 1))
+    spark = builder.getOrCreate()
+    try:
+        register(spark)
+        columns = "topic,queue_id,queue_offset,tags,body"
+        frame = (
+            spark.read.format("mqstore").options(subscribe="t,orders", columns=columns, minPartitions="4").load(store)
+        )
+        rows = [[row.topic, row.queue_id, row.queue_offset, row.tags, row.body.hex()] for row in frame.collect()]
+        tasks = frame.rdd.getNumPartitions()
+        origins = spark.sparkContext.parallelize(range(8), 8).flatMap(origin).collect()
+
+        stream = spark.readStream.format("mqstore").options(subscribe="t", startingOffsets="earliest").load(store)
+        query = (
+            stream.select("queue_offset", "body")
+            .writeStream.format("parquet")
+            .option("checkpointLocation", f"{folder}/checkpoint")
+            .trigger(availableNow=True)
+            .start(f"{folder}/parquet")
+        )
+        query.awaitTermination()
+        streamed = spark.read.parquet(f"{folder}/parquet").count()
+
+        written = frame.where("topic = 't'").select("topic", "queue_id", "tags", "body")
+        written.write.format("mqstore").mode("append").save(f"{folder}/copy")
+    finally:
+        spark.stop()
+    with mqstore.open(Path(folder, "copy"), mode="r") as copy:
+        found = [(m.queue_id, m.tag, m.body.hex()) for m in copy.log.iter("t")]
+    result = {
+        "package": str(Path(mqstore.__file__).parent),
+        "rows": rows,
+        "tasks": tasks,
+        "executors": len({parent for parent, _ in origins}),
+        "origins": sorted({where for _, where in origins}),
+        "streamed": streamed,
+        "written": found,
+    }
+    sys.stdout.write(json.dumps(result) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

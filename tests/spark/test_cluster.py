@@ -1,0 +1,183 @@
+"""Clusters: executors that are processes of their own run the package as it is installed from its wheel.
+
+    wheel -> a folder of its own -> driver and workers, who have nothing else of this tree on their path
+
+`local-cluster` is what Spark's own tests use: pickling, shipping and registration are real. A standalone master with
+two workers is started here, on loopback, each process ended by its id.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mqstore import MessageStore
+from mqstore.spark import java
+from tests.spark.conftest import _unavailable
+from tests.spark.support import many, write_store
+
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(1200)]
+ROOT = Path(__file__).parent.parent.parent
+LIMIT_S = 900
+"""Nothing waits longer for a process."""
+SETTINGS = [
+    "spark.ui.enabled=false",
+    "spark.ui.showConsoleProgress=false",
+    "spark.log.level=OFF",
+    "spark.driver.bindAddress=127.0.0.1",
+    "spark.driver.host=127.0.0.1",
+    "spark.driver.memory=512m",
+    "spark.executor.memory=512m",
+    "spark.executor.cores=1",
+    "spark.sql.shuffle.partitions=2",
+]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that the wheel of this tree is installed in, without what it requires."""
+    for module in ("pyspark", "hatchling", "pip"):
+        if importlib.util.find_spec(module) is None:
+            _unavailable(f"no {module}")
+    if java.find() is None:
+        _unavailable(java.MISSING)
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder / "dist")]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=LIMIT_S)
+    [wheel] = (folder / "dist").iterdir()
+    target = folder / "site"
+    install = ["install", "--quiet", "--no-deps", "--no-index", "--no-compile", "--target", str(target), str(wheel)]
+    subprocess.run([sys.executable, "-m", "pip", *install], check=True, capture_output=True, timeout=LIMIT_S)
+    return target
+
+
+def environment(folder: Path, *paths: Path) -> dict[str, str]:
+    """For processes of Spark: the package only where `paths` have it, all that is written below `folder`."""
+    import pyspark
+
+    home = folder / "home"  # the package itself, but where a cluster's workers may write
+    home.mkdir()
+    for each in Path(pyspark.__file__).parent.iterdir():
+        if each.name != "work":
+            (home / each.name).symlink_to(each)
+    kept = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "LANG", "TMPDIR")}
+    return {
+        **kept,
+        "JAVA_HOME": str(java.find()),
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "PYSPARK_PYTHON": sys.executable,
+        "SPARK_HOME": str(home),
+        "SPARK_LOCAL_IP": "127.0.0.1",
+        "SPARK_LOCAL_DIRS": str(folder / "local"),
+        "SPARK_WORKER_DIR": str(folder / "work"),
+        "SPARK_DAEMON_MEMORY": "256m",
+    }
+
+
+def run(master: str, store: Path, folder: Path, env: dict[str, str], *settings: str) -> dict[str, Any]:
+    job = [sys.executable, str(Path(__file__).with_name("cluster_job.py")), master, str(store), str(folder)]
+    where = f"spark.sql.warehouse.dir={folder}/warehouse"
+    done = subprocess.run(
+        [*job, *SETTINGS, where, *settings], env=env, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def check(found: dict[str, Any], store: Path, package: Path, origins: set[str]) -> None:
+    """What the cluster read, streamed and wrote, against the store's own reader."""
+    with MessageStore(store, "r") as opened:
+        expected = [
+            [*ref, message.offset, message.tag, message.body.hex()]
+            for topic in ("orders", "t")
+            for ref in opened.queues(topic)
+            for message in opened.iter(*ref)
+        ]
+    assert Path(found["package"]) == package / "mqstore"
+    assert sorted(found["rows"]) == expected
+    assert found["tasks"] >= 4
+    assert found["executors"] == 2
+    assert {where.rpartition("/mqstore")[0].rpartition("/")[2] for where in found["origins"]} == origins
+    mine = [(queue, tag, body) for topic, queue, _, tag, body in expected if topic == "t"]
+    assert found["streamed"] == len(mine)
+    # Each queue in its order, for a task reads a queue from its front; and nothing twice.
+    written = [tuple(each) for each in found["written"]]
+    assert sorted(written) == sorted(mine)
+
+
+def test_a_local_cluster_is_sent_the_package(installed: Path, tmp_path: Path) -> None:
+    """Its executors lack it: their path is not the driver's."""
+    store = write_store(tmp_path / "s", many(200))
+    env = environment(tmp_path, installed)
+    elsewhere = tmp_path / "nothing"
+    elsewhere.mkdir()
+    settings = ["spark.executorEnv.PYTHONPATH=" + str(elsewhere)]
+    found = run("local-cluster[2,1,1024]", store, tmp_path, env, *settings)
+    check(found, store, installed, {"mqstore.zip"})
+
+
+def test_a_standalone_cluster_runs_the_installed_wheel(installed: Path, tmp_path: Path) -> None:
+    store = write_store(tmp_path / "s", many(200))
+    env = environment(tmp_path, installed)
+    with standalone(tmp_path, env) as master:
+        check(run(master, store, tmp_path, env, "spark.cores.max=2"), store, installed, {"site"})
+
+
+@contextlib.contextmanager
+def standalone(folder: Path, env: dict[str, str]) -> Iterator[str]:
+    """A master and two workers of one core each; the master's address."""
+    port = free_port()
+    master = f"spark://127.0.0.1:{port}"
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(name: str, kind: str, *arguments: str) -> None:
+        with open(folder / f"{name}.log", "wb") as log:
+            command = [f"{env['SPARK_HOME']}/bin/spark-class", f"org.apache.spark.deploy.{kind}", "--host", "127.0.0.1"]
+            # A session of its own: spark-class replaces itself by java, whose executors go with it.
+            started.append(subprocess.Popen([*command, *arguments], env=env, stdout=log, stderr=log))
+
+    try:
+        start("master", "master.Master", "--port", str(port), "--webui-port", "0")
+        await_port(port, started[0])
+        for number in range(2):
+            worker = ("--port", "0", "--webui-port", "0", "--cores", "1", "--memory", "1g", master)
+            start(f"worker-{number}", "worker.Worker", *worker)
+        yield master
+    finally:
+        for process in reversed(started):  # each by its own id, and nothing else
+            process.terminate()
+        for process in started:
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def await_port(port: int, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        assert process.poll() is None, "the master ended; see its log"
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"no master at port {port}")

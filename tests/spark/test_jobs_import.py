@@ -1,0 +1,382 @@
+"""Importing without Spark: rows of files as messages, refused rows beside, each once."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mqstore import MessageStore
+from mqstore.errors import ConfigError, InvalidMessageError
+from mqstore.spark import publish
+from mqstore.spark.jobs import importing
+from mqstore.spark.jobs.export import export_parquet
+from mqstore.spark.jobs.importing import import_plan, import_rows
+from tests.spark.copies import joined, members, messages, tree
+from tests.spark.support import many, write_store
+
+ROWS = [
+    {"id": i, "payload": f"body {i}", "tag": "ab"[i % 2], "who": f"w{i % 3}", "at": 1_700_000_000_000 + i}
+    for i in range(50)
+]
+MAPPING = {"body": "payload", "tags": "tag", "keys": "id", "born_timestamp": "at", "properties.who": "who"}
+
+
+def write(folder: Path, kind: str, rows: list[dict[str, Any]] = ROWS, name: str = "f") -> Path:
+    path = folder / f"{name}.{kind}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=7)
+    elif kind == "json":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        names = [*rows[0]]
+        lines = [",".join("" if row[name] is None else str(row[name]) for name in names) for row in rows]
+        path.write_text("\n".join([",".join(names), *lines]) + "\n")
+    return path
+
+
+def stored(path: Path, topic: str = "t") -> list[Any]:
+    """All messages of a topic in the order of the log."""
+    with MessageStore(path, "r") as store:
+        assert [*store.verify()] == []
+        found = [message for ref in store.queues(topic) for message in store.iter(*ref)]
+        return [
+            (m.body, m.tag, tuple(m.keys), m.born_timestamp_ms, m.stored_properties().get("who"))
+            for m in sorted(found, key=lambda m: m.physical_offset)
+        ]
+
+
+EXPECTED = [(r["payload"].encode(), r["tag"], (str(r["id"]),), r["at"], r["who"]) for r in ROWS]  # type: ignore[attr-defined]
+
+
+# -- formats -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["parquet", "json", "csv"])
+def test_every_row_becomes_a_message_in_the_order_of_the_file(tmp_path: Path, kind: str) -> None:
+    path = write(tmp_path, kind)
+
+    done = import_rows(None, path, tmp_path / "t", format=kind, mapping=MAPPING, topic="t", queues=3)  # type: ignore[arg-type]
+
+    assert stored(tmp_path / "t") == EXPECTED
+    assert (done.read, done.messages, done.refused, done.topics) == (50, 50, 0, {"t": 50})
+    with MessageStore(tmp_path / "t", "r") as store:
+        keys = [m.unique_key for ref in store.queues("t") for m in store.iter(*ref)]
+        assert len(store.queues("t")) == 3
+        assert len(set(keys)) == 50
+
+
+def test_a_large_file_is_cut_at_row_groups_and_files_follow_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importing, "_TASK_BYTES", 1000)
+    write(tmp_path / "in" / "b", "parquet", ROWS[30:])
+    write(tmp_path / "in" / "a", "parquet", ROWS[:30])
+    write(tmp_path / "in", "parquet", ROWS, "_hidden")
+
+    plan = import_plan(tmp_path / "in", tmp_path / "t", mapping=MAPPING, topic="t")
+    import_rows(None, tmp_path / "in", tmp_path / "t", mapping=MAPPING, topic="t")
+
+    assert (plan.files, plan.rows) == (2, 50)
+    assert plan.tasks > 2
+    assert stored(tmp_path / "t") == EXPECTED
+
+
+def test_what_was_exported_is_imported_as_it_was(tmp_path: Path) -> None:
+    source = write_store(tmp_path / "s", many(40))
+    export_parquet(None, source, tmp_path / "lake", topics=["t", "orders"])
+
+    import_rows(None, tmp_path / "lake", tmp_path / "t", validate=False, queues=2)
+
+    def plain(path: Path) -> dict[Any, Any]:
+        """Rows that had no unique key got one."""
+        return {
+            key: sorted(
+                (c.body, sorted(each for each in c.properties if each[0] != "UNIQ_KEY"), c.born_ms) for c in copies
+            )
+            for key, copies in messages(path).items()
+            if key[0] != "seed"
+        }
+
+    assert plain(tmp_path / "t") == plain(source)
+
+
+def test_a_column_says_the_topic_and_arrays_and_maps_are_taken(tmp_path: Path) -> None:
+    table = pa.table(
+        {
+            "body": pa.array([b"\xff\x00", b""], pa.binary()),
+            "topic": ["a", "b"],
+            "keys": pa.array([["k1", "k2"], []], pa.list_(pa.string())),
+            "properties": pa.array([[("x", "1"), ("y", None)], []], pa.map_(pa.string(), pa.string())),
+            "queue_id": pa.array([1, None], pa.int64()),
+            "born_timestamp": pa.array([datetime(2024, 1, 1), datetime(2024, 1, 2)], pa.timestamp("ns")),
+            "other": [1, 2],
+        }
+    )
+    pq.write_table(table, tmp_path / "f.parquet")
+
+    done = import_rows(None, tmp_path / "f.parquet", tmp_path / "t", queues=2)
+
+    assert done.topics == {"a": 1, "b": 1}
+    with MessageStore(tmp_path / "t", "r") as store:
+        [first] = [m for ref in store.queues("a") for m in store.iter(*ref)]
+        assert (first.body, tuple(first.keys), first.queue_id) == (b"\xff\x00", ("k1", "k2"), 1)
+        assert first.stored_properties()["x"] == "1"
+        assert "y" not in first.stored_properties()
+        assert first.born_timestamp_ms == int(datetime(2024, 1, 1, tzinfo=UTC).timestamp() * 1000)
+
+
+def test_csv_knows_empty_text_from_nothing(tmp_path: Path) -> None:
+    (tmp_path / "f.csv").write_text('body,tags,q\n"",a,1\nx,,0\n1.50,"b",\n')
+
+    import_rows(
+        None, tmp_path / "f.csv", tmp_path / "t", format="csv", topic="t",
+        mapping={"body": "body", "tags": "tags", "queue_id": "q"}, queues=2,
+    )  # fmt: skip
+
+    assert [(row[0], row[1]) for row in stored(tmp_path / "t")] == [(b"", "a"), (b"x", None), (b"1.50", "b")]
+
+
+@pytest.mark.parametrize("texts", [["2024-01-01T00:00:00", "2024-01-01T01:00:00+01:00", "1704067200000"]])
+def test_times_are_read_from_text_with_a_zone_without_and_from_numbers(tmp_path: Path, texts: list[str]) -> None:
+    write(tmp_path, "csv", [{"body": "x", "at": text} for text in texts])
+
+    import_rows(
+        None,
+        tmp_path / "f.csv",
+        tmp_path / "t",
+        format="csv",
+        topic="t",
+        mapping={"body": "body", "born_timestamp": "at"},
+    )
+
+    assert [row[3] for row in stored(tmp_path / "t")] == [1_704_067_200_000] * 3
+
+
+def test_rows_are_sorted_if_asked_for(tmp_path: Path) -> None:
+    path = write(tmp_path, "parquet")
+
+    import_rows(None, path, tmp_path / "t", mapping=MAPPING, topic="t", order=["tag", "id desc"], queues=1)
+
+    by = sorted(range(50), key=lambda i: (ROWS[i]["tag"], -ROWS[i]["id"]))  # type: ignore[operator]
+    assert stored(tmp_path / "t") == [EXPECTED[i] for i in by]
+    assert not (tmp_path / "t" / "_staging").exists()
+
+
+# -- refused -----------------------------------------------------------------------------------------------------------
+
+BAD: list[dict[str, Any]] = [
+    {"body": "fine", "tag": "a", "q": 0},
+    {"body": None, "tag": "a", "q": 0},
+    {"body": "x", "tag": "a|b", "q": 0},
+    {"body": "x", "tag": " ", "q": 1},
+    {"body": "x", "tag": "a", "q": 7},
+    {"body": "x", "tag": "a", "q": 1 << 40},
+    {"body": "last", "tag": None, "q": 1},
+]
+BAD_MAPPING = {"body": "body", "tags": "tag", "queue_id": "q"}
+
+
+def test_refused_rows_go_beside_with_their_reasons_and_all_others_are_in(tmp_path: Path) -> None:
+    path = write(tmp_path, "json", BAD)
+
+    done = import_rows(
+        None, path, tmp_path / "t", format="json", mapping=BAD_MAPPING, topic="t", queues=2, refused=tmp_path / "no"
+    )
+
+    assert [row[0] for row in stored(tmp_path / "t")] == [b"fine", b"last"]
+    assert (done.read, done.messages, done.refused) == (7, 2, 5)
+    [file] = done.refused_files
+    rows = pq.read_table(file).to_pylist()
+    assert sorted(row["_row"] for row in rows) == [1, 2, 3, 4, 5]
+    reasons = {row["_row"]: row["_reason"] for row in rows}
+    assert reasons[1] == "column 'body': null"
+    assert "a tag is a text without '|'" in reasons[2]
+    assert "0 to 1" in reasons[4]
+    assert "queue_id" in reasons[5]
+    assert {row["_file"] for row in rows} == {str(path)}
+    assert {row["_row"]: row["tag"] for row in rows}[2] == "a|b"
+    assert [each.name for each in (tmp_path / "no").iterdir()] == [Path(file).name]
+
+
+def test_without_a_place_for_them_the_first_refused_row_ends_it_and_leaves_nothing(tmp_path: Path) -> None:
+    path = write(tmp_path, "json", BAD)
+
+    with pytest.raises(InvalidMessageError, match=r"f\.json, row 1: column 'body': null; refused=DIR"):
+        import_rows(None, path, tmp_path / "t", format="json", mapping=BAD_MAPPING, topic="t")
+
+    assert tree(tmp_path / "t") == {}
+
+
+def test_refused_rows_are_known_by_their_number_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importing, "_TASK_BYTES", 500)
+    monkeypatch.setattr(importing, "_ROWS", 3)
+    rows = [{"body": None if i % 10 == 4 else str(i)} for i in range(50)]
+    path = write(tmp_path, "parquet", rows)
+    assert import_plan(path, tmp_path / "t", topic="t").tasks > 1
+
+    import_rows(None, path, tmp_path / "t", topic="t", refused=tmp_path / "no")
+
+    assert sorted(row["_row"] for row in pq.read_table(tmp_path / "no").to_pylist()) == [4, 14, 24, 34, 44]
+
+
+def test_refused_rows_of_a_run_that_failed_do_not_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "in", "json", [{"body": "1"}, {"body": None}], "1")
+    write(tmp_path / "in", "json", [{"body": "2"}, {"body": None}], "2")
+    how: Any = {"format": "json", "topic": "t", "refused": tmp_path / "no"}
+    with monkeypatch.context() as patch:
+        patch.setattr(publish, "commit", lambda *args, **given: (_ for _ in ()).throw(OSError("killed")))
+        with pytest.raises(OSError, match="killed"):
+            import_rows(None, tmp_path / "in", tmp_path / "t", **how)
+    write(tmp_path / "in", "json", [{"body": "2"}, {"body": "3"}], "2")
+
+    done = import_rows(None, tmp_path / "in", tmp_path / "t", **how)
+
+    assert (done.messages, done.refused) == (3, 1)
+    assert [str(each) for each in (tmp_path / "no").iterdir()] == [*done.refused_files]
+
+
+def test_a_file_of_refused_rows_alone_makes_no_store(tmp_path: Path) -> None:
+    path = write(tmp_path, "json", [{"body": None}, {"body": None}])
+
+    done = import_rows(None, path, tmp_path / "t", format="json", topic="t", refused=tmp_path / "no")
+
+    assert (done.messages, done.refused) == (0, 2)
+    assert not (tmp_path / "t").exists()
+
+
+def test_topics_that_rows_may_not_go_to_are_refused_row_by_row(tmp_path: Path) -> None:
+    names = ["a", "%DLQ%g", "no blanks", "a"]
+    pq.write_table(pa.table({"body": ["1", "2", "3", "4"], "topic": names}), tmp_path / "f.parquet")
+
+    done = import_rows(None, tmp_path / "f.parquet", tmp_path / "t", refused=tmp_path / "no")
+
+    assert (done.topics, done.refused) == ({"a": 2}, 2)
+
+
+# -- once --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("target", ["store", "set"])
+def test_a_crash_around_the_commit_and_a_second_run_give_each_row_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, target: str
+) -> None:
+    path = write(tmp_path / "in", "json", [*BAD, *({"body": f"{i}", "tag": "a", "q": 0} for i in range(20))])
+    how: Any = {"format": "json", "mapping": BAD_MAPPING, "topic": "t", "target": target, "refused": tmp_path / "no"}
+    real = publish.commit
+
+    def crashing(*args: Any, **given: Any) -> Any:
+        if moment == "after":
+            real(*args, **given)
+        raise OSError("killed")
+
+    monkeypatch.setattr(publish, "commit", crashing)
+    with pytest.raises(OSError, match="killed"):
+        import_rows(None, path, tmp_path / "t", **how)
+    monkeypatch.setattr(publish, "commit", real)
+
+    again = import_rows(None, path, tmp_path / "t", **how)
+
+    assert again.already == (moment == "after")
+    found = joined(members(tmp_path / "t")) if target == "set" else messages(tmp_path / "t")
+    bodies = sorted(copy.body for copies in found.values() for copy in copies)
+    assert bodies == sorted([b"fine", b"last", b"x", *(b"%d" % i for i in range(20))])
+    assert len([*(tmp_path / "no").iterdir()]) == 1
+    assert pq.read_table(next((tmp_path / "no").iterdir())).num_rows == 4
+
+
+def test_the_same_import_once_more_writes_nothing_and_another_id_does(tmp_path: Path) -> None:
+    path = write(tmp_path, "parquet")
+    import_rows(None, path, tmp_path / "t", mapping=MAPPING, topic="t")
+
+    assert import_rows(None, path, tmp_path / "t", mapping=MAPPING, topic="t").already
+    assert not import_rows(None, path, tmp_path / "t", mapping=MAPPING, topic="t", id="second").already
+
+    assert len(stored(tmp_path / "t")) == 100
+
+
+# -- wrong use ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"format": "xml"}, "format='xml'"),
+        ({"format": "delta"}, "format=delta needs Spark"),
+        ({"mapping": {"body": "concat(payload, tag)"}}, "names no column; there are id, payload.*needs Spark"),
+        ({"mapping": {"tags": "tag"}}, "say what the body is"),
+        ({"mapping": {"body": "payload", "colour": "tag"}}, "no 'colour'; there are body"),
+        ({"mapping": {"body": "payload", "properties.": "tag"}}, "no 'properties.'"),
+        ({"mapping": {**MAPPING, "properties": "tag"}}, "not both"),
+        ({"topic": None}, "no topic"),
+        ({"order": "nothing"}, "order: nothing is no column"),
+        ({"id": "a b"}, "import id 'a b'"),
+        ({"target": "heap"}, "heap"),
+    ],
+)
+def test_wrong_arguments_are_told_before_anything_is_written(tmp_path: Path, given: dict[str, Any], says: str) -> None:
+    path = write(tmp_path, "parquet")
+    how = {"mapping": MAPPING, "topic": "t", **given}
+    before = tree(tmp_path)
+
+    with pytest.raises(ConfigError, match=says):
+        import_rows(None, path, tmp_path / "t", **how)
+
+    assert tree(tmp_path) == before
+
+
+def test_files_that_are_not_there_or_are_something_else_are_told(tmp_path: Path) -> None:
+    (tmp_path / "f.parquet").write_bytes(b"no parquet at all")
+
+    with pytest.raises(ConfigError, match="no file in"):
+        import_rows(None, tmp_path / "absent", tmp_path / "t", topic="t")
+    with pytest.raises(ConfigError, match="cannot be read as parquet"):
+        import_rows(None, tmp_path / "f.parquet", tmp_path / "t", topic="t")
+
+
+def test_a_file_may_lack_columns_that_the_first_one_has(tmp_path: Path) -> None:
+    write(tmp_path / "in", "json", [{"body": "1", "tag": "a"}], "1")
+    write(tmp_path / "in", "json", [{"body": "2"}, {"tag": "b"}], "2")
+
+    done = import_rows(
+        None, tmp_path / "in", tmp_path / "t", format="json", mapping={"body": "body", "tags": "tag"}, topic="t",
+        refused=tmp_path / "no",
+    )  # fmt: skip
+
+    assert [(row[0], row[1]) for row in stored(tmp_path / "t")] == [(b"1", "a"), (b"2", None)]
+    assert done.reasons == {"column 'body': null": 1}
+
+
+def test_a_file_that_is_damaged_further_on_ends_it_and_leaves_nothing(tmp_path: Path) -> None:
+    write(tmp_path / "in", "json", [{"body": "1"}], "1")
+    (tmp_path / "in" / "2.json").write_text('{"body": "2"}\n{"body": ' + "\n")
+
+    with pytest.raises(ConfigError, match=r"2\.json cannot be read as json"):
+        import_rows(None, tmp_path / "in", tmp_path / "t", format="json", topic="t")
+
+    assert not (tmp_path / "t").exists()
+
+
+def test_a_column_of_another_kind_says_how_spark_could_take_it(tmp_path: Path) -> None:
+    path = write(tmp_path, "json", [{"body": {"a": 1}}])
+
+    with pytest.raises(ConfigError, match="to_json"):
+        import_rows(None, path, tmp_path / "t", format="json", topic="t", refused=tmp_path / "no")
+    assert not (tmp_path / "t").exists()
+
+
+def test_a_plan_writes_nothing(tmp_path: Path) -> None:
+    path = write(tmp_path, "csv")
+    before = tree(tmp_path)
+
+    plan = import_plan(path, tmp_path / "t", format="csv", mapping=MAPPING, topic="t")
+
+    assert (plan.files, plan.rows, plan.tasks, plan.bytes) == (1, None, 1, path.stat().st_size)
+    assert tree(tmp_path) == before

@@ -1,0 +1,211 @@
+"""A mirror without Spark: batch after batch, each message once, whatever step it is stopped at."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mqstore import MessageStore
+from mqstore.errors import ConfigError, OffsetOutOfRangeError, StoreLockedError
+from mqstore.files import jsonfile
+from mqstore.files.lock import WriterLock
+from mqstore.spark import publish
+from mqstore.spark.jobs import mirror as module
+from mqstore.spark.jobs.mirror import mirror
+from mqstore.spark.jobs.shape import select
+from tests.spark.copies import joined, members, messages, tree
+from tests.spark.support import Odd, many, write_store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    return write_store(tmp_path / "s", many(80))
+
+
+def add(path: Path, *bodies: bytes, topic: str = "t") -> None:
+    with MessageStore(path) as store:
+        for body in bodies:
+            store.put(topic, body)
+
+
+def test_it_copies_what_is_there_and_later_what_came_since(store: Path, tmp_path: Path) -> None:
+    first = mirror(None, store, tmp_path / "t", tmp_path / "cp")
+    nothing = mirror(None, store, tmp_path / "t", tmp_path / "cp")
+    add(store, b"new", b"newer")
+    add(store, b"a new topic", topic="born-later")
+    then = mirror(None, store, tmp_path / "t", tmp_path / "cp")
+
+    assert messages(tmp_path / "t") == messages(store)
+    assert (first.batches, first.messages, first.topics) == (1, 81, {"orders": 40, "seed": 1, "t": 40})
+    assert (nothing.batches, nothing.messages, nothing.next_batch) == (0, 0, 1)
+    assert (then.messages, then.topics) == (3, {"born-later": 1, "t": 2})
+    assert first.id == then.id
+
+
+@pytest.mark.parametrize("how", [{"max_messages": 7}, {"max_bytes": 900}])
+def test_batches_are_as_large_as_they_may_be_and_keep_the_order(
+    store: Path, tmp_path: Path, how: dict[str, int]
+) -> None:
+    done = mirror(None, store, tmp_path / "t", tmp_path / "cp", **how)  # type: ignore[arg-type]
+
+    assert messages(tmp_path / "t") == messages(store)
+    assert done.batches >= 10
+    assert len([*(tmp_path / "cp" / "offsets").iterdir()]) <= 17
+
+
+def test_it_goes_on_until_it_is_told_to_stop_and_waits_when_there_is_nothing(store: Path, tmp_path: Path) -> None:
+    waits: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        add(store, b"%d" % len(waits))
+
+    mirror(
+        None, store, tmp_path / "t", tmp_path / "cp", trigger="continuous", interval_s=0.25, wait=wait,
+        stop=lambda: len(waits) >= 3,
+    )  # fmt: skip
+
+    assert waits == [0.25] * 3
+    assert messages(tmp_path / "t") == messages(store)
+
+
+def test_topics_are_renamed_and_marked_and_a_set_gets_a_store_a_batch(store: Path, tmp_path: Path) -> None:
+    chosen = select(store, topics=["t", "orders"], where="n >= 0")
+
+    done = mirror(None, chosen, tmp_path / "t", tmp_path / "cp", rename={"t": "x"}, tag=True, target="set")
+    add(store, b"no property n")
+    mirror(None, chosen, tmp_path / "t", tmp_path / "cp", rename={"t": "x"}, tag=True, target="set")
+
+    found = joined(members(tmp_path / "t"))
+    assert sorted(found) == [("orders", 0), ("orders", 1), ("x", 0), ("x", 1)]
+    assert {dict(copy.properties)["REPLAY_ID"] for copies in found.values() for copy in copies} == {done.id}
+    assert sum(map(len, found.values())) == 80
+
+
+def test_a_new_one_begins_where_the_options_say(store: Path, tmp_path: Path) -> None:
+    chosen = select(store, topics="t", options={"startingOffsets": '{"t": {"0": 15, "1": 18}}'})
+
+    done = mirror(None, chosen, tmp_path / "t", tmp_path / "cp")
+
+    assert done.messages == 5 + 2
+    add(store, b"more")
+    assert mirror(None, chosen, tmp_path / "t", tmp_path / "cp").messages == 1
+
+
+# -- crashes -----------------------------------------------------------------------------------------------------------
+
+STEPS = ["before the offsets", "before the commit", "after the commit", "before the note"]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_crash_at_any_step_and_more_messages_meanwhile_give_each_once(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    def killed(*args: Any, **how: Any) -> Any:
+        raise OSError("killed")
+
+    real_commit, real_save = publish.commit, jsonfile.save_json
+
+    def commit_and_die(*args: Any, **how: Any) -> Any:
+        real_commit(*args, **how)
+        raise OSError("killed")
+
+    def save(path: Path, value: dict[str, Any], *args: Any) -> None:
+        if path.parent.name == "offsets":
+            raise OSError("killed")
+        real_save(path, value, *args)
+
+    mirror(None, store, tmp_path / "t", tmp_path / "cp")
+    add(store, b"1", b"2")
+    with monkeypatch.context() as patch:
+        if step == "before the offsets":
+            patch.setattr(module, "save_json", save)
+        elif step == "before the commit":
+            patch.setattr(publish, "commit", killed)
+        elif step == "after the commit":
+            patch.setattr(publish, "commit", commit_and_die)
+        else:
+            patch.setattr(module._Checkpoint, "done", killed)
+        with pytest.raises(OSError, match="killed"):
+            mirror(None, store, tmp_path / "t", tmp_path / "cp")
+    add(store, b"3")
+
+    mirror(None, store, tmp_path / "t", tmp_path / "cp")
+
+    assert messages(tmp_path / "t") == messages(store)
+
+
+def test_a_batch_is_done_again_with_the_bounds_that_were_written_down(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(publish, "commit", lambda *args, **how: (_ for _ in ()).throw(OSError("killed")))
+        with pytest.raises(OSError, match="killed"):
+            mirror(None, store, tmp_path / "t", tmp_path / "cp")
+    add(store, b"later")
+
+    done = mirror(None, store, tmp_path / "t", tmp_path / "cp", max_messages=1)
+
+    assert (done.batches, done.messages) == (2, 82)
+
+
+def test_lost_messages_stop_it_unless_that_is_allowed(tmp_path: Path) -> None:
+    path = write_store(tmp_path / "s", [Odd(body=b"x" * 900, queue_id=0) for _ in range(60)])
+    mirror(None, select(path, topics="t"), tmp_path / "t", tmp_path / "cp")
+    position = json.loads((tmp_path / "cp" / "offsets" / "0").read_text())
+    text = json.dumps(position).replace("60", "90")  # as if the source had been restored from an older copy
+    (tmp_path / "cp" / "offsets" / "0").write_text(text)
+
+    with pytest.raises(OffsetOutOfRangeError, match="90"):
+        mirror(None, select(path, topics="t"), tmp_path / "t", tmp_path / "cp")
+    lax = select(path, topics="t", options={"failOnDataLoss": "false"})
+    assert mirror(None, lax, tmp_path / "t", tmp_path / "cp").messages == 0
+
+
+# -- wrong use ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_belongs_to_one_mirror(store: Path, tmp_path: Path) -> None:
+    mirror(None, store, tmp_path / "t", tmp_path / "cp")
+    before = tree(tmp_path / "cp")
+
+    with pytest.raises(ConfigError, match="the checkpoint of a mirror with dest"):
+        mirror(None, store, tmp_path / "other", tmp_path / "cp")
+    with pytest.raises(ConfigError, match="the checkpoint of a mirror with target 'store'"):
+        mirror(None, store, tmp_path / "t", tmp_path / "cp", target="inbox")
+    with pytest.raises(ConfigError, match="no checkpoint of a mirror"):
+        mirror(None, store, tmp_path / "u", store)
+    lock = WriterLock(tmp_path / "cp", "test")
+    lock.acquire()
+    with pytest.raises(StoreLockedError):
+        mirror(None, store, tmp_path / "t", tmp_path / "cp")
+    lock.release()
+    assert {*tree(tmp_path / "cp")} == {*before}
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ({"trigger": "once"}, "trigger='once'"),
+        ({"max_messages": 1, "max_bytes": 1}, "exclude"),
+        ({"max_messages": 0}, "from 1"),
+        ({"queues": 0}, "queues=0"),
+        ({"rename": {"t": "%DLQ%x"}}, "belongs to a group"),
+    ],
+)
+def test_wrong_arguments_are_told_before_anything_is_written(
+    store: Path, tmp_path: Path, how: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        mirror(None, store, tmp_path / "t", tmp_path / "cp", **how)
+
+    assert not (tmp_path / "t").exists()
+    assert not (tmp_path / "cp").exists()
+
+
+def test_bounds_are_refused(store: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="a mirror has no bounds"):
+        mirror(None, select(store, start=3), tmp_path / "t", tmp_path / "cp")

@@ -1,0 +1,303 @@
+"""Jobs inside Spark: what its tasks give is what they give here; queries over views; a session made by us."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mqstore import MessageStore, SimulatedClock
+from mqstore.errors import ConfigError, CorruptStoreError
+from mqstore.spark import (
+    create_views,
+    dlq_report,
+    export_parquet,
+    lag_report,
+    select,
+    session,
+    sql,
+    trace,
+    traffic_report,
+)
+from mqstore.spark.jobs.shape import run
+from mqstore.spark.shipping import pack, ship
+from mqstore.spark.views import VIEWS
+from tests.spark.support import many, write_store
+from tests.spark.test_jobs import double, fail
+from tests.spark.test_jobs_export import model, offsets
+from tests.tools.brokers import broker
+from tests.tools.support import mqstore
+
+pytestmark = pytest.mark.spark
+T0 = 1_760_000_000_000
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two stores with topics `orders` and `t`, groups, a retry, and a dead letter."""
+    folder = tmp_path_factory.mktemp("stores")
+    for name in ("a", "b"):
+        clock = SimulatedClock(T0)
+        with broker(folder / name, clock, dlq_retention=None) as running:
+            running.topics.create("orders", queues=2)
+            for i in range(30):
+                running.put("orders", b"%d" % i * i, queue_id=i % 2, keys=[f"k-{i % 7}"], tag="ab"[i % 2])
+                clock.advance(1000)
+            running.put("t", b"x", keys=["k-1"], delay_level=2)
+            running.commit("g", "orders", 0, 5)
+            running.run_once()
+            [delivery] = running.pop("h", "orders", 1)
+            running.dead_letter("h", "orders", delivery.receipt, "why not")
+    return {name: folder / name for name in ("a", "b")}
+
+
+JOBS: dict[str, Callable[[Any, Any], Any]] = {
+    "traffic": lambda spark, stores: traffic_report(
+        spark, select(stores, options={"minPartitions": "3"}), interval="5s"
+    ),
+    "trace": lambda spark, stores: trace(spark, stores, "k-1"),
+    "dlq": lambda spark, stores: dlq_report(spark, stores),
+}
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_a_job_gives_in_spark_what_it_gives_here(spark: Any, stores: dict[str, Path], job: str) -> None:
+    here = JOBS[job](None, stores)
+
+    assert JOBS[job](spark, stores).to_dict() == here.to_dict()
+
+
+def test_lag_is_the_same_but_for_the_moment(spark: Any, stores: dict[str, Path]) -> None:
+    here, there = lag_report(None, stores), lag_report(spark, stores)
+
+    assert there.queues == here.queues
+    assert [(row.group, row.topic, row.lag) for row in there.rows] == [
+        (row.group, row.topic, row.lag) for row in here.rows
+    ]
+    assert there.taken_ms >= here.taken_ms
+
+
+def test_an_export_has_every_message_once_and_spark_reads_it(spark: Any, tmp_path: Path) -> None:
+    path = write_store(tmp_path / "s", many(300))
+    told: list[tuple[int, int]] = []
+    chosen = select(path, options={"minPartitions": "3"})
+
+    done = export_parquet(spark, chosen, tmp_path / "out", progress=lambda *now: told.append(now))
+    with MessageStore(path) as store:
+        store.put_many("t", [b"x"] * 5, queue_id=0)
+    more = export_parquet(spark, chosen, tmp_path / "out")
+
+    assert (done.messages, more.messages) == (301, 5)
+    assert offsets(tmp_path / "out") == model(path)
+    frame = spark.read.parquet(str(tmp_path / "out"))
+    assert frame.count() == 306
+    assert {row.topic: row["count"] for row in frame.groupBy("topic").count().collect()} == {
+        "t": 155,
+        "orders": 150,
+        "seed": 1,
+    }
+    assert (told[0], told[-1]) == ((0, 3), (3, 3))
+
+
+# -- tasks -------------------------------------------------------------------------------------------------------------
+
+
+def test_tasks_keep_their_order_and_errors_come_back_as_they_were(spark: Any, stores: dict[str, Path]) -> None:
+    assert run(spark, [*range(20)], double) == [*range(0, 40, 2)]
+    assert run(spark, [], double) == []
+    with pytest.raises(CorruptStoreError, match=r"^bad$") as caught:
+        run(spark, [0, 1, 2], partial(fail, "corrupt"))
+    assert caught.value.position == 7
+    with pytest.raises(FileNotFoundError) as missing:
+        run(spark, [1], partial(fail, "os"))
+    assert missing.value.filename == "x"
+
+
+def test_a_store_that_is_damaged_ends_a_job_with_one_error_and_no_trace(spark: Any, tmp_path: Path) -> None:
+    path = write_store(tmp_path / "s", many(20))
+    shutil.rmtree(path / "commitlog")
+    (path / "commitlog").mkdir()
+
+    with pytest.raises((CorruptStoreError, OSError)) as caught:
+        export_parquet(spark, path, tmp_path / "out")
+    assert "Traceback" not in str(caught.value)
+
+
+# -- SQL ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_query_has_the_views_it_names(spark: Any, stores: dict[str, Path]) -> None:
+    found = sql(spark, stores, "select topic, count(*) as n, sum(length(body)) as size from messages group by topic")
+    rows = {row.topic: (row.n, row.size) for row in found.collect()}
+
+    assert rows == {"orders": (60, 2 * sum(i * len(str(i)) for i in range(30)))}
+    lags = sql(spark, stores, "select store, lag from groups where `group` = 'g' and topic = 'orders' and queue_id = 0")
+    assert {row.store: row.lag for row in lags.collect()} == {"a": 10, "b": 10}
+    [delays] = sql(spark, stores["a"], "select level, waiting from delay").collect()
+    assert (delays.level, delays.waiting) == (2, 1)
+    whole = sql(spark, stores["a"], "select * from messages")
+    assert "properties" in whole.columns
+
+
+def test_a_query_reads_only_the_columns_it_names(spark: Any, stores: dict[str, Path]) -> None:
+    sql(spark, stores, "select count(*), max(keys) from messages where queue_id = 1").collect()
+
+    assert spark.table("messages").columns == ["queue_id", "keys"]
+
+
+def test_bounds_and_options_narrow_what_a_query_reads(spark: Any, stores: dict[str, Path]) -> None:
+    def count(**arguments: Any) -> int:
+        chosen = select(stores["a"], **arguments)
+        return int(sql(spark, chosen, "select count(*) as n from messages").collect()[0].n)
+
+    assert count(start=3, stop=5) == 4
+    assert count(start=datetime.fromtimestamp(T0 / 1000 + 10, UTC)) == 20
+    assert count(options={"tags": "a"}) == 15
+    assert count(topics="orders", stop=datetime.fromtimestamp(T0 / 1000 + 10, UTC)) == 10
+
+
+def test_every_view_can_be_had(spark: Any, stores: dict[str, Path]) -> None:
+    names = create_views(spark, stores)
+
+    assert names == ("messages", *VIEWS)
+    traffic = spark.sql("select sum(messages) as n, sum(bytes) as size from traffic").collect()[0]
+    assert (traffic.n, traffic.size) == (60, 2 * sum(i * len(str(i)) for i in range(30)))
+
+
+# -- the commands ------------------------------------------------------------------------------------------------------
+
+
+class Kept:
+    """A session that outlives the command."""
+
+    def __init__(self, spark: Any) -> None:
+        self._spark = spark
+
+    def __getattr__(self, name: str) -> Any:
+        return (lambda: None) if name == "stop" else getattr(self._spark, name)
+
+
+@pytest.fixture
+def command(spark: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    monkeypatch.setattr("mqstore.spark.sessions.session", lambda app, conf: Kept(spark))
+    return mqstore
+
+
+def test_a_query_is_printed_or_written(
+    command: Callable[..., Any], spark: Any, stores: dict[str, Path], tmp_path: Path
+) -> None:
+    query = "select topic, queue_id, tags, body from messages where queue_offset = 3 order by queue_id"
+    call = ("spark", "sql", stores["a"], query)
+
+    lines = [json.loads(line) for line in command(*call, "--json").stdout.splitlines()]
+    shown = command(*call, "--max-rows", 1)
+    written = command(*call, "--out", tmp_path / "rows")
+
+    assert [(row["queue_id"], row["tags"], base64.b64decode(row["body"])) for row in lines] == [
+        (0, "a", b"6" * 6),
+        (1, "b", b"7" * 7),
+    ]
+    assert shown.stdout.splitlines()[1].split() == ["orders", "0", "a", "666666"]
+    assert len(shown.stdout.splitlines()) == 2
+    assert "and more" in shown.stderr
+    assert written.exit_code == 0
+    assert spark.read.parquet(str(tmp_path / "rows")).count() == 2
+    assert command("spark", "sql", stores["a"], "select 1 where 1 = 2").stderr == "no rows\n"
+
+
+def test_a_query_that_is_wrong_is_told_in_one_line(command: Callable[..., Any], stores: dict[str, Path]) -> None:
+    for query, text in (("select nonsense from messages", "nonsense"), ("selec 1", "selec")):
+        result = command("spark", "sql", stores["a"], query)
+        assert (result.exit_code, result.stdout) == (2, "")
+        [line] = result.stderr.splitlines()
+        assert text in line
+
+
+def test_a_shell_has_the_views(command: Callable[..., Any], stores: dict[str, Path]) -> None:
+    result = command(
+        "spark", "shell", stores["a"], stdin=b"print('there are', messages.count(), spark.table('queues').count())\n"
+    )
+
+    assert result.exit_code == 0
+    assert "there are 30 " in result.stdout
+    assert "views: messages, queues" in result.stderr
+
+
+def test_a_job_runs_from_the_command(command: Callable[..., Any], stores: dict[str, Path]) -> None:
+    here = command("spark", "traffic", *stores.values(), "--master", "none", "--json")
+
+    assert command("spark", "traffic", *stores.values(), "--json").stdout == here.stdout
+
+
+# -- sessions ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_running_session_is_given_back(spark: Any) -> None:
+    assert session("other", {"spark.master": "local[1]"}) is spark
+    assert ship(spark.sparkContext) is False
+
+
+def test_a_session_without_a_context_is_refused() -> None:
+    class Connect:
+        @property
+        def sparkContext(self) -> Any:  # noqa: N802
+            raise AttributeError("not here")
+
+    with pytest.raises(ConfigError, match="Spark Connect"):
+        run(Connect(), [1], double)
+
+
+_SCRIPT = """
+import sys
+sys.path[:0] = {paths!r}
+from mqstore.spark import session, traffic_report
+from mqstore.spark.shipping import ship
+conf = {{"spark.master": "local[1]", "spark.driver.memory": "512m", "spark.sql.shuffle.partitions": "1"}}
+spark = session("mine", conf)
+assert spark.conf.get("spark.sql.session.timeZone") == "UTC"
+assert spark.sparkContext.uiWebUrl is None
+shipped = ship(spark.sparkContext)
+total = traffic_report(spark, {store!r}, topics="orders", top=0).total.messages
+print("found", shipped, total)
+spark.stop()
+"""
+
+
+def test_a_session_of_ours_is_quiet_and_ships_what_workers_lack(
+    spark: Any, stores: dict[str, Path], tmp_path: Path
+) -> None:
+    """The driver has the package by its own path, which workers do not inherit."""
+    del spark  # says whether there is one
+    root = Path(__file__).parents[2]
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "JAVA_HOME")}
+    if os.environ.get("JAVA_HOME"):
+        environment["JAVA_HOME"] = os.environ["JAVA_HOME"]
+    code = _SCRIPT.format(paths=[str(root / "store")], store=str(stores["a"]))
+    run_ = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=170
+    )
+
+    assert run_.returncode == 0, run_.stderr
+    assert run_.stdout == "found True 30\n"
+    # Before the settings are read Java and Spark say hello; at the end Python's daemon may complain of a closed pipe.
+    said = run_.stderr.partition('log level to "ERROR".\n')[2]
+    assert not [mark for mark in (" INFO ", " WARN ", "[Stage") if mark in said], run_.stderr
+
+
+def test_the_archive_has_the_library_and_nothing_else(tmp_path: Path) -> None:
+    names = zipfile.ZipFile(pack(str(tmp_path / "x.zip"))).namelist()
+
+    assert "mqstore/spark/jobs/shape.py" in names
+    assert "pyspark_mqstore.py" in names
+    assert not [name for name in names if not name.startswith(("mqstore/", "pyspark_mqstore.py"))]

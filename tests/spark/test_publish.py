@@ -1,0 +1,702 @@
+"""Staging and committing without Spark: all or none of a batch, once, whatever happens in between."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import random
+import shutil
+import struct
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mqstore
+from mqstore import ConfigError, MessageStore, NotAStoreError, SimulatedClock, StoreConfig, StoreLockedError
+from mqstore.broker.broker import Broker
+from mqstore.broker.parts import open_parts
+from mqstore.errors import FormatError, MQStoreError
+from mqstore.files.lock import WriterLock
+from mqstore.layout.record import decode_record
+from mqstore.log.commitlog import QueueRef
+from mqstore.spark.encode import Encoder, Rules
+from mqstore.spark.options import SourceOptions
+from mqstore.spark.plan import stores_of
+from mqstore.spark.publish import Commit, abort, clean_target, commit, plan_target
+from mqstore.spark.staging import STAGING, clean, leftovers, transaction_folder, write_shards
+from tests.crash.recording import Event, RecordingFileSystem, build_image
+from tests.faults import Crash, FaultyFileSystem
+from tests.spark.staged import batch_of, bodies, manifest, options_of, set_bodies, stage, write
+
+ONE = [f"a{i}" for i in range(5)]
+TWO = [f"b{i}" for i in range(4)]
+SMALL = StoreConfig(segment_bytes=1 << 16, consumequeue_units=64, index_slots=16, index_entries=64, default_queues=4)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A small store, with nothing in it."""
+    MessageStore(tmp_path / "store", config=SMALL).close()
+    return tmp_path / "store"
+
+
+def staged(root: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(root / STAGING))
+    except FileNotFoundError:
+        return []
+
+
+# -- shards ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_shard_says_what_is_in_it(tmp_path: Path) -> None:
+    import crc32c
+
+    encoder = Encoder(Rules(new_queues=3), app="a", version=1, partition=2, topic="t")
+    [shard] = write_shards(
+        encoder.encode(batch_of(ONE, delay_level=[None, 2, None, None, 2])), tmp_path, 2, 1, profile="mqstore"
+    )
+
+    data = (tmp_path / shard.name / "records.bin").read_bytes()
+    said = json.loads((tmp_path / shard.name / "shard.json").read_text())
+
+    assert shard.name.startswith("2-1-")
+    assert said["queues"].pop("SCHEDULE_TOPIC_XXXX") == {"1": 2}
+    assert sum(said.pop("queues")["t"].values()) == 3
+    sizes: list[int] = []
+    index = b""
+    while rest := data[sum(sizes) :]:
+        sizes.append(decode_record(rest, 0).total_size)
+        index += struct.pack(">iI", sizes[-1], crc32c.crc32c(rest[: sizes[-1]]))
+    assert said == {
+        "version": 1, "profile": "mqstore", "records": 5, "bytes": len(data), "crc32c": crc32c.crc32c(data),
+        "largest": max(sizes), "index": crc32c.crc32c(index),
+    }  # fmt: skip
+    assert (tmp_path / shard.name / "records.idx").read_bytes() == index
+    assert set(shard.topics) == {"t", "SCHEDULE_TOPIC_XXXX"}
+
+
+def test_a_task_without_rows_stages_nothing_and_many_rows_make_several_shards(tmp_path: Path) -> None:
+    options = options_of(tmp_path / "s", maxRowsPerShard="2")
+
+    none, several = (stage(options, "a", 0, [batch_of(rows)]) for rows in ([], ONE))
+
+    assert (none, [shard.records for shard in several]) == ([], [2, 2, 1])
+
+
+def test_a_task_that_fails_takes_the_shard_it_was_at_away(tmp_path: Path) -> None:
+    options = options_of(tmp_path / "s")
+    with pytest.raises(mqstore.InvalidMessageError):
+        stage(options, "a", 0, [batch_of(ONE), batch_of(ONE, queue_id=[99] * 5)])
+
+    assert [name[:4] for name in os.listdir(transaction_folder(tmp_path / "s", "a", 0))] == ["0-0-"]
+
+
+def test_without_flush_nothing_that_is_staged_is_synced(tmp_path: Path) -> None:
+    fs = FaultyFileSystem()
+    encoder = Encoder(Rules(), app="a", version=0, partition=0, topic="t")
+    [*write_shards(encoder.encode(batch_of(ONE)), tmp_path, 0, 0, profile="mqstore", sync=False, fs=fs)]
+
+    assert [call for call in fs.changes() if call.operation == "fdatasync"] == []
+
+
+def test_a_full_disk_while_staging_is_told_and_leaves_no_shard(tmp_path: Path) -> None:
+    fs = FaultyFileSystem()
+    fs.fail("pwrite", errno.ENOSPC, path_part="records.bin")
+    with pytest.raises(mqstore.StoreFullError):
+        stage(options_of(tmp_path / "s"), "a", 0, [batch_of(ONE)], fs=fs)
+
+    assert os.listdir(transaction_folder(tmp_path / "s", "a", 0)) == []
+
+
+def test_records_are_on_disk_before_the_file_that_says_so_and_that_before_the_task_does(tmp_path: Path) -> None:
+    fs = FaultyFileSystem()
+    stage(options_of(tmp_path / "s"), "a", 0, [batch_of(ONE)], fs=fs)
+    calls = [(call.operation, Path(call.path).name) for call in fs.changes() if "a-0/" in call.path]
+
+    [folder] = os.listdir(transaction_folder(tmp_path / "s", "a", 0))
+    written = [("pwrite", "records.bin"), ("pwrite", "records.idx")]
+    synced = [("fdatasync", "records.idx"), ("fdatasync", "records.bin")]
+    said = [("create", "shard.json"), ("pwrite", "shard.json"), ("fdatasync", "shard.json"), ("sync_directory", folder)]
+    assert calls[-8:] == [*written, *synced, *said]
+
+
+# -- leftovers ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_task_goes_on_when_another_job_removes_the_empty_folder_above(tmp_path: Path) -> None:
+    class Removing(FaultyFileSystem):
+        removed = 0
+
+        def mkdir(self, path: Any, *arguments: Any, **more: Any) -> None:
+            if Path(path).name == "a-0" and self.removed < 3:
+                os.rmdir(Path(path).parent)
+                self.removed += 1
+            super().mkdir(path, *arguments, **more)
+
+    fs = Removing()
+    [shard] = stage(options_of(tmp_path / "s"), "a", 0, [batch_of(ONE)], fs=fs)
+
+    assert (shard.records, fs.removed) == (5, 3)
+
+
+def test_what_is_old_enough_goes_and_nothing_else(root: Path) -> None:
+    options = options_of(root)
+    stage(options, "old", 0, [batch_of(ONE)])
+    stage(options, "new", 3, [batch_of(TWO)])
+    old = transaction_folder(root, "old", 0)
+    for path in [old, *old.rglob("*")]:
+        os.utime(path, (0, 0))
+    (root / STAGING / "link").symlink_to(root / "commitlog")
+
+    [found] = clean_target(root, 3600, dry_run=True)
+    assert (Path(found.path), found.age_s > 1e9, found.bytes > 0, old.exists()) == (old, True, True, True)
+    assert {Path(each.path).name for each in leftovers(root)} == {"old-0", "new-3"}
+
+    assert [Path(each.path) for each in clean_target(root, 3600)] == [old]
+    assert staged(root) == ["link", "new-3"]
+    assert clean(root / "nowhere", 0) == []
+
+
+def test_a_job_that_still_writes_into_an_old_folder_is_not_old(root: Path) -> None:
+    [shard] = stage(options_of(root), "a", 0, [batch_of(ONE)])
+    folder = transaction_folder(root, "a", 0)
+    for path in [folder, folder / shard.name, folder / shard.name / "shard.json"]:
+        os.utime(path, (0, 0))
+
+    assert clean_target(root, 3600) == []
+
+
+def test_a_commit_takes_away_what_jobs_left_long_ago(root: Path) -> None:
+    options = options_of(root, stagingTtl="1h")
+    stage(options, "crashed", 7, [batch_of(ONE)])
+    for path in (root / STAGING).rglob("*"):
+        os.utime(path, (0, 0))
+
+    write(options, "a", 0, TWO)
+
+    assert (staged(root), sorted(bodies(root))) == ([], TWO)
+
+
+def test_removing_never_follows_a_link_out_of_the_folder(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "file").write_text("x")
+    stage(options_of(root), "a", 0, [batch_of(ONE)])
+    (transaction_folder(root, "a", 0) / "link").symlink_to(tmp_path / "precious")
+
+    abort(options_of(root), "a", 0)
+
+    assert (staged(root), (tmp_path / "precious" / "file").read_text()) == ([], "x")
+
+
+# -- planning ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_rules_are_those_of_the_store(tmp_path: Path) -> None:
+    config = StoreConfig(segment_bytes=1 << 16, group_hash="siphash24", delay_levels="1s 2s", default_queues=3)
+    with mqstore.open(tmp_path / "s", profile="rocketmq", config=config) as store:
+        store.broker.topics.create("wide", read_queues=9, write_queues=2)
+        store.broker.topics.create("closed", perm=4)
+        store.producer().send("found", b"")
+    plan = plan_target(options_of(tmp_path / "s", queues="5"))
+
+    assert plan.profile == "rocketmq"
+    assert (plan.rules.group_hash, plan.rules.levels, plan.rules.max_record_bytes) == ("siphash24", 2, (1 << 16) - 8)
+    assert (plan.rules.topic("wide"), plan.rules.topic("new")) == ((2, 9, ""), (5, 5, ""))
+    with pytest.raises(MQStoreError, match="'closed' may not be written to"):
+        plan.rules.topic("closed")
+    for name in ("SCHEDULE_TOPIC_XXXX", "rmq_sys_x"):
+        with pytest.raises(MQStoreError, match="belongs to the engine"):
+            plan.rules.topic(name)
+
+
+def test_a_target_that_is_not_what_the_option_says_is_refused(root: Path, tmp_path: Path) -> None:
+    write(options_of(tmp_path / "set", target="set"), "a", 0, ONE)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "letters.txt").write_text("dear")
+    cases: list[tuple[str, str, type[Exception], str]] = [
+        ("set", "store", ConfigError, "is a store set, .* use target=set"),
+        ("set", "inbox", ConfigError, "is a store set"),
+        ("store", "set", ConfigError, "is a store, .* use target=store"),
+        ("other", "set", ConfigError, "holds letters.txt and no mqstore-set.json"),
+        ("other", "store", NotAStoreError, "letters.txt"),
+        ("other/letters.txt", "store", NotAStoreError, "is a file"),
+        ("other/letters.txt", "set", ConfigError, "holds a file"),
+        ("nowhere", "inbox", ConfigError, "is no store, .* use target=store, which creates it"),
+    ]
+    for name, target, kind, says in cases:
+        with pytest.raises(kind, match=says):
+            plan_target(options_of(tmp_path / name, target=target))
+    assert not (tmp_path / "nowhere").exists()
+
+
+# -- store -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_store_that_is_not_there_is_made_and_messages_lie_in_the_order_of_partitions(tmp_path: Path) -> None:
+    options = options_of(tmp_path / "s", queues="1")
+
+    assert write(options, "a", 0, ONE, TWO, [], ["c"]).records == 10
+
+    assert bodies(tmp_path / "s") == [*ONE, *TWO, "c"]
+    assert staged(tmp_path / "s") == []
+    with MessageStore(tmp_path / "s", "r") as store:
+        assert open_parts(store).topics.need("t").write_queues == 1
+
+
+@pytest.mark.parametrize("profile", ["mqstore", "rocketmq"])
+def test_what_was_written_before_stays_and_what_comes_later_goes_on(tmp_path: Path, profile: Any) -> None:
+    with MessageStore(tmp_path / "s", profile=profile, config=SMALL) as store:
+        store.put("t", b"first")
+    options = options_of(tmp_path / "s")
+    write(options, "a", 0, ONE)
+    with MessageStore(tmp_path / "s") as store:
+        store.put("t", b"last")
+        assert [*store.verify()] == []
+
+    assert sorted(bodies(tmp_path / "s")) == sorted([*ONE, "first", "last"])
+
+
+def test_a_version_counts_once_and_an_older_one_never(root: Path) -> None:
+    options = options_of(root)
+
+    results = [write(options, "a", version, [f"v{version}"]).already for version in (3, 3, 2, 4)]
+
+    assert results == [False, True, True, False]
+    assert sorted(bodies(root)) == ["v3", "v4"]
+    assert staged(root) == []
+
+
+def test_of_two_attempts_only_the_one_that_is_named_counts(root: Path) -> None:
+    options = options_of(root)
+    stage(options, "a", 0, [batch_of(TWO)], attempt=0)
+    shards = stage(options, "a", 0, [batch_of(ONE)], attempt=1)
+
+    commit(options, Commit("a", 0, shards))
+
+    assert (sorted(bodies(root)), staged(root)) == (ONE, [])
+
+
+def test_delayed_messages_come_when_they_are_due(tmp_path: Path) -> None:
+    clock = SimulatedClock(1_700_000_000_000)
+    options = options_of(tmp_path / "s", queues="1")
+    shards = stage(options, "a", 0, [batch_of(ONE, delay_level=[1, None, 1, None, None])], clock=clock)
+    commit(options, Commit("a", 0, shards), clock=clock)
+
+    with Broker(MessageStore(tmp_path / "s", config=StoreConfig(clock=clock))) as broker:
+        assert broker.store.offsets("t", 0) == (0, 3)
+        clock.advance(2000)
+        broker.run_once()
+        broker.store.dispatch()
+        assert [m.body for m in broker.store.read("t", 0, 0, 9)] == [b"a1", b"a3", b"a4", b"a0", b"a2"]
+
+
+def test_a_topic_that_lost_queues_meanwhile_is_not_written_to_past_its_end(root: Path) -> None:
+    options = options_of(root, queues="8")
+    shards = stage(options, "a", 0, [batch_of(ONE, queue_id=[7] * 5)])
+    with MessageStore(root) as store:
+        open_parts(store).topics.create("t", queues=2)
+
+    with pytest.raises(ConfigError, match="queue 7 of topic 't', which has 2 queues now"):
+        commit(options, Commit("a", 0, shards))
+
+    assert bodies(root) == []
+
+
+def test_a_damaged_shard_is_refused_whole(root: Path) -> None:
+    options = options_of(root)
+    shards = stage(options, "a", 0, [batch_of(ONE), batch_of(TWO)])
+    path = transaction_folder(root, "a", 0) / shards[1].name / "records.bin"
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+
+    with pytest.raises(FormatError, match=r"records\.bin"):
+        commit(options, Commit("a", 0, shards))
+
+    assert bodies(root) == []
+
+
+def test_a_store_that_somebody_has_open_is_waited_for_and_then_named(root: Path) -> None:
+    options = options_of(root, lockTimeout="1ms")
+    shards = stage(options, "a", 0, [batch_of(ONE)])
+    with MessageStore(root) as owner:
+        with pytest.raises(
+            StoreLockedError, match=rf"process {os.getpid()}.*lockTimeout=0.001 s .*target=inbox"
+        ) as caught:
+            commit(options, Commit("a", 0, shards))
+        assert caught.value.pid == os.getpid()
+        owner.put("other", b"mine")
+
+    commit(options, Commit("a", 0, shards))
+    assert sorted(bodies(root)) == [*ONE, "mine"]
+
+
+def test_overwriting_a_store_takes_the_old_messages_from_consumers_and_is_not_done_twice(root: Path) -> None:
+    options = options_of(root, confirmOverwrite="true", queues="1")
+    write(options, "a", 0, ONE)
+    assert write(options, "a", 1, TWO, overwrite=True).already is False
+    assert write(options, "a", 1, TWO, overwrite=True).already is True
+
+    with mqstore.open(root) as store:
+        consumer = store.pull_consumer("g", start="earliest")
+        consumer.assign(QueueRef("t", 0))
+        assert [message.body.decode() for message in consumer.poll(timeout=10)] == TWO
+        assert store.log.offsets("t", 0) == (0, len(ONE) + len(TWO))
+
+
+def test_a_kill_at_any_step_of_a_commit_to_a_store_leaves_all_or_none_and_a_second_one_ends_it(
+    root: Path, tmp_path: Path
+) -> None:
+    write(options_of(root), "a", 0, ["before"])
+    shards = stage(options_of(root), "a", 1, [batch_of(ONE), batch_of(TWO)])
+    clock = SimulatedClock(1_700_000_000_000)
+    whole = sorted(["before", *ONE, *TWO])
+    outcomes = []
+
+    def run(name: str, nth: int) -> tuple[Path, int]:
+        image = tmp_path / name
+        shutil.copytree(root, image)
+        fs = FaultyFileSystem()
+        fs.crash(nth, torn=nth % 2 == 0)
+        with contextlib.suppress(Crash):
+            commit(options_of(image), Commit("a", 1, shards), fs=fs, clock=clock)
+        return image, len(fs.changes())
+
+    _, steps = run("unharmed", 1_000_000)
+    for nth in [1, *range(4, steps, 6), steps]:
+        image, _ = run(f"killed-{nth}", nth)
+        left = tmp_path / f"left-{nth}"
+        shutil.copytree(image, left)  # to be looked at; a process that is gone holds no lock on it
+        MessageStore(left).close()
+        found = sorted(bodies(left))
+        assert found in (["before"], whole)
+        outcomes.append(len(found))
+
+        write(options_of(left), "a", 1, ONE, TWO)  # as Spark does a batch again: staged anew, the same version
+        assert sorted(bodies(left)) == whole
+
+    assert outcomes == sorted(outcomes)
+    assert set(outcomes) == {1, 10}
+
+
+# -- set ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_set_gets_a_store_for_each_shard_which_a_query_finds(tmp_path: Path) -> None:
+    options = options_of(tmp_path / "set", target="set", queues="2")
+    first = write(options, "a", 0, ONE, TWO)
+    second = write(options, "a", 1, ["c"])
+
+    assert sorted(set_bodies(tmp_path / "set")) == sorted([*ONE, *TWO, "c"])
+    names = [store.id for store in stores_of(SourceOptions.parse({"path": str(tmp_path / "set")}))]
+    assert names == sorted([*first.stores, *second.stores])
+    assert manifest(tmp_path / "set")["recorded"] == {"a": 1}
+    with mqstore.open(tmp_path / "set" / "shards" / second.stores[0]) as store:  # a store like any other
+        assert store.broker.topics.need("t").write_queues == 2
+        store.producer().send("t", b"more")
+
+
+def test_a_set_knows_what_is_in_and_remembers_no_job_that_never_comes_again(tmp_path: Path) -> None:
+    options = options_of(tmp_path / "set", target="set")
+
+    assert [write(options, "a", v, [f"v{v}"]).already for v in (1, 1, 0, 2)] == [False, True, True, False]
+    shards = stage(options, "job-1", 0, [batch_of(["once"])])
+    commit(options, Commit("job-1", 0, shards, remembered=False))
+
+    assert sorted(set_bodies(tmp_path / "set")) == ["once", "v1", "v2"]
+    assert manifest(tmp_path / "set")["recorded"] == {"a": 2}
+
+
+def test_overwriting_a_set_replaces_what_counts_then_deletes_what_the_sink_had_made(tmp_path: Path) -> None:
+    root = tmp_path / "set"
+    options = options_of(root, target="set")
+    write(options, "a", 0, ONE)
+    MessageStore(root / "own").close()
+    known = manifest(root)
+    known["stores"]["own"] = "own"
+    (root / "mqstore-set.json").write_text(json.dumps({**known, "note": "kept"}))
+
+    write(options, "a", 1, TWO, overwrite=True)
+
+    assert sorted(set_bodies(root)) == TWO
+    assert len(os.listdir(root / "shards")) == 1
+    assert (root / "own").exists()
+    assert manifest(root)["note"] == "kept"
+
+
+def test_an_empty_overwrite_empties_a_set_and_an_empty_append_makes_one(tmp_path: Path) -> None:
+    options = options_of(tmp_path / "set", target="set")
+    write(options, "a", 0)
+    assert manifest(tmp_path / "set")["stores"] == {}
+    write(options, "a", 1, ONE)
+    write(options, "a", 2, overwrite=True)
+
+    assert set_bodies(tmp_path / "set") == []
+
+
+def test_members_are_as_small_as_their_messages(tmp_path: Path) -> None:
+    options = options_of(tmp_path / "set", target="set")
+    [name] = write(options, "a", 0, ["x" * 100_000]).stores
+
+    folder = tmp_path / "set" / "shards" / name
+    assert sum(path.stat().st_blocks * 512 for path in folder.rglob("*")) < 1 << 20
+    assert set_bodies(tmp_path / "set") == ["x" * 100_000]
+
+
+def test_a_member_holds_delayed_messages_and_topics_of_its_own(tmp_path: Path) -> None:
+    options = options_of(tmp_path / "set", target="set", queues="3")
+    shards = stage(options, "a", 0, [batch_of(["now", "later"], delay_level=[None, 3])])
+    commit(options, Commit("a", 0, shards))
+
+    [where] = manifest(tmp_path / "set")["stores"].values()
+    with MessageStore(tmp_path / "set" / where, "r") as store:
+        assert {config.name: config.write_queues for config in open_parts(store).topics.configs()} == {
+            "SCHEDULE_TOPIC_XXXX": 18,
+            "t": 3,
+        }
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_kill_at_any_step_of_a_commit_to_a_set_leaves_all_or_none(overwrite: bool, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    write(options_of(source, target="set"), "a", 0, ["before"])
+    shards = stage(options_of(source, target="set"), "a", 1, [batch_of(ONE), batch_of(TWO)])
+    after = sorted([*ONE, *TWO] + ([] if overwrite else ["before"]))
+    outcomes: list[int] = []
+    for nth in range(1, 60):
+        root = tmp_path / f"set-{nth}"
+        shutil.copytree(source, root)
+        options = options_of(root, target="set")
+        fs = FaultyFileSystem()
+        fs.crash(nth, torn=nth % 2 == 0)
+        try:
+            commit(options, Commit("a", 1, shards, overwrite=overwrite), fs=fs)
+            break
+        except Crash:
+            pass
+        found = sorted(set_bodies(root))
+        assert found in (["before"], after)
+        outcomes.append(len(found))
+        if nth % 7 == 0:
+            write(options, "a", 1, ONE, TWO, overwrite=overwrite)
+            assert sorted(set_bodies(root)) == after
+            clean_target(root, 0)
+            assert sorted(set_bodies(root)) == after
+            assert len(os.listdir(root / "shards")) == len(manifest(root)["stores"])
+        shutil.rmtree(root)
+    assert outcomes == sorted(outcomes, reverse=len(after) < 1)
+    assert set(outcomes) == {1, len(after)}
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> list[Event]:
+    """Two batches into a set, on a file layer that remembers what was synced. Marks: batches whose commit returned."""
+    root = tmp_path_factory.mktemp("run")
+    fs = RecordingFileSystem(root)
+    clock = SimulatedClock(1_700_000_000_000)
+    options = options_of(root / "set", target="set", queues="2")
+    for version, partitions in enumerate(([ONE], [ONE, TWO])):
+        shards = stage(options, "a", version, [batch_of(rows) for rows in partitions], fs=fs, clock=clock)
+        commit(options, Commit("a", version, shards), fs=fs, clock=clock)
+        fs.mark(version + 1)
+    fs.dispose()
+    return fs.events
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_a_power_cut_leaves_all_or_none_of_a_batch_and_all_once_the_commit_returned(
+    seed: int, recorded: list[Event], tmp_path: Path
+) -> None:
+    """Unsynced pages in any order: a set names no store that is not whole on disk."""
+    rng = random.Random(seed)
+    image = tmp_path / "image"
+    marks = build_image(recorded[: rng.randrange(len(recorded))], rng, image)
+
+    states = [[], ONE, sorted([*ONE, *ONE, *TWO])]
+    found = sorted(set_bodies(image / "set"))
+    assert found in states
+    assert states.index(found) >= max(marks, default=0)
+
+
+def test_two_jobs_race_for_a_set_and_the_loser_says_who_has_it(tmp_path: Path) -> None:
+    root = tmp_path / "set"
+    options = options_of(root, target="set", lockTimeout="1ms")
+    write(options, "a", 0, ["x"])
+    shards = stage(options, "b", 0, [batch_of(ONE)])
+    lock = WriterLock(root, "the other")
+    lock.acquire()
+    try:
+        with pytest.raises(StoreLockedError, match=rf"process {os.getpid()}.*lockTimeout"):
+            commit(options, Commit("b", 0, shards))
+    finally:
+        lock.release()
+    assert set_bodies(root) == ["x"]
+
+    commit(options, Commit("b", 0, shards))
+    assert sorted(set_bodies(root)) == [*ONE, "x"]
+
+
+def test_two_writers_of_one_set_lose_nothing_of_each_other(tmp_path: Path) -> None:
+    """Both have staged before either commits; the manifest is read under the lock, not before it."""
+    options = options_of(tmp_path / "set", target="set")
+    staged_by = {app: stage(options, app, 0, [batch_of([app])]) for app in ("a", "b", "c")}
+    for app, shards in staged_by.items():
+        commit(options, Commit(app, 0, shards))
+
+    assert sorted(set_bodies(tmp_path / "set")) == ["a", "b", "c"]
+
+
+def test_jobs_that_commit_at_the_same_time_wait_for_each_other(tmp_path: Path) -> None:
+    apps = [f"app{i}" for i in range(4)]
+    ready = threading.Barrier(len(apps))
+
+    def run(app: str) -> None:
+        options = options_of(tmp_path / "set", target="set")
+        shards = stage(options, app, 0, [batch_of([app])])
+        ready.wait(60)
+        commit(options, Commit(app, 0, shards))
+
+    with ThreadPoolExecutor(len(apps)) as pool:
+        [*pool.map(run, apps)]
+
+    assert sorted(set_bodies(tmp_path / "set")) == apps
+    assert staged(tmp_path / "set") == []
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b'{"version": 2, "stores": {}}', b'{"version": 1, "stores": []}'])
+def test_a_manifest_that_cannot_be_read_is_never_written_over(content: bytes, tmp_path: Path) -> None:
+    root = tmp_path / "set"
+    options = options_of(root, target="set")
+    write(options, "a", 0, ONE)
+    (root / "mqstore-set.json").write_bytes(content)
+
+    with pytest.raises(ConfigError, match=r"mqstore-set\.json"):
+        write(options, "a", 1, TWO)
+
+    assert (root / "mqstore-set.json").read_bytes() == content
+
+
+# -- abort -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", ["store", "set", "inbox"])
+def test_an_abort_takes_what_is_staged_and_never_what_counts(target: str, root: Path, tmp_path: Path) -> None:
+    """Spark calls it after a commit that had succeeded and then raised."""
+    where = root if target != "set" else tmp_path / "set"
+    options = options_of(where, target=target)
+    stage(options, "other", 0, [batch_of(TWO)])
+    write(options, "a", 0, ONE)
+    stage(options, "a", 0, [batch_of(ONE)], attempt=1)
+
+    abort(options, "a", 0)
+    abort(options, "never", 5)
+
+    assert staged(where) == ["other-0"]
+    if target == "inbox":
+        assert os.listdir(where / "inbox") == ["a-0"]
+    else:
+        assert sorted(bodies(where) if target == "store" else set_bodies(where)) == ONE
+
+
+def test_cleaning_up_that_fails_after_the_batch_is_in_is_no_failure_of_it(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fs = FaultyFileSystem()
+    fs.fail("rmdir", errno.EIO, path_part=STAGING, times=None)
+
+    assert write(options_of(root), "a", 0, ONE, fs=fs).records == 5
+
+    assert sorted(bodies(root)) == ONE
+    assert "mqstore spark clean" in caplog.text
+
+
+# -- inbox -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_bundle_is_in_the_inbox_with_all_that_its_owner_needs(root: Path) -> None:
+    options = options_of(root, target="inbox", queues="6")
+    with MessageStore(root, config=StoreConfig(clock=SimulatedClock(1))):
+        stage(options, "a", 4, [batch_of(TWO)], attempt=0)
+        shards = stage(options, "a", 4, [batch_of(ONE, delay_level=[1, None, None, None, None])], attempt=1)
+        published = commit(options, Commit("a", 4, shards))
+
+        bundle = json.loads((root / "inbox" / "a-4" / "bundle.json").read_text())
+
+    assert (published.records, staged(root)) == (5, [])
+    assert bundle == {
+        "version": 1,
+        "app": "a",
+        "ver": 4,
+        "shards": [shard.name for shard in shards],
+        "create": {"t": 6},
+    }
+
+
+def test_the_owner_takes_a_bundle_in_while_it_works_and_delivers_what_waits(root: Path) -> None:
+    clock = SimulatedClock(1_700_000_000_000)
+    options = options_of(root, target="inbox", queues="1")
+    with Broker(MessageStore(root, config=StoreConfig(clock=clock))) as broker:
+        broker.put("other", b"mine")
+        for _ in range(2):  # the second is a batch that Spark does again, not knowing that it was done
+            shards = stage(options, "a", 0, [batch_of(ONE, delay_level=[1, None, None, None, None])], clock=clock)
+            commit(options, Commit("a", 0, shards))
+            broker.store.take_inbox()
+        assert broker.topics.need("t").write_queues == 1
+        clock.advance(2000)
+        broker.run_once()
+        broker.store.dispatch()
+        found = [message.body.decode() for message in broker.store.iter("t", 0)]
+
+    assert found == [*ONE[1:], ONE[0]]
+    assert (os.listdir(root / "inbox"), staged(root)) == ([], [])
+
+
+def test_a_bundle_that_is_taken_in_while_spark_opens_the_store_gets_its_topics(root: Path) -> None:
+    write(options_of(root, target="inbox", queues="6"), "a", 0, ONE)
+    write(options_of(root, queues="2"), "b", 0, TWO)
+
+    assert sorted(bodies(root)) == [*ONE, *TWO]
+    with MessageStore(root, "r") as store:
+        assert open_parts(store).topics.need("t").write_queues == 6
+
+
+def test_a_bundle_that_waits_is_not_handed_over_twice(root: Path) -> None:
+    options = options_of(root, target="inbox")
+    with MessageStore(root, config=StoreConfig(clock=SimulatedClock(1))):
+        assert [write(options, "a", 0, ONE).already for _ in range(2)] == [False, True]
+        assert write(options, "b", 0).already is False
+
+    assert (os.listdir(root / "inbox"), staged(root)) == (["a-0"], [])
+
+
+def test_a_kill_at_any_step_of_a_hand_over_leaves_a_whole_bundle_or_none(root: Path, tmp_path: Path) -> None:
+    options = options_of(root, target="inbox")
+    shards = stage(options, "a", 0, [batch_of(ONE)])
+    outcomes = []
+    for nth in range(1, 20):
+        image = tmp_path / f"image-{nth}"
+        shutil.copytree(root, image)
+        again = options_of(image, target="inbox")
+        fs = FaultyFileSystem()
+        fs.crash(nth, torn=True)
+        try:
+            commit(again, Commit("a", 0, shards), fs=fs)
+            break
+        except Crash:
+            pass
+        there = (image / "inbox" / "a-0").exists()
+        outcomes.append(there)
+        if there:
+            assert json.loads((image / "inbox" / "a-0" / "bundle.json").read_text())["shards"] == [shards[0].name]
+        commit(again, Commit("a", 0, [] if there else shards))
+        assert (image / "inbox" / "a-0" / shards[0].name / "shard.json").exists()
+        assert staged(image) == []
+    assert outcomes == sorted(outcomes)
+    assert set(outcomes) == {False, True}

@@ -1,0 +1,509 @@
+"""Writing inside Spark: what comes in counts once, or not at all, and who gets it wrong is told how it is right.
+
+What Spark does and does not document is pinned here: the names of two local properties, that a batch that is done again
+keeps its query and number, that `abort` follows a commit that raised.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mqstore import ConfigError, MessageStore
+from tests.spark.staged import bodies, manifest, set_bodies
+
+pytestmark = pytest.mark.spark
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """All messages of a store, by queue and offset."""
+    with MessageStore(path, "r") as store:
+        refs = [ref for topic in store.topics() for ref in store.queues(topic)]
+        return [
+            {
+                "topic": message.topic,
+                "queue_id": message.queue_id,
+                "body": message.body,
+                "tag": message.tag,
+                "keys": message.keys,
+                "properties": message.stored_properties(),
+                "flag": message.flag,
+                "born": message.born_timestamp_ms,
+            }
+            for ref in refs
+            for message in store.iter(*ref)
+        ]
+
+
+def writer(frame: Any, **options: str) -> Any:
+    return frame.write.format("mqstore").mode("append").options(**options)
+
+
+def numbers(spark: Any, start: int, stop: int, partitions: int = 2) -> Any:
+    """Bodies "start" ... in a topic."""
+    return spark.range(start, stop, 1, partitions).selectExpr("cast(id as string) as body", "'t' as topic")
+
+
+def texts(start: int, stop: int) -> list[str]:
+    return sorted(map(str, range(start, stop)))
+
+
+# -- batch -------------------------------------------------------------------------------------------------------------
+
+
+def test_every_column_arrives(spark: Any, tmp_path: Path) -> None:
+    born = datetime(2024, 2, 29, 12, 0, 0, 123_000, UTC)
+    due = datetime.now(UTC).replace(microsecond=0) + timedelta(days=2)
+    schema = (
+        "body binary, topic string, tags string, keys array<string>, properties map<string,string>, queue_id int, "
+        "sharding_key string, delay_level int, deliver_time timestamp, delay_seconds bigint, born_timestamp timestamp, "
+        "flag int, unique_key string"
+    )
+    plain = (b"\x00\xff", "a", "tag", ["k1", "k2"], {"colour": "blau ä"}, 3, "g", None, None, None, born, -7, "u-1")
+    bare = (b"", "b", None, None, None, None, None, None, None, None, None, None, None)
+    leveled = (b"l", "a", None, None, None, 1, None, 2, None, None, None, None, None)
+    timed = (b"d", "a", None, None, None, 1, None, None, due, None, None, None, None)
+    waiting = (b"w", "a", None, None, None, 1, None, None, None, 3600, None, None, None)
+    frame = spark.createDataFrame([plain, bare, leveled, timed, waiting], schema).coalesce(1)
+
+    writer(frame).save(str(tmp_path / "s"))
+
+    found = {(row["topic"], row["body"]): row for row in rows_of(tmp_path / "s")}
+    first = found["a", b"\x00\xff"]
+    assert (first["tag"], first["keys"], first["flag"], first["queue_id"]) == ("tag", ("k1", "k2"), -7, 3)
+    assert first["born"] == born.timestamp() * 1000
+    assert first["properties"].items() >= {"colour": "blau ä", "UNIQ_KEY": "u-1", "__SHARDINGKEY": "g"}.items()
+    assert ("b", b"") in found
+    assert found["SCHEDULE_TOPIC_XXXX", b"l"]["properties"]["REAL_TOPIC"] == "a"
+    later = [found["rmq_sys_wheel_timer", body]["properties"] for body in (b"d", b"w")]
+    assert later[0]["TIMER_DELIVER_MS"] == str(int(due.timestamp() * 1000))
+    assert later[1]["TIMER_DELAY_SEC"] == "3600"
+
+
+def test_what_is_written_is_read_back_and_stays_beside_what_was_there(spark: Any, tmp_path: Path) -> None:
+    path = str(tmp_path / "s")
+    writer(numbers(spark, 0, 50)).save(path)
+    writer(numbers(spark, 50, 60), topic="other").save(path)
+
+    frame = spark.read.format("mqstore").load(path)
+
+    counts = {row["topic"]: row["count"] for row in frame.groupBy("topic").count().collect()}
+    assert counts == {"t": 50, "other": 10}
+    assert not (tmp_path / "s" / "_staging").exists()
+
+
+def test_a_set_is_one_table_and_overwriting_replaces_it(spark: Any, tmp_path: Path) -> None:
+    path = str(tmp_path / "set")
+    writer(numbers(spark, 0, 20), target="set").save(path)
+    writer(numbers(spark, 20, 30), target="set").save(path)
+    assert spark.read.format("mqstore").load(path).count() == 30
+
+    numbers(spark, 100, 105).write.format("mqstore").mode("overwrite").option("target", "set").save(path)
+
+    assert sorted(set_bodies(tmp_path / "set")) == texts(100, 105)
+
+
+def test_the_same_rows_by_row_writers(spark: Any, tmp_path: Path) -> None:
+    """For a Spark without Arrow writers: forced here, so that it works on the day it is needed."""
+    spark.dataSource.register(_test_source("mqstore_rows", arrow=False))
+    frame = spark.createDataFrame(
+        [
+            (f"b{i}", f"g{i % 3}", {"n": str(i)} if i % 2 else None, [f"k{i}"], datetime(2024, 1, 1 + i, 5, tzinfo=UTC))
+            for i in range(9)
+        ],
+        "body string, sharding_key string, properties map<string,string>, keys array<string>, born_timestamp timestamp",
+    ).coalesce(1)
+    for name in ("mqstore", "mqstore_rows"):
+        options = {"topic": "t", "txnAppId": "same", "txnVersion": "1"}
+        frame.write.format(name).mode("append").options(**options).save(str(tmp_path / name))
+
+    assert rows_of(tmp_path / "mqstore_rows") == rows_of(tmp_path / "mqstore")
+    assert len(rows_of(tmp_path / "mqstore")) == 9
+
+
+def test_a_version_that_is_in_is_not_written_again(spark: Any, tmp_path: Path) -> None:
+    path = str(tmp_path / "s")
+    for start, version in ((0, "7"), (0, "7"), (50, "6"), (10, "8")):
+        writer(numbers(spark, start, start + 10), txnAppId="job", txnVersion=version).save(path)
+
+    assert sorted(bodies(tmp_path / "s")) == texts(0, 20)
+
+
+def test_messages_of_a_key_keep_their_order(spark: Any, tmp_path: Path) -> None:
+    from mqstore.spark import ordered
+
+    frame = spark.range(0, 400, 1, 4).selectExpr(
+        "cast((id * 7) % 400 as int) as flag",
+        "concat('k', (id * 7) % 11) as sharding_key",
+        "'x' as body",
+        "'t' as topic",
+    )
+    writer(ordered(frame, by=["flag"])).save(str(tmp_path / "s"))
+
+    seen: dict[str, list[int]] = {}
+    for row in rows_of(tmp_path / "s"):
+        seen.setdefault(row["properties"]["__SHARDINGKEY"], []).append(row["flag"])
+    assert len(seen) == 11
+    assert all(flags == sorted(flags) for flags in seen.values())
+    assert sum(map(len, seen.values())) == 400
+    with pytest.raises(ConfigError, match="no column 'time'; there are flag,"):
+        ordered(frame, by=["time"])
+    with pytest.raises(ConfigError, match="by names no column"):
+        ordered(frame, by=[])
+
+
+def test_an_empty_frame_makes_an_empty_set(spark: Any, tmp_path: Path) -> None:
+    writer(numbers(spark, 0, 20), target="set").save(str(tmp_path / "set"))
+    numbers(spark, 0, 0).write.format("mqstore").mode("overwrite").option("target", "set").save(str(tmp_path / "set"))
+
+    assert manifest(tmp_path / "set")["stores"] == {}
+
+
+# -- what goes wrong ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "says"),
+    [
+        (["body", "topic"], {"quues": "3"}, "no option 'quues'.*did you mean 'queues'"),
+        (["body", "topic"], {"target": "table"}, "option target='table'.*store, set or inbox"),
+        (["body", "topic"], {"txnAppId": "a"}, "txnVersion is missing"),
+        (["body", "topic", "1 as tag"], {}, "there is no column 'tag' to be written; did you mean 'tags'"),
+        (
+            ["body", "topic", "7L as queue_id"],
+            {},
+            r"column 'queue_id' is bigint, and must be int: cast\(queue_id as int\)",
+        ),
+        (["body", "topic", "timestamp_ntz'2024-01-01' as deliver_time"], {}, "is timestamp_ntz, and must be timestamp"),
+        (["body"], {}, "no topic: add column 'topic', or give option topic"),
+        (["topic"], {}, "column 'body' is missing"),
+    ],
+)
+def test_a_write_that_cannot_work_says_so_before_a_task_runs(
+    spark: Any, tmp_path: Path, columns: list[str], options: dict[str, str], says: str
+) -> None:
+    from pyspark.errors import AnalysisException
+
+    with pytest.raises(AnalysisException, match=says):
+        writer(numbers(spark, 0, 2).selectExpr(*columns), **options).save(str(tmp_path / "s"))
+
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_bad_row_fails_the_job_with_its_place_and_nothing_is_written(spark: Any, tmp_path: Path) -> None:
+    writer(numbers(spark, 0, 5)).save(str(tmp_path / "s"))
+    bad = numbers(spark, 0, 30, 1).selectExpr("body", "topic", "if(body = '17', 'a|b', 'fine') as tags")
+
+    with pytest.raises(Exception, match=r"row 17 of partition 0, column 'tags': tags 'a\|b': a tag is a text without"):
+        writer(bad).save(str(tmp_path / "s"))
+
+    assert sorted(bodies(tmp_path / "s")) == texts(0, 5)
+    assert not (tmp_path / "s" / "_staging").exists()
+
+
+def test_overwriting_a_store_has_to_be_confirmed(spark: Any, tmp_path: Path) -> None:
+    from pyspark.errors import AnalysisException
+
+    path = str(tmp_path / "s")
+    writer(numbers(spark, 0, 5)).save(path)
+    again = numbers(spark, 50, 53).write.format("mqstore").mode("overwrite")
+
+    with pytest.raises(AnalysisException, match="a queue is not a table"):
+        again.save(path)
+    assert sorted(bodies(tmp_path / "s")) == texts(0, 5)
+
+    again.option("confirmOverwrite", "true").save(path)
+    with MessageStore(tmp_path / "s") as store:
+        from mqstore.broker.parts import open_parts
+
+        left = sum(store.offsets(*ref)[1] - open_parts(store).offsets.start_of(*ref) for ref in store.queues("t"))
+    assert left == 3
+
+
+@pytest.mark.parametrize("mode", ["error", "ignore"])
+def test_spark_refuses_save_modes_that_ask_whether_something_is_there(spark: Any, tmp_path: Path, mode: str) -> None:
+    """Its own rule for data sources in Python; the page on writing says so."""
+    from pyspark.errors import AnalysisException
+
+    with pytest.raises(AnalysisException, match="UNSUPPORTED_DATA_SOURCE_SAVE_MODE"):
+        numbers(spark, 0, 1).write.format("mqstore").mode(mode).save(str(tmp_path / "s"))
+
+
+def test_an_owner_that_is_in_the_way_is_named(spark: Any, tmp_path: Path) -> None:
+    import os
+
+    job = writer(numbers(spark, 0, 5), lockTimeout="10ms", topic="u")
+    with MessageStore(tmp_path / "s") as owner:
+        owner.put("t", b"mine")
+        with pytest.raises(Exception, match=rf"open for writing in process {os.getpid()}.*lockTimeout=0.01 s"):
+            job.save(str(tmp_path / "s"))
+
+    assert bodies(tmp_path / "s") == ["mine"]
+
+
+# -- commits that raise ------------------------------------------------------------------------------------------------
+
+
+def _test_source(name_: str, *, arrow: bool = True) -> Any:
+    """Our data source under another name, whose commits can be made to raise by files beside the target: `before` or
+    `after` the real one. An abort leaves a file, too. Made in a function: so it travels to the workers by value."""
+    from mqstore.spark.sink import batch_writer, stream_writer
+    from mqstore.spark.source import MQStoreDataSource
+
+    def unlucky(made: Any, path: str) -> Any:
+        import os
+
+        class Unlucky(type(made)):  # type: ignore[misc]
+            def commit(self, *arguments: Any) -> None:
+                if os.path.exists(path + ".before"):
+                    raise OSError("the test says: before")
+                super().commit(*arguments)
+                if os.path.exists(path + ".after"):
+                    raise OSError("the test says: after")
+
+            def abort(self, *arguments: Any) -> None:
+                with open(path + ".aborted", "a") as file:
+                    file.write("x")
+                super().abort(*arguments)
+
+        found = Unlucky.__new__(Unlucky)
+        found.__dict__.update(made.__dict__)
+        return found
+
+    class TestSource(MQStoreDataSource):
+        @classmethod
+        def name(cls) -> str:
+            return name_
+
+        def writer(self, schema: Any, overwrite: bool) -> Any:
+            return unlucky(batch_writer(self._raw, schema, overwrite, arrow=arrow), self._raw["path"])
+
+        def streamWriter(self, schema: Any, overwrite: bool) -> Any:  # noqa: N802
+            return unlucky(stream_writer(self._raw, schema, overwrite, arrow=arrow), self._raw["path"])
+
+    return TestSource
+
+
+@pytest.fixture(scope="module")
+def unlucky(spark: Any) -> str:
+    """Name of a format whose commits raise when a file says so."""
+    spark.dataSource.register(_test_source("mqstore_unlucky"))
+    return "mqstore_unlucky"
+
+
+@pytest.mark.parametrize("target", ["store", "set"])
+def test_a_commit_that_raises_before_it_publishes_leaves_nothing_and_after_it_all(
+    spark: Any, tmp_path: Path, unlucky: str, target: str
+) -> None:
+    path = tmp_path / "s"
+    found = bodies if target == "store" else set_bodies
+    save = (
+        numbers(spark, 0, 10).write.format(unlucky).mode("append").options(target=target, txnAppId="a", txnVersion="1")
+    )
+    before, after, aborted = (tmp_path / f"s.{name}" for name in ("before", "after", "aborted"))
+
+    before.touch()
+    with pytest.raises(Exception, match="the test says: before"):
+        save.save(str(path))
+    assert aborted.exists()
+    assert not (path / "_staging").exists()
+    assert target == "store" or set_bodies(path) == []
+    before.unlink()
+    aborted.unlink()
+
+    after.touch()
+    with pytest.raises(Exception, match="the test says: after"):
+        save.save(str(path))
+    assert aborted.exists()  # Spark aborts what was published
+    assert sorted(found(path)) == texts(0, 10)
+    after.unlink()
+
+    save.save(str(path))
+    assert sorted(found(path)) == texts(0, 10)
+
+
+# -- streams -----------------------------------------------------------------------------------------------------------
+
+
+class Lines:
+    """A stream of text files: each file is a batch, if they come one by one."""
+
+    def __init__(self, spark: Any, folder: Path) -> None:
+        self.spark = spark
+        self.folder = folder
+        self.checkpoint = folder / "checkpoint"
+        (folder / "in").mkdir(parents=True)
+
+    def add(self, start: int, stop: int) -> None:
+        (self.folder / "in" / f"{time.time_ns()}.txt").write_text("".join(f"{i}\n" for i in range(start, stop)))
+
+    def run(self, path: Path, format_: str = "mqstore", mode: str = "append", **options: str) -> Any:
+        """Write all that is there, and end."""
+        frame = self.spark.readStream.schema("body string").text(str(self.folder / "in"))
+        if mode == "complete":
+            frame = frame.groupBy().count().selectExpr("cast(count as string) as body")
+        query = (
+            frame.writeStream.format(format_)
+            .outputMode(mode)
+            .options(topic="t", checkpointLocation=str(self.checkpoint), **options)
+            .trigger(availableNow=True)
+            .start(str(path))
+        )
+        query.awaitTermination(60)
+        return query
+
+    def forget_last_commit(self) -> None:
+        """As if the driver had been killed between the sink's commit and the entry in Spark's log."""
+        last = max((self.checkpoint / "commits").glob("[0-9]*"), key=lambda path: int(path.name))
+        last.unlink()
+        last.with_name(f".{last.name}.crc").unlink(missing_ok=True)
+
+
+@pytest.fixture
+def lines(spark: Any, tmp_path: Path) -> Lines:
+    return Lines(spark, tmp_path / "stream")
+
+
+@pytest.mark.parametrize("target", ["store", "set"])
+def test_a_stream_that_is_stopped_and_started_writes_each_row_once(lines: Lines, tmp_path: Path, target: str) -> None:
+    """And who writes is known as what Spark calls the query and the batch: the two properties are still called so."""
+    path = tmp_path / "s"
+    found = bodies if target == "store" else set_bodies
+    lines.add(0, 10)
+    query = lines.run(path, target=target)
+    lines.add(10, 15)
+    lines.run(path, target=target)
+    assert sorted(found(path)) == texts(0, 15)
+
+    lines.forget_last_commit()
+    again = lines.run(path, target=target)
+
+    assert [each["batchId"] for each in again.recentProgress] == [1]  # it was done again, and not counted again
+    assert sorted(found(path)) == texts(0, 15)
+    if target == "set":
+        assert manifest(path)["recorded"] == {query.id: 1}
+    else:
+        applications = json.loads((path / "config" / "spark" / "txn.json").read_text())["apps"]
+        assert {name: each["version"] for name, each in applications.items()} == {query.id: 1}
+
+
+def test_a_batch_whose_commit_raises_is_done_again_and_counts_once(lines: Lines, tmp_path: Path, unlucky: str) -> None:
+    path = tmp_path / "s"
+    lines.add(0, 10)
+    for name in ("before", "after"):
+        marker = tmp_path / f"s.{name}"
+        marker.touch()
+        with pytest.raises(Exception, match=f"the test says: {name}"):
+            lines.run(path, unlucky)
+        marker.unlink()
+    assert (tmp_path / "s.aborted").exists()
+
+    lines.run(path, unlucky)
+
+    assert sorted(bodies(path)) == texts(0, 10)
+
+
+def test_output_mode_complete_replaces_a_set_and_is_refused_for_a_store(lines: Lines, tmp_path: Path) -> None:
+    lines.add(0, 10)
+    lines.run(tmp_path / "set", mode="complete", target="set")
+    lines.add(10, 14)
+    lines.run(tmp_path / "set", mode="complete", target="set")
+    assert set_bodies(tmp_path / "set") == ["14"]
+
+    lines.add(14, 15)
+    with pytest.raises(Exception, match="output mode complete is too"):
+        lines.run(tmp_path / "s", mode="complete")
+
+
+def test_a_stream_by_row_writers(spark: Any, lines: Lines, tmp_path: Path) -> None:
+    spark.dataSource.register(_test_source("mqstore_stream_rows", arrow=False))
+    lines.add(0, 10)
+    lines.run(tmp_path / "s", "mqstore_stream_rows")
+
+    assert sorted(bodies(tmp_path / "s")) == texts(0, 10)
+
+
+def test_foreach_batch_with_a_transaction_writes_each_batch_once(lines: Lines, tmp_path: Path) -> None:
+    def save(frame: Any, batch: int) -> None:
+        writer(frame, topic="t", txnAppId="each", txnVersion=str(batch)).save(str(tmp_path / "s"))
+
+    lines.add(0, 10)
+    for _ in range(2):
+        frame = lines.spark.readStream.schema("body string").text(str(lines.folder / "in"))
+        query = frame.writeStream.foreachBatch(save).option("checkpointLocation", str(lines.checkpoint))
+        query.trigger(availableNow=True).start().awaitTermination(60)
+        lines.forget_last_commit()
+
+    assert sorted(bodies(tmp_path / "s")) == texts(0, 10)
+
+
+def test_a_stream_from_store_to_store(spark: Any, tmp_path: Path) -> None:
+    """As the page on writing has it: with the properties as they are, tags and keys among them."""
+    with MessageStore(tmp_path / "a") as store:
+        for i in range(30):
+            store.put(
+                "t", b"%d" % i, tag="ab"[i % 2], keys=f"k{i}", properties={"n": str(i)}, flag=i, unique_key=f"u{i}"
+            )
+    frame = spark.readStream.format("mqstore").option("startingOffsets", "earliest").load(str(tmp_path / "a"))
+    query = (
+        frame.select("topic", "queue_id", "body", "properties", "born_timestamp", "flag")
+        .writeStream.format("mqstore")
+        .option("validate", "false")
+        .option("checkpointLocation", str(tmp_path / "checkpoint"))
+        .trigger(availableNow=True)
+        .start(str(tmp_path / "b"))
+    )
+    query.awaitTermination(60)
+
+    assert rows_of(tmp_path / "b") == rows_of(tmp_path / "a")  # one task, and its order
+
+
+def test_a_task_that_is_not_told_its_batch_fails_and_says_what_to_use() -> None:
+    pytest.importorskip("pyspark")
+    from mqstore.spark.sink import _Write
+
+    stream = _Write(None, None, False, None, None)  # type: ignore[arg-type]
+    for told in ({}, {"sql.streaming.queryId": "q"}, {"sql.streaming.queryId": "q", "streaming.sql.batchId": "x"}):
+        with pytest.raises(ConfigError, match=r"foreachBatch.*txnAppId.*txnVersion"):
+            stream._identity(told.get)
+    assert stream._identity({"sql.streaming.queryId": "q-1", "streaming.sql.batchId": "12"}.get) == ("q-1", 12)
+
+
+# -- tasks that are tried again ----------------------------------------------------------------------------------------
+
+_RETRIES = """
+import os, sys
+from pyspark.sql import SparkSession
+spark = SparkSession.builder.master("local[1,3]").getOrCreate()
+
+def once(rows):
+    from pyspark import TaskContext
+    for i, row in enumerate(rows):
+        if TaskContext.get().attemptNumber() == 0 and TaskContext.get().partitionId() == 1 and i == 15:
+            raise OSError("the first attempt dies, with rows on their way")
+        yield (str(row), "t")
+
+spark.conf.set("spark.sql.execution.arrow.maxRecordsPerBatch", "5")
+frame = spark.createDataFrame(spark.sparkContext.range(0, 40, 1, 2).mapPartitions(once), "body string, topic string")
+frame.write.format("mqstore").mode("append").option("maxRowsPerShard", "5").save(sys.argv[1])
+spark.stop()
+"""
+
+
+def test_of_a_task_that_is_tried_again_only_the_last_attempt_counts(spark: Any, tmp_path: Path) -> None:
+    """In a Spark of its own: how often tasks are tried is a matter of the master. `spark` has set the environment."""
+    done = subprocess.run(
+        [sys.executable, "-c", _RETRIES, str(tmp_path / "s")], capture_output=True, text=True, timeout=150, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+    assert "the first attempt dies" in done.stderr
+    assert sorted(bodies(tmp_path / "s")) == texts(0, 40)
+    assert not (tmp_path / "s" / "_staging").exists()

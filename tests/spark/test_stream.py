@@ -1,0 +1,533 @@
+"""The stream inside Spark. What progress is, and what may happen to it, is tested without (`test_progress`): here is
+that Spark asks as it was seen to ask, and that it gets each message once."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mqstore import ConfigError, MessageStore
+from mqstore.broker.inspect import PopView, lag_of
+from mqstore.broker.parts import open_parts
+from mqstore.files.quiet import QUIET
+from tests.log.support import open_store
+
+pytestmark = pytest.mark.spark
+Row = tuple[str, int, int]
+
+
+class Query:
+    """A store that is being written, a checkpoint, and a sink that takes each batch once."""
+
+    def __init__(self, spark: Any, folder: Path) -> None:
+        self.spark = spark
+        self.path = folder / "s"
+        self.checkpoint = folder / "checkpoint"
+        self.store = open_store(self.path)
+        self.sink: dict[int, list[Row]] = {}
+        self.fail_at: int | None = None
+        self.format = "mqstore"
+
+    def append(self, *counts: int, topic: str = "t", size: int = 5) -> None:
+        """So many messages to queue 0, 1, ..."""
+        for queue_id, count in enumerate(counts):
+            for _ in range(count):
+                self.store.put(topic, bytes(size), queue_id)
+        self.store.dispatch()
+
+    def retain(self) -> int:
+        """Drop most of the log; the oldest offset of `t`, queue 0, then."""
+        self.store.flush()
+        self.store.drop_before(self.store.max_offset * 3 // 4)
+        return self.store.offsets("t", 0)[0]
+
+    def start(self, trigger: dict[str, Any], **options: str) -> Any:
+        def take(frame: Any, batch: int) -> None:
+            if batch == self.fail_at:
+                raise RuntimeError("this sink fails")
+            self.sink[batch] = [tuple(row) for row in frame.collect()]
+
+        frame = self.spark.readStream.format(self.format).options(**options).load(str(self.path))
+        writer = frame.select("topic", "queue_id", "queue_offset").writeStream.foreachBatch(take)
+        return writer.option("checkpointLocation", str(self.checkpoint)).trigger(**trigger).start()
+
+    def run(self, **options: str) -> list[Any]:
+        """All there is; the progress reports of the run's batches."""
+        query = self.start({"availableNow": True}, **options)
+        query.awaitTermination()
+        return list(query.recentProgress)
+
+    def fails(self, **options: str) -> str:
+        with pytest.raises(Exception, match="STREAM_FAILED") as caught:
+            self.run(**options)
+        return str(caught.value)
+
+    def offset(self, batch: int) -> dict[str, Any]:
+        """What the checkpoint says that a batch ends at."""
+        return json.loads((self.checkpoint / "offsets" / str(batch)).read_text().splitlines()[-1])  # type: ignore[no-any-return]
+
+    def batches(self) -> int:
+        """How many of them are done."""
+        return sum(name.name.isdecimal() for name in (self.checkpoint / "commits").iterdir())
+
+    def uncommit(self) -> None:
+        """As if Spark had died between writing down what the last batch is, and that it is done."""
+        last = self.batches() - 1
+        for name in (str(last), f".{last}.crc"):
+            (self.checkpoint / "commits" / name).unlink()
+
+    def read(self) -> dict[tuple[str, int], list[int]]:
+        """Offsets by queue, in the order of batches, sorted within one."""
+        found: dict[tuple[str, int], list[int]] = {}
+        for batch in sorted(self.sink):
+            for topic, queue_id, offset in sorted(self.sink[batch]):
+                found.setdefault((topic, queue_id), []).append(offset)
+        return found
+
+
+@pytest.fixture
+def query(spark: Any, tmp_path: Path) -> Iterator[Query]:
+    query = Query(spark, tmp_path)
+    yield query
+    query.store.close()
+
+
+# -- each message once -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trigger", [{"availableNow": True}, {"processingTime": "0 seconds"}])
+def test_stop_append_and_restart_is_exact(query: Query, trigger: dict[str, Any]) -> None:
+    """With both triggers, with a new queue and a new topic meanwhile, from the position at which it began."""
+    query.append(7, 7)
+
+    def run() -> None:
+        running = query.start(trigger)
+        if "availableNow" in trigger:
+            running.awaitTermination()
+        else:
+            running.processAllAvailable()
+            running.stop()
+
+    run()
+    assert query.read() == {}
+    query.append(3, 0, 2)
+    query.append(4, topic="u")
+    run()
+    query.append(1)
+    run()
+    assert query.read() == {
+        ("t", 0): [7, 8, 9, 10],
+        ("t", 2): [0, 1],
+        ("u", 0): [0, 1, 2, 3],
+    }
+
+
+def test_a_kill_between_log_and_commit_replays_the_batch_at_every_point(query: Query) -> None:
+    """The pin, batches within a run, the last of a run. A batch that is done again has the same messages, although
+    more have come; nothing is left out behind it."""
+    query.append(5)
+    query.run(maxMessagesPerTrigger="4")
+    for _ in range(3):
+        last = query.batches() - 1
+        end, rows = query.offset(last), query.sink.get(last)
+        query.uncommit()
+        query.append(3, 3)
+        query.run(maxMessagesPerTrigger="4")
+        assert query.offset(last) == end
+        assert sorted(query.sink[last]) == sorted(rows or [])
+        assert all(len(rows) <= 4 for rows in query.sink.values())
+    assert query.read() == {("t", 0): [*range(5, 14)], ("t", 1): [*range(9)]}
+
+
+def test_a_first_batch_that_fails_loses_nothing_though_latest_moves_on(query: Query) -> None:
+    query.append(5)
+    query.fail_at = 0
+    assert "this sink fails" in query.fails()
+    query.append(4)
+    query.fail_at = None
+    query.run()
+    assert query.read() == {("t", 0): [*range(5, 9)]}
+    assert query.sink[0] == []
+
+
+def test_one_huge_and_many_tiny_queues_keep_to_the_limit(query: Query) -> None:
+    query.append(200, *[1] * 20)
+    progress = query.run(startingOffsets="earliest", maxOffsetsPerTrigger="50")
+    assert [each.numInputRows for each in progress] == [50, 50, 50, 50, 20]
+    assert sum(row[1] > 0 for row in query.sink[0]) == 20
+    assert sum(map(len, query.read().values())) == 220
+
+
+def test_bytes_keep_to_the_limit(query: Query) -> None:
+    query.append(20, 20, size=900)
+    progress = query.run(startingOffsets="earliest", maxBytesPerTrigger="10000")
+    assert [each.numInputRows for each in progress] == [10, 10, 10, 10]
+
+
+def test_a_stream_of_the_log_reads_the_same(query: Query) -> None:
+    query.append(20, 20)
+    query.run(startingOffsets="earliest", scan="log", maxMessagesPerTrigger="15")
+    assert [len(query.sink[batch]) for batch in sorted(query.sink)] == [15, 15, 10]
+    assert query.read() == {("t", 0): [*range(20)], ("t", 1): [*range(20)]}
+    says = query.fails(scan="queue")
+    assert "the checkpoint is of a stream with scan=log, this one has scan=queue" in says
+
+
+def test_rows_are_those_of_a_batch(query: Query) -> None:
+    """All columns, with an option that looks into messages."""
+    for i in range(30):
+        query.store.put("t", b"%d" % i, i % 2, tag="ab"[i % 2], keys=f"k{i}")
+    query.store.dispatch()
+    found: list[Any] = []
+    frame = query.spark.readStream.format("mqstore").options(startingOffsets="earliest", tags="a").load(str(query.path))
+    writer = frame.writeStream.foreachBatch(lambda frame, batch: found.extend(frame.collect()))
+    running = writer.option("checkpointLocation", str(query.checkpoint)).trigger(availableNow=True).start()
+    running.awaitTermination()
+    expected = query.spark.read.format("mqstore").options(tags="a").load(str(query.path)).collect()
+    assert len(expected) == 15
+    assert sorted(map(str, found)) == sorted(map(str, expected))
+
+
+# -- lost data ---------------------------------------------------------------------------------------------------------
+
+
+def test_lost_messages_fail_the_stream_and_are_passed_over_if_so_told(query: Query) -> None:
+    """Also in a batch that was logged before they were lost: it keeps its end, and has what is left."""
+    query.append(80, size=300)
+    query.run(startingOffsets="earliest", maxMessagesPerTrigger="40")
+    query.uncommit()
+    low = query.retain()
+    assert 40 < low < 80
+    says = query.fails()
+    wanted = f"t, queue 0: the stream goes on at offset 40, but the oldest that is kept is {low}: {low - 40} messages"
+    assert wanted in says
+    assert "failOnDataLoss=false" in says
+    assert "Traceback" not in says
+    query.append(5)
+    query.run(failOnDataLoss="false")
+    assert query.read() == {("t", 0): [*range(40), *range(low, 85)]}
+    assert [row[2] for row in query.sink[1]] == [*range(low, 80)]
+
+
+def test_retention_between_plan_and_task_is_judged_in_the_task(query: Query) -> None:
+    """No Spark runs: the reader is asked as Spark asks it."""
+    query.append(40, size=300)
+    strict, lenient = (
+        reader(query.path, startingOffsets="earliest", **more) for more in ({}, {"failOnDataLoss": "false"})
+    )
+    [planned] = strict.partitions(start := strict.initialOffset(), strict.latestOffset(start, None))
+    low = query.retain()
+    with pytest.raises(LookupError, match=f"{low} messages of t, queue 0 were planned to be read"):
+        [*strict.read(planned)]
+    assert sum(batch.num_rows for batch in lenient.read(planned)) == 40 - low
+
+
+# -- progress as a group -----------------------------------------------------------------------------------------------
+
+
+def test_progress_shows_as_a_group_one_batch_late(query: Query) -> None:
+    def committed() -> dict[tuple[str, int], int]:
+        with MessageStore(query.path, "r", fs=QUIET) as store:
+            return open_parts(store).offsets.of_group("reports")
+
+    query.append(10, 10)
+    query.run(startingOffsets="earliest", maxMessagesPerTrigger="10", commitGroup="reports")
+    assert committed() == {("t", 0): 5, ("t", 1): 5}
+    query.append(4)
+    query.run(startingOffsets="earliest", commitGroup="reports")
+    assert committed() == {("t", 0): 10, ("t", 1): 10}
+    open_parts(query.store).offsets.close()  # as the owner does now and then
+    assert not [*(query.path / "config/spark/groups").iterdir()]
+    with MessageStore(query.path, "r", fs=QUIET) as store:
+        assert [lag.messages for lag in lag_of(open_parts(store), "reports", PopView())] == [4, 0]
+
+
+# -- what Spark does, and nobody wrote down ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def calls(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> list[list[tuple[str, Any]]]:
+    """What the reader was asked in three runs: a new query with a limit, one after an append, and one whose last batch
+    has to be done again. Each call with what it was given, then what it gave."""
+    folder = tmp_path_factory.mktemp("calls")
+    query = Query(spark, folder)
+    query.format = "spied"
+    spark.dataSource.register(spied(str(folder / "calls"), "spied"))
+    query.append(4, 4)
+    runs = []
+    for number in range(3):
+        if number == 2:
+            query.uncommit()
+        query.run(startingOffsets=("latest", "earliest", "earliest")[number], maxMessagesPerTrigger="3")
+        query.append(3)
+        runs.append([tuple(json.loads(line)) for line in (folder / "calls").read_text().splitlines()])
+        (folder / "calls").unlink()
+    query.store.close()
+    return runs
+
+
+def spied(log: str, called: str, *, pins: bool = True, sort: bool = True) -> Any:
+    """Our source under another name, which writes down what it is asked. Made here, so that workers get it by value."""
+    from mqstore.spark.source import MQStoreDataSource
+
+    class Spied(MQStoreDataSource):
+        @classmethod
+        def name(cls) -> str:
+            return called
+
+        def streamReader(self, schema: Any) -> Any:  # noqa: N802
+            import json
+
+            reader = super().streamReader(schema)
+
+            def told(name: str) -> Any:
+                method = getattr(reader, name)
+
+                def tell(*given: Any) -> Any:
+                    result = method(*given)
+                    if name == "latestOffset" and not sort:
+                        result = {"s": result["s"], "v": result["v"]}
+                    if name == "initialOffset" and not pins:
+                        reader._progress._pin = False
+                    shown = [each for each in given if isinstance(each, dict)]
+                    with open(log, "a") as file:
+                        file.write(json.dumps([name, [*shown, result if isinstance(result, dict) else None]]) + "\n")
+                    return result
+
+                return tell
+
+            for name in (
+                "initialOffset",
+                "latestOffset",
+                "partitions",
+                "commit",
+                "stop",
+                "prepareForTriggerAvailableNow",
+            ):
+                setattr(reader, name, told(name))
+            # Spark looks at the signature to find out whether it may give a start and a limit.
+            plain = reader.latestOffset
+            reader.latestOffset = lambda start, limit: plain(start, limit)
+            return reader
+
+    return Spied
+
+
+Calls = list[list[tuple[str, Any]]]
+
+
+def names(run: list[tuple[str, Any]]) -> list[str]:
+    return [name for name, _ in run]
+
+
+def test_spark_asks_for_the_initial_offset_twice_and_for_the_target_before(calls: Calls) -> None:
+    asked = names(calls[0])
+    assert asked[:5] == [
+        "prepareForTriggerAvailableNow",
+        "initialOffset",
+        "latestOffset",
+        "initialOffset",
+        "partitions",
+    ]
+
+
+def test_spark_does_not_ask_for_the_initial_offset_once_a_batch_is_done(calls: Calls) -> None:
+    assert "initialOffset" not in names(calls[1])
+    assert "initialOffset" not in names(calls[2])
+
+
+def test_spark_makes_a_first_batch_though_latest_is_where_it_starts(calls: Calls) -> None:
+    [(start, end, _)] = [given for name, given in calls[0] if name == "partitions"]
+    assert start == end
+
+
+def test_spark_ends_such_a_run_when_latest_gives_the_start_back(calls: Calls) -> None:
+    for run in calls:
+        *_, (start, end) = [given for name, given in run if name == "latestOffset"]
+        assert start == end
+
+
+def test_spark_commits_a_batch_to_the_source_when_it_plans_the_next(calls: Calls) -> None:
+    for run in calls[:2]:
+        done = None
+        for name, given in run:
+            if name == "commit":
+                assert given[0] == done or done is None
+            elif name == "partitions":
+                done = given[1]
+        assert [given[0] for name, given in run if name == "commit"][-1:] != [done]
+    # The last of a run in the next one, before anything of that is planned.
+    last = [given[1] for name, given in calls[0] if name == "partitions"][-1]
+    assert next(given[0] for name, given in calls[1] if name == "commit") == last
+    assert names(calls[1]).index("commit") < names(calls[1]).index("partitions")
+
+
+def test_spark_plans_a_logged_batch_again_with_its_old_end_and_asks_nothing_before(calls: Calls) -> None:
+    before = [given[:2] for name, given in calls[1] if name == "partitions"][-1]
+    again = next(given[:2] for name, given in calls[2] if name == "partitions")
+    assert again == before
+    assert "latestOffset" not in names(calls[2])[: names(calls[2]).index("partitions")]
+
+
+def test_spark_does_not_stop_the_source_after_a_normal_end(calls: Calls) -> None:
+    assert all("stop" not in names(run) for run in calls)
+
+
+def test_spark_tells_of_another_error_than_the_one_that_making_a_reader_raised(spark: Any, tmp_path: Path) -> None:
+    """It asks the reader, which it does not have, to stop. So we make one that fails at the first call."""
+    from mqstore.spark.source import MQStoreDataSource
+
+    class Raising(MQStoreDataSource):
+        @classmethod
+        def name(cls) -> str:
+            return "raising"
+
+        def streamReader(self, schema: Any) -> Any:  # noqa: N802
+            raise ValueError("why")
+
+    spark.dataSource.register(Raising)
+    query = Query(spark, tmp_path)
+    query.format = "raising"
+    query.append(1)
+    assert "UnboundLocalError: cannot access local variable 'reader'" in query.fails()
+    query.store.close()
+
+
+def test_spark_takes_an_offset_that_is_spelled_otherwise_for_another(spark: Any, tmp_path: Path) -> None:
+    """So each offset has one spelling: else there would be empty batches for ever."""
+    query = Query(spark, tmp_path)
+    query.append(4)
+    query.run(startingOffsets="earliest")
+    assert query.batches() == 1
+    query.format = "misspelled"
+    spark.dataSource.register(spied(str(tmp_path / "calls"), "misspelled", sort=False))
+    query.run(startingOffsets="earliest")
+    assert query.batches() == 2
+    assert query.sink[1] == []
+    query.store.close()
+
+
+def test_without_a_pin_spark_asks_for_a_batch_that_starts_behind_its_end(spark: Any, tmp_path: Path) -> None:
+    """What the first, empty batch is for: messages between the two would be lost."""
+    query = Query(spark, tmp_path)
+    query.format = "unpinned"
+    spark.dataSource.register(spied(str(tmp_path / "calls"), "unpinned", pins=False))
+    query.append(4)
+    query.fail_at = 0
+    query.fails()
+    query.append(3)
+    query.fail_at = None
+    (tmp_path / "calls").unlink()
+    query.run()
+    lines = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
+    start, end, _ = next(given for name, given in lines if name == "partitions")
+    path = str(query.path)
+    assert (start["s"][path]["t"]["0"], end["s"][path]["t"]["0"]) == (7, 4)
+    query.store.close()
+
+
+# -- readers -----------------------------------------------------------------------------------------------------------
+
+
+def reader(path: Path, **options: str) -> Any:
+    pytest.importorskip("pyspark")
+    from mqstore.spark.source import MQStoreDataSource
+
+    source = MQStoreDataSource({"path": str(path), **options})
+    return source.streamReader(schema=source.schema())
+
+
+def test_a_limit_is_what_spark_says_and_not_what_the_option_says(query: Query) -> None:
+    """A trigger may want all there is."""
+    from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxBytes, ReadMaxRows
+
+    query.append(30, size=100)
+    made = reader(query.path, startingOffsets="earliest", maxMessagesPerTrigger="7")
+    assert made.getDefaultReadLimit() == ReadMaxRows(7)
+    assert reader(query.path, maxBytesPerTrigger="99").getDefaultReadLimit() == ReadMaxBytes(99)
+    assert reader(query.path).getDefaultReadLimit() == ReadAllAvailable()
+    start = made.initialOffset()
+    ends = [
+        made.latestOffset(start, limit)["s"][str(query.path)]["t"]["0"]
+        for limit in (ReadMaxRows(7), ReadMaxBytes(1000), ReadAllAvailable())
+    ]
+    assert ends == [7, 5, 30]
+
+
+def test_where_pyspark_has_no_limits_a_stream_does_without(query: Query, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pyspark 4.1: no such module, and `latestOffset` is called with nothing."""
+    from mqstore.spark import stream
+
+    limited = reader(query.path, maxMessagesPerTrigger="7")._options
+    monkeypatch.setitem(sys.modules, "pyspark.sql.streaming.datasource", None)
+    monkeypatch.delattr("pyspark.sql.streaming.datasource")
+    assert stream.__file__ is not None
+    spec = importlib.util.spec_from_file_location("stream_of_old", stream.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    old = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(old)
+    options = reader(query.path)._options
+    query.append(5)
+    made = old.stream_reader(options, ["topic"], "binary")
+    start = made.initialOffset()
+    assert made.latestOffset() == start
+    query.append(2)
+    end = made.latestOffset()
+    [planned] = made.partitions(start, end)
+    assert sum(batch.num_rows for batch in made.read(planned)) == 2
+    with pytest.raises(ConfigError, match=r"need pyspark 4\.2"):
+        old.stream_reader(limited, ["topic"], "binary")
+
+
+def test_a_reader_that_cannot_be_says_why_whatever_it_is_asked(query: Query) -> None:
+    """After a restart Spark may ask for partitions first, or for the latest offset."""
+    refused = reader(query.path, endingTimestamp="5")
+    for ask in (
+        refused.initialOffset,
+        lambda: refused.latestOffset({}, None),
+        lambda: refused.partitions({}, {}),
+        lambda: refused.read(None),
+    ):
+        with pytest.raises(ConfigError, match="option endingTimestamp is for"):
+            ask()
+
+
+def test_a_reader_copes_with_a_partition_of_nothing(query: Query) -> None:
+    query.append(1)
+    assert [*reader(query.path).read(None)] == []
+
+
+def test_options_of_a_batch_are_refused_with_a_sentence(query: Query) -> None:
+    query.append(1)
+    told = query.fails(endingOffsets="earliest")
+    assert "option endingOffsets is for spark.read, not for spark.readStream" in told
+    assert "Traceback" not in told
+    with pytest.raises(Exception, match=r"option commitGroup is for spark\.readStream, not for spark\.read"):
+        query.spark.read.format("mqstore").option("commitGroup", "g").load(str(query.path)).count()
+
+
+def test_the_examples_of_the_page_run(
+    spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import mqstore
+
+    monkeypatch.chdir(tmp_path)
+    store = mqstore.open("var/mq")
+    for i in range(6):
+        store.put("orders", b"%d" % i, tag="paid" if i % 3 else "created")
+    store.close()
+    page = (Path(__file__).parent.parent.parent / "docs" / "spark-streaming.md").read_text()
+    typed: dict[str, Any] = {}
+    for code in re.findall(r"^```py\n(.*?)^```", page, re.S | re.M):
+        for name in ("var/mq", "var/out", "var/checkpoint"):
+            code = code.replace(f'"{name}', f'"{tmp_path}/{name}')
+        exec(compile(code, "example", "exec"), typed)
+    assert "|   paid|    4|" in capsys.readouterr().out

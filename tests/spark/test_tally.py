@@ -1,0 +1,142 @@
+"""Counting in a task: what is added up in parts is what counting all at once gives, and bounds hold."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mqstore import MessageStore
+from mqstore.errors import ConfigError
+from mqstore.spark import tally as module
+from mqstore.spark.columns import ColumnReader
+from mqstore.spark.tally import Bins, HeavyHitters, Sums, Tally
+from tests.spark.support import many, write_store
+
+VALUES = st.lists(st.one_of(st.integers(0, 40), st.integers(0, 1 << 40), st.just((1 << 52) - 1)), min_size=1)
+
+
+def ints(values: list[int]) -> np.ndarray:
+    return np.array(values, np.int64)
+
+
+@given(values=VALUES, percent=st.sampled_from([1, 50, 95, 99, 100]), cut=st.integers(0, 100))
+def test_a_percentile_is_within_a_bin_of_the_true_one(values: list[int], percent: int, cut: int) -> None:
+    bins, rest = Bins(), Bins()
+    bins.add(ints(values[:cut]))
+    rest.add(ints(values[cut:]))
+    bins.merge(rest)
+    true = sorted(values)[max(1, -(-len(values) * percent // 100)) - 1]
+
+    found = bins.percentile(percent)
+
+    assert found is not None
+    assert abs(found - true) <= true / 32
+    assert found <= max(values) == bins.largest
+
+
+def test_small_values_are_exact_and_negative_ones_count_as_nothing() -> None:
+    bins = Bins()
+    bins.add(ints([-5, *range(32)]))
+
+    assert [bins.percentile(100 * (i + 2) / 33) for i in range(32)] == [*range(32)]
+    assert bins.percentile(1) == 0
+    assert Bins().percentile(50) is None
+
+
+@given(st.lists(st.lists(st.tuples(st.integers(-5, 5), st.integers(0, 1 << 40)), max_size=8), max_size=5))
+def test_sums_by_key_are_those_of_a_dict(parts: list[list[tuple[int, int]]]) -> None:
+    sums, model = Sums(2), Counter[int]()
+    for part in parts:
+        sums.add(ints([key for key, _ in part]), ints([1] * len(part)), ints([value for _, value in part]))
+        for key, value in part:
+            model[key] += value
+
+    keys, (ones, values) = sums.total()
+
+    assert dict(zip(keys.tolist(), values.tolist(), strict=True)) == dict(model)
+    assert ones.sum() == sum(map(len, parts))
+    assert keys.tolist() == sorted(model)
+
+
+def test_sums_are_made_smaller_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_COMPACT_AT", 10)
+    sums = Sums(1)
+    for i in range(50):
+        sums.add(ints([0, 1, i]), ints([1, 2, 3]))
+
+    keys, (values,) = sums.total()
+
+    assert keys.tolist() == [*range(50)]
+    assert values.tolist() == [53, 103, *[3] * 48]
+
+
+@given(
+    parts=st.lists(st.lists(st.integers(0, 30), max_size=60), max_size=6),
+    capacity=st.integers(1, 8),
+)
+def test_frequent_values_are_there_and_their_counts_lie_in_the_bounds(parts: list[list[int]], capacity: int) -> None:
+    whole, model = HeavyHitters(capacity), Counter[int]()
+    for part in parts:
+        one = HeavyHitters(capacity)
+        for half in (part[::2], part[1::2]):
+            counts = Counter(half)
+            one.add([*counts], ints([*counts.values()]))
+        whole.merge(pickle.loads(pickle.dumps(one)))
+        model.update(part)
+    found = {value: (least, most) for value, least, most in whole.top(100)}
+
+    assert whole.total == model.total()
+    assert len(found) <= capacity
+    assert whole.error <= model.total() / (capacity + 1)
+    assert all(least <= model[value] <= most for value, (least, most) in found.items())
+    assert all(value in found for value, count in model.items() if count > model.total() / capacity)
+
+
+def test_below_its_capacity_a_summary_is_exact_and_the_most_frequent_come_first() -> None:
+    found = HeavyHitters(4)
+    found.add(["a", "b", "c"], ints([1, 5, 3]))
+    found.add(["a"], ints([9]))
+
+    assert [*found.top(2)] == [("a", 10, 10), ("b", 5, 5)]
+
+
+def test_a_tally_in_parts_is_the_tally_of_all(tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = write_store(tmp_path_factory.mktemp("tally") / "s", many(300))
+
+    def of(cuts: list[int]) -> Tally:
+        whole = Tally(7)
+        with MessageStore(path, "r") as store:
+            for low, high in pairwise([0, *cuts, 75]):
+                one = Tally(7)
+                with ColumnReader(store, ()) as reader:
+                    for piece in reader.pieces("t", 0, low, high):
+                        one.add(piece)
+                whole.merge(pickle.loads(pickle.dumps(one)))
+        return whole
+
+    one, three = of([]), of([20, 21])
+
+    assert [part.tolist() for part in one.by_interval()] == [part.tolist() for part in three.by_interval()]
+    assert (one.sizes.counts == three.sizes.counts).all()
+    assert (one.delays.counts == three.delays.counts).all()
+    assert one.by_interval()[1].sum() == 75
+
+
+def test_too_many_intervals_are_refused(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_INTERVALS", 9)
+    path = write_store(tmp_path_factory.mktemp("tally") / "s", many(300))
+    tally = Tally(1)
+    with MessageStore(path, "r") as store, ColumnReader(store, ()) as reader:
+        for piece in reader.pieces("t", 0, 0, 75):
+            tally.add(piece)
+
+    with pytest.raises(ConfigError, match="interval=1 ms cuts a queue into 75 intervals, which is more than 9"):
+        tally.by_interval()

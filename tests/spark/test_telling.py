@@ -1,0 +1,128 @@
+"""What users are told from Spark's workers. Without Spark; with it: test_source.py."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+import pytest
+
+from mqstore import ConfigError, CorruptStoreError, MessageStore, NotAStoreError, StoreIOError, UnsupportedStoreError
+from mqstore.spark import telling
+from mqstore.spark.options import SourceOptions
+from mqstore.spark.plan import StoreName, open_store, plan
+from mqstore.spark.telling import plain_errors, readable, warn_once
+from tests.spark.support import many, write_store
+
+
+def raises_deep_below(error: Exception) -> None:
+    try:
+        raise KeyError("cause")
+    except KeyError as cause:
+        raise error from cause
+
+
+def test_an_error_of_ours_leaves_without_its_cause_and_its_way() -> None:
+    with pytest.raises(ConfigError) as caught, plain_errors():
+        raises_deep_below(ConfigError("option x='y': no"))
+    shown = "".join(traceback.format_exception(caught.value))
+    assert "KeyError" not in shown
+    assert "raises_deep_below" not in shown
+    assert shown.endswith("ConfigError: option x='y': no\n")
+    assert "SPARK_HIDE_TRACEBACK" not in os.environ  # this is no worker of Spark
+
+
+def test_what_is_a_bug_keeps_its_traceback() -> None:
+    with pytest.raises(KeyError) as caught, plain_errors():
+        raises_deep_below(KeyError("bug"))
+    assert "raises_deep_below" in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_worker_of_spark_is_told_to_hide_the_traceback(tmp_path: Path) -> None:
+    """A process is one if it was started as a module of pyspark; only then, and only when an error of ours passes."""
+    (tmp_path / "pyspark").mkdir()
+    (tmp_path / "pyspark" / "worker.py").write_text(
+        "import os\n"
+        "from mqstore import ConfigError\n"
+        "from mqstore.spark.telling import plain_errors\n"
+        "for error in (ValueError(), ConfigError('x')):\n"
+        "    try:\n"
+        "        with plain_errors():\n"
+        "            raise error\n"
+        "    except Exception:\n"
+        "        print(os.environ.get('SPARK_HIDE_TRACEBACK'))\n"
+    )
+    paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    found = subprocess.run(
+        [sys.executable, "-m", "pyspark.worker"], env={"PYTHONPATH": paths}, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.split() == ["None", "1"]
+
+
+def test_a_warning_comes_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(telling, "_told", set())
+    with caplog.at_level(logging.WARNING, "mqstore"):
+        for text in ("a", "b", "a"):
+            warn_once(text)
+    assert caplog.messages == ["a", "b"]
+
+
+# -- stores that cannot be read ----------------------------------------------------------------------------------------
+
+
+def test_what_may_not_be_read_is_said_with_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "commitlog"))
+
+    monkeypatch.setattr(MessageStore, "_open_for_reading", refuse)
+    path = str(write_store_once(tmp_path))
+    with pytest.raises(StoreIOError) as caught:
+        open_store(StoreName("s", path))
+    assert str(caught.value) == (
+        f"read failed on {tmp_path}/commitlog: permission denied; let the user that Spark runs as read {path} and all "
+        "in it"
+    )
+    with pytest.raises(StoreIOError):  # a store that may not be read is not one that is gone
+        plan(SourceOptions.parse({"path": path, "failOnDataLoss": "false"}))
+    with pytest.raises(OSError, match="Input/output"), readable(path):
+        raise OSError(errno.EIO, "Input/output error")
+
+
+def write_store_once(root: Path) -> Path:
+    with MessageStore(root / "s") as store:
+        store.put("t", b"x")
+    return root / "s"
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        ("file", NotAStoreError, "s is a file; a store is a directory"),
+        ("other", NotAStoreError, "s is no store: it holds notes.txt but neither mqstore.json nor commitlog/"),
+        ("empty", NotAStoreError, "s holds no store"),
+        ("damaged", CorruptStoreError, "mqstore.json"),
+        ("later", UnsupportedStoreError, "was written by a newer mqstore .*: upgrade mqstore"),
+    ],
+)
+def test_what_is_no_store_says_what_it_is(tmp_path: Path, change: str, error: type[Exception], says: str) -> None:
+    path = tmp_path / "s"
+    if change == "file":
+        path.write_text("x")
+    elif change in ("other", "empty"):
+        path.mkdir()
+        if change == "other":
+            (path / "notes.txt").write_text("x")
+    else:
+        write_store(path, many(4))
+        manifest = path / "mqstore.json"
+        text = manifest.read_text()
+        for name in (manifest, path / "mqstore.json.bak"):
+            name.write_text("{" if change == "damaged" else text.replace('"schema": 1', '"schema": 99'))
+    with pytest.raises(error, match=says) as caught:
+        plan(SourceOptions.parse({"path": str(path)}))
+    assert str(path) in str(caught.value)

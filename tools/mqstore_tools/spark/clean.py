@@ -1,0 +1,66 @@
+"""`mqstore spark clean`: delete what jobs staged and never committed. Needs neither pyspark nor Java."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mqstore import ConfigError
+from mqstore_tools.render import console, print_json, show_bytes, table
+from mqstore_tools.shared import StoreCommand, json_option
+from mqstore_tools.spark.common import usable
+
+__all__ = ["clean"]
+
+
+def _seconds(value: Any) -> float:
+    """The type of an option: a length of time, in seconds."""
+    if isinstance(value, float):
+        return value
+    with usable():
+        from mqstore.spark.optiontable import duration_s
+    try:
+        return duration_s(value)
+    except ValueError as error:
+        raise click.BadParameter(f"{value!r} is {error}; as in 36h") from error
+
+
+@click.command(
+    cls=StoreCommand,
+    short_help="Delete what jobs staged and never committed.",
+    epilog="""\b
+Examples:
+  mqstore spark clean var/mq --dry-run --older-than 0s    # all that is staged now, of running jobs as well
+  mqstore spark clean var/mq fleet/set --older-than 7d""",
+)
+@click.argument("targets", metavar="TARGET...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "--older-than",
+    type=_seconds,
+    default="7d",
+    show_default=True,
+    metavar="TIME",
+    help="Only what nobody has changed for so long (36h). Less than a job takes deletes what it is writing.",
+)
+@click.option("--dry-run", is_flag=True, help="Only show it.")
+@json_option
+def clean(targets: tuple[Path, ...], older_than: float, dry_run: bool, json_output: bool) -> None:
+    """Delete what jobs of Spark that crashed have left in stores and store sets: in TARGET/_staging, and in a set the
+    stores that its manifest does not name. None of it is a message. Commits delete what is older than their option
+    stagingTtl by themselves.
+    """
+    with usable():
+        from mqstore.spark.publish import clean_target
+    found = []
+    for target in targets:
+        if not target.is_dir():
+            raise ConfigError(f"{target} is no folder")
+        found += clean_target(target, older_than, dry_run=dry_run)
+    if json_output:
+        rows = [{"path": each.path, "bytes": each.bytes, "age_s": round(each.age_s, 3)} for each in found]
+        print_json({"dry_run": dry_run, "deleted": rows})
+        return
+    rows_shown = [(each.path, show_bytes(each.bytes), f"{each.age_s / 3600:.1f}") for each in found]
+    console().print(table("would delete" if dry_run else "deleted", ("path", "size>", "hours old>"), rows_shown))

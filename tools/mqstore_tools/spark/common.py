@@ -1,0 +1,221 @@
+"""What the commands of `mqstore spark` share: their options, the session they ask for, how a plan is printed.
+
+A command is a function of a `Given`, which has the options of all jobs, and of its own options:
+
+    @click.command(cls=StoreCommand, short_help=..., epilog=...)      errors become a line and an exit code
+    @job_options                                                      STORES... --master --conf --topics --from ...
+    @click.option(...)
+    def lag(given: Given, max_lag: int | None) -> None: ...
+
+It makes the selection first (wrong usage ends there), prints the plan for --dry-run, and only then asks for a session.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+
+from mqstore import ConfigError
+from mqstore_tools.opened import moment
+from mqstore_tools.render import console, note, print_json, progress, show_bytes, table
+from mqstore_tools.shared import json_option
+
+__all__ = [
+    "Given",
+    "bound",
+    "check_plot",
+    "job_options",
+    "names",
+    "plot_option",
+    "save_plot",
+    "spark_errors",
+    "usable",
+]
+
+_NO_SPARK = "none"
+
+
+def bound(value: Any) -> int | datetime:
+    """The type of an option: a queue offset, or a time as `moment` has it."""
+    if isinstance(value, str) and value.isdecimal():
+        return int(value)
+    return value if isinstance(value, int) else moment(value)
+
+
+def names(value: str | None) -> tuple[str, ...] | None:
+    """Names separated by commas; None for an option that was not given."""
+    return None if value is None else tuple(name.strip() for name in value.split(",") if name.strip())
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """The options of all jobs, as they were given."""
+
+    stores: tuple[str, ...]
+    master: str
+    conf: tuple[str, ...]
+    topics: str | None
+    start: int | datetime | None
+    stop: int | datetime | None
+    where: str | None
+    options: tuple[str, ...]
+    dry_run: bool
+    json_output: bool
+
+    def select(self, **options: str) -> Any:
+        """The messages that are meant, as `mqstore.spark.jobs.shape.select` has it. ConfigError."""
+        with usable():
+            from mqstore.spark.jobs.shape import select
+        return select(
+            self.stores,
+            topics=self.topics,
+            start=self.start,
+            stop=self.stop,
+            where=self.where,
+            options={**options, **_pairs("--option", self.options)},
+        )
+
+    def print_plan(self, plan: Any) -> None:
+        """What --dry-run prints."""
+        row = plan.to_dict()
+        if self.json_output:
+            print_json({"dry_run": True, "plan": row})
+            return
+        facts = [(name, show_bytes(value) if name == "bytes" else value) for name, value in row.items()]
+        console().print(table("would read", ("", ">"), facts))
+
+    @contextmanager
+    def session(self) -> Iterator[Any]:
+        """A session that ends with the command; None for `--master none`. SparkMissingError."""
+        conf = _pairs("--conf", self.conf)
+        if self.master == _NO_SPARK:
+            yield None
+            return
+        from mqstore.spark.sessions import session
+
+        spark = session("mqstore spark", {**({"spark.master": self.master} if self.master else {}), **conf})
+        try:
+            yield spark
+        finally:
+            spark.stop()
+
+    @contextmanager
+    def running(self, title: str) -> Iterator[tuple[Any, Callable[[int, int], None]]]:
+        """A session, and a progress bar of tasks on stderr: `with given.running("reading") as (spark, report)`."""
+        with self.session() as spark, progress(title, of_bytes=False) as report:
+            yield spark, report
+
+
+@contextmanager
+def usable() -> Iterator[None]:
+    """Around the import of a job: a package that is missing is wrong usage, and the text says what to install."""
+    try:
+        yield
+    except ImportError as error:
+        raise click.UsageError(str(error)) from error
+
+
+@contextmanager
+def spark_errors() -> Iterator[None]:
+    """Around what a query can do wrong: the first line of what Spark says of it, which is wrong usage, and no trace."""
+    try:
+        yield
+    except Exception as error:
+        condition = getattr(error, "getCondition", None)
+        if condition is None:
+            raise
+        said = str(error).strip().split("\n\nJVM stacktrace", 1)[0].splitlines()
+        raise ConfigError(said[0] if said else repr(error)) from error
+
+
+plot_option = click.option(
+    "--plot",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Also draw it to this file, PNG, SVG or PDF by its name (pip install 'mqstore[plot]').",
+)
+
+
+def check_plot(path: Path | None) -> None:
+    """Whether the plot that was asked for can be drawn: better known before a job than after it."""
+    if path is not None:
+        with usable():
+            from mqstore.spark.jobs import plot
+
+            plot.check_plot(path)
+
+
+def save_plot(kind: Literal["lag", "traffic"], report: Any, path: Path | None) -> None:
+    """Draw a report, if a plot was asked for."""
+    if path is None:
+        return
+    from mqstore.spark.jobs import plot
+
+    if kind == "lag":
+        plot.plot_lag(report, path)
+    else:
+        plot.plot_traffic(report, path)
+    note(f"drawn to {path}")
+
+
+def _pairs(option: str, given: tuple[str, ...]) -> dict[str, str]:
+    found = {}
+    for text in given:
+        name, separator, value = text.partition("=")
+        if not separator or not name:
+            raise click.UsageError(f"{option} {text!r} is not NAME=VALUE")
+        found[name] = value
+    return found
+
+
+_OPTIONS = (
+    click.argument("stores", metavar="STORES...", nargs=-1, required=True),
+    click.option(
+        "--master",
+        metavar="URL",
+        default="",
+        help="Where Spark runs; local[*] if nothing says otherwise. `none`: here, without Spark.",
+    ),
+    click.option("--conf", metavar="NAME=VALUE", multiple=True, help="A setting of Spark; may be repeated."),
+    click.option("--topics", metavar="NAMES", help="Only these topics, separated by commas; without it all of users."),
+    click.option(
+        "--from",
+        "start",
+        type=bound,
+        metavar="WHERE",
+        help="Begin at this queue offset of each queue, at this time (UTC unless it says otherwise), or so long ago "
+        "(36h).",
+    ),
+    click.option("--to", "stop", type=bound, metavar="WHERE", help="End before it, likewise."),
+    click.option("--where", metavar="SQL", help="Only messages whose properties fulfil this SQL92 expression."),
+    click.option(
+        "--option",
+        "options",
+        metavar="NAME=VALUE",
+        multiple=True,
+        help="An option of the Spark source (onCorrupt=skip, tags=A, minPartitions=8, ...); may be repeated.",
+    ),
+    click.option("--dry-run", is_flag=True, help="Print what would be read, and start no Java."),
+    json_option,
+)
+
+
+def job_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """STORES and the options of all jobs, given to the function as one `Given` before its own."""
+
+    @functools.wraps(command)
+    def with_given(**values: Any) -> Any:
+        common = {name: values.pop(name) for name in Given.__slots__}
+        return command(Given(**common), **values)
+
+    decorated: Callable[..., Any] = with_given
+    for option in reversed(_OPTIONS):
+        decorated = option(decorated)
+    return decorated

@@ -1,0 +1,104 @@
+"""What the commands share that copy messages into other stores: their options, and how a result is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import click
+
+from mqstore_tools.render import console, note, print_json, show_bytes, table
+from mqstore_tools.spark.common import Given
+
+__all__ = ["id_option", "show_copied", "show_sifted", "show_topics", "spread_options", "target_option", "told_already"]
+
+
+def target_option(*kinds: str) -> Callable[[Any], Any]:
+    """--target, of these."""
+    return click.option(
+        "--target",
+        type=click.Choice(kinds),
+        default=kinds[0],
+        show_default=True,
+        help="A store, which is made if need be; a folder of stores, to which new ones are added"
+        + ("; a store that a process has open, which takes the messages over." if "inbox" in kinds else "."),
+    )
+
+
+id_option = click.option(
+    "--id", "run_id", metavar="NAME", help="Names this run: given again, it writes nothing. Else the arguments name it."
+)
+
+
+def spread_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """--queues and --spread."""
+    for option in (
+        click.option(
+            "--spread",
+            type=click.Choice(["queue", "key"]),
+            default="queue",
+            show_default=True,
+            help="With --queues: a queue goes to one queue as a whole, or messages by their group.",
+        ),
+        click.option(
+            "--queues", type=click.IntRange(1), metavar="N", help="Spread each topic over N queues; else as is."
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def told_already(given: Given, row: Mapping[str, Any], name: str) -> bool:
+    """Print the result as JSON, or say that there was nothing to do; whether that was all."""
+    if given.json_output:
+        print_json(row)
+        return True
+    if row["already"]:
+        note(f"{name} {row['id']} was written before; nothing to do (--id NAME does it as another run)")
+        return True
+    return False
+
+
+def show_copied(given: Given, done: Any, name: str) -> None:
+    """What a job that copies has done."""
+    row = done.to_dict() | {"messages": done.messages, "already": done.already}
+    if told_already(given, row, name):
+        return
+    columns = ("target", "messages>", "bytes>", "stores>", "")
+    cells = [
+        (
+            *(each["path"], each["messages"], show_bytes(each["bytes"]), len(each["stores"]) or "-"),
+            "had it before" if each["already"] else "",
+        )
+        for each in row["dests"]
+    ]
+    console().print(table(f"{name} {row['id']}", columns, cells))
+    topics = [(each["path"], topic, count) for each in row["dests"] for topic, count in each["topics"].items()]
+    console().print(table("", ("target", "topic", "messages>"), topics))
+    if row["damaged"]:
+        note(f"{row['damaged']} damaged messages were left out")
+
+
+def show_sifted(given: Given, done: Any, name: str) -> None:
+    """What `compact` or `dedup` has done."""
+    row = done.to_dict()
+    if told_already(given, row, name):
+        return
+    facts = [
+        ("target", row["dest"]),
+        ("messages", f"{row['before']} before, {row['after']} after"),
+        ("of records", f"{show_bytes(row['bytes_before'])} before, {show_bytes(row['bytes_after'])} after"),
+        ("keys", row["keys"]),
+        ("without a key", row["without_key"]),
+        ("took", f"{row['seconds']:.1f} s"),
+    ]
+    if row["damaged"]:
+        facts.append(("damaged, left out", row["damaged"]))
+    console().print(table(f"{name} {row['id']}", ("", ""), facts))
+    cells = [(each["topic"], each["before"], each["after"]) for each in row["topics"]]
+    console().print(table("", ("topic", "before>", "after>"), cells))
+
+
+def show_topics(title: str, topics: Mapping[str, int]) -> None:
+    """Messages by topic."""
+    console().print(table(title, ("topic", "messages>"), topics.items()))

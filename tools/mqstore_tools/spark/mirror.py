@@ -1,0 +1,76 @@
+"""`mqstore spark mirror`: what comes into stores, copied into another as it comes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from mqstore_tools.render import console, note, print_json, show_bytes, table
+from mqstore_tools.shared import StoreCommand
+from mqstore_tools.spark.common import Given, job_options, usable
+from mqstore_tools.spark.copies import show_topics, spread_options, target_option
+from mqstore_tools.spark.replay import pairs_of
+
+__all__ = ["mirror"]
+
+
+@click.command(
+    cls=StoreCommand,
+    short_help="Copy what comes into stores into another, as it comes.",
+    epilog="""\b
+Examples:
+  mqstore spark mirror var/mq backup/mq --checkpoint backup/mq.checkpoint
+  mqstore spark mirror var/mq backup/mq --checkpoint cp --continuous --max-messages 100000
+  mqstore spark mirror 'fleet/*' lake/all --target set --checkpoint cp --option startingTimestamp=2026-01-01""",
+)
+@job_options
+@click.argument("dest", type=click.Path(file_okay=False))
+@click.option(
+    "--checkpoint",
+    required=True,
+    type=click.Path(file_okay=False),
+    metavar="DIR",
+    help="Where it is kept how far the mirror is; a folder of its own.",
+)
+@click.option("--continuous", is_flag=True, help="Go on until Ctrl-C; without it, end when there is no more.")
+@click.option("--interval", "interval_s", type=float, default=1.0, show_default=True, help="Seconds between two looks.")
+@click.option("--max-messages", type=click.IntRange(1), metavar="N", help="Of a batch.")
+@click.option("--max-bytes", type=click.IntRange(1), metavar="N", help="Of a batch.")
+@click.option("--rename", multiple=True, metavar="OLD=NEW", help="Another name for a topic; may be repeated.")
+@spread_options
+@click.option("--keep-time", is_flag=True, help="Note in REPLAY_STORE_TIME when the original was stored.")
+@click.option("--tag", is_flag=True, help="Mark each copy with the id of the mirror, in REPLAY_ID.")
+@click.option("--system", is_flag=True, help="Also retry and dead-letter topics, if --topics names them.")
+@target_option("store", "set", "inbox")
+def mirror(given: Given, dest: str, checkpoint: str, continuous: bool, **how: Any) -> None:
+    """Copy what is in STORES into DEST, each message once, and when run again what came since.
+
+    A new mirror begins at the oldest message, or where --option startingOffsets, startingTimestamp or startingGroup
+    say; --from and --to do not count here.
+    """
+    with usable():
+        from mqstore.spark.jobs.mirror import mirror as run
+        from mqstore.spark.jobs.shape import Plan
+    chosen = given.select()
+    how["rename"] = pairs_of("--rename", how["rename"])
+    if given.dry_run:
+        given.print_plan(Plan.of_slices(chosen.with_options(scan="queue").tasks()))
+        return
+    with given.session() as spark:
+        trigger = "continuous" if continuous else "available-now"
+        done = run(spark, chosen, dest, checkpoint, trigger=trigger, **how).to_dict()  # type: ignore[arg-type]
+    if given.json_output:
+        print_json(done)
+    elif not done["batches"]:
+        note(f"nothing new for {dest}")
+    else:
+        facts = [
+            ("target", done["dest"]),
+            ("batches", done["batches"]),
+            ("messages", f"{done['messages']}, {show_bytes(done['bytes'])}"),
+        ]
+        if done["damaged"]:
+            facts.append(("damaged, left out", done["damaged"]))
+        console().print(table(f"mirror {done['id']}", ("", ""), facts))
+        show_topics("", done["topics"])

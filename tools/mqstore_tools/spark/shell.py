@@ -1,0 +1,43 @@
+"""`mqstore spark shell`: Python with a session, and stores as views."""
+
+from __future__ import annotations
+
+import code
+
+import click
+
+from mqstore_tools.render import note
+from mqstore_tools.shared import StoreCommand
+from mqstore_tools.spark.common import Given, job_options, spark_errors, usable
+
+__all__ = ["shell"]
+
+
+@click.command(
+    cls=StoreCommand,
+    short_help="Python with a Spark session, and stores as views.",
+    epilog="""\b
+Examples:
+  mqstore spark shell var/mq
+  echo 'print(messages.count())' | mqstore spark shell var/mq""",
+)
+@job_options
+def shell(given: Given) -> None:
+    """Start Python with `spark`, a session, and a frame for each view of STORES: `messages`, `queues`, `segments`,
+    `groups`, `delay` and `traffic`, which `spark.sql` knows by these names too. Options narrow `messages`.
+    """
+    with usable():
+        from mqstore.spark.jobs.shape import Plan
+        from mqstore.spark.jobs.sql import create_views
+    chosen = given.select()
+    if given.master == "none":
+        raise click.UsageError("a shell needs Spark: leave --master none out")
+    if given.dry_run:
+        given.print_plan(Plan.of_slices(chosen.tasks()))
+        return
+    with given.session() as spark:
+        with spark_errors():
+            views = create_views(spark, chosen)
+        note(f"spark {spark.version}; views: {', '.join(views)}")
+        names = {"spark": spark, **{view: spark.table(view) for view in views}}
+        code.interact(banner="", local=names, exitmsg="")

@@ -1,0 +1,103 @@
+"""`mqstore spark sql`: a query over stores."""
+
+from __future__ import annotations
+
+import base64
+from datetime import UTC, datetime
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mqstore_tools.render import as_json, body_text, console, note, table
+from mqstore_tools.shared import StoreCommand
+from mqstore_tools.spark.common import Given, job_options, spark_errors, usable
+
+__all__ = ["sql"]
+
+_BODY_BYTES = 80
+
+
+@click.command(
+    cls=StoreCommand,
+    short_help="Ask stores in SQL.",
+    epilog="""\b
+Examples:
+  mqstore spark sql var/mq "select topic, count(*) from messages group by topic"
+  mqstore spark sql 'fleet/*' "select * from groups where lag > 1000 order by lag desc"
+  mqstore spark sql var/mq "select keys, body from messages where tags = 'paid'" --out paid --format json
+  mqstore spark sql var/mq "select * from messages" --from 1h --json | jq .topic""",
+)
+@job_options
+@click.argument("query")
+@click.option("--out", metavar="DIR", help="Write the rows into files in this folder, which must not be there yet.")
+@click.option(
+    "--format",
+    "format_",
+    type=click.Choice(["parquet", "json", "csv", "orc"]),
+    default="parquet",
+    show_default=True,
+    help="Of these files.",
+)
+@click.option("--max-rows", type=click.IntRange(1), default=1000, show_default=True, help="Print no more than these.")
+def sql(given: Given, query: str, out: str | None, format_: str, max_rows: int) -> None:
+    """Run QUERY, in Spark's SQL, over the views `messages`, `queues`, `segments`, `groups`, `delay` and `traffic`.
+
+    Options narrow `messages`. With --json one object a line, bodies in base64. Name the columns that you want: what a
+    query does not name is not read.
+    """
+    with usable():
+        from mqstore.spark.jobs.shape import Plan
+        from mqstore.spark.jobs.sql import sql as ask
+    chosen = given.select()
+    if given.master == "none":
+        raise click.UsageError("SQL needs Spark: leave --master none out")
+    if given.dry_run:
+        given.print_plan(Plan.of_slices(chosen.tasks()))
+        return
+    with given.running("asking") as (spark, _), spark_errors():
+        frame = ask(spark, chosen, query)
+        if out is not None:
+            frame.write.format(format_).mode("errorifexists").save(str(Path(out).absolute()))
+            note(f"written to {out}")
+            return
+        rows = [*islice(frame.limit(max_rows + 1).toLocalIterator(), max_rows + 1)]
+        names = frame.columns
+    _print(names, rows[:max_rows], json_output=given.json_output)
+    if len(rows) > max_rows:
+        note(f"and more; --max-rows prints more than {max_rows}, --out all of them")
+
+
+def _print(names: list[str], rows: list[Any], *, json_output: bool) -> None:
+    if json_output:
+        for row in rows:
+            print(as_json({name: _plain(value) for name, value in zip(names, row, strict=True)}))
+    elif not rows:
+        note("no rows")
+    else:
+        console().print(table("", names, [[_cell(value) for value in row] for row in rows]))
+
+
+def _plain(value: Any) -> Any:
+    """For JSON."""
+    if isinstance(value, bytes | bytearray):
+        return base64.b64encode(value).decode("ascii")
+    if isinstance(value, datetime):
+        return value.astimezone(UTC).isoformat()
+    if isinstance(value, dict):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value if value is None or isinstance(value, str | int | float | bool) else str(value)
+
+
+def _cell(value: Any) -> str:
+    """For people."""
+    if isinstance(value, bytes | bytearray):
+        return body_text(bytes(value), _BODY_BYTES)
+    if isinstance(value, datetime):
+        return value.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3] + "Z"
+    if isinstance(value, dict):
+        return " ".join(f"{key}={each}" for key, each in value.items())
+    return "-" if value is None else str(value)
