@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from mqstore.files import filesystem
 
@@ -100,6 +101,17 @@ def _no_waiting_for_disks(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+# A run of all tests is one of many: what this one does not draw another does. HYPOTHESIS_PROFILE=default draws more.
+settings.register_profile("quick", max_examples=40)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+_CAMPAIGNS = ("/crash/", "/fuzz/", "/model/", "/stress/")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The one that takes a minute first: at the end one processor would wait for the other."""
+    """The one that takes a minute first: at the end one processor would wait for the other. Campaigns go over ground
+    that other tests cover, over and over: to count lines there would only take time."""
     items.sort(key=lambda item: "/stress/" not in item.nodeid)
+    for item in items:
+        if any(room in item.nodeid for room in _CAMPAIGNS):
+            item.add_marker(pytest.mark.no_cover)

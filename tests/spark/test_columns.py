@@ -42,7 +42,7 @@ from tests.tools.support import mqstore as mqstore_command
 
 Golden = Callable[[str], GoldenStore]
 SMALL = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 
 

@@ -348,6 +348,7 @@ def test_overwriting_a_store_takes_the_old_messages_from_consumers_and_is_not_do
         consumer = store.pull_consumer("g", start="earliest")
         consumer.assign(QueueRef("t", 0))
         assert [message.body.decode() for message in consumer.poll(timeout=10)] == TWO
+
         assert store.log.offsets("t", 0) == (0, len(ONE) + len(TWO))
 
 
@@ -384,6 +385,41 @@ def test_a_kill_at_any_step_of_a_commit_to_a_store_leaves_all_or_none_and_a_seco
 
     assert outcomes == sorted(outcomes)
     assert set(outcomes) == {1, 10}
+
+
+def test_a_kill_at_any_step_of_overwriting_a_store_never_leaves_consumers_with_nothing(
+    root: Path, tmp_path: Path
+) -> None:
+    options = {"confirmOverwrite": "true", "queues": "1"}
+    write(options_of(root, **options), "a", 0, ONE)
+    shards = stage(options_of(root, **options), "a", 1, [batch_of(TWO)])
+
+    def seen(path: Path) -> list[str]:
+        with mqstore.open(path) as store:
+            consumer = store.pull_consumer("g", start="earliest")
+            consumer.assign(QueueRef("t", 0))
+            return [message.body.decode() for message in consumer.poll(timeout=10)]
+
+    outcomes = set()
+    for nth in range(1, 500, 9):
+        image, left, again = (tmp_path / f"{name}-{nth}" for name in ("killed", "left", "again"))
+        shutil.copytree(root, image)
+        fs = FaultyFileSystem()
+        fs.crash(nth, torn=nth % 2 == 0)
+        with contextlib.suppress(Crash):
+            commit(options_of(image, **options), Commit("a", 1, shards, overwrite=True), fs=fs)
+        shutil.copytree(image, left)
+        shutil.copytree(image, again)
+        found = seen(left)
+        outcomes.add((*found,))
+        assert found in (ONE, ONE + TWO, TWO), nth
+
+        write(options_of(again, **options), "a", 1, TWO, overwrite=True)
+        assert seen(again) == TWO, nth
+        if not fs.crashed:
+            break
+
+    assert outcomes >= {(*ONE,), (*TWO,)}
 
 
 # -- set ---------------------------------------------------------------------------------------------------------------
@@ -581,6 +617,16 @@ def test_a_manifest_that_cannot_be_read_is_never_written_over(content: bytes, tm
         write(options, "a", 1, TWO)
 
     assert (root / "mqstore-set.json").read_bytes() == content
+
+
+def test_a_manifest_that_was_lost_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:
+    root = tmp_path / "set"
+    for version in (0, 1):
+        write(options_of(root, target="set"), "a", version, ONE)
+    (root / "mqstore-set.json").unlink()
+
+    with pytest.raises(ConfigError, match=r"mqstore-set\.json\.bak has the one before: copy it back"):
+        write(options_of(root, target="set"), "a", 2, TWO)
 
 
 # -- abort -------------------------------------------------------------------------------------------------------------

@@ -77,6 +77,7 @@ _log = logging.getLogger("mqstore")
 MEMBERS: Final = "shards"
 """Folder of a set in which the stores lie that the sink made. What it did not make it never deletes."""
 _INBOX: Final = "inbox"
+_OVERWRITE: Final = Path("config", "spark", "overwrite.json")
 _OURS: Final = frozenset({STAGING, MEMBERS, "lock", SET_FILE, SET_FILE + ".bak", SET_FILE + ".tmp"})
 _RECORDED: Final = "recorded"
 _SEGMENT_BYTES = 64 << 20
@@ -314,15 +315,17 @@ def _into_store(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
     with _waiting(root, options):
         store = MessageStore(root, lock_timeout=options.lock_timeout_s, config=StoreConfig(clock=clock), fs=fs)
     with store:
+        parts = open_parts(store)
+        _finish_overwrite(parts, root, fs)
         if _spliced_version(root, wanted.app, fs) >= wanted.version:
             return Published(True, 0)
-        parts = open_parts(store)
         store.enter_topics_by(lambda noted: _enter(parts, noted))
         _admit(parts, wanted.topics, _counts(wanted.shards), options, wanted.create)
         if wanted.overwrite:
-            _bury(parts, wanted.topics)
+            _note_overwrite(parts, root, wanted, fs)
         folder = transaction_folder(root, wanted.app, wanted.version)
         result = store.splice([folder / each.name for each in wanted.shards], app=wanted.app, version=wanted.version)
+        _finish_overwrite(parts, root, fs)
         return Published(result.already, result.records)
 
 
@@ -370,13 +373,27 @@ def _engine_queues(topic: str, levels: int) -> int:
     return levels if topic == SCHEDULE_TOPIC else 1
 
 
-def _bury(parts: Parts, topics: Sequence[str]) -> None:
-    """Take what the topics hold from their consumers: their queues begin, logically, at their end. On disk before the
-    splice, so that a commit that is done again begins behind the same messages."""
-    for name in topics:
-        if not is_system_topic(name):
-            ends = {ref.queue_id: parts.store.offsets(*ref)[1] for ref in _queues_of(parts.store, name)}
-            parts.offsets.bury(name, ends)
+def _note_overwrite(parts: Parts, root: Path, wanted: Commit, fs: FileSystem) -> None:
+    """Note, durably, where the topics end before the splice. What they hold is taken from their consumers only when
+    the new messages are in: who is killed in between leaves old and new, and a commit that is done again goes on."""
+    ends = {
+        name: {str(ref.queue_id): parts.store.offsets(*ref)[1] for ref in _queues_of(parts.store, name)}
+        for name in wanted.topics
+        if not is_system_topic(name)
+    }
+    make_folders(root / _OVERWRITE.parent, fs)
+    save_json(root / _OVERWRITE, {"version": 1, "app": wanted.app, "ver": wanted.version, "ends": ends}, fs)
+
+
+def _finish_overwrite(parts: Parts, root: Path, fs: FileSystem) -> None:
+    """Let the queues of a noted overwrite begin, logically, where the note says, if its messages are in."""
+    note = load_json(root / _OVERWRITE, writer=True, fs=fs, root=root).value
+    if note is None or "ends" not in note:
+        return
+    if _spliced_version(root, note["app"], fs) >= note["ver"]:
+        for name, ends in note["ends"].items():
+            parts.offsets.bury(name, {int(queue_id): end for queue_id, end in ends.items()})
+    save_json(root / _OVERWRITE, {"version": 1}, fs)
 
 
 def _queues_of(store: MessageStore, topic: str) -> Sequence[Any]:
@@ -417,18 +434,21 @@ def _locked_set(root: Path, timeout_s: float, fs: FileSystem) -> Iterator[None]:
 
 
 def _read_set(root: Path) -> dict[str, Any]:
-    """The manifest; an empty one if there is none. ConfigError for one that is not ours to write."""
+    """The manifest; an empty one if there never was any. ConfigError for one that is not ours to write."""
     path = root / SET_FILE
+    backup = f"{path}.bak"
     try:
         found = json.loads(path.read_bytes())
     except FileNotFoundError:
+        if Path(backup).exists():  # taken for empty, all stores of the set would be lost, and what was written too
+            raise ConfigError(f"{path} is missing; {backup} has the one before: copy it back") from None
         return {"version": 1, "stores": {}}
     except ValueError as error:
-        raise ConfigError(f"{path} is no manifest of a store set: {error}; {path}.bak has the one before") from error
+        raise ConfigError(f"{path} is no manifest of a store set: {error}; {backup} has the one before") from error
     if not isinstance(found, dict) or found.get("version") != 1:
         raise ConfigError(f"{path} is of a version that this mqstore does not know; it knows 1")
     if not isinstance(found.get("stores"), dict) or not isinstance(found.get(_RECORDED, {}), dict):
-        raise ConfigError(f"{path} is no manifest of a store set; {path}.bak has the one before")
+        raise ConfigError(f"{path} is no manifest of a store set; {backup} has the one before")
     return found
 
 

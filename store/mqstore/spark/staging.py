@@ -88,6 +88,8 @@ def make_folders(path: Path, fs: FileSystem = REAL) -> None:
             for each in reversed(missing):
                 fs.mkdir(each, exist_ok=True)  # another task may be making it, too
                 fs.sync_directory(each.parent)
+            if not missing:  # whoever made it may have been killed before it was durable
+                fs.sync_directory(path.parent)
             return
         except FileNotFoundError:  # another job has removed the one above, which was empty
             if not tries_left:
