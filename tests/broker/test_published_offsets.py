@@ -89,6 +89,32 @@ def test_a_stream_that_begins_again_takes_its_group_back(owner: Owner) -> None:
         assert owner.table.min_committed("t", 0) == offset
 
 
+def test_a_reset_holds_until_the_stream_tells_again_where_it_is(owner: Owner) -> None:
+    """A stream asks nobody where to start, so nobody takes the reset, which would drop all it tells from then on."""
+    owner.publish(4)
+    owner.tick()
+    owner.table.reset("t", "sp", 0, 1)
+    owner.table.reset("t", "sp", 1, 2)
+    owner.tick()
+    assert owner.table.committed("sp", "t", 0) == 1
+    for offset in (1, 6, 7):
+        owner.publish(offset)
+        owner.tick()
+        assert owner.table.committed("sp", "t", 0) == offset
+        assert not owner.table.has_reset("t", "sp", 0)
+    assert owner.on_disk() == {"t@sp": {"0": 7, "1": 2}}
+    assert owner.table.has_reset("t", "sp", 1)  # of which nothing was published
+
+
+def test_a_file_under_a_name_that_no_group_has_does_not_keep_the_store_shut(owner: Owner) -> None:
+    owner.publish(4)
+    content = {"version": 1, "group": "a@b", "offsets": {"t": {"0": 5}}}
+    (owner.path / "config/spark/groups/a@b.json").write_text(json.dumps(content))
+    table = OffsetTable(owner.store, owner.store.config, SimulatedClock(), owner.fs)
+    assert table.groups() == {"sp"}
+    assert owner.waiting() == ["a@b.json.corrupt"]
+
+
 def test_what_was_folded_in_is_not_folded_in_again(owner: Owner) -> None:
     owner.publish(9)
     owner.tick()

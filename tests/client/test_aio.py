@@ -63,6 +63,7 @@ NOT_THERE = {
     (mqstore.Queue, "when_ready"),  # what a loop waits by
     (mqstore.SimpleConsumer, "when_ready"),
     (mqstore.PullConsumer, "when_ready"),
+    (mqstore.DeadLetters, "as_new"),  # for jobs that send letters of many stores again
 }
 PLAIN = {  # called without await: iterators, what makes objects, decorators
     (aio.Store, "iter"),

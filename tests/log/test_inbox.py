@@ -5,17 +5,25 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 
 from mqstore.broker.broker import Broker
 from mqstore.clock import SimulatedClock
-from mqstore.errors import StoreFullError, StoreIOError
+from mqstore.errors import (
+    MQStoreError,
+    StoreBusyError,
+    StoreClosedError,
+    StoreFullError,
+    StoreIOError,
+    TopicNotFoundError,
+)
 from mqstore.files.filesystem import REAL
 from mqstore.log.inbox import inbox_state
 from mqstore.log.inspect import inspect_store
+from mqstore.log.store import MessageStore
 from mqstore.log.txn import TXN_FILE
 from tests.faults import Crash, FaultyFileSystem
 from tests.log.splicesupport import Row, bundle, shown
@@ -79,10 +87,35 @@ def test_a_replayed_bundle_is_removed_and_not_spliced_again(tmp_path: Path) -> N
     bundle(tmp_path, "job", 1, [ONE])
     with open_store(tmp_path) as store:
         bundle(tmp_path, "job", 1, [ONE], name="job-1-again")
-        bundle(tmp_path, "job", 0, [ONE])
         store.take_inbox()
         assert bodies(store) == [b"1", b"2"]
         assert os.listdir(tmp_path / "inbox") == []
+
+
+def test_a_bundle_that_is_mended_and_put_back_too_late_is_kept(tmp_path: Path) -> None:
+    """A later version is in meanwhile: whether this one ever was nobody can tell from the table."""
+    path = bundle(tmp_path, "job", 0, [ONE])
+    good = (path / "0-0-abc" / "shard.json").read_bytes()
+    (path / "0-0-abc" / "shard.json").write_text("{}")
+    bundle(tmp_path, "job", 1, [TWO])
+    with open_store(tmp_path) as store:
+        assert bodies(store) == [b"3", b"4"]
+        aside = tmp_path / "inbox" / "refused" / "job-0"
+        (aside / "0-0-abc" / "shard.json").write_bytes(good)
+        (aside / "reason.txt").unlink()
+        kept = files(aside)
+        aside.rename(path)
+        bundle(tmp_path, "other", 0, [[Row(b"5")]])
+        assert store.take_inbox() == 1
+        assert bodies(store) == [b"3", b"4", b"5"]
+        reason = (aside / "reason.txt").read_text()
+        assert "a later version of the application is in; stage it again under another app" in reason
+        (aside / "reason.txt").unlink()
+        assert files(aside) == kept
+        (aside / "bundle.json").write_text((aside / "bundle.json").read_text().replace('"job"', '"job-again"'))
+        aside.rename(path)
+        store.take_inbox()
+        assert bodies(store) == [b"1", b"2", b"3", b"4", b"5"]
 
 
 def _edit(name: str, **changes: object) -> Callable[[Path], None]:
@@ -91,6 +124,31 @@ def _edit(name: str, **changes: object) -> Callable[[Path], None]:
         path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
     return change
+
+
+def _pipe(name: str, **changes: object) -> Callable[[Path], None]:
+    """A named pipe that nobody writes, in place of a file."""
+
+    def change(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+        if changes:
+            _edit("0-0-abc/shard.json", **changes)(folder)
+
+    return change
+
+
+def _folder(name: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / name).unlink()
+        (folder / name).mkdir()
+
+    return change
+
+
+def _large(name: str) -> Callable[[Path], None]:
+    """More than a JSON file of a bundle may have, in a file with holes."""
+    return lambda folder: os.truncate(folder / name, (16 << 20) + 1)
 
 
 BAD: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -102,7 +160,12 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "a shard elsewhere": (_edit("bundle.json", shards=["../../other"]), "shards is"),
     "a shard twice": (_edit("bundle.json", shards=["0-0-abc", "0-0-abc"]), "named twice"),
     "a shard that is not there": (_edit("bundle.json", shards=["9-0-abc"]), "9-0-abc"),
+    "an app too long": (_edit("bundle.json", app="é" * 128), "app is"),
     "topics that are none": (_edit("bundle.json", create={"orders": 0}), "create is"),
+    "too many queues": (_edit("bundle.json", create={"orders": 16_385}), "create is"),
+    "queues beyond any number": (_edit("bundle.json", create={"orders": 1 << 70}), "create is"),
+    "queues that are no number": (_edit("bundle.json", create={"orders": True}), "create is"),
+    "a topic that cannot be": (_edit("bundle.json", create={"../evil": 3}), "create: topic '../evil'"),
     "a bad shard": (_edit("0-0-abc/shard.json", crc32c=1), "it is damaged"),
     "another profile": (_edit("0-0-abc/shard.json", profile="rocketmq"), "profile"),
 }
@@ -222,6 +285,133 @@ def test_a_bundle_that_cannot_be_read_time_and_again_is_moved_aside(tmp_path: Pa
         assert inbox_state(tmp_path, store.fs).refused == ("job-0",)
 
 
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (_pipe("0-0-abc/records.bin"), "records.bin: not a regular file"),
+        (_pipe("0-0-abc/records.idx", index=1), "records.idx: not a regular file"),
+        (_folder("0-0-abc/records.bin"), "records.bin: not a regular file"),
+    ],
+)
+def test_what_is_no_file_hangs_nobody_and_is_moved_aside(
+    tmp_path: Path, change: Callable[[Path], None], why: str
+) -> None:
+    change(bundle(tmp_path, "job", 0, [ONE]))
+    bundle(tmp_path, "job", 1, [TWO])
+    with open_store(tmp_path) as store:
+        assert bodies(store) == [b"3", b"4"]
+        assert why in (tmp_path / "inbox" / "refused" / "job-0" / "reason.txt").read_text()
+
+
+UNREADABLE: dict[str, Callable[[Path], None]] = {
+    "a folder for bundle.json": _folder("bundle.json"),
+    "a pipe for bundle.json": _pipe("bundle.json"),
+    "a pipe for shard.json": _pipe("0-0-abc/shard.json"),
+    "a large bundle.json": _large("bundle.json"),
+    "a large shard.json": _large("0-0-abc/shard.json"),
+}
+
+
+@pytest.mark.parametrize("name", [*UNREADABLE, "bundle.json of somebody else"])
+def test_an_unreadable_bundle_keeps_its_application_waiting_for_a_while_and_no_other(tmp_path: Path, name: str) -> None:
+    clock, fs = SimulatedClock(), FaultyFileSystem()
+    bad = bundle(tmp_path, "job", 0, [ONE])
+    if name in UNREADABLE:
+        UNREADABLE[name](bad)
+    else:
+        fs.fail({"open"}, errno.EACCES, times=None, path_part=str(bad / "bundle.json"))
+    bundle(tmp_path, "job", 1, [TWO])
+    bundle(tmp_path, "aaa", 0, [[Row(b"5")]])
+    bundle(tmp_path, "zzz", 0, [[Row(b"6")]])
+    with open_store(tmp_path, clock=clock, fs=fs) as store:  # which is the first try
+        assert bodies(store) == [b"5", b"6"]
+        assert "job-0" in store.stats().errors["inbox"]
+        with pytest.raises(OSError, match="job-0"):
+            store.take_inbox()  # too early to count
+        for _ in range(6):
+            clock.advance(600_000)
+            with pytest.raises(OSError, match="job-0"):
+                store.take_inbox()
+        assert inbox_state(tmp_path, fs).waiting == ("job-0", "job-1")
+        clock.advance(600_000)
+        store.take_inbox()
+        assert bodies(store) == [b"3", b"4", b"5", b"6"]
+        assert inbox_state(tmp_path, fs) == inbox_state(tmp_path, REAL)
+        assert inbox_state(tmp_path, fs).refused == ("job-0",)
+
+
+def test_an_error_of_another_kind_refuses_its_bundle_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle(tmp_path, "job", 0, [ONE])
+    bundle(tmp_path, "other", 0, [[Row(b"5")]])
+    real = MessageStore._take_bundle
+
+    def take(store: MessageStore, shards: list[Path], app: str, version: int, create: Mapping[str, int]) -> int:
+        if app == "job":
+            raise TopicNotFoundError("no queue of that name")
+        return real(store, shards, app, version, create)
+
+    monkeypatch.setattr(MessageStore, "_take_bundle", take)
+    with open_store(tmp_path) as store:
+        assert bodies(store) == [b"5"]
+        assert inbox_state(tmp_path, REAL).refused == ("job-0",)
+
+
+@pytest.mark.parametrize("error", [StoreClosedError("closing"), StoreBusyError("busy")])
+def test_a_store_that_takes_nothing_now_refuses_no_bundle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: MQStoreError
+) -> None:
+    def take(*_: object) -> int:
+        raise error
+
+    with open_store(tmp_path) as store:
+        bundle(tmp_path, "job", 0, [ONE])
+        monkeypatch.setattr(store._inbox, "_splice", take)
+        with pytest.raises(type(error)):
+            store.take_inbox()
+        assert inbox_state(tmp_path, REAL).waiting == ("job-0",)
+
+
+def test_a_bundle_that_cannot_be_moved_aside_keeps_no_other_waiting(tmp_path: Path) -> None:
+    fs = FaultyFileSystem()
+    (bundle(tmp_path, "job", 0, [ONE]) / "bundle.json").unlink()
+    bundle(tmp_path, "other", 0, [[Row(b"5")]])
+    fs.fail({"replace"}, errno.EIO, times=None, path_part="job-0")
+    with open_store(tmp_path, fs=fs) as store:
+        assert bodies(store) == [b"5"]
+        assert "job-0" in store.stats().errors["inbox"]
+        assert inbox_state(tmp_path, fs).waiting == ("job-0",)
+
+
+def test_a_bundle_that_is_in_and_cannot_be_deleted_keeps_nobody_waiting(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock, fs = SimulatedClock(), FaultyFileSystem()
+    done = tmp_path / "inbox" / "_done-job-0"
+    with open_store(tmp_path, clock=clock, fs=fs) as store:
+        bundle(tmp_path, "job", 0, [ONE])
+        fs.fail({"unlink"}, errno.EIO, times=None, path_part=str(done))
+        store.take_inbox()
+        bundle(tmp_path, "job", 1, [TWO])
+        bundle(tmp_path, "job", 1, [TWO], name="job-0")  # its name once more
+        store.take_inbox()
+        assert bodies(store) == [b"1", b"2", b"3", b"4"]
+        assert sorted(os.listdir(tmp_path / "inbox")) == ["_done-job-0", "_done-job-0.1"]
+        told = [record.getMessage() for record in caplog.records if "cannot be deleted" in record.getMessage()]
+        assert len(told) == 2, "each of them once"
+        fs.heal()
+        store.take_inbox()
+        assert os.listdir(tmp_path / "inbox") == []
+
+
+def test_a_link_with_the_name_of_one_that_is_done_with_leads_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "else").mkdir()
+    (tmp_path / "else" / "file").touch()
+    (tmp_path / "store" / "inbox").mkdir(parents=True)
+    (tmp_path / "store" / "inbox" / "_done-job-0").symlink_to(tmp_path / "else")
+    open_store(tmp_path / "store").close()
+    assert (tmp_path / "else" / "file").exists()
+
+
 # -- topics ------------------------------------------------------------------------------------------------------------
 
 
@@ -244,6 +434,29 @@ def test_topics_of_a_bundle_taken_in_without_a_broker_are_entered_by_the_next(tm
         assert broker.topics.need("orders").write_queues == 8
         assert broker.topics.need("orders").read_queues == 8
     assert "create" not in json.loads((tmp_path / TXN_FILE).read_text())
+
+
+def test_a_noted_topic_that_no_broker_may_enter_keeps_no_other_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bundle(tmp_path, "job", 0, [ONE], {"SCHEDULE_TOPIC_XXXX": 4, "orders": 8})
+    open_store(tmp_path).close()
+    path = tmp_path / TXN_FILE
+    value = json.loads(path.read_text())
+    value["create"].update({"a/b": 1, "clicks": 1 << 40, "zebra": 2})  # of a program that did not check them
+    path.write_text(json.dumps(value))
+    with Broker(open_store(tmp_path)) as broker:
+        assert broker.topics.need("orders").write_queues == 8
+        assert broker.topics.need("zebra").write_queues == 2
+        assert broker.store.stats().errors == {}
+        assert bodies(broker.store) == [b"1", b"2"]
+    assert "create" not in json.loads(path.read_text())
+    told = [record.getMessage() for record in caplog.records if "is not entered" in record.getMessage()]
+    assert [name for name in ("'SCHEDULE_TOPIC_XXXX'", "'a/b'", "'clicks'") if name in " ".join(told)] == [
+        "'SCHEDULE_TOPIC_XXXX'",
+        "'a/b'",
+        "'clicks'",
+    ]
 
 
 @pytest.mark.parametrize("create", [{"a/b": 1}, {"orders": 16_385}, {"SCHEDULE_TOPIC_XXXX": 4}, {"%RETRY%g": 1}])

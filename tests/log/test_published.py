@@ -141,6 +141,18 @@ def test_a_damaged_file_is_told_once_and_set_aside(root: Path, content: bytes) -
     assert "damaged, and is not counted" in problem
 
 
+@pytest.mark.parametrize("group", ["a@b", "x" * 201, "a\n"])
+def test_a_group_that_nobody_can_publish_is_damage(root: Path, group: str) -> None:
+    """As a file from elsewhere may have it: the owner could not keep offsets under that name."""
+    publish(root, "fine", {("t", 0): 1})
+    (folder(root) / f"{group}.json").write_text(json.dumps({**GOOD, "group": group}))
+    files = owner(root)
+    assert [*files.take()] == [("fine", {("t", 0): 1})]
+    files.settle()
+    assert names(root) == [f"{group}.json.corrupt"]
+    assert "damaged, and is not counted" in files.problems[0]
+
+
 def test_a_folder_that_cannot_be_read_or_written_is_told_and_never_fatal(root: Path) -> None:
     publish(root, "sp", {("t", 0): 4})
     fs = FaultyFileSystem()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import struct
 import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -30,8 +32,10 @@ from mqstore.errors import (
     StoreClosedError,
     StoreFullError,
     StoreIOError,
+    UnsupportedStoreError,
 )
 from mqstore.log.inspect import inspect_store
+from mqstore.log.message import Message
 from mqstore.log.scanner import End, scan_log
 from mqstore.log.shard import index_entries
 from mqstore.log.splice import SpliceResult
@@ -251,7 +255,9 @@ def test_the_table_of_applications_is_bounded_and_forgets_who_was_used_longest_a
     assert TxnState.from_json(state.as_json()) == state
 
 
-@pytest.mark.parametrize(("app", "version"), [("", 0), (None, 0), ("a", -1), ("a", True), ("a", 1.0), ("a", 1 << 63)])
+@pytest.mark.parametrize(
+    ("app", "version"), [("", 0), (None, 0), ("a", -1), ("a", True), ("a", 1.0), ("a", 1 << 63), ("é" * 128, 0)]
+)
 def test_a_bad_app_or_version_is_refused(tmp_path: Path, app: Any, version: Any) -> None:
     with open_store(tmp_path / "store") as store:
         with pytest.raises(ConfigError):
@@ -354,6 +360,12 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "an index too short": (lambda f: _index(f, 0, cut=8), "no whole record"),
     "an index with another size": (lambda f: _index(f, 3), "sizes differ"),
     "an index with another CRC": (lambda f: _index(f, 7), "its CRC is not that of records.idx"),
+    "a pipe for records": (
+        lambda f: ((f / "records.bin").unlink(), os.mkfifo(f / "records.bin")),
+        "not a regular file",
+    ),
+    "a pipe for an index": (lambda f: (os.mkfifo(f / "records.idx"), _say(f, index=1)), "idx: not a regular file"),
+    "a pipe for shard.json": (lambda f: ((f / "shard.json").unlink(), os.mkfifo(f / "shard.json")), "not a regular"),
     "a link": (
         lambda f: ((f / "records.bin").rename(f / "else"), (f / "records.bin").symlink_to(f / "else")),
         "records.bin",
@@ -453,6 +465,57 @@ def test_nobody_sees_a_record_before_the_splice_is_recorded(tmp_path: Path, prof
         assert inspect_store(root)["splice"]["pending"] is None
 
 
+_WAYS: dict[str, Callable[[MessageStore, Message], object]] = {
+    "many": lambda store, last: [m.body for m in store.get("orders", 0, 0, 100).messages],
+    "few": lambda store, last: [m.body for m in store.get("orders", 0, last.offset - 1, 2).messages],
+    "lengths": lambda store, last: len(store.get("orders", 0, 1, 100).messages),  # read without checksums
+    "iter": lambda store, last: [m.body for m in store.iter("orders", 0, start=1)],
+    "columns": lambda store, last: store.read_columns("orders", 0, 1)["queue_offset"].tolist(),  # type: ignore[union-attr]
+    "first id": lambda store, last: store.at(store.units("alone", 0, 1, 1)["physical_offset"].item()).body,
+    "last id": lambda store, last: store.at(last.physical_offset).body,
+    "first time": lambda store, last: store.offset_at("alone", 0, last.store_timestamp_ms, "upper"),
+    "last time": lambda store, last: store.offset_at("orders", 0, last.store_timestamp_ms, "upper"),
+}
+"""Ways to read what a splice brought: "alone" has its first message, "orders" its last one, which is given."""
+
+
+@pytest.mark.parametrize("way", _WAYS)
+@pytest.mark.parametrize("rows", [ROWS[:24], ROWS], ids=["one segment", "several segments"])
+@pytest.mark.parametrize("since", ["opened", "listed", "half-listed"])
+def test_a_reader_that_met_the_splice_misses_none_of_it_afterwards(
+    tmp_path: Path, since: str, rows: list[Row], way: str
+) -> None:
+    """It has cut the log off where the splice begins, and finds units that lead beyond before it lists files anew."""
+    root, clock = tmp_path / "store", SimulatedClock()
+    shard = stage(tmp_path / "shard", [Row(b"first", "alone"), *rows])
+    readers = []
+
+    def meet() -> None:
+        reader = early or open_store(root, "r", verify_reads=way != "lengths")
+        readers.append(reader)
+        reader.topics()
+        assert reader._run.limit == store.max_offset
+        reader._next_listing = math.inf  # no listing but that of who needs one
+
+    with open_store(root, clock=clock) as store:
+        store.put("orders", b"before")
+        store.put("alone", b"before")
+        store.dispatch()
+        early = open_store(root, "r", verify_reads=way != "lengths") if since == "listed" else None
+        clock.advance(1000)
+        store.splice([shard], app="a", version=0, progress=Halfway(meet))
+        store.dispatch()
+        assert (len(store._run.starts) > 1) == (rows is ROWS), "the rows do not fill what they should"
+        [reader] = readers
+        with reader:
+            if since == "half-listed":
+                reader._stop_at_splice()  # another thread has got so far, and no further
+            *_, last = store.iter("orders", 0)
+            read = _WAYS[way]
+            assert read(reader, last) == read(store, last)
+            assert reader.stats().bad_records == 0
+
+
 def test_a_put_of_another_thread_waits_and_lies_behind(tmp_path: Path) -> None:
     shard = stage(tmp_path / "shard", ROWS)
     receipts = []
@@ -495,6 +558,25 @@ def test_what_a_signal_handler_asks_in_the_middle_is_refused(tmp_path: Path) -> 
         store.splice([shard], app="a", version=0, progress=Halfway(handle))
         assert len(refused) == 4
         assert sum(map(len, shown(store).values())) == len(ROWS)
+
+
+def test_a_splice_within_a_splice_is_refused_from_its_first_step_on(tmp_path: Path) -> None:
+    """While shards are still being checked, too: both would find their version to be new."""
+    shard = stage(tmp_path / "shard", ROWS)
+    steps = []
+
+    def again(done: int, total: int) -> None:
+        steps.append("check" if store._log._holder is None else "copy")
+        for app in ("a", "b"):
+            with pytest.raises(StoreBusyError):
+                store.splice([shard], app=app, version=0)
+
+    with open_store(tmp_path / "store") as store:
+        assert store.splice([shard], app="a", version=0, progress=again).records == len(ROWS)
+        assert {*steps} == {"check", "copy"}
+        assert sum(map(len, shown(store).values())) == len(ROWS)
+        assert store.splice([shard], app="a", version=0).already
+        assert not store.splice([shard], app="b", version=0).already
 
 
 def test_closing_takes_a_splice_back_and_the_next_opening_can_do_it(tmp_path: Path) -> None:
@@ -552,6 +634,23 @@ def test_ctrl_c_at_any_window_leaves_the_store_as_before(tmp_path: Path, monkeyp
         assert list(store.verify()) == []
 
 
+def test_ctrl_c_as_soon_as_puts_are_held_lets_them_in_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard = stage(tmp_path / "shard", ROWS)
+    with open_store(tmp_path / "store") as store:
+        hold = store._log.hold
+
+        def interrupted() -> int:
+            hold()
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(store._log, "hold", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            store.splice([shard], app="a", version=0)
+        monkeypatch.undo()
+        assert store.put("orders", b"behind").physical_offset == 0
+        assert not store.splice([shard], app="a", version=0).already
+
+
 def test_a_shard_that_changes_while_it_is_copied_is_found_and_taken_back(tmp_path: Path) -> None:
     good, bad = stage(tmp_path / "good", ROWS), stage(tmp_path / "bad", ROWS)
     changed = []
@@ -588,6 +687,50 @@ def test_retention_forgets_what_it_saw_of_a_splice_that_was_taken_back(tmp_path:
             store.put("orders", b"x" * 1000)
         assert len(store._run.starts) == 2
         assert store.expired(policy) == 0
+
+
+_TIGHT = {
+    "max_bytes": Retention(age=None, max_bytes=4 * SEGMENT, disk_ratio=None),
+    "disk_ratio": Retention(age=None, max_bytes=None, disk_ratio=0.5),
+}
+
+
+@pytest.mark.parametrize("limit", _TIGHT)
+def test_no_message_is_deleted_for_a_splice_that_may_yet_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    """Three segments are committed where four may be (of a disk of eight), and the splice needs more than one."""
+    usage = SimpleNamespace(f_blocks=8, f_frsize=SEGMENT)
+
+    def statvfs(path: object) -> SimpleNamespace:
+        usage.f_bfree = usage.f_bavail = 8 - len(store._run.starts)
+        return usage
+
+    monkeypatch.setattr("mqstore.log.retention.os", SimpleNamespace(statvfs=statvfs))
+    shard = stage(tmp_path / "shard", [Row(b"x" * 1000) for _ in range(8)])
+
+    def clean() -> None:
+        assert len(store._run.starts) > 4
+        assert store.clean(_TIGHT[limit]) == []
+
+    def clean_and_fail() -> None:
+        clean()
+        raise KeyboardInterrupt
+
+    with open_store(tmp_path / "store") as store:
+        for i in range(8):
+            store.put("orders", b"%1000d" % i)
+        store.dispatch()
+        store.flush()
+        assert len(store._run.starts) == 3
+        before = shown(store)
+        with pytest.raises(KeyboardInterrupt):
+            store.splice([shard], app="a", version=0, progress=Halfway(clean_and_fail))
+        assert shown(store) == before
+        store.splice([shard], app="a", version=0, progress=Halfway(clean))
+        store.dispatch()
+        store.clean(_TIGHT[limit])  # now they count
+        assert len(store._run.starts) == 4
 
 
 def test_a_full_disk_leaves_the_store_usable_and_the_same_splice_works_later(tmp_path: Path) -> None:
@@ -792,6 +935,57 @@ def test_a_file_that_no_copy_of_is_good_stops_the_opening_until_it_is_rebuilt(tm
     assert any("txn.json" in line for line in rebuild_config(root))
     with open_store(root) as store:
         assert shown(store) == held
+
+
+@pytest.mark.parametrize("backup", [False, True])
+def test_the_file_of_a_newer_program_is_refused_and_left_alone(tmp_path: Path, backup: bool) -> None:
+    root = tmp_path / "store"
+    with open_store(root) as store:
+        store.splice([stage(tmp_path / "shard", ROWS)], app="a", version=0)
+    path = root / TXN_FILE
+    newer = json.dumps({"version": 2, "apps": "something else"})
+    path.write_text(newer)
+    if backup:
+        path.write_bytes(b"")
+        Path(f"{path}.bak").write_text(newer)
+    before = files(root / "config")
+    modes: list[Literal["r", "rw"]] = ["r", "rw"]
+    for mode in modes:
+        with pytest.raises(UnsupportedStoreError) as caught:
+            open_store(root, mode)
+        assert str(path) in str(caught.value)
+        assert "version 2" in str(caught.value)
+        assert caught.value.schema == 2
+    assert files(root / "config") == before
+
+
+def test_a_reader_stops_when_its_writer_becomes_a_newer_one(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    with open_store(root) as store:
+        store.splice([stage(tmp_path / "shard", ROWS)], app="a", version=0)
+    with open_store(root, "r") as reader:
+        (root / TXN_FILE).write_text('{"version": 2}')
+        with pytest.raises(UnsupportedStoreError):
+            reader._find_news()
+
+
+@pytest.mark.parametrize("create", [{"orders": 1 << 70}, {"orders": 1 << 63}])
+def test_what_could_not_be_read_again_is_not_written(tmp_path: Path, create: dict[str, int]) -> None:
+    root = tmp_path / "store"
+    with open_store(root) as store:
+        store.splice([stage(tmp_path / "one", ROWS[:5])], app="a", version=0)
+        before = files(root / "config")
+        with pytest.raises(ValueError, match="create must be a number"):
+            store._txn.save(store._txn.state.recorded("a", 1, 0, create))
+        assert files(root / "config") == before
+        held = shown(store)
+        with pytest.raises(ValueError, match="create must be a number"):
+            store._splicer.splice([stage(tmp_path / "two", ROWS)], app="b", version=0, create=create)
+        assert shown(store) == held
+        assert state_of(root)["apps"].keys() == {"a"}
+        assert store.splice([tmp_path / "two"], app="b", version=0).records == len(ROWS)
+    with open_store(root) as store:
+        assert store.recovery.findings == []
 
 
 def test_members_of_a_newer_program_survive(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import pytest
 import mqstore.spark
 from mqstore import MessageStore
 from mqstore.errors import ConfigError, CorruptStoreError, NotAStoreError, OffsetOutOfRangeError, StoreIOError
-from mqstore.spark import export_parquet, traffic_report
+from mqstore.spark import export_parquet, lag_report, traffic_report, verify
 from mqstore.spark.jobs.shape import Plan, Shaped, run, select
 from mqstore.spark.jobs.sql import columns_of
 from mqstore.spark.plan import LogSlice, QueueSlice
@@ -303,6 +303,17 @@ def test_without_pyspark_a_session_says_what_to_install(monkeypatch: pytest.Monk
 def test_a_store_that_is_not_there_is_told(tmp_path: Path) -> None:
     with pytest.raises(NotAStoreError):
         select(tmp_path / "nowhere").tasks()
+
+
+def test_a_set_without_stores_is_told_and_not_taken_for_well(tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "mqstore-set.json").write_text('{"version": 1, "stores": {}}')
+
+    with pytest.raises(ConfigError, match=r"/set: a store set that has no stores"):
+        select(tmp_path / "set").stores()
+    for job in (lag_report, verify):
+        with pytest.raises(ConfigError, match=r"/set: a store set that has no stores"):
+            job(None, tmp_path / "set")
 
 
 def test_slices_name_their_store(store: Path) -> None:

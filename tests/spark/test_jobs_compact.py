@@ -17,7 +17,7 @@ from mqstore.layout.properties import encode_properties
 from mqstore.spark import publish
 from mqstore.spark.jobs import keyed
 from mqstore.spark.jobs.compact import compact, compact_plan
-from mqstore.spark.jobs.dedup import dedup
+from mqstore.spark.jobs.dedup import dedup, dedup_plan
 from mqstore.spark.jobs.shape import select
 from tests.spark.copies import Copy, Queues, joined, members, messages, tree
 from tests.spark.support import Odd, many, write_store
@@ -354,9 +354,14 @@ def test_the_result_is_new_and_what_is_there_is_left_alone(tmp_path: Path) -> No
         compact(None, path, str(tmp_path / "n"), key="")
     with pytest.raises(ConfigError, match="window=0"):
         dedup(None, path, str(tmp_path / "n"), window=0)
-    plan = compact_plan(path, str(tmp_path / "n"))
-
-    assert (plan.stores, plan.queues, plan.messages) == (1, 5, 21)
+    for wrong in ({"key": ""}, {"tombstones": False, "retention": 1.0}, {"target": "inbox"}):
+        with pytest.raises(ConfigError):
+            compact_plan(path, str(tmp_path / "n"), **wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="window=0"):
+        dedup_plan(path, str(tmp_path / "n"), window=0)
+    for plan in (compact_plan(path, str(tmp_path / "n")), dedup_plan(path, str(tmp_path / "n"))):
+        assert (plan.stores, plan.queues, plan.messages, plan.already) == (1, 5, 21, False)
+    assert compact_plan(path, str(tmp_path / "set"), target="set").already
     assert tree(tmp_path) == before
 
 

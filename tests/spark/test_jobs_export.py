@@ -228,6 +228,47 @@ def test_a_second_run_writes_what_came_since(tmp_path: Path) -> None:
     assert offsets(tmp_path / "out") == model(path)
 
 
+@pytest.mark.parametrize("by", ["offset", "time"])
+def test_what_a_start_bound_leaves_out_is_left_out_in_every_queue_for_good(tmp_path: Path, by: str) -> None:
+    def put(topic: str, count: int, at_ms: int) -> list[Odd]:
+        return [Odd(topic=topic, queue_id=0, body=b"x", store_ms=at_ms + i) for i in range(count)]
+
+    old, new = 1_700_000_000_000, 1_700_000_100_000
+    # `busy` has messages on both sides of the bound, `quiet` only old ones, `young` only new ones.
+    path = write_store(tmp_path / "s", [*put("busy", 6, old), *put("quiet", 4, old), *put("busy", 3, new)])
+    start: Any = 6 if by == "offset" else datetime.fromtimestamp(new / 1000, UTC)
+    first = export_parquet(None, select(path, topics="busy,quiet", start=start), tmp_path / "out")
+    with MessageStore(path) as store:
+        store.put_many("quiet", [b"later"] * 2, queue_id=0)
+        store.put_many("busy", [b"later"], queue_id=0)
+    second = export_parquet(None, select(path, topics="busy,quiet"), tmp_path / "out")
+    third = export_parquet(None, select(path, topics="busy,quiet"), tmp_path / "out")
+
+    assert first.high_water[str(path)] == {"busy": {"0": 9}, "quiet": {"0": 4}}
+    assert first.messages == 3
+    assert second.messages == 3
+    assert third.folder is None
+    assert offsets(tmp_path / "out") == [
+        *(("busy", 0, at) for at in range(6, 10)),
+        *(("quiet", 0, at) for at in (4, 5)),
+    ]
+
+
+def test_a_later_start_bound_leaves_out_likewise_what_came_since_the_last_run(tmp_path: Path) -> None:
+    path = write_store(tmp_path / "s", [Odd(topic=topic, queue_id=0, body=b"x") for topic in ("a", "b") * 3])
+    export_parquet(None, select(path, topics="a,b"), tmp_path / "out")
+    with MessageStore(path) as store:
+        store.put_many("a", [b"x"] * 5, queue_id=0)
+        store.put_many("b", [b"x"] * 2, queue_id=0)
+
+    export_parquet(None, select(path, topics="a,b", start=6), tmp_path / "out")
+    rest = export_parquet(None, select(path, topics="a,b"), tmp_path / "out")
+
+    assert rest.folder is None
+    assert rest.high_water[str(path)] == {"a": {"0": 8}, "b": {"0": 5}}
+    assert [key for key in offsets(tmp_path / "out") if key[0] == "a"] == [("a", 0, at) for at in (0, 1, 2, 6, 7)]
+
+
 def test_a_store_is_the_same_by_whatever_path(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     export_parquet(None, "s", "out")

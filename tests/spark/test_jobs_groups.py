@@ -110,13 +110,18 @@ def test_a_group_that_is_new_since_the_first_look_has_no_rates(tmp_path: Path) -
 
 def test_groups_and_topics_can_be_chosen(tmp_path: Path) -> None:
     path = fill(tmp_path / "s", {0: 3}, {("a", 0): 1, ("b", 0): 2})
+    with broker(path, SimulatedClock(T0)) as running:
+        running.topics.create("empty", queues=1)
 
     assert [row.group for row in lag_report(None, path, groups=["b"]).rows] == ["b"]
-    assert lag_report(None, path, topics="other", groups=["b"]).rows == ()
+    assert lag_report(None, path, topics="empty", groups=["b"]).rows == ()  # is there, and no group has come to it
+    assert [row.group for row in lag_report(None, path, topics="orders,empty").rows] == ["a", "b"]
     assert [row.group for row in lag_report(None, path, top=1).rows] == ["a"]
     assert lag_report(None, path, top=1).groups == 2
-    with pytest.raises(ConfigError, match="no store knows the group 'c'"):
+    with pytest.raises(ConfigError, match="no store knows the group 'c'; there are 'a', 'b'"):
         lag_report(None, path, groups=["a", "c"])
+    with pytest.raises(ConfigError, match="no store knows the topic 'nope'; there are 'empty', 'orders'"):
+        lag_report(None, path, topics="orders,nope")
     with pytest.raises(ConfigError, match="is no report of lag"):
         lag_report(None, path, previous={"queues": 3})
     assert lag_plan(path).to_dict() == {"stores": 1, "queues": 1, "messages": 3, "bytes": 0, "tasks": 1}
@@ -193,6 +198,8 @@ def test_letters_can_be_chosen(letters: Path) -> None:
         return datetime.fromtimestamp((T0 + number * DAY_MS) / 1000, UTC)
 
     assert dlq_report(None, letters, groups=["audit"]).total == 3
+    with pytest.raises(ConfigError, match="no store knows the group 'nosuch'; there are 'audit', 'billing'"):
+        dlq_report(None, letters, groups=["audit", "nosuch"])
     assert dlq_report(None, select(letters, topics="payments")).total == 4
     assert dlq_report(None, select(letters, start=day(2), stop=day(6))).total == 4
     bare = dlq_report(None, letters, samples=0, reasons=0)
@@ -201,6 +208,16 @@ def test_letters_can_be_chosen(letters: Path) -> None:
     with pytest.raises(ConfigError, match="samples=-1"):
         dlq_report(None, letters, samples=-1)
     assert dlq_plan(letters).queues == 2
+
+
+def test_a_group_without_dead_letters_is_known_and_one_that_has_only_letters_too(letters: Path, tmp_path: Path) -> None:
+    other = fill(tmp_path / "o", {0: 1}, {("fine", 0): 1})
+    shutil.copytree(letters, tmp_path / "left")
+    for name in ("consumerOffset.json", "subscriptionGroup.json"):
+        (tmp_path / "left" / "config" / name).unlink(missing_ok=True)
+
+    assert dlq_report(None, [letters, other], groups=["fine"]).total == 0
+    assert dlq_report(None, tmp_path / "left", groups=["audit"]).total == 3
 
 
 def test_letters_that_were_let_go_of_do_not_count(letters: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from mqstore.files import jsonfile
 from mqstore.files.lock import WriterLock
 from mqstore.spark import publish
 from mqstore.spark.jobs import mirror as module
-from mqstore.spark.jobs.mirror import mirror
+from mqstore.spark.jobs.mirror import mirror, mirror_plan
 from mqstore.spark.jobs.shape import select
 from tests.spark.copies import joined, members, messages, tree
 from tests.spark.support import Odd, many, write_store
@@ -93,6 +93,48 @@ def test_a_new_one_begins_where_the_options_say(store: Path, tmp_path: Path) -> 
     assert done.messages == 5 + 2
     add(store, b"more")
     assert mirror(None, chosen, tmp_path / "t", tmp_path / "cp").messages == 1
+
+
+def test_where_a_new_one_would_begin_is_not_looked_at_once_it_has_begun(store: Path, tmp_path: Path) -> None:
+    begun = select(store, topics="t", options={"startingOffsets": '{"t": {"0": 15, "1": 18}}'})
+    mirror(None, begun, tmp_path / "t", tmp_path / "cp")
+    add(store, b"more")
+
+    # As if retention, or a group that was deleted, had made nonsense of what was said once.
+    for options in ({"startingOffsets": '{"t": {"0": 999}}'}, {"startingGroup": "nosuch"}):
+        chosen = select(store, topics="t", options=options)
+        with pytest.raises((ConfigError, OffsetOutOfRangeError)):
+            mirror(None, chosen, tmp_path / "t2", tmp_path / "cp2")
+        add(store, b"and more")
+        planned = mirror_plan(chosen, tmp_path / "t", tmp_path / "cp").messages
+        assert mirror(None, chosen, tmp_path / "t", tmp_path / "cp").messages == planned > 0
+
+    assert sum(map(len, messages(tmp_path / "t").values())) == 5 + 2 + 3
+
+
+def test_a_plan_says_what_is_left_and_writes_nothing(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = tree(tmp_path)
+    assert mirror_plan(store, tmp_path / "t", tmp_path / "cp").messages == 81
+    assert tree(tmp_path) == before
+    with monkeypatch.context() as patch:
+        patch.setattr(publish, "commit", lambda *args, **how: (_ for _ in ()).throw(OSError("killed")))
+        with pytest.raises(OSError, match="killed"):
+            mirror(None, store, tmp_path / "t", tmp_path / "cp", max_messages=11)
+    add(store, b"1", b"2")
+    before = tree(tmp_path)
+
+    undone = mirror_plan(store, tmp_path / "t", tmp_path / "cp").messages
+    with pytest.raises(ConfigError, match="no checkpoint of a mirror"):
+        mirror_plan(store, tmp_path / "u", tmp_path / "s")
+    with pytest.raises(ConfigError, match="the checkpoint of a mirror with target 'store'"):
+        mirror_plan(store, tmp_path / "t", tmp_path / "cp", target="set")
+    assert tree(tmp_path) == before
+    mirror(None, store, tmp_path / "t", tmp_path / "cp")
+
+    assert undone == 83
+    assert mirror_plan(store, tmp_path / "t", tmp_path / "cp").to_dict()["messages"] == 0
 
 
 # -- crashes -----------------------------------------------------------------------------------------------------------

@@ -528,8 +528,18 @@ def test_a_plan_counts_what_would_be_read_and_writes_nothing(store: Path, tmp_pa
 
     plan = replay_plan(store, [tmp_path / "a", tmp_path / "b"], topics="t", route="all")
 
-    assert (plan.stores, plan.queues, plan.messages) == (1, 2, 80)
+    assert (plan.stores, plan.queues, plan.messages, plan.already) == (1, 2, 80, False)
     assert tree(tmp_path) == before
+
+
+def test_a_plan_says_when_it_was_written_before(store: Path, tmp_path: Path) -> None:
+    done = replay(None, store, tmp_path / "a", topics="t")
+
+    plan = replay_plan(store, tmp_path / "a", topics="t")
+    both = replay_plan(store, [tmp_path / "a", tmp_path / "b"], topics="t", route="all", id=done.id)
+
+    assert (plan.id, plan.messages, plan.tasks, plan.already) == (done.id, 0, 0, True)
+    assert (both.tasks > 0, both.messages, both.already) == (True, 40, False)
 
 
 # -- pace --------------------------------------------------------------------------------------------------------------

@@ -118,7 +118,8 @@ def test_chosen_letters_are_sent_and_the_others_stay_and_are_sent_later(store: P
 def test_groups_topics_and_times_choose_too(store: Path) -> None:
     fail(store, 3, topic="other", group="audit", first=20)
 
-    assert dlq_resend(None, store, groups=["nobody"], dry_run=True).resent == 0
+    with pytest.raises(ConfigError, match="no store knows the group 'nobody'; there are 'audit', 'billing'"):
+        dlq_resend(None, store, groups=["nobody", "audit"])
     assert dlq_resend(None, store, groups=["audit"], dry_run=True).stores[0].groups == {"audit": 3}
     assert dlq_resend(None, select(store, topics="orders"), dry_run=True).stores[0].groups == {"billing": 6}
     late = select(store, start=datetime(2100, 1, 1, tzinfo=UTC))

@@ -74,6 +74,8 @@ def test_values_become_what_they_mean(name: str, text: str, field: str, value: A
         ({"subscribe": "a", "topic": "b"}, "'subscribe' and 'topic' are the same"),
         ({"subscribe": "a", "assign": '{"a":[0]}'}, "subscribe and assign exclude each other"),
         ({"startingGroup": "g", "startingTimestamp": "1"}, "exclude each other"),
+        ({"commitGroup": "a@b"}, "option commitGroup='a@b': .*a group is 1 to 120 letters"),
+        ({"commitGroup": "CID_RMQ_SYS_TRANS"}, "option commitGroup='CID_RMQ_SYS_TRANS': .*the engine's own"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_name_value_and_remedy(given: dict[str, str], says: str) -> None:

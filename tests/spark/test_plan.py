@@ -161,6 +161,20 @@ def test_stores_come_by_path_glob_set_and_id(tmp_path: Path) -> None:
             ids(path=str(tmp_path / "many"))
 
 
+def test_a_store_has_one_id_however_its_path_is_spelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = str(write_store(tmp_path / "a", []))
+    monkeypatch.chdir(tmp_path)
+
+    def named(**given: str) -> list[StoreName]:
+        return stores_of(SourceOptions.parse(given))
+
+    for spelled in ("a", "a/", "./a", "file:a", "b/../a", store, f"{store}//", f"file://{store}/", "[a]", "./*"):
+        assert named(path=spelled) == [StoreName(store, store)], spelled
+    with pytest.raises(ConfigError, match="two stores have the id"):
+        named(paths='["a", "a/"]')
+    assert named(paths='{"x": "a/", "y": "./a"}') == [StoreName("x", "a/"), StoreName("y", "./a")]  # as they are given
+
+
 def test_a_store_that_is_gone_is_data_lost(tmp_path: Path) -> None:
     write_store(tmp_path / "a", [Odd()])
     paths = json.dumps({"a": str(tmp_path / "a"), "b": str(tmp_path / "b")})

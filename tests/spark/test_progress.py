@@ -18,7 +18,7 @@ from mqstore.broker.parts import open_parts
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.pacing import Limit
 from mqstore.spark.plan import Bounds
-from mqstore.spark.positions import Key, decode_offset, encode_offset
+from mqstore.spark.positions import Key, decode_offset, encode_offset, renamed
 from mqstore.spark.progress import Snapshot, StreamProgress, advance
 from mqstore.spark.tasks import read_slices
 from tests.conftest import GoldenStore
@@ -319,7 +319,112 @@ def test_a_first_batch_that_fails_loses_nothing_though_latest_moves_on(world: Wo
     assert [row[3] for row in engine.rows] == [*range(10, 15)]
 
 
+def test_a_first_batch_that_is_done_again_does_not_end_a_run_that_reads_what_there_is(world: World) -> None:
+    world.append(0, "t", 0, 10)
+    engine = Engine(path=str(world.folder / "s0"), startingTimestamp="0")
+    engine.run(stop="logged")
+    engine.run(target=True)
+    assert [row[3] for row in engine.rows] == [*range(10)]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"assign": '{"t":[0],"no":[0]}'},
+        {"startingOffsets": '{"no":{"0":5}}'},
+        {"startingOffsets": '{"PATH":{"no":{"0":-1},"t":{"0":3}}}'},
+        {"startingOffsets": '{"no":{"0":-2}}', "subscribe": "t,later"},
+    ],
+)
+def test_a_topic_that_is_counted_on_must_be_there_when_a_stream_begins(world: World, given: dict[str, str]) -> None:
+    world.append(0, "t", 0, 10)
+    path = world.folder / "s0"
+    given = {name: value.replace("PATH", str(path)) for name, value in given.items()}
+    with pytest.raises(TopicNotFoundError, match=r"no store has the topic 'no', .*failOnDataLoss=false"):
+        StreamProgress(options(path, **given)).initial()
+    StreamProgress(options(path, **given, failOnDataLoss="false")).initial()
+    # A start by time wins over one by offsets, which then count on nothing.
+    if "assign" not in given:
+        StreamProgress(options(path, **given, startingTimestamp="0")).initial()
+    # Later it is for the checkpoint to say what is missing.
+    assert StreamProgress(options(path, **given)).latest(at(path, "t", 0, 10)) == at(path, "t", 0, 10)
+
+
+def test_a_topic_that_has_no_message_yet_is_there(tmp_path: Path) -> None:
+    path = write_store(tmp_path / "s", many(8))
+    with offline(path) as desk:
+        desk.parts.topics.create("empty", queues=1)
+    begin = StreamProgress(options(path, assign='{"empty":[0]}')).initial()
+    assert decode_offset(begin, by_log=False).get(Key(str(path), "empty", 0), 0) == 0
+
+
+def test_a_topic_that_is_subscribed_to_may_come_later(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    world.append(0, "t", 0, 10)
+    world.append(1, "u", 0, 10)
+    given = {"path": f"{world.folder}/*", "startingOffsets": "earliest"}
+    for topics in ("t,u", "t,soon", "t,soon"):
+        StreamProgress(SourceOptions.parse({**given, "subscribe": topics}).for_stream()).initial()
+    assert [record.message for record in caplog.records] == [
+        "no store has the topic 'soon': the stream waits for it; see that it is spelled right"
+    ]
+
+
 # -- offsets -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scan", ["queue", "log"])
+def test_a_store_is_the_same_one_however_its_path_is_spelled(
+    world: World, monkeypatch: pytest.MonkeyPatch, scan: str
+) -> None:
+    monkeypatch.chdir(world.folder)
+    world.append(0, "t", 0, 10)
+    store = str(world.folder / "s0")
+    engine = Engine(path="s0", startingOffsets="earliest", scan=scan)
+    for spelled in ("s0/", "./s0", store, f"{store}/", f"file:{store}", "*"):
+        engine.run()
+        engine.options = Engine(path=spelled, scan=scan).options
+        world.append(0, "t", 0, 1)
+    engine.run()
+    assert engine.rows == [(store, "t", 0, offset) for offset in range(16)]
+
+
+@pytest.mark.parametrize("old", ["s0", "s0/", "./s0", "ABSOLUTE/", "ABSOLUTE/../s0"])
+def test_a_checkpoint_that_has_a_path_as_it_was_spelled_goes_on(
+    world: World, monkeypatch: pytest.MonkeyPatch, old: str
+) -> None:
+    """As checkpoints of the first versions do."""
+    monkeypatch.chdir(world.folder)
+    world.append(0, "t", 0, 10)
+    store = str(world.folder / "s0")
+    was = old.replace("ABSOLUTE", store)
+    progress = StreamProgress(options(was))
+    assert progress.latest(at(was, "t", 0, 4), Limit(2, "messages")) == at(store, "t", 0, 6)
+    [[piece]] = progress.partitions(at(was, "t", 0, 4), at(was, "t", 0, 6))  # a batch that was logged then
+    assert (piece.store.path, piece.start, piece.stop) == (store, 4, 6)
+    # Two spellings of one store, read one after the other: what one has come to is read.
+    both = {"v": 1, "s": {was: {"t": {"0": 7}}, store: {"t": {"0": 9}}}}
+    assert progress.latest(both, Limit(1, "messages")) == at(store, "t", 0, 10)
+
+
+def test_ids_that_are_known_stay_and_the_further_position_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = str(tmp_path / "a")
+    old, now = Key("a", "t", 0), Key(path, "t", 0)
+    assert renamed({old: 5}, {"a", path}) == {old: 5}  # a member of a set, beside a store of that path
+    assert renamed({old: 5}, {"b"}) == {old: 5}  # it may come back
+    assert renamed({old: 5, now: 9}, {path}) == renamed({now: 9, old: 5}, {path}) == {now: 9}
+    assert renamed({Key("a"): 5, Key("b"): 0}, {path}) == {Key(path): 5, Key("b"): 0}
+
+
+def test_a_name_that_a_store_was_given_is_no_path(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(world.folder)
+    world.append(0, "t", 0, 10)
+    world.append(1, "t", 0, 10)
+    paths = json.dumps({"s0": str(world.folder / "s1"), "s1": str(world.folder / "s0")})
+    progress = StreamProgress(SourceOptions.parse({"paths": paths}).for_stream())
+    assert progress.latest(at("s0", "t", 0, 4)) == {"v": 1, "s": {name: {"t": {"0": 10}} for name in ("s0", "s1")}}
 
 
 def test_an_offset_has_one_spelling() -> None:
@@ -526,8 +631,12 @@ def test_a_queue_or_store_that_is_gone_fails_the_stream_or_waits_where_it_was(wo
         end = lenient.latest(start)
         assert decode_offset(end, by_log=False) == {**decode_offset(start, by_log=False), Key(s0, "t", 0): 10}
     more = json.loads(json.dumps(start).replace(": 7", ": 9"))
-    with pytest.raises(NotAStoreError):
+    with pytest.raises(NotAStoreError) as caught:
         StreamProgress(options(s0)).partitions(start, more)
+    assert str(caught.value).endswith(
+        f"There are '{s0}': use the path or id that the query was started with, or paths={{'{gone}': path}}"
+    )
+    assert "failOnDataLoss" not in str(caught.value)  # which would read the store again, if it is there by another name
     assert lenient.partitions(start, more) == []
 
 
@@ -638,6 +747,21 @@ def test_what_is_processed_shows_as_a_group(world: World) -> None:
     } == {"s0": {"t": {"0": 10}}, "s1": {"t": {"0": 4}}}
     with MessageStore(world.folder / "s0", "r") as opened:
         assert open_parts(opened).offsets.of_group("sp") == {("t", 0): 10}
+
+
+def test_topics_that_are_not_read_any_more_are_left_out(world: World) -> None:
+    """They would lag for good, and retention would wait for them."""
+    world.append(0, "t", 0, 10)
+    path = world.folder / "s0"
+    end = {"v": 1, "s": {str(path): {"t": {"0": 4, "1": 5}, "u": {"0": 6}, "%RETRY%g": {"0": 7}}}}
+    for chosen, expected in (
+        ({"subscribe": "t"}, {"t": {"0": 4, "1": 5}}),
+        ({"assign": '{"t":[1],"u":[1]}'}, {"t": {"1": 5}}),
+        ({"subscribePattern": "u|%RETRY%.*"}, {"u": {"0": 6}}),
+        ({}, {"t": {"0": 4, "1": 5}, "u": {"0": 6}}),
+    ):
+        StreamProgress(options(path, commitGroup="sp", **chosen)).commit(end)
+        assert json.loads((path / "config/spark/groups/sp.json").read_text())["offsets"] == expected
 
 
 def test_a_new_stream_may_begin_where_a_group_that_another_published_is(world: World) -> None:

@@ -233,6 +233,37 @@ def test_lag_is_shown_and_its_limits_are_findings(store: Path) -> None:
     assert "over the limit: group billing on orders: 11 messages" in shown.stderr
 
 
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (("lag", "--topics", "nope"), "no store knows the topic 'nope'; there are"),
+        (("lag", "--group", "nope"), "no store knows the group 'nope'; there are"),
+        (("dlq", "--group", "nope"), "no store knows the group 'nope'; there are"),
+        (("lag", "--wait", "foo"), "'foo' is no length of time; as in 36h"),
+        (("lag", "--max-age", "foo"), "'foo' is no length of time; as in 36h"),
+    ],
+)
+def test_names_and_times_that_are_none_are_wrong_usage(store: Path, call: tuple[str, ...], says: str) -> None:
+    shown = mqstore("spark", call[0], store, *call[1:], *HERE)
+
+    assert (shown.exit_code, says in " ".join(shown.stderr.split())) == (2, True), shown.stderr
+    assert shown.stdout == ""
+
+
+@pytest.mark.parametrize("name", ["lag", "verify", "traffic", "dlq"])
+def test_a_set_without_stores_is_wrong_usage(name: str, tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "mqstore-set.json").write_text('{"version": 1, "stores": {}}')
+
+    shown = mqstore("spark", name, tmp_path / "set", *HERE)
+
+    assert (shown.exit_code, "has no stores" in shown.stderr) == (2, True), (shown.stdout, shown.stderr)
+
+
+def test_help_of_dead_letters_tells_of_sending_them() -> None:
+    assert "mqstore spark dlq resend 'fleet/*'" in mqstore("spark", "dlq", "--help").stdout
+
+
 def test_an_earlier_look_can_be_compared_with(store: Path, tmp_path: Path) -> None:
     call = ("spark", "lag", store, *HERE)
     earlier = mqstore_json(*call)

@@ -99,7 +99,12 @@ def test_help_has_examples_and_explains_every_option(name: str) -> None:
         ("import", ["--map", "colour=body"], "no 'colour'"),
         ("compact", ["--retention", "soon"], "no age"),
         ("compact", ["--no-tombstones", "--retention", "1d"], "tombstones"),
+        ("compact", ["--key", ","], "key="),
         ("dedup", ["--window", "soon"], "no time"),
+        ("replay", ["--from", "24h"], "--id"),
+        ("replay", ["--to", "1h"], "--id"),
+        ("compact", ["--from", "24h"], "--id"),
+        ("dedup", ["--to", "7d"], "--id"),
         ("dedup", ["--target", "inbox"], "inbox"),
     ],
 )
@@ -109,11 +114,40 @@ def test_wrong_usage_ends_with_2_and_writes_nothing(
     call = arguments(name, store, tmp_path / "t")
     before = tree(tmp_path)
 
-    shown = mqstore(*call, *more, *HERE)
+    for how in (HERE, ("--dry-run",)):  # which makes the checks of the run
+        if name == "import" and how != HERE:
+            continue
+        shown = mqstore(*call, *more, *how)
+
+        assert (shown.exit_code, says in re.sub(r"\s+", " ", shown.stderr)) == (2, True), (how, shown.stderr)
+        assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["replay", "mirror", "compact", "dedup"])
+def test_a_target_inside_the_source_is_refused_by_a_dry_run_too(name: str, store: Path) -> None:
+    before = tree(store)
+
+    shown = mqstore(*arguments(name, store, store / "t"), "--dry-run")
 
     assert shown.exit_code == 2
-    assert says in re.sub(r"\s+", " ", shown.stderr)
-    assert tree(tmp_path) == before
+    assert "lie in one another" in re.sub(r"\s+", " ", shown.stderr)
+    assert tree(store) == before
+
+
+@pytest.mark.parametrize("name", ["replay", "compact", "dedup"])
+def test_an_age_as_bound_with_a_name_is_the_same_run_when_it_is_run_again(
+    name: str, store: Path, tmp_path: Path
+) -> None:
+    call = [*arguments(name, store, tmp_path / "t"), "--to", "1s", "--id", "mine", *HERE]
+
+    first, second = mqstore_json(*call), mqstore(*call)
+    dry = mqstore(*call, "--dry-run")
+
+    assert first["id"] == "mine"
+    assert sum(map(len, messages(tmp_path / "t").values())) >= 40
+    assert "written before" in second.stderr
+    assert "mine was written before" in dry.stderr
+    assert mqstore_json(*call, "--dry-run")["plan"]["already"] is True
 
 
 def test_routes_renames_and_sets_are_understood(store: Path, tmp_path: Path) -> None:
@@ -151,6 +185,9 @@ def test_dead_letters_are_counted_and_sent(tmp_path: Path) -> None:
     before = tree(tmp_path)
     dry = mqstore_json("spark", "dlq", "resend", tmp_path / "s", "--dry-run")
     assert tree(tmp_path) == before
+    nobody = mqstore("spark", "dlq", "resend", tmp_path / "s", "--group", "billing", "--group", "nosuch", *HERE)
+    assert (nobody.exit_code, "no store knows the group 'nosuch'" in nobody.stderr) == (2, True)
+    assert mqstore_json("spark", "dlq", "resend", tmp_path / "s", "--dry-run") == dry  # nothing was sent
     shown = mqstore("spark", "dlq", "resend", tmp_path / "s", "--where", "dlq_reason = 'timeout'", *HERE)
     rest = mqstore_json("spark", "dlq", "resend", tmp_path / "s", "--group", "billing", *HERE)
 

@@ -15,6 +15,8 @@ A forced restart, queue by queue::
     reset(o)      committed := o, a reset is pending
     commit(x)     pending: dropped. It comes from a consumer that does not know yet, and would undo the reset.
     take_reset()  the next read or pop gets o, once; commits count again
+    published(x)  pending: the reset is done with, and committed := x. Who publishes asks nobody where to start, so a
+                  reset that nobody takes would keep its progress out for good.
 
 Written to `config/consumerOffset.json` as RocketMQ does, and never ahead of the messages: a save takes a copy, flushes
 the commitlog, then writes the copy, so that what the file says rests on messages that no power cut takes back (2.5).
@@ -425,6 +427,7 @@ class OffsetTable:
                     self._queues_of(group, topic)[queue_id] = offset
                     continue
                 offset = self._lowered(f"published by {group}: {topic}, queue {queue_id}", topic, queue_id, offset)
+                self.take_reset(topic, group, queue_id)
                 if self.committed(group, topic, queue_id) != offset:
                     self.commit(group, topic, queue_id, offset)
         for problem in self._published.problems:

@@ -10,11 +10,14 @@
        \\--bad----> refused/<name>, and reason.txt beside what it holds
 
 A bundle comes by one rename and is whole then. It is spliced, which records its version, and only then removed: a crash
-in between meets a version that is in already. The bundles of one application go in the order of their versions; while
-one cannot be read, the later ones wait, for once they are in it would count as done.
+in between meets the version that was the last one in. One of a version below that was never in, or was long ago:
+nobody knows any more, so it is not spliced and not removed but moved aside. The bundles of one application go in the
+order of their versions; while one cannot be read, the later ones wait. Of one whose `bundle.json` cannot be read the
+application is told from the folder's name.
 
 What is wrong with the bundle itself moves it aside at once. What is wrong with the disk leaves it where it is, and it
-is tried again, ever more rarely; one whose own files cannot be read is moved aside after `_TRIES` times.
+is tried again, ever more rarely; one whose own files cannot be read is moved aside after `_TRIES` times. Those of other
+applications do not wait for it, and nobody waits for one that is in and cannot be deleted.
 
 Knows folders and the splicer. Who is to enter the topics of a bundle is a function that a broker gives; without one the
 splice notes them for a broker to come.
@@ -26,20 +29,25 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mqstore.clock import Clock
 from mqstore.errors import (
-    ConfigError,
     FormatError,
     InvalidMessageError,
+    MQStoreError,
     NotPermittedError,
+    ReadOnlyStoreError,
+    StoreBusyError,
+    StoreClosedError,
     StoreIOError,
 )
 from mqstore.files.filesystem import FILE_MODE, FileSystem
 from mqstore.files.jsonfile import decode_json
-from mqstore.log.names import is_path_safe
+from mqstore.log.names import check_topic, is_path_safe
+from mqstore.log.txn import is_app
 
 __all__ = ["Bundle", "Inbox", "InboxState", "inbox_state"]
 
@@ -47,6 +55,7 @@ _log = logging.getLogger("mqstore")
 _REFUSED = "refused"
 _DONE = "_done-"
 _JSON_BYTES_MAX = 16 << 20
+_QUEUES_MAX = 16_384
 _TRIES = 8
 _PAUSE_MIN_MS, _PAUSE_MAX_MS = 1_000, 300_000
 
@@ -81,21 +90,31 @@ class Bundle:
         shards: Any = value.get("shards")
         create: Any = value.get("create", {})
         for good, field in (
-            (isinstance(app, str) and app != "", "app"),
+            (is_app(app), "app"),
             (type(version) is int and 0 <= version < 1 << 63, "ver"),
             (isinstance(shards, list) and all(_is_name(name) for name in shards), "shards"),
-            (isinstance(create, dict) and all(type(n) is int and n > 0 for n in create.values()), "create"),
+            (isinstance(create, dict) and all(map(_is_count, create.values())), "create"),
         ):
             if not good:
                 raise FormatError(f"{path}: {field} is {value.get(field)!r:.80}", field, 0)
         if len(set(shards)) != len(shards):
             raise FormatError(f"{path}: a shard is named twice", "shards", 0)
+        for topic in create:
+            try:
+                check_topic(topic)
+            except InvalidMessageError as error:
+                raise FormatError(f"{path}: create: {error}", "create", 0) from error
         return cls(folder, app, version, tuple(shards), create)
 
 
 def _is_name(name: Any) -> bool:
     """Whether a shard's name leads to a folder of the bundle and nowhere else."""
     return isinstance(name, str) and is_path_safe(name)
+
+
+def _is_count(queues: Any) -> bool:
+    """Whether a topic may have so many queues."""
+    return type(queues) is int and 1 <= queues <= _QUEUES_MAX
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +141,16 @@ def _folders(path: Path, fs: FileSystem) -> list[str]:
         return []
 
 
+def _free(path: Path) -> Path:
+    """`path`, or it with a number behind: a name that nothing has."""
+    number = 0
+    found = path
+    while os.path.lexists(found):
+        number += 1
+        found = path.with_name(f"{path.name}.{number}")
+    return found
+
+
 def _is_bundle(name: str) -> bool:
     return name != _REFUSED and not name.startswith((".", "_"))
 
@@ -138,7 +167,8 @@ class _Trouble:
 class Inbox:
     """The inbox of a store that is open for writing.
 
-    `splice(shards, app, version, create)` stores a bundle; `create_topics`: see the module, set by a broker.
+    `splice(shards, app, version, create)` stores a bundle, and gives the version of `app` that is the last one in by
+    then: a higher one when nothing was done. `create_topics`: see the module, set by a broker.
     """
 
     def __init__(
@@ -147,7 +177,7 @@ class Inbox:
         fs: FileSystem,
         clock: Clock,
         *,
-        splice: Callable[[list[Path], str, int, Mapping[str, int]], object],
+        splice: Callable[[list[Path], str, int, Mapping[str, int]], int],
         file_mode: int = FILE_MODE,
     ) -> None:
         self.create_topics: CreateTopics | None = None
@@ -161,6 +191,7 @@ class Inbox:
         self._splice = splice
         self._file_mode = file_mode
         self._trouble: dict[str, _Trouble] = {}
+        self._undeletable: set[Path] = set()
 
     def run_once(self) -> int:
         """Take in what waits; how many bundles were spliced. Where there is no inbox this is one look.
@@ -173,40 +204,30 @@ class Inbox:
             return 0
         self._sweep()
         before = self.spliced
-        stuck: set[str] = set()
-        bundles = self._in_order()
-        names = {bundle.folder.name for bundle in bundles}
+        names = [name for name in _folders(self._folder, fs) if _is_bundle(name)]
         self._trouble = {name: trouble for name, trouble in self._trouble.items() if name in names}
-        for bundle in bundles:
-            if bundle.app in stuck:
-                continue
-            trouble = self._trouble.get(bundle.folder.name)
-            if trouble is not None and self._clock.monotonic_ms() < trouble.due_ms:
+        stuck: set[str] = set()
+        for bundle in self._in_order(names, stuck):
+            name = bundle.folder.name
+            if bundle.app not in stuck and (self._pauses(name) or not self._try(name, partial(self._take, bundle))):
                 stuck.add(bundle.app)
-                continue
-            try:
-                self._take(bundle)
-            except (FormatError, InvalidMessageError, ConfigError, NotPermittedError) as error:
-                self._refuse(bundle.folder, error)
-            except OSError as error:
-                if not self._give_up(bundle, error):
-                    stuck.add(bundle.app)
         for trouble in self._trouble.values():
             raise trouble.error
         return self.spliced - before
 
-    def _in_order(self) -> list[Bundle]:
-        """The bundles that wait, by application and version; bad ones are moved aside."""
-        found = []
-        for name in filter(_is_bundle, _folders(self._folder, self._fs)):
-            folder = self._folder / name
-            try:
-                if os.path.islink(folder):
-                    raise FormatError(f"{folder}: a link, not a folder", "bundle", 0)
-                found.append(Bundle.load(folder, self._fs))
-            except FormatError as error:
-                self._refuse(folder, error)
+    def _in_order(self, names: list[str], stuck: set[str]) -> list[Bundle]:
+        """The bundles that wait, by application and version; bad ones are moved aside. The applications of those that
+        cannot be read come to `stuck`."""
+        found: list[Bundle] = []
+        for name in names:
+            if not self._try(name, partial(self._load, self._folder / name, found)):
+                stuck.add(name.rpartition("-")[0])
         return sorted(found, key=lambda bundle: (bundle.app, bundle.version, bundle.folder.name))
+
+    def _load(self, folder: Path, found: list[Bundle]) -> None:
+        if os.path.islink(folder):
+            raise FormatError(f"{folder}: a link, not a folder", "bundle", 0)
+        found.append(Bundle.load(folder, self._fs))
 
     def _take(self, bundle: Bundle) -> None:
         for name in bundle.shards:
@@ -216,21 +237,50 @@ class Inbox:
         if self.create_topics is not None and bundle.create:
             self.create_topics(bundle.create)
             noted = {}
-        self._splice([bundle.folder / name for name in bundle.shards], bundle.app, bundle.version, noted)
+        last = self._splice([bundle.folder / name for name in bundle.shards], bundle.app, bundle.version, noted)
+        if last > bundle.version:
+            what = f"{bundle.folder}: ver is {bundle.version}, the last one in is {last}"
+            raise FormatError(
+                f"{what}: a later version of the application is in; stage it again under another app", "ver", 0
+            )
         self.spliced += 1
         self._trouble.pop(bundle.folder.name, None)
         self._remove(bundle.folder)
 
-    def _give_up(self, bundle: Bundle, error: OSError) -> bool:
+    def _try(self, name: str, step: Callable[[], None]) -> bool:
+        """Do `step` of the bundle `name`; False when it is to be tried again. One at fault itself is moved aside."""
+        try:
+            try:
+                step()
+            except NotPermittedError as error:  # before the others: it is an OSError, but of a topic
+                self._refuse(self._folder / name, error)
+            except (OSError, StoreBusyError, StoreClosedError):
+                raise  # the disk, or the state of the store: no fault of the bundle, as far as is known
+            except MQStoreError as error:
+                self._refuse(self._folder / name, error)
+        except OSError as error:
+            return self._give_up(name, error)
+        return True
+
+    def _pauses(self, name: str) -> bool:
+        trouble = self._trouble.get(name)
+        return trouble is not None and self._clock.monotonic_ms() < trouble.due_ms
+
+    def _give_up(self, name: str, error: OSError) -> bool:
         """Count a failure; whether the bundle was moved aside, its own files being the reason time and again."""
-        name = bundle.folder.name
+        if self._pauses(name):
+            return False
+        folder = self._folder / name
         trouble = self._trouble.setdefault(name, _Trouble(0, 0, error))
         trouble.error = error
-        own = isinstance(error, StoreIOError) and str(error.filename or "").startswith(f"{bundle.folder}{os.sep}")
+        inside = str(getattr(error, "filename", None) or "").startswith(f"{folder}{os.sep}")
         trouble.tries += 1
-        if own and trouble.tries >= _TRIES:
-            self._refuse(bundle.folder, error)
-            return True
+        if inside and isinstance(error, StoreIOError | ReadOnlyStoreError) and trouble.tries >= _TRIES:
+            try:
+                self._refuse(folder, error)
+                return True
+            except OSError as worse:
+                trouble.error = worse
         pause_ms = min(_PAUSE_MAX_MS, _PAUSE_MIN_MS << min(trouble.tries, 16))
         trouble.due_ms = self._clock.monotonic_ms() + pause_ms
         return False
@@ -242,11 +292,7 @@ class Inbox:
         fs = self._fs
         aside = self._folder / _REFUSED
         fs.mkdir(aside, exist_ok=True)
-        target = aside / folder.name
-        number = 0
-        while os.path.lexists(target):
-            number += 1
-            target = aside / f"{folder.name}.{number}"
+        target = _free(aside / folder.name)
         fs.replace(folder, target)
         fs.sync_directory(aside)
         fs.sync_directory(self._folder)
@@ -256,7 +302,7 @@ class Inbox:
         if os.path.islink(target):
             return
         path = target / "reason.txt"
-        fd = fs.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, self._file_mode)
+        fd = fs.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK, self._file_mode)
         try:
             fs.pwrite(fd, f"{type(error).__name__}: {error}\n".encode("utf-8", "backslashreplace"), 0)
             fs.fdatasync(fd)
@@ -265,18 +311,26 @@ class Inbox:
 
     def _remove(self, folder: Path) -> None:
         """Remove a bundle that is in. The new name first, durably: half of one must never look like one that waits."""
-        done = self._folder / f"{_DONE}{folder.name}"
-        if os.path.lexists(done):
-            self._delete(done)
+        done = _free(self._folder / f"{_DONE}{folder.name}")
         self._fs.replace(folder, done)
         self._fs.sync_directory(self._folder)
-        self._delete(done)
+        self._tidy(done)
 
     def _sweep(self) -> None:
         """Go on removing what a crash left."""
         for name in _folders(self._folder, self._fs):
-            if name.startswith(_DONE):
-                self._delete(self._folder / name)
+            if name.startswith(_DONE) and not os.path.islink(self._folder / name):
+                self._tidy(self._folder / name)
+
+    def _tidy(self, folder: Path) -> None:
+        """Delete what is done with, or leave it to a later sweep: nobody has to wait for that."""
+        try:
+            self._delete(folder)
+            self._undeletable.discard(folder)
+        except OSError as error:
+            if folder not in self._undeletable:  # told once, not with every look
+                _log.warning("%s is done with and cannot be deleted: %s", folder, error)
+            self._undeletable.add(folder)
 
     def _delete(self, folder: Path) -> None:
         """Remove a folder and what it holds; links in it go, what they lead to stays."""

@@ -12,10 +12,10 @@ the owner folds them into its own offsets at its next save. Knows names and numb
     take      GROUP.json             -> GROUP.json.taken    the owner: read, and put among its offsets
     settle    GROUP.json.taken removed                      the owner, after these were saved
 
-So each file counts once, as a commit does: the last one wins, also backwards, and what is reset or removed later is
-not undone by an old file. A crash between the last two steps leaves `.taken`; the next owner takes it once more, before
-anybody can have changed the offsets it brought. A newer file may come at any moment: taken over an older one it
-replaces it, for each names all that its publisher reads. One publisher a group.
+So each file counts once, when it is taken, as a commit does: the last one wins, also backwards, and what is reset or
+removed later is not undone by an old file. A crash between the last two steps leaves `.taken`; the next owner takes it
+once more, before anybody can have changed the offsets it brought. A newer file may come at any moment: taken over an
+older one it replaces it, for each names all that its publisher reads. One publisher a group.
 
 A folder of its own: what else lives in `config/spark/` has names that a group might have.
 """
@@ -55,7 +55,7 @@ def publish(
     The folder is made if need be, with the permissions of `config` that the umask allows. ValueError for a group that
     cannot be a file's name; StoreIOError, StoreFullError, PermissionError: the file is then as it was.
     """
-    if not is_path_safe(group) or "@" in group or len(group.encode()) > 200:
+    if not _is_name(group):
         raise ValueError(f"group {group[:150]!r} cannot be the name of a file")
     table: dict[str, dict[str, int]] = {}
     for (topic, queue_id), offset in sorted(offsets.items()):
@@ -83,6 +83,11 @@ def publish(
             fs.unlink(path + ".tmp", missing_ok=True)
         raise
     fs.sync_directory(folder)
+
+
+def _is_name(group: str) -> bool:
+    """Whether a group's name can be a file's, endings included, and a key of the owner's offsets."""
+    return is_path_safe(group) and "@" not in group and len(group.encode()) <= 200
 
 
 class PublishedFiles:
@@ -178,7 +183,7 @@ def _decode(data: bytes, name: str) -> Published:
     group, table = value.get("group"), value.get("offsets")
     if value.get("version") != 1 or not isinstance(group, str) or not isinstance(table, dict):
         raise FormatError("no progress of a group, or of a version that this mqstore does not know", "json", 0)
-    if f"{group}.json" != name:
+    if f"{group}.json" != name or not _is_name(group):
         raise FormatError(f"it says that it is of group {group[:150]!r}", "json", 0)
     offsets: dict[tuple[str, int], int] = {}
     for topic, queues in table.items():

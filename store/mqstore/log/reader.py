@@ -410,7 +410,8 @@ class StoreReader:
                     break
         if not chosen:
             return [], after, stop
-        there = self._segment_at(units[chosen[0]][0])
+        physical, size, _ = units[chosen[0]]
+        there = self._segment_at(physical, physical + size)
         if there is None:
             return None
         segment, buffer = there
@@ -559,9 +560,12 @@ class StoreReader:
                         queue.queue_id,
                     )
 
-    def _segment_at(self, physical: int) -> tuple[Segment, mmap.mmap] | None:
+    def _segment_at(self, physical: int, stop: int) -> tuple[Segment, mmap.mmap] | None:
+        """The segment of records in [physical, stop), and its mapping. What lies behind a file that ends early, as it
+        does for a reader where a splice has begun, may have come since: it is never judged before that was looked for.
+        """
         segment = self._run.find(physical)
-        if segment is None:
+        if segment is None or segment.start + segment.length < min(stop, segment.end):
             self._find_news()
             segment = self._run.find(physical)
         if segment is None:
@@ -584,12 +588,13 @@ class StoreReader:
     ) -> tuple[mmap.mmap | None, npt.NDArray[np.bool_], Headers | None]:
         """The mapping that holds these units' records, which of them verify as what the units say (8.5, 9.2), and their
         headers if they were looked at and all are good."""
-        there = self._segment_at(int(physical[0]))
+        stops = physical + sizes
+        there = self._segment_at(int(physical[0]), int(stops.max()))
         if there is None:
             return None, np.zeros(len(physical), np.bool_), None
         segment, buffer = there
         starts = physical - segment.start
-        good = starts + sizes <= len(buffer)
+        good = stops <= segment.start + len(buffer)
         headers: Headers | None = None
         said = (physical << 1 | 1) ^ sizes << 41  # odd, so never 0, which stands for "not looked at"
         if self._passes_over_bad and self._verified.all_in(queue, slots, said):
@@ -678,7 +683,7 @@ class StoreReader:
     def at(self, physical_offset: int) -> Message:
         """The message whose record starts at `physical_offset`. LookupError when no record that verifies does."""
         self._check_open()
-        there = self._segment_at(physical_offset) if physical_offset >= 0 else None
+        there = self._segment_at(physical_offset, physical_offset + MIN_RECORD_BYTES) if physical_offset >= 0 else None
         if there is None:
             self._check_open()  # a close meanwhile takes the segments away
             raise LookupError(f"{self.path} holds nothing at physical offset {physical_offset}")
@@ -766,7 +771,7 @@ class StoreReader:
         """(slot, store time) of the first readable message in [slot, end)."""
         while slot < end:
             physical, size, _ = queue.units(slot, 1)[0].tolist()
-            there = self._segment_at(physical) if 0 < size < VOID_SIZE and physical >= 0 else None
+            there = self._segment_at(physical, physical + size) if 0 < size < VOID_SIZE and physical >= 0 else None
             if there is not None:
                 segment, buffer = there
                 start = physical - segment.start

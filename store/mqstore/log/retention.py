@@ -1,6 +1,9 @@
 """What a retention policy no longer keeps: whole segments, oldest first, never the last (store-format 8.3).
 
 Age is the store time of a segment's last record, not the file's: a directory that was copied is not young.
+
+Segments beyond the end of the log are those of a splice under way. They count for nothing: it may yet be taken back,
+and what was deleted to make room for it would be lost for nothing.
 """
 
 from __future__ import annotations
@@ -14,18 +17,21 @@ from mqstore.options import Retention, seconds
 __all__ = ["expired_before"]
 
 
-def expired_before(run: SegmentRun, policy: Retention, now_ms: int, known: dict[int, int]) -> int:
+def expired_before(run: SegmentRun, policy: Retention, end: int, now_ms: int, known: dict[int, int]) -> int:
     """The physical offset below which `policy` keeps nothing; 0 when it keeps all.
 
-    `known`: start of segment -> store time of its last record (ms), kept by the caller from one time to the next. To
-    find it out every page of the segment is read, and the oldest is asked for every few seconds for days."""
-    segments = run.segments()
+    `end`: where the log ends. `known`: start of segment -> store time of its last record (ms), kept by the caller from
+    one time to the next. To find it out every page of the segment is read, and the oldest is asked for every few
+    seconds for days."""
+    listed = run.segments()
+    segments = [segment for segment in listed if segment.start < end]
     size = run.segment_bytes
     excess = 0
     if policy.max_bytes is not None:
         excess = -(-max(0, len(segments) * size - policy.max_bytes) // size)
     if policy.disk_ratio is not None:
-        excess = max(excess, -(-_bytes_over(run, policy.disk_ratio) // size))
+        held = (len(listed) - len(segments)) * size
+        excess = max(excess, -(-(_bytes_over(run, policy.disk_ratio) - held) // size))
     for gone in known.keys() - set(run.starts):
         del known[gone]
     bound = 0

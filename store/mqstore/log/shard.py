@@ -21,6 +21,7 @@ Writes nothing.
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -218,12 +219,10 @@ class Shard:
         """All records in order, in stretches. `take(n)` gives the buffer for the next one, of `n` bytes at least, which
         the receiver may change. FormatError when records, size or CRC are not what `shard.json` says: at the end at the
         latest. StoreIOError when the file cannot be read."""
+        fd = _open(self.file, self.fs, "shard")
+        index = None
         try:
-            fd = self.fs.open(self.file, os.O_RDONLY | os.O_NOFOLLOW)
-        except FileNotFoundError:
-            _refuse(self.file, "the file is missing", "shard")
-        index = _Index(self) if self.index is not None else None
-        try:
+            index = _Index(self) if self.index is not None else None
             found = self.fs.size(fd)
             if found != self.bytes:
                 _refuse(self.file, f"it has {found} bytes, shard.json says {self.bytes}", "bytes")
@@ -320,10 +319,7 @@ class _Index:
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
         self._path = shard.folder / "records.idx"
-        try:
-            self._fd = shard.fs.open(self._path, os.O_RDONLY | os.O_NOFOLLOW)
-        except FileNotFoundError:
-            _refuse(self._path, "the file is missing", "index")
+        self._fd = _open(self._path, shard.fs, "index")
         self._buffer = np.empty(_INDEX_RECORDS, _ENTRY)
         self._done = 0
         self._crc = 0
@@ -380,6 +376,22 @@ def index_entries(data: memoryview, sizes: npt.NDArray[np.int64]) -> bytes:
     slices = map(data.__getitem__, map(slice, (ends - sizes).tolist(), ends.tolist()))
     entries["crc"] = np.fromiter(map(crc32c, slices), np.uint32, len(sizes))
     return entries.tobytes()
+
+
+def _open(path: Path, fs: FileSystem, field: str) -> int:
+    """A descriptor to read `path`. FormatError when it is missing, or no regular file."""
+    try:
+        # O_NONBLOCK means nothing to a file, but keeps a pipe that bears its name from hanging us.
+        fd = fs.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        _refuse(path, "the file is missing", field)
+    try:
+        if not stat.S_ISREG(fs.stat(fd).st_mode):
+            _refuse(path, "not a regular file", field)
+    except BaseException:
+        fs.close(fd)
+        raise
+    return fd
 
 
 def _queues(path: Path, value: Any) -> dict[QueueKey, int]:

@@ -43,7 +43,7 @@ import numpy.typing as npt
 from crc32c import crc32c
 
 from mqstore.clock import Clock
-from mqstore.errors import ConfigError, FlushFailedError, FormatError, MQStoreError, StoreClosedError
+from mqstore.errors import ConfigError, FlushFailedError, FormatError, MQStoreError, StoreBusyError, StoreClosedError
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.segments import SegmentRun, segment_name
 from mqstore.layout.crcpatch import with_bytes
@@ -60,7 +60,7 @@ from mqstore.log.commitlog import CommitLog
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.report import Cut, Finding
 from mqstore.log.shard import Groups, Limits, QueueKey, Shard, Window, by_queue
-from mqstore.log.txn import TXN_FILE, Intent, TxnFile, TxnState, doubt
+from mqstore.log.txn import TXN_FILE, Intent, TxnFile, TxnState, doubt, is_app
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -131,6 +131,7 @@ class Splicer:
         self._sync = sync
         self._poison = poison
         self._stopping = stopping
+        self._busy = False
 
     def splice(
         self,
@@ -141,23 +142,43 @@ class Splicer:
         progress: Progress | None = None,
         create: Mapping[str, int] | None = None,
     ) -> SpliceResult:
-        """As `MessageStore.splice`. `create`: topics with their queues to be noted for a broker to come."""
-        if not app or type(app) is not str:
-            raise ConfigError(f"app must be a text that is not empty, not {app!r:.80}")
+        """As `MessageStore.splice`. `create`: topics with their queues to be noted for a broker to come.
+
+        StoreBusyError for one that `progress`, or a signal handler, asks for in the middle of another: it would find
+        the version of that one not yet recorded, and in the end let in the puts that it holds.
+        """
+        if not is_app(app):
+            raise ConfigError(f"app must be a text of 1..255 bytes, not {app!r:.80}")
         if type(version) is not int or not 0 <= version < 1 << 63:
             raise ConfigError(f"version must be an integer from 0 on, not {version!r:.80}")
         with self.lock:
-            self._stop()
-            if version <= self.txn.state.version_of(app):
-                return SpliceResult(True, self._log.end, self._log.end, 0, {})
-            found = [Shard.load(Path(shard), self._limits, self._fs) for shard in shards]
-            work = _Progress(progress, 2 * sum(shard.bytes for shard in found), self._stop)
-            checked = []
-            left = _REMEMBERED
-            for shard in found:
-                checked.append((shard, shard.check(work.add, left)))
-                left -= shard.records
-            return self._run_all(checked, app, version, work, create or {})
+            if self._busy:  # of this thread, or the lock would not have let us in
+                raise StoreBusyError("splice within a splice of the same thread; do it later")
+            try:
+                self._busy = True
+                return self._splice(shards, app, version, progress, create or {})
+            finally:
+                self._busy = False
+
+    def _splice(
+        self,
+        shards: Sequence[Path],
+        app: str,
+        version: int,
+        progress: Progress | None,
+        create: Mapping[str, int],
+    ) -> SpliceResult:
+        self._stop()
+        if version <= self.txn.state.version_of(app):
+            return SpliceResult(True, self._log.end, self._log.end, 0, {})
+        found = [Shard.load(Path(shard), self._limits, self._fs) for shard in shards]
+        work = _Progress(progress, 2 * sum(shard.bytes for shard in found), self._stop)
+        checked = []
+        left = _REMEMBERED
+        for shard in found:
+            checked.append((shard, shard.check(work.add, left)))
+            left -= shard.records
+        return self._run_all(checked, app, version, work, create)
 
     def _stop(self) -> None:
         if self._stopping():
@@ -170,9 +191,9 @@ class Splicer:
     ) -> SpliceResult:
         before = self.txn.state
         queues = {key: self._queue_of(*key) for shard, _ in shards for key, count in shard.queues.items() if count}
-        start = self._log.hold()
         end: int | None = None
         try:
+            start = self._log.hold()  # in here: Ctrl-C right behind it must not leave puts waiting
             numbers = {key: queue.next_offset for key, queue in queues.items()}
             stamp_ms = self._clock.now_ms()
             intent = Intent(app, version, start, stamp_ms, numbers)

@@ -29,7 +29,9 @@ from mqstore.clock import SYSTEM_CLOCK
 from mqstore.errors import (
     ConfigError,
     FlushFailedError,
+    InvalidMessageError,
     MQStoreError,
+    NotPermittedError,
     ReadOnlyStoreError,
     StoreBusyError,
     StoreClosedError,
@@ -250,6 +252,7 @@ class MessageStore(StoreWriter):
         self._units_doubtful = False
         self._units_lock = threading.Lock()
         self._retention_lock = threading.Lock()
+        self._news_lock = threading.RLock()
         self._newest_times: dict[int, int] = {}
         self._threads: list[threading.Thread] = []
         self._populated = 0
@@ -438,9 +441,10 @@ class MessageStore(StoreWriter):
 
     def _find_news(self) -> None:
         if self.mode == "r":
-            self._stop_at_splice()
-            self._run.refresh()
-            self._log.end = self._run.end
+            with self._news_lock:  # an intent that one thread saw must not be put in place over later news of another
+                self._stop_at_splice()
+                self._run.refresh()
+                self._log.end = self._run.end
 
     def wait(self, topic: str, queue_id: int, offset: int, timeout: Duration) -> bool:
         """Block until the queue has a message at `offset`, or `timeout` seconds have passed; whether it has."""
@@ -692,19 +696,17 @@ class MessageStore(StoreWriter):
     def _splice(
         self, shards: Sequence[Path], app: str, version: int, progress: Progress | None, create: Mapping[str, int]
     ) -> SpliceResult:
-        try:
-            result = self._splicer.splice(shards, app=app, version=version, progress=progress, create=create)
-        finally:
-            with self._retention_lock:  # it may have looked at a segment that was half copied, or is taken back
-                self._newest_times.clear()
+        result = self._splicer.splice(shards, app=app, version=version, progress=progress, create=create)
         if not result.already:  # on disk it is: let everybody see it
             self._commit.sync_now()
             self._on_alarm()
         return result
 
-    def _take_bundle(self, shards: list[Path], app: str, version: int, create: Mapping[str, int]) -> None:
-        """Splice a bundle of the inbox; `create`: topics to be noted for a broker."""
+    def _take_bundle(self, shards: list[Path], app: str, version: int, create: Mapping[str, int]) -> int:
+        """Splice a bundle of the inbox; the version of `app` that is the last one in by now. `create`: topics to be
+        noted for a broker."""
         self._splice(shards, app, version, None, create)
+        return self._txn.state.version_of(app)
 
     def take_inbox(self) -> int:
         """Splice the bundles that wait in `inbox/`, now, in this thread (spark B6); how many. Opening does it, and the
@@ -731,8 +733,13 @@ class MessageStore(StoreWriter):
                 self._attempt("topics of bundles", self._enter_noted)
 
     def _enter_noted(self) -> None:
+        """Topic by topic: one that the broker may not enter must not keep the others out. Its messages stay."""
         assert self._inbox.create_topics is not None
-        self._inbox.create_topics(self._txn.state.create)
+        for topic, queues in self._txn.state.create.items():
+            try:
+                self._inbox.create_topics({topic: queues})
+            except (InvalidMessageError, ConfigError, NotPermittedError) as error:
+                _log.error("%s: topic %r, which a bundle asked for, is not entered: %s", self.path, topic, error)
         self._txn.save(replace(self._txn.state, create={}))
 
     def _sync_beyond(self, end: int) -> None:
@@ -793,7 +800,7 @@ class MessageStore(StoreWriter):
     def expired(self, retention: Retention) -> int:
         """The physical offset below which `retention` keeps nothing, whoever still needs it; 0: it keeps everything."""
         with self._retention_lock:
-            return expired_before(self._run, retention, self.clock.now_ms(), self._newest_times)
+            return expired_before(self._run, retention, self._log.end, self.clock.now_ms(), self._newest_times)
 
     # -- looking at it ----------------------------------------------------------------------------------------------
 

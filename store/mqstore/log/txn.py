@@ -31,12 +31,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from mqstore.clock import Clock
-from mqstore.errors import CorruptStoreError
+from mqstore.errors import CorruptStoreError, UnsupportedStoreError
 from mqstore.files.filesystem import FILE_MODE, FileSystem
 from mqstore.files.jsonfile import load_json, save_json
 from mqstore.files.segments import SegmentRun
@@ -44,13 +45,19 @@ from mqstore.layout.record import Checksum
 from mqstore.log.checkpoint import CheckpointFile
 from mqstore.log.scanner import Good, scan_log
 
-__all__ = ["TXN_FILE", "Intent", "TxnFile", "TxnState", "doubt", "pending_intent"]
+__all__ = ["TXN_FILE", "Intent", "TxnFile", "TxnState", "doubt", "is_app", "pending_intent"]
 
 TXN_FILE = os.path.join("config", "spark", "txn.json")
 _SCHEMA = 1
 _APPS_KEPT = 10_000
 _APPS_MAX = 100_000
 _UNUSED_MS = 30 * 86_400_000
+_APP_BYTES_MAX = 255
+
+
+def is_app(app: object) -> bool:
+    """Whether `app` may name an application: a text of 1..255 bytes. The file keeps up to 100,000 of them."""
+    return isinstance(app, str) and 1 <= len(app.encode("utf-8", "surrogatepass")) <= _APP_BYTES_MAX
 
 
 def _nothing() -> Mapping[str, Any]:
@@ -133,10 +140,16 @@ class TxnState:
         return value
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> TxnState:
-        """ValueError for another shape: that makes the file a bad one (store-format 11.2)."""
-        if _number(value.get("version"), "version") > _SCHEMA:
-            raise ValueError(f"version {value['version']} is newer than this program, which knows {_SCHEMA}")
+    def from_json(cls, value: Mapping[str, Any], file: str | os.PathLike[str] = TXN_FILE) -> TxnState:
+        """ValueError for another shape: that makes the file a bad one (store-format 11.2). UnsupportedStoreError, which
+        names `file`, for one of a newer program: that is no damage, and nobody may move it aside."""
+        if (version := _number(value.get("version"), "version")) > _SCHEMA:
+            raise UnsupportedStoreError(
+                f"{os.fspath(file)} was written by a newer mqstore (version {version}); this one knows version "
+                f"{_SCHEMA}: upgrade mqstore",
+                version,
+                (),
+            )
         apps = {}
         for app in _object(value, "apps"):
             entry = _object(value["apps"], app)
@@ -174,26 +187,31 @@ class TxnFile:
         self._clock = clock
         self._file_mode = file_mode
         self._folders_durable = False
+        self._check = partial(TxnState.from_json, file=self.path)
 
     def load(self) -> None:
-        """Read `state`. Raises CorruptStoreError when there was a value and no good copy is left, StoreIOError."""
+        """Read `state`. Raises CorruptStoreError when there was a value and no good copy is left, UnsupportedStoreError
+        for that of a newer program, StoreIOError."""
         value, self.problems = load_json(
-            self.path, writer=True, fs=self._fs, clock=self._clock, check=TxnState.from_json, root=self._root
+            self.path, writer=True, fs=self._fs, clock=self._clock, check=self._check, root=self._root
         )
         self.written = value is not None
-        self.state = TxnState.from_json(value) if value is not None else TxnState()
+        self.state = self._check(value) if value is not None else TxnState()
 
     def save(self, state: TxnState) -> None:
         """Write `state`, durable on return. Raises StoreFullError, StoreIOError: then the file says what it said
-        before, or `state` if only the last sync failed (`on_disk` tells)."""
+        before, or `state` if only the last sync failed (`on_disk` tells). ValueError, nothing written, for a state that
+        could not be read again: opening would take it for damage, and an older one for the last word."""
+        value = state.as_json()
+        self._check(value)
         self._make_folders()
-        save_json(self.path, state.as_json(), self._fs, check=TxnState.from_json, file_mode=self._file_mode)
+        save_json(self.path, value, self._fs, check=self._check, file_mode=self._file_mode)
         self.state, self.written = state, True
 
     def on_disk(self) -> TxnState:
         """What the file says now, as far as the page cache knows."""
-        value = load_json(self.path, writer=False, fs=self._fs, check=TxnState.from_json, root=self._root).value
-        return TxnState.from_json(value) if value is not None else TxnState()
+        value = load_json(self.path, writer=False, fs=self._fs, check=self._check, root=self._root).value
+        return self._check(value) if value is not None else TxnState()
 
     def _make_folders(self) -> None:
         if self._folders_durable:
@@ -209,15 +227,16 @@ def pending_intent(root: Path, fs: FileSystem) -> Intent | None:
     """For readers: the splice under way, from whose start on the log is half a transaction; None without one.
 
     A file that cannot be used counts as none, and so does an intent below what was flushed: whoever opens the store for
-    writing will say so.
+    writing will say so. But a newer program's is UnsupportedStoreError: what counts in the log is not known.
     """
+    check = partial(TxnState.from_json, file=root / TXN_FILE)
     try:
-        value, problems = load_json(root / TXN_FILE, writer=False, fs=fs, check=TxnState.from_json, root=root)
+        value, problems = load_json(root / TXN_FILE, writer=False, fs=fs, check=check, root=root)
     except CorruptStoreError:
         return None
     if value is None or problems:
         return None
-    intent = TxnState.from_json(value).intent
+    intent = check(value).intent
     if intent is None:
         return None
     checkpoint = CheckpointFile(root, fs, FILE_MODE)

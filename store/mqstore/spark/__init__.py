@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from mqstore.spark.jobs.trace import trace
     from mqstore.spark.jobs.traffic import traffic_report
     from mqstore.spark.jobs.verify import verify
-    from mqstore.spark.ordered import ordered
+    from mqstore.spark.ordering import ordered
     from mqstore.spark.sessions import session
 
 __all__ = [
@@ -74,7 +74,7 @@ _LAZY: Final = {
     "import_rows": "mqstore.spark.jobs.importing",
     "lag_report": "mqstore.spark.jobs.lag",
     "mirror": "mqstore.spark.jobs.mirror",
-    "ordered": "mqstore.spark.ordered",
+    "ordered": "mqstore.spark.ordering",
     "rebuild": "mqstore.spark.jobs.rebuild",
     "replay": "mqstore.spark.jobs.replay",
     "select": "mqstore.spark.jobs.shape",

@@ -70,7 +70,7 @@ class Column:
 
 
 _TABLE: Final[tuple[tuple[str, Any, str, Cost, str], ...]] = (
-    ("store", _STRING, "string", "unit", "the store's id: its name in a set, else the path"),
+    ("store", _STRING, "string", "unit", "the store's id: its name in a set, else its absolute path"),
     ("topic", _STRING, "string", "unit", "the topic"),
     ("queue_id", pa.int32(), "int", "unit", "the queue of the topic"),
     ("queue_offset", pa.int64(), "bigint", "unit", "the position in the queue"),

@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Final, Literal
 
 from mqstore.broker import sql92
-from mqstore.broker.names import check_group
+from mqstore.broker.names import check_group, is_system_group
 from mqstore.errors import ConfigError
 from mqstore.spark.optiontable import YES_NO, Option, OptionTable, boolean, count, duration_s, names, text, word
 from mqstore.spark.rows import OnCorrupt
@@ -158,9 +158,12 @@ def _instant(text: str) -> int:
 
 def _group(text: str) -> str:
     try:
-        return check_group(text)
+        group = check_group(text)
     except ConfigError as error:
         raise ValueError(str(error)) from error
+    if is_system_group(group):
+        raise ValueError("that is the engine's own bookkeeping")
+    return group
 
 
 def interval_ms(value: str) -> int:

@@ -59,6 +59,7 @@ __all__ = [
     "queues_of",
     "stores_of",
     "survey",
+    "topics_in",
     "weigh",
     "weigh_log",
 ]
@@ -75,7 +76,7 @@ _FOR_QUEUES = ("ending_offsets", "starting_timestamp_ms", "ending_timestamp_ms",
 
 @dataclass(frozen=True, slots=True)
 class StoreName:
-    """A store and what rows call it."""
+    """A store and what rows call it: a name that it was given, else its absolute path, however that was spelled."""
 
     id: str
     path: str
@@ -154,7 +155,9 @@ def _members(path: str) -> Iterator[StoreName]:
             raise ConfigError(f"{manifest} is of version {value['version']!r}; this mqstore knows 1")
         yield from (StoreName(name, os.path.join(path, where)) for name, where in value["stores"].items())
     except (FileNotFoundError, NotADirectoryError):
-        yield StoreName(path, path)
+        # A checkpoint keeps positions by ids: a store that is named in another way next time is to be the same one.
+        place = os.path.abspath(path)
+        yield StoreName(place, place)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, MQStoreError):
             raise
@@ -405,6 +408,13 @@ def survey(options: SourceOptions, narrowing: Narrowing | None = None) -> list[W
         )
     starts.check()
     return found
+
+
+def topics_in(offsets: str | dict[str, Any] | None) -> set[str]:
+    """The topics that offsets in JSON name."""
+    if not isinstance(offsets, dict):
+        return set()
+    return {topic for named in (offsets.values() if _has_stores(offsets) else [offsets]) for topic in named}
 
 
 def check_ids(options: SourceOptions, stores: Sequence[StoreName]) -> None:

@@ -26,11 +26,13 @@ first batch ends where it begins: empty, it pins the position.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+from mqstore.broker.parts import open_parts
 from mqstore.errors import ConfigError, MQStoreError, NotAStoreError, OffsetOutOfRangeError, TopicNotFoundError
 from mqstore.log.published import publish
 from mqstore.log.store import MessageStore
@@ -51,10 +53,12 @@ from mqstore.spark.plan import (
     partitions,
     queues_of,
     stores_of,
+    topics_in,
     weigh,
     weigh_log,
 )
-from mqstore.spark.positions import Key, Offsets, decode_offset, encode_offset
+from mqstore.spark.positions import Key, Offsets, decode_offset, encode_offset, renamed
+from mqstore.spark.telling import warn_once
 
 __all__ = ["Snapshot", "StreamProgress", "advance", "look"]
 
@@ -80,7 +84,8 @@ def look(options: SourceOptions, *, first: bool = False) -> Snapshot:
     """The stores as they are now, each opened and closed again. `first`: and where a new stream begins.
 
     ConfigError, OffsetOutOfRangeError for a start that is gone; with `first` NotAStoreError for a store that is not
-    there, unless data loss is allowed: later its absence is for `advance` to judge.
+    there and TopicNotFoundError for a topic that `assign` or the offsets name and no store has, unless data loss is
+    allowed: later what is absent is for `advance` to judge. A topic that is only subscribed to may come yet.
     """
     names = stores_of(options)
     by_log = options.scan == "log"
@@ -90,6 +95,7 @@ def look(options: SourceOptions, *, first: bool = False) -> Snapshot:
     bounds: dict[Key, Bounds] = {}
     starts: Offsets = {}
     absent = []
+    missing = _named(options).union(options.topics or ()) if first and not by_log else set()
     for name in names:
         try:
             store = open_store(name)
@@ -104,26 +110,57 @@ def look(options: SourceOptions, *, first: bool = False) -> Snapshot:
                 bounds[key] = bounds_of_log(store, options)
                 starts[key] = bounds[key].low if options.starting_offsets == "earliest" else bounds[key].high
                 continue
+            queues = queues_of(store)
             if first:
                 begin.open(name, store)
-            for queue in chosen(queues_of(store), options):
+                missing = _not_in(store, missing.difference(queue.topic for queue in queues))
+            for queue in chosen(queues, options):
                 key = Key(name.id, *queue.ref)
                 bounds[key] = bounds_of(store, queue, options)
                 if first:
                     starts[key] = begin.of(queue, bounds[key])
     if first:
         begin.check()
+        _tell_missing(options, missing)
     return Snapshot(bounds, starts, frozenset(absent))
 
 
+def _named(options: SourceOptions) -> set[str]:
+    """The topics that the options count on."""
+    by_offsets = options.starting_timestamp_ms is None and options.starting_group is None
+    return {*(options.assign or ()), *(topics_in(options.starting_offsets) if by_offsets else ())}
+
+
+def _not_in(store: MessageStore, topics: set[str]) -> set[str]:
+    """Those that the store does not have, without a message either."""
+    if not topics:
+        return topics
+    entered = open_parts(store).topics
+    return {topic for topic in topics if entered.get(topic) is None}
+
+
+def _tell_missing(options: SourceOptions, missing: set[str]) -> None:
+    """TopicNotFoundError for topics that the options count on; a warning for those that may come yet."""
+    named = missing & _named(options) if options.fail_on_data_loss else set()
+    text = f"no store has the topic {', '.join(map(repr, sorted(named or missing)))}"
+    if named:
+        raise TopicNotFoundError(f"{text}, which option startingOffsets or assign names (failOnDataLoss=false waits)")
+    if missing:
+        warn_once(f"{text}: the stream waits for it; see that it is spelled right")
+
+
 # -- loss --------------------------------------------------------------------------------------------------------------
+
+_GO_ON = " (failOnDataLoss=false goes on with what is left)"
+_SHOWN = 5
+"""Of the stores of a fleet, in an error."""
 
 
 @dataclass(slots=True)
 class _Losses:
     """What is found to be lost: sentences, each with the error that it makes. `settle` fails for them, or does not."""
 
-    found: list[tuple[str, Callable[[str], MQStoreError]]] = field(default_factory=list)
+    found: list[tuple[str, Callable[[str], MQStoreError], str]] = field(default_factory=list)
 
     def below(self, key: Key, wanted: int, low: int, top: int) -> None:
         text = f"{key}: the stream goes on at offset {wanted}, but the oldest that is kept is {low}"
@@ -139,22 +176,32 @@ class _Losses:
         )
 
     def _out_of_range(self, text: str, low: int, top: int) -> None:
-        self.found.append((text, lambda whole: OffsetOutOfRangeError(whole, low, top)))
+        self.found.append((text, lambda whole: OffsetOutOfRangeError(whole, low, top), _GO_ON))
 
     def queue(self, key: Key, wanted: int, name: StoreName) -> None:
         text = f"{key} is not in {name.path} any more; the stream wants it from offset {wanted}"
-        self.found.append((text, TopicNotFoundError))
+        self.found.append((text, TopicNotFoundError, _GO_ON))
 
-    def store(self, key: Key, wanted: int, name: StoreName | None) -> None:
-        """`name` None: no option names the store."""
-        where = f"{name.path} is no store any more" if name else f"no option names store {key.store!r} any more"
-        self.found.append((f"{key}: {where}; the stream wants it from offset {wanted}", NotAStoreError))
+    def store(self, key: Key, wanted: int, known: Mapping[str, StoreName]) -> None:
+        """`known`: the stores that the options name, by id."""
+        name = known.get(key.store)
+        if name is not None:
+            where, remedy = f"{name.path} is no store any more", _GO_ON
+        else:
+            # To go on would read what may be the same store, under another id, a second time.
+            where = f"no option names store {key.store!r} any more"
+            there = ", ".join(map(repr, list(known)[:_SHOWN])) + (", ..." if len(known) > _SHOWN else "")
+            remedy = (
+                f". There are {there}: use the path or id that the query was started with, or "
+                f"paths={{{key.store!r}: path}}"
+            )
+        self.found.append((f"{key}: {where}; the stream wants it from offset {wanted}", NotAStoreError, remedy))
 
     def settle(self, options: SourceOptions) -> None:
         if self.found and options.fail_on_data_loss:
-            text, error = self.found[0]
+            text, error, remedy = self.found[0]
             more = f". {len(self.found) - 1} more queues have lost messages" if len(self.found) > 1 else ""
-            raise error(f"{text}{more} (failOnDataLoss=false goes on with what is left)")
+            raise error(f"{text}{more}{remedy}")
 
 
 def _count(key: Key, number: int) -> str:
@@ -164,12 +211,23 @@ def _count(key: Key, number: int) -> str:
 # -- the next offset ---------------------------------------------------------------------------------------------------
 
 
+def _admits(options: SourceOptions) -> Callable[[Key], bool]:
+    """Which queues and logs the options name; as `chosen`, of keys."""
+    wanted, assign = is_wanted(options), options.assign
+
+    def admits(key: Key) -> bool:
+        assigned = assign is None or key.queue_id in assign.get(key.topic, ())
+        return not key.topic or (wanted(key.topic) and assigned)
+
+    return admits
+
+
 def advance(
     options: SourceOptions, start: Mapping[Key, int], now: Snapshot, target: Mapping[Key, int] | None = None
 ) -> tuple[Offsets, Offsets]:
     """Where each queue goes on, and how far it could go; the table of the module. `target`: not beyond these, and no
     queue that is not among them. Raises for lost messages."""
-    wanted = is_wanted(options)
+    admits = _admits(options)
     losses = _Losses()
     begin: Offsets = {}
     end: Offsets = {}
@@ -178,13 +236,11 @@ def advance(
         bounds = now.bounds.get(key)
         begin[key] = end[key] = position
         if bounds is None:
-            assigned = options.assign is None or key.queue_id in options.assign.get(key.topic, ())
-            if not key.topic or (wanted(key.topic) and assigned):
-                name = named.get(key.store)
-                if name is None or key.store in now.absent:
-                    losses.store(key, position, name)
+            if admits(key):
+                if key.store not in named or key.store in now.absent:
+                    losses.store(key, position, named)
                 else:
-                    losses.queue(key, position, name)
+                    losses.queue(key, position, named[key.store])
         elif position > bounds.top:
             losses.beyond(key, position, bounds.low, bounds.top)
             begin[key] = end[key] = bounds.top
@@ -279,6 +335,7 @@ class StreamProgress:
         """
         begin, to = self._decode(start), self._decode(end)
         self._last = to
+        self._pin = False  # the first batch is in the checkpoint
         moving: dict[str, list[Key]] = {}
         for key in sorted(to):
             if begin.get(key, -1) < to[key]:
@@ -294,7 +351,7 @@ class StreamProgress:
                 store = None
             if name is None or store is None:
                 for key in keys:
-                    losses.store(key, begin.get(key, 0), name)
+                    losses.store(key, begin.get(key, 0), names)
                 continue
             with store:
                 found += _between(self._options, name, store, keys, begin, to, losses)
@@ -302,14 +359,16 @@ class StreamProgress:
         return [*partitions(found, self._options.min_partitions)]
 
     def commit(self, end: dict[str, Any]) -> None:
-        """Everything before `end` is processed: tell the stores, if a group was named. ConfigError for a store that
-        cannot be told."""
+        """Everything before `end` is processed: tell the stores, if a group was named, of the queues that the options
+        name: of others nothing is read, so they would lag for good. ConfigError for a store that cannot be told."""
         group = self._options.commit_group
         if group is None:
             return
+        admits = _admits(self._options)
         by_store: dict[str, dict[tuple[str, int], int]] = {}
         for key, offset in self._decode(end).items():
-            by_store.setdefault(key.store, {})[key.topic, key.queue_id] = offset
+            if admits(key):
+                by_store.setdefault(key.store, {})[key.topic, key.queue_id] = offset
         for name in stores_of(self._options):
             offsets = by_store.get(name.id)
             if offsets and self._published.get(name.id) != offsets:
@@ -328,7 +387,10 @@ class StreamProgress:
         return encode_offset(offsets, by_log=self._by_log)
 
     def _decode(self, value: Any) -> Offsets:
-        return decode_offset(value, by_log=self._by_log)
+        offsets = decode_offset(value, by_log=self._by_log)
+        if all(os.path.abspath(store) == store for store in {key.store for key in offsets}):
+            return offsets  # a fleet need not be listed for that
+        return renamed(offsets, {name.id for name in stores_of(self._options)})
 
 
 def _numbers(value: Any) -> Iterator[int]:

@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import click
 
 from mqstore import ConfigError
 from mqstore_tools.render import console, print_json, show_bytes, table
 from mqstore_tools.shared import StoreCommand, json_option
-from mqstore_tools.spark.common import usable
+from mqstore_tools.spark.common import duration, usable
 
 __all__ = ["clean"]
-
-
-def _seconds(value: Any) -> float:
-    """The type of an option: a length of time, in seconds."""
-    if isinstance(value, float):
-        return value
-    with usable():
-        from mqstore.spark.optiontable import duration_s
-    try:
-        return duration_s(value)
-    except ValueError as error:
-        raise click.BadParameter(f"{value!r} is {error}; as in 36h") from error
 
 
 @click.command(
@@ -38,7 +25,7 @@ Examples:
 @click.argument("targets", metavar="TARGET...", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option(
     "--older-than",
-    type=_seconds,
+    type=duration,
     default="7d",
     show_default=True,
     metavar="TIME",

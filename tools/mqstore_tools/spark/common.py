@@ -23,14 +23,16 @@ from typing import Any, Literal
 import click
 
 from mqstore import ConfigError
-from mqstore_tools.opened import moment
+from mqstore_tools.opened import is_age, moment
 from mqstore_tools.render import console, note, print_json, progress, show_bytes, table
 from mqstore_tools.shared import json_option
 
 __all__ = [
+    "Bound",
     "Given",
     "bound",
     "check_plot",
+    "duration",
     "job_options",
     "names",
     "plot_option",
@@ -42,11 +44,37 @@ __all__ = [
 _NO_SPARK = "none"
 
 
-def bound(value: Any) -> int | datetime:
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """Where reading begins or ends, as it was given."""
+
+    text: str
+    at: int | datetime
+    """A queue offset, or a time."""
+
+    @property
+    def moves(self) -> bool:
+        """It is an age: the same words mean another time in the next run."""
+        return is_age(self.text)
+
+
+def bound(value: Any) -> Bound:
     """The type of an option: a queue offset, or a time as `moment` has it."""
-    if isinstance(value, str) and value.isdecimal():
-        return int(value)
-    return value if isinstance(value, int) else moment(value)
+    if isinstance(value, Bound):
+        return value
+    return Bound(value, int(value) if value.isdecimal() else moment(value))
+
+
+def duration(value: Any) -> float:
+    """The type of an option: a length of time, in seconds."""
+    if isinstance(value, float):
+        return value
+    with usable():
+        from mqstore.spark.optiontable import duration_s
+    try:
+        return duration_s(value)
+    except ValueError as error:
+        raise click.BadParameter(f"{value!r} is {error}; as in 36h") from error
 
 
 def names(value: str | None) -> tuple[str, ...] | None:
@@ -62,8 +90,8 @@ class Given:
     master: str
     conf: tuple[str, ...]
     topics: str | None
-    start: int | datetime | None
-    stop: int | datetime | None
+    start: Bound | None
+    stop: Bound | None
     where: str | None
     options: tuple[str, ...]
     dry_run: bool
@@ -76,8 +104,8 @@ class Given:
         return select(
             self.stores,
             topics=self.topics,
-            start=self.start,
-            stop=self.stop,
+            start=None if self.start is None else self.start.at,
+            stop=None if self.stop is None else self.stop.at,
             where=self.where,
             options={**options, **_pairs("--option", self.options)},
         )

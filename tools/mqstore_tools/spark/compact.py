@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from mqstore_tools.shared import StoreCommand
 from mqstore_tools.spark.common import Given, job_options, usable
-from mqstore_tools.spark.copies import id_option, show_sifted, spread_options, target_option
+from mqstore_tools.spark.copies import check_named, id_option, show_plan, show_sifted, spread_options, target_option
 
 __all__ = ["compact"]
 
@@ -53,26 +55,24 @@ def compact(
         from mqstore.spark.jobs.compact import compact as run
         from mqstore.spark.jobs.compact import compact_plan
         from mqstore.spark.optiontable import duration_s
+    check_named(given, run_id)
     chosen = given.select()
-    if given.dry_run:
-        given.print_plan(compact_plan(chosen, dest, queues=queues, spread=spread, target=target, id=run_id))  # type: ignore[arg-type]
-        return
     try:
         age_s = None if retention is None else duration_s(retention)
     except ValueError as error:
         raise click.UsageError(f"--retention {retention!r} is no age, as 7d or 12h: {error}") from error
+    how: dict[str, Any] = {
+        "key": key,
+        "tombstones": not no_tombstones,
+        "retention": age_s,
+        "queues": queues,
+        "spread": spread,
+        "target": target,
+        "id": run_id,
+    }
+    if given.dry_run:
+        show_plan(given, compact_plan(chosen, dest, **how), "compact")
+        return
     with given.running("compacting") as (spark, report):
-        done = run(
-            spark,
-            chosen,
-            dest,
-            key=key,
-            tombstones=not no_tombstones,
-            retention=age_s,
-            queues=queues,
-            spread=spread,  # type: ignore[arg-type]
-            target=target,
-            id=run_id,
-            progress=report,
-        )
+        done = run(spark, chosen, dest, progress=report, **how)
     show_sifted(given, done, "compact")

@@ -10,7 +10,17 @@ import click
 from mqstore_tools.render import console, note, print_json, show_bytes, table
 from mqstore_tools.spark.common import Given
 
-__all__ = ["id_option", "show_copied", "show_sifted", "show_topics", "spread_options", "target_option", "told_already"]
+__all__ = [
+    "check_named",
+    "id_option",
+    "show_copied",
+    "show_plan",
+    "show_sifted",
+    "show_topics",
+    "spread_options",
+    "target_option",
+    "told_already",
+]
 
 
 def target_option(*kinds: str) -> Callable[[Any], Any]:
@@ -26,8 +36,23 @@ def target_option(*kinds: str) -> Callable[[Any], Any]:
 
 
 id_option = click.option(
-    "--id", "run_id", metavar="NAME", help="Names this run: given again, it writes nothing. Else the arguments name it."
+    "--id",
+    "run_id",
+    metavar="NAME",
+    help="Names this run: given again, it writes nothing. Else the arguments name it, which wants bounds that stay "
+    "where they are: with --from 24h give it.",
 )
+
+
+def check_named(given: Given, run_id: str | None) -> None:
+    """UsageError for a run that its arguments cannot name: an age as bound is another time in the next run, which then
+    would not be known as the same one, and would copy everything again."""
+    for option, bound in (("--from", given.start), ("--to", given.stop)):
+        if run_id is None and bound is not None and bound.moves:
+            raise click.UsageError(
+                f"{option} {bound.text} is another time whenever it is said, so this run could not be known again: "
+                "name it by --id NAME, or give a time (2026-01-31T12:00:00Z) or an offset"
+            )
 
 
 def spread_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,6 +82,13 @@ def told_already(given: Given, row: Mapping[str, Any], name: str) -> bool:
         note(f"{name} {row['id']} was written before; nothing to do (--id NAME does it as another run)")
         return True
     return False
+
+
+def show_plan(given: Given, plan: Any, name: str) -> None:
+    """What --dry-run prints."""
+    given.print_plan(plan)
+    if plan.already and not given.json_output:
+        note(f"{name} {plan.id} was written before; there would be nothing to do")
 
 
 def show_copied(given: Given, done: Any, name: str) -> None:

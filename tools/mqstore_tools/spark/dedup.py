@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from mqstore_tools.shared import StoreCommand
 from mqstore_tools.spark.common import Given, job_options, usable
-from mqstore_tools.spark.copies import id_option, show_sifted, spread_options, target_option
+from mqstore_tools.spark.copies import check_named, id_option, show_plan, show_sifted, spread_options, target_option
 
 __all__ = ["dedup"]
 
@@ -50,28 +52,26 @@ def dedup(
     Messages that lack what they are compared by are all copied.
     """
     with usable():
-        from mqstore.spark.jobs.compact import compact_plan
         from mqstore.spark.jobs.dedup import dedup as run
+        from mqstore.spark.jobs.dedup import dedup_plan
         from mqstore.spark.optiontable import duration_s
+    check_named(given, run_id)
     chosen = given.select()
     try:
         window_s = None if window == "ever" else duration_s(window)
     except ValueError as error:
         raise click.UsageError(f"--window {window!r} is no time, as 10m or 1h, nor `ever`: {error}") from error
+    how: dict[str, Any] = {
+        "by": by,
+        "window": window_s,
+        "queues": queues,
+        "spread": spread,
+        "target": target,
+        "id": run_id,
+    }
     if given.dry_run:
-        given.print_plan(compact_plan(chosen, dest, queues=queues, spread=spread, target=target, id=run_id))  # type: ignore[arg-type]
+        show_plan(given, dedup_plan(chosen, dest, **how), "dedup")
         return
     with given.running("comparing") as (spark, report):
-        done = run(
-            spark,
-            chosen,
-            dest,
-            by=by,
-            window=window_s,
-            queues=queues,
-            spread=spread,  # type: ignore[arg-type]
-            target=target,
-            id=run_id,
-            progress=report,
-        )
+        done = run(spark, chosen, dest, progress=report, **how)
     show_sifted(given, done, "dedup")

@@ -26,14 +26,17 @@ class _ReportFirst(click.Group):
 
 @click.group(
     cls=_ReportFirst,
-    short_help="Count dead letters, by group, origin and reason.",
+    short_help="Count dead letters by group, origin and reason, or send them again.",
     epilog="""\b
 Examples:
   mqstore spark dlq 'fleet/*'                 # the same as: mqstore spark dlq report 'fleet/*'
-  mqstore spark dlq var/mq --group billing --json""",
+  mqstore spark dlq var/mq --group billing --json
+  mqstore spark dlq resend 'fleet/*' --group billing --dry-run""",
 )
 def dlq() -> None:
-    """Look at the dead letters of many stores. `mqstore dlq` shows and replays those of one."""
+    """Look at the dead letters of many stores, and with `resend` send them again. `mqstore dlq` shows and replays those
+    of one.
+    """
 
 
 @dlq.command(

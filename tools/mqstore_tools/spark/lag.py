@@ -10,21 +10,15 @@ from typing import Any
 import click
 
 from mqstore import ConfigError
-from mqstore.options import delay_table_ms
 from mqstore_tools.opened import show_ms
 from mqstore_tools.render import console, note, print_json, table, when
 from mqstore_tools.shared import FINDINGS, StoreCommand
-from mqstore_tools.spark.common import Given, check_plot, job_options, plot_option, save_plot, usable
+from mqstore_tools.spark.common import Given, check_plot, duration, job_options, plot_option, save_plot, usable
 
 __all__ = ["lag"]
 
 
 _STUCK = 50
-
-
-def _duration(value: Any) -> float:
-    """The type of an option: a length of time, in seconds."""
-    return value if isinstance(value, float) else sum(delay_table_ms(value)) / 1000
 
 
 @click.command(
@@ -42,14 +36,14 @@ Examples:
 @click.option("--group", "groups", multiple=True, help="Only this group; may be repeated.")
 @click.option("--top", type=click.IntRange(1), default=20, show_default=True, help="Show so many, largest lag first.")
 @click.option("--max-lag", type=click.IntRange(0), help="Exit code 1 if a group has more messages left on a topic.")
-@click.option("--max-age", type=_duration, metavar="TIME", help="Exit code 1 if one of them is older than this (15m).")
+@click.option("--max-age", type=duration, metavar="TIME", help="Exit code 1 if one of them is older than this (15m).")
 @click.option(
     "--previous",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="FILE",
     help="Compare with an earlier look: the output of this command with --json.",
 )
-@click.option("--wait", type=_duration, metavar="TIME", help="Look twice, so long apart (30s), and compare.")
+@click.option("--wait", type=duration, metavar="TIME", help="Look twice, so long apart (30s), and compare.")
 @plot_option
 def lag(
     given: Given,

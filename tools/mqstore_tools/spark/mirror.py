@@ -14,6 +14,9 @@ from mqstore_tools.spark.replay import pairs_of
 
 __all__ = ["mirror"]
 
+_PLANNED = ("max_messages", "max_bytes", "rename", "queues", "spread", "system", "target")
+"""Options that say what is read, and what may be refused; the others are of the run alone."""
+
 
 @click.command(
     cls=StoreCommand,
@@ -47,15 +50,15 @@ def mirror(given: Given, dest: str, checkpoint: str, continuous: bool, **how: An
     """Copy what is in STORES into DEST, each message once, and when run again what came since.
 
     A new mirror begins at the oldest message, or where --option startingOffsets, startingTimestamp or startingGroup
-    say; --from and --to do not count here.
+    say: --from and --to are refused, as a mirror has no bounds. Once there is a checkpoint, it says where to go on.
     """
     with usable():
         from mqstore.spark.jobs.mirror import mirror as run
-        from mqstore.spark.jobs.shape import Plan
+        from mqstore.spark.jobs.mirror import mirror_plan
     chosen = given.select()
     how["rename"] = pairs_of("--rename", how["rename"])
     if given.dry_run:
-        given.print_plan(Plan.of_slices(chosen.with_options(scan="queue").tasks()))
+        given.print_plan(mirror_plan(chosen, dest, checkpoint, **{name: how[name] for name in _PLANNED}))
         return
     with given.session() as spark:
         trigger = "continuous" if continuous else "available-now"

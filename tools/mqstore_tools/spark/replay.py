@@ -9,7 +9,7 @@ import click
 
 from mqstore_tools.shared import StoreCommand
 from mqstore_tools.spark.common import Given, job_options, usable
-from mqstore_tools.spark.copies import id_option, show_copied, spread_options, target_option
+from mqstore_tools.spark.copies import check_named, id_option, show_copied, show_plan, spread_options, target_option
 
 __all__ = ["pairs_of", "replay"]
 
@@ -19,7 +19,8 @@ __all__ = ["pairs_of", "replay"]
     short_help="Copy messages into other stores, under other topics, over other queues.",
     epilog="""\b
 Examples:
-  mqstore spark replay var/mq var/again --topics orders --from 24h
+  mqstore spark replay var/mq var/again --topics orders --from 2026-01-31
+  mqstore spark replay var/mq var/again --topics orders --from 24h --id may-31
   mqstore spark replay var/mq var/test --topics orders --rename orders=orders-test --tag --id may-test
   mqstore spark replay 'fleet/*' lake/all --target set --where "level = 'ERROR'" --dry-run
   mqstore spark replay var/mq shard/a --dest shard/b --route queue""",
@@ -49,13 +50,14 @@ def replay(given: Given, dest: str, more: tuple[str, ...], route: str | None, ru
     with usable():
         from mqstore.spark.jobs.replay import replay as run
         from mqstore.spark.jobs.replay import replay_plan
+    check_named(given, run_id)
     chosen = given.select()
     how["rename"] = pairs_of("--rename", how["rename"])
     how["id"] = run_id
     how["route"] = route if route is None or "=" not in route else pairs_of("--route", route.split(","))
     dests = [dest, *more]
     if given.dry_run:
-        given.print_plan(replay_plan(chosen, dests, **how))
+        show_plan(given, replay_plan(chosen, dests, **how), "replay")
         return
     with given.running("copying") as (spark, report):
         done = run(spark, chosen, dests, progress=report, **how)

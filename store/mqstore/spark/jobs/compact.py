@@ -25,6 +25,7 @@ from mqstore.options import seconds
 from mqstore.spark.copying import Spread
 from mqstore.spark.jobs.keyed import Found, Judge, Rows, TopicChange, check_fields, check_new, last_of_each, sifted
 from mqstore.spark.jobs.rewrite import (
+    CopyPlan,
     Dests,
     Part,
     Rewrite,
@@ -32,11 +33,12 @@ from mqstore.spark.jobs.rewrite import (
     app_of,
     derived_id,
     parts_of,
+    plan_of,
     prepare,
     queue_selection,
     sinks_of,
 )
-from mqstore.spark.jobs.shape import Plan, Progress, Selection, Shaped, Stores, select
+from mqstore.spark.jobs.shape import Progress, Selection, Shaped, Stores, select
 
 __all__ = ["CompactReport", "Sifting", "compact", "compact_plan", "planned"]
 
@@ -97,10 +99,7 @@ def compact(
     """
     if keep != "latest":
         raise ConfigError(f"keep={keep!r}: compaction keeps the latest; dedup keeps the first")
-    if retention is not None and not tombstones:
-        raise ConfigError("retention is that of tombstones, and tombstones=False knows none")
-    fields = check_fields("key", key)
-    age_ms = None if retention is None else int(seconds(retention, "retention") * 1000)
+    fields, age_ms = _checked(key, tombstones, retention)
     oldest_ms = None if age_ms is None else clock.now_ms() - age_ms
     asked = ["compact", list(fields), tombstones, age_ms, queues, spread]
     sifting = planned("compact", stores, dest, topics, Wishes({}, queues, spread), target, id, asked)
@@ -111,15 +110,28 @@ def compact_plan(
     stores: Stores | Selection,
     dest: str,
     *,
+    key: str | Sequence[str] = "keys",
+    tombstones: bool = True,
+    retention: float | timedelta | None = None,
     topics: str | Sequence[str] | None = None,
     queues: int | None = None,
     spread: Spread = "queue",
     target: str = "store",
     id: str | None = None,  # noqa: A002
-) -> Plan:
-    """What `compact` or `dedup` would read; they read it twice. Raises what they raise before they begin."""
-    sifting = planned("compact", stores, dest, topics, Wishes({}, queues, spread), target, id, [])
-    return Plan.of_slices([part.slices for part in sifting.parts])
+) -> CopyPlan:
+    """What `compact` with these arguments would read; it reads it twice. Raises what it raises before it begins."""
+    fields, age_ms = _checked(key, tombstones, retention)
+    asked = ["compact", list(fields), tombstones, age_ms, queues, spread]
+    return planned("compact", stores, dest, topics, Wishes({}, queues, spread), target, id, asked).plan()
+
+
+def _checked(
+    key: str | Sequence[str], tombstones: bool, retention: float | timedelta | None
+) -> tuple[tuple[str, ...], int | None]:
+    """The fields of the key, and ms after which tombstones go. ConfigError."""
+    if retention is not None and not tombstones:
+        raise ConfigError("retention is that of tombstones, and tombstones=False knows none")
+    return check_fields("key", key), None if retention is None else int(seconds(retention, "retention") * 1000)
 
 
 def _superseded(oldest_ms: int | None, rows: Rows) -> npt.NDArray[np.bool_]:
@@ -146,6 +158,10 @@ class Sifting:
     name: str
     rewrite: Rewrite
     parts: list[Part]
+
+    def plan(self) -> CopyPlan:
+        """What `run` would read, twice."""
+        return plan_of(self.rewrite, self.parts, self.name)
 
     def run(self, spark: Any, fields: tuple[str, ...], judge: Judge, progress: Progress | None) -> CompactReport:
         found = sifted(

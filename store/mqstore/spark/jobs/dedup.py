@@ -23,10 +23,10 @@ from mqstore.options import seconds
 from mqstore.spark.copying import Spread
 from mqstore.spark.jobs.compact import CompactReport, planned
 from mqstore.spark.jobs.keyed import Rows, check_fields, last_of_each
-from mqstore.spark.jobs.rewrite import Wishes
+from mqstore.spark.jobs.rewrite import CopyPlan, Wishes
 from mqstore.spark.jobs.shape import Progress, Selection, Stores
 
-__all__ = ["dedup"]
+__all__ = ["dedup", "dedup_plan"]
 
 
 def dedup(
@@ -46,13 +46,37 @@ def dedup(
     """Copy into `dest`, a new store or (`target="set"`) a new set, all messages but those that are equal to an earlier
     one by the fields `by` (as `key` of `compact`; `body` is one) and were stored within `window` after it (seconds, or
     a timedelta; None: ever). Everything else is as with `compact`."""
+    fields, window_ms = _checked(by, window)
+    asked = ["dedup", list(fields), window_ms, queues, spread]
+    sifting = planned("dedup", stores, dest, topics, Wishes({}, queues, spread), target, id, asked)
+    return sifting.run(spark, fields, partial(_again, window_ms), progress)
+
+
+def dedup_plan(
+    stores: Stores | Selection,
+    dest: str,
+    *,
+    by: str | Sequence[str] = "unique_key",
+    window: float | timedelta | None = 3600.0,
+    topics: str | Sequence[str] | None = None,
+    queues: int | None = None,
+    spread: Spread = "queue",
+    target: str = "store",
+    id: str | None = None,  # noqa: A002
+) -> CopyPlan:
+    """What `dedup` with these arguments would read; it reads it twice. Raises what it raises before it begins."""
+    fields, window_ms = _checked(by, window)
+    asked = ["dedup", list(fields), window_ms, queues, spread]
+    return planned("dedup", stores, dest, topics, Wishes({}, queues, spread), target, id, asked).plan()
+
+
+def _checked(by: str | Sequence[str], window: float | timedelta | None) -> tuple[tuple[str, ...], int | None]:
+    """The fields that are compared, and the window in ms. ConfigError."""
     fields = check_fields("by", by)
     window_ms = None if window is None else int(seconds(window, "window") * 1000)
     if window_ms is not None and window_ms <= 0:
         raise ConfigError(f"window={window!r} must be above 0; None leaves out equal messages however far apart")
-    asked = ["dedup", list(fields), window_ms, queues, spread]
-    sifting = planned("dedup", stores, dest, topics, Wishes({}, queues, spread), target, id, asked)
-    return sifting.run(spark, fields, partial(_again, window_ms), progress)
+    return fields, window_ms
 
 
 def _again(window_ms: int | None, rows: Rows) -> npt.NDArray[np.bool_]:

@@ -15,17 +15,18 @@ from typing import Any, Final
 import numpy as np
 
 from mqstore.broker.deadletters import DeadLetters
+from mqstore.broker.inspect import group_names
 from mqstore.broker.names import DLQ_PREFIX, is_dlq_topic
-from mqstore.broker.parts import open_parts
+from mqstore.broker.parts import Parts, open_parts
 from mqstore.errors import ConfigError, FormatError
 from mqstore.layout.compression import MissingPackageError
 from mqstore.layout.properties import DLQ_ORIGIN_TOPIC, DLQ_REASON, RETRY_TOPIC
 from mqstore.log.message import Message
-from mqstore.spark.jobs.shape import Plan, Progress, Selection, Shaped, Stores, run, select
+from mqstore.spark.jobs.shape import Plan, Progress, Selection, Shaped, Stores, check_known, run, select
 from mqstore.spark.plan import StoreName, open_store
 from mqstore.spark.tally import HeavyHitters
 
-__all__ = ["DeadLetterReport", "DeadLetterRow", "Reason", "Sample", "dlq_plan", "dlq_report"]
+__all__ = ["DeadLetterReport", "DeadLetterRow", "Reason", "Sample", "dlq_plan", "dlq_report", "groups_of"]
 
 _REASONS: Final = 256
 _SAMPLE_BYTES: Final = 200
@@ -94,7 +95,7 @@ def dlq_report(
     """Dead letters of `groups` (all), with the newest `samples` and most frequent `reasons` of each group and topic.
 
     `spark`: a session, or None to run here. Of a selection, bounds in time count, and topics name where letters came
-    from. Raises ConfigError, and what opening a store raises.
+    from. Raises ConfigError, also for a group that no store knows, and what opening a store raises.
     """
     for name, value in (("samples", samples), ("reasons", reasons)):
         if type(value) is not int or value < 0:
@@ -102,7 +103,9 @@ def dlq_report(
     chosen = select(stores)
     wanted = None if groups is None else frozenset(groups)
     found: dict[tuple[str, str | None], _Heap] = {}
-    for part in run(spark, chosen.stores(), partial(_look, chosen, wanted, samples), progress, "mqstore dlq"):
+    parts = run(spark, chosen.stores(), partial(_look, chosen, wanted, samples), progress, "mqstore dlq")
+    check_known("group", wanted or (), (name for groups_there, _ in parts for name in groups_there))
+    for _, part in parts:
         for key, heap in part.items():
             found.setdefault(key, _Heap()).merge(heap, samples)
     rows = [heap.row(*key, reasons) for key, heap in found.items()]
@@ -145,8 +148,8 @@ class _Heap:
 
 def _look(
     selection: Selection, groups: frozenset[str] | None, samples: int, name: StoreName
-) -> Mapping[tuple[str, str | None], _Heap]:
-    """The letters of one store."""
+) -> tuple[set[str], Mapping[tuple[str, str | None], _Heap]]:
+    """All groups of one store, and the letters of those that were asked for."""
     found: dict[tuple[str, str | None], _Heap] = {}
     latest: dict[tuple[str, str | None], list[Message]] = {}
     start_ms, stop_ms = selection.times_ms
@@ -154,6 +157,7 @@ def _look(
     one = np.ones(1, np.int64)
     with open_store(name) as store:
         parts = open_parts(store)
+        known = groups_of(parts)
         for topic in store.topics():
             group = topic.removeprefix(DLQ_PREFIX)
             if not is_dlq_topic(topic) or (groups is not None and group not in groups):
@@ -174,7 +178,13 @@ def _look(
                 del newest[: -samples or None]
         for key, letters in latest.items():
             found[key].samples = [_sample(name, letter) for letter in reversed(letters)]
-    return found
+    return known, found
+
+
+def groups_of(parts: Parts) -> set[str]:
+    """The groups of a store: those with progress or settings, and those that have only dead letters left."""
+    letters = (topic.removeprefix(DLQ_PREFIX) for topic in parts.store.topics() if is_dlq_topic(topic))
+    return {*group_names(parts), *letters}
 
 
 def _sample(name: StoreName, letter: Message) -> Sample:

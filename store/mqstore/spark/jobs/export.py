@@ -30,7 +30,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -116,14 +116,14 @@ def export_parquet(
     before = read_manifest(job.dest)
     if txn is not None and _checked(txn)[1] <= before["txns"].get(txn[0], -(1 << 63)):
         return ExportResult(job.dest, None, True, 0, 0, 0, 0, 0, time.monotonic() - started, before["ends"])
-    tasks = job.tasks(before)
+    tasks, passed = job.tasks(before), job.passed_over(before)
     if not tasks and txn is None:
         return ExportResult(job.dest, None, False, 0, 0, 0, 0, 0, time.monotonic() - started, before["ends"])
     _clear_old_staging(job.dest)
     try:
         os.makedirs(job.staging)
         written = run(spark, [*enumerate(tasks)], partial(_write, job), progress, f"mqstore export to {job.dest}")
-        manifest = _manifest(job, before, tasks, written, txn)
+        manifest = _manifest(job, before, [*tasks, *passed], written, txn)
         _publish(job, manifest, written)
     finally:
         shutil.rmtree(job.staging, ignore_errors=True)
@@ -270,10 +270,31 @@ class _Job:
     def tasks(self, before: dict[str, Any]) -> list[list[QueueSlice]]:
         """What no run has exported yet. ConfigError, as `check`."""
         self.check(before)
+        return self._resumed(before).queue_tasks()
+
+    def passed_over(self, before: dict[str, Any]) -> list[list[QueueSlice]]:
+        """What no run has exported and this one leaves out, since it lies before its start bound. It is noted as if it
+        had been read, in every queue: else a later run without the bound would export the old messages of those queues
+        alone that had nothing new this time."""
+        chosen = self._resumed(before)
+        offset, time_ms = chosen.offsets[0], chosen.times_ms[0]
+        plain = Selection(chosen.options)
+        if (offset, time_ms) == (plain.offsets[0], plain.times_ms[0]):
+            return []
+        # At most one of the two is a bound; the other one then lets everything pass.
+        offsets, times_ms = plain.offsets, plain.times_ms
+        if offset != plain.offsets[0]:
+            offsets = (plain.offsets[0], offset)
+        else:
+            times_ms = (plain.times_ms[0], time_ms)
+        older = replace(chosen.with_options(keys=None), offsets=offsets, times_ms=times_ms)
+        return older.queue_tasks()
+
+    def _resumed(self, before: dict[str, Any]) -> Selection:
+        """The selection, from where the last run ended."""
         ids = {store.id for store in self.selection.stores()}
         ends = {store: topics for store, topics in before["ends"].items() if store in ids}
-        resumed = self.selection.with_options(scan="queue", starting_offsets=ends) if ends else self.selection
-        return resumed.queue_tasks()
+        return self.selection.with_options(scan="queue", starting_offsets=ends) if ends else self.selection
 
 
 def _refuse(options: SourceOptions) -> None:
@@ -412,12 +433,12 @@ class _Files:
 def _manifest(
     job: _Job,
     before: dict[str, Any],
-    tasks: Sequence[Sequence[QueueSlice]],
+    over: Sequence[Sequence[QueueSlice]],
     written: Sequence[_Written],
     txn: tuple[str, int] | None,
 ) -> dict[str, Any]:
     ends: Ends = json.loads(json.dumps(before["ends"]))
-    for piece in (piece for task in tasks for piece in task):
+    for piece in (piece for slices in over for piece in slices):
         queues = ends.setdefault(piece.store.id, {}).setdefault(piece.topic, {})
         queues[str(piece.queue_id)] = max(piece.stop, queues.get(str(piece.queue_id), 0))
     return {

@@ -19,7 +19,7 @@ from typing import Any
 from mqstore.broker.inspect import group_names, lag_of, pop_view
 from mqstore.broker.parts import open_parts
 from mqstore.errors import ConfigError
-from mqstore.spark.jobs.shape import Plan, Progress, Selection, Shaped, Stores, run, select
+from mqstore.spark.jobs.shape import Plan, Progress, Selection, Shaped, Stores, check_known, run, select
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import StoreName, is_wanted, open_store
 
@@ -100,18 +100,18 @@ def lag_report(
     or its `to_dict()`, to compare with. `spark`: a session, or None to run here.
 
     By what is on disk: a running broker writes its groups' progress every few seconds. Raises ConfigError for a group
-    that no store knows and for what is no report; what opening a store raises.
+    or topic that no store knows and for what is no report; what opening a store raises.
     """
     chosen = select(stores, topics=topics)
     wanted = None if groups is None else tuple(dict.fromkeys(groups))
     before = None if previous is None else _earlier(previous)
     work = partial(_look, _options(chosen.options), wanted)
     found = run(spark, chosen.stores(), work, progress, "mqstore lag")
-    unknown = set(wanted or ()) - {name for _, names, _ in found for name in names}
-    if unknown:
-        raise ConfigError(f"no store knows the group {', '.join(map(repr, sorted(unknown)))}")
-    now_ms = min(taken_ms for taken_ms, _, _ in found)
-    queues = [_compared(row, before) for _, _, rows in found for row in rows]
+    check_known("group", wanted or (), (name for each in found for name in each.groups))
+    named = chosen.options.topics or chosen.options.assign or ()
+    check_known("topic", named, (name for each in found for name in each.topics))
+    now_ms = min(each.taken_ms for each in found)
+    queues = [_compared(row, before) for each in found for row in each.rows]
     queues.sort(key=lambda row: (-row.lag, row.group, row.topic, row.store, row.queue_id))
     rows = sorted(_rows(queues, before, now_ms), key=lambda row: (-row.lag, row.group, row.topic))
     return LagReport(
@@ -138,10 +138,20 @@ def _options(options: SourceOptions) -> SourceOptions:
 # -- in the tasks ------------------------------------------------------------------------------------------------------
 
 
-def _look(
-    options: SourceOptions, groups: tuple[str, ...] | None, name: StoreName
-) -> tuple[int, list[str], list[QueueRow]]:
-    """When one store was looked at, its groups, and a row for each queue of each."""
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """One store."""
+
+    taken_ms: int
+    groups: list[str]
+    """All of them."""
+    topics: list[str]
+    """Likewise."""
+    rows: list[QueueRow]
+    """For each queue of each group that was asked for."""
+
+
+def _look(options: SourceOptions, groups: tuple[str, ...] | None, name: StoreName) -> _Seen:
     wanted = is_wanted(options)
     with open_store(name) as store:
         parts = open_parts(store)
@@ -166,7 +176,9 @@ def _look(
             for lag in lag_of(parts, group, pops)
             if wanted(lag.topic)
         ]
-    return now_ms, known, rows
+        # Known is a topic that has messages, one that was made and has none yet, and one that a group has committed on.
+        topics = {*store.topics(), *parts.topics.names(), *(row.topic for row in rows)}
+    return _Seen(now_ms, known, sorted(topics), rows)
 
 
 # -- in the driver -----------------------------------------------------------------------------------------------------

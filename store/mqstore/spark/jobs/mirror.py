@@ -43,14 +43,17 @@ from mqstore.layout.properties import encode_properties
 from mqstore.spark.copying import Spread
 from mqstore.spark.jobs.replay import REPLAY_ID, REPLAY_STORE_TIME
 from mqstore.spark.jobs.rewrite import Rewrite, Wishes, execute, parts_of, prepare, queue_selection, sinks_of
-from mqstore.spark.jobs.shape import Progress, Selection, Shaped, Stores, select
+from mqstore.spark.jobs.shape import Plan, Progress, Selection, Shaped, Stores, select
 from mqstore.spark.pacing import Limit
+from mqstore.spark.plan import Slice
 from mqstore.spark.progress import StreamProgress
 from mqstore.spark.sinkoptions import SinkOptions
+from mqstore.spark.staging import make_folders
 
-__all__ = ["MirrorReport", "mirror"]
+__all__ = ["MirrorReport", "mirror", "mirror_plan"]
 
 Trigger = Literal["available-now", "continuous"]
+_METADATA: Final = "metadata.json"
 _KEPT: Final = 16
 """Batches whose files stay in the checkpoint: for people, the last one is enough."""
 
@@ -106,16 +109,13 @@ def mirror(
     if trigger not in ("available-now", "continuous"):
         raise ConfigError(f"trigger={trigger!r}: there are available-now and continuous")
     limit = _limit(max_messages, max_bytes)
-    chosen = _from_the_start(queue_selection(select(src)))
-    [options] = sinks_of(dest, target=target).values()
     wishes = Wishes(dict(rename or {}), queues, spread, system)
-    prepare(chosen, {options.path: options}, chosen.tasks(), wishes, all_topics=False)
+    folder = Path(os.path.abspath(os.fspath(checkpoint)))
+    chosen, options, _ = _checked(src, dest, folder, target, wishes)
     positions = StreamProgress(chosen.options)
     counts: Counter[str] = Counter()
     topics: Counter[str] = Counter()
-    with _Checkpoint.opened(
-        Path(os.path.abspath(os.fspath(checkpoint))), options, StreamProgress(chosen.options).initial
-    ) as kept:
+    with _Checkpoint.opened(folder, options, StreamProgress(chosen.options).initial) as kept:
         if trigger == "available-now":
             positions.fix_target()
         while True:
@@ -155,6 +155,47 @@ def mirror(
             counts["damaged"],
             kept.next,
         )
+
+
+def mirror_plan(
+    src: Stores | Selection,
+    dest: str | os.PathLike[str],
+    checkpoint: str | os.PathLike[str],
+    *,
+    max_messages: int | None = None,
+    max_bytes: int | None = None,
+    rename: Mapping[str, str] | None = None,
+    queues: int | None = None,
+    spread: Spread = "queue",
+    system: bool = False,
+    target: str = "store",
+) -> Plan:
+    """What `mirror` with these arguments would read now, in all batches together. Raises what it raises before it
+    begins."""
+    _limit(max_messages, max_bytes)
+    wishes = Wishes(dict(rename or {}), queues, spread, system)
+    folder = Path(os.path.abspath(os.fspath(checkpoint)))
+    chosen, options, everything = _checked(src, dest, folder, target, wishes)
+    _refuse_foreign(folder)
+    if not _exists(folder):
+        return Plan.of_slices(everything)
+    positions = StreamProgress(chosen.options)
+    begin = _Checkpoint(folder, _metadata(folder, options)).begin
+    return Plan.of_slices(positions.partitions(begin, positions.latest(begin)))
+
+
+def _checked(
+    src: Stores | Selection, dest: str | os.PathLike[str], checkpoint: Path, target: str, wishes: Wishes
+) -> tuple[Selection, SinkOptions, list[list[Slice]]]:
+    """Look at arguments and target before anything is written: the messages, the target, and all that a mirror which
+    begins now would read."""
+    chosen = _from_the_start(queue_selection(select(src)))
+    if _exists(checkpoint):  # which says where to go on: where a new one would begin may be gone by now
+        chosen = chosen.with_options(starting_offsets="earliest", starting_timestamp_ms=None, starting_group=None)
+    [options] = sinks_of(dest, target=target).values()
+    tasks = chosen.tasks()
+    prepare(chosen, {options.path: options}, tasks, wishes, all_topics=False)
+    return chosen, options, tasks
 
 
 def _limit(max_messages: int | None, max_bytes: int | None) -> Limit | None:
@@ -200,28 +241,24 @@ class _Checkpoint:
     @contextmanager
     def opened(cls, path: Path, options: SinkOptions, initial: Callable[[], dict[str, Any]]) -> Iterator[_Checkpoint]:
         """The checkpoint, made if it is not there. ConfigError for one of another mirror."""
-        foreign = path.exists() and any(path.iterdir()) and not (path / "metadata.json").exists()
-        if foreign and {each.name for each in path.iterdir()} - {"lock", "offsets", "commits"}:
-            raise ConfigError(f"{path} is no checkpoint of a mirror: give a folder of its own")
-        there = {"dest": os.path.realpath(options.path), "target": options.target}
-        start = None if (path / "metadata.json").exists() else initial()  # may raise: before anything is written
+        _refuse_foreign(path)
+        start = None if _exists(path) else initial()  # may raise: before anything is written
         for folder in (path, path / "offsets", path / "commits"):
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folders(folder)
         lock = WriterLock(path, "mqstore", fs=REAL)
         lock.acquire(0.0)
         try:
-            if start is not None and not (path / "metadata.json").exists():
-                save_json(path / "metadata.json", {"version": 1, "id": uuid.uuid4().hex, **there, "initial": start})
-            metadata = _read(path / "metadata.json")
-            for name, value in {"version": 1, **there}.items():
-                if metadata.get(name) != value:
-                    raise ConfigError(
-                        f"{path} is the checkpoint of a mirror with {name} {metadata.get(name)!r}, not {value!r}: give "
-                        "another folder"
-                    )
-            yield cls(path, metadata)
+            if start is not None and not _exists(path):
+                save_json(path / _METADATA, {"id": uuid.uuid4().hex, **_belongs_to(options), "initial": start})
+            yield cls(path, _metadata(path, options))
         finally:
             lock.release()
+
+    @property
+    def begin(self) -> dict[str, Any]:
+        """Up to where everything is known to be in the target."""
+        begin: dict[str, Any] = self._last["start" if self._undone else "end"]
+        return begin
 
     def undone(self) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
         """The batch that was decided and is not known to be done."""
@@ -248,6 +285,33 @@ class _Checkpoint:
             for old in _numbers(self._path / folder):
                 if old <= number - _KEPT:
                     (self._path / folder / str(old)).unlink(missing_ok=True)
+
+
+def _exists(path: Path) -> bool:
+    return (path / _METADATA).exists()
+
+
+def _refuse_foreign(path: Path) -> None:
+    """ConfigError for a folder that has files of something else."""
+    if path.exists() and not _exists(path) and {each.name for each in path.iterdir()} - {"lock", "offsets", "commits"}:
+        raise ConfigError(f"{path} is no checkpoint of a mirror: give a folder of its own")
+
+
+def _belongs_to(options: SinkOptions) -> dict[str, Any]:
+    """What stays the same as long as a checkpoint lives."""
+    return {"version": 1, "dest": os.path.realpath(options.path), "target": options.target}
+
+
+def _metadata(path: Path, options: SinkOptions) -> dict[str, Any]:
+    """Of the checkpoint. ConfigError for one of another mirror."""
+    metadata = _read(path / _METADATA)
+    for name, value in _belongs_to(options).items():
+        if metadata.get(name) != value:
+            raise ConfigError(
+                f"{path} is the checkpoint of a mirror with {name} {metadata.get(name)!r}, not {value!r}: give another "
+                "folder"
+            )
+    return metadata
 
 
 def _numbers(folder: Path) -> set[int]:

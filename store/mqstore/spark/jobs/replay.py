@@ -6,7 +6,8 @@ attempts are kept; offsets and the time of storing are the target's own, as a st
 can be kept beside it, in the property REPLAY_STORE_TIME (`keep_time`).
 
 A replay has an id. Each target remembers it with the messages, in one step: the same replay once more writes nothing,
-whether the first one ended or crashed. Without an id it is derived from the arguments.
+whether the first one ended or crashed. Without an id it is derived from the arguments: bounds that are computed from
+the clock want one.
 
 Copied is what users sent. Topics of retries and of dead letters are asked for by name and `system`; what waits in the
 engine's own topics (delays, timers, transactions that are not decided) is not copied: it is not sent yet.
@@ -22,6 +23,7 @@ from mqstore.errors import ConfigError
 from mqstore.layout.properties import encode_properties
 from mqstore.spark.copying import Spread
 from mqstore.spark.jobs.rewrite import (
+    CopyPlan,
     Dests,
     Part,
     Rewrite,
@@ -32,11 +34,12 @@ from mqstore.spark.jobs.rewrite import (
     derived_id,
     execute,
     parts_of,
+    plan_of,
     prepare,
     queue_selection,
     sinks_of,
 )
-from mqstore.spark.jobs.shape import Bound, Plan, Progress, Selection, Stores, select
+from mqstore.spark.jobs.shape import Bound, Progress, Selection, Stores, select
 
 __all__ = ["REPLAY_ID", "REPLAY_STORE_TIME", "replay", "replay_plan"]
 
@@ -101,10 +104,10 @@ def replay(
     return execute(spark, rewrite, parts, name, progress=progress, title="mqstore replay")
 
 
-def replay_plan(src: Stores | Selection, dests: Dests, **options: Any) -> Plan:
-    """What `replay` with these options would read, for all targets together. Raises what it raises before it begins."""
-    _, parts, _ = _Asked(**options).planned(None, src, dests)
-    return Plan.of_slices([part.slices for part in parts])
+def replay_plan(src: Stores | Selection, dests: Dests, **options: Any) -> CopyPlan:
+    """What `replay` with these options would read, for all targets together that do not have it yet. Raises what it
+    raises before it begins."""
+    return plan_of(*_Asked(**options).planned(None, src, dests))
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,8 @@ from mqstore.log.message import Message
 from mqstore.log.store import MessageStore
 from mqstore.log.txn import TXN_FILE, TxnState
 from mqstore.spark.encode import Encoded
-from mqstore.spark.jobs.shape import Progress, Selection, Shaped, Stores, run, select
+from mqstore.spark.jobs.dlq import groups_of
+from mqstore.spark.jobs.shape import Progress, Selection, Shaped, Stores, check_known, run, select
 from mqstore.spark.plan import StoreName, open_store
 from mqstore.spark.staging import ShardInfo, discard, make_folders, transaction_folder, write_shards
 
@@ -113,8 +114,9 @@ def dlq_resend(
     topics that they came from, when they were filed. `spark`: a session, or None to run here. `dry_run` writes nothing.
 
     A second run sends nothing again. Letters that are sent at the front of a group's are let go of, as by a replay.
-    Raises NotPermittedError, TopicNotFoundError, InvalidMessageError for a letter that cannot be sent: then nothing of
-    any store is; StoreLockedError for a store that is open, when the stores before it are done.
+    Raises ConfigError for a group that no store knows, NotPermittedError, TopicNotFoundError, InvalidMessageError for a
+    letter that cannot be sent: then nothing of any store is; StoreLockedError for a store that is open, when the stores
+    before it are done.
     """
     chosen = select(stores) if where is None else select(stores, where=where)
     where = chosen.options.filter
@@ -128,6 +130,7 @@ def dlq_resend(
     done: list[StoreResend] = []
     try:
         staged = run(spark, names, partial(_stage, job), progress, "mqstore dlq resend")
+        check_known("group", job.groups or (), (name for each in staged for name in each.known))
         for name, each in zip(names, staged, strict=True):
             if not dry_run:
                 _publish(name, each, lock_timeout_s)
@@ -159,6 +162,8 @@ class _Staged:
     letters: Mapping[str, Ranges]
     """Those that are sent, by group."""
     report: StoreResend
+    known: frozenset[str]
+    """All groups of the store."""
 
 
 # -- what was sent before ----------------------------------------------------------------------------------------------
@@ -268,6 +273,7 @@ def _stage(job: _Job, name: StoreName) -> _Staged:
         folder = transaction_folder(Path(name.path), _APP, number)
         pieces = _pieces(copies())
         profile = store.manifest.profile
+        known = frozenset(groups_of(parts))
         shards = [] if job.dry_run else [*write_shards(pieces, folder, 0, 0, profile=profile)]
         if job.dry_run:
             for _ in pieces:
@@ -281,7 +287,7 @@ def _stage(job: _Job, name: StoreName) -> _Staged:
         counts["doubles"],
         counts["others"],
     )
-    return _Staged(number, tuple(shards), letters, report)
+    return _Staged(number, tuple(shards), letters, report, known)
 
 
 def _wanted(job: _Job, letters: DeadLetters, before: Ranges, counts: Counter[str]) -> Iterator[tuple[Message, bool]]:

@@ -39,7 +39,7 @@ from mqstore.errors import ConfigError
 from mqstore.spark import publish
 from mqstore.spark.copying import Copier, Spread, Target
 from mqstore.spark.encode import Encoded
-from mqstore.spark.jobs.shape import Progress, Selection, Shaped, run
+from mqstore.spark.jobs.shape import Plan, Progress, Selection, Shaped, run
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import QueueSlice, Slice, open_store
 from mqstore.spark.rows import Piece, Policy
@@ -48,6 +48,7 @@ from mqstore.spark.staging import ShardInfo, transaction_folder, write_shards
 from mqstore.spark.tasks import policy_of, read_pieces
 
 __all__ = [
+    "CopyPlan",
     "DestReport",
     "Destination",
     "Dests",
@@ -60,6 +61,7 @@ __all__ = [
     "derived_id",
     "execute",
     "parts_of",
+    "plan_of",
     "prepare",
     "queue_selection",
     "remove_if_empty",
@@ -113,7 +115,8 @@ def queue_selection(selection: Selection) -> Selection:
 
 def derived_id(kind: str, selection: Selection, *rest: Any) -> str:
     """A name for a rewrite that was given none: the same arguments, the same name. What the sources hold is no part of
-    it, so a run that is repeated after they have grown is still the same one, and writes nothing twice."""
+    it, so a run that is repeated after they have grown is still the same one, and writes nothing twice. Bounds are: one
+    that the caller computes from the clock makes another name each time."""
     said = [kind, asdict(selection.options), selection.offsets, selection.times_ms, *rest]
     text = json.dumps(said, sort_keys=True, default=_said)
     return hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=10).hexdigest()
@@ -379,6 +382,22 @@ class RewriteReport(Shaped):
     def already(self) -> bool:
         """Every target had it before."""
         return bool(self.dests) and all(each.already for each in self.dests)
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPlan(Plan):
+    """What a job that copies would read: nothing for targets that have the run."""
+
+    id: str
+    already: bool
+    """Every target has it; nothing would be done."""
+
+
+def plan_of(rewrite: Rewrite, parts: Sequence[Part], name: str) -> CopyPlan:
+    """The plan of a rewrite that was checked."""
+    there = [publish.is_committed(to.options, rewrite.app, rewrite.version) for to in rewrite.to]
+    found = Plan.of_slices([part.slices for part in parts if not there[part.to]])
+    return CopyPlan(found.stores, found.queues, found.messages, found.bytes, found.tasks, name, all(there))
 
 
 # -- in the tasks ------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import json
 import os
 import pickle
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
@@ -31,7 +31,7 @@ from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import LogSlice, Narrowing, QueueSlice, Slice, StoreName, is_wanted, open_store, plan, stores_of
 from mqstore.spark.shipping import ship
 
-__all__ = ["Bound", "Plan", "Progress", "Selection", "Shaped", "Stores", "local_path", "run", "select"]
+__all__ = ["Bound", "Plan", "Progress", "Selection", "Shaped", "Stores", "check_known", "local_path", "run", "select"]
 
 Stores = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, str | os.PathLike[str]]
 """A store, a store set or a glob of stores; several; or paths by the ids that rows and reports call them."""
@@ -46,6 +46,7 @@ R = TypeVar("R")
 _LAST = (1 << 63) - 1
 _SAMPLED = 4096
 _LOOK_S = 0.2
+_NAMED = 20
 
 
 # -- results -----------------------------------------------------------------------------------------------------------
@@ -148,8 +149,14 @@ class Selection:
     """`options` as Spark is told them."""
 
     def stores(self) -> list[StoreName]:
-        """The stores. ConfigError, as `plan.stores_of`."""
-        return stores_of(self.options)
+        """The stores, one at least. ConfigError, as `plan.stores_of`, and for store sets that have no member: a job
+        that looked at nothing must not say that all is well."""
+        found = stores_of(self.options)
+        if not found:
+            paths = self.options.paths
+            named = ", ".join(paths.values() if isinstance(paths, dict) else paths)
+            raise ConfigError(f"{named}: a store set that has no stores yet; give one that has, or a store")
+        return found
 
     def with_options(self, **values: Any) -> Selection:
         """The same with other fields of `SourceOptions`; `given` stays as it was."""
@@ -228,6 +235,17 @@ def _paths(stores: Stores) -> list[str] | dict[str, str]:
     if isinstance(stores, str | os.PathLike):
         return [local_path(stores)]
     return [local_path(path) for path in stores]
+
+
+def check_known(what: str, wanted: Iterable[str], known: Iterable[str]) -> None:
+    """ConfigError for names of groups or topics (`what`) that no store has, with those that there are: a name that is
+    misspelt must not look like one that has nothing to report."""
+    there = sorted({*known})
+    unknown = sorted({*wanted} - {*there})
+    if unknown:
+        more = f" and {len(there) - _NAMED} more" if len(there) > _NAMED else ""
+        names = f"there are {', '.join(map(repr, there[:_NAMED]))}{more}" if there else "there is none"
+        raise ConfigError(f"no store knows the {what} {', '.join(map(repr, unknown))}; {names}")
 
 
 def local_path(path: str | os.PathLike[str]) -> str:
