@@ -19,8 +19,6 @@ VENV  ?= .venv
 BIN   := $(VENV)/bin
 BENCH ?=
 N     ?= 5000
-# One more than there are processors: tests wait for disks, other processes and clocks.
-JOBS  ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint bench spark crash docs clean
@@ -32,7 +30,7 @@ demo: $(VENV)/stamp-core
 	$(BIN)/mqstore demo
 
 test: lint
-	$(BIN)/python -m pytest -n $(JOBS) --cov --cov-report=term
+	$(BIN)/python -m pytest -n auto --cov --cov-report=term
 
 lint: $(VENV)/stamp-dev
 	$(BIN)/ruff check .

@@ -18,6 +18,7 @@ import lzma
 import os
 import shutil
 import tarfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -106,12 +107,19 @@ settings.register_profile("quick", max_examples=40)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 _CAMPAIGNS = ("/crash/", "/fuzz/", "/model/", "/stress/")
+_COVERED = 3
+"""Of a test with many parameters so many are measured. Measuring doubles the time of a test, and they go the same ways:
+what is printed is a lower bound."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The one that takes a minute first: at the end one processor would wait for the other. Campaigns go over ground
-    that other tests cover, over and over: to count lines there would only take time."""
+    """The one that takes a minute first: at the end one processor would wait for the other. What goes over the same
+    lines again and again, campaigns and drawn examples, is not measured."""
     items.sort(key=lambda item: "/stress/" not in item.nodeid)
+    seen: Counter[str] = Counter()
     for item in items:
-        if any(room in item.nodeid for room in _CAMPAIGNS):
+        name = item.nodeid.partition("[")[0]
+        seen[name] += 1
+        drawn = getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
+        if seen[name] > _COVERED or drawn or any(room in item.nodeid for room in _CAMPAIGNS):
             item.add_marker(pytest.mark.no_cover)
