@@ -29,6 +29,7 @@ from mqstore.errors import (
 from mqstore.log.commitlog import QueueRef
 from mqstore.options import Retention
 from tests.faults import FaultyFileSystem
+from tests.holding import new_threads
 from tests.log.support import Unsynced, open_store
 
 MINUTE, HOUR, DAY = 60_000, 3_600_000, 86_400_000
@@ -405,7 +406,7 @@ def test_puts_that_do_not_wait_say_when_they_are_on_disk(tmp_path: Path) -> None
 
 
 def test_threads_of_a_broker_end_with_it(tmp_path: Path) -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     config = {"segment_bytes": 1 << 16, "clock": None}
     with Broker(open_store(tmp_path / "store", **config)) as broker:
         broker.put("t", b"x")
@@ -417,7 +418,7 @@ def test_threads_of_a_broker_end_with_it(tmp_path: Path) -> None:
         thread.join(20)
         assert [each.message.body for each in woken[0]] == [b"y"]
         assert delivery.message.body == b"x"
-    assert threading.active_count() == before
+    assert not new_threads(before)
 
 
 def test_a_broker_that_cannot_open_gives_the_directory_back(tmp_path: Path) -> None:

@@ -18,12 +18,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mqstore.broker.delayroute import WINDOW_MS, placement, slot_of, timer_route
 from mqstore.broker.names import TIMER_TOPIC, dlq_topic
 from mqstore.broker.parts import Parts
 from mqstore.broker.receipts import recall_handle
 from mqstore.broker.timer import TimerService
 from mqstore.broker.timerfiles import Progress
-from mqstore.broker.timerroute import WINDOW_MS, placement, slot_of, timer_route
 from mqstore.broker.uniquekey import UniqueKeys, new_unique_key
 from mqstore.clock import SimulatedClock
 from mqstore.errors import InvalidMessageError, InvalidReceiptError, StoreFullError, StoreIOError

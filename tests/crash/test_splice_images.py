@@ -178,8 +178,6 @@ def visible(store: MessageStore) -> set[bytes]:
 
 def check_recovered(store: MessageStore, script: Script, flushed: int, waiting: set[Splice]) -> list[bytes]:
     kinds = {finding.kind for finding in store.recovery.findings}
-    if "unfinished_splice" in kinds:  # of the segments it had begun some names may be durable, and others not
-        kinds.discard("missing_segment")
     assert kinds <= {"segment_size", "unfinished_splice"}, store.recovery.findings
     found = held(store)
     assert len(set(found)) == len(found), "something is there twice"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import mmap
 import os
 import sys
@@ -17,10 +16,9 @@ from mqstore.errors import StoreFullError, StoreIOError
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.files.segments import LoadProblem, SegmentRun, segment_name
 from tests.faults import Crash, FaultyFileSystem
+from tests.holding import held, linux_only, mapped_files
 
 SIZE = 16 * 1024  # a few pages
-
-linux_only = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
 
 @pytest.fixture
@@ -48,11 +46,9 @@ def names(folder: Path) -> list[str]:
     return sorted(os.listdir(folder)) if folder.exists() else []
 
 
-def mapped_files(folder: Path) -> list[str]:
+def mapped_names(folder: Path) -> list[str]:
     """Names of the files of `folder` that this process has mapped, once for each mapping."""
-    gc.collect()
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    return sorted(Path(line.split(None, 5)[5]).name for line in lines if f" {folder}/" in line)
+    return [Path(path).name for path in mapped_files(folder)]
 
 
 # --- growing ----------------------------------------------------------------------------------------------------------
@@ -465,14 +461,13 @@ def test_the_run_keeps_as_many_mappings_as_it_may_the_last_used_ones(folder: Pat
 
     run.mapping(run.segments()[0])
 
-    assert mapped_files(folder) == [segment_name(number * SIZE) for number in (0, 5, 7)]
+    assert mapped_names(folder) == [segment_name(number * SIZE) for number in (0, 5, 7)]
     run.close()
-    assert mapped_files(folder) == []
+    assert mapped_names(folder) == []
 
 
 @linux_only
 def test_a_writer_keeps_two_mappings_more_and_gives_back_descriptors(folder: Path) -> None:
-    before = len(os.listdir("/proc/self/fd"))
     run = open_run(folder, max_mappings=2)
     for number in range(8):
         segment = run.create(number * SIZE)
@@ -481,11 +476,9 @@ def test_a_writer_keeps_two_mappings_more_and_gives_back_descriptors(folder: Pat
         for older in run.segments():
             run.mapping(older)
 
-    assert len(mapped_files(folder)) == 4
+    assert len(mapped_names(folder)) == 4
     run.close()
-    assert mapped_files(folder) == []
-    gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert held(folder) == []
 
 
 def test_a_view_outlives_its_segment(folder: Path) -> None:

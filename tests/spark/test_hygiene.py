@@ -20,6 +20,7 @@ from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import StoreName, plan
 from mqstore.spark.tasks import read_slices
 from mqstore.spark.views import VIEWS, view_batch
+from tests.holding import held, linux_only, open_files
 from tests.spark.support import Odd, many, rows_of, write_store
 
 NAMES = ("topic", "queue_id", "queue_offset", "body")
@@ -31,30 +32,17 @@ def query(path: Path, **options: str) -> list[dict[str, Any]]:
     return rows_of(batch for slices in plan(given) for batch in read_slices(given, NAMES, "binary", slices))
 
 
-def held(path: Path) -> list[str]:
-    """Descriptors and mappings of this process below a path."""
-    with open("/proc/self/maps") as file:
-        found = [line.split()[-1] for line in file if str(path) in line]
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            name = os.readlink(f"/proc/self/fd/{fd}")
-        except OSError:
-            continue
-        found += [name] * (str(path) in name)
-    return found
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+@linux_only
 def test_nothing_stays_open_or_mapped(tmp_path: Path) -> None:
     path = write_store(tmp_path / "s", many(300))
-    count = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     for _ in range(50):
         assert len(query(path)) == 301
     assert held(path) == []
-    assert len(os.listdir("/proc/self/fd")) <= count  # what others left before may have gone meanwhile
+    assert not open_files() - before
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+@linux_only
 def test_nothing_stays_when_the_reader_is_left_early(tmp_path: Path) -> None:
     path = write_store(tmp_path / "s", many(300))
     given = SourceOptions.parse({"path": str(path), "maxRowsPerBatch": "3"})

@@ -21,7 +21,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ import pytest
 import mqstore
 from mqstore.client import assignment, concurrent
 from mqstore.log.message import Message
+from tests.holding import new_threads, open_files
 
 SECONDS = float(os.environ.get("MQSTORE_STRESS_SECONDS", "60"))
 SEED = int(os.environ.get("MQSTORE_STRESS_SEED", "7"))
@@ -253,24 +254,12 @@ class Polling:
         return not self._thread.is_alive()
 
 
-def _open_files() -> Counter[str]:
-    """What this process has open, where that can be seen."""
-    names: Counter[str] = Counter()
-    for fd in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
-        with suppress(FileNotFoundError):  # the one of this very listing
-            names[os.readlink(f"/proc/self/fd/{fd}")] += 1
-    return names
-
-
 @contextmanager
 def nothing_left_behind() -> Iterator[None]:
-    threads, files = set(threading.enumerate()), _open_files()
+    threads, files = set(threading.enumerate()), open_files()
     yield
-    end = time.monotonic() + 10
-    while (left := set(threading.enumerate()) - threads) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not left
-    assert not _open_files() - files
+    assert not new_threads(threads)
+    assert not open_files() - files
 
 
 @pytest.mark.timeout(SECONDS + 600)

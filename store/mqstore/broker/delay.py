@@ -41,10 +41,10 @@ import numpy as np
 import numpy.typing as npt
 
 from mqstore.broker.configfile import ConfigFile, DataVersion, object_member
+from mqstore.broker.delayroute import level_properties
 from mqstore.broker.names import HALF_TOPIC, SCHEDULE_GROUP, SCHEDULE_TOPIC, TIMER_TOPIC
 from mqstore.broker.parts import Parts, Pin, Wake
 from mqstore.broker.statistics import DELAY_LATENCY
-from mqstore.broker.timerroute import level_properties
 from mqstore.errors import InvalidMessageError
 from mqstore.layout.consumequeue import is_message
 from mqstore.layout.properties import (

@@ -37,6 +37,7 @@ import numpy as np
 from mqstore.broker.configfile import ConfigFile, object_member
 from mqstore.broker.deadletters import DeadLetters
 from mqstore.broker.delay import deliver_time_ms
+from mqstore.broker.delayroute import PRECISION_MS, number, placement, slot_of
 from mqstore.broker.names import (
     DLQ_PREFIX,
     POP_LOG_GROUP,
@@ -66,7 +67,6 @@ from mqstore.broker.timerfiles import (
     TimerLog,
     slots_of_units,
 )
-from mqstore.broker.timerroute import PRECISION_MS, number, placement, slot_of
 from mqstore.broker.transactions import Transactions
 from mqstore.broker.waiting import Waiters
 from mqstore.errors import GroupNotFoundError, MQStoreError

@@ -46,11 +46,11 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from mqstore.broker.delayroute import number, slot_of
 from mqstore.broker.names import TIMER_TOPIC
 from mqstore.broker.poplog import POP, Record, deltas_text
 from mqstore.broker.popstate import QueueKey
 from mqstore.broker.poptables import PopTables, origin_of
-from mqstore.broker.timerroute import number, slot_of
 from mqstore.errors import MQStoreError
 from mqstore.layout.properties import REAL_QID, REAL_TOPIC, TAGS, TIMER_DELIVER_MS, TIMER_OUT_MS, UNIQ_KEY
 from mqstore.log.message import Message

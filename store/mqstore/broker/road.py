@@ -18,21 +18,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Literal, Unpack, cast
 
+from mqstore.broker.delayroute import delay_route
 from mqstore.broker.names import SCHEDULE_TOPIC, TIMER_TOPIC
 from mqstore.broker.receipts import recall_handle
 from mqstore.broker.selection import RoundRobin, group_queue
-from mqstore.broker.timerroute import timer_route
 from mqstore.broker.topics import TopicTable
 from mqstore.clock import Clock
 from mqstore.errors import InvalidMessageError
 from mqstore.layout.properties import (
-    DELAY,
     ORIGIN_MESSAGE_ID,
-    REAL_QID,
-    REAL_TOPIC,
-    TIMER_DELAY_MS,
-    TIMER_DELAY_SEC,
-    TIMER_DELIVER_MS,
     TIMER_OUT_MS,
     UNIQ_KEY,
 )
@@ -60,8 +54,6 @@ from mqstore.log.writer import PutOptions
 from mqstore.options import Durability, Duration, StoreConfig, seconds
 
 __all__ = ["DelayedReceipt", "Road", "SendOptions"]
-
-_TIMER_NAMES = (TIMER_DELIVER_MS, TIMER_DELAY_MS, TIMER_DELAY_SEC)
 
 
 class SendOptions(PutOptions, total=False):
@@ -253,21 +245,13 @@ class Road:
         """Where a record with these properties goes now, and with which properties (4.2, 5.2)."""
         if sys_flag & TRANSACTION_MASK in (TRANSACTION_PREPARED, TRANSACTION_ROLLBACK):
             return topic, queue_id, properties
-        level = _level(properties.get(DELAY))
-        if level > 0:
-            level = min(level, self._levels)
-            stored = {k: v for k, v in properties.items() if k not in _TIMER_NAMES}
-            stored |= {DELAY: str(level), REAL_TOPIC: topic, REAL_QID: str(queue_id)}
-            self._topics.ensure(SCHEDULE_TOPIC, self._levels)
-            return SCHEDULE_TOPIC, level - 1, stored
-        if TIMER_DELIVER_MS in properties or TIMER_DELAY_MS in properties or TIMER_DELAY_SEC in properties:
-            timed = timer_route(
-                topic, queue_id, dict(properties), self._clock.now_ms(), max_delay_ms=self._max_delay_ms
-            )
-            if timed is not None:
-                self._topics.ensure(TIMER_TOPIC, 1)
-                return timed
-        return topic, queue_id, properties
+        delayed = delay_route(
+            topic, queue_id, properties, self._clock.now_ms(), levels=self._levels, max_delay_ms=self._max_delay_ms
+        )
+        if delayed is None:
+            return topic, queue_id, properties
+        self._topics.ensure(delayed[0], self._levels if delayed[0] == SCHEDULE_TOPIC else 1)
+        return delayed
 
 
 _UNIQUE = re.compile(rb"(?:\A|\x02)(?:" + f"{UNIQ_KEY}|{ORIGIN_MESSAGE_ID}".encode() + rb")\x01[^\x02]")
@@ -284,13 +268,3 @@ def _known(properties: bytes) -> bool:
 def _identified(copy: Copy) -> Copy:
     message, topic, queue_id, properties = copy
     return message, topic, queue_id, b"%b%b%b\x02" % (properties, _ORIGIN_NAME, message.message_id.encode())
-
-
-def _level(text: str | None) -> int:
-    """A delay level as a property says it; what is no number is none (a loader must live with any)."""
-    if text is None:
-        return 0
-    try:
-        return int(text)
-    except ValueError:
-        return 0

@@ -1,6 +1,6 @@
 """Arbitrary delay: messages that wait for a moment of their own, on a timer wheel (broker-semantics 5).
 
-    put (`timerroute.py`) -> rmq_sys_wheel_timer, queue 0 --place-> slot of the wheel --read-> REAL_TOPIC, REAL_QID
+    put (`delayroute.py`) -> rmq_sys_wheel_timer, queue 0 --place-> slot of the wheel --read-> REAL_TOPIC, REAL_QID
                                       ^                                      |
                                       +--- rolled: half way, or early -------+
 
@@ -57,6 +57,7 @@ from typing import Final, Literal
 import numpy as np
 import numpy.typing as npt
 
+from mqstore.broker.delayroute import LEVEL_MARKS, PRECISION_MS, number, placement, slot_of, timer_route
 from mqstore.broker.names import SCHEDULE_GROUP, TIMER_TOPIC
 from mqstore.broker.parts import Parts, Pin, Wake
 from mqstore.broker.receipts import RecallHandle, parse_recall_handle
@@ -79,7 +80,6 @@ from mqstore.broker.timerfiles import (
     TimerWheel,
     slots_of_units,
 )
-from mqstore.broker.timerroute import LEVEL_MARKS, PRECISION_MS, number, placement, slot_of, timer_route
 from mqstore.errors import InvalidMessageError
 from mqstore.layout.javahash import java_hash
 from mqstore.layout.properties import (

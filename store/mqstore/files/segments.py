@@ -623,9 +623,9 @@ class SegmentRun:
         removed = []
         for segment in doomed:
             try:
-                self._fs.unlink(segment.path, missing_ok=True)
-                removed.append(segment_name(segment.start))
-                with self._lock:
+                with self._lock:  # whoever finds a segment in the list and then no file would take that for damage
+                    self._fs.unlink(segment.path, missing_ok=True)
+                    removed.append(segment_name(segment.start))
                     self._names_changed += 1
                     self._let_go(segment)
                     self._set([other for other in self.segments() if other is not segment])

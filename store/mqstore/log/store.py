@@ -320,7 +320,9 @@ class MessageStore(StoreWriter):
         undone = undo(self._txn, self._run, self._checksum, self._checkpoint.current.flushed)
         if undone.start is not None:
             clean = False
-            self._load_problems = [each for each in self._load_problems if each.position < undone.start]
+            # Puts before the splice were perhaps not synced: then the log ends before it, and what was behind is gone.
+            end = min(undone.start, self._run.end)
+            self._load_problems = [each for each in self._load_problems if each.position < end]
         self._queues.load(exact=not clean or options.full)
         self._index_findings = self._index.load()
         self.clean_shutdown = clean

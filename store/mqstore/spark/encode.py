@@ -35,9 +35,9 @@ try:
 except ImportError as error:  # pragma: no cover
     raise ImportError("writing columns needs pyarrow: pip install 'mqstore[spark]', or pyarrow alone") from error
 
-from mqstore.broker.names import SCHEDULE_TOPIC, check_user_topic
+from mqstore.broker.delayroute import delay_route
+from mqstore.broker.names import check_user_topic
 from mqstore.broker.selection import GroupHash, group_queue, jump_hash_many
-from mqstore.broker.timerroute import timer_route
 from mqstore.clock import SYSTEM_CLOCK, Clock
 from mqstore.errors import InvalidMessageError, MQStoreError
 from mqstore.layout.hosts import LOCAL_HOST
@@ -49,8 +49,6 @@ from mqstore.layout.properties import (
     INNER_NUM,
     KEYS,
     MAX_PROPERTIES_BYTES,
-    REAL_QID,
-    REAL_TOPIC,
     RESERVED,
     SHARDINGKEY,
     TAGS,
@@ -245,7 +243,6 @@ _TAKEN_APART: Final = pa.array(
     [DELAY, TIMER_DELIVER_MS, TIMER_DELAY_MS, TIMER_DELAY_SEC, CRC32, INNER_NUM, INNER_BASE], pa.string()
 )
 """Properties that say where a record goes, or that a record may not have as they come."""
-_TIMER_NAMES: Final = (TIMER_DELIVER_MS, TIMER_DELAY_MS, TIMER_DELAY_SEC)
 
 
 class Encoder:
@@ -649,18 +646,11 @@ class _Slice:
 
     def _routed(self, topic: str, queue_id: int, properties: dict[str, str]) -> tuple[str, int, dict[str, str]]:
         """Where a record with these properties goes now: as `Road.route` has it (broker-semantics 4.2, 5.2)."""
-        level = properties.get(DELAY, "")
-        number = int(level) if level.lstrip("+-").isdigit() and level.isascii() else 0
-        if number > 0:
-            number = min(number, self._rules.levels)
-            stored = {name: value for name, value in properties.items() if name not in _TIMER_NAMES}
-            stored |= {DELAY: str(number), REAL_TOPIC: topic, REAL_QID: str(queue_id)}
-            return SCHEDULE_TOPIC, number - 1, stored
-        if any(name in properties for name in _TIMER_NAMES):
-            timed = timer_route(topic, queue_id, properties, self._now_ms, max_delay_ms=self._rules.max_delay_ms)
-            if timed is not None:
-                return timed
-        return topic, queue_id, properties
+        rules = self._rules
+        delayed = delay_route(
+            topic, queue_id, properties, self._now_ms, levels=rules.levels, max_delay_ms=rules.max_delay_ms
+        )
+        return delayed or (topic, queue_id, properties)
 
     def _counted(self, topics: _Int32s, queues: _Int64s) -> dict[tuple[str, int], int]:
         names = list(self._codes)

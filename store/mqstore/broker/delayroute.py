@@ -1,7 +1,7 @@
-"""The rules of arbitrary delay, without files or state: who waits, until when, in which slot (broker-semantics 5.2).
+"""The rules of delay, without files or state: who waits, where, until when, in which slot (broker-semantics 4.2, 5.2).
 
     a message with                         waits
-    DELAY > 0                              by level, not here
+    DELAY > 0                              in the queue of its level
     TIMER_OUT_MS                           not again: it has waited, or lies in the timer topic
     TIMER_DELAY_SEC, TIMER_DELAY_MS,       from now, from now, until then; the first of these counts. A moment that has
     TIMER_DELIVER_MS                       come is no delay; one too far ahead, or no number, is refused
@@ -28,7 +28,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from mqstore.broker.names import TIMER_TOPIC
+from mqstore.broker.names import SCHEDULE_TOPIC, TIMER_TOPIC
 from mqstore.broker.uniquekey import new_unique_key
 from mqstore.errors import InvalidMessageError
 from mqstore.layout.properties import (
@@ -52,6 +52,7 @@ __all__ = [
     "LEVEL_MARKS",
     "PRECISION_MS",
     "WINDOW_MS",
+    "delay_route",
     "level_properties",
     "number",
     "placement",
@@ -70,6 +71,7 @@ again after a delay that is over) is rid of it: TIMER_DEL_UNIQKEY would make a c
 
 _LEVEL_MARKS = frozenset(name.encode() for name in LEVEL_MARKS)
 
+_TIMER_NAMES = frozenset({TIMER_DELIVER_MS, TIMER_DELAY_MS, TIMER_DELAY_SEC})
 _NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
 
 
@@ -85,6 +87,25 @@ def slot_of(deliver_ms: int, precision_ms: int = PRECISION_MS) -> int:
     (1000, 2000, 2000)
     """
     return (deliver_ms - 1) // precision_ms * precision_ms
+
+
+def delay_route(
+    topic: str, queue_id: int, properties: Mapping[str, str], now_ms: int, *, levels: int, max_delay_ms: int
+) -> tuple[str, int, dict[str, str]] | None:
+    """Where a message with these properties waits, of `levels` levels or in the timer topic, and the properties it is
+    stored with there. None when it is not to wait. A level that is no number is none. Raises as `timer_route` does.
+
+    >>> delay_route("orders", 0, {"DELAY": "99"}, 0, levels=18, max_delay_ms=0)
+    ('SCHEDULE_TOPIC_XXXX', 17, {'DELAY': '18', 'REAL_TOPIC': 'orders', 'REAL_QID': '0'})
+    """
+    level = min(number(properties.get(DELAY)) or 0, levels)
+    if level > 0:
+        stored = {name: value for name, value in properties.items() if name not in _TIMER_NAMES}
+        stored |= {DELAY: str(level), REAL_TOPIC: topic, REAL_QID: str(queue_id)}
+        return SCHEDULE_TOPIC, level - 1, stored
+    if _TIMER_NAMES.isdisjoint(properties):
+        return None
+    return timer_route(topic, queue_id, properties, now_ms, max_delay_ms=max_delay_ms)
 
 
 def timer_route(
