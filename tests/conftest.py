@@ -13,21 +13,27 @@ a line, told apart by `kind`: `queue`, `message`, `lost` (a unit whose record is
 
 from __future__ import annotations
 
+import importlib
 import json
 import lzma
 import os
+import pkgutil
 import shutil
 import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from coverage import Coverage
 from hypothesis import settings
 
+import mqstore
+import mqstore_tools
 from mqstore.files import filesystem
 
 GOLDEN_NAMES = ("clean", "crashed", "propcrc", "rolled", "trimmed")
@@ -110,6 +116,7 @@ _CAMPAIGNS = ("/crash/", "/fuzz/", "/model/", "/stress/")
 _COVERED = 1
 """Of a test with many parameters so many are measured. Measuring doubles the time of a test, and they go the same ways:
 what is printed is a lower bound."""
+_UNMEASURED = pytest.StashKey[bool]()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -121,5 +128,37 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         name = item.nodeid.partition("[")[0]
         seen[name] += 1
         drawn = getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
-        if seen[name] > _COVERED or drawn or any(room in item.nodeid for room in _CAMPAIGNS):
-            item.add_marker(pytest.mark.no_cover)
+        item.stash[_UNMEASURED] = seen[name] > _COVERED or drawn or any(room in item.nodeid for room in _CAMPAIGNS)
+
+
+@contextmanager
+def _unmeasured() -> Iterator[None]:
+    """Not by the marker `no_cover`: that leaves fixtures measured and, in the processes of xdist, where pytest-cov has
+    two measurements one upon the other, stops only the upper one."""
+    stopped: list[Coverage] = []
+    while (running := Coverage.current()) is not None:
+        running.stop()
+        stopped.append(running)
+    try:
+        yield
+    finally:
+        for each in reversed(stopped):
+            each.start()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Rewriting asserts takes twice as long when it is measured. So what importing runs is measured before."""
+    if Coverage.current() is not None:
+        for package in (mqstore, mqstore_tools):
+            for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+                with suppress(ImportError):  # no pyspark
+                    importlib.import_module(module.name)
+    with _unmeasured():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    with _unmeasured() if item.stash[_UNMEASURED] else nullcontext():
+        return (yield)

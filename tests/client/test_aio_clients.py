@@ -4,6 +4,7 @@ how those end."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 
 import mqstore
 from mqstore import QueueRef, SimulatedClock, StoreConfig, aio
+from tests.client.popsupport import until
 from tests.client.test_aio import _environment, run, with_store
 
 AGAIN = mqstore.RetryPolicy(3, [0])
@@ -418,7 +420,7 @@ def test_a_push_consumer_is_steered_as_its_sync_twin(tmp_path: Path) -> None:
         async def handle(message: mqstore.Message) -> None:
             seen.append(message.body)
 
-        async def until(count: int) -> None:
+        async def until_seen(count: int) -> None:
             while len(seen) < count:
                 await asyncio.sleep(0.001)
 
@@ -431,16 +433,16 @@ def test_a_push_consumer_is_steered_as_its_sync_twin(tmp_path: Path) -> None:
         consumer.subscribe("t", handle)
         await store.put("t", b"0", queue_id=0)
         async with consumer:
-            await until(1)
+            await until_seen(1)
             assert queue in await consumer.assignment()
             await consumer.pause(queue)
             await consumer.resume(queue)
             await consumer.seek(queue, 0)
-            await until(2)
+            await until_seen(2)
             consumer.subscribe("u", handle)
             consumer.unsubscribe("t")
             await store.put("u", b"1")
-            await until(3)
+            await until_seen(3)
             stats = await consumer.stats()
             assert (stats.group, stats.topics["t"].pulled) == ("g", 2)
         assert seen == [b"0", b"0", b"1"]
@@ -579,6 +581,34 @@ def test_the_end_of_the_loop_settles_nothing_that_was_not_done(tmp_path: Path) -
         # What asyncio.run cancelled counts as a failure, and comes again; nothing else was begun.
         again = [m.body for m in store.read("%RETRY%g", 0, 0)] if "%RETRY%g" in store.topics(system=True) else []
         assert sorted({*left, *again}) == [b"a", b"b"]
+
+
+def test_a_loop_that_ends_before_a_handler_was_begun_keeps_nobody_waiting(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> aio.Store:
+        store = await aio.open(tmp_path / "store")
+        consumer = await store.push_consumer("g")
+
+        @consumer.subscribe("t")
+        async def handle(message: mqstore.Message) -> None:
+            raise AssertionError("begun")
+
+        await consumer.start()
+        store.sync.put("t", b"a")
+        until(lambda: store._bridge.mail._news)  # a worker wants it begun; the loop stands still meanwhile
+        return store
+
+    loop = asyncio.new_event_loop()
+    store = loop.run_until_complete(main())
+    loop.close()
+    store.sync.close()
+    assert "still run" not in caplog.text
+    with mqstore.open(tmp_path / "store") as again:
+        assert sum(again.broker.lag("g").values()) == 1
+    with caplog.at_level(logging.CRITICAL, "asyncio"):  # which complains of a task that was never to end
+        del store
+        gc.collect()
 
 
 def test_a_clock_of_one_s_own_drives_handlers_too(tmp_path: Path) -> None:

@@ -202,6 +202,24 @@ def check_recovered(store: MessageStore, puts: list[Put], flushed: int, dropping
     return found
 
 
+def cut_short(image: Path, rng: random.Random, profile: Profile, *, in_order: bool) -> Path:
+    """What power cuts during the recovery of `image` leave of it: of up to two, or none (`image` itself)."""
+    source = image
+    for attempt in range(rng.choice((0, 0, 1, 2))):
+        copy = image.with_name(f"{image.name}-recording-{attempt}")
+        shutil.copytree(source, copy)
+        fs = RecordingFileSystem(copy)
+        baseline = len(fs.events)
+        store = open_store(copy, "rw", profile, fs)
+        fs.observe()
+        kill(store)
+        fs.dispose()
+        source = image.with_name(f"{image.name}-torn-{attempt}")
+        build_image(fs.events[: rng.randrange(baseline, len(fs.events) + 1)], rng, source, in_order=in_order)
+        shutil.rmtree(copy)
+    return source
+
+
 def check_seed(seed: int, tmp: Path) -> None:
     script = CAMPAIGN.script(seed, tmp)
     rng = random.Random(f"image {seed}")
@@ -219,21 +237,7 @@ def check_seed(seed: int, tmp: Path) -> None:
     except MQStoreError:
         pass  # not there yet, or not created to the end
 
-    # Recovery, cut short at a random moment; what that leaves is cut short again, or recovered to the end.
-    source = image
-    for attempt in range(rng.choice((0, 0, 1, 2))):
-        copy = tmp / f"image-{seed}-recording-{attempt}"
-        shutil.copytree(source, copy)
-        fs = RecordingFileSystem(copy)
-        baseline = len(fs.events)
-        store = open_store(copy, "rw", script.profile, fs)
-        fs.observe()
-        kill(store)
-        fs.dispose()
-        torn = tmp / f"image-{seed}-torn-{attempt}"
-        build_image(fs.events[: rng.randrange(baseline, len(fs.events) + 1)], rng, torn, in_order=in_order)
-        shutil.rmtree(copy)
-        source = torn
+    source = cut_short(image, rng, script.profile, in_order=in_order)
 
     with open_store(image, "rw", script.profile) as store:
         held = check_recovered(store, script.puts, flushed, dropping)

@@ -28,7 +28,7 @@ from mqstore.log.store import MessageStore
 from mqstore.options import Profile
 from tests.crash.campaign import Campaign
 from tests.crash.recording import Event, RecordingFileSystem, build_image
-from tests.crash.test_images import QUEUES, kill, open_store
+from tests.crash.test_images import QUEUES, cut_short, kill, open_store
 from tests.log.splicesupport import Row, bundle, stage
 
 Splice = tuple[str, int]
@@ -216,20 +216,7 @@ def check_seed(seed: int, tmp: Path) -> None:
     except MQStoreError:
         pass  # not there yet, or not created to the end
 
-    source = image
-    for attempt in range(rng.choice((0, 0, 1, 2))):
-        copy = tmp / f"image-{seed}-recording-{attempt}"
-        shutil.copytree(source, copy)
-        fs = RecordingFileSystem(copy)
-        baseline = len(fs.events)
-        store = open_store(copy, "rw", script.profile, fs)
-        fs.observe()
-        kill(store)
-        fs.dispose()
-        torn = tmp / f"image-{seed}-torn-{attempt}"
-        build_image(fs.events[: rng.randrange(baseline, len(fs.events) + 1)], rng, torn, in_order=in_order)
-        shutil.rmtree(copy)
-        source = torn
+    source = cut_short(image, rng, script.profile, in_order=in_order)
 
     with open_store(image, "rw", script.profile) as store:
         found = check_recovered(store, script, flushed, waiting)

@@ -34,13 +34,14 @@ from mqstore.errors import (
     StoreIOError,
     UnsupportedStoreError,
 )
+from mqstore.files.filesystem import FileSystem
 from mqstore.log.inspect import inspect_store
 from mqstore.log.message import Message
 from mqstore.log.scanner import End, scan_log
 from mqstore.log.shard import index_entries
 from mqstore.log.splice import SpliceResult
 from mqstore.log.store import MessageStore
-from mqstore.log.txn import TXN_FILE, Intent, TxnState
+from mqstore.log.txn import TXN_FILE, Intent, IntentWatch, TxnState
 from mqstore.options import Profile, Retention
 from tests.faults import CHANGES, FaultyFileSystem
 from tests.log.splicesupport import Row, described, put_one_by_one, shown, stage, staged, write
@@ -881,6 +882,32 @@ def test_an_intent_is_not_acted_on_where_somebody_else_has_written(tmp_path: Pat
         assert shown(store) == held
         assert store.max_offset > end
     assert "intent" not in state_of(root)
+
+
+def test_a_reader_reads_the_file_again_when_it_has_changed_and_only_then(tmp_path: Path) -> None:
+    """The table of applications may be long, and a reader that polls asks every few milliseconds."""
+    root = tmp_path / "store"
+    shard = stage(tmp_path / "shard", ROWS)
+    seen: list[bool] = []
+
+    class Counting(FileSystem):
+        reads = 0
+
+        def read_whole(self, path: Any, limit_bytes: int) -> bytes:
+            self.reads += os.fspath(path) == str(root / TXN_FILE)
+            return super().read_whole(path, limit_bytes)
+
+    with open_store(root) as store:
+        store.splice([shard], app="a", version=0)
+        fs = Counting()
+        watch = IntentWatch(root, fs)
+        for version in range(1, 4):
+            held = Halfway(lambda: seen.append(watch.pending() is not None))
+            store.splice([shard], app="a", version=version, progress=held)
+            reads = fs.reads
+            assert [watch.pending() for _ in range(5)] == [None] * 5
+            assert fs.reads == reads + 1
+    assert seen == [True] * 3
 
 
 def test_an_intent_below_the_flushed_watermark_is_stale(tmp_path: Path) -> None:

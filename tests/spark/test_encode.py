@@ -338,6 +338,7 @@ def test_a_topic_that_is_there_has_its_own_queues_and_a_long_name_the_second_for
 
 
 _raw = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x01\x02"), min_size=1, max_size=6)
+_levels = st.sampled_from(["3", "99", "x", "0", "-1", "+2", "+-3", " 4", "1_0", "\u0663", "9" * 20])
 _brought = (
     st.dictionaries(
         st.one_of(
@@ -346,7 +347,12 @@ _brought = (
         _raw,
         max_size=4,
     )
-    | st.fixed_dictionaries({"DELAY": st.sampled_from(["3", "99", "x", "0"]), "TIMER_DELAY_SEC": st.just("7")})
+    | st.fixed_dictionaries(
+        {
+            "DELAY": st.sampled_from(["3", "99", "x", "0", "-1", "+2", "+-3", "-+3", " 4", "1_0", "٣", "9" * 20]),
+            "TIMER_DELAY_SEC": st.just("7"),
+        }
+    )
     | st.just({"TIMER_DELAY_MS": "1500", "UNIQ_KEY": "u"})
 )
 

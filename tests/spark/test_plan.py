@@ -26,7 +26,6 @@ from mqstore.broker.offline import offline
 from mqstore.log.commitlog import QueueRef
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import (
-    SET_FILE,
     LogSlice,
     Narrowing,
     QueueSlice,
@@ -36,6 +35,7 @@ from mqstore.spark.plan import (
     plan,
     stores_of,
 )
+from mqstore.spark.sets import SET_FILE
 from tests.spark.support import Odd, log_end, many, write_store
 
 T0 = 1_700_000_000_000

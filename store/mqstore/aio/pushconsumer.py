@@ -44,6 +44,8 @@ H = TypeVar("H", bound=Handler)
 
 _GRACE_S = 5.0
 """For handlers that were cancelled to end."""
+_LOOK_S = 0.5
+"""How often a worker that waits for a handler looks whether there still is a loop."""
 
 _worker: contextvars.ContextVar[workers.Worker | None] = contextvars.ContextVar("mqstore.aio worker", default=None)
 
@@ -87,9 +89,12 @@ class _Run:
         self.error = error
         self._ended.release()
 
-    def wait(self) -> None:
+    def wait(self, loop: asyncio.AbstractEventLoop) -> None:
         """On the worker: raises what it raised."""
-        self._ended.acquire()
+        while not self._ended.acquire(timeout=_LOOK_S):
+            # Nobody says when a loop is closed, and with it what waited to be begun, or to go on.
+            if loop.is_closed() and not self._ended.acquire(blocking=False):
+                raise _Abandoned("the event loop has ended")
         error, self.error = self.error, None
         if error is not None:
             raise error
@@ -193,7 +198,7 @@ class PushConsumer(AbstractAsyncContextManager["PushConsumer"]):
         run = _Run(handler, arguments)
         if not self._bridge.tell(partial(self._begin, run)):
             raise _Abandoned("the event loop has ended")
-        run.wait()
+        run.wait(self._bridge.loop)
 
     def _begin(self, run: _Run) -> None:
         if self._cancelling:

@@ -59,7 +59,7 @@ from mqstore.log.retention import expired_before
 from mqstore.log.shard import Limits
 from mqstore.log.splice import Splicer, SpliceResult, Undone, undo, would_undo
 from mqstore.log.stats import StoreStats
-from mqstore.log.txn import Intent, TxnFile, pending_intent
+from mqstore.log.txn import Intent, IntentWatch, TxnFile
 from mqstore.log.verify import Verifier
 from mqstore.log.writer import StoreWriter
 from mqstore.options import Durability, Duration, Profile, Retention, StoreConfig, delay_table_ms, seconds
@@ -266,6 +266,7 @@ class MessageStore(StoreWriter):
         self._init_reader()
         self._init_writer()
         self._txn = TxnFile(self.path, fs, self.clock, config.file_mode)
+        self._intents = IntentWatch(self.path, fs)
         self._pending: Intent | None = None
         """Of a reader: the splice that its writer, or one that died, has under way."""
         self._splicer = Splicer(
@@ -438,7 +439,7 @@ class MessageStore(StoreWriter):
 
     def _stop_at_splice(self) -> None:
         """A reader sees nothing of a splice that is not recorded (spark B6): the log ends where that began."""
-        self._pending = pending_intent(self.path, self.fs)
+        self._pending = self._intents.pending()
         self._run.limit = None if self._pending is None else self._pending.start
 
     def _find_news(self) -> None:
@@ -708,6 +709,12 @@ class MessageStore(StoreWriter):
         """Splice a bundle of the inbox; the version of `app` that is the last one in by now. `create`: topics to be
         noted for a broker."""
         self._splice(shards, app, version, None, create)
+        return self.spliced_version(app)
+
+    def spliced_version(self, app: str) -> int:
+        """The last version that was spliced for `app`; -1: none, or none that is remembered. Of a store open for
+        writing."""
+        self._check_writable()
         return self._txn.state.version_of(app)
 
     def take_inbox(self) -> int:

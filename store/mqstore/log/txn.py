@@ -45,7 +45,7 @@ from mqstore.layout.record import Checksum
 from mqstore.log.checkpoint import CheckpointFile
 from mqstore.log.scanner import Good, scan_log
 
-__all__ = ["TXN_FILE", "Intent", "TxnFile", "TxnState", "doubt", "is_app", "pending_intent"]
+__all__ = ["TXN_FILE", "Intent", "IntentWatch", "TxnFile", "TxnState", "doubt", "is_app", "read_txn"]
 
 TXN_FILE = os.path.join("config", "spark", "txn.json")
 _SCHEMA = 1
@@ -210,8 +210,7 @@ class TxnFile:
 
     def on_disk(self) -> TxnState:
         """What the file says now, as far as the page cache knows."""
-        value = load_json(self.path, writer=False, fs=self._fs, check=self._check, root=self._root).value
-        return self._check(value) if value is not None else TxnState()
+        return read_txn(self._root, self._fs)
 
     def _make_folders(self) -> None:
         if self._folders_durable:
@@ -223,26 +222,56 @@ class TxnFile:
         self._folders_durable = True
 
 
-def pending_intent(root: Path, fs: FileSystem) -> Intent | None:
-    """For readers: the splice under way, from whose start on the log is half a transaction; None without one.
-
-    A file that cannot be used counts as none, and so does an intent below what was flushed: whoever opens the store for
-    writing will say so. But a newer program's is UnsupportedStoreError: what counts in the log is not known.
-    """
+def read_txn(root: Path, fs: FileSystem) -> TxnState:
+    """What the file says now, as far as the page cache knows, for anybody. Raises as `TxnFile.load` does."""
     check = partial(TxnState.from_json, file=root / TXN_FILE)
-    try:
-        value, problems = load_json(root / TXN_FILE, writer=False, fs=fs, check=check, root=root)
-    except CorruptStoreError:
-        return None
-    if value is None or problems:
-        return None
-    intent = check(value).intent
-    if intent is None:
-        return None
-    checkpoint = CheckpointFile(root, fs, FILE_MODE)
-    checkpoint.load()  # after the intent: one that was recorded in between is no longer pending
-    flushed = checkpoint.current.flushed
-    return None if flushed is not None and flushed > intent.start else intent
+    value = load_json(root / TXN_FILE, writer=False, fs=fs, check=check, root=root).value
+    return check(value) if value is not None else TxnState()
+
+
+class IntentWatch:
+    """For readers: whether a splice is under way. The file may be long, so it is read again only when it has changed:
+    each change is a rename, which gives it another inode, another time, or both."""
+
+    def __init__(self, root: Path, fs: FileSystem) -> None:
+        self._root = root
+        self._fs = fs
+        self._seen: tuple[int, int, int] | None = None
+        self._intent: Intent | None = None
+
+    def pending(self) -> Intent | None:
+        """The splice from whose start on the log is half a transaction; None without one.
+
+        A file that cannot be used counts as none, and so does an intent below what was flushed: whoever opens the store
+        for writing will say so. But a newer program's is UnsupportedStoreError: what counts in the log is not known.
+        """
+        seen = self._signature()
+        if seen is None or seen != self._seen:
+            self._seen = None  # in case reading raises
+            self._intent = self._read()
+            self._seen = seen
+        if self._intent is None:
+            return None
+        checkpoint = CheckpointFile(self._root, self._fs, FILE_MODE)
+        checkpoint.load()  # after the intent: one that was recorded in between is no longer pending
+        flushed = checkpoint.current.flushed
+        return None if flushed is not None and flushed > self._intent.start else self._intent
+
+    def _signature(self) -> tuple[int, int, int] | None:
+        """Taken before the file is read: what changes in between is then read once more, not once too few."""
+        try:
+            found = self._fs.stat(self._root / TXN_FILE)
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns, found.st_size
+
+    def _read(self) -> Intent | None:
+        check = partial(TxnState.from_json, file=self._root / TXN_FILE)
+        try:
+            value, problems = load_json(self._root / TXN_FILE, writer=False, fs=self._fs, check=check, root=self._root)
+        except CorruptStoreError:
+            return None
+        return None if value is None or problems else check(value).intent
 
 
 def doubt(intent: Intent, run: SegmentRun, checksum: Checksum, flushed: int | None, from_backup: bool) -> str:

@@ -18,16 +18,16 @@ record has to be found by walking: measured from the page cache, it reaches 0.5 
 from __future__ import annotations
 
 import glob
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from mqstore.broker.names import is_dlq_topic, is_retry_topic, is_system_topic
 from mqstore.broker.parts import open_parts
-from mqstore.errors import ConfigError, MQStoreError, NotAStoreError, OffsetOutOfRangeError, TopicNotFoundError
+from mqstore.errors import ConfigError, NotAStoreError, OffsetOutOfRangeError, TopicNotFoundError
 from mqstore.files.quiet import QUIET
 from mqstore.layout.consumequeue import UNIT
 from mqstore.log.commitlog import QueueRef
@@ -36,10 +36,10 @@ from mqstore.log.scanner import End, scan_log
 from mqstore.log.store import MessageStore
 from mqstore.spark.keyindex import KeyIndex
 from mqstore.spark.options import SourceOptions
+from mqstore.spark.sets import read_set
 from mqstore.spark.telling import readable
 
 __all__ = [
-    "SET_FILE",
     "Bounds",
     "LogSlice",
     "Narrowing",
@@ -64,8 +64,6 @@ __all__ = [
     "weigh_log",
 ]
 
-SET_FILE = "mqstore-set.json"
-"""In a folder of stores: {"version": 1, "stores": {"id": "path relative to the folder"}}. Only these count."""
 _PARTITION_BYTES = 128 << 20
 _PARTITION_MESSAGES = 500_000
 _MARGIN_MS = 60_000
@@ -147,21 +145,13 @@ def _stores_at(path: str) -> Iterator[StoreName]:
 
 
 def _members(path: str) -> Iterator[StoreName]:
-    manifest = os.path.join(path, SET_FILE)
-    try:
-        with readable(path), open(manifest, encoding="utf-8") as file:
-            value = json.load(file)
-        if value["version"] != 1:
-            raise ConfigError(f"{manifest} is of version {value['version']!r}; this mqstore knows 1")
-        yield from (StoreName(name, os.path.join(path, where)) for name, where in value["stores"].items())
-    except (FileNotFoundError, NotADirectoryError):
+    manifest = read_set(Path(path))
+    if manifest is not None:
+        yield from (StoreName(name, os.path.join(path, where)) for name, where in manifest["stores"].items())
+    else:
         # A checkpoint keeps positions by ids: a store that is named in another way next time is to be the same one.
         place = os.path.abspath(path)
         yield StoreName(place, place)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, MQStoreError):
-            raise
-        raise ConfigError(f"{manifest} is no manifest of a store set: {error!r}") from error
 
 
 def open_store(store: StoreName) -> MessageStore:

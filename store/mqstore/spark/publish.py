@@ -23,7 +23,6 @@ there any more.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -43,10 +42,11 @@ from mqstore.layout.record import BLANK_BYTES
 from mqstore.log.commitlog import ALLOWANCE
 from mqstore.log.manifest import MANIFEST
 from mqstore.log.store import MessageStore
-from mqstore.log.txn import TXN_FILE, TxnState
+from mqstore.log.txn import read_txn
 from mqstore.options import Profile, StoreConfig
 from mqstore.spark.encode import Rules, TopicRule
-from mqstore.spark.plan import SET_FILE, StoreName, open_store
+from mqstore.spark.plan import StoreName, open_store
+from mqstore.spark.sets import RECORDED, SET_FILE, read_set
 from mqstore.spark.sinkoptions import SinkOptions
 from mqstore.spark.staging import (
     STAGING,
@@ -79,7 +79,6 @@ MEMBERS: Final = "shards"
 _INBOX: Final = "inbox"
 _OVERWRITE: Final = Path("config", "spark", "overwrite.json")
 _OURS: Final = frozenset({STAGING, MEMBERS, "lock", SET_FILE, SET_FILE + ".bak", SET_FILE + ".tmp"})
-_RECORDED: Final = "recorded"
 _SEGMENT_BYTES = 64 << 20
 _PAGE = 4096
 
@@ -253,11 +252,11 @@ def is_committed(options: SinkOptions, app: str, version: int, *, fs: FileSystem
     writes nothing: who finds that it is need not stage anything."""
     root = Path(options.path)
     if options.target == "set":
-        return _version_in(_read_set(root), app) >= version
+        return _version_in(_manifest(root), app) >= version
     if not fs.exists(root):
         return False
     handed = options.target == "inbox" and fs.exists(root / _INBOX / transaction_folder(root, app, version).name)
-    return handed or _spliced_version(root, app, fs) >= version
+    return handed or read_txn(root, fs).version_of(app) >= version
 
 
 def abort(options: SinkOptions, app: str, version: int, *, fs: FileSystem = REAL) -> None:
@@ -279,9 +278,9 @@ def clean_target(
     if not (root / SET_FILE).exists():
         return clean(root, ttl_s, dry_run=dry_run, clock=clock, fs=fs)
     if dry_run:
-        return clean(root, ttl_s, dry_run=True, clock=clock, fs=fs, named=_named(_read_set(root)), members=MEMBERS)
+        return clean(root, ttl_s, dry_run=True, clock=clock, fs=fs, named=_named(_manifest(root)), members=MEMBERS)
     with _locked_set(root, lock_timeout_s, fs):
-        return clean(root, ttl_s, clock=clock, fs=fs, named=_named(_read_set(root)), members=MEMBERS)
+        return clean(root, ttl_s, clock=clock, fs=fs, named=_named(_manifest(root)), members=MEMBERS)
 
 
 def _tidy(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem, clock: Clock) -> None:
@@ -317,7 +316,7 @@ def _into_store(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
     with store:
         parts = open_parts(store)
         _finish_overwrite(parts, root, fs)
-        if _spliced_version(root, wanted.app, fs) >= wanted.version:
+        if store.spliced_version(wanted.app) >= wanted.version:
             return Published(True, 0)
         store.enter_topics_by(lambda noted: _enter(parts, noted))
         _admit(parts, wanted.topics, _counts(wanted.shards), options, wanted.create)
@@ -327,12 +326,6 @@ def _into_store(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
         result = store.splice([folder / each.name for each in wanted.shards], app=wanted.app, version=wanted.version)
         _finish_overwrite(parts, root, fs)
         return Published(result.already, result.records)
-
-
-def _spliced_version(root: Path, app: str, fs: FileSystem) -> int:
-    """The last version of `app` in a store whose lock we hold; -1: none."""
-    found = load_json(root / TXN_FILE, writer=False, fs=fs, check=TxnState.from_json, root=root).value
-    return TxnState.from_json(found).version_of(app) if found is not None else -1
 
 
 def _counts(shards: Sequence[ShardInfo]) -> dict[tuple[str, int], int]:
@@ -390,7 +383,7 @@ def _finish_overwrite(parts: Parts, root: Path, fs: FileSystem) -> None:
     note = load_json(root / _OVERWRITE, writer=True, fs=fs, root=root).value
     if note is None or "ends" not in note:
         return
-    if _spliced_version(root, note["app"], fs) >= note["ver"]:
+    if parts.store.spliced_version(note["app"]) >= note["ver"]:
         for name, ends in note["ends"].items():
             parts.offsets.bury(name, {int(queue_id): end for queue_id, end in ends.items()})
     save_json(root / _OVERWRITE, {"version": 1}, fs)
@@ -406,17 +399,17 @@ def _queues_of(store: MessageStore, topic: str) -> Sequence[Any]:
 def _into_set(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem, clock: Clock) -> Published:
     make_folders(root, fs)
     with _waiting(root, options), _locked_set(root, options.lock_timeout_s, fs):
-        manifest = _read_set(root)
+        manifest = _manifest(root)
         if wanted.remembered and _version_in(manifest, wanted.app) >= wanted.version:
             return Published(True, 0)
         names = _move_in(root, wanted, fs)
         before = manifest["stores"]
         added = {name: f"{MEMBERS}/{name}" for name in names}
         stores = added if wanted.overwrite else {**before, **added}
-        recorded = dict(manifest.get(_RECORDED, {}))
+        recorded = dict(manifest.get(RECORDED, {}))
         if wanted.remembered:
             recorded[wanted.app] = wanted.version
-        save_json(root / SET_FILE, {**manifest, "stores": stores, _RECORDED: recorded}, fs)
+        save_json(root / SET_FILE, {**manifest, "stores": stores, RECORDED: recorded}, fs)
         if wanted.overwrite:
             _delete_members(root, before, fs)
         return Published(False, wanted.records, tuple(names))
@@ -433,27 +426,13 @@ def _locked_set(root: Path, timeout_s: float, fs: FileSystem) -> Iterator[None]:
         lock.release()
 
 
-def _read_set(root: Path) -> dict[str, Any]:
-    """The manifest; an empty one if there never was any. ConfigError for one that is not ours to write."""
-    path = root / SET_FILE
-    backup = f"{path}.bak"
-    try:
-        found = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        if Path(backup).exists():  # taken for empty, all stores of the set would be lost, and what was written too
-            raise ConfigError(f"{path} is missing; {backup} has the one before: copy it back") from None
-        return {"version": 1, "stores": {}}
-    except ValueError as error:
-        raise ConfigError(f"{path} is no manifest of a store set: {error}; {backup} has the one before") from error
-    if not isinstance(found, dict) or found.get("version") != 1:
-        raise ConfigError(f"{path} is of a version that this mqstore does not know; it knows 1")
-    if not isinstance(found.get("stores"), dict) or not isinstance(found.get(_RECORDED, {}), dict):
-        raise ConfigError(f"{path} is no manifest of a store set; {backup} has the one before")
-    return found
+def _manifest(root: Path) -> dict[str, Any]:
+    """Of a set that may still have none."""
+    return read_set(root) or {"version": 1, "stores": {}}
 
 
 def _version_in(manifest: Mapping[str, Any], app: str) -> int:
-    found = manifest.get(_RECORDED, {}).get(app, -1)
+    found = manifest.get(RECORDED, {}).get(app, -1)
     return found if type(found) is int else -1
 
 
@@ -494,7 +473,7 @@ def _into_inbox(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
     """Hand the shards over: durable when this returns, spliced when the owner comes to it, or the next one opens."""
     folder = transaction_folder(root, wanted.app, wanted.version)
     target = root / _INBOX / folder.name
-    if fs.exists(target) or _spliced_version(root, wanted.app, fs) >= wanted.version:
+    if fs.exists(target) or read_txn(root, fs).version_of(wanted.app) >= wanted.version:
         return Published(True, 0)
     if not wanted.shards:
         return Published(False, 0)

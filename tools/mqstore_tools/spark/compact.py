@@ -7,8 +7,8 @@ from typing import Any
 import click
 
 from mqstore_tools.shared import StoreCommand
-from mqstore_tools.spark.common import Given, job_options, usable
-from mqstore_tools.spark.copies import check_named, id_option, show_plan, show_sifted, spread_options, target_option
+from mqstore_tools.spark.common import Given, duration, job_options, usable
+from mqstore_tools.spark.copies import check_named, id_option, sift, spread_options, target_option
 
 __all__ = ["compact"]
 
@@ -31,7 +31,9 @@ Examples:
     help="What makes the key: keys, tags, unique_key, sharding_key, body, or names of properties, with commas.",
 )
 @click.option("--no-tombstones", is_flag=True, help="A message without a body is one as any other.")
-@click.option("--retention", metavar="AGE", help="Leave out tombstones that are older (7d, 12h, or seconds).")
+@click.option(
+    "--retention", type=duration, metavar="AGE", help="Leave out tombstones that are older (7d, 12h, or seconds)."
+)
 @spread_options
 @target_option("store", "set")
 @id_option
@@ -40,7 +42,7 @@ def compact(
     dest: str,
     key: str,
     no_tombstones: bool,
-    retention: str | None,
+    retention: float | None,
     queues: int | None,
     spread: str,
     target: str,
@@ -54,25 +56,14 @@ def compact(
     with usable():
         from mqstore.spark.jobs.compact import compact as run
         from mqstore.spark.jobs.compact import compact_plan
-        from mqstore.spark.optiontable import duration_s
     check_named(given, run_id)
-    chosen = given.select()
-    try:
-        age_s = None if retention is None else duration_s(retention)
-    except ValueError as error:
-        raise click.UsageError(f"--retention {retention!r} is no age, as 7d or 12h: {error}") from error
     how: dict[str, Any] = {
         "key": key,
         "tombstones": not no_tombstones,
-        "retention": age_s,
+        "retention": retention,
         "queues": queues,
         "spread": spread,
         "target": target,
         "id": run_id,
     }
-    if given.dry_run:
-        show_plan(given, compact_plan(chosen, dest, **how), "compact")
-        return
-    with given.running("compacting") as (spark, report):
-        done = run(spark, chosen, dest, progress=report, **how)
-    show_sifted(given, done, "compact")
+    sift(given, "compact", compact_plan, run, dest, **how)

@@ -15,8 +15,8 @@ __all__ = [
     "id_option",
     "show_copied",
     "show_plan",
-    "show_sifted",
     "show_topics",
+    "sift",
     "spread_options",
     "target_option",
     "told_already",
@@ -111,9 +111,14 @@ def show_copied(given: Given, done: Any, name: str) -> None:
         note(f"{row['damaged']} damaged messages were left out")
 
 
-def show_sifted(given: Given, done: Any, name: str) -> None:
-    """What `compact` or `dedup` has done."""
-    row = done.to_dict()
+def sift(given: Given, name: str, plan: Callable[..., Any], run: Callable[..., Any], dest: str, **how: Any) -> None:
+    """Run, or plan, `compact` or `dedup`, and show what it has done."""
+    chosen = given.select()
+    if given.dry_run:
+        show_plan(given, plan(chosen, dest, **how), name)
+        return
+    with given.running(f"{name}ing") as (spark, report):
+        row = run(spark, chosen, dest, progress=report, **how).to_dict()
     if told_already(given, row, name):
         return
     facts = [

@@ -7,10 +7,14 @@ from typing import Any
 import click
 
 from mqstore_tools.shared import StoreCommand
-from mqstore_tools.spark.common import Given, job_options, usable
-from mqstore_tools.spark.copies import check_named, id_option, show_plan, show_sifted, spread_options, target_option
+from mqstore_tools.spark.common import Given, duration, job_options, usable
+from mqstore_tools.spark.copies import check_named, id_option, sift, spread_options, target_option
 
 __all__ = ["dedup"]
+
+
+def _window(value: Any) -> float | str:
+    return "ever" if value == "ever" else duration(value)
 
 
 @click.command(
@@ -32,7 +36,12 @@ Examples:
     help="Equal are messages of a topic that agree in these: as --key of compact.",
 )
 @click.option(
-    "--window", default="1h", show_default=True, metavar="AGE", help="How long after the first (10m, 1h); or `ever`."
+    "--window",
+    type=_window,
+    default="1h",
+    show_default=True,
+    metavar="AGE",
+    help="How long after the first (10m, 1h); or `ever`.",
 )
 @spread_options
 @target_option("store", "set")
@@ -41,7 +50,7 @@ def dedup(
     given: Given,
     dest: str,
     by: str,
-    window: str,
+    window: float | str,
     queues: int | None,
     spread: str,
     target: str,
@@ -54,24 +63,13 @@ def dedup(
     with usable():
         from mqstore.spark.jobs.dedup import dedup as run
         from mqstore.spark.jobs.dedup import dedup_plan
-        from mqstore.spark.optiontable import duration_s
     check_named(given, run_id)
-    chosen = given.select()
-    try:
-        window_s = None if window == "ever" else duration_s(window)
-    except ValueError as error:
-        raise click.UsageError(f"--window {window!r} is no time, as 10m or 1h, nor `ever`: {error}") from error
     how: dict[str, Any] = {
         "by": by,
-        "window": window_s,
+        "window": None if window == "ever" else window,
         "queues": queues,
         "spread": spread,
         "target": target,
         "id": run_id,
     }
-    if given.dry_run:
-        show_plan(given, dedup_plan(chosen, dest, **how), "dedup")
-        return
-    with given.running("comparing") as (spark, report):
-        done = run(spark, chosen, dest, progress=report, **how)
-    show_sifted(given, done, "dedup")
+    sift(given, "dedup", dedup_plan, run, dest, **how)

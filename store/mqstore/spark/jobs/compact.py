@@ -99,11 +99,9 @@ def compact(
     """
     if keep != "latest":
         raise ConfigError(f"keep={keep!r}: compaction keeps the latest; dedup keeps the first")
-    fields, age_ms = _checked(key, tombstones, retention)
+    sifting, age_ms = _compaction(stores, dest, key, tombstones, retention, topics, queues, spread, target, id)
     oldest_ms = None if age_ms is None else clock.now_ms() - age_ms
-    asked = ["compact", list(fields), tombstones, age_ms, queues, spread]
-    sifting = planned("compact", stores, dest, topics, Wishes({}, queues, spread), target, id, asked)
-    return sifting.run(spark, fields, partial(_superseded, oldest_ms if tombstones else None), progress)
+    return sifting.run(spark, partial(_superseded, oldest_ms), progress)
 
 
 def compact_plan(
@@ -120,18 +118,28 @@ def compact_plan(
     id: str | None = None,  # noqa: A002
 ) -> CopyPlan:
     """What `compact` with these arguments would read; it reads it twice. Raises what it raises before it begins."""
-    fields, age_ms = _checked(key, tombstones, retention)
-    asked = ["compact", list(fields), tombstones, age_ms, queues, spread]
-    return planned("compact", stores, dest, topics, Wishes({}, queues, spread), target, id, asked).plan()
+    return _compaction(stores, dest, key, tombstones, retention, topics, queues, spread, target, id)[0].plan()
 
 
-def _checked(
-    key: str | Sequence[str], tombstones: bool, retention: float | timedelta | None
-) -> tuple[tuple[str, ...], int | None]:
-    """The fields of the key, and ms after which tombstones go. ConfigError."""
+def _compaction(
+    stores: Stores | Selection,
+    dest: str,
+    key: str | Sequence[str],
+    tombstones: bool,
+    retention: float | timedelta | None,
+    topics: str | Sequence[str] | None,
+    queues: int | None,
+    spread: Spread,
+    target: str,
+    name: str | None,
+) -> tuple[Sifting, int | None]:
+    """The copy, and ms after which tombstones go (None: never). ConfigError."""
     if retention is not None and not tombstones:
         raise ConfigError("retention is that of tombstones, and tombstones=False knows none")
-    return check_fields("key", key), None if retention is None else int(seconds(retention, "retention") * 1000)
+    fields = check_fields("key", key)
+    age_ms = None if retention is None else int(seconds(retention, "retention") * 1000)
+    asked = [list(fields), tombstones, age_ms, queues, spread]
+    return planned("compact", stores, dest, topics, fields, Wishes({}, queues, spread), target, name, asked), age_ms
 
 
 def _superseded(oldest_ms: int | None, rows: Rows) -> npt.NDArray[np.bool_]:
@@ -156,6 +164,7 @@ class Sifting:
 
     kind: str
     name: str
+    fields: tuple[str, ...]
     rewrite: Rewrite
     parts: list[Part]
 
@@ -163,10 +172,9 @@ class Sifting:
         """What `run` would read, twice."""
         return plan_of(self.rewrite, self.parts, self.name)
 
-    def run(self, spark: Any, fields: tuple[str, ...], judge: Judge, progress: Progress | None) -> CompactReport:
-        found = sifted(
-            spark, self.rewrite, self.parts, self.name, fields, judge, progress=progress, title=f"mqstore {self.kind}"
-        )
+    def run(self, spark: Any, judge: Judge, progress: Progress | None) -> CompactReport:
+        title = f"mqstore {self.kind}"
+        found = sifted(spark, self.rewrite, self.parts, self.name, self.fields, judge, progress=progress, title=title)
         return _report(self.name, found)
 
 
@@ -175,12 +183,13 @@ def planned(
     stores: Stores | Selection,
     dest: Dests,
     topics: str | Sequence[str] | None,
+    fields: tuple[str, ...],
     wishes: Wishes,
     target: str,
     name: str | None,
     asked: Sequence[Any],
 ) -> Sifting:
-    """Check everything; writes nothing."""
+    """Check everything; writes nothing. `asked`: by what runs without a `name` of their own are told apart."""
     chosen = queue_selection(select(stores, topics=topics))
     sinks = sinks_of(dest, target=target)
     [options] = sinks.values()
@@ -189,7 +198,7 @@ def planned(
     check_new(options, app, 0)
     tasks = chosen.tasks()
     to = prepare(chosen, sinks, tasks, wishes)
-    return Sifting(kind, name, Rewrite(chosen.options, to, app, 0), parts_of(tasks, to, None))
+    return Sifting(kind, name, fields, Rewrite(chosen.options, to, app, 0), parts_of(tasks, to, None))
 
 
 def _report(name: str, found: Found) -> CompactReport:

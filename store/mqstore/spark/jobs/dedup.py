@@ -21,7 +21,7 @@ import numpy.typing as npt
 from mqstore.errors import ConfigError
 from mqstore.options import seconds
 from mqstore.spark.copying import Spread
-from mqstore.spark.jobs.compact import CompactReport, planned
+from mqstore.spark.jobs.compact import CompactReport, Sifting, planned
 from mqstore.spark.jobs.keyed import Rows, check_fields, last_of_each
 from mqstore.spark.jobs.rewrite import CopyPlan, Wishes
 from mqstore.spark.jobs.shape import Progress, Selection, Stores
@@ -46,10 +46,8 @@ def dedup(
     """Copy into `dest`, a new store or (`target="set"`) a new set, all messages but those that are equal to an earlier
     one by the fields `by` (as `key` of `compact`; `body` is one) and were stored within `window` after it (seconds, or
     a timedelta; None: ever). Everything else is as with `compact`."""
-    fields, window_ms = _checked(by, window)
-    asked = ["dedup", list(fields), window_ms, queues, spread]
-    sifting = planned("dedup", stores, dest, topics, Wishes({}, queues, spread), target, id, asked)
-    return sifting.run(spark, fields, partial(_again, window_ms), progress)
+    sifting, window_ms = _deduplication(stores, dest, by, window, topics, queues, spread, target, id)
+    return sifting.run(spark, partial(_again, window_ms), progress)
 
 
 def dedup_plan(
@@ -65,18 +63,27 @@ def dedup_plan(
     id: str | None = None,  # noqa: A002
 ) -> CopyPlan:
     """What `dedup` with these arguments would read; it reads it twice. Raises what it raises before it begins."""
-    fields, window_ms = _checked(by, window)
-    asked = ["dedup", list(fields), window_ms, queues, spread]
-    return planned("dedup", stores, dest, topics, Wishes({}, queues, spread), target, id, asked).plan()
+    return _deduplication(stores, dest, by, window, topics, queues, spread, target, id)[0].plan()
 
 
-def _checked(by: str | Sequence[str], window: float | timedelta | None) -> tuple[tuple[str, ...], int | None]:
-    """The fields that are compared, and the window in ms. ConfigError."""
+def _deduplication(
+    stores: Stores | Selection,
+    dest: str,
+    by: str | Sequence[str],
+    window: float | timedelta | None,
+    topics: str | Sequence[str] | None,
+    queues: int | None,
+    spread: Spread,
+    target: str,
+    name: str | None,
+) -> tuple[Sifting, int | None]:
+    """The copy, and the window in ms (None: no end). ConfigError."""
     fields = check_fields("by", by)
     window_ms = None if window is None else int(seconds(window, "window") * 1000)
     if window_ms is not None and window_ms <= 0:
         raise ConfigError(f"window={window!r} must be above 0; None leaves out equal messages however far apart")
-    return fields, window_ms
+    asked = [list(fields), window_ms, queues, spread]
+    return planned("dedup", stores, dest, topics, fields, Wishes({}, queues, spread), target, name, asked), window_ms
 
 
 def _again(window_ms: int | None, rows: Rows) -> npt.NDArray[np.bool_]:

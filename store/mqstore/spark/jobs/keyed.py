@@ -49,8 +49,9 @@ from mqstore.spark.jobs.rewrite import (
 )
 from mqstore.spark.jobs.shape import Progress, Shaped, run
 from mqstore.spark.options import SourceOptions
-from mqstore.spark.plan import SET_FILE, QueueSlice, StoreName, open_store, stores_of
+from mqstore.spark.plan import QueueSlice, StoreName, open_store, stores_of
 from mqstore.spark.rows import Piece
+from mqstore.spark.sets import SET_FILE
 from mqstore.spark.sinkoptions import SinkOptions
 from mqstore.spark.staging import STAGING, make_folders, remove_tree
 from mqstore.spark.tasks import policy_of, read_pieces

@@ -60,7 +60,7 @@ from mqstore.log.names import is_path_safe
 from mqstore.log.recovery import first_slot_in_range, watermark_of
 from mqstore.log.scanner import End, Good, least_plausible, scan_segment, sort_out
 from mqstore.log.store import MessageStore
-from mqstore.log.txn import pending_intent
+from mqstore.log.txn import IntentWatch
 from mqstore.spark.jobs.ranges import (
     RANGE_BYTES,
     LogRange,
@@ -204,7 +204,7 @@ def _checked(
     names = chosen.stores()
     for name in names:
         open_store(name).close()  # is it a store?
-        if pending_intent(Path(name.path), QUIET) is not None:
+        if IntentWatch(Path(name.path), QUIET).pending() is not None:
             raise ConfigError(
                 f"{name.path}: a Spark job ended while it wrote to this store, and half of what it wrote would get "
                 "into the queues; open the store once (mqstore recover), which undoes it, and rebuild it then"

@@ -49,7 +49,7 @@ from mqstore.layout.properties import DLQ_ORIGIN_MESSAGE_ID, ORIGIN_MESSAGE_ID, 
 from mqstore.layout.record import CHECKSUM_AT, QUEUE_ID_AT, encode_record
 from mqstore.log.message import Message
 from mqstore.log.store import MessageStore
-from mqstore.log.txn import TXN_FILE, TxnState
+from mqstore.log.txn import TXN_FILE, read_txn
 from mqstore.spark.encode import Encoded
 from mqstore.spark.jobs.dlq import groups_of
 from mqstore.spark.jobs.shape import Progress, Selection, Shaped, Stores, check_known, run, select
@@ -179,8 +179,7 @@ class _Resent:
     @classmethod
     def of(cls, path: Path) -> _Resent:
         """Of a store. CorruptStoreError for a file that does not read, or lacks a run."""
-        txn = load_json(path / TXN_FILE, writer=False, fs=QUIET, check=TxnState.from_json, root=path).value
-        recorded = -1 if txn is None else TxnState.from_json(txn).version_of(_APP)
+        recorded = read_txn(path, QUIET).version_of(_APP)
         value = load_json(path / RESENT_FILE, writer=False, fs=QUIET, check=_check, root=path).value
         done = -2 if value is None else value["done"]
         if value is None and recorded < 0:
