@@ -4,6 +4,7 @@ how those end."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 
 import mqstore
 from mqstore import QueueRef, SimulatedClock, StoreConfig, aio
+from tests.client.popsupport import until
 from tests.client.test_aio import _environment, run, with_store
 
 AGAIN = mqstore.RetryPolicy(3, [0])
@@ -581,8 +583,9 @@ def test_the_end_of_the_loop_settles_nothing_that_was_not_done(tmp_path: Path) -
         assert sorted({*left, *again}) == [b"a", b"b"]
 
 
+@pytest.mark.parametrize("when", ["in it", "before it"])
 def test_a_loop_that_is_closed_under_a_handler_keeps_nobody_waiting(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, when: str
 ) -> None:
     async def main() -> aio.Store:
         store = await aio.open(tmp_path / "store")
@@ -596,15 +599,21 @@ def test_a_loop_that_is_closed_under_a_handler_keeps_nobody_waiting(
         consumer = await store.push_consumer("g")
         consumer.subscribe("t", handle)
         await consumer.start()
-        await store.put("t", b"a")
-        await begun.wait()
+        if when == "in it":
+            await store.put("t", b"a")
+            await begun.wait()
+        else:
+            store.sync.put("t", b"a")
+            until(lambda: store._bridge.mail._news)  # a worker wants it begun; the loop stands still meanwhile
         return store
 
     loop = asyncio.new_event_loop()
     store = loop.run_until_complete(main())
     loop.close()
     store.sync.close()
+    gc.collect()
     assert "still run" not in caplog.text
+    assert "destroyed" not in caplog.text
     with mqstore.open(tmp_path / "store") as again:
         assert sum(again.broker.lag("g").values()) == 1
 

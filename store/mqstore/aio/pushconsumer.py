@@ -94,10 +94,18 @@ class _Run:
         while not self._ended.acquire(timeout=_LOOK_S):
             # Nobody says when a loop is closed, and with it what waited to be begun, or to go on.
             if loop.is_closed() and not self._ended.acquire(blocking=False):
+                self._forget()
                 raise _Abandoned("the event loop has ended")
         error, self.error = self.error, None
         if error is not None:
             raise error
+
+    def _forget(self) -> None:
+        """A task that its loop never began is nobody's mistake: Python is not to complain of it."""
+        coroutine = self.task and self.task.get_coro()
+        if inspect.iscoroutine(coroutine) and inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
+            coroutine.close()
+            self.task._log_destroy_pending = False  # type: ignore[union-attr]
 
 
 class PushConsumer(AbstractAsyncContextManager["PushConsumer"]):

@@ -184,53 +184,30 @@ class _Write:
 # -- what Spark calls --------------------------------------------------------------------------------------------------
 
 
-class _Common:
-    """The part that all writers share. Spark wants classes of its own for batch and stream, rows and Arrow."""
+class _Batches:
+    """What all writers do. Spark wants classes of their own for jobs and streams, for rows and Arrow batches."""
 
     def __init__(self, write: _Write) -> None:
         self._write = write
 
-
-class _ArrowWriter(_Common, DataSourceArrowWriter):
     @plain_errors()
     def write(self, iterator: Iterator[Any]) -> WriterCommitMessage:
         return self._write.stage(iterator)
 
     @plain_errors()
-    def commit(self, messages: Any) -> None:
+    def commit(self, messages: Any, *batch_id: int) -> None:
+        """`batch_id`: of a stream. Its tasks have told it already."""
         self._write.commit(messages)
 
     @plain_errors()
-    def abort(self, messages: Any) -> None:
+    def abort(self, messages: Any, *batch_id: int) -> None:
         self._write.abort(messages)
 
 
-class _RowWriter(_Common, DataSourceWriter):
+class _Rows(_Batches):
     @plain_errors()
     def write(self, iterator: Iterator[Any]) -> WriterCommitMessage:
         return self._write.stage(_batches(iterator, self._write.schema))
-
-    @plain_errors()
-    def commit(self, messages: Any) -> None:
-        self._write.commit(messages)
-
-    @plain_errors()
-    def abort(self, messages: Any) -> None:
-        self._write.abort(messages)
-
-
-class _RowStreamWriter(_Common, DataSourceStreamWriter):
-    @plain_errors()
-    def write(self, iterator: Iterator[Any]) -> WriterCommitMessage:
-        return self._write.stage(_batches(iterator, self._write.schema))
-
-    @plain_errors()
-    def commit(self, messages: Any, batch_id: int) -> None:
-        self._write.commit(messages)
-
-    @plain_errors()
-    def abort(self, messages: Any, batch_id: int) -> None:
-        self._write.abort(messages)
 
 
 _ARROW_STREAMS: Final = hasattr(datasource, "DataSourceStreamArrowWriter")
@@ -238,18 +215,20 @@ _ARROW_STREAMS: Final = hasattr(datasource, "DataSourceStreamArrowWriter")
 _ArrowStreamBase: Any = getattr(datasource, "DataSourceStreamArrowWriter", DataSourceStreamWriter)
 
 
-class _ArrowStreamWriter(_Common, _ArrowStreamBase):
-    @plain_errors()
-    def write(self, iterator: Iterator[Any]) -> WriterCommitMessage:
-        return self._write.stage(iterator)
+class _ArrowWriter(_Batches, DataSourceArrowWriter):
+    """Of a job, given batches."""
 
-    @plain_errors()
-    def commit(self, messages: Any, batch_id: int) -> None:
-        self._write.commit(messages)
 
-    @plain_errors()
-    def abort(self, messages: Any, batch_id: int) -> None:
-        self._write.abort(messages)
+class _RowWriter(_Rows, DataSourceWriter):
+    """Of a job, given rows."""
+
+
+class _ArrowStreamWriter(_Batches, _ArrowStreamBase):
+    """Of a stream, given batches."""
+
+
+class _RowStreamWriter(_Rows, DataSourceStreamWriter):
+    """Of a stream, given rows."""
 
 
 _STREAM_WRITERS: Final[Mapping[bool, Any]] = {True: _ArrowStreamWriter, False: _RowStreamWriter}
