@@ -140,7 +140,7 @@ def run_script(seed: int, folder: Path) -> Script:
     return script
 
 
-CAMPAIGN = Campaign("test_delay_images.py", run_script, images=175, chunk=25, images_a_script=25)
+CAMPAIGN = Campaign("test_delay_images.py", run_script, images=100, chunk=25, images_a_script=25)
 
 
 def number_of(message: Message) -> int:

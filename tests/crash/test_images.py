@@ -150,7 +150,7 @@ def run_script(seed: int, folder: Path) -> Script:
     return script
 
 
-CAMPAIGN = Campaign("test_images.py", run_script, images=175, chunk=25, images_a_script=12)
+CAMPAIGN = Campaign("test_images.py", run_script, images=100, chunk=25, images_a_script=12)
 
 
 def contents(store: MessageStore, puts: list[Put], *, gaps: bool = False) -> list[Put]:
