@@ -24,6 +24,7 @@ import pytest
 
 from mqstore import MessageStore
 from mqstore.spark import java
+from tests.spark import speculation_job
 from tests.spark.conftest import _unavailable
 from tests.spark.support import many, write_store
 
@@ -85,14 +86,19 @@ def environment(folder: Path, *paths: Path) -> dict[str, str]:
     }
 
 
-def run(master: str, store: Path, folder: Path, env: dict[str, str], *settings: str) -> dict[str, Any]:
-    job = [sys.executable, str(Path(__file__).with_name("cluster_job.py")), master, str(store), str(folder)]
+def run_job(name: str, arguments: list[str], folder: Path, env: dict[str, str], *settings: str) -> str:
+    job = [sys.executable, str(Path(__file__).with_name(name)), *arguments]
     where = f"spark.sql.warehouse.dir={folder}/warehouse"
     done = subprocess.run(
         [*job, *SETTINGS, where, *settings], env=env, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return done.stdout
+
+
+def run(master: str, store: Path, folder: Path, env: dict[str, str], *settings: str) -> dict[str, Any]:
+    said = run_job("cluster_job.py", [master, str(store), str(folder)], folder, env, *settings)
+    found: dict[str, Any] = json.loads(said.splitlines()[-1])
     return found
 
 
@@ -135,25 +141,40 @@ def test_a_standalone_cluster_runs_the_installed_wheel(installed: Path, tmp_path
         check(run(master, store, tmp_path, env, "spark.cores.max=2"), store, installed, {"site"})
 
 
+def test_a_task_that_is_tried_twice_at_once_writes_once(installed: Path, tmp_path: Path) -> None:
+    """Both attempts have handed on all of their rows when the second one wins."""
+    env = environment(tmp_path, installed)
+    eager = ["spark.cores.max=2", "spark.speculation=true", "spark.speculation.interval=100ms"]
+    eager += ["spark.speculation.quantile=0.5", "spark.speculation.multiplier=1.1"]
+    with standalone(tmp_path, env) as master:
+        run_job("speculation_job.py", [master, str(tmp_path)], tmp_path, env, *eager)
+    last = speculation_job.TASKS - 1
+    assert {each.name for each in tmp_path.glob(f"attempt-{last}-*")} == {f"attempt-{last}-0", f"attempt-{last}-1"}
+    with MessageStore(tmp_path / "store", "r") as opened:
+        bodies = [int(message.body) for ref in opened.queues("t") for message in opened.iter(*ref)]
+    assert sorted(bodies) == list(range(speculation_job.ROWS))
+
+
 @contextlib.contextmanager
 def standalone(folder: Path, env: dict[str, str]) -> Iterator[str]:
-    """A master and two workers of one core each; the master's address."""
+    """A master and two workers of one core each; the master's address. The workers are hosts of their own: on the host
+    of a task Spark does not try it a second time."""
     port = free_port()
     master = f"spark://127.0.0.1:{port}"
     started: list[subprocess.Popen[bytes]] = []
 
-    def start(name: str, kind: str, *arguments: str) -> None:
+    def start(name: str, kind: str, host: str, *arguments: str) -> None:
         with open(folder / f"{name}.log", "wb") as log:
-            command = [f"{env['SPARK_HOME']}/bin/spark-class", f"org.apache.spark.deploy.{kind}", "--host", "127.0.0.1"]
+            command = [f"{env['SPARK_HOME']}/bin/spark-class", f"org.apache.spark.deploy.{kind}", "--host", host]
             # A session of its own: spark-class replaces itself by java, whose executors go with it.
             started.append(subprocess.Popen([*command, *arguments], env=env, stdout=log, stderr=log))
 
     try:
-        start("master", "master.Master", "--port", str(port), "--webui-port", "0")
+        start("master", "master.Master", "127.0.0.1", "--port", str(port), "--webui-port", "0")
         await_port(port, started[0])
         for number in range(2):
             worker = ("--port", "0", "--webui-port", "0", "--cores", "1", "--memory", "1g", master)
-            start(f"worker-{number}", "worker.Worker", *worker)
+            start(f"worker-{number}", "worker.Worker", f"127.0.0.{number + 1}", *worker)
         yield master
     finally:
         for process in reversed(started):  # each by its own id, and nothing else

@@ -27,8 +27,13 @@ _QUIET: Final = {
     "spark.ui.showConsoleProgress": "false",
     "spark.sql.session.timeZone": "UTC",
 }
-_LOCAL: Final = {"spark.driver.bindAddress": "127.0.0.1", "spark.driver.host": "127.0.0.1"}
-"""With its executors in its own process, a driver has nobody to listen to: no port is open to others."""
+_LOCAL: Final = {
+    "spark.driver.bindAddress": "127.0.0.1",
+    "spark.driver.host": "127.0.0.1",
+    "spark.sql.shuffle.partitions": str(max(8, 2 * (os.cpu_count() or 1))),
+}
+"""With its executors in its own process, a driver has nobody to listen to: no port is open to others. The 200 parts
+that Spark makes of what it shuffles cost a stream with state seconds a batch."""
 
 
 class SparkMissingError(MQStoreError):
@@ -37,8 +42,8 @@ class SparkMissingError(MQStoreError):
 
 def session(app: str | None = None, conf: Mapping[str, str] | None = None) -> SparkSession:
     """A Spark session, on this machine unless `conf` has a `spark.master`: no user interface, no progress bars, errors
-    only, times in UTC; whatever `conf` says instead is kept. `JAVA_HOME` is set if Java is found elsewhere, and the
-    format `mqstore` is registered.
+    only, times in UTC, few shuffle partitions on this machine; whatever `conf` says instead is kept. `JAVA_HOME` is set
+    if Java is found elsewhere, and the format `mqstore` is registered.
 
     The session that this process has already is given back, if it has one. Raises SparkMissingError.
     """

@@ -1,0 +1,116 @@
+"""Streams of Spark: goals S10 and S11 of the design, both sides in one run.
+
+    python -m bench.spark_stream [--rows N] [--quick]
+
+    S10  a micro-batch of 16 messages into nothing, beside one of Spark's own `rate-micro-batch` source: the median of
+         `triggerExecution` over 40 batches (--quick: 15) after five, as the queries' progress reports it
+    S11  all messages of a store into a new one by a stream of one batch, beside a batch write of the same frame: wall
+         time, best of three after one (--quick: of one after one)
+
+`local[2]`, sides in turn. Ratios count, times depend on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bench.spark_columns import make
+from bench.spark_source import TAGS, Side, measure, report
+from mqstore.spark.sessions import session
+
+_BATCH = 16
+_WARM = 5
+_COPIED = ("topic", "queue_id", "body", "properties", "born_timestamp", "flag")
+
+
+def batch_ms(spark: Any, stream: Any, checkpoint: Path, batches: int) -> float:
+    """The median time of a batch of a query that does nothing with its rows."""
+    query = stream.writeStream.format("noop").option("checkpointLocation", str(checkpoint)).start()
+    try:
+        while query.isActive and (query.lastProgress is None or query.lastProgress["batchId"] < _WARM + batches):
+            query.awaitTermination(0.2)
+        if query.exception() is not None:
+            raise query.exception()
+        done = [each for each in query.recentProgress if each["numInputRows"] and each["batchId"] >= _WARM]
+    finally:
+        query.stop()
+    return statistics.median(each["durationMs"]["triggerExecution"] for each in done)
+
+
+def small_batches(spark: Any, path: Path, folder: Path, batches: int) -> None:
+    spark.conf.set("spark.sql.streaming.numRecentProgressUpdates", str(2 * (_WARM + batches)))
+    ours = (
+        spark.readStream.format("mqstore")
+        .options(startingOffsets="earliest", maxMessagesPerTrigger=str(_BATCH), columns="topic,queue_id,body")
+        .load(str(path))
+    )
+    rate = spark.readStream.format("rate-micro-batch").options(rowsPerBatch=str(_BATCH), numPartitions="1").load()
+    found: dict[str, list[float]] = {"ours": [], "rate": []}
+    for turn in range(2):
+        for name, stream in (("rate", rate), ("ours", ours)):
+            found[name].append(batch_ms(spark, stream, folder / f"{name}-{turn}", batches))
+    print(f"     a batch: ours {min(found['ours']):.0f} ms, rate {min(found['rate']):.0f} ms")
+    report(
+        "S10",
+        "a micro-batch of 16 messages / of the rate source",
+        min(found["ours"]) / min(found["rate"]),
+        1.3,
+        most=True,
+    )
+
+
+def whole_store(spark: Any, path: Path, folder: Path, rounds: int) -> None:
+    target = folder / "target"
+
+    def by_stream() -> None:
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.rmtree(folder / "checkpoint", ignore_errors=True)
+        stream = spark.readStream.format("mqstore").options(startingOffsets="earliest", columns=",".join(_COPIED))
+        query = (
+            stream.load(str(path))
+            .writeStream.format("mqstore")
+            .option("validate", "false")
+            .option("checkpointLocation", str(folder / "checkpoint"))
+            .trigger(availableNow=True)
+            .start(str(target))
+        )
+        query.awaitTermination()
+
+    def by_batch() -> None:
+        shutil.rmtree(target, ignore_errors=True)
+        frame = spark.read.format("mqstore").options(columns=",".join(_COPIED)).load(str(path))
+        frame.write.format("mqstore").mode("append").option("validate", "false").save(str(target))
+
+    sides: dict[str, Side] = {"batch": by_batch, "stream": by_stream}
+    times = measure(sides, rounds, 1)
+    report("S11", "store to store by a stream, of the rate of a batch write", times["batch"] / times["stream"], 0.5)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds; 100 000 rows unless --rows says otherwise")
+    given = parser.parse_args()
+    rows = 100_000 if given.quick and "--rows" not in sys.argv else given.rows
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make(folder / "s", rows, TAGS)
+        spark = session("mqstore bench", {"spark.master": "local[2]", "spark.driver.memory": "1g"})
+        load = os.getloadavg()[0]
+        print(f"{rows:,} rows, {os.cpu_count()} processors, load {load:.1f}" + " (busy!)" * (load > 1))
+        try:
+            small_batches(spark, folder / "s", folder, 15 if given.quick else 40)
+            whole_store(spark, folder / "s", folder, 1 if given.quick else 3)
+        finally:
+            spark.stop()
+
+
+if __name__ == "__main__":
+    main()
