@@ -1,4 +1,4 @@
-"""Orders of a store become a table, a summary, and messages of another store."""
+"""Orders of a store: those that are paid become messages of another store, all of them files."""
 
 from typing import Any
 
@@ -10,26 +10,26 @@ assert active is not None, "run by spark-pipelines"
 spark: SparkSession = active
 
 
-@dp.table
+@dp.temporary_view
 def orders() -> Any:
-    """Each message once, whenever the pipeline runs."""
     return (
         spark.readStream.format("mqstore")
         .option("subscribe", "orders")
         .option("startingOffsets", "earliest")
         .option("columns", "store_timestamp,tags,keys,body")
-        .load(spark.conf.get("shop.store"))
+        .load(spark.conf.get("spark.shop.store"))
     )
 
 
-@dp.materialized_view
-def orders_by_tag() -> Any:
-    return spark.read.table("orders").groupBy("tags").count()
-
-
-dp.create_sink("reports", "mqstore", {"path": spark.conf.get("shop.reports") or "", "topic": "paid-orders"})
+dp.create_sink("reports", "mqstore", {"path": spark.conf.get("spark.shop.reports") or "", "topic": "paid-orders"})
+dp.create_sink("archive", "parquet", {"path": spark.conf.get("spark.shop.archive") or ""})
 
 
 @dp.append_flow(target="reports")
 def paid_orders() -> Any:
     return spark.readStream.table("orders").where("tags = 'paid'").select("body", "keys")
+
+
+@dp.append_flow(target="archive")
+def all_orders() -> Any:
+    return spark.readStream.table("orders")

@@ -1,0 +1,84 @@
+"""The example project of docs/spark-pipeline, run by `spark-pipelines`, where its extras are installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mqstore
+from mqstore.spark import java
+
+_ROOT = Path(__file__).parent.parent.parent
+_EXTRAS = ("grpc", "grpc_status", "google.rpc", "pandas", "yaml", "zstandard")
+
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
+
+
+def _missing() -> list[str]:
+    found = []
+    for name in _EXTRAS:
+        try:
+            there = importlib.util.find_spec(name)
+        except ImportError:
+            there = None
+        found += [] if there else [name]
+    return found
+
+
+def test_each_order_comes_once_however_often_it_runs(spark: Any, tmp_path: Path) -> None:
+    del spark  # says whether there is one
+    if missing := _missing():
+        pytest.skip(f"no {', '.join(missing)}: pip install 'pyspark[pipelines]'")
+    import pyspark
+
+    project = tmp_path / "project"
+    shutil.copytree(_ROOT / "docs" / "spark-pipeline", project)
+    spec = project / "spark-pipeline.yml"
+    spec.write_text(spec.read_text().replace("/var/lib/", f"{tmp_path}/"))
+    home = Path(pyspark.__file__).parent
+    environment = {
+        **os.environ,
+        "JAVA_HOME": str(java.find()),
+        "PYSPARK_DRIVER_PYTHON": sys.executable,
+        "PYSPARK_PYTHON": sys.executable,
+        "PYTHONPATH": str(_ROOT / "store"),
+        "SPARK_HOME": str(home),
+        "SPARK_LOCAL_IP": "127.0.0.1",
+    }
+    paid = Counter[bytes]()
+    for start in (0, 50):
+        with mqstore.open(tmp_path / "shop") as shop:
+            for number in range(start, start + 50):
+                tag = "paid" if number % 4 else "open"
+                shop.put("orders", b"%d" % number, tag=tag, keys=[str(number)])
+                paid.update([b"%d" % number] * (tag == "paid"))
+        done = subprocess.run(
+            [home / "bin" / "spark-pipelines", "run", "--spec", spec],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=280,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        with mqstore.open(tmp_path / "shop-reports", mode="r") as reports:
+            assert Counter(m.body for ref in reports.log.queues("paid-orders") for m in reports.log.iter(*ref)) == paid
+
+
+def test_the_page_shows_the_project_as_it_is() -> None:
+    page = (_ROOT / "docs" / "spark-pipelines.md").read_text()
+    shown = "".join(re.findall(r"^```(?:py|yaml)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
+    folder = _ROOT / "docs" / "spark-pipeline"
+    there = (folder / "spark-pipeline.yml").read_text() + (folder / "transformations" / "shop.py").read_text()
+    there = there.replace(" -> Any", "").replace(' or ""', "")
+    missing = [line for line in shown.splitlines() if line not in there.splitlines()]
+    assert missing == []
