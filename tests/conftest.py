@@ -30,7 +30,7 @@ from typing import Any
 
 import pytest
 from coverage import Coverage
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 import mqstore
 import mqstore_tools
@@ -109,7 +109,11 @@ def _no_waiting_for_disks(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 # A run of all tests is one of many: what this one does not draw another does. HYPOTHESIS_PROFILE=default draws more.
-settings.register_profile("quick", max_examples=25)
+# No test knows how fast the machine is, and what else it does: nothing fails for taking long.
+for _name, _examples in (("quick", 25), ("default", 100)):
+    settings.register_profile(
+        _name, max_examples=_examples, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 _CAMPAIGNS = ("/crash/", "/fuzz/", "/model/", "/stress/")
