@@ -393,7 +393,9 @@ def test_a_plain_put_of_an_unknown_group_makes_none(parts: Parts) -> None:
 # -- any sequence of failures ----------------------------------------------------------------------------------------
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(
     limit=st.integers(0, 5),
     steps=st.lists(st.sampled_from(["policy", "level", "ms", "dead"]), min_size=1, max_size=8),

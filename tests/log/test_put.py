@@ -221,7 +221,9 @@ TEXT = st.text(
     unique_key=st.none() | TEXT,
     flag=st.integers(-(1 << 31), (1 << 31) - 1),
 )
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 def test_any_text_and_bytes_come_back_the_same_or_are_refused(
     store: MessageStore, body: bytes, tag: Any, keys: Any, properties: Any, unique_key: Any, flag: int
 ) -> None:

@@ -144,7 +144,9 @@ def test_reading_none_is_an_empty_list_with_or_without_a_filter(store: MessageSt
 
 @pytest.mark.parametrize("tags", ["*", "T"])
 @given(data=st.data())
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 def test_the_byte_limit_counts_whole_records_but_never_refuses_the_first(
     store: MessageStore, tags: str, data: st.DataObject
 ) -> None:

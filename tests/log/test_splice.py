@@ -122,7 +122,9 @@ _rows = st.lists(
 )
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(
+    max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None
+)
 @given(
     before=st.lists(st.binary(max_size=900), max_size=5),
     shards=st.lists(_rows, max_size=4),

@@ -92,7 +92,9 @@ _RECORDS = st.lists(
 
 
 @given(first=_RECORDS, second=_RECORDS, shares=st.sampled_from([1, 3]))
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 def test_of_each_key_the_last_message_stays_and_all_without_one_in_their_order(
     tmp_path_factory: pytest.TempPathFactory, first: list[Odd], second: list[Odd], shares: int
 ) -> None:
@@ -121,7 +123,9 @@ def test_of_each_key_the_last_message_stays_and_all_without_one_in_their_order(
 
 
 @given(records=_RECORDS, window_s=st.sampled_from([5, 1000]))
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 def test_of_equal_messages_within_the_window_the_first_stays(
     tmp_path_factory: pytest.TempPathFactory, records: list[Odd], window_s: int
 ) -> None:

@@ -103,7 +103,9 @@ def sizes(path: Path) -> dict[tuple[str, int], list[int]]:
 
 @pytest.mark.parametrize(("of", "to"), [("mqstore", "mqstore"), ("mqstore", "rocketmq"), ("rocketmq", "mqstore")])
 @given(records=st.lists(odd_records(), max_size=30))
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 def test_records_as_odd_as_the_format_allows_are_copied_whole(
     tmp_path_factory: pytest.TempPathFactory, of: Any, to: Any, records: list[Odd]
 ) -> None:

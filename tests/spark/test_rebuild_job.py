@@ -86,7 +86,9 @@ def recovered(path: Path) -> tuple[dict[str, bytes], list[bytes]]:
     return found, contents(path)
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(which=st.integers(0, 1), changes=damages(), range_bytes=st.integers(300, 9_000))
 def test_whatever_is_damaged_rebuilding_makes_what_recovery_makes(
     masters: list[Path],
@@ -127,7 +129,9 @@ def test_without_its_queues_a_java_store_gets_them_back_byte_for_byte(golden: Go
 
 
 @pytest.mark.parametrize("profile", ["mqstore", "rocketmq"])
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(records=st.lists(odd_records(), max_size=40), range_bytes=st.integers(200, 9_000))
 def test_random_stores_are_built_byte_for_byte(
     tmp_path_factory: pytest.TempPathFactory, profile: str, records: list[Odd], range_bytes: int

@@ -136,7 +136,9 @@ def damage(path: Path, changes: list[tuple[int, float, float, str]]) -> None:
         target.write_bytes(data)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(which=st.integers(0, 2), changes=damages(), range_bytes=st.integers(120, 9_000))
 def test_whatever_is_damaged_ranges_of_any_size_find_what_one_process_finds(
     masters: list[Path],
