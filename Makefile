@@ -18,9 +18,9 @@ PYTHON ?= $(shell for candidate in $(CANDIDATES); do \
 VENV  ?= .venv
 BIN   := $(VENV)/bin
 BENCH ?=
-# Half as many again as there are processors: tests wait for disks, clocks and other processes.
-WORKERS ?= $(shell $(BIN)/python -c 'import os; n = os.cpu_count() or 1; print(n + n // 2)')
 N     ?= 5000
+# One more than there are processors: tests wait for disks, other processes and clocks.
+JOBS  ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint bench spark crash docs clean
@@ -32,7 +32,7 @@ demo: $(VENV)/stamp-core
 	$(BIN)/mqstore demo
 
 test: lint
-	$(BIN)/python -m pytest -n $(WORKERS) --cov --cov-report=term
+	$(BIN)/python -m pytest -n $(JOBS) --cov --cov-report=term
 
 lint: $(VENV)/stamp-dev
 	$(BIN)/ruff check .

@@ -26,7 +26,7 @@ By the latter it is known at the end, and delivered with the properties that the
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from mqstore.broker.names import SCHEDULE_TOPIC, TIMER_TOPIC
 from mqstore.broker.uniquekey import new_unique_key
@@ -90,12 +90,19 @@ def slot_of(deliver_ms: int, precision_ms: int = PRECISION_MS) -> int:
 
 
 def delay_route(
-    topic: str, queue_id: int, properties: Mapping[str, str], now_ms: int, *, levels: int, max_delay_ms: int
+    topic: str,
+    queue_id: int,
+    properties: Mapping[str, str],
+    now_ms: Callable[[], int],
+    *,
+    levels: int,
+    max_delay_ms: int,
 ) -> tuple[str, int, dict[str, str]] | None:
     """Where a message with these properties waits, of `levels` levels or in the timer topic, and the properties it is
-    stored with there. None when it is not to wait. A level that is no number is none. Raises as `timer_route` does.
+    stored with there. None when it is not to wait. A level that is no number is none. `now_ms`: called if the time
+    matters, as it does not for most records. Raises as `timer_route` does.
 
-    >>> delay_route("orders", 0, {"DELAY": "99"}, 0, levels=18, max_delay_ms=0)
+    >>> delay_route("orders", 0, {"DELAY": "99"}, lambda: 0, levels=18, max_delay_ms=0)
     ('SCHEDULE_TOPIC_XXXX', 17, {'DELAY': '18', 'REAL_TOPIC': 'orders', 'REAL_QID': '0'})
     """
     level = min(number(properties.get(DELAY)) or 0, levels)
@@ -105,7 +112,7 @@ def delay_route(
         return SCHEDULE_TOPIC, level - 1, stored
     if _TIMER_NAMES.isdisjoint(properties):
         return None
-    return timer_route(topic, queue_id, properties, now_ms, max_delay_ms=max_delay_ms)
+    return timer_route(topic, queue_id, properties, now_ms(), max_delay_ms=max_delay_ms)
 
 
 def timer_route(

@@ -246,7 +246,7 @@ class Road:
         if sys_flag & TRANSACTION_MASK in (TRANSACTION_PREPARED, TRANSACTION_ROLLBACK):
             return topic, queue_id, properties
         delayed = delay_route(
-            topic, queue_id, properties, self._clock.now_ms(), levels=self._levels, max_delay_ms=self._max_delay_ms
+            topic, queue_id, properties, self._clock.now_ms, levels=self._levels, max_delay_ms=self._max_delay_ms
         )
         if delayed is None:
             return topic, queue_id, properties

@@ -709,7 +709,7 @@ class MessageStore(StoreWriter):
         """Splice a bundle of the inbox; the version of `app` that is the last one in by now. `create`: topics to be
         noted for a broker."""
         self._splice(shards, app, version, None, create)
-        return self.spliced_version(app)
+        return self._txn.state.version_of(app)  # also while the store is being closed: it is in
 
     def spliced_version(self, app: str) -> int:
         """The last version that was spliced for `app`; -1: none, or none that is remembered. Of a store open for

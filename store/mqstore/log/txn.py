@@ -224,9 +224,14 @@ class TxnFile:
 
 def read_txn(root: Path, fs: FileSystem) -> TxnState:
     """What the file says now, as far as the page cache knows, for anybody. Raises as `TxnFile.load` does."""
+    return _read(root, fs)[0]
+
+
+def _read(root: Path, fs: FileSystem) -> tuple[TxnState, list[str]]:
+    """Likewise, and what was amiss with the file."""
     check = partial(TxnState.from_json, file=root / TXN_FILE)
-    value = load_json(root / TXN_FILE, writer=False, fs=fs, check=check, root=root).value
-    return check(value) if value is not None else TxnState()
+    value, problems = load_json(root / TXN_FILE, writer=False, fs=fs, check=check, root=root)
+    return (check(value) if value is not None else TxnState()), problems
 
 
 class IntentWatch:
@@ -248,7 +253,7 @@ class IntentWatch:
         seen = self._signature()
         if seen is None or seen != self._seen:
             self._seen = None  # in case reading raises
-            self._intent = self._read()
+            self._intent = self._found()
             self._seen = seen
         if self._intent is None:
             return None
@@ -265,13 +270,12 @@ class IntentWatch:
             return None
         return found.st_ino, found.st_mtime_ns, found.st_size
 
-    def _read(self) -> Intent | None:
-        check = partial(TxnState.from_json, file=self._root / TXN_FILE)
+    def _found(self) -> Intent | None:
         try:
-            value, problems = load_json(self._root / TXN_FILE, writer=False, fs=self._fs, check=check, root=self._root)
+            state, problems = _read(self._root, self._fs)
         except CorruptStoreError:
             return None
-        return None if value is None or problems else check(value).intent
+        return None if problems else state.intent
 
 
 def doubt(intent: Intent, run: SegmentRun, checksum: Checksum, flushed: int | None, from_backup: bool) -> str:

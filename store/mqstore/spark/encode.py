@@ -648,7 +648,7 @@ class _Slice:
         """Where a record with these properties goes now: as `Road.route` has it (broker-semantics 4.2, 5.2)."""
         rules = self._rules
         delayed = delay_route(
-            topic, queue_id, properties, self._now_ms, levels=rules.levels, max_delay_ms=rules.max_delay_ms
+            topic, queue_id, properties, lambda: self._now_ms, levels=rules.levels, max_delay_ms=rules.max_delay_ms
         )
         return delayed or (topic, queue_id, properties)
 

@@ -138,8 +138,8 @@ def _compaction(
         raise ConfigError("retention is that of tombstones, and tombstones=False knows none")
     fields = check_fields("key", key)
     age_ms = None if retention is None else int(seconds(retention, "retention") * 1000)
-    asked = [list(fields), tombstones, age_ms, queues, spread]
-    return planned("compact", stores, dest, topics, fields, Wishes({}, queues, spread), target, name, asked), age_ms
+    wishes = Wishes({}, queues, spread)
+    return planned("compact", stores, dest, topics, fields, wishes, target, name, [tombstones, age_ms]), age_ms
 
 
 def _superseded(oldest_ms: int | None, rows: Rows) -> npt.NDArray[np.bool_]:
@@ -189,11 +189,13 @@ def planned(
     name: str | None,
     asked: Sequence[Any],
 ) -> Sifting:
-    """Check everything; writes nothing. `asked`: by what runs without a `name` of their own are told apart."""
+    """Check everything; writes nothing. `asked`: what else tells runs apart that have no `name` of their own."""
     chosen = queue_selection(select(stores, topics=topics))
     sinks = sinks_of(dest, target=target)
     [options] = sinks.values()
-    name = name or derived_id(kind, chosen, options.path, options.target, *asked)
+    if not name:
+        said = [list(fields), *asked, wishes.queues, wishes.spread]
+        name = derived_id(kind, chosen, options.path, options.target, *said)
     app = app_of(kind, name)
     check_new(options, app, 0)
     tasks = chosen.tasks()

@@ -82,8 +82,8 @@ def _deduplication(
     window_ms = None if window is None else int(seconds(window, "window") * 1000)
     if window_ms is not None and window_ms <= 0:
         raise ConfigError(f"window={window!r} must be above 0; None leaves out equal messages however far apart")
-    asked = [list(fields), window_ms, queues, spread]
-    return planned("dedup", stores, dest, topics, fields, Wishes({}, queues, spread), target, name, asked), window_ms
+    wishes = Wishes({}, queues, spread)
+    return planned("dedup", stores, dest, topics, fields, wishes, target, name, [window_ms]), window_ms
 
 
 def _again(window_ms: int | None, rows: Rows) -> npt.NDArray[np.bool_]:
