@@ -31,8 +31,10 @@ help:
 demo: $(VENV)/stamp-core
 	$(BIN)/mqstore demo
 
+# Twice what has compiled parts: with them, as everybody has it, and by Python alone.
 test: lint
-	$(BIN)/python -m pytest -n $(JOBS) --cov --cov-report=term
+	$(BIN)/python -m pytest -n $(JOBS) --cov --cov-report=
+	MQSTORE_NATIVE=0 $(BIN)/python -m pytest -n $(JOBS) --cov --cov-append --cov-report=term tests/layout tests/log
 
 lint: $(VENV)/stamp-dev
 	$(BIN)/ruff check .
@@ -57,13 +59,14 @@ docs: $(VENV)/stamp-core
 	else cp $(VENV)/commands.md docs/commands.md; echo "docs/commands.md was stale; it has been written anew"; exit 1; fi
 
 clean:
-	rm -rf $(VENV) .venv-spark .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .benchmarks build dist var
+	rm -rf $(VENV) .venv-spark .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .benchmarks build dist var store/mqstore/_native.*
 
 # --- environments ------------------------------------------------------------------------------------------------------
-# One environment, filled as far as a target needs. A stamp holds the pyproject.toml it was made for, so that a checkout
-# that only touches the file installs nothing. hatchling goes in first and builds are not isolated: reinstalling when
-# pyproject.toml changed but every requirement is there already works without a network.
+# One environment, filled as far as a target needs. A stamp holds the files that it was made for, so that a checkout
+# that only touches them installs nothing. What builds goes in first and builds are not isolated: reinstalling when these
+# files changed but every requirement is there already works without a network.
 
+MADE_FOR := pyproject.toml hatch_build.py $(sort $(wildcard store/native/*.[ch]))
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 $(VENV)/stamp-core:  EXTRA :=
@@ -71,10 +74,11 @@ $(VENV)/stamp-dev:   EXTRA := [dev]
 $(VENV)/stamp-bench: EXTRA := [bench]
 $(VENV)/stamp-spark: EXTRA := [dev,spark]
 
-$(VENV)/stamp-core $(VENV)/stamp-dev $(VENV)/stamp-bench $(VENV)/stamp-spark: pyproject.toml $(BIN)/python
-	@if cmp -s pyproject.toml $@; then touch $@; else \
+$(VENV)/stamp-core $(VENV)/stamp-dev $(VENV)/stamp-bench $(VENV)/stamp-spark: $(MADE_FOR) $(BIN)/python
+	@if cat $(MADE_FOR) | cmp -s - $@; then touch $@; else \
 	echo "installing mqstore$(EXTRA) into $(VENV)"; \
-	$(PIP) install 'hatchling>=1.26' && $(PIP) install --no-build-isolation --editable '.$(EXTRA)' && cp pyproject.toml $@; fi
+	$(PIP) install 'hatchling>=1.26' 'setuptools>=65' && $(PIP) install --no-build-isolation --editable '.$(EXTRA)' && \
+	cat $(MADE_FOR) >$@; fi
 
 # Some systems ship venv without ensurepip: then the interpreter's own pip furnishes the environment.
 $(BIN)/python:

@@ -217,7 +217,7 @@ def test_walk_by_magics_obeys_range_and_limit_exactly() -> None:
     data = log(3000, lambda i: (3000 - i) // 10 + i * 37 % 50)  # ever smaller, so that a block holds more than expected
     expected, _ = naive_walk(data, 0, len(data))
 
-    with mock.patch.object(scan, "_search", wraps=scan._search) as search:
+    with mock.patch.object(scan, "kernel", None), mock.patch.object(scan, "_search", wraps=scan._search) as search:
         for limit in range(2600, 2640):
             positions, stop = walk(data, 0, len(data), limit)
             assert (positions.tolist(), stop) == (expected[:limit], expected[limit])

@@ -789,6 +789,7 @@ def test_a_put_of_a_signal_handler_in_the_middle_of_another(
         receipts = [store.put("t", b"f" * 2000)]
         patched = SimpleNamespace(**{"pack": real.pack, method: interrupted}) if method else interrupted
         monkeypatch.setattr(commitlog_module, name, patched)
+        monkeypatch.setattr(commitlog_module, "kernel", None)  # in a compiled put no handler comes in between
         if call == "encode_records":
             receipts.extend(store.put_many("t", [b"m", b"n"]))
         else:

@@ -17,6 +17,7 @@ from crc32c import crc32c
 
 from mqstore.layout.hosts import IPV4_BYTES, IPV6_BYTES
 from mqstore.layout.record import BORN_HOST_V6, CHECKSUM_AT, STORE_HOST_V6, Checksum
+from mqstore.native import kernel
 
 __all__ = ["encode_copies", "encode_records", "header_dtype"]
 
@@ -105,6 +106,10 @@ def encode_records(
 
     size, body_size = int(sizes[0]), int(body_sizes[0])
     width = dtype.itemsize
+    if kernel is not None:
+        header["size"] = sizes
+        header["body_size"] = body_sizes
+        return _assembled(header, bodies, tails, sizes, checksum), sizes
     crcs: Iterator[int]
     if bool((body_sizes == body_size).all()) and bool((sizes == size).all()):
         # One shape for all: a matrix with a record a row, filled by column.
@@ -130,6 +135,21 @@ def encode_records(
         fields = np.fromiter(crcs, ">u4", count).view(np.uint8).reshape(count, 4)
         data[starts[:, None] + np.arange(CHECKSUM_AT, CHECKSUM_AT + 4)] = fields
     return data, sizes
+
+
+def _assembled(
+    header: npt.NDArray[np.void],
+    bodies: Sequence[bytes],
+    tails: Sequence[bytes] | bytes,
+    sizes: npt.NDArray[np.int64],
+    checksum: Checksum,
+) -> npt.NDArray[np.uint8]:
+    """Headers, bodies and tails put together by `native.kernel`, with their checksums."""
+    assert kernel is not None
+    data = np.empty(int(sizes.sum()), np.uint8)
+    tails = tails if isinstance(tails, bytes) else list(tails)
+    kernel.assemble(header.view(np.uint8), list(bodies), tails, data, checksum == "crc32c-record")
+    return data
 
 
 def encode_copies(
@@ -169,6 +189,8 @@ def encode_copies(
         header["sys_flag"] |= STORE_HOST_V6
     if checksum == "crc32-body":
         header["checksum"] = np.fromiter(map(zlib.crc32, bodies), np.uint32, count) & np.uint32(0x7FFF_FFFF)
+    if kernel is not None:
+        return _assembled(header, bodies, tails, sizes, checksum), sizes
     width = header.dtype.itemsize
     packed = header.tobytes()
     records = [

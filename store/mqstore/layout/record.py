@@ -51,6 +51,7 @@ from mqstore.layout.properties import (
     decode_properties,
     reserve_crc_tail,
 )
+from mqstore.native import kernel
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -426,6 +427,10 @@ def check_record(buf: ReadableBuffer, position: int, limit: int, physical_offset
     offset (a stale one from a recycled file must not come back), no length may be negative, the topic may not be empty,
     the checksum is the profile's, a `__CRC32#` tail must fit when there is one, and a BLANK must end with its segment.
     """
+    if kernel is not None and checksum == "crc32c-record":
+        size = kernel.record_holds(buf, position, limit, physical_offset)
+        if size:
+            return Check("ok", size)
     with memoryview(buf) as view:
         end = min(limit, view.nbytes)
         if position < 0 or end - position < BLANK_BYTES:

@@ -36,6 +36,7 @@ from mqstore.layout import record as _record
 from mqstore.layout.hosts import IPV4_BYTES, IPV6_BYTES
 from mqstore.layout.properties import CRC32, CRC_TAIL_BYTES, MAX_PROPERTIES_BYTES, decode_crc_tail
 from mqstore.layout.record import IPV6_EXTRA, MAGIC_V1, MAGIC_V2, MIN_RECORD_BYTES, Checksum, check_record
+from mqstore.native import kernel
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -114,6 +115,9 @@ def walk(buf: ReadableBuffer, start: int, end: int, max_records: int | None = No
     if not 0 <= start <= end <= len(view):
         raise ValueError(f"the range {start}..{end} does not lie within a buffer of {len(view)} bytes")
     budget = sys.maxsize if max_records is None else max_records
+    if kernel is not None:
+        found, stop = kernel.walk(view, start, end, budget)
+        return np.frombuffer(found, np.int64), stop
     parts: list[_Int64s] = []
     position, stretch, mean_bytes = start, _STRETCH_FIRST, _DENSE_BYTES + 1
     while budget > 0:
@@ -282,6 +286,11 @@ class Headers:
         # One copy of 88 bytes a record, so that every column after it reads dense memory and not the segment again.
         if not len(self.positions):
             return np.empty(0, _HEAD)
+        if kernel is not None:
+            heads = np.empty(len(self.positions), _HEAD)
+            # As bytes: what reads them in C takes no structured items.
+            kernel.gather(self._view, self.positions, _HEAD_BYTES, heads.view(np.uint8))
+            return heads
         everywhere: npt.NDArray[np.void] = np.ndarray(
             (len(self._view) - _HEAD_BYTES + 1,), f"V{_HEAD_BYTES}", self._view, 0, (1,)
         )
@@ -397,6 +406,11 @@ class Headers:
     @cached_property
     def _parts(self) -> tuple[_Bools, _Int64s, _Int64s, _Int64s, _Int64s, _Int64s, _Int64s]:
         """`ok`, then position and size of body, topic and properties; each length is compared before it is used."""
+        if kernel is not None:
+            good, table = np.empty(len(self), np.bool_), np.empty((6, len(self)), np.int64)
+            if kernel.measure(self._view, self.positions, self._expected_topic, good, table):
+                self.known_topic = self._expected_topic
+            return good, table[0], table[1], table[2], table[3], table[4], table[5]
         if self._expected_topic and (plain := self._plain_parts(self._expected_topic)):
             return plain
         positions, size, magic, extra = self.positions, self.size.astype(np.int64), self.magic, self._extra
@@ -571,6 +585,10 @@ def records_hold(view: memoryview, starts: _Int64s, sizes: _Int64s, stored: npt.
     taken apart.
     """
     count, ends = len(starts), starts + sizes
+    if kernel is not None:
+        holds = np.empty(count, np.bool_)
+        kernel.records_hold(view, starts, sizes, np.ascontiguousarray(stored), holds)
+        return holds
     links = np.zeros(count, np.uint32)
     links[1:] = _shifted(stored[:-1])
     alone = np.ones(count, np.bool_)

@@ -22,6 +22,7 @@ from mqstore.layout.properties import KEYS, TAGS, UNIQ_KEY, decode_properties
 from mqstore.layout.record import BODY_AT_V4, COMPRESSED
 from mqstore.layout.scan import Headers
 from mqstore.log.stretch import Stretch
+from mqstore.native import kernel
 
 __all__ = ["NAMES", "Binary", "Columns", "columns_of"]
 
@@ -101,6 +102,10 @@ def _bytes_at(buffer: mmap.mmap | bytes, starts: _Int64s, sizes: _Int64s) -> npt
             return np.zeros(0, np.uint8)
         everywhere: npt.NDArray[np.void] = np.ndarray((len(buffer) - size + 1,), f"V{size}", buffer, 0, (1,))
         return everywhere[starts].view(np.uint8)
+    if kernel is not None:
+        joined = np.empty(int(sizes.sum()), np.uint8)
+        kernel.join(buffer, starts, sizes, joined)
+        return joined
     pieces = [buffer[a:b] for a, b in zip(starts.tolist(), (starts + sizes).tolist(), strict=True)]
     return np.frombuffer(b"".join(pieces), np.uint8)
 

@@ -10,7 +10,6 @@ Knows segments and the record layout; knows queues only as something that has a 
 
 from __future__ import annotations
 
-import mmap
 import threading
 import time
 import zlib
@@ -19,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from operator import itemgetter
 from struct import Struct
-from typing import NamedTuple, Protocol, overload
+from typing import NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +26,6 @@ from crc32c import crc32c
 
 from mqstore.clock import SYSTEM_CLOCK, Clock
 from mqstore.errors import InvalidMessageError, MQStoreError, StoreBusyError
-from mqstore.files.flusher import GroupCommit
 from mqstore.files.segments import Segment, SegmentRun
 from mqstore.layout.encode import encode_copies, encode_records
 from mqstore.layout.hosts import IPV4_BYTES, IPV6_BYTES, LOCAL_HOST
@@ -44,6 +42,8 @@ from mqstore.layout.record import (
     encode_blank,
     header_struct,
 )
+from mqstore.log.tip import Numbered, QueueRef, Tip
+from mqstore.native import kernel
 
 __all__ = [
     "ALLOWANCE",
@@ -51,7 +51,7 @@ __all__ = [
     "CommitLog",
     "Fields",
     "Frame",
-    "NumberedQueue",
+    "Queue",
     "QueueRef",
     "SendReceipt",
     "SendReceipts",
@@ -66,13 +66,6 @@ _AFTER_OFFSETS = 36
 _MS_NS = 1_000_000
 _LOOK_S = 0.1
 """How often a waiting put looks whether it may go on, should nobody have told it."""
-
-
-class QueueRef(NamedTuple):
-    """One queue of a topic."""
-
-    topic: str
-    queue_id: int
 
 
 class SendReceipt(tuple[QueueRef, int, int, int, int, bytes, "str | None"]):
@@ -227,13 +220,11 @@ def _record_struct(middle_bytes: int, body_bytes: int, tail_bytes: int) -> Struc
     return Struct(f">{_BEFORE_OFFSETS}sqq{middle_bytes}s{body_bytes}s{tail_bytes}s")
 
 
-class NumberedQueue(Protocol):
-    """What `append` needs of a queue."""
+class Queue(Numbered):
+    """The same with frames, for puts that Python does."""
 
-    ref: QueueRef
-    queue_id: int
-    magic: int
-    next_offset: int
+    __slots__ = ("frame", "other_frame")
+
     frame: Frame
     other_frame: Frame
     """The one before: who writes records of two kinds by turns, like the pop log, finds both."""
@@ -242,7 +233,7 @@ class NumberedQueue(Protocol):
 _ORDINARY = Fields()
 
 
-class CommitLog:
+class CommitLog(Tip):
     """The append side and the bounds of the log. `end` is the write position, `min_offset` the first byte kept."""
 
     def __init__(
@@ -251,16 +242,16 @@ class CommitLog:
         self.run = run
         self.end = 0
         self.alarm = 0
-        """Position at which a put calls `on_alarm`: one comparison in the hot path serves every kind of wake-up."""
-        self.group: GroupCommit | None = None
-        """Set where every put waits for its sync."""
+        self.group = None
         self.failed: MQStoreError | None = None
         """Why nothing may be written any more: a sync failed, or the store was closed."""
         self.max_record_bytes = run.segment_bytes - BLANK_BYTES
         self._checksum = checksum
         self._whole_record = checksum == "crc32c-record"
         # Nanoseconds: the frame of the running millisecond is then found valid by a comparison, without a division.
-        self._time_ns = time.time_ns if clock is SYSTEM_CLOCK else (lambda: clock.now_ms() * _MS_NS)
+        self._now_ns = None if clock is SYSTEM_CLOCK else (lambda: clock.now_ms() * _MS_NS)
+        self._time_ns: Callable[[], int] = self._now_ns or time.time_ns
+        self._receipt = SendReceipt
         self._store_host = store_host
         self._born_host = store_host if len(store_host) == IPV4_BYTES else LOCAL_HOST
         self.header_bytes = header_struct(len(self._born_host), len(store_host)).size
@@ -271,11 +262,10 @@ class CommitLog:
         self._let_in = threading.Condition(self._lock)
         self._holder: int | None = None
         """The thread that keeps puts waiting (`hold`)."""
-        self._mapping: mmap.mmap | None = None
+        self._mapping = None
         self._base = 0
-        self._writing = False
         self._limit = -1
-        """A record must end at or before this position, so that a BLANK always fits behind it."""
+        self._writing = False
 
     @property
     def min_offset(self) -> int:
@@ -302,7 +292,7 @@ class CommitLog:
 
     def append(
         self,
-        queue: NumberedQueue,
+        queue: Queue,
         body: bytes,
         tail: bytes,
         fields: Fields | None = None,
@@ -313,6 +303,10 @@ class CommitLog:
         A prepared or rollback record (sys_flag bits 2-3) takes no number of the queue. Raises StoreFullError when the
         next segment finds no room: nothing was written.
         """
+        if kernel is not None and fields is None:
+            receipt: SendReceipt | None = self._put(queue, body, tail, unique_key)
+            if receipt is not None:
+                return receipt
         body_bytes = len(body)
         size = self.header_bytes + body_bytes + len(tail)
         if fields is not None and fields.born_host is not None:
@@ -366,7 +360,7 @@ class CommitLog:
             self._on_alarm()
         return SendReceipt((queue.ref, offset, position, size, now_ms, self._store_host, unique_key))
 
-    def _frame(self, queue: NumberedQueue, size: int, body_bytes: int, now_ns: int, fields: Fields) -> Frame:
+    def _frame(self, queue: Queue, size: int, body_bytes: int, now_ns: int, fields: Fields) -> Frame:
         """The header of a record of `size` bytes stored at `now_ns`, in two pieces around the offsets."""
         now_ms = now_ns // _MS_NS
         born_host = self._born_host if fields.born_host is None else fields.born_host
@@ -404,7 +398,7 @@ class CommitLog:
         )
 
     def append_many(
-        self, queue: NumberedQueue, bodies: Sequence[bytes], tails: Sequence[bytes] | bytes, flags: Sequence[int] | int
+        self, queue: Queue, bodies: Sequence[bytes], tails: Sequence[bytes] | bytes, flags: Sequence[int] | int
     ) -> tuple[int, int, npt.NDArray[np.int64], int]:
         """Append records that lie together and become visible together; all of them, or none (store-format 2.9).
 
@@ -446,7 +440,7 @@ class CommitLog:
         return offset, position, sizes, now_ms
 
     def append_copies(
-        self, queues: Sequence[NumberedQueue], heads: Sequence[bytes], bodies: Sequence[bytes], tails: Sequence[bytes]
+        self, queues: Sequence[Queue], heads: Sequence[bytes], bodies: Sequence[bytes], tails: Sequence[bytes]
     ) -> None:
         """Append copies of stored records (`encode_copies`), each to its own queue; they lie together and become
         visible together, all of them or none. The caller has checked that their sum fits a segment."""

@@ -23,7 +23,7 @@ from mqstore.files.descriptors import DescriptorCache
 from mqstore.files.filesystem import FileSystem
 from mqstore.layout.consumequeue import UNIT, UNIT_BYTES, UNIT_DTYPE, VOID_UNIT, is_void
 from mqstore.layout.record import MAGIC_V1
-from mqstore.log.commitlog import NO_FRAME, QueueRef
+from mqstore.log.commitlog import NO_FRAME, Queue, QueueRef
 from mqstore.log.names import is_path_safe
 
 __all__ = ["ConsumeQueue", "QueueTable"]
@@ -33,7 +33,7 @@ _BLOCK_UNITS = 4096 // UNIT_BYTES
 _MAX_QUEUE_ID = 0x7FFF_FFFF
 
 
-class ConsumeQueue:
+class ConsumeQueue(Queue):
     """One queue. Offsets count units; `min_offset <= max_offset <= next_offset`.
 
     `max_offset` is the end of what has been dispatched, `next_offset` the number that the next message gets. Only the
@@ -45,21 +45,18 @@ class ConsumeQueue:
         "_starts",
         "_table",
         "directory",
-        "frame",
-        "magic",
         "max_offset",
         "min_offset",
-        "next_offset",
-        "other_frame",
         "plain_tail",
-        "queue_id",
-        "ref",
         "topic",
+        "topic_bytes",
     )
 
     def __init__(self, table: QueueTable, topic: str, queue_id: int) -> None:
         self._table = table
         self.topic = topic
+        self.topic_bytes = topic.encode("utf-8", "surrogateescape")
+        """As records bear it."""
         self.queue_id = queue_id
         self.directory = os.path.join(table.root, topic, str(queue_id))
         self.min_offset = 0

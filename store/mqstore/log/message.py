@@ -36,8 +36,8 @@ from mqstore.layout.record import (
     TRANSACTION_COMMIT,
     TRANSACTION_MASK,
 )
-from mqstore.log.commitlog import QueueRef
-from mqstore.log.stretch import Few, Stretch
+from mqstore.log.stretch import Located
+from mqstore.log.tip import QueueRef
 
 __all__ = ["Message", "row_of", "stored_bytes"]
 
@@ -54,23 +54,14 @@ def _instant(timestamp_ms: int) -> datetime:
     return _EPOCH + timedelta(milliseconds=timestamp_ms)
 
 
-class Message:
+class Message(Located):
     """One stored message; looks like an immutable value. Attributes are named as in client-semantics B.2.
 
     `offset` is the queue offset, `attempt` counts deliveries from 1, `properties` holds what the user set.
     Bytes come as `body` (inflated when they were stored compressed); `body_view` gives the stored bytes uncopied.
     """
 
-    # Four slots, since readers make thousands at once: what messages found together share stays in their stretch.
-    __slots__ = ("_body_end", "_start", "_stretch", "offset")
-
-    def __init__(self, stretch: Stretch | Few, start: int, offset: int, body_end: int = -1) -> None:
-        """`start`: of the record in the stretch's buffer. `body_end`: where a body that needs nothing but a slice ends;
-        -1: to be found out."""
-        self._stretch = stretch
-        self._start = start
-        self.offset = offset
-        self._body_end = body_end
+    __slots__ = ()
 
     # -- where it is ------------------------------------------------------------------------------------------------
 
@@ -176,12 +167,8 @@ class Message:
         flags = self._buffer[self._start + 39]
         return self._start + _BODY + (12 if flags & 0x10 else 0) + (12 if flags & 0x20 else 0)
 
-    @property
-    def body(self) -> bytes:
-        """The body as it was sent. Raises FormatError when a compressed one does not inflate."""
-        end = self._body_end
-        if end >= 0:
-            return self._stretch.buffer[self._start + _BODY : end]
+    def _stored_body(self) -> bytes:
+        """The body by way of its header, inflated when it was stored compressed."""
         buffer = self._buffer
         start = self._body_start()
         stored = buffer[start : start + _I4(buffer, start - 4)[0]]

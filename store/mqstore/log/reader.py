@@ -35,7 +35,7 @@ from mqstore.errors import (
 )
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.segments import Segment, SegmentRun
-from mqstore.layout.consumequeue import UNIT, UNIT_DTYPE, VOID_SIZE, is_void
+from mqstore.layout.consumequeue import UNIT, UNIT_BYTES, UNIT_DTYPE, VOID_SIZE, is_void
 from mqstore.layout.dispatch import is_ok, tags_code_at
 from mqstore.layout.messageid import decode_message_id
 from mqstore.layout.record import (
@@ -50,7 +50,6 @@ from mqstore.layout.record import (
 )
 from mqstore.layout.scan import Headers, gather, topic_is, verify
 from mqstore.log.columns import Columns, columns_of
-from mqstore.log.commitlog import QueueRef
 from mqstore.log.consumequeue import ConsumeQueue, QueueTable
 from mqstore.log.index import Index
 from mqstore.log.manifest import Manifest
@@ -58,6 +57,8 @@ from mqstore.log.message import Message, stored_bytes
 from mqstore.log.names import is_path_safe
 from mqstore.log.stretch import FEW, Few, Stretch
 from mqstore.log.tagfilter import UnitFilter, parse_tags
+from mqstore.log.tip import QueueRef
+from mqstore.native import kernel
 
 __all__ = ["Bound", "GetResult", "StoreReader"]
 
@@ -174,6 +175,7 @@ class StoreReader:
 
     def _init_reader(self) -> None:
         self._verified = _Verified()
+        self._compiled_reads = kernel is not None and self._verify_reads and self._checksum == "crc32c-record"
         self._gets = 0
         self._get_bytes = 0
         self._bad: set[int] = set()
@@ -360,7 +362,9 @@ class StoreReader:
     ) -> tuple[list[Message], int, bool]:
         """(messages among units [offset, offset + count), offset behind the last unit consumed, whether to stop)."""
         few = None
-        if count <= FEW:
+        if kernel is not None and self._compiled_reads:
+            few = self._compiled(queue, offset, count, unit_filter, max_messages, max_bytes, first_is_free)
+        if few is None and count <= FEW:
             few = self._few(queue, offset, count, unit_filter, max_messages, max_bytes, first_is_free)
         if few is not None:
             messages, after, stop = few
@@ -377,6 +381,64 @@ class StoreReader:
             messages = [message for message in messages if unit_filter.accepts(message)]
         return messages, after, stop
 
+    def _compiled(
+        self,
+        queue: ConsumeQueue,
+        offset: int,
+        count: int,
+        unit_filter: UnitFilter | None,
+        max_messages: int,
+        max_bytes: int | None,
+        first_is_free: bool,
+    ) -> tuple[list[Message], int, bool] | None:
+        """What `_locate` leads to, up to the first unit that is no ordinary message of the segment that the first one
+        lies in. None, and nothing has happened, when that is the very first: `_locate` deals with it."""
+        assert kernel is not None
+        units = queue.read(offset, count)
+        chosen: npt.NDArray[np.int64] | None = None
+        first, after, stop = 0, offset + count, False
+        if unit_filter is not None:
+            rows = np.frombuffer(units, UNIT_DTYPE)
+            if (rows["size"] <= 0).any():
+                return None
+            chosen = np.flatnonzero(unit_filter.units(rows["tags_code"].astype(np.int64))).astype(np.int64)
+            if len(chosen) > max_messages:
+                after, stop = offset + int(chosen[max_messages]), True
+                chosen = chosen[:max_messages]
+            if not len(chosen):
+                return [], after, stop
+            first = int(chosen[0])
+        elif count > max_messages:
+            after, stop = offset + max_messages, True
+            units = units[: max_messages * UNIT_BYTES]
+        physical, size, _ = UNIT.unpack_from(units, first * UNIT_BYTES)
+        if not 0 < size < VOID_SIZE or physical < 0:
+            return None
+        there = self._segment_at(physical, physical + size)
+        if there is None:
+            return None
+        segment, buffer = there
+        budget = -1 if max_bytes is None else max(max_bytes, 0)
+        messages: list[Message]
+        messages, looked, total, spent = kernel.read_units(
+            Message,
+            Few(queue.ref, buffer, units, offset),
+            buffer,
+            segment.start,
+            units,
+            offset,
+            chosen,
+            queue.queue_id,
+            queue.topic_bytes,
+            -budget - 2 if first_is_free and budget >= 0 else budget,
+        )
+        if not messages and not spent:
+            return None
+        if looked < (len(units) // UNIT_BYTES if chosen is None else len(chosen)):
+            after, stop = offset + (looked if chosen is None else int(chosen[looked])), spent
+        self._get_bytes += total
+        return messages, after, stop
+
     def _few(
         self,
         queue: ConsumeQueue,
@@ -389,7 +451,8 @@ class StoreReader:
     ) -> tuple[list[Message], int, bool] | None:
         """What `_locate` leads to, for few units and without arrays. None, and nothing has happened, unless all of them
         are messages whose records lie in one segment and verify: whatever else there is, `_locate` deals with."""
-        units = [*UNIT.iter_unpack(queue.read(offset, count))]
+        data = queue.read(offset, count)
+        units = [*UNIT.iter_unpack(data)]
         for physical, size, _ in units:
             if not 0 < size < VOID_SIZE or physical < 0:
                 return None
@@ -416,18 +479,16 @@ class StoreReader:
             return None
         segment, buffer = there
         begin, end = segment.start, segment.start + len(buffer)
-        codes: dict[int, int] = {}
-        group = Few(queue.ref, buffer, codes)
+        group = Few(queue.ref, buffer, data, offset)
         messages = []
         total = 0
         for i in chosen:
-            physical, size, code = units[i]
+            physical, size, _ = units[i]
             slot = offset + i
             if not begin <= physical <= end - size or not self._verifies(
                 queue, buffer, physical - begin, units[i], slot
             ):
                 return None
-            codes[slot] = code
             total += size
             messages.append(Message(group, physical - begin, slot))
         self._get_bytes += total
@@ -596,6 +657,11 @@ class StoreReader:
         starts = physical - segment.start
         good = stops <= segment.start + len(buffer)
         headers: Headers | None = None
+        if self._compiled_reads and kernel is not None:
+            fine = np.empty(len(starts), np.bool_)
+            kernel.check_units(buffer, starts, physical, sizes, slots, queue.queue_id, queue.topic_bytes, fine)
+            if fine.all():
+                return buffer, fine, None
         said = (physical << 1 | 1) ^ sizes << 41  # odd, so never 0, which stands for "not looked at"
         if self._passes_over_bad and self._verified.all_in(queue, slots, said):
             return buffer, good, None
@@ -622,9 +688,7 @@ class StoreReader:
                 if not fine.all():
                     rows = rows[fine]
                     headers = gather(buffer, starts[rows])
-                fine = verify(buffer, headers, self._checksum) & topic_is(
-                    buffer, headers, queue.topic.encode("utf-8", "surrogateescape")
-                )
+                fine = verify(buffer, headers, self._checksum) & topic_is(buffer, headers, queue.topic_bytes)
                 good[rows[fine]] = True
         if self._passes_over_bad:
             self._verified.add(queue, slots[good], said[good])
@@ -641,7 +705,7 @@ class StoreReader:
             return False
         at = start + body_length_at(sys_flag)
         at += 4 + _I4(buffer, at)[0]
-        topic = queue.topic.encode("utf-8", "surrogateescape")
+        topic = queue.topic_bytes
         length = len(topic).to_bytes(1 if _I4(buffer, start + MAGIC_AT)[0] == MAGIC_V1 else 2, "big")
         return buffer[at : at + len(length) + len(topic)] == length + topic
 
@@ -694,7 +758,8 @@ class StoreReader:
             raise LookupError(f"{self.path} holds no message at physical offset {physical_offset}: {check.detail}")
         record = decode_record(buffer, at)
         code = tags_code_at(buffer, at, self.delay_table_ms)
-        few = Few(QueueRef(record.topic, record.queue_id), buffer, {record.queue_offset: code})
+        unit = UNIT.pack(physical_offset, record.total_size, code)
+        few = Few(QueueRef(record.topic, record.queue_id), buffer, unit, record.queue_offset)
         return Message(few, at, record.queue_offset)
 
     def get_by_id(self, message_id: str) -> Message:
@@ -770,13 +835,14 @@ class StoreReader:
     def _time_at_or_after(self, queue: ConsumeQueue, slot: int, end: int) -> tuple[int, int | None]:
         """(slot, store time) of the first readable message in [slot, end)."""
         while slot < end:
-            physical, size, _ = queue.units(slot, 1)[0].tolist()
+            unit = queue.read(slot, 1)
+            physical, size, _ = UNIT.unpack(unit)
             there = self._segment_at(physical, physical + size) if 0 < size < VOID_SIZE and physical >= 0 else None
             if there is not None:
                 segment, buffer = there
                 start = physical - segment.start
                 if start + size <= len(buffer) and size >= 91:
-                    return slot, Message(Few(queue.ref, buffer, {slot: 0}), start, slot).store_timestamp_ms
+                    return slot, Message(Few(queue.ref, buffer, unit, slot), start, slot).store_timestamp_ms
             slot += 1
         return end, None
 

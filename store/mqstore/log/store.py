@@ -256,6 +256,8 @@ class MessageStore(StoreWriter):
         self._newest_times: dict[int, int] = {}
         self._threads: list[threading.Thread] = []
         self._populated = 0
+        self._flusher_called = False
+        """By a put, and it has not come yet: getting the interpreter takes it a while. Not called again till then."""
         self._due_ms: dict[str, int] = {}
         self._tasks: list[tuple[str, int, Callable[[], object]]] = [
             ("flush", int(seconds(config.flush_interval, "flush_interval") * 1000), self._interval_flush),
@@ -490,7 +492,8 @@ class MessageStore(StoreWriter):
             if self._dispatcher_idle:
                 self._dispatcher_idle = False
                 self._dispatcher_wake.set()
-            if self._background and self._log.end >= self._flusher_mark():
+            if self._background and not self._flusher_called and self._log.end >= self._flusher_mark():
+                self._flusher_called = True
                 self._flusher_wake.set()
             self._set_alarm()
 
@@ -505,8 +508,8 @@ class MessageStore(StoreWriter):
     def _set_alarm(self) -> None:
         if self._dispatcher_idle and not self._flush_by_default:  # else there is nothing to see before the sync
             self._log.alarm = 0
-        elif self._background:
-            self._log.alarm = max(self._log.end + 1, self._flusher_mark())
+        elif self._background and not self._flusher_called:
+            self._log.alarm = self._flusher_mark()
         else:
             self._log.alarm = 1 << 62
 
@@ -604,6 +607,7 @@ class MessageStore(StoreWriter):
             if self._populated < last.start:
                 self._populated = min(last.end, last.start + _POPULATE_BYTES)
             with self._alarm_lock:
+                self._flusher_called = False
                 self._set_alarm()
 
     def _interval_flush(self) -> None:

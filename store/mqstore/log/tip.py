@@ -1,0 +1,72 @@
+"""The end of the log as a put sees it, and a queue: bases of `CommitLog` and `ConsumeQueue`, compiled where possible.
+
+With `native.kernel` both hold their numbers as C integers, and `Tip._put` stores an ordinary record in one call that no
+signal and no other thread interrupts. Without it these are plain classes, and `_put` is not there to be called.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mqstore.files.flusher import GroupCommit
+from mqstore.native import kernel
+
+__all__ = ["Numbered", "QueueRef", "Tip"]
+
+
+class QueueRef(NamedTuple):
+    """One queue of a topic."""
+
+    topic: str
+    queue_id: int
+
+
+class Numbered:
+    """What a put needs of a queue."""
+
+    __slots__ = ("magic", "next_offset", "queue_id", "ref")
+
+    next_offset: int
+    """The number that the next message gets."""
+    queue_id: int
+    magic: int
+    """Of its records: V1, or V2 for a long topic."""
+    ref: QueueRef
+    """Its name, for receipts."""
+
+
+class Tip:
+    """What a put needs of the log."""
+
+    end: int
+    """The write position."""
+    alarm: int
+    """Position at which a put calls `_on_alarm`: one comparison in the hot path serves every kind of wake-up."""
+    group: GroupCommit | None
+    """Set where every put waits for its sync."""
+    _base: int
+    """Where the segment of `_mapping` starts."""
+    _limit: int
+    """A record must end at or before this position, so that a BLANK always fits behind it."""
+    _mapping: mmap.mmap | None
+    _whole_record: bool
+    """Whether the checksum is that over the whole record: `_put` knows no other."""
+    _acquire: Callable[..., bool]
+    _release: Callable[[], None]
+    _now_ns: Callable[[], int] | None
+    """None: the system's clock."""
+    _on_alarm: Callable[[], None]
+    _born_host: bytes
+    _store_host: bytes
+    _receipt: type[tuple[Any, ...]]
+
+    if TYPE_CHECKING:
+
+        def _put(self, queue: Numbered, body: bytes, tail: bytes, unique_key: str | None) -> Any:
+            """Append one ordinary record: a receipt; or None with nothing changed when it takes more than storing."""
+
+
+if not TYPE_CHECKING and kernel is not None:
+    Numbered, Tip = kernel.Numbered, kernel.Tip

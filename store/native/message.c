@@ -1,0 +1,232 @@
+/* Reading: units of a consume queue to messages, each record checked in the same look (store-format 4.2, 8.5, 9.2).
+
+   `Located` is the base of `Message`: where a record lies, and its body. */
+
+#include "native.h"
+#include <stddef.h>
+#include <structmember.h>
+
+enum { UNIT_BYTES = 20, VOID_SIZE = 0x7FFFFFFF };
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *stretch;
+    long long start, offset, body_end;
+} Located;
+
+static PyObject *buffer_name, *stored_body_name;
+
+static void located_dealloc(Located *self)
+{
+    Py_XDECREF(self->stretch);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static int located_init(Located *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"stretch", "start", "offset", "body_end", NULL};
+    PyObject *stretch;
+    long long start, offset, body_end = -1;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OLL|L", names, &stretch, &start, &offset, &body_end))
+        return -1;
+    Py_XSETREF(self->stretch, Py_NewRef(stretch));
+    self->start = start;
+    self->offset = offset;
+    self->body_end = body_end;
+    return 0;
+}
+
+static PyObject *located_body(Located *self, void *closure)
+{
+    if (self->body_end < 0 || !self->stretch)
+        return PyObject_CallMethodNoArgs((PyObject *)self, stored_body_name);
+    PyObject *buffer = PyObject_GetAttr(self->stretch, buffer_name);
+    if (!buffer)
+        return NULL;
+    PyObject *body = NULL;
+    Py_buffer view;
+    if (PyObject_GetBuffer(buffer, &view, PyBUF_SIMPLE) == 0) {
+        long long start = self->start + BODY_AT;
+        if (self->start < 0 || start > self->body_end || self->body_end > view.len)
+            PyErr_SetString(PyExc_IndexError, "the body lies outside the buffer");
+        else
+            body = PyBytes_FromStringAndSize((const char *)view.buf + start, (Py_ssize_t)(self->body_end - start));
+        PyBuffer_Release(&view);
+    }
+    Py_DECREF(buffer);
+    return body;
+}
+
+static PyMemberDef located_members[] = {
+    {"_stretch", T_OBJECT, offsetof(Located, stretch), READONLY, NULL},
+    {"_start", T_LONGLONG, offsetof(Located, start), READONLY, NULL},
+    {"offset", T_LONGLONG, offsetof(Located, offset), READONLY, "The queue offset."},
+    {"_body_end", T_LONGLONG, offsetof(Located, body_end), READONLY, NULL},
+    {NULL},
+};
+
+static PyGetSetDef located_attributes[] = {
+    {"body", (getter)located_body, NULL,
+     "The body as it was sent. Raises FormatError when a compressed one does not inflate.", NULL},
+    {NULL},
+};
+
+/* Not for the garbage collector: what it refers to does not refer back, and readers make thousands at once. */
+PyTypeObject LocatedType = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "mqstore._native.Located",
+    .tp_doc = "A record in a buffer, found by a unit.",
+    .tp_basicsize = sizeof(Located),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
+    .tp_new = PyType_GenericNew,
+    .tp_init = (initproc)located_init,
+    .tp_dealloc = (destructor)located_dealloc,
+    .tp_members = located_members,
+    .tp_getset = located_attributes,
+};
+
+int message_init(void)
+{
+    buffer_name = PyUnicode_InternFromString("buffer");
+    stored_body_name = PyUnicode_InternFromString("_stored_body");
+    return buffer_name && stored_body_name ? PyType_Ready(&LocatedType) : -1;
+}
+
+/* read_units(type, stretch, buffer, segment_start, units, first, chosen, queue_id, topic, budget)
+       -> (messages, how many units of those looked at these are, their bytes, whether the budget ended it)
+
+   `type` is a subclass of Located, `units` those of the slots from `first` on, `chosen` the indices of those to look at
+   (int64) or None for all. Ends before the first that is no ordinary record of this queue and segment, sound in every
+   respect, by a checksum over the whole: that is for Python to judge. `budget`: bytes of records, -1 for no limit; one
+   below -1 gives -budget - 2 bytes, but lets the first message through. */
+PyObject *native_read_units(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 10) {
+        PyErr_SetString(PyExc_TypeError, "read_units takes ten arguments");
+        return NULL;
+    }
+    PyTypeObject *type = (PyTypeObject *)args[0];
+    if (!PyType_Check(args[0]) || !PyType_IsSubtype(type, &LocatedType)) {
+        PyErr_SetString(PyExc_TypeError, "read_units: messages must be Located");
+        return NULL;
+    }
+    long long segment_start = PyLong_AsLongLong(args[3]), first = PyLong_AsLongLong(args[5]);
+    long long queue_id = PyLong_AsLongLong(args[7]), budget = PyLong_AsLongLong(args[9]);
+    char *topic;
+    Py_ssize_t topic_bytes;
+    if (PyErr_Occurred() || PyBytes_AsStringAndSize(args[8], &topic, &topic_bytes) < 0)
+        return NULL;
+    bool unlimited = budget == -1, first_is_free = budget < -1;
+    if (first_is_free)
+        budget = -budget - 2;
+    PyObject *result = NULL, *messages = NULL;
+    Py_buffer view, units, chosen = {0};
+    if (PyObject_GetBuffer(args[2], &view, PyBUF_SIMPLE) < 0)
+        return NULL;
+    if (array_of(args[4], &units, 1, -1, false, "units") < 0)
+        goto no_units;
+    if (args[6] != Py_None && array_of(args[6], &chosen, 8, -1, false, "chosen") < 0)
+        goto no_chosen;
+    Py_ssize_t there = units.len / UNIT_BYTES, count = chosen.obj ? chosen.len / 8 : there, done = 0;
+    long long total = 0;
+    bool spent = false;
+    messages = PyList_New(0);
+    for (; messages && done < count; done++) {
+        int64_t i = chosen.obj ? ((const int64_t *)chosen.buf)[done] : done;
+        if (i < 0 || i >= there)
+            break;
+        const uint8_t *unit = (const uint8_t *)units.buf + i * UNIT_BYTES;
+        int64_t physical = (int64_t)get64(unit), size = (int32_t)get32(unit + 8);
+        if (physical < segment_start || size <= 0 || size == VOID_SIZE || physical - segment_start > view.len - size)
+            break;
+        int64_t position = physical - segment_start;
+        Parts parts;
+        if (sound_record(view.buf, view.len, position, physical, &parts) != size)
+            break;
+        const uint8_t *record = (const uint8_t *)view.buf + position;
+        if ((int32_t)get32(record + QUEUE_ID_AT) != queue_id ||
+            (int64_t)get64(record + QUEUE_OFFSET_AT) != first + i || parts.topic_size != topic_bytes ||
+            memcmp((const char *)view.buf + parts.topic, topic, (size_t)topic_bytes))
+            break;
+        if (!unlimited) {
+            budget -= size;
+            if (budget < 0 && !(first_is_free && done == 0)) {
+                spent = true;
+                break;
+            }
+        }
+        Located *message = (Located *)type->tp_alloc(type, 0);
+        if (!message)
+            goto done;
+        message->stretch = Py_NewRef(args[1]);
+        message->start = position;
+        message->offset = first + i;
+        bool plain = !(get32(record + SYS_FLAG_AT) & (COMPRESSED | BORN_HOST_V6 | STORE_HOST_V6));
+        message->body_end = plain ? parts.body + parts.body_size : -1;
+        int added = PyList_Append(messages, (PyObject *)message);
+        Py_DECREF(message);
+        if (added < 0)
+            goto done;
+        total += size;
+    }
+    if (messages)
+        result = Py_BuildValue("OnLO", messages, done, total, spent ? Py_True : Py_False);
+done:
+    Py_XDECREF(messages);
+    PyBuffer_Release(&chosen);
+no_chosen:
+    PyBuffer_Release(&units);
+no_units:
+    PyBuffer_Release(&view);
+    return result;
+}
+
+/* check_units(buffer, starts, physical, sizes, slots, queue_id, topic, out): for each record that a unit leads to, 1
+   when it is sound and the unit's, as in `read_units`; 0 when Python has to look. `starts` count within the buffer. */
+PyObject *native_check_units(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 8) {
+        PyErr_SetString(PyExc_TypeError, "check_units takes eight arguments");
+        return NULL;
+    }
+    static const char *const names[] = {"starts", "physical", "sizes", "slots"};
+    long long queue_id = PyLong_AsLongLong(args[5]);
+    char *topic;
+    Py_ssize_t topic_bytes;
+    if (PyErr_Occurred() || PyBytes_AsStringAndSize(args[6], &topic, &topic_bytes) < 0)
+        return NULL;
+    PyObject *result = NULL;
+    Py_buffer view, arrays[4], out;
+    if (PyObject_GetBuffer(args[0], &view, PyBUF_SIMPLE) < 0)
+        return NULL;
+    int held = 0;
+    Py_ssize_t count = -1;
+    for (; held < 4; held++) {
+        if (array_of(args[1 + held], &arrays[held], 8, count, false, names[held]) < 0)
+            goto done;
+        count = arrays[0].len / 8;
+    }
+    if (array_of(args[7], &out, 1, count, true, "out") < 0)
+        goto done;
+    const int64_t *starts = arrays[0].buf, *physical = arrays[1].buf, *sizes = arrays[2].buf, *slots = arrays[3].buf;
+    uint8_t *good = out.buf;
+    PyThreadState *others = PyEval_SaveThread();
+    for (Py_ssize_t i = 0; i < count; i++) {
+        Parts parts;
+        good[i] = sizes[i] > 0 && sound_record(view.buf, view.len, starts[i], physical[i], &parts) == sizes[i];
+        if (good[i]) {
+            const uint8_t *record = (const uint8_t *)view.buf + starts[i];
+            good[i] = (int32_t)get32(record + QUEUE_ID_AT) == queue_id &&
+                      (int64_t)get64(record + QUEUE_OFFSET_AT) == slots[i] && parts.topic_size == topic_bytes &&
+                      !memcmp((const char *)view.buf + parts.topic, topic, (size_t)topic_bytes);
+        }
+    }
+    PyEval_RestoreThread(others);
+    PyBuffer_Release(&out);
+    result = Py_NewRef(Py_None);
+done:
+    while (held)
+        PyBuffer_Release(&arrays[--held]);
+    PyBuffer_Release(&view);
+    return result;
+}

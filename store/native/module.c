@@ -1,0 +1,47 @@
+/* mqstore._native: the loops and the put that are worth being compiled. Everything in here has a counterpart in Python
+   that is taken where this was not built, and that the tests hold it against. */
+
+#include "native.h"
+
+#define FUNCTION(name, doc) {#name, (PyCFunction)(void (*)(void))native_##name, METH_FASTCALL, doc}
+
+static PyMethodDef functions[] = {
+    FUNCTION(walk, "walk(buffer, start, end, limit) -> (positions, stop)"),
+    FUNCTION(gather, "gather(buffer, positions, width, out)"),
+    FUNCTION(join, "join(buffer, starts, sizes, out)"),
+    FUNCTION(measure, "measure(buffer, positions, topic, ok, table) -> bool"),
+    FUNCTION(records_hold, "records_hold(buffer, starts, sizes, stored, out)"),
+    FUNCTION(record_holds, "record_holds(buffer, position, limit, physical_offset) -> size or 0"),
+    FUNCTION(read_units, "read_units(type, stretch, buffer, start, units, first, chosen, queue_id, topic, budget) -> tuple"),
+    FUNCTION(check_units, "check_units(buffer, starts, physical, sizes, slots, queue_id, topic, out)"),
+    FUNCTION(assemble, "assemble(headers, bodies, tails, out, checksums)"),
+    {NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "mqstore._native",
+    .m_doc = "Compiled parts of mqstore; mqstore.native tells whether they are used.",
+    .m_size = -1,
+    .m_methods = functions,
+};
+
+PyMODINIT_FUNC PyInit__native(void)
+{
+    if (crc32c_init() < 0)
+        return NULL;
+    if (PyType_Ready(&NumberedType) < 0 || PyType_Ready(&TipType) < 0 || message_init() < 0)
+        return NULL;
+    PyObject *module = PyModule_Create(&definition);
+    if (!module)
+        return NULL;
+    if (PyModule_AddIntConstant(module, "VERSION", NATIVE_VERSION) < 0 ||
+        PyModule_AddIntConstant(module, "SOURCES", MQSTORE_NATIVE_SOURCES) < 0 ||
+        PyModule_AddObjectRef(module, "Numbered", (PyObject *)&NumberedType) < 0 ||
+        PyModule_AddObjectRef(module, "Tip", (PyObject *)&TipType) < 0 ||
+        PyModule_AddObjectRef(module, "Located", (PyObject *)&LocatedType) < 0) {
+        Py_DECREF(module);
+        return NULL;
+    }
+    return module;
+}

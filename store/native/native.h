@@ -1,0 +1,101 @@
+/* What the parts of `mqstore._native` share: big-endian numbers, buffers given as arguments, the checksum. */
+
+#ifndef MQSTORE_NATIVE_H
+#define MQSTORE_NATIVE_H
+
+#define _GNU_SOURCE /* memmem */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <string.h>
+
+/* Counted up with every change of what a function takes or gives; store/mqstore/native.py has the same number. */
+#define NATIVE_VERSION 1
+
+#if !defined(__x86_64__) || !defined(__GNUC__)
+#error "built for x86-64 by GCC or Clang only; elsewhere mqstore runs on Python and numpy"
+#endif
+
+/* --- the record (store-format 2.1); store/mqstore/layout/record.py has the table, and the tests hold both together --- */
+
+enum {
+    CHECKSUM_AT = 8,
+    QUEUE_ID_AT = 12,
+    FLAG_AT = 16,
+    QUEUE_OFFSET_AT = 20,
+    PHYSICAL_OFFSET_AT = 28,
+    SYS_FLAG_AT = 36,
+    BORN_TIMESTAMP_AT = 40,
+    BORN_HOST_AT = 48,
+    BODY_LENGTH_AT = 84, /* both hosts IPv4, as all that follow */
+    BODY_AT = 88,
+    MIN_RECORD_BYTES = 91,
+    CRC_TAIL_BYTES = 20, /* of the property __CRC32# (2.5) */
+    COMPRESSED = 0x01,
+    IPV4_BYTES = 8,
+    IPV6_BYTES = 20,
+    IPV6_EXTRA = 12,
+    BORN_HOST_V6 = 0x10,
+    STORE_HOST_V6 = 0x20,
+};
+#define MAGIC_V1 0xDAA320A7u
+#define MAGIC_V2 0xDAA320ABu
+
+static inline uint16_t get16(const uint8_t *at) { uint16_t v; memcpy(&v, at, 2); return __builtin_bswap16(v); }
+static inline uint32_t get32(const uint8_t *at) { uint32_t v; memcpy(&v, at, 4); return __builtin_bswap32(v); }
+static inline uint64_t get64(const uint8_t *at) { uint64_t v; memcpy(&v, at, 8); return __builtin_bswap64(v); }
+static inline void put32(uint8_t *at, uint32_t v) { v = __builtin_bswap32(v); memcpy(at, &v, 4); }
+static inline void put64(uint8_t *at, uint64_t v) { v = __builtin_bswap64(v); memcpy(at, &v, 8); }
+
+/* How far the fields behind storeHost are moved by IPv6 addresses. */
+static inline int64_t extra_of(uint32_t sys_flag)
+{
+    return IPV6_EXTRA * (((sys_flag & BORN_HOST_V6) != 0) + ((sys_flag & STORE_HOST_V6) != 0));
+}
+
+static inline bool is_magic(uint32_t magic) { return magic == MAGIC_V1 || magic == MAGIC_V2; }
+
+/* --- checksum (crc32c.c) --- */
+
+/* The CRC-32C of `n` bytes, going on from `crc`, which is a finished one (0 at the start). */
+uint32_t crc32c(uint32_t crc, const uint8_t *data, size_t n);
+/* Of a whole record, its checksum field read as zero (2.10). `n` is at least 12. */
+uint32_t crc32c_record(const uint8_t *record, size_t n);
+/* 0, or -1 with an exception where the processor has no instruction for it. */
+int crc32c_init(void);
+
+/* --- one record (scan.c) --- */
+
+/* The places of its variable parts, relative to the buffer. */
+typedef struct {
+    int64_t body, body_size, topic, topic_size, properties, properties_size;
+} Parts;
+
+/* Whether the lengths in the record at `position`, where there is room for the smallest, add up; else nothing is set. */
+bool parts_of(const uint8_t *data, int64_t length, int64_t position, Parts *parts);
+int64_t sound_record(const uint8_t *data, int64_t length, int64_t position, int64_t physical_offset, Parts *parts);
+
+/* --- arguments --- */
+
+/* An array argument: C-contiguous, of `count` items of `width` bytes; `count` -1 takes any. 0 or -1 with an exception. */
+int array_of(PyObject *object, Py_buffer *view, Py_ssize_t width, Py_ssize_t count, bool writable, const char *name);
+
+/* More bytes than this are worth letting other threads run meanwhile. */
+#define LONG_BYTES (1 << 16)
+
+/* --- the functions and types of the module, by file --- */
+
+PyObject *native_walk(PyObject *, PyObject *const *, Py_ssize_t);
+PyObject *native_gather(PyObject *, PyObject *const *, Py_ssize_t);
+PyObject *native_join(PyObject *, PyObject *const *, Py_ssize_t);
+PyObject *native_measure(PyObject *, PyObject *const *, Py_ssize_t);
+PyObject *native_records_hold(PyObject *, PyObject *const *, Py_ssize_t);
+PyObject *native_record_holds(PyObject *, PyObject *const *, Py_ssize_t);
+PyObject *native_assemble(PyObject *, PyObject *const *, Py_ssize_t);
+PyObject *native_read_units(PyObject *, PyObject *const *, Py_ssize_t);
+PyObject *native_check_units(PyObject *, PyObject *const *, Py_ssize_t);
+extern PyTypeObject NumberedType, TipType, LocatedType;
+int message_init(void);
+
+#endif

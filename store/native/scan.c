@@ -1,0 +1,336 @@
+/* Many records at once, read: the counterparts of functions in store/mqstore/layout/scan.py and log/columns.py.
+
+   Fed damaged bytes on purpose: nothing reads outside the buffer, and no length is trusted before it was compared with
+   the room there is. */
+
+#include "native.h"
+
+int array_of(PyObject *object, Py_buffer *view, Py_ssize_t width, Py_ssize_t count, bool writable, const char *name)
+{
+    if (PyObject_GetBuffer(object, view, PyBUF_C_CONTIGUOUS | (writable ? PyBUF_WRITABLE : 0)) < 0)
+        return -1;
+    if ((uintptr_t)view->buf % (uintptr_t)width || view->len % width || (count >= 0 && view->len / width != count)) {
+        PyErr_Format(PyExc_ValueError, "%s: expected %zd items of %zd bytes, got %zd bytes", name, count, width, view->len);
+        PyBuffer_Release(view);
+        return -1;
+    }
+    return 0;
+}
+
+static bool wrong_count(const char *name, Py_ssize_t got, Py_ssize_t wanted)
+{
+    if (got == wanted)
+        return false;
+    PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, got %zd", name, wanted, got);
+    return true;
+}
+
+/* walk(buffer, start, end, limit) -> (positions, stop): the int64 positions as a bytearray. `scan.walk` says the rest. */
+PyObject *native_walk(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (wrong_count("walk", nargs, 4))
+        return NULL;
+    int64_t start = PyLong_AsLongLong(args[1]), end = PyLong_AsLongLong(args[2]), limit = PyLong_AsLongLong(args[3]);
+    if (PyErr_Occurred())
+        return NULL;
+    Py_buffer view;
+    if (PyObject_GetBuffer(args[0], &view, PyBUF_SIMPLE) < 0)
+        return NULL;
+    if (start < 0 || start > end || end > view.len) {
+        PyErr_Format(PyExc_ValueError, "the range %lld..%lld does not lie within a buffer of %zd bytes", (long long)start,
+                     (long long)end, view.len);
+        PyBuffer_Release(&view);
+        return NULL;
+    }
+    const uint8_t *data = view.buf;
+    int64_t *found = NULL;
+    size_t count = 0, room = 0;
+    bool full = false;
+    PyThreadState *others = PyEval_SaveThread();
+    while ((int64_t)count < limit && end - start >= MIN_RECORD_BYTES) {
+        int32_t size = (int32_t)get32(data + start);
+        if (size < MIN_RECORD_BYTES || size > end - start || !is_magic(get32(data + start + 4)))
+            break;
+        if (count == room) {
+            room = room ? 2 * room : 1024;
+            int64_t *more = realloc(found, room * sizeof *found);
+            if (!more) {
+                full = true;
+                break;
+            }
+            found = more;
+        }
+        found[count++] = start;
+        start += size;
+    }
+    PyEval_RestoreThread(others);
+    PyBuffer_Release(&view);
+    if (full) {
+        free(found);
+        return PyErr_NoMemory();
+    }
+    PyObject *positions = PyByteArray_FromStringAndSize((char *)found, (Py_ssize_t)(count * sizeof *found));
+    free(found);
+    return positions ? Py_BuildValue("NL", positions, (long long)start) : NULL;
+}
+
+/* gather(buffer, positions, width, out): the `width` bytes at each position, one after the other. */
+PyObject *native_gather(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (wrong_count("gather", nargs, 4))
+        return NULL;
+    Py_ssize_t width = PyLong_AsSsize_t(args[2]);
+    if (width <= 0) {
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_ValueError, "width must be positive");
+        return NULL;
+    }
+    PyObject *result = NULL;
+    Py_buffer view, positions, out;
+    if (PyObject_GetBuffer(args[0], &view, PyBUF_SIMPLE) < 0)
+        return NULL;
+    if (array_of(args[1], &positions, 8, -1, false, "positions") < 0)
+        goto no_positions;
+    Py_ssize_t count = positions.len / 8;
+    if (array_of(args[3], &out, 1, count * width, true, "out") < 0)
+        goto no_out;
+    const int64_t *at = positions.buf;
+    const uint8_t *data = view.buf;
+    uint8_t *to = out.buf;
+    int64_t last = view.len - width;
+    for (Py_ssize_t i = 0; i < count; i++, to += width) {
+        if (at[i] < 0 || at[i] > last) {
+            PyErr_Format(PyExc_IndexError, "%zd bytes at %lld of a buffer of %zd", width, (long long)at[i], view.len);
+            goto done;
+        }
+        memcpy(to, data + at[i], (size_t)width);
+    }
+    result = Py_NewRef(Py_None);
+done:
+    PyBuffer_Release(&out);
+no_out:
+    PyBuffer_Release(&positions);
+no_positions:
+    PyBuffer_Release(&view);
+    return result;
+}
+
+/* join(buffer, starts, sizes, out): the ranges [start, start + size), one after the other; `out` is as long as all. */
+PyObject *native_join(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (wrong_count("join", nargs, 4))
+        return NULL;
+    PyObject *result = NULL;
+    Py_buffer view, starts, sizes, out;
+    if (PyObject_GetBuffer(args[0], &view, PyBUF_SIMPLE) < 0)
+        return NULL;
+    if (array_of(args[1], &starts, 8, -1, false, "starts") < 0)
+        goto no_starts;
+    Py_ssize_t count = starts.len / 8;
+    if (array_of(args[2], &sizes, 8, count, false, "sizes") < 0)
+        goto no_sizes;
+    if (array_of(args[3], &out, 1, -1, true, "out") < 0)
+        goto no_out;
+    const int64_t *at = starts.buf, *size = sizes.buf;
+    const uint8_t *data = view.buf;
+    uint8_t *to = out.buf;
+    int64_t room = out.len;
+    Py_ssize_t i = 0;
+    PyThreadState *others = out.len >= LONG_BYTES ? PyEval_SaveThread() : NULL;
+    for (; i < count; i++) {
+        if (at[i] < 0 || size[i] < 0 || size[i] > room || at[i] > view.len || size[i] > view.len - at[i])
+            break;
+        memcpy(to, data + at[i], (size_t)size[i]);
+        to += size[i];
+        room -= size[i];
+    }
+    if (others)
+        PyEval_RestoreThread(others);
+    if (i < count)
+        PyErr_Format(PyExc_IndexError, "%lld bytes at %lld of a buffer of %zd, with room for %lld", (long long)size[i],
+                     (long long)at[i], view.len, (long long)room);
+    else if (room)
+        PyErr_Format(PyExc_ValueError, "out has %lld bytes more than the ranges", (long long)room);
+    else
+        result = Py_NewRef(Py_None);
+    PyBuffer_Release(&out);
+no_out:
+    PyBuffer_Release(&sizes);
+no_sizes:
+    PyBuffer_Release(&starts);
+no_starts:
+    PyBuffer_Release(&view);
+    return result;
+}
+
+bool parts_of(const uint8_t *data, int64_t length, int64_t position, Parts *parts)
+{
+    const uint8_t *record = data + position;
+    int64_t size = (int32_t)get32(record);
+    uint32_t magic = get32(record + 4);
+    int64_t second = magic == MAGIC_V2; /* V2 has one more byte of topicLength */
+    int64_t extra = extra_of(get32(record + SYS_FLAG_AT));
+    int64_t spare = size - MIN_RECORD_BYTES - extra - second; /* what body, topic and properties share */
+    if (!is_magic(magic) || spare <= 0 || size > length - position)
+        return false;
+    int64_t body_size = (int32_t)get32(record + BODY_LENGTH_AT + extra);
+    if (body_size < 0 || body_size >= spare)
+        return false;
+    spare -= body_size;
+    const uint8_t *at = record + BODY_AT + extra + body_size;
+    int64_t topic_size = second ? (int16_t)get16(at) : (int8_t)at[0];
+    if (topic_size <= 0 || topic_size > spare)
+        return false;
+    at += 1 + second;
+    int64_t properties_size = (int16_t)get16(at + topic_size);
+    if (properties_size != spare - topic_size)
+        return false;
+    parts->body = position + BODY_AT + extra;
+    parts->body_size = body_size;
+    parts->topic = at - data;
+    parts->topic_size = topic_size;
+    parts->properties = parts->topic + topic_size + 2;
+    parts->properties_size = properties_size;
+    return true;
+}
+
+/* measure(buffer, positions, topic, ok, table) -> whether all are ok and bear `topic` (None: False).
+
+   `ok`: a bool each; `table`: six rows of int64, the fields of `Parts` in their order. `Headers._parts` says the rest. */
+PyObject *native_measure(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (wrong_count("measure", nargs, 5))
+        return NULL;
+    PyObject *result = NULL;
+    Py_buffer view, positions, ok, table;
+    const char *topic = NULL;
+    Py_ssize_t topic_bytes = 0;
+    if (args[2] != Py_None && PyBytes_AsStringAndSize(args[2], (char **)&topic, &topic_bytes) < 0)
+        return NULL;
+    if (PyObject_GetBuffer(args[0], &view, PyBUF_SIMPLE) < 0)
+        return NULL;
+    if (array_of(args[1], &positions, 8, -1, false, "positions") < 0)
+        goto no_positions;
+    Py_ssize_t count = positions.len / 8;
+    if (array_of(args[3], &ok, 1, count, true, "ok") < 0)
+        goto no_ok;
+    if (array_of(args[4], &table, 8, 6 * count, true, "table") < 0)
+        goto no_table;
+    const int64_t *at = positions.buf;
+    int64_t *row = table.buf;
+    uint8_t *good = ok.buf;
+    bool known = topic != NULL;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (at[i] < 0 || at[i] > view.len - MIN_RECORD_BYTES) {
+            PyErr_Format(PyExc_ValueError, "no record can start at %lld in %zd bytes", (long long)at[i], view.len);
+            goto done;
+        }
+        Parts parts = {0};
+        good[i] = parts_of(view.buf, view.len, at[i], &parts);
+        known = known && good[i] && parts.topic_size == topic_bytes &&
+                !memcmp((const char *)view.buf + parts.topic, topic, (size_t)topic_bytes);
+        row[i] = parts.body;
+        row[i + count] = parts.body_size;
+        row[i + 2 * count] = parts.topic;
+        row[i + 3 * count] = parts.topic_size;
+        row[i + 4 * count] = parts.properties;
+        row[i + 5 * count] = parts.properties_size;
+    }
+    result = PyBool_FromLong(known);
+done:
+    PyBuffer_Release(&table);
+no_table:
+    PyBuffer_Release(&ok);
+no_ok:
+    PyBuffer_Release(&positions);
+no_positions:
+    PyBuffer_Release(&view);
+    return result;
+}
+
+/* records_hold(buffer, starts, sizes, stored, out): whether the CRC-32C of each record is the uint32 in `stored`. */
+PyObject *native_records_hold(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (wrong_count("records_hold", nargs, 5))
+        return NULL;
+    PyObject *result = NULL;
+    Py_buffer view, starts, sizes, stored, out;
+    if (PyObject_GetBuffer(args[0], &view, PyBUF_SIMPLE) < 0)
+        return NULL;
+    if (array_of(args[1], &starts, 8, -1, false, "starts") < 0)
+        goto no_starts;
+    Py_ssize_t count = starts.len / 8;
+    if (array_of(args[2], &sizes, 8, count, false, "sizes") < 0)
+        goto no_sizes;
+    if (array_of(args[3], &stored, 4, count, false, "stored") < 0)
+        goto no_stored;
+    if (array_of(args[4], &out, 1, count, true, "out") < 0)
+        goto no_out;
+    const int64_t *at = starts.buf, *size = sizes.buf;
+    const uint32_t *claimed = stored.buf;
+    const uint8_t *data = view.buf;
+    uint8_t *holds = out.buf;
+    Py_ssize_t i = 0;
+    PyThreadState *others = PyEval_SaveThread();
+    for (; i < count; i++) {
+        if (at[i] < 0 || size[i] < QUEUE_ID_AT || at[i] > view.len || size[i] > view.len - at[i])
+            break;
+        holds[i] = crc32c_record(data + at[i], (size_t)size[i]) == claimed[i];
+    }
+    PyEval_RestoreThread(others);
+    if (i < count)
+        PyErr_Format(PyExc_IndexError, "%lld bytes at %lld of a buffer of %zd", (long long)size[i], (long long)at[i],
+                     view.len);
+    else
+        result = Py_NewRef(Py_None);
+    PyBuffer_Release(&out);
+no_out:
+    PyBuffer_Release(&stored);
+no_stored:
+    PyBuffer_Release(&sizes);
+no_sizes:
+    PyBuffer_Release(&starts);
+no_starts:
+    PyBuffer_Release(&view);
+    return result;
+}
+
+/* A record that verifies in full by a checksum over the whole (9.2), and is none of the rare kinds that Python looks at
+   with more patience: of the schedule topic or with a property INNER_..., which need readable numbers, or with something
+   like a CRC tail. Its size; 0 for all else. */
+int64_t sound_record(const uint8_t *data, int64_t length, int64_t position, int64_t physical_offset, Parts *parts)
+{
+    static const char schedule[] = "SCHEDULE_TOPIC_XXXX";
+    if (position < 0 || position > length - MIN_RECORD_BYTES || !parts_of(data, length, position, parts))
+        return 0;
+    const uint8_t *record = data + position, *properties = data + parts->properties;
+    int64_t size = (int32_t)get32(record);
+    if ((int64_t)get64(record + PHYSICAL_OFFSET_AT) != physical_offset)
+        return 0;
+    if (parts->topic_size == sizeof schedule - 1 && !memcmp(data + parts->topic, schedule, sizeof schedule - 1))
+        return 0;
+    if (parts->properties_size >= CRC_TAIL_BYTES && !memcmp(record + size - CRC_TAIL_BYTES, "__CRC32#", 8))
+        return 0;
+    if (parts->properties_size && memmem(properties, (size_t)parts->properties_size, "INNER_", 6))
+        return 0;
+    return crc32c_record(record, (size_t)size) == get32(record + CHECKSUM_AT) ? size : 0;
+}
+
+/* record_holds(buffer, position, limit, physical_offset) -> `sound_record` of the one that starts there and ends by
+   `limit`: for what is rare, `record.check_record` looks again. */
+PyObject *native_record_holds(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (wrong_count("record_holds", nargs, 4))
+        return NULL;
+    int64_t position = PyLong_AsLongLong(args[1]), limit = PyLong_AsLongLong(args[2]);
+    int64_t physical_offset = PyLong_AsLongLong(args[3]);
+    if (PyErr_Occurred())
+        return NULL;
+    Py_buffer view;
+    if (PyObject_GetBuffer(args[0], &view, PyBUF_SIMPLE) < 0)
+        return NULL;
+    Parts parts;
+    int64_t size = sound_record(view.buf, limit < view.len ? limit : view.len, position, physical_offset, &parts);
+    PyBuffer_Release(&view);
+    return PyLong_FromLongLong(size);
+}

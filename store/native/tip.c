@@ -1,0 +1,297 @@
+/* The hot path of a put: one record stored at the end of the log, whole, in one call that nothing interrupts.
+
+   `Tip` is the base of `CommitLog`, `Numbered` that of a queue: their numbers are C integers, their rules are those of
+   `CommitLog.append`, which does whatever this declines. Declining means to return None with nothing changed. */
+
+#include "native.h"
+#include <stddef.h>
+#include <structmember.h>
+#include <time.h>
+
+/* --- a queue, as far as a put is concerned --- */
+
+typedef struct {
+    PyObject_HEAD
+    long long next_offset;
+    int queue_id, magic;
+    PyObject *ref;
+} Numbered;
+
+static int numbered_traverse(Numbered *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->ref);
+    return 0;
+}
+
+static int numbered_clear(Numbered *self)
+{
+    Py_CLEAR(self->ref);
+    return 0;
+}
+
+static void numbered_dealloc(Numbered *self)
+{
+    PyObject_GC_UnTrack(self);
+    numbered_clear(self);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyMemberDef numbered_members[] = {
+    {"next_offset", T_LONGLONG, offsetof(Numbered, next_offset), 0, "The number that the next message gets."},
+    {"queue_id", T_INT, offsetof(Numbered, queue_id), 0, NULL},
+    {"magic", T_INT, offsetof(Numbered, magic), 0, "Of its records: V1, or V2 for a long topic."},
+    {"ref", T_OBJECT, offsetof(Numbered, ref), 0, "Its name, for receipts."},
+    {NULL},
+};
+
+PyTypeObject NumberedType = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "mqstore._native.Numbered",
+    .tp_doc = "What a put needs of a queue.",
+    .tp_basicsize = sizeof(Numbered),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .tp_new = PyType_GenericNew,
+    .tp_dealloc = (destructor)numbered_dealloc,
+    .tp_traverse = (traverseproc)numbered_traverse,
+    .tp_clear = (inquiry)numbered_clear,
+    .tp_members = numbered_members,
+};
+
+/* --- the end of the log --- */
+
+typedef struct {
+    PyObject_HEAD
+    long long end, alarm, base, limit;
+    bool plain;           /* the checksum covers the whole record: what is done here */
+    PyObject *mapping;    /* of the segment that `end` lies in; used only while limit > -1 */
+    PyObject *group;      /* GroupCommit, or None */
+    PyObject *acquire, *release;
+    PyObject *time_ns;    /* None: the system's clock */
+    PyObject *on_alarm;
+    PyObject *born_host, *store_host;
+    PyObject *receipt;    /* the type: a tuple of seven */
+} Tip;
+
+#define OBJECTS(F) F(mapping) F(group) F(acquire) F(release) F(time_ns) F(on_alarm) F(born_host) F(store_host) F(receipt)
+
+static int tip_traverse(Tip *self, visitproc visit, void *arg)
+{
+#define VISIT(name) Py_VISIT(self->name);
+    OBJECTS(VISIT)
+    return 0;
+}
+
+static int tip_clear(Tip *self)
+{
+#define CLEAR(name) Py_CLEAR(self->name);
+    OBJECTS(CLEAR)
+    return 0;
+}
+
+static void tip_dealloc(Tip *self)
+{
+    PyObject_GC_UnTrack(self);
+    tip_clear(self);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyObject *busy_name;
+
+/* Nanoseconds since the epoch; -1 with an exception. */
+static long long now_of(Tip *self)
+{
+    if (self->time_ns == Py_None) {
+        struct timespec now;
+        clock_gettime(CLOCK_REALTIME, &now);
+        return now.tv_sec * 1000000000LL + now.tv_nsec;
+    }
+    PyObject *found = PyObject_CallNoArgs(self->time_ns);
+    if (!found)
+        return -1;
+    long long now = PyLong_AsLongLong(found);
+    Py_DECREF(found);
+    return now;
+}
+
+/* Fields 1 to 15 for an ordinary record, the checksum zero (2.1); how many bytes these are. */
+static size_t header_of(Tip *self, Numbered *queue, uint8_t *at, uint32_t size, long long position, long long now_ms,
+                        uint32_t body_size)
+{
+    size_t born = (size_t)PyBytes_GET_SIZE(self->born_host), store = (size_t)PyBytes_GET_SIZE(self->store_host);
+    uint8_t *start = at;
+    put32(at, size);
+    put32(at + 4, (uint32_t)queue->magic);
+    put32(at + CHECKSUM_AT, 0);
+    put32(at + QUEUE_ID_AT, (uint32_t)queue->queue_id);
+    put32(at + FLAG_AT, 0);
+    put64(at + QUEUE_OFFSET_AT, (uint64_t)queue->next_offset);
+    put64(at + PHYSICAL_OFFSET_AT, (uint64_t)position);
+    put32(at + SYS_FLAG_AT, (born == IPV6_BYTES ? BORN_HOST_V6 : 0) | (store == IPV6_BYTES ? STORE_HOST_V6 : 0));
+    put64(at + BORN_TIMESTAMP_AT, (uint64_t)now_ms);
+    at += BORN_HOST_AT;
+    memcpy(at, PyBytes_AS_STRING(self->born_host), born);
+    at += born;
+    put64(at, (uint64_t)now_ms);
+    at += 8;
+    memcpy(at, PyBytes_AS_STRING(self->store_host), store);
+    at += store;
+    put32(at, 0);      /* reconsumeTimes */
+    put64(at + 4, 0);  /* preparedTransactionOffset */
+    put32(at + 12, body_size);
+    return (size_t)(at + 16 - start);
+}
+
+static bool is_host(PyObject *host)
+{
+    return host && PyBytes_Check(host) && (PyBytes_GET_SIZE(host) == IPV4_BYTES || PyBytes_GET_SIZE(host) == IPV6_BYTES);
+}
+
+/* put(queue, body, tail, unique_key) -> a receipt; None when `append` must do it. */
+static PyObject *tip_put(Tip *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 4 || !PyObject_TypeCheck(args[0], &NumberedType) || !PyBytes_Check(args[1]) || !PyBytes_Check(args[2])) {
+        PyErr_SetString(PyExc_TypeError, "put takes a queue, the body, the tail and the unique key");
+        return NULL;
+    }
+    Numbered *queue = (Numbered *)args[0];
+    PyObject *body = args[1], *tail = args[2];
+    if (!self->plain || !self->acquire || !self->release || !self->time_ns || !is_host(self->born_host) ||
+        !is_host(self->store_host) || !queue->ref || !self->receipt || !PyType_Check(self->receipt) ||
+        !PyType_FastSubclass((PyTypeObject *)self->receipt, Py_TPFLAGS_TUPLE_SUBCLASS))
+        Py_RETURN_NONE;
+    if (self->group && self->group != Py_None) {
+        /* A put that syncs alone is written by a system call instead. */
+        PyObject *busy = PyObject_GetAttr(self->group, busy_name);
+        if (!busy)
+            return NULL;
+        int is_busy = PyObject_IsTrue(busy);
+        Py_DECREF(busy);
+        if (is_busy <= 0)
+            return is_busy < 0 ? NULL : Py_NewRef(Py_None);
+    }
+    Py_ssize_t body_size = PyBytes_GET_SIZE(body), tail_size = PyBytes_GET_SIZE(tail);
+    Py_ssize_t size = BORN_HOST_AT + PyBytes_GET_SIZE(self->born_host) + 8 + PyBytes_GET_SIZE(self->store_host) + 16 +
+                      body_size + tail_size;
+    if (size > INT32_MAX)
+        Py_RETURN_NONE;
+
+    /* Not waited for: waiting lets others run, and is for Python to do. Ours already (a signal handler's put): granted. */
+    PyObject *acquire = Py_NewRef(self->acquire), *release = Py_NewRef(self->release);
+    PyObject *granted = PyObject_CallOneArg(acquire, Py_False);
+    Py_DECREF(acquire);
+    bool taken = granted == Py_True;
+    Py_XDECREF(granted);
+    if (!taken) {
+        Py_DECREF(release);
+        return granted ? Py_NewRef(Py_None) : NULL;
+    }
+    long long end = 0, position = 0, offset = 0, now_ms = 0;
+    bool stored = false;
+    long long now_ns = now_of(self);
+    Py_buffer view;
+    /* From here to the end of this block nothing of Python runs: no signal, no other thread. */
+    if (!(now_ns == -1 && PyErr_Occurred()) && self->end + size <= self->limit && self->mapping &&
+        self->mapping != Py_None && PyObject_GetBuffer(self->mapping, &view, PyBUF_WRITABLE) == 0) {
+        position = self->end;
+        end = position + size;
+        long long at = position - self->base;
+        if (at >= 0 && at <= view.len - size) {
+            uint8_t *record = (uint8_t *)view.buf + at;
+            now_ms = now_ns / 1000000 - (now_ns % 1000000 < 0);
+            offset = queue->next_offset;
+            size_t width = header_of(self, queue, record, (uint32_t)size, position, now_ms, (uint32_t)body_size);
+            memcpy(record + width, PyBytes_AS_STRING(body), (size_t)body_size);
+            memcpy(record + width + body_size, PyBytes_AS_STRING(tail), (size_t)tail_size);
+            put32(record + CHECKSUM_AT, crc32c_record(record, (size_t)size));
+            queue->next_offset = offset + 1;
+            self->end = end;
+            stored = true;
+        }
+        PyBuffer_Release(&view);
+    }
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *released = PyObject_CallNoArgs(release);
+    Py_DECREF(release);
+    if (!released) {
+        Py_XDECREF(type);
+        Py_XDECREF(value);
+        Py_XDECREF(traceback);
+        return NULL;
+    }
+    Py_DECREF(released);
+    if (type) {
+        PyErr_Restore(type, value, traceback);
+        return NULL;
+    }
+    if (!stored)
+        Py_RETURN_NONE;
+    if (end >= self->alarm && self->on_alarm) {
+        PyObject *rung = PyObject_CallNoArgs(self->on_alarm);
+        if (!rung)
+            return NULL;
+        Py_DECREF(rung);
+    }
+    PyTypeObject *made = (PyTypeObject *)self->receipt;
+    PyObject *receipt = made->tp_alloc(made, 7);
+    if (!receipt)
+        return NULL;
+    PyObject *items[7] = {
+        Py_NewRef(queue->ref),          PyLong_FromLongLong(offset), PyLong_FromLongLong(position),
+        PyLong_FromSsize_t(size),       PyLong_FromLongLong(now_ms), Py_NewRef(self->store_host),
+        Py_NewRef(args[3]),
+    };
+    for (int i = 0; i < 7; i++)
+        PyTuple_SET_ITEM(receipt, i, items[i]);
+    if (!items[1] || !items[2] || !items[3] || !items[4])
+        Py_CLEAR(receipt);
+    return receipt;
+}
+
+static PyMethodDef tip_methods[] = {
+    {"_put", (PyCFunction)(void (*)(void))tip_put, METH_FASTCALL, "One ordinary record, or None: see `CommitLog.append`."},
+    {NULL},
+};
+
+static PyMemberDef tip_members[] = {
+    {"end", T_LONGLONG, offsetof(Tip, end), 0, "The write position."},
+    {"alarm", T_LONGLONG, offsetof(Tip, alarm), 0, "Position at which a put calls `_on_alarm`."},
+    {"_base", T_LONGLONG, offsetof(Tip, base), 0, NULL},
+    {"_limit", T_LONGLONG, offsetof(Tip, limit), 0, NULL},
+    {"_whole_record", T_BOOL, offsetof(Tip, plain), 0, NULL},
+    {"_mapping", T_OBJECT, offsetof(Tip, mapping), 0, NULL},
+    {"group", T_OBJECT, offsetof(Tip, group), 0, NULL},
+    {"_acquire", T_OBJECT, offsetof(Tip, acquire), 0, NULL},
+    {"_release", T_OBJECT, offsetof(Tip, release), 0, NULL},
+    {"_now_ns", T_OBJECT, offsetof(Tip, time_ns), 0, NULL},
+    {"_on_alarm", T_OBJECT, offsetof(Tip, on_alarm), 0, NULL},
+    {"_born_host", T_OBJECT, offsetof(Tip, born_host), 0, NULL},
+    {"_store_host", T_OBJECT, offsetof(Tip, store_host), 0, NULL},
+    {"_receipt", T_OBJECT, offsetof(Tip, receipt), 0, NULL},
+    {NULL},
+};
+
+static PyObject *tip_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    busy_name = busy_name ? busy_name : PyUnicode_InternFromString("busy");
+    if (!busy_name)
+        return NULL;
+    Tip *self = (Tip *)type->tp_alloc(type, 0);
+    if (self)
+        self->limit = -1;
+    return (PyObject *)self;
+}
+
+PyTypeObject TipType = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "mqstore._native.Tip",
+    .tp_doc = "The end of a commitlog, where records are put.",
+    .tp_basicsize = sizeof(Tip),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .tp_new = tip_new,
+    .tp_dealloc = (destructor)tip_dealloc,
+    .tp_traverse = (traverseproc)tip_traverse,
+    .tp_clear = (inquiry)tip_clear,
+    .tp_members = tip_members,
+    .tp_methods = tip_methods,
+};

@@ -1,0 +1,286 @@
+"""The compiled parts: what they are built from, that they refuse bad arguments, and that a put writes the same bytes.
+
+What their functions give is tested where the Python ones are: `make test` runs the tests of layout and log twice, with
+and without them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import crc32c
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mqstore import native
+from mqstore.clock import SimulatedClock
+from mqstore.layout import record as record_module
+from mqstore.layout.record import encode_record
+from mqstore.log import commitlog as commitlog_module
+from mqstore.log.commitlog import SendReceipt
+from mqstore.log.store import MessageStore
+from mqstore.options import StoreConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+kernel: Any = native.kernel
+compiled = pytest.mark.skipif(kernel is None, reason=f"no compiled parts: {native.why_not}")
+
+
+def run_python(code: str, **environment: str) -> str:
+    """The output of a fresh interpreter that sees this one's packages."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path), **environment}, text=True,
+        capture_output=True, check=True,
+    )  # fmt: skip
+    return done.stdout
+
+
+@compiled
+def test_the_module_was_built_from_the_sources_that_are_here() -> None:
+    """An edit of store/native without `make` would be tested by no test."""
+    pytest.importorskip("hatchling")
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    hook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hook)
+
+    assert hook.sources_crc32(ROOT / "store" / "native") == kernel.SOURCES
+
+
+def test_the_environment_leaves_them_out() -> None:
+    code = "from mqstore import native; print(native.kernel, native.why_not)"
+    assert run_python(code, MQSTORE_NATIVE="0").strip() == "None MQSTORE_NATIVE=0"
+
+
+def test_a_module_of_another_version_is_not_used() -> None:
+    code = """
+import sys, types
+sys.modules["mqstore._native"] = types.SimpleNamespace(VERSION=0)
+from mqstore import native
+print(native.kernel, native.why_not)
+"""
+    assert run_python(code).strip() == "None mqstore._native has version 0, wanted is 1: install mqstore again"
+
+
+@compiled
+def test_the_numbers_of_the_byte_table_are_those_of_python() -> None:
+    header = (ROOT / "store" / "native" / "native.h").read_text()
+    for name, ours in {
+        "CHECKSUM_AT": "CHECKSUM_AT",
+        "QUEUE_ID_AT": "QUEUE_ID_AT",
+        "FLAG_AT": "FLAG_AT",
+        "QUEUE_OFFSET_AT": "QUEUE_OFFSET_AT",
+        "PHYSICAL_OFFSET_AT": "PHYSICAL_OFFSET_AT",
+        "SYS_FLAG_AT": "SYS_FLAG_AT",
+        "BORN_TIMESTAMP_AT": "BORN_TIMESTAMP_AT",
+        "BORN_HOST_AT": "BORN_HOST_AT",
+        "BODY_LENGTH_AT": "BODY_LENGTH_AT_V4",
+        "BODY_AT": "BODY_AT_V4",
+        "MIN_RECORD_BYTES": "MIN_RECORD_BYTES",
+        "CRC_TAIL_BYTES": "CRC_TAIL_BYTES",
+        "IPV4_BYTES": "IPV4_BYTES",
+        "IPV6_BYTES": "IPV6_BYTES",
+        "IPV6_EXTRA": "IPV6_EXTRA",
+    }.items():
+        assert f"    {name} = {getattr(record_module, ours)}," in header
+
+
+# --- checksums of every length and place ---
+
+
+@compiled
+@given(st.integers(0, 5000), st.integers(0, 64), st.randoms(use_true_random=False))
+def test_the_checksum_of_a_record_is_that_of_the_package(body_bytes: int, position: int, random: Any) -> None:
+    """Three strands, eight bytes at a time, and what is left: at every length and alignment."""
+    data = encode_record(
+        topic="t", body=random.randbytes(body_bytes), queue_id=0, queue_offset=0, physical_offset=0,
+        born_timestamp_ms=0, store_timestamp_ms=0, checksum="crc32c-record",
+    )  # fmt: skip
+    stored = np.array([crc32c.crc32c(data[:8] + bytes(4) + data[12:])], np.uint32)
+    starts, sizes, out = np.array([position]), np.array([len(data)]), np.empty(2, np.bool_)
+
+    for damaged in (False, True):
+        bad = bytearray(bytes(position) + data)
+        bad[position + 12 + random.randrange(len(data) - 12)] ^= damaged << random.randrange(8)
+        kernel.records_hold(bytes(bad), starts, sizes, stored, out[:1])
+        assert bool(out[0]) is not damaged
+
+
+# --- bad arguments: an error, never a look outside the buffer ---
+
+_ONE = np.zeros(1, np.int64)
+_FAR = np.array([1 << 62], np.int64)
+_BEFORE = np.array([-1], np.int64)
+_OUT = np.zeros(1, np.bool_)
+_BUFFER = bytes(200)
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("function", "arguments", "error"),
+    [
+        ("walk", (_BUFFER, 0, 201, 1), ValueError),
+        ("walk", (_BUFFER, -1, 100, 1), ValueError),
+        ("walk", (_BUFFER, 101, 100, 1), ValueError),
+        ("walk", (_BUFFER, 0, 1 << 70, 1), OverflowError),
+        ("walk", (_BUFFER, 0, 100), TypeError),
+        ("walk", ("text", 0, 100, 1), TypeError),
+        ("gather", (_BUFFER, _FAR, 88, bytearray(88)), IndexError),
+        ("gather", (_BUFFER, _BEFORE, 88, bytearray(88)), IndexError),
+        ("gather", (_BUFFER, np.array([113]), 88, bytearray(88)), IndexError),
+        ("gather", (_BUFFER, _ONE, 88, bytearray(87)), ValueError),
+        ("gather", (_BUFFER, _ONE, 0, bytearray(0)), ValueError),
+        ("gather", (_BUFFER, _ONE, 201, bytearray(201)), IndexError),
+        ("gather", (_BUFFER, _ONE, 88, bytes(88)), BufferError),
+        ("gather", (_BUFFER, np.zeros(4, np.int64)[::2], 88, bytearray(176)), ValueError),
+        ("join", (_BUFFER, _ONE, np.array([201]), bytearray(201)), IndexError),
+        ("join", (_BUFFER, np.array([200]), np.array([1]), bytearray(1)), IndexError),
+        ("join", (_BUFFER, _ONE, _BEFORE, bytearray(1)), IndexError),
+        ("join", (_BUFFER, _FAR, np.array([1]), bytearray(1)), IndexError),
+        ("join", (_BUFFER, _ONE, _FAR, bytearray(1)), IndexError),
+        ("join", (_BUFFER, _ONE, np.array([2]), bytearray(1)), IndexError),
+        ("join", (_BUFFER, _ONE, np.array([1]), bytearray(2)), ValueError),
+        ("join", (_BUFFER, _ONE, np.zeros(2, np.int64), bytearray(2)), ValueError),
+        ("measure", (_BUFFER, _FAR, None, _OUT, np.zeros((6, 1), np.int64)), ValueError),
+        ("measure", (_BUFFER, np.array([110]), None, _OUT, np.zeros((6, 1), np.int64)), ValueError),
+        ("measure", (_BUFFER, _ONE, None, _OUT, np.zeros((5, 1), np.int64)), ValueError),
+        ("measure", (_BUFFER, _ONE, "text", _OUT, np.zeros((6, 1), np.int64)), TypeError),
+        ("records_hold", (_BUFFER, _FAR, np.array([100]), np.zeros(1, np.uint32), _OUT), IndexError),
+        ("records_hold", (_BUFFER, _ONE, np.array([201]), np.zeros(1, np.uint32), _OUT), IndexError),
+        ("records_hold", (_BUFFER, _ONE, np.array([11]), np.zeros(1, np.uint32), _OUT), IndexError),
+        ("records_hold", (_BUFFER, _ONE, np.array([100]), np.zeros(1, np.uint64), _OUT), ValueError),
+        ("assemble", (bytes(88), [], b"", bytearray(0), True), ValueError),
+        ("assemble", (bytes(88), [b"a"], b"", bytearray(88), True), ValueError),
+        ("assemble", (bytes(88), [b"a"], b"", bytearray(90), True), ValueError),
+        ("assemble", (bytes(88), [b"a", b"b"], [b""], bytearray(90), True), ValueError),
+        ("assemble", (bytes(89), [b"a", b"b"], b"", bytearray(91), True), ValueError),
+        ("assemble", (bytes(8), [b"a"], b"", bytearray(9), True), ValueError),
+        ("assemble", (bytes(88), ["a"], b"", bytearray(89), True), TypeError),
+        ("assemble", (bytes(88), (b"a",), b"", bytearray(89), True), TypeError),
+        ("record_holds", (_BUFFER, 0, 200), TypeError),
+        ("read_units", (int, None, _BUFFER, 0, bytes(20), 0, None, 0, b"t", -1), TypeError),
+        ("check_units", (_BUFFER, _ONE, _ONE, _ONE, np.zeros(2, np.int64), 0, b"t", _OUT), ValueError),
+    ],
+)
+def test_bad_arguments_are_refused(function: str, arguments: tuple[Any, ...], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        getattr(kernel, function)(*arguments)
+
+
+@compiled
+@given(st.binary(max_size=300), st.lists(st.integers(-(2**63), 2**63 - 1), min_size=4, max_size=4), st.integers(0, 3))
+def test_units_and_records_of_any_bytes_are_only_looked_at(data: bytes, numbers: list[int], zeros: int) -> None:
+    for i in range(zeros):
+        numbers[i] = 0
+    start, physical, size, slot = (np.array([n], np.int64) for n in numbers)
+    out = np.ones(1, np.bool_)
+
+    kernel.check_units(data, start, physical, size, slot, 0, b"t", out)
+    assert not out[0]
+    assert kernel.record_holds(data, numbers[0], numbers[1], numbers[2]) == 0
+
+
+# --- a put ---
+
+
+def log_of(folder: Path, puts: list[tuple[int, bytes, dict[str, Any]]], host: str | None) -> tuple[bytes, list[Any]]:
+    """The commitlog that these puts make, and their receipts."""
+    clock = SimulatedClock(1_700_000_000_000)
+    config = StoreConfig(clock=clock, segment_bytes=4096, **({"store_host": host} if host else {}))
+    receipts: list[Any] = []
+    with MessageStore(folder, config=config) as store:
+        for queue_id, body, options in puts:
+            receipts.append(tuple(store.put("topic", body, queue_id, **options)))
+            clock.advance(len(body) % 3)
+        return b"".join(path.read_bytes() for path in sorted((folder / "commitlog").iterdir())), receipts
+
+
+@compiled
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 2),
+            st.integers(0, 1500).map(lambda n: b"b" * n),
+            st.fixed_dictionaries({}, optional={"tag": st.just("a"), "unique_key": st.just("u"), "flag": st.just(7)}),
+        ),
+        max_size=12,
+    ),
+    st.sampled_from([None, "[2001:db8::1]:9"]),
+)
+def test_a_compiled_put_writes_what_a_put_of_python_writes(
+    tmp_path_factory: pytest.TempPathFactory, puts: list[tuple[int, bytes, dict[str, Any]]], host: str | None
+) -> None:
+    ours = log_of(tmp_path_factory.mktemp("compiled"), puts, host)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(commitlog_module, "kernel", None)
+        assert log_of(tmp_path_factory.mktemp("python"), puts, host) == ours
+
+
+@compiled
+def test_a_put_is_left_to_python_where_another_thread_has_the_log(tmp_path: Path) -> None:
+    with MessageStore(tmp_path, config=StoreConfig(clock=SimulatedClock())) as store:
+        first = store.put("t", b"a")
+        queue, log = store._putters["t"][0], store._log
+        real = log._acquire
+        asked: list[Any] = []
+
+        def refuse(*arguments: Any) -> Any:
+            asked.append(arguments)
+            return False if arguments else real()
+
+        log._acquire = refuse
+        assert log._put(queue, b"b", queue.plain_tail, None) is None
+        assert asked == [(False,)]
+        second = store.put("t", b"c")
+        log._acquire = real
+        assert isinstance(second, SendReceipt)
+        assert (second.offset, second.physical_offset) == (1, first.physical_offset + first.size)
+        assert asked == [(False,), (False,), ()]
+
+
+@compiled
+def test_an_error_of_the_clock_in_a_put_leaves_the_log_free(tmp_path: Path) -> None:
+    with MessageStore(tmp_path, config=StoreConfig(clock=SimulatedClock())) as store:
+        store.put("t", b"a")
+        real = store._log._now_ns
+
+        def fail() -> int:
+            raise KeyboardInterrupt
+
+        store._log._now_ns = fail
+        with pytest.raises(KeyboardInterrupt):
+            store.put("t", b"b")
+        assert not store._log._lock._is_owned()  # type: ignore[attr-defined]
+        store._log._now_ns = real
+        assert store.put("t", b"c").offset == 1
+        assert [message.body for message in store.read("t")] == [b"a", b"c"]
+
+
+@compiled
+@pytest.mark.parametrize("arguments", [(), (None, b"", b"", None), (1, 2, 3, 4)])
+def test_a_put_of_something_else_is_refused(tmp_path: Path, arguments: tuple[Any, ...]) -> None:
+    with MessageStore(tmp_path, config=StoreConfig(clock=SimulatedClock())) as store:
+        with pytest.raises(TypeError):
+            store._log._put(*arguments)
+        with pytest.raises(TypeError):
+            store._log._put(store._queues.create("t", 0), "text", b"", None)
+        assert store.put("t", b"a").offset == 0
+
+
+@compiled
+def test_a_message_without_anything_behind_it_is_an_error_and_no_crash() -> None:
+    bare = kernel.Located.__new__(kernel.Located)
+    with pytest.raises(AttributeError):
+        _ = bare.body
+    outside = kernel.Located(type("Stretch", (), {"buffer": b"short"}), 0, 0, 1000)
+    with pytest.raises(IndexError):
+        _ = outside.body
+    bare_tip, bare_queue = kernel.Tip(), kernel.Numbered()
+    assert bare_tip._put(bare_queue, b"", b"", None) is None
