@@ -81,6 +81,7 @@ def test_the_numbers_of_the_byte_table_are_those_of_python() -> None:
         "SYS_FLAG_AT": "SYS_FLAG_AT",
         "BORN_TIMESTAMP_AT": "BORN_TIMESTAMP_AT",
         "BORN_HOST_AT": "BORN_HOST_AT",
+        "STORE_TIMESTAMP_AT": "STORE_TIMESTAMP_AT_V4",
         "BODY_LENGTH_AT": "BODY_LENGTH_AT_V4",
         "BODY_AT": "BODY_AT_V4",
         "MIN_RECORD_BYTES": "MIN_RECORD_BYTES",
@@ -119,6 +120,7 @@ _ONE = np.zeros(1, np.int64)
 _FAR = np.array([1 << 62], np.int64)
 _BEFORE = np.array([-1], np.int64)
 _OUT = np.zeros(1, np.bool_)
+_END = np.zeros(1, np.int64)
 _BUFFER = bytes(200)
 
 
@@ -164,9 +166,29 @@ _BUFFER = bytes(200)
         ("assemble", (bytes(8), [b"a"], b"", bytearray(9), True), ValueError),
         ("assemble", (bytes(88), ["a"], b"", bytearray(89), True), TypeError),
         ("assemble", (bytes(88), (b"a",), b"", bytearray(89), True), TypeError),
+        ("renumber", (bytearray(200), _FAR, _ONE, _ONE, 0), IndexError),
+        ("renumber", (bytearray(200), _ONE, _ONE, _ONE, 0), IndexError),
+        ("renumber", (bytearray(b"\x7f" * 200), _ONE, _ONE, _ONE, 0), IndexError),
+        ("renumber", (bytearray(200), np.array([110]), _ONE, _ONE, 0), IndexError),
+        ("renumber", (bytearray(200), _ONE, np.zeros(2, np.int64), _ONE, 0), ValueError),
+        ("renumber", (bytearray(200), _ONE, _ONE, _ONE, 1 << 70), OverflowError),
+        ("renumber", (_BUFFER, _ONE, _ONE, _ONE, 0), BufferError),
         ("record_holds", (_BUFFER, 0, 200), TypeError),
         ("read_units", (int, None, _BUFFER, 0, bytes(20), 0, None, 0, b"t", -1), TypeError),
-        ("check_units", (_BUFFER, _ONE, _ONE, _ONE, np.zeros(2, np.int64), 0, b"t", _OUT), ValueError),
+        (
+            "check_units",
+            (_BUFFER, _ONE, _ONE, _ONE, np.zeros(2, np.int64), 0, b"t", _OUT, np.zeros(1, np.int64)),
+            ValueError,
+        ),
+        ("check_units", (_BUFFER, _ONE, _ONE, _ONE, _ONE, 0, b"t", _OUT, np.zeros(2, np.int64)), ValueError),
+        ("check_units", (_BUFFER, _ONE, _ONE, _ONE, _ONE, 0, b"t", _OUT), TypeError),
+        ("encode", (bytes(88), [b"a"], [], None, 0, 0), ValueError),
+        ("encode", (bytes(88), [b"a"], b"", [], 0, 0), ValueError),
+        ("encode", (bytes(87), [b"a"], b"", None, 0, 0), ValueError),
+        ("encode", (bytes(88), [b"a"], b"", ["1"], 0, 0), TypeError),
+        ("encode", (bytes(88), [b"a"], b"", [1 << 70], 0, 0), OverflowError),
+        ("encode", (bytes(88), ["a"], b"", None, 0, 0), TypeError),
+        ("encode", (bytes(88), [b"a"], b"", None, 1 << 70, 0), OverflowError),
     ],
 )
 def test_bad_arguments_are_refused(function: str, arguments: tuple[Any, ...], error: type[Exception]) -> None:
@@ -180,10 +202,10 @@ def test_units_and_records_of_any_bytes_are_only_looked_at(data: bytes, numbers:
     for i in range(zeros):
         numbers[i] = 0
     start, physical, size, slot = (np.array([n], np.int64) for n in numbers)
-    out = np.ones(1, np.bool_)
+    out, end = np.ones(1, np.bool_), np.zeros(1, np.int64)
 
-    kernel.check_units(data, start, physical, size, slot, 0, b"t", out)
-    assert not out[0]
+    kernel.check_units(data, start, physical, size, slot, 0, b"t", out, end)
+    assert (bool(out[0]), int(end[0])) == (False, -1)
     assert kernel.record_holds(data, numbers[0], numbers[1], numbers[2]) == 0
 
 

@@ -13,7 +13,7 @@ import os
 from importlib import import_module
 from types import ModuleType
 
-__all__ = ["kernel", "why_not"]
+__all__ = ["described", "kernel", "why_not"]
 
 _VERSION = 1
 """Of what the functions take and give: a module built from older sources is not used."""
@@ -32,3 +32,12 @@ def _load() -> tuple[ModuleType | None, str]:
 
 
 kernel, why_not = _load()
+
+
+def described() -> str:
+    """Whether they are used, in words.
+
+    >>> described().startswith(("with compiled parts", "without compiled parts: "))
+    True
+    """
+    return f"without compiled parts: {why_not}" if kernel is None else "with compiled parts"

@@ -66,3 +66,123 @@ no_out:
     PyBuffer_Release(&headers);
     return result;
 }
+
+/* encode(header, bodies, tails, flags, queue_offset, physical_offset) -> (records, sizes), as bytearrays; sizes in int64.
+
+   Consecutive records of one queue: each has `header`, two offsets that count up from those given, its flag (`flags` a
+   list of as many ints, or None), its sizes, and the checksum over the whole. Lists and `tails` as of `assemble`. */
+PyObject *native_encode(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 6 || !PyBytes_Check(args[0]) || !PyList_Check(args[1]) ||
+        !(PyList_Check(args[2]) || PyBytes_Check(args[2])) || !(PyList_Check(args[3]) || args[3] == Py_None)) {
+        PyErr_SetString(PyExc_TypeError, "encode takes header, bodies, tails, flags and two offsets");
+        return NULL;
+    }
+    long long queue_offset = PyLong_AsLongLong(args[4]), physical_offset = PyLong_AsLongLong(args[5]);
+    if (PyErr_Occurred())
+        return NULL;
+    Py_ssize_t width = PyBytes_GET_SIZE(args[0]), count = PyList_GET_SIZE(args[1]), total = 0;
+    bool each = PyList_Check(args[2]), flagged = args[3] != Py_None;
+    if (width < BODY_AT || (each && PyList_GET_SIZE(args[2]) != count) ||
+        (flagged && PyList_GET_SIZE(args[3]) != count)) {
+        PyErr_SetString(PyExc_ValueError, "encode: no header, or not as many tails or flags as bodies");
+        return NULL;
+    }
+    PyObject *sizes = PyByteArray_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof(int64_t)), *records = NULL;
+    if (!sizes)
+        return NULL;
+    int64_t *size = (int64_t *)PyByteArray_AS_STRING(sizes);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *body = PyList_GET_ITEM(args[1], i), *tail = each ? PyList_GET_ITEM(args[2], i) : args[2];
+        if (!PyBytes_Check(body) || !PyBytes_Check(tail) || (flagged && !PyLong_CheckExact(PyList_GET_ITEM(args[3], i)))) {
+            PyErr_SetString(PyExc_TypeError, "encode: bodies and tails must be bytes, flags int");
+            goto failed;
+        }
+        size[i] = width + PyBytes_GET_SIZE(body) + PyBytes_GET_SIZE(tail);
+        total += size[i];
+        if (total > INT32_MAX) {
+            PyErr_SetString(PyExc_OverflowError, "encode: more than a segment takes");
+            goto failed;
+        }
+    }
+    records = PyByteArray_FromStringAndSize(NULL, total);
+    if (!records)
+        goto failed;
+    /* From here on nothing of Python runs but the conversion of a flag, which is an int: the lists stay as they are. */
+    uint8_t *to = (uint8_t *)PyByteArray_AS_STRING(records);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *body = PyList_GET_ITEM(args[1], i), *tail = each ? PyList_GET_ITEM(args[2], i) : args[2];
+        size_t body_size = (size_t)PyBytes_GET_SIZE(body);
+        memcpy(to, PyBytes_AS_STRING(args[0]), (size_t)width);
+        memcpy(to + width, PyBytes_AS_STRING(body), body_size);
+        memcpy(to + width + body_size, PyBytes_AS_STRING(tail), (size_t)PyBytes_GET_SIZE(tail));
+        put32(to, (uint32_t)size[i]);
+        put32(to + width - 4, (uint32_t)body_size);
+        put64(to + QUEUE_OFFSET_AT, (uint64_t)(queue_offset + i));
+        put64(to + PHYSICAL_OFFSET_AT, (uint64_t)physical_offset);
+        if (flagged) {
+            long flag = PyLong_AsLong(PyList_GET_ITEM(args[3], i));
+            if (flag == -1 && PyErr_Occurred())
+                goto failed;
+            put32(to + FLAG_AT, (uint32_t)flag);
+        }
+        put32(to + CHECKSUM_AT, crc32c_record(to, (size_t)size[i]));
+        physical_offset += size[i];
+        to += size[i];
+    }
+    return Py_BuildValue("NN", records, sizes);
+failed:
+    Py_XDECREF(records);
+    Py_DECREF(sizes);
+    return NULL;
+}
+
+/* renumber(data, positions, offsets, places, timestamp): give each record at `positions` a queue offset, a physical
+   offset and the time it is stored, and the checksum over the whole that it has then. */
+PyObject *native_renumber(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 5) {
+        PyErr_SetString(PyExc_TypeError, "renumber takes data, positions, offsets, places and the timestamp");
+        return NULL;
+    }
+    long long timestamp = PyLong_AsLongLong(args[4]);
+    if (timestamp == -1 && PyErr_Occurred())
+        return NULL;
+    static const char *const names[] = {"positions", "offsets", "places"};
+    PyObject *result = NULL;
+    Py_buffer data, arrays[3];
+    if (array_of(args[0], &data, 1, -1, true, "data") < 0)
+        return NULL;
+    int held = 0;
+    Py_ssize_t count = -1, i = 0;
+    for (; held < 3; held++) {
+        if (array_of(args[1 + held], &arrays[held], 8, count, false, names[held]) < 0)
+            goto done;
+        count = arrays[0].len / 8;
+    }
+    const int64_t *at = arrays[0].buf, *offsets = arrays[1].buf, *places = arrays[2].buf;
+    PyThreadState *others = PyEval_SaveThread();
+    for (; i < count; i++) {
+        if (at[i] < 0 || at[i] > data.len - MIN_RECORD_BYTES)
+            break;
+        uint8_t *record = (uint8_t *)data.buf + at[i];
+        int64_t size = (int32_t)get32(record);
+        int64_t moved = get32(record + SYS_FLAG_AT) & BORN_HOST_V6 ? IPV6_EXTRA : 0;
+        if (size < MIN_RECORD_BYTES + moved || size > data.len - at[i])
+            break;
+        put64(record + QUEUE_OFFSET_AT, (uint64_t)offsets[i]);
+        put64(record + PHYSICAL_OFFSET_AT, (uint64_t)places[i]);
+        put64(record + STORE_TIMESTAMP_AT + moved, (uint64_t)timestamp);
+        put32(record + CHECKSUM_AT, crc32c_record(record, (size_t)size));
+    }
+    PyEval_RestoreThread(others);
+    if (i < count)
+        PyErr_Format(PyExc_IndexError, "no record at %lld of %zd bytes", (long long)at[i], data.len);
+    else
+        result = Py_NewRef(Py_None);
+done:
+    while (held)
+        PyBuffer_Release(&arrays[--held]);
+    PyBuffer_Release(&data);
+    return result;
+}

@@ -92,6 +92,12 @@ int message_init(void)
     return buffer_name && stored_body_name ? PyType_Ready(&LocatedType) : -1;
 }
 
+/* Whether its body needs nothing but a slice. */
+static bool is_plain(const uint8_t *record)
+{
+    return !(get32(record + SYS_FLAG_AT) & (COMPRESSED | BORN_HOST_V6 | STORE_HOST_V6));
+}
+
 /* read_units(type, stretch, buffer, segment_start, units, first, chosen, queue_id, topic, budget)
        -> (messages, how many units of those looked at these are, their bytes, whether the budget ended it)
 
@@ -135,7 +141,9 @@ PyObject *native_read_units(PyObject *module, PyObject *const *args, Py_ssize_t 
         int64_t i = chosen.obj ? ((const int64_t *)chosen.buf)[done] : done;
         if (i < 0 || i >= there)
             break;
-        const uint8_t *unit = (const uint8_t *)units.buf + i * UNIT_BYTES;
+        const uint8_t *unit = (const uint8_t *)units.buf + i * UNIT_BYTES, *later = unit + NEXT * UNIT_BYTES;
+        if (i + NEXT < there)
+            fetch_at(view.buf, view.len, (int64_t)(get64(later) - (uint64_t)segment_start), (int32_t)get32(later + 8));
         int64_t physical = (int64_t)get64(unit), size = (int32_t)get32(unit + 8);
         if (physical < segment_start || size <= 0 || size == VOID_SIZE || physical - segment_start > view.len - size)
             break;
@@ -161,8 +169,7 @@ PyObject *native_read_units(PyObject *module, PyObject *const *args, Py_ssize_t 
         message->stretch = Py_NewRef(args[1]);
         message->start = position;
         message->offset = first + i;
-        bool plain = !(get32(record + SYS_FLAG_AT) & (COMPRESSED | BORN_HOST_V6 | STORE_HOST_V6));
-        message->body_end = plain ? parts.body + parts.body_size : -1;
+        message->body_end = is_plain(record) ? parts.body + parts.body_size : -1;
         int added = PyList_Append(messages, (PyObject *)message);
         Py_DECREF(message);
         if (added < 0)
@@ -181,12 +188,13 @@ no_units:
     return result;
 }
 
-/* check_units(buffer, starts, physical, sizes, slots, queue_id, topic, out): for each record that a unit leads to, 1
-   when it is sound and the unit's, as in `read_units`; 0 when Python has to look. `starts` count within the buffer. */
+/* check_units(buffer, starts, physical, sizes, slots, queue_id, topic, out, body_ends): for each record that a unit leads
+   to, 1 when it is sound and the unit's, as in `read_units`; 0 when Python has to look. `starts` count within the buffer,
+   and so does the end of each body that stands as it was sent behind two IPv4 hosts (int64; else -1). */
 PyObject *native_check_units(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (nargs != 8) {
-        PyErr_SetString(PyExc_TypeError, "check_units takes eight arguments");
+    if (nargs != 9) {
+        PyErr_SetString(PyExc_TypeError, "check_units takes nine arguments");
         return NULL;
     }
     static const char *const names[] = {"starts", "physical", "sizes", "slots"};
@@ -196,7 +204,7 @@ PyObject *native_check_units(PyObject *module, PyObject *const *args, Py_ssize_t
     if (PyErr_Occurred() || PyBytes_AsStringAndSize(args[6], &topic, &topic_bytes) < 0)
         return NULL;
     PyObject *result = NULL;
-    Py_buffer view, arrays[4], out;
+    Py_buffer view, arrays[4], out, body_ends;
     if (PyObject_GetBuffer(args[0], &view, PyBUF_SIMPLE) < 0)
         return NULL;
     int held = 0;
@@ -208,22 +216,31 @@ PyObject *native_check_units(PyObject *module, PyObject *const *args, Py_ssize_t
     }
     if (array_of(args[7], &out, 1, count, true, "out") < 0)
         goto done;
+    if (array_of(args[8], &body_ends, 8, count, true, "body_ends") < 0)
+        goto no_ends;
+    int64_t *ends = body_ends.buf;
     const int64_t *starts = arrays[0].buf, *physical = arrays[1].buf, *sizes = arrays[2].buf, *slots = arrays[3].buf;
     uint8_t *good = out.buf;
     PyThreadState *others = PyEval_SaveThread();
     for (Py_ssize_t i = 0; i < count; i++) {
         Parts parts;
+        if (i + NEXT < count)
+            fetch_at(view.buf, view.len, starts[i + NEXT], sizes[i + NEXT]);
         good[i] = sizes[i] > 0 && sound_record(view.buf, view.len, starts[i], physical[i], &parts) == sizes[i];
+        ends[i] = -1;
         if (good[i]) {
             const uint8_t *record = (const uint8_t *)view.buf + starts[i];
             good[i] = (int32_t)get32(record + QUEUE_ID_AT) == queue_id &&
                       (int64_t)get64(record + QUEUE_OFFSET_AT) == slots[i] && parts.topic_size == topic_bytes &&
                       !memcmp((const char *)view.buf + parts.topic, topic, (size_t)topic_bytes);
+            ends[i] = is_plain(record) ? parts.body + parts.body_size : -1;
         }
     }
     PyEval_RestoreThread(others);
-    PyBuffer_Release(&out);
+    PyBuffer_Release(&body_ends);
     result = Py_NewRef(Py_None);
+no_ends:
+    PyBuffer_Release(&out);
 done:
     while (held)
         PyBuffer_Release(&arrays[--held]);

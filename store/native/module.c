@@ -13,8 +13,10 @@ static PyMethodDef functions[] = {
     FUNCTION(records_hold, "records_hold(buffer, starts, sizes, stored, out)"),
     FUNCTION(record_holds, "record_holds(buffer, position, limit, physical_offset) -> size or 0"),
     FUNCTION(read_units, "read_units(type, stretch, buffer, start, units, first, chosen, queue_id, topic, budget) -> tuple"),
-    FUNCTION(check_units, "check_units(buffer, starts, physical, sizes, slots, queue_id, topic, out)"),
+    FUNCTION(check_units, "check_units(buffer, starts, physical, sizes, slots, queue_id, topic, out, body_ends)"),
+    FUNCTION(encode, "encode(header, bodies, tails, flags, queue_offset, physical_offset) -> (records, sizes)"),
     FUNCTION(assemble, "assemble(headers, bodies, tails, out, checksums)"),
+    FUNCTION(renumber, "renumber(data, positions, offsets, places, timestamp)"),
     {NULL},
 };
 

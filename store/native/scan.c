@@ -25,6 +25,7 @@ static bool wrong_count(const char *name, Py_ssize_t got, Py_ssize_t wanted)
     return true;
 }
 
+
 /* walk(buffer, start, end, limit) -> (positions, stop): the int64 positions as a bytearray. `scan.walk` says the rest. */
 PyObject *native_walk(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -61,6 +62,8 @@ PyObject *native_walk(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
             found = more;
         }
         found[count++] = start;
+        /* Each step needs what the last one found, so memory would be waited for at every record. Most lie close by. */
+        fetch(data + start + AHEAD, size < AHEAD ? size : 1);
         start += size;
     }
     PyEval_RestoreThread(others);
@@ -103,6 +106,8 @@ PyObject *native_gather(PyObject *module, PyObject *const *args, Py_ssize_t narg
             PyErr_Format(PyExc_IndexError, "%zd bytes at %lld of a buffer of %zd", width, (long long)at[i], view.len);
             goto done;
         }
+        if (i + NEXT < count)
+            fetch_at(data, view.len, at[i + NEXT], width);
         memcpy(to, data + at[i], (size_t)width);
     }
     result = Py_NewRef(Py_None);
@@ -140,6 +145,8 @@ PyObject *native_join(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     for (; i < count; i++) {
         if (at[i] < 0 || size[i] < 0 || size[i] > room || at[i] > view.len || size[i] > view.len - at[i])
             break;
+        if (i + NEXT < count)
+            fetch_at(data, view.len, at[i + NEXT], size[i + NEXT]);
         memcpy(to, data + at[i], (size_t)size[i]);
         to += size[i];
         room -= size[i];
@@ -225,6 +232,8 @@ PyObject *native_measure(PyObject *module, PyObject *const *args, Py_ssize_t nar
             PyErr_Format(PyExc_ValueError, "no record can start at %lld in %zd bytes", (long long)at[i], view.len);
             goto done;
         }
+        if (i + NEXT < count)
+            fetch_at(view.buf, view.len, at[i + NEXT], BODY_AT);
         Parts parts = {0};
         good[i] = parts_of(view.buf, view.len, at[i], &parts);
         known = known && good[i] && parts.topic_size == topic_bytes &&
@@ -275,6 +284,8 @@ PyObject *native_records_hold(PyObject *module, PyObject *const *args, Py_ssize_
     for (; i < count; i++) {
         if (at[i] < 0 || size[i] < QUEUE_ID_AT || at[i] > view.len || size[i] > view.len - at[i])
             break;
+        if (i + NEXT < count)
+            fetch_at(data, view.len, at[i + NEXT], size[i + NEXT]);
         holds[i] = crc32c_record(data + at[i], (size_t)size[i]) == claimed[i];
     }
     PyEval_RestoreThread(others);

@@ -83,6 +83,7 @@ def test_the_first_sub_command_is_meant_when_none_is_named(tmp_path: Path) -> No
 
 def test_the_version_and_the_help_are_told() -> None:
     assert mqstore("--version").stdout.startswith("mqstore, version ")
+    assert " compiled parts" in mqstore("--version").stdout
     help_text = mqstore("--help").stdout
     assert all(f"\n  {name} " in help_text for name in THERE)
 

@@ -8,6 +8,7 @@ import logging
 
 import click
 
+from mqstore import native
 from mqstore_tools.render import EscapingHandler
 
 __all__ = ["COMMANDS", "cli", "main"]
@@ -57,7 +58,9 @@ class _LazyGroup(click.Group):
 Exit codes: 0 fine, 1 findings, 2 wrong usage, 3 the directory cannot be opened.
 `mqstore COMMAND --help` tells more, with examples.""",
 )
-@click.version_option(package_name="mqstore", prog_name="mqstore")
+@click.version_option(
+    package_name="mqstore", prog_name="mqstore", message=f"%(prog)s, version %(version)s ({native.described()})"
+)
 @click.pass_context
 def cli(ctx: click.Context) -> None:
     """Look at, check, mend, fill and empty message stores: directories of mqstore or of a RocketMQ broker.

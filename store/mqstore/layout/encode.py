@@ -16,7 +16,7 @@ import numpy.typing as npt
 from crc32c import crc32c
 
 from mqstore.layout.hosts import IPV4_BYTES, IPV6_BYTES
-from mqstore.layout.record import BORN_HOST_V6, CHECKSUM_AT, STORE_HOST_V6, Checksum
+from mqstore.layout.record import BORN_HOST_V6, CHECKSUM_AT, STORE_HOST_V6, Checksum, header_struct
 from mqstore.native import kernel
 
 __all__ = ["encode_copies", "encode_records", "header_dtype"]
@@ -72,6 +72,18 @@ def encode_records(
     each. Offsets count up from `queue_offset` and `physical_offset`; `timestamp_ms` is born and store timestamp. The
     caller has checked limits.
     """
+    sys_flag = (BORN_HOST_V6 if len(born_host) == IPV6_BYTES else 0) | (
+        STORE_HOST_V6 if len(store_host) == IPV6_BYTES else 0
+    )
+    if kernel is not None and checksum == "crc32c-record":
+        flag, each_flag = (flags, None) if isinstance(flags, int) else (0, list(flags))
+        stamp = timestamp_ms
+        header = header_struct(len(born_host), len(store_host)).pack(
+            0, magic, 0, queue_id, flag, 0, 0, sys_flag, stamp, born_host, stamp, store_host, 0, 0, 0
+        )
+        tails = tails if isinstance(tails, bytes) else list(tails)
+        records, spans = kernel.encode(header, list(bodies), tails, each_flag, queue_offset, physical_offset)
+        return np.frombuffer(records, np.uint8), np.frombuffer(spans, np.int64)
     count = len(bodies)
     dtype = header_dtype(len(born_host), len(store_host))
     body_sizes = np.fromiter(map(len, bodies), np.int64, count)
@@ -86,35 +98,29 @@ def encode_records(
     first["size"] = sizes[0]
     first["magic"] = magic
     first["queue_id"] = queue_id
-    first["sys_flag"] = (BORN_HOST_V6 if len(born_host) == IPV6_BYTES else 0) | (
-        STORE_HOST_V6 if len(store_host) == IPV6_BYTES else 0
-    )
+    first["sys_flag"] = sys_flag
     first["born_timestamp_ms"] = first["store_timestamp_ms"] = timestamp_ms
     first["born_host"] = born_host
     first["store_host"] = store_host
     first["body_size"] = body_sizes[0]
-    header = np.repeat(first, count)
-    header["queue_offset"] = np.arange(queue_offset, queue_offset + count)
-    header["physical_offset"] = starts + physical_offset
+    headers = np.repeat(first, count)
+    headers["queue_offset"] = np.arange(queue_offset, queue_offset + count)
+    headers["physical_offset"] = starts + physical_offset
     if isinstance(flags, int):
         if flags:
-            header["flag"] = flags
+            headers["flag"] = flags
     else:
-        header["flag"] = flags
+        headers["flag"] = flags
     if checksum == "crc32-body":
-        header["checksum"] = np.fromiter(map(zlib.crc32, bodies), np.uint32, count) & np.uint32(0x7FFF_FFFF)
+        headers["checksum"] = np.fromiter(map(zlib.crc32, bodies), np.uint32, count) & np.uint32(0x7FFF_FFFF)
 
     size, body_size = int(sizes[0]), int(body_sizes[0])
     width = dtype.itemsize
-    if kernel is not None:
-        header["size"] = sizes
-        header["body_size"] = body_sizes
-        return _assembled(header, bodies, tails, sizes, checksum), sizes
     crcs: Iterator[int]
     if bool((body_sizes == body_size).all()) and bool((sizes == size).all()):
         # One shape for all: a matrix with a record a row, filled by column.
         rows = np.empty((count, size), np.uint8)
-        rows[:, :width] = header.view(np.uint8).reshape(count, width)
+        rows[:, :width] = headers.view(np.uint8).reshape(count, width)
         if body_size:
             rows[:, width : width + body_size] = np.frombuffer(b"".join(bodies), np.uint8).reshape(count, body_size)
         tail = np.frombuffer(tails if isinstance(tails, bytes) else b"".join(tails), np.uint8)
@@ -123,9 +129,9 @@ def encode_records(
         # Unpacking hands out a record at a time without a slice object each: twice as fast as slicing.
         crcs = starmap(crc32c, Struct(f"{size}s").iter_unpack(data.data))
     else:
-        header["size"] = sizes
-        header["body_size"] = body_sizes
-        packed = header.tobytes()
+        headers["size"] = sizes
+        headers["body_size"] = body_sizes
+        packed = headers.tobytes()
         heads = [packed[i : i + width] for i in range(0, len(packed), width)]
         each_tail = repeat(tails) if isinstance(tails, bytes) else tails
         records = [head + body + tail for head, body, tail in zip(heads, bodies, each_tail, strict=False)]

@@ -128,7 +128,7 @@ def _of_values(values: Sequence[str | bytes | None]) -> Binary:
 def _body(stretches: Sequence[Stretch]) -> Column:
     if all(bool(stretch.plain.all()) for stretch in stretches):
         # Then bodies lie at a fixed place, and no length inside the records has to be followed.
-        sizes = [stretch.headers.plain_body_size.astype(np.int64) for stretch in stretches]
+        sizes = [stretch.plain_sizes for stretch in stretches]
         pieces = [
             _bytes_at(stretch.buffer, stretch.starts + BODY_AT_V4, size)
             for stretch, size in zip(stretches, sizes, strict=True)

@@ -563,7 +563,7 @@ class StoreReader:
             if low == high:
                 continue
             here = slice(low, high)
-            buffer, good, headers = self._check(queue, physical[here], sizes[here], slots[here])
+            buffer, good, headers, ends = self._check(queue, physical[here], sizes[here], slots[here])
             if buffer is None and physical[low] < self._first_kept():
                 queue.correct_min(self._first_kept())  # retention took it meanwhile
                 continue
@@ -581,7 +581,7 @@ class StoreReader:
             if buffer is None:
                 continue
             starts = physical[here] - physical[low] // self._run.segment_bytes * self._run.segment_bytes
-            stretch = Stretch(queue.ref, buffer, starts, sizes[here], tags[here], slots[here], headers)
+            stretch = Stretch(queue.ref, buffer, starts, sizes[here], tags[here], slots[here], headers, ends)
             stretches.append(stretch if good.all() else stretch.only(good))
         return stretches, after, stop
 
@@ -646,32 +646,32 @@ class StoreReader:
         physical: npt.NDArray[np.int64],
         sizes: npt.NDArray[np.int64],
         slots: npt.NDArray[np.int64],
-    ) -> tuple[mmap.mmap | None, npt.NDArray[np.bool_], Headers | None]:
-        """The mapping that holds these units' records, which of them verify as what the units say (8.5, 9.2), and their
-        headers if they were looked at and all are good."""
+    ) -> tuple[mmap.mmap | None, npt.NDArray[np.bool_], Headers | None, npt.NDArray[np.int64] | None]:
+        """The mapping that holds these units' records, which of them verify as what the units say (8.5, 9.2), and, if
+        all are good and these were looked at, their headers or where their bodies end (`Stretch.body_ends`)."""
         stops = physical + sizes
         there = self._segment_at(int(physical[0]), int(stops.max()))
         if there is None:
-            return None, np.zeros(len(physical), np.bool_), None
+            return None, np.zeros(len(physical), np.bool_), None, None
         segment, buffer = there
         starts = physical - segment.start
         good = stops <= segment.start + len(buffer)
         headers: Headers | None = None
         if self._compiled_reads and kernel is not None:
-            fine = np.empty(len(starts), np.bool_)
-            kernel.check_units(buffer, starts, physical, sizes, slots, queue.queue_id, queue.topic_bytes, fine)
+            fine, ends = np.empty(len(starts), np.bool_), np.empty(len(starts), np.int64)
+            kernel.check_units(buffer, starts, physical, sizes, slots, queue.queue_id, queue.topic_bytes, fine, ends)
             if fine.all():
-                return buffer, fine, None
+                return buffer, fine, None, ends
         said = (physical << 1 | 1) ^ sizes << 41  # odd, so never 0, which stands for "not looked at"
         if self._passes_over_bad and self._verified.all_in(queue, slots, said):
-            return buffer, good, None
+            return buffer, good, None, None
         if not self._verify_reads:
             # Without checksums lengths are still followed, so that garbage cannot lead out of the record.
             rows = np.flatnonzero(good & (starts + MIN_RECORD_BYTES <= len(buffer)))
             headers = gather(buffer, starts[rows])
             good[:] = False
             good[rows] = headers.ok
-            return buffer, good, headers if good.all() else None
+            return buffer, good, headers if good.all() else None, None
         if len(starts) <= FEW:
             for i in range(len(starts)):
                 if good[i]:
@@ -692,7 +692,7 @@ class StoreReader:
                 good[rows[fine]] = True
         if self._passes_over_bad:
             self._verified.add(queue, slots[good], said[good])
-        return buffer, good, headers if good.all() else None
+        return buffer, good, headers if good.all() else None, None
 
     def _check_one(
         self, queue: ConsumeQueue, buffer: mmap.mmap, start: int, physical: int, size: int, slot: int

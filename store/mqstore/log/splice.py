@@ -61,6 +61,7 @@ from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.report import Cut, Finding
 from mqstore.log.shard import Groups, Limits, QueueKey, Shard, Window, by_queue
 from mqstore.log.txn import TXN_FILE, Intent, TxnFile, TxnState, doubt, is_app
+from mqstore.native import kernel
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -367,6 +368,9 @@ def _patch(
     """Write into the records what only the log knows: numbers, places, the time, and at last the checksums."""
     data, headers = window.data, window.headers
     positions = headers.positions
+    if kernel is not None and checksum == "crc32c-record":
+        kernel.renumber(data, positions, offsets, places, stamp_ms)
+        return
     sizes = headers.size
     moved = headers.born_host_size - IPV4_BYTES
     both = np.empty((len(positions), 2), ">i8")

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
+from typing import Literal, Self
 
 from mqstore.clock import SYSTEM_CLOCK
 from mqstore.errors import (
@@ -295,17 +295,24 @@ class MessageStore(StoreWriter):
         self._has_checkpoint = self._checkpoint.load()
         self.clean_shutdown = not self._abort.exists() and self._checkpoint.current.clean_end != -1
         self.recovery.clean_shutdown = self.clean_shutdown
-        self._queues.load(exact=not self.clean_shutdown)
+        self._load_queues()
         self._index_findings = self._index.load()
-        first = self._run.starts[0] if self._run.starts else 0
-        for queue in self._queues:
-            if not self.clean_shutdown:
-                queue.stop_at_hole(self._checkpoint.current.dispatched or 0)
-            queue.correct_min(first)
         self._log.end = self._run.end
-        self._first_listed = first
+        self._first_listed = self._run.min_offset
         self._next_listing = 0.0
         self._closed = False
+
+    def _load_queues(self) -> None:
+        """Of a reader: find every queue, and what of it can be read."""
+        self._queues.load(exact=not self.clean_shutdown)
+        for queue in self._queues:
+            self._bound(queue)
+
+    def _bound(self, queue: ConsumeQueue) -> None:
+        """Of a reader: where a queue that was loaded begins and ends."""
+        if not self.clean_shutdown:
+            queue.stop_at_hole(self._checkpoint.current.dispatched or 0)
+        queue.correct_min(self._run.min_offset)
 
     def _open_for_writing(self, options: RecoverOptions, progress: Progress | None) -> None:
         fs = self.fs
@@ -956,7 +963,7 @@ class MessageStore(StoreWriter):
         self._stopping = True
         self._log.disown(StoreClosedError(f"{self.path} belongs to the process that forked this one; open it here"))
 
-    def __enter__(self) -> MessageStore:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

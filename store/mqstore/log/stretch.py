@@ -41,6 +41,8 @@ class Stretch:
     slots: _Int64s
     known_headers: Headers | None
     """Of these very records, if the check has gathered them already."""
+    known_ends: _Int64s | None = None
+    """`body_ends`, if the check has found them already."""
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -70,16 +72,24 @@ class Stretch:
     @property
     def plain(self) -> npt.NDArray[np.bool_]:
         """Which bodies need nothing but a slice: stored as sent, behind two IPv4 hosts."""
-        plain: npt.NDArray[np.bool_] = (self.headers.sys_flag & _NOT_PLAIN) == 0
+        plain: npt.NDArray[np.bool_]
+        plain = self.known_ends >= 0 if self.known_ends is not None else (self.headers.sys_flag & _NOT_PLAIN) == 0
         return plain
+
+    @property
+    def plain_sizes(self) -> _Int64s:
+        """Bytes of the bodies that are plain; of others it says nothing."""
+        if self.known_ends is not None:
+            return self.known_ends - self.starts - BODY_AT_V4
+        return self.headers.plain_body_size.astype(np.int64)
 
     def body_ends(self) -> Iterable[int]:
         """Where the body of each record ends, -1 for one that is compressed or has a host that is not IPv4: worked out
         for all at once, unless there are few."""
-        if len(self.starts) <= FEW:
+        if len(self.starts) <= FEW and self.known_ends is None:
             return repeat(-1)
         plain = self.plain
-        ends = self.starts + self.headers.plain_body_size + BODY_AT_V4
+        ends = self.starts + self.plain_sizes + BODY_AT_V4
         values: list[int] = (ends if plain.all() else np.where(plain, ends, -1)).tolist()
         return values
 

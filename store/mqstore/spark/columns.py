@@ -37,7 +37,7 @@ from mqstore.log.report import Finding
 from mqstore.log.store import MessageStore
 from mqstore.log.tagfilter import TagFilter, parse_tags
 from mqstore.spark.arrow import cut, spread, text
-from mqstore.spark.rows import OnCorrupt, Piece, Policy, log_batches, queue_batches
+from mqstore.spark.rows import OnCorrupt, Piece, Policy, at_once, log_batches, queue_batches
 from mqstore.spark.windows import WINDOW_BYTES, Windows
 
 __all__ = [
@@ -262,7 +262,7 @@ def _message_id(piece: Piece) -> Any:
 
 
 def _topic(piece: Piece) -> Any:
-    """Of a log scan: as the records have it."""
+    """Of a log scan, and of several queues: as the records have it."""
     headers = piece.headers
     assert headers is not None
     at = headers.topic_position
@@ -351,6 +351,14 @@ class ColumnReader:
             self.store, self._windows, topic, queue_id, start, stop, self.policy, records=records, tags=chosen
         ):
             yield from self._batches(pieces, chosen)
+
+    def at_once(self, parts: Sequence[tuple[str, int, int, int]]) -> Iterator[Any] | None:
+        """As `queue` of each (topic, queue id, start, stop), one behind the other, in as few batches as can be. None if
+        something about them wants a closer look, or if nothing is gained: for `queue` to read them one by one."""
+        if self._tags is not None or all(COLUMNS[name].cost == "unit" for name in self.columns):
+            return None
+        whole = at_once(self.store, self._windows, parts, self.policy)
+        return None if whole is None else self._batches([whole], None)
 
     def pieces(self, topic: str, queue_id: int, start: int, stop: int) -> Iterator[Piece]:
         """As `queue`, checked and filtered, before columns are made: for who counts. A piece has to be done with before

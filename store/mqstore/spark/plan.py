@@ -29,9 +29,10 @@ from mqstore.broker.names import is_dlq_topic, is_retry_topic, is_system_topic
 from mqstore.broker.parts import open_parts
 from mqstore.errors import ConfigError, NotAStoreError, OffsetOutOfRangeError, TopicNotFoundError
 from mqstore.files.quiet import QUIET
-from mqstore.layout.consumequeue import UNIT
+from mqstore.layout.consumequeue import UNIT, is_void
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.consumequeue import ConsumeQueue
+from mqstore.log.names import is_path_safe
 from mqstore.log.scanner import End, scan_log
 from mqstore.log.store import MessageStore
 from mqstore.spark.keyindex import KeyIndex
@@ -44,6 +45,7 @@ __all__ = [
     "LogSlice",
     "Narrowing",
     "QueueSlice",
+    "SlicedStore",
     "Starts",
     "StoreName",
     "Weighed",
@@ -51,8 +53,10 @@ __all__ = [
     "bounds_of_log",
     "check_ids",
     "chosen",
+    "has_all",
     "is_wanted",
     "mean_size",
+    "open_sliced",
     "open_store",
     "partitions",
     "plan",
@@ -69,6 +73,7 @@ _PARTITION_MESSAGES = 500_000
 _MARGIN_MS = 60_000
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _LAST = (1 << 63) - 1
+_FEW_UNITS = 4096
 _FOR_QUEUES = ("ending_offsets", "starting_timestamp_ms", "ending_timestamp_ms", "starting_group", "assign")
 
 
@@ -158,6 +163,44 @@ def open_store(store: StoreName) -> MessageStore:
     """The store, opened for reading, without a lock or a trace. NotAStoreError and others name the path."""
     with readable(store.path):
         return MessageStore(store.path, "r", fs=QUIET)
+
+
+class SlicedStore(MessageStore):
+    """A store of which slices are planned or read: knows no queue before `load` is asked for it. To find the ends of
+    all queues can take longer than to read a few messages of one."""
+
+    def _load_queues(self) -> None:
+        pass
+
+    def load(self, topic: str, queue_id: int) -> ConsumeQueue | None:
+        """A queue, with its bounds as opening finds them. None: it is not there."""
+        queue = self._queues.get(topic, queue_id)
+        # A checkpoint may name whatever it likes.
+        if queue is None and is_path_safe(topic) and os.path.isdir(self.unbounded(topic, queue_id).directory):
+            queue = self._queues.create(topic, queue_id)
+            queue.load(exact=not self.clean_shutdown)
+            self._bound(queue)
+        return queue
+
+    def unbounded(self, topic: str, queue_id: int) -> ConsumeQueue:
+        """A queue to read units of that are known to be there; where it begins and ends it does not know."""
+        return ConsumeQueue(self._queues, topic, queue_id)
+
+
+def has_all(store: SlicedStore, topic: str, queue_id: int, start: int, stop: int) -> bool:
+    """Whether a queue has each of the units [start, stop), and retention has left its message at `start`. Looked for
+    only where that is little work. False: its bounds have to be found."""
+    if not (is_path_safe(topic) and queue_id >= 0 and 0 <= start < stop <= start + _FEW_UNITS):
+        return False
+    units = store.unbounded(topic, queue_id).units(start, stop - start)
+    oldest = int(units["physical_offset"][0])
+    return bool((units["size"] > 0).all() and oldest >= store.min_offset and not is_void(units[:1])[0])
+
+
+def open_sliced(store: StoreName) -> SlicedStore:
+    """As `open_store`, to read slices."""
+    with readable(store.path):
+        return SlicedStore(store.path, "r", fs=QUIET)
 
 
 def queues_of(store: MessageStore) -> list[ConsumeQueue]:

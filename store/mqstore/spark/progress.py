@@ -41,6 +41,7 @@ from mqstore.spark.pacing import Costs, Limit, admit, costs_of
 from mqstore.spark.plan import (
     Bounds,
     Slice,
+    SlicedStore,
     Starts,
     StoreName,
     Weighed,
@@ -48,7 +49,9 @@ from mqstore.spark.plan import (
     bounds_of_log,
     check_ids,
     chosen,
+    has_all,
     is_wanted,
+    open_sliced,
     open_store,
     partitions,
     queues_of,
@@ -346,7 +349,7 @@ class StreamProgress:
         for store_id, keys in moving.items():
             name = names.get(store_id)
             try:
-                store = None if name is None else open_store(name)
+                store = None if name is None else open_store(name) if self._by_log else open_sliced(name)
             except NotAStoreError:
                 store = None
             if name is None or store is None:
@@ -411,17 +414,19 @@ def _between(
     losses: _Losses,
 ) -> Iterator[Weighed]:
     """What there is of these queues between the two offsets."""
-    queues = {} if options.scan == "log" else {queue.ref: queue for queue in queues_of(store)}
     for key in keys:
-        queue = queues.get((key.topic, key.queue_id))  # type: ignore[call-overload]
-        if key.topic and queue is None:
-            losses.queue(key, begin.get(key, 0), name)
+        if not isinstance(store, SlicedStore):
+            queue = None
+            low, _, top = bounds_of_log(store, options)
+        elif has_all(store, key.topic, key.queue_id, begin.get(key, -1), end[key]):
+            yield weigh(name, store.unbounded(key.topic, key.queue_id), begin[key], end[key])
             continue
-        low, _, top = (
-            bounds_of_log(store, options)
-            if queue is None
-            else Bounds(queue.min_offset, queue.max_offset, queue.max_offset)
-        )
+        else:
+            queue = store.load(key.topic, key.queue_id)
+            if queue is None or not queue.next_offset:
+                losses.queue(key, begin.get(key, 0), name)
+                continue
+            low, top = queue.min_offset, queue.max_offset
         start, stop = begin.get(key, low), end[key]
         if start < low:
             losses.below(key, start, min(low, stop), top)

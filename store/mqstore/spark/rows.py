@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mqstore.errors import CorruptStoreError
-from mqstore.layout.consumequeue import UNIT_BYTES, is_void
+from mqstore.layout.consumequeue import UNIT_BYTES, UNIT_DTYPE, is_void
 from mqstore.layout.pairs import Pairs
 from mqstore.layout.record import (
     MIN_RECORD_BYTES,
@@ -34,6 +34,7 @@ from mqstore.layout.record import (
     check_record,
 )
 from mqstore.layout.scan import Headers, find_next, gather, topic_is, verify, walk
+from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.names import is_path_safe
 from mqstore.log.report import Finding
 from mqstore.log.store import MessageStore
@@ -41,7 +42,7 @@ from mqstore.log.tagfilter import TagFilter
 from mqstore.spark.arrow import cut
 from mqstore.spark.windows import Window, Windows
 
-__all__ = ["OnCorrupt", "Piece", "Policy", "log_batches", "queue_batches"]
+__all__ = ["OnCorrupt", "Piece", "Policy", "at_once", "log_batches", "queue_batches"]
 
 OnCorrupt = Literal["fail", "skip", "keep"]
 _Int64s = npt.NDArray[np.int64]
@@ -92,7 +93,7 @@ class Piece:
     """
 
     topic: str | None
-    """None in a log scan: the records tell."""
+    """None in a log scan, and of several queues: the records tell."""
     queue_id: int | None
     slots: _Int64s
     physical: _Int64s
@@ -228,6 +229,44 @@ def queue_batches(
         else:
             yield from ([whole.rows(low, high)] for low, high in _spans(sizes, policy.max_rows, 1 << 62))
         start += count
+
+
+def at_once(
+    store: MessageStore, windows: Windows, parts: Sequence[tuple[str, int, int, int]], policy: Policy
+) -> Piece | None:
+    """The messages of (topic, queue id, start, stop) of several queues, one part behind the other, in one piece: small
+    batches of a stream are a message or two of each of many queues, and each step costs the same for one as for all.
+
+    None unless everything about them is as it should be, and they fit one window and a batch: then nothing was counted
+    or told, and `queue_batches` of each part finds what it is.
+    """
+    # The bounds of a queue do not matter here, so none is looked for in the store, which may not have loaded it.
+    units = (
+        ConsumeQueue(store._queues, topic, queue_id).read(start, stop - start) for topic, queue_id, start, stop in parts
+    )
+    found = np.frombuffer(b"".join(units), UNIT_DTYPE)
+    physical, sizes = found["physical_offset"].astype(np.int64), found["size"].astype(np.int64)
+    if not len(found) or len(found) > policy.max_rows or int(sizes.sum()) > policy.max_bytes:
+        return None
+    if (sizes < MIN_RECORD_BYTES).any() or (physical < 0).any() or is_void(found).any():
+        return None
+    cells = windows.cells(physical)
+    ends = physical + sizes
+    window = windows.of(int(cells[0]), int(ends.max())) if (cells == cells[0]).all() else None
+    if window is None or int(ends.max()) > window.end:
+        return None
+    counts = [stop - start for _, _, start, stop in parts]
+    slots = np.concatenate([np.arange(start, stop, dtype=np.int64) for _, _, start, stop in parts])
+    headers = gather(window.buffer, physical - window.base)
+    fine = headers.ok & (headers.size == sizes) & (headers.physical_offset == physical)
+    fine &= (headers.queue_id == np.repeat([part[1] for part in parts], counts)) & (headers.queue_offset == slots)
+    topics = [part[0].encode("utf-8", "surrogateescape") for part in parts]
+    for topic in {*topics}:
+        fine &= topic_is(window.buffer, headers, topic) | np.repeat([each != topic for each in topics], counts)
+    if not fine.all() or (policy.verify and not verify(window.buffer, headers, store._checksum).all()):
+        return None
+    codes = found["tags_code"].astype(np.int64)
+    return Piece(None, None, slots, physical, sizes, codes, window.buffer, window.base, headers)
 
 
 def _joined(pieces: Iterator[Piece], policy: Policy) -> Iterator[list[Piece]]:

@@ -9,17 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from mqstore.broker.names import SCHEDULE_TOPIC
 from mqstore.errors import OffsetOutOfRangeError
-from mqstore.log.store import MessageStore
 from mqstore.spark.columns import ColumnReader
 from mqstore.spark.options import SourceOptions
-from mqstore.spark.plan import LogSlice, QueueSlice, Slice, is_wanted, open_store
+from mqstore.spark.plan import LogSlice, QueueSlice, Slice, is_wanted, open_sliced, open_store
 from mqstore.spark.rows import Piece, Policy
 
 __all__ = ["policy_of", "read_pieces", "read_slices"]
+
+_SMALL_UNITS = 64
+"""Slices up to this size are read together: alone each costs most of a millisecond, however few messages it has."""
+_TOGETHER = 64
+"""So many of them at most."""
 
 
 def policy_of(options: SourceOptions) -> Policy:
@@ -47,10 +51,50 @@ def read_slices(
     OffsetOutOfRangeError for messages that are gone, with `fail_on_data_loss`; CorruptRecordError and others as
     `ColumnReader` has it.
     """
-    for name, pieces in groupby(slices, key=lambda piece: piece.store):
-        with open_store(name) as store:
-            for piece in pieces:
-                yield from _read(store, options, columns, body_as, piece, tags, policy or policy_of(options))
+    policy = policy or policy_of(options)
+    for (name, by_time), pieces in groupby(slices, key=lambda piece: (piece.store, _is_by_time(piece))):
+        narrowed = options.tags is None and not by_time
+        with (
+            open_sliced(name) as store,
+            ColumnReader(
+                store,
+                columns,
+                tags=tags if narrowed else options.tags,
+                where=options.filter,
+                keys=options.keys,
+                decompress=options.decompress,
+                body_as=body_as,
+                policy=policy,
+                store_id=name.id,
+            ) as reader,
+        ):
+            for group in _groups(pieces):
+                parts = [(piece.topic, piece.queue_id, piece.start, piece.stop) for piece in group if _is_small(piece)]
+                together = reader.at_once(parts) if parts else None
+                if together is not None:
+                    yield from together
+                    continue
+                for piece in group:
+                    if isinstance(piece, QueueSlice):
+                        store.load(piece.topic, piece.queue_id)
+                    yield from _read(reader, options, piece, policy)
+
+
+def _is_by_time(piece: Slice) -> bool:
+    """Whether its units bear times in place of hashes of tags, as those of delayed messages do."""
+    return isinstance(piece, QueueSlice) and piece.topic == SCHEDULE_TOPIC
+
+
+def _is_small(piece: Slice) -> TypeGuard[QueueSlice]:
+    return isinstance(piece, QueueSlice) and piece.stop - piece.start <= _SMALL_UNITS
+
+
+def _groups(slices: Iterable[Slice]) -> Iterator[list[Slice]]:
+    """Small ones that are neighbours together, others alone."""
+    for small, run in groupby(slices, key=_is_small):
+        most = _TOGETHER if small else 1
+        for _, group in groupby(enumerate(run), key=lambda numbered: numbered[0] // most):
+            yield [piece for _, piece in group]
 
 
 def read_pieces(options: SourceOptions, piece: QueueSlice, policy: Policy) -> Iterator[Piece]:
@@ -66,36 +110,15 @@ def read_pieces(options: SourceOptions, piece: QueueSlice, policy: Policy) -> It
         _check_loss(options, policy, piece)
 
 
-def _read(
-    store: MessageStore,
-    options: SourceOptions,
-    columns: Sequence[str],
-    body_as: Literal["binary", "string"],
-    piece: Slice,
-    tags: str | None,
-    policy: Policy,
-) -> Iterator[Any]:
-    # Units of delayed messages bear times in place of hashes of tags.
-    narrowed = options.tags is None and not (isinstance(piece, QueueSlice) and piece.topic == SCHEDULE_TOPIC)
-    with ColumnReader(
-        store,
-        columns,
-        tags=tags if narrowed else options.tags,
-        where=options.filter,
-        keys=options.keys,
-        decompress=options.decompress,
-        body_as=body_as,
-        policy=policy,
-        store_id=piece.store.id,
-    ) as reader:
-        if isinstance(piece, QueueSlice):
-            batches = reader.queue(piece.topic, piece.queue_id, piece.start, piece.stop)
-        else:
-            batches = reader.log(piece.start, piece.stop, is_wanted(options))
-        for batch in batches:
-            _check_loss(options, policy, piece)
-            yield batch
+def _read(reader: ColumnReader, options: SourceOptions, piece: Slice, policy: Policy) -> Iterator[Any]:
+    if isinstance(piece, QueueSlice):
+        batches = reader.queue(piece.topic, piece.queue_id, piece.start, piece.stop)
+    else:
+        batches = reader.log(piece.start, piece.stop, is_wanted(options))
+    for batch in batches:
         _check_loss(options, policy, piece)
+        yield batch
+    _check_loss(options, policy, piece)
 
 
 def _check_loss(options: SourceOptions, policy: Policy, piece: Slice) -> None:
