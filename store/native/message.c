@@ -36,25 +36,124 @@ static int located_init(Located *self, PyObject *args, PyObject *kwargs)
     return 0;
 }
 
+/* The buffer that holds the record, and, unless `parts` is NULL, the places in it: without them no more than room for the
+   smallest record is certain. 0, or -1 with an exception; then nothing is held. */
+static int open_record(Located *self, Py_buffer *view, Parts *parts)
+{
+    PyObject *buffer = self->stretch ? PyObject_GetAttr(self->stretch, buffer_name) : NULL;
+    if (!buffer) {
+        if (!self->stretch)
+            PyErr_SetString(PyExc_AttributeError, "a message that was never made");
+        return -1;
+    }
+    int got = PyObject_GetBuffer(buffer, view, PyBUF_SIMPLE);
+    Py_DECREF(buffer);
+    if (got < 0)
+        return -1;
+    if (self->start < 0 || self->start > view->len - MIN_RECORD_BYTES ||
+        (parts && !parts_of(view->buf, view->len, self->start, parts))) {
+        PyErr_Format(PyExc_IndexError, "no record at %lld of a buffer of %zd bytes", self->start, view->len);
+        PyBuffer_Release(view);
+        return -1;
+    }
+    return 0;
+}
+
 static PyObject *located_body(Located *self, void *closure)
 {
-    if (self->body_end < 0 || !self->stretch)
+    if (self->body_end < 0)
         return PyObject_CallMethodNoArgs((PyObject *)self, stored_body_name);
-    PyObject *buffer = PyObject_GetAttr(self->stretch, buffer_name);
-    if (!buffer)
+    Py_buffer view;
+    if (open_record(self, &view, NULL) < 0)
         return NULL;
     PyObject *body = NULL;
-    Py_buffer view;
-    if (PyObject_GetBuffer(buffer, &view, PyBUF_SIMPLE) == 0) {
-        long long start = self->start + BODY_AT;
-        if (self->start < 0 || start > self->body_end || self->body_end > view.len)
-            PyErr_SetString(PyExc_IndexError, "the body lies outside the buffer");
-        else
-            body = PyBytes_FromStringAndSize((const char *)view.buf + start, (Py_ssize_t)(self->body_end - start));
-        PyBuffer_Release(&view);
-    }
-    Py_DECREF(buffer);
+    long long start = self->start + BODY_AT;
+    if (start > self->body_end || self->body_end > view.len)
+        PyErr_SetString(PyExc_IndexError, "the body lies outside the buffer");
+    else
+        body = PyBytes_FromStringAndSize((const char *)view.buf + start, (Py_ssize_t)(self->body_end - start));
+    PyBuffer_Release(&view);
     return body;
+}
+
+static PyObject *located_encoded_properties(Located *self, void *closure)
+{
+    Py_buffer view;
+    Parts parts;
+    if (open_record(self, &view, &parts) < 0)
+        return NULL;
+    PyObject *properties =
+        PyBytes_FromStringAndSize((const char *)view.buf + parts.properties, (Py_ssize_t)parts.properties_size);
+    PyBuffer_Release(&view);
+    return properties;
+}
+
+/* The integers of the header: where they lie when both hosts are IPv4, how wide they are, and which hosts move them. */
+typedef struct {
+    int at, bytes;
+    uint32_t moved_by;
+} Field;
+
+static Field size_field = {0, 4, 0}, flag_field = {FLAG_AT, 4, 0}, physical_field = {PHYSICAL_OFFSET_AT, 8, 0},
+             sys_flag_field = {SYS_FLAG_AT, 4, 0}, born_field = {BORN_TIMESTAMP_AT, 8, 0},
+             stored_field = {STORE_TIMESTAMP_AT, 8, BORN_HOST_V6},
+             reconsume_field = {BODY_LENGTH_AT - 12, 4, BORN_HOST_V6 | STORE_HOST_V6},
+             prepared_field = {BODY_LENGTH_AT - 8, 8, BORN_HOST_V6 | STORE_HOST_V6};
+
+static PyObject *located_number(Located *self, void *closure)
+{
+    const Field *field = closure;
+    Py_buffer view;
+    if (open_record(self, &view, NULL) < 0)
+        return NULL;
+    const uint8_t *record = (const uint8_t *)view.buf + self->start;
+    long long at = self->start + field->at + extra_of(get32(record + SYS_FLAG_AT) & field->moved_by), value = 0;
+    bool inside = at <= view.len - field->bytes;
+    if (inside)
+        value = field->bytes == 8 ? (int64_t)get64((const uint8_t *)view.buf + at) : (int32_t)get32((const uint8_t *)view.buf + at);
+    PyBuffer_Release(&view);
+    if (!inside)
+        return PyErr_Format(PyExc_IndexError, "the record at %lld is cut short", self->start);
+    return PyLong_FromLongLong(value);
+}
+
+static PyObject *located_message_id(Located *self, void *closure)
+{
+    static const char digits[] = "0123456789ABCDEF";
+    Py_buffer view;
+    Parts parts;
+    if (open_record(self, &view, &parts) < 0)
+        return NULL;
+    const uint8_t *record = (const uint8_t *)view.buf + self->start;
+    uint32_t flags = get32(record + SYS_FLAG_AT);
+    const uint8_t *host = record + STORE_TIMESTAMP_AT + 8 + extra_of(flags & BORN_HOST_V6);
+    int host_bytes = flags & STORE_HOST_V6 ? IPV6_BYTES : IPV4_BYTES, length = 0;
+    char text[2 * (IPV6_BYTES + 8)];
+    for (int i = 0; i < host_bytes + 8; i++) {
+        uint8_t byte = i < host_bytes ? host[i] : record[PHYSICAL_OFFSET_AT + i - host_bytes];
+        text[length++] = digits[byte >> 4];
+        text[length++] = digits[byte & 15];
+    }
+    PyBuffer_Release(&view);
+    return PyUnicode_FromStringAndSize(text, length);
+}
+
+static PyObject *located_plain_parts(Located *self, PyObject *nothing)
+{
+    Py_buffer view;
+    Parts parts;
+    if (open_record(self, &view, &parts) < 0)
+        return NULL;
+    const uint8_t *record = (const uint8_t *)view.buf + self->start;
+    uint32_t flags = get32(record + SYS_FLAG_AT), transaction = flags & TRANSACTION_MASK;
+    PyObject *result;
+    if (flags & (BORN_HOST_V6 | STORE_HOST_V6) || (transaction && transaction != TRANSACTION_COMMIT))
+        result = Py_NewRef(Py_None);
+    else
+        result = Py_BuildValue("y#y#", record, (Py_ssize_t)BODY_AT, (const char *)view.buf + parts.body,
+                               (Py_ssize_t)parts.body_size);
+    PyBuffer_Release(&view);
+    return result;
 }
 
 static PyMemberDef located_members[] = {
@@ -65,9 +164,29 @@ static PyMemberDef located_members[] = {
     {NULL},
 };
 
+#define NUMBER(name, field, doc) {name, (getter)located_number, NULL, doc, &field}
+
 static PyGetSetDef located_attributes[] = {
     {"body", (getter)located_body, NULL,
      "The body as it was sent. Raises FormatError when a compressed one does not inflate.", NULL},
+    {"encoded_properties", (getter)located_encoded_properties, NULL,
+     "The bytes of the properties, as stored (store-format 2.4).", NULL},
+    {"message_id", (getter)located_message_id, NULL,
+     "Offset message id, the address of this stored copy (store-format 2.8).", NULL},
+    NUMBER("size", size_field, "Bytes of the whole record."),
+    NUMBER("flag", flag_field, NULL),
+    NUMBER("physical_offset", physical_field, "Position of the record in the commitlog."),
+    NUMBER("sys_flag", sys_flag_field, NULL),
+    NUMBER("born_timestamp_ms", born_field, NULL),
+    NUMBER("store_timestamp_ms", stored_field, NULL),
+    NUMBER("reconsume_times", reconsume_field, NULL),
+    NUMBER("prepared_transaction_offset", prepared_field, NULL),
+    {NULL},
+};
+
+static PyMethodDef located_methods[] = {
+    {"plain_parts", (PyCFunction)located_plain_parts, METH_NOARGS,
+     "(header, stored body) of a record with two IPv4 hosts that no transaction holds back; None of any other."},
     {NULL},
 };
 
@@ -83,6 +202,7 @@ PyTypeObject LocatedType = {
     .tp_dealloc = (destructor)located_dealloc,
     .tp_members = located_members,
     .tp_getset = located_attributes,
+    .tp_methods = located_methods,
 };
 
 int message_init(void)

@@ -34,6 +34,8 @@ enum {
     MIN_RECORD_BYTES = 91,
     CRC_TAIL_BYTES = 20, /* of the property __CRC32# (2.5) */
     COMPRESSED = 0x01,
+    TRANSACTION_MASK = 0x0C,
+    TRANSACTION_COMMIT = 0x08,
     IPV4_BYTES = 8,
     IPV6_BYTES = 20,
     IPV6_EXTRA = 12,

@@ -306,9 +306,28 @@ no_starts:
     return result;
 }
 
+/* Whether each property DELAY is a number of few digits. */
+static bool delays_are_short(const uint8_t *at, int64_t size)
+{
+    for (const uint8_t *stop = at + size; at < stop;) {
+        const uint8_t *end = memchr(at, 2, (size_t)(stop - at));
+        end = end ? end : stop;
+        if (end - at >= 6 && !memcmp(at, "DELAY\1", 6)) {
+            at += 6;
+            if (end - at < 1 || end - at > 9)
+                return false;
+            for (; at < end; at++)
+                if (*at < '0' || *at > '9')
+                    return false;
+        }
+        at = end + 1;
+    }
+    return true;
+}
+
 /* A record that verifies in full by a checksum over the whole (9.2), and is none of the rare kinds that Python looks at
-   with more patience: of the schedule topic or with a property INNER_..., which need readable numbers, or with something
-   like a CRC tail. Its size; 0 for all else. */
+   with more patience: of the schedule topic with an odd DELAY, or with a property INNER_..., which need readable numbers,
+   or with something like a CRC tail. Its size; 0 for all else. */
 int64_t sound_record(const uint8_t *data, int64_t length, int64_t position, int64_t physical_offset, Parts *parts)
 {
     static const char schedule[] = "SCHEDULE_TOPIC_XXXX";
@@ -318,7 +337,8 @@ int64_t sound_record(const uint8_t *data, int64_t length, int64_t position, int6
     int64_t size = (int32_t)get32(record);
     if ((int64_t)get64(record + PHYSICAL_OFFSET_AT) != physical_offset)
         return 0;
-    if (parts->topic_size == sizeof schedule - 1 && !memcmp(data + parts->topic, schedule, sizeof schedule - 1))
+    if (parts->topic_size == sizeof schedule - 1 && !memcmp(data + parts->topic, schedule, sizeof schedule - 1) &&
+        !delays_are_short(properties, parts->properties_size))
         return 0;
     if (parts->properties_size >= CRC_TAIL_BYTES && !memcmp(record + size - CRC_TAIL_BYTES, "__CRC32#", 8))
         return 0;

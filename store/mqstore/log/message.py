@@ -8,7 +8,6 @@ unlinked the file.
 from __future__ import annotations
 
 import json
-import mmap
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime, timedelta
 from struct import Struct
@@ -17,7 +16,6 @@ from typing import Any
 
 from mqstore.layout.compression import inflate
 from mqstore.layout.hosts import decode_host
-from mqstore.layout.messageid import encode_message_id
 from mqstore.layout.properties import (
     DLQ_REASON,
     KEYS,
@@ -33,10 +31,9 @@ from mqstore.layout.record import (
     BORN_HOST_V6,
     COMPRESSED,
     STORE_HOST_V6,
-    TRANSACTION_COMMIT,
     TRANSACTION_MASK,
 )
-from mqstore.log.stretch import Located
+from mqstore.log.located import Located
 from mqstore.log.tip import QueueRef
 
 __all__ = ["Message", "row_of", "stored_bytes"]
@@ -66,17 +63,8 @@ class Message(Located):
     # -- where it is ------------------------------------------------------------------------------------------------
 
     @property
-    def _buffer(self) -> mmap.mmap | bytes:
-        return self._stretch.buffer
-
-    @property
     def queue(self) -> QueueRef:
         return self._stretch.queue
-
-    @property
-    def size(self) -> int:
-        """Bytes of the whole record."""
-        return int(_I4(self._buffer, self._start)[0])
 
     @property
     def tags_code(self) -> int:
@@ -92,38 +80,12 @@ class Message(Located):
         return self.queue.queue_id
 
     @property
-    def physical_offset(self) -> int:
-        """Position of the record in the commitlog."""
-        return int(_I8(self._buffer, self._start + 28)[0])
-
-    @property
-    def message_id(self) -> str:
-        """Offset message id, the address of this stored copy (store-format 2.8)."""
-        return encode_message_id(self._host(store=True), self.physical_offset)
-
-    @property
     def unique_key(self) -> str:
         """What stays the same in every copy: deduplicate on it."""
         system = self.system_properties
         return system.get(UNIQ_KEY) or system.get(ORIGIN_MESSAGE_ID) or self.message_id
 
     # -- header -----------------------------------------------------------------------------------------------------
-
-    @property
-    def flag(self) -> int:
-        return int(_I4(self._buffer, self._start + 16)[0])
-
-    @property
-    def sys_flag(self) -> int:
-        return int(_I4(self._buffer, self._start + 36)[0])
-
-    @property
-    def born_timestamp_ms(self) -> int:
-        return int(_I8(self._buffer, self._start + 40)[0])
-
-    @property
-    def store_timestamp_ms(self) -> int:
-        return int(_I8(self._buffer, self._start + (68 if self._buffer[self._start + 39] & 0x10 else 56))[0])
 
     @property
     def born_at(self) -> datetime:
@@ -134,12 +96,12 @@ class Message(Located):
         return _instant(self.store_timestamp_ms)
 
     def _host(self, *, store: bool) -> bytes:
-        flags = self._buffer[self._start + 39]
+        flags = self._stretch.buffer[self._start + 39]
         if not store:
             at, six = self._start + 48, flags & 0x10
         else:
             at, six = self._start + (76 if flags & 0x10 else 64), flags & 0x20
-        return self._buffer[at : at + (20 if six else 8)]
+        return self._stretch.buffer[at : at + (20 if six else 8)]
 
     @property
     def born_host(self) -> str:
@@ -150,26 +112,18 @@ class Message(Located):
         return decode_host(self._host(store=True))
 
     @property
-    def reconsume_times(self) -> int:
-        return int(_I4(self._buffer, self._body_start() - 16)[0])
-
-    @property
     def attempt(self) -> int:
         return self.reconsume_times + 1
-
-    @property
-    def prepared_transaction_offset(self) -> int:
-        return int(_I8(self._buffer, self._body_start() - 12)[0])
 
     # -- body -------------------------------------------------------------------------------------------------------
 
     def _body_start(self) -> int:
-        flags = self._buffer[self._start + 39]
+        flags = self._stretch.buffer[self._start + 39]
         return self._start + _BODY + (12 if flags & 0x10 else 0) + (12 if flags & 0x20 else 0)
 
     def _stored_body(self) -> bytes:
         """The body by way of its header, inflated when it was stored compressed."""
-        buffer = self._buffer
+        buffer = self._stretch.buffer
         start = self._body_start()
         stored = buffer[start : start + _I4(buffer, start - 4)[0]]
         return inflate(self.sys_flag, stored) if self.sys_flag & COMPRESSED else stored
@@ -178,7 +132,7 @@ class Message(Located):
     def body_view(self) -> memoryview:
         """The stored bytes of the body, read-only and uncopied; as long as it lives, so does the mapping."""
         start = self._body_start()
-        return memoryview(self._buffer)[start : start + _I4(self._buffer, start - 4)[0]].toreadonly()
+        return memoryview(self._stretch.buffer)[start : start + _I4(self._stretch.buffer, start - 4)[0]].toreadonly()
 
     def text(self, encoding: str = "utf-8") -> str:
         """The body as text."""
@@ -188,30 +142,7 @@ class Message(Located):
         """The body as JSON."""
         return json.loads(self.body)
 
-    def plain_parts(self) -> tuple[bytes, bytes] | None:
-        """(header, stored body) of a record with two IPv4 hosts that no transaction holds back; None of any other."""
-        buffer, start = self._stretch.buffer, self._start
-        if buffer[start + 39] & _NOT_PLAIN:
-            flags = buffer[start + 39]
-            if flags & _V6 or flags & TRANSACTION_MASK != TRANSACTION_COMMIT:
-                return None
-        begin = start + _BODY
-        return buffer[start:begin], buffer[begin : begin + _I4(buffer, begin - 4)[0]]
-
     # -- properties -------------------------------------------------------------------------------------------------
-
-    @property
-    def encoded_properties(self) -> bytes:
-        """The bytes of the properties, as stored (store-format 2.4)."""
-        buffer, at = self._stretch.buffer, self._start
-        at = at + _BODY if not buffer[at + 39] & _V6 else self._body_start()
-        at += _I4(buffer, at - 4)[0]
-        if buffer[self._start + 7] == _MAGIC_V2_LOW_BYTE:
-            at += 2 + (buffer[at] << 8 | buffer[at + 1])
-        else:
-            at += 1 + buffer[at]
-        length = buffer[at] << 8 | buffer[at + 1]
-        return buffer[at + 2 : at + 2 + length]
 
     def stored_properties(self) -> dict[str, str]:
         """Every property of the record, the user's and the system's."""
@@ -246,7 +177,7 @@ class Message(Located):
 
     def record_bytes(self) -> bytes:
         """The whole record as stored."""
-        return self._buffer[self._start : self._start + self.size]
+        return self._stretch.buffer[self._start : self._start + self.size]
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Message):

@@ -10,7 +10,6 @@ import mmap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import repeat
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +18,8 @@ from mqstore.layout.consumequeue import UNIT, UNIT_BYTES
 from mqstore.layout.record import BODY_AT_V4, BORN_HOST_V6, COMPRESSED, STORE_HOST_V6
 from mqstore.layout.scan import Headers, gather
 from mqstore.log.tip import QueueRef
-from mqstore.native import kernel
 
-__all__ = ["FEW", "Few", "Located", "Stretch"]
+__all__ = ["FEW", "Few", "Stretch"]
 
 _Int64s = npt.NDArray[np.int64]
 _NOT_PLAIN = COMPRESSED | BORN_HOST_V6 | STORE_HOST_V6
@@ -110,31 +108,3 @@ class Few:
         """Of the unit in `slot`."""
         code: int = UNIT.unpack_from(self._units, (slot - self._first) * UNIT_BYTES)[2]
         return code
-
-
-class Located:
-    """A record in a buffer, found by a unit: the base of `Message`."""
-
-    # Four slots, since readers make thousands at once: what messages found together share stays in their stretch.
-    __slots__ = ("_body_end", "_start", "_stretch", "offset")
-
-    def __init__(self, stretch: Stretch | Few, start: int, offset: int, body_end: int = -1) -> None:
-        """`start`: of the record in the stretch's buffer. `body_end`: where a body that needs nothing but a slice ends;
-        -1: to be found out."""
-        self._stretch = stretch
-        self._start = start
-        self.offset = offset
-        self._body_end = body_end
-
-    @property
-    def body(self) -> bytes:
-        """The body as it was sent. Raises FormatError when a compressed one does not inflate."""
-        end = self._body_end
-        return self._stretch.buffer[self._start + BODY_AT_V4 : end] if end >= 0 else self._stored_body()
-
-    def _stored_body(self) -> bytes:
-        raise NotImplementedError
-
-
-if not TYPE_CHECKING and kernel is not None:
-    Located = kernel.Located

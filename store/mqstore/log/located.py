@@ -1,0 +1,126 @@
+"""A record in a buffer, found by a unit: what can be read off it without decoding, compiled where possible.
+
+The base of `Message`. It decodes at each call and keeps nothing; the numbers lie where the byte table of store-format
+2.1 has them, moved by IPv6 hosts.
+"""
+
+from __future__ import annotations
+
+import mmap
+from struct import Struct
+from typing import TYPE_CHECKING
+
+from mqstore.layout.messageid import encode_message_id
+from mqstore.layout.record import (
+    BODY_AT_V4,
+    BORN_HOST_V6,
+    STORE_HOST_V6,
+    TRANSACTION_COMMIT,
+    TRANSACTION_MASK,
+)
+from mqstore.log.stretch import Few, Stretch
+from mqstore.native import kernel
+
+__all__ = ["Located"]
+
+_I4 = Struct(">i").unpack_from
+_I8 = Struct(">q").unpack_from
+_V6 = BORN_HOST_V6 | STORE_HOST_V6
+_NOT_PLAIN = _V6 | TRANSACTION_MASK
+_MAGIC_V2_LOW_BYTE = 0xAB
+
+
+class Located:
+    """A record in a buffer, found by a unit."""
+
+    # Four slots, since readers make thousands at once: what messages found together share stays in their stretch.
+    __slots__ = ("_body_end", "_start", "_stretch", "offset")
+
+    def __init__(self, stretch: Stretch | Few, start: int, offset: int, body_end: int = -1) -> None:
+        """`start`: of the record in the stretch's buffer. `body_end`: where a body that needs nothing but a slice ends;
+        -1: to be found out."""
+        self._stretch = stretch
+        self._start = start
+        self.offset = offset
+        self._body_end = body_end
+
+    @property
+    def _buffer(self) -> mmap.mmap | bytes:
+        return self._stretch.buffer
+
+    @property
+    def body(self) -> bytes:
+        """The body as it was sent. Raises FormatError when a compressed one does not inflate."""
+        end = self._body_end
+        return self._stretch.buffer[self._start + BODY_AT_V4 : end] if end >= 0 else self._stored_body()
+
+    if TYPE_CHECKING:  # of `Message`, for what is not plain
+
+        def _stored_body(self) -> bytes: ...
+        def _body_start(self) -> int: ...
+        def _host(self, *, store: bool) -> bytes: ...
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole record."""
+        return int(_I4(self._buffer, self._start)[0])
+
+    @property
+    def physical_offset(self) -> int:
+        """Position of the record in the commitlog."""
+        return int(_I8(self._buffer, self._start + 28)[0])
+
+    @property
+    def message_id(self) -> str:
+        """Offset message id, the address of this stored copy (store-format 2.8)."""
+        return encode_message_id(self._host(store=True), self.physical_offset)
+
+    @property
+    def flag(self) -> int:
+        return int(_I4(self._buffer, self._start + 16)[0])
+
+    @property
+    def sys_flag(self) -> int:
+        return int(_I4(self._buffer, self._start + 36)[0])
+
+    @property
+    def born_timestamp_ms(self) -> int:
+        return int(_I8(self._buffer, self._start + 40)[0])
+
+    @property
+    def store_timestamp_ms(self) -> int:
+        return int(_I8(self._buffer, self._start + (68 if self._buffer[self._start + 39] & 0x10 else 56))[0])
+
+    @property
+    def reconsume_times(self) -> int:
+        return int(_I4(self._buffer, self._body_start() - 16)[0])
+
+    @property
+    def prepared_transaction_offset(self) -> int:
+        return int(_I8(self._buffer, self._body_start() - 12)[0])
+
+    def plain_parts(self) -> tuple[bytes, bytes] | None:
+        """(header, stored body) of a record with two IPv4 hosts that no transaction holds back; None of any other."""
+        buffer, start = self._stretch.buffer, self._start
+        if buffer[start + 39] & _NOT_PLAIN:
+            flags = buffer[start + 39]
+            if flags & _V6 or flags & TRANSACTION_MASK != TRANSACTION_COMMIT:
+                return None
+        begin = start + BODY_AT_V4
+        return buffer[start:begin], buffer[begin : begin + _I4(buffer, begin - 4)[0]]
+
+    @property
+    def encoded_properties(self) -> bytes:
+        """The bytes of the properties, as stored (store-format 2.4)."""
+        buffer, at = self._stretch.buffer, self._body_start()
+        at += _I4(buffer, at - 4)[0]
+        if buffer[self._start + 7] == _MAGIC_V2_LOW_BYTE:
+            at += 2 + (buffer[at] << 8 | buffer[at + 1])
+        else:
+            at += 1 + buffer[at]
+        length = buffer[at] << 8 | buffer[at + 1]
+        return buffer[at + 2 : at + 2 + length]
+
+
+if not TYPE_CHECKING and kernel is not None:
+    Located = kernel.Located
