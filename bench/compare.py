@@ -87,6 +87,7 @@ def answer(question: Question, load: Load, samples: dict[str, list[Sample]]) -> 
         ratios = [mine.rate / other for mine, other in zip(ours, rates, strict=True)]
         median = statistics.median(ratios)
         target = target_for(question.name, name)
+        rate = statistics.median(sample.rate for sample in ours)
         rows.append(
             {
                 "question": question.name,
@@ -94,15 +95,15 @@ def answer(question: Question, load: Load, samples: dict[str, list[Sample]]) -> 
                 "messages": load.messages,
                 "unit": question.unit,
                 "ours": question.ours.name,
-                "ours_rate": statistics.median(sample.rate for sample in ours),
+                "ours_rate": rate,
                 "peer": name,
                 "peer_rate": statistics.median(rates),
                 "ratio": median,
                 "ratio_min": min(ratios),
                 "ratio_max": max(ratios),
                 "ratios": ratios,
-                "target": target.at_least if target else None,
-                "met": target.met(median) if target else None,
+                "target": str(target) if target else None,
+                "met": target.met(median, rate) if target else None,
             }
         )
     return rows
@@ -151,7 +152,7 @@ def render(question: Question, rows: Sequence[dict[str, Any]]) -> Table:
             rate_text(row["peer_rate"], unit),
             f"{ratio_text(row['ratio'])} x",
             f"{ratio_text(row['ratio_min'])} .. {ratio_text(row['ratio_max'])}",
-            "" if row["target"] is None else f"{row['target']:g} x",
+            row["target"] or "",
             {None: "", True: "[green]met[/]", False: "[red]not met[/]"}[row["met"]],
         )
     return table

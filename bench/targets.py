@@ -18,9 +18,14 @@ class Target(NamedTuple):
     question: str
     peer: str
     at_least: float
+    or_rate: float | None = None
+    """Also met at so many a second: a bound for a peer that is our own and may be faster than anybody needs."""
 
-    def met(self, ratio: float) -> bool:
-        return ratio >= self.at_least
+    def met(self, ratio: float, rate: float) -> bool:
+        return ratio >= self.at_least or (self.or_rate is not None and rate >= self.or_rate)
+
+    def __str__(self) -> str:
+        return f"{self.at_least:g} x" + ("" if self.or_rate is None else f" or {self.or_rate / 1000:g} k/s")
 
 
 TARGETS = (
@@ -38,15 +43,13 @@ TARGETS = (
     Target("recovery", "bare crc32c, a call a record", 0.3),
     Target("pop_one", "persist-queue SQLiteAckQueue", 20.0),
     Target("pop_one", "litequeue", 10.0),
-    # Or 150,000 a second, whichever is less.
-    Target("pop_many", "mqstore read", 0.25),
+    Target("pop_many", "mqstore read", 0.25, or_rate=150_000),
     Target("delay", "mqstore put", 0.3),
     Target("queue_put", "mqstore put", 0.667),
     Target("queue_get", "persist-queue SQLiteAckQueue", 20.0),
     Target("queue_get", "localqueue", 5.0),
     Target("queue_get", "diskcache Deque", 1.0),
-    # Or 200,000 a second, whichever is less.
-    Target("push", "mqstore read", 0.3),
+    Target("push", "mqstore read", 0.3, or_rate=200_000),
     Target("open", "limit of 100 ms", 1.0),
     # Eight times the messages in as many segments: only noise may tell the two apart.
     Target("open", "200 segments, an eighth of the messages", 0.8),
