@@ -1,6 +1,6 @@
 """The build hook of hatchling: compiles store/native to `mqstore._native`, if this machine can.
 
-Without a C compiler, on another processor than x86-64 or another interpreter than CPython mqstore is installed without
+Without a C compiler, and elsewhere than on CPython for Linux and x86-64, mqstore is installed without
 it and does the same by Python and numpy, more slowly. MQSTORE_NATIVE=0 leaves it out on purpose; MQSTORE_NATIVE=require
 makes it an error that it cannot be built.
 """
@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import platform
 import sys
+import sysconfig
+import tempfile
 import zlib
 from pathlib import Path
 from typing import Any
@@ -29,8 +31,9 @@ def sources_crc32(folder: Path) -> int:
 
 def compile_native(root: Path) -> Path:
     """Build the module into store/mqstore; its path. Raises whatever keeps it from being built."""
-    if sys.implementation.name != "cpython" or platform.machine().lower() not in ("x86_64", "amd64"):
-        raise RuntimeError(f"{sys.implementation.name} on {platform.machine()}: only for CPython on x86-64")
+    here = sys.implementation.name, sys.platform, platform.machine()
+    if here != ("cpython", "linux", "x86_64"):
+        raise RuntimeError(f"only for CPython on Linux and x86-64, not for {' '.join(here)}")
     from setuptools import Distribution, Extension
 
     sources = root / "store" / "native"
@@ -39,22 +42,33 @@ def compile_native(root: Path) -> Path:
         [os.path.relpath(path, root) for path in sorted(sources.glob("*.c"))],
         depends=[os.path.relpath(path, root) for path in sources.glob("*.h")],
         define_macros=[("MQSTORE_NATIVE_SOURCES", f"{sources_crc32(sources)}L")],
-        extra_compile_args=["-O3", "-std=c11"],
+        extra_compile_args=["-O3", "-std=c11", "-fvisibility=hidden"],
     )
     before = os.getcwd()
     os.chdir(root)
     try:
-        command = Distribution({"name": "mqstore", "ext_modules": [extension]}).get_command_obj("build_ext")
-        command.build_lib = os.path.join("build", "lib")
-        command.build_temp = os.path.join("build", "temp")
-        command.ensure_finalized()
-        command.run()
-        built = Path(command.get_ext_fullpath(_MODULE))
-        target = root / "store" / "mqstore" / built.name
-        os.replace(built, target)  # in one step: another process may have the old one loaded
-        return target
+        # Of its own: another interpreter may be building here at the same time.
+        with tempfile.TemporaryDirectory(dir=_made(root / "build")) as folder:
+            command = Distribution({"name": "mqstore", "ext_modules": [extension]}).get_command_obj("build_ext")
+            command.build_lib = command.build_temp = os.path.relpath(folder, root)
+            command.ensure_finalized()
+            command.run()
+            os.replace(
+                command.get_ext_fullpath(_MODULE), module_path(root)
+            )  # another process may have the old one loaded
+        return module_path(root)
     finally:
         os.chdir(before)
+
+
+def module_path(root: Path) -> Path:
+    """Where the module for this interpreter belongs."""
+    return root / "store" / "mqstore" / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 class NativeHook(BuildHookInterface):
@@ -62,7 +76,10 @@ class NativeHook(BuildHookInterface):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         wanted = os.environ.get("MQSTORE_NATIVE", "")
-        if self.target_name != "wheel" or wanted == "0":
+        if self.target_name != "wheel":
+            return
+        module_path(Path(self.root)).unlink(missing_ok=True)  # an older one would be used if none is built now
+        if wanted == "0":
             return
         try:
             module = compile_native(Path(self.root))

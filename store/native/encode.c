@@ -94,7 +94,7 @@ PyObject *native_encode(PyObject *module, PyObject *const *args, Py_ssize_t narg
     int64_t *size = (int64_t *)PyByteArray_AS_STRING(sizes);
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *body = PyList_GET_ITEM(args[1], i), *tail = each ? PyList_GET_ITEM(args[2], i) : args[2];
-        if (!PyBytes_Check(body) || !PyBytes_Check(tail) || (flagged && !PyLong_CheckExact(PyList_GET_ITEM(args[3], i)))) {
+        if (!PyBytes_Check(body) || !PyBytes_Check(tail) || (flagged && !PyLong_Check(PyList_GET_ITEM(args[3], i)))) {
             PyErr_SetString(PyExc_TypeError, "encode: bodies and tails must be bytes, flags int");
             goto failed;
         }

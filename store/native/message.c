@@ -6,7 +6,11 @@
 #include <stddef.h>
 #include <structmember.h>
 
-enum { UNIT_BYTES = 20, VOID_SIZE = 0x7FFFFFFF };
+enum {
+    UNIT_BYTES = 20,
+    VOID_SIZE = 0x7FFFFFFF,
+    MOST_BYTES = 4 << 20, /* read at once: others wait meanwhile */
+};
 
 typedef struct {
     PyObject_HEAD
@@ -223,7 +227,7 @@ static bool is_plain(const uint8_t *record)
 
    `type` is a subclass of Located, `units` those of the slots from `first` on, `chosen` the indices of those to look at
    (int64) or None for all. Ends before the first that is no ordinary record of this queue and segment, sound in every
-   respect, by a checksum over the whole: that is for Python to judge. `budget`: bytes of records, -1 for no limit; one
+   respect, by a checksum over the whole: that is for Python to judge; or when it has read much. `budget`: bytes of records, -1 for no limit; one
    below -1 gives -budget - 2 bytes, but lets the first message through. */
 PyObject *native_read_units(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -257,7 +261,7 @@ PyObject *native_read_units(PyObject *module, PyObject *const *args, Py_ssize_t 
     long long total = 0;
     bool spent = false;
     messages = PyList_New(0);
-    for (; messages && done < count; done++) {
+    for (; messages && done < count && total < MOST_BYTES; done++) {
         int64_t i = chosen.obj ? ((const int64_t *)chosen.buf)[done] : done;
         if (i < 0 || i >= there)
             break;

@@ -70,9 +70,10 @@ int crc32c_init(void);
 
 /* --- one record (scan.c) --- */
 
-/* The places of its variable parts, relative to the buffer. */
+/* Its size and the places of its variable parts, relative to the buffer. What is here was compared with the room there is;
+   the same bytes read once more may have changed, since another process may write to the file. */
 typedef struct {
-    int64_t body, body_size, topic, topic_size, properties, properties_size;
+    int64_t size, body, body_size, topic, topic_size, properties, properties_size;
 } Parts;
 
 /* Whether the lengths in the record at `position`, where there is room for the smallest, add up; else nothing is set. */

@@ -9,7 +9,7 @@ int array_of(PyObject *object, Py_buffer *view, Py_ssize_t width, Py_ssize_t cou
 {
     if (PyObject_GetBuffer(object, view, PyBUF_C_CONTIGUOUS | (writable ? PyBUF_WRITABLE : 0)) < 0)
         return -1;
-    if ((uintptr_t)view->buf % (uintptr_t)width || view->len % width || (count >= 0 && view->len / width != count)) {
+    if ((view->len && (uintptr_t)view->buf % (uintptr_t)width) || view->len % width || (count >= 0 && view->len / width != count)) {
         PyErr_Format(PyExc_ValueError, "%s: expected %zd items of %zd bytes, got %zd bytes", name, count, width, view->len);
         PyBuffer_Release(view);
         return -1;
@@ -192,6 +192,7 @@ bool parts_of(const uint8_t *data, int64_t length, int64_t position, Parts *part
     int64_t properties_size = (int16_t)get16(at + topic_size);
     if (properties_size != spare - topic_size)
         return false;
+    parts->size = size;
     parts->body = position + BODY_AT + extra;
     parts->body_size = body_size;
     parts->topic = at - data;
@@ -257,7 +258,8 @@ no_positions:
     return result;
 }
 
-/* records_hold(buffer, starts, sizes, stored, out): whether the CRC-32C of each record is the uint32 in `stored`. */
+/* records_hold(buffer, starts, sizes, stored, out): whether the CRC-32C of each record is the uint32 in `stored`; what does
+   not lie within the buffer does not hold. */
 PyObject *native_records_hold(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     if (wrong_count("records_hold", nargs, 5))
@@ -279,21 +281,15 @@ PyObject *native_records_hold(PyObject *module, PyObject *const *args, Py_ssize_
     const uint32_t *claimed = stored.buf;
     const uint8_t *data = view.buf;
     uint8_t *holds = out.buf;
-    Py_ssize_t i = 0;
     PyThreadState *others = PyEval_SaveThread();
-    for (; i < count; i++) {
-        if (at[i] < 0 || size[i] < QUEUE_ID_AT || at[i] > view.len || size[i] > view.len - at[i])
-            break;
+    for (Py_ssize_t i = 0; i < count; i++) {
         if (i + NEXT < count)
             fetch_at(data, view.len, at[i + NEXT], size[i + NEXT]);
-        holds[i] = crc32c_record(data + at[i], (size_t)size[i]) == claimed[i];
+        holds[i] = at[i] >= 0 && size[i] >= QUEUE_ID_AT && at[i] <= view.len && size[i] <= view.len - at[i] &&
+                   crc32c_record(data + at[i], (size_t)size[i]) == claimed[i];
     }
     PyEval_RestoreThread(others);
-    if (i < count)
-        PyErr_Format(PyExc_IndexError, "%lld bytes at %lld of a buffer of %zd", (long long)size[i], (long long)at[i],
-                     view.len);
-    else
-        result = Py_NewRef(Py_None);
+    result = Py_NewRef(Py_None);
     PyBuffer_Release(&out);
 no_out:
     PyBuffer_Release(&stored);
@@ -334,7 +330,7 @@ int64_t sound_record(const uint8_t *data, int64_t length, int64_t position, int6
     if (position < 0 || position > length - MIN_RECORD_BYTES || !parts_of(data, length, position, parts))
         return 0;
     const uint8_t *record = data + position, *properties = data + parts->properties;
-    int64_t size = (int32_t)get32(record);
+    int64_t size = parts->size;
     if ((int64_t)get64(record + PHYSICAL_OFFSET_AT) != physical_offset)
         return 0;
     if (parts->topic_size == sizeof schedule - 1 && !memcmp(data + parts->topic, schedule, sizeof schedule - 1) &&

@@ -149,10 +149,12 @@ static bool is_host(PyObject *host)
 /* put(queue, body, tail, unique_key) -> a receipt; None when `append` must do it. */
 static PyObject *tip_put(Tip *self, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (nargs != 4 || !PyObject_TypeCheck(args[0], &NumberedType) || !PyBytes_Check(args[1]) || !PyBytes_Check(args[2])) {
+    if (nargs != 4 || !PyObject_TypeCheck(args[0], &NumberedType)) {
         PyErr_SetString(PyExc_TypeError, "put takes a queue, the body, the tail and the unique key");
         return NULL;
     }
+    if (!PyBytes_Check(args[1]) || !PyBytes_Check(args[2]))
+        Py_RETURN_NONE;
     Numbered *queue = (Numbered *)args[0];
     PyObject *body = args[1], *tail = args[2];
     if (!self->plain || !self->acquire || !self->release || !self->time_ns || !is_host(self->born_host) ||
@@ -236,6 +238,9 @@ static PyObject *tip_put(Tip *self, PyObject *const *args, Py_ssize_t nargs)
     PyObject *receipt = made->tp_alloc(made, 7);
     if (!receipt)
         return NULL;
+#if PY_VERSION_HEX >= 0x030E0000
+    ((PyTupleObject *)receipt)->ob_hash = -1; /* not computed yet; what was allocated says 0 */
+#endif
     PyObject *items[7] = {
         Py_NewRef(queue->ref),          PyLong_FromLongLong(offset), PyLong_FromLongLong(position),
         PyLong_FromSsize_t(size),       PyLong_FromLongLong(now_ms), Py_NewRef(self->store_host),

@@ -336,7 +336,7 @@ class SegmentRun:
             if start is None:
                 continue
             path = str(self.directory / name)
-            if start % self.segment_bytes or start > _OFFSET_END - self.segment_bytes:
+            if start % self.segment_bytes or start >= _OFFSET_END - self.segment_bytes:
                 why = f"not a multiple of the segment size {self.segment_bytes}, or beyond 2**63; the file is ignored"
                 problems.append(LoadProblem(path, "segment_name", start, 0, why))
             else:
@@ -409,7 +409,7 @@ class SegmentRun:
         """Append the segment that starts at `start` (a multiple of the size, behind the last) and return it: the
         prepared one if there is one, else made now. Its name is durable after the next `sync` or `sync_folder`."""
         assert self.writable, "only a writer creates segments"
-        if start % self.segment_bytes or not self.end <= start <= _OFFSET_END - self.segment_bytes:
+        if start % self.segment_bytes or not self.end <= start < _OFFSET_END - self.segment_bytes:
             size = self.segment_bytes
             raise ValueError(f"no segment of {size} bytes can start at {start}; the run ends at {self.end}")
         with self._prepare_lock:  # when it is being prepared right now, waiting is the shortest way to have it

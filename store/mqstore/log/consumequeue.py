@@ -314,6 +314,11 @@ class ConsumeQueue(Queue):
         return dropped
 
 
+def _is_queue_id(name: str) -> bool:
+    """Whether a folder of this name is one of a queue."""
+    return name.isascii() and name.isdigit() and str(int(name)) == name and int(name) <= _MAX_QUEUE_ID
+
+
 class QueueTable:
     """All consume queues of a store, by topic and queue id."""
 
@@ -347,9 +352,8 @@ class QueueTable:
                 self.unsafe_names.append(topic)
                 continue
             for name in self._folders(os.path.join(self.root, topic)):
-                if not (name.isascii() and name.isdigit() and str(int(name)) == name and int(name) <= _MAX_QUEUE_ID):
-                    continue
-                self.create(topic, int(name)).load(exact=exact)
+                if _is_queue_id(name):
+                    self.create(topic, int(name)).load(exact=exact)
 
     def _folders(self, path: str) -> list[str]:
         if not os.path.isdir(path):
@@ -362,7 +366,7 @@ class QueueTable:
         for topic in self._folders(self.root):
             if is_path_safe(topic):
                 for name in self._folders(os.path.join(self.root, topic)):
-                    if name.isascii() and name.isdigit() and (topic, int(name)) not in self._queues:
+                    if _is_queue_id(name) and (topic, int(name)) not in self._queues:
                         queue = self.create(topic, int(name))
                         queue.load(exact=False)
                         found.append(queue)

@@ -175,6 +175,9 @@ class Message(Located):
 
     # -- as a value -------------------------------------------------------------------------------------------------
 
+    def __copy__(self) -> Message:
+        return self  # immutable
+
     def record_bytes(self) -> bytes:
         """The whole record as stored."""
         return self._stretch.buffer[self._start : self._start + self.size]

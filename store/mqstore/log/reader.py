@@ -69,6 +69,8 @@ _QUEUE = Struct(">iiqqi").unpack_from  # queueId, flag, queueOffset, physicalOff
 _I4 = Struct(">i").unpack_from
 _SCAN_UNITS = 800
 """Units looked at for one filtered read (store-format 10.1)."""
+_COMPILED_UNITS = 4096
+"""Units read at once: their messages keep them all."""
 _FOLLOW_MIN_S, _FOLLOW_MAX_S = 0.001, 0.1
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _BLOCK_UNITS = 4096
@@ -394,12 +396,13 @@ class StoreReader:
         """What `_locate` leads to, up to the first unit that is no ordinary message of the segment that the first one
         lies in. None, and nothing has happened, when that is the very first: `_locate` deals with it."""
         assert kernel is not None
+        count = min(count, _COMPILED_UNITS)
         units = queue.read(offset, count)
         chosen: npt.NDArray[np.int64] | None = None
         first, after, stop = 0, offset + count, False
         if unit_filter is not None:
             rows = np.frombuffer(units, UNIT_DTYPE)
-            if (rows["size"] <= 0).any():
+            if ((rows["size"] <= 0) | (rows["size"] == VOID_SIZE) | (rows["physical_offset"] < 0)).any():
                 return None
             chosen = np.flatnonzero(unit_filter.units(rows["tags_code"].astype(np.int64))).astype(np.int64)
             if len(chosen) > max_messages:
@@ -418,7 +421,7 @@ class StoreReader:
         if there is None:
             return None
         segment, buffer = there
-        budget = -1 if max_bytes is None else max(max_bytes, 0)
+        budget = -1 if max_bytes is None else min(max(max_bytes, 0), 1 << 62)
         messages: list[Message]
         messages, looked, total, spent = kernel.read_units(
             Message,

@@ -56,6 +56,7 @@ from mqstore.layout.record import (
     Checksum,
     encode_blank,
 )
+from mqstore.layout.scan import records_hold
 from mqstore.log.commitlog import CommitLog
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.report import Cut, Finding
@@ -369,6 +370,12 @@ def _patch(
     data, headers = window.data, window.headers
     positions = headers.positions
     if kernel is not None and checksum == "crc32c-record":
+        # New checksums must not make good what has changed in memory: as `_moved_crcs`, which starts from the old ones.
+        if (
+            window.crcs is not None
+            and not records_hold(data, positions, headers.size.astype(np.int64), window.crcs).all()
+        ):
+            raise FormatError("a staged record has changed since it was checked", "record", 0)
         kernel.renumber(data, positions, offsets, places, stamp_ms)
         return
     sizes = headers.size

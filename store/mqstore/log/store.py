@@ -597,17 +597,17 @@ class MessageStore(StoreWriter):
         if last is None or self._stopping:
             return
         end = self._log.end
-        if (
-            last.start <= end < last.end
-            and end + _POPULATE_BYTES // 2 >= self._populated
-            and self._populated < last.end
-        ):
-            start = max(end, self._populated)
-            stop = min(last.end, end + _POPULATE_BYTES)
-            if stop > start:
-                self._run.populate(last, start - last.start, stop - start)
-                self._populated = stop
         try:
+            if (
+                last.start <= end < last.end
+                and end + _POPULATE_BYTES // 2 >= self._populated
+                and self._populated < last.end
+            ):
+                start = max(end, self._populated)
+                stop = min(last.end, end + _POPULATE_BYTES)
+                if stop > start:
+                    self._run.populate(last, start - last.start, stop - start)
+                    self._populated = stop
             if end - last.start >= last.size * 3 // 4 and end > self._first_put_position:
                 self._run.prepare(last.end, populate_bytes=_POPULATE_BYTES)
         finally:  # on a full disk too: else every put to come calls for us
