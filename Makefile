@@ -75,7 +75,7 @@ $(VENV)/stamp-bench: EXTRA := [bench]
 $(VENV)/stamp-spark: EXTRA := [dev,spark]
 
 $(VENV)/stamp-core $(VENV)/stamp-dev $(VENV)/stamp-bench $(VENV)/stamp-spark: $(MADE_FOR) $(BIN)/python
-	@if cat $(MADE_FOR) | cmp -s - $@; then touch $@; else \
+	@if cat $(MADE_FOR) 2>/dev/null | cmp -s - $@; then touch $@; else \
 	echo "installing mqstore$(EXTRA) into $(VENV)"; \
 	$(PIP) install 'hatchling>=1.26' 'setuptools>=65' && $(PIP) install --no-build-isolation --editable '.$(EXTRA)' && \
 	cat $(MADE_FOR) >$@; fi

@@ -53,9 +53,8 @@ def compile_native(root: Path) -> Path:
             command.build_lib = command.build_temp = os.path.relpath(folder, root)
             command.ensure_finalized()
             command.run()
-            os.replace(
-                command.get_ext_fullpath(_MODULE), module_path(root)
-            )  # another process may have the old one loaded
+            # In one step: another process may have the old one loaded.
+            os.replace(command.get_ext_fullpath(_MODULE), module_path(root))
         return module_path(root)
     finally:
         os.chdir(before)

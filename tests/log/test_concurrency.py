@@ -233,7 +233,7 @@ def test_a_segment_that_is_just_being_removed_is_no_damage(tmp_path: Path) -> No
 # -- processes ------------------------------------------------------------------------------------------------------
 
 READER = """
-import sys, mqstore
+import sys, time, mqstore
 path, total = sys.argv[1], int(sys.argv[2])
 with mqstore.MessageStore(path, "r") as store:
     print("ready", flush=True)
@@ -252,6 +252,9 @@ with mqstore.MessageStore(path, "r") as store:
             if seen[queue_id] % 7 == 0 and seen[queue_id]:
                 columns = store.read_columns("t", queue_id, 0, seen[queue_id], ["queue_offset"])
                 assert columns["queue_offset"].tolist() == list(range(seen[queue_id]))
+    until = time.monotonic() + 60
+    while len(store.find("t", key="k", limit=10 * total)) < 2 * total and time.monotonic() < until:
+        time.sleep(0.01)  # entries of the index come behind the units
     assert len(store.find("t", key="k", limit=10 * total)) == 2 * total
     assert store.stats().bad_records == 0
 print("all of", seen)

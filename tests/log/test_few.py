@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mqstore import MessageStore, SimulatedClock
-from mqstore.errors import StoreFullError
+from mqstore.errors import FormatError, StoreFullError
 from mqstore.files.descriptors import DescriptorCache
 from mqstore.files.segments import SegmentRun
 from mqstore.layout.consumequeue import VOID_UNIT
@@ -30,6 +30,7 @@ from mqstore.layout.record import encode_record
 from mqstore.log import reput
 from mqstore.log.consumequeue import QueueTable
 from mqstore.log.index import Index
+from mqstore.log.message import Message
 from mqstore.log.reader import GetResult, StoreReader
 from mqstore.log.reput import Dispatcher
 from tests.faults import FaultyFileSystem
@@ -154,9 +155,18 @@ def fill(path: Path) -> None:
             store.dispatch()
 
 
+def body_of(message: Message) -> bytes | str:
+    """The body, or why there is none: damage may have made it a compressed one, where checksums are not compared."""
+    try:
+        return message.body
+    except FormatError as error:
+        return str(error)
+
+
 def told(result: GetResult) -> tuple[Any, ...]:
     messages = [
-        (m.offset, m.physical_offset, m.tags_code, m.body, m.queue, m.size, m.record_bytes()) for m in result.messages
+        (m.offset, m.physical_offset, m.tags_code, body_of(m), m.queue, m.size, m.record_bytes())
+        for m in result.messages
     ]
     return result.status, messages, result.next_offset, result.min_offset, result.max_offset
 
