@@ -44,13 +44,14 @@ def compile_native(root: Path) -> Path:
         define_macros=[("MQSTORE_NATIVE_SOURCES", f"{sources_crc32(sources)}L")],
         extra_compile_args=["-O3", "-std=c11", "-fvisibility=hidden"],
     )
+    (root / "build").mkdir(exist_ok=True)
     before = os.getcwd()
     os.chdir(root)
     try:
         # Of its own: another interpreter may be building here at the same time.
-        with tempfile.TemporaryDirectory(dir=_made(root / "build")) as folder:
+        with tempfile.TemporaryDirectory(dir="build") as folder:
             command = Distribution({"name": "mqstore", "ext_modules": [extension]}).get_command_obj("build_ext")
-            command.build_lib = command.build_temp = os.path.relpath(folder, root)
+            command.build_lib = command.build_temp = folder
             command.ensure_finalized()
             command.run()
             # In one step: another process may have the old one loaded.
@@ -63,11 +64,6 @@ def compile_native(root: Path) -> Path:
 def module_path(root: Path) -> Path:
     """Where the module for this interpreter belongs."""
     return root / "store" / "mqstore" / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir(exist_ok=True)
-    return folder
 
 
 class NativeHook(BuildHookInterface):

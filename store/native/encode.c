@@ -21,20 +21,19 @@ PyObject *native_assemble(PyObject *module, PyObject *const *args, Py_ssize_t na
         PyErr_SetString(PyExc_ValueError, "assemble: no bodies, or not as many tails");
         return NULL;
     }
-    Py_buffer headers, out;
-    if (array_of(args[0], &headers, 1, -1, false, "headers") < 0)
-        return NULL;
     PyObject *result = NULL;
-    if (array_of(args[3], &out, 1, -1, true, "out") < 0)
-        goto no_out;
-    Py_ssize_t width = headers.len / count;
-    if (headers.len % count || width < QUEUE_ID_AT) {
-        PyErr_Format(PyExc_ValueError, "%zd bytes are no %zd headers", headers.len, count);
+    Buffers held = {0};
+    Py_buffer *headers, *out;
+    if (!(headers = hold(&held, args[0], 1, -1, false, "headers")) || !(out = hold(&held, args[3], 1, -1, true, "out")))
+        goto done;
+    Py_ssize_t width = headers->len / count;
+    if (headers->len % count || width < QUEUE_ID_AT) {
+        PyErr_Format(PyExc_ValueError, "%zd bytes are no %zd headers", headers->len, count);
         goto done;
     }
-    const uint8_t *header = headers.buf;
-    uint8_t *to = out.buf;
-    Py_ssize_t room = out.len;
+    const uint8_t *header = headers->buf;
+    uint8_t *to = out->buf;
+    Py_ssize_t room = out->len;
     for (Py_ssize_t i = 0; i < count; i++, header += width) {
         /* No call of Python in this loop: the lists stay as they are. */
         PyObject *body = PyList_GET_ITEM(args[1], i), *tail = each ? PyList_GET_ITEM(args[2], i) : args[2];
@@ -61,9 +60,7 @@ PyObject *native_assemble(PyObject *module, PyObject *const *args, Py_ssize_t na
     else
         result = Py_NewRef(Py_None);
 done:
-    PyBuffer_Release(&out);
-no_out:
-    PyBuffer_Release(&headers);
+    let_go(&held);
     return result;
 }
 
@@ -141,48 +138,42 @@ failed:
    offset and the time it is stored, and the checksum over the whole that it has then. */
 PyObject *native_renumber(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (nargs != 5) {
-        PyErr_SetString(PyExc_TypeError, "renumber takes data, positions, offsets, places and the timestamp");
+    if (!has_arguments("renumber", nargs, 5))
         return NULL;
-    }
     long long timestamp = PyLong_AsLongLong(args[4]);
     if (timestamp == -1 && PyErr_Occurred())
         return NULL;
-    static const char *const names[] = {"positions", "offsets", "places"};
     PyObject *result = NULL;
-    Py_buffer data, arrays[3];
-    if (array_of(args[0], &data, 1, -1, true, "data") < 0)
-        return NULL;
-    int held = 0;
-    Py_ssize_t count = -1, i = 0;
-    for (; held < 3; held++) {
-        if (array_of(args[1 + held], &arrays[held], 8, count, false, names[held]) < 0)
-            goto done;
-        count = arrays[0].len / 8;
-    }
-    const int64_t *at = arrays[0].buf, *offsets = arrays[1].buf, *places = arrays[2].buf;
+    Buffers held = {0};
+    Py_buffer *data, *positions, *offsets, *places;
+    if (!(data = hold(&held, args[0], 1, -1, true, "data")) ||
+        !(positions = hold(&held, args[1], 8, -1, false, "positions")))
+        goto done;
+    Py_ssize_t count = positions->len / 8, i = 0;
+    if (!(offsets = hold(&held, args[2], 8, count, false, "offsets")) ||
+        !(places = hold(&held, args[3], 8, count, false, "places")))
+        goto done;
+    const int64_t *at = positions->buf;
     PyThreadState *others = PyEval_SaveThread();
     for (; i < count; i++) {
-        if (at[i] < 0 || at[i] > data.len - MIN_RECORD_BYTES)
+        if (at[i] < 0 || at[i] > data->len - MIN_RECORD_BYTES)
             break;
-        uint8_t *record = (uint8_t *)data.buf + at[i];
+        uint8_t *record = (uint8_t *)data->buf + at[i];
         int64_t size = (int32_t)get32(record);
         int64_t moved = get32(record + SYS_FLAG_AT) & BORN_HOST_V6 ? IPV6_EXTRA : 0;
-        if (size < MIN_RECORD_BYTES + moved || size > data.len - at[i])
+        if (size < MIN_RECORD_BYTES + moved || size > data->len - at[i])
             break;
-        put64(record + QUEUE_OFFSET_AT, (uint64_t)offsets[i]);
-        put64(record + PHYSICAL_OFFSET_AT, (uint64_t)places[i]);
+        put64(record + QUEUE_OFFSET_AT, ((const uint64_t *)offsets->buf)[i]);
+        put64(record + PHYSICAL_OFFSET_AT, ((const uint64_t *)places->buf)[i]);
         put64(record + STORE_TIMESTAMP_AT + moved, (uint64_t)timestamp);
         put32(record + CHECKSUM_AT, crc32c_record(record, (size_t)size));
     }
     PyEval_RestoreThread(others);
     if (i < count)
-        PyErr_Format(PyExc_IndexError, "no record at %lld of %zd bytes", (long long)at[i], data.len);
+        PyErr_Format(PyExc_IndexError, "no record at %lld of %zd bytes", (long long)at[i], data->len);
     else
         result = Py_NewRef(Py_None);
 done:
-    while (held)
-        PyBuffer_Release(&arrays[--held]);
-    PyBuffer_Release(&data);
+    let_go(&held);
     return result;
 }

@@ -222,19 +222,42 @@ static bool is_plain(const uint8_t *record)
     return !(get32(record + SYS_FLAG_AT) & (COMPRESSED | BORN_HOST_V6 | STORE_HOST_V6));
 }
 
+/* What a unit says of its record. */
+typedef struct {
+    int64_t physical, size, slot, queue_id;
+    const char *topic;
+    Py_ssize_t topic_bytes;
+} Said;
+
+/* Whether the record at `position` is sound (`sound_record`) and the one that a unit means. `body_end`: where its body ends
+   if that is plain, else -1. */
+static bool is_meant(const Py_buffer *view, int64_t position, const Said *said, int64_t *body_end)
+{
+    const uint8_t *data = view->buf;
+    Parts parts;
+    *body_end = -1;
+    if (said->size <= 0 || sound_record(data, view->len, position, said->physical, &parts) != said->size)
+        return false;
+    const uint8_t *record = data + position;
+    if ((int32_t)get32(record + QUEUE_ID_AT) != said->queue_id ||
+        (int64_t)get64(record + QUEUE_OFFSET_AT) != said->slot || !bears(data, &parts, said->topic, said->topic_bytes))
+        return false;
+    if (is_plain(record))
+        *body_end = parts.body + parts.body_size;
+    return true;
+}
+
 /* read_units(type, stretch, buffer, segment_start, units, first, chosen, queue_id, topic, budget)
        -> (messages, how many units of those looked at these are, their bytes, whether the budget ended it)
 
    `type` is a subclass of Located, `units` those of the slots from `first` on, `chosen` the indices of those to look at
    (int64) or None for all. Ends before the first that is no ordinary record of this queue and segment, sound in every
-   respect, by a checksum over the whole: that is for Python to judge; or when it has read much. `budget`: bytes of records, -1 for no limit; one
-   below -1 gives -budget - 2 bytes, but lets the first message through. */
+   respect, by a checksum over the whole: that is for Python to judge; or when it has read much. `budget`: bytes of
+   records, -1 for no limit; one below -1 gives -budget - 2 bytes, but lets the first message through. */
 PyObject *native_read_units(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (nargs != 10) {
-        PyErr_SetString(PyExc_TypeError, "read_units takes ten arguments");
+    if (!has_arguments("read_units", nargs, 10))
         return NULL;
-    }
     PyTypeObject *type = (PyTypeObject *)args[0];
     if (!PyType_Check(args[0]) || !PyType_IsSubtype(type, &LocatedType)) {
         PyErr_SetString(PyExc_TypeError, "read_units: messages must be Located");
@@ -242,47 +265,41 @@ PyObject *native_read_units(PyObject *module, PyObject *const *args, Py_ssize_t 
     }
     long long segment_start = PyLong_AsLongLong(args[3]), first = PyLong_AsLongLong(args[5]);
     long long queue_id = PyLong_AsLongLong(args[7]), budget = PyLong_AsLongLong(args[9]);
-    char *topic;
-    Py_ssize_t topic_bytes;
-    if (PyErr_Occurred() || PyBytes_AsStringAndSize(args[8], &topic, &topic_bytes) < 0)
+    Said said = {.queue_id = queue_id};
+    if (PyErr_Occurred() || PyBytes_AsStringAndSize(args[8], (char **)&said.topic, &said.topic_bytes) < 0)
         return NULL;
     bool unlimited = budget == -1, first_is_free = budget < -1;
     if (first_is_free)
         budget = -budget - 2;
     PyObject *result = NULL, *messages = NULL;
-    Py_buffer view, units, chosen = {0};
-    if (PyObject_GetBuffer(args[2], &view, PyBUF_SIMPLE) < 0)
-        return NULL;
-    if (array_of(args[4], &units, 1, -1, false, "units") < 0)
-        goto no_units;
-    if (args[6] != Py_None && array_of(args[6], &chosen, 8, -1, false, "chosen") < 0)
-        goto no_chosen;
-    Py_ssize_t there = units.len / UNIT_BYTES, count = chosen.obj ? chosen.len / 8 : there, done = 0;
+    Buffers held = {0};
+    Py_buffer *view, *units, *chosen = NULL;
+    if (!(view = hold(&held, args[2], 1, -1, false, "buffer")) || !(units = hold(&held, args[4], 1, -1, false, "units")) ||
+        (args[6] != Py_None && !(chosen = hold(&held, args[6], 8, -1, false, "chosen"))))
+        goto done;
+    Py_ssize_t there = units->len / UNIT_BYTES, count = chosen ? chosen->len / 8 : there, looked = 0;
     long long total = 0;
     bool spent = false;
-    messages = PyList_New(0);
-    for (; messages && done < count && total < MOST_BYTES; done++) {
-        int64_t i = chosen.obj ? ((const int64_t *)chosen.buf)[done] : done;
+    if (!(messages = PyList_New(0)))
+        goto done;
+    for (; looked < count && total < MOST_BYTES; looked++) {
+        int64_t i = chosen ? ((const int64_t *)chosen->buf)[looked] : looked, body_end;
         if (i < 0 || i >= there)
             break;
-        const uint8_t *unit = (const uint8_t *)units.buf + i * UNIT_BYTES, *later = unit + NEXT * UNIT_BYTES;
+        const uint8_t *unit = (const uint8_t *)units->buf + i * UNIT_BYTES, *later = unit + NEXT * UNIT_BYTES;
         if (i + NEXT < there)
-            fetch_at(view.buf, view.len, (int64_t)(get64(later) - (uint64_t)segment_start), (int32_t)get32(later + 8));
-        int64_t physical = (int64_t)get64(unit), size = (int32_t)get32(unit + 8);
-        if (physical < segment_start || size <= 0 || size == VOID_SIZE || physical - segment_start > view.len - size)
+            fetch_at(view->buf, view->len, (int64_t)(get64(later) - (uint64_t)segment_start), (int32_t)get32(later + 8));
+        said.physical = (int64_t)get64(unit);
+        said.size = (int32_t)get32(unit + 8);
+        said.slot = first + i;
+        if (said.physical < segment_start || said.size == VOID_SIZE)
             break;
-        int64_t position = physical - segment_start;
-        Parts parts;
-        if (sound_record(view.buf, view.len, position, physical, &parts) != size)
-            break;
-        const uint8_t *record = (const uint8_t *)view.buf + position;
-        if ((int32_t)get32(record + QUEUE_ID_AT) != queue_id ||
-            (int64_t)get64(record + QUEUE_OFFSET_AT) != first + i || parts.topic_size != topic_bytes ||
-            memcmp((const char *)view.buf + parts.topic, topic, (size_t)topic_bytes))
+        int64_t position = said.physical - segment_start;
+        if (!is_meant(view, position, &said, &body_end))
             break;
         if (!unlimited) {
-            budget -= size;
-            if (budget < 0 && !(first_is_free && done == 0)) {
+            budget -= said.size;
+            if (budget < 0 && !(first_is_free && looked == 0)) {
                 spent = true;
                 break;
             }
@@ -292,23 +309,18 @@ PyObject *native_read_units(PyObject *module, PyObject *const *args, Py_ssize_t 
             goto done;
         message->stretch = Py_NewRef(args[1]);
         message->start = position;
-        message->offset = first + i;
-        message->body_end = is_plain(record) ? parts.body + parts.body_size : -1;
+        message->offset = said.slot;
+        message->body_end = body_end;
         int added = PyList_Append(messages, (PyObject *)message);
         Py_DECREF(message);
         if (added < 0)
             goto done;
-        total += size;
+        total += said.size;
     }
-    if (messages)
-        result = Py_BuildValue("OnLO", messages, done, total, spent ? Py_True : Py_False);
+    result = Py_BuildValue("OnLO", messages, looked, total, spent ? Py_True : Py_False);
 done:
     Py_XDECREF(messages);
-    PyBuffer_Release(&chosen);
-no_chosen:
-    PyBuffer_Release(&units);
-no_units:
-    PyBuffer_Release(&view);
+    let_go(&held);
     return result;
 }
 
@@ -317,57 +329,35 @@ no_units:
    and so does the end of each body that stands as it was sent behind two IPv4 hosts (int64; else -1). */
 PyObject *native_check_units(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (nargs != 9) {
-        PyErr_SetString(PyExc_TypeError, "check_units takes nine arguments");
+    if (!has_arguments("check_units", nargs, 9))
         return NULL;
-    }
-    static const char *const names[] = {"starts", "physical", "sizes", "slots"};
-    long long queue_id = PyLong_AsLongLong(args[5]);
-    char *topic;
-    Py_ssize_t topic_bytes;
-    if (PyErr_Occurred() || PyBytes_AsStringAndSize(args[6], &topic, &topic_bytes) < 0)
+    Said said = {.queue_id = PyLong_AsLongLong(args[5])};
+    if (PyErr_Occurred() || PyBytes_AsStringAndSize(args[6], (char **)&said.topic, &said.topic_bytes) < 0)
         return NULL;
     PyObject *result = NULL;
-    Py_buffer view, arrays[4], out, body_ends;
-    if (PyObject_GetBuffer(args[0], &view, PyBUF_SIMPLE) < 0)
-        return NULL;
-    int held = 0;
-    Py_ssize_t count = -1;
-    for (; held < 4; held++) {
-        if (array_of(args[1 + held], &arrays[held], 8, count, false, names[held]) < 0)
-            goto done;
-        count = arrays[0].len / 8;
-    }
-    if (array_of(args[7], &out, 1, count, true, "out") < 0)
+    Buffers held = {0};
+    Py_buffer *view, *starts, *physical, *sizes, *slots, *out, *body_ends;
+    if (!(view = hold(&held, args[0], 1, -1, false, "buffer")) || !(starts = hold(&held, args[1], 8, -1, false, "starts")))
         goto done;
-    if (array_of(args[8], &body_ends, 8, count, true, "body_ends") < 0)
-        goto no_ends;
-    int64_t *ends = body_ends.buf;
-    const int64_t *starts = arrays[0].buf, *physical = arrays[1].buf, *sizes = arrays[2].buf, *slots = arrays[3].buf;
-    uint8_t *good = out.buf;
+    Py_ssize_t count = starts->len / 8;
+    if (!(physical = hold(&held, args[2], 8, count, false, "physical")) ||
+        !(sizes = hold(&held, args[3], 8, count, false, "sizes")) ||
+        !(slots = hold(&held, args[4], 8, count, false, "slots")) || !(out = hold(&held, args[7], 1, count, true, "out")) ||
+        !(body_ends = hold(&held, args[8], 8, count, true, "body_ends")))
+        goto done;
+    const int64_t *at = starts->buf, *size = sizes->buf;
     PyThreadState *others = PyEval_SaveThread();
     for (Py_ssize_t i = 0; i < count; i++) {
-        Parts parts;
         if (i + NEXT < count)
-            fetch_at(view.buf, view.len, starts[i + NEXT], sizes[i + NEXT]);
-        good[i] = sizes[i] > 0 && sound_record(view.buf, view.len, starts[i], physical[i], &parts) == sizes[i];
-        ends[i] = -1;
-        if (good[i]) {
-            const uint8_t *record = (const uint8_t *)view.buf + starts[i];
-            good[i] = (int32_t)get32(record + QUEUE_ID_AT) == queue_id &&
-                      (int64_t)get64(record + QUEUE_OFFSET_AT) == slots[i] && parts.topic_size == topic_bytes &&
-                      !memcmp((const char *)view.buf + parts.topic, topic, (size_t)topic_bytes);
-            ends[i] = is_plain(record) ? parts.body + parts.body_size : -1;
-        }
+            fetch_at(view->buf, view->len, at[i + NEXT], size[i + NEXT]);
+        said.physical = ((const int64_t *)physical->buf)[i];
+        said.size = size[i];
+        said.slot = ((const int64_t *)slots->buf)[i];
+        ((uint8_t *)out->buf)[i] = is_meant(view, at[i], &said, (int64_t *)body_ends->buf + i);
     }
     PyEval_RestoreThread(others);
-    PyBuffer_Release(&body_ends);
     result = Py_NewRef(Py_None);
-no_ends:
-    PyBuffer_Release(&out);
 done:
-    while (held)
-        PyBuffer_Release(&arrays[--held]);
-    PyBuffer_Release(&view);
+    let_go(&held);
     return result;
 }

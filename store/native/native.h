@@ -42,6 +42,7 @@ enum {
     BORN_HOST_V6 = 0x10,
     STORE_HOST_V6 = 0x20,
 };
+#define SCHEDULE_TOPIC "SCHEDULE_TOPIC_XXXX"
 #define MAGIC_V1 0xDAA320A7u
 #define MAGIC_V2 0xDAA320ABu
 
@@ -80,10 +81,25 @@ typedef struct {
 bool parts_of(const uint8_t *data, int64_t length, int64_t position, Parts *parts);
 int64_t sound_record(const uint8_t *data, int64_t length, int64_t position, int64_t physical_offset, Parts *parts);
 
+/* Whether that is its topic. */
+static inline bool bears(const uint8_t *data, const Parts *parts, const char *topic, Py_ssize_t topic_bytes)
+{
+    return parts->topic_size == topic_bytes && !memcmp(data + parts->topic, topic, (size_t)topic_bytes);
+}
+
 /* --- arguments --- */
 
-/* An array argument: C-contiguous, of `count` items of `width` bytes; `count` -1 takes any. 0 or -1 with an exception. */
-int array_of(PyObject *object, Py_buffer *view, Py_ssize_t width, Py_ssize_t count, bool writable, const char *name);
+/* The buffers that a function holds, to be let go together, whatever comes. Begin with {0}. */
+typedef struct {
+    Py_buffer views[7];
+    int count;
+} Buffers;
+
+/* An argument as a buffer: C-contiguous, of `count` items of `width` bytes; `count` -1 takes any. NULL with an exception. */
+Py_buffer *hold(Buffers *held, PyObject *object, Py_ssize_t width, Py_ssize_t count, bool writable, const char *name);
+void let_go(Buffers *held);
+/* Whether a function got as many arguments as it takes; else there is an exception. */
+bool has_arguments(const char *name, Py_ssize_t got, Py_ssize_t wanted);
 
 /* More bytes than this are worth letting other threads run meanwhile. */
 #define LONG_BYTES (1 << 16)

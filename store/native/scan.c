@@ -5,31 +5,37 @@
 
 #include "native.h"
 
-int array_of(PyObject *object, Py_buffer *view, Py_ssize_t width, Py_ssize_t count, bool writable, const char *name)
+Py_buffer *hold(Buffers *held, PyObject *object, Py_ssize_t width, Py_ssize_t count, bool writable, const char *name)
 {
+    Py_buffer *view = &held->views[held->count];
     if (PyObject_GetBuffer(object, view, PyBUF_C_CONTIGUOUS | (writable ? PyBUF_WRITABLE : 0)) < 0)
-        return -1;
-    if ((view->len && (uintptr_t)view->buf % (uintptr_t)width) || view->len % width || (count >= 0 && view->len / width != count)) {
+        return NULL;
+    held->count++;
+    bool aligned = !view->len || (uintptr_t)view->buf % (uintptr_t)width == 0;
+    if (!aligned || view->len % width || (count >= 0 && view->len / width != count)) {
         PyErr_Format(PyExc_ValueError, "%s: expected %zd items of %zd bytes, got %zd bytes", name, count, width, view->len);
-        PyBuffer_Release(view);
-        return -1;
+        return NULL;
     }
-    return 0;
+    return view;
 }
 
-static bool wrong_count(const char *name, Py_ssize_t got, Py_ssize_t wanted)
+void let_go(Buffers *held)
 {
-    if (got == wanted)
-        return false;
-    PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, got %zd", name, wanted, got);
-    return true;
+    while (held->count)
+        PyBuffer_Release(&held->views[--held->count]);
 }
 
+bool has_arguments(const char *name, Py_ssize_t got, Py_ssize_t wanted)
+{
+    if (got != wanted)
+        PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, got %zd", name, wanted, got);
+    return got == wanted;
+}
 
 /* walk(buffer, start, end, limit) -> (positions, stop): the int64 positions as a bytearray. `scan.walk` says the rest. */
 PyObject *native_walk(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (wrong_count("walk", nargs, 4))
+    if (!has_arguments("walk", nargs, 4))
         return NULL;
     int64_t start = PyLong_AsLongLong(args[1]), end = PyLong_AsLongLong(args[2]), limit = PyLong_AsLongLong(args[3]);
     if (PyErr_Occurred())
@@ -80,7 +86,7 @@ PyObject *native_walk(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 /* gather(buffer, positions, width, out): the `width` bytes at each position, one after the other. */
 PyObject *native_gather(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (wrong_count("gather", nargs, 4))
+    if (!has_arguments("gather", nargs, 4))
         return NULL;
     Py_ssize_t width = PyLong_AsSsize_t(args[2]);
     if (width <= 0) {
@@ -89,64 +95,58 @@ PyObject *native_gather(PyObject *module, PyObject *const *args, Py_ssize_t narg
         return NULL;
     }
     PyObject *result = NULL;
-    Py_buffer view, positions, out;
-    if (PyObject_GetBuffer(args[0], &view, PyBUF_SIMPLE) < 0)
-        return NULL;
-    if (array_of(args[1], &positions, 8, -1, false, "positions") < 0)
-        goto no_positions;
-    Py_ssize_t count = positions.len / 8;
-    if (array_of(args[3], &out, 1, count * width, true, "out") < 0)
-        goto no_out;
-    const int64_t *at = positions.buf;
-    const uint8_t *data = view.buf;
-    uint8_t *to = out.buf;
-    int64_t last = view.len - width;
+    Buffers held = {0};
+    Py_buffer *view, *positions, *out;
+    if (!(view = hold(&held, args[0], 1, -1, false, "buffer")) ||
+        !(positions = hold(&held, args[1], 8, -1, false, "positions")))
+        goto done;
+    Py_ssize_t count = positions->len / 8;
+    if (!(out = hold(&held, args[3], 1, count * width, true, "out")))
+        goto done;
+    const int64_t *at = positions->buf;
+    const uint8_t *data = view->buf;
+    uint8_t *to = out->buf;
+    int64_t last = view->len - width;
     for (Py_ssize_t i = 0; i < count; i++, to += width) {
         if (at[i] < 0 || at[i] > last) {
-            PyErr_Format(PyExc_IndexError, "%zd bytes at %lld of a buffer of %zd", width, (long long)at[i], view.len);
+            PyErr_Format(PyExc_IndexError, "%zd bytes at %lld of a buffer of %zd", width, (long long)at[i], view->len);
             goto done;
         }
         if (i + NEXT < count)
-            fetch_at(data, view.len, at[i + NEXT], width);
+            fetch_at(data, view->len, at[i + NEXT], width);
         memcpy(to, data + at[i], (size_t)width);
     }
     result = Py_NewRef(Py_None);
 done:
-    PyBuffer_Release(&out);
-no_out:
-    PyBuffer_Release(&positions);
-no_positions:
-    PyBuffer_Release(&view);
+    let_go(&held);
     return result;
 }
 
 /* join(buffer, starts, sizes, out): the ranges [start, start + size), one after the other; `out` is as long as all. */
 PyObject *native_join(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (wrong_count("join", nargs, 4))
+    if (!has_arguments("join", nargs, 4))
         return NULL;
     PyObject *result = NULL;
-    Py_buffer view, starts, sizes, out;
-    if (PyObject_GetBuffer(args[0], &view, PyBUF_SIMPLE) < 0)
-        return NULL;
-    if (array_of(args[1], &starts, 8, -1, false, "starts") < 0)
-        goto no_starts;
-    Py_ssize_t count = starts.len / 8;
-    if (array_of(args[2], &sizes, 8, count, false, "sizes") < 0)
-        goto no_sizes;
-    if (array_of(args[3], &out, 1, -1, true, "out") < 0)
-        goto no_out;
-    const int64_t *at = starts.buf, *size = sizes.buf;
-    const uint8_t *data = view.buf;
-    uint8_t *to = out.buf;
-    int64_t room = out.len;
+    Buffers held = {0};
+    Py_buffer *view, *starts, *sizes, *out;
+    if (!(view = hold(&held, args[0], 1, -1, false, "buffer")) ||
+        !(starts = hold(&held, args[1], 8, -1, false, "starts")) ||
+        !(sizes = hold(&held, args[2], 8, starts->len / 8, false, "sizes")) ||
+        !(out = hold(&held, args[3], 1, -1, true, "out")))
+        goto done;
+    Py_ssize_t count = starts->len / 8;
+    const int64_t *at = starts->buf, *size = sizes->buf;
+    const uint8_t *data = view->buf;
+    uint8_t *to = out->buf;
+    int64_t room = out->len;
     Py_ssize_t i = 0;
-    PyThreadState *others = out.len >= LONG_BYTES ? PyEval_SaveThread() : NULL;
+    PyThreadState *others = out->len >= LONG_BYTES ? PyEval_SaveThread() : NULL;
     for (; i < count; i++) {
-        if (at[i] < 0 || size[i] < 0 || size[i] > room || at[i] > view.len || size[i] > view.len - at[i])
+        if (at[i] < 0 || size[i] < 0 || size[i] > room || at[i] > view->len || size[i] > view->len - at[i])
             break;
         if (i + NEXT < count)
-            fetch_at(data, view.len, at[i + NEXT], size[i + NEXT]);
+            fetch_at(data, view->len, at[i + NEXT], size[i + NEXT]);
         memcpy(to, data + at[i], (size_t)size[i]);
         to += size[i];
         room -= size[i];
@@ -155,18 +155,13 @@ PyObject *native_join(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         PyEval_RestoreThread(others);
     if (i < count)
         PyErr_Format(PyExc_IndexError, "%lld bytes at %lld of a buffer of %zd, with room for %lld", (long long)size[i],
-                     (long long)at[i], view.len, (long long)room);
+                     (long long)at[i], view->len, (long long)room);
     else if (room)
         PyErr_Format(PyExc_ValueError, "out has %lld bytes more than the ranges", (long long)room);
     else
         result = Py_NewRef(Py_None);
-    PyBuffer_Release(&out);
-no_out:
-    PyBuffer_Release(&sizes);
-no_sizes:
-    PyBuffer_Release(&starts);
-no_starts:
-    PyBuffer_Release(&view);
+done:
+    let_go(&held);
     return result;
 }
 
@@ -204,41 +199,38 @@ bool parts_of(const uint8_t *data, int64_t length, int64_t position, Parts *part
 
 /* measure(buffer, positions, topic, ok, table) -> whether all are ok and bear `topic` (None: False).
 
-   `ok`: a bool each; `table`: six rows of int64, the fields of `Parts` in their order. `Headers._parts` says the rest. */
+   `ok`: a bool each; `table`: six rows of int64, what `Parts` has behind the size, in its order. `Headers._parts` says the rest. */
 PyObject *native_measure(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (wrong_count("measure", nargs, 5))
+    if (!has_arguments("measure", nargs, 5))
         return NULL;
-    PyObject *result = NULL;
-    Py_buffer view, positions, ok, table;
     const char *topic = NULL;
     Py_ssize_t topic_bytes = 0;
     if (args[2] != Py_None && PyBytes_AsStringAndSize(args[2], (char **)&topic, &topic_bytes) < 0)
         return NULL;
-    if (PyObject_GetBuffer(args[0], &view, PyBUF_SIMPLE) < 0)
-        return NULL;
-    if (array_of(args[1], &positions, 8, -1, false, "positions") < 0)
-        goto no_positions;
-    Py_ssize_t count = positions.len / 8;
-    if (array_of(args[3], &ok, 1, count, true, "ok") < 0)
-        goto no_ok;
-    if (array_of(args[4], &table, 8, 6 * count, true, "table") < 0)
-        goto no_table;
-    const int64_t *at = positions.buf;
-    int64_t *row = table.buf;
-    uint8_t *good = ok.buf;
+    PyObject *result = NULL;
+    Buffers held = {0};
+    Py_buffer *view, *positions, *ok, *table;
+    if (!(view = hold(&held, args[0], 1, -1, false, "buffer")) ||
+        !(positions = hold(&held, args[1], 8, -1, false, "positions")))
+        goto done;
+    Py_ssize_t count = positions->len / 8;
+    if (!(ok = hold(&held, args[3], 1, count, true, "ok")) || !(table = hold(&held, args[4], 8, 6 * count, true, "table")))
+        goto done;
+    const int64_t *at = positions->buf;
+    int64_t *row = table->buf;
+    uint8_t *good = ok->buf;
     bool known = topic != NULL;
     for (Py_ssize_t i = 0; i < count; i++) {
-        if (at[i] < 0 || at[i] > view.len - MIN_RECORD_BYTES) {
-            PyErr_Format(PyExc_ValueError, "no record can start at %lld in %zd bytes", (long long)at[i], view.len);
+        if (at[i] < 0 || at[i] > view->len - MIN_RECORD_BYTES) {
+            PyErr_Format(PyExc_ValueError, "no record can start at %lld in %zd bytes", (long long)at[i], view->len);
             goto done;
         }
         if (i + NEXT < count)
-            fetch_at(view.buf, view.len, at[i + NEXT], BODY_AT);
+            fetch_at(view->buf, view->len, at[i + NEXT], BODY_AT);
         Parts parts = {0};
-        good[i] = parts_of(view.buf, view.len, at[i], &parts);
-        known = known && good[i] && parts.topic_size == topic_bytes &&
-                !memcmp((const char *)view.buf + parts.topic, topic, (size_t)topic_bytes);
+        good[i] = parts_of(view->buf, view->len, at[i], &parts);
+        known = known && good[i] && bears(view->buf, &parts, topic, topic_bytes);
         row[i] = parts.body;
         row[i + count] = parts.body_size;
         row[i + 2 * count] = parts.topic;
@@ -248,13 +240,7 @@ PyObject *native_measure(PyObject *module, PyObject *const *args, Py_ssize_t nar
     }
     result = PyBool_FromLong(known);
 done:
-    PyBuffer_Release(&table);
-no_table:
-    PyBuffer_Release(&ok);
-no_ok:
-    PyBuffer_Release(&positions);
-no_positions:
-    PyBuffer_Release(&view);
+    let_go(&held);
     return result;
 }
 
@@ -262,43 +248,32 @@ no_positions:
    not lie within the buffer does not hold. */
 PyObject *native_records_hold(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (wrong_count("records_hold", nargs, 5))
+    if (!has_arguments("records_hold", nargs, 5))
         return NULL;
     PyObject *result = NULL;
-    Py_buffer view, starts, sizes, stored, out;
-    if (PyObject_GetBuffer(args[0], &view, PyBUF_SIMPLE) < 0)
-        return NULL;
-    if (array_of(args[1], &starts, 8, -1, false, "starts") < 0)
-        goto no_starts;
-    Py_ssize_t count = starts.len / 8;
-    if (array_of(args[2], &sizes, 8, count, false, "sizes") < 0)
-        goto no_sizes;
-    if (array_of(args[3], &stored, 4, count, false, "stored") < 0)
-        goto no_stored;
-    if (array_of(args[4], &out, 1, count, true, "out") < 0)
-        goto no_out;
-    const int64_t *at = starts.buf, *size = sizes.buf;
-    const uint32_t *claimed = stored.buf;
-    const uint8_t *data = view.buf;
-    uint8_t *holds = out.buf;
+    Buffers held = {0};
+    Py_buffer *view, *starts, *sizes, *stored, *out;
+    if (!(view = hold(&held, args[0], 1, -1, false, "buffer")) || !(starts = hold(&held, args[1], 8, -1, false, "starts")))
+        goto done;
+    Py_ssize_t count = starts->len / 8;
+    if (!(sizes = hold(&held, args[2], 8, count, false, "sizes")) ||
+        !(stored = hold(&held, args[3], 4, count, false, "stored")) || !(out = hold(&held, args[4], 1, count, true, "out")))
+        goto done;
+    const int64_t *at = starts->buf, *size = sizes->buf;
+    const uint32_t *claimed = stored->buf;
+    const uint8_t *data = view->buf;
+    uint8_t *holds = out->buf;
     PyThreadState *others = PyEval_SaveThread();
     for (Py_ssize_t i = 0; i < count; i++) {
         if (i + NEXT < count)
-            fetch_at(data, view.len, at[i + NEXT], size[i + NEXT]);
-        holds[i] = at[i] >= 0 && size[i] >= QUEUE_ID_AT && at[i] <= view.len && size[i] <= view.len - at[i] &&
+            fetch_at(data, view->len, at[i + NEXT], size[i + NEXT]);
+        holds[i] = at[i] >= 0 && size[i] >= QUEUE_ID_AT && at[i] <= view->len && size[i] <= view->len - at[i] &&
                    crc32c_record(data + at[i], (size_t)size[i]) == claimed[i];
     }
     PyEval_RestoreThread(others);
     result = Py_NewRef(Py_None);
-    PyBuffer_Release(&out);
-no_out:
-    PyBuffer_Release(&stored);
-no_stored:
-    PyBuffer_Release(&sizes);
-no_sizes:
-    PyBuffer_Release(&starts);
-no_starts:
-    PyBuffer_Release(&view);
+done:
+    let_go(&held);
     return result;
 }
 
@@ -326,14 +301,13 @@ static bool delays_are_short(const uint8_t *at, int64_t size)
    or with something like a CRC tail. Its size; 0 for all else. */
 int64_t sound_record(const uint8_t *data, int64_t length, int64_t position, int64_t physical_offset, Parts *parts)
 {
-    static const char schedule[] = "SCHEDULE_TOPIC_XXXX";
     if (position < 0 || position > length - MIN_RECORD_BYTES || !parts_of(data, length, position, parts))
         return 0;
     const uint8_t *record = data + position, *properties = data + parts->properties;
     int64_t size = parts->size;
     if ((int64_t)get64(record + PHYSICAL_OFFSET_AT) != physical_offset)
         return 0;
-    if (parts->topic_size == sizeof schedule - 1 && !memcmp(data + parts->topic, schedule, sizeof schedule - 1) &&
+    if (bears(data, parts, SCHEDULE_TOPIC, sizeof SCHEDULE_TOPIC - 1) &&
         !delays_are_short(properties, parts->properties_size))
         return 0;
     if (parts->properties_size >= CRC_TAIL_BYTES && !memcmp(record + size - CRC_TAIL_BYTES, "__CRC32#", 8))
@@ -347,7 +321,7 @@ int64_t sound_record(const uint8_t *data, int64_t length, int64_t position, int6
    `limit`: for what is rare, `record.check_record` looks again. */
 PyObject *native_record_holds(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (wrong_count("record_holds", nargs, 4))
+    if (!has_arguments("record_holds", nargs, 4))
         return NULL;
     int64_t position = PyLong_AsLongLong(args[1]), limit = PyLong_AsLongLong(args[2]);
     int64_t physical_offset = PyLong_AsLongLong(args[3]);

@@ -28,10 +28,7 @@ from mqstore.layout.properties import (
 )
 from mqstore.layout.record import (
     BODY_AT_V4,
-    BORN_HOST_V6,
     COMPRESSED,
-    STORE_HOST_V6,
-    TRANSACTION_MASK,
 )
 from mqstore.log.located import Located
 from mqstore.log.tip import QueueRef
@@ -39,12 +36,7 @@ from mqstore.log.tip import QueueRef
 __all__ = ["Message", "row_of", "stored_bytes"]
 
 _I4 = Struct(">i").unpack_from
-_I8 = Struct(">q").unpack_from
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-_BODY = BODY_AT_V4
-_V6 = BORN_HOST_V6 | STORE_HOST_V6
-_NOT_PLAIN = _V6 | TRANSACTION_MASK
-_MAGIC_V2_LOW_BYTE = 0xAB
 
 
 def _instant(timestamp_ms: int) -> datetime:
@@ -119,7 +111,7 @@ class Message(Located):
 
     def _body_start(self) -> int:
         flags = self._stretch.buffer[self._start + 39]
-        return self._start + _BODY + (12 if flags & 0x10 else 0) + (12 if flags & 0x20 else 0)
+        return self._start + BODY_AT_V4 + (12 if flags & 0x10 else 0) + (12 if flags & 0x20 else 0)
 
     def _stored_body(self) -> bytes:
         """The body by way of its header, inflated when it was stored compressed."""

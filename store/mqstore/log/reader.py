@@ -20,6 +20,7 @@ from heapq import merge
 from itertools import repeat
 from pathlib import Path
 from struct import Struct
+from types import ModuleType
 from typing import Literal
 
 import numpy as np
@@ -177,7 +178,7 @@ class StoreReader:
 
     def _init_reader(self) -> None:
         self._verified = _Verified()
-        self._compiled_reads = kernel is not None and self._verify_reads and self._checksum == "crc32c-record"
+        self._kernel = kernel if self._verify_reads and self._checksum == "crc32c-record" else None
         self._gets = 0
         self._get_bytes = 0
         self._bad: set[int] = set()
@@ -364,16 +365,15 @@ class StoreReader:
     ) -> tuple[list[Message], int, bool]:
         """(messages among units [offset, offset + count), offset behind the last unit consumed, whether to stop)."""
         few = None
-        if kernel is not None and self._compiled_reads:
-            few = self._compiled(queue, offset, count, unit_filter, max_messages, max_bytes, first_is_free)
+        asked = queue, offset, count, unit_filter, max_messages, max_bytes, first_is_free
+        if self._kernel is not None:
+            few = self._compiled(self._kernel, *asked)
         if few is None and count <= FEW:
-            few = self._few(queue, offset, count, unit_filter, max_messages, max_bytes, first_is_free)
+            few = self._few(*asked)
         if few is not None:
             messages, after, stop = few
         else:
-            stretches, after, stop = self._locate(
-                queue, offset, count, unit_filter, max_messages, max_bytes, first_is_free
-            )
+            stretches, after, stop = self._locate(*asked)
             messages = []
             for stretch in stretches:
                 starts, slots = stretch.starts.tolist(), stretch.slots.tolist()
@@ -385,6 +385,7 @@ class StoreReader:
 
     def _compiled(
         self,
+        kernel: ModuleType,
         queue: ConsumeQueue,
         offset: int,
         count: int,
@@ -395,7 +396,6 @@ class StoreReader:
     ) -> tuple[list[Message], int, bool] | None:
         """What `_locate` leads to, up to the first unit that is no ordinary message of the segment that the first one
         lies in. None, and nothing has happened, when that is the very first: `_locate` deals with it."""
-        assert kernel is not None
         count = min(count, _COMPILED_UNITS)
         units = queue.read(offset, count)
         chosen: npt.NDArray[np.int64] | None = None
@@ -660,9 +660,11 @@ class StoreReader:
         starts = physical - segment.start
         good = stops <= segment.start + len(buffer)
         headers: Headers | None = None
-        if self._compiled_reads and kernel is not None:
+        if self._kernel is not None:
             fine, ends = np.empty(len(starts), np.bool_), np.empty(len(starts), np.int64)
-            kernel.check_units(buffer, starts, physical, sizes, slots, queue.queue_id, queue.topic_bytes, fine, ends)
+            self._kernel.check_units(
+                buffer, starts, physical, sizes, slots, queue.queue_id, queue.topic_bytes, fine, ends
+            )
             if fine.all():
                 return buffer, fine, None, ends
         said = (physical << 1 | 1) ^ sizes << 41  # odd, so never 0, which stands for "not looked at"

@@ -84,7 +84,10 @@ class Stretch:
     def body_ends(self) -> Iterable[int]:
         """Where the body of each record ends, -1 for one that is compressed or has a host that is not IPv4: worked out
         for all at once, unless there are few."""
-        if len(self.starts) <= FEW and self.known_ends is None:
+        if self.known_ends is not None:
+            known: list[int] = self.known_ends.tolist()
+            return known
+        if len(self.starts) <= FEW:
             return repeat(-1)
         plain = self.plain
         ends = self.starts + self.plain_sizes + BODY_AT_V4
