@@ -71,7 +71,8 @@ sys.modules["mqstore._native"] = types.SimpleNamespace(VERSION=0)
 from mqstore import native
 print(native.kernel, native.why_not)
 """
-    assert run_python(code).strip() == "None mqstore._native has version 0, wanted is 1: install mqstore again"
+    wanted = native._VERSION
+    assert run_python(code).strip() == f"None mqstore._native has version 0, wanted is {wanted}: install mqstore again"
 
 
 @compiled
@@ -184,6 +185,7 @@ _BUFFER = bytes(200)
         ),
         ("check_units", (_BUFFER, _ONE, _ONE, _ONE, _ONE, 0, b"t", _OUT, np.zeros(2, np.int64)), ValueError),
         ("check_units", (_BUFFER, _ONE, _ONE, _ONE, _ONE, 0, b"t", _OUT), TypeError),
+        ("lengths", ((b"a",),), TypeError),
         ("encode", (bytes(88), [b"a"], [], None, 0, 0), ValueError),
         ("encode", (bytes(88), [b"a"], b"", [], 0, 0), ValueError),
         ("encode", (bytes(87), [b"a"], b"", None, 0, 0), ValueError),

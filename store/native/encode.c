@@ -64,6 +64,28 @@ done:
     return result;
 }
 
+/* lengths(bodies) -> (the greatest, their sum), of a list of plain bytes; None where anything else is in it. */
+PyObject *native_lengths(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 1 || !PyList_Check(args[0])) {
+        PyErr_SetString(PyExc_TypeError, "lengths takes a list");
+        return NULL;
+    }
+    Py_ssize_t greatest = 0, sum = 0;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(args[0]); i++) {
+        PyObject *body = PyList_GET_ITEM(args[0], i);
+        if (!PyBytes_CheckExact(body))
+            Py_RETURN_NONE;
+        Py_ssize_t size = PyBytes_GET_SIZE(body);
+        if (__builtin_add_overflow(sum, size, &sum)) { /* one object, often */
+            PyErr_SetString(PyExc_OverflowError, "lengths: the sum is beyond 64 bits");
+            return NULL;
+        }
+        greatest = size > greatest ? size : greatest;
+    }
+    return Py_BuildValue("nn", greatest, sum);
+}
+
 /* encode(header, bodies, tails, flags, queue_offset, physical_offset) -> (records, sizes), as bytearrays; sizes in int64.
 
    Consecutive records of one queue: each has `header`, two offsets that count up from those given, its flag (`flags` a

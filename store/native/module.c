@@ -14,6 +14,7 @@ static PyMethodDef functions[] = {
     FUNCTION(record_holds, "record_holds(buffer, position, limit, physical_offset) -> size or 0"),
     FUNCTION(read_units, "read_units(type, stretch, buffer, start, units, first, chosen, queue_id, topic, budget) -> tuple"),
     FUNCTION(check_units, "check_units(buffer, starts, physical, sizes, slots, queue_id, topic, out, body_ends)"),
+    FUNCTION(lengths, "lengths(bodies) -> (greatest, sum), or None"),
     FUNCTION(encode, "encode(header, bodies, tails, flags, queue_offset, physical_offset) -> (records, sizes)"),
     FUNCTION(assemble, "assemble(headers, bodies, tails, out, checksums)"),
     FUNCTION(renumber, "renumber(data, positions, offsets, places, timestamp)"),

@@ -21,12 +21,14 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
+from unittest import mock
 
 import pytest
 
 from mqstore.clock import SimulatedClock
 from mqstore.errors import MQStoreError
 from mqstore.files.filesystem import REAL, FileSystem
+from mqstore.log import commitlog
 from mqstore.log.store import MessageStore
 from mqstore.options import Profile, StoreConfig
 from tests.crash.campaign import Campaign
@@ -76,6 +78,12 @@ def kill(store: MessageStore) -> None:
 
 
 def run_script(seed: int, folder: Path) -> Script:
+    # In half of the scripts all but the smallest batches are written by a call, in the others none is.
+    with mock.patch.object(commitlog, "_CALL_BYTES", 500 if seed % 2 else 1 << 40):
+        return _run_script(seed, folder)
+
+
+def _run_script(seed: int, folder: Path) -> Script:
     rng = random.Random(seed)
     root = folder / "store"
     root.mkdir()

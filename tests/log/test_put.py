@@ -36,6 +36,7 @@ from mqstore import (
 )
 from mqstore.layout.batch import encode_batch
 from mqstore.layout.checkpoint import Checkpoint, encode
+from mqstore.layout.encode import lengths_of
 from mqstore.log import commitlog as commitlog_module
 from tests.faults import FaultyFileSystem
 from tests.log.support import HEADER, SEGMENT, files, open_store, units_of
@@ -819,3 +820,140 @@ def test_a_put_of_a_signal_handler_in_the_middle_of_a_system_call_is_refused(
         assert store.put("t", b"2").offset == 2
         assert [m.body for m in store.read("t")] == [b"0", b"1", b"2"]
         assert list(store.verify()) == []
+
+
+# -- many bytes, written by a call -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def by_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes 128 KiB elsewhere takes a kilobyte here, so that small segments hold it."""
+    monkeypatch.setattr(commitlog_module, "_CALL_BYTES", 1000)
+
+
+@pytest.mark.usefixtures("by_a_call")
+@pytest.mark.parametrize("profile", PROFILES)
+def test_what_is_written_by_a_call_lies_as_if_it_had_been_stored(tmp_path: Path, profile: Any) -> None:
+    clock = SimulatedClock()
+    batches = [[bytes([65 + i]) * n for n in (5, 700, 0, 300 + i)] for i in range(12)]
+    for name, limit in (("called", 1000), ("stored", 1 << 40)):
+        commitlog_module._CALL_BYTES = limit  # the fixture puts it back
+        fs = FaultyFileSystem()
+        with open_store(tmp_path / name, fs=fs, profile=profile, clock=clock) as store:
+            for batch in batches:
+                store.put("t", b"alone")
+                receipts = store.put_many("t", batch)
+                assert [m.body for m in store.read("t", 0, receipts[0].offset)] == batch
+            assert [m.body for m in store.iter("t", 0)] == [b for batch in batches for b in (b"alone", *batch)]
+            assert list(store.verify()) == []
+        paths = [Path(call.path) for call in fs.calls if call.operation == "pwrite"]
+        writes = [path for path in paths if path.parent.name == "commitlog" and path.name.isdigit()]
+        assert len(writes) == (len(batches) if name == "called" else 0)
+    called, stored = (files(tmp_path / name) for name in ("called", "stored"))
+    for file in stored:
+        if file.startswith(("commitlog", "consumequeue", "index")):
+            assert called[file] == stored[file], file
+
+
+@pytest.mark.usefixtures("by_a_call")
+@pytest.mark.parametrize("moment", ["before", "in", "behind"])
+def test_a_put_of_a_signal_handler_around_a_call_that_writes_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    with open_store(tmp_path / "s") as store:
+        log, run = type(store._log), type(store._run)
+        write_many, write = log._write, run.write
+        receipts = [store.put("t", b"first")]
+
+        def handler() -> None:
+            monkeypatch.undo()
+            if moment == "in":
+                with pytest.raises(StoreBusyError):
+                    store.put("t", b"handler")
+            else:
+                receipts.append(store.put("t", b"handler"))
+
+        def around(*arguments: Any) -> None:
+            if moment == "before":
+                handler()
+            write_many(*arguments)
+            if moment == "behind":
+                handler()
+
+        def within(*arguments: Any) -> None:
+            handler()
+            write(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(*((run, "write", within) if moment == "in" else (log, "_write", around)))
+            monkeypatch.undo = patch.undo  # type: ignore[method-assign]
+            receipts.extend(store.put_many("t", [b"m" * 900, b"n" * 900]))
+        found = {m.offset: m for m in store.read("t")}
+        assert sorted(found) == list(range(len(receipts)))
+        assert {r.offset: r.physical_offset for r in receipts} == {k: m.physical_offset for k, m in found.items()}
+        assert list(store.verify()) == []
+
+
+@pytest.mark.usefixtures("by_a_call")
+@pytest.mark.parametrize("operation", ["pwrite", "open"])
+def test_a_call_that_fails_stores_nothing_and_takes_no_number(tmp_path: Path, operation: str) -> None:
+    fs = FaultyFileSystem()
+    with open_store(tmp_path / "s", fs=fs) as store:
+        store.put("t", b"first")
+        end = store.max_offset
+        fs.fail(operation, errno.EIO, path_part="commitlog")
+        with pytest.raises(StoreIOError):
+            store.put_many("t", [b"m" * 900, b"n" * 900])
+        fs.heal()
+        assert store.max_offset == end
+        assert store.put("t", b"second").offset == 1
+        assert [r.offset for r in store.put_many("t", [b"m" * 900, b"n" * 900])] == [2, 3]
+        assert [m.body[:1] for m in store.read("t")] == [b"f", b"s", b"m", b"n"]
+        assert list(store.verify()) == []
+
+
+def test_pages_are_made_ready_for_single_puts_and_not_for_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel takes whole pages that a call writes as they come: to zero them first would be work for nothing."""
+    with open_store(tmp_path / "s", segment_bytes=16 << 20) as store:
+        ready: list[tuple[int, int]] = []
+        real = store._run.populate
+
+        def populate(segment: Any, position: int, length: int) -> bool:
+            ready.append((position, length))
+            return real(segment, position, length)
+
+        monkeypatch.setattr(type(store._run), "populate", lambda _, *arguments: populate(*arguments))
+        store.put("t", b"first")
+        store.run_once(0)
+        assert [position for position, _ in ready] == [store.max_offset]
+        ready.clear()
+        for _ in range(6):
+            store.put_many("t", [bytes(1 << 20)] * 2)
+            store.run_once(0)
+        assert [position for position, _ in ready if position] == []  # 0: of the next segment, which is being prepared
+        assert (tmp_path / "s" / "tmp").exists()
+        store.put("t", b"alone again")
+        store.run_once(0)
+        assert [position for position, _ in ready if position] == [store.max_offset]
+
+
+@given(st.lists(st.one_of(st.binary(max_size=40), st.just(bytearray(b"x")), st.just("x")), max_size=8))
+def test_lengths_of_bodies(bodies: list[Any]) -> None:
+    plain = all(type(body) is bytes for body in bodies)
+    assert lengths_of(bodies) == ((max(map(len, bodies), default=0), sum(map(len, bodies))) if plain else None)
+
+
+def test_a_body_of_a_class_derived_from_bytes_is_what_it_holds(tmp_path: Path) -> None:
+    class Odd(bytes):
+        def __len__(self) -> int:
+            return 1
+
+        def __bytes__(self) -> bytes:
+            return b"other"
+
+    with open_store(tmp_path / "s") as store:
+        store.put("t", Odd(b"held"))
+        store.put_many("t", [Odd(b"held"), b"plain"])
+        assert [m.body for m in store.read("t")] == [b"held", b"held", b"plain"]

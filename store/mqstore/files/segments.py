@@ -19,7 +19,8 @@ fault that reads ahead, or a long write, fills the cache with folios of up to me
 mapping makes the whole folio dirty, so that a sync of one record writes all of it. Random means folios of one page.
 For the same reason zeros are written page by page (`zero`), and `write` exists: the kernel tracks by block what
 `pwrite` changes, whatever the folio, and the page needn't be made writable again after each sync, so that it is the
-faster way in for a lone writer that syncs every record. It is coherent with the mappings.
+faster way in for a lone writer that syncs every record. It is coherent with the mappings. A long write leaves large
+folios, which nobody stores to again: the kernel rounds down, so the page it ends in is a folio of its own.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from itertools import repeat, starmap
 from struct import Struct
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ from mqstore.layout.hosts import IPV4_BYTES, IPV6_BYTES
 from mqstore.layout.record import BORN_HOST_V6, CHECKSUM_AT, STORE_HOST_V6, Checksum, header_struct
 from mqstore.native import kernel
 
-__all__ = ["encode_copies", "encode_records", "header_dtype"]
+__all__ = ["encode_copies", "encode_records", "header_dtype", "lengths_of"]
 
 _COPIED = ("flag", "sys_flag", "born_timestamp_ms", "born_host", "reconsume_times", "body_size")
 """Header fields that a copy has from its source: where and when a message was born, and what it is."""
@@ -52,9 +53,23 @@ def header_dtype(born_host_bytes: int, store_host_bytes: int) -> np.dtype[np.voi
     return _DTYPES[key]
 
 
+def lengths_of(bodies: list[Any]) -> tuple[int, int] | None:
+    """The greatest length, in bytes, and the sum of all; None if not all of `bodies` are plain bytes.
+
+    >>> lengths_of([b"ab", b"cde"]), lengths_of([]), lengths_of([b"ab", bytearray()])
+    ((3, 5), (0, 0), None)
+    """
+    if kernel is not None:
+        found: tuple[int, int] | None = kernel.lengths(bodies)
+        return found
+    if not set(map(type, bodies)) <= {bytes}:
+        return None
+    return max(map(len, bodies), default=0), sum(map(len, bodies))
+
+
 def encode_records(
-    bodies: Sequence[bytes],
-    tails: Sequence[bytes] | bytes,
+    bodies: list[bytes],
+    tails: list[bytes] | bytes,
     *,
     magic: int,
     queue_id: int,
@@ -63,7 +78,7 @@ def encode_records(
     timestamp_ms: int,
     born_host: bytes,
     store_host: bytes,
-    flags: Sequence[int] | int,
+    flags: list[int] | int,
     checksum: Checksum,
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
     """The bytes of `bodies` as consecutive records, and the size of each.
@@ -76,13 +91,12 @@ def encode_records(
         STORE_HOST_V6 if len(store_host) == IPV6_BYTES else 0
     )
     if kernel is not None and checksum == "crc32c-record":
-        flag, each_flag = (flags, None) if isinstance(flags, int) else (0, list(flags))
+        flag, each_flag = (flags, None) if isinstance(flags, int) else (0, flags)
         stamp = timestamp_ms
         header = header_struct(len(born_host), len(store_host)).pack(
             0, magic, 0, queue_id, flag, 0, 0, sys_flag, stamp, born_host, stamp, store_host, 0, 0, 0
         )
-        tails = tails if isinstance(tails, bytes) else list(tails)
-        records, spans = kernel.encode(header, list(bodies), tails, each_flag, queue_offset, physical_offset)
+        records, spans = kernel.encode(header, bodies, tails, each_flag, queue_offset, physical_offset)
         return np.frombuffer(records, np.uint8), np.frombuffer(spans, np.int64)
     count = len(bodies)
     dtype = header_dtype(len(born_host), len(store_host))

@@ -27,7 +27,7 @@ from crc32c import crc32c
 from mqstore.clock import SYSTEM_CLOCK, Clock
 from mqstore.errors import InvalidMessageError, MQStoreError, StoreBusyError
 from mqstore.files.segments import Segment, SegmentRun
-from mqstore.layout.encode import encode_copies, encode_records
+from mqstore.layout.encode import encode_copies, encode_records, lengths_of
 from mqstore.layout.hosts import IPV4_BYTES, IPV6_BYTES, LOCAL_HOST
 from mqstore.layout.messageid import encode_message_id
 from mqstore.layout.record import (
@@ -65,7 +65,9 @@ _BEFORE_OFFSETS = 20
 _AFTER_OFFSETS = 36
 _MS_NS = 1_000_000
 _LOOK_S = 0.1
-"""How often a waiting put looks whether it may go on, should nobody have told it."""
+_CALL_BYTES = 131_072
+"""So many bytes and more are written by a call: the kernel takes whole pages as they come, where it zeroes each page
+first that is stored to through the mapping. Below that, what a call costs between threads outweighs it."""
 
 
 class SendReceipt(tuple[QueueRef, int, int, int, int, bytes, "str | None"]):
@@ -241,6 +243,8 @@ class CommitLog(Tip):
     ) -> None:
         self.run = run
         self.end = 0
+        self.called_end = -1
+        """`end` after the last write of so many bytes by a call: who goes on like that needs no pages made ready."""
         self.alarm = 0
         self.group = None
         self.failed: MQStoreError | None = None
@@ -398,7 +402,7 @@ class CommitLog(Tip):
         )
 
     def append_many(
-        self, queue: Queue, bodies: Sequence[bytes], tails: Sequence[bytes] | bytes, flags: Sequence[int] | int
+        self, queue: Queue, bodies: list[bytes], tails: list[bytes] | bytes, flags: list[int] | int
     ) -> tuple[int, int, npt.NDArray[np.int64], int]:
         """Append records that lie together and become visible together; all of them, or none (store-format 2.9).
 
@@ -406,7 +410,9 @@ class CommitLog(Tip):
         their sum fits a segment.
         """
         count = len(bodies)
-        total = self.header_bytes * count + sum(map(len, bodies))
+        sizes_of_bodies = lengths_of(bodies)
+        assert sizes_of_bodies is not None, "bodies are plain bytes here"
+        total = self.header_bytes * count + sizes_of_bodies[1]
         total += len(tails) * count if isinstance(tails, bytes) else sum(map(len, tails))
         with self._lock:
             position = self.end
@@ -428,14 +434,20 @@ class CommitLog(Tip):
                 checksum=self._checksum,
             )
             view = data.data
-            if self.end != position:  # a signal handler has put: as in `append`
+            # As in `append`, a signal handler may have put, before this or behind it.
+            if total >= _CALL_BYTES:
+                self._write(position, view)
+            elif self.end == position:
+                at = position - self._base
+                assert self._mapping is not None
+                self._mapping[at : at + total] = view
+            if self.end != position:
                 return self.append_many(queue, bodies, tails, flags)
-            at = position - self._base
-            assert self._mapping is not None
-            self._mapping[at : at + total] = view
             queue.next_offset = offset + count
-            self.end = position + total
-        if position + total >= self.alarm:
+            self.end = end = position + total
+            if total >= _CALL_BYTES:
+                self.called_end = end
+        if end >= self.alarm:
             self._on_alarm()
         return offset, position, sizes, now_ms
 
@@ -472,9 +484,13 @@ class CommitLog(Tip):
             self._writing = True
             try:
                 if self.end == position:
-                    at = position - self._base
-                    assert self._mapping is not None
-                    self._mapping[at : at + total] = data.data
+                    if total >= _CALL_BYTES:
+                        self.run.write(position, data.data)
+                        self.called_end = position + total
+                    else:
+                        at = position - self._base
+                        assert self._mapping is not None
+                        self._mapping[at : at + total] = data.data
                     for queue, next_offset in ends.items():
                         queue.next_offset = next_offset
                     self.end = position + total
@@ -563,7 +579,7 @@ class CommitLog(Tip):
         if self._holder == threading.get_ident():
             raise StoreBusyError("put by a signal handler that interrupted a splice; put it later")
 
-    def _write(self, position: int, data: bytes) -> None:
+    def _write(self, position: int, data: bytes | memoryview) -> None:
         """Write by a system call; a put that a signal handler makes meanwhile is refused: it would lie there, too."""
         limit, self._limit = self._limit, -1  # sends it to `_roll`
         self._writing = True

@@ -116,11 +116,11 @@ def no_such_option(names: Iterable[str], known: Iterable[str]) -> TypeError:
 
 
 def flat_body(body: object) -> bytes:
-    """`body` as bytes. InvalidMessageError for what has none."""
-    if isinstance(body, bytes):
+    """`body` as bytes, and no class derived from them. InvalidMessageError for what has none."""
+    if type(body) is bytes:
         return body
-    if isinstance(body, (bytearray, memoryview)):
-        return bytes(body)
+    if isinstance(body, (bytes, bytearray, memoryview)):
+        return memoryview(body).tobytes()
     hint = "; encode it first" if isinstance(body, str) else ""
     raise InvalidMessageError(f"a body is bytes, not {type(body).__name__}{hint}", "body")
 

@@ -256,6 +256,7 @@ class MessageStore(StoreWriter):
         self._newest_times: dict[int, int] = {}
         self._threads: list[threading.Thread] = []
         self._populated = 0
+        self._prepared = 0
         self._flusher_called = False
         """By a put, and it has not come yet: getting the interpreter takes it a while. Not called again till then."""
         self._due_ms: dict[str, int] = {}
@@ -508,12 +509,17 @@ class MessageStore(StoreWriter):
         """Where the flusher is wanted next: before the writer comes to pages that are not populated, and once it has
         gone on to the next segment."""
         last = self._run.last
-        if last is not None and self._populated >= last.end:
-            return last.end
-        return self._populated - _POPULATE_BYTES // 2
+        if last is None:
+            return 0
+        mark = last.end
+        if self._populated < last.end and self._log.end != self._log.called_end:
+            mark = self._populated - _POPULATE_BYTES // 2
+        return mark if self._prepared >= last.end else min(mark, last.start + last.size * 3 // 4)
 
     def _set_alarm(self) -> None:
-        if self._dispatcher_idle and not self._flush_by_default:  # else there is nothing to see before the sync
+        if self._log.end == self._log.called_end:
+            self._log.alarm = 0  # the mark is another one should the next put be a single one
+        elif self._dispatcher_idle and not self._flush_by_default:  # else there is nothing to see before the sync
             self._log.alarm = 0
         elif self._background and not self._flusher_called:
             self._log.alarm = self._flusher_mark()
@@ -600,6 +606,7 @@ class MessageStore(StoreWriter):
         try:
             if (
                 last.start <= end < last.end
+                and end != self._log.called_end
                 and end + _POPULATE_BYTES // 2 >= self._populated
                 and self._populated < last.end
             ):
@@ -609,6 +616,7 @@ class MessageStore(StoreWriter):
                     self._run.populate(last, start - last.start, stop - start)
                     self._populated = stop
             if end - last.start >= last.size * 3 // 4 and end > self._first_put_position:
+                self._prepared = last.end
                 self._run.prepare(last.end, populate_bytes=_POPULATE_BYTES)
         finally:  # on a full disk too: else every put to come calls for us
             if self._populated < last.start:

@@ -27,6 +27,7 @@ from mqstore.errors import (
 from mqstore.files.flusher import GroupCommit
 from mqstore.layout.batch import decode_batch
 from mqstore.layout.dispatch import SCHEDULE_TOPIC
+from mqstore.layout.encode import lengths_of
 from mqstore.layout.hosts import encode_host
 from mqstore.layout.properties import (
     DELAY,
@@ -258,11 +259,11 @@ class StoreWriter(StoreReader):
         `max_message_size` bytes; all are checked before the first is written. Errors as of `put`."""
         queue = self._queue_to_put(topic, queue_id)
         waits = self._waits(durability)
-        items = bodies if isinstance(bodies, list) else list(bodies)
+        items = list(bodies)  # ours: another thread may change the caller's
         tails: list[bytes] | bytes = queue.plain_tail
         flags: list[int] | int = 0
         unique: dict[int, str] = {}
-        if set(map(type, items)) <= {bytes}:
+        if lengths_of(items) is not None:
             flat = cast(list[bytes], items)
         else:
             flat, tails, flags = [], [], []
@@ -384,7 +385,9 @@ class StoreWriter(StoreReader):
         receipts = SendReceipts(queue.ref, self._store_host, unique)
         if not bodies:
             return receipts
-        longest = max(map(len, bodies))
+        sizes = lengths_of(bodies)
+        assert sizes is not None, "bodies are plain bytes here"
+        longest, body_bytes = sizes
         if longest > self._max_body:
             self._refuse_body(longest)
         overhead = self._log.header_bytes + (len(tails) if isinstance(tails, bytes) else max(map(len, tails)))
@@ -395,7 +398,7 @@ class StoreWriter(StoreReader):
         if (longest + overhead) * len(bodies) > room:
             cuts = self._cuts(bodies, tails, room)
             if whole and len(cuts) > 2:
-                self._refuse_record(sum(map(len, bodies)) + overhead * len(bodies))
+                self._refuse_record(body_bytes + overhead * len(bodies))
         try:
             for start, stop in pairwise(cuts):
                 receipts.add(
