@@ -180,10 +180,11 @@ _BUFFER = bytes(200)
         ("read_units", (int, None, _BUFFER, 0, bytes(20), 0, None, 0, b"t", -1), TypeError),
         (
             "check_units",
-            (_BUFFER, _ONE, _ONE, _ONE, np.zeros(2, np.int64), 0, b"t", _OUT, np.zeros(1, np.int64)),
+            (_BUFFER, _ONE, _ONE, _ONE, np.zeros(2, np.int64), 0, b"t", _OUT, np.zeros(1, np.int64), None),
             ValueError,
         ),
-        ("check_units", (_BUFFER, _ONE, _ONE, _ONE, _ONE, 0, b"t", _OUT, np.zeros(2, np.int64)), ValueError),
+        ("check_units", (_BUFFER, _ONE, _ONE, _ONE, _ONE, 0, b"t", _OUT, np.zeros(2, np.int64), None), ValueError),
+        ("check_units", (_BUFFER, _ONE, _ONE, _ONE, _ONE, 0, b"t", _OUT, np.zeros(1, np.int64), b"x"), BufferError),
         ("check_units", (_BUFFER, _ONE, _ONE, _ONE, _ONE, 0, b"t", _OUT), TypeError),
         ("lengths", ((b"a",),), TypeError),
         ("encode", (bytes(88), [b"a"], [], None, 0, 0), ValueError),
@@ -208,9 +209,36 @@ def test_units_and_records_of_any_bytes_are_only_looked_at(data: bytes, numbers:
     start, physical, size, slot = (np.array([n], np.int64) for n in numbers)
     out, end = np.ones(1, np.bool_), np.zeros(1, np.int64)
 
-    kernel.check_units(data, start, physical, size, slot, 0, b"t", out, end)
-    assert (bool(out[0]), int(end[0])) == (False, -1)
+    copied = kernel.check_units(data, start, physical, size, slot, 0, b"t", out, end, bytearray(300))
+    assert (copied, bool(out[0]), int(end[0])) == (-1, False, -1)
     assert kernel.record_holds(data, numbers[0], numbers[1], numbers[2]) == 0
+
+
+@compiled
+@pytest.mark.parametrize("limit", [-(2**63), 1 - 2**63, -1, 0, 90])
+def test_nothing_is_read_where_the_limit_leaves_no_room(limit: int) -> None:
+    """Once a limit far below zero wrapped round and let everything through."""
+    assert kernel.record_holds(bytes(300), 0, limit, 0) == 0
+    assert kernel.record_holds(bytes(300), 2**62, limit, 0) == 0
+
+
+@compiled
+@pytest.mark.parametrize("room", [0, 9, 10, 11])
+def test_bodies_are_copied_as_far_as_there_is_room(room: int) -> None:
+    data, starts = b"", []
+    for i, body in enumerate((b"01234", b"", b"56789")):
+        starts.append(len(data))
+        data += encode_record(
+            topic="t", body=body, queue_id=0, queue_offset=i, physical_offset=len(data),
+            born_timestamp_ms=0, store_timestamp_ms=0, checksum="crc32c-record",
+        )  # fmt: skip
+    at = np.array(starts)
+    sizes = np.diff([*starts, len(data)])
+    out, ends, bodies = np.zeros(3, np.bool_), np.zeros(3, np.int64), bytearray(b"." * (room + 1))
+    copied = kernel.check_units(data, at, at, sizes, np.arange(3), 0, b"t", out, ends, memoryview(bodies)[:room])
+    assert out.all()
+    assert copied == (10 if room >= 10 else -1)
+    assert bodies == (b"0123456789" if room >= 10 else b"01234" if room else b"").ljust(room + 1, b".")
 
 
 @compiled

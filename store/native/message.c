@@ -324,28 +324,34 @@ done:
     return result;
 }
 
-/* check_units(buffer, starts, physical, sizes, slots, queue_id, topic, out, body_ends): for each record that a unit leads
-   to, 1 when it is sound and the unit's, as in `read_units`; 0 when Python has to look. `starts` count within the buffer,
-   and so does the end of each body that stands as it was sent behind two IPv4 hosts (int64; else -1). */
+/* check_units(buffer, starts, physical, sizes, slots, queue_id, topic, out, body_ends, bodies) -> bytes copied, or -1
+
+   For each record that a unit leads to, `out` has 1 when it is sound and the unit's, as in `read_units`; 0 when Python has
+   to look. `starts` count within the buffer, and so does the end of each body that stands as it was sent behind two IPv4
+   hosts (int64; else -1). Into `bodies`, unless that is None, these go one after the other; -1 when one of them is no such
+   body, or there is no room for all. */
 PyObject *native_check_units(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (!has_arguments("check_units", nargs, 9))
+    if (!has_arguments("check_units", nargs, 10))
         return NULL;
     Said said = {.queue_id = PyLong_AsLongLong(args[5])};
     if (PyErr_Occurred() || PyBytes_AsStringAndSize(args[6], (char **)&said.topic, &said.topic_bytes) < 0)
         return NULL;
     PyObject *result = NULL;
     Buffers held = {0};
-    Py_buffer *view, *starts, *physical, *sizes, *slots, *out, *body_ends;
+    Py_buffer *view, *starts, *physical, *sizes, *slots, *out, *body_ends, *bodies = NULL;
     if (!(view = hold(&held, args[0], 1, -1, false, "buffer")) || !(starts = hold(&held, args[1], 8, -1, false, "starts")))
         goto done;
     Py_ssize_t count = starts->len / 8;
+    if (args[9] != Py_None && !(bodies = hold(&held, args[9], 1, -1, true, "bodies")))
+        goto done;
     if (!(physical = hold(&held, args[2], 8, count, false, "physical")) ||
         !(sizes = hold(&held, args[3], 8, count, false, "sizes")) ||
         !(slots = hold(&held, args[4], 8, count, false, "slots")) || !(out = hold(&held, args[7], 1, count, true, "out")) ||
         !(body_ends = hold(&held, args[8], 8, count, true, "body_ends")))
         goto done;
     const int64_t *at = starts->buf, *size = sizes->buf;
+    int64_t *ends = body_ends->buf, copied = bodies ? 0 : -1;
     PyThreadState *others = PyEval_SaveThread();
     for (Py_ssize_t i = 0; i < count; i++) {
         if (i + NEXT < count)
@@ -353,10 +359,20 @@ PyObject *native_check_units(PyObject *module, PyObject *const *args, Py_ssize_t
         said.physical = ((const int64_t *)physical->buf)[i];
         said.size = size[i];
         said.slot = ((const int64_t *)slots->buf)[i];
-        ((uint8_t *)out->buf)[i] = is_meant(view, at[i], &said, (int64_t *)body_ends->buf + i);
+        ((uint8_t *)out->buf)[i] = is_meant(view, at[i], &said, ends + i);
+        if (copied < 0)
+            continue;
+        /* Now that the checksum has brought it near. */
+        int64_t body_size = ends[i] < 0 ? 0 : ends[i] - at[i] - BODY_AT;
+        if (ends[i] < 0 || body_size > bodies->len - copied) {
+            copied = -1;
+            continue;
+        }
+        memcpy((uint8_t *)bodies->buf + copied, (const uint8_t *)view->buf + at[i] + BODY_AT, (size_t)body_size);
+        copied += body_size;
     }
     PyEval_RestoreThread(others);
-    result = Py_NewRef(Py_None);
+    result = PyLong_FromLongLong(copied);
 done:
     let_go(&held);
     return result;

@@ -91,7 +91,7 @@ static inline bool bears(const uint8_t *data, const Parts *parts, const char *to
 
 /* The buffers that a function holds, to be let go together, whatever comes. Begin with {0}. */
 typedef struct {
-    Py_buffer views[7];
+    Py_buffer views[8];
     int count;
 } Buffers;
 

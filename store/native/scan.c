@@ -7,6 +7,10 @@
 
 Py_buffer *hold(Buffers *held, PyObject *object, Py_ssize_t width, Py_ssize_t count, bool writable, const char *name)
 {
+    if (held->count == sizeof held->views / sizeof *held->views) {
+        PyErr_Format(PyExc_SystemError, "%s: more buffers than `Buffers` has room for", name);
+        return NULL;
+    }
     Py_buffer *view = &held->views[held->count];
     if (PyObject_GetBuffer(object, view, PyBUF_C_CONTIGUOUS | (writable ? PyBUF_WRITABLE : 0)) < 0)
         return NULL;
@@ -301,7 +305,8 @@ static bool delays_are_short(const uint8_t *at, int64_t size)
    or with something like a CRC tail. Its size; 0 for all else. */
 int64_t sound_record(const uint8_t *data, int64_t length, int64_t position, int64_t physical_offset, Parts *parts)
 {
-    if (position < 0 || position > length - MIN_RECORD_BYTES || !parts_of(data, length, position, parts))
+    if (position < 0 || length < MIN_RECORD_BYTES || position > length - MIN_RECORD_BYTES ||
+        !parts_of(data, length, position, parts))
         return 0;
     const uint8_t *record = data + position, *properties = data + parts->properties;
     int64_t size = parts->size;

@@ -125,6 +125,31 @@ def test_columns_pass_over_what_read_passes_over(tmp_path: Path) -> None:
         assert columns.next_offset == 60
 
 
+@pytest.mark.parametrize("odd", [None, "compressed", "host", "size"])
+def test_bodies_that_were_copied_with_the_check_are_those_of_the_messages(tmp_path: Path, odd: str | None) -> None:
+    """Over several segments, with one among them that cannot simply be copied; or a unit whose size says gigabytes."""
+    bodies = [bytes([i]) * (i * 37 % 300) for i in range(70)]
+    with open_store(tmp_path / "s") as store:
+        for i, body in enumerate(bodies):
+            if i == 40 and odd == "compressed":
+                store.append("t", 0, zlib.compress(body), sys_flag=1)
+            elif i == 40 and odd == "host":
+                store.append("t", 0, body, born_host="[::1]:80")
+            else:
+                store.put("t", body)
+    wanted = list(range(70))
+    if odd == "size":
+        file = tmp_path / "s" / "consumequeue" / "t" / "0" / f"{40 // 8 * 160:020d}"
+        data = bytearray(file.read_bytes())
+        data[8:12] = (0x7FFF_0000).to_bytes(4, "big")
+        file.write_bytes(data)
+        wanted.remove(40)
+    with open_store(tmp_path / "s", mode="r") as store:
+        columns = store.read_columns("t", columns=("body", "queue_offset"))
+    assert columns["queue_offset"].tolist() == wanted
+    assert columns["body"].tolist() == [bodies[i] for i in wanted]
+
+
 def test_errors_are_those_of_read(tmp_path: Path) -> None:
     with open_store(tmp_path / "s") as store:
         store.put("t", b"x")

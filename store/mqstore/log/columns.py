@@ -130,7 +130,9 @@ def _body(stretches: Sequence[Stretch]) -> Column:
         # Then bodies lie at a fixed place, and no length inside the records has to be followed.
         sizes = [stretch.plain_sizes for stretch in stretches]
         pieces = [
-            _bytes_at(stretch.buffer, stretch.starts + BODY_AT_V4, size)
+            stretch.bodies
+            if stretch.bodies is not None
+            else _bytes_at(stretch.buffer, stretch.starts + BODY_AT_V4, size)
             for stretch, size in zip(stretches, sizes, strict=True)
         ]
         return _binary(pieces, np.concatenate(sizes))

@@ -21,7 +21,7 @@ from itertools import repeat
 from pathlib import Path
 from struct import Struct
 from types import ModuleType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -158,6 +158,18 @@ def to_ms(when: datetime) -> int:
     if when.tzinfo is None:
         raise InvalidMessageError(f"{when!r} has no time zone; datetime.now(timezone.utc), for one, has", "when")
     return (when - _EPOCH) // timedelta(milliseconds=1)
+
+
+class _Checked(NamedTuple):
+    """What a look at the records of some units gave."""
+
+    buffer: mmap.mmap | None
+    """What holds them; None: there is no such file."""
+    good: npt.NDArray[np.bool_]
+    headers: Headers | None = None
+    """As the two that follow only if all are good, and it came by the way: see `Stretch`."""
+    body_ends: npt.NDArray[np.int64] | None = None
+    bodies: npt.NDArray[np.uint8] | None = None
 
 
 class StoreReader:
@@ -522,9 +534,10 @@ class StoreReader:
         max_messages: int,
         max_bytes: int | None,
         first_is_free: bool,
+        with_bodies: bool = False,
     ) -> tuple[list[Stretch], int, bool]:
         """Where the records of units [offset, offset + count) lie, checked; the offset behind the last unit consumed;
-        and whether a limit ended it."""
+        and whether a limit ended it. `with_bodies`: their bodies, too, if the check can copy them by the way."""
         units = queue.units(offset, count)
         physical = units["physical_offset"].astype(np.int64)
         sizes = units["size"].astype(np.int64)
@@ -566,7 +579,8 @@ class StoreReader:
             if low == high:
                 continue
             here = slice(low, high)
-            buffer, good, headers, ends = self._check(queue, physical[here], sizes[here], slots[here])
+            checked = self._check(queue, physical[here], sizes[here], slots[here], with_bodies)
+            buffer, good = checked.buffer, checked.good
             if buffer is None and physical[low] < self._first_kept():
                 queue.correct_min(self._first_kept())  # retention took it meanwhile
                 continue
@@ -584,7 +598,17 @@ class StoreReader:
             if buffer is None:
                 continue
             starts = physical[here] - physical[low] // self._run.segment_bytes * self._run.segment_bytes
-            stretch = Stretch(queue.ref, buffer, starts, sizes[here], tags[here], slots[here], headers, ends)
+            stretch = Stretch(
+                queue.ref,
+                buffer,
+                starts,
+                sizes[here],
+                tags[here],
+                slots[here],
+                checked.headers,
+                checked.body_ends,
+                checked.bodies,
+            )
             stretches.append(stretch if good.all() else stretch.only(good))
         return stretches, after, stop
 
@@ -606,7 +630,7 @@ class StoreReader:
             segments = physical // self._run.segment_bytes
             for segment in np.unique(segments):
                 here = segments == segment
-                if self._check(queue, physical[here], sizes[here], live[here] + slot)[1].any():
+                if self._check(queue, physical[here], sizes[here], live[here] + slot).good.any():
                     return True
             slot += count
         return False
@@ -649,34 +673,36 @@ class StoreReader:
         physical: npt.NDArray[np.int64],
         sizes: npt.NDArray[np.int64],
         slots: npt.NDArray[np.int64],
-    ) -> tuple[mmap.mmap | None, npt.NDArray[np.bool_], Headers | None, npt.NDArray[np.int64] | None]:
-        """The mapping that holds these units' records, which of them verify as what the units say (8.5, 9.2), and, if
-        all are good and these were looked at, their headers or where their bodies end (`Stretch.body_ends`)."""
+        with_bodies: bool = False,
+    ) -> _Checked:
+        """The mapping that holds these units' records, and which of them verify as what the units say (8.5, 9.2)."""
         stops = physical + sizes
         there = self._segment_at(int(physical[0]), int(stops.max()))
         if there is None:
-            return None, np.zeros(len(physical), np.bool_), None, None
+            return _Checked(None, np.zeros(len(physical), np.bool_))
         segment, buffer = there
         starts = physical - segment.start
         good = stops <= segment.start + len(buffer)
         headers: Headers | None = None
         if self._kernel is not None:
             fine, ends = np.empty(len(starts), np.bool_), np.empty(len(starts), np.int64)
-            self._kernel.check_units(
-                buffer, starts, physical, sizes, slots, queue.queue_id, queue.topic_bytes, fine, ends
+            # The sizes may be anything; but records that are all good lie side by side in the buffer.
+            bodies = np.empty(min(int(sizes.sum()), len(buffer)), np.uint8) if with_bodies else None
+            copied = self._kernel.check_units(
+                buffer, starts, physical, sizes, slots, queue.queue_id, queue.topic_bytes, fine, ends, bodies
             )
             if fine.all():
-                return buffer, fine, None, ends
+                return _Checked(buffer, fine, None, ends, None if bodies is None or copied < 0 else bodies[:copied])
         said = (physical << 1 | 1) ^ sizes << 41  # odd, so never 0, which stands for "not looked at"
         if self._passes_over_bad and self._verified.all_in(queue, slots, said):
-            return buffer, good, None, None
+            return _Checked(buffer, good)
         if not self._verify_reads:
             # Without checksums lengths are still followed, so that garbage cannot lead out of the record.
             rows = np.flatnonzero(good & (starts + MIN_RECORD_BYTES <= len(buffer)))
             headers = gather(buffer, starts[rows])
             good[:] = False
             good[rows] = headers.ok
-            return buffer, good, headers if good.all() else None, None
+            return _Checked(buffer, good, headers if good.all() else None)
         if len(starts) <= FEW:
             for i in range(len(starts)):
                 if good[i]:
@@ -697,7 +723,7 @@ class StoreReader:
                 good[rows[fine]] = True
         if self._passes_over_bad:
             self._verified.add(queue, slots[good], said[good])
-        return buffer, good, headers if good.all() else None, None
+        return _Checked(buffer, good, headers if good.all() else None)
 
     def _check_one(
         self, queue: ConsumeQueue, buffer: mmap.mmap, start: int, physical: int, size: int, slot: int
@@ -737,7 +763,9 @@ class StoreReader:
         count = min(high - offset, max_messages)
         if count <= 0:
             return columns_of(queue.topic, queue.queue_id, [], offset, columns)
-        stretches, after, _ = self._locate(queue, offset, count, None, count, None, True)
+        stretches, after, _ = self._locate(
+            queue, offset, count, None, count, None, True, with_bodies=columns is None or "body" in columns
+        )
         if offset < queue.min_offset and not (stretches and stretches[0].slots[0] == offset):  # as in `get`
             low, high = queue.min_offset, queue.max_offset
             raise OffsetOutOfRangeError(

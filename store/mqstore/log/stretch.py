@@ -41,6 +41,8 @@ class Stretch:
     """Of these very records, if the check has gathered them already."""
     known_ends: _Int64s | None = None
     """`body_ends`, if the check has found them already."""
+    bodies: npt.NDArray[np.uint8] | None = None
+    """All bodies one after the other, if they are plain and the check has copied them."""
 
     def __len__(self) -> int:
         return len(self.starts)
