@@ -156,9 +156,9 @@ def test_a_store_in_order_is_not_touched(tmp_path: Path) -> None:
     after = files(path)
     del after["lock"], before["lock"]
     assert after == before
-    assert {(q.topic, q.queue_id, q.new_min, q.new_max, q.changed, q.in_order) for q in report.queues} == {
-        *((topic, queue, 0, 50, 0, False) for topic in ("t", "orders") for queue in (0, 1)),
-        ("seed", 0, 0, 1, 0, False),
+    assert {(q.topic, q.queue_id, q.new_min, q.new_max, q.changed, q.way) for q in report.queues} == {
+        *((topic, queue, 0, 50, 0, "slots") for topic in ("t", "orders") for queue in (0, 1)),
+        ("seed", 0, 0, 1, 0, "slots"),
     }
 
 
@@ -214,7 +214,7 @@ def test_messages_lost_to_damage_keep_their_queue_offsets(tmp_path: Path) -> Non
     report = rebuild(None, path, what=["queues"])
 
     [queue] = [each for each in report.queues if (each.topic, each.queue_id) == ("orders", 0)]
-    assert (queue.new_min, queue.new_max, queue.void, queue.in_order) == (1, len(places), 3, True)
+    assert (queue.new_min, queue.new_max, queue.void, queue.way) == (1, len(places), 3, "order")
     assert report.stores[0].bad_stretches == 3
     with MessageStore(path, "r") as store:
         assert [m.body for m in store.iter("orders", 0)] == [m.body for m in messages[1:5] + messages[6:-1]]

@@ -123,6 +123,44 @@ def test_rebuilding_mends_what_a_log_can_mend_and_says_what_it_changed(fleet: Pa
     assert "everything was in order; nothing was replaced" in again.stdout
 
 
+def test_a_dry_run_says_which_way_each_queue_goes(fleet: Path) -> None:
+    before = files(fleet)
+
+    result = spark("rebuild", fleet / "*", "--dry-run", "--shuffle", "always", "--json")
+
+    assert result.exit_code == 0
+    found = json.loads(result.stdout)
+    assert found["plan"]["stores"] == 2
+    ways = {(Path(each["store"]).name, each["topic"]): each["way"] for each in found["queues"]}
+    assert ways == dict.fromkeys([("a", "bills"), ("a", "orders"), ("b", "bills"), ("b", "orders")], "shuffle")
+
+    result = spark("rebuild", fleet / "*", "--dry-run", "--shuffle", "auto", "--json")
+    ways = {(Path(each["store"]).name, each["topic"]): each["way"] for each in json.loads(result.stdout)["queues"]}
+    assert ways == {
+        ("a", "bills"): "slots",
+        ("a", "orders"): "slots",
+        ("b", "bills"): "slots",
+        ("b", "orders"): "order",
+    }
+
+    shown = spark("rebuild", fleet / "b", "--dry-run", "--shuffle", "never")
+    assert [line.split()[-1] for line in shown.stdout.splitlines() if "orders" in line] == ["order"]
+    assert "queues" not in json.loads(spark("rebuild", fleet / "b", "--dry-run", "--json").stdout)  # reads no log
+    assert files(fleet) == before
+
+
+def test_a_shuffle_that_cannot_be_is_refused(fleet: Path) -> None:
+    before = files(fleet)
+    for option in ([], ["--dry-run"]):
+        result = spark("rebuild", fleet / "a", "--shuffle", "always", "--master", "none", *option)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert "needs a Spark session" in result.stderr
+    result = spark("rebuild", fleet / "a", "--shuffle", "sometimes")
+    assert result.exit_code == 2
+    assert "'sometimes' is not one of 'auto', 'always', 'never'" in result.stderr
+    assert files(fleet) == before
+
+
 def test_a_store_with_a_writer_is_not_rebuilt(fleet: Path) -> None:
     with MessageStore(fleet / "a"):
         before = files(fleet)

@@ -110,11 +110,16 @@ class Given:
             options={**options, **_pairs("--option", self.options)},
         )
 
-    def print_plan(self, plan: Any) -> None:
-        """What --dry-run prints."""
+    @property
+    def with_spark(self) -> bool:
+        """Whether tasks are run by Spark."""
+        return self.master != _NO_SPARK
+
+    def print_plan(self, plan: Any, **more: Any) -> None:
+        """What --dry-run prints; `more` with --json only."""
         row = plan.to_dict()
         if self.json_output:
-            print_json({"dry_run": True, "plan": row})
+            print_json({"dry_run": True, "plan": row, **more})
             return
         facts = [(name, show_bytes(value) if name == "bytes" else value) for name, value in row.items()]
         console().print(table("would read", ("", ">"), facts))
@@ -123,7 +128,7 @@ class Given:
     def session(self) -> Iterator[Any]:
         """A session that ends with the command; None for `--master none`. SparkMissingError."""
         conf = _pairs("--conf", self.conf)
-        if self.master == _NO_SPARK:
+        if not self.with_spark:
             yield None
             return
         from mqstore.spark.sessions import session

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from mqstore_tools.render import console, note, print_json, table
+from mqstore_tools.render import console, note, print_json, progress, table
 from mqstore_tools.shared import StoreCommand
 from mqstore_tools.spark.common import Given, job_options, usable
 
@@ -22,6 +22,7 @@ _MANY = 200
 Examples:
   mqstore spark rebuild var/mq --dry-run
   mqstore spark rebuild var/mq                        # in place; no writer may have it open
+  mqstore spark rebuild var/mq --dry-run --shuffle auto
   mqstore spark rebuild 'fleet/*' --what index
   mqstore spark rebuild var/mq --dest var/new --json  # leaves the store as it is""",
 )
@@ -38,7 +39,14 @@ Examples:
     type=click.Path(file_okay=False),
     help="Write to this directory, which must be empty or missing; of several stores each gets a folder in it.",
 )
-def rebuild(given: Given, what: tuple[Any, ...], dest: str | None) -> None:
+@click.option(
+    "--shuffle",
+    type=click.Choice(["auto", "always", "never"]),
+    help="Whether Spark sorts queues whose records do not follow each other. auto (the default): where one task would "
+    "have to read much of a log again; always: all queues, so that no two tasks write to a file; never. With --dry-run "
+    "it reads the logs, here, and says which way each queue goes.",
+)
+def rebuild(given: Given, what: tuple[Any, ...], dest: str | None, shuffle: Any) -> None:
     """Build consume queues and index of STORES anew from their logs, and put them in place of the old ones.
 
     The log is never written. In place the stores are locked meanwhile, and refused while a writer has one open; what is
@@ -50,22 +58,37 @@ def rebuild(given: Given, what: tuple[Any, ...], dest: str | None) -> None:
     chosen = given.select()
     asked = what or ("queues", "index")
     if given.dry_run:
-        given.print_plan(job.plan_rebuild(chosen, what=asked, dest=dest))
+        plan = job.plan_rebuild(chosen, what=asked, dest=dest)
+        if shuffle is None or "queues" not in asked:
+            given.print_plan(plan)
+            return
+        with progress("reading", of_bytes=False) as report:
+            ways = job.plan_ways(chosen, shuffle=shuffle, with_spark=given.with_spark, progress=report)
+        given.print_plan(plan, queues=[each.to_dict() for each in ways])
+        if not given.json_output:
+            _show_ways(ways)
         return
     with given.running("rebuilding") as (spark, report):
-        found = job.rebuild(spark, chosen, what=asked, dest=dest, progress=report)
+        found = job.rebuild(spark, chosen, what=asked, dest=dest, shuffle=shuffle or "auto", progress=report)
     if given.json_output:
         print_json(found.to_dict())
     else:
         _show(found)
 
 
+def _show_ways(ways: Any) -> None:
+    rows = [(each.store, each.topic, each.queue_id, each.way) for each in ways[:_MANY]]
+    console().print(table("queues", ("store", "topic", "queue>", "way"), rows))
+    if len(ways) > _MANY:
+        note(f"... and {len(ways) - _MANY} more; --json has all")
+
+
 def _show(found: Any) -> None:
     changed = [queue for queue in found.queues if queue.changed or queue.void]
     if changed:
-        columns = ("store", "topic", "queue>", "old min>", "old max>", "min>", "max>", "units differ>", "lost>")
+        columns = ("store", "topic", "queue>", "old min>", "old max>", "min>", "max>", "units differ>", "lost>", "way")
         rows = [
-            (q.store, q.topic, q.queue_id, q.old_min, q.old_max, q.new_min, q.new_max, q.changed, q.void)
+            (q.store, q.topic, q.queue_id, q.old_min, q.old_max, q.new_min, q.new_max, q.changed, q.void, q.way)
             for q in changed[:_MANY]
         ]
         console().print(table("queues that differ", columns, rows))

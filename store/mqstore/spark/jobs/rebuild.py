@@ -4,12 +4,16 @@
     range task    every record, checksums included: runs of units to their slots in fresh files; index entries aside
     store task    joins the ranges of a store. A record's queue offset says its slot, so most queues are done by now.
                   Those whose records do not follow each other, and those of ranges that did not fit, are built once
-                  more from the front, in log order. Then slots that no record tells: before the first, behind the last
+                  more from the front, in log order: way `order`. Where that is much of a log, way `shuffle`:
+        segment task  their records, in the stretches in which recovery would read them
+        queue task    a queue: its stretches as Spark has sorted them, to their slots
+    store task    slots that no record tells, before the first and behind the last; comparison with what was there
     index task    an index file: its hash chains are sequential
     driver        in place: what differs is renamed into the store
 
-There is no shuffle: ranges write to the same files at different places, so all tasks must see one file system. What is
-written is a function of the log, so a task may run twice.
+All three ways end in the same files: `order` and `shuffle` give the same stretches to the same `Placer`. Ranges write
+to a file at different places, the task of a sorted queue has its files for itself; all tasks must see one file system.
+What is written is a function of the log, and no task deletes anything, so a task may run twice, even at once.
 
 **In place** the result is what `mqstore recover` would make of queues and index (the rules are its own: `sort_out`,
 `first_slot_in_range`), except that nothing is cut and the commitlog is never written. Slots of records that retention
@@ -32,15 +36,16 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import socket
 import stat
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
+from itertools import groupby
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -51,16 +56,17 @@ from mqstore.files.abort import AbortMark
 from mqstore.files.filesystem import FILE_MODE, REAL, FileSystem
 from mqstore.files.lock import WriterLock, refuse_beside_writer
 from mqstore.files.quiet import QUIET
-from mqstore.layout.consumequeue import UNIT_BYTES, UNIT_DTYPE, VOID_UNIT
-from mqstore.layout.dispatch import Rows, rows_of, under_another_table
+from mqstore.layout.consumequeue import UNIT_BYTES, UNIT_DTYPE
+from mqstore.layout.dispatch import Rows, under_another_table
 from mqstore.layout.indexfile import IndexHeader, file_bytes, put_entries
 from mqstore.log.checkpoint import CheckpointFile
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.names import is_path_safe
 from mqstore.log.recovery import first_slot_in_range, watermark_of
-from mqstore.log.scanner import End, Good, least_plausible, scan_segment, sort_out
+from mqstore.log.scanner import End
 from mqstore.log.store import MessageStore
 from mqstore.log.txn import IntentWatch
+from mqstore.spark.jobs.placing import Placer, Slots, UnitFiles, first_slots, stretches
 from mqstore.spark.jobs.ranges import (
     RANGE_BYTES,
     LogRange,
@@ -75,19 +81,39 @@ from mqstore.spark.jobs.ranges import (
     read_range,
 )
 from mqstore.spark.jobs.shape import Plan, Progress, Selection, Shaped, Stores, run
+from mqstore.spark.jobs.shuffle import Row, shuffle
 from mqstore.spark.jobs.verify import plan_verify, whole_stores
 from mqstore.spark.plan import StoreName, open_store
 
-__all__ = ["RebuildReport", "RebuiltQueue", "RebuiltStore", "plan_rebuild", "rebuild"]
+__all__ = [
+    "QueueWay",
+    "RebuildReport",
+    "RebuiltQueue",
+    "RebuiltStore",
+    "Shuffle",
+    "Way",
+    "plan_rebuild",
+    "plan_ways",
+    "rebuild",
+]
 
 What = Literal["queues", "index"]
+Shuffle = Literal["auto", "always", "never"]
+"""Which queues Spark sorts: those that would keep one task reading much of a log again; all; none."""
+Way = Literal["slots", "order", "shuffle"]
+"""How a queue is built. `slots`: each record says its slot, and the range tasks put it there. `order`: its records do
+not follow each other, and a task reads them once more in log order. `shuffle`: sorted by Spark, and put by a task that
+has this queue alone."""
 _WORK = "rebuild"
 _ENTRY = np.dtype([("hash", "<i4"), ("physical", "<i8"), ("stamp", "<i8")])
 """An index entry on its way from a range to its file."""
-_MAX_OPEN = 64
 _JOINED_FASTER = 4
 """Times that ranges are joined faster than they are read, at least."""
-_CHUNK_UNITS = 1 << 16
+_READ_AGAIN_BYTES = 4 * RANGE_BYTES
+"""Of a log, by one task, rather than shuffle: that takes Spark about as long as reading this does."""
+_SENT = np.dtype([("slot", "<i8"), ("unit", UNIT_DTYPE)])
+_SENT_UNITS = 64
+"""In a row. Spark makes batches of so many rows as were small enough before, so none should be much larger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +131,8 @@ class RebuiltQueue(Shaped):
     """Units that differ, and stand in files that were replaced."""
     void: int
     """Queue offsets whose records are lost to damage."""
-    in_order: bool
-    """Built record by record, since its records do not simply follow each other."""
+    way: Way
+    """How it was built; the same files come of every way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +155,16 @@ class RebuiltStore(Shaped):
 
 
 @dataclass(frozen=True, slots=True)
+class QueueWay(Shaped):
+    """How `rebuild` would build a queue."""
+
+    store: str
+    topic: str
+    queue_id: int
+    way: Way
+
+
+@dataclass(frozen=True, slots=True)
 class RebuildReport(Shaped):
     """What `rebuild` made."""
 
@@ -144,6 +180,7 @@ def rebuild(
     *,
     what: Sequence[What] = ("queues", "index"),
     dest: str | os.PathLike[str] | None = None,
+    shuffle: Shuffle = "auto",
     range_bytes: int = RANGE_BYTES,
     progress: Progress | None = None,
 ) -> RebuildReport:
@@ -151,23 +188,18 @@ def rebuild(
 
     `spark`: a session, or None to do it here. In place the stores are locked for as long as it takes: StoreLockedError,
     naming the process, while a writer has one open; nothing was changed then. `dest` must be empty or missing; with
-    several stores each gets a folder named like its own. Raises ConfigError, and what reading and writing raises, in
-    place leaving each store as it was or as it shall be. spark.md B7, B8.
+    several stores each gets a folder named like its own. `shuffle` needs a session to be "always", and changes nothing
+    of what is built. Raises ConfigError, and what reading and writing raises, in place leaving each store as it was or
+    as it shall be. spark.md B7, B8.
     """
     _, names, asked = _checked(stores, what, dest)
+    sorting = _checked_shuffle(shuffle, with_spark=spark is not None)
     with ExitStack() as held:
-        works = [_prepare(name, asked, dest, len(names) > 1, held) for name in names]
-        ranges: list[_Piece] = []
-        for work in works:
-            with open_store(work.name) as store:
-                ranges += [_Piece(work, each) for each in cut_ranges(store, work.name, range_bytes)]
-        tasks = bundles(ranges, min(range_bytes, RANGE_BYTES))
-        found: dict[StoreName, list[RangeResult]] = {name: [] for name in names}
-        for outcome in run(spark, tasks, _build_ranges, progress, "mqstore rebuild: ranges"):
-            for result in outcome:
-                found[result.range.store].append(result)
+        works = [_prepare(name, asked, dest, sorting, len(names) > 1, held) for name in names]
+        found = _read_ranges(spark, works, range_bytes, progress)
         joins = bundles(_Joining(work, found[work.name]) for work in works)
         joined = [each for task in run(spark, joins, _join, title="mqstore rebuild: stores") for each in task]
+        joined = _sort_queues(spark, joined)
         files = [file for each in joined for file in each.index]
         run(spark, files, _build_index, title="mqstore rebuild: index")
         rows = [_publish(each) for each in joined]
@@ -192,6 +224,40 @@ def plan_rebuild(
         for name in names:
             refuse_beside_writer(name.path)
     return plan_verify(chosen, range_bytes=range_bytes)
+
+
+def plan_ways(
+    stores: Stores | Selection,
+    *,
+    shuffle: Shuffle = "auto",
+    with_spark: bool = True,
+    range_bytes: int = RANGE_BYTES,
+    progress: Progress | None = None,
+) -> tuple[QueueWay, ...]:
+    """Which way `rebuild` would go with each queue that has records. Only the logs tell, so they are read, here; writes
+    nothing and takes no lock."""
+    sorting = _checked_shuffle(shuffle, with_spark=with_spark)
+    works = [_Work(name, "", frozenset(), None, *sorting) for name in whole_stores(stores, "rebuild").stores()]
+    found = _read_ranges(None, works, range_bytes, progress)
+    ways = []
+    for work in works:
+        with open_store(work.name) as store:
+            store._queues.load(exact=True)
+            joiner = _Joiner(store, _Joining(work, found[work.name]))
+            joiner.stitch()
+            straight, others = joiner.sort_out()
+            other: Way = "shuffle" if joiner.to_shuffle(others) else "order"
+            for key in sorted({*straight, *others}):
+                ways.append(QueueWay(work.name.id, *key, way="slots" if key in straight else other))
+    return tuple(ways)
+
+
+def _checked_shuffle(shuffle: Shuffle, *, with_spark: bool) -> tuple[Shuffle, int]:
+    if shuffle not in get_args(Shuffle):
+        raise ConfigError(f"shuffle={shuffle!r} is none of 'auto', 'always', 'never'")
+    if shuffle == "always" and not with_spark:
+        raise ConfigError("shuffle='always' needs a Spark session: without one there is nothing to carry")
+    return (shuffle if with_spark else "never"), _READ_AGAIN_BYTES
 
 
 def _checked(
@@ -233,10 +299,19 @@ class _Work:
     folder: str
     what: frozenset[str]
     dest: str | None
+    shuffle: Shuffle
+    read_again_bytes: int
+    """As `_READ_AGAIN_BYTES`."""
 
     @property
     def queues(self) -> Path:
         return Path(self.folder, "consumequeue")
+
+    @property
+    def sorted(self) -> Path:
+        """Where queues are built that are not built by ranges: what a range wrote of one may be wrong, and a range task
+        that Spark has given up may write it once more."""
+        return Path(self.folder, "sorted")
 
     @property
     def index(self) -> Path:
@@ -262,7 +337,12 @@ class _Piece:
 
 
 def _prepare(
-    name: StoreName, what: frozenset[str], dest: str | os.PathLike[str] | None, several: bool, held: ExitStack
+    name: StoreName,
+    what: frozenset[str],
+    dest: str | os.PathLike[str] | None,
+    sorting: tuple[Shuffle, int],
+    several: bool,
+    held: ExitStack,
 ) -> _Work:
     """Lock the store, unless it stays as it is, and make an empty folder to work in, which goes in the end."""
     if dest is None:
@@ -275,96 +355,33 @@ def _prepare(
         root = Path(dest, os.path.basename(os.path.normpath(name.path))) if several else Path(dest)
         target = str(root)
     folder = root / _WORK / secrets.token_hex(4)
-    for each in ("consumequeue", "entries", "index"):
+    for each in ("consumequeue", "sorted", "entries", "index"):
         (folder / each).mkdir(parents=True)
     held.callback(shutil.rmtree, root / _WORK, ignore_errors=True)
-    return _Work(name, str(folder), what, target)
+    return _Work(name, str(folder), what, target, *sorting)
 
 
 # -- ranges ------------------------------------------------------------------------------------------------------------
 
 
-class _UnitFiles:
-    """Fresh queue files, sparse and at full length; many processes may write to them at different places."""
-
-    def __init__(self, folder: Path, segment_bytes: int, fs: FileSystem = REAL) -> None:
-        self.per = segment_bytes // UNIT_BYTES
-        self._folder = folder
-        self._segment_bytes = segment_bytes
-        self._fs = fs
-        self._open: OrderedDict[tuple[str, int, int], int] = OrderedDict()
-
-    def __enter__(self) -> _UnitFiles:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        while self._open:
-            self._fs.close(self._open.popitem()[1])
-
-    def directory(self, topic: str, queue_id: int) -> Path:
-        return self._folder / topic / str(queue_id)
-
-    def name(self, topic: str, queue_id: int, segment: int) -> str:
-        """The path of a file below its store."""
-        return f"consumequeue/{topic}/{queue_id}/{segment * self._segment_bytes:020d}"
-
-    def path(self, topic: str, queue_id: int, segment: int) -> Path:
-        return self.directory(topic, queue_id) / f"{segment * self._segment_bytes:020d}"
-
-    def segments(self, topic: str, queue_id: int) -> list[int]:
-        """Numbers of the files that there are."""
-        directory = self.directory(topic, queue_id)
-        names = os.listdir(directory) if directory.is_dir() else []
-        return sorted(int(name) // self._segment_bytes for name in names)
-
-    def write(self, topic: str, queue_id: int, first: int, units: bytes) -> None:
-        """Put units into slots [first, ...)."""
-        done = 0
-        while done < len(units):
-            segment, index = divmod(first + done // UNIT_BYTES, self.per)
-            data = units[done : done + (self.per - index) * UNIT_BYTES]
-            self._fs.pwrite(self._file(topic, queue_id, segment), data, index * UNIT_BYTES)
-            done += len(data)
-
-    def void(self, topic: str, queue_id: int, first: int, stop: int) -> None:
-        """Make slots [first, stop) void."""
-        for at in range(first, stop, _CHUNK_UNITS):
-            self.write(topic, queue_id, at, VOID_UNIT * min(_CHUNK_UNITS, stop - at))
-
-    def read(self, topic: str, queue_id: int, segment: int) -> npt.NDArray[np.void]:
-        """All units of a file."""
-        data = self._fs.pread(self._file(topic, queue_id, segment), self._segment_bytes, 0)
-        return np.frombuffer(data, UNIT_DTYPE)
-
-    def sync(self, topic: str, queue_id: int, segment: int) -> None:
-        self._fs.fdatasync(self._file(topic, queue_id, segment))
-
-    def remove(self, topic: str, queue_id: int, segments: Sequence[int]) -> None:
-        """Delete these files."""
-        for segment in segments:
-            fd = self._open.pop((topic, queue_id, segment), None)
-            if fd is not None:
-                self._fs.close(fd)
-            self._fs.unlink(self.path(topic, queue_id, segment), missing_ok=True)
-
-    def _file(self, topic: str, queue_id: int, segment: int) -> int:
-        key = (topic, queue_id, segment)
-        fd = self._open.get(key)
-        if fd is not None:
-            self._open.move_to_end(key)
-            return fd
-        path = self.path(topic, queue_id, segment)
-        for folder in (path.parent.parent, path.parent):
-            self._fs.mkdir(folder, exist_ok=True)
-        fd = self._fs.open(path, os.O_RDWR | os.O_CREAT)
-        self._open[key] = fd
-        self._fs.truncate_sparse(fd, self._segment_bytes)
-        if len(self._open) > _MAX_OPEN:
-            self._fs.close(self._open.popitem(last=False)[1])
-        return fd
+def _read_ranges(
+    spark: object, works: Sequence[_Work], range_bytes: int, progress: Progress | None
+) -> dict[StoreName, list[RangeResult]]:
+    ranges: list[_Piece] = []
+    for work in works:
+        with open_store(work.name) as store:
+            ranges += [_Piece(work, each) for each in cut_ranges(store, work.name, range_bytes)]
+    tasks = bundles(ranges, min(range_bytes, RANGE_BYTES))
+    found: dict[StoreName, list[RangeResult]] = {work.name: [] for work in works}
+    for outcome in run(spark, tasks, _build_ranges, progress, "mqstore rebuild: ranges"):
+        for result in outcome:
+            found[result.range.store].append(result)
+    return found
 
 
 def _build_ranges(task: Sequence[_Piece]) -> list[RangeResult]:
+    for piece in task:
+        _check_folder(piece.work)
     results = []
     with ExitStack() as opened:
         stores: dict[StoreName, MessageStore] = {}
@@ -377,14 +394,24 @@ def _build_ranges(task: Sequence[_Piece]) -> list[RangeResult]:
     return results
 
 
+def _check_folder(work: _Work) -> None:
+    """ConfigError on a machine that does not see where the driver works."""
+    if work.what and not os.path.isdir(work.folder):
+        raise ConfigError(
+            f"{work.folder} is not there on {socket.gethostname()}: rebuild needs a file system that the driver and "
+            "all executors see under the same path and write to; with --master local[*] it runs on one machine"
+        )
+
+
 def _build_range(store: MessageStore, work: _Work, piece: LogRange, start: int | None = None) -> RangeResult | None:
     """Units of straight runs to their slots, entries to a file of the range."""
+    in_slots = "queues" in work.what and work.shuffle != "always"
     runs: dict[QueueKey, list[bytes]] = {}
     entries: list[npt.NDArray[np.void]] = []
 
     def take_run(topic: str, queue_id: int, first: int, units: npt.NDArray[np.void]) -> tuple[()]:
         del first
-        if "queues" in work.what:
+        if in_slots:
             runs.setdefault((topic, queue_id), []).append(units.tobytes())
         return ()
 
@@ -395,7 +422,7 @@ def _build_range(store: MessageStore, work: _Work, piece: LogRange, start: int |
     result = read_range(store, piece, take_run=take_run, take_rows=take_rows, start=start)
     if result is None:
         return None
-    with _UnitFiles(work.queues, store.manifest.consumequeue_segment_bytes) as files:
+    with UnitFiles(work.queues, store.manifest.consumequeue_segment_bytes) as files:
         for (topic, queue_id), parts in runs.items():
             part = result.queues[topic, queue_id]
             if part.straight:
@@ -459,250 +486,161 @@ class _Joined:
     watermark: int | None = None
     """F; None for an empty log, which leaves nothing to do."""
     log_start: int = 0
-    queue_files: list[str] = field(default_factory=list)
-    """New ones that are to be published, by their paths below the store."""
+    log_end: int = 0
+    queue_files: list[tuple[str, str]] = field(default_factory=list)
+    """New ones that are to be published, and their paths below the store."""
+    apart: frozenset[QueueKey] = frozenset()
+    """Queues of which nothing counts that ranges wrote: their files are made in `sorted`."""
+    placed: dict[QueueKey, tuple[Way, Slots]] = field(default_factory=dict)
+    """Queues whose records are in their slots."""
+    unsorted: list[QueueKey] = field(default_factory=list)
+    """Queues that wait for Spark to sort them, and"""
+    segments: list[tuple[int, int, int]] = field(default_factory=list)
+    """(start, where a scan of the log enters it, bytes) of those that have records of them."""
+
+    @property
+    def store(self) -> StoreName:
+        return self.work.name
+
+    @property
+    def weight(self) -> int:
+        return sum(slots.next or 0 for _, slots in self.placed.values()) * UNIT_BYTES
 
 
-@dataclass(slots=True)
-class _Slots:
-    """Where a queue stands: the next slot, the place of its last record, and how it began."""
-
-    next: int | None
-    seen: int
-    begin: int | None
-    """The first slot that is not one of a record below the log, by the old files; None when these do not say."""
-    first: int | None = None
-    """Of the first record."""
-    void: int = 0
-    in_order: bool = False
+def _is_usable(key: QueueKey) -> bool:
+    return key[1] >= 0 and is_path_safe(key[0])
 
 
 def _join(jobs: Sequence[_Joining]) -> list[_Joined]:
     joined = []
     for job in jobs:
         with open_store(job.store) as store:
-            joined.append(_Joiner(store, job).join())
+            store._queues.load(exact=True)
+            each = _Joiner(store, job).join()
+            if not each.unsorted:
+                _Finisher(store, each).finish()
+            joined.append(each)
     return joined
 
 
+def _finish(jobs: Sequence[_Joined]) -> list[_Joined]:
+    for job in jobs:
+        with open_store(job.store) as store:
+            store._queues.load(exact=True)
+            _Finisher(store, job).finish()
+    return [*jobs]
+
+
 class _Joiner:
+    """What the ranges of a store come to, and its queues, but for those that are left for the shuffle."""
+
     def __init__(self, store: MessageStore, job: _Joining) -> None:
-        store._queues.load(exact=True)
         self._store = store
         self._work = job.work
-        self._segment_bytes = store.manifest.consumequeue_segment_bytes
         self._log_start = store._run.min_offset
         self._stitcher = Stitcher(store, job.work.name, job.results, partial(_build_range, store, job.work))
+        self._segments: list[SegmentParts] = []
         self._results: list[RangeResult] = []
-        self._odd = 0
         self._bad = 0
         self._end = 0
 
     def join(self) -> _Joined:
-        store = self._store
-        work = self._work
-        joined = _Joined(work, self._row(), log_start=self._log_start)
+        store, work = self._store, self._work
+        _check_folder(work)
+        if store._run.starts:
+            self.stitch()
+        joined = _Joined(work, self._row(), log_start=self._log_start, log_end=self._end)
         if not store._run.starts:
             return joined
         joined.watermark = watermark_of(store._parts(clean=store.clean_shutdown, has_checkpoint=store._has_checkpoint))
-        segments: list[SegmentParts] = []
+        if "index" in work.what:
+            joined.index = self._index_files()
+            joined.row = replace(
+                joined.row,
+                index_files=len(joined.index),
+                index_entries=sum(result.entries for result in self._results),
+            )
+        if "queues" in work.what:
+            self._place(joined)
+        return joined
+
+    def stitch(self) -> None:
+        """Read again what did not fit together."""
         for event in self._stitcher.events():
             if isinstance(event, SegmentParts):
-                segments.append(event)
+                self._segments.append(event)
                 self._results += event.results
             elif isinstance(event, End):
                 self._end = event.position
             else:
                 self._bad += 1
-        if "queues" in work.what:
-            with _UnitFiles(work.queues, self._segment_bytes) as files:
-                for key, slots in sorted(self._place(segments, files).items()):
-                    joined.queues.append(self._finish(files, *key, slots, joined))
-        if "index" in work.what:
-            joined.index = self._index_files()
-        joined.row = self._row(joined)
-        return joined
 
-    def _row(self, joined: _Joined | None = None) -> RebuiltStore:
-        queues = joined.queues if joined is not None else []
+    def _row(self) -> RebuiltStore:
         return RebuiltStore(
             store=self._work.name.id,
             messages=sum(result.records for result in self._results),
             bad_stretches=self._bad,
-            odd_records=self._odd,
-            queues=len(queues),
-            changed_queues=sum(1 for queue in queues if queue.changed),
-            changed_units=sum(queue.changed for queue in queues),
-            index_files=len(joined.index) if joined is not None else 0,
-            index_entries=sum(result.entries for result in self._results) if "index" in self._work.what else 0,
+            odd_records=0,
+            queues=0,
+            changed_queues=0,
+            changed_units=0,
+            index_files=0,
+            index_entries=0,
             index_changed=False,
         )
 
     # -- slots that records tell
 
-    def _place(self, segments: Sequence[SegmentParts], files: _UnitFiles) -> dict[QueueKey, _Slots]:
-        """Every queue: those of records are in their slots now, those that only old files know are empty."""
+    def sort_out(self) -> tuple[dict[QueueKey, Slots], set[QueueKey]]:
+        """(queues whose records simply follow each other, and so are in their slots; the others)."""
         parts: dict[QueueKey, list[QueuePart]] = {}
-        for segment in segments:
+        for segment in self._segments:
             for key, found in segment.queues().items():
-                if key[1] >= 0 and is_path_safe(key[0]):
+                if _is_usable(key):
                     parts.setdefault(key, []).extend(found)
-        doubted = {key for result in self._stitcher.discarded for key in result.queues}
-        placed: dict[QueueKey, _Slots] = {}
+        if self._work.shuffle == "always":
+            return {}, {*parts}
+        doubted = self._doubted()
+        straight: dict[QueueKey, Slots] = {}
         for key, found in parts.items():
-            slots = self._begin(*key, found[0].first)
-            straight = key not in doubted and is_straight(found) and slots.next in (None, found[0].first)
-            if not straight:
-                continue
-            slots.first, slots.next, slots.seen = found[0].first, found[-1].stop, found[-1].last_physical
-            placed[key] = slots
-        crooked = parts.keys() - placed.keys()
-        for key in doubted | crooked:
-            if key[1] >= 0 and is_path_safe(key[0]):
-                files.remove(*key, files.segments(*key))
-        if crooked:
-            placed |= self._in_order(segments, crooked, files)
-        for queue in self._store._queues:
-            key = (queue.topic, queue.queue_id)
-            if key not in placed:
-                placed[key] = self._begin(*key, None)
-        return placed
+            slots = first_slots(self._store, self._log_start, key, found[0].first)
+            if key not in doubted and is_straight(found) and slots.next in (None, found[0].first):
+                slots.first, slots.next, slots.seen = found[0].first, found[-1].stop, found[-1].last_physical
+                straight[key] = slots
+        return straight, parts.keys() - straight.keys()
 
-    def _begin(self, topic: str, queue_id: int, least: int | None) -> _Slots:
-        queue = self._store._queues.create(topic, queue_id)
-        begin, seen = first_slot_in_range(queue, self._log_start, least)
-        return _Slots(begin, seen, begin)
+    def _doubted(self) -> set[QueueKey]:
+        """Queues that ranges have written to which do not count."""
+        return {key for result in self._stitcher.discarded for key in result.queues}
 
-    def _in_order(
-        self, segments: Sequence[SegmentParts], crooked: set[QueueKey], files: _UnitFiles
-    ) -> dict[QueueKey, _Slots]:
-        """These queues from the front, record by record, as recovery does it."""
-        store = self._store
-        placed: dict[QueueKey, _Slots] = {}
-        for segment in segments:
-            if crooked.isdisjoint(segment.queues()):
-                continue
-            for event in scan_segment(store._run, segment.segment, segment.start, store.manifest.checksum):
-                if not isinstance(event, Good):
-                    continue
-                rows = rows_of(event.buffer, event.headers, event.base, store.delay_table_ms)
-                for topic, queue_id, chosen in rows.by_queue():
-                    if (topic, queue_id) in crooked:
-                        self._take(placed, topic, queue_id, rows, chosen, files)
-        return placed
+    def _segments_of(self, queues: set[QueueKey]) -> list[tuple[int, int, int]]:
+        return [
+            (each.segment.start, each.start, min(each.segment.end, self._end) - each.segment.start)
+            for each in self._segments
+            if not queues.isdisjoint(each.queues())
+        ]
 
-    def _take(
-        self,
-        placed: dict[QueueKey, _Slots],
-        topic: str,
-        queue_id: int,
-        rows: Rows,
-        chosen: npt.NDArray[np.int64],
-        files: _UnitFiles,
-    ) -> None:
-        offsets, physical = rows.queue_offset[chosen], rows.physical_offset[chosen]
-        slots = placed.get((topic, queue_id))
-        if slots is None:
-            slots = self._begin(topic, queue_id, least_plausible(offsets, physical))
-            slots.in_order = True
-            placed[topic, queue_id] = slots
-        runs, odd = sort_out(slots.next, slots.seen, offsets, physical)
-        self._odd += len(odd)
-        for low, high in runs:
-            first = int(offsets[low])
-            if slots.first is None:
-                slots.first = first
-            elif slots.next is not None and first > slots.next:
-                files.void(topic, queue_id, slots.next, first)
-                slots.void += first - slots.next
-            files.write(topic, queue_id, first, rows.units(chosen[low:high]).tobytes())
-            slots.next = first + high - low
-        slots.seen = int(physical[-1]) + int(rows.size[chosen[-1]])
+    def to_shuffle(self, queues: set[QueueKey]) -> bool:
+        """Whether these are for Spark to sort."""
+        if self._work.shuffle != "auto":
+            return self._work.shuffle == "always"
+        sizes = [size for _, _, size in self._segments_of(queues)]
+        return len(sizes) > 1 and sum(sizes) > self._work.read_again_bytes
 
-    # -- slots that no record tells
-
-    def _finish(self, files: _UnitFiles, topic: str, queue_id: int, slots: _Slots, joined: _Joined) -> RebuiltQueue:
-        """Fill what lies before the first record and behind the last, and note which files are other than before."""
-        queue = self._store._queues.create(topic, queue_id)
-        first, stop, begin = slots.first, slots.next, slots.begin
-        if first is None or stop is None:  # no record is of this queue: old files alone tell
-            begin, _ = first_slot_in_range(queue, self._log_start, None)
-            first = stop = queue.max_offset if begin is None else begin
-        end = self._tail(queue, stop)
-        low = (first if begin is None else begin) // files.per
-        if begin is None:
-            files.void(topic, queue_id, low * files.per, first)
-        else:
-            # Retention took the records of these, but their numbers stay given out.
-            files.write(topic, queue_id, low * files.per, queue.read(low * files.per, begin - low * files.per))
-            files.void(topic, queue_id, begin, first)
-            slots.void += first - begin
-        files.void(topic, queue_id, stop, end)
-        slots.void += end - stop
-        queue.correct_min(self._log_start)
-        return RebuiltQueue(
-            store=self._work.name.id,
-            topic=topic,
-            queue_id=queue_id,
-            old_min=queue.min_offset,
-            old_max=queue.max_offset,
-            new_min=end if slots.first is None else first,
-            new_max=end,
-            changed=self._compare(files, queue, low, joined),
-            void=slots.void,
-            in_order=slots.in_order,
-        )
-
-    def _tail(self, queue: ConsumeQueue, first: int) -> int:
-        """Behind the last slot from `first` on whose number was given out to a record of this log: it stays given
-        out, though its record is lost."""
-        for at, units in queue.chunks(first, queue.max_offset):
-            beyond = np.flatnonzero((units["physical_offset"] >= self._end) | (units["size"] <= 0))
-            if len(beyond):
-                return at + int(beyond[0])
-        return max(first, queue.max_offset)
-
-    # -- against what was there
-
-    def _compare(self, files: _UnitFiles, queue: ConsumeQueue, low: int, joined: _Joined) -> int:
-        """Note what is to be published: of segments below `low` the old files, from there on the fresh ones where they
-        differ; the others go. How many units differ."""
-        key = (queue.topic, queue.queue_id)
-        in_place = self._work.dest is None
-        fresh = files.segments(*key)
-        old = [int(name) // self._segment_bytes for name in queue.list_files()]
-        changed = 0
-        for segment in sorted({*fresh, *old}):
-            found = queue.units(segment * files.per, files.per)
-            if segment < low:
-                if not in_place:
-                    files.write(*key, segment * files.per, found.tobytes())
-            elif segment in fresh:
-                wanted = files.read(*key, segment)
-                kept = under_another_table(queue.topic, found, wanted)
-                if kept is not wanted:
-                    files.write(*key, segment * files.per, kept.tobytes())
-                differ = int(np.count_nonzero(found != kept))
-                changed += differ
-                if in_place and not differ and self._is_whole(files.name(*key, segment)):
-                    files.remove(*key, [segment])
-            else:
-                # Behind the end of the queue: zeros, and never fewer files, as the name of one tells of offsets, too.
-                used = int(np.count_nonzero(found != np.zeros(1, UNIT_DTYPE)))
-                changed += used
-                if used and in_place:
-                    files.write(*key, segment * files.per, bytes(UNIT_BYTES))
-        for segment in files.segments(*key):
-            files.sync(*key, segment)
-            joined.queue_files.append(files.name(*key, segment))
-        return changed
-
-    def _is_whole(self, name: str) -> bool:
-        """Whether the store has that file, at its full length."""
-        try:
-            return os.path.getsize(Path(self._work.name.path, name)) == self._segment_bytes
-        except FileNotFoundError:
-            return False
+    def _place(self, joined: _Joined) -> None:
+        straight, others = self.sort_out()
+        joined.placed = {key: ("slots", slots) for key, slots in straight.items()}
+        joined.apart = frozenset(others | {key for key in self._doubted() if _is_usable(key)})
+        segments = self._segments_of(others)
+        if self.to_shuffle(others):
+            joined.unsorted, joined.segments = sorted(others), segments
+            return
+        with UnitFiles(self._work.sorted, self._store.manifest.consumequeue_segment_bytes) as files:
+            placer = Placer(self._store, self._log_start, files)
+            for base, start, _ in segments:
+                for stretch in stretches(self._store, base, start, self._end, others):
+                    placer.take(*stretch)
+        joined.placed |= {key: ("order", slots) for key, slots in placer.placed.items()}
 
     # -- the index
 
@@ -727,11 +665,225 @@ class _Joiner:
         ]
 
 
+class _Finisher:
+    """The rest of a store's queues: slots that no record tells, and which files are other than before."""
+
+    def __init__(self, store: MessageStore, joined: _Joined) -> None:
+        self._store = store
+        self._work = joined.work
+        self._joined = joined
+        self._segment_bytes = store.manifest.consumequeue_segment_bytes
+
+    def finish(self) -> None:
+        joined = self._joined
+        if joined.watermark is None or "queues" not in self._work.what:
+            return
+        for queue in self._store._queues:
+            key = (queue.topic, queue.queue_id)
+            if key not in joined.placed:  # only old files know it
+                joined.placed[key] = "slots", first_slots(self._store, joined.log_start, key, None)
+        with (
+            UnitFiles(self._work.queues, self._segment_bytes) as ours,
+            UnitFiles(self._work.sorted, self._segment_bytes) as theirs,
+        ):
+            for key, (way, slots) in sorted(joined.placed.items()):
+                joined.queues.append(self._finish(theirs if key in joined.apart else ours, *key, way, slots))
+        joined.row = replace(
+            joined.row,
+            odd_records=sum(slots.odd for _, slots in joined.placed.values()),
+            queues=len(joined.queues),
+            changed_queues=sum(1 for queue in joined.queues if queue.changed),
+            changed_units=sum(queue.changed for queue in joined.queues),
+        )
+        joined.placed = {}
+
+    def _finish(self, files: UnitFiles, topic: str, queue_id: int, way: Way, slots: Slots) -> RebuiltQueue:
+        """Fill what lies before the first record and behind the last, and note which files are other than before."""
+        queue = self._store._queues.create(topic, queue_id)
+        first, stop, begin = slots.first, slots.next, slots.begin
+        if first is None or stop is None:  # no record is of this queue: old files alone tell
+            begin, _ = first_slot_in_range(queue, self._joined.log_start, None)
+            first = stop = queue.max_offset if begin is None else begin
+        end = self._tail(queue, stop)
+        low = (first if begin is None else begin) // files.per
+        if begin is None:
+            files.void(topic, queue_id, low * files.per, first)
+        else:
+            # Retention took the records of these, but their numbers stay given out.
+            files.write(topic, queue_id, low * files.per, queue.read(low * files.per, begin - low * files.per))
+            files.void(topic, queue_id, begin, first)
+            slots.void += first - begin
+        files.void(topic, queue_id, stop, end)
+        slots.void += end - stop
+        queue.correct_min(self._joined.log_start)
+        return RebuiltQueue(
+            store=self._work.name.id,
+            topic=topic,
+            queue_id=queue_id,
+            old_min=queue.min_offset,
+            old_max=queue.max_offset,
+            new_min=end if slots.first is None else first,
+            new_max=end,
+            changed=self._compare(files, queue, low),
+            void=slots.void,
+            way=way,
+        )
+
+    def _tail(self, queue: ConsumeQueue, first: int) -> int:
+        """Behind the last slot from `first` on whose number was given out to a record of this log: it stays given
+        out, though its record is lost."""
+        for at, units in queue.chunks(first, queue.max_offset):
+            beyond = np.flatnonzero((units["physical_offset"] >= self._joined.log_end) | (units["size"] <= 0))
+            if len(beyond):
+                return at + int(beyond[0])
+        return max(first, queue.max_offset)
+
+    # -- against what was there
+
+    def _compare(self, files: UnitFiles, queue: ConsumeQueue, low: int) -> int:
+        """Note what is to be published: of segments below `low` the old files, from there on the fresh ones where they
+        differ; the others go. How many units differ."""
+        key = (queue.topic, queue.queue_id)
+        in_place = self._work.dest is None
+        fresh = files.segments(*key)
+        old = [int(name) // self._segment_bytes for name in queue.list_files()]
+        same: set[int] = set()
+        changed = 0
+        for segment in sorted({*fresh, *old}):
+            found = queue.units(segment * files.per, files.per)
+            if segment < low:
+                if not in_place:
+                    files.write(*key, segment * files.per, found.tobytes())
+            elif segment in fresh:
+                wanted = files.read(*key, segment)
+                kept = under_another_table(queue.topic, found, wanted)
+                if kept is not wanted:
+                    files.write(*key, segment * files.per, kept.tobytes())
+                differ = int(np.count_nonzero(found != kept))
+                changed += differ
+                if in_place and not differ and self._is_whole(files.name(*key, segment)):
+                    same.add(segment)  # and left there: this task may run twice
+            else:
+                # Behind the end of the queue: zeros, and never fewer files, as the name of one tells of offsets, too.
+                used = int(np.count_nonzero(found != np.zeros(1, UNIT_DTYPE)))
+                changed += used
+                if used and in_place:
+                    files.write(*key, segment * files.per, bytes(UNIT_BYTES))
+        for segment in files.segments(*key):
+            if segment not in same:
+                files.sync(*key, segment)
+                self._joined.queue_files.append((str(files.path(*key, segment)), files.name(*key, segment)))
+        return changed
+
+    def _is_whole(self, name: str) -> bool:
+        """Whether the store has that file, at its full length."""
+        try:
+            return os.path.getsize(Path(self._work.name.path, name)) == self._segment_bytes
+        except FileNotFoundError:
+            return False
+
+
+# -- queues that Spark sorts -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Sorting:
+    """A store's queues that are to be sorted, by the keys of their rows; and one segment, in a task that reads it."""
+
+    work: _Work
+    numbers: Mapping[QueueKey, int]
+    log_start: int
+    log_end: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    sorting: int
+    """Which of those of the job."""
+    store: StoreName
+    base: int
+    start: int
+    weight: int
+
+
+def _sort_queues(spark: Any, joined: Sequence[_Joined]) -> list[_Joined]:
+    """Let Spark sort what is unsorted, put it into its slots, and finish those stores."""
+    jobs: list[_Sorting] = []
+    owners: list[tuple[_Joined, QueueKey]] = []
+    pieces: list[_Segment] = []
+    for each in joined:
+        if each.unsorted:
+            pieces += [_Segment(len(jobs), each.store, *segment) for segment in each.segments]
+            numbers = {key: len(owners) + i for i, key in enumerate(each.unsorted)}
+            jobs.append(_Sorting(each.work, numbers, each.log_start, each.log_end))
+            owners += [(each, key) for key in each.unsorted]
+    if not jobs:
+        return [*joined]
+    sorted_queues = shuffle(
+        spark,
+        bundles(pieces),
+        partial(_scatter, jobs),
+        partial(_gather, jobs),
+        len(owners),
+        "mqstore rebuild: queues, sorted",
+    )
+    for number, slots in sorted_queues:
+        each, key = owners[number]
+        each.placed[key] = "shuffle", slots
+    unfinished = bundles(each for each in joined if each.unsorted)
+    done = {
+        each.store: each for task in run(spark, unfinished, _finish, title="mqstore rebuild: stores") for each in task
+    }
+    return [done.get(each.store, each) for each in joined]
+
+
+def _scatter(jobs: Sequence[_Sorting], pieces: Sequence[_Segment]) -> Iterator[Row]:
+    """The records of queues that are to be sorted, a row for some of them: the last of a stretch begins with 1."""
+    for piece in pieces:
+        job = jobs[piece.sorting]
+        with open_store(piece.store) as store:
+            for key, offsets, units in stretches(store, piece.base, piece.start, job.log_end, job.numbers):
+                sent = np.empty(len(units), _SENT)
+                sent["slot"], sent["unit"] = offsets, units
+                for at in range(0, len(sent), _SENT_UNITS):
+                    data = sent[at : at + _SENT_UNITS].tobytes()
+                    last = at + _SENT_UNITS >= len(sent)
+                    yield job.numbers[key], int(units["physical_offset"][at]), (b"\1" if last else b"\0") + data
+
+
+def _gather(jobs: Sequence[_Sorting], rows: Iterator[Row]) -> Iterator[tuple[int, Slots]]:
+    """Rows to slots. Keys are numbered store by store, so each store is opened once."""
+    keys = [(at, key) for at, job in enumerate(jobs) for key in job.numbers]
+    for at, of_store in groupby(rows, key=lambda row: keys[row[0]][0]):
+        job = jobs[at]
+        _check_folder(job.work)
+        with (
+            open_store(job.work.name) as store,
+            UnitFiles(job.work.sorted, store.manifest.consumequeue_segment_bytes) as files,
+        ):
+            store._queues.load(exact=True)
+            placer = Placer(store, job.log_start, files)
+            held: list[bytes] = []
+            for number, _, data in of_store:
+                held.append(data[1:])
+                if data[0]:
+                    sent = np.frombuffer(b"".join(held), _SENT)
+                    placer.take(keys[number][1], sent["slot"].astype(np.int64), sent["unit"])
+                    held = []
+            assert not held
+            for key, slots in placer.placed.items():
+                yield job.numbers[key], slots
+
+
+# -- index files -------------------------------------------------------------------------------------------------------
+
+
 def _build_index(file: _IndexFile) -> None:
     """One index file, synced."""
     length = file_bytes(file.slots, file.capacity)
-    REAL.unlink(file.path, missing_ok=True)  # of an attempt that failed
-    fd = REAL.open(file.path, os.O_RDWR | os.O_CREAT)
+    path = Path(file.path)
+    temporary = path.parent.parent / "entries" / f"index-{path.name}.{secrets.token_hex(4)}"
+    fd = REAL.open(temporary, os.O_RDWR | os.O_CREAT)
     try:
         REAL.allocate(fd, length)
         buffer = REAL.map(fd, length, writable=True)
@@ -744,6 +896,7 @@ def _build_index(file: _IndexFile) -> None:
         REAL.fdatasync(fd)
     finally:
         REAL.close(fd)
+    REAL.replace(temporary, path)  # whole, whoever else builds it: a task may run twice, even at once
 
 
 # -- publishing --------------------------------------------------------------------------------------------------------
@@ -769,10 +922,23 @@ def _move_out(joined: _Joined, dest: Path, fs: FileSystem) -> None:
         if kind == "index":
             for number, name in enumerate(_index_names(len(joined.index), 0)):
                 fs.replace(source / str(number), source / name)
+        else:
+            for topic, queue_id in sorted(joined.apart):
+                _replace_queue(joined.work.sorted / topic / str(queue_id), source / topic / str(queue_id), fs)
         for folder, _, _ in os.walk(source, topdown=False):
             fs.sync_directory(folder)
         fs.replace(source, dest / source.name)
     fs.sync_directory(dest)
+
+
+def _replace_queue(source: Path, target: Path, fs: FileSystem) -> None:
+    shutil.rmtree(target, ignore_errors=True)
+    if source.is_dir():
+        target.parent.mkdir(exist_ok=True)
+        fs.replace(source, target)
+    else:
+        with suppress(OSError):  # other queues of the topic are there
+            target.parent.rmdir()
 
 
 def _index_names(count: int, newest: int) -> list[str]:
@@ -810,15 +976,15 @@ def _swap(joined: _Joined, fs: FileSystem, *, with_index: bool) -> None:
 
     changed: set[Path] = set()
     like = fs.stat(root / "commitlog")
-    for name in joined.queue_files:
+    for file, name in joined.queue_files:
         target = root / name
         changed |= {target.parent, *_make_folders(target.parent, like, fs)}
-        _take_after(Path(joined.work.folder, name), like)
-        fs.replace(Path(joined.work.folder, name), target)
+        _take_after(Path(file), like)
+        fs.replace(file, target)
     if with_index:
         changed |= {root / "index", *_make_folders(root / "index", like, fs)}
-        for file in joined.index:
-            _take_after(Path(file.path), like)
+        for each in joined.index:
+            _take_after(Path(each.path), like)
         before = replace(before, index_msg_timestamp_ms=_swap_index(joined, root / "index", fs))
     for folder in sorted(changed):
         fs.sync_directory(folder)

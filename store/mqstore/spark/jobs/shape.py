@@ -31,7 +31,20 @@ from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import LogSlice, Narrowing, QueueSlice, Slice, StoreName, is_wanted, open_store, plan, stores_of
 from mqstore.spark.shipping import ship
 
-__all__ = ["Bound", "Plan", "Progress", "Selection", "Shaped", "Stores", "check_known", "local_path", "run", "select"]
+__all__ = [
+    "Bound",
+    "Failure",
+    "Plan",
+    "Progress",
+    "Selection",
+    "Shaped",
+    "Stores",
+    "check_known",
+    "described",
+    "local_path",
+    "run",
+    "select",
+]
 
 Stores = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, str | os.PathLike[str]]
 """A store, a store set or a glob of stores; several; or paths by the ids that rows and reports call them."""
@@ -263,7 +276,7 @@ def local_path(path: str | os.PathLike[str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Failure:
+class Failure:
     """An error on its way from a task: its class, its text and its attributes, as many errors do not pickle."""
 
     kind: type[BaseException]
@@ -271,7 +284,7 @@ class _Failure:
     attributes: dict[str, Any]
 
     @classmethod
-    def of(cls, error: Exception) -> _Failure:
+    def of(cls, error: Exception) -> Failure:
         attributes = dict(error.__dict__)
         if isinstance(error, OSError) and error.errno is not None:  # not in its dict
             attributes |= {"errno": error.errno, "strerror": error.strerror, "filename": error.filename}
@@ -303,7 +316,7 @@ def run(
     report(0, len(tasks))
     outcomes = _here(tasks, function, report) if spark is None else _in_spark(spark, tasks, function, report, title)
     for outcome in outcomes:
-        if isinstance(outcome, _Failure):
+        if isinstance(outcome, Failure):
             raise outcome.error()
     return outcomes
 
@@ -315,19 +328,19 @@ def _here(tasks: Sequence[T], function: Callable[[T], R], report: Progress) -> l
         outcome = pickle.loads(pickle.dumps(_attempt(*pickle.loads(pickle.dumps((function, task))))))
         found.append(outcome)
         report(number + 1, len(tasks))
-        if isinstance(outcome, _Failure):
+        if isinstance(outcome, Failure):
             break
     return found
 
 
-def _attempt(function: Callable[[T], R], task: T) -> R | _Failure:
+def _attempt(function: Callable[[T], R], task: T) -> R | Failure:
     try:
         return function(task)
     except (MQStoreError, OSError) as error:
-        return _Failure.of(error)
+        return Failure.of(error)
 
 
-def _counted(function: Callable[[T], R], done: Any, task: T) -> R | _Failure:
+def _counted(function: Callable[[T], R], done: Any, task: T) -> R | Failure:
     outcome = _attempt(function, task)
     done.add(1)
     return outcome
@@ -342,12 +355,19 @@ def _in_spark(spark: Any, tasks: Sequence[T], function: Callable[[T], R], report
         ) from error
     ship(context)
     done = context.accumulator(0)
-    before = context.getLocalProperty("spark.job.description")
-    context.setJobDescription(title)
-    try:
+    with described(context, title):
         rdd = context.parallelize([*tasks], len(tasks)).map(partial(_counted, function, done))
         with _watched(lambda: done.value, len(tasks), report):
             return list(rdd.collect())
+
+
+@contextmanager
+def described(context: Any, title: str) -> Iterator[None]:
+    """What Spark's UI calls the jobs that a SparkContext runs meanwhile."""
+    before = context.getLocalProperty("spark.job.description")
+    context.setJobDescription(title)
+    try:
+        yield
     finally:
         context.setLocalProperty("spark.job.description", before)
 
