@@ -26,7 +26,7 @@ from mqstore.layout.record import (
     encode_blank,
     encode_record,
 )
-from mqstore.layout.scan import find_next, gather, verify, walk
+from mqstore.layout.scan import content_end, find_next, gather, verify, walk
 
 if TYPE_CHECKING:
     from tests.conftest import GoldenStore
@@ -576,6 +576,27 @@ def test_find_next_looks_for_records_that_begin_before_a_position_and_may_end_be
     assert find_next(data, third - 5, len(data), 0, "crc32c-record", third + 1) == third
     assert find_next(data, third + 1, len(data), 0, "crc32c-record", fourth + 1) == fourth
     assert find_next(data, third + 1, fourth + 50, 0, "crc32c-record", fourth + 1) is None
+
+
+def test_find_next_looks_at_a_record_of_which_only_zeros_lie_before_the_position() -> None:
+    """The first bytes of its size: behind them the range seems to end in zeros."""
+    for zeros in range(5):
+        found = record(zeros)
+        assert found[:3] == bytes(3)
+        data = bytes(zeros) + found + bytes(40)
+        for before in range(1, 9):
+            assert find_next(data, 0, len(data), 0, "crc32c-record", zeros + before) == zeros
+
+
+@given(st.binary(max_size=30), st.integers(0, 40), st.data())
+def test_content_ends_behind_the_last_byte_that_is_not_zero(content: bytes, zeros: int, data: st.DataObject) -> None:
+    buf = content + bytes(zeros)
+    start = data.draw(st.integers(0, len(buf)))
+    end = data.draw(st.integers(start, len(buf)))
+    assert content_end(buf, start, end) == start + len(buf[start:end].rstrip(b"\0"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scan, "_BLOCK_BYTES", 7)
+        assert content_end(memoryview(buf), start, end) == start + len(buf[start:end].rstrip(b"\0"))
 
 
 def test_find_next_passes_over_records_inside_a_body_and_stale_ones() -> None:

@@ -40,6 +40,7 @@ from mqstore.layout.checkpoint import Checkpoint, min_timestamp
 from mqstore.layout.consumequeue import UNIT_DTYPE, VOID_SIZE, is_void
 from mqstore.layout.dispatch import Rows, rows_of, under_another_table
 from mqstore.layout.record import Checksum, check_record, decode_record
+from mqstore.layout.scan import content_end
 from mqstore.log.consumequeue import ConsumeQueue, QueueTable
 from mqstore.log.index import Index, IndexFile
 from mqstore.log.names import is_path_safe
@@ -673,21 +674,21 @@ class _Recovery:
         segment = run.find(end)
         if segment is not None:
             buffer = run.mapping(segment)
-            last = _last_nonzero(buffer, end - segment.start)
-            if last is not None:
+            used = content_end(buffer, end - segment.start)
+            if used > end - segment.start:
                 name, at = self._where(end)
                 if not any(cut.file == name and cut.start == at for cut in report.truncated):
-                    report.truncated.append(Cut(name, at, last + 1, f"torn_tail: {tail}" if tail else "torn_tail"))
+                    report.truncated.append(Cut(name, at, used, f"torn_tail: {tail}" if tail else "torn_tail"))
                 report.changed = True
                 if self.writing:
                     run.zero(end)
         # A segment that begins at the end is kept when it is the only one, so that the log remembers where it is.
         doomed = [s for s in run.segments() if s.start >= end and s.start != run.starts[0]]
         for extra in doomed:
-            used = _last_nonzero(run.mapping(extra), 0)
+            used = content_end(run.mapping(extra))
             name, _ = self._where(extra.start)
-            if used is not None and not any(cut.file == name for cut in report.truncated):
-                report.truncated.append(Cut(name, 0, used + 1, "torn_tail"))
+            if used and not any(cut.file == name for cut in report.truncated):
+                report.truncated.append(Cut(name, 0, used, "torn_tail"))
         if doomed:
             report.changed = True
             if self.writing:
@@ -840,17 +841,3 @@ def _make_folder(folder: Path, fs: FileSystem) -> None:
     for each in reversed(missing):
         fs.mkdir(each, exist_ok=True)
         fs.sync_directory(each.parent)
-
-
-def _last_nonzero(buffer: object, start: int) -> int | None:
-    """Position of the last byte at or behind `start` that is not zero; None when there is none."""
-    data = np.frombuffer(buffer, np.uint8)  # type: ignore[call-overload]  # an mmap is a buffer
-    step = 1 << 20
-    high = len(data)
-    while high > start:
-        low = max(start, high - step)
-        found = np.flatnonzero(data[low:high])
-        if len(found):
-            return low + int(found[-1])
-        high = low
-    return None

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from mqstore.files.segments import Segment, SegmentRun
 from mqstore.layout.record import MIN_RECORD_BYTES, Checksum, check_record
-from mqstore.layout.scan import Headers, find_next, gather, verify, walk
+from mqstore.layout.scan import Headers, content_end, find_next, gather, verify, walk
 
 __all__ = [
     "MAX_SLOT",
@@ -71,15 +71,6 @@ class End:
 
 
 Event = Good | Bad | End
-
-
-def _is_zero(buffer: mmap.mmap, start: int) -> bool:
-    """Whether `buffer` holds only zeros from `start` on."""
-    step = 1 << 20
-    for at in range(start, len(buffer), step):
-        if np.frombuffer(buffer, np.uint8, min(step, len(buffer) - at), at).any():
-            return False
-    return True
 
 
 def _verified(
@@ -217,7 +208,7 @@ def join_segments(
             detail = ""  # what lies behind is none of a reader's business
         elif short and at >= len(buffer):
             detail = f"the file ends after {len(buffer)} of {run.segment_bytes} bytes"
-        elif _is_zero(buffer, at):
+        elif content_end(buffer, at) == at:
             detail = ""
         else:
             detail = check_record(buffer, at, len(buffer), here, checksum).detail

@@ -26,7 +26,6 @@ time with numpy; a thread of its own writes them while the next window is made.
 from __future__ import annotations
 
 import logging
-import mmap
 import queue
 import threading
 import zlib
@@ -56,7 +55,7 @@ from mqstore.layout.record import (
     Checksum,
     encode_blank,
 )
-from mqstore.layout.scan import records_hold
+from mqstore.layout.scan import content_end, records_hold
 from mqstore.log.commitlog import CommitLog
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.report import Cut, Finding
@@ -72,7 +71,6 @@ __all__ = ["SpliceResult", "Splicer", "Undone", "undo", "would_undo"]
 _log = logging.getLogger("mqstore")
 _BUFFERS = 3
 """Windows in memory: one being made, one waiting, one being written."""
-_SCAN_BYTES = 1 << 20
 _REMEMBERED = 8 << 20
 """Records whose queue is kept from check to copy, two bytes each."""
 _PATCHED_TO = STORE_TIMESTAMP_AT_V4 + 8
@@ -556,24 +554,11 @@ def _remains(run: SegmentRun, intent: Intent) -> tuple[int, list[Cut]]:
         at = max(0, intent.start - segment.start)
         if segment.end <= intent.start:
             continue
-        stop = _last_nonzero(run.mapping(segment), at)
+        stop = content_end(run.mapping(segment), at)
         if stop > at:
             cuts.append(Cut(f"commitlog/{segment_name(segment.start)}", at, stop, "unfinished_splice"))
             total += stop - at
     return total, cuts
-
-
-def _last_nonzero(buffer: mmap.mmap, start: int) -> int:
-    """The position behind the last byte at or behind `start` that is not zero; `start` when there is none."""
-    data = np.frombuffer(buffer, np.uint8)
-    high = len(data)
-    while high > start:
-        low = max(start, high - _SCAN_BYTES)
-        found = np.flatnonzero(data[low:high])
-        if len(found):
-            return low + int(found[-1]) + 1
-        high = low
-    return start
 
 
 def _describe(intent: Intent, run: SegmentRun, total: int) -> Finding:
