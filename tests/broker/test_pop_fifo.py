@@ -76,6 +76,55 @@ def test_what_is_not_acknowledged_comes_again_in_order_and_counted(bench: PopBen
     assert bench.read(pop_retry_topic("g", "t")) == []
 
 
+def test_with_skip_acked_what_was_acknowledged_behind_does_not_come_again(bench: PopBench) -> None:
+    """Nor does what became a dead letter; over several batches, also such as are too small to name it."""
+    bench.put("t", 6)
+    first = pop(bench, 5)
+    bench.ack(first[1], first[4])
+    bench.service.dead_letter("g", "t", first[3].receipt, "no")
+    bench.advance(INVISIBLE_MS)
+    [again] = pop(bench, 1, skip_acked=True)
+    assert (again.message.offset, again.attempt) == (0, 2)
+    assert bench.committed() == 0
+    bench.advance(INVISIBLE_MS)
+    found = pop(bench, skip_acked=True)
+    assert [(d.message.offset, d.attempt) for d in found] == [(0, 3), (2, 2), (5, 1)]
+    bench.ack(found[2])
+    bench.ack(found[0])
+    assert bench.committed() == 2
+    bench.ack(found[1])
+    assert bench.committed() == 6
+    assert len(bench.read(DLQ)) == 1
+
+
+def test_with_skip_acked_failures_behind_stay_counted_however_little_is_popped(bench: PopBench) -> None:
+    """Else a message that always fails behind another one would never come to its last attempt."""
+    bench.put("t", 3)
+    for attempt in range(1, 4):
+        found = pop(bench, 3, skip_acked=True)
+        assert [d.attempt for d in found] == [attempt] * 3
+        bench.advance(INVISIBLE_MS)
+    bench.ack(*pop(bench, 1, skip_acked=True))
+    found = pop(bench, 2, skip_acked=True)
+    assert [(d.message.offset, d.attempt) for d in found] == [(1, 4), (2, 4)]
+
+
+def test_a_batch_with_what_it_keeps_names_no_more_than_63_messages(bench: PopBench) -> None:
+    bench.put("t", 200)
+    bench.service.pop("g", "t", n=1, order=True, start="earliest")
+    handed: list[int] = []
+    for _ in range(6):
+        bench.advance(INVISIBLE_MS)
+        found = pop(bench, skip_acked=True)
+        assert found[0].message.offset == 0
+        handed += offsets(found[1:])
+        bench.ack(*found[1:])
+    assert handed == list(range(1, 63))
+    bench.ack(found[0])
+    assert bench.committed() == 63
+    assert offsets(pop(bench, 2)) == [63, 64]
+
+
 def test_a_late_acknowledgement_counts_until_the_queue_is_popped_again(bench: PopBench) -> None:
     bench.put("t", 2)
     first = pop(bench, 2)

@@ -196,6 +196,19 @@ def test_an_ordered_queue_is_free_at_once_and_counts_on(bench: PopBench, restart
         bench.ack(first[1])
 
 
+def test_what_an_ordered_batch_keeps_of_those_before_it_is_known_after_a_restart(bench: PopBench, restart: Any) -> None:
+    bench.put("t", 5)
+    first = bench.pop(n=4, order=True)
+    bench.ack(first[1])
+    bench.advance(INVISIBLE_MS)
+    assert offsets(bench.pop(n=1, order=True, skip_acked=True)) == [0]
+    restart()
+    again = bench.pop(n=5, order=True, skip_acked=True)
+    assert [(d.message.offset, d.attempt) for d in again] == [(0, 3), (2, 2), (3, 2), (4, 1)]
+    bench.ack(*again)
+    assert bench.committed() == 5
+
+
 def test_an_ordered_queue_of_a_remote_receiver_stays_blocked(bench: PopBench, restart: Any) -> None:
     # V15, with the log in place of the file.
     bench.put("t", 8)

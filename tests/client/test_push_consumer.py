@@ -78,6 +78,18 @@ def broker(tmp_path: Path) -> Iterator[Broker]:
         {"prefetch": 0},
         {"prefetch": 65_536},
         {"prefetch_bytes": 0},
+        {"prefetch_total": 0},
+        {"prefetch_total": 6_553_501},
+        {"prefetch_total": -1},
+        {"prefetch_total": True},
+        {"prefetch_total": 1e3},
+        {"prefetch_total_bytes": 0},
+        {"prefetch_total_bytes": (102_400 << 20) + 1},
+        {"mode": "pop", "prefetch_total": 10},
+        {"mode": "pop", "prefetch_total_bytes": 10},
+        {"parallel_groups": True},
+        {"parallel_groups": True, "ordered": True},
+        {"parallel_groups": True, "mode": "pop"},
         {"max_span": 0},
         {"max_span": 65_536},
         {"consume_timeout": 0},
@@ -96,6 +108,18 @@ def test_options_out_of_range_are_refused_before_anything_is_started(bench: Push
     with pytest.raises(ConfigError):
         PushConsumer(bench.broker, "g", **wrong)
     assert bench.broker.members.members("g") == []
+
+
+def test_the_bounds_of_a_total_are_rocketmq_s(bench: PushBench) -> None:
+    for options in ({"prefetch_total": 6_553_500, "prefetch_total_bytes": 102_400 << 20}, {"prefetch_total": 1}):
+        PushConsumer(bench.broker, "g", **options)  # type: ignore[arg-type]
+
+
+def test_what_may_stay_open_must_leave_room_for_more(bench: PushBench) -> None:
+    consumer = PushConsumer(bench.broker, "g", ordered=True, prefetch=100, prefetch_total=10)
+    consumer.subscribe("t", nothing, max_uncommitted=9)
+    with pytest.raises(ConfigError, match="prefetch_total"):
+        consumer.subscribe("t", nothing, max_uncommitted=10)
 
 
 def test_a_subscription_is_checked_when_it_is_made(bench: PushBench) -> None:

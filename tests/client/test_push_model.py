@@ -46,8 +46,9 @@ class Push(RuleBasedStateMachine):
         self.wrong = False
         """A handler was given what it did not ask for."""
 
-    @initialize(queues=st.integers(1, 3), batch_size=st.sampled_from([1, 1, 3]))
-    def begin(self, queues: int, batch_size: int) -> None:
+    @initialize(queues=st.integers(1, 3), batch_size=st.sampled_from([1, 1, 3]), total=st.sampled_from([None, 1, 4, 7]))
+    def begin(self, queues: int, batch_size: int, total: int | None) -> None:
+        self.total = total
         self.batch_size = batch_size
         self.queues = queues
         self.bench = PushBench(self.folder, queues=queues)
@@ -67,6 +68,7 @@ class Push(RuleBasedStateMachine):
 
     def handle(self, given: Message | list[Message]) -> None:
         batch = [given] if isinstance(given, Message) else list(given)
+        self.wrong |= not self.caches_are_bounded()
         first_error: Exception | None = None
         for message in batch:
             body = int(message.body)
@@ -108,6 +110,7 @@ class Push(RuleBasedStateMachine):
             self.handle,
             tags="a",
             prefetch=PREFETCH,
+            prefetch_total=self.total,
             batch_size=self.batch_size,
             retry=RetryPolicy(ATTEMPTS, delays=[1, 3]),
         )
@@ -214,16 +217,28 @@ class Push(RuleBasedStateMachine):
 
     @invariant()
     def owners(self) -> None:
-        """A15.4 and 6."""
+        """A15.4."""
         if not hasattr(self, "bench"):
             return
         held: Counter[QueueRef] = Counter()
         for consumer in self.living:
             for ref, queue in engine_of(consumer)._queues.items():
-                assert len(queue) <= PREFETCH
                 if not queue.dropped and self.bench.broker.locks.owner("g", ref) == consumer.client_id:
                     held[ref] += 1
         assert all(number == 1 for number in held.values()), held
+        assert self.caches_are_bounded()
+
+    def caches_are_bounded(self) -> bool:
+        """A15.6, and prefetch_total. A queue may hold one message, whatever there is elsewhere."""
+        for consumer in self.living:
+            engine = engine_of(consumer)
+            cached = {queue: len(queue) for queue in (*engine._queues.values(), *engine._leaving.values())}
+            of_topic = [number for queue, number in cached.items() if queue.queue.topic == "t"]
+            if max(cached.values(), default=0) > PREFETCH:
+                return False
+            if self.total is not None and sum(number - 1 for number in of_topic if number) > self.total:
+                return False
+        return True
 
     @invariant()
     def copies_once(self) -> None:

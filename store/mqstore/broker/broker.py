@@ -394,16 +394,30 @@ class Broker:
         client_id: str = "",
         local: bool = True,
         durability: Durability | None = None,
+        skip_acked: bool = False,
     ) -> list[Delivery]:
         """Take up to `n` (at most 32) messages; each is invisible to the group for `invisible` seconds, and comes again
-        unless it is acknowledged by then. `order`: nothing behind an unsettled message of its queue is delivered.
-        Waits up to `poll` seconds for a first message."""
+        unless it is acknowledged by then. `order`: nothing behind an unsettled message of its queue is delivered; that
+        comes again with all behind it of its batch, with `skip_acked` without those that were acknowledged. Waits up to
+        `poll` seconds for a first message."""
         del client_id  # any member may settle what any other received
         chosen = None if filter is None else as_filter(filter)
         invisible_ms = _ms(invisible, "invisible")
         poll_s = seconds(poll, "poll") if poll else 0
         return self._pop.pop(
-            group, topic, queue_id, n, invisible_ms, poll_s, chosen, order, start, attempt_id, local, durability
+            group,
+            topic,
+            queue_id,
+            n,
+            invisible_ms,
+            poll_s,
+            chosen,
+            order,
+            start,
+            attempt_id,
+            local,
+            durability,
+            skip_acked,
         )
 
     def ack(self, group: str, topic: str, receipts: Sequence[str], *, durability: Durability | None = None) -> None:

@@ -129,6 +129,7 @@ class PopService:
         attempt_id: str | None = None,
         local: bool = True,
         durability: Durability | None = None,
+        skip_acked: bool = False,
     ) -> list[Delivery]:
         """Hand out up to `n` (1 to 32) messages for `invisible_ms` (100 ms to 12 h), waiting `poll_s` for a first.
 
@@ -137,6 +138,8 @@ class PopService:
         start       where a group begins that was never in a queue; None: as the group says
         attempt_id  with `order`: the same id receives again what its lost answer held
         local       the receiver dies with this process: the next open gives the message to others at once
+        skip_acked  with `order`: what was acknowledged, or became a dead letter, behind a message that comes again does
+                    not come with it; and the failures that were counted behind it are kept, however small `n` is
 
         Each batch is in the pop log before this returns; durability "flush": and on disk. Raises ConfigError for
         numbers out of range, TopicNotFoundError, GroupNotFoundError, NotPermittedError, and what a put raises, and then
@@ -155,7 +158,8 @@ class PopService:
         while True:
             # Looked up each time: the topic may have been altered while we waited.
             route = self._routes.get((group, topic)) or self._route(group, topic)
-            ask = Ask(topic, invisible_ms, filter, start, attempt_id, local, self._clock.now_ms(), route.max_attempts)
+            now_ms, limit = self._clock.now_ms(), route.max_attempts
+            ask = Ask(topic, invisible_ms, filter, start, attempt_id, local, now_ms, limit, skip_acked)
             found = self._pop(route, ask, queue_id, n, order)
             if found or not poll_s:
                 break

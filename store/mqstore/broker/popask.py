@@ -67,6 +67,8 @@ class Ask(NamedTuple):
     local: bool
     now_ms: int
     max_attempts: int | None
+    skip_acked: bool
+    """FIFO: what was acknowledged behind an unsettled message is not handed out again."""
 
 
 class Claim(NamedTuple):

@@ -1,14 +1,17 @@
 """Popping in order: a queue's next batch only when nothing of the last is invisible (broker-semantics 8.9, 9).
 
     pop      blocked?  -> nothing
-             else      -> ck record, then the order info's new batch; committed = its first message
+             else      -> ck record, then the order info's new batch; committed = its first message. With `skip_acked`
+                          it keeps what the last batch knew of messages that this one does not hand out
     settle   ack record, then the bit; committed = first message not acknowledged
     change   chg record, then the visible time
     visit    attempts all used up -> dead letter, rev record, then as acknowledged
              else the queue is free: a parked receiver is woken
 
-Nothing is copied to come again: the queue is read again from `committed`. Which messages of the last batch are settled
-and until when the others are invisible is the order info's to say (orderinfo.py); `state.fifo` names its `ck` record.
+Nothing is copied to come again: the queue is read again from `committed`, acknowledged messages too, unless the pop is
+to skip them: for who works through the message groups of a batch side by side (client-semantics D13). Which messages of
+the last batch are settled and until when the others are invisible is the order info's to say (orderinfo.py);
+`state.fifo` names its `ck` record.
 """
 
 from __future__ import annotations
@@ -16,12 +19,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from mqstore.broker.orderinfo import OrderInfo
+from mqstore.broker.orderinfo import BATCH_MAX, OrderInfo
 from mqstore.broker.popask import Ask, Claim, Delivery, expired
 from mqstore.broker.poplog import ACK, GIVE, LOCAL, REVIVE, deltas_text, fifo_members
 from mqstore.broker.popstate import Batch, QueueState, Standing, pop_time
 from mqstore.broker.poptables import PopTables, origin_of
 from mqstore.errors import InvalidMessageError, InvalidReceiptError
+from mqstore.log.message import Message
 
 __all__ = ["FifoQueues"]
 
@@ -55,11 +59,14 @@ class FifoQueues:
         try:
             if state.ahead_from != cursor or state.ahead_filter != ask.filter:
                 state.drop_ahead()
-            if not state.ahead and not tables.read_ahead(state, ask.filter):
+            known = record if ask.skip_acked else None
+            messages = self._take(state, ask, room, known)
+            if not messages:
                 tables.commit(state)  # behind what the filter passes over
                 return False
-            messages = state.take_ahead(room)
-            offsets = [message.offset for message in messages]
+            offsets, done, left = _with_known([message.offset for message in messages], known)
+            if offsets[-1] < messages[-1].offset:  # more than one batch can name
+                messages = [message for message in messages if message.offset <= offsets[-1]]
             start, count = offsets[0], len(offsets)
             old = self._orders.get(*key)
             last_ms = max(state.reset_ms, 0 if old is None else old.pop_time_ms)
@@ -68,7 +75,10 @@ class FifoQueues:
             invisible_ms = max(0, visible_ms - pop_time_ms)
             counts = None if old is None else old.redelivered(ask.attempt_id, offsets)
             deltas = None if offsets[-1] - start == count - 1 else tuple(offset - start for offset in offsets)
-            more = fifo_members(ask.attempt_id, counts, None) + (LOCAL if ask.local else "")
+            acked = sum(1 << offsets.index(offset) for offset in done)
+            released = sum(1 << offsets.index(offset) for offset in left)
+            free = dict.fromkeys(left, ask.now_ms)
+            more = fifo_members(ask.attempt_id, counts, free, acked, released) + (LOCAL if ask.local else "")
             text = deltas_text(deltas, count)
             name = self._log.put_pop(state.head, start, pop_time_ms, invisible_ms, text, state.cursor, more)
         except BaseException:  # what no record names was not popped
@@ -76,21 +86,42 @@ class FifoQueues:
             state.drop_ahead()
             raise
         self._orders.update(ask.attempt_id, *key, pop_time_ms, invisible_ms, offsets, ask.now_ms)
+        for offset in done:
+            self._orders.commit_and_next(*key, offset, pop_time_ms, start)
+        if left:
+            self._orders.release(*key, left, pop_time_ms, ask.now_ms)
         state.fifo = Batch(name, start, pop_time_ms, invisible_ms, deltas, count, ask.local)
         state.pops += 1
-        state.popped += count
+        state.popped += len(messages)
         state.popped_bytes += sum([message.size for message in messages])
         state.last_pop_ms = max(state.last_pop_ms, pop_time_ms)
         state.cursor = start
+        if done:
+            tables.order(state)
         tables.commit(state)
         tables.announce(state, visible_ms)
         head = f"{start} {pop_time_ms} {invisible_ms} 999 {mark} mqstore {key.queue_id} "
         redeliveries = counts or {}
         out += [
-            Delivery(message, head + str(offset), visible_ms, ask.topic, key.queue_id, redeliveries.get(offset, 0))
-            for message, offset in zip(messages, offsets, strict=True)
+            Delivery(
+                message,
+                head + str(message.offset),
+                visible_ms,
+                ask.topic,
+                key.queue_id,
+                redeliveries.get(message.offset, 0),
+            )
+            for message in messages
         ]
         return False
+
+    def _take(self, state: QueueState, ask: Ask, room: int, known: OrderInfo | None) -> list[Message]:
+        """The next messages, up to `room`, without what is acknowledged in `known`. The cursor is behind them then."""
+        done = set(known.offsets).difference(known.unacked()) if known is not None else ()
+        found: list[Message] = []
+        while len(found) < room and (state.ahead or (not found and self._tables.read_ahead(state, ask.filter))):
+            found += [message for message in state.take_ahead(room - len(found)) if message.offset not in done]
+        return found
 
     # -- settling ---------------------------------------------------------------------------------------------------
 
@@ -298,6 +329,18 @@ class FifoQueues:
                 self._log.put_settled(kind, name, offsets)
         state.fifo = Batch(name, start, record.pop_time_ms, invisible_ms, deltas, count, local)
         self._tables.order(state)
+
+
+def _with_known(popped: list[int], known: OrderInfo | None) -> tuple[list[int], list[int], list[int]]:
+    """The offsets of a batch that hands out `popped` and keeps what is `known` behind the first of them; of those that
+    it does not hand out the acknowledged ones, and the others: free for the next pop, their counts as if they came
+    now."""
+    if known is None:
+        return popped, [], []
+    offsets = sorted({*popped, *(offset for offset in known.offsets if offset > popped[0])})[:BATCH_MAX]
+    kept = set(offsets).difference(popped)
+    unacked = kept.intersection(known.unacked())
+    return offsets, sorted(kept - unacked), sorted(unacked)
 
 
 def visible_at(record: OrderInfo, offset: int) -> int:

@@ -1,16 +1,17 @@
 """The pop log: what happened to popped messages, as ordinary records of one queue (broker-semantics 8.10).
 
     kind   TAGS   appended                                           body
-    POP    ck     before a batch is returned                         t c q so pt it d nx [f a oc ot] [l]
+    POP    ck     before a batch is returned                         t c q so pt it d nx [f a oc ot cm rel] [l]
     ACK    ack    before `ack` returns, one for each batch touched   k o
     CHANGE chg    before `change_invisible` or `renew` returns       k o pt it
     REVIVE rev    after the retry copies or dead letters             k o
     GIVE   rel    before `release` returns                           k o
     RESET  rst    when a queue's position is set from outside        t c q o      o = -1: it is forgotten
 
-The letters are those of 8.5. `k` is the queue offset of a `ck` in this very log: the batch's name. All values are
-absolute, so reading a stretch twice ends where reading it once does. `rst` is ours: without it a replay would take
-the batches from before a reset for progress made after it. Unknown kinds and members are passed over.
+The letters are those of 8.5, `cm` and `rel` those of 9.1: what a batch with `skip_acked` knows of messages that it does
+not hand out. `k` is the queue offset of a `ck` in this very log: the batch's name. All values are absolute, so reading
+a stretch twice ends where reading it once does. `rst` is ours: without it a replay would take the batches from before a
+reset for progress made after it. Unknown kinds and members are passed over.
 
 This module knows how the records look, and nothing of what they mean.
 """
@@ -91,7 +92,13 @@ LOCAL: Final = ',"l":1'
 """For `more`: the receiver lives in this process, and dies with it."""
 
 
-def fifo_members(attempt_id: str | None, counts: Mapping[int, int] | None, visible: Mapping[int, int] | None) -> str:
+def fifo_members(
+    attempt_id: str | None,
+    counts: Mapping[int, int] | None,
+    visible: Mapping[int, int] | None,
+    acked: int = 0,
+    released: int = 0,
+) -> str:
     """For `more`: what makes a batch a FIFO one."""
     text = ',"f":1'
     if attempt_id is not None:
@@ -100,6 +107,10 @@ def fifo_members(attempt_id: str | None, counts: Mapping[int, int] | None, visib
         text += f',"oc":{_numbers(counts)}'
     if visible:
         text += f',"ot":{_numbers(visible)}'
+    if acked:
+        text += f',"cm":{acked}'
+    if released:
+        text += f',"rel":{released}'
     return text
 
 

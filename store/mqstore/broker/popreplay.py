@@ -140,6 +140,8 @@ class Replay:
             value.get("a"),
             counts=_numbers(value.get("oc")),
             visible_ms=_numbers(value.get("ot")),
+            acked=_bits(value.get("cm", 0), len(offsets)),
+            released=_bits(value.get("rel", 0), len(offsets)),
         )
         self._tables.orders.restore(*state.key, record)
 
@@ -284,6 +286,10 @@ class Replay:
             tables.commit(state)
             if tables.order(state) is not None and record.unacked():
                 tables.announce(state, now_ms)
+
+
+def _bits(value: int, count: int) -> int:
+    return value & (1 << count) - 1
 
 
 def _numbers(value: dict[str, int] | None) -> dict[int, int] | None:

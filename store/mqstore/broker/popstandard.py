@@ -74,7 +74,7 @@ class StandardQueues:
         return bool(messages) and bool(state.ahead or state.released)
 
     def _deliver(self, state: QueueState, ask: Ask, mark: int, messages: list[Message], out: list[Delivery]) -> None:
-        topic, invisible_ms, _, _, _, local, now_ms, _ = ask
+        topic, invisible_ms, _, _, _, local, now_ms, *_ = ask
         visible_ms = now_ms + invisible_ms
         last_ms = state.reset_ms
         if state.released:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from typing import Protocol
@@ -33,7 +33,7 @@ from mqstore.client.handling import Handling, LogLimit, Subscription
 from mqstore.client.membership import Membership
 from mqstore.client.processqueue import Limits, ProcessQueue, QueueInfo
 from mqstore.client.progress import Progress, place
-from mqstore.client.workers import Worker, Workers
+from mqstore.client.workers import Timer, Worker, Workers
 from mqstore.errors import (
     ConfigError,
     GroupInUseError,
@@ -63,7 +63,8 @@ PULL_FAILED_MS = 1_000
 HOLD_S = 15.0
 """The longest wait for messages: whatever goes wrong with a wake-up is over then."""
 PULL_IDLE_MS = 120_000
-FETCH_BYTES = 256 << 10
+DIVIDE_AGAIN_MS = 50
+"""While queues hold more than their share of `prefetch_total`: how often is looked whether they still do."""
 
 
 class Service(Protocol):
@@ -103,6 +104,7 @@ class Assignment:
         self._hooks = handling.hooks
         self._service = service
         self._limits = limits
+        self._divides = limits.total is not None or limits.total_size is not None
         self._retries = retries
         self._topics: frozenset[str] = frozenset()
         """What is consumed."""
@@ -118,6 +120,8 @@ class Assignment:
         self._paused_queues: set[QueueRef] = set()
         self._halted = self._closed = False
         self._stirred = False
+        self._division: Timer | None = None
+        """When shares are looked at again."""
         self._limit = LogLimit()
         self._full_times = 0
 
@@ -236,15 +240,20 @@ class Assignment:
             self._revoke(queue)
         wanted = {ref for topic, share in shares.items() if topic in self._topics for ref in share}
         wanted -= owned.keys() | leaving
-        taken = self.membership.take(wanted) if wanted else set()
-        begun = frozenset(ref for ref in sorted(taken) if self._begin(ref))
+        taken: set[QueueRef] = set()
+        begun: set[QueueRef] = set()
+        try:
+            taken = self.membership.take(wanted) if wanted else taken
+            begun.update(ref for ref in sorted(taken) if self._begin(ref))
+        finally:
+            self._set_out(begun)
         if begun:
-            self._hooks.tell(self._hooks.on_assign, begun)
+            self._hooks.tell(self._hooks.on_assign, frozenset(begun))
         if begun != wanted:
             self._workers.later(LOCK_FAILED_MS if taken != wanted else UNBALANCED_MS, self.stir)
 
     def _begin(self, ref: QueueRef, offset: int | None = None) -> bool:
-        """Own a queue whose lock we hold; False: it is given back, and tried again later."""
+        """Own a queue whose lock we hold, for `_set_out`; False: it is given back, and tried again later."""
         try:
             begin = self.progress.begin(ref) if offset is None else offset
         except MQStoreError as error:
@@ -259,8 +268,38 @@ class Assignment:
                 return False
             queue.paused = ref in self._paused_queues
             self._queues[ref] = queue
-        self._submit_pull(queue)
         return True
+
+    def _set_out(self, begun: Collection[QueueRef]) -> None:
+        """Pull what was begun; shares first, lest one queue takes what others are to have."""
+        self._divide()
+        with self._lock:
+            queues = [self._queues[ref] for ref in begun if ref in self._queues]
+        for queue in queues:
+            self._submit_pull(queue)
+
+    def _divide(self) -> None:
+        """Timer thread: share out what may be held of each topic among its queues (A3.4), after each change of
+        `_queues`; who has room by that pulls on."""
+        if not self._divides:
+            return
+        with self._lock:
+            queues, going = list(self._queues.values()), list(self._leaving.values())
+            even = True
+            for topic in {queue.queue.topic for queue in queues}:
+                mine = [queue for queue in queues if queue.queue.topic == topic]
+                rest = [queue.held() for queue in going if queue.queue.topic == topic]
+                share = self._limits.divided(
+                    [queue.held() for queue in mine], (sum(number for number, _ in rest), sum(size for _, size in rest))
+                )
+                even = even and share == self._limits.divided([(0, 0)] * len(mine))
+                for queue in mine:
+                    queue.limits = share
+        for queue in queues:
+            self.refill(queue)
+        if self._division is not None:
+            self._division.cancel()
+        self._division = None if even or self._halted else self._workers.later(DIVIDE_AGAIN_MS, self._divide)
 
     def _revoke(self, queue: ProcessQueue) -> None:
         with self._lock:
@@ -319,6 +358,7 @@ class Assignment:
             with queue.settling:
                 queue.closing = queue.dropped = True
             self._revoke(queue)
+        self._divide()
 
     def renew_soon(self) -> None:
         """A worker found a lock that was not renewed in time."""
@@ -370,7 +410,8 @@ class Assignment:
             if self._paused or queue.paused:
                 queue.parked = True  # whoever resumes it sees this, or we would have seen that
                 return
-        messages_max, bytes_max = queue.room()
+        with self._lock:  # `_divide` either sees what is asked for here, or has set the limit for it
+            messages_max, bytes_max = queue.room()
         if not messages_max:
             self._full_times += 1
             if self._full_times % 1_000 == 1:
@@ -385,7 +426,7 @@ class Assignment:
                 queue.queue.queue_id,
                 offset,
                 messages_max,
-                max_bytes=min(bytes_max, FETCH_BYTES),
+                max_bytes=bytes_max,
                 filter=self._filters.get(topic),
                 group=self.group,
             )
@@ -399,6 +440,7 @@ class Assignment:
             self._service.accept(worker, queue, messages, idle)
 
     def _pull_failed(self, queue: ProcessQueue, error: Exception) -> None:
+        queue.asked = 0, 0
         if isinstance(error, TopicNotFoundError | NotPermittedError | ConfigError):
             self.stir()  # it was deleted or altered: the share says so
         held = self._limit((queue.queue, type(error)))
@@ -428,6 +470,7 @@ class Assignment:
             self._step_over(queue)
             self._submit_pull(queue)
         elif status == "OFFSET_OVERFLOW_ONE" or (offset == 0 and status.startswith("NO_M")):
+            queue.put((), offset)
             self._wait(queue)
         else:
             self._moved(queue, offset, result)
@@ -497,7 +540,9 @@ class Assignment:
             del self._queues[queue.queue]
             offset, queue.restart_at = queue.restart_at, None
         queue.clear()
-        if not self._begin(queue.queue, offset):
+        begun = self._begin(queue.queue, offset)
+        self._set_out([queue.queue] if begun else ())
+        if not begun:
             self.stir()
 
     # -- for the services -------------------------------------------------------------------------------------------

@@ -8,7 +8,11 @@
     standard  a chunk of one topic, which        done: acknowledged together, when the chunk ends or 10 ms have passed.
               several workers may be at          failed: given back, or a dead letter
     ordered   a line: what was found in one      one batch after the other, the next when this one is settled. Failed:
-              queue, in order                    given back, all behind it released; the queue is blocked until then
+              queue, in order; by message group  given back, all behind it in its line released; the queue is blocked
+              with `parallel_groups`             until then, and until its other lines are through
+
+With `parallel_groups` (client-semantics A8.5, D13) other lines of a queue go on while one has failed, and what they are
+done with must not come again with it: each pop skips what was acknowledged. Messages without a group are one line.
 
 Failures wait in the engine, not here: their attempts are counted where a crash does not lose them, and no worker and no
 message is held meanwhile. What is here and not settled is renewed (renewal.py). A settlement that fails, since the disk
@@ -81,7 +85,7 @@ class _Item:
 
 
 class _Unit:
-    """Items of one topic, a line's of one queue, in the order in which they are begun."""
+    """Items of one topic, a line's of one queue or message group, in the order in which they are begun."""
 
     __slots__ = ("done", "items", "topic")
 
@@ -117,6 +121,7 @@ class PopEngine:
         handling: Handling,
         *,
         ordered: bool,
+        parallel_groups: bool,
         batch_size: int,
         start: Start,
         limits: Limits,
@@ -127,11 +132,12 @@ class PopEngine:
         self._workers = workers
         self._handling = handling
         self._ordered = ordered
+        self._parallel_groups = parallel_groups
         self._batch_size = batch_size
         self._limits = limits
         self._timeout_ms = consume_timeout_ms
         self._clock = broker.store.clock
-        self._source = PopSource(broker, group, client_id, ordered=ordered, start=start)
+        self._source = PopSource(broker, group, client_id, ordered=ordered, start=start, skip_acked=parallel_groups)
         self._subscriptions: Mapping[str, Subscription] = {}
         self._others = len(workers.all) - 1
         self._pace_ms = _WORTH_MS
@@ -340,20 +346,21 @@ class PopEngine:
         for item in items:
             self._renewer.add(item, item.delivery.topic, item.delivery.receipt, expires_ms)
         self._renew_at(expires_ms - LOAN_MS // 3)
-        groups: dict[tuple[str, int], list[_Item]] = {}
+        units: dict[tuple[str, int, str | None], list[_Item]] = {}
         for item in items:
             queue_id = item.delivery.queue_id if self._ordered else -1
-            groups.setdefault((item.delivery.topic, queue_id), []).append(item)
-        for (topic, _), each in groups.items():
+            group = item.message.message_group if self._parallel_groups else None
+            units.setdefault((item.delivery.topic, queue_id, group), []).append(item)
+        for (topic, _, _), each in units.items():
             self._handling.pulled(topic, len(each), took_ms)
         if self._handling.hooks.on_receive:
-            self._leave_out(groups, items)
-        return [_Unit(topic, each) for (topic, _), each in groups.items() if each]
+            self._leave_out(units, items)
+        return [_Unit(topic, each) for (topic, _, _), each in units.items() if each]
 
-    def _leave_out(self, groups: dict[tuple[str, int], list[_Item]], items: list[_Item]) -> None:
+    def _leave_out(self, units: dict[tuple[str, int, str | None], list[_Item]], items: list[_Item]) -> None:
         """What the interceptors do not want is done."""
         left = {id(message) for message in self._handling.hooks.receiving([item.message for item in items])}
-        for (topic, _), each in groups.items():
+        for (topic, _, _), each in units.items():
             out = [item for item in each if id(item.message) not in left]
             if out:
                 each[:] = [item for item in each if id(item.message) in left]

@@ -46,9 +46,17 @@ class PopSource:
     """
 
     def __init__(
-        self, broker: Broker, group: str, client_id: str, *, ordered: bool = False, start: Start = "earliest"
+        self,
+        broker: Broker,
+        group: str,
+        client_id: str,
+        *,
+        ordered: bool = False,
+        start: Start = "earliest",
+        skip_acked: bool = False,
     ) -> None:
-        """`start`: where the group begins in a topic in which it never was; ConfigError for what is none."""
+        """`start`: where the group begins in a topic in which it never was; ConfigError for what is none. `skip_acked`:
+        as in `Broker.pop`."""
         check_start(start)
         self.waits = Waits(broker, group, order=ordered)
         """Of those who found nothing. Rung when topics come, when what is wanted changes, and at the end."""
@@ -60,6 +68,7 @@ class PopSource:
         self._client_id = client_id
         self._mode = Mode("pop", ordered)
         self._start = start
+        self._skip_acked = skip_acked
         self._lock = threading.Lock()
         """Of what is wanted, of membership, and of whose turn it is."""
         self._topics: Topics = []
@@ -207,9 +216,15 @@ class PopSource:
         return found
 
     def _pop(self, topic: str, only: Filter | None, count: int, loan_s: float) -> list[Delivery]:
-        ordered = self._mode.ordered
         return self._broker.pop(
-            self._group, topic, count, invisible=loan_s, filter=only, order=ordered, start="earliest"
+            self._group,
+            topic,
+            count,
+            invisible=loan_s,
+            filter=only,
+            order=self._mode.ordered,
+            start="earliest",
+            skip_acked=self._skip_acked,
         )
 
     def give_back(self, found: list[Delivery]) -> None:

@@ -21,15 +21,16 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message, stored_bytes
 
-__all__ = ["Limits", "ProcessQueue", "QueueInfo"]
+__all__ = ["Limits", "ProcessQueue", "QueueInfo", "even_share"]
 
 _PULL_MAX = 1_024
 """Messages of one pull at most: a worker is at it for milliseconds."""
+_PULL_BYTES = 256 << 10
 _ROOM_MIN = 256
 """Free places that end a pause, unless the half of all is less: pulls of a few messages cost as much as large ones."""
 LOCK_LIVES_MS = 30_000
@@ -46,6 +47,42 @@ class Limits:
     span: int | None = 2_000
     """Between the first offset that is not settled and the last that was pulled, be that settled or not: what comes
     again after a crash. None: any."""
+    total: int | None = None
+    """Messages of one topic, in all its queues together; None: as many as the queues may hold."""
+    total_size: int | None = None
+    """Their bytes likewise."""
+
+    def divided(self, held: Sequence[tuple[int, int]], going: tuple[int, int] = (0, 0)) -> Limits:
+        """What each of the queues of a topic may hold (A3.4), which hold so much now: (messages, bytes). `going`: what
+        queues hold that are being given up.
+
+        >>> limits = Limits(total=1024)
+        >>> [limits.divided([(0, 0)] * queues).messages for queues in (1, 2, 3)]
+        [1000, 512, 341]
+        """
+        messages, size = self.messages, self.size
+        if self.total is not None:
+            messages = min(messages, even_share(self.total, [number for number, _ in held], going[0]))
+        if self.total_size is not None:
+            size = min(size, even_share(self.total_size, [number for _, number in held], going[1]))
+        return replace(self, messages=messages, size=size)
+
+
+def even_share(total: int, held: Sequence[int], going: int = 0) -> int:
+    """The largest number that each of some queues, which hold `held` now, may fill up to so that together they do not
+    come to hold more than `total` less `going`; at least 1, or a queue would stand still. An equal part, unless some
+    hold more than that, from when there were fewer of them: the others do without it until it is handled.
+
+    >>> even_share(1024, [0, 0, 0]), even_share(1024, [1024, 0]), even_share(1024, [700, 0, 0])
+    (341, 1, 162)
+    """
+    left, number = total - going, len(held)
+    for each in sorted(held, reverse=True):
+        if each * number <= left:
+            break
+        left -= each
+        number -= 1
+    return max(1, left // number) if number else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +155,8 @@ class ProcessQueue:
         self.running = 0
         """Workers that are at its messages now."""
         self.last_pull_ms = self.last_settle_ms = self.last_lock_ms = now_ms
+        self.asked = (0, 0)
+        """(messages, bytes) that a pull was granted which has not come back yet."""
         self._limits = limits
         self._size_of = size_of
         self._lock = threading.Lock()
@@ -137,8 +176,23 @@ class ProcessQueue:
 
     # -- coming in --------------------------------------------------------------------------------------------------
 
+    @property
+    def limits(self) -> Limits:
+        """How much it may hold. Less than before: what is beyond that stays, and nothing is pulled until it is done."""
+        return self._limits
+
+    @limits.setter
+    def limits(self, limits: Limits) -> None:
+        with self._lock:
+            self._limits = limits
+
+    def held(self) -> tuple[int, int]:
+        """(messages, bytes) that are here, or may be about to come."""
+        with self._lock:
+            return len(self) + self.asked[0], self._size + self.asked[1]
+
     def room(self) -> tuple[int, int]:
-        """(messages, bytes) that may be pulled now; (0, 0) while it is full, and then `remove` and `commit` will say
+        """(messages, bytes) that are to be pulled now; (0, 0) while it is full, and then `begins_to_have_room` will say
         when it no longer is."""
         with self._lock:
             limits = self._limits
@@ -146,7 +200,8 @@ class ProcessQueue:
             if messages <= 0 or size <= 0 or (limits.span is not None and self._span() > limits.span):
                 self.throttled = True
                 return 0, 0
-            return min(messages, _PULL_MAX), size
+            self.asked = min(messages, _PULL_MAX), min(size, _PULL_BYTES)
+            return self.asked
 
     def put(self, messages: Sequence[Message], next_offset: int) -> bool:
         """Take in what was pulled, in ascending order, and where the next pull begins. Orderly: True if no worker is at
@@ -162,6 +217,7 @@ class ProcessQueue:
             if messages:
                 self._highest = max(self._highest, messages[-1].offset)
             self._size += size
+            self.asked = 0, 0
             self.next_offset = next_offset
             found = bool(waiting) and not self.active
             self.active = self.active or found
@@ -290,6 +346,7 @@ class ProcessQueue:
             self._waiting.clear()
             self._taken.clear()
             self._size = 0
+            self.asked = 0, 0
 
     def info(self, now_ms: int) -> QueueInfo:
         with self._lock:

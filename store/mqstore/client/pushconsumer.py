@@ -160,12 +160,18 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         start              where a new group begins: "earliest", "latest", an aware datetime
         batch_size         more than 1: handlers take a sequence of up to so many messages of one topic
         prefetch           messages of a queue held here at most (mode "pop": of all); `prefetch_bytes` likewise
+        prefetch_total     messages of a topic held here at most, 1 to 6 553 500, in equal parts for the queues that
+                           are assigned (A3.4, A15.11), and no more of a queue than `prefetch`. None: that alone.
+                           `prefetch_total_bytes` likewise, 1 to 102 400 MiB. Mode "queue" only
         max_span           a message that is not done lets others get ahead so many offsets at most
         retry              when failed messages come again, and after how many attempts they are dead letters; None: as
                            the group has it
         consume_timeout    seconds after which a handler is given up: its messages come again. Ordered: it is only told
         suspend            ordered, mode "queue": for how long a failure holds its queue up, 0.01 to 30 s; None: as
                            the retry policy says if the group has its own, else 1 s
+        parallel_groups    ordered, mode "pop": of what was fetched of a queue, message groups are handled side by side,
+                           the messages of each one after the other (those without a group: as one). All members
+                           alike (A8.5, D13)
         time_slice         ordered: seconds after which a queue lets others have the thread
         strategy           who has which queues: "avg", "circle", "consistent_hash" or a function
         on_error           told (exception, message) of what handlers raise, and of what goes wrong behind the scenes
@@ -201,10 +207,13 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         batch_size: int = 1,
         prefetch: int = 1000,
         prefetch_bytes: int = 100 << 20,
+        prefetch_total: int | None = None,
+        prefetch_total_bytes: int | None = None,
         max_span: int = 2000,
         retry: RetryPolicy | None = None,
         consume_timeout: Duration = 900,
         suspend: Duration | None = None,
+        parallel_groups: bool = False,
         time_slice: Duration = 60,
         strategy: str | Strategy = "avg",
         interceptors: Sequence[Interceptor] = (),
@@ -218,6 +227,10 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
             raise ConfigError(
                 "suspend is for mode='queue'; in mode='pop' the retry policy says when a message comes again"
             )
+        if pops and (prefetch_total is not None or prefetch_total_bytes is not None):
+            raise ConfigError("prefetch_total is for mode='queue'; in mode='pop' prefetch is of all queues as it is")
+        if parallel_groups and not (pops and ordered):
+            raise ConfigError("parallel_groups is for mode='pop' with ordered=True; elsewhere it has no meaning")
         if broadcasting and pops:
             raise ConfigError("mode='pop' shares messages out; broadcasting takes mode='queue'")
         number = min(32, (os.cpu_count() or 1) + 4) if workers is None else _count("workers", workers, 1_000)
@@ -226,12 +239,15 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         """By which the group knows this consumer."""
         self._pid = os.getpid()
         self._broker = broker
-        self._prefetch = _count("prefetch", prefetch, 65_535)
         self._batch_size = _count("batch_size", batch_size, 1_024)
-        limits = Limits(
-            messages=self._prefetch,
+        self._limits = limits = Limits(
+            messages=_count("prefetch", prefetch, 65_535),
             size=_count("prefetch_bytes", prefetch_bytes, 1 << 40),
             span=None if ordered else _count("max_span", max_span, 65_535),
+            total=None if prefetch_total is None else _count("prefetch_total", prefetch_total, 6_553_500),
+            total_size=None
+            if prefetch_total_bytes is None
+            else _count("prefetch_total_bytes", prefetch_total_bytes, 102_400 << 20),
         )
         timeout_ms = _milliseconds("consume_timeout", consume_timeout, 0.1, 7 * 86_400)
         self._subscriptions: dict[str, Subscription] = {}
@@ -264,6 +280,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
                 self._workers,
                 self._handling,
                 ordered=ordered,
+                parallel_groups=parallel_groups,
                 batch_size=self._batch_size,
                 start=start,
                 limits=limits,
@@ -406,10 +423,11 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
                 raise ConfigError(
                     "max_uncommitted is for ordered consumers of mode 'queue': others settle each message by itself"
                 )
-            if not self._batch_size <= _count("max_uncommitted", max_uncommitted, 65_535) < self._prefetch:
+            most = self._limits.divided([(0, 0)]).messages
+            if not self._batch_size <= _count("max_uncommitted", max_uncommitted, 65_535) < most:
                 raise ConfigError(
-                    f"max_uncommitted={max_uncommitted} does not lie in {self._batch_size} (batch_size) to "
-                    f"{self._prefetch - 1} (below prefetch): nothing more would come while so many are open"
+                    f"max_uncommitted={max_uncommitted} does not lie in {self._batch_size} (batch_size) to {most - 1} "
+                    f"(below prefetch and prefetch_total): nothing more would come while so many are open"
                 )
         new = Subscription(topic, handler, kind, expression, max_uncommitted)
         with self._lock:
