@@ -180,13 +180,23 @@ _BUFFER = bytes(200)
         ("read_units", (int, None, _BUFFER, 0, bytes(20), 0, None, 0, b"t", -1), TypeError),
         (
             "check_units",
-            (_BUFFER, _ONE, _ONE, _ONE, np.zeros(2, np.int64), 0, b"t", _OUT, np.zeros(1, np.int64), None),
+            (_BUFFER, _ONE, _ONE, _ONE, np.zeros(2, np.int64), 0, b"t", _OUT, np.zeros(1, np.int64), None, True),
             ValueError,
         ),
-        ("check_units", (_BUFFER, _ONE, _ONE, _ONE, _ONE, 0, b"t", _OUT, np.zeros(2, np.int64), None), ValueError),
-        ("check_units", (_BUFFER, _ONE, _ONE, _ONE, _ONE, 0, b"t", _OUT, np.zeros(1, np.int64), b"x"), BufferError),
+        (
+            "check_units",
+            (_BUFFER, _ONE, _ONE, _ONE, _ONE, 0, b"t", _OUT, np.zeros(2, np.int64), None, True),
+            ValueError,
+        ),
+        (
+            "check_units",
+            (_BUFFER, _ONE, _ONE, _ONE, _ONE, 0, b"t", _OUT, np.zeros(1, np.int64), b"x", True),
+            BufferError,
+        ),
         ("check_units", (_BUFFER, _ONE, _ONE, _ONE, _ONE, 0, b"t", _OUT), TypeError),
         ("lengths", ((b"a",),), TypeError),
+        ("pairs", (b"a\1b\2", b"1234567"), ValueError),
+        ("pairs", ("a", b""), TypeError),
         ("encode", (bytes(88), [b"a"], [], None, 0, 0), ValueError),
         ("encode", (bytes(88), [b"a"], b"", [], 0, 0), ValueError),
         ("encode", (bytes(87), [b"a"], b"", None, 0, 0), ValueError),
@@ -209,9 +219,34 @@ def test_units_and_records_of_any_bytes_are_only_looked_at(data: bytes, numbers:
     start, physical, size, slot = (np.array([n], np.int64) for n in numbers)
     out, end = np.ones(1, np.bool_), np.zeros(1, np.int64)
 
-    copied = kernel.check_units(data, start, physical, size, slot, 0, b"t", out, end, bytearray(300))
+    copied = kernel.check_units(data, start, physical, size, slot, 0, b"t", out, end, bytearray(300), sum(numbers) % 2)
     assert (copied, bool(out[0]), int(end[0])) == (-1, False, -1)
     assert kernel.record_holds(data, numbers[0], numbers[1], numbers[2]) == 0
+
+
+@compiled
+@pytest.mark.parametrize("checksums", [True, False])
+def test_without_checksums_all_else_is_still_compared(checksums: bool) -> None:
+    record = encode_record(
+        topic="t", body=b"body", queue_id=1, queue_offset=2, physical_offset=3, properties=b"a\1b\2",
+        born_timestamp_ms=0, store_timestamp_ms=0, checksum="crc32c-record",
+    )  # fmt: skip
+    sound, told = set(), []
+    for at in range(len(record)):
+        bad = bytearray(record)
+        bad[at] ^= 0x40
+        out, end = np.ones(1, np.bool_), np.zeros(1, np.int64)
+        copied = kernel.check_units(
+            *(bytes(bad), _ONE, _ONE + 3, np.array([len(record)]), _ONE + 2, 1, b"t", out, end, bytearray(9), checksums)
+        )
+        if out[0]:
+            sound.add(at)
+            told.append(copied)
+    # Size, magic, own numbers, host flags, lengths and topic are held against the unit and each other.
+    compared = {*range(8), *range(12, 16), *range(20, 36), *range(84, 88), 92, 93, 94, 95}
+    assert not sound & compared
+    assert sound == (set() if checksums else {*range(len(record))} - compared)
+    assert set(told) <= {4, -1}
 
 
 @compiled
@@ -235,7 +270,7 @@ def test_bodies_are_copied_as_far_as_there_is_room(room: int) -> None:
     at = np.array(starts)
     sizes = np.diff([*starts, len(data)])
     out, ends, bodies = np.zeros(3, np.bool_), np.zeros(3, np.int64), bytearray(b"." * (room + 1))
-    copied = kernel.check_units(data, at, at, sizes, np.arange(3), 0, b"t", out, ends, memoryview(bodies)[:room])
+    copied = kernel.check_units(data, at, at, sizes, np.arange(3), 0, b"t", out, ends, memoryview(bodies)[:room], True)
     assert out.all()
     assert copied == (10 if room >= 10 else -1)
     assert bodies == (b"0123456789" if room >= 10 else b"01234" if room else b"").ljust(room + 1, b".")

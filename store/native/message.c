@@ -231,12 +231,12 @@ typedef struct {
 
 /* Whether the record at `position` is sound (`sound_record`) and the one that a unit means. `body_end`: where its body ends
    if that is plain, else -1. */
-static bool is_meant(const Py_buffer *view, int64_t position, const Said *said, int64_t *body_end)
+static bool is_meant(const Py_buffer *view, int64_t position, const Said *said, bool checksum, int64_t *body_end)
 {
     const uint8_t *data = view->buf;
     Parts parts;
     *body_end = -1;
-    if (said->size <= 0 || sound_record(data, view->len, position, said->physical, &parts) != said->size)
+    if (said->size <= 0 || sound_record(data, view->len, position, said->physical, checksum, &parts) != said->size)
         return false;
     const uint8_t *record = data + position;
     if ((int32_t)get32(record + QUEUE_ID_AT) != said->queue_id ||
@@ -295,7 +295,7 @@ PyObject *native_read_units(PyObject *module, PyObject *const *args, Py_ssize_t 
         if (said.physical < segment_start || said.size == VOID_SIZE)
             break;
         int64_t position = said.physical - segment_start;
-        if (!is_meant(view, position, &said, &body_end))
+        if (!is_meant(view, position, &said, true, &body_end))
             break;
         if (!unlimited) {
             budget -= said.size;
@@ -324,18 +324,22 @@ done:
     return result;
 }
 
-/* check_units(buffer, starts, physical, sizes, slots, queue_id, topic, out, body_ends, bodies) -> bytes copied, or -1
+/* check_units(buffer, starts, physical, sizes, slots, queue_id, topic, out, body_ends, bodies, checksums)
+       -> bytes copied, or -1
 
-   For each record that a unit leads to, `out` has 1 when it is sound and the unit's, as in `read_units`; 0 when Python has
-   to look. `starts` count within the buffer, and so does the end of each body that stands as it was sent behind two IPv4
-   hosts (int64; else -1). Into `bodies`, unless that is None, these go one after the other; -1 when one of them is no such
-   body, or there is no room for all. */
+   For each record that a unit leads to, `out` has 1 when it is sound and the unit's, as in `read_units`; 0 when Python
+   has to look. Without `checksums` these are not compared. `starts` count within the buffer, and so does the end of each
+   body that stands as it was sent behind two IPv4 hosts (int64; else -1). Into `bodies`, unless that is None, these go one
+   after the other; -1 when one of them is no such body, or there is no room for all. */
 PyObject *native_check_units(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (!has_arguments("check_units", nargs, 10))
+    if (!has_arguments("check_units", nargs, 11))
         return NULL;
     Said said = {.queue_id = PyLong_AsLongLong(args[5])};
     if (PyErr_Occurred() || PyBytes_AsStringAndSize(args[6], (char **)&said.topic, &said.topic_bytes) < 0)
+        return NULL;
+    int checksum = PyObject_IsTrue(args[10]);
+    if (checksum < 0)
         return NULL;
     PyObject *result = NULL;
     Buffers held = {0};
@@ -359,7 +363,7 @@ PyObject *native_check_units(PyObject *module, PyObject *const *args, Py_ssize_t
         said.physical = ((const int64_t *)physical->buf)[i];
         said.size = size[i];
         said.slot = ((const int64_t *)slots->buf)[i];
-        ((uint8_t *)out->buf)[i] = is_meant(view, at[i], &said, ends + i);
+        ((uint8_t *)out->buf)[i] = is_meant(view, at[i], &said, checksum, ends + i);
         if (copied < 0)
             continue;
         /* Now that the checksum has brought it near. */

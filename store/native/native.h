@@ -3,7 +3,6 @@
 #ifndef MQSTORE_NATIVE_H
 #define MQSTORE_NATIVE_H
 
-#define _GNU_SOURCE /* memmem */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdbool.h>
@@ -32,6 +31,8 @@ enum {
     BODY_LENGTH_AT = 84, /* both hosts IPv4, as all that follow */
     BODY_AT = 88,
     MIN_RECORD_BYTES = 91,
+    SMALLEST_PAIR = 4, /* of properties: name, 01, value, 02 */
+    PAIR_ROWS = 4,
     CRC_TAIL_BYTES = 20, /* of the property __CRC32# (2.5) */
     COMPRESSED = 0x01,
     TRANSACTION_MASK = 0x0C,
@@ -79,7 +80,8 @@ typedef struct {
 
 /* Whether the lengths in the record at `position`, where there is room for the smallest, add up; else nothing is set. */
 bool parts_of(const uint8_t *data, int64_t length, int64_t position, Parts *parts);
-int64_t sound_record(const uint8_t *data, int64_t length, int64_t position, int64_t physical_offset, Parts *parts);
+int64_t sound_record(const uint8_t *data, int64_t length, int64_t position, int64_t physical_offset, bool checksum,
+                     Parts *parts);
 
 /* Whether that is its topic. */
 static inline bool bears(const uint8_t *data, const Parts *parts, const char *topic, Py_ssize_t topic_bytes)
@@ -126,6 +128,7 @@ PyObject *native_walk(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_gather(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_join(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_measure(PyObject *, PyObject *const *, Py_ssize_t);
+PyObject *native_pairs(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_records_hold(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_record_holds(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_assemble(PyObject *, PyObject *const *, Py_ssize_t);

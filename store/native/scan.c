@@ -300,10 +300,23 @@ static bool delays_are_short(const uint8_t *at, int64_t size)
     return true;
 }
 
-/* A record that verifies in full by a checksum over the whole (9.2), and is none of the rare kinds that Python looks at
-   with more patience: of the schedule topic with an odd DELAY, or with a property INNER_..., which need readable numbers,
-   or with something like a CRC tail. Its size; 0 for all else. */
-int64_t sound_record(const uint8_t *data, int64_t length, int64_t position, int64_t physical_offset, Parts *parts)
+/* Whether "INNER_" is in there. Shorter than what `memmem` prepares itself for. */
+static inline bool has_inner(const uint8_t *at, int64_t size)
+{
+    const uint8_t *stop = at + size - 5;
+    while (at < stop && (at = memchr(at, 'I', (size_t)(stop - at)))) {
+        if (!memcmp(at, "INNER_", 6))
+            return true;
+        at++;
+    }
+    return false;
+}
+
+/* A record that verifies in full by a checksum over the whole (9.2; without `checksum` but for that), and is none of the
+   rare kinds that Python looks at with more patience: of the schedule topic with an odd DELAY, or with a property
+   INNER_..., which need readable numbers, or with something like a CRC tail. Its size; 0 for all else. */
+int64_t sound_record(const uint8_t *data, int64_t length, int64_t position, int64_t physical_offset, bool checksum,
+                     Parts *parts)
 {
     if (position < 0 || length < MIN_RECORD_BYTES || position > length - MIN_RECORD_BYTES ||
         !parts_of(data, length, position, parts))
@@ -317,9 +330,9 @@ int64_t sound_record(const uint8_t *data, int64_t length, int64_t position, int6
         return 0;
     if (parts->properties_size >= CRC_TAIL_BYTES && !memcmp(record + size - CRC_TAIL_BYTES, "__CRC32#", 8))
         return 0;
-    if (parts->properties_size && memmem(properties, (size_t)parts->properties_size, "INNER_", 6))
+    if (has_inner(properties, parts->properties_size))
         return 0;
-    return crc32c_record(record, (size_t)size) == get32(record + CHECKSUM_AT) ? size : 0;
+    return !checksum || crc32c_record(record, (size_t)size) == get32(record + CHECKSUM_AT) ? size : 0;
 }
 
 /* record_holds(buffer, position, limit, physical_offset) -> `sound_record` of the one that starts there and ends by
@@ -336,7 +349,48 @@ PyObject *native_record_holds(PyObject *module, PyObject *const *args, Py_ssize_
     if (PyObject_GetBuffer(args[0], &view, PyBUF_SIMPLE) < 0)
         return NULL;
     Parts parts;
-    int64_t size = sound_record(view.buf, limit < view.len ? limit : view.len, position, physical_offset, &parts);
+    int64_t size = sound_record(view.buf, limit < view.len ? limit : view.len, position, physical_offset, true, &parts);
     PyBuffer_Release(&view);
     return PyLong_FromLongLong(size);
+}
+
+/* pairs(data, blob_ends) -> (table, room, count): four rows of `room` int64 of which `count` count, as a bytearray: where
+   each pair starts, its separator, where it ends, and its blob; `Pairs` says what one is. `blob_ends`: int64, ascending. */
+PyObject *native_pairs(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (!has_arguments("pairs", nargs, 2))
+        return NULL;
+    PyObject *result = NULL;
+    Buffers held = {0};
+    Py_buffer *view, *blob_ends;
+    if (!(view = hold(&held, args[0], 1, -1, false, "data")) ||
+        !(blob_ends = hold(&held, args[1], 8, -1, false, "blob_ends")))
+        goto done;
+    const uint8_t *data = view->buf, *stop = data + view->len;
+    const int64_t *closes = blob_ends->buf;
+    int64_t blobs = blob_ends->len / 8, blob = 0, count = 0;
+    Py_ssize_t room = view->len / SMALLEST_PAIR;
+    PyObject *table = PyByteArray_FromStringAndSize(NULL, PAIR_ROWS * room * (Py_ssize_t)sizeof(int64_t));
+    if (!table)
+        goto done;
+    int64_t *row = (int64_t *)PyByteArray_AS_STRING(table);
+    PyThreadState *others = view->len >= LONG_BYTES ? PyEval_SaveThread() : NULL;
+    for (const uint8_t *at = data, *end; (end = memchr(at, 2, (size_t)(stop - at))); at = end + 1) {
+        const uint8_t *separator = end - at >= SMALLEST_PAIR - 1 ? memchr(at, 1, (size_t)(end - at)) : NULL;
+        if (!separator || separator == at || separator == end - 1)
+            continue;
+        while (blob < blobs && closes[blob] < end - data)
+            blob++;
+        row[count] = at - data;
+        row[count + room] = separator - data;
+        row[count + 2 * room] = end - data;
+        row[count + 3 * room] = blob;
+        count++;
+    }
+    if (others)
+        PyEval_RestoreThread(others);
+    result = Py_BuildValue("NnL", table, room, (long long)count);
+done:
+    let_go(&held);
+    return result;
 }

@@ -581,9 +581,11 @@ def test_records_of_a_queue_that_shares_the_log_are_checked_each(
     together: list[int] = []
     copied = rows._put_together
     monkeypatch.setattr(rows, "_put_together", lambda *given: together.append(len(given[3])) or copied(*given))
-    for window in (4096, 64 << 20):
-        found = rows_of(read_all(path, policy=Policy(on_corrupt="skip"), window_bytes=window))
-        assert [as_exported(row) for row in found] == expected
+    for compiled in (rows.kernel, None):
+        monkeypatch.setattr(rows, "kernel", compiled)
+        for window in (4096, 64 << 20):
+            found = rows_of(read_all(path, policy=Policy(on_corrupt="skip"), window_bytes=window))
+            assert [as_exported(row) for row in found] == expected
     assert max(together) == 100
     kept = rows_of(read_all(path, policy=Policy(on_corrupt="keep")))
     assert len(kept) == 401

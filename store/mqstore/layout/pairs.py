@@ -15,9 +15,29 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from mqstore.native import kernel
+
 __all__ = ["Pairs"]
 
 _Int64s = npt.NDArray[np.int64]
+_NONE = np.zeros((4, 0), np.int64)
+
+
+def _search(data: npt.NDArray[np.uint8]) -> tuple[_Int64s, _Int64s, _Int64s]:
+    """Where pairs start, their separators, and where they end."""
+    ends = np.flatnonzero(data == 2)
+    starts = np.empty_like(ends)
+    starts[:1] = 0
+    starts[1:] = ends[:-1] + 1
+    separator = np.flatnonzero(data == 1)
+    if len(separator) != len(ends) or not ((separator > starts) & (separator < ends)).all():  # else they alternate
+        separators = np.append(separator, len(data))
+        separator = separators[np.searchsorted(separators, starts)] if len(starts) else ends
+    # The parse rule of 2.4: at least three characters, a name, a separator, a value.
+    good = (ends - starts >= 3) & (separator > starts) & (separator < ends - 1)
+    if not good.all():
+        starts, ends, separator = starts[good], ends[good], separator[good]
+    return starts, separator, ends
 
 
 class Pairs:
@@ -35,18 +55,12 @@ class Pairs:
         before that. The last of them closes `data`."""
         self.data = data
         self._blob_ends = blob_ends
-        ends = np.flatnonzero(data == 2)
-        starts = np.empty_like(ends)
-        starts[:1] = 0
-        starts[1:] = ends[:-1] + 1
-        separator = np.flatnonzero(data == 1)
-        if len(separator) != len(ends) or not ((separator > starts) & (separator < ends)).all():  # else they alternate
-            separators = np.append(separator, len(data))
-            separator = separators[np.searchsorted(separators, starts)] if len(starts) else ends
-        # The parse rule of 2.4: at least three characters, a name, a separator, a value.
-        good = (ends - starts >= 3) & (separator > starts) & (separator < ends - 1)
-        if not good.all():
-            starts, ends, separator = starts[good], ends[good], separator[good]
+        if kernel is not None:
+            table, room, count = kernel.pairs(data, blob_ends)
+            rows = np.frombuffer(table, np.int64).reshape(-1, room)[:, :count] if room else _NONE
+            starts, separator, ends, self.blob = rows
+        else:
+            starts, separator, ends = _search(data)
         self.start: _Int64s = starts
         self._ends = ends
         self.value: _Int64s = separator + 1

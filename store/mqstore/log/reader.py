@@ -689,7 +689,7 @@ class StoreReader:
             # The sizes may be anything; but records that are all good lie side by side in the buffer.
             bodies = np.empty(min(int(sizes.sum()), len(buffer)), np.uint8) if with_bodies else None
             copied = self._kernel.check_units(
-                buffer, starts, physical, sizes, slots, queue.queue_id, queue.topic_bytes, fine, ends, bodies
+                buffer, starts, physical, sizes, slots, queue.queue_id, queue.topic_bytes, fine, ends, bodies, True
             )
             if fine.all():
                 return _Checked(buffer, fine, None, ends, None if bodies is None or copied < 0 else bodies[:copied])

@@ -1,7 +1,8 @@
-"""Arrow arrays of bytes that lie scattered over a mapped file: one copy, made by Arrow, and no Python object a value.
+"""Arrow arrays of bytes that lie scattered over a mapped file: one copy, and no Python object a value.
 
 Arrow's binary arrays need their values side by side, and records have headers between them, so a copy there must be.
-The fastest way is to call the whole mapping a binary array whose every second value is wanted, and to take those.
+Without compiled parts the fastest way is to call the whole mapping a binary array whose every second value is wanted,
+and to let Arrow take those.
 """
 
 from __future__ import annotations
@@ -13,14 +14,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mqstore.native import kernel
+
 try:
     import pyarrow as pa
 except ImportError as error:  # pragma: no cover
     raise ImportError("columns as Arrow need pyarrow: pip install 'mqstore[spark]', or pyarrow alone") from error
 
-__all__ = ["cut", "ordinals", "spread", "text"]
+__all__ = ["cut", "laid", "ordinals", "spread", "text"]
 
 _Int64s = npt.NDArray[np.int64]
+_MOST = 1 << 31
+"""Bytes of a binary array are fewer."""
 
 
 def cut(buffer: mmap.mmap | bytes | npt.NDArray[np.uint8], starts: _Int64s, ends: _Int64s) -> Any:
@@ -28,6 +33,12 @@ def cut(buffer: mmap.mmap | bytes | npt.NDArray[np.uint8], starts: _Int64s, ends
     count = len(starts)
     if not count:
         return pa.array([], pa.binary())
+    if kernel is not None:
+        sizes = ends - starts
+        if (total := int(sizes.sum())) < _MOST:  # they may overlap
+            joined = np.empty(total, np.uint8)
+            kernel.join(buffer, starts, sizes, joined)
+            return laid(joined, sizes)
     if count > 1 and not bool((starts[1:] >= ends[:-1]).all()):
         return _cut_unsorted(buffer, starts, ends)
     edges = np.empty(2 * count, np.int32)
@@ -35,6 +46,13 @@ def cut(buffer: mmap.mmap | bytes | npt.NDArray[np.uint8], starts: _Int64s, ends
     edges[1::2] = ends
     everywhere = pa.Array.from_buffers(pa.binary(), 2 * count - 1, [None, pa.py_buffer(edges), pa.py_buffer(buffer)])
     return everywhere.take(ordinals(2 * count - 1, 2))
+
+
+def laid(data: npt.NDArray[np.uint8], sizes: _Int64s) -> Any:
+    """Values that lie side by side in `data`, less than 2 GiB, as a binary array: nothing is copied."""
+    offsets = np.zeros(len(sizes) + 1, np.int32)
+    np.cumsum(sizes, out=offsets[1:])
+    return pa.Array.from_buffers(pa.binary(), len(sizes), [None, pa.py_buffer(offsets), pa.py_buffer(data)])
 
 
 def _cut_unsorted(buffer: mmap.mmap | bytes | npt.NDArray[np.uint8], starts: _Int64s, ends: _Int64s) -> Any:

@@ -36,7 +36,7 @@ from mqstore.log.commitlog import QueueRef
 from mqstore.log.report import Finding
 from mqstore.log.store import MessageStore
 from mqstore.log.tagfilter import TagFilter, parse_tags
-from mqstore.spark.arrow import cut, spread, text
+from mqstore.spark.arrow import cut, laid, spread, text
 from mqstore.spark.rows import OnCorrupt, Piece, Policy, at_once, log_batches, queue_batches
 from mqstore.spark.windows import WINDOW_BYTES, Windows
 
@@ -153,6 +153,8 @@ def _time(name: str) -> Callable[[Piece], Any]:
 
 
 def _body(piece: Piece) -> Any:
+    if piece.plain_bodies is not None:
+        return laid(*piece.plain_bodies)
     headers = piece.headers
     assert headers is not None
     starts = headers.body_position
@@ -347,8 +349,12 @@ class ColumnReader:
         records = (
             chosen is not None or self._passes is not None or any(COLUMNS[name].cost != "unit" for name in self.columns)
         )
+        bodies = "body" in self.columns and chosen is None and self._passes is None
         for pieces in queue_batches(
-            self.store, self._windows, topic, queue_id, start, stop, self.policy, records=records, tags=chosen
+            *(self.store, self._windows, topic, queue_id, start, stop, self.policy),
+            records=records,
+            bodies=bodies,
+            tags=chosen,
         ):
             yield from self._batches(pieces, chosen)
 
@@ -402,7 +408,7 @@ class ColumnReader:
 
     def _inflated(self, piece: Piece) -> Iterator[Piece]:
         """`piece` with its compressed bodies inflated; cut where they would make a batch too large."""
-        headers = piece.headers
+        headers = None if piece.plain_bodies is not None else piece.headers
         if headers is None:
             yield piece
             return

@@ -28,6 +28,7 @@ from mqstore.errors import CorruptStoreError
 from mqstore.layout.consumequeue import UNIT_BYTES, UNIT_DTYPE, is_void
 from mqstore.layout.pairs import Pairs
 from mqstore.layout.record import (
+    BODY_AT_V4,
     MIN_RECORD_BYTES,
     TRANSACTION_COMMIT,
     TRANSACTION_MASK,
@@ -39,6 +40,7 @@ from mqstore.log.names import is_path_safe
 from mqstore.log.report import Finding
 from mqstore.log.store import MessageStore
 from mqstore.log.tagfilter import TagFilter
+from mqstore.native import kernel
 from mqstore.spark.arrow import cut
 from mqstore.spark.windows import Window, Windows
 
@@ -88,8 +90,7 @@ class Policy:
 class Piece:
     """Messages whose records lie in one window. `slots`, `physical`, `sizes`, `tags_codes` have an element a row.
 
-    Rows that are `bad` have no record: `headers` has one less for each of them, and `errors` their texts. Without
-    `headers` no record was looked at.
+    Rows that are `bad` have no record: `headers` has one less for each of them, and `errors` their texts.
     """
 
     topic: str | None
@@ -103,16 +104,27 @@ class Piece:
     """Where `headers` have their positions: a window, or of a queue scan a copy of the records alone."""
     base: int = 0
     """Of a log scan: the physical offset of the buffer's first byte."""
-    headers: Headers | None = None
+    known_headers: Headers | None = None
     bad: _Bools | None = None
     errors: Sequence[str] = ()
     bodies: dict[int, bytes | None] = field(default_factory=dict)
     """Inflated bodies, by row among the records; None for one that does not inflate."""
     body_errors: dict[int, str] = field(default_factory=dict)
     """Why it does not, likewise."""
+    plain_bodies: tuple[npt.NDArray[np.uint8], _Int64s] | None = None
+    """All bodies side by side, and their sizes, if the check has copied them: none of them is compressed."""
+    looked: bool = False
+    """Whether every row has a record, of which nothing was kept: `headers` looks once more."""
 
     def __len__(self) -> int:
         return len(self.physical)
+
+    @property
+    def headers(self) -> Headers | None:
+        """Of the rows that have a record; None when no record was looked at."""
+        if self.known_headers is None and self.looked:
+            self.known_headers = gather(self.buffer, self.physical - self.base)
+        return self.known_headers
 
     @property
     def records(self) -> int:
@@ -158,7 +170,7 @@ class Piece:
             codes,
             self.buffer,
             self.base,
-            self.headers,
+            self.known_headers,
             bodies=self.bodies,
         )
 
@@ -188,10 +200,11 @@ def queue_batches(
     policy: Policy,
     *,
     records: bool = True,
+    bodies: bool = False,
     tags: TagFilter | None = None,
 ) -> Iterator[list[Piece]]:
-    """Messages of queue offsets [start, stop), in order. `records` False looks at units alone; `tags` lets pass what
-    its hash lets pass, so some that it would not."""
+    """Messages of queue offsets [start, stop), in order. `records` False looks at units alone; with `bodies` they are
+    copied by the way, if they can be; `tags` lets pass what its hash lets pass, so some that it would not."""
     queue = store._queues.get(topic, queue_id)
     if queue is None:
         return
@@ -225,7 +238,7 @@ def queue_batches(
             slots, physical, sizes, codes = slots[live], physical[live], sizes[live], codes[live]
         whole = Piece(topic, queue_id, slots, physical, sizes, codes)
         if records:
-            yield from _joined(_looked_up(store, windows, encoded, whole, policy), policy)
+            yield from _joined(_looked_up(store, windows, encoded, whole, policy, bodies), policy)
         else:
             yield from ([whole.rows(low, high)] for low, high in _spans(sizes, policy.max_rows, 1 << 62))
         start += count
@@ -299,7 +312,9 @@ def _holes(store: MessageStore, topic: str, queue_id: int, slots: _Int64s, polic
             yield [Piece(topic, queue_id, np.full(1, slot), one, one, None, bad=np.ones(1, np.bool_), errors=[detail])]
 
 
-def _looked_up(store: MessageStore, windows: Windows, topic: bytes, whole: Piece, policy: Policy) -> Iterator[Piece]:
+def _looked_up(
+    store: MessageStore, windows: Windows, topic: bytes, whole: Piece, policy: Policy, bodies: bool
+) -> Iterator[Piece]:
     """`whole` by the windows that its records lie in, checked."""
     size = store.manifest.commitlog_segment_bytes
     physical, ends = whole.physical, whole.physical + whole.sizes
@@ -318,10 +333,15 @@ def _looked_up(store: MessageStore, windows: Windows, topic: bytes, whole: Piece
                 continue
             window = windows.of(cell, end) or Window(cell, b"", True)
         for low, high in _spans(whole.sizes[first:last], policy.max_rows, policy.max_bytes):
-            yield from _checked(store, window, topic, whole.rows(first + low, first + high), policy)
+            yield from _checked(store, window, topic, whole.rows(first + low, first + high), policy, bodies)
 
 
-def _checked(store: MessageStore, window: Window, topic: bytes, piece: Piece, policy: Policy) -> Iterator[Piece]:
+def _checked(
+    store: MessageStore, window: Window, topic: bytes, piece: Piece, policy: Policy, bodies: bool
+) -> Iterator[Piece]:
+    if _are_ordinary(store, window, topic, piece, policy, bodies):
+        yield piece
+        return
     buffer = window.buffer
     positions = piece.physical - window.base
     inside = (positions + piece.sizes <= len(buffer)) & (piece.sizes >= MIN_RECORD_BYTES)
@@ -340,7 +360,7 @@ def _checked(store: MessageStore, window: Window, topic: bytes, piece: Piece, po
     if not fine.all():
         rows = rows[fine]
         headers = gather(buffer, positions[rows])
-    piece.buffer, piece.base, piece.headers = buffer, window.base, headers
+    piece.buffer, piece.base, piece.known_headers = buffer, window.base, headers
     if len(rows) < len(piece):
         bad = np.ones(len(piece), np.bool_)
         bad[rows] = False
@@ -354,6 +374,30 @@ def _checked(store: MessageStore, window: Window, topic: bytes, piece: Piece, po
             piece = piece.sound()
     if len(piece):
         yield piece
+
+
+def _are_ordinary(
+    store: MessageStore, window: Window, topic: bytes, piece: Piece, policy: Policy, with_bodies: bool
+) -> bool:
+    """Whether all records are sound and nothing rare, by compiled parts: one pass, in which bodies are copied, too. Of
+    all else, `_checked` finds out what it is."""
+    if kernel is None or (policy.verify and store._checksum != "crc32c-record"):
+        return False
+    count, buffer = len(piece), window.buffer
+    fine, ends = np.empty(count, np.bool_), np.empty(count, np.int64)
+    positions = piece.physical - window.base
+    # The sizes may be anything; but records that are all good lie side by side in the window.
+    bodies = np.empty(min(int(piece.sizes.sum()), len(buffer)), np.uint8) if with_bodies else None
+    copied = kernel.check_units(
+        *(buffer, positions, piece.physical, piece.sizes, piece.slots, piece.queue_id, topic, fine, ends),
+        *(bodies, policy.verify),
+    )
+    if not fine.all():
+        return False
+    piece.buffer, piece.base, piece.looked = buffer, window.base, True
+    if bodies is not None and copied >= 0:
+        piece.plain_bodies = bodies[:copied], ends - positions - BODY_AT_V4
+    return True
 
 
 def _lie_apart(positions: _Int64s, sizes: _Int64s) -> bool:
