@@ -33,6 +33,7 @@ enum {
     MIN_RECORD_BYTES = 91,
     SMALLEST_PAIR = 4, /* of properties: name, 01, value, 02 */
     PAIR_ROWS = 4,
+    MANY_PAIRS = 64,
     CRC_TAIL_BYTES = 20, /* of the property __CRC32# (2.5) */
     COMPRESSED = 0x01,
     TRANSACTION_MASK = 0x0C,

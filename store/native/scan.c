@@ -354,8 +354,10 @@ PyObject *native_record_holds(PyObject *module, PyObject *const *args, Py_ssize_
     return PyLong_FromLongLong(size);
 }
 
-/* pairs(data, blob_ends) -> (table, room, count): four rows of `room` int64 of which `count` count, as a bytearray: where
-   each pair starts, its separator, where it ends, and its blob; `Pairs` says what one is. `blob_ends`: int64, ascending. */
+/* pairs(data, blob_ends) -> (table, room, count, distinct): four rows of `room` int64 of which `count` count, as a bytearray:
+   where each pair starts, its separator, where it ends, and its blob; `Pairs` says what one is. `blob_ends`: int64,
+   ascending. `distinct`: no blob has a name twice, nor one that is not ASCII: read as text, different ones may become the
+   same. False as well when a blob has too many to compare them all. */
 PyObject *native_pairs(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     if (!has_arguments("pairs", nargs, 2))
@@ -373,14 +375,22 @@ PyObject *native_pairs(PyObject *module, PyObject *const *args, Py_ssize_t nargs
     PyObject *table = PyByteArray_FromStringAndSize(NULL, PAIR_ROWS * room * (Py_ssize_t)sizeof(int64_t));
     if (!table)
         goto done;
-    int64_t *row = (int64_t *)PyByteArray_AS_STRING(table);
+    int64_t *row = (int64_t *)PyByteArray_AS_STRING(table), first = 0;
+    bool distinct = true;
     PyThreadState *others = view->len >= LONG_BYTES ? PyEval_SaveThread() : NULL;
     for (const uint8_t *at = data, *end; (end = memchr(at, 2, (size_t)(stop - at))); at = end + 1) {
         const uint8_t *separator = end - at >= SMALLEST_PAIR - 1 ? memchr(at, 1, (size_t)(end - at)) : NULL;
         if (!separator || separator == at || separator == end - 1)
             continue;
-        while (blob < blobs && closes[blob] < end - data)
+        while (blob < blobs && closes[blob] < end - data) {
             blob++;
+            first = count;
+        }
+        distinct = distinct && count - first < MANY_PAIRS;
+        for (const uint8_t *c = at; distinct && c < separator; c++)
+            distinct = *c < 0x80;
+        for (int64_t i = first; distinct && i < count; i++)
+            distinct = row[i + room] - row[i] != separator - at || memcmp(data + row[i], at, (size_t)(separator - at));
         row[count] = at - data;
         row[count + room] = separator - data;
         row[count + 2 * room] = end - data;
@@ -389,7 +399,7 @@ PyObject *native_pairs(PyObject *module, PyObject *const *args, Py_ssize_t nargs
     }
     if (others)
         PyEval_RestoreThread(others);
-    result = Py_BuildValue("NnL", table, room, (long long)count);
+    result = Py_BuildValue("NnLN", table, room, (long long)count, PyBool_FromLong(distinct));
 done:
     let_go(&held);
     return result;

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from mqstore.layout.pairs import Pairs
 from mqstore.layout.properties import decode_properties
+from mqstore.native import kernel
 
 _BYTES = st.one_of(
     st.binary(max_size=12),
@@ -43,6 +44,24 @@ def test_the_pairs_of_blobs_are_their_properties(blobs: list[bytes]) -> None:
         assert {row: value.decode("utf-8", "replace") for row, value in values.items()} == {
             row: properties[name] for row, properties in enumerate(expected) if name in properties
         }
+
+
+@given(st.lists(_BYTES, max_size=8))
+def test_distinct_is_never_said_of_a_name_that_comes_twice(blobs: list[bytes]) -> None:
+    pairs = Pairs.of(blobs)
+    names = [
+        (blob, pairs.data[start : start + size].tobytes())
+        for blob, start, size in zip(pairs.blob.tolist(), pairs.start, pairs.name_size, strict=True)
+    ]
+    ascii_names = all(name.isascii() for _, name in names)
+    assert pairs.distinct == (kernel is not None and ascii_names and len(set(names)) == len(names))
+
+
+def test_distinct_is_not_found_out_of_very_many() -> None:
+    """Comparing all with all would take hostile properties minutes."""
+    few, many = (b"".join(b"n%d\x01v\x02" % i for i in range(count)) for count in (64, 65))
+    assert Pairs.of([few, few]).distinct == (kernel is not None)
+    assert not Pairs.of([few, many]).distinct
 
 
 @given(st.lists(_BYTES, min_size=1, max_size=8))

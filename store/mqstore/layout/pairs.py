@@ -44,6 +44,7 @@ class Pairs:
     """Pairs of many blobs, in their order. All attributes are arrays with an element a pair.
 
     `blob`: which blob it is in. `start`, `name_size`: of the name in `data`; `value`, `value_size`: of the value.
+    `distinct`: no blob has a name twice, and all are ASCII; False: it is not so, or nobody has looked.
 
     >>> pairs = Pairs.of([b"TAGS\\x01a\\x02junk\\x02KEYS\\x01k1 k2", b"", b"TAGS\\x01b\\x02TAGS\\x01c\\x02"])
     >>> pairs.blob.tolist(), pairs.value_size.tolist(), pairs.named(b"TAGS").tolist()
@@ -56,11 +57,12 @@ class Pairs:
         self.data = data
         self._blob_ends = blob_ends
         if kernel is not None:
-            table, room, count = kernel.pairs(data, blob_ends)
+            table, room, count, self.distinct = kernel.pairs(data, blob_ends)
             rows = np.frombuffer(table, np.int64).reshape(-1, room)[:, :count] if room else _NONE
             starts, separator, ends, self.blob = rows
         else:
             starts, separator, ends = _search(data)
+            self.distinct = False
         self.start: _Int64s = starts
         self._ends = ends
         self.value: _Int64s = separator + 1

@@ -173,7 +173,7 @@ def _properties(piece: Piece) -> Any:
     names = text(cut(pairs.data, pairs.start, pairs.start + pairs.name_size))
     values = text(cut(pairs.data, pairs.value, pairs.value + pairs.value_size))
     blob = pairs.blob
-    kept = _last_of_equal_names(blob, names)
+    kept = None if pairs.distinct else _last_of_equal_names(blob, names)
     if kept is not None:
         first, last = kept
         names, values, blob = names.take(pa.array(first)), values.take(pa.array(last)), blob[first]
