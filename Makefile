@@ -6,6 +6,7 @@
 #   make bench   mqstore beside its peers, ratios with their spread (BENCH="put --quick" chooses)
 #   make spark   the tests that need pyspark and Java, in an environment of their own (about 10 minutes)
 #   make crash   more crash images than `make test` tries: N=100000 of them
+#   make sanitize  tests of the compiled parts under the address and undefined-behaviour sanitizers (needs gcc)
 #   make docs    docs/commands.md from the commands' own help; fails when the file was stale (it is fresh afterwards)
 #   make clean   remove the environment, caches and var/
 #
@@ -23,7 +24,7 @@ N     ?= 5000
 JOBS  ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench spark crash docs clean
+.PHONY: help demo test lint bench spark crash sanitize docs clean
 
 help:
 	@sed -n 's/^#   make/  make/p' Makefile
@@ -52,6 +53,9 @@ spark:
 
 crash: $(VENV)/stamp-dev
 	MQSTORE_CRASH_IMAGES=$(N) $(BIN)/python -m pytest -q tests/crash
+
+sanitize: $(VENV)/stamp-dev
+	$(BIN)/python tests/sanitized.py
 
 docs: $(VENV)/stamp-core
 	@$(BIN)/python -m mqstore_tools.docs > $(VENV)/commands.md

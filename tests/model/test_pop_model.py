@@ -249,9 +249,6 @@ class FifoMachine(Machine):
         self.local = False
         self.dead: list[bytes] = []
         self.dropped: list[str] = []
-        self.forgotten = False
-        """A restart forgets a batch that is settled as a whole: a late receipt for the next message is then taken for
-        one whose record was lost (9.8), and settles it."""
 
     def open_parts(self) -> list[int]:
         return [offset for offset, part in self.batch.items() if not part.acked]
@@ -305,7 +302,7 @@ class FifoMachine(Machine):
 
     def take(self, found: list[Delivery], offsets: list[int], known: dict[int, Part], *, same: bool) -> None:
         """`known`: what is kept of the last batch, handed out or not."""
-        old, self.batch, self.forgotten = self.batch, {}, False
+        old, self.batch = self.batch, {}
         for offset, part in known.items():
             attempt = part.attempt + (0 if same or part.released else 1)
             self.batch[offset] = Part("", self.bench.now_ms, attempt, part.acked, not part.acked)
@@ -328,7 +325,7 @@ class FifoMachine(Machine):
         for offset in chosen:
             self.settle_part(offset)
 
-    @precondition(lambda self: self.dropped and not self.forgotten)
+    @precondition(lambda self: self.dropped)
     @rule(n=st.integers(0, 99))
     def ack_late(self, n: int) -> None:
         receipt = self.dropped[n % len(self.dropped)]
@@ -384,7 +381,6 @@ class FifoMachine(Machine):
     @rule(how=st.sampled_from(["close", "kill"]))
     def restart_(self, how: str) -> None:
         self.restart(how)
-        self.forgotten = not self.open_parts()
         if self.local:
             for offset in self.open_parts():
                 self.batch[offset].visible_ms = min(self.batch[offset].visible_ms, self.bench.now_ms)

@@ -20,7 +20,7 @@ import random
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ machine may hold a process, or a thread of it, for a second or two: that is not 
 TOPICS = ("work", "steps")
 WANTED = {
     "push": ["work"],
+    "batch": ["work"],
     "orderly": ["steps"],
     "poppush": ["work"],
     "popsteps": ["steps"],
@@ -286,6 +287,22 @@ def _run(folder: Path) -> None:
             consumer.subscribe("work", push_luck)
             return consumer.start()
 
+        def batch(number: int) -> mqstore.PushConsumer:
+            consumer = store.push_consumer("batch", workers=2, retry=RETRY, batch_size=8)
+
+            def handle(messages: Sequence[Message]) -> None:
+                failed = []
+                for message in messages:
+                    try:
+                        batch_luck(message)
+                    except (ValueError, mqstore.Retry):
+                        failed.append(message)
+                if failed:
+                    raise mqstore.BatchFailure(failed)  # the others are done
+
+            consumer.subscribe("work", handle)
+            return consumer.start()
+
         def orderly(number: int) -> mqstore.PushConsumer:
             consumer = store.push_consumer("orderly", workers=3, ordered=True, retry=RETRY, suspend=0.01)
             consumer.subscribe("steps", lambda message: orderly_luck(message, ordered=True))
@@ -330,6 +347,7 @@ def _run(folder: Path) -> None:
         pop_push_luck = Trouble(ledger, "poppush", SEED + 3, hangs=False)
         simple_luck = Trouble(ledger, "simple", SEED + 4, hangs=False)
         pop_steps_luck = Trouble(ledger, "popsteps", SEED + 5, hangs=False)
+        batch_luck = Trouble(ledger, "batch", SEED + 6, hangs=False)
 
         failures: list[BaseException] = []
 
@@ -342,7 +360,7 @@ def _run(folder: Path) -> None:
 
             return run
 
-        makers = (push, orderly, pop_push, pop_steps, simple, pull)
+        makers = (push, orderly, pop_push, pop_steps, simple, pull, batch)
         consumers = [
             threading.Thread(target=guarded(members_of(make, calm, stop_consuming, SEED * 10 + i)))
             for i, make in enumerate(makers)

@@ -165,7 +165,7 @@ class FifoQueues:
         for claim in claims:
             if record is None or claim.pop_time_ms != record.pop_time_ms or claim.offset not in record.offsets:
                 late.append(claim.text)
-            else:
+            elif not record.acked >> record.offsets.index(claim.offset) & 1:
                 offsets.append(claim.offset)
         if offsets and state.fifo is not None and record is not None:
             self._log.put_settled(GIVE, state.fifo.name, offsets)

@@ -1,7 +1,7 @@
 """What keeps the pop log short and its summary on disk (broker-semantics 8.10, 9.4, 9.6).
 
-replay position    the oldest batch with something unsettled: the offset of group CID_RMQ_SYS_POP_LOG, so it is on
-                   disk together with the progress it goes with
+replay position    the oldest batch with something unsettled, and nothing that the order info file does not sum up: the
+                   offset of group CID_RMQ_SYS_POP_LOG, so it is on disk together with the progress it goes with
 put again          what keeps that too far behind the end, so that a replay takes seconds and pins few segments
 order info file    every 10 s, within 1 s of a failed orderly attempt, and at close; after a flush of the log
 """
@@ -50,6 +50,10 @@ class PopKeeper:
         self._save_due_ms = 0
         self._save_lock = threading.Lock()
         self._saved_version = saved_version
+        self._summed_up = self._position()
+        """The log position up to which the file, as it was saved last, says what became of FIFO batches."""
+        self._looked_to = self._summed_up
+        """The log's end at the last `_advance`: what lies before it is in the order info."""
         self._advance()
 
     def save_within(self, duration_ms: int, now_ms: int) -> None:
@@ -77,6 +81,7 @@ class PopKeeper:
         self._advance()
         if self._orders.version != self._saved_version:
             self._save_orders(self._tables.clock.now_ms())
+            self._advance()
 
     def pins(self) -> Iterable[Pin]:
         """The record from which a replay begins. Messages in flight are kept by the offset committed."""
@@ -90,7 +95,8 @@ class PopKeeper:
 
     def _advance(self) -> None:
         """Move the replay position up to the oldest batch with something unsettled, after putting again what keeps it
-        too far behind."""
+        too far behind. Not beyond what the order info file sums up: read with a later part of the log only, a file of
+        before would bring back a batch that another took the place of, or a reset ended."""
         log, offsets = self._tables.log, self._parts.offsets
         # The end first: a batch that is not in its state yet when that is looked at was put behind it.
         end = log.bounds()[1]
@@ -106,6 +112,12 @@ class PopKeeper:
                 oldest = state.oldest()
                 if oldest is not None:
                     position = min(position, oldest.name)
+        self._looked_to = end
+        if self._orders.version == self._saved_version:
+            self._summed_up = end
+        elif self._summed_up < bound:
+            self.save_within(0, self._tables.clock.now_ms())
+        position = min(position, self._summed_up)
         if position != self._position():
             offsets.commit(POP_LOG_GROUP, POP_LOG_TOPIC, 0, position)
 
@@ -142,10 +154,10 @@ class PopKeeper:
                     committed = parts.offsets.committed(group, topic, queue_id)
                     orders.drop_attempts(group, topic, queue_id, committed or 0)
             orders.clean(now_ms, self._read_queues, lambda group: parts.groups.get(group) is not None)
-            version, value = orders.version, orders.as_json()
+            version, looked_to, value = orders.version, self._looked_to, orders.as_json()
             self._store.flush()
             self._file.save(value)
-            self._saved_version, self._save_due_ms = version, 0
+            self._saved_version, self._summed_up, self._save_due_ms = version, looked_to, 0
 
     def _read_queues(self, topic: str) -> int | None:
         config = self._parts.topics.get(topic)

@@ -9,7 +9,8 @@
     committed  = the first offset that is in flight or released, else the cursor
 
 What receivers in the dead process held is visible at once (`release_in_flight`): the writer lock proves that they are
-gone. A FIFO batch that only the file knows gets a `ck` of its own, for acknowledgements name one.
+gone. A FIFO batch that only the file knows gets a `ck` of its own, for acknowledgements name one; if all of it is
+settled it needs none, but it stays the queue's last batch: by it receipts of older ones are known to come too late.
 """
 
 from __future__ import annotations
@@ -183,7 +184,8 @@ class Replay:
             return
         state, batch = found
         if state.fifo is batch:
-            self._tables.orders.release(*state.key, value["o"], batch.pop_time_ms, batch.pop_time_ms)
+            at_ms = min(batch.pop_time_ms, self._tables.clock.now_ms())  # a pop time may be ahead of the clock
+            self._tables.orders.release(*state.key, value["o"], batch.pop_time_ms, at_ms)
         else:
             state.give_back(batch, value["o"])
 
@@ -191,7 +193,7 @@ class Replay:
         key, offset = QueueKey(value["t"], value["c"], value["q"]), value["o"]
         state = self._state(key)
         state.clear(offset)
-        state.reset_ms = state.last_pop_ms
+        state.reset_ms = state.last_pop_ms or self._tables.clock.now_ms()
         self._tables.orders.clear_block(*key)
         if offset < 0:
             self._placed.discard(key)
@@ -211,9 +213,13 @@ class Replay:
             self._state(key).note_revived(value["o"])
 
     def _reset_before(self, _position: int, value: dict[str, Any]) -> None:
-        state = self._tables.states.get(QueueKey(value["t"], value["c"], value["q"]))
+        key, offset = QueueKey(value["t"], value["c"], value["q"]), value["o"]
+        if offset >= 0 and self._tables.offsets.committed(key.group, key.topic, key.queue_id) is not None:
+            self._state(key)
+        state = self._tables.states.get(key)
         if state is not None:
             state.revived.clear()
+            state.reset_ms = self._tables.clock.now_ms() if offset >= 0 else 0  # what was popped since left a record
 
     def _state(self, key: QueueKey) -> QueueState:
         state = self._tables.state(key)
@@ -282,6 +288,9 @@ class Replay:
             tables.orders.restore(topic, group, queue_id, record)
             if state.fifo is None and record.unacked():
                 self._fifo.put_anew(state)
+            elif state.fifo is None and record.offsets[-1] < state.cursor:
+                start, count = record.offsets[0], len(record.offsets)
+                state.fifo = Batch(-1, start, record.pop_time_ms, record.invisible_ms or 0, None, count, False)
             state.cursor = max(state.cursor, record.next_offset()) if state.fifo is not None else state.cursor
             tables.commit(state)
             if tables.order(state) is not None and record.unacked():

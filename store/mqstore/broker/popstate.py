@@ -95,7 +95,7 @@ class Batch:
         local: bool,
     ) -> None:
         self.name = name
-        """Position of the `ck` in the pop log."""
+        """Position of the `ck` in the pop log; -1: not looked for there, since all of it is settled."""
         self.start = start
         self.pop_time_ms = pop_time_ms
         self.invisible_ms = invisible_ms
