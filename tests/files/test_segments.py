@@ -915,3 +915,21 @@ def test_readers_and_retention_beside_a_writer(folder: Path) -> None:
     run.drop_before(run.end - 5 * SIZE)
     assert names(folder) == [segment_name(start) for start in run.starts]
     assert len(run.starts) <= 6
+
+
+def test_only_what_a_mapping_for_writing_shows_is_read_ahead(folder: Path) -> None:
+    """Such a mapping reads nothing ahead by itself: recovery of a cold store waited for the disk at every page."""
+    asked: list[tuple[int, int]] = []
+
+    class Noting(FileSystem):
+        def read_ahead(self, fd: int, position: int, length: int) -> None:
+            asked.append((position, length))
+            super().read_ahead(fd, position, length)
+            super().read_ahead(-1, position, length)  # whatever comes, it is a hint
+
+    run = open_run(folder, fs=Noting())
+    first, second = run.create(0), run.create(SIZE)
+    for segment in (first, second):
+        run.mapping(segment)
+        run.read_ahead(segment, 100)
+    assert asked == [(100, SIZE - 100)]

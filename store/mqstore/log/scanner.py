@@ -125,6 +125,7 @@ def scan_segment(
     """
     base = segment.start
     buffer = run.mapping(segment)
+    run.read_ahead(segment, start)
     stop = len(buffer) if stop is None else min(stop, len(buffer))
     at = start
     doubted = -1
