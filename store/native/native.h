@@ -133,7 +133,6 @@ PyObject *native_pairs(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_records_hold(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_record_holds(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_assemble(PyObject *, PyObject *const *, Py_ssize_t);
-PyObject *native_lengths(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *native_lengths(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_encode(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_renumber(PyObject *, PyObject *const *, Py_ssize_t);

@@ -39,7 +39,7 @@ from mqstore.layout.checkpoint import Checkpoint, encode
 from mqstore.layout.encode import lengths_of
 from mqstore.log import commitlog as commitlog_module
 from tests.faults import FaultyFileSystem
-from tests.log.support import HEADER, SEGMENT, files, open_store, units_of
+from tests.log.support import HEADER, SEGMENT, Unsynced, files, open_store, units_of
 
 PROFILES = ["mqstore", "rocketmq"]
 V1, V2, BLANK = -626843481, -626843477, -875286124
@@ -910,6 +910,84 @@ def test_a_call_that_fails_stores_nothing_and_takes_no_number(tmp_path: Path, op
         assert [r.offset for r in store.put_many("t", [b"m" * 900, b"n" * 900])] == [2, 3]
         assert [m.body[:1] for m in store.read("t")] == [b"f", b"s", b"m", b"n"]
         assert list(store.verify()) == []
+
+
+class Interrupting(Unsynced):
+    """Writes to the log, and then raises, as Ctrl-C does: when the call has returned, and its bytes are there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.raises: list[BaseException] = []
+        self.share = 1.0
+
+    def pwrite(self, fd: int, data: Any, position: int) -> None:
+        if not self.raises or "commitlog" not in self.path_of(fd):
+            return super().pwrite(fd, data, position)
+        view = memoryview(data)
+        super().pwrite(fd, view[: int(len(view) * self.share)], position)
+        raise self.raises.pop(0)
+
+
+@pytest.mark.usefixtures("by_a_call")
+@pytest.mark.parametrize("again", [False, True], ids=["once", "while it wipes, too"])
+@pytest.mark.parametrize("share", [0.5, 1.0])
+@pytest.mark.parametrize("end", ["put", "put_many", "copy_many", "close", "kill"])
+def test_what_an_interrupted_call_has_written_never_becomes_messages(
+    tmp_path: Path, end: str, share: float, again: bool
+) -> None:
+    """Whole records lay behind the end of the log: a clean close or a crash brought back all of a call that had
+    raised, or, once another record had taken the place of the first, all but that."""
+    fs = Interrupting()
+    fs.share = share
+    size = 500
+    store = open_store(tmp_path / "s", fs=fs)
+    store.put("t", b"f" * size)
+    kinds = {1.0: KeyboardInterrupt(), 0.5: StoreIOError(errno.EIO, "broken", "log", "write")}
+    fs.raises = [kinds[share]] * (2 if again else 1)
+    (first,) = store.read("t")
+    with pytest.raises((KeyboardInterrupt, StoreIOError)):
+        store.copy_many([(first, "u", 0, b"")] * 5) if end == "copy_many" else store.put_many("t", [b"m" * size] * 5)
+    assert not fs.raises
+    expected = [b"f" * size]
+    if end == "put":
+        assert store.put("t", b"o" * size).offset == 1
+        expected.append(b"o" * size)
+    elif end == "put_many":
+        assert [r.offset for r in store.put_many("t", [b"o" * size] * 4)] == [1, 2, 3, 4]
+        expected += [b"o" * size] * 4
+    if end == "close":
+        store.close()
+    else:
+        if end in ("copy_many", "kill") and again:
+            store.put("t", b"")  # killed before that, it would be a crash in the middle of a put
+            expected.append(b"")
+        store._closed = True
+        store._release()
+    with open_store(tmp_path / "s") as reopened:
+        assert [m.body for m in reopened.read("t")] == expected
+        assert sum(len(reopened.read(topic)) for topic in reopened.topics()) == len(expected)
+        assert list(reopened.verify()) == []
+
+
+@pytest.mark.usefixtures("by_a_call")
+def test_a_handler_cannot_close_a_store_in_the_middle_of_a_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call went on when the lock was given back, over what another process might have written by then."""
+    with open_store(tmp_path / "s") as store:
+        store.put("t", b"first")
+        write = type(store._run).write
+
+        def within(*arguments: Any) -> None:
+            with pytest.raises(StoreBusyError):
+                store.close()
+            write(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(store._run), "write", within)
+            store.put_many("t", [b"m" * 900, b"n" * 900])
+        assert [m.body[:1] for m in store.read("t")] == [b"f", b"m", b"n"]
+    assert open_store(tmp_path / "s").clean_shutdown
 
 
 def test_pages_are_made_ready_for_single_puts_and_not_for_calls(

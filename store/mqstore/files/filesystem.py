@@ -47,8 +47,8 @@ DIRECTORY_MODE = 0o700
 
 StrPath = str | os.PathLike[str]
 
-#: What the system reads ahead for one call that asks it to: more is passed over.
-_READ_AHEAD_STEP = 1 << 18
+#: Of one call that asks it to, the system may pass over what is more than a device reads ahead, often so much.
+_READ_AHEAD_STEP = 1 << 17
 
 #: "This file system, or this kernel, cannot do that"; everything else is a real failure.
 _UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL})

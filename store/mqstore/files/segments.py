@@ -511,12 +511,12 @@ class SegmentRun:
         file = segment.file or self._open(segment)
         self._fs.pwrite(file.fd, data, offset - segment.start)
 
-    def read_ahead(self, segment: Segment, position: int) -> None:
-        """For who is about to read a segment from `position` to its end: a mapping for writing reads nothing ahead by
-        itself, but waits for every page (see the module). Nothing to do for others."""
+    def read_ahead(self, segment: Segment, start: int, stop: int) -> None:
+        """For who is about to read bytes [start, stop) of a segment: a mapping for writing reads nothing ahead
+        by itself, but waits for every page (see the module). Nothing to do for others."""
         if segment.writable:
             file = segment.file or self._open(segment)
-            self._fs.read_ahead(file.fd, position, segment.length - position)
+            self._fs.read_ahead(file.fd, start, stop - start)
 
     def populate(self, segment: Segment, position: int, length: int) -> bool:
         """Fault in the pages of [position, position + length) of a segment for writing, ahead of the writer, while

@@ -685,11 +685,13 @@ def find_next(
     if not 0 <= start <= end <= len(view):
         raise ValueError(f"the range {start}..{end} does not lie within a buffer of {len(view)} bytes")
     stop = end if before is None else min(before, end)
-    # Mostly there are zeros behind, and these are told ten times as fast as candidates are looked for. The magic of a
-    # record that begins below `stop` may lie beyond it.
-    stop = min(stop, content_end(view, start, min(stop + _record.MAGIC_AT + len(_MAGIC_BYTES), end)))
+    data = np.frombuffer(view, np.uint8)
     budget = _PATIENCE * (end - start) + _BLOCK_BYTES
     for low in range(start, stop, _BLOCK_BYTES):
+        # Mostly there are zeros behind, told ten times as fast as candidates are looked for. A record that begins in a
+        # block may have its magic behind it, and before that zeros.
+        if not data[low : min(low + _BLOCK_BYTES + _record.MAGIC_AT + len(_MAGIC_BYTES), end)].any():
+            continue
         found, _ = _candidates(view, low, min(low + _BLOCK_BYTES, stop), end)
         found = found[_column(view, found + _record.PHYSICAL_OFFSET_AT, ">i8") == found + base]
         headers = gather(view, found)

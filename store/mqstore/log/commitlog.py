@@ -3,7 +3,8 @@
     position = start of segment + byte in segment        a record never crosses a segment's end
 
 `append` is the only way in. Under one lock it numbers the record, packs it, stores it into the mapping and moves `end`;
-`end` is moved last, so whoever reads below it, without the lock, sees whole records. Nothing here waits for a disk.
+`end` is moved last, so whoever reads below it, without the lock, sees whole records. Many bytes are written by a call
+instead, which waits for memory when the disk is far behind. Nothing here waits for a sync.
 
 Knows segments and the record layout; knows queues only as something that has a `next_offset` to be counted up.
 """
@@ -15,6 +16,7 @@ import time
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from operator import itemgetter
 from struct import Struct
@@ -65,6 +67,7 @@ _BEFORE_OFFSETS = 20
 _AFTER_OFFSETS = 36
 _MS_NS = 1_000_000
 _LOOK_S = 0.1
+_ZEROS = bytes(1 << 18)
 _CALL_BYTES = 131_072
 """So many bytes and more are written by a call: the kernel takes whole pages as they come, where it zeroes each page
 first that is stored to through the mapping. Below that, what a call costs between threads outweighs it."""
@@ -245,6 +248,8 @@ class CommitLog(Tip):
         self.end = 0
         self.called_end = -1
         """`end` after the last write of so many bytes by a call: who goes on like that needs no pages made ready."""
+        self._soiled = 0
+        """Up to here, from `end` on, may lie what a call wrote that did not end well; 0: nothing does."""
         self.alarm = 0
         self.group = None
         self.failed: MQStoreError | None = None
@@ -281,6 +286,7 @@ class CommitLog(Tip):
         """Go on appending at `end`, in the segment that holds it if there is one."""
         with self._lock:
             self.end = end
+            self._soiled = 0
             self._mapping = None
             self._limit = -1
             segment = self.run.find(end)
@@ -443,10 +449,11 @@ class CommitLog(Tip):
                 self._mapping[at : at + total] = view
             if self.end != position:
                 return self.append_many(queue, bodies, tails, flags)
+            end = position + total
             queue.next_offset = offset + count
-            self.end = end = position + total
             if total >= _CALL_BYTES:
                 self.called_end = end
+            self.end = end
         if end >= self.alarm:
             self._on_alarm()
         return offset, position, sizes, now_ms
@@ -484,23 +491,30 @@ class CommitLog(Tip):
             self._writing = True
             try:
                 if self.end == position:
+                    self._soiled = position + total
                     if total >= _CALL_BYTES:
                         self.run.write(position, data.data)
-                        self.called_end = position + total
                     else:
                         at = position - self._base
                         assert self._mapping is not None
                         self._mapping[at : at + total] = data.data
                     for queue, next_offset in ends.items():
                         queue.next_offset = next_offset
+                    if total >= _CALL_BYTES:
+                        self.called_end = position + total
                     self.end = position + total
+                    self._soiled = 0
             finally:
-                if self.end == position:
-                    for queue, next_offset in begins.items():
-                        queue.next_offset = next_offset
-                self._writing = False
-                if self.failed is None:
-                    self._limit = limit
+                try:
+                    if self.end == position:
+                        for queue, next_offset in begins.items():
+                            queue.next_offset = next_offset
+                        with suppress(MQStoreError):
+                            self._wipe()
+                finally:
+                    self._writing = False
+                    if self.failed is None and not self._soiled:
+                        self._limit = limit
             if self.end != position + total:  # a signal handler's put came before that
                 self.append_copies(queues, heads, bodies, tails)
                 return
@@ -524,6 +538,8 @@ class CommitLog(Tip):
                 f"the largest is {self.max_record_bytes}",
                 "body",
             )
+        if self._soiled:
+            self.settle()
         position = self.end
         if self._mapping is None:
             segment = self.run.find(position)
@@ -559,6 +575,8 @@ class CommitLog(Tip):
                 self._let_in.wait(_LOOK_S)
             if self.failed is not None:
                 raise type(self.failed)(*self.failed.args)
+            if self._soiled:
+                self.settle()
             self._holder = threading.get_ident()
             self._limit = -1  # sends every put to `_roll`
             return self.end
@@ -585,11 +603,44 @@ class CommitLog(Tip):
         self._writing = True
         try:
             if self.end == position:
+                self._soiled = position + len(data)
                 self.run.write(position, data)
+                self._soiled = 0
+        except BaseException:  # Ctrl-C, too: it comes when the bytes are there and before they count
+            with suppress(MQStoreError):
+                self._wipe()
+            raise
         finally:
             self._writing = False
-            if self.failed is None:
+            if self.failed is None and not self._soiled:
                 self._limit = limit
+
+    def _wipe(self) -> None:
+        """Zeros over what a call wrote that did not end well: whole records there would count after a crash, though
+        their put has raised, and no other may come to lie before some of them. Until it is done nothing is appended."""
+        while self._soiled > self.end:
+            start = max(self.end, self._soiled - len(_ZEROS))
+            self.run.write(start, _ZEROS[: self._soiled - start])
+            self._soiled = start
+        self._soiled = 0
+
+    def settle(self) -> tuple[int, int] | None:
+        """Leave nothing behind `end` that does not count. The range that was wiped, not synced; None: none was."""
+        with self._lock:
+            wiped = (self.end, self._soiled) if self._soiled > self.end else None
+            self._limit = -1
+            self._writing = True
+            try:
+                self._wipe()
+            finally:
+                self._writing = False
+            self._mapping = None  # the next put finds its segment
+            return wiped
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this very thread is in the middle of a put: a signal handler asks."""
+        return self._writing and self._lock._is_owned()  # type: ignore[attr-defined]  # as in `append`
 
     def poison(self, error: MQStoreError) -> None:
         """Refuse every later put: a sync failed (store-format 8.1), or the store was closed."""

@@ -125,8 +125,8 @@ def scan_segment(
     """
     base = segment.start
     buffer = run.mapping(segment)
-    run.read_ahead(segment, start)
     stop = len(buffer) if stop is None else min(stop, len(buffer))
+    run.read_ahead(segment, start, stop)
     at = start
     doubted = -1
     while at < stop:

@@ -500,29 +500,30 @@ class MessageStore(StoreWriter):
             if self._dispatcher_idle:
                 self._dispatcher_idle = False
                 self._dispatcher_wake.set()
-            if self._background and not self._flusher_called and self._log.end >= self._flusher_mark():
+            end = self._log.end
+            if self._background and not self._flusher_called and end >= self._flusher_mark(end):
                 self._flusher_called = True
                 self._flusher_wake.set()
             self._set_alarm()
 
-    def _flusher_mark(self) -> int:
-        """Where the flusher is wanted next: before the writer comes to pages that are not populated, and once it has
-        gone on to the next segment."""
+    def _flusher_mark(self, end: int) -> int:
+        """Where the flusher is wanted next by the log that ends at `end`: before the writer comes to pages that are not
+        populated, if it stores and does not call; for the next segment; and once it has gone on to that."""
         last = self._run.last
         if last is None:
             return 0
         mark = last.end
-        if self._populated < last.end and self._log.end != self._log.called_end:
+        if self._populated < last.end and end != self._log.called_end:
             mark = self._populated - _POPULATE_BYTES // 2
         return mark if self._prepared >= last.end else min(mark, last.start + last.size * 3 // 4)
 
     def _set_alarm(self) -> None:
-        if self._log.end == self._log.called_end:
-            self._log.alarm = 0  # the mark is another one should the next put be a single one
-        elif self._dispatcher_idle and not self._flush_by_default:  # else there is nothing to see before the sync
+        end = self._log.end
+        if self._dispatcher_idle and not self._flush_by_default:  # else there is nothing to see before the sync
             self._log.alarm = 0
         elif self._background and not self._flusher_called:
-            self._log.alarm = self._flusher_mark()
+            # Behind a call each put is looked at: the mark is another one should the next be stored.
+            self._log.alarm = 0 if end == self._log.called_end else self._flusher_mark(end)
         else:
             self._log.alarm = 1 << 62
 
@@ -905,6 +906,10 @@ class MessageStore(StoreWriter):
         timeout_s = seconds(timeout, "timeout")
         if self.mode == "rw" and self._splicer.lock._is_owned():  # type: ignore[attr-defined]
             raise StoreBusyError(f"{self.path} cannot be closed by a signal handler that interrupted a splice")
+        if self._log.is_writing:
+            raise StoreBusyError(
+                f"{self.path} cannot be closed by a signal handler that interrupted a put which is writing"
+            )
         closed = StoreClosedError(f"{self.path} was closed; open it again")
         self._closed = True
         _open_stores.discard(self)
@@ -930,6 +935,8 @@ class MessageStore(StoreWriter):
 
     def _finish(self) -> None:
         """Everything a clean end promises (store-format 9.8, Closing); until the last line a crash is a crash."""
+        if (soiled := self._log.settle()) is not None:
+            self._run.sync(*soiled)
         if self._log.end > self._commit.flushed:
             self._commit.sync_now()
         try:

@@ -123,7 +123,15 @@ class Piece:
     def headers(self) -> Headers | None:
         """Of the rows that have a record; None when no record was looked at."""
         if self.known_headers is None and self.looked:
-            self.known_headers = gather(self.buffer, self.physical - self.base)
+            headers = gather(self.buffer, self.physical - self.base)
+            if not (headers.ok & (headers.physical_offset == self.physical)).all():
+                raise CorruptStoreError(
+                    f"records behind {int(self.physical[0])} have changed since they were checked, as the recovery of "
+                    "another process changes them; read again",
+                    "commitlog",
+                    int(self.physical[0]),
+                )
+            self.known_headers = headers
         return self.known_headers
 
     @property
