@@ -144,7 +144,7 @@ class StoreWriter(StoreReader):
         Options: `tag`, `keys`, `properties`, `unique_key`, `flag`, `durability` (`PutOptions`). With durability "flush"
         (here or of the store) it is on disk when this returns. Raises InvalidMessageError (nothing written),
         StoreFullError (likewise), FlushTimeoutError (stored, durability unknown), FlushFailedError, ReadOnlyStoreError,
-        StoreClosedError.
+        StoreClosedError; StoreBusyError to a signal handler that interrupted a put which is just writing.
         """
         try:
             queue = self._putters[topic][queue_id]
