@@ -196,8 +196,6 @@ class Queue:
             with self._changed:
                 self._wait_for_room(1, block, timeout)
                 self._put(body, delay)
-        elif delay is None:
-            self._broker.put(self.name, body, queue_id=0)  # as `_put`, without a call of its own
         else:
             self._put(body, delay)
 

@@ -856,36 +856,40 @@ def test_what_is_written_by_a_call_lies_as_if_it_had_been_stored(tmp_path: Path,
 
 
 @pytest.mark.usefixtures("by_a_call")
-@pytest.mark.parametrize("moment", ["before", "in", "behind"])
+@pytest.mark.parametrize("moment", ["before", "in", "behind", "after"])
 def test_a_put_of_a_signal_handler_around_a_call_that_writes_many(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     with open_store(tmp_path / "s") as store:
         log, run = type(store._log), type(store._run)
-        write_many, write = log._write, run.write
+        store_many, write = log._store, run.write
         receipts = [store.put("t", b"first")]
 
         def handler() -> None:
             monkeypatch.undo()
-            if moment == "in":
+            if moment in ("before", "after"):
+                receipts.append(store.put("t", b"handler"))
+            else:
                 with pytest.raises(StoreBusyError):
                     store.put("t", b"handler")
-            else:
-                receipts.append(store.put("t", b"handler"))
 
-        def around(*arguments: Any) -> None:
+        def around(*arguments: Any, **named: Any) -> Any:
             if moment == "before":
                 handler()
-            write_many(*arguments)
+            stored = store_many(*arguments, **named)
+            if moment == "after":
+                handler()
+            return stored
+
+        def within(*arguments: Any) -> None:
+            if moment == "in":
+                handler()
+            write(*arguments)
             if moment == "behind":
                 handler()
 
-        def within(*arguments: Any) -> None:
-            handler()
-            write(*arguments)
-
         with monkeypatch.context() as patch:
-            patch.setattr(*((run, "write", within) if moment == "in" else (log, "_write", around)))
+            patch.setattr(*((log, "_store", around) if moment in ("before", "after") else (run, "write", within)))
             monkeypatch.undo = patch.undo  # type: ignore[method-assign]
             receipts.extend(store.put_many("t", [b"m" * 900, b"n" * 900]))
         found = {m.offset: m for m in store.read("t")}

@@ -19,6 +19,7 @@ from pyarrow import parquet
 
 import mqstore
 from mqstore import ConfigError, CorruptStoreError, Finding, MessageStore, TopicNotFoundError
+from mqstore.layout import scan
 from mqstore.log.columns import Binary
 from mqstore.spark import rows
 from mqstore.spark.columns import COLUMNS, ColumnReader, arrow_schema, default_columns
@@ -581,8 +582,8 @@ def test_records_of_a_queue_that_shares_the_log_are_checked_each(
     together: list[int] = []
     copied = rows._put_together
     monkeypatch.setattr(rows, "_put_together", lambda *given: together.append(len(given[3])) or copied(*given))
-    for compiled in (rows.kernel, None):
-        monkeypatch.setattr(rows, "kernel", compiled)
+    for compiled in (scan.kernel, None):
+        monkeypatch.setattr(scan, "kernel", compiled)
         for window in (4096, 64 << 20):
             found = rows_of(read_all(path, policy=Policy(on_corrupt="skip"), window_bytes=window))
             assert [as_exported(row) for row in found] == expected

@@ -15,7 +15,7 @@ import threading
 import time
 import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from operator import itemgetter
@@ -67,6 +67,7 @@ _BEFORE_OFFSETS = 20
 _AFTER_OFFSETS = 36
 _MS_NS = 1_000_000
 _LOOK_S = 0.1
+"""How often a waiting put looks whether it may go on, should nobody have told it."""
 _ZEROS = bytes(1 << 18)
 _CALL_BYTES = 131_072
 """So many bytes and more are written by a call: the kernel takes whole pages as they come, where it zeroes each page
@@ -249,7 +250,7 @@ class CommitLog(Tip):
         self.called_end = -1
         """`end` after the last write of so many bytes by a call: who goes on like that needs no pages made ready."""
         self._soiled = 0
-        """Up to here, from `end` on, may lie what a call wrote that did not end well; 0: nothing does."""
+        """Up to here, if that is beyond `end`, may lie what a put wrote that did not end well."""
         self.alarm = 0
         self.group = None
         self.failed: MQStoreError | None = None
@@ -347,20 +348,24 @@ class CommitLog(Tip):
             # are stored, for its record may lie there now, and before they count, for it may lie over them.
             if self.group is not None and not self.group.busy:
                 # This put syncs alone, and a page that is written by a call needs no fault after each sync.
-                self._write(position, b"".join((data[:CHECKSUM_AT], _CRC.pack(checksum), data[QUEUE_ID_AT:])))
-            elif self.end == position:
-                mapping = self._mapping
-                at = position - self._base
-                mapping[at : at + size] = data  # type: ignore[index]  # None only while _limit is -1: _roll has set it
-                _CRC.pack_into(mapping, at + CHECKSUM_AT, checksum)  # type: ignore[arg-type]
-            if self.end != position:
+                data = b"".join((data[:CHECKSUM_AT], _CRC.pack(checksum), data[QUEUE_ID_AT:]))
+                stored = self._store(position, data, {queue: offset + 1} if numbered else {}, by_call=True)
+            else:
+                if self.end == position:
+                    mapping = self._mapping
+                    at = position - self._base
+                    mapping[at : at + size] = data  # type: ignore[index]  # None only while _limit is -1: _roll has set it
+                    _CRC.pack_into(mapping, at + CHECKSUM_AT, checksum)  # type: ignore[arg-type]
+                stored = self.end == position
+                # No call between these: a signal handler's exception cannot come in the middle.
+                if stored:
+                    if numbered:
+                        queue.next_offset = offset + 1
+                    self.end = end
+            if not stored:
                 receipt = self.append(queue, body, tail, fields, unique_key)
                 self._release()
                 return receipt
-            # No call between these: a signal handler's exception cannot come in the middle.
-            if numbered:
-                queue.next_offset = offset + 1
-            self.end = end
         except BaseException:
             if self._lock._is_owned():  # type: ignore[attr-defined]  # what threading.Condition relies on, too
                 self._release()
@@ -440,20 +445,16 @@ class CommitLog(Tip):
                 checksum=self._checksum,
             )
             view = data.data
-            # As in `append`, a signal handler may have put, before this or behind it.
-            if total >= _CALL_BYTES:
-                self._write(position, view)
-            elif self.end == position:
-                at = position - self._base
-                assert self._mapping is not None
-                self._mapping[at : at + total] = view
-            if self.end != position:
-                return self.append_many(queue, bodies, tails, flags)
             end = position + total
-            queue.next_offset = offset + count
             if total >= _CALL_BYTES:
-                self.called_end = end
-            self.end = end
+                stored = self._store(position, view, {queue: offset + count}, by_call=True)
+            elif stored := self.end == position:  # else a signal handler has put; from here on it cannot: no call
+                assert self._mapping is not None
+                self._mapping[position - self._base : end - self._base] = view
+                queue.next_offset = offset + count
+                self.end = end
+            if not stored:
+                return self.append_many(queue, bodies, tails, flags)
         if end >= self.alarm:
             self._on_alarm()
         return offset, position, sizes, now_ms
@@ -468,8 +469,7 @@ class CommitLog(Tip):
             position = self.end
             if position + total > self._limit:
                 position = self._roll(total)
-            begins = {queue: queue.next_offset for queue in queues}
-            ends = begins.copy()
+            ends = {queue: queue.next_offset for queue in queues}
             offsets = []
             for queue in queues:
                 offsets.append(ends[queue])
@@ -486,36 +486,7 @@ class CommitLog(Tip):
                 store_host=self._store_host,
                 checksum=self._checksum,
             )
-            # Several numbers move, and that takes calls, behind which a signal handler may come: as in `_write`.
-            limit, self._limit = self._limit, -1
-            self._writing = True
-            try:
-                if self.end == position:
-                    self._soiled = position + total
-                    if total >= _CALL_BYTES:
-                        self.run.write(position, data.data)
-                    else:
-                        at = position - self._base
-                        assert self._mapping is not None
-                        self._mapping[at : at + total] = data.data
-                    for queue, next_offset in ends.items():
-                        queue.next_offset = next_offset
-                    if total >= _CALL_BYTES:
-                        self.called_end = position + total
-                    self.end = position + total
-                    self._soiled = 0
-            finally:
-                try:
-                    if self.end == position:
-                        for queue, next_offset in begins.items():
-                            queue.next_offset = next_offset
-                        with suppress(MQStoreError):
-                            self._wipe()
-                finally:
-                    self._writing = False
-                    if self.failed is None and not self._soiled:
-                        self._limit = limit
-            if self.end != position + total:  # a signal handler's put came before that
+            if not self._store(position, data.data, ends, by_call=total >= _CALL_BYTES):
                 self.append_copies(queues, heads, bodies, tails)
                 return
         if position + total >= self.alarm:
@@ -538,7 +509,7 @@ class CommitLog(Tip):
                 f"the largest is {self.max_record_bytes}",
                 "body",
             )
-        if self._soiled:
+        if self._soiled > self.end:
             self.settle()
         position = self.end
         if self._mapping is None:
@@ -575,7 +546,7 @@ class CommitLog(Tip):
                 self._let_in.wait(_LOOK_S)
             if self.failed is not None:
                 raise type(self.failed)(*self.failed.args)
-            if self._soiled:
+            if self._soiled > self.end:
                 self.settle()
             self._holder = threading.get_ident()
             self._limit = -1  # sends every put to `_roll`
@@ -597,32 +568,48 @@ class CommitLog(Tip):
         if self._holder == threading.get_ident():
             raise StoreBusyError("put by a signal handler that interrupted a splice; put it later")
 
-    def _write(self, position: int, data: bytes | memoryview) -> None:
-        """Write by a system call; a put that a signal handler makes meanwhile is refused: it would lie there, too."""
+    def _store(self, position: int, data: bytes | memoryview, numbers: Mapping[Queue, int], *, by_call: bool) -> bool:
+        """Write `data` at `position`, give queues their next numbers and move `end`: all, or nothing. False: nothing,
+        for a signal handler's put came before that. One that it makes meanwhile is refused: it would lie there, too."""
+        before = {queue: queue.next_offset for queue in numbers}
+        end = position + len(data)
         limit, self._limit = self._limit, -1  # sends it to `_roll`
         self._writing = True
         try:
-            if self.end == position:
-                self._soiled = position + len(data)
+            if self.end != position:
+                return False
+            self._soiled = end
+            if by_call:
                 self.run.write(position, data)
-                self._soiled = 0
-        except BaseException:  # Ctrl-C, too: it comes when the bytes are there and before they count
-            with suppress(MQStoreError):
-                self._wipe()
-            raise
+            else:
+                at = position - self._base
+                assert self._mapping is not None
+                self._mapping[at : at + len(data)] = data
+            for queue, next_offset in numbers.items():
+                queue.next_offset = next_offset
+            if len(data) >= _CALL_BYTES:
+                self.called_end = end
+            self.end = end
+            return True
         finally:
-            self._writing = False
-            if self.failed is None and not self._soiled:
-                self._limit = limit
+            try:
+                if self._soiled > self.end:  # Ctrl-C, too: it comes when the bytes are there and before they count
+                    for queue, next_offset in before.items():
+                        queue.next_offset = next_offset
+                    with suppress(MQStoreError):
+                        self._wipe()
+            finally:
+                self._writing = False
+                if self.failed is None and self._soiled <= self.end:
+                    self._limit = limit
 
     def _wipe(self) -> None:
-        """Zeros over what a call wrote that did not end well: whole records there would count after a crash, though
+        """Zeros over what a put wrote that did not end well: whole records there would count after a crash, though
         their put has raised, and no other may come to lie before some of them. Until it is done nothing is appended."""
         while self._soiled > self.end:
             start = max(self.end, self._soiled - len(_ZEROS))
             self.run.write(start, _ZEROS[: self._soiled - start])
             self._soiled = start
-        self._soiled = 0
 
     def settle(self) -> tuple[int, int] | None:
         """Leave nothing behind `end` that does not count. The range that was wiped, not synced; None: none was."""

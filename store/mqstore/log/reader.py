@@ -49,7 +49,7 @@ from mqstore.layout.record import (
     check_record,
     decode_record,
 )
-from mqstore.layout.scan import Headers, gather, topic_is, verify
+from mqstore.layout.scan import Headers, gather, ordinary_bodies, topic_is, verify
 from mqstore.log.columns import Columns, columns_of
 from mqstore.log.consumequeue import ConsumeQueue, QueueTable
 from mqstore.log.index import Index
@@ -685,14 +685,10 @@ class StoreReader:
         good = stops <= segment.start + len(buffer)
         headers: Headers | None = None
         if self._kernel is not None:
-            fine, ends = np.empty(len(starts), np.bool_), np.empty(len(starts), np.int64)
-            # The sizes may be anything; but records that are all good lie side by side in the buffer.
-            bodies = np.empty(min(int(sizes.sum()), len(buffer)), np.uint8) if with_bodies else None
-            copied = self._kernel.check_units(
-                buffer, starts, physical, sizes, slots, queue.queue_id, queue.topic_bytes, fine, ends, bodies, True
-            )
-            if fine.all():
-                return _Checked(buffer, fine, None, ends, None if bodies is None or copied < 0 else bodies[:copied])
+            unit = queue.queue_id, queue.topic_bytes
+            found = ordinary_bodies(buffer, starts, physical, sizes, slots, *unit, copied=with_bodies, checksums=True)
+            if found is not None:
+                return _Checked(buffer, np.ones(len(starts), np.bool_), None, *found)
         said = (physical << 1 | 1) ^ sizes << 41  # odd, so never 0, which stands for "not looked at"
         if self._passes_over_bad and self._verified.all_in(queue, slots, said):
             return _Checked(buffer, good)

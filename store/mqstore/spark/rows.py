@@ -34,13 +34,12 @@ from mqstore.layout.record import (
     TRANSACTION_MASK,
     check_record,
 )
-from mqstore.layout.scan import Headers, find_next, gather, topic_is, verify, walk
+from mqstore.layout.scan import Headers, find_next, gather, ordinary_bodies, topic_is, verify, walk
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.names import is_path_safe
 from mqstore.log.report import Finding
 from mqstore.log.store import MessageStore
 from mqstore.log.tagfilter import TagFilter
-from mqstore.native import kernel
 from mqstore.spark.arrow import cut
 from mqstore.spark.windows import Window, Windows
 
@@ -389,22 +388,21 @@ def _are_ordinary(
 ) -> bool:
     """Whether all records are sound and nothing rare, by compiled parts: one pass, in which bodies are copied, too. Of
     all else, `_checked` finds out what it is."""
-    if kernel is None or (policy.verify and store._checksum != "crc32c-record"):
+    if policy.verify and store._checksum != "crc32c-record":
         return False
-    count, buffer = len(piece), window.buffer
-    fine, ends = np.empty(count, np.bool_), np.empty(count, np.int64)
+    assert piece.queue_id is not None, "of a queue scan"
     positions = piece.physical - window.base
-    # The sizes may be anything; but records that are all good lie side by side in the window.
-    bodies = np.empty(min(int(piece.sizes.sum()), len(buffer)), np.uint8) if with_bodies else None
-    copied = kernel.check_units(
-        *(buffer, positions, piece.physical, piece.sizes, piece.slots, piece.queue_id, topic, fine, ends),
-        *(bodies, policy.verify),
+    found = ordinary_bodies(
+        *(window.buffer, positions, piece.physical, piece.sizes, piece.slots, piece.queue_id, topic),
+        copied=with_bodies,
+        checksums=policy.verify,
     )
-    if not fine.all():
+    if found is None:
         return False
-    piece.buffer, piece.base, piece.looked = buffer, window.base, True
-    if bodies is not None and copied >= 0:
-        piece.plain_bodies = bodies[:copied], ends - positions - BODY_AT_V4
+    ends, bodies = found
+    piece.buffer, piece.base, piece.looked = window.buffer, window.base, True
+    if bodies is not None:
+        piece.plain_bodies = bodies, ends - positions - BODY_AT_V4
     return True
 
 
