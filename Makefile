@@ -68,7 +68,8 @@ clean:
 # --- environments ------------------------------------------------------------------------------------------------------
 # One environment, filled as far as a target needs. A stamp holds the files that it was made for, so that a checkout
 # that only touches them installs nothing. What builds goes in first and builds are not isolated: reinstalling when these
-# files changed but every requirement is there already works without a network.
+# files changed but every requirement is there already works without a network. pyspark comes as sources, and
+# setuptools builds a wheel by itself from 70.1 on.
 
 MADE_FOR := pyproject.toml hatch_build.py $(sort $(wildcard store/native/*.[ch]))
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
@@ -81,7 +82,7 @@ $(VENV)/stamp-spark: EXTRA := [dev,spark]
 $(VENV)/stamp-core $(VENV)/stamp-dev $(VENV)/stamp-bench $(VENV)/stamp-spark: $(MADE_FOR) $(BIN)/python
 	@if cat $(MADE_FOR) 2>/dev/null | cmp -s - $@; then touch $@; else \
 	echo "installing mqstore$(EXTRA) into $(VENV)"; \
-	$(PIP) install 'hatchling>=1.26' 'setuptools>=65' && $(PIP) install --no-build-isolation --editable '.$(EXTRA)' && \
+	$(PIP) install 'hatchling>=1.26' 'setuptools>=70.1' && $(PIP) install --no-build-isolation --editable '.$(EXTRA)' && \
 	cat $(MADE_FOR) >$@; fi
 
 # Some systems ship venv without ensurepip: then the interpreter's own pip furnishes the environment.
