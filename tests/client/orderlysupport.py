@@ -30,11 +30,10 @@ def fire(consumer: PushConsumer) -> None:
     """What a consumer's timer thread does now, and its second worker if it has one, while the first is in a handler."""
     workers = consumer._workers
     workers._fire()
-    for worker in workers.all[1:2]:
-        while not worker.messages and not workers._jobs.empty():
-            job = workers._jobs.get()
-            assert job is not None
-            workers._run(job, worker)
+    while workers._free and not workers._turns.empty():
+        turn = workers._turns.get()
+        assert turn is not None
+        turn()
 
 
 @dataclass

@@ -93,7 +93,7 @@ class PushBench:
                 due_ms = consumer.run_once()
                 times.append(None if due_ms is None else due_ms + offset_ms)
             known = [due_ms for due_ms in times if due_ms is not None]
-            idle = all(consumer._workers._jobs.empty() for consumer in self.consumers)
+            idle = all(consumer._workers._turns.empty() for consumer in self.consumers)
             if idle and self.broker.store.max_offset == end and all(due_ms > now_ms for due_ms in known):
                 return min(known, default=None)
         raise AssertionError("something is due again and again")
@@ -116,7 +116,7 @@ def engine_of(consumer: PushConsumer) -> Assignment:
 def pulls(consumer: PushConsumer) -> dict[QueueRef, list[str]]:
     """Of each queue that a consumer at rest has, where its pull is (A15.7). Looks inside."""
     engine, workers = engine_of(consumer), consumer._workers
-    assert workers._jobs.empty(), "it is not at rest"
+    assert workers._turns.empty(), "it is not at rest"
     timers: Counter[tuple[str, int]] = Counter()
     for _, _, timer in workers._heap:
         call = timer.call

@@ -392,6 +392,113 @@ def test_handlers_run_side_by_side_as_many_as_there_are_workers(tmp_path: Path) 
     with_store(test, tmp_path)
 
 
+@pytest.mark.parametrize("mode", ["queue", "pop"])
+@pytest.mark.parametrize("ordered", [False, True])
+def test_handlers_that_run_hold_no_thread(tmp_path: Path, ordered: bool, mode: Any) -> None:
+    """A hundred at a time, between the threads of the consumer and those of the store."""
+
+    async def test(store: aio.Store) -> None:
+        full, go_on = asyncio.Event(), asyncio.Event()
+        running = ended = threads = 0
+
+        async def handle(message: mqstore.Message) -> None:
+            nonlocal running, ended, threads
+            running += 1
+            if running == 100:
+                threads = threading.active_count()
+                full.set()
+            await go_on.wait()
+            ended += 1
+
+        await store.create_topic("t", queues=100)
+        for i in range(100):
+            await store.put("t", b"x", queue_id=i)
+        before = threading.active_count()
+        consumer = await store.push_consumer("g", workers=100, ordered=ordered, mode=mode)
+        consumer.subscribe("t", handle)
+        async with consumer, asyncio.timeout(60):
+            await full.wait()
+            go_on.set()
+            while ended < 100:
+                await asyncio.sleep(0.001)
+        assert threads - before <= 4 + 1  # and the one for timers
+
+    with_store(test, tmp_path)
+
+
+def test_around_handlers_that_an_interceptor_wraps_there_is_a_thread_each(tmp_path: Path) -> None:
+    """`around_consume` is a plain function: it sees the call end."""
+    seen: list[str] = []
+
+    class Around(mqstore.Interceptor):
+        def around_consume(self, call: Any, messages: Any) -> None:
+            try:
+                call()
+            except ValueError:
+                seen.append("raised")
+                raise
+            seen.append("ended")
+
+    async def test(store: aio.Store) -> None:
+        all_here = asyncio.Barrier(6)
+        done = 0
+
+        async def handle(message: mqstore.Message) -> None:
+            nonlocal done
+            if message.attempt == 1:
+                async with asyncio.timeout(20):
+                    await all_here.wait()
+                assert not seen
+                raise ValueError("again")
+            done += 1
+
+        consumer = await store.push_consumer("g", workers=6, retry=AGAIN, interceptors=[Around()])
+        consumer.subscribe("t", handle)
+        async with consumer:
+            await store.put_many("t", [b"x"] * 6)
+            while done < 6:
+                await asyncio.sleep(0.001)
+
+    with_store(test, tmp_path)
+    assert sorted(seen) == ["ended"] * 6 + ["raised"] * 6
+
+
+@pytest.mark.parametrize("where", ["awaiting", "blocking"])
+@pytest.mark.parametrize("mode", ["queue", "pop"])
+def test_who_is_told_of_a_handler_that_hangs_sees_where(tmp_path: Path, mode: Any, where: str) -> None:
+    stacks: list[str] = []
+    told = threading.Event()
+
+    class Told(mqstore.Interceptor):
+        def on_timeout(self, message: mqstore.Message, stack: str) -> None:
+            stacks.append(stack)
+            told.set()
+
+    async def test(store: aio.Store) -> None:
+        async def hang_here() -> None:
+            if where == "blocking":
+                told.wait(20)
+            else:
+                await asyncio.Event().wait()
+
+        async def handle(message: mqstore.Message) -> None:
+            await hang_here()
+
+        consumer = await store.push_consumer("g", mode=mode, consume_timeout=0.1, interceptors=[Told()])
+        consumer.subscribe("t", handle)
+        async with asyncio.timeout(20):
+            await consumer.start()
+            await store.put("t", b"x")
+            while not stacks:
+                await asyncio.sleep(0.001)
+            await consumer.stop(0)
+
+    with_store(test, tmp_path)
+    assert "in handle" in stacks[0]
+    assert "in hang_here" in stacks[0]
+    assert "in wait" in stacks[0].rpartition("in hang_here")[2]
+
+
 def test_a_plain_function_is_called_on_the_loop(tmp_path: Path) -> None:
     async def test(store: aio.Store) -> None:
         threads = []

@@ -485,7 +485,7 @@ def test_while_all_workers_are_held_up_invitations_do_not_pile_up(bench: PushBen
         for _ in range(200):
             bench.clock.advance(50)
             consumer._workers._fire()
-        most = max(most, consumer._workers._jobs.qsize())
+        most = max(most, consumer._workers._turns.qsize())
 
     consumer = bench.consumer(handler, workers=4, run=False)
     bench.put(*[b"m"] * 40)

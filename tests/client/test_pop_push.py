@@ -74,12 +74,12 @@ class Push:
 
     def go(self) -> None:
         """Until nothing is left to do now."""
-        jobs = self.consumer._workers._jobs
+        turns = self.consumer._workers._turns
         for _ in range(10_000):
             self.bench.settle()
             self.consumer.run_once()
             self.bench.settle()
-            if jobs.empty():
+            if turns.empty():
                 return
         raise AssertionError("it never comes to rest")
 
@@ -539,13 +539,13 @@ def test_no_more_is_held_than_prefetch_bytes_allow(bench: Bench, ordered: bool) 
 @BOTH
 def test_one_fetches_at_a_time(bench: Bench, ordered: bool) -> None:
     push = Push(bench, ordered=ordered)
-    jobs = push.consumer._workers._jobs
+    turns = push.consumer._workers._turns
     for _ in range(3):
         push.engine._rouse()
-    assert jobs.qsize() == 1
+    assert turns.qsize() == 1
     push.go()
     push.engine._rouse()
-    assert jobs.qsize() == 1
+    assert turns.qsize() == 1
 
 
 @BOTH
@@ -554,7 +554,7 @@ def test_handlers_that_are_worth_it_have_other_workers_called(bench: Bench, orde
     """Who fetched lets another fetch on, and others take of what it found. In order that is one line for each queue,
     whatever the pace: lines do not wait for each other."""
     waiting: list[int] = []
-    push = Push(bench, lambda _: waiting.append(push.consumer._workers._jobs.qsize()), ordered=ordered, start=False)
+    push = Push(bench, lambda _: waiting.append(push.consumer._workers._turns.qsize()), ordered=ordered, start=False)
     push.engine._pace_ms = pace_ms
     for queue_id in (0, 1):
         bench.put(b"0", b"1", queue_id=queue_id)

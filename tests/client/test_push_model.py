@@ -253,7 +253,7 @@ class Push(RuleBasedStateMachine):
         """A15.7, once what was asked for is done."""
         if not hasattr(self, "bench"):
             return
-        if not all(consumer._workers._jobs.empty() for consumer in self.living):
+        if not all(consumer._workers._turns.empty() for consumer in self.living):
             return
         for consumer in self.living:
             if any(queue.submitted for queue in engine_of(consumer)._queues.values()):

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from mqstore.client.workers import Worker, Workers, cancelled
+from mqstore.client.workers import Awaited, Flow, Worker, Workers, cancelled, current
 from mqstore.clock import SYSTEM_CLOCK, SimulatedClock
+from tests.client.popsupport import until
 from tests.holding import new_threads
 
 
@@ -196,6 +197,7 @@ def test_cancelled_is_of_the_call_that_a_thread_is_in(workers: Workers) -> None:
     workers.run_once()
     assert seen == [False, True, True, False]
     assert not cancelled()
+    assert current() is None
 
 
 # --- threads -------------------------------------------------------------------------------------------------------
@@ -280,3 +282,203 @@ def test_after_stop_nothing_is_held(threaded: Callable[[int], Workers]) -> None:
     workers.submit(lambda worker: None)
     gc.collect()
     assert [ref() for ref in held] == [None, None]
+
+
+# --- what goes on without a thread -----------------------------------------------------------------------------------
+
+
+class Elsewhere(Awaited):
+    """Something that ends when the test says so."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.looks = 0
+        self.done: Callable[[BaseException | None], object] | None = None
+
+    def start(self, done: Callable[[BaseException | None], object]) -> None:
+        self.done = done
+        self.begun.set()
+
+    def look(self) -> None:
+        self.looks += 1
+
+    def stack(self) -> str:
+        return "elsewhere"
+
+    def end(self, error: BaseException | None = None) -> None:
+        assert self.begun.wait(10)
+        assert self.done is not None
+        self.done(error)
+
+
+class Ended(Awaited):
+    """Something that has ended before anybody can wait for it."""
+
+    def start(self, done: Callable[[BaseException | None], object]) -> None:
+        done(None)
+
+
+def test_a_job_that_waits_holds_a_worker_and_no_thread(threaded: Callable[[int], Workers]) -> None:
+    workers = threaded(20)
+    workers.threads = 1
+    workers.start()
+    places = [Elsewhere() for _ in range(30)]
+    done: list[int] = []
+
+    def job(i: int, worker: Worker) -> Flow[None]:
+        worker.is_cancelled = lambda: i % 2 == 1
+        yield places[i]
+        assert current() is worker
+        assert cancelled() is (i % 2 == 1)
+        done.append(i)
+
+    for i in range(30):
+        workers.submit(partial(job, i))
+    for place in places[:20]:
+        assert place.begun.wait(10)
+    assert not any(place.begun.is_set() for place in places[20:])  # nobody is free for them
+    assert {worker.stack() for worker in workers.all} == {"elsewhere"}
+    for i in (7, 3):
+        places[i].end()
+    for i in (20, 21):
+        assert places[i].begun.wait(10)
+    assert done == [7, 3]
+    for i in range(30):
+        if i not in done:
+            places[i].end()
+    assert workers.stop(10)
+    assert sorted(done) == list(range(30))
+
+
+def test_what_was_raised_elsewhere_is_raised_where_it_was_waited_for(workers: Workers) -> None:
+    seen: list[object] = []
+
+    def job(worker: Worker) -> Flow[None]:
+        place = Elsewhere()
+        workers.later(0, lambda: place.end(KeyError("x")))
+        try:
+            yield place
+        except KeyError as error:
+            seen.append(error.args)
+        yield Ended()
+        seen.append(current() is worker)
+        raise ValueError("the job's own")
+
+    workers.submit(job)
+    while len(seen) < 2:
+        workers.run_once()
+    assert seen == [("x",), True]
+    workers.submit(lambda worker: seen.append(worker is workers.all[0]))  # it is free again
+    workers.run_once()
+    assert seen[2:] == [True]
+
+
+def test_who_exits_elsewhere_ends_the_consumer_and_the_worker_goes_on(threaded: Callable[[int], Workers]) -> None:
+    exits: list[BaseException] = []
+    workers, done = threaded(1), threading.Event()
+    workers.on_exit = exits.append
+    workers.start()
+    place = Elsewhere()
+
+    def job(worker: Worker) -> Flow[None]:
+        worker.begin([Value()])  # type: ignore[list-item]
+        yield place
+
+    workers.submit(job)
+    place.end(SystemExit(3))
+    workers.submit(lambda worker: done.set())
+    assert done.wait(10)
+    assert [type(error) for error in exits] == [SystemExit]
+    assert not workers.busy()
+
+
+def test_stop_waits_for_what_goes_on_elsewhere_and_for_what_stands_behind_it(
+    threaded: Callable[[int], Workers],
+) -> None:
+    before = set(threading.enumerate())
+    workers = threaded(2)
+    workers.start()
+    places, done = [Elsewhere(), Elsewhere(), Elsewhere()], list[int]()
+
+    def job(i: int, worker: Worker) -> Flow[None]:
+        yield places[i]
+        yield Ended()
+        done.append(i)
+
+    for i in range(3):
+        workers.submit(partial(job, i))
+    for place in places[:2]:
+        assert place.begun.wait(10)
+    assert not workers._free
+    ends = [threading.Timer(0.05 * (i + 1), place.end) for i, place in enumerate(places)]
+    for timer in ends:
+        timer.start()
+    assert workers.stop(10)
+    assert done == [0, 1, 2]
+    for timer in ends:
+        timer.join()
+    assert not new_threads(before)
+
+
+def test_what_never_ends_elsewhere_is_told_of_and_leaves_no_thread(threaded: Callable[[int], Workers]) -> None:
+    before = set(threading.enumerate())
+    workers, place = threaded(3), Elsewhere()
+    workers.start()
+    workers.submit(lambda worker: (each for each in [place]))
+    assert place.begun.wait(10)
+    assert not workers.stop(0.01)
+    for thread in workers._threads:
+        thread.join(10)
+    assert not new_threads(before)
+    place.end()  # too late for anybody to hear
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_what_goes_on_elsewhere_is_looked_at_until_it_ends(
+    threaded: Callable[[int], Workers], monkeypatch: pytest.MonkeyPatch, stops: bool
+) -> None:
+    """It may be on an event loop that somebody closes: then `look` is how it ends."""
+    monkeypatch.setattr("mqstore.client.workers.LOOK_MS", 5)
+
+    class Lost(Elsewhere):
+        def look(self) -> None:
+            super().look()
+            if self.looks == 3:
+                self.end(RuntimeError("the loop has ended"))
+
+    workers, places, seen = threaded(2), [Lost(), Lost()], list[str]()
+    workers.start()
+
+    def job(worker: Worker) -> Flow[None]:
+        for place in places:  # one after the other: it goes on to be looked at
+            try:
+                yield place
+            except RuntimeError as error:
+                seen.append(str(error))
+
+    workers.submit(job)
+    if stops:
+        assert workers.stop(10)
+    else:
+        assert places[1].begun.wait(10)
+    until(lambda: len(seen) == 2)
+    assert places[0].looks == 3
+
+
+def test_without_threads_a_run_lasts_until_all_has_ended(workers: Workers) -> None:
+    done: list[int] = []
+    places = [Elsewhere(), Elsewhere()]
+
+    def job(i: int, worker: Worker) -> Flow[None]:
+        yield places[i]
+        done.append(i)
+
+    for i in range(2):
+        workers.submit(partial(job, i))
+    ends = [threading.Timer(0.01, places[1].end), threading.Timer(0.05, places[0].end)]
+    for timer in ends:
+        timer.start()
+    workers.run_once()
+    assert done == [1, 0]
+    for timer in ends:
+        timer.join()

@@ -6,6 +6,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import sysconfig
+import venv
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -33,6 +35,17 @@ def _unavailable(why: str) -> NoReturn:
     if os.environ.get("MQSTORE_REQUIRE_SPARK") == "1":
         pytest.fail(f"MQSTORE_REQUIRE_SPARK=1, but {why}")
     pytest.skip(f"Spark tests need it: {why}")
+
+
+@pytest.fixture(scope="session")
+def bare_python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """This interpreter with what is installed, but for what is installed in place: its tree is on nobody's path."""
+    folder = tmp_path_factory.mktemp("bare")
+    venv.create(folder, symlinks=True)
+    paths = sysconfig.get_paths(vars={"base": str(folder), "platbase": str(folder)})
+    # Such a line adds a folder; the lines of the files in there, which name trees, are not read.
+    (Path(paths["purelib"]) / "all.pth").write_text(sysconfig.get_paths()["purelib"])
+    return str(folder / "bin" / "python")
 
 
 @pytest.fixture(scope="session")

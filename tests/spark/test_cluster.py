@@ -64,7 +64,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def environment(folder: Path, *paths: Path) -> dict[str, str]:
+def environment(python: str, folder: Path, *paths: Path) -> dict[str, str]:
     """For processes of Spark: the package only where `paths` have it, all that is written below `folder`."""
     import pyspark
 
@@ -78,7 +78,7 @@ def environment(folder: Path, *paths: Path) -> dict[str, str]:
         **kept,
         "JAVA_HOME": str(java.find()),
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
-        "PYSPARK_PYTHON": sys.executable,
+        "PYSPARK_PYTHON": python,
         "SPARK_HOME": str(home),
         "SPARK_LOCAL_IP": "127.0.0.1",
         "SPARK_LOCAL_DIRS": str(folder / "local"),
@@ -88,7 +88,7 @@ def environment(folder: Path, *paths: Path) -> dict[str, str]:
 
 
 def run_job(name: str, arguments: list[str], folder: Path, env: dict[str, str], *settings: str) -> str:
-    job = [sys.executable, str(Path(__file__).with_name(name)), *arguments]
+    job = [env["PYSPARK_PYTHON"], str(Path(__file__).with_name(name)), *arguments]
     where = f"spark.sql.warehouse.dir={folder}/warehouse"
     done = subprocess.run(
         [*job, *SETTINGS, where, *settings], env=env, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S
@@ -124,10 +124,10 @@ def check(found: dict[str, Any], store: Path, package: Path, origins: set[str]) 
     assert sorted(written) == sorted(mine)
 
 
-def test_a_local_cluster_is_sent_the_package(installed: Path, tmp_path: Path) -> None:
+def test_a_local_cluster_is_sent_the_package(installed: Path, tmp_path: Path, bare_python: str) -> None:
     """Its executors lack it: their path is not the driver's."""
     store = write_store(tmp_path / "s", many(200))
-    env = environment(tmp_path, installed)
+    env = environment(bare_python, tmp_path, installed)
     elsewhere = tmp_path / "nothing"
     elsewhere.mkdir()
     settings = ["spark.executorEnv.PYTHONPATH=" + str(elsewhere)]
@@ -135,14 +135,16 @@ def test_a_local_cluster_is_sent_the_package(installed: Path, tmp_path: Path) ->
     check(found, store, installed, {"mqstore.zip"})
 
 
-def test_a_standalone_cluster_runs_the_installed_wheel(installed: Path, tmp_path: Path) -> None:
+def test_a_standalone_cluster_runs_the_installed_wheel(installed: Path, tmp_path: Path, bare_python: str) -> None:
     store = write_store(tmp_path / "s", many(200))
-    env = environment(tmp_path, installed)
+    env = environment(bare_python, tmp_path, installed)
     with standalone(tmp_path, env) as master:
         check(run(master, store, tmp_path, env, "spark.cores.max=2"), store, installed, {"site"})
 
 
-def test_what_a_cluster_has_sorted_is_rebuilt_as_in_one_process(installed: Path, tmp_path: Path) -> None:
+def test_what_a_cluster_has_sorted_is_rebuilt_as_in_one_process(
+    installed: Path, tmp_path: Path, bare_python: str
+) -> None:
     """The executors read, sort and write in processes of their own, one of which is killed on the way."""
     store = write_store(tmp_path / "s", many(300), "rocketmq", segment_bytes=6_000)
     with MessageStore(store, "r") as opened:
@@ -150,7 +152,7 @@ def test_what_a_cluster_has_sorted_is_rebuilt_as_in_one_process(installed: Path,
     flip(store / "commitlog" / f"{place - place % 6_000:020d}", place % 6_000 + 100)
     expected = tmp_path / "expected"
     rebuild(None, store, dest=expected)
-    env = environment(tmp_path, installed)
+    env = environment(bare_python, tmp_path, installed)
 
     said = run_job("rebuild_job.py", ["local-cluster[2,1,1024]", str(store), str(tmp_path)], tmp_path, env)
 
@@ -160,9 +162,9 @@ def test_what_a_cluster_has_sorted_is_rebuilt_as_in_one_process(installed: Path,
         assert files(built / "consumequeue") == files(expected / "consumequeue")
 
 
-def test_a_task_that_is_tried_twice_at_once_writes_once(installed: Path, tmp_path: Path) -> None:
+def test_a_task_that_is_tried_twice_at_once_writes_once(installed: Path, tmp_path: Path, bare_python: str) -> None:
     """Both attempts have handed on all of their rows when the second one wins."""
-    env = environment(tmp_path, installed)
+    env = environment(bare_python, tmp_path, installed)
     eager = ["spark.cores.max=2", "spark.speculation=true", "spark.speculation.interval=100ms"]
     eager += ["spark.speculation.quantile=0.5", "spark.speculation.multiplier=1.1"]
     with standalone(tmp_path, env) as master:

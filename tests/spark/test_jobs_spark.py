@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import zipfile
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -275,17 +274,18 @@ spark.stop()
 
 
 def test_a_session_of_ours_is_quiet_and_ships_what_workers_lack(
-    spark: Any, stores: dict[str, Path], tmp_path: Path
+    spark: Any, stores: dict[str, Path], tmp_path: Path, bare_python: str
 ) -> None:
     """The driver has the package by its own path, which workers do not inherit."""
     del spark  # says whether there is one
     root = Path(__file__).parents[2]
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "JAVA_HOME")}
+    environment["PYSPARK_PYTHON"] = bare_python
     if os.environ.get("JAVA_HOME"):
         environment["JAVA_HOME"] = os.environ["JAVA_HOME"]
     code = _SCRIPT.format(paths=[str(root / "store")], store=str(stores["a"]))
     run_ = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=170
+        [bare_python, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=170
     )
 
     assert run_.returncode == 0, run_.stderr

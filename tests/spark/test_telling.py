@@ -46,6 +46,7 @@ def test_what_is_a_bug_keeps_its_traceback() -> None:
 def test_a_worker_of_spark_is_told_to_hide_the_traceback(tmp_path: Path) -> None:
     """A process is one if it was started as a module of pyspark; only then, and only when an error of ours passes."""
     (tmp_path / "pyspark").mkdir()
+    (tmp_path / "pyspark" / "__init__.py").touch()
     (tmp_path / "pyspark" / "worker.py").write_text(
         "import os\n"
         "from mqstore import ConfigError\n"

@@ -1,12 +1,13 @@
 """`mqstore.PushConsumer` with handlers that are coroutines (client-semantics A6, A7, B.6).
 
-    a worker of the sync consumer ---> the loop: a task for this call of the handler
-             waits for its end   <---          returns, raises: the outcome, as of any handler
-                                               cancelled by `stop`: nothing is settled, the messages come again
+    a job of the sync consumer ---> the loop: a task for this call of the handler
+             goes on when it ends <---          returns, raises: the outcome, as of any handler
+                                                cancelled by `stop`: nothing is settled, the messages come again
 
 What a handler's end means, retries, order, time-outs, flow control: all of that is the sync consumer's, so it is the
-same. The price is a thread for each call that runs, at most `workers` of them, all started by `start`: it waits, and
-costs a stack. There is no thread a message, and one wake-up of the loop for all handlers that begin together.
+same. A call that runs holds one of its `workers` and no thread: a few threads begin and settle for all of them, with
+one wake-up of the loop for all handlers that begin together. Only where an interceptor has `around_consume`, which is a
+plain function around the call, there is a thread for each that runs, and it waits.
 
     running ---- stop ----> nothing new is started ---- all have ended ----------------------------> stopped
                                         +-- `timeout` is over: tasks cancelled --- they have ended --+
@@ -19,10 +20,13 @@ import contextvars
 import inspect
 import logging
 import signal
+import sys
 import threading
+import traceback
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from functools import partial
+from queue import Empty, SimpleQueue
 from types import FrameType, TracebackType
 from typing import Any, TypeVar, overload
 
@@ -44,8 +48,8 @@ H = TypeVar("H", bound=Handler)
 
 _GRACE_S = 5.0
 """For handlers that were cancelled to end."""
-_LOOK_S = 0.5
-"""How often a worker that waits for a handler looks whether there still is a loop."""
+_THREADS = 4
+"""For what happens around handlers, unless there are fewer workers."""
 
 _worker: contextvars.ContextVar[workers.Worker | None] = contextvars.ContextVar("mqstore.aio worker", default=None)
 
@@ -61,22 +65,21 @@ def cancelled() -> bool:
 
 
 class _Abandoned(BaseException):
-    """In a worker: its handler was cancelled, or there is no loop any more. No outcome: nothing is settled."""
+    """In a job: its handler was cancelled, or there is no loop any more. No outcome: nothing is settled."""
 
 
-class _Run:
-    """One call of a handler: a worker waits for its end."""
+class _Run(workers.Awaited):
+    """One call of a handler."""
 
-    __slots__ = ("_ended", "arguments", "error", "handler", "task", "worker")
+    __slots__ = ("_consumer", "_done", "arguments", "handler", "task", "worker")
 
-    def __init__(self, handler: Handler, arguments: tuple[Any, ...]) -> None:
+    def __init__(self, consumer: PushConsumer, handler: Handler, arguments: tuple[Any, ...]) -> None:
+        self._consumer = consumer
         self.handler = handler
         self.arguments = arguments
-        self.worker: workers.Worker | None = getattr(workers._here, "worker", None)
+        self.worker = workers.current()
         self.task: asyncio.Task[None] | None = None
-        self.error: BaseException | None = None
-        self._ended = threading.Lock()
-        self._ended.acquire()
+        self._done: Callable[[BaseException | None], object] | None = None
 
     async def __call__(self) -> None:
         """On the loop."""
@@ -85,27 +88,67 @@ class _Run:
         if inspect.isawaitable(result):
             await result
 
-    def end(self, error: BaseException | None) -> None:
-        self.error = error
-        self._ended.release()
+    # -- on any thread ----------------------------------------------------------------------------------------------
 
-    def wait(self, loop: asyncio.AbstractEventLoop) -> None:
-        """On the worker: raises what it raised."""
-        while not self._ended.acquire(timeout=_LOOK_S):
-            # Nobody says when a loop is closed, and with it what waited to be begun, or to go on.
-            if loop.is_closed() and not self._ended.acquire(blocking=False):
-                self._forget()
-                raise _Abandoned("the event loop has ended")
-        error, self.error = self.error, None
-        if error is not None:
-            raise error
+    def start(self, done: Callable[[BaseException | None], object]) -> None:
+        self._done = done
+        if not self._consumer._bridge.tell(partial(self._consumer._begin, self)):
+            self.end(_Abandoned("the event loop has ended"))
 
-    def _forget(self) -> None:
-        """A task that its loop never began is nobody's mistake: Python is not to complain of it."""
-        coroutine = self.task and self.task.get_coro()
-        if inspect.iscoroutine(coroutine) and inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
-            coroutine.close()
-            self.task._log_destroy_pending = False  # type: ignore[union-attr]
+    def wait(self) -> None:
+        """Begin, and block until it has ended; raises what it raised."""
+        ended: SimpleQueue[BaseException | None] = SimpleQueue()
+        self.start(ended.put)
+        while True:
+            try:
+                error = ended.get(timeout=workers.LOOK_MS / 1000)
+            except Empty:
+                self.look()
+                continue
+            if error is not None:
+                raise error
+            return
+
+    def look(self) -> None:
+        """Nobody says when a loop is closed, and with it what waited to be begun, or to go on."""
+        if self._consumer._bridge.loop.is_closed() and self.end(_Abandoned("the event loop has ended")):
+            # A task that its loop never began is nobody's mistake: Python is not to complain of it.
+            coroutine = self.task and self.task.get_coro()
+            if inspect.iscoroutine(coroutine) and inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
+                coroutine.close()
+                self.task._log_destroy_pending = False  # type: ignore[union-attr]
+
+    def end(self, error: BaseException | None) -> bool:
+        """It has ended, or never will; False: that was said before."""
+        done, self._done = self._done, None
+        if done is None:
+            return False
+        done(error)
+        return True
+
+    def stack(self) -> str:
+        """Where the coroutine is: what it awaits, and that in turn; if it holds the loop up, what its thread does."""
+        awaited: Any = self.task and self.task.get_coro()
+        lines: list[str] = []
+        while awaited is not None:
+            if getattr(awaited, "cr_running", False):
+                return "".join(lines + _stack_with(awaited.cr_frame))
+            frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "gi_frame", None)
+            if frame is not None:
+                lines += traceback.format_stack(frame, 1)
+            awaited = getattr(awaited, "cr_await", None) or getattr(awaited, "gi_yieldfrom", None)
+        return "".join(lines) or "  (the event loop, which has not begun it)\n"
+
+
+def _stack_with(frame: FrameType | None) -> list[str]:
+    """The stack of the thread that is in `frame` now; empty if none is any more."""
+    for last in sys._current_frames().values():
+        each: FrameType | None = last
+        while each is not None:
+            if each is frame:
+                return traceback.format_stack(last)
+            each = each.f_back
+    return []
 
 
 class PushConsumer(AbstractAsyncContextManager["PushConsumer"]):
@@ -143,6 +186,10 @@ class PushConsumer(AbstractAsyncContextManager["PushConsumer"]):
         """One was."""
         self._stopped: asyncio.Future[bool] | None = None
         self._wish_to_stop = asyncio.Event()
+        self._waits = bool(sync._handling.hooks.around_consume)
+        """On its thread, for each handler to end."""
+        if not self._waits:
+            sync._workers.threads = min(_THREADS, sync._workers.threads)
         sync._workers.on_exit = self._exited
 
     # -- what is handled --------------------------------------------------------------------------------------------
@@ -201,12 +248,13 @@ class PushConsumer(AbstractAsyncContextManager["PushConsumer"]):
 
     # -- handlers ---------------------------------------------------------------------------------------------------
 
-    def _on_worker(self, handler: Handler, *arguments: Any) -> None:
+    def _on_worker(self, handler: Handler, *arguments: Any) -> _Run | None:
         """What the sync consumer calls, on one of its threads."""
-        run = _Run(handler, arguments)
-        if not self._bridge.tell(partial(self._begin, run)):
-            raise _Abandoned("the event loop has ended")
-        run.wait(self._bridge.loop)
+        run = _Run(self, handler, arguments)
+        if not self._waits:
+            return run
+        run.wait()
+        return None
 
     def _begin(self, run: _Run) -> None:
         if self._cancelling:

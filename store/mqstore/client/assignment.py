@@ -33,7 +33,7 @@ from mqstore.client.handling import Handling, LogLimit, Subscription
 from mqstore.client.membership import Membership
 from mqstore.client.processqueue import Limits, ProcessQueue, QueueInfo
 from mqstore.client.progress import Progress, place
-from mqstore.client.workers import Timer, Worker, Workers
+from mqstore.client.workers import Flow, Timer, Worker, Workers
 from mqstore.errors import (
     ConfigError,
     GroupInUseError,
@@ -72,7 +72,7 @@ class Service(Protocol):
 
     ordered: bool
 
-    def accept(self, worker: Worker, queue: ProcessQueue, messages: Sequence[Message], idle: bool) -> None:
+    def accept(self, worker: Worker, queue: ProcessQueue, messages: Sequence[Message], idle: bool) -> Flow[None]:
         """Messages were pulled and cached. Called by the worker that pulled, after the next pull is on its way. `idle`:
         no worker is at the queue, and the service is to see to it."""
 
@@ -401,7 +401,7 @@ class Assignment:
         queue.submitted = True
         self._workers.submit(partial(self._pull, queue))
 
-    def _pull(self, queue: ProcessQueue, worker: Worker) -> None:
+    def _pull(self, queue: ProcessQueue, worker: Worker) -> Flow[None]:
         if queue.closing:
             return
         queue.last_pull_ms = self._clock.monotonic_ms()
@@ -437,7 +437,7 @@ class Assignment:
             self._pull_failed(queue, error)
             return
         if messages:
-            self._service.accept(worker, queue, messages, idle)
+            yield from self._service.accept(worker, queue, messages, idle)
 
     def _pull_failed(self, queue: ProcessQueue, error: Exception) -> None:
         queue.asked = 0, 0

@@ -26,7 +26,7 @@ from mqstore.client.handling import Failure, Handling, Subscription
 from mqstore.client.interceptors import Settled
 from mqstore.client.processqueue import ProcessQueue
 from mqstore.client.shown import as_sent
-from mqstore.client.workers import Worker, Workers
+from mqstore.client.workers import Flow, Worker, Workers
 from mqstore.errors import ConfigError, StoreClosedError
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
@@ -103,11 +103,11 @@ class ConcurrentService:
         self._ticking = False
         self._idle_ticks = 0
 
-    def accept(self, worker: Worker, queue: ProcessQueue, messages: Sequence[Message], idle: bool) -> None:
+    def accept(self, worker: Worker, queue: ProcessQueue, messages: Sequence[Message], idle: bool) -> Flow[None]:
         chunk = _Chunk(queue, messages)
         batches = -(-len(messages) // self._batch_size)
         self._invite(chunk, min(batches - 1, int(batches * self._pace_ms / _WORTH_MS)))
-        self._run(chunk, worker)
+        return self._run(chunk, worker)
 
     def _invite(self, chunk: _Chunk, number: int) -> None:
         """Have up to `number` workers on their way to a chunk; those that are asked already count."""
@@ -117,17 +117,17 @@ class ConcurrentService:
         for _ in range(number):
             self._workers.submit(partial(self._come, chunk))
 
-    def _come(self, chunk: _Chunk, worker: Worker) -> None:
+    def _come(self, chunk: _Chunk, worker: Worker) -> Flow[None]:
         with self._lock:
             chunk.invited -= 1
-        self._run(chunk, worker)
+        return self._run(chunk, worker)
 
     def _later(self, chunk: _Chunk, delay_ms: int) -> None:
         self._workers.later(delay_ms, partial(self._workers.submit, partial(self._run, chunk)))
 
     # -- a worker at a chunk ----------------------------------------------------------------------------------------
 
-    def _run(self, chunk: _Chunk, worker: Worker) -> None:
+    def _run(self, chunk: _Chunk, worker: Worker) -> Flow[None]:
         queue = chunk.queue
         if not chunk.messages or not self.assignment.enter(queue, chunk.first.offset):
             return
@@ -136,7 +136,7 @@ class ConcurrentService:
         if not self._ticking:
             self._begin_ticks()
         try:
-            self._handle(chunk, worker)
+            yield from self._handle(chunk, worker)
         except Exception as error:  # no handler's: memory has run out, say. What was in hand would lie here for ever
             self._handling.report(error)
             self._workers.later(NOBODY_AGAIN_MS, partial(self.assignment.begin_again, queue))
@@ -148,7 +148,7 @@ class ConcurrentService:
             finally:
                 self.assignment.leave(queue)
 
-    def _handle(self, chunk: _Chunk, worker: Worker) -> None:
+    def _handle(self, chunk: _Chunk, worker: Worker) -> Flow[None]:
         queue, handling, size = chunk.queue, self._handling, self._batch_size
         retried = is_retry_topic(queue.queue.topic)
         each = bool(handling.hooks.on_settle) or retried
@@ -167,7 +167,8 @@ class ConcurrentService:
                 chunk.messages.extendleft(reversed(batch))
                 self._later(chunk, NOBODY_AGAIN_MS)
                 break
-            failure, call_ms = handling.call(worker, subscription, batch)
+            ended = handling.call(worker, subscription, batch)
+            failure, call_ms = ended if isinstance(ended, tuple) else (yield from ended)
             if worker.lapsed == worker.calls:
                 _log.warning(
                     "group %s: a handler ended after consume_timeout; its result does not count: %s/%d, offset %d",

@@ -23,7 +23,7 @@ from typing import Any, Final, Literal
 from mqstore.broker.statistics import Statistics
 from mqstore.client.interceptors import Interceptors, Settled
 from mqstore.client.outcome import BatchFailure, Reject, Retry
-from mqstore.client.workers import Worker
+from mqstore.client.workers import Awaited, Flow, Worker
 from mqstore.clock import Clock
 from mqstore.log.message import Message
 
@@ -51,6 +51,8 @@ PULL: Final = "PULL"
 PULL_US: Final = "PULL_US"
 
 OnError = Callable[[BaseException, Message | None], object]
+Ended = tuple["Failure | None", float]
+"""How a call failed, None if it did not, and how many milliseconds it took."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,25 +127,39 @@ class Handling:
 
     def call(
         self, worker: Worker, subscription: Subscription, messages: Sequence[Message], *more: Any
-    ) -> tuple[Failure | None, float]:
-        """Hand `messages` (one, unless handlers take batches) to the handler on this thread: how it failed, None if it
-        did not, and how many milliseconds it took. SystemExit and KeyboardInterrupt pass."""
+    ) -> Ended | Flow[Ended]:
+        """Hand `messages` (one, unless handlers take batches) to the handler on this thread: its end; or, of a handler
+        that returned an `Awaited`, the flow that waits for it. SystemExit and KeyboardInterrupt pass."""
         handler = subscription.handler
         argument = tuple(messages) if self._batch else messages[0]  # our list is not the handler's to change
         worker.begin(messages)
         begin = time.perf_counter()
-        failure: Failure | None = None
         try:
             if self.hooks.around_consume:
                 self.hooks.consuming(lambda: handler(argument, *more), messages)
-            else:
-                handler(argument, *more)
+            elif isinstance(result := handler(argument, *more), Awaited):
+                return self._rest(worker, subscription, messages, begin, result)
         except Exception as error:
-            worker.end()  # the time that reporting takes is not the handler's
-            failure = self._failure(error, subscription, messages)
-        else:
-            worker.end()
-        return failure, (time.perf_counter() - begin) * 1000
+            return self._failed(worker, subscription, messages, begin, error)
+        worker.end()
+        return None, (time.perf_counter() - begin) * 1000
+
+    def _rest(
+        self, worker: Worker, subscription: Subscription, messages: Sequence[Message], begin: float, awaited: Awaited
+    ) -> Flow[Ended]:
+        try:
+            yield awaited
+        except Exception as error:
+            return self._failed(worker, subscription, messages, begin, error)
+        worker.end()
+        return None, (time.perf_counter() - begin) * 1000
+
+    def _failed(
+        self, worker: Worker, subscription: Subscription, messages: Sequence[Message], begin: float, error: Exception
+    ) -> Ended:
+        worker.end()
+        took_ms = (time.perf_counter() - begin) * 1000  # without that of reporting
+        return self._failure(error, subscription, messages), took_ms
 
     def _failure(self, error: Exception, subscription: Subscription, messages: Sequence[Message]) -> Failure:
         # The exception is the user's, a class of his own perhaps: whatever it lacks, its messages have failed.

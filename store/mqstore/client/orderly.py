@@ -38,7 +38,7 @@ from mqstore.client.assignment import Assignment
 from mqstore.client.handling import Failure, Handling, Subscription
 from mqstore.client.processqueue import ProcessQueue
 from mqstore.client.shown import as_sent, shown
-from mqstore.client.workers import Worker, Workers
+from mqstore.client.workers import Flow, Worker, Workers
 from mqstore.errors import ConfigError, MQStoreError, StoreClosedError, UncommittedBatchError
 from mqstore.log.message import Message
 from mqstore.options import Duration, seconds
@@ -162,9 +162,9 @@ class OrderlyService:
         self._seen: dict[Worker, tuple[int, int]] = {}
         """The call that each worker was in at the last tick, and when that was first seen."""
 
-    def accept(self, worker: Worker, queue: ProcessQueue, messages: Sequence[Message], idle: bool) -> None:
+    def accept(self, worker: Worker, queue: ProcessQueue, messages: Sequence[Message], idle: bool) -> Flow[None]:
         if idle:
-            self._run(queue, worker)
+            yield from self._run(queue, worker)
 
     def _resubmit(self, queue: ProcessQueue, delay_ms: int = 0) -> None:
         job = partial(self._run, queue)
@@ -175,14 +175,16 @@ class OrderlyService:
 
     # -- the task of a queue ----------------------------------------------------------------------------------------
 
-    def _run(self, queue: ProcessQueue, worker: Worker) -> None:
+    def _run(self, queue: ProcessQueue, worker: Worker) -> Flow[None]:
         if not self.assignment.enter(queue):
             return
         worker.is_cancelled = lambda: queue.closing
         self._task_begins()
         again_ms: int | None
         try:
-            again_ms = self._turn(_Task(queue, worker, self._clock.monotonic_ms(), self._failed_before(queue)))
+            again_ms = yield from self._turn(
+                _Task(queue, worker, self._clock.monotonic_ms(), self._failed_before(queue))
+            )
         except Exception as error:
             # Not a handler's: something could not be noted, the group has gone. Nothing is lost by waiting, and a task
             # that just ended would leave its queue to nobody.
@@ -207,7 +209,7 @@ class OrderlyService:
         if not ticks:
             self._workers.later(TICK_MS, self._tick)
 
-    def _turn(self, task: _Task) -> int | None:
+    def _turn(self, task: _Task) -> Flow[int | None]:
         """Handle messages until there is a reason to stop: when to go on (ms from now), None: somebody else says."""
         queue = task.queue
         while not queue.closing:
@@ -223,12 +225,12 @@ class OrderlyService:
                 if not batch:  # from here on the queue may have another task
                     self.assignment.refill(queue)
                     return None
-                wait_ms = self._handle(task, batch)
+                wait_ms = yield from self._handle(task, batch)
             if wait_ms is not None:
                 return wait_ms
         return None
 
-    def _handle(self, task: _Task, taken: list[Message]) -> int | None:
+    def _handle(self, task: _Task, taken: list[Message]) -> Flow[int | None]:
         """One batch: None to go on, else for how long the queue is suspended."""
         queue = task.queue
         batch = self._shown(task, taken)
@@ -245,8 +247,9 @@ class OrderlyService:
         number = len(batch) if bound is None else bound - (len(opened.messages) if opened is not None else 0)
         batch = self._cut(queue, batch, number)
         if bound is not None:
-            return self._transact(task, subscription, bound, batch)
-        failure, took_ms = self._handling.call(task.worker, subscription, batch)
+            return (yield from self._transact(task, subscription, bound, batch))
+        ended = self._handling.call(task.worker, subscription, batch)
+        failure, took_ms = ended if isinstance(ended, tuple) else (yield from ended)
         if failure is None:
             if self.assignment.settle_taken(queue, batch):
                 self._handling.settled(batch, "ack", took_ms)
@@ -379,7 +382,7 @@ class OrderlyService:
 
     # -- transactions -----------------------------------------------------------------------------------------------
 
-    def _transact(self, task: _Task, subscription: Subscription, bound: int, batch: list[Message]) -> int | None:
+    def _transact(self, task: _Task, subscription: Subscription, bound: int, batch: list[Message]) -> Flow[int | None]:
         """Hand over a batch; whatever is decided counts for everything still open before it, too."""
         queue = task.queue
         key = queue, batch[0].topic
@@ -387,7 +390,8 @@ class OrderlyService:
         earlier = list(opened.messages)
         opened.messages.extend(batch)
         tx = BatchTx()
-        failure, took_ms = self._handling.call(task.worker, subscription, batch, tx)
+        ended = self._handling.call(task.worker, subscription, batch, tx)
+        failure, took_ms = ended if isinstance(ended, tuple) else (yield from ended)
         tx.over = True
         opened.took_ms += took_ms
         if failure is None and not tx.decision:

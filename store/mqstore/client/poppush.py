@@ -36,13 +36,13 @@ from typing import Literal, TypeVar
 from mqstore.broker import pop
 from mqstore.broker.broker import Broker, Start
 from mqstore.client.delivery import as_delivered, fail
-from mqstore.client.handling import Failure, Handling, Subscription
+from mqstore.client.handling import Ended, Failure, Handling, Subscription
 from mqstore.client.interceptors import Settled
 from mqstore.client.popsource import PopSource
 from mqstore.client.processqueue import Limits, QueueInfo
 from mqstore.client.renewal import Renewer
 from mqstore.client.wanted import Wanted, wanted
-from mqstore.client.workers import Worker, Workers
+from mqstore.client.workers import Flow, Worker, Workers
 from mqstore.errors import ConfigError, InvalidReceiptError, MQStoreError, ReceiptExpiredError, StoreClosedError
 from mqstore.log.commitlog import QueueRef
 
@@ -267,7 +267,7 @@ class PopEngine:
             self._source.waits.pass_on(turn)
             turn = self._source.waits.next_turn()
 
-    def _fetch(self, token: object, worker: Worker) -> None:
+    def _fetch(self, token: object, worker: Worker) -> Flow[None]:
         waits = self._source.waits
         turn = waits.next_turn()
         while room := self._begin_fetch(token, worker):
@@ -299,7 +299,7 @@ class PopEngine:
                 self._hand_over(worker)
             try:
                 if units:
-                    self._run(units[0], worker)
+                    yield from self._run(units[0], worker)
             except BaseException:
                 self._end_fetch(token)
                 self._workers.later(FETCH_AGAIN_MS, self._rouse)
@@ -372,7 +372,7 @@ class PopEngine:
 
     # -- a worker at a unit -----------------------------------------------------------------------------------------
 
-    def _run(self, unit: _Unit, worker: Worker) -> None:
+    def _run(self, unit: _Unit, worker: Worker) -> Flow[None]:
         self._at[worker] = unit
         worker.is_cancelled = lambda: self._is_halted
         if not self._is_ticking:
@@ -380,40 +380,40 @@ class PopEngine:
             self._workers.later(TICK_MS, self._tick)
         try:
             if self._ordered:
-                self._run_line(unit, worker)
+                yield from self._run_line(unit, worker)
             else:
-                self._run_chunk(unit, worker)
+                yield from self._run_chunk(unit, worker)
         finally:
             worker.is_cancelled = None
             self._at[worker] = None
 
-    def _run_chunk(self, chunk: _Unit, worker: Worker) -> None:
+    def _run_chunk(self, chunk: _Unit, worker: Worker) -> Flow[None]:
         batches = -(-len(chunk.items) // self._batch_size)
         self._invite(chunk, min(batches - 1, int(batches * self._pace_ms / _WORTH_MS)))
-        self._work_on(chunk, worker)
+        return self._work_on(chunk, worker)
 
     def _invite(self, chunk: _Unit, number: int) -> None:
         for _ in range(min(number, self._others)):
             self._workers.submit(partial(self._join_in, chunk))
 
-    def _join_in(self, chunk: _Unit, worker: Worker) -> None:
+    def _join_in(self, chunk: _Unit, worker: Worker) -> Flow[None]:
         if not chunk.items:
             return
         self._at[worker] = chunk
         worker.is_cancelled = lambda: self._is_halted
         try:
-            self._work_on(chunk, worker)
+            yield from self._work_on(chunk, worker)
         finally:
             worker.is_cancelled = None
             self._at[worker] = None
 
-    def _work_on(self, chunk: _Unit, worker: Worker) -> None:
+    def _work_on(self, chunk: _Unit, worker: Worker) -> Flow[None]:
         settled_at = time.perf_counter()
         try:
             while not self._is_halted and (batch := _next(chunk.items, self._batch_size)):
                 if (subscription := self._subscription(chunk, batch)) is None:
                     return
-                failure, took_ms = self._handle(subscription, batch, worker)
+                failure, took_ms = yield from self._handle(subscription, batch, worker)
                 live = self._end(batch)
                 each_ms = took_ms / len(batch)
                 failed = _failed_of(live, failure)
@@ -429,12 +429,12 @@ class PopEngine:
         finally:
             self._settle_done(chunk)
 
-    def _run_line(self, line: _Unit, worker: Worker) -> None:
+    def _run_line(self, line: _Unit, worker: Worker) -> Flow[None]:
         while line.items and not self._is_halted:
             batch = _next(line.items, self._batch_size)
             if (subscription := self._subscription(line, batch)) is None:
                 return
-            failure, took_ms = self._handle(subscription, batch, worker)
+            failure, took_ms = yield from self._handle(subscription, batch, worker)
             if not self._end(batch):
                 return
             failed = _failed_of(batch, failure)
@@ -457,7 +457,7 @@ class PopEngine:
             self._release([*batch, *_next(unit.items, len(unit.items))])
         return subscription
 
-    def _handle(self, subscription: Subscription, batch: list[_Item], worker: Worker) -> tuple[Failure | None, float]:
+    def _handle(self, subscription: Subscription, batch: list[_Item], worker: Worker) -> Flow[Ended]:
         """What the handler made of it, and in how many milliseconds."""
         until_ms = self._clock.monotonic_ms() + self._timeout_ms
         with self._lock:
@@ -467,7 +467,8 @@ class PopEngine:
             self._renewer.limit(item, until_ms)
         self._renew_at(until_ms)
         try:
-            failure, took_ms = self._handling.call(worker, subscription, [item.message for item in batch])
+            ended = self._handling.call(worker, subscription, [item.message for item in batch])
+            failure, took_ms = ended if isinstance(ended, tuple) else (yield from ended)
         except BaseException:  # Ctrl-C: nothing is settled, `close` gives it back
             with self._lock:
                 for item in batch:
@@ -564,13 +565,13 @@ class PopEngine:
         delay_ms, settling.delay_ms = settling.delay_ms, min(2 * settling.delay_ms, SETTLE_AGAIN_MAX_MS)
         self._workers.later(delay_ms, partial(self._workers.submit, partial(self._again, settling)))
 
-    def _again(self, settling: _Settling, worker: Worker) -> None:
+    def _again(self, settling: _Settling, worker: Worker) -> Flow[None]:
         with self._lock:
             if settling not in self._settlings:
                 return
             del self._settlings[settling]
         if self._go_through(settling) and settling.line is not None:
-            self._run(settling.line, worker)
+            yield from self._run(settling.line, worker)
 
     def _release(self, items: Sequence[_Item]) -> None:
         """Give back unseen."""

@@ -1,13 +1,17 @@
 """What a consumer runs on: threads for handlers, one for what happens later (client-semantics A6.1, A14).
 
-    submit(job) ---> jobs, first in first out ---> a worker: job(worker)
+    submit(job) ---> turns, first in first out ---> a thread: job(worker), with a worker that is free
+                       ^                               | a handler that is a coroutine
+                       +--- it has ended <-------------+ holds the worker, and no thread
     later(ms, call) ---> timers ---> the timer thread: call(), which must be quick and submits what is not
 
 One number of workers, fixed: RocketMQ's pool never grows beyond its minimum either. A job is whatever is worth a
-wake-up of a thread, never one message of many: that costs more than most handlers do.
+wake-up of a thread, never one message of many: that costs more than most handlers do. A job that calls handlers is a
+generator (`Flow`): what it yields goes on elsewhere, and the job with it when that has ended. A worker is a place for a
+job, not a thread: there are as many threads unless handlers hold none.
 
 Who owns the clock (`threads=False`) has no threads: `run_once` fires the timers that are due and runs the jobs there
-are, on the caller's thread, as worker 0. The same code, in an order that a test chooses.
+are, on the caller's thread. The same code, in an order that a test chooses.
 """
 
 from __future__ import annotations
@@ -19,20 +23,52 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from itertools import count
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
+from types import GeneratorType
+from typing import TypeVar
 
 from mqstore.clock import Clock
 from mqstore.log.message import Message
 
-__all__ = ["Job", "Timer", "Worker", "Workers", "cancelled"]
+__all__ = ["Awaited", "Flow", "Job", "Timer", "Worker", "Workers", "cancelled", "current"]
 
 _log = logging.getLogger("mqstore")
 
+LOOK_MS = 500
+"""How often what goes on without a thread is asked whether it still does."""
+
+T = TypeVar("T")
+
+
+class Awaited:
+    """What goes on without a thread of ours: a handler that is a coroutine."""
+
+    def start(self, done: Callable[[BaseException | None], object]) -> None:
+        """Begin. `done(error)` is to be called once, by any thread, when it has ended."""
+        raise NotImplementedError
+
+    def look(self) -> None:
+        """Called now and then, until it has ended: by who knows it never will."""
+
+    def stack(self) -> str:
+        """Where it is now, for a log."""
+        return ""
+
+
+Flow = Generator[Awaited, None, T]
+"""Work that stops at each `Awaited` and goes on when that has ended, by whichever thread; or raises there what that
+raised. It must hold no lock meanwhile."""
 Job = Callable[["Worker"], object]
+"""Does its work, or returns a `Flow` that does."""
 _here = threading.local()
+
+
+def current() -> Worker | None:
+    """As whom the caller's thread runs a job; None: it runs none."""
+    return getattr(_here, "worker", None)
 
 
 def cancelled() -> bool:
@@ -42,20 +78,22 @@ def cancelled() -> bool:
     >>> cancelled()
     False
     """
-    worker: Worker | None = getattr(_here, "worker", None)
+    worker = current()
     return worker is not None and worker.cancelled()
 
 
 class Worker:
     """One who runs jobs, and what it is at: handlers ask, the consumer looks."""
 
-    __slots__ = ("_lock", "calls", "ident", "is_cancelled", "lapsed", "messages")
+    __slots__ = ("_lock", "awaits", "calls", "ident", "is_cancelled", "lapsed", "messages")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         """Of the end of a call: it has either ended in time or lapsed, never both, never neither."""
         self.ident: int | None = None
-        """Of its thread."""
+        """Of the thread that runs its job, or did last."""
+        self.awaits: Awaited | None = None
+        """What its job waits for without a thread."""
         self.messages: Sequence[Message] = ()
         """What its handler has now; empty: it is in no handler."""
         self.calls = 0
@@ -89,7 +127,10 @@ class Worker:
         return self.lapsed == self.calls or (self.is_cancelled is not None and self.is_cancelled())
 
     def stack(self) -> str:
-        """Where its thread is now, for a log."""
+        """Where its job is now, for a log."""
+        awaited = self.awaits
+        if awaited is not None:
+            return awaited.stack()
         frame = sys._current_frames().get(self.ident) if self.ident is not None else None
         return "" if frame is None else "".join(traceback.format_stack(frame))
 
@@ -108,7 +149,7 @@ class Timer:
 
 
 class Workers:
-    """`number` threads for jobs and one for timers, from `start` to `stop`.
+    """`number` workers, as many threads for their jobs and one for timers, from `start` to `stop`.
 
     >>> from mqstore.clock import SimulatedClock
     >>> clock = SimulatedClock()
@@ -126,11 +167,25 @@ class Workers:
     def __init__(self, name: str, clock: Clock, number: int, *, threads: bool) -> None:
         self.name = name
         self.all = [Worker() for _ in range(number)]
+        self.threads = number if threads else 0
+        """For jobs. Fewer will do for flows that wait for handlers and little else; to be set before `start`."""
         self.on_exit: Callable[[BaseException], object] | None = None
         """Told of a SystemExit or KeyboardInterrupt that a job let out."""
         self._clock = clock
         self._threaded = threads
-        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._turns: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        """None: a thread may end."""
+        self._lock = threading.Lock()
+        """Of the next three."""
+        self._free = self.all[::-1]
+        self._waiting: deque[Job] = deque()
+        """Jobs without a worker."""
+        self._suspended = 0
+        """Workers whose jobs wait without a thread."""
+        self._looking = False
+        """A timer is set that looks after them. The timer thread's, and of who finds it False."""
+        self._deserted = False
+        """`stop` waits no longer."""
         self._threads: list[threading.Thread] = []
         self._heap: list[tuple[int, int, Timer]] = []
         self._serial = count()
@@ -142,7 +197,8 @@ class Workers:
 
     def submit(self, job: Job) -> None:
         """Have a worker run `job`. Never blocks; after `stop` it is forgotten."""
-        self._jobs.put(job)
+        if not self._stopping:
+            self._turns.put(partial(self._begin, job))
 
     def later(self, delay_ms: float, call: Callable[[], object]) -> Timer:
         """Have `call` called in `delay_ms`, by the timer thread: it must not block."""
@@ -167,8 +223,8 @@ class Workers:
         """Start the threads, unless the clock is somebody's own."""
         if not self._threaded:
             return
-        for i, worker in enumerate(self.all):
-            self._spawn(f"{self.name}-{i}", partial(self._work, worker))
+        for i in range(self.threads):
+            self._spawn(f"{self.name}-{i}", self._serve)
         self._spawn(f"{self.name}-timers", self._time)
 
     def _spawn(self, name: str, target: Callable[[], None]) -> None:
@@ -176,21 +232,83 @@ class Workers:
         self._threads.append(thread)
         thread.start()
 
-    def _work(self, worker: Worker) -> None:
-        worker.ident = threading.get_ident()
-        _here.worker = worker
-        while (job := self._jobs.get()) is not None:
-            self._run(job, worker)
-            del job  # it may hold messages, and those their segment
+    def _serve(self) -> None:
+        while True:
+            turn = self._turns.get()
+            if turn is not None:
+                turn()
+                del turn  # it may hold messages, and those their segment
+            elif not self._suspended or self._deserted:  # else who waits must find somebody to go on
+                return
 
-    def _run(self, job: Job, worker: Worker) -> None:
+    def _begin(self, job: Job) -> None:
+        """A turn: run a job, if a worker is free; else the next that is takes it."""
+        with self._lock:
+            if not self._free:
+                self._waiting.append(job)
+                return
+            worker = self._free.pop()
+        self._work(worker, _flow(job, worker))
+
+    def _go_on(self, worker: Worker, flow: Flow[None], error: BaseException | None) -> None:
+        """A turn: what the worker's job waited for has ended."""
+        with self._lock:
+            self._suspended -= 1
+        worker.awaits = None
+        self._work(worker, flow, error)
+
+    def _work(self, worker: Worker, flow: Flow[None], error: BaseException | None = None) -> None:
+        while not self._is_suspended(worker, flow, error):
+            with self._lock:
+                if not self._waiting:
+                    self._free.append(worker)
+                    break
+                job = self._waiting.popleft()
+            flow, error = _flow(job, worker), None
+            del job
+        if self._stopping and not self._suspended:
+            self._dismiss()
+
+    def _is_suspended(self, worker: Worker, flow: Flow[None], error: BaseException | None) -> bool:
+        """Run a job to its end, or to where it waits for something that needs no thread."""
+        worker.ident = threading.get_ident()
+        before, _here.worker = current(), worker
         try:
-            job(worker)
+            awaited = next(flow) if error is None else flow.throw(error)
+        except StopIteration:
+            return False
         except Exception:  # handlers' own errors never come this far
             _log.exception("%s: a job failed", self.name)
-        except BaseException as error:
+            return False
+        except BaseException as left:
             worker.end()
-            self._exit(error)
+            self._exit(left)
+            return False
+        finally:
+            _here.worker = before
+        with self._lock:
+            self._suspended += 1
+        worker.awaits = awaited
+        if not self._looking and self._threaded:
+            self._looking = True
+            self.later(LOOK_MS, self._look)
+        awaited.start(lambda error: self._turns.put(partial(self._go_on, worker, flow, error)))
+        return True
+
+    def _look(self) -> None:
+        """Timer thread, while something goes on elsewhere."""
+        self._looking = False
+        for worker in self.all:
+            awaited = worker.awaits
+            if awaited is not None:
+                awaited.look()
+                if not self._looking:
+                    self._looking = True
+                    self.later(LOOK_MS, self._look)
+
+    def _dismiss(self) -> None:
+        for _ in range(self.threads):
+            self._turns.put(None)
 
     def _exit(self, error: BaseException) -> None:
         if self.on_exit is None:
@@ -232,21 +350,21 @@ class Workers:
 
     def run_once(self) -> int | None:
         """Without threads: fire what is due and run the jobs there are; when the next timer is due (monotonic ms)."""
-        before = getattr(_here, "worker", None)
-        _here.worker = worker = self.all[0]
-        try:
-            while True:
-                self._fire()
-                jobs: deque[Job] = deque()
-                while not self._jobs.empty():
-                    if (job := self._jobs.get()) is not None:
-                        jobs.append(job)
-                if not jobs:
-                    break
-                for job in jobs:
-                    self._run(job, worker)
-        finally:
-            _here.worker = before
+        while True:
+            self._fire()
+            turns: list[Callable[[], object]] = []
+            while not self._turns.empty():
+                if (turn := self._turns.get()) is not None:
+                    turns.append(turn)
+            if not turns and not self._suspended:
+                break
+            if not turns:
+                try:
+                    turns.append(self._turns.get(timeout=LOOK_MS / 1000) or _nothing)
+                except Empty:
+                    self._look()
+            for turn in turns:
+                turn()
         with self._changed:
             return self._due_ms()
 
@@ -256,17 +374,31 @@ class Workers:
         with self._changed:
             self._stopping = True
             self._changed.notify()
-        for _ in self.all:
-            self._jobs.put(None)
+        self._dismiss()
         end = time.monotonic() + min(timeout_s, threading.TIMEOUT_MAX / 2)
         here = threading.current_thread()
         for thread in self._threads:
-            if thread is not here:
-                thread.join(max(0.0, end - time.monotonic()))
+            while thread is not here and thread.is_alive() and (left_s := end - time.monotonic()) > 0:
+                thread.join(min(left_s, LOOK_MS / 1000))
+                self._look()
         ended = all(thread is here or not thread.is_alive() for thread in self._threads)
+        if not ended:  # those that wait for what others do need not any more
+            self._deserted = True
+            self._dismiss()
         with self._changed:
             self._heap.clear()  # what is left to come holds messages, and those their segments
         if not any(thread.is_alive() for thread in self._threads):  # else it is their word to end that lies there
-            while not self._jobs.empty():
-                self._jobs.get()
+            while not self._turns.empty():
+                self._turns.get()
+            self._waiting.clear()
         return ended
+
+
+def _flow(job: Job, worker: Worker) -> Flow[None]:
+    rest = job(worker)
+    if isinstance(rest, GeneratorType):
+        yield from rest
+
+
+def _nothing() -> None:
+    pass
