@@ -122,5 +122,7 @@ class PopBench:
     def committed(self, queue_id: int = 0, *, topic: str = "t") -> int | None:
         return self.parts.offsets.committed("g", topic, queue_id)
 
-    def reset(self, offset: int, queue_id: int = 0) -> None:
-        self.reads.reset("g", "t", queue_id, offset, self.service.reset)
+    def reset(self, offset: int, queue_id: int = 0, *, topic: str = "t") -> None:
+        """As `Broker.reset`."""
+        self.reads.reset("g", topic, queue_id, offset, self.service.reset)
+        self.parts.offsets.save()

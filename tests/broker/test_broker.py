@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -190,6 +191,8 @@ def test_reading_by_offset_with_commits(bench: Bench) -> None:
     assert broker.lag("g") == {QueueRef("t", 0): 2}
     assert bench.again().committed("g", "t", 0) == 3
     assert bench.broker.reset("g", "t", None, "earliest") == {QueueRef("t", 0): 0}
+    saved = json.loads((bench.path / "config" / "consumerOffset.json").read_text())
+    assert saved["offsetTable"]["t@g"] == {"0": 0}  # at once: nobody would say it again after a crash
     assert bench.broker.lag("g") == {QueueRef("t", 0): 5}
 
 

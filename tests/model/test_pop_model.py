@@ -81,6 +81,10 @@ class Queue:
         return min((*self.released, *self.flights), default=self.cursor)
 
 
+def topic_of(receipt: str) -> str:
+    return "t" if receipt.split()[4] == "0" else RETRY
+
+
 class StandardMachine(Machine):
     def __init__(self) -> None:
         super().__init__()
@@ -92,6 +96,8 @@ class StandardMachine(Machine):
         """Receipts of deliveries that were put up again."""
         self.replaced: list[str] = []
         """Receipts in whose place another came; once that has settled the message they are as good as that."""
+        self.old: list[str] = []
+        """Receipts from before a reset: as good as none, unless what they name was done with since, or lies before."""
 
     def flights(self) -> list[tuple[str, int]]:
         return [(topic, offset) for topic, queue in self.queues.items() for offset in queue.flights]
@@ -132,17 +138,18 @@ class StandardMachine(Machine):
         self.bench.service.ack("g", "t", receipts)
         self.done += receipts
 
-    @precondition(lambda self: self.done or self.expired or self.replaced)
+    @precondition(lambda self: self.done or self.expired or self.replaced or self.old)
     @rule(n=st.integers(0, 99))
     def ack_again(self, n: int) -> None:
-        receipt = (all_ := self.done + self.expired + self.replaced)[n % len(all_)]
+        receipt = (all_ := self.done + self.expired + self.replaced + self.old)[n % len(all_)]
         try:
             self.bench.service.ack("g", "t", receipt)
         except ReceiptExpiredError:
             assert receipt not in self.done
         else:
             assert receipt not in self.expired
-            queue, offset = self.queues["t" if receipt.split()[4] == "0" else RETRY], int(receipt.split()[7])
+            queue, offset = self.queues[topic_of(receipt)], int(receipt.split()[7])
+            assert offset < queue.cursor
             assert offset not in queue.flights
             assert offset not in queue.released
 
@@ -181,6 +188,22 @@ class StandardMachine(Machine):
         self.bench.service.release("g", "t", [receipt])
         queue.released.add(offset)
         self.replaced.append(receipt)
+
+    @rule(topic=st.sampled_from(["t", "t", RETRY]), n=st.integers(0, 99))
+    def reset(self, topic: str, n: int) -> None:
+        queue = self.queues[topic]
+        if topic == RETRY and not queue.messages:
+            return  # there is none yet
+        offset = n % (len(queue.messages) + 1)
+        self.bench.reset(offset, topic=topic)
+        self.old += [flight.receipt for flight in queue.flights.values()]
+        for receipts in (self.done, self.expired, self.replaced):
+            mine = [receipt for receipt in receipts if topic_of(receipt) == topic]
+            receipts[:] = [receipt for receipt in receipts if topic_of(receipt) != topic]
+            self.old += mine
+        queue.flights.clear()
+        queue.released.clear()
+        queue.cursor = offset
 
     @rule(duration_ms=st.sampled_from([1, 99, 100, 1_000, 6_000, 70_000]))
     def advance(self, duration_ms: int) -> None:
@@ -363,6 +386,13 @@ class FifoMachine(Machine):
         part = self.batch[(left := self.out())[n % len(left)]]
         self.bench.service.release("g", "t", [part.receipt])
         part.released, part.visible_ms = True, self.bench.now_ms
+
+    @rule(n=st.integers(0, 99))
+    def reset(self, n: int) -> None:
+        self.committed = n % (self.bodies + 1)
+        self.bench.reset(self.committed)
+        self.dropped += [part.receipt for part in self.batch.values() if part.receipt]
+        self.batch, self.attempt_id = {}, None
 
     @rule(duration_ms=st.sampled_from([1, 99, 100, 1_000, 6_000, 70_000]))
     def advance(self, duration_ms: int) -> None:

@@ -1,5 +1,6 @@
-"""A minute of everything at once: producers, every kind of consumer, members that come and go, handlers that fail, hang
-and raise. In the end nothing is lost, order was kept, nothing came twice that must not, and nobody is left running.
+"""A minute of everything at once: producers, every kind of consumer, on threads and on an event loop, members that come
+and go, handlers that fail, hang and raise. In the end nothing is lost, order was kept, nothing came twice that must
+not, and nobody is left running.
 
 For the last third nobody comes or goes any more, and there is more to do than caches hold: a queue that has gone silent
 is not begun anew by a rebalance then.
@@ -14,20 +15,23 @@ MQSTORE_STRESS_SECONDS says for how long messages are sent (60); MQSTORE_STRESS_
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import random
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import mqstore
+import mqstore.aio
 from mqstore.client import assignment, concurrent
 from mqstore.log.message import Message
 from tests.holding import new_threads, open_files
@@ -55,8 +59,14 @@ WANTED = {
     "popsteps": ["steps"],
     "simple": ["work"],
     "pull": ["work", "steps"],
+    "aio": ["work"],
+    "aiosteps": ["steps"],
+    "everybody-a": ["work"],
+    "everybody-b": ["work"],
 }
-"""Group -> its topics."""
+"""Group -> its topics. Of the broadcasting group "everybody" each member is one."""
+NEVER_FAIL = ("pull", "everybody-a", "everybody-b")
+"""Where there are no retries, nothing fails."""
 PREFETCH, SPAN = 64, 100
 BURST = 2_000
 """Messages put at once when members no longer come and go."""
@@ -163,6 +173,17 @@ class Trouble:
         self._hangs = hangs
 
     def __call__(self, message: Message, *, ordered: bool = False) -> None:
+        with self._handled(message, ordered) as pause_s:
+            time.sleep(pause_s)
+
+    async def awaited(self, message: Message, *, ordered: bool = False) -> None:
+        """The same in a coroutine."""
+        with self._handled(message, ordered) as pause_s:
+            await asyncio.sleep(pause_s)
+
+    @contextmanager
+    def _handled(self, message: Message, ordered: bool) -> Iterator[float]:
+        """Raises, or says for how long to be busy."""
         name = message.text()
         lane = message.message_group if ordered else None
         with self._lock:
@@ -176,11 +197,11 @@ class Trouble:
                 raise mqstore.Retry(delay=0.02)
             if self._hangs and luck < 0.0305:
                 self._ledger.hang(self._group, message)
-                time.sleep(SLOW_S + 1)  # what it returns counts for nothing
+                yield SLOW_S + 1  # what it returns counts for nothing
             elif ordered and luck < 0.0302:
-                time.sleep(SLOW_S + 1)  # an unordered queue would not wait for its handler; this one waits
-            elif luck < 0.1:
-                time.sleep(0.002)
+                yield SLOW_S + 1  # an unordered queue would not wait for its handler; this one waits
+            else:
+                yield 0.002 if luck < 0.1 else 0.0
             ok = True
         finally:
             self._ledger.end(self._group, message, lane, ok=ok)
@@ -255,6 +276,62 @@ class Polling:
         return not self._thread.is_alive()
 
 
+class OnLoop:
+    """A store on an event loop of its own thread, whose `sync` all others use; and members there, steered from here."""
+
+    def __init__(self, folder: Path, config: mqstore.StoreConfig) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="stress-loop")
+        self._thread.start()
+        self.store: mqstore.aio.Store = self.run(mqstore.aio.open(folder, config=config).__aenter__())
+
+    def run(self, coroutine: Coroutine[Any, Any, Any], timeout: float = 300) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout)
+
+    def close(self) -> None:
+        self.run(self.store.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(60)
+        self._loop.close()
+
+    def member(self, group: str, topic: str, handler: Callable[..., Any], **options: Any) -> Any:
+        """A push consumer, in the form of a sync one."""
+        home = self
+
+        async def begin() -> mqstore.aio.PushConsumer:
+            consumer = await self.store.push_consumer(group, **options)
+            consumer.subscribe(topic, handler)
+            return await consumer.start()
+
+        class Member:
+            consumer = home.run(begin())
+
+            def stop(self, timeout: float) -> bool:
+                stopped: bool = home.run(self.consumer.stop(timeout))
+                return stopped
+
+        return Member()
+
+
+def comes_and_goes(
+    make: Callable[[], Any], calm: threading.Event, stop: threading.Event, seed: int
+) -> Callable[[], None]:
+    """A thread's work: one member, that is there and gone by turns until `calm`, and then stays until `stop`."""
+
+    def run() -> None:
+        rng = random.Random(seed)
+        while not calm.is_set():
+            member = make()
+            calm.wait(rng.uniform(0.1, 1.5))
+            assert member.stop(60)
+            calm.wait(rng.uniform(0, 0.3))
+        member = make()
+        stop.wait()
+        assert member.stop(60)
+
+    return run
+
+
 @contextmanager
 def nothing_left_behind() -> Iterator[None]:
     threads, files = set(threading.enumerate()), open_files()
@@ -275,133 +352,161 @@ def test_everything_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture, mo
 def _run(folder: Path) -> None:
     ledger = Ledger()
     config = mqstore.StoreConfig(segment_bytes=1 << 20, retention=mqstore.Retention(max_bytes=8 << 20))
-    with mqstore.open(folder / "store", config=config) as store:
-        store.create_topic("work", queues=6)
-        store.create_topic("steps", queues=4)
-        stop_producing, calm, stop_consuming = threading.Event(), threading.Event(), threading.Event()
+    home = OnLoop(folder / "store", config)
+    try:
+        _run_on(home, ledger)
+    finally:
+        home.close()
 
-        def push(number: int) -> mqstore.PushConsumer:
-            consumer = store.push_consumer(
-                "push", workers=3, retry=RETRY, consume_timeout=SLOW_S, prefetch=PREFETCH, max_span=SPAN
-            )
-            consumer.subscribe("work", push_luck)
-            return consumer.start()
 
-        def batch(number: int) -> mqstore.PushConsumer:
-            consumer = store.push_consumer("batch", workers=2, retry=RETRY, batch_size=8)
+def _run_on(home: OnLoop, ledger: Ledger) -> None:
+    store: mqstore.Store = home.store.sync
+    store.create_topic("work", queues=6)
+    store.create_topic("steps", queues=4)
+    stop_producing, calm, stop_consuming = threading.Event(), threading.Event(), threading.Event()
 
-            def handle(messages: Sequence[Message]) -> None:
-                failed = []
-                for message in messages:
-                    try:
-                        batch_luck(message)
-                    except (ValueError, mqstore.Retry):
-                        failed.append(message)
-                if failed:
-                    raise mqstore.BatchFailure(failed)  # the others are done
+    def push(number: int) -> mqstore.PushConsumer:
+        consumer = store.push_consumer(
+            "push", workers=3, retry=RETRY, consume_timeout=SLOW_S, prefetch=PREFETCH, max_span=SPAN
+        )
+        consumer.subscribe("work", push_luck)
+        return consumer.start()
 
-            consumer.subscribe("work", handle)
-            return consumer.start()
+    def batch(number: int) -> mqstore.PushConsumer:
+        consumer = store.push_consumer("batch", workers=2, retry=RETRY, batch_size=8)
 
-        def orderly(number: int) -> mqstore.PushConsumer:
-            consumer = store.push_consumer("orderly", workers=3, ordered=True, retry=RETRY, suspend=0.01)
-            consumer.subscribe("steps", lambda message: orderly_luck(message, ordered=True))
-            return consumer.start()
-
-        def pop_push(number: int) -> mqstore.PushConsumer:
-            consumer = store.push_consumer("poppush", mode="pop", workers=3, retry=RETRY)
-            consumer.subscribe("work", pop_push_luck)
-            return consumer.start()
-
-        def pop_steps(number: int) -> mqstore.PushConsumer:
-            consumer = store.push_consumer("popsteps", mode="pop", ordered=True, workers=3, retry=RETRY)
-            consumer.subscribe("steps", lambda message: pop_steps_luck(message, ordered=True))
-            return consumer.start()
-
-        def simple(number: int) -> Polling:
-            def loop(end: threading.Event) -> None:
-                with store.simple_consumer("simple", {"work": "*"}, visibility=30, retry=RETRY) as consumer:
-                    while not end.is_set():
-                        for delivery in consumer.receive(8, wait=0.2):
-                            try:
-                                with delivery as message:
-                                    simple_luck(message)
-                            except ValueError:
-                                pass
-
-            return Polling(loop)
-
-        def pull(number: int) -> Polling:
-            def loop(end: threading.Event) -> None:
-                with store.pull_consumer("pull", auto_commit_interval=0.1) as consumer:
-                    consumer.subscribe("work", "steps")
-                    while not end.is_set():
-                        for message in consumer.poll(timeout=0.2, max_messages=50):
-                            ledger.begin("pull", message)
-                            ledger.end("pull", message, ok=True)
-
-            return Polling(loop)
-
-        push_luck = Trouble(ledger, "push", SEED + 1, hangs=True)
-        orderly_luck = Trouble(ledger, "orderly", SEED + 2, hangs=False)
-        pop_push_luck = Trouble(ledger, "poppush", SEED + 3, hangs=False)
-        simple_luck = Trouble(ledger, "simple", SEED + 4, hangs=False)
-        pop_steps_luck = Trouble(ledger, "popsteps", SEED + 5, hangs=False)
-        batch_luck = Trouble(ledger, "batch", SEED + 6, hangs=False)
-
-        failures: list[BaseException] = []
-
-        def guarded(work: Callable[[], None]) -> Callable[[], None]:
-            def run() -> None:
+        def handle(messages: Sequence[Message]) -> None:
+            failed = []
+            for message in messages:
                 try:
-                    work()
-                except BaseException as error:
-                    failures.append(error)
+                    batch_luck(message)
+                except (ValueError, mqstore.Retry):
+                    failed.append(message)
+            if failed:
+                raise mqstore.BatchFailure(failed)  # the others are done
 
-            return run
+        consumer.subscribe("work", handle)
+        return consumer.start()
 
-        makers = (push, orderly, pop_push, pop_steps, simple, pull, batch)
-        consumers = [
-            threading.Thread(target=guarded(members_of(make, calm, stop_consuming, SEED * 10 + i)))
-            for i, make in enumerate(makers)
-        ]
-        producers = [
-            threading.Thread(target=guarded(lambda n=n: produce(store, ledger, n, stop_producing, RATE_S)))  # type: ignore[misc]
-            for n in range(2)
-        ]
-        for thread in (*consumers, *producers):
-            thread.start()
-        time.sleep(SECONDS * 2 / 3)
-        calm.set()
-        names = [f"burst-{i}" for i in range(BURST)]
-        for name in names:
-            ledger.send("work", name, poison=False)
-        for queue_id in range(6):
-            store.put_many("work", [name.encode() for name in names[queue_id::6]], queue_id=queue_id)
-        time.sleep(SECONDS / 3)
-        stop_producing.set()
-        for thread in producers:
-            thread.join(30)
+    def orderly(number: int) -> mqstore.PushConsumer:
+        consumer = store.push_consumer("orderly", workers=3, ordered=True, retry=RETRY, suspend=0.01)
+        consumer.subscribe("steps", lambda message: orderly_luck(message, ordered=True))
+        return consumer.start()
 
-        wanted = WANTED
-        seen, still_since = -1, time.monotonic()
-        while time.monotonic() - still_since < STILL_S and not failures:
-            done = not any(_missing(store, ledger, group, topics) for group, topics in wanted.items())
-            if done and not any(
-                n for group in wanted for queue, n in store.lag(group).items() if queue.topic in TOPICS
-            ):
-                break
-            if (now_settled := ledger.settled()) != seen:
-                seen, still_since = now_settled, time.monotonic()
-            time.sleep(0.5)
-        missing = {group: sorted(_missing(store, ledger, group, topics))[:20] for group, topics in wanted.items()}
-        stop_consuming.set()
-        for thread in consumers:
-            thread.join(300)
-        assert not failures, failures
-        assert missing == {key: [] for key in wanted}, [ledger.story(*each) for each in missing.items()]
-        _check(store, ledger, wanted)
-        assert store.broker.stats().errors == {}
+    def pop_push(number: int) -> mqstore.PushConsumer:
+        consumer = store.push_consumer("poppush", mode="pop", workers=3, retry=RETRY)
+        consumer.subscribe("work", pop_push_luck)
+        return consumer.start()
+
+    def pop_steps(number: int) -> mqstore.PushConsumer:
+        consumer = store.push_consumer("popsteps", mode="pop", ordered=True, workers=3, retry=RETRY)
+        consumer.subscribe("steps", lambda message: pop_steps_luck(message, ordered=True))
+        return consumer.start()
+
+    def simple(number: int) -> Polling:
+        def loop(end: threading.Event) -> None:
+            with store.simple_consumer("simple", {"work": "*"}, visibility=30, retry=RETRY) as consumer:
+                while not end.is_set():
+                    for delivery in consumer.receive(8, wait=0.2):
+                        try:
+                            with delivery as message:
+                                simple_luck(message)
+                        except ValueError:
+                            pass
+
+        return Polling(loop)
+
+    def pull(number: int) -> Polling:
+        def loop(end: threading.Event) -> None:
+            with store.pull_consumer("pull", auto_commit_interval=0.1) as consumer:
+                consumer.subscribe("work", "steps")
+                while not end.is_set():
+                    for message in consumer.poll(timeout=0.2, max_messages=50):
+                        ledger.begin("pull", message)
+                        ledger.end("pull", message, ok=True)
+
+        return Polling(loop)
+
+    def aio(number: int) -> Any:
+        return home.member("aio", "work", aio_luck.awaited, workers=20, retry=RETRY)
+
+    def aio_steps(number: int) -> Any:
+        handler = partial(aio_steps_luck.awaited, ordered=True)
+        return home.member(
+            "aiosteps", "steps", handler, mode="pop", ordered=True, parallel_groups=True, workers=20, retry=RETRY
+        )
+
+    def everybody(name: str) -> mqstore.PushConsumer:
+        consumer = store.push_consumer("everybody", model="broadcasting", client_id=name, workers=2)
+
+        @consumer.subscribe("work")
+        def handle(message: Message) -> None:
+            ledger.begin(f"everybody-{name}", message)
+            ledger.end(f"everybody-{name}", message, ok=True)
+
+        return consumer.start()
+
+    push_luck = Trouble(ledger, "push", SEED + 1, hangs=True)
+    orderly_luck = Trouble(ledger, "orderly", SEED + 2, hangs=False)
+    pop_push_luck = Trouble(ledger, "poppush", SEED + 3, hangs=False)
+    simple_luck = Trouble(ledger, "simple", SEED + 4, hangs=False)
+    pop_steps_luck = Trouble(ledger, "popsteps", SEED + 5, hangs=False)
+    batch_luck = Trouble(ledger, "batch", SEED + 6, hangs=False)
+    aio_luck = Trouble(ledger, "aio", SEED + 7, hangs=False)
+    aio_steps_luck = Trouble(ledger, "aiosteps", SEED + 8, hangs=False)
+
+    failures: list[BaseException] = []
+
+    def guarded(work: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:
+                failures.append(error)
+
+        return run
+
+    makers = (push, orderly, pop_push, pop_steps, simple, pull, batch, aio, aio_steps)
+    lives = [members_of(make, calm, stop_consuming, SEED * 10 + i) for i, make in enumerate(makers)]
+    lives += [
+        comes_and_goes(partial(everybody, name), calm, stop_consuming, SEED * 20 + i) for i, name in enumerate("ab")
+    ]
+    consumers = [threading.Thread(target=guarded(life)) for life in lives]
+    producers = [
+        threading.Thread(target=guarded(lambda n=n: produce(store, ledger, n, stop_producing, RATE_S)))  # type: ignore[misc]
+        for n in range(2)
+    ]
+    for thread in (*consumers, *producers):
+        thread.start()
+    time.sleep(SECONDS * 2 / 3)
+    calm.set()
+    names = [f"burst-{i}" for i in range(BURST)]
+    for name in names:
+        ledger.send("work", name, poison=False)
+    for queue_id in range(6):
+        store.put_many("work", [name.encode() for name in names[queue_id::6]], queue_id=queue_id)
+    time.sleep(SECONDS / 3)
+    stop_producing.set()
+    for thread in producers:
+        thread.join(30)
+
+    wanted = WANTED
+    seen, still_since = -1, time.monotonic()
+    while time.monotonic() - still_since < STILL_S and not failures:
+        done = not any(_missing(store, ledger, group, topics) for group, topics in wanted.items())
+        if done and not any(n for group in wanted for queue, n in store.lag(group).items() if queue.topic in TOPICS):
+            break
+        if (now_settled := ledger.settled()) != seen:
+            seen, still_since = now_settled, time.monotonic()
+        time.sleep(0.5)
+    missing = {group: sorted(_missing(store, ledger, group, topics))[:20] for group, topics in wanted.items()}
+    stop_consuming.set()
+    for thread in consumers:
+        thread.join(300)
+    assert not failures, failures
+    assert missing == {key: [] for key in wanted}, [ledger.story(*each) for each in missing.items()]
+    _check(store, ledger, wanted)
+    assert store.broker.stats().errors == {}
 
 
 def _dead(store: mqstore.Store, group: str) -> Counter[str]:
@@ -425,7 +530,7 @@ def _check(store: mqstore.Store, ledger: Ledger, wanted: dict[str, list[str]]) -
         assert all(times == 1 for times in dead.values()), group
         both = [name for name in done.keys() & dead.keys() if not ledger.may_repeat(group, name)]
         assert not both, ledger.story(group, both)
-        if group == "pull":
+        if group in NEVER_FAIL:
             assert not dead
             continue
         poison = ledger.poison & sent

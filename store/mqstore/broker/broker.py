@@ -337,10 +337,14 @@ class Broker:
 
     def reset(self, group: str, topic: str, queue_id: int | None, to: int | Start) -> dict[QueueRef, int]:
         """Let the group go on at an offset, a time, "earliest" or "latest", in one queue or all of a topic; the offsets
-        set. Commits of what was read before are dropped until the group has read or popped from there."""
+        set. Commits of what was read before are dropped until the group has read or popped from there.
+
+        On disk when this returns, for nobody would say it again. When saving fails (as `OffsetTable.save`) this raises,
+        and the reset counts all the same, until a crash: it is on disk with the next save."""
         self._check_open()
         offsets = self._reads.reset(group, topic, queue_id, to, on_reset=self._pop.reset)
         self._waiters.wake_all(topic)
+        self._parts.offsets.save()
         return offsets
 
     def lag(self, group: str) -> dict[QueueRef, int]:

@@ -63,6 +63,8 @@ class Replay:
         """Queues whose order info is the log's by now, not the file's."""
         self._settled_before: dict[int, QueueKey] = {}
         """Batch -> queue, of batches that are settled and only tell what was redelivered."""
+        self._popped_before: dict[QueueKey, int] = {}
+        """The last pop time of queues, of batches that are settled."""
 
     def run(self, *, release: bool) -> None:
         """Rebuild the states; `release`: what receivers in this process held is visible again."""
@@ -72,6 +74,11 @@ class Replay:
             self._apply(record, self._handlers)
         tables = self._tables
         now_ms = tables.clock.now_ms()
+        for key, pop_time_ms in self._popped_before.items():
+            # Ahead of the clock, as many pops within a moment are: what is popped from now on must lie behind.
+            if pop_time_ms >= now_ms and tables.offsets.committed(key.group, key.topic, key.queue_id) is not None:
+                state = self._state(key)
+                state.last_pop_ms = max(state.last_pop_ms, pop_time_ms)
         for state in list(tables.states.values()):
             self._finish(state, release, now_ms)
         self._adopt(now_ms)
@@ -193,7 +200,7 @@ class Replay:
         key, offset = QueueKey(value["t"], value["c"], value["q"]), value["o"]
         state = self._state(key)
         state.clear(offset)
-        state.reset_ms = state.last_pop_ms or self._tables.clock.now_ms()
+        state.reset_ms = max(state.last_pop_ms, self._popped_before.get(key, 0)) or self._tables.clock.now_ms()
         self._tables.orders.clear_block(*key)
         if offset < 0:
             self._placed.discard(key)
@@ -204,8 +211,10 @@ class Replay:
     # -- what is settled, but may be acknowledged too late ----------------------------------------------------------
 
     def _pop_before(self, position: int, value: dict[str, Any]) -> None:
+        key = QueueKey(value["t"], value["c"], value["q"])
+        self._popped_before[key] = max(self._popped_before.get(key, 0), value["pt"])
         if value.get("f") != 1:
-            self._settled_before[position] = QueueKey(value["t"], value["c"], value["q"])
+            self._settled_before[position] = key
 
     def _revived_before(self, _position: int, value: dict[str, Any]) -> None:
         key = self._settled_before.get(value["k"])
@@ -219,7 +228,9 @@ class Replay:
         state = self._tables.states.get(key)
         if state is not None:
             state.revived.clear()
-            state.reset_ms = self._tables.clock.now_ms() if offset >= 0 else 0  # what was popped since left a record
+            # What was popped since left a record.
+            last_ms = max(self._popped_before.get(key, 0), self._tables.clock.now_ms())
+            state.reset_ms = last_ms if offset >= 0 else 0
 
     def _state(self, key: QueueKey) -> QueueState:
         state = self._tables.state(key)
