@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -422,15 +423,66 @@ def test_stop_waits_for_what_goes_on_elsewhere_and_for_what_stands_behind_it(
 
 def test_what_never_ends_elsewhere_is_told_of_and_leaves_no_thread(threaded: Callable[[int], Workers]) -> None:
     before = set(threading.enumerate())
-    workers, place = threaded(3), Elsewhere()
+    workers, place, seen = threaded(3), Elsewhere(), list[str]()
     workers.start()
-    workers.submit(lambda worker: (each for each in [place]))
+
+    def job(worker: Worker) -> Flow[None]:
+        try:
+            yield place
+        finally:
+            seen.append("let go")
+
+    workers.submit(job)
     assert place.begun.wait(10)
     assert not workers.stop(0.01)
     for thread in workers._threads:
         thread.join(10)
     assert not new_threads(before)
-    place.end()  # too late for anybody to hear
+    assert not seen
+    place.end()  # late, and yet its job is to let go of what it has
+    until(lambda: seen and not new_threads(before))
+    assert len(workers._free) == 3
+
+
+def test_what_has_ended_elsewhere_ended_in_time_however_busy_the_threads_are(
+    threaded: Callable[[int], Workers],
+) -> None:
+    workers, place, go, blocked = threaded(2), Elsewhere(), threading.Event(), threading.Event()
+    workers.threads = 1
+    workers.start()
+    ended: list[float] = []
+
+    def job(worker: Worker) -> Flow[None]:
+        worker.begin([Value()])  # type: ignore[list-item]
+        yield place
+        ended.append(worker.ended_at)
+
+    workers.submit(job)
+    assert place.begun.wait(10)
+    [worker] = workers.busy()
+    workers.submit(lambda worker: (blocked.set(), go.wait(10)))
+    assert blocked.wait(10)
+    before = time.perf_counter()
+    place.end()
+    after = time.perf_counter()
+    assert worker.lapse(worker.calls) == ()
+    go.set()
+    assert workers.stop(10)
+    assert before <= ended[0] <= after
+
+
+def test_stop_leaves_no_more_turns_than_there_are_threads(threaded: Callable[[int], Workers]) -> None:
+    workers, most = threaded(40), 0
+    workers.start()
+
+    def job(worker: Worker) -> None:
+        nonlocal most
+        most = max(most, workers._turns.qsize())
+
+    for _ in range(2_000):
+        workers.submit(job)
+    assert workers.stop(30)
+    assert most <= 2_000 + 40
 
 
 @pytest.mark.parametrize("stops", [False, True])
@@ -463,6 +515,32 @@ def test_what_goes_on_elsewhere_is_looked_at_until_it_ends(
         assert places[1].begun.wait(10)
     until(lambda: len(seen) == 2)
     assert places[0].looks == 3
+
+
+def test_without_threads_stop_waits_for_the_run_and_takes_nothing_from_it(workers: Workers) -> None:
+    """It used to throw away that something had ended, and the run waited for that for ever."""
+    places, done, settling = [Elsewhere(), Elsewhere()], list[int](), threading.Event()
+
+    def job(i: int, worker: Worker) -> Flow[None]:
+        yield places[i]
+        if i == 0:
+            places[1].end()
+            settling.set()
+            until(lambda: workers._stopping)
+            time.sleep(0.02)
+        done.append(i)
+
+    for i in range(2):
+        workers.submit(partial(job, i))
+    runner = threading.Thread(target=workers.run_once)
+    runner.start()
+    assert places[1].begun.wait(10)
+    places[0].end()
+    assert settling.wait(10)
+    assert workers.stop(10)
+    runner.join(10)
+    assert not runner.is_alive()
+    assert done == [0, 1]
 
 
 def test_without_threads_a_run_lasts_until_all_has_ended(workers: Workers) -> None:

@@ -49,7 +49,7 @@ H = TypeVar("H", bound=Handler)
 _GRACE_S = 5.0
 """For handlers that were cancelled to end."""
 _THREADS = 4
-"""For what happens around handlers, unless there are fewer workers."""
+"""For what happens around handlers, hooks among it, unless there are fewer workers."""
 
 _worker: contextvars.ContextVar[workers.Worker | None] = contextvars.ContextVar("mqstore.aio worker", default=None)
 
@@ -79,7 +79,8 @@ class _Run(workers.Awaited):
         self.arguments = arguments
         self.worker = workers.current()
         self.task: asyncio.Task[None] | None = None
-        self._done: Callable[[BaseException | None], object] | None = None
+        self._done: list[Callable[[BaseException | None], object]] = []
+        """Who is to be told of the end: one, once."""
 
     async def __call__(self) -> None:
         """On the loop."""
@@ -91,7 +92,7 @@ class _Run(workers.Awaited):
     # -- on any thread ----------------------------------------------------------------------------------------------
 
     def start(self, done: Callable[[BaseException | None], object]) -> None:
-        self._done = done
+        self._done.append(done)
         if not self._consumer._bridge.tell(partial(self._consumer._begin, self)):
             self.end(_Abandoned("the event loop has ended"))
 
@@ -120,14 +121,17 @@ class _Run(workers.Awaited):
 
     def end(self, error: BaseException | None) -> bool:
         """It has ended, or never will; False: that was said before."""
-        done, self._done = self._done, None
-        if done is None:
+        try:
+            done = self._done.pop()
+        except IndexError:
             return False
         done(error)
         return True
 
     def stack(self) -> str:
         """Where the coroutine is: what it awaits, and that in turn; if it holds the loop up, what its thread does."""
+        if self.task is not None and self.task.done():
+            return "  (its end)\n"
         awaited: Any = self.task and self.task.get_coro()
         lines: list[str] = []
         while awaited is not None:
@@ -292,7 +296,7 @@ class PushConsumer(AbstractAsyncContextManager["PushConsumer"]):
         return self
 
     async def run_once(self) -> int | None:
-        """As `mqstore.PushConsumer.run_once`."""
+        """As `mqstore.PushConsumer.run_once`; it lasts until the handlers that it began have ended, side by side."""
         self._bridge.check()
         # Not by the store's thread: it waits for handlers, and they may wait for the store's.
         return await self._bridge.loop.run_in_executor(None, self.sync.run_once)

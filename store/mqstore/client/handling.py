@@ -140,26 +140,21 @@ class Handling:
             elif isinstance(result := handler(argument, *more), Awaited):
                 return self._rest(worker, subscription, messages, begin, result)
         except Exception as error:
-            return self._failed(worker, subscription, messages, begin, error)
+            worker.end()
+            took_ms = (time.perf_counter() - begin) * 1000  # without that of reporting
+            return self._failure(error, subscription, messages), took_ms
         worker.end()
         return None, (time.perf_counter() - begin) * 1000
 
     def _rest(
         self, worker: Worker, subscription: Subscription, messages: Sequence[Message], begin: float, awaited: Awaited
     ) -> Flow[Ended]:
+        failure: Failure | None = None
         try:
             yield awaited
         except Exception as error:
-            return self._failed(worker, subscription, messages, begin, error)
-        worker.end()
-        return None, (time.perf_counter() - begin) * 1000
-
-    def _failed(
-        self, worker: Worker, subscription: Subscription, messages: Sequence[Message], begin: float, error: Exception
-    ) -> Ended:
-        worker.end()
-        took_ms = (time.perf_counter() - begin) * 1000  # without that of reporting
-        return self._failure(error, subscription, messages), took_ms
+            failure = self._failure(error, subscription, messages)
+        return failure, (worker.ended_at - begin) * 1000
 
     def _failure(self, error: Exception, subscription: Subscription, messages: Sequence[Message]) -> Failure:
         # The exception is the user's, a class of his own perhaps: whatever it lacks, its messages have failed.

@@ -622,12 +622,16 @@ class PopEngine:
 
     def _time_is_up(self, item: _Item) -> None:
         """Its handler has had it for `consume_timeout`."""
-        delivery, worker = item.delivery, item.worker
+        worker = item.worker
         with self._lock:
             if item.state != "handling" or worker is None:
                 return
-            if not self._ordered:
+            has_ended = worker.calls != item.call or not worker.messages  # and a thread is about to say what is done
+            if not (self._ordered or has_ended):
                 item.state = "ended"
+        if has_ended:
+            self._renew_on(item)
+            return
         stack = worker.stack()
         _log.error(
             "group %s: %s has been in its handler for %g s%s. The handler is at\n%s",
@@ -639,12 +643,21 @@ class PopEngine:
         )
         self._handling.hooks.tell(self._handling.hooks.on_timeout, item.message, stack)
         if self._ordered:
-            self._renewer.add(item, delivery.topic, delivery.receipt, self._clock.monotonic_ms())
+            self._renew_on(item)
             return
         worker.lapsed = item.call
         settling = _Settling()
         self._add_failures(settling, [item], Failure("retry", "its handler hung"), self._timeout_ms)
         self._go_through(settling)
+
+    def _renew_on(self, item: _Item) -> None:
+        """Without a limit, until it is settled."""
+        delivery = item.delivery
+        self._renewer.add(item, delivery.topic, delivery.receipt, self._clock.monotonic_ms())
+        with self._lock:
+            is_settled = item not in self._items
+        if is_settled:  # meanwhile
+            self._renewer.remove(item)
 
     def _tick(self) -> None:
         """Timer thread, while there is work: look after workers that are held up."""

@@ -39,6 +39,7 @@ _log = logging.getLogger("mqstore")
 
 LOOK_MS = 500
 """How often what goes on without a thread is asked whether it still does."""
+_POLL_S = 0.005
 
 T = TypeVar("T")
 
@@ -85,7 +86,7 @@ def cancelled() -> bool:
 class Worker:
     """One who runs jobs, and what it is at: handlers ask, the consumer looks."""
 
-    __slots__ = ("_lock", "awaits", "calls", "ident", "is_cancelled", "lapsed", "messages")
+    __slots__ = ("_lock", "awaits", "calls", "ended_at", "ident", "is_cancelled", "lapsed", "messages")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -94,6 +95,8 @@ class Worker:
         """Of the thread that runs its job, or did last."""
         self.awaits: Awaited | None = None
         """What its job waits for without a thread."""
+        self.ended_at = 0.0
+        """When the last that it waited for had ended (`time.perf_counter`)."""
         self.messages: Sequence[Message] = ()
         """What its handler has now; empty: it is in no handler."""
         self.calls = 0
@@ -176,16 +179,18 @@ class Workers:
         self._turns: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         """None: a thread may end."""
         self._lock = threading.Lock()
-        """Of the next three."""
+        """Of the next six."""
         self._free = self.all[::-1]
         self._waiting: deque[Job] = deque()
         """Jobs without a worker."""
         self._suspended = 0
         """Workers whose jobs wait without a thread."""
         self._looking = False
-        """A timer is set that looks after them. The timer thread's, and of who finds it False."""
+        """A timer is set that looks after them."""
+        self._stayed = False
+        """A thread that might have ended did not, because of them."""
         self._deserted = False
-        """`stop` waits no longer."""
+        """`stop` waits no longer, and no thread either."""
         self._threads: list[threading.Thread] = []
         self._heap: list[tuple[int, int, Timer]] = []
         self._serial = count()
@@ -238,8 +243,11 @@ class Workers:
             if turn is not None:
                 turn()
                 del turn  # it may hold messages, and those their segment
-            elif not self._suspended or self._deserted:  # else who waits must find somebody to go on
-                return
+                continue
+            with self._lock:
+                if not self._suspended or self._deserted:
+                    return
+                self._stayed = True  # who waits must find somebody to go on
 
     def _begin(self, job: Job) -> None:
         """A turn: run a job, if a worker is free; else the next that is takes it."""
@@ -250,11 +258,22 @@ class Workers:
             worker = self._free.pop()
         self._work(worker, _flow(job, worker))
 
+    def _has_ended(self, worker: Worker, flow: Flow[None], error: BaseException | None) -> None:
+        """What the worker's job waited for has; any thread."""
+        worker.ended_at = time.perf_counter()
+        worker.end()  # now, not when there is a thread for it: it was in time
+        worker.awaits = None
+        turn = partial(self._go_on, worker, flow, error)
+        with self._lock:
+            if not self._deserted:
+                self._turns.put(turn)
+                return
+        threading.Thread(target=turn, name=f"{self.name}-late", daemon=True).start()
+
     def _go_on(self, worker: Worker, flow: Flow[None], error: BaseException | None) -> None:
-        """A turn: what the worker's job waited for has ended."""
+        """A turn: to the rest of a job."""
         with self._lock:
             self._suspended -= 1
-        worker.awaits = None
         self._work(worker, flow, error)
 
     def _work(self, worker: Worker, flow: Flow[None], error: BaseException | None = None) -> None:
@@ -262,12 +281,13 @@ class Workers:
             with self._lock:
                 if not self._waiting:
                     self._free.append(worker)
-                    break
+                    if self._stayed and not self._suspended:
+                        self._stayed = False
+                        self._dismiss()
+                    return
                 job = self._waiting.popleft()
             flow, error = _flow(job, worker), None
             del job
-        if self._stopping and not self._suspended:
-            self._dismiss()
 
     def _is_suspended(self, worker: Worker, flow: Flow[None], error: BaseException | None) -> bool:
         """Run a job to its end, or to where it waits for something that needs no thread."""
@@ -289,22 +309,29 @@ class Workers:
         with self._lock:
             self._suspended += 1
         worker.awaits = awaited
-        if not self._looking and self._threaded:
-            self._looking = True
-            self.later(LOOK_MS, self._look)
-        awaited.start(lambda error: self._turns.put(partial(self._go_on, worker, flow, error)))
+        self._look_later()
+        try:
+            awaited.start(partial(self._has_ended, worker, flow))
+        except BaseException as failed:
+            self._has_ended(worker, flow, failed)
         return True
+
+    def _look_later(self) -> None:
+        with self._lock:
+            if self._looking or not self._threaded:
+                return
+            self._looking = True
+        self.later(LOOK_MS, self._look)
 
     def _look(self) -> None:
         """Timer thread, while something goes on elsewhere."""
-        self._looking = False
+        with self._lock:
+            self._looking = False
         for worker in self.all:
             awaited = worker.awaits
             if awaited is not None:
                 awaited.look()
-                if not self._looking:
-                    self._looking = True
-                    self.later(LOOK_MS, self._look)
+                self._look_later()
 
     def _dismiss(self) -> None:
         for _ in range(self.threads):
@@ -352,21 +379,27 @@ class Workers:
         """Without threads: fire what is due and run the jobs there are; when the next timer is due (monotonic ms)."""
         while True:
             self._fire()
-            turns: list[Callable[[], object]] = []
-            while not self._turns.empty():
-                if (turn := self._turns.get()) is not None:
-                    turns.append(turn)
+            turns = self._take_turns()
             if not turns and not self._suspended:
                 break
             if not turns:
                 try:
-                    turns.append(self._turns.get(timeout=LOOK_MS / 1000) or _nothing)
+                    turns.append(self._turns.get(timeout=LOOK_MS / 1000))
                 except Empty:
                     self._look()
             for turn in turns:
-                turn()
+                if turn is not None:
+                    turn()
         with self._changed:
             return self._due_ms()
+
+    def _take_turns(self) -> list[Callable[[], object] | None]:
+        turns: list[Callable[[], object] | None] = []
+        try:
+            while True:
+                turns.append(self._turns.get_nowait())
+        except Empty:
+            return turns
 
     def stop(self, timeout_s: float) -> bool:
         """Run what was submitted, then no more; whether all threads have ended. One that does not is left behind, as a
@@ -381,16 +414,18 @@ class Workers:
             while thread is not here and thread.is_alive() and (left_s := end - time.monotonic()) > 0:
                 thread.join(min(left_s, LOOK_MS / 1000))
                 self._look()
-        ended = all(thread is here or not thread.is_alive() for thread in self._threads)
-        if not ended:  # those that wait for what others do need not any more
-            self._deserted = True
+        if not self._threaded and current() is None:
+            while self._suspended and time.monotonic() < end:  # another thread is in `run_once`
+                time.sleep(_POLL_S)
+        ended = all(thread is here or not thread.is_alive() for thread in self._threads) and not self._suspended
+        if not ended and self._threaded:  # those that wait for what others do need not any more
+            with self._lock:
+                self._deserted = True
             self._dismiss()
         with self._changed:
             self._heap.clear()  # what is left to come holds messages, and those their segments
-        if not any(thread.is_alive() for thread in self._threads):  # else it is their word to end that lies there
-            while not self._turns.empty():
-                self._turns.get()
-            self._waiting.clear()
+        if ended and not any(thread.is_alive() for thread in self._threads):  # else their word to end may lie there
+            self._take_turns()
         return ended
 
 
@@ -398,7 +433,3 @@ def _flow(job: Job, worker: Worker) -> Flow[None]:
     rest = job(worker)
     if isinstance(rest, GeneratorType):
         yield from rest
-
-
-def _nothing() -> None:
-    pass
