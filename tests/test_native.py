@@ -195,6 +195,10 @@ _BUFFER = bytes(200)
         ),
         ("check_units", (_BUFFER, _ONE, _ONE, _ONE, _ONE, 0, b"t", _OUT), TypeError),
         ("lengths", ((b"a",),), TypeError),
+        ("read_at", (_ONE, _ONE), TypeError),
+        ("read_at", (_ONE, np.zeros(2, np.int64), _ONE), ValueError),
+        ("read_at", (_ONE, _ONE, _ONE - 1), ValueError),
+        ("read_at", (np.zeros(2, np.int64), np.zeros(2, np.int64), np.full(2, 2**62)), (ValueError, MemoryError)),
         ("pairs", (b"a\1b\2", b"1234567"), ValueError),
         ("pairs", ("a", b""), TypeError),
         ("encode", (bytes(88), [b"a"], [], None, 0, 0), ValueError),
@@ -247,6 +251,23 @@ def test_without_checksums_all_else_is_still_compared(checksums: bool) -> None:
     assert not sound & compared
     assert sound == (set() if checksums else {*range(len(record))} - compared)
     assert set(told) <= {4, -1}
+
+
+@compiled
+def test_bytes_are_read_wherever_they_lie(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"0123456789")
+    (tmp_path / "b").write_bytes(b"abcdefghij")
+    with open(tmp_path / "a", "rb") as a, open(tmp_path / "b", "rb") as b:
+
+        def read(*places: tuple[Any, int, int]) -> bytes | None:
+            files, positions, sizes = zip(*places, strict=True)
+            fds = np.array([getattr(file, "fileno", lambda: 10**6)() for file in files])
+            found: bytes | None = kernel.read_at(fds, np.array(positions), np.array(sizes))
+            return found
+
+        assert read((a, 3, 2), (b, 0, 10), (a, 0, 1), (a, 10, 0)) == b"34abcdefghij0"
+        assert read((a, 3, 2), (b, 5, 6)) is None  # it ends before
+        assert read((a, 3, 2), (None, 0, 1)) is None  # no such descriptor
 
 
 @compiled

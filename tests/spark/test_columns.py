@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import mqstore
 from mqstore import ConfigError, CorruptStoreError, Finding, MessageStore, TopicNotFoundError
 from mqstore.layout import scan
 from mqstore.log.columns import Binary
-from mqstore.spark import rows
+from mqstore.spark import rows, windows
 from mqstore.spark.columns import COLUMNS, ColumnReader, arrow_schema, default_columns
 from mqstore.spark.rows import Policy
 from tests.conftest import GOLDEN_NAMES, GoldenStore
@@ -45,6 +45,16 @@ Golden = Callable[[str], GoldenStore]
 SMALL = settings(
     max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
+
+
+@pytest.fixture(scope="module", autouse=True, params=["through windows", "record by record"])
+def _way(request: pytest.FixtureRequest) -> Iterator[None]:
+    """How records are found: by chance of their places, here as each test is run."""
+    with pytest.MonkeyPatch.context() as patch:
+        near = request.param == "through windows"
+        patch.setattr(windows, "_FEW", 1)
+        patch.setattr(windows, "_FAR_BYTES", 1 << 40 if near else 0)
+        yield
 
 
 def in_log_order(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -581,6 +591,7 @@ def test_records_of_a_queue_that_shares_the_log_are_checked_each(
         expected = [row for row in expected if row["physical_offset"] not in places]
     together: list[int] = []
     copied = rows._put_together
+    monkeypatch.setattr(windows, "_FAR_BYTES", 1 << 40)  # else they come together as they are
     monkeypatch.setattr(rows, "_put_together", lambda *given: together.append(len(given[3])) or copied(*given))
     for compiled in (scan.kernel, None):
         monkeypatch.setattr(scan, "kernel", compiled)

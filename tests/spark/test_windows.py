@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from mqstore import MessageStore
-from mqstore.spark.windows import Windows
+from mqstore.native import kernel
+from mqstore.spark.windows import Windows, lie_far_apart
 from tests.spark.support import Odd, as_exported, as_row, by_log, exported, read_all, rows_of, write_store
 
 
@@ -93,3 +94,63 @@ def test_no_window_reaches_into_a_splice_that_is_not_in_yet(store: MessageStore)
     assert (found.end, found.at_end) == (5000, True)
     assert windows.of(8192, 8200) is None
     assert windows.from_(4096, 4200).end == 5000  # type: ignore[union-attr]
+
+
+# -- records that lie far apart ----------------------------------------------------------------------------------------
+
+compiled = pytest.mark.skipif(kernel is None, reason="without compiled parts")
+
+
+@compiled
+def test_what_lies_far_apart_is_read_and_not_mapped() -> None:
+    far, near = np.arange(100) * (16 << 10) * 2, np.arange(100) * 400
+    assert lie_far_apart(far)
+    assert lie_far_apart(far[::-1])
+    assert not lie_far_apart(near)
+    assert not lie_far_apart(far[:20])  # a few are not worth it
+
+
+def places(store: MessageStore) -> tuple[Any, Any]:
+    units = store._queues.get("t", 0).units(0, 60)  # type: ignore[union-attr]
+    return units["physical_offset"].astype(np.int64), units["size"].astype(np.int64)
+
+
+@compiled
+def test_records_of_several_segments_are_read_side_by_side_in_any_order(store: MessageStore) -> None:
+    physical, sizes = places(store)
+    assert len(store._run.segments()) > 2
+    log = b"".join(Path(segment.path).read_bytes() for segment in store._run.segments())
+    for order in (slice(None), slice(None, None, -1), slice(1, None, 7)):
+        data = Windows(store._run, store.fs).read(physical[order], sizes[order])
+        expected = zip(physical[order].tolist(), sizes[order].tolist(), strict=True)
+        assert data == b"".join(log[at : at + size] for at, size in expected)
+
+
+@compiled
+@pytest.mark.parametrize("why", ["file", "length", "negative", "splice", "truncated"])
+def test_nothing_is_read_where_a_record_does_not_lie_in_its_file(store: MessageStore, why: str) -> None:
+    physical, sizes = places(store)
+    if why == "file":
+        Path(store._run.segments()[1].path).unlink()
+    elif why == "length":
+        sizes[3] = 20_000  # beyond its segment
+    elif why == "negative":
+        sizes[3] = -1
+    elif why == "splice":
+        store._run.limit = int(physical[-1])
+    else:
+        with open(store._run.segments()[-1].path, "r+b") as file:
+            file.truncate(100)
+    assert Windows(store._run, store.fs).read(physical, sizes) is None
+
+
+@compiled
+def test_what_cannot_be_read_record_by_record_is_looked_up_through_windows(
+    store: MessageStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mqstore.spark.windows._FEW", 1)
+    monkeypatch.setattr("mqstore.spark.windows._FAR_BYTES", 0)
+    expected = rows_of(read_all(store.path))
+    monkeypatch.setattr(Windows, "read", lambda *_: None)
+    assert rows_of(read_all(store.path)) == expected
+    assert len(expected) == 61  # with a seed in a queue of its own

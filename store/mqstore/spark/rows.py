@@ -41,7 +41,7 @@ from mqstore.log.report import Finding
 from mqstore.log.store import MessageStore
 from mqstore.log.tagfilter import TagFilter
 from mqstore.spark.arrow import cut
-from mqstore.spark.windows import Window, Windows
+from mqstore.spark.windows import Window, Windows, lie_far_apart
 
 __all__ = ["OnCorrupt", "Piece", "Policy", "at_once", "log_batches", "queue_batches"]
 
@@ -112,8 +112,9 @@ class Piece:
     """Why it does not, likewise."""
     plain_bodies: tuple[npt.NDArray[np.uint8], _Int64s] | None = None
     """All bodies side by side, and their sizes, if the check has copied them: none of them is compressed."""
-    looked: bool = False
-    """Whether every row has a record, of which nothing was kept: `headers` looks once more."""
+    positions: _Int64s | None = None
+    """Where in the buffer each row's record begins, if every row has one and nothing of them was kept: `headers` looks
+    once more."""
 
     def __len__(self) -> int:
         return len(self.physical)
@@ -121,8 +122,8 @@ class Piece:
     @property
     def headers(self) -> Headers | None:
         """Of the rows that have a record; None when no record was looked at."""
-        if self.known_headers is None and self.looked:
-            headers = gather(self.buffer, self.physical - self.base)
+        if self.known_headers is None and self.positions is not None:
+            headers = gather(self.buffer, self.positions)
             if not (headers.ok & (headers.physical_offset == self.physical)).all():
                 raise CorruptStoreError(
                     f"records behind {int(self.physical[0])} have changed since they were checked, as the recovery of "
@@ -322,7 +323,23 @@ def _holes(store: MessageStore, topic: str, queue_id: int, slots: _Int64s, polic
 def _looked_up(
     store: MessageStore, windows: Windows, topic: bytes, whole: Piece, policy: Policy, bodies: bool
 ) -> Iterator[Piece]:
-    """`whole` by the windows that its records lie in, checked."""
+    """`whole`, checked."""
+    if not lie_far_apart(whole.physical):
+        yield from _through_windows(store, windows, topic, whole, policy, bodies)
+        return
+    for low, high in _spans(whole.sizes, policy.max_rows, policy.max_bytes):
+        piece = whole.rows(low, high)
+        data = windows.read(piece.physical, piece.sizes)
+        if data is None:
+            yield from _through_windows(store, windows, topic, piece, policy, bodies)
+        else:
+            yield from _checked(store, data, np.cumsum(piece.sizes) - piece.sizes, topic, piece, policy, bodies)
+
+
+def _through_windows(
+    store: MessageStore, windows: Windows, topic: bytes, whole: Piece, policy: Policy, bodies: bool
+) -> Iterator[Piece]:
+    """`whole` by the windows that its records lie in."""
     size = store.manifest.commitlog_segment_bytes
     physical, ends = whole.physical, whole.physical + whole.sizes
     cells = windows.cells(physical)
@@ -340,17 +357,23 @@ def _looked_up(
                 continue
             window = windows.of(cell, end) or Window(cell, b"", True)
         for low, high in _spans(whole.sizes[first:last], policy.max_rows, policy.max_bytes):
-            yield from _checked(store, window, topic, whole.rows(first + low, first + high), policy, bodies)
+            piece = whole.rows(first + low, first + high)
+            yield from _checked(store, window.buffer, piece.physical - window.base, topic, piece, policy, bodies)
 
 
 def _checked(
-    store: MessageStore, window: Window, topic: bytes, piece: Piece, policy: Policy, bodies: bool
+    store: MessageStore,
+    buffer: mmap.mmap | bytes,
+    positions: _Int64s,
+    topic: bytes,
+    piece: Piece,
+    policy: Policy,
+    bodies: bool,
 ) -> Iterator[Piece]:
-    if _are_ordinary(store, window, topic, piece, policy, bodies):
+    """The records at these positions of a buffer, to which the units lead."""
+    if _are_ordinary(store, buffer, positions, topic, piece, policy, bodies):
         yield piece
         return
-    buffer = window.buffer
-    positions = piece.physical - window.base
     inside = (positions + piece.sizes <= len(buffer)) & (piece.sizes >= MIN_RECORD_BYTES)
     rows = np.arange(len(piece)) if inside.all() else np.flatnonzero(inside)
     if policy.verify and store._checksum == "crc32c-record" and _lie_apart(positions, piece.sizes):
@@ -367,7 +390,7 @@ def _checked(
     if not fine.all():
         rows = rows[fine]
         headers = gather(buffer, positions[rows])
-    piece.buffer, piece.base, piece.known_headers = buffer, window.base, headers
+    piece.buffer, piece.known_headers = buffer, headers
     if len(rows) < len(piece):
         bad = np.ones(len(piece), np.bool_)
         bad[rows] = False
@@ -384,23 +407,28 @@ def _checked(
 
 
 def _are_ordinary(
-    store: MessageStore, window: Window, topic: bytes, piece: Piece, policy: Policy, with_bodies: bool
+    store: MessageStore,
+    buffer: mmap.mmap | bytes,
+    positions: _Int64s,
+    topic: bytes,
+    piece: Piece,
+    policy: Policy,
+    with_bodies: bool,
 ) -> bool:
     """Whether all records are sound and nothing rare, by compiled parts: one pass, in which bodies are copied, too. Of
     all else, `_checked` finds out what it is."""
     if policy.verify and store._checksum != "crc32c-record":
         return False
     assert piece.queue_id is not None, "of a queue scan"
-    positions = piece.physical - window.base
     found = ordinary_bodies(
-        *(window.buffer, positions, piece.physical, piece.sizes, piece.slots, piece.queue_id, topic),
+        *(buffer, positions, piece.physical, piece.sizes, piece.slots, piece.queue_id, topic),
         copied=with_bodies,
         checksums=policy.verify,
     )
     if found is None:
         return False
     ends, bodies = found
-    piece.buffer, piece.base, piece.looked = window.buffer, window.base, True
+    piece.buffer, piece.positions = buffer, positions
     if bodies is not None:
         piece.plain_bodies = bodies, ends - positions - BODY_AT_V4
     return True

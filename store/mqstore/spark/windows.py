@@ -3,7 +3,8 @@
 A Java broker's segments have a gigabyte. Spark may limit a worker's address space, mapped pages count as its memory,
 and a mapping keeps the disk space of a file that retention has deleted. So at most a few windows of 64 MiB are mapped
 at a time, none of them beyond what the file holds (a touch there would kill the process), and where the address space
-is used up, the bytes are read instead.
+is used up, the bytes are read instead. So are records that lie far apart: to map the pages of each costs several times
+what it costs to read it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import errno
 import mmap
 import os
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,11 +22,23 @@ import numpy.typing as npt
 
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.segments import SegmentRun
+from mqstore.native import kernel
 
-__all__ = ["WINDOW_BYTES", "Window", "Windows"]
+__all__ = ["WINDOW_BYTES", "Window", "Windows", "lie_far_apart"]
 
 WINDOW_BYTES = 64 << 20
 _READ_BYTES = 8 << 20
+_FEW = 64
+_FAR_BYTES = 16 << 10
+"""How far apart records are read one by one: the system maps some 64 KiB at a touch."""
+
+
+def lie_far_apart(physical: npt.NDArray[np.int64]) -> bool:
+    """Whether records at these offsets are read quicker one by one (`Windows.read`), by compiled parts, than through
+    windows."""
+    if kernel is None or len(physical) < _FEW:
+        return False
+    return int(physical.max() - physical.min()) >= len(physical) * _FAR_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,23 +91,31 @@ class Windows:
         further; for who walks forward and does not come back."""
         return self._map(position, max(end, position + self.window_bytes), max(end, position + _READ_BYTES))
 
+    def read(self, physical: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> bytes | None:
+        """The records at these offsets side by side. None: some does not lie within its file."""
+        assert kernel is not None, "as `lie_far_apart` has it"
+        starts = physical - physical % self._run.segment_bytes
+        fds, positions = np.empty(len(physical), np.int64), physical - starts
+        with ExitStack() as opened:
+            for start in np.unique(starts).tolist():
+                file = opened.enter_context(self._file(start))
+                here = starts == start
+                if file is None or int((positions + sizes)[here].max()) > file[2] or int(sizes[here].min()) < 0:
+                    return None
+                fds[here] = file[0]
+            data: bytes | None = kernel.read_at(fds, positions, np.ascontiguousarray(sizes))
+        return data
+
     def close(self) -> None:
         self._open.clear()
 
     def _map(self, start: int, end: int, needed: int) -> Window | None:
-        segment = self._run.find(start)
-        if segment is None:
-            return None
-        try:
-            fd = self._fs.open(segment.path, os.O_RDONLY)
-        except FileNotFoundError:  # retention took it
-            return None
-        try:
-            length = min(self._fs.size(fd), segment.size)
-            if self._run.limit is not None:  # behind it lies a splice that is not in yet
-                length = min(length, self._run.limit - segment.start)
-            first = (start - segment.start) // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-            size = min(end - segment.start, length) - first
+        with self._file(start) as file:
+            if file is None:
+                return None
+            fd, begin, length = file
+            first = (start - begin) // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+            size = min(end - begin, length) - first
             if size <= 0:
                 return None
             try:
@@ -100,10 +123,28 @@ class Windows:
             except OSError as error:
                 if error.errno != errno.ENOMEM:
                     raise
-                size = min(needed - segment.start, length) - first
+                size = min(needed - begin, length) - first
                 if size <= 0:
                     return None
                 buffer = self._fs.pread(fd, size, first)
-            return Window(segment.start + first, buffer, first + size >= length)
+            return Window(begin + first, buffer, first + size >= length)
+
+    @contextmanager
+    def _file(self, position: int) -> Iterator[tuple[int, int, int] | None]:
+        """The file that has this offset: (descriptor, where it begins, how many bytes of it count). None: there is
+        none."""
+        segment = self._run.find(position)
+        try:
+            fd = None if segment is None else self._fs.open(segment.path, os.O_RDONLY)
+        except FileNotFoundError:  # retention took it
+            fd = None
+        if segment is None or fd is None:
+            yield None
+            return
+        try:
+            length = min(self._fs.size(fd), segment.size)
+            if self._run.limit is not None:  # behind it lies a splice that is not in yet
+                length = min(length, self._run.limit - segment.start)
+            yield fd, segment.start, length
         finally:
             self._fs.close(fd)
