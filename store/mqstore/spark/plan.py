@@ -3,6 +3,7 @@
     stores      a path, a glob, a store set, many of these with ids
     snapshot    the bounds of every queue, once for a query: what a writer adds meanwhile is not read
     narrowing   options, then what Spark hands down of its filters
+    regions     queues that share a log are read side by side, a stretch of it at a time, by who reads them all
     partitions  lists of slices: small queues together, large ones cut, about 128 MiB or 500 000 messages each
 
 A slice names a store by its path, so every task opens what it needs; nothing but plain values travels.
@@ -22,10 +23,11 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mqstore.broker.names import is_dlq_topic, is_retry_topic, is_system_topic
+from mqstore.broker.names import SCHEDULE_TOPIC, is_dlq_topic, is_retry_topic, is_system_topic
 from mqstore.broker.parts import open_parts
 from mqstore.errors import ConfigError, NotAStoreError, OffsetOutOfRangeError, TopicNotFoundError
 from mqstore.files.quiet import QUIET
@@ -39,6 +41,7 @@ from mqstore.spark.keyindex import KeyIndex
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.sets import read_set
 from mqstore.spark.telling import readable
+from mqstore.spark.windows import WINDOW_BYTES
 
 __all__ = [
     "Bounds",
@@ -74,6 +77,12 @@ _MARGIN_MS = 60_000
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _LAST = (1 << 63) - 1
 _FEW_UNITS = 4096
+_REGION_BYTES = 32 << 20
+_MAX_REGION_BYTES = 2 * WINDOW_BYTES
+"""A window that is left is not found again by the next queue."""
+_REGION_MESSAGES = 4096
+"""Of a queue in a region, on average: each slice costs as much as reading some hundred."""
+_MOST_SLICES = 100_000
 _FOR_QUEUES = ("ending_offsets", "starting_timestamp_ms", "ending_timestamp_ms", "starting_group", "assign")
 
 
@@ -396,13 +405,14 @@ def weigh_log(name: StoreName, start: int, stop: int) -> Weighed:
     return Weighed(LogSlice(name, start, stop), 1 / _PARTITION_BYTES)
 
 
-def plan(options: SourceOptions, narrowing: Narrowing | None = None) -> list[list[Slice]]:
-    """The partitions of a query. [] if there is nothing to read. Raises as `survey`."""
-    return [*partitions(survey(options, narrowing), options.min_partitions)]
+def plan(options: SourceOptions, narrowing: Narrowing | None = None, *, by_region: bool = False) -> list[list[Slice]]:
+    """The partitions of a query. [] if there is nothing to read. As `survey`."""
+    return [*partitions(survey(options, narrowing, by_region=by_region), options.min_partitions)]
 
 
-def survey(options: SourceOptions, narrowing: Narrowing | None = None) -> list[Weighed]:
-    """What a query reads, weighed.
+def survey(options: SourceOptions, narrowing: Narrowing | None = None, *, by_region: bool = False) -> list[Weighed]:
+    """What a query reads, weighed. `by_region`: queues that share a log in alternation, for who reads every record; of
+    each queue in order, as ever.
 
     Raises TopicNotFoundError for a topic that no store has, OffsetOutOfRangeError for messages that are gone (both only
     with `fail_on_data_loss`), ConfigError, and what opening a store raises.
@@ -429,12 +439,16 @@ def survey(options: SourceOptions, narrowing: Narrowing | None = None) -> list[W
             starts.open(name, store)
             # What is damaged keeps its row with `keep`, whatever its keys were.
             by_key = KeyIndex(store, options.keys) if options.keys and options.on_corrupt != "keep" else None
+            mine: list[Weighed] = []
             for queue in chosen(queues, options):
                 if narrowing.admits(name.id, queue.ref):
                     start, stop = _wanted_part(store, name, queue, options, narrowing, starts)
                     if start < stop:
                         parts = [(start, stop)] if by_key is None else _by_key(by_key, store, queue, start, stop)
-                        found += [weigh(name, queue, *part) for part in parts]
+                        mine += [weigh(name, queue, *part) for part in parts]
+            if by_region and not (options.tags or narrowing.tags or options.keys):
+                mine = _by_region(store, mine)
+            found += mine
     if missing and options.fail_on_data_loss and options.scan != "log":
         raise TopicNotFoundError(
             f"no store has the topic {', '.join(map(repr, sorted(missing)))} (failOnDataLoss=false reads what there is)"
@@ -567,6 +581,67 @@ def _by_key(index: KeyIndex, store: MessageStore, queue: ConsumeQueue, start: in
     return [*index.narrowed(queue.ref, start, stop, low, high)]
 
 
+def _by_region(store: MessageStore, found: list[Weighed]) -> list[Weighed]:
+    """The same messages cut where their records pass from one region of the log to the next, region by region: each
+    page is then mapped and fetched once, and not once for each queue that has a record in it. Where exactly is cut does
+    not matter, so places are guessed from those of a few units."""
+    spans = [_span(store, each.slice) for each in found]
+    known = [span for span in spans if span is not None]
+    if len(known) < 2:
+        return found
+    low, high = min(first for first, _ in known), max(last for _, last in known)
+    messages = sum(each.slice.stop - each.slice.start for each in found)
+    most = min(messages // _REGION_MESSAGES, _MOST_SLICES) // len(known)
+    regions = min((high - low) // _REGION_BYTES, most)
+    if regions < 2 or (high - low) // regions > _MAX_REGION_BYTES:
+        return found
+    cut: list[tuple[int, Weighed]] = []
+    edges = [low + (high - low) * (region + 1) // regions for region in range(regions - 1)]
+    for weighed, span in zip(found, spans, strict=True):
+        piece = weighed.slice
+        slots = [] if span is None else _slots_near(store, piece, span, edges)
+        for region, (start, stop) in enumerate(pairwise([piece.start, *slots, piece.stop])):
+            if start < stop:
+                cut.append((region, Weighed(_part(piece, start, stop), weighed.each)))
+    return [each for _, each in sorted(cut, key=lambda pair: pair[0])]
+
+
+def _span(store: MessageStore, piece: Slice) -> tuple[int, int] | None:
+    """Where in the log the first and the last message of a slice lie. None: there is no unit that says so; or it is
+    read in another way than others (`tasks.read_slices`)."""
+    if isinstance(piece, LogSlice) or piece.topic == SCHEDULE_TOPIC:
+        return None
+    places = [_place(store, piece, slot) for slot in (piece.start, piece.stop - 1)]
+    return None if min(places) < 0 else (places[0], places[1])
+
+
+def _place(store: MessageStore, piece: Slice, slot: int) -> int:
+    """Where in the log a message lies; -1: nobody knows."""
+    assert isinstance(piece, QueueSlice)
+    [(physical, size, _)] = UNIT.iter_unpack(ConsumeQueue(store._queues, piece.topic, piece.queue_id).read(slot, 1))
+    return int(physical) if 0 < size < 0x7FFF_FFFF else -1
+
+
+def _slots_near(store: MessageStore, piece: Slice, span: tuple[int, int], edges: Sequence[int]) -> list[int]:
+    """About which slots lie first behind each of these offsets of the log, which ascend; so do they."""
+    found: list[int] = []
+    low_slot, low = piece.start, span[0]
+    for edge in edges:
+        high_slot, high = piece.stop - 1, span[1]
+        guess = piece.stop if edge > high else low_slot
+        for look in range(3 if low < edge <= high else 0):  # the last guess is not looked at
+            guess = low_slot + (high_slot - low_slot) * (edge - low) // (high - low)
+            place = _place(store, piece, guess) if look < 2 and low_slot < guess < high_slot else -1
+            if not low < place < high:
+                break
+            if place < edge:
+                low_slot, low = guess, place
+            else:
+                high_slot, high = guess, place
+        found.append(max(guess, found[-1] if found else piece.start))
+    return found
+
+
 def mean_size(queue: ConsumeQueue, start: int, stop: int) -> float:
     """Of the records in [start, stop), from a few samples: planning looks at every queue of every store."""
     places = (start,) if stop - start <= 256 else (start, (start + stop) // 2, stop - 32)
@@ -649,7 +724,7 @@ def partitions(found: Sequence[Weighed], least: int) -> Iterator[list[Slice]]:
         return
     full = total / max(least, -int(-total // 1))
     group: list[Slice] = []
-    room = full
+    room, left = full, total
     for weighed in found:
         piece, each = weighed.slice, weighed.each
         start, stop = piece.start, piece.stop
@@ -659,10 +734,11 @@ def partitions(found: Sequence[Weighed], least: int) -> Iterator[list[Slice]]:
             end = stop if (stop - start - fits) * each < full / 64 else start + fits
             group.append(_part(piece, start, end))
             room -= (end - start) * each
+            left -= (end - start) * each
             start = end
-            if room < full / 64:
+            if room < full / 64 <= left:
                 yield group
-                group, room = [], full
+                group, room = [], room + full  # what this one has too little, the next has more
     if group:
         yield group
 

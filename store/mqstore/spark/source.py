@@ -235,7 +235,7 @@ class MQStoreReader(DataSourceReader):
     def partitions(self) -> list[InputPartition]:
         if self._options.view != "messages":
             return [_Partition(number) for number in range(len(stores_of(self._options)))]
-        found = survey(self._options, self._narrowing)
+        found = survey(self._options, self._narrowing, by_region=True)
         if {*default_columns()} <= {*self._columns} and sum(each.weight for each in found) > _MUCH:
             warn_once(_ALL_COLUMNS)
         return [_Partition(slices) for slices in partitions(found, self._options.min_partitions)]

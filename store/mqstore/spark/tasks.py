@@ -97,17 +97,23 @@ def _groups(slices: Iterable[Slice]) -> Iterator[list[Slice]]:
             yield [piece for _, piece in group]
 
 
-def read_pieces(options: SourceOptions, piece: QueueSlice, policy: Policy) -> Iterator[Piece]:
-    """The records of a slice, checked and filtered, before columns are made of them: for who counts. A piece has to be
-    done with before the next one is asked for. Raises as `read_slices`."""
-    with (
-        open_store(piece.store) as store,
-        ColumnReader(store, (), tags=options.tags, where=options.filter, keys=options.keys, policy=policy) as reader,
-    ):
-        for each in reader.pieces(piece.topic, piece.queue_id, piece.start, piece.stop):
-            _check_loss(options, policy, piece)
-            yield each
-        _check_loss(options, policy, piece)
+def read_pieces(
+    options: SourceOptions, slices: Iterable[QueueSlice], policy: Policy
+) -> Iterator[tuple[QueueSlice, Piece]]:
+    """The records of each slice, checked and filtered, before columns are made of them: for who counts. A piece has to
+    be done with before the next one is asked for. Raises as `read_slices`."""
+    for name, pieces in groupby(slices, key=lambda piece: piece.store):
+        with (
+            open_store(name) as store,
+            ColumnReader(
+                store, (), tags=options.tags, where=options.filter, keys=options.keys, policy=policy
+            ) as reader,
+        ):
+            for piece in pieces:
+                for each in reader.pieces(piece.topic, piece.queue_id, piece.start, piece.stop):
+                    _check_loss(options, policy, piece)
+                    yield piece, each
+                _check_loss(options, policy, piece)
 
 
 def _read(reader: ColumnReader, options: SourceOptions, piece: Slice, policy: Policy) -> Iterator[Any]:

@@ -267,17 +267,16 @@ def _list(work: _Work, part: Part) -> _Listed:
     counts: Counter[str] = Counter()
     size = without_key = 0
     try:
-        for piece in part.slices:
-            for found in read_pieces(work.source, piece, policy):
-                counts[piece.topic] += len(found)
-                size += int(found.sizes.sum())
-                rows = _keyed(work, piece, found)
-                without_key += len(found) - len(rows)
-                for share, batch in _shared(rows, work.shares):
-                    if share not in writers:
-                        files[share] = path = os.path.join(work.folder, f"{share}-{part.number}-{token}.arrow")
-                        writers[share] = pa.ipc.new_stream(path, _SCHEMA)
-                    writers[share].write_batch(batch)
+        for piece, found in read_pieces(work.source, part.slices, policy):
+            counts[piece.topic] += len(found)
+            size += int(found.sizes.sum())
+            rows = _keyed(work, piece, found)
+            without_key += len(found) - len(rows)
+            for share, batch in _shared(rows, work.shares):
+                if share not in writers:
+                    files[share] = path = os.path.join(work.folder, f"{share}-{part.number}-{token}.arrow")
+                    writers[share] = pa.ipc.new_stream(path, _SCHEMA)
+                writers[share].write_batch(batch)
     finally:
         for writer in writers.values():
             writer.close()

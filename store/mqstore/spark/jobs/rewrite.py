@@ -443,15 +443,16 @@ def _copies(
     sift: Sifter | None,
     pace: Pace | None,
 ) -> Iterator[Encoded]:
-    for piece in part.slices:
-        copier = Copier(to.targets[piece.topic], mark=rewrite.mark, store_time=rewrite.store_time)
-        for found in read_pieces(rewrite.source, piece, policy):
-            counts["read"] += len(found)
-            rows = None if sift is None else sift(piece, found)
-            if pace is not None:
-                pace.take(len(found))
-            if rows is None or rows.any():
-                yield copier.copy(found, piece.store.id, rows)
+    copiers: dict[str, Copier] = {}
+    for piece, found in read_pieces(rewrite.source, part.slices, policy):
+        if piece.topic not in copiers:
+            copiers[piece.topic] = Copier(to.targets[piece.topic], mark=rewrite.mark, store_time=rewrite.store_time)
+        counts["read"] += len(found)
+        rows = None if sift is None else sift(piece, found)
+        if pace is not None:
+            pace.take(len(found))
+        if rows is None or rows.any():
+            yield copiers[piece.topic].copy(found, piece.store.id, rows)
 
 
 class Pace:

@@ -219,8 +219,8 @@ def _tasks(selection: Selection) -> list[list[QueueSlice]]:
     if options.scan == "log":
         raise ConfigError("option scan=log: traffic is counted by queues: use scan=queue")
     if options.topics or options.assign or options.topic_pattern or options.include_system_topics:
-        return selection.queue_tasks()
-    tasks = selection.with_options(include_system_topics=True).queue_tasks()
+        return selection.queue_tasks(by_region=True)
+    tasks = selection.with_options(include_system_topics=True).queue_tasks(by_region=True)
     kept = [[piece for piece in task if _counts(piece.topic)] for task in tasks]
     return [task for task in kept if task]
 
@@ -252,14 +252,17 @@ class _Part:
 def _count(options: SourceOptions, interval: int, with_keys: bool, task: list[QueueSlice]) -> _Part:
     policy = policy_of(options)
     part = _Part({}, HeavyHitters(), 0)
+    keys: dict[str, _Keys] = {}
     for piece in task:
-        tally = part.queues.setdefault((piece.store.id, piece.topic, piece.queue_id), Tally(interval))
-        keys = _Keys(piece.topic, part.keys)
-        for records in read_pieces(options, piece, policy):
-            tally.add(records)
-            if with_keys:
-                keys.add(records)
-        keys.count()
+        part.queues.setdefault((piece.store.id, piece.topic, piece.queue_id), Tally(interval))
+        keys.setdefault(piece.topic, _Keys(piece.topic, part.keys))
+    for piece, records in read_pieces(options, task, policy):
+        part.queues[piece.store.id, piece.topic, piece.queue_id].add(records)
+        if with_keys:
+            keys[piece.topic].add(records)
+    for each in keys.values():
+        each.count()
+    for tally in part.queues.values():
         tally.by_interval()  # refuses too many
     part.damaged = policy.corrupt
     return part
