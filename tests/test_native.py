@@ -180,18 +180,23 @@ _BUFFER = bytes(200)
         ("read_units", (int, None, _BUFFER, 0, bytes(20), 0, None, 0, b"t", -1), TypeError),
         (
             "check_units",
-            (_BUFFER, _ONE, _ONE, _ONE, np.zeros(2, np.int64), 0, b"t", _OUT, np.zeros(1, np.int64), None, True),
+            (_BUFFER, _ONE, _ONE, _ONE, np.zeros(2, np.int64), 0, b"t", _OUT, np.zeros(1, np.int64), None, None, True),
             ValueError,
         ),
         (
             "check_units",
-            (_BUFFER, _ONE, _ONE, _ONE, _ONE, 0, b"t", _OUT, np.zeros(2, np.int64), None, True),
+            (_BUFFER, _ONE, _ONE, _ONE, _ONE, 0, b"t", _OUT, np.zeros(2, np.int64), None, None, True),
             ValueError,
         ),
         (
             "check_units",
-            (_BUFFER, _ONE, _ONE, _ONE, _ONE, 0, b"t", _OUT, np.zeros(1, np.int64), b"x", True),
+            (_BUFFER, _ONE, _ONE, _ONE, _ONE, 0, b"t", _OUT, np.zeros(1, np.int64), b"x", None, True),
             BufferError,
+        ),
+        (
+            "check_units",
+            (_BUFFER, _ONE, _ONE, _ONE, _ONE, 0, b"t", _OUT, np.zeros(1, np.int64), None, np.zeros(5, np.int64), True),
+            ValueError,
         ),
         ("check_units", (_BUFFER, _ONE, _ONE, _ONE, _ONE, 0, b"t", _OUT), TypeError),
         ("lengths", ((b"a",),), TypeError),
@@ -223,7 +228,9 @@ def test_units_and_records_of_any_bytes_are_only_looked_at(data: bytes, numbers:
     start, physical, size, slot = (np.array([n], np.int64) for n in numbers)
     out, end = np.ones(1, np.bool_), np.zeros(1, np.int64)
 
-    copied = kernel.check_units(data, start, physical, size, slot, 0, b"t", out, end, bytearray(300), sum(numbers) % 2)
+    copied = kernel.check_units(
+        data, start, physical, size, slot, 0, b"t", out, end, bytearray(300), None, sum(numbers) % 2
+    )
     assert (copied, bool(out[0]), int(end[0])) == (-1, False, -1)
     assert kernel.record_holds(data, numbers[0], numbers[1], numbers[2]) == 0
 
@@ -240,10 +247,14 @@ def test_without_checksums_all_else_is_still_compared(checksums: bool) -> None:
         bad = bytearray(record)
         bad[at] ^= 0x40
         out, end = np.ones(1, np.bool_), np.zeros(1, np.int64)
-        copied = kernel.check_units(
-            *(bytes(bad), _ONE, _ONE + 3, np.array([len(record)]), _ONE + 2, 1, b"t", out, end, bytearray(9), checksums)
-        )
-        if out[0]:
+        table = np.full((6, 1), -1)
+        units = (_ONE, _ONE + 3, np.array([len(record)]), _ONE + 2)
+        copied = kernel.check_units(bytes(bad), *units, 1, b"t", out, end, bytearray(9), table, checksums)
+        if not out[0]:
+            assert (table == -1).all()
+        else:
+            headers = gather(bytes(bad), [0])
+            assert table[:, 0].tolist() == [int(column[0]) for column in headers._parts[1:]]
             sound.add(at)
             told.append(copied)
     # Size, magic, own numbers, host flags, lengths and topic are held against the unit and each other.
@@ -291,7 +302,9 @@ def test_bodies_are_copied_as_far_as_there_is_room(room: int) -> None:
     at = np.array(starts)
     sizes = np.diff([*starts, len(data)])
     out, ends, bodies = np.zeros(3, np.bool_), np.zeros(3, np.int64), bytearray(b"." * (room + 1))
-    copied = kernel.check_units(data, at, at, sizes, np.arange(3), 0, b"t", out, ends, memoryview(bodies)[:room], True)
+    copied = kernel.check_units(
+        data, at, at, sizes, np.arange(3), 0, b"t", out, ends, memoryview(bodies)[:room], None, True
+    )
     assert out.all()
     assert copied == (10 if room >= 10 else -1)
     assert bodies == (b"0123456789" if room >= 10 else b"01234" if room else b"").ljust(room + 1, b".")

@@ -229,21 +229,21 @@ typedef struct {
     Py_ssize_t topic_bytes;
 } Said;
 
-/* Whether the record at `position` is sound (`sound_record`) and the one that a unit means. `body_end`: where its body ends
-   if that is plain, else -1. */
-static bool is_meant(const Py_buffer *view, int64_t position, const Said *said, bool checksum, int64_t *body_end)
+/* Whether the record at `position` is sound (`sound_record`) and the one that a unit means; its parts. `body_end`: where its
+   body ends if that is plain, else -1. */
+static bool is_meant(const Py_buffer *view, int64_t position, const Said *said, bool checksum, Parts *parts,
+                     int64_t *body_end)
 {
     const uint8_t *data = view->buf;
-    Parts parts;
     *body_end = -1;
-    if (said->size <= 0 || sound_record(data, view->len, position, said->physical, checksum, &parts) != said->size)
+    if (said->size <= 0 || sound_record(data, view->len, position, said->physical, checksum, parts) != said->size)
         return false;
     const uint8_t *record = data + position;
     if ((int32_t)get32(record + QUEUE_ID_AT) != said->queue_id ||
-        (int64_t)get64(record + QUEUE_OFFSET_AT) != said->slot || !bears(data, &parts, said->topic, said->topic_bytes))
+        (int64_t)get64(record + QUEUE_OFFSET_AT) != said->slot || !bears(data, parts, said->topic, said->topic_bytes))
         return false;
     if (is_plain(record))
-        *body_end = parts.body + parts.body_size;
+        *body_end = parts->body + parts->body_size;
     return true;
 }
 
@@ -295,7 +295,8 @@ PyObject *native_read_units(PyObject *module, PyObject *const *args, Py_ssize_t 
         if (said.physical < segment_start || said.size == VOID_SIZE)
             break;
         int64_t position = said.physical - segment_start;
-        if (!is_meant(view, position, &said, true, &body_end))
+        Parts parts;
+        if (!is_meant(view, position, &said, true, &parts, &body_end))
             break;
         if (!unlimited) {
             budget -= said.size;
@@ -324,26 +325,27 @@ done:
     return result;
 }
 
-/* check_units(buffer, starts, physical, sizes, slots, queue_id, topic, out, body_ends, bodies, checksums)
+/* check_units(buffer, starts, physical, sizes, slots, queue_id, topic, out, body_ends, bodies, table, checksums)
        -> bytes copied, or -1
 
    For each record that a unit leads to, `out` has 1 when it is sound and the unit's, as in `read_units`; 0 when Python
    has to look. Without `checksums` these are not compared. `starts` count within the buffer, and so does the end of each
    body that stands as it was sent behind two IPv4 hosts (int64; else -1). Into `bodies`, unless that is None, these go one
-   after the other; -1 when one of them is no such body, or there is no room for all. */
+   after the other; -1 when one of them is no such body, or there is no room for all. Into `table`, unless that is None, go
+   the parts of each that is sound (`note_parts`). */
 PyObject *native_check_units(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (!has_arguments("check_units", nargs, 11))
+    if (!has_arguments("check_units", nargs, 12))
         return NULL;
     Said said = {.queue_id = PyLong_AsLongLong(args[5])};
     if (PyErr_Occurred() || PyBytes_AsStringAndSize(args[6], (char **)&said.topic, &said.topic_bytes) < 0)
         return NULL;
-    int checksum = PyObject_IsTrue(args[10]);
+    int checksum = PyObject_IsTrue(args[11]);
     if (checksum < 0)
         return NULL;
     PyObject *result = NULL;
     Buffers held = {0};
-    Py_buffer *view, *starts, *physical, *sizes, *slots, *out, *body_ends, *bodies = NULL;
+    Py_buffer *view, *starts, *physical, *sizes, *slots, *out, *body_ends, *bodies = NULL, *table = NULL;
     if (!(view = hold(&held, args[0], 1, -1, false, "buffer")) || !(starts = hold(&held, args[1], 8, -1, false, "starts")))
         goto done;
     Py_ssize_t count = starts->len / 8;
@@ -352,7 +354,8 @@ PyObject *native_check_units(PyObject *module, PyObject *const *args, Py_ssize_t
     if (!(physical = hold(&held, args[2], 8, count, false, "physical")) ||
         !(sizes = hold(&held, args[3], 8, count, false, "sizes")) ||
         !(slots = hold(&held, args[4], 8, count, false, "slots")) || !(out = hold(&held, args[7], 1, count, true, "out")) ||
-        !(body_ends = hold(&held, args[8], 8, count, true, "body_ends")))
+        !(body_ends = hold(&held, args[8], 8, count, true, "body_ends")) ||
+        (args[10] != Py_None && !(table = hold(&held, args[10], 8, PARTS * count, true, "table"))))
         goto done;
     const int64_t *at = starts->buf, *size = sizes->buf;
     int64_t *ends = body_ends->buf, copied = bodies ? 0 : -1;
@@ -363,7 +366,11 @@ PyObject *native_check_units(PyObject *module, PyObject *const *args, Py_ssize_t
         said.physical = ((const int64_t *)physical->buf)[i];
         said.size = size[i];
         said.slot = ((const int64_t *)slots->buf)[i];
-        ((uint8_t *)out->buf)[i] = is_meant(view, at[i], &said, checksum, ends + i);
+        Parts parts;
+        bool meant = is_meant(view, at[i], &said, checksum, &parts, ends + i);
+        ((uint8_t *)out->buf)[i] = meant;
+        if (table && meant)
+            note_parts(table->buf, count, i, &parts);
         if (copied < 0)
             continue;
         /* Now that the checksum has brought it near. */

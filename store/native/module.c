@@ -15,7 +15,8 @@ static PyMethodDef functions[] = {
     FUNCTION(record_holds, "record_holds(buffer, position, limit, physical_offset) -> size or 0"),
     FUNCTION(read_units, "read_units(type, stretch, buffer, start, units, first, chosen, queue_id, topic, budget) -> tuple"),
     FUNCTION(check_units,
-             "check_units(buffer, starts, physical, sizes, slots, queue_id, topic, out, body_ends, bodies, checksums) -> int"),
+             "check_units(buffer, starts, physical, sizes, slots, queue_id, topic, out, body_ends, bodies, table, "
+             "checksums) -> int"),
     FUNCTION(read_at, "read_at(fds, positions, sizes) -> bytes, or None"),
     FUNCTION(lengths, "lengths(bodies) -> (greatest, sum), or None"),
     FUNCTION(encode, "encode(header, bodies, tails, flags, queue_offset, physical_offset) -> (records, sizes)"),

@@ -10,7 +10,7 @@
 #include <string.h>
 
 /* Counted up with every change of what a function takes or gives; store/mqstore/native.py has the same number. */
-#define NATIVE_VERSION 3
+#define NATIVE_VERSION 4
 
 #if !defined(__x86_64__) || !defined(__GNUC__)
 #error "built for x86-64 by GCC or Clang only; elsewhere mqstore runs on Python and numpy"
@@ -33,6 +33,7 @@ enum {
     MIN_RECORD_BYTES = 91,
     SMALLEST_PAIR = 4, /* of properties: name, 01, value, 02 */
     PAIR_ROWS = 4,
+    PARTS = 6, /* `note_parts` */
     MANY_PAIRS = 64,
     CRC_TAIL_BYTES = 20, /* of the property __CRC32# (2.5) */
     COMPRESSED = 0x01,
@@ -79,6 +80,17 @@ typedef struct {
     int64_t size, body, body_size, topic, topic_size, properties, properties_size;
 } Parts;
 
+/* Row `i` of a table of `count`: six columns of int64, what `Parts` has behind the size, in its order. */
+static inline void note_parts(int64_t *table, Py_ssize_t count, Py_ssize_t i, const Parts *parts)
+{
+    table[i] = parts->body;
+    table[i + count] = parts->body_size;
+    table[i + 2 * count] = parts->topic;
+    table[i + 3 * count] = parts->topic_size;
+    table[i + 4 * count] = parts->properties;
+    table[i + 5 * count] = parts->properties_size;
+}
+
 /* Whether the lengths in the record at `position`, where there is room for the smallest, add up; else nothing is set. */
 bool parts_of(const uint8_t *data, int64_t length, int64_t position, Parts *parts);
 int64_t sound_record(const uint8_t *data, int64_t length, int64_t position, int64_t physical_offset, bool checksum,
@@ -94,7 +106,7 @@ static inline bool bears(const uint8_t *data, const Parts *parts, const char *to
 
 /* The buffers that a function holds, to be let go together, whatever comes. Begin with {0}. */
 typedef struct {
-    Py_buffer views[8];
+    Py_buffer views[9];
     int count;
 } Buffers;
 

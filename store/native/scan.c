@@ -203,7 +203,7 @@ bool parts_of(const uint8_t *data, int64_t length, int64_t position, Parts *part
 
 /* measure(buffer, positions, topic, ok, table) -> whether all are ok and bear `topic` (None: False).
 
-   `ok`: a bool each; `table`: six rows of int64, what `Parts` has behind the size, in its order. `Headers._parts` says the rest. */
+   `ok`: a bool each; `table` as of `note_parts`. `Headers._parts` says the rest. */
 PyObject *native_measure(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     if (!has_arguments("measure", nargs, 5))
@@ -219,7 +219,7 @@ PyObject *native_measure(PyObject *module, PyObject *const *args, Py_ssize_t nar
         !(positions = hold(&held, args[1], 8, -1, false, "positions")))
         goto done;
     Py_ssize_t count = positions->len / 8;
-    if (!(ok = hold(&held, args[3], 1, count, true, "ok")) || !(table = hold(&held, args[4], 8, 6 * count, true, "table")))
+    if (!(ok = hold(&held, args[3], 1, count, true, "ok")) || !(table = hold(&held, args[4], 8, PARTS * count, true, "table")))
         goto done;
     const int64_t *at = positions->buf;
     int64_t *row = table->buf;
@@ -235,12 +235,7 @@ PyObject *native_measure(PyObject *module, PyObject *const *args, Py_ssize_t nar
         Parts parts = {0};
         good[i] = parts_of(view->buf, view->len, at[i], &parts);
         known = known && good[i] && bears(view->buf, &parts, topic, topic_bytes);
-        row[i] = parts.body;
-        row[i + count] = parts.body_size;
-        row[i + 2 * count] = parts.topic;
-        row[i + 3 * count] = parts.topic_size;
-        row[i + 4 * count] = parts.properties;
-        row[i + 5 * count] = parts.properties_size;
+        note_parts(row, count, i, &parts);
     }
     result = PyBool_FromLong(known);
 done:

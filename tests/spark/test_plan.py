@@ -465,3 +465,13 @@ def test_narrowing_asks_each_test_of_its_own_column() -> None:
     narrowing.take("queue_id", "EqualTo", 1)
     found: Iterator[bool] = (narrowing.admits(s, QueueRef("t", q)) for s in "ab" for q in (0, 1))
     assert [*found] == [False, True, False, False]
+
+
+def test_what_a_tag_is_asked_of_takes_fewer_partitions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each task costs as much as reading the units of a hundred thousand messages."""
+    monkeypatch.setattr(module, "_PARTITION_MESSAGES", 250)
+    path = write_store(tmp_path / "s", many(4000), segment_bytes=1 << 16)
+    narrowing = Narrowing()
+    narrowing.take("tags", "EqualTo", "a")
+    assert [len(by_region(path)), len(by_region(path, tags="a")), len(by_region(path, narrowing))] == [17, 5, 5]
+    assert whole(by_region(path, tags="a")) == whole(by_region(path))

@@ -414,6 +414,12 @@ class Headers:
         """8 or 20: address and port, from position 56 + born_host_size."""
         return np.where(self.sys_flag & _record.STORE_HOST_V6, IPV6_BYTES, IPV4_BYTES).astype(np.int32)
 
+    def take_parts(self, table: npt.NDArray[np.int64]) -> None:
+        """What somebody else has found who looked: all records are ok and bear the expected topic; the six columns that
+        `_parts` has behind that."""
+        self.known_topic = self._expected_topic
+        self._parts = (np.ones(len(self), np.bool_), table[0], table[1], table[2], table[3], table[4], table[5])
+
     @cached_property
     def _parts(self) -> tuple[_Bools, _Int64s, _Int64s, _Int64s, _Int64s, _Int64s, _Int64s]:
         """`ok`, then position and size of body, topic and properties; each length is compared before it is used."""
@@ -672,13 +678,14 @@ def ordinary_bodies(
     *,
     copied: bool,
     checksums: bool,
-) -> tuple[_Int64s, npt.NDArray[np.uint8] | None] | None:
+    headers: bool = False,
+) -> tuple[_Int64s, npt.NDArray[np.uint8] | None, Headers | None] | None:
     """Whether the records at `starts`, to which units of a queue lead, are all sound, as the units say, and nothing
     rare; by compiled parts, in one pass. None: not so, or there are none of these, and Python has to look.
 
     Else (where each body ends in `buf`, -1 for one that is compressed or has a host that is not IPv4; with `copied` all
-    bodies one after the other, unless one is such). Without `checksums`, which are over the whole record, these are not
-    compared (9.2).
+    bodies one after the other, unless one is such; with `headers` those of all, for less than looking again). Without
+    `checksums`, which are over the whole record, these are not compared (9.2).
     """
     if kernel is None:
         return None
@@ -686,10 +693,17 @@ def ordinary_bodies(
     fine, ends = np.empty(len(starts), np.bool_), np.empty(len(starts), np.int64)
     # The sizes may be anything; those of good records add up to no more than there is, unless they overlap.
     bodies = np.empty(min(int(sizes.sum()), len(view)), np.uint8) if copied else None
-    length = kernel.check_units(view, starts, physical, sizes, slots, queue_id, topic, fine, ends, bodies, checksums)
+    table = np.empty((6, len(starts)), np.int64) if headers else None
+    length = kernel.check_units(
+        *(view, starts, physical, sizes, slots, queue_id, topic, fine, ends, bodies, table, checksums)
+    )
     if not fine.all():
         return None
-    return ends, None if bodies is None or length < 0 else bodies[:length]
+    found = None
+    if table is not None:
+        found = gather(buf, starts, topic=topic)
+        found.take_parts(table)
+    return ends, None if bodies is None or length < 0 else bodies[:length], found
 
 
 def content_end(buf: ReadableBuffer, start: int = 0, end: int | None = None) -> int:

@@ -688,7 +688,7 @@ class StoreReader:
             unit = queue.queue_id, queue.topic_bytes
             found = ordinary_bodies(buffer, starts, physical, sizes, slots, *unit, copied=with_bodies, checksums=True)
             if found is not None:
-                return _Checked(buffer, np.ones(len(starts), np.bool_), None, *found)
+                return _Checked(buffer, np.ones(len(starts), np.bool_), None, *found[:2])
         said = (physical << 1 | 1) ^ sizes << 41  # odd, so never 0, which stands for "not looked at"
         if self._passes_over_bad and self._verified.all_in(queue, slots, said):
             return _Checked(buffer, good)

@@ -37,7 +37,7 @@ from mqstore.log.report import Finding
 from mqstore.log.store import MessageStore
 from mqstore.log.tagfilter import TagFilter, parse_tags
 from mqstore.spark.arrow import cut, laid, spread, text
-from mqstore.spark.rows import OnCorrupt, Piece, Policy, at_once, log_batches, queue_batches
+from mqstore.spark.rows import Keep, OnCorrupt, Piece, Policy, at_once, log_batches, queue_batches
 from mqstore.spark.windows import WINDOW_BYTES, Windows
 
 __all__ = [
@@ -346,14 +346,13 @@ class ColumnReader:
     def queue(self, topic: str, queue_id: int, start: int, stop: int) -> Iterator[Any]:
         """Record batches of queue offsets [start, stop), in order; nothing for a queue that is not there."""
         chosen = parse_tags(self._tags, topic)
-        records = (
-            chosen is not None or self._passes is not None or any(COLUMNS[name].cost != "unit" for name in self.columns)
-        )
-        bodies = "body" in self.columns and chosen is None and self._passes is None
+        costs = {COLUMNS[name].cost for name in self.columns}
+        filtered = chosen is not None or self._passes is not None
+        keep = Keep("body" in costs and not filtered, filtered or not costs <= {"unit", "body"})
         for pieces in queue_batches(
             *(self.store, self._windows, topic, queue_id, start, stop, self.policy),
-            records=records,
-            bodies=bodies,
+            records=filtered or not costs <= {"unit"},
+            keep=keep,
             tags=chosen,
         ):
             yield from self._batches(pieces, chosen)
@@ -370,7 +369,8 @@ class ColumnReader:
         """As `queue`, checked and filtered, before columns are made: for who counts. A piece has to be done with before
         the next one is asked for."""
         chosen = parse_tags(self._tags, topic)
-        for pieces in queue_batches(self.store, self._windows, topic, queue_id, start, stop, self.policy, tags=chosen):
+        wanted = (self.store, self._windows, topic, queue_id, start, stop, self.policy)
+        for pieces in queue_batches(*wanted, keep=Keep(headers=True), tags=chosen):
             yield from self._chosen(pieces, chosen)
 
     def log(self, start: int, stop: int, wanted: Callable[[str], bool] = lambda topic: True) -> Iterator[Any]:

@@ -77,12 +77,14 @@ _MARGIN_MS = 60_000
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _LAST = (1 << 63) - 1
 _FEW_UNITS = 4096
-_REGION_BYTES = 32 << 20
+_REGION_BYTES = 64 << 20
 _MAX_REGION_BYTES = 2 * WINDOW_BYTES
 """A window that is left is not found again by the next queue."""
 _REGION_MESSAGES = 4096
 """Of a queue in a region, on average: each slice costs as much as reading some hundred."""
 _MOST_SLICES = 100_000
+_TAGGED = 0.25
+"""What messages weigh of which a tag is asked: their units are read, and the records of some."""
 _FOR_QUEUES = ("ending_offsets", "starting_timestamp_ms", "ending_timestamp_ms", "starting_group", "assign")
 
 
@@ -446,7 +448,9 @@ def survey(options: SourceOptions, narrowing: Narrowing | None = None, *, by_reg
                     if start < stop:
                         parts = [(start, stop)] if by_key is None else _by_key(by_key, store, queue, start, stop)
                         mine += [weigh(name, queue, *part) for part in parts]
-            if by_region and not (options.tags or narrowing.tags or options.keys):
+            if options.tags or narrowing.tags:
+                mine = [Weighed(each.slice, each.each * _TAGGED) for each in mine]
+            elif by_region and not options.keys:
                 mine = _by_region(store, mine)
             found += mine
     if missing and options.fail_on_data_loss and options.scan != "log":

@@ -19,7 +19,7 @@ import mmap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -43,7 +43,7 @@ from mqstore.log.tagfilter import TagFilter
 from mqstore.spark.arrow import cut
 from mqstore.spark.windows import Window, Windows, lie_far_apart
 
-__all__ = ["OnCorrupt", "Piece", "Policy", "at_once", "log_batches", "queue_batches"]
+__all__ = ["Keep", "OnCorrupt", "Piece", "Policy", "at_once", "log_batches", "queue_batches"]
 
 OnCorrupt = Literal["fail", "skip", "keep"]
 _Int64s = npt.NDArray[np.int64]
@@ -83,6 +83,13 @@ class Policy:
         self.corrupt += 1
         if self.tell is not None:
             self.tell(finding)
+
+
+class Keep(NamedTuple):
+    """What those who check records are to keep of them: a look less for who needs it, wasted on others."""
+
+    bodies: bool = False
+    headers: bool = False
 
 
 @dataclass
@@ -208,11 +215,11 @@ def queue_batches(
     policy: Policy,
     *,
     records: bool = True,
-    bodies: bool = False,
+    keep: Keep = Keep(),  # noqa: B008  (a value)
     tags: TagFilter | None = None,
 ) -> Iterator[list[Piece]]:
-    """Messages of queue offsets [start, stop), in order. `records` False looks at units alone; with `bodies` they are
-    copied by the way, if they can be; `tags` lets pass what its hash lets pass, so some that it would not."""
+    """Messages of queue offsets [start, stop), in order. `records` False looks at units alone; `keep`: what is kept by
+    the way, if it can be; `tags` lets pass what its hash lets pass, so some that it would not."""
     queue = store._queues.get(topic, queue_id)
     if queue is None:
         return
@@ -246,7 +253,7 @@ def queue_batches(
             slots, physical, sizes, codes = slots[live], physical[live], sizes[live], codes[live]
         whole = Piece(topic, queue_id, slots, physical, sizes, codes)
         if records:
-            yield from _joined(_looked_up(store, windows, encoded, whole, policy, bodies), policy)
+            yield from _joined(_looked_up(store, windows, encoded, whole, policy, keep), policy)
         else:
             yield from ([whole.rows(low, high)] for low, high in _spans(sizes, policy.max_rows, 1 << 62))
         start += count
@@ -321,23 +328,23 @@ def _holes(store: MessageStore, topic: str, queue_id: int, slots: _Int64s, polic
 
 
 def _looked_up(
-    store: MessageStore, windows: Windows, topic: bytes, whole: Piece, policy: Policy, bodies: bool
+    store: MessageStore, windows: Windows, topic: bytes, whole: Piece, policy: Policy, keep: Keep
 ) -> Iterator[Piece]:
     """`whole`, checked."""
     if not lie_far_apart(whole.physical):
-        yield from _through_windows(store, windows, topic, whole, policy, bodies)
+        yield from _through_windows(store, windows, topic, whole, policy, keep)
         return
     for low, high in _spans(whole.sizes, policy.max_rows, policy.max_bytes):
         piece = whole.rows(low, high)
         data = windows.read(piece.physical, piece.sizes)
         if data is None:
-            yield from _through_windows(store, windows, topic, piece, policy, bodies)
+            yield from _through_windows(store, windows, topic, piece, policy, keep)
         else:
-            yield from _checked(store, data, np.cumsum(piece.sizes) - piece.sizes, topic, piece, policy, bodies)
+            yield from _checked(store, data, np.cumsum(piece.sizes) - piece.sizes, topic, piece, policy, keep)
 
 
 def _through_windows(
-    store: MessageStore, windows: Windows, topic: bytes, whole: Piece, policy: Policy, bodies: bool
+    store: MessageStore, windows: Windows, topic: bytes, whole: Piece, policy: Policy, keep: Keep
 ) -> Iterator[Piece]:
     """`whole` by the windows that its records lie in."""
     size = store.manifest.commitlog_segment_bytes
@@ -358,7 +365,7 @@ def _through_windows(
             window = windows.of(cell, end) or Window(cell, b"", True)
         for low, high in _spans(whole.sizes[first:last], policy.max_rows, policy.max_bytes):
             piece = whole.rows(first + low, first + high)
-            yield from _checked(store, window.buffer, piece.physical - window.base, topic, piece, policy, bodies)
+            yield from _checked(store, window.buffer, piece.physical - window.base, topic, piece, policy, keep)
 
 
 def _checked(
@@ -368,10 +375,10 @@ def _checked(
     topic: bytes,
     piece: Piece,
     policy: Policy,
-    bodies: bool,
+    keep: Keep,
 ) -> Iterator[Piece]:
     """The records at these positions of a buffer, to which the units lead."""
-    if _are_ordinary(store, buffer, positions, topic, piece, policy, bodies):
+    if _are_ordinary(store, buffer, positions, topic, piece, policy, keep):
         yield piece
         return
     inside = (positions + piece.sizes <= len(buffer)) & (piece.sizes >= MIN_RECORD_BYTES)
@@ -413,21 +420,22 @@ def _are_ordinary(
     topic: bytes,
     piece: Piece,
     policy: Policy,
-    with_bodies: bool,
+    keep: Keep,
 ) -> bool:
-    """Whether all records are sound and nothing rare, by compiled parts: one pass, in which bodies are copied, too. Of
+    """Whether all records are sound and nothing rare, by compiled parts: one pass, in which is kept what is wanted. Of
     all else, `_checked` finds out what it is."""
     if policy.verify and store._checksum != "crc32c-record":
         return False
     assert piece.queue_id is not None, "of a queue scan"
     found = ordinary_bodies(
         *(buffer, positions, piece.physical, piece.sizes, piece.slots, piece.queue_id, topic),
-        copied=with_bodies,
+        copied=keep.bodies,
+        headers=keep.headers,
         checksums=policy.verify,
     )
     if found is None:
         return False
-    ends, bodies = found
+    ends, bodies, piece.known_headers = found
     piece.buffer, piece.positions = buffer, positions
     if bodies is not None:
         piece.plain_bodies = bodies, ends - positions - BODY_AT_V4
