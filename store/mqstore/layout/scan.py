@@ -703,6 +703,8 @@ def ordinary_bodies(
     if table is not None:
         found = gather(buf, starts, topic=topic)
         found.take_parts(table)
+        if (found.physical_offset != physical).any():  # changed meanwhile, as another process's recovery changes them
+            return None
     return ends, None if bodies is None or length < 0 else bodies[:length], found
 
 
