@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import mqstore
-from mqstore import BatchFailure, Interceptor, Message, Reject, Retry, RetryPolicy, Store
+from mqstore import BatchFailure, GroupInUseError, Interceptor, Message, Reject, Retry, RetryPolicy, Store
 from mqstore.broker.members import Mode
 from mqstore.client import poppush
 from mqstore.client.poppush import PopEngine
@@ -1261,6 +1261,24 @@ def test_stop_lets_each_group_end_what_it_is_at_and_nothing_that_is_done_comes_a
     with second:
         until(lambda: sum(store.lag("g").values()) == 0)
     assert again == [(b"a1", 1), (b"a2", 1)]
+
+
+@pytest.mark.parametrize("first", ["by group", "by queue", "received"])
+def test_members_that_do_not_pop_alike_are_refused(store: Store, first: str) -> None:
+    """They would be given again what the others of a queue are done with."""
+    store.create_topic("one", queues=1)
+
+    def push(parallel_groups: bool) -> Any:
+        consumer = store.push_consumer("g", mode="pop", ordered=True, parallel_groups=parallel_groups)
+        consumer.subscribe("one", lambda message: None)
+        return consumer
+
+    other = push(first != "by group")
+    with (
+        store.simple_consumer("g", {"one": "*"}, ordered=True) if first == "received" else push(first == "by group"),
+        pytest.raises(GroupInUseError, match="within message groups"),
+    ):
+        other.start()
 
 
 def test_what_hangs_at_the_end_comes_again_without_what_the_others_did(store: Store) -> None:

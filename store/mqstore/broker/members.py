@@ -42,9 +42,14 @@ class Mode(NamedTuple):
     model: Literal["queue", "pop"]
     ordered: bool = False
     broadcasting: bool = False
+    by_group: bool = False
+    """Ordered pop: message groups side by side. Who does not pop as these do would be given again what they are done
+    with."""
 
     def __str__(self) -> str:
         order = "ordered" if self.ordered else "unordered"
+        if self.by_group:
+            order += " within message groups"
         return f"{self.model}, {order}, {'broadcasting' if self.broadcasting else 'clustering'}"
 
 

@@ -66,7 +66,7 @@ class PopSource:
         self._broker = broker
         self._group = group
         self._client_id = client_id
-        self._mode = Mode("pop", ordered)
+        self._mode = Mode("pop", ordered, by_group=skip_acked)
         self._start = start
         self._skip_acked = skip_acked
         self._lock = threading.Lock()

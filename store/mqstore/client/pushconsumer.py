@@ -266,7 +266,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
             group, clock, batch=batch_size > 1, interceptors=Interceptors(interceptors), on_error=on_error
         )
         self._retry = retry
-        self._mode = Mode(mode, ordered, broadcasting)
+        self._mode = Mode(mode, ordered, broadcasting, parallel_groups)
         check_start(start)
         self._check_group()
         service: ConcurrentService | OrderlyService
