@@ -52,8 +52,8 @@ def _way(request: pytest.FixtureRequest) -> Iterator[None]:
     """How records are found: by chance of their places, here as each test is run."""
     with pytest.MonkeyPatch.context() as patch:
         near = request.param == "through windows"
-        patch.setattr(windows, "_FEW", 1)
-        patch.setattr(windows, "_FAR_BYTES", 1 << 40 if near else 0)
+        patch.setattr(windows, "lie_far_apart", lambda *_: not near and windows.kernel is not None)
+        patch.setattr(rows, "lie_far_apart", windows.lie_far_apart)
         yield
 
 
@@ -591,7 +591,7 @@ def test_records_of_a_queue_that_shares_the_log_are_checked_each(
         expected = [row for row in expected if row["physical_offset"] not in places]
     together: list[int] = []
     copied = rows._put_together
-    monkeypatch.setattr(windows, "_FAR_BYTES", 1 << 40)  # else they come together as they are
+    monkeypatch.setattr(rows, "lie_far_apart", lambda *_: False)  # else they come together as they are
     monkeypatch.setattr(rows, "_put_together", lambda *given: together.append(len(given[3])) or copied(*given))
     for compiled in (scan.kernel, None):
         monkeypatch.setattr(scan, "kernel", compiled)

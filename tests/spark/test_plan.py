@@ -467,6 +467,20 @@ def test_narrowing_asks_each_test_of_its_own_column() -> None:
     assert [*found] == [False, True, False, False]
 
 
+@pytest.mark.parametrize("heavy", ["none", "first", "last"])
+def test_messages_that_weigh_more_than_a_partition_leave_the_others_theirs(heavy: str) -> None:
+    """What they weigh too much was once taken off all partitions behind them, which then had a message each."""
+    name = StoreName("s", "/s")
+    found = [Weighed(QueueSlice(name, "t", 0, 0, 10_000), 1e-5)]
+    if heavy != "none":
+        found.insert(heavy == "last", Weighed(QueueSlice(name, "t", 1, 0, 5), 1e-2))
+    groups = [*partitions(found, 200)]
+    assert 130 < len(groups) <= 200
+    assert heavy == "last" or len(groups) == 200  # the last are met when the others have theirs
+    sizes = [sum(piece.stop - piece.start for piece in group) for group in groups]
+    assert sorted(sizes)[10] > 40
+
+
 def test_what_a_tag_is_asked_of_takes_fewer_partitions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each task costs as much as reading the units of a hundred thousand messages."""
     monkeypatch.setattr(module, "_PARTITION_MESSAGES", 250)

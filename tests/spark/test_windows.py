@@ -103,11 +103,19 @@ compiled = pytest.mark.skipif(kernel is None, reason="without compiled parts")
 
 @compiled
 def test_what_lies_far_apart_is_read_and_not_mapped() -> None:
+    small = np.full(100, 400)
     far, near = np.arange(100) * (16 << 10) * 2, np.arange(100) * 400
-    assert lie_far_apart(far)
-    assert lie_far_apart(far[::-1])
-    assert not lie_far_apart(near)
-    assert not lie_far_apart(far[:20])  # a few are not worth it
+    assert lie_far_apart(far, small)
+    assert lie_far_apart(far[::-1], small)
+    assert not lie_far_apart(near, small)
+    assert not lie_far_apart(far[:20], small[:20])  # a few are not worth it
+    assert not lie_far_apart(far, np.full(100, 32 << 10))  # side by side, each large
+    stray = near.copy()
+    stray[50] = 1 << 40
+    assert not lie_far_apart(stray, small)
+    claims = small.copy()
+    claims[7] = 500 << 20  # a damaged unit: to look at it through a window costs nothing
+    assert not lie_far_apart(far, claims)
 
 
 def places(store: MessageStore) -> tuple[Any, Any]:
@@ -124,6 +132,32 @@ def test_records_of_several_segments_are_read_side_by_side_in_any_order(store: M
         data = Windows(store._run, store.fs).read(physical[order], sizes[order])
         expected = zip(physical[order].tolist(), sizes[order].tolist(), strict=True)
         assert data == b"".join(log[at : at + size] for at, size in expected)
+
+
+@compiled
+def test_however_many_segments_there_are_one_file_is_open_at_a_time(
+    store: MessageStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    physical, sizes = places(store)
+    most = opened = 0
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(store.fs, name)
+
+        def open(self, *given: Any) -> int:
+            nonlocal most, opened
+            opened += 1
+            most = max(most, opened)
+            return store.fs.open(*given)
+
+        def close(self, fd: int) -> None:
+            nonlocal opened
+            opened -= 1
+            store.fs.close(fd)
+
+    assert Windows(store._run, Counting()).read(physical, sizes)  # type: ignore[arg-type]
+    assert (most, opened) == (1, 0)
 
 
 @compiled
@@ -148,8 +182,7 @@ def test_nothing_is_read_where_a_record_does_not_lie_in_its_file(store: MessageS
 def test_what_cannot_be_read_record_by_record_is_looked_up_through_windows(
     store: MessageStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mqstore.spark.windows._FEW", 1)
-    monkeypatch.setattr("mqstore.spark.windows._FAR_BYTES", 0)
+    monkeypatch.setattr("mqstore.spark.rows.lie_far_apart", lambda *_: True)
     expected = rows_of(read_all(store.path))
     monkeypatch.setattr(Windows, "read", lambda *_: None)
     assert rows_of(read_all(store.path)) == expected

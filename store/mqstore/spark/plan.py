@@ -4,7 +4,8 @@
     snapshot    the bounds of every queue, once for a query: what a writer adds meanwhile is not read
     narrowing   options, then what Spark hands down of its filters
     regions     queues that share a log are read side by side, a stretch of it at a time, by who reads them all
-    partitions  lists of slices: small queues together, large ones cut, about 128 MiB or 500 000 messages each
+    partitions  lists of slices: small queues together, large ones cut, about 128 MiB or 500 000 messages each,
+                four times that where a tag is asked for
 
 A slice names a store by its path, so every task opens what it needs; nothing but plain values travels.
 
@@ -449,7 +450,7 @@ def survey(options: SourceOptions, narrowing: Narrowing | None = None, *, by_reg
                         parts = [(start, stop)] if by_key is None else _by_key(by_key, store, queue, start, stop)
                         mine += [weigh(name, queue, *part) for part in parts]
             if options.tags or narrowing.tags:
-                mine = [Weighed(each.slice, each.each * _TAGGED) for each in mine]
+                mine = [_tagged(each) for each in mine]
             elif by_region and not options.keys:
                 mine = _by_region(store, mine)
             found += mine
@@ -583,6 +584,13 @@ def _by_key(index: KeyIndex, store: MessageStore, queue: ConsumeQueue, start: in
     """The parts of [start, stop) where messages with the wanted keys can be."""
     low, high = (_slot_at(store, queue.ref, start, stop, physical) for physical in index.vouched)
     return [*index.narrowed(queue.ref, start, stop, low, high)]
+
+
+def _tagged(weighed: Weighed) -> Weighed:
+    """As a tag is asked of it; where units have times in place of hashes that makes no difference."""
+    piece = weighed.slice
+    by_time = isinstance(piece, QueueSlice) and piece.topic == SCHEDULE_TOPIC
+    return weighed if by_time else Weighed(piece, weighed.each * _TAGGED)
 
 
 def _by_region(store: MessageStore, found: list[Weighed]) -> list[Weighed]:
@@ -726,9 +734,9 @@ def partitions(found: Sequence[Weighed], least: int) -> Iterator[list[Slice]]:
     total = sum(each.weight for each in found)
     if not total:
         return
-    full = total / max(least, -int(-total // 1))
+    number = max(least, -int(-total // 1))
     group: list[Slice] = []
-    room, left = full, total
+    room, left = (full := total / number), total
     for weighed in found:
         piece, each = weighed.slice, weighed.each
         start, stop = piece.start, piece.stop
@@ -740,9 +748,11 @@ def partitions(found: Sequence[Weighed], least: int) -> Iterator[list[Slice]]:
             room -= (end - start) * each
             left -= (end - start) * each
             start = end
-            if room < full / 64 <= left:
+            if room < full / 64 <= left and number > 1:
                 yield group
-                group, room = [], room + full  # what this one has too little, the next has more
+                # Anew: a message may weigh more than a partition, and what one has too little the others share.
+                number -= 1
+                group, room = [], (full := left / number)
     if group:
         yield group
 

@@ -94,7 +94,7 @@ class Keep(NamedTuple):
 
 @dataclass
 class Piece:
-    """Messages whose records lie in one window. `slots`, `physical`, `sizes`, `tags_codes` have an element a row.
+    """Messages whose records lie in one buffer. `slots`, `physical`, `sizes`, `tags_codes` have an element a row.
 
     Rows that are `bad` have no record: `headers` has one less for each of them, and `errors` their texts.
     """
@@ -331,7 +331,7 @@ def _looked_up(
     store: MessageStore, windows: Windows, topic: bytes, whole: Piece, policy: Policy, keep: Keep
 ) -> Iterator[Piece]:
     """`whole`, checked."""
-    if not lie_far_apart(whole.physical):
+    if not len(whole) or not lie_far_apart(whole.physical, whole.sizes):
         yield from _through_windows(store, windows, topic, whole, policy, keep)
         return
     for low, high in _spans(whole.sizes, policy.max_rows, policy.max_bytes):

@@ -14,8 +14,9 @@ import mmap
 import os
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -29,16 +30,19 @@ __all__ = ["WINDOW_BYTES", "Window", "Windows", "lie_far_apart"]
 WINDOW_BYTES = 64 << 20
 _READ_BYTES = 8 << 20
 _FEW = 64
+_SMALL_BYTES = 1 << 20
+"""What a damaged unit claims is not read, nor are large records copied."""
 _FAR_BYTES = 16 << 10
 """How far apart records are read one by one: the system maps some 64 KiB at a touch."""
 
 
-def lie_far_apart(physical: npt.NDArray[np.int64]) -> bool:
+def lie_far_apart(physical: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> bool:
     """Whether records at these offsets are read quicker one by one (`Windows.read`), by compiled parts, than through
-    windows."""
-    if kernel is None or len(physical) < _FEW:
+    windows: they are small, and most lie far from the one before."""
+    if kernel is None or len(physical) < _FEW or int(sizes.max()) > _SMALL_BYTES:
         return False
-    return int(physical.max() - physical.min()) >= len(physical) * _FAR_BYTES
+    far = np.count_nonzero(np.abs(np.diff(physical)) - sizes[:-1] >= _FAR_BYTES)
+    return bool(2 * far >= len(physical))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,16 +99,18 @@ class Windows:
         """The records at these offsets side by side. None: some does not lie within its file."""
         assert kernel is not None, "as `lie_far_apart` has it"
         starts = physical - physical % self._run.segment_bytes
-        fds, positions = np.empty(len(physical), np.int64), physical - starts
-        with ExitStack() as opened:
-            for start in np.unique(starts).tolist():
-                file = opened.enter_context(self._file(start))
-                here = starts == start
-                if file is None or int((positions + sizes)[here].max()) > file[2] or int(sizes[here].min()) < 0:
+        parts: list[bytes] = []
+        bounds = [0, *(np.flatnonzero(np.diff(starts)) + 1).tolist(), len(starts)]
+        for low, high in pairwise(bounds):  # one file open at a time
+            positions, lengths = physical[low:high] - starts[low], np.ascontiguousarray(sizes[low:high])
+            with self._file(int(starts[low])) as file:
+                if file is None or int((positions + lengths).max()) > file[2] or int(lengths.min()) < 0:
                     return None
-                fds[here] = file[0]
-            data: bytes | None = kernel.read_at(fds, positions, np.ascontiguousarray(sizes))
-        return data
+                data = kernel.read_at(np.full(high - low, file[0]), positions, lengths)
+            if data is None:
+                return None
+            parts.append(data)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def close(self) -> None:
         self._open.clear()
