@@ -293,28 +293,33 @@ class Queue:
         loan_s = self._loan_s if visibility is None else loan_seconds(visibility)
         end = None if timeout is None else time.monotonic() + seconds(timeout, "timeout")
         turn = None
-        while True:
-            rings = self._waits.rings  # before the look: a `shutdown` that comes later ends the wait
-            shut = self._shut  # and what was put before it is seen
-            try:
-                if shut == "all":
-                    raise QueueShutDown(f"queue {self.name!r} was shut down")
-                expires_at = self._lender.monotonic_ms() / 1000 + loan_s
-                found = self._broker.pop(self.name, self.name, count, invisible=loan_s, order=self._ordered)
-            except BaseException:
-                if turn is not None:  # for an item that another object of this queue may have
-                    self._waits.pass_on(turn)
-                raise
-            if found:
-                tasks = [Task(self._lender, delivery, expires_at, self._codec) for delivery in found]
-                self._last.task = tasks[-1]
-                return tasks
-            if shut:
-                raise QueueShutDown(f"queue {self.name!r} was shut down, and is empty")
-            left = None if end is None else end - time.monotonic()
-            if not block or (left is not None and left <= 0):
-                raise QueueEmpty(f"nothing to get from queue {self.name!r}")
-            turn = self._waits.wait(((self.name, None),), math.inf if left is None else left, rings)
+        try:
+            while True:
+                rings = self._waits.rings  # before the look: a `shutdown` that comes later ends the wait
+                shut = self._shut  # and what was put before it is seen
+                try:
+                    if shut == "all":
+                        raise QueueShutDown(f"queue {self.name!r} was shut down")
+                    expires_at = self._lender.monotonic_ms() / 1000 + loan_s
+                    found = self._broker.pop(self.name, self.name, count, invisible=loan_s, order=self._ordered)
+                except BaseException:
+                    if turn is not None:  # for an item that another object of this queue may have
+                        self._waits.pass_on(turn)
+                    raise
+                if found:
+                    tasks = [Task(self._lender, delivery, expires_at, self._codec) for delivery in found]
+                    self._last.task = tasks[-1]
+                    return tasks
+                if shut:
+                    raise QueueShutDown(f"queue {self.name!r} was shut down, and is empty")
+                left = None if end is None else end - time.monotonic()
+                if not block or (left is not None and left <= 0):
+                    raise QueueEmpty(f"nothing to get from queue {self.name!r}")
+                turn = self._waits.wait(((self.name, None),), math.inf if left is None else left, rings)
+        except StoreClosedError:
+            if self._shut:  # and closed right behind that: who was told to end hears no more
+                raise QueueShutDown(f"queue {self.name!r} was shut down") from None
+            raise
 
     def when_ready(self, callback: Callable[[], object]) -> Wait:
         """Have `callback()` called once, when another `get(block=False)` may find something, or the queue is shut: for

@@ -877,3 +877,18 @@ def test_what_an_interrupted_get_many_had_taken_is_there_at_once(bench: Bench, m
     tasks = queue.get_many(40)
     assert sorted(int(task.value) for task in tasks) == list(range(40))
     assert {task.attempt for task in tasks} == {1}
+
+
+def test_who_was_told_to_end_is_not_told_that_the_store_was_closed_as_well(tmp_path: Path) -> None:
+    """A worker that was not waiting just then found the store closed, where its loop expects `QueueShutDown`."""
+    store = mqstore.open(tmp_path / "s")
+    queue, other = store.queue("a"), store.queue("b")
+    queue.put(b"x")
+    queue.shutdown()
+    store.close()
+    with pytest.raises(mqstore.QueueShutDown):
+        queue.get()
+    with pytest.raises(mqstore.QueueShutDown):
+        queue.get_many(3, timeout=1)
+    with pytest.raises(mqstore.StoreClosedError):
+        other.get()
