@@ -274,7 +274,7 @@ class Assignment:
         """Pull what was begun; shares first, lest one queue takes what others are to have."""
         self._divide()
         with self._lock:
-            queues = [self._queues[ref] for ref in begun if ref in self._queues]
+            queues = [self._queues[ref] for ref in sorted(begun) if ref in self._queues]
         for queue in queues:
             self._submit_pull(queue)
 
