@@ -175,7 +175,6 @@ class Workers:
         self.on_exit: Callable[[BaseException], object] | None = None
         """Told of a SystemExit or KeyboardInterrupt that a job let out."""
         self._clock = clock
-        self._threaded = threads
         self._turns: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         """None: a thread may end."""
         self._lock = threading.Lock()
@@ -226,7 +225,7 @@ class Workers:
 
     def start(self) -> None:
         """Start the threads, unless the clock is somebody's own."""
-        if not self._threaded:
+        if not self.threads:
             return
         for i in range(self.threads):
             self._spawn(f"{self.name}-{i}", self._serve)
@@ -318,7 +317,7 @@ class Workers:
 
     def _look_later(self) -> None:
         with self._lock:
-            if self._looking or not self._threaded:
+            if self._looking or not self.threads:
                 return
             self._looking = True
         self.later(LOOK_MS, self._look)
@@ -414,11 +413,11 @@ class Workers:
             while thread is not here and thread.is_alive() and (left_s := end - time.monotonic()) > 0:
                 thread.join(min(left_s, LOOK_MS / 1000))
                 self._look()
-        if not self._threaded and current() is None:
+        if not self.threads and current() is None:
             while self._suspended and time.monotonic() < end:  # another thread is in `run_once`
                 time.sleep(_POLL_S)
         ended = all(thread is here or not thread.is_alive() for thread in self._threads) and not self._suspended
-        if not ended and self._threaded:  # those that wait for what others do need not any more
+        if not ended and self.threads:  # those that wait for what others do need not any more
             with self._lock:
                 self._deserted = True
             self._dismiss()

@@ -215,7 +215,7 @@ def queue_batches(
     policy: Policy,
     *,
     records: bool = True,
-    keep: Keep = Keep(),  # noqa: B008  (a value)
+    keep: Keep,
     tags: TagFilter | None = None,
 ) -> Iterator[list[Piece]]:
     """Messages of queue offsets [start, stop), in order. `records` False looks at units alone; `keep`: what is kept by
