@@ -5,6 +5,7 @@
 #   make lint    the same without the tests
 #   make bench   mqstore beside its peers, ratios with their spread (BENCH="put --quick" chooses)
 #   make spark   the tests that need pyspark and Java, in an environment of their own (about 10 minutes)
+#   make interop  both engines on one store, ours and Apache RocketMQ's (needs a JDK, Maven; ROCKETMQ=5.4.0 takes another)
 #   make crash   more crash images than `make test` tries: N=100000 of them
 #   make sanitize  tests of the compiled parts under the address and undefined-behaviour sanitizers (needs gcc)
 #   make docs    docs/commands.md from the commands' own help; fails when the file was stale (it is fresh afterwards)
@@ -20,11 +21,12 @@ VENV  ?= .venv
 BIN   := $(VENV)/bin
 BENCH ?=
 N     ?= 5000
+ROCKETMQ ?= 5.3.3
 # One more than there are processors: tests wait for disks, other processes and clocks.
 JOBS  ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench spark crash sanitize docs clean
+.PHONY: help demo test lint bench spark interop crash sanitize docs clean
 
 help:
 	@sed -n 's/^#   make/  make/p' Makefile
@@ -50,6 +52,13 @@ bench: $(VENV)/stamp-bench
 spark:
 	@$(MAKE) --no-print-directory VENV=.venv-spark .venv-spark/stamp-spark
 	MQSTORE_REQUIRE_SPARK=1 .venv-spark/bin/python -m pytest --durations=5 tests/spark
+
+interop: $(VENV)/stamp-dev var/rocketmq-$(ROCKETMQ)/fetched
+	MQSTORE_ROCKETMQ=var/rocketmq-$(ROCKETMQ) $(BIN)/python -m pytest -n 2 --durations=5 tests/interop
+
+var/rocketmq-%/fetched: tests/interop/pom.xml
+	mvn --batch-mode --quiet --file $< dependency:copy-dependencies -Drocketmq.version=$* -DoutputDirectory=$(CURDIR)/$(@D)
+	@touch $@
 
 crash: $(VENV)/stamp-dev
 	MQSTORE_CRASH_IMAGES=$(N) $(BIN)/python -m pytest -q tests/crash

@@ -9,6 +9,7 @@ import errno
 import os
 import random
 import shutil
+import struct
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ from mqstore.broker.names import TIMER_TOPIC, dlq_topic
 from mqstore.broker.parts import Parts
 from mqstore.broker.receipts import recall_handle
 from mqstore.broker.timer import TimerService
-from mqstore.broker.timerfiles import Progress
+from mqstore.broker.timerfiles import Progress, decode_unit, encode_unit
 from mqstore.broker.uniquekey import UniqueKeys, new_unique_key
 from mqstore.clock import SimulatedClock
 from mqstore.errors import InvalidMessageError, InvalidReceiptError, StoreFullError, StoreIOError
@@ -778,6 +779,32 @@ def test_files_left_by_a_java_broker_are_built_again(tmp_path: Path) -> None:
     counts = Counter(timers.bodies())
     assert set(counts) == {str(wait) for wait in WAITS}
     assert {body for body, count in counts.items() if count > 1} <= {str(HOUR)}
+    timers.close()
+
+
+def test_where_a_java_broker_had_placed_a_message_its_own_log_tells(tmp_path: Path) -> None:
+    """It rolls two days from when it looks: one that it took up three hours after its put, having been down, was taken
+    for rolled when nothing stood for it any more. And what it had delivered in its last minute came again."""
+    timers = Timers(tmp_path / "store")
+    timers.put("far", 5 * DAY)
+    timers.pass_ms(100 * S)
+    timers.put("near", 2 * DAY - 10 * S)
+    timers.pass_ms(S)
+    timers.close()
+    log = timers.path / "timerlog" / f"{0:020d}"
+    far, near = (decode_unit(at, log.read_bytes()[at : at + 52]) for at in (0, 52))
+    late = far._replace(write_ms=far.write_ms + 3 * HOUR)
+    with log.open("r+b") as file:
+        file.write(encode_unit(0, late)[:44] + bytes(8) + encode_unit(52, near)[:44] + bytes(8))
+    check = timers.path / "config" / "timercheck"
+    read_ms = far.slot_ms + 120 * S
+    assert read_ms - 60 * S < near.slot_ms < read_ms
+    with check.open("r+b") as file:  # which leaves what we had written there
+        file.write(struct.pack(">7q", read_ms, 104, 2, 2, 0, read_ms, 9))
+    timers.clock.advance(read_ms - timers.clock.now_ms())
+    timers.open()
+    timers.pass_ms(6 * DAY)
+    assert timers.bodies() == ["far"]
     timers.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import random
 import struct
@@ -463,7 +464,8 @@ def test_the_last_checkpoint_is_found_again(tmp_path: Path, saves: int) -> None:
 
 
 @pytest.mark.parametrize("saves", [2, 3])
-def test_a_checkpoint_torn_anywhere_is_the_old_one_or_the_new_one(tmp_path: Path, saves: int) -> None:
+def test_a_checkpoint_torn_between_sectors_never_says_too_much(tmp_path: Path, saves: int) -> None:
+    """The old one, the new one, or what a Java broker would read of the new one: then all is built again."""
     path = tmp_path / "config" / "timercheck"
     check = new_check(tmp_path)
     for n in range(saves):
@@ -472,13 +474,13 @@ def test_a_checkpoint_torn_anywhere_is_the_old_one_or_the_new_one(tmp_path: Path
     check.save(progress(saves), saves)
     new = path.read_bytes()
     seen = set()
-    for cut in [i for i in range(4096) if old[i] != new[i]]:
-        for torn in (new[:cut] + old[cut:], old[:cut] + new[cut:]):
-            path.write_bytes(torn)
-            found = new_check(tmp_path).load()
-            assert found in (progress(saves - 1), progress(saves))
-            seen.add(found)
-    assert len(seen) == 2
+    for kept in itertools.product((False, True), repeat=8):
+        path.write_bytes(b"".join((old, new)[k][i * 512 : i * 512 + 512] for i, k in enumerate(kept)))
+        found = new_check(tmp_path).load()
+        p = progress(saves)
+        assert found in (progress(saves - 1), p, JavaProgress(p.read_ms, p.log_end, p.queue_offset))
+        seen.add(found)
+    assert len(seen) == 3
 
 
 def test_a_java_brokers_checkpoint_is_told_apart(tmp_path: Path) -> None:
@@ -486,6 +488,24 @@ def test_a_java_brokers_checkpoint_is_told_apart(tmp_path: Path) -> None:
     page = struct.pack(">7q", 1_700_000_000_000, 5200, 42, 42, 0, 0, 0).ljust(4096, b"\0")
     (tmp_path / "config" / "timercheck").write_bytes(page)
     assert new_check(tmp_path).load() == JavaProgress(1_700_000_000_000, 5200, 42)
+
+
+@pytest.mark.parametrize("fields", [(2, 0, 0), (0, 52, 0), (0, 0, 1)])
+def test_what_a_java_broker_wrote_since_counts_more_than_our_own(tmp_path: Path, fields: tuple[int, int, int]) -> None:
+    """It writes its 56 bytes and leaves ours: what it had delivered came again, all of it."""
+    check = new_check(tmp_path)
+    check.save(progress(1), 1)
+    check.save(progress(2), 2)
+    path = tmp_path / "config" / "timercheck"
+    page = bytearray(path.read_bytes())
+    p = progress(2)
+    java = JavaProgress(p.read_ms + fields[0] * P, p.log_end + fields[1], p.queue_offset + fields[2])
+    struct.pack_into(">7q", page, 0, *java, java.queue_offset, 0, 99, 3)
+    path.write_bytes(page)
+    check = new_check(tmp_path)
+    assert check.load() == java
+    check.save(progress(7), 7)
+    assert new_check(tmp_path).load() == progress(7)
 
 
 @pytest.mark.parametrize(
@@ -509,12 +529,13 @@ def test_a_checkpoint_is_synced_with_its_names_when_it_is_new(tmp_path: Path) ->
         ("sync_directory", tmp_path.name),
         ("create", "timercheck"),
         ("pwrite", "timercheck"),
+        ("pwrite", "timercheck"),
         ("fdatasync", "timercheck"),
         ("sync_directory", "config"),
     ]
     before = len(fs.changes())
     check.save(progress(2), 2)
-    assert [call.operation for call in fs.changes()[before:]] == ["create", "pwrite", "fdatasync"]
+    assert [call.operation for call in fs.changes()[before:]] == ["create", "pwrite", "pwrite", "fdatasync"]
 
 
 def test_a_checkpoint_that_could_not_be_synced_is_not_tried_again(tmp_path: Path) -> None:

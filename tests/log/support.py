@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import struct
 from pathlib import Path
@@ -12,11 +13,19 @@ from mqstore.files.filesystem import FileSystem, StrPath
 from mqstore.log.store import MessageStore
 from mqstore.options import Durability, Profile, StoreConfig
 
-__all__ = ["HEADER", "SEGMENT", "Unsynced", "files", "flip", "open_store", "units_of"]
+__all__ = ["EXPORTED", "HEADER", "SEGMENT", "Unsynced", "as_ours", "files", "flip", "open_store", "units_of"]
 
 SEGMENT = 4096
 HEADER = 91
 """What a V1 record with IPv4 hosts takes beside body, topic and properties (store-format 2.1)."""
+
+
+EXPORTED = (
+    *("topic", "queue_id", "queue_offset", "physical_offset", "size", "tags", "keys", "properties", "flag", "sys_flag"),
+    *("born_timestamp_ms", "born_host", "store_timestamp_ms", "store_host", "reconsume_times"),
+    *("prepared_transaction_offset", "message_id", "unique_key"),
+)
+"""What `row_of` and the Java engine's listings both say of a message, beside its body."""
 
 
 class Unsynced(FileSystem):
@@ -75,3 +84,11 @@ def units_of(root: Path, topic: str, queue_id: int = 0) -> list[tuple[int, int, 
             break
         units.append(unit)
     return units
+
+
+def as_ours(name: str, value: Any) -> Any:
+    """A listed value in our notation: Java writes an IPv6 host as eight groups without brackets."""
+    if name in ("born_host", "store_host") and value.count(":") > 1:
+        address, _, port = value.rpartition(":")
+        return f"[{ipaddress.IPv6Address(address)}]:{port}"
+    return value

@@ -7,7 +7,6 @@ notation, and in the store `trimmed` it leaves minima below the first message th
 from __future__ import annotations
 
 import base64
-import ipaddress
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -17,22 +16,9 @@ import pytest
 from mqstore import ConfigError, MessageStore, OffsetOutOfRangeError, SimulatedClock
 from mqstore.log.message import row_of
 from tests.conftest import GOLDEN_NAMES, GoldenStore
-from tests.log.support import files, open_store
+from tests.log.support import EXPORTED, as_ours, files, open_store
 
 Golden = Callable[[str], GoldenStore]
-EXPORTED = (
-    *("topic", "queue_id", "queue_offset", "physical_offset", "size", "tags", "keys", "properties", "flag", "sys_flag"),
-    *("born_timestamp_ms", "born_host", "store_timestamp_ms", "store_host", "reconsume_times"),
-    *("prepared_transaction_offset", "message_id", "unique_key"),
-)
-
-
-def as_ours(name: str, value: Any) -> Any:
-    """A listed value in our notation: Java writes an IPv6 host as eight groups without brackets."""
-    if name in ("born_host", "store_host") and value.count(":") > 1:
-        address, _, port = value.rpartition(":")
-        return f"[{ipaddress.IPv6Address(address)}]:{port}"
-    return value
 
 
 def by_queue(store: GoldenStore, kind: str) -> dict[tuple[str, int], list[dict[str, Any]]]:

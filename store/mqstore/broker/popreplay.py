@@ -140,6 +140,9 @@ class Replay:
         if newer and state.key not in self._in_order:
             return
         self._in_order.add(state.key)
+        acked = _bits(value.get("cm", 0), len(offsets))
+        if there is not None and (there.pop_time_ms, there.offsets) == (batch.pop_time_ms, tuple(offsets)):
+            acked |= there.acked  # a Java broker went on with our batch
         record = OrderInfo(
             tuple(offsets),
             batch.pop_time_ms,
@@ -148,7 +151,7 @@ class Replay:
             value.get("a"),
             counts=_numbers(value.get("oc")),
             visible_ms=_numbers(value.get("ot")),
-            acked=_bits(value.get("cm", 0), len(offsets)),
+            acked=acked,
             released=_bits(value.get("rel", 0), len(offsets)),
         )
         self._tables.orders.restore(*state.key, record)
@@ -250,7 +253,7 @@ class Replay:
         low = tables.offsets.start_of(topic, queue_id)
         high = (tables.store.offsets_or_none(topic, queue_id) or (0, 0))[1]
         table = tables.offsets.committed(group, topic, queue_id)
-        if key not in self._placed and state.fifo is None and table is not None:
+        if key not in self._placed and table is not None:
             state.cursor = max(state.cursor, table)
         state.cursor = max(min(state.cursor, high), min(low, high))
         # Of a topic that was deleted, and what a damaged log may make up: no such message is waited for.

@@ -116,7 +116,7 @@ _LAG_MS: Final = 86_400_000
 _TURN_MS: Final = 5_000
 """A clock set back by less is waited for: what then comes late does so by less than this."""
 _JAVA_MARGIN_MS: Final = 60_000
-"""RocketMQ places by the time of looking, not of storing: what it was about to roll is delivered rather twice."""
+"""RocketMQ places by the time of looking, not of storing: what its log does not tell of is delivered rather twice."""
 _DELIVERED_WITHOUT: Final = frozenset(
     {REAL_TOPIC, REAL_QID, TIMER_DELAY_SEC, TIMER_DELAY_MS, TIMER_DELIVER_MS, DELAY, CRC32}
 )
@@ -169,6 +169,8 @@ class TimerService:
         self._reading = None
         self._skip_ms = self._skip_until = 0
         """Whatever was read, messages before that offset whose slot lies before that time are done."""
+        self._java: _JavaPlaces | None = None
+        """Which of them a Java broker had placed, and where, when it was the last to have the store."""
         self._late_offset = self._late_slot_ms = NOWHERE
         self._held_ms = 0
         """Nothing is placed before `_read_ms` has come here."""
@@ -443,8 +445,10 @@ class TimerService:
             return
         stored_ms = message.store_timestamp_ms
         slot_ms, rolls = placement(stored_ms, slot_of(out_ms + 1))
-        if message.offset < self._skip_until and slot_ms < self._skip_ms:
-            return  # delivered, or rolled, before the files were lost
+        if message.offset < self._skip_until:
+            done = None if self._java is None else self._java.was_done(message.physical_offset)
+            if slot_ms < self._skip_ms if done is None else done:
+                return  # delivered, or rolled, before the files were lost
         earliest_ms = self._read_ms if self._reading is None else self._read_ms + PRECISION_MS
         if slot_ms < earliest_ms:
             slot_ms = earliest_ms
@@ -683,7 +687,9 @@ class TimerService:
                 self._rebuild("no checkpoint: all that the log still holds is delivered, perhaps again", 0, 0)
             return
         if isinstance(found, JavaProgress):
+            places = _JavaPlaces(found.read_ms, *self._log.placed_by_java(found.log_end))
             self._rebuild("left by a Java broker", found.read_ms - _JAVA_MARGIN_MS, found.queue_offset)
+            self._java = places
             return
         self._read_ms, self._queue_offset = found.read_ms, found.queue_offset
         self._skip_ms, self._skip_until = found.skip_ms, found.skip_until
@@ -786,6 +792,20 @@ class TimerService:
         if self._late_offset >= 0:
             self._late_slot_ms = self._newest_ms
         self._touch(now_ms)
+
+
+class _JavaPlaces:
+    """The slots that a Java broker gave to the records at `offsets`, and the first slot that it had not read."""
+
+    def __init__(self, read_ms: int, offsets: npt.NDArray[np.int64], slots_ms: npt.NDArray[np.int64]) -> None:
+        self._read_ms, self._offsets, self._slots_ms = read_ms, offsets, slots_ms
+
+    def was_done(self, physical_offset: int) -> bool | None:
+        """Whether it had delivered, or rolled, that record; None: it had not placed it."""
+        at = int(np.searchsorted(self._offsets, physical_offset))
+        if at == len(self._offsets) or self._offsets[at] != physical_offset:
+            return None
+        return bool(self._slots_ms[at] < self._read_ms)
 
 
 def _within(unit: TimerUnit, last_ms: int) -> TimerUnit:

@@ -29,15 +29,16 @@
     config/timercheck       4096 bytes
 
              0   56 7 i64  lastReadTimeMs, lastTimerLogFlushPos, lastTimerQueueOffset, masterTimerQueueOffset,
-                           stateVersion, timestamp, counter                      as RocketMQ has them; for its eyes
+                           stateVersion, timestamp, counter                      as RocketMQ has them
           1024   84        `_EXTENSION`: `Progress` and its CRC-32C              odd counters
           2048   84        the same                                              even counters
 
 What may be relied on after a crash. The checkpoint alone: its two records are written by turns, each synced before the
-next is written, so one of them is whole whatever is torn. The log as far as the checkpoint says, since it was synced
-before; what lies behind was never promised, and is written again. Nothing of the wheel: it is made anew from the log at
-each opening (a million waiting are 52 MB to read) and never synced. RocketMQ instead searches the log for its end,
-trusts what it finds there, and mends the wheel.
+next is written, so one of them is whole whatever is torn. A Java broker writes its 56 bytes and leaves the records:
+when these say something else, it was there since, and the records are of old. The log as far as the checkpoint says,
+since it was synced before; what lies behind was never promised, and is written again. Nothing of the wheel: it is made
+anew from the log at each opening (a million waiting are 52 MB to read) and never synced. RocketMQ instead searches the
+log for its end, trusts what it finds there, and mends the wheel.
 
 Knows bytes and files; what a slot means and when it is due is `timer.py`'s business. Not thread-safe: its owner is.
 """
@@ -192,6 +193,20 @@ class TimerLog:
         if run.writable:
             run.drop_from(-(-end // size) * size)
             run.drop_before(low)
+
+    def placed_by_java(self, end: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """(physical offsets, slots) of the units up to `end` in a log that a Java broker wrote, by ascending offset; of
+        what it placed again the last. None at all when a part of the log is missing."""
+        try:
+            self._run.load()
+            self.load(self._run.min_offset, end)
+            found = [units[units["size"] == UNIT_BYTES] for _, units in self.scan(self._run.min_offset, verified=False)]
+        except TimerFilesDamaged:
+            found = []
+        none = np.empty(0, UNIT_DTYPE)
+        units = np.concatenate([none, *found])[::-1]
+        offsets, at = np.unique(units["physical_offset"].astype(np.int64), return_index=True)
+        return offsets, slots_of_units(units[at])
 
     def restart(self) -> None:
         """Forget all units. The log goes on empty, behind all it ever held."""
@@ -490,11 +505,14 @@ class TimerCheck:
         self._page[: len(data)] = data
         self._known = len(data) == CHECK_BYTES
         found = [each for at in _EXTENSION_AT if (each := _decode_extension(self._page, at)) is not None]
+        *java, _, _, _, java_counter = _JAVA.unpack_from(self._page)
         if found:
             self._counter, progress = max(found, key=lambda each: each[0])
-            return progress
-        read_ms, log_end, queue_offset, *_ = _JAVA.unpack_from(self._page)
-        return JavaProgress(read_ms, log_end, queue_offset) if read_ms > 0 and queue_offset >= 0 else None
+            # Of a torn page either record may be the one that the first bytes belong to.
+            if any((*java, java_counter) == (*_fields(each)[:3], counter) for counter, each in found):
+                return progress
+        left = JavaProgress(*java)
+        return left if left.read_ms > 0 and left.queue_offset >= 0 else None
 
     def save(self, progress: Progress, now_ms: int) -> None:
         """Write and sync. A failed sync is final, as of `TimerLog.write`."""
@@ -511,7 +529,9 @@ class TimerCheck:
             fs.sync_directory(self._path.parent.parent)
         fd = fs.open(self._path, os.O_RDWR | os.O_CREAT, self._file_mode)
         try:
-            fs.pwrite(fd, page, 0)
+            # What begins the page last: it says whose the rest is.
+            fs.pwrite(fd, page[_JAVA.size :], _JAVA.size)
+            fs.pwrite(fd, page[: _JAVA.size], 0)
             try:
                 fs.fdatasync(fd)
             except OSError as error:
