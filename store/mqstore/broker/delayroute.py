@@ -25,8 +25,9 @@ By the latter it is known at the end, and delivered with the properties that the
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from mqstore.broker.names import SCHEDULE_TOPIC, TIMER_TOPIC
 from mqstore.broker.uniquekey import new_unique_key
@@ -47,11 +48,14 @@ from mqstore.layout.properties import (
     TIMER_ROLL_TIMES,
     UNIQ_KEY,
 )
+from mqstore.log.message import Message
 
 __all__ = [
     "LEVEL_MARKS",
     "PRECISION_MS",
+    "RECALLED_BORN_MS",
     "WINDOW_MS",
+    "Cancellations",
     "delay_route",
     "level_properties",
     "number",
@@ -62,6 +66,8 @@ __all__ = [
 
 PRECISION_MS = 1_000
 """Length of a slot."""
+RECALLED_BORN_MS = "mqstore_recalled_born_ms"
+"""Property of a cancellation: which message of its key it means, by when that was born; negative: none of ours."""
 WINDOW_MS = 172_800 * PRECISION_MS
 """Two days: the farthest that a message is carried in one go."""
 
@@ -87,6 +93,34 @@ def slot_of(deliver_ms: int, precision_ms: int = PRECISION_MS) -> int:
     (1000, 2000, 2000)
     """
     return (deliver_ms - 1) // precision_ms * precision_ms
+
+
+class Cancellations:
+    """What was recalled, of one slot or one handle. A cancellation of ours holds for messages born by the time that it
+    says, so that one which is put with the same key later is delivered; a Java broker's holds for all."""
+
+    __slots__ = ("_born_ms",)
+
+    def __init__(self, messages: Iterable[Message] = ()) -> None:
+        self._born_ms: dict[str, float] = {}
+        for message in messages:
+            self.add(message)
+
+    def add(self, message: Message) -> None:
+        """Take note of a message of the timer topic, if it is a cancellation."""
+        properties = message.stored_properties()
+        key = properties.get(TIMER_DEL_UNIQKEY)
+        if key is not None:
+            born_ms = number(properties.get(RECALLED_BORN_MS))
+            self._born_ms[key] = max(self._born_ms.get(key, -1), math.inf if born_ms is None else born_ms)
+
+    def cover(self, message: Message) -> bool:
+        """Whether a message that waits was recalled."""
+        properties = message.stored_properties()
+        key = properties.get(UNIQ_KEY)
+        # 5.3 names the topic, too; 5.4 does only if it is told to (`appendTopicForTimerDeleteKey`).
+        names = (f"{properties.get(REAL_TOPIC)}+{key}", key)
+        return any(message.born_timestamp_ms <= self._born_ms.get(name, -1) for name in names if name is not None)
 
 
 def delay_route(

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -37,7 +38,7 @@ import numpy as np
 from mqstore.broker.configfile import ConfigFile, object_member
 from mqstore.broker.deadletters import DeadLetters
 from mqstore.broker.delay import deliver_time_ms
-from mqstore.broker.delayroute import PRECISION_MS, number, placement, slot_of
+from mqstore.broker.delayroute import PRECISION_MS, Cancellations, number, placement, slot_of
 from mqstore.broker.names import (
     DLQ_PREFIX,
     POP_LOG_GROUP,
@@ -259,12 +260,14 @@ def is_waiting(parts: Parts, handle: str, now_ms: int) -> bool:
     wanted = parse_recall_handle(handle)
     if wanted.deliver_ms <= now_ms or parts.store.offsets_or_none(TIMER_TOPIC, 0) is None:
         return False
-    found = [m.stored_properties() for m in parts.store.find(TIMER_TOPIC, unique_key=wanted.unique_key)]
-    key = f"{wanted.topic}+{wanted.unique_key}"
-    there = any(
-        p.get(REAL_TOPIC) == wanted.topic and p.get(TIMER_OUT_MS) == str(slot_of(wanted.deliver_ms)) for p in found
-    )
-    return there and not any(p.get(TIMER_DEL_UNIQKEY) == key for p in found)
+    real = {REAL_TOPIC: wanted.topic, TIMER_OUT_MS: str(slot_of(wanted.deliver_ms))}
+    found = [
+        message
+        for message in parts.store.find(TIMER_TOPIC, unique_key=wanted.unique_key, limit=sys.maxsize)
+        if real.items() <= message.stored_properties().items()
+    ]
+    recalled = Cancellations(found)
+    return any(TIMER_DEL_UNIQKEY not in m.stored_properties() and not recalled.cover(m) for m in found)
 
 
 # -- what was popped ---------------------------------------------------------------------------------------------------

@@ -39,8 +39,8 @@ comes twice. So does, if the files have to be built again, what was rolled and i
 A cancellation is a message with the same moment, and is read first. A recall that returned True holds: it is refused
 once its slot is being read, and no slot is read before all that came into the topic is placed.
 
-    slots in use     [read, read + 7 days): the wheel holds 14, so none is taken from another. After a long stop nothing
-                     that was stored a day behind `read`, or later, is placed before what is overdue is delivered
+    slots in use     [read, read + 7 days): the wheel holds 14, so none is taken from another. What belongs farther on,
+                     as after a long stop what comes then does, is rolled from the last of them
     late             whose slot was read before it could be placed: goes to the next one that is not
 
 Knows the store, the road and its files; knows nothing of consumers.
@@ -49,15 +49,25 @@ Knows the store, the road and its files; knows nothing of consumers.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from mqstore.broker.delayroute import LEVEL_MARKS, PRECISION_MS, number, placement, slot_of, timer_route
+from mqstore.broker.delayroute import (
+    LEVEL_MARKS,
+    PRECISION_MS,
+    RECALLED_BORN_MS,
+    Cancellations,
+    number,
+    placement,
+    slot_of,
+    timer_route,
+)
 from mqstore.broker.names import SCHEDULE_GROUP, TIMER_TOPIC
 from mqstore.broker.parts import Parts, Pin, Wake
 from mqstore.broker.receipts import RecallHandle, parse_recall_handle
@@ -99,7 +109,6 @@ from mqstore.layout.properties import (
     UNIQ_KEY,
 )
 from mqstore.log.message import Message
-from mqstore.options import seconds
 
 __all__ = ["TimerService", "timer_route"]
 
@@ -113,6 +122,7 @@ _PENDING_BYTES: Final = 4 << 20
 _REACH_MS: Final = (7 * 86_400 - 60) * PRECISION_MS
 """How far beyond `read` a slot may lie: half the wheel."""
 _LAG_MS: Final = 86_400_000
+"""A slot farther ahead than that, beyond reach, was never placed: the checkpoint is a second old."""
 _TURN_MS: Final = 5_000
 """A clock set back by less is waited for: what then comes late does so by less than this."""
 _JAVA_MARGIN_MS: Final = 60_000
@@ -131,7 +141,7 @@ class _Reading:
     slot_ms: int
     units: list[TimerUnit]
     done: int
-    cancelled: set[str] = field(default_factory=set)
+    cancelled: Cancellations = field(default_factory=Cancellations)
 
 
 class TimerService:
@@ -142,7 +152,6 @@ class TimerService:
         self._store = store = parts.store
         self._wake = wake
         self._retries = Retries(parts)
-        self._max_delay_ms = int(seconds(parts.config.max_delay, "max_delay") * 1000)
         self._lock = threading.RLock()
         fs, mode, tmp = parts.fs, parts.config.file_mode, store.path / "tmp"
         size = store.manifest.timerlog_segment_bytes
@@ -172,8 +181,6 @@ class TimerService:
         self._java: _JavaPlaces | None = None
         """Which of them a Java broker had placed, and where, when it was the last to have the store."""
         self._late_offset = self._late_slot_ms = NOWHERE
-        self._held_ms = 0
-        """Nothing is placed before `_read_ms` has come here."""
         self._newest_ms = NOWHERE
         """No unit lies in a later slot than this one."""
         self._next_ms: int | None = None
@@ -239,22 +246,29 @@ class TimerService:
         slot_ms = slot_of(wanted.deliver_ms)
         # Under the lock, so that the slot is not begun between the look at it and the cancellation.
         with self._lock:
-            now_ms = self._parts.clock.now_ms()
-            if not 0 < wanted.deliver_ms - now_ms <= self._max_delay_ms or self._has_read(slot_ms):
+            if wanted.deliver_ms <= self._parts.clock.now_ms() or self._has_read(slot_ms):
                 return False
-            key = f"{wanted.topic}+{wanted.unique_key}"
             copies = self._copies(wanted, slot_ms)
-            if any(message.stored_properties().get(TIMER_DEL_UNIQKEY) == key for message in copies):
-                return True
-            if not any(self._waits(message, slot_ms) for message in copies):
-                return False
-            properties = {
-                TIMER_DELIVER_MS: str(wanted.deliver_ms),
-                TIMER_DEL_UNIQKEY: key,
-                UNIQ_KEY: wanted.unique_key,  # so that a second recall finds the first
-            }
-            self._parts.road.append(wanted.topic, 0, b"", properties)
-            return True
+            waiting = [m for m in copies if TIMER_DEL_UNIQKEY not in m.stored_properties() and self._waits(m, slot_ms)]
+            recalled = Cancellations(copies)
+            if not all(map(recalled.cover, waiting)):
+                self._cancel(wanted, slot_ms, max(message.born_timestamp_ms for message in waiting))
+            return bool(waiting)
+
+    def _cancel(self, wanted: RecallHandle, slot_ms: int, born_ms: int) -> None:
+        properties = {
+            TIMER_DELIVER_MS: str(wanted.deliver_ms),
+            TIMER_OUT_MS: str(slot_ms),
+            REAL_TOPIC: wanted.topic,
+            REAL_QID: "0",
+            UNIQ_KEY: wanted.unique_key,  # so that a second recall finds the first
+        }
+        names = {f"{wanted.topic}+{wanted.unique_key}": born_ms}
+        if self._store.manifest.profile == "rocketmq":
+            names[wanted.unique_key] = NOWHERE  # for a broker of 5.4, should it take over; nothing to us
+        for name, until_ms in names.items():
+            marks = {TIMER_DEL_UNIQKEY: name, RECALLED_BORN_MS: str(until_ms)}
+            self._parts.road.append(TIMER_TOPIC, 0, b"", {**properties, **marks})
 
     # -- rolled early -----------------------------------------------------------------------------------------------
 
@@ -356,7 +370,7 @@ class TimerService:
         """What the timer topic has of the handle's key, topic and moment: the message, and where it was rolled to."""
         real = {REAL_TOPIC: wanted.topic, TIMER_OUT_MS: str(slot_ms)}
         found = []
-        for message in self._store.find(TIMER_TOPIC, unique_key=wanted.unique_key):
+        for message in self._store.find(TIMER_TOPIC, unique_key=wanted.unique_key, limit=sys.maxsize):
             properties = message.stored_properties()
             if real.items() <= properties.items() and TIMER_DELAY_LEVEL not in properties:
                 found.append(message)
@@ -374,7 +388,12 @@ class TimerService:
             units = self._units(slot_ms)
         except TimerFilesDamaged:
             return True  # what is built again from the topic finds the cancellation there
-        return any(unit.physical_offset == message.physical_offset for unit in units)
+        offset = message.physical_offset
+        if any(unit.physical_offset == offset for unit in units):
+            return True
+        self._log.write()  # elsewhere, as after a long stop, or when the clock was set back by days
+        scan = self._log.scan(self._low, verified=False)
+        return any(np.any((u["physical_offset"] == offset) & (slots_of_units(u) >= self._read_ms)) for _, u in scan)
 
     def _grown(self, topic: str, queue_id: int, begin: int, end: int) -> None:
         if topic == TIMER_TOPIC:
@@ -390,43 +409,34 @@ class TimerService:
             if self._reading is None and self._read_ms > over_ms + _TURN_MS:
                 self._turn_back(over_ms, now_ms)
             # A slot is begun only when all that came is placed: a cancellation may be among it.
-            placed, left = self._place_some(places, over_ms, now_ms)
+            placed, more = self._place_some(places, now_ms)
             places -= placed
-            if left == "more":
+            if more:
                 return True
             if self._reading is None and not self._open_slot(over_ms):
-                if left == "none":
-                    return False
-                continue  # what was held back need not be any longer: all that is overdue was read
+                return False
             reads -= self._read_some(reads, over_ms, now_ms)
             if reads <= 0:
                 return True
 
-    def _place_some(self, count: int, over_ms: int, now_ms: int) -> tuple[int, Literal["none", "more", "held"]]:
-        """Place up to `count` messages; how many, and what is left: nothing, more, or what is to be held back until
-        more is read, for after a long stop what is overdue comes before what is new (5.4 b)."""
+    def _place_some(self, count: int, now_ms: int) -> tuple[int, bool]:
+        """Place up to `count` messages; how many, and whether there are more."""
         bounds = self._store.offsets_or_none(TIMER_TOPIC, 0)
         if bounds is None:
-            return 0, "none"
+            return 0, False
         low, end = bounds
         if self._queue_offset < low:
             self._count("TIMER_LOST", low - self._queue_offset, "messages were deleted before they were placed")
             self._queue_offset = low
         if self._queue_offset >= end:
-            return 0, "none"
-        if self._read_ms < self._held_ms:
-            return 0, "held"
+            return 0, False
         if count <= 0:
-            return 0, "more"
+            return 0, True
         self._touch(now_ms)
         begin = self._queue_offset
         result = self._store.get(TIMER_TOPIC, 0, begin, min(count, end - begin))
-        lagging = over_ms - self._read_ms > _LAG_MS
         try:
             for message in result.messages:
-                if lagging and message.store_timestamp_ms > self._read_ms + _LAG_MS:
-                    self._held_ms = min(message.store_timestamp_ms, over_ms) - _LAG_MS
-                    return message.offset - begin, "held"
                 self._place(message)
                 self._queue_offset = message.offset + 1
         finally:
@@ -435,7 +445,7 @@ class TimerService:
         if unreadable > 0:
             self._count("TIMER_UNREADABLE", unreadable, f"damaged, near offset {begin} of {TIMER_TOPIC}")
         self._queue_offset = result.next_offset
-        return self._queue_offset - begin, "none" if self._queue_offset >= end else "more"
+        return self._queue_offset - begin, self._queue_offset < end
 
     def _place(self, message: Message) -> None:
         properties = message.stored_properties()
@@ -455,11 +465,12 @@ class TimerService:
             self._late_slot_ms = slot_ms
             if self._late_offset < 0:
                 self._late_offset = message.offset
-        elif slot_ms > self._read_ms + _REACH_MS:  # the clock was ahead when it was stored
-            slot_ms, rolls = self._read_ms + _REACH_MS, True
         magic = WAITS | (ROLLS if rolls else 0) | (CANCELS if TIMER_DEL_UNIQKEY in properties else 0)
         times = _times(stored_ms, slot_ms)
-        self._add(TimerUnit(NOWHERE, magic, *times, message.physical_offset, message.size, java_hash(topic)))
+        unit = TimerUnit(NOWHERE, magic, *times, message.physical_offset, message.size, java_hash(topic))
+        # Beyond reach after a long stop, or when the clock was ahead: rolled from there. It cannot wait for its turn:
+        # a cancellation may lie behind it, of what is read next.
+        self._add(_within(unit, self._read_ms + _REACH_MS))
 
     def _add(self, unit: TimerUnit) -> None:
         """Append a unit to the log and to the chain of its slot."""
@@ -522,7 +533,7 @@ class TimerService:
         reading = _Reading(slot_ms, [u for u in units if u.magic & (CANCELS | ROLLS) != CANCELS], done)
         for unit in units:
             if unit.magic & (CANCELS | ROLLS) == CANCELS and (message := self._record(unit)) is not None:
-                reading.cancelled.add(message.stored_properties().get(TIMER_DEL_UNIQKEY, ""))
+                reading.cancelled.add(message)
         return reading
 
     def _read_some(self, count: int, over_ms: int, now_ms: int) -> int:
@@ -544,7 +555,7 @@ class TimerService:
 
     # -- one message ------------------------------------------------------------------------------------------------
 
-    def _finish(self, unit: TimerUnit, cancelled: set[str], over_ms: int, now_ms: int) -> None:
+    def _finish(self, unit: TimerUnit, cancelled: Cancellations, over_ms: int, now_ms: int) -> None:
         """Deliver, roll or leave out what a unit stands for."""
         message = self._record(unit)
         if message is None:
@@ -554,11 +565,11 @@ class TimerService:
         assert out_ms is not None, "placed without a time"
         # One that was to be rolled is, even if it is overdue by now: its cancellation waits in its own slot.
         if unit.magic & ROLLS or out_ms >= over_ms:
-            times = str((number(properties.get(TIMER_ROLL_TIMES)) or 0) + 1)
-            self._put(message, TIMER_TOPIC, 0, properties, _ROLLED_WITHOUT, {TIMER_ROLL_TIMES: times})
+            hops = str((number(properties.get(TIMER_ROLL_TIMES)) or 0) + 1)
+            self._put(message, TIMER_TOPIC, 0, properties, _ROLLED_WITHOUT, {TIMER_ROLL_TIMES: hops})
             return
         by_level = TIMER_DELAY_LEVEL in properties  # such cannot be recalled, and comes as from its level
-        if f"{topic}+{properties.get(UNIQ_KEY)}" in cancelled and not by_level:
+        if not by_level and cancelled.cover(message):
             self._parts.statistics.add("TIMER_CANCELLED", topic)
             return
         without = _DELIVERED_BY_LEVEL_WITHOUT if by_level else _DELIVERED_WITHOUT
@@ -781,7 +792,7 @@ class TimerService:
             len(units),
         )
         self._skip_ms, self._skip_until = self._read_ms, self._queue_offset
-        self._read_ms, self._low, self._held_ms = over_ms, self._log.end, 0
+        self._read_ms, self._low = over_ms, self._log.end
         self._newest_ms, self._next_ms, self._waiting = NOWHERE, None, 0
         try:
             for unit in units:

@@ -33,6 +33,7 @@ who needs long answers None and calls `end` later. Lock order: one half's lock, 
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -460,7 +461,7 @@ class Transactions:
     def _committed_before(self, half: _Half) -> bool:
         """Whether the log holds this half's commit, though no op says so: the process died between the two."""
         for topic in (half.handle.topic, TIMER_TOPIC):
-            for message in self._store.find(topic, unique_key=half.handle.transaction_id):
+            for message in self._store.find(topic, unique_key=half.handle.transaction_id, limit=sys.maxsize):
                 if (
                     message.prepared_transaction_offset == half.handle.physical_offset
                     and message.sys_flag & TRANSACTION_MASK == TRANSACTION_COMMIT
