@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mqstore.broker.names import START_GROUP
+from mqstore.broker.names import DELETED_GROUP, START_GROUP
 from mqstore.broker.offsets import OffsetTable
 from mqstore.broker.topics import TopicConfig, TopicTable
 from mqstore.clock import SimulatedClock
@@ -594,4 +594,4 @@ def test_a_deleted_topics_start_is_the_engines_group_in_the_offsets_file(topics:
     topics.put("a", 0, 2)
     topics.table.delete("a")
     table = json.loads((topics.path / "config" / "consumerOffset.json").read_text())["offsetTable"]
-    assert table == {f"a@{START_GROUP}": {"0": 2}}
+    assert table == {f"a@{START_GROUP}": {"0": 2}, f"a@{DELETED_GROUP}": {"0": topics.store.max_offset}}

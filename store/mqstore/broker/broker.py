@@ -37,7 +37,7 @@ from mqstore.broker.offsets import OffsetTable
 from mqstore.broker.parts import Mechanism, Parts, Pin, delete_group, open_parts
 from mqstore.broker.pop import Delivery, PopService
 from mqstore.broker.reading import ReadResult, Reads
-from mqstore.broker.retention import RetentionService, oldest_pin
+from mqstore.broker.retention import RetentionService
 from mqstore.broker.retry import Retries, RetryFields
 from mqstore.broker.road import SendOptions
 from mqstore.broker.statistics import StatisticsSnapshot
@@ -491,7 +491,8 @@ class Broker:
 
     def stats(self) -> BrokerStats:
         """A snapshot; takes as long as looking at the front of every queue."""
-        errors = dict(self._housekeeper.errors)
+        levels = {f"delay level {number}": text for number, text in dict(self._delay.errors).items()}
+        errors = {**self._housekeeper.errors, **levels}
         store = self.store.stats()  # before what it tells to be behind is dispatched
         self._metrics.refresh()
         return BrokerStats(
@@ -501,7 +502,7 @@ class Broker:
             timer_waiting=self._timer.waiting(),
             in_flight=self._pop.in_flight(),
             open_transactions=self._transactions.open_count(),
-            oldest_pin=oldest_pin(self._parts, self._keepers()),
+            oldest_pin=self._retention.oldest_pin(),
             errors=errors,
         )
 

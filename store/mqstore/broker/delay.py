@@ -492,12 +492,15 @@ class DelayService:
         what was stored."""
         copies: list[Copy] = []
         for message in messages:
-            reason = ""
+            reason, home = "", None
             try:
                 topic, queue_id, properties = self._restored(message.encoded_properties)
             except ValueError as error:
                 reason = f"a delayed message that cannot be restored: {error}"
-            if not reason and topic != HALF_TOPIC:
+            else:
+                home = self._road.home(message, topic, queue_id)
+            if home is not None and topic != HALF_TOPIC:
+                queue_id = home
                 if rolled is not None:
                     properties = level_properties(properties, level.number, rolled[message.offset])
                     topic, queue_id = TIMER_TOPIC, 0
@@ -507,8 +510,10 @@ class DelayService:
             if reason:
                 self._bury(level, message, reason)
             else:  # the half message was delivered or given up long ago (4.4 step 8)
-                _log.warning("%s: the delayed message at %d of level %d belongs to %s and is passed over",
-                             self._store.path, message.offset, level.number, HALF_TOPIC)  # fmt: skip
+                what = f"to {HALF_TOPIC}" if home is not None else f"to {topic}, which was deleted since,"
+                _log.warning("%s: the delayed message at %d of level %d belongs %s and is passed over",
+                             self._store.path, message.offset, level.number, what)  # fmt: skip
+                self._statistics.add("delay_passed_over", str(level.number))
                 self._done(level, message)
         self._copy(level, copies, rolled is not None)
 

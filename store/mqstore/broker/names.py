@@ -12,6 +12,7 @@ from mqstore.layout.dispatch import SCHEDULE_TOPIC
 from mqstore.log.names import MAX_TOPIC, RETRY_PREFIX
 
 __all__ = [
+    "DELETED_GROUP",
     "DLQ_PREFIX",
     "HALF_TOPIC",
     "MAX_GROUP",
@@ -48,6 +49,9 @@ SCHEDULE_GROUP = "CID_RMQ_SYS_SCHEDULE"
 POP_LOG_GROUP = "CID_RMQ_SYS_POP_LOG"
 """Whose offset is the position from which the pop log is replayed."""
 TRANS_GROUP = "CID_RMQ_SYS_TRANS"
+DELETED_GROUP = "CID_RMQ_SYS_DELETED"
+"""Whose offset, of queue 0, is where the log ended when a topic of that name was deleted: what had been put before, and
+waits for its time, goes nowhere."""
 START_GROUP = "CID_RMQ_SYS_START"
 """Whose offset is a queue's logical start: what lies before it was purged, replayed, expired, or belonged to a topic of
 that name that was deleted."""

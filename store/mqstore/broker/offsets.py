@@ -27,7 +27,8 @@ What processes beside the owner publish of their groups (`log.published`; Spark'
 opening, every `commit_interval` and at closing, as a commit would be; who opens the store for reading sees it earlier.
 
 The group `START_GROUP` keeps each queue's *logical start* in the same table: what lies before was purged, or belonged
-to a deleted topic of that name. A start only ever moves forward, and outlives the removal of groups and topics.
+to a deleted topic of that name. A start only ever moves forward, and outlives the removal of groups and topics. So does
+what `DELETED_GROUP` says, which is an offset of the log and not of a queue.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from operator import index
 from typing import Any
 
 from mqstore.broker.configfile import ConfigFile, DataVersion, object_member
-from mqstore.broker.names import START_GROUP, is_system_group
+from mqstore.broker.names import DELETED_GROUP, START_GROUP, is_system_group
 from mqstore.clock import Clock
 from mqstore.errors import ConfigError, OffsetOutOfRangeError
 from mqstore.files.filesystem import FileSystem
@@ -236,19 +237,23 @@ class OffsetTable:
 
     def _remove_topic(self, topic: str) -> None:
         groups = self._committed.pop(topic, {})
-        if START_GROUP in groups:
-            self._committed[topic] = {START_GROUP: groups[START_GROUP]}
+        if kept := {group: groups[group] for group in (START_GROUP, DELETED_GROUP) if group in groups}:
+            self._committed[topic] = kept
         self._changes += len(groups)
         self._forget(lambda key: key[1] == topic)
 
-    def bury(self, topic: str, ends: Mapping[int, int]) -> None:
+    def bury(self, topic: str, ends: Mapping[int, int], *, deleted: bool = False) -> None:
         """Forget every group's progress on a topic and let its queues start, logically, at these offsets (queue id ->
-        offset): on disk when this returns. Errors as `save`; then nothing was forgotten and no start moved."""
+        offset): on disk when this returns. With `deleted` what waits to come into it is buried, too (`deleted_at`).
+        Errors as `save`; then nothing was forgotten and no start moved."""
         with self._lock:
             before = {group: dict(queues) for group, queues in self._committed.get(topic, {}).items()}
             self._remove_topic(topic)
             for queue_id, offset in ends.items():
                 self._move_start(topic, queue_id, offset)
+            if deleted:
+                self._queues_of(DELETED_GROUP, topic)[0] = self._store.max_offset
+                self._changes += 1
         try:
             self.save()
         except BaseException:
@@ -313,6 +318,10 @@ class OffsetTable:
     def start_of(self, topic: str, queue_id: int) -> int:
         """The offset before which nothing of a queue counts any more; 0 for most."""
         return self.committed(START_GROUP, topic, queue_id) or 0
+
+    def deleted_at(self, topic: str) -> int:
+        """Physical offset before which nothing that waits belongs to the topic of that name; 0 for most."""
+        return self.committed(DELETED_GROUP, topic, 0) or 0
 
     def move_start(self, topic: str, queue_id: int, offset: int) -> None:
         """Declare what lies before `offset` gone. Never moves back: a lower offset changes nothing."""
@@ -411,7 +420,8 @@ class OffsetTable:
             elif offset < 0:
                 self._change(f"{where}: offset {offset} is negative; it counts as never committed")
             else:
-                yield queue_id, self._lowered(where, key.partition("@")[0], queue_id, offset)
+                topic, _, group = key.partition("@")
+                yield queue_id, self._lowered(where, topic, queue_id, offset, group)
 
     def _fold(self) -> None:
         """Take over what others published. A queue that is not there has no progress."""
@@ -434,13 +444,15 @@ class OffsetTable:
             self._file.report(problem)
         self._published.problems.clear()
 
-    def _lowered(self, where: str, topic: str, queue_id: int, offset: int) -> int:
+    def _lowered(self, where: str, topic: str, queue_id: int, offset: int, group: str = "") -> int:
         if self._store.mode != "rw":  # the writer may be ahead of what this process has seen of its queues
             return offset
-        end = (self._store.offsets_or_none(topic, queue_id) or (0, 0))[1]
+        of_log = group == DELETED_GROUP
+        end = self._store.max_offset if of_log else (self._store.offsets_or_none(topic, queue_id) or (0, 0))[1]
         if offset <= end:
             return offset
-        self._change(f"{where}: offset {offset} lies behind the end of the queue; it is lowered to {end}")
+        what = "log" if of_log else "queue"
+        self._change(f"{where}: offset {offset} lies behind the end of the {what}; it is lowered to {end}")
         return end
 
     def _change(self, problem: str) -> None:

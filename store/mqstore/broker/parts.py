@@ -102,19 +102,20 @@ def open_parts(store: MessageStore) -> Parts:
         topics=topics,
         groups=groups,
         offsets=offsets,
-        road=Road(store, topics, config, clock),
+        road=Road(store, topics, offsets, config, clock),
         statistics=Statistics(clock),
     )
 
 
 def delete_group(parts: Parts, group: str) -> None:
-    """Forget a group: settings and progress; who listens to `parts.groups` forgets what is in flight. Its dead letters
-    and retries stay. On disk when it returns. GroupNotFoundError when it has neither settings nor progress; as
-    `OffsetTable.save`, and then it is forgotten here, and on disk with the next save."""
+    """Forget a group: settings, progress, and what it was to have again; who listens to `parts.groups` forgets what is
+    in flight. Its dead letters stay. On disk when it returns. GroupNotFoundError when it has neither settings nor
+    progress; as `OffsetTable.save`, and then it is forgotten here, and on disk with the next save."""
     known = parts.groups.get(group) is not None
     if not known and group not in parts.offsets.groups():
         raise GroupNotFoundError(f"{parts.store.path} has no group {group!r}: no settings, no progress")
     if known:
         parts.groups.delete(group)
+    parts.topics.delete_retries(group)
     parts.offsets.remove_group(group)
     parts.offsets.save()  # else a crash would leave the progress to a group of the same name, which would skip as much

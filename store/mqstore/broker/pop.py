@@ -37,6 +37,7 @@ from mqstore.broker.popreplay import Replay
 from mqstore.broker.popstandard import StandardQueues
 from mqstore.broker.popstate import Counts, QueueKey, QueueState, Standing
 from mqstore.broker.poptables import DeadLetter, PopTables
+from mqstore.broker.retention import physical_of
 from mqstore.errors import ConfigError, InvalidReceiptError, NotPermittedError
 from mqstore.options import Durability, Duration
 
@@ -612,8 +613,17 @@ class PopService:
             self._parts.topics.in_order.remove(self._in_order)
 
     def pins(self) -> Iterable[Pin]:
-        """The record from which a replay begins. Messages in flight are kept by the offset committed."""
-        return self._keeper.pins()
+        """The record from which a replay begins, and the oldest message that each queue has in flight: without it
+        retention that drops what is unconsumed would take deliveries along."""
+        yield from self._keeper.pins()
+        store = self._tables.store
+        for key, state in list(self._tables.states.items()):
+            with state.lock:
+                offset = self._tables.first_open(state)
+            if offset is not None and store.offsets_or_none(key.topic, key.queue_id) is not None:
+                physical = physical_of(store, key.topic, key.queue_id, offset)
+                if physical is not None:
+                    yield Pin(physical, key.topic, key.queue_id, key.group, "in flight")
 
 
 def _check_delay(delay_ms: int) -> None:

@@ -213,6 +213,14 @@ class PopTables:
         )
         return record
 
+    def first_open(self, state: QueueState) -> int | None:
+        """The first offset that is in flight or to come again; None without one. Under the state's lock."""
+        offsets = [state.advance()] if state.in_flight or state.released else []
+        record = self.order(state)
+        if record is not None:
+            offsets += [offset for offset in record.unacked() if offset >= state.cursor]
+        return min(offsets, default=None)
+
     # -- messages ---------------------------------------------------------------------------------------------------
 
     def message(self, key: QueueKey, offset: int) -> Message | None:

@@ -24,7 +24,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -295,10 +295,11 @@ class Reads:
     def first_position(self, group: str, topic: str, queue_id: int, start: Start | None = None) -> int:
         """Where the group goes on in a queue. If it never was in the topic: where `start` (None: the group's own) says,
         retry topics always at their first message; that is committed at once, for every queue of the topic, so that
-        retention knows of the group. In a queue that came later it begins at the first message: "latest" meant the end
-        of what there was when it came.
+        retention knows of the group, and is on disk when it is not the first message of each: a crash would resolve it
+        anew, farther on. In a queue that came later it begins at the first message: "latest" meant the end of what
+        there was when it came.
 
-        Raises TopicNotFoundError, GroupNotFoundError, NotPermittedError, ConfigError.
+        Raises TopicNotFoundError, GroupNotFoundError, NotPermittedError, ConfigError; as `OffsetTable.save`.
         """
         self._check_group(group, topic)
         self._check_queue(topic, queue_id)
@@ -316,6 +317,7 @@ class Reads:
         if self._rocketmq_rules:
             begin = self._begin_as_rocketmq(topic, queue_id, start)
             self._offsets.commit(group, topic, queue_id, begin)
+            self._keep(topic, {queue_id: begin})
             return begin
         queues = range(self._topics.need(topic).read_queues)
         is_new = all(self._offsets.committed(group, topic, each) is None for each in queues)
@@ -324,7 +326,13 @@ class Reads:
         begins = {each: self._place(topic, each, start) for each in queues}
         for each, begin in begins.items():
             self._offsets.commit(group, topic, each, begin)
+        self._keep(topic, begins)
         return begins[queue_id]
+
+    def _keep(self, topic: str, begins: Mapping[int, int]) -> None:
+        """What a crash would have resolved anew, and differently, is on disk before anybody counts on it."""
+        if any(begin > self._bounds(topic, each)[0] for each, begin in begins.items()):
+            self._offsets.save()
 
     def _begin_as_rocketmq(self, topic: str, queue_id: int, start: Start) -> int:
         """A young queue is read from 0 whatever was asked for, and a time skips the retries before it (2.3)."""

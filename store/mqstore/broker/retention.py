@@ -57,10 +57,13 @@ def physical_of(store: MessageStore, topic: str, queue_id: int, offset: int) -> 
 
 def all_pins(parts: Parts, mechanisms: Iterable[Mechanism], *, unconsumed: bool = True) -> Iterator[Pin]:
     """The oldest record that each mechanism needs, and, with `unconsumed`, each queue."""
+    if unconsumed:
+        yield from _unconsumed(parts)
     for mechanism in mechanisms:
         yield from mechanism.pins()
-    if not unconsumed:
-        return
+
+
+def _unconsumed(parts: Parts) -> Iterator[Pin]:
     store, offsets = parts.store, parts.offsets
     for topic in store.topics():
         if is_system_topic(topic):
@@ -126,6 +129,11 @@ class RetentionService:
         self._rolled = 0
         self._told: Pin | None = None
         parts.store.retention_bound = self.bound
+
+    def oldest_pin(self) -> Pin | None:
+        """What keeps the front of the log by the policy that is in force."""
+        policy = self._parts.config.retention or Retention()
+        return oldest_pin(self._parts, self._mechanisms, unconsumed=policy.unconsumed == "keep")
 
     def bound(self, policy: Retention) -> int:
         """The smallest physical offset that is still needed, by what is on disk: a commit in memory may rest on a copy

@@ -20,6 +20,7 @@ from typing import Literal, Unpack, cast
 
 from mqstore.broker.delayroute import delay_route
 from mqstore.broker.names import SCHEDULE_TOPIC, TIMER_TOPIC
+from mqstore.broker.offsets import OffsetTable
 from mqstore.broker.receipts import recall_handle
 from mqstore.broker.selection import RoundRobin, group_queue
 from mqstore.broker.topics import TopicTable
@@ -27,6 +28,7 @@ from mqstore.clock import Clock
 from mqstore.errors import InvalidMessageError
 from mqstore.layout.properties import (
     ORIGIN_MESSAGE_ID,
+    SHARDINGKEY,
     TIMER_OUT_MS,
     UNIQ_KEY,
 )
@@ -87,9 +89,12 @@ _COMPRESSED = {None: 0, "zlib": COMPRESSED | COMPRESSION_ZLIB}
 class Road:
     """Puts, with the rewriting that delay asks for."""
 
-    def __init__(self, store: MessageStore, topics: TopicTable, config: StoreConfig, clock: Clock) -> None:
+    def __init__(
+        self, store: MessageStore, topics: TopicTable, offsets: OffsetTable, config: StoreConfig, clock: Clock
+    ) -> None:
         self._store = store
         self._topics = topics
+        self._offsets = offsets
         self._clock = clock
         self._levels = len(store.delay_table_ms)
         self._max_delay_ms = int(seconds(config.max_delay, "max_delay") * 1000)
@@ -178,8 +183,10 @@ class Road:
         reconsume_times: int = 0,
         prepared_transaction_offset: int = 0,
         durability: Durability | None = None,
+        copied: bool = False,
     ) -> SendReceipt:
-        """Append a record with every field given, reserved properties included, to where it belongs now (`route`)."""
+        """Append a record with every field given, reserved properties included, to where it belongs now (`route`).
+        `copied`: as `MessageStore.append` says."""
         where, at, stored = self.route(topic, queue_id, properties, sys_flag)
         receipt = self._store.append(
             where,
@@ -193,6 +200,7 @@ class Road:
             reconsume_times=reconsume_times,
             prepared_transaction_offset=prepared_transaction_offset,
             durability=durability,
+            copied=copied,
         )
         if where != TIMER_TOPIC or topic == TIMER_TOPIC:
             return receipt
@@ -231,7 +239,20 @@ class Road:
             reconsume_times=message.reconsume_times if reconsume_times is None else reconsume_times,
             prepared_transaction_offset=prepared_transaction_offset,
             durability=durability,
+            copied=True,
         )
+
+    def home(self, message: Message, topic: str, queue_id: int) -> int | None:
+        """In which queue of `topic` a message goes on that waited to come to `queue_id`: another if that is none by
+        now, as put to the topic anew. None: nowhere, its topic was deleted meanwhile."""
+        if message.physical_offset < self._offsets.deleted_at(topic):
+            return None
+        config = self._topics.entered(topic)  # one that is known by its queues alone gets them as messages come
+        if config is None or queue_id < max(config.read_queues, 1):
+            return queue_id
+        group = message.stored_properties().get(SHARDINGKEY)
+        queues = max(1, min(config.read_queues, config.write_queues))
+        return queue_id % queues if group is None else group_queue(group, queues, self._group_hash)
 
     def copy_many(self, copies: Sequence[Copy]) -> int:
         """As `copy`, for messages that may not be delayed once more, many at once: the first of `copies`, as many as go

@@ -335,8 +335,12 @@ class TimerService:
         if slot is None:
             raise TimerFilesDamaged(f"timer wheel: slot {unit.slot_ms} does not hold the unit at {position}")
         message = self._record(unit)
-        if message is not None:
-            kept = {k: v for k, v in message.stored_properties().items() if k not in _ROLLED_WITHOUT}
+        properties = {} if message is None else message.stored_properties()
+        topic = properties.get(REAL_TOPIC, "")
+        if message is not None and self._parts.road.home(message, topic, 0) is None:
+            self._pass_over(message, topic)
+        elif message is not None:
+            kept = {k: v for k, v in properties.items() if k not in _ROLLED_WITHOUT}
             try:
                 self._parts.road.copy(message, TIMER_TOPIC, 0, kept, durability="append")
             except InvalidMessageError as error:  # by a limit that has changed since it was put
@@ -563,6 +567,10 @@ class TimerService:
         properties = message.stored_properties()
         topic, out_ms = properties.get(REAL_TOPIC, ""), number(properties.get(TIMER_OUT_MS))
         assert out_ms is not None, "placed without a time"
+        home = self._parts.road.home(message, topic, int(properties[REAL_QID]))
+        if home is None:
+            self._pass_over(message, topic)
+            return
         # One that was to be rolled is, even if it is overdue by now: its cancellation waits in its own slot.
         if unit.magic & ROLLS or out_ms >= over_ms:
             hops = str((number(properties.get(TIMER_ROLL_TIMES)) or 0) + 1)
@@ -574,9 +582,18 @@ class TimerService:
             return
         without = _DELIVERED_BY_LEVEL_WITHOUT if by_level else _DELIVERED_WITHOUT
         marks = {} if by_level else {TIMER_ENQUEUE_MS: str(unit.write_ms), TIMER_DEQUEUE_MS: str(now_ms)}
-        self._put(message, topic, int(properties[REAL_QID]), properties, without, marks)
+        self._put(message, topic, home, properties, without, marks)
         late_ms = self._parts.clock.now_ms() - (out_ms + PRECISION_MS)  # from when its slot was over
         self._parts.statistics.add(DELAY_LATENCY, topic, max(0, late_ms))
+
+    def _pass_over(self, message: Message, topic: str) -> None:
+        _log.warning(
+            "%s: timer: the message at %d of the log waited for %s, which was deleted since, and is passed over",
+            self._store.path,
+            message.physical_offset,
+            topic,
+        )
+        self._parts.statistics.add("TIMER_PASSED_OVER", topic)
 
     def _put(
         self,

@@ -28,13 +28,13 @@ The store is never asked under the table's lock: it may dispatch meanwhile, and 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
 from mqstore.broker.configfile import ConfigFile, DataVersion, member, object_member
-from mqstore.broker.names import check_user_topic, is_retry_topic, is_system_topic
+from mqstore.broker.names import check_user_topic, is_retry_topic, is_system_topic, pop_retry_topic, retry_topic
 from mqstore.broker.offsets import OffsetTable
 from mqstore.clock import Clock
 from mqstore.errors import ConfigError, InvalidMessageError, NotPermittedError, TopicNotFoundError
@@ -173,6 +173,10 @@ class TopicTable:
     def get(self, name: str) -> TopicConfig | None:
         """The topic, entered or found; None when there is none."""
         return self._known.get(name) or self._find(name)
+
+    def entered(self, name: str) -> TopicConfig | None:
+        """The topic's entry in the table; None for one that is not there, or known by its queues alone."""
+        return self._entered.get(name)
 
     def need(self, name: str) -> TopicConfig:
         """As `get`; TopicNotFoundError when there is none."""
@@ -358,10 +362,28 @@ class TopicTable:
                 f"topic {name!r} is consumed by {', '.join(sorted(groups))}; deleting it takes `force`, "
                 f"and what they have not consumed is lost"
             )
-        names = [name, *(n for n in self.names() if is_retry_topic(n) and n.endswith("+" + name))]
+        first = {pop_retry_topic(group, name, 1) for group in groups if self._is_alone(group, name)}
+        retries = [n for n in self.names() if is_retry_topic(n) and (n.endswith("+" + name) or n in first)]
+        self._remove([name, *retries])
+
+    def delete_retries(self, group: str) -> None:
+        """Delete what a group that is no more was to have again; its dead letters stay. Errors as `delete`."""
+        first = {pop_retry_topic(group, name, 1) for name in self.names() if self._is_alone(group, name)}
+        second = pop_retry_topic(group, "")
+        names = [n for n in self.names() if n == retry_topic(group) or n.startswith(second) or n in first]
+        self._remove(names)
+
+    def _is_alone(self, group: str, topic: str) -> bool:
+        """Whether no other group and topic share the pop retry topic of version 1 with these."""
+        name = f"{group}_{topic}"
+        others = ((each, name[len(each) + 1 :]) for each in self._offsets.groups() if name.startswith(each + "_"))
+        return all((each, other) == (group, topic) or self.get(other) is None for each, other in others)
+
+    def _remove(self, names: Sequence[str]) -> None:
         for gone in names:
             bounds = {queue_id: self._store.offsets_or_none(gone, queue_id) for queue_id in self._queue_ids(gone)}
-            self._offsets.bury(gone, {queue_id: each[1] for queue_id, each in bounds.items() if each is not None})
+            ends = {queue_id: each[1] for queue_id, each in bounds.items() if each is not None}
+            self._offsets.bury(gone, ends, deleted=True)
         with self._lock:
             self._write({key: value for key, value in self._entered.items() if key not in names})
         for gone in names:

@@ -84,6 +84,8 @@ _log = logging.getLogger("mqstore")
 
 CHECK_AFTER_MS: Final = 6_000
 CHECK_EVERY_MS: Final = 30_000
+_RETURN_MS: Final = 600_000
+"""How long after an opening producers may take to be there for a check."""
 CHECKS_MAX: Final = 15
 OP_EVERY_MS: Final = 3_000
 OP_BYTES: Final = 4_096
@@ -180,7 +182,7 @@ class Transactions:
         """Heap of (when to check, offset of the half); an entry that differs from its half's `next_ms` is void."""
         self._promised_ms: int | None = None
         """What the last `run_once` said."""
-        self._last_ms = parts.clock.now_ms()
+        self._last_ms = self._opened_ms = parts.clock.now_ms()
         # Ops: gathered, and written but still needed, as (op's queue offset, largest half offset in it).
         self._op_lock = threading.Lock()
         self._op_outlet: Outlet | None = None
@@ -439,7 +441,14 @@ class Transactions:
         """Put the visible message; the error of a put whose durability is unknown."""
         message = self._store.at(half.handle.physical_offset)
         properties = message.stored_properties()
-        queue_id = int(properties.pop(REAL_QID))
+        queue_id = self._parts.road.home(message, half.handle.topic, int(properties.pop(REAL_QID)))
+        if queue_id is None:
+            self._end(half, "discard")
+            raise TransactionStateError(
+                f"transaction {half.handle.transaction_id!r} has nowhere to go: topic {half.handle.topic!r} was "
+                "deleted since it began",
+                "discard",
+            )
         for name in (REAL_TOPIC, TRAN_PREPARED_QUEUE_OFFSET, TRANSACTION_CHECK_TIMES):
             properties.pop(name, None)
         properties[WAIT] = "false"
@@ -569,14 +578,18 @@ class Transactions:
         if half.recovered and self._committed_before(half):
             self.end(half.handle, "commit", from_check=True)
             return
+        group = half.handle.producer_group
+        callback = self._callbacks.get(group) or self._callbacks.get(None)
         if half.checks >= CHECKS_MAX:
             self._give_up(half, message, f"its producers were asked {half.checks} times and never knew")
             return
-        if self._age_ms is not None and now_ms - half.stored_ms > self._age_ms:
-            self._give_up(half, message, f"it is {(now_ms - half.stored_ms) // 3_600_000} hours old")
+        # However old it is, its producers are asked once, and after a stop have some time to come back for that.
+        age_ms = now_ms - half.stored_ms
+        too_old = self._age_ms is not None and age_ms > self._age_ms
+        asked = half.checks > 0
+        if too_old and (asked or (callback is None and now_ms - self._opened_ms >= _RETURN_MS)):
+            self._give_up(half, message, f"it is {age_ms // 3_600_000} hours old")
             return
-        group = half.handle.producer_group
-        callback = self._callbacks.get(group) or self._callbacks.get(None)
         if callback is None:
             return
         answer: bool | NotAsked | None
@@ -593,6 +606,8 @@ class Transactions:
                 _log.warning("%s: an answer came late: %s", self._store.path, error)
         elif answer is not NOT_ASKED:
             half.checks += 1
+        elif too_old and now_ms - self._opened_ms >= _RETURN_MS:
+            self._give_up(half, message, f"it is {age_ms // 3_600_000} hours old, and nobody can be asked")
 
     def _give_up(self, half: _Half, message: Message | None, why: str) -> None:
         """Move a half to where nobody asks about it any more, but an operator can find it."""

@@ -215,13 +215,14 @@ class StoreWriter(StoreReader):
         reconsume_times: int = 0,
         prepared_transaction_offset: int = 0,
         durability: Durability | None = None,
+        copied: bool = False,
     ) -> SendReceipt:
         """Append a record with every field given: for copies that an engine makes (delay, retry, half messages) and for
         imports. `properties` may bear reserved names; compression and transaction bits of `sys_flag` are the caller's.
-        Errors as of `put`."""
+        What is `copied` was taken once, and may be larger than `max_message_size` is by now. Errors as of `put`."""
         queue = self._queue_to_put(topic, queue_id)
         body = flat_body(body)
-        if len(body) > self._max_body:
+        if len(body) > self._max_body and not copied:
             self._refuse_body(len(body))
         host = None if born_host is None else encode_host(born_host)
         fields: Fields | None = Fields(
@@ -322,8 +323,6 @@ class StoreWriter(StoreReader):
             try:
                 queue = self._queue_to_put(topic, queue_id)
                 tail = self._copied_tail(queue, properties)
-                if len(body) > self._max_body:
-                    self._refuse_body(len(body))
             except InvalidMessageError:
                 if heads:
                     break

@@ -1,0 +1,381 @@
+"""What happens to messages that are under way when what they belong to changes: topics deleted and made again, with
+fewer queues; groups deleted; limits lowered; and where a new group begins when the process dies at once.
+
+Under way is what waits for a level or a moment, a half message, a retry, a delivery in flight. Each of these was lost,
+hidden or given to the wrong consumer once; a test says what a user would have seen.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mqstore import Broker, MessageStore, Retention, SimulatedClock, StoreConfig, TransactionStateError
+from mqstore.broker.names import POP_LOG_TOPIC, SCHEDULE_GROUP, dlq_topic
+from mqstore.layout.properties import SHARDINGKEY
+
+S = 1_000
+DAY = 86_400 * S
+
+
+class Bench:
+    """A broker under a clock that can die, leaving what SIGKILL leaves, and come back."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.clock = SimulatedClock()
+        self.asked: list[bytes] = []
+
+    def open(self, **config: Any) -> Bench:
+        self.broker = Broker(MessageStore(self.path, config=StoreConfig(clock=self.clock, **config)))
+        return self
+
+    def reopen(self, **config: Any) -> None:
+        self.broker.close()
+        self.broker.store.close()
+        self.open(**config)
+
+    def kill(self) -> None:
+        image = self.path.with_name("image")
+        shutil.copytree(self.path, image)
+        self.broker.close()
+        self.broker.store.close()
+        shutil.rmtree(self.path)
+        image.rename(self.path)
+        self.open()
+
+    def settle(self) -> None:
+        while (due_ms := self.broker.run_once()) is not None and due_ms <= self.clock.now_ms():
+            pass
+
+    def advance(self, duration_ms: int) -> None:
+        self.clock.advance(duration_ms)
+        self.settle()
+
+    def pop(self, group: str = "g", topic: str = "t", n: int = 32) -> list[bytes]:
+        """Bodies of what comes, acknowledged."""
+        bodies = []
+        for _ in range(5):  # of its retries a topic gives some at some pops only
+            found = self.broker.pop(group, topic, n)
+            bodies += [each.message.body for each in found]
+            self.broker.ack(group, topic, [each.receipt for each in found])
+        return bodies
+
+    def check(self, message: Any) -> bool:
+        self.asked.append(message.body)
+        return True
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path / "store").open()
+    yield made
+    made.broker.close()
+    made.broker.store.close()
+
+
+def three_under_way(bench: Bench, topic: str = "t", queue_id: int = 3) -> Any:
+    """One by level, one by timer, and a half message, which is returned."""
+    bench.broker.put(topic, b"level", queue_id=queue_id, delay_level=3)
+    bench.broker.put(topic, b"timer", queue_id=queue_id, delay=10)
+    return bench.broker.transactions.begin(topic, b"half", producer_group="p", queue_id=queue_id)
+
+
+# --- fewer queues -----------------------------------------------------------------------------------------------------
+
+
+def test_what_was_to_come_into_a_queue_that_is_no_more_comes_into_another(bench: Bench) -> None:
+    """Three messages were stored where nobody may read, and held the log for ever."""
+    bench.broker.topics.create("t", queues=4)
+    assert bench.pop() == []
+    half = three_under_way(bench)
+    bench.broker.topics.alter("t", write_queues=2)
+    bench.broker.topics.alter("t", read_queues=2)
+    bench.broker.transactions.end(half, "commit")
+    bench.advance(20 * S)
+    assert sorted(bench.pop()) == [b"half", b"level", b"timer"]
+    assert bench.broker.store.offsets_or_none("t", 3) is None
+
+
+def test_a_half_message_of_a_group_goes_where_its_group_goes_now(bench: Bench) -> None:
+    bench.broker.topics.create("t", queues=8)
+    names = [f"g{i}" for i in range(20)]
+    prepare = bench.broker.transactions.prepare
+    halves = [prepare("t", b"", {SHARDINGKEY: name}, producer_group="p", queue_id=7) for name in names]
+    bench.broker.topics.alter("t", write_queues=3)
+    bench.broker.topics.alter("t", read_queues=3)
+    for half, name in zip(halves, names, strict=True):
+        receipt = bench.broker.transactions.end(half, "commit")
+        assert receipt is not None
+        assert receipt.queue == bench.broker.put("t", b"", message_group=name).queue
+
+
+# --- deleted topics ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_what_waited_for_a_deleted_topic_does_not_bring_it_back_nor_come_into_a_new_one(
+    bench: Bench, again: bool
+) -> None:
+    bench.broker.topics.create("t", queues=2)
+    half = three_under_way(bench, queue_id=1)
+    bench.broker.put("t", b"far", queue_id=1, delay=5 * DAY // S)  # rolled on its way
+    bench.settle()
+    bench.broker.topics.delete("t")
+    if again:
+        bench.broker.topics.create("t", queues=1)
+        bench.broker.put("t", b"new", delay=5)
+    bench.reopen()
+    bench.advance(20 * S)
+    with pytest.raises(TransactionStateError, match="deleted"):
+        bench.broker.transactions.end(half, "commit")
+    assert bench.broker.stats().open_transactions == 0
+    for _ in range(7):
+        bench.advance(DAY)
+    if again:
+        assert bench.pop() == [b"new"]
+    else:
+        assert "t" not in bench.broker.topics.names()
+    assert bench.broker.stats().timer_waiting == 0
+    pin = bench.broker.stats().oldest_pin
+    assert pin is None or pin.topic == POP_LOG_TOPIC, "nothing of them holds the log"
+
+
+def test_a_check_of_a_half_message_of_a_deleted_topic_ends_it(bench: Bench) -> None:
+    bench.broker.topics.create("t", queues=2)
+    bench.broker.transactions.begin("t", b"half", producer_group="p")
+    bench.broker.transactions.on_check("p", bench.check)
+    bench.broker.topics.delete("t")
+    bench.advance(60 * S)
+    assert bench.asked == [b"half"]
+    assert bench.broker.stats().open_transactions == 0
+    assert "t" not in bench.broker.topics.names()
+
+
+def test_a_lost_tail_of_the_log_does_not_make_a_deletion_reach_what_comes_later(bench: Bench) -> None:
+    """Where the log ended is where a topic was deleted; if it ends before that now, positions mean other messages."""
+    bench.broker.topics.create("t", queues=1)
+    bench.broker.put_many("fill", [bytes(1000)] * 50, queue_id=0)
+    bench.broker.topics.delete("t")
+    table = bench.broker._parts.offsets
+    table._committed["t"]["CID_RMQ_SYS_DELETED"][0] += 1 << 20  # as if so much were gone
+    table._changes += 1
+    bench.reopen()
+    bench.broker.topics.create("t", queues=1)
+    bench.broker.put("t", b"new", delay=5)
+    bench.advance(20 * S)
+    assert bench.pop() == [b"new"]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_retries_of_pop_go_with_their_topic(bench: Bench, version: Any) -> None:
+    bench.reopen(pop_retry_version=version)
+    broker = bench.broker
+    broker.topics.create("orders", queues=1)
+    broker.put("orders", b"old")
+    [delivery] = broker.pop("g", "orders")
+    broker.nack("g", "orders", delivery.receipt, delay=0)
+    bench.advance(1)
+    broker.topics.delete("orders", force=True)
+    assert broker.topics.names() == []
+    broker.topics.create("orders", queues=1)
+    broker.put("orders", b"new")
+    assert bench.pop("g", "orders") == [b"new"]
+
+
+def test_retries_whose_name_another_group_shares_stay(bench: Bench) -> None:
+    """Version 1: group `a`, topic `b_c` and group `a_b`, topic `c` have one retry topic."""
+    bench.reopen(pop_retry_version=1)
+    broker = bench.broker
+    for group, topic in (("a", "b_c"), ("a_b", "c")):
+        broker.topics.create(topic, queues=1)
+        broker.put(topic, topic.encode())
+        [delivery] = broker.pop(group, topic)
+        broker.nack(group, topic, delivery.receipt, delay=0)
+    bench.advance(1)
+    broker.topics.delete("b_c", force=True)
+    assert b"c" in bench.pop("a_b", "c")
+
+
+# --- deleted groups ---------------------------------------------------------------------------------------------------
+
+
+def test_a_group_of_the_same_name_does_not_get_what_was_to_come_again(bench: Bench) -> None:
+    """It was acknowledged, even; the copy among the retries came again, since nobody's progress said so any more."""
+    broker = bench.broker
+    broker.topics.create("t", queues=1)
+    broker.groups.create("g", start="latest")
+    assert broker.start_of("g", "t", 0) == 0
+    for body in (b"acknowledged", b"waits"):
+        broker.put("t", body)
+        [delivery] = broker.pop("g", "t")
+        broker.nack("g", "t", delivery.receipt, delay=0)
+        bench.advance(1)
+        if body == b"acknowledged":
+            assert bench.pop() == [body]
+    [message] = broker.read("t", 0, 0, 1).messages
+    broker.send_back("g", message.physical_offset)  # due in ten seconds
+    broker.delete_group("g")
+    assert not [name for name in broker.topics.names() if name.startswith("%RETRY%")]
+    broker.groups.create("g", start="latest")
+    bench.advance(20 * S)
+    assert bench.pop() == []
+
+
+def test_nothing_of_a_deleted_group_holds_the_log(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "store").open(segment_bytes=4096, retention=Retention(age=60))
+    broker = bench.broker
+    broker.topics.create("t", queues=1)
+    broker.put("t", b"x")
+    [delivery] = broker.pop("g", "t")
+    broker.nack("g", "t", delivery.receipt, delay=0)
+    bench.advance(1)
+    broker.delete_group("g")
+    broker.groups.create("h")
+    for _ in range(30):
+        broker.put_many("t", [bytes(100)] * 20, queue_id=0)
+        while bench.pop("h"):
+            pass
+        bench.advance(30 * S)
+    assert broker.store.min_offset > 0
+    bench.broker.close()
+    bench.broker.store.close()
+
+
+def test_what_a_deleted_group_was_to_have_is_given_to_no_other(bench: Bench) -> None:
+    """`%RETRY%a_b` is the retry topic of group `a_b`, and of group `a` and topic `b` in version 1."""
+    broker = bench.broker
+    broker.topics.create("x", queues=1)
+    broker.topics.create("b", queues=1)
+    broker.put("x", b"of a_b")
+    [delivery] = broker.pop("a_b", "x")
+    broker.send_back("a_b", delivery.message.physical_offset, delay=0)
+    broker.delete_group("a_b")
+    broker.put("b", b"for a")
+    assert bench.pop("a", "b") == [b"for a"]
+
+
+# --- where a group begins ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("joins", ["start_of", "pop"])
+def test_a_group_that_begins_at_the_end_skips_nothing_when_the_process_dies(bench: Bench, joins: str) -> None:
+    """What was put between its coming and the crash was skipped for ever (P3)."""
+    broker = bench.broker
+    broker.topics.create("t", queues=2)
+    broker.put_many("t", [b"old"] * 3, queue_id=0)
+    broker.put_many("t", [b"old"] * 3, queue_id=1)
+    broker.groups.create("g", start="latest")
+    if joins == "pop":
+        assert broker.pop("g", "t") == []
+    else:
+        assert broker.start_of("g", "t", 0) == 3
+    for queue_id in (0, 1):
+        broker.put("t", b"new", queue_id=queue_id)
+    broker.store.flush()
+    bench.kill()
+    assert bench.pop() == [b"new", b"new"]
+
+
+# --- limits that were lowered -----------------------------------------------------------------------------------------
+
+
+def test_what_is_larger_than_may_be_put_by_now_is_delivered_all_the_same(bench: Bench) -> None:
+    """The timer threw it away; a level tried again for ever, and nothing behind it came."""
+    broker = bench.broker
+    broker.topics.create("t", queues=1)
+    broker.put("t", b"T" * 3000, delay=30)
+    broker.put("t", b"L" * 3000, delay_level=3)
+    broker.put("t", b"small", delay_level=3)
+    half = broker.transactions.begin("t", b"H" * 3000, producer_group="p")
+    bench.settle()
+    bench.reopen(max_message_size=1000)
+    bench.broker.transactions.end(half, "commit")
+    bench.advance(60 * S)
+    assert sorted(body[:1] for body in bench.pop()) == [b"H", b"L", b"T", b"s"]
+    assert bench.broker.store.offsets_or_none(dlq_topic(SCHEDULE_GROUP), 0) is None
+
+
+def test_what_stops_a_level_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> int:
+        raise OSError("no space left")
+
+    bench.broker.put("t", b"x", delay_level=1)
+    monkeypatch.setattr(bench.broker._delay._road, "copy_many", refuse)
+    bench.advance(2 * S)
+    assert bench.broker.stats().errors == {"delay level 1": "OSError: no space left"}
+
+
+# --- retention --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [False, True])
+def test_deliveries_are_kept_where_what_is_unconsumed_is_not(tmp_path: Path, order: bool) -> None:
+    config: Any = {"segment_bytes": 4096, "retention": Retention(age=60, unconsumed="drop")}
+    bench = Bench(tmp_path / "store").open(**config)
+    broker = bench.broker
+    broker.topics.create("t", queues=1)
+    broker.put("t", b"in flight")
+    broker.put_many("t", [bytes(100)] * 100)
+    bench.advance(50 * S)
+    [delivery] = broker.pop("g", "t", invisible=600, order=order)
+    for _ in range(6):
+        bench.advance(20 * S)
+        broker.put_many("t", [bytes(100)] * 10)
+    pin = broker.stats().oldest_pin
+    assert pin is not None
+    assert (pin.topic, pin.group, pin.why) == ("t", "g", "in flight")
+    broker.nack("g", "t", delivery.receipt, delay=0)
+    bench.advance(1 * S)
+    assert not broker.stats().counters.lost
+    assert b"in flight" in [each.message.body for _ in range(5) for each in broker.pop("g", "t", 32, order=order)]
+    broker.close()
+    broker.store.close()
+
+
+# --- transactions -----------------------------------------------------------------------------------------------------
+
+
+def test_producers_are_asked_however_long_the_store_was_closed(bench: Bench) -> None:
+    bench.broker.topics.create("t", queues=1)
+    bench.broker.transactions.begin("t", b"half", producer_group="p")
+    bench.broker.close()
+    bench.broker.store.close()
+    bench.clock.advance(4 * DAY)
+    bench.open()
+    bench.settle()  # before they are back
+    bench.advance(30 * S)
+    assert bench.broker.stats().open_transactions == 1
+    bench.broker.transactions.on_check("p", bench.check)
+    bench.advance(60 * S)
+    assert bench.asked == [b"half"]
+    assert bench.pop() == [b"half"]
+
+
+def test_one_that_nobody_asks_about_is_given_up_all_the_same(bench: Bench) -> None:
+    bench.broker.topics.create("t", queues=1)
+    bench.broker.transactions.begin("t", b"half", producer_group="p")
+    bench.broker.close()
+    bench.broker.store.close()
+    bench.clock.advance(4 * DAY)
+    bench.open()
+    for _ in range(25):
+        bench.advance(30 * S)
+    assert bench.broker.stats().open_transactions == 0
+
+
+def test_an_immunity_longer_than_the_age_does_not_keep_it_from_being_asked(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "store").open(retention=Retention(age=3600))
+    bench.broker.topics.create("t", queues=1)
+    bench.broker.transactions.on_check("p", bench.check)
+    bench.broker.transactions.begin("t", b"half", producer_group="p", immunity=7200)
+    for _ in range(130):
+        bench.advance(60 * S)
+    assert bench.asked == [b"half"]
+    assert bench.pop() == [b"half"]
+    bench.broker.close()
+    bench.broker.store.close()
