@@ -24,6 +24,7 @@ from typing import Any, Literal, NoReturn, Unpack
 from weakref import WeakSet
 
 from mqstore.broker.broker import Broker, Start
+from mqstore.broker.configchecks import CONFIG_CHECKS
 from mqstore.broker.deadletters import DeadLetters
 from mqstore.broker.groups import RetryPolicy
 from mqstore.broker.names import is_system_topic
@@ -514,7 +515,7 @@ class Store(AbstractContextManager["Store"]):
 
     def verify(self) -> Iterator[Finding]:
         """Check every record, unit and index entry; changes nothing (store-format 9.7)."""
-        return self.log.verify()
+        return self.log.verifier(CONFIG_CHECKS).findings()
 
     def flush(self) -> None:
         """Return once everything put before is on disk."""

@@ -332,7 +332,7 @@ def test_deliveries_are_kept_where_what_is_unconsumed_is_not(tmp_path: Path, ord
     broker.nack("g", "t", delivery.receipt, delay=0)
     bench.advance(1 * S)
     assert not broker.stats().counters.lost
-    assert b"in flight" in [each.message.body for _ in range(5) for each in broker.pop("g", "t", 32, order=order)]
+    assert b"in flight" in [each.message.body for _ in range(12) for each in broker.pop("g", "t", 32, order=order)]
     broker.close()
     broker.store.close()
 
@@ -377,5 +377,46 @@ def test_an_immunity_longer_than_the_age_does_not_keep_it_from_being_asked(tmp_p
         bench.advance(60 * S)
     assert bench.asked == [b"half"]
     assert bench.pop() == [b"half"]
+    bench.broker.close()
+    bench.broker.store.close()
+
+
+# --- a log that was cut -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("between", ["put", "twice", "nothing"])
+def test_a_group_skips_nothing_of_a_queue_that_was_cut_and_put_to_before_a_broker_came(
+    tmp_path: Path, between: str
+) -> None:
+    """It had come to 100; the queue was cut at 40, and by the time that a broker looked it was longer than before."""
+    path = tmp_path / "store"
+    bench = Bench(path).open(segment_bytes=4096)
+    bench.broker.topics.create("t", queues=1)
+    for n in range(100):
+        bench.broker.put("t", b"old %d" % n)
+    while bench.pop():
+        pass
+    bench.broker.close()
+    bench.broker.store.close()
+    segments = sorted(file for file in (path / "commitlog").iterdir() if file.name.isdigit())
+    for file in segments[-3:]:
+        file.unlink()
+    expected = []
+    for turn in range({"put": 1, "twice": 2, "nothing": 0}[between]):
+        with MessageStore(path, config=StoreConfig(clock=bench.clock)) as store:
+            for n in range(100):
+                expected.append(b"new %d %d" % (turn, n))
+                store.put("t", expected[-1])
+        (path / "abort").write_text("1")  # as if it had been killed
+        (path / "checkpoint").unlink()
+    bench.open()
+    got = []
+    while found := bench.pop():
+        got += found
+    assert [body for body in got if body.startswith(b"new")] == expected
+    bench.broker.put("t", b"last")
+    assert bench.pop() == [b"last"]
+    bench.reopen()
+    assert bench.pop() == [], "the note counts once"
     bench.broker.close()
     bench.broker.store.close()

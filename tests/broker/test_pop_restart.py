@@ -82,6 +82,48 @@ def test_nothing_is_released_when_that_is_switched_off(bench: PopBench, restart:
     assert len(bench.read(RETRY)) == 1
 
 
+@pytest.mark.parametrize("order", [False, True])
+@pytest.mark.parametrize("anew", [False, True])
+def test_what_was_given_back_for_later_comes_later_after_a_restart_too(
+    bench: PopBench, restart: Any, monkeypatch: pytest.MonkeyPatch, order: bool, anew: bool
+) -> None:
+    """Nobody holds it: to release it burned its attempts, and a message that was to be tried again in an hour was a
+    dead letter after as many restarts."""
+    bench.put("t", 2)
+    first, second = bench.pop(n=2, order=order)
+    bench.service.nack("g", "t", first.receipt, 3_600_000)
+    if not order:
+        kept = bench.service.change_invisible("g", "t", second.receipt, 3_600_000)  # held for as long
+    else:
+        kept = second.receipt
+    if anew:
+        monkeypatch.setattr(popkeep, "_REPLAY_RECORDS", 1)
+        bench.advance(10_000)
+    restart()
+    restart()
+    bench.settle()
+    pending = {each.offset: each.visible_at_ms for each in bench.service.pending("g")}
+    assert pending[0] - bench.now_ms > 3_500_000
+    if not order:
+        assert [copy.body for copy in bench.read(RETRY)] == [b"1"]
+    bench.service.ack("g", "t", kept) if order else None
+    bench.advance(3_600_000)
+    again = bench.pop(n=5, order=order) + (bench.pop(n=5) if not order else [])
+    assert b"0" in [delivery.message.body for delivery in again]
+
+
+def test_what_was_given_back_for_later_was_taken_again(bench: PopBench, restart: Any) -> None:
+    """Of a delivery that is extended afterwards somebody has the receipt, and dies with the process."""
+    bench.put("t", 1)
+    [delivery] = bench.pop()
+    receipt = bench.service.nack("g", "t", delivery.receipt, 3_600_000)
+    assert receipt is not None
+    bench.service.change_invisible("g", "t", receipt, 7_200_000)
+    restart()
+    bench.settle()
+    assert [copy.body for copy in bench.read(RETRY)] == [b"0"]
+
+
 def test_what_was_given_back_is_popped_first_after_a_restart(bench: PopBench, restart: Any) -> None:
     bench.put("t", 3)
     first = bench.pop(n=2)

@@ -449,9 +449,20 @@ def test_a_writer_falls_back_to_bak_and_moves_the_bad_file_aside(tmp_path: Path,
     aside = tmp_path / f"x.json.corrupt-{NOW_MS}"
     assert str(aside) in problems[0]
     assert aside.read_bytes() == bad
-    assert [call.operation for call in fs.changes()] == ["replace", "sync_directory"]
-    again = load_json(path, writer=True, check=shape)  # the next open, before anything was saved
-    assert again.value == {"n": 5}
+    # Moved aside; then written anew, so that there are two copies again.
+    operations = [call.operation for call in fs.changes()]
+    assert operations == [
+        "replace",
+        "sync_directory",
+        "unlink",
+        "create",
+        "pwrite",
+        "fdatasync",
+        "replace",
+        "sync_directory",
+    ]
+    assert path.stat().st_mode == path.with_name("x.json.bak").stat().st_mode
+    assert load_json(path, writer=True, check=shape) == ({"n": 5}, [])
     save_json(path, {"n": 7}, check=shape)
     assert load_json(path, writer=True, check=shape) == ({"n": 7}, [])
 

@@ -22,7 +22,10 @@ from mqstore import (
     StoreConfig,
     UnsupportedStoreError,
 )
+from mqstore.files.filesystem import REAL
 from mqstore.layout.checkpoint import decode, encode
+from mqstore.log.queueends import forget_ends, load_ends, note_ends
+from mqstore.log.repair import rebuild_config
 from tests.conftest import GoldenStore
 from tests.faults import FaultyFileSystem
 from tests.log.support import SEGMENT, files, open_store
@@ -436,3 +439,87 @@ def test_opening_does_not_read_old_segments_however_many(tmp_path: Path, mode: A
             assert store.offsets("t") == (0, count * 4)
     assert costs[0][0] == costs[1][0]
     assert abs(costs[1][1] - costs[0][1]) <= 8  # a search in the queue's last file takes a step a doubling
+
+
+# -- a manifest that says what cannot be -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *((name, bad) for name in ("created_ms", "timerlog_segment_bytes") for bad in (None, "x", [], 1.5, True)),
+        *(("timerlog_segment_bytes", bad) for bad in (0, -1, 67, 1 << 63)),
+        *(("delay_levels", bad) for bad in ("", "x", "1s 2y")),
+        ("schema", -1),
+        ("schema", 0),
+    ],
+)
+def test_a_field_that_cannot_be_is_named_and_mended_and_the_others_stay(tmp_path: Path, field: str, value: Any) -> None:
+    """They were a traceback in every command, the one that mends included."""
+    with open_store(tmp_path / "s", group_hash="siphash24", delay_levels="1s 2s") as store:
+        receipt = store.put("t", b"x")
+    path = tmp_path / "s" / "mqstore.json"
+    (tmp_path / "s" / "mqstore.json.bak").unlink(missing_ok=True)
+    before = json.loads(path.read_text())
+    path.write_text(json.dumps({**before, field: value}))
+    for mode in MODES:
+        with pytest.raises(CorruptStoreError, match=field) as caught:
+            open_store(tmp_path / "s", mode)
+        assert "--rebuild config" in str(caught.value)
+    (line,) = rebuild_config(tmp_path / "s")
+    assert ("delay_levels start from defaults" in line) == (field == "delay_levels")
+    after = json.loads(path.read_text())
+    assert {name: after[name] for name in ("store_id", "group_hash", "commitlog_segment_bytes")} == {
+        name: before[name] for name in ("store_id", "group_hash", "commitlog_segment_bytes")
+    }
+    if field != "delay_levels":
+        assert after["delay_levels"] == "1s 2s"
+    with open_store(tmp_path / "s") as store:
+        assert store.read("t", 0, receipt.offset)[0].body == b"x"
+
+
+@pytest.mark.parametrize("surplus", [1, 20, 4096])
+@pytest.mark.parametrize("folder", ["commitlog", "consumequeue/t/0"])
+def test_a_surplus_of_the_only_file_is_no_other_size(tmp_path: Path, folder: str, surplus: int) -> None:
+    """The whole store was refused, and mending it took the length of the longer file for all that were to come."""
+    with open_store(tmp_path / "s") as store:
+        store.put("t", b"x")
+    (file,) = [each for each in (tmp_path / "s" / folder).iterdir() if each.name.isdigit()]
+    with file.open("ab") as longer:
+        longer.write(b"\xff" * surplus)
+    assert rebuild_config(tmp_path / "s") == []
+    for mode in MODES:
+        with open_store(tmp_path / "s", mode) as store:
+            assert store.read("t")[0].body == b"x"
+    with open_store(tmp_path / "s") as store:
+        for n in range(200):
+            store.put("t", b"%d" % n)
+        assert len(list(store.iter("t", 0))) == 201
+
+
+# -- where queues ended ------------------------------------------------------------------------------------------------
+
+
+def test_of_several_notes_the_least_counts_until_progress_is_written(tmp_path: Path) -> None:
+    note_ends(tmp_path, {("t", 0): 43}, REAL, 0o600)
+    assert list(tmp_path.iterdir()) == [], "nobody keeps any progress"
+    progress = tmp_path / "config" / "consumerOffset.json"
+    progress.parent.mkdir()
+    progress.write_text("{}")
+    note_ends(tmp_path, {("t", 0): 43, ("t", 1): 7}, REAL, 0o600)
+    assert load_ends(tmp_path, REAL) == {"t": {0: 43, 1: 7}}
+    note_ends(tmp_path, {("t", 0): 50, ("t", 1): 5, ("u", 0): 3}, REAL, 0o600)
+    assert load_ends(tmp_path, REAL) == {"t": {0: 43, 1: 5}, "u": {0: 0}}, "u was not there then"
+    progress.write_text("{ }")
+    assert load_ends(tmp_path, REAL) is None, "whoever wrote that knew how far they went"
+    note_ends(tmp_path, {("t", 0): 50}, REAL, 0o600)
+    assert load_ends(tmp_path, REAL) == {"t": {0: 50}}
+
+
+@pytest.mark.parametrize("harm", [b"", b"{", b"[]", b'{"ends": 5, "of": 1}', b'{"ends": {"t": {"0": "x"}}, "of": 1}'])
+def test_a_note_that_cannot_be_read_counts_as_the_worst(tmp_path: Path, harm: bytes) -> None:
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "queueEnds.json").write_bytes(harm)
+    assert load_ends(tmp_path, REAL) == {}
+    forget_ends(tmp_path, REAL)
+    assert load_ends(tmp_path, REAL) is None

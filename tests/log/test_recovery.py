@@ -6,6 +6,7 @@ and do. What the store held is known from the receipts of its puts, never from t
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import struct
@@ -1063,3 +1064,90 @@ def test_creating_a_store_may_be_killed_before_every_change(tmp_path: Path) -> N
             assert [m.body for m in store.read("t")] == [b"x"]
         assert (path / "commitlog" / "mqstore.profile").stat().st_size > 0
     assert nth > 10
+
+
+# --- where the log goes on --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [0, 2000])
+@pytest.mark.parametrize("crashed", [False, True])
+def test_a_short_file_that_becomes_the_last_one_is_written_on(tmp_path: Path, length: int, crashed: bool) -> None:
+    """It was short in the middle, so nobody gave it its length; then what was behind it went, and each put that came to
+    its end raised IndexError."""
+    made = make(tmp_path / "s")
+    starts = sorted(int(file.name) for file in (made.path / "commitlog").iterdir() if file.name.isdigit())
+    os.truncate(made.segment(starts[1]), length)
+    if crashed:
+        (made.path / "abort").write_text("1")
+        (made.path / "checkpoint").unlink()
+    else:
+        for start in starts[2:]:
+            made.segment(start).write_bytes(bytes(SEGMENT))
+    expected = made.recover(dry_run=True).as_dict()
+    report = made.recover().as_dict()
+    told = report.keys() - {"seconds", "kept"}
+    assert {name: report[name] for name in told} == {name: expected[name] for name in told}
+    assert not made.recover().changed
+    with made.open() as store:
+        receipts = [store.put("orders", body(n), 0) for n in range(100)]
+    with made.open("r") as store:
+        assert [store.read(*r.queue, r.offset, 1)[0].body for r in receipts] == [body(n) for n in range(100)]
+    lengths = {file.stat().st_size for file in (made.path / "commitlog").iterdir() if file.name.isdigit()}
+    assert lengths == {SEGMENT}
+
+
+def test_a_surplus_is_no_work_for_a_second_recovery(tmp_path: Path) -> None:
+    made = make(tmp_path / "s")
+    starts = sorted(int(file.name) for file in (made.path / "commitlog").iterdir() if file.name.isdigit())
+    for start in starts[-2:]:
+        with made.segment(start).open("ab") as file:
+            file.write(b"x")
+    made.recover()
+    report = made.recover()
+    assert not report.changed
+    assert [finding.kind for finding in report.findings] == ["segment_size", "segment_size"]
+
+
+def test_a_first_segment_without_a_byte_is_found(tmp_path: Path) -> None:
+    made = make(tmp_path / "s")
+    os.truncate(made.segment(0), 0)
+    assert ("segment_size", f"commitlog/{0:020d}") in {(f.kind, f.file) for f in made.recover().findings}
+
+
+# --- JSON files that mean nothing -------------------------------------------------------------------------------------
+
+
+def refuse_strings(value: dict[str, Any]) -> None:
+    if not all(type(each) is int for each in value.values()):
+        raise ValueError("numbers only")
+
+
+def test_a_json_file_whose_backup_is_good_is_mended_by_a_recovery(tmp_path: Path) -> None:
+    """The bad file was moved aside, and nothing put in its place: one copy was left, and verify never content."""
+    made = make(tmp_path / "s")
+    folder = made.path / "config"
+    folder.mkdir(exist_ok=True)
+    (folder / "x.json").write_text('{"n": "five"}')
+    (folder / "x.json.bak").write_text('{"n": 5}')
+    checks = {"config/x.json": refuse_strings}
+    config = StoreConfig(clock=SimulatedClock(), **SIZES)
+    dry = recover_store(made.path, RecoverOptions(full=True, dry_run=True), config=config, json_checks=checks)
+    assert [finding.kind for finding in dry.findings] == ["bad_json"]
+    assert (folder / "x.json").read_text() == '{"n": "five"}'
+    report = recover_store(made.path, EVERYTHING, config=config, json_checks=checks)
+    assert [finding.kind for finding in report.findings] == ["bad_json"]
+    assert json.loads((folder / "x.json").read_text()) == {"n": 5}
+    assert recover_store(made.path, EVERYTHING, config=config, json_checks=checks).findings == []
+
+
+def test_a_value_of_the_wrong_type_is_mended_when_it_is_asked_for(tmp_path: Path) -> None:
+    """`--rebuild config` judged by less than those who would not load the file, and found nothing to do."""
+    made = make(tmp_path / "s")
+    (made.path / "config").mkdir(exist_ok=True)
+    (made.path / "config" / "x.json").write_text('{"n": "five"}')
+    checks = {"config/x.json": refuse_strings}
+    assert rebuild_config(made.path) == []
+    (line,) = rebuild_config(made.path, json_checks=checks, dry_run=True)
+    assert "x.json" in line
+    assert rebuild_config(made.path, json_checks=checks) == [line]
+    assert rebuild_config(made.path, json_checks=checks) == []

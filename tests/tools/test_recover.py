@@ -188,6 +188,25 @@ def test_config_files_that_do_not_decode_are_moved_aside(hundred: tuple[Path, li
     assert not mqstore_json("recover", path, "--rebuild", "config")["changed"]
 
 
+def test_a_value_of_the_wrong_type_is_found_and_mended(tmp_path: Path) -> None:
+    """verify said that all was well, and `--rebuild config` that there was nothing to do, of a store that no broker
+    opened."""
+    with library.open(tmp_path / "s", config=CONFIG) as store:
+        store.create_topic("jobs", queues=1)
+        store.put("jobs", b"x", queue_id=0)
+    file = tmp_path / "s" / "config" / "topics.json"
+    (tmp_path / "s" / "config" / "topics.json.bak").unlink(missing_ok=True)
+    file.write_text(file.read_text().replace('"perm": 6', '"perm": "6"', 1))
+    assert '"perm": "6"' in file.read_text()
+    assert mqstore("consume", tmp_path / "s", "jobs", "--group", "g").exit_code == 3
+    assert [f["kind"] for f in mqstore_json("verify", tmp_path / "s", exit_code=1)["findings"]] == ["bad_json"]
+    assert [f["kind"] for f in mqstore_json("recover", tmp_path / "s", exit_code=1)["findings"]] == ["bad_json"]
+    assert mqstore("recover", tmp_path / "s", "--rebuild", "config", "--yes").exit_code == 0
+    assert mqstore("verify", tmp_path / "s").exit_code == 0
+    done = mqstore("consume", tmp_path / "s", "jobs", "--group", "g", "--idle-exit", "0", "--max-messages", "1")
+    assert done.exit_code == 0
+
+
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["real", "dry"])
 def test_a_store_that_is_being_written_is_left_alone(tmp_path: Path, dry: list[str]) -> None:
     with library.MessageStore(tmp_path / "s") as store:

@@ -50,6 +50,7 @@ from rich.table import Table
 from rich.text import Text
 
 import mqstore
+from mqstore.broker.configchecks import CONFIG_CHECKS
 from mqstore.layout.batch import encode_batch
 from mqstore.layout.consumequeue import UNIT_BYTES
 from mqstore.layout.hosts import encode_host
@@ -664,7 +665,7 @@ class _Demo:
         """(findings, messages, bytes, seconds)."""
         begin = time.perf_counter()
         with mqstore.MessageStore(path, "r") as store:
-            verifier = store.verifier()
+            verifier = store.verifier(CONFIG_CHECKS)
             with render.progress("verifying", lambda: (verifier.done_bytes, verifier.total_bytes)):
                 findings = list(verifier.findings())
         return findings, verifier.messages, verifier.bytes, time.perf_counter() - begin

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from mqstore import MQStoreError, RecoveryReport
+from mqstore.broker.configchecks import CONFIG_CHECKS
 from mqstore.broker.inspect import delay_levels
 from mqstore.files.filesystem import REAL
 from mqstore.files.quiet import QUIET
@@ -114,6 +115,7 @@ def recover(
                 options,
                 config=java_config(index_slots, index_entries),
                 progress=report_progress,
+                json_checks=CONFIG_CHECKS,
                 fs=QUIET if dry_run else REAL,
             )
     finally:
@@ -146,7 +148,7 @@ def _within(folder: Path, *parents: Path) -> bool:
 def _rebuild_config(directory: Path, *, dry_run: bool, yes: bool) -> list[str] | None:
     """What was done; None when a person said no."""
     if not dry_run and not yes:
-        planned = rebuild_config(directory, dry_run=True, fs=QUIET)
+        planned = rebuild_config(directory, dry_run=True, json_checks=CONFIG_CHECKS, fs=QUIET)
         if not planned:
             return []
         for sentence in planned:
@@ -155,7 +157,7 @@ def _rebuild_config(directory: Path, *, dry_run: bool, yes: bool) -> list[str] |
             raise click.UsageError("--rebuild config loses what stood in these files; give --yes to do it unasked")
         if not click.confirm("Go on?", err=True):
             return None
-    return rebuild_config(directory, dry_run=dry_run, fs=QUIET if dry_run else REAL)
+    return rebuild_config(directory, dry_run=dry_run, json_checks=CONFIG_CHECKS, fs=QUIET if dry_run else REAL)
 
 
 def _tell_config(done: list[str], *, dry_run: bool, json_output: bool) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from mqstore import Finding, MessageStore
+from mqstore.broker.configchecks import CONFIG_CHECKS
 from mqstore.files.quiet import QUIET
 from mqstore.log.verify import Verifier
 from mqstore_tools.render import as_json, console, finding_line, progress, show_bytes
@@ -44,7 +45,7 @@ def verify(
     out = _Output(json_output=json_output)
     for attempt in range(_ATTEMPTS):
         with MessageStore(directory, "r", config=java_config(index_slots, index_entries), fs=QUIET) as store:
-            verifier = store.verifier()
+            verifier = store.verifier(CONFIG_CHECKS)
             try:
                 with progress("verifying", _progress_of(verifier)):
                     for finding in verifier.findings():

@@ -62,7 +62,7 @@ from mqstore.layout.properties import (
 from mqstore.log.message import Message
 from mqstore.log.outgoing import Copy
 
-__all__ = ["DelayService", "deliver_time_ms", "restored"]
+__all__ = ["DelayService", "check_delay_offsets", "deliver_time_ms", "restored"]
 
 _log = logging.getLogger("mqstore")
 
@@ -221,7 +221,7 @@ class DelayService:
         self.orphans: dict[int, int] = {}
         self._table_ms = self._store.delay_table_ms
         self._file = ConfigFile(
-            self._store.path / "config" / "delayOffset.json", fs=parts.fs, clock=parts.clock, check=_check
+            self._store.path / "config" / "delayOffset.json", fs=parts.fs, clock=parts.clock, check=check_delay_offsets
         )
         value = self._file.load() or {}
         self._version = DataVersion.from_json(value.get("dataVersion"))
@@ -606,7 +606,7 @@ class DelayService:
         self.save(self._clock.now_ms())
 
 
-def _check(value: Mapping[str, Any]) -> None:
+def check_delay_offsets(value: Mapping[str, Any]) -> None:
     """ValueError unless `value` has the shape of the progress file."""
     DataVersion.from_json(object_member(value, "dataVersion"))
     for level, offset in object_member(value, "offsetTable").items():

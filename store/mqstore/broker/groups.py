@@ -33,7 +33,7 @@ from mqstore.files.filesystem import FileSystem
 from mqstore.log.store import MessageStore
 from mqstore.options import DEFAULT_DELAY_LEVELS, Duration, StoreConfig, delay_table_ms, seconds
 
-__all__ = ["FORBIDDEN_READ", "GroupConfig", "GroupTable", "RetryPolicy", "backoff", "exponential"]
+__all__ = ["FORBIDDEN_READ", "GroupConfig", "GroupTable", "RetryPolicy", "backoff", "check_groups", "exponential"]
 
 FORBIDDEN_READ = 2
 """Index of the forbidden bit that stops a group from reading a topic."""
@@ -353,7 +353,7 @@ class GroupTable:
             store.path / "config" / "subscriptionGroup.json",
             fs=fs,
             clock=clock,
-            check=_check,
+            check=check_groups,
             writer=store.mode == "rw",
             file_mode=config.file_mode,
             closed=lambda: store.closed,
@@ -551,7 +551,7 @@ def _forbidden_of(value: Mapping[str, Any]) -> dict[str, dict[str, int]]:
     return table
 
 
-def _check(value: dict[str, Any]) -> None:
+def check_groups(value: dict[str, Any]) -> None:
     """ValueError unless every entry is an object with members of the right types."""
     DataVersion.from_json(object_member(value, "dataVersion"))
     _forbidden_of(value)

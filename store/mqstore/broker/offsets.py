@@ -45,10 +45,11 @@ from mqstore.errors import ConfigError, OffsetOutOfRangeError
 from mqstore.files.filesystem import FileSystem
 from mqstore.log.names import is_path_safe
 from mqstore.log.published import PublishedFiles
+from mqstore.log.queueends import forget_ends, load_ends
 from mqstore.log.store import MessageStore
 from mqstore.options import Durability, StoreConfig, seconds
 
-__all__ = ["OffsetTable"]
+__all__ = ["OffsetTable", "check_offsets"]
 
 _OFFSET_MAX = 0x7FFF_FFFF_FFFF_FFFF
 _QUEUE_ID_MAX = 0x7FFF_FFFF
@@ -74,7 +75,7 @@ class OffsetTable:
             store.path / "config" / "consumerOffset.json",
             fs=fs,
             clock=clock,
-            check=_check,
+            check=check_offsets,
             writer=store.mode == "rw",
             file_mode=config.file_mode,
         )
@@ -90,6 +91,8 @@ class OffsetTable:
         self._foreign: dict[str, Any] = {}
         self._version = DataVersion()
         self._versioned = 0
+        self._ends = load_ends(store.path, fs)
+        """Where queues ended when they were shortened, and nobody had looked at these offsets since; then None."""
         self._load()
         self._published = PublishedFiles(store.path, fs)
         self._fold()
@@ -97,6 +100,9 @@ class OffsetTable:
         # and a crash before the next save would have the group skip what came between (P3).
         self.save()
         self._published.settle()
+        if store.mode == "rw":
+            self._ends = None
+            forget_ends(store.path, fs)
 
     # -- committed --------------------------------------------------------------------------------------------------
 
@@ -445,10 +451,13 @@ class OffsetTable:
         self._published.problems.clear()
 
     def _lowered(self, where: str, topic: str, queue_id: int, offset: int, group: str = "") -> int:
-        if self._store.mode != "rw":  # the writer may be ahead of what this process has seen of its queues
-            return offset
         of_log = group == DELETED_GROUP
-        end = self._store.max_offset if of_log else (self._store.offsets_or_none(topic, queue_id) or (0, 0))[1]
+        if self._store.mode != "rw":  # the writer may be ahead of what this process has seen of its queues
+            end = offset
+        else:
+            end = self._store.max_offset if of_log else (self._store.offsets_or_none(topic, queue_id) or (0, 0))[1]
+        if self._ends is not None and not of_log:
+            end = min(end, self._ends.get(topic, {}).get(queue_id, 0))
         if offset <= end:
             return offset
         what = "log" if of_log else "queue"
@@ -464,7 +473,7 @@ def _is_user(group: str) -> bool:
     return not is_system_group(group)
 
 
-def _check(value: dict[str, Any]) -> None:
+def check_offsets(value: dict[str, Any]) -> None:
     """ValueError unless this is a table of tables of integers. Null stands for absent."""
     DataVersion.from_json(object_member(value, "dataVersion"))
     for key, queues in object_member(value, "offsetTable").items():

@@ -390,7 +390,7 @@ class PopService:
                 kind.bury(state, claim, f"attempt {attempt} of {config.max_attempts} failed")
                 return None
             delay_ms = min(config.delay_ms(attempt), _MAX_INVISIBLE_MS) if delay_ms is None else delay_ms
-            return kind.change(state, claim, delay_ms)
+            return kind.change(state, claim, delay_ms, failed=True)
 
     def dead_letter(self, group: str, topic: str, receipt: str, reason: str) -> None:
         """Move a delivery's message to the group's dead letters and settle it. Errors as `ack`; settled before:

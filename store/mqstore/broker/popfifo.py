@@ -173,9 +173,11 @@ class FifoQueues:
             self._wake_if_free(state)
         return late
 
-    def change(self, state: QueueState, claim: Claim, invisible_ms: int, *, renew: bool = False) -> str:
+    def change(
+        self, state: QueueState, claim: Claim, invisible_ms: int, *, renew: bool = False, failed: bool = False
+    ) -> str:
         """Let a delivery become visible in `invisible_ms` from now. The pop time stays, so that the old receipt stays
-        good as well; the new one differs in its invisible time only (8.7)."""
+        good as well; the new one differs in its invisible time only (8.7). `failed`: who had it has it no more."""
         del renew
         if claim.offset < state.cursor:
             return claim.text  # settled before
@@ -185,7 +187,8 @@ class FifoQueues:
         now_ms = self._tables.clock.now_ms()
         visible_ms = now_ms + invisible_ms
         invisible_ms = max(0, visible_ms - record.pop_time_ms)
-        self._log.put_change(batch.name, claim.offset, record.pop_time_ms, invisible_ms)
+        self._log.put_change(batch.name, claim.offset, record.pop_time_ms, invisible_ms, failed=failed)
+        batch.note_failed(claim.offset, failed)
         self._orders.update_next_visible_time(
             *state.key, claim.offset, record.pop_time_ms, record.pop_time_ms + invisible_ms
         )
@@ -327,7 +330,12 @@ class FifoQueues:
         for kind, offsets in ((ACK, acked), (GIVE, given)):
             if offsets:
                 self._log.put_settled(kind, name, offsets)
+        failed = state.fifo.failed if state.fifo is not None else None
         state.fifo = Batch(name, start, record.pop_time_ms, invisible_ms, deltas, count, local)
+        for offset in sorted(failed or ()):
+            later_ms = visible_at(record, offset) - record.pop_time_ms
+            self._log.put_change(name, offset, record.pop_time_ms, later_ms, failed=True)
+            state.fifo.note_failed(offset, True)
         self._tables.order(state)
 
 

@@ -3,7 +3,7 @@
     kind   TAGS   appended                                           body
     POP    ck     before a batch is returned                         t c q so pt it d nx [f a oc ot cm rel] [l]
     ACK    ack    before `ack` returns, one for each batch touched   k o
-    CHANGE chg    before `change_invisible` or `renew` returns       k o pt it
+    CHANGE chg    before `change_invisible`, `renew`, `nack` return  k o pt it [n]    n = 1: by `nack`
     REVIVE rev    after the retry copies or dead letters             k o
     GIVE   rel    before `release` returns                           k o
     RESET  rst    when a queue's position is set from outside        t c q o      o = -1: it is forgotten
@@ -57,6 +57,8 @@ GIVE: Final = "rel"
 RESET: Final = "rst"
 KINDS = (POP, ACK, CHANGE, REVIVE, GIVE, RESET)
 
+FAILED: Final = ',"n":1'
+"""Of a change: nobody holds the delivery, which waits for its time."""
 _CHUNK = 8_192
 """Records read at once by a replay."""
 
@@ -138,9 +140,9 @@ class PopLog:
         """`ACK`, `REVIVE` or `GIVE` of some offsets of one batch."""
         return self._put[kind](f'{{"k":{batch},"o":[{",".join(map(str, offsets))}]}}'.encode(), "append")[1]
 
-    def put_change(self, batch: int, offset: int, pop_time_ms: int, invisible_ms: int) -> int:
-        """A new visible time of one message."""
-        body = f'{{"k":{batch},"o":{offset},"pt":{pop_time_ms},"it":{invisible_ms}}}'
+    def put_change(self, batch: int, offset: int, pop_time_ms: int, invisible_ms: int, *, failed: bool = False) -> int:
+        """A new visible time of one message. `failed`: by who gave it back, and has it no more."""
+        body = f'{{"k":{batch},"o":{offset},"pt":{pop_time_ms},"it":{invisible_ms}{FAILED if failed else ""}}}'
         return self._put[CHANGE](body.encode(), "append")[1]
 
     def put_reset(self, head: str, offset: int) -> int:

@@ -9,8 +9,10 @@
     committed  = the first offset that is in flight or released, else the cursor
 
 What receivers in the dead process held is visible at once (`release_in_flight`): the writer lock proves that they are
-gone. A FIFO batch that only the file knows gets a `ck` of its own, for acknowledgements name one; if all of it is
-settled it needs none, but it stays the queue's last batch: by it receipts of older ones are known to come too late.
+gone. What they had given back comes when it was to come.
+
+A FIFO batch that only the file knows gets a `ck` of its own, for acknowledgements name one; if all of it is settled it
+needs none, but it stays the queue's last batch: by it receipts of older ones are known to come too late.
 """
 
 from __future__ import annotations
@@ -183,6 +185,7 @@ class Replay:
         state, batch = found
         offset, pop_time_ms, invisible_ms = value["o"], value["pt"], value["it"]
         state.last_pop_ms = max(state.last_pop_ms, pop_time_ms)
+        batch.note_failed(offset, value.get("n") == 1)
         if state.fifo is batch:
             self._tables.orders.update_next_visible_time(*state.key, offset, pop_time_ms, pop_time_ms + invisible_ms)
         elif state.in_flight.get(offset) is batch:
@@ -274,7 +277,8 @@ class Replay:
         """End the deliveries of receivers that died with their process, as if their time had run out."""
         for batch in dict.fromkeys(state.in_flight.values()):
             if batch.local:
-                batch.moved = None
+                later = {offset: batch.times(offset) for offset in batch.failed or ()}
+                batch.moved = later or None
                 batch.invisible_ms = min(0, now_ms - batch.pop_time_ms)
                 state.timeline.add(batch.pop_time_ms + batch.invisible_ms, batch)
         if state.fifo is not None and state.fifo.local:
@@ -282,7 +286,7 @@ class Replay:
             if record is not None:
                 record.visible_ms = {
                     **(record.visible_ms or {}),
-                    **{offset: now_ms for offset in record.unacked() if visible_at(record, offset) > now_ms},
+                    **{o: now_ms for o in record.unacked() if state.fifo.holds(o) and visible_at(record, o) > now_ms},
                 }
                 self._tables.orders.restore(*state.key, record)
 

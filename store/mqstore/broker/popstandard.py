@@ -170,14 +170,18 @@ class StandardQueues:
             self._tables.waiters.wake_one(state.key.topic, state.key.queue_id, state.key.group)
         return late
 
-    def change(self, state: QueueState, claim: Claim, invisible_ms: int, *, renew: bool = False) -> str:
-        """Let a delivery become visible in `invisible_ms` from now; its new receipt. `renew`: the old stays good."""
+    def change(
+        self, state: QueueState, claim: Claim, invisible_ms: int, *, renew: bool = False, failed: bool = False
+    ) -> str:
+        """Let a delivery become visible in `invisible_ms` from now; its new receipt. `renew`: the old stays good;
+        `failed`: who had it has it no more."""
         batch = self._need(state, claim)
         now_ms = self._tables.clock.now_ms()
         pop_time_ms = claim.pop_time_ms if renew else pop_time(now_ms, claim.pop_time_ms)
         invisible_ms = max(0, now_ms + invisible_ms - pop_time_ms)
-        self._log.put_change(batch.name, claim.offset, pop_time_ms, invisible_ms)
+        self._log.put_change(batch.name, claim.offset, pop_time_ms, invisible_ms, failed=failed)
         state.change(batch, claim.offset, pop_time_ms, invisible_ms)
+        batch.note_failed(claim.offset, failed)
         state.last_pop_ms = max(state.last_pop_ms, pop_time_ms)
         self._tables.announce(state, pop_time_ms + invisible_ms)
         if renew:
@@ -329,16 +333,16 @@ class StandardQueues:
     def put_anew(self, state: QueueState, batch: Batch) -> None:
         """Append what is left of an old batch at the end of the log, so that a replay may begin behind it."""
         released = {offset for offset in batch.open_offsets() if state.released.get(offset) is batch}
-        by_times: dict[tuple[int, int], list[int]] = {}
+        alike: dict[tuple[int, int, bool], list[int]] = {}
         for offset in batch.open_offsets():
-            by_times.setdefault(batch.times(offset), []).append(offset)
-        for (pop_time_ms, invisible_ms), offsets in by_times.items():
+            alike.setdefault((*batch.times(offset), batch.holds(offset)), []).append(offset)
+        for (pop_time_ms, invisible_ms, local), offsets in alike.items():
             start, count = offsets[0], len(offsets)
             deltas = None if offsets[-1] - start == count - 1 else tuple(offset - start for offset in offsets)
-            more = LOCAL if batch.local else ""
+            more = LOCAL if local else ""
             text = deltas_text(deltas, count)
             name = self._log.put_pop(state.head, start, pop_time_ms, invisible_ms, text, state.cursor, more)
-            new = Batch(name, start, pop_time_ms, invisible_ms, deltas, count, batch.local)
+            new = Batch(name, start, pop_time_ms, invisible_ms, deltas, count, local)
             state.replace(new, offsets)
             given = [offset for offset in offsets if offset in released]
             if given:

@@ -82,7 +82,7 @@ class Standing(NamedTuple):
 class Batch:
     """The messages of one pop, one `ck` record."""
 
-    __slots__ = ("deltas", "invisible_ms", "left", "local", "moved", "name", "pop_time_ms", "start")
+    __slots__ = ("deltas", "failed", "invisible_ms", "left", "local", "moved", "name", "pop_time_ms", "start")
 
     def __init__(
         self,
@@ -107,12 +107,25 @@ class Batch:
         """Offset -> (pop time, invisible ms) of deliveries whose time was changed."""
         self.local = local
         """Whether its receiver lives in this process, and dies with it."""
+        self.failed: set[int] | None = None
+        """Offsets that it gave back, to come again later: these nobody holds."""
 
     def times(self, offset: int) -> tuple[int, int]:
         """(pop time, invisible ms) of one delivery."""
         if self.moved is not None and offset in self.moved:
             return self.moved[offset]
         return self.pop_time_ms, self.invisible_ms
+
+    def holds(self, offset: int) -> bool:
+        """Whether a receiver in this process has that delivery."""
+        return self.local and (self.failed is None or offset not in self.failed)
+
+    def note_failed(self, offset: int, failed: bool) -> None:
+        """A delivery was given back, or is held again."""
+        if failed:
+            self.failed = (self.failed or set()) | {offset}
+        elif self.failed is not None:
+            self.failed.discard(offset)
 
     def visible_at(self, offset: int) -> int:
         pop_time_ms, invisible_ms = self.times(offset)
@@ -375,7 +388,7 @@ class QueueState:
             batch.left &= ~bits
             if not batch.left:
                 self._batches -= 1
-                batch.moved = None
+                batch.moved = batch.failed = None
 
     # -- what is told of it -----------------------------------------------------------------------------------------
 

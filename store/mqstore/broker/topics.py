@@ -43,7 +43,7 @@ from mqstore.log.names import is_path_safe
 from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
 
-__all__ = ["MESSAGE_TYPES", "PERM_READ", "PERM_WRITE", "QUEUES_MAX", "TopicConfig", "TopicTable"]
+__all__ = ["MESSAGE_TYPES", "PERM_READ", "PERM_WRITE", "QUEUES_MAX", "TopicConfig", "TopicTable", "check_topics"]
 
 PERM_INHERIT, PERM_WRITE, PERM_READ = 1, 2, 4
 _PERM_MAX = PERM_READ | PERM_WRITE | PERM_INHERIT
@@ -155,7 +155,7 @@ class TopicTable:
             store.path / "config" / "topics.json",
             fs=fs,
             clock=clock,
-            check=_check,
+            check=check_topics,
             writer=store.mode == "rw",
             file_mode=config.file_mode,
             closed=lambda: store.closed,
@@ -512,7 +512,7 @@ def _changed_attributes(old: Mapping[str, str] | None, signed: Mapping[str, str]
     return MappingProxyType(new)
 
 
-def _check(value: dict[str, Any]) -> None:
+def check_topics(value: dict[str, Any]) -> None:
     """ValueError unless every entry is an object with members of the right types."""
     DataVersion.from_json(object_member(value, "dataVersion"))
     for name, entry in object_member(value, "topicConfigTable").items():

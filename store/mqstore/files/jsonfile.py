@@ -30,20 +30,24 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Callable
+import stat
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 from mqstore.clock import SYSTEM_CLOCK, Clock
 from mqstore.errors import CorruptStoreError, FormatError, MQStoreError
 from mqstore.files.filesystem import FILE_MODE, REAL, FileSystem
 
-__all__ = ["LoadedJson", "decode_json", "encode_json", "load_json", "save_json", "set_aside_json"]
+__all__ = ["NO_CHECKS", "Check", "LoadedJson", "decode_json", "encode_json", "load_json", "save_json", "set_aside_json"]
 
 #: More is refused with StoreIOError before it is read: offsets of 100,000 queues for ten groups are a tenth of it.
 JSON_BYTES_MAX = 256 << 20
 
 Check = Callable[[dict[str, Any]], object]
+NO_CHECKS: Mapping[str, Check] = MappingProxyType({})
+"""For who knows of no file what is to be in it."""
 
 # Either a string, left alone, or an unquoted integer key with the brace or comma before it. The string's closing quote
 # is optional and its body possessive, so that broken input is passed once and not once per quotation mark.
@@ -126,7 +130,8 @@ def load_json(
     """The last good value of `path`: its own, else that of its ``.bak``; None when neither was ever written.
 
     `check(value)` raises ValueError when the object has the wrong shape; that counts as not decoding. A `writer` moves
-    a bad main file aside, a reader changes nothing. `root` is the store directory that an error message names
+    a bad main file aside and puts its ``.bak``'s value in its place, if the disk lets it: two copies again. A reader
+    changes nothing. `root` is the store directory that an error message names
     (default: the file's folder, or that folder's parent when it is ``config``).
 
     Raises `CorruptStoreError` when no good value is left although there was one, `StoreIOError` when a file cannot be
@@ -148,11 +153,16 @@ def load_json(
         raise CorruptStoreError(
             what, main, repair=f"mqstore recover {shlex.quote(_store_of(main, root))} --rebuild config"
         )
-    if fault is None:
-        return LoadedJson(backup_value, [f"{main} is missing; the value of {backup} was taken"])
-    problem = f"{main} is damaged ({fault}); the value of {backup} was taken"
+    what = "missing" if fault is None else f"damaged ({fault})"
+    problem = f"{main} is {what}; the value of {backup} was taken"
     if writer:
-        problem += f", the damaged file moved to {_move_aside(main, fs, clock)}"
+        if fault is not None:
+            problem += f", the damaged file moved to {_move_aside(main, fs, clock)}"
+        with suppress(OSError, MQStoreError):
+            mode = stat.S_IMODE(fs.stat(backup).st_mode)
+            _write_new(main + ".tmp", encode_json(backup_value), fs, mode)
+            fs.replace(main + ".tmp", main)
+            fs.sync_directory(os.path.dirname(main) or ".")
     return LoadedJson(backup_value, [problem])
 
 

@@ -615,6 +615,20 @@ class SegmentRun:
         fs.fdatasync(file.fd)
         return written
 
+    def finish(self, offset: int) -> None:
+        """The run goes on at `offset`: the segment that holds it gets its full length, and files without a byte from
+        there on go."""
+        empty = [s for s in self._list([]) if s.start >= offset and s.length == 0]
+        for segment in reversed(empty):
+            self._fs.unlink(segment.path, missing_ok=True)
+            self._names_changed += 1
+        self.sync_folder()
+        last = self.find(offset)
+        if last is not None and last.length < last.size:
+            with self._lock:
+                self._let_go(last)  # a mapping is as long as the file was
+            self._extend(last)
+
     def drop_from(self, offset: int) -> list[str]:
         """Remove all segments that start at or behind `offset`, the last one first, so that a crash in between leaves
         no gap. Returns the removed names. Durable on return."""

@@ -16,6 +16,7 @@ import itertools
 import json
 import os
 import secrets
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import metadata
@@ -30,7 +31,7 @@ from mqstore.layout.consumequeue import UNIT_BYTES
 from mqstore.layout.indexfile import slots_entries_from_length
 from mqstore.layout.record import Checksum, check_record
 from mqstore.log.indexshape import shape_of_file
-from mqstore.options import DEFAULT_DELAY_LEVELS, Profile, StoreConfig
+from mqstore.options import DEFAULT_DELAY_LEVELS, Profile, StoreConfig, delay_table_ms
 
 __all__ = [
     "GUARD",
@@ -39,6 +40,7 @@ __all__ = [
     "contradiction_of",
     "decode",
     "is_guarded",
+    "kept_of",
     "resolve",
     "save",
     "segment_names",
@@ -49,6 +51,9 @@ __all__ = [
 MANIFEST = "mqstore.json"
 GUARD = os.path.join("commitlog", "mqstore.profile")
 SCHEMA = 1
+_TIMERLOG_MIN = 68
+"""A unit and the blank behind it (broker-semantics 5.1)."""
+_SURPLUS_MAX = 4096
 
 # `abort`: whoever was to create a store was killed before the manifest stood.
 _NOT_YET = frozenset({"lock", "abort", "tmp", "inbox", "_staging", MANIFEST + ".tmp", "serve.json", "serve.sock"})
@@ -221,6 +226,11 @@ def decode(value: Any, path: Path, problems: list[str]) -> Manifest:
     for key, kind in _TYPES.items():
         if type(value.get(key)) is not kind:
             raise bad(f"{key} should be {kind.__name__}, found {value.get(key)!r}")
+    for key in ("created_ms", "timerlog_segment_bytes"):
+        if type(value.get(key, 0)) is not int:
+            raise bad(f"{key} should be int, found {value[key]!r:.80}")
+    if value["schema"] < 1:
+        raise bad(f"schema {value['schema']}")
     requires = tuple(str(name) for name in value["requires"])
     if value["schema"] > SCHEMA or requires:
         raise UnsupportedStoreError(
@@ -242,17 +252,24 @@ def decode(value: Any, path: Path, problems: list[str]) -> Manifest:
     ]
     if min(sizes) < 1 or max(sizes) > 0x7FFF_FFFF or sizes[1] % UNIT_BYTES:
         raise bad(f"impossible sizes {sizes}")
+    timerlog_bytes = value.get("timerlog_segment_bytes", _SIZES["mqstore"][4])
+    if not _TIMERLOG_MIN <= timerlog_bytes <= 0x7FFF_FFFF:
+        raise bad(f"timerlog_segment_bytes {timerlog_bytes}")
+    try:
+        delay_table_ms(value["delay_levels"])
+    except ConfigError as error:
+        raise bad(f"delay_levels {value['delay_levels']!r:.80}: {error}") from error
     known = {*_TYPES, "created_ms", "created_by", "timerlog_segment_bytes"}
     return Manifest(
         profile=cast(Profile, profile),
         checksum=cast(Checksum, value["checksum"]),
         store_id=value["store_id"],
-        created_ms=int(value.get("created_ms", 0)),
+        created_ms=value.get("created_ms", 0),
         commitlog_segment_bytes=sizes[0],
         consumequeue_segment_bytes=sizes[1],
         index_slots=sizes[2],
         index_entries=sizes[3],
-        timerlog_segment_bytes=int(value.get("timerlog_segment_bytes", _SIZES["mqstore"][4])),
+        timerlog_segment_bytes=timerlog_bytes,
         group_hash=value["group_hash"],
         delay_levels=value["delay_levels"],
         exists=True,
@@ -260,6 +277,21 @@ def decode(value: Any, path: Path, problems: list[str]) -> Manifest:
         unknown={k: v for k, v in value.items() if k not in known} | {"created_by": value.get("created_by", "")},
         problems=tuple(problems),
     )
+
+
+def kept_of(value: Any) -> dict[str, Any]:
+    """Fields of a bad manifest that may be right, and that no other file tells: for a new one in its place."""
+    kept: dict[str, Any] = {}
+    if isinstance(value, dict):
+        if isinstance(store_id := value.get("store_id"), str) and store_id:
+            kept["store_id"] = store_id
+        if (group_hash := value.get("group_hash")) in ("jump", "siphash24"):
+            kept["group_hash"] = group_hash
+        if isinstance(levels := value.get("delay_levels"), str):
+            with suppress(ConfigError):
+                delay_table_ms(levels)
+                kept["delay_levels"] = levels
+    return kept
 
 
 def contradiction_of(manifest: Manifest, root: Path, fs: FileSystem) -> str:
@@ -281,11 +313,12 @@ def contradiction_of(manifest: Manifest, root: Path, fs: FileSystem) -> str:
 
 
 def _differ(lengths: list[int], wanted: int) -> bool:
-    """A single short file, or several of different lengths, is damage of theirs and no contradiction."""
+    """A single short file, or several of different lengths, is damage of theirs and no contradiction; nor is a surplus
+    of a page or less, which somebody appended."""
     some = [length for length in lengths if length]
     if not some or wanted in some:
         return False
-    return max(some) > wanted or (len(some) > 1 and len(set(some)) == 1)
+    return max(some) > wanted + _SURPLUS_MAX or (len(some) > 1 and len(set(some)) == 1)
 
 
 def resolve(

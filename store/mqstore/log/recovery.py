@@ -217,11 +217,14 @@ class _Recovery:
             if problem.position >= run.end:
                 self.report.truncated.append(Cut(name, 0, 0, "empty file"))
                 self.report.changed = True
+            else:
+                self.report.findings.append(Finding("segment_size", name, 0, 0, problem.detail))
         elif problem.kind == "segment_size":
             position = problem.position % run.segment_bytes or run.segment_bytes
             self.report.findings.append(Finding("segment_size", name, position, problem.length, problem.detail))
-            if run.starts and problem.position - problem.position % run.segment_bytes == run.starts[-1]:
-                self.report.changed = True  # extended; a surplus begins at the segment's end, so it is not met here
+            # A last one that is short is extended; a surplus, which begins at its segment's end, stays.
+            if run.starts and run.starts[-1] < problem.position < run.end:
+                self.report.changed = True
         elif problem.kind == "segment_name":
             self.report.findings.append(Finding("segment_size", name, 0, 0, problem.detail))
         elif problem.kind == "missing_segment":
@@ -682,6 +685,11 @@ class _Recovery:
                 report.changed = True
                 if self.writing:
                     run.zero(end)
+            report.changed |= segment.length < segment.size
+        for problem in self.problems:
+            if problem.kind == "empty_segment" and end <= problem.position < run.end:
+                report.truncated.append(Cut("commitlog/" + os.path.basename(problem.file), 0, 0, "empty file"))
+                report.changed = True
         # A segment that begins at the end is kept when it is the only one, so that the log remembers where it is.
         doomed = [s for s in run.segments() if s.start >= end and s.start != run.starts[0]]
         for extra in doomed:
@@ -689,10 +697,11 @@ class _Recovery:
             name, _ = self._where(extra.start)
             if used and not any(cut.file == name for cut in report.truncated):
                 report.truncated.append(Cut(name, 0, used, "torn_tail"))
-        if doomed:
-            report.changed = True
-            if self.writing:
+        report.changed |= bool(doomed)
+        if self.writing:
+            if doomed:
                 run.drop_from(doomed[0].start)
+            run.finish(end)
 
     def _finish_queues(self, start: int, end: int) -> None:
         """Behind the last record seen no unit may point into the scanned range or beyond its end."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from mqstore.clock import SYSTEM_CLOCK
 from mqstore.errors import CorruptStoreError, NotAStoreError, StoreLockedError
 from mqstore.files.filesystem import REAL, FileSystem
-from mqstore.files.jsonfile import load_json, set_aside_json
+from mqstore.files.jsonfile import NO_CHECKS, Check, load_json, set_aside_json
 from mqstore.files.lock import WriterLock, writer_alive
 from mqstore.layout.record import Checksum, check_record
 from mqstore.log import manifest as manifests
@@ -18,6 +20,7 @@ from mqstore.log.recovery import Progress, RecoverOptions
 from mqstore.log.report import RecoveryReport
 from mqstore.log.store import MessageStore
 from mqstore.log.txn import TXN_FILE, TxnState
+from mqstore.log.verify import bad_json
 from mqstore.options import Profile, StoreConfig
 
 __all__ = ["rebuild_config", "recover_store"]
@@ -29,9 +32,12 @@ def recover_store(
     *,
     config: StoreConfig | None = None,
     progress: Progress | None = None,
+    json_checks: Mapping[str, Check] = NO_CHECKS,
     fs: FileSystem = REAL,
 ) -> RecoveryReport:
-    """Read the whole log of the store at `path`, bring queues and index in line with it, and report.
+    """Read the whole log of the store at `path`, bring queues and index in line with it, and report. JSON files that
+    are bad, by `json_checks` (path within the store -> check) too, are replaced by good backups; without one they are
+    reported, and left: `rebuild_config` mends them.
 
     With `options.dry_run` nothing is written, and the report says what would be. May be killed and run again. Raises
     StoreLockedError while a writer has the store, else as `mqstore.open`.
@@ -41,13 +47,24 @@ def recover_store(
         if writer_alive(path, fs):
             raise StoreLockedError(f"a writer has {os.fspath(path)} open; what it is writing cannot be judged")
         with MessageStore(path, "r", config=config, fs=fs) as store:
-            return store.plan_recovery(options, progress)
+            report = store.plan_recovery(options, progress)
+            report.findings += bad_json(Path(path), json_checks, fs)
+            return report
     with MessageStore(path, create=False, config=config, fs=fs, recover_options=options, progress=progress) as store:
-        return store.recovery
+        report = store.recovery
+        report.findings += bad_json(Path(path), json_checks, fs, mend=True)
+        return report
 
 
-def rebuild_config(path: str | os.PathLike[str], *, dry_run: bool = False, fs: FileSystem = REAL) -> list[str]:
-    """Give a store whose JSON files do not decode good ones again; what was done, a sentence for each file.
+def rebuild_config(
+    path: str | os.PathLike[str],
+    *,
+    dry_run: bool = False,
+    json_checks: Mapping[str, Check] = NO_CHECKS,
+    fs: FileSystem = REAL,
+) -> list[str]:
+    """Give a store whose JSON files do not decode, or fail the check that `json_checks` has for their path, good ones
+    again; what was done, a sentence for each file.
 
     A lost manifest is written anew from what the files say: the checksum that the first record passes tells the
     profile, names and lengths tell the sizes. Any other bad file is moved aside with its backup, so that it starts from
@@ -72,7 +89,7 @@ def rebuild_config(path: str | os.PathLike[str], *, dry_run: bool = False, fs: F
             if name.endswith((".json", ".json.bak"))
         }
         for name in sorted(names):
-            check = TxnState.from_json if name == TXN_FILE else None
+            check = TxnState.from_json if name == TXN_FILE else json_checks.get(name)
             try:
                 load_json(root / name, writer=False, fs=fs, root=root, check=check)
             except CorruptStoreError as error:
@@ -87,6 +104,7 @@ def rebuild_config(path: str | os.PathLike[str], *, dry_run: bool = False, fs: F
 def _rebuild_manifest(root: Path, *, dry_run: bool, fs: FileSystem) -> list[str]:
     path = root / manifests.MANIFEST
     bad = False
+    value: Any = None
     if path.exists() or path.with_name(path.name + ".bak").exists():
         try:
             value, problems = load_json(path, writer=False, fs=fs, root=root)
@@ -103,17 +121,17 @@ def _rebuild_manifest(root: Path, *, dry_run: bool, fs: FileSystem) -> list[str]
     profile: Profile = "rocketmq" if _checksum_of(root, fs) == "crc32-body" else "mqstore"
     checksum: Checksum = "crc32-body" if profile == "rocketmq" else "crc32c-record"
     found = manifests.sizes_found(root, profile, fs=fs)
+    kept = manifests.kept_of(value)
     if not dry_run:
         if bad:
             set_aside_json(path, fs=fs)
-        manifests.save(
-            replace(found, store_id=secrets.token_hex(16), checksum=checksum, created_ms=SYSTEM_CLOCK.now_ms()),
-            root,
-            fs,
-        )
+        new = {"store_id": secrets.token_hex(16), "checksum": checksum, "created_ms": SYSTEM_CLOCK.now_ms(), **kept}
+        manifests.save(replace(found, **new), root, fs)
+    lost_fields = [name for name in ("delay_levels", "group_hash") if name not in kept]
+    told = f"; {' and '.join(lost_fields)} start from defaults" if lost_fields else ""
     return [
         f"{manifests.MANIFEST} is written anew: profile {profile}, segments of {found.commitlog_segment_bytes} bytes, "
-        f"queue files of {found.consumequeue_segment_bytes}; delay_levels and group_hash start from defaults"
+        f"queue files of {found.consumequeue_segment_bytes}{told}"
     ]
 
 

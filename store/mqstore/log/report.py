@@ -19,7 +19,6 @@ Kind = Literal[
     "bad_checkpoint",
     "bad_json",
     "unsafe_name",
-    "undispatched",
     "unfinished_splice",
 ]
 """Kinds of findings (store-format 9.7; docs/recovery.md tells what each means)."""

@@ -40,7 +40,7 @@ from mqstore.files.abort import AbortMark
 from mqstore.files.descriptors import DescriptorCache
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.files.flusher import GroupCommit
-from mqstore.files.jsonfile import load_json
+from mqstore.files.jsonfile import NO_CHECKS, Check, load_json
 from mqstore.files.lock import WriterLock, writer_alive
 from mqstore.files.segments import LoadProblem, SegmentRun
 from mqstore.layout.checkpoint import Checkpoint
@@ -52,6 +52,7 @@ from mqstore.log.commitlog import CommitLog
 from mqstore.log.consumequeue import ConsumeQueue, QueueTable
 from mqstore.log.inbox import CreateTopics, Inbox
 from mqstore.log.index import Index
+from mqstore.log.queueends import note_ends
 from mqstore.log.recovery import Outcome, Parts, Progress, RecoverOptions, recover
 from mqstore.log.report import Finding, RecoveryReport
 from mqstore.log.reput import Dispatcher
@@ -345,6 +346,9 @@ class MessageStore(StoreWriter):
         )
         self.recovery = outcome.report
         self._report_undone(undone)
+        if self.recovery.changed or self.recovery.findings:
+            ends = {(queue.topic, queue.queue_id): queue.next_offset for queue in self._queues}
+            note_ends(self.path, ends, fs, self.config.file_mode)
         end = outcome.end
         if outcome.report.scanned_from is not None:
             # What a killed process left in the page cache counts from now on, so it has to be on disk from now on.
@@ -870,8 +874,9 @@ class MessageStore(StoreWriter):
             errors=errors,
         )
 
-    def verifier(self) -> Verifier:
-        """A `Verifier` of this store: its `findings()` go through everything; for progress look at it meanwhile."""
+    def verifier(self, json_checks: Mapping[str, Check] = NO_CHECKS) -> Verifier:
+        """A `Verifier` of this store: its `findings()` go through everything; for progress look at it meanwhile.
+        `json_checks`: by path within the store, what else than decode a JSON file must (`broker.configchecks`)."""
         self._check_open()
         if self.mode == "rw":
             self._dispatcher.catch_up()
@@ -889,6 +894,7 @@ class MessageStore(StoreWriter):
             problems=self._load_problems if self.mode == "r" else [],
             index_findings=self._index_findings if self.mode == "r" else [],
             unfinished=[] if self._pending is None else would_undo(self._pending, self._run, self.fs).findings,
+            json_checks=json_checks,
             fs=self.fs,
         )
 

@@ -11,7 +11,7 @@ the log (`units`, `straight`) afterwards.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from mqstore.errors import CorruptStoreError, MQStoreError
 from mqstore.files.filesystem import FileSystem
-from mqstore.files.jsonfile import load_json
+from mqstore.files.jsonfile import Check, load_json
 from mqstore.files.segments import LoadProblem, SegmentRun
 from mqstore.layout.checkpoint import Checkpoint
 from mqstore.layout.consumequeue import UNIT_BYTES, is_void
@@ -133,6 +133,25 @@ def index_faults(index: Index, wanted: Sequence[Wanted]) -> list[Finding]:
     return list(tally_index(index, wanted).findings(index))
 
 
+def bad_json(root: Path, checks: Mapping[str, Check], fs: FileSystem, *, mend: bool = False) -> Iterator[Finding]:
+    """The store's JSON files that do not decode, or fail the check of their name. With `mend`, which only the writer
+    may ask for, one whose backup is good is replaced by it."""
+    names = ["mqstore.json"] if (root / "mqstore.json.bak").exists() else []
+    if (root / "config").is_dir():
+        found = {n.removesuffix(".bak") for n in os.listdir(root / "config") if n.endswith((".json", ".json.bak"))}
+        names += [f"config/{name}" for name in sorted(found)]
+    for name in names:
+        try:
+            _, problems = load_json(root / name, writer=mend, fs=fs, root=root, check=checks.get(name))
+        except CorruptStoreError as error:
+            yield Finding("bad_json", name, error.position or 0, 0, str(error))
+        except (MQStoreError, OSError) as error:
+            yield Finding("bad_json", name, 0, 0, str(error))
+        else:
+            for problem in problems:
+                yield Finding("bad_json", name, 0, 0, problem)
+
+
 class Verifier:
     """One pass over a store. `messages` and `bytes` count what verified; read them when `findings` is exhausted."""
 
@@ -152,6 +171,7 @@ class Verifier:
         problems: Sequence[LoadProblem],
         index_findings: Sequence[Finding],
         unfinished: Sequence[Finding] = (),
+        json_checks: Mapping[str, Check],
         fs: FileSystem,
     ) -> None:
         self.messages = 0
@@ -172,6 +192,7 @@ class Verifier:
         self._problems = problems
         self._index_findings = index_findings
         self._unfinished = unfinished
+        self._json_checks = json_checks
         self._fs = fs
         self.gaps: list[Gap] = []
         """What the damage met so far has cost, as far as later records of the queue tell."""
@@ -371,21 +392,5 @@ class Verifier:
         return rows.entry_hash[inside], physical[inside], rows.store_timestamp_ms[rows.entry_row[inside]]
 
     def json_files(self) -> Iterator[Finding]:
-        """JSON files that do not decode."""
-        folder = self._root / "config"
-        names = {"mqstore.json"} if (self._root / "mqstore.json.bak").exists() else set()
-        paths = [self._root / name for name in names]
-        if folder.is_dir():
-            found = {n.removesuffix(".bak") for n in os.listdir(folder) if n.endswith((".json", ".json.bak"))}
-            paths += [folder / name for name in sorted(found)]
-        for path in paths:
-            name = str(path.relative_to(self._root))
-            try:
-                _, problems = load_json(path, writer=False, fs=self._fs)
-            except CorruptStoreError as error:
-                yield Finding("bad_json", name, error.position or 0, 0, str(error))
-            except (MQStoreError, OSError) as error:
-                yield Finding("bad_json", name, 0, 0, str(error))
-            else:
-                for problem in problems:
-                    yield Finding("bad_json", name, 0, 0, problem)
+        """JSON files that do not decode, or say what they cannot mean."""
+        return bad_json(self._root, self._json_checks, self._fs)

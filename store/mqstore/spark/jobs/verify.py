@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, groupby, islice
 
+from mqstore.broker.configchecks import CONFIG_CHECKS
 from mqstore.errors import ConfigError, MQStoreError
 from mqstore.layout.dispatch import Rows, rows_of
 from mqstore.log.report import Finding
@@ -307,7 +308,7 @@ class _Joiner:
     """`Verifier.findings` over results."""
 
     def __init__(self, store: MessageStore, job: _Joining, results: Sequence[RangeResult]) -> None:
-        self.verifier = store.verifier()
+        self.verifier = store.verifier(CONFIG_CHECKS)
         self._store = store
         self._job = job
         self._stitcher = Stitcher(store, job.store, results, self._read_again)
