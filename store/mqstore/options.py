@@ -45,7 +45,10 @@ def seconds(duration: Duration, name: str) -> float:
     >>> seconds(timedelta(minutes=1), "age")
     60.0
     """
-    value = duration.total_seconds() if isinstance(duration, timedelta) else float(duration)
+    try:
+        value = duration.total_seconds() if isinstance(duration, timedelta) else float(duration)
+    except OverflowError:
+        raise ConfigError(f"{name} is more seconds than a number can be") from None
     if not value >= 0:  # NaN is neither
         raise ConfigError(f"{name} must be zero or more seconds, not {duration!r}")
     return value

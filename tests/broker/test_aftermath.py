@@ -8,13 +8,25 @@ hidden or given to the wrong consumer once; a test says what a user would have s
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mqstore import Broker, MessageStore, Retention, SimulatedClock, StoreConfig, TransactionStateError
+from mqstore import (
+    Broker,
+    ConfigError,
+    InvalidMessageError,
+    MessageStore,
+    Retention,
+    SimulatedClock,
+    StoreConfig,
+    TopicNotFoundError,
+    TransactionStateError,
+)
 from mqstore.broker.names import POP_LOG_TOPIC, SCHEDULE_GROUP, dlq_topic
 from mqstore.layout.properties import SHARDINGKEY
 
@@ -420,3 +432,32 @@ def test_a_group_skips_nothing_of_a_queue_that_was_cut_and_put_to_before_a_broke
     assert bench.pop() == [], "the note counts once"
     bench.broker.close()
     bench.broker.store.close()
+
+
+# --- who waits --------------------------------------------------------------------------------------------------------
+
+
+def test_who_waits_for_a_topic_that_is_deleted_is_told_at_once(tmp_path: Path) -> None:
+    """It slept until its time was over, and was told that nothing had come."""
+    with Broker(MessageStore(tmp_path / "store")) as broker, ThreadPoolExecutor() as pool:
+        broker.topics.create("t", queues=1)
+        assert broker.pop("g", "t") == []
+        waiting = pool.submit(broker.pop, "g", "t", poll=600)
+        while not broker._waiters.parked:
+            time.sleep(0.001)
+        broker.topics.delete("t", force=True)
+        with pytest.raises(TopicNotFoundError):
+            waiting.result(60)
+    broker.store.close()
+
+
+@pytest.mark.parametrize("immunity", [float("inf"), 10**400, 1e18])
+def test_an_immunity_that_cannot_be_is_refused_by_name(bench: Bench, immunity: Any) -> None:
+    with pytest.raises(ConfigError, match="immunity"):
+        bench.broker.transactions.begin("t", b"", producer_group="p", immunity=immunity)
+
+
+def test_a_level_is_a_number(bench: Bench) -> None:
+    """True was stored as such, and the message not delayed."""
+    with pytest.raises(InvalidMessageError, match="delay_level"):
+        bench.broker.put("t", b"", delay_level=True)

@@ -156,9 +156,14 @@ class Broker:
         for name, mechanism in self._mechanisms.items():
             self._housekeeper.add(name, mechanism.run_once)
         store.enter_topics_by(self._enter_topics)
+        self.topics.on_change.append(self._topic_changed)
         self.put = parts.road.put
         if store.config.clock is None:
             self._housekeeper.start()
+
+    def _topic_changed(self, topic: str) -> None:
+        if self.topics.get(topic) is None:
+            self._waiters.wake_all(topic)  # who waits finds that it is gone, and says so
 
     def _enter_topics(self, wanted: Mapping[str, int]) -> None:
         """Enter the topics of a bundle that Spark has left in the store's inbox, unless they are there (spark B6)."""

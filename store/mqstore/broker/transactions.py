@@ -84,6 +84,7 @@ _log = logging.getLogger("mqstore")
 
 CHECK_AFTER_MS: Final = 6_000
 CHECK_EVERY_MS: Final = 30_000
+_IMMUNITY_MAX_S: Final = 366 * 86_400
 _RETURN_MS: Final = 600_000
 """How long after an opening producers may take to be there for a check."""
 CHECKS_MAX: Final = 15
@@ -272,7 +273,10 @@ class Transactions:
         """
         stored = user_properties(tag, keys, properties, unique_key)
         if immunity is not None:
-            stored[CHECK_IMMUNITY_TIME_IN_SECONDS] = str(max(1, round(seconds(immunity, "immunity"))))
+            wait_s = seconds(immunity, "immunity")
+            if wait_s > _IMMUNITY_MAX_S:
+                raise ConfigError(f"immunity is {wait_s:g} s; a year is the most")
+            stored[CHECK_IMMUNITY_TIME_IN_SECONDS] = str(max(1, round(wait_s)))
         return self.prepare(
             topic, body, stored, producer_group=producer_group, queue_id=queue_id, flag=flag, durability=durability
         )

@@ -127,7 +127,7 @@ def flat_body(body: object) -> bytes:
 
 def check_integer(value: object, bits: int, field: str) -> None:
     """InvalidMessageError unless `value` is an integer of `bits` bits, signed."""
-    if not isinstance(value, int) or not -(1 << bits - 1) <= value < 1 << bits - 1:
+    if not isinstance(value, int) or isinstance(value, bool) or not -(1 << bits - 1) <= value < 1 << bits - 1:
         raise InvalidMessageError(f"{field} {value!r} is not an integer of {bits} bits", field)
 
 
