@@ -213,6 +213,41 @@ def test_retries_whose_name_another_group_shares_stay(bench: Bench) -> None:
     assert b"c" in bench.pop("a_b", "c")
 
 
+@pytest.mark.parametrize("deleted", ["group", "topic"])
+def test_the_retries_of_a_group_whose_name_meets_those_of_another_group_and_a_topic_stay(
+    bench: Bench, deleted: str
+) -> None:
+    """`%RETRY%a_b` is of group `a_b`, and was taken for that of group `a` and topic `b`."""
+    broker = bench.broker
+    for topic in ("orders", "b"):
+        broker.topics.create(topic, queues=1)
+        broker.put(topic, topic.encode())
+    assert bench.pop("a", "b") == [b"b"]
+    broker.groups.create("a_b")  # it has no progress anywhere yet
+    [message] = broker.read("orders", 0, 0, 1).messages
+    broker.send_back("a_b", message.physical_offset, delay_level=1)
+    if deleted == "group":
+        broker.delete_group("a")
+    else:
+        broker.topics.delete("b", force=True)
+    bench.advance(2 * S)
+    assert broker.store.offsets_or_none("%RETRY%a_b", 0) == (0, 1)
+    assert bench.pop("a_b", "%RETRY%a_b") == [b"orders"]
+
+
+def test_retries_of_pop_whose_name_is_that_of_a_groups_retry_topic_stay(bench: Bench) -> None:
+    bench.reopen(pop_retry_version=1)
+    broker = bench.broker
+    broker.topics.create("b", queues=1)
+    broker.put("b", b"x")
+    [delivery] = broker.pop("a", "b")
+    broker.nack("a", "b", delivery.receipt, delay=0)
+    bench.advance(1)
+    broker.groups.create("a_b")
+    broker.delete_group("a_b")
+    assert bench.pop("a", "b") == [b"x"]
+
+
 # --- deleted groups ---------------------------------------------------------------------------------------------------
 
 
@@ -274,23 +309,44 @@ def test_what_a_deleted_group_was_to_have_is_given_to_no_other(bench: Bench) -> 
 # --- where a group begins ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("old", [0, 3])
 @pytest.mark.parametrize("joins", ["start_of", "pop"])
-def test_a_group_that_begins_at_the_end_skips_nothing_when_the_process_dies(bench: Bench, joins: str) -> None:
+def test_a_group_that_begins_at_the_end_skips_nothing_when_the_process_dies(bench: Bench, joins: str, old: int) -> None:
     """What was put between its coming and the crash was skipped for ever (P3)."""
     broker = bench.broker
     broker.topics.create("t", queues=2)
-    broker.put_many("t", [b"old"] * 3, queue_id=0)
-    broker.put_many("t", [b"old"] * 3, queue_id=1)
+    for queue_id in range(2):
+        broker.put_many("t", [b"old"] * old, queue_id=queue_id)
     broker.groups.create("g", start="latest")
     if joins == "pop":
         assert broker.pop("g", "t") == []
     else:
-        assert broker.start_of("g", "t", 0) == 3
+        assert broker.start_of("g", "t", 0) == old
     for queue_id in (0, 1):
         broker.put("t", b"new", queue_id=queue_id)
     broker.store.flush()
     bench.kill()
     assert bench.pop() == [b"new", b"new"]
+
+
+def test_a_beginning_that_could_not_be_saved_is_none(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    broker = bench.broker
+    broker.topics.create("t", queues=1)
+    broker.groups.create("g", start="latest")
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(broker._parts.offsets._file, "save", refuse)
+        with pytest.raises(OSError, match="no space"):
+            broker.start_of("g", "t", 0)
+        assert broker.committed("g", "t", 0) is None
+    broker.put("t", b"old", queue_id=0)
+    assert broker.start_of("g", "t", 0) == 1
+    broker.put("t", b"new", queue_id=0)
+    bench.kill()
+    assert bench.pop() == [b"new"]
 
 
 # --- limits that were lowered -----------------------------------------------------------------------------------------
@@ -310,6 +366,17 @@ def test_what_is_larger_than_may_be_put_by_now_is_delivered_all_the_same(bench: 
     bench.advance(60 * S)
     assert sorted(body[:1] for body in bench.pop()) == [b"H", b"L", b"T", b"s"]
     assert bench.broker.store.offsets_or_none(dlq_topic(SCHEDULE_GROUP), 0) is None
+
+
+def test_a_half_message_that_is_larger_than_may_be_put_by_now_is_given_up_like_others(bench: Bench) -> None:
+    bench.broker.topics.create("t", queues=1)
+    bench.broker.transactions.begin("t", b"H" * 3000, producer_group="p")
+    bench.reopen(max_message_size=1000)
+    for _ in range(20):
+        bench.advance(DAY)
+    assert bench.broker.stats().open_transactions == 0
+    assert bench.broker.stats().errors == {}
+    assert bench.broker.store.offsets_or_none("TRANS_CHECK_MAX_TIME_TOPIC", 0) == (0, 1)
 
 
 def test_what_stops_a_level_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,6 +412,26 @@ def test_deliveries_are_kept_where_what_is_unconsumed_is_not(tmp_path: Path, ord
     bench.advance(1 * S)
     assert not broker.stats().counters.lost
     assert b"in flight" in [each.message.body for _ in range(12) for each in broker.pop("g", "t", 32, order=order)]
+    broker.close()
+    broker.store.close()
+
+
+@pytest.mark.parametrize("how", ["released", "in order, too late"])
+def test_a_delivery_that_nobody_has_holds_nothing_there(tmp_path: Path, how: str) -> None:
+    """A group that went away filled the disk, under the policy that is to prevent that."""
+    config: Any = {"segment_bytes": 4096, "retention": Retention(age=60, unconsumed="drop")}
+    bench = Bench(tmp_path / "store").open(**config)
+    broker = bench.broker
+    broker.topics.create("t", queues=1)
+    broker.groups.create("g", max_attempts=None)
+    broker.put("t", b"x", queue_id=0)
+    [delivery] = broker.pop("g", "t", invisible=30, order=how != "released")
+    if how == "released":
+        broker.release("g", "t", [delivery.receipt])
+    for _ in range(40):
+        broker.put_many("t", [bytes(100)] * 20, queue_id=0)
+        bench.advance(30 * S)
+    assert broker.store.min_offset > 0
     broker.close()
     broker.store.close()
 
@@ -461,3 +548,45 @@ def test_a_level_is_a_number(bench: Bench) -> None:
     """True was stored as such, and the message not delayed."""
     with pytest.raises(InvalidMessageError, match="delay_level"):
         bench.broker.put("t", b"", delay_level=True)
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_a_batch_in_order_of_a_queue_that_was_cut_leaves_no_gap(tmp_path: Path, between: bool) -> None:
+    """The file of order info said that 4, 5 and 6 were acknowledged, and the queue ended at 5: what came as 5 and 6 was
+    skipped."""
+    path = tmp_path / "store"
+    bench = Bench(path).open()
+    broker = bench.broker
+    broker.topics.create("t", queues=1)
+    broker.groups.create("g", orderly=True)
+    broker.put_many("t", [b"old %d" % n for n in range(10)], queue_id=0)
+    sixth = broker.read("t", 0, 5, 1).messages[0].physical_offset
+    first = broker.pop("g", "t", 4, order=True)
+    broker.ack("g", "t", [each.receipt for each in first])
+    second = broker.pop("g", "t", 6, order=True)
+    broker.ack("g", "t", [each.receipt for each in second[:3]])
+    bench.advance(10 * S)
+    broker.save()
+    broker.close()
+    broker.store.close()
+    with (path / "commitlog" / f"{0:020d}").open("r+b") as log:
+        log.seek(sixth)
+        log.write(bytes(1 << 20))
+    (path / "abort").write_text("1")
+    expected = [b"new %d" % n for n in range(8)]
+    if between:
+        with MessageStore(path, config=StoreConfig(clock=bench.clock)) as store:
+            for body in expected:
+                store.put("t", body, queue_id=0)
+    bench.open()
+    if not between:
+        for body in expected:
+            bench.broker.put("t", body, queue_id=0)
+    bench.advance(100 * S)
+    got: list[bytes] = []
+    while batch := bench.broker.pop("g", "t", 32, order=True):
+        got += [each.message.body for each in batch]
+        bench.broker.ack("g", "t", [each.receipt for each in batch])
+    assert [body for body in got if body.startswith(b"new")] == expected
+    bench.broker.close()
+    bench.broker.store.close()

@@ -304,11 +304,11 @@ def test_burying_forgets_progress_and_moves_starts_at_once_or_not_at_all(tmp_pat
     offsets.table.commit("g", "t", 0, 4)
     fs.fail("create", errno.ENOSPC, path_part="consumerOffset")
     with pytest.raises(StoreFullError):
-        offsets.table.bury("t", {0: 9})
+        offsets.table.bury({"t": {0: 9}})
     assert (offsets.table.committed("g", "t", 0), offsets.table.start_of("t", 0)) == (4, 0)
     offsets.table.save()
     assert (offsets.again().committed("g", "t", 0), offsets.again().start_of("t", 0)) == (4, 0)
-    offsets.table.bury("t", {0: 9})
+    offsets.table.bury({"t": {0: 9}})
     assert (offsets.again().committed("g", "t", 0), offsets.again().start_of("t", 0)) == (None, 9)
     offsets.store.close()
 

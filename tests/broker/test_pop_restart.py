@@ -509,7 +509,7 @@ def test_the_pop_log_is_pinned_from_the_replay_position_on(bench: PopBench) -> N
     bench.ack(*bench.pop())
     bench.pop()
     bench.advance(5_000)
-    pin, _ = bench.service.pins()
+    [pin] = bench.service.pins()
     assert pin.physical_offset == bench.read(POP_LOG_TOPIC)[2].physical_offset
     assert (pin.topic, pin.queue_id, pin.group) == (POP_LOG_TOPIC, 0, POP_LOG_GROUP)
 
@@ -552,7 +552,7 @@ def test_batches_are_put_again_when_many_segments_lie_behind_them(bench: PopBenc
     [old] = bench.pop(local=False, invisible_ms=3_600_000)
     bench.put("t", 12, first=1, body_bytes=30_000)  # two to a segment
     bench.advance(5_000)
-    pin, *_ = bench.service.pins()
+    [pin] = bench.service.pins()
     assert pin.physical_offset > bench.parts.store.max_offset - (4 << 16)
     bench.kill()
     bench.reopen()

@@ -813,6 +813,28 @@ def test_what_was_recalled_stays_so_over_a_long_stop(
     timers.close()
 
 
+@pytest.mark.parametrize("killed", [False, True])
+def test_what_was_recalled_stays_so_when_the_files_are_built_again(tmp_path: Path, killed: bool) -> None:
+    """Overdue, both were placed in the slot after the stop; and the message rolled on from there, past what cancelled
+    it."""
+    timers = Timers(tmp_path / "store")
+    handle = timers.put("recalled", 60 * HOUR)
+    timers.put("other", 60 * HOUR)
+    timers.pass_ms(22 * HOUR)
+    assert timers.timer.recall(handle)
+    timers.pass_ms(5 * S)
+    if killed:
+        timers.kill()
+    else:
+        timers.close()
+    _remove(timers.path / "timerlog")
+    timers.clock.advance(41 * HOUR)
+    timers.open()
+    timers.pass_ms(6 * DAY)
+    assert timers.bodies() == ["other"]
+    timers.close()
+
+
 def test_what_waits_after_a_long_stop_can_be_recalled(tmp_path: Path) -> None:
     """It lies where the wheel reaches to while catching up, not where it belongs."""
     timers = Timers(tmp_path / "store")
@@ -893,9 +915,13 @@ def test_where_a_java_broker_had_placed_a_message_its_own_log_tells(tmp_path: Pa
     with check.open("r+b") as file:  # which leaves what we had written there
         file.write(struct.pack(">7q", read_ms, 104, 2, 2, 0, read_ms, 9))
     timers.clock.advance(read_ms - timers.clock.now_ms())
+    for leave in (timers.kill, timers.close):  # at once, before anything is delivered
+        timers.open()
+        leave()
     timers.open()
     timers.pass_ms(6 * DAY)
     assert timers.bodies() == ["far"]
+    assert not log.exists(), "what the Java broker had placed is placed here by now"
     timers.close()
 
 

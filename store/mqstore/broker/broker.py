@@ -139,7 +139,9 @@ class Broker:
             "transactions": self._transactions,
             "dead letters": DeadLetterExpiry(parts, wake("dead letters")),
         }
-        self._retention = RetentionService(parts, [*keepers.values()], rollers=(self._delay, self._timer))
+        self._retention = RetentionService(
+            parts, [*keepers.values()], rollers=(self._delay, self._timer), held=self._pop.held
+        )
         self._metrics = Metrics(
             parts,
             reads=self._reads,

@@ -51,7 +51,7 @@ from mqstore.broker.names import (
 )
 from mqstore.broker.orderinfo import OrderInfo, check_order_info
 from mqstore.broker.parts import Parts, Pin, open_parts
-from mqstore.broker.popfifo import FifoQueues, visible_at
+from mqstore.broker.popfifo import FifoQueues
 from mqstore.broker.popreplay import Replay
 from mqstore.broker.popstate import QueueKey
 from mqstore.broker.poptables import PopTables
@@ -362,7 +362,7 @@ def _note_order(view: PopView, key: QueueKey, record: OrderInfo, committed: int,
             view.orders.append(OrderView(group, topic, queue_id, 0, (), (), {}, None, attempts))
         return
     unacked = tuple(offset for offset in record.unacked() if offset >= committed)
-    invisible = {offset: at_ms for offset in unacked if (at_ms := visible_at(record, offset)) > now_ms}
+    invisible = {offset: at_ms for offset in unacked if (at_ms := record.visible_at(offset)) > now_ms}
     if record.pop_time_ms == 0:  # of a RocketMQ that kept no pop times: nobody can say
         invisible = {}
     next_ms = min(invisible.values(), default=None)

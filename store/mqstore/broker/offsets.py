@@ -91,8 +91,10 @@ class OffsetTable:
         self._foreign: dict[str, Any] = {}
         self._version = DataVersion()
         self._versioned = 0
-        self._ends = load_ends(store.path, fs)
-        """Where queues ended when they were shortened, and nobody had looked at these offsets since; then None."""
+        self._loaded = False
+        self.noted = load_ends(store.path, fs)
+        """Where queues ended when a recovery shortened them, and nobody had looked at these offsets since; None: that
+        was not so when this store was opened."""
         self._load()
         self._published = PublishedFiles(store.path, fs)
         self._fold()
@@ -100,8 +102,8 @@ class OffsetTable:
         # and a crash before the next save would have the group skip what came between (P3).
         self.save()
         self._published.settle()
+        self._loaded = True
         if store.mode == "rw":
-            self._ends = None
             forget_ends(store.path, fs)
 
     # -- committed --------------------------------------------------------------------------------------------------
@@ -152,6 +154,21 @@ class OffsetTable:
             with self._lock:
                 self._queues_of(group, topic).setdefault(queue_id, first)
                 self._changes += 1
+
+    def start(self, group: str, topic: str, begins: Mapping[int, int], *, durable: bool) -> None:
+        """Let a group that has no progress in these queues have it, queue id -> offset; with `durable` on disk when
+        this returns. Errors as `commit`, and as `save`: then it has none, as before."""
+        for queue_id, offset in begins.items():
+            self.commit(group, topic, queue_id, offset)
+        try:
+            if durable:
+                self.save()
+        except BaseException:
+            with self._lock:
+                for queue_id in begins:
+                    self._committed.get(topic, {}).get(group, {}).pop(queue_id, None)
+                self._changes += 1
+            raise
 
     def _queues_of(self, group: str, topic: str) -> dict[int, int]:
         """The group's offsets in a topic, to be changed: made if there are none, but only under names that come back
@@ -248,23 +265,25 @@ class OffsetTable:
         self._changes += len(groups)
         self._forget(lambda key: key[1] == topic)
 
-    def bury(self, topic: str, ends: Mapping[int, int], *, deleted: bool = False) -> None:
-        """Forget every group's progress on a topic and let its queues start, logically, at these offsets (queue id ->
-        offset): on disk when this returns. With `deleted` what waits to come into it is buried, too (`deleted_at`).
-        Errors as `save`; then nothing was forgotten and no start moved."""
+    def bury(self, topics: Mapping[str, Mapping[int, int]], *, deleted: bool = False) -> None:
+        """Forget every group's progress on these topics and let their queues start, logically, at these offsets (topic
+        -> queue id -> offset): on disk when this returns. With `deleted` what waits to come into them is buried, too
+        (`deleted_at`). Errors as `save`; then nothing was forgotten and no start moved."""
+        before: dict[str, dict[str, dict[int, int]]] = {}
         with self._lock:
-            before = {group: dict(queues) for group, queues in self._committed.get(topic, {}).items()}
-            self._remove_topic(topic)
-            for queue_id, offset in ends.items():
-                self._move_start(topic, queue_id, offset)
-            if deleted:
-                self._queues_of(DELETED_GROUP, topic)[0] = self._store.max_offset
-                self._changes += 1
+            for topic, ends in topics.items():
+                before[topic] = {group: dict(queues) for group, queues in self._committed.get(topic, {}).items()}
+                self._remove_topic(topic)
+                for queue_id, offset in ends.items():
+                    self._move_start(topic, queue_id, offset)
+                if deleted:
+                    self._queues_of(DELETED_GROUP, topic)[0] = self._store.max_offset
+                    self._changes += 1
         try:
             self.save()
         except BaseException:
             with self._lock:
-                self._committed[topic] = before
+                self._committed.update(before)
                 self._changes += 1
             raise
 
@@ -318,6 +337,12 @@ class OffsetTable:
                 ),
                 default=None,
             )
+
+    def end_at_opening(self, topic: str, queue_id: int) -> int:
+        """Where a queue ended when this store was opened, or before, when it was cut since progress was last written;
+        positions behind it mean nothing."""
+        end = (self._store.offsets_or_none(topic, queue_id) or (0, 0))[1]
+        return end if self.noted is None else min(end, self.noted.of(topic, queue_id))
 
     # -- logical starts ---------------------------------------------------------------------------------------------
 
@@ -427,7 +452,10 @@ class OffsetTable:
                 self._change(f"{where}: offset {offset} is negative; it counts as never committed")
             else:
                 topic, _, group = key.partition("@")
-                yield queue_id, self._lowered(where, topic, queue_id, offset, group)
+                offset = self._lowered(where, topic, queue_id, offset, group)
+                # Behind a deletion that the log begins after nothing can wait.
+                if group != DELETED_GROUP or self._store.mode != "rw" or offset > self._store.min_offset:
+                    yield queue_id, offset
 
     def _fold(self) -> None:
         """Take over what others published. A queue that is not there has no progress."""
@@ -452,12 +480,11 @@ class OffsetTable:
 
     def _lowered(self, where: str, topic: str, queue_id: int, offset: int, group: str = "") -> int:
         of_log = group == DELETED_GROUP
-        if self._store.mode != "rw":  # the writer may be ahead of what this process has seen of its queues
-            end = offset
-        else:
+        end = offset
+        if self._store.mode == "rw":  # of a reader the writer may be ahead of what this process has seen of its queues
             end = self._store.max_offset if of_log else (self._store.offsets_or_none(topic, queue_id) or (0, 0))[1]
-        if self._ends is not None and not of_log:
-            end = min(end, self._ends.get(topic, {}).get(queue_id, 0))
+        if self.noted is not None and not self._loaded and group != START_GROUP:
+            end = min(end, self.noted.log_end if of_log else self.noted.of(topic, queue_id))
         if offset <= end:
             return offset
         what = "log" if of_log else "queue"

@@ -97,6 +97,27 @@ class OrderInfo:
         """Whether this is an attempt entry (9.6)."""
         return self.pop_time_ms == 0 and bool(self.counts)
 
+    def before(self, end: int) -> OrderInfo:
+        """The record without the offsets from `end` on."""
+        count = sum(offset < end for offset in self.offsets)
+        bits = (1 << count) - 1
+
+        def kept(numbers: Mapping[int, int] | None) -> dict[int, int] | None:
+            return None if numbers is None else {offset: n for offset, n in numbers.items() if offset < end}
+
+        return replace(
+            self,
+            offsets=self.offsets[:count],
+            counts=kept(self.counts),
+            visible_ms=kept(self.visible_ms),
+            acked=self.acked & bits,
+            released=self.released & bits,
+        )
+
+    def visible_at(self, offset: int) -> int:
+        """When a message of the batch becomes visible."""
+        return (self.visible_ms or {}).get(offset, self.pop_time_ms + (self.invisible_ms or 0))
+
     def unacked(self) -> list[int]:
         return [offset for i, offset in enumerate(self.offsets) if not self.acked >> i & 1]
 

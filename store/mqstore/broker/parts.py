@@ -93,6 +93,7 @@ def open_parts(store: MessageStore) -> Parts:
     offsets = OffsetTable(store, config, clock, fs)
     topics = TopicTable(store, config, clock, fs, offsets)
     groups = GroupTable(store, config, clock, fs)
+    topics.group_names = lambda: {*groups.names(), *offsets.groups()}
     topics.in_order.append(lambda _, group: (known := groups.get(group)) is not None and known.orderly)
     return Parts(
         store=store,

@@ -31,7 +31,7 @@ from mqstore.broker.names import pop_retry_topic
 from mqstore.broker.orderinfo import check_order_info
 from mqstore.broker.parts import Pin
 from mqstore.broker.popask import Ask, Claim, Delivery, Pending, Start, claim_of, claims_of, expired
-from mqstore.broker.popfifo import FifoQueues, visible_at
+from mqstore.broker.popfifo import FifoQueues
 from mqstore.broker.popkeep import PopKeeper
 from mqstore.broker.popreplay import Replay
 from mqstore.broker.popstandard import StandardQueues
@@ -489,7 +489,7 @@ class PopService:
             found += [
                 Pending(topic, queue_id, offset, record.pop_time_ms, at_ms, True)
                 for offset in record.unacked()
-                if offset >= state.cursor and (at_ms := visible_at(record, offset)) > now_ms
+                if offset >= state.cursor and (at_ms := record.visible_at(offset)) > now_ms
             ]
         return found
 
@@ -613,13 +613,16 @@ class PopService:
             self._parts.topics.in_order.remove(self._in_order)
 
     def pins(self) -> Iterable[Pin]:
-        """The record from which a replay begins, and the oldest message that each queue has in flight: without it
-        retention that drops what is unconsumed would take deliveries along."""
-        yield from self._keeper.pins()
-        store = self._tables.store
+        """The record from which a replay begins. Messages in flight are kept by the offset committed."""
+        return self._keeper.pins()
+
+    def held(self) -> Iterable[Pin]:
+        """The oldest message of each queue that is with a receiver, or given back and not yet due again: for retention
+        that keeps nothing else for a group."""
+        store, now_ms = self._tables.store, self._tables.clock.now_ms()
         for key, state in list(self._tables.states.items()):
             with state.lock:
-                offset = self._tables.first_open(state)
+                offset = self._tables.first_invisible(state, now_ms)
             if offset is not None and store.offsets_or_none(key.topic, key.queue_id) is not None:
                 physical = physical_of(store, key.topic, key.queue_id, offset)
                 if physical is not None:

@@ -218,7 +218,7 @@ class FifoQueues:
         """Where the group stands, with `record` for its last batch."""
         cursor = state.cursor
         left = [offset for offset in record.unacked() if offset >= cursor]
-        again = [offset for offset in left if visible_at(record, offset) <= now_ms]
+        again = [offset for offset in left if record.visible_at(offset) <= now_ms]
         behind = max(cursor, record.offsets[-1] + 1) if record.offsets else cursor
         ready = again[0] if again else behind
         return Standing(left[0] if left else behind, ready, behind, len(left) - len(again), len(again))
@@ -241,7 +241,7 @@ class FifoQueues:
         """Have the housekeeper come when the next message becomes visible."""
         record = self._tables.order(state)
         if record is not None:
-            times = [at_ms for offset in record.unacked() if (at_ms := visible_at(record, offset)) > now_ms]
+            times = [at_ms for offset in record.unacked() if (at_ms := record.visible_at(offset)) > now_ms]
             if times:
                 self._tables.announce(state, min(times))
 
@@ -253,7 +253,7 @@ class FifoQueues:
         for i, offset in enumerate(record.offsets):
             if offset < state.cursor or record.acked >> i & 1 or record.released >> i & 1:
                 continue
-            if visible_at(record, offset) > now_ms:
+            if record.visible_at(offset) > now_ms:
                 continue
             attempt = self._attempt_of(record, offset)
             if attempt < limit:
@@ -333,7 +333,7 @@ class FifoQueues:
         failed = state.fifo.failed if state.fifo is not None else None
         state.fifo = Batch(name, start, record.pop_time_ms, invisible_ms, deltas, count, local)
         for offset in sorted(failed or ()):
-            later_ms = visible_at(record, offset) - record.pop_time_ms
+            later_ms = record.visible_at(offset) - record.pop_time_ms
             self._log.put_change(name, offset, record.pop_time_ms, later_ms, failed=True)
             state.fifo.note_failed(offset, True)
         self._tables.order(state)
@@ -349,8 +349,3 @@ def _with_known(popped: list[int], known: OrderInfo | None) -> tuple[list[int], 
     kept = set(offsets).difference(popped)
     unacked = kept.intersection(known.unacked())
     return offsets, sorted(kept - unacked), sorted(unacked)
-
-
-def visible_at(record: OrderInfo, offset: int) -> int:
-    """When a message of the batch becomes visible."""
-    return (record.visible_ms or {}).get(offset, record.pop_time_ms + (record.invisible_ms or 0))

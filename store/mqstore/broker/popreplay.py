@@ -23,7 +23,7 @@ from typing import Any
 
 from mqstore.broker.names import POP_LOG_GROUP, POP_LOG_TOPIC
 from mqstore.broker.orderinfo import OrderInfo
-from mqstore.broker.popfifo import FifoQueues, visible_at
+from mqstore.broker.popfifo import FifoQueues
 from mqstore.broker.popjava import JavaTakeover
 from mqstore.broker.poplog import ACK, CHANGE, GIVE, POP, RESET, REVIVE, Record
 from mqstore.broker.popstate import Batch, QueueKey, QueueState
@@ -286,7 +286,7 @@ class Replay:
             if record is not None:
                 record.visible_ms = {
                     **(record.visible_ms or {}),
-                    **{o: now_ms for o in record.unacked() if state.fifo.holds(o) and visible_at(record, o) > now_ms},
+                    **{o: now_ms for o in record.unacked() if state.fifo.holds(o) and record.visible_at(o) > now_ms},
                 }
                 self._tables.orders.restore(*state.key, record)
 
@@ -296,6 +296,13 @@ class Replay:
         for (topic, group, queue_id), record in tables.orders.records().items():
             if record.pop_time_ms == 0 or not record.offsets or tables.parts.groups.get(group) is None:
                 continue
+            end = tables.offsets.end_at_opening(topic, queue_id)
+            if record.offsets[-1] >= end:
+                # The queue was cut: under these numbers come other messages.
+                record = record.before(end)
+                if not record.offsets:
+                    tables.orders.clear_block(topic, group, queue_id)
+                    continue
             state = tables.state(QueueKey(topic, group, queue_id))
             if state.cursor < 0:
                 tables.open(state)

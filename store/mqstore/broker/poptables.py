@@ -213,12 +213,12 @@ class PopTables:
         )
         return record
 
-    def first_open(self, state: QueueState) -> int | None:
-        """The first offset that is in flight or to come again; None without one. Under the state's lock."""
-        offsets = [state.advance()] if state.in_flight or state.released else []
+    def first_invisible(self, state: QueueState, now_ms: int) -> int | None:
+        """The first offset that is in flight and not yet visible again; None without one. Under the state's lock."""
+        offsets = [offset for offset, batch in state.in_flight.items() if batch.visible_at(offset) > now_ms]
         record = self.order(state)
         if record is not None:
-            offsets += [offset for offset in record.unacked() if offset >= state.cursor]
+            offsets += [o for o in record.unacked() if o >= state.cursor and record.visible_at(o) > now_ms]
         return min(offsets, default=None)
 
     # -- messages ---------------------------------------------------------------------------------------------------

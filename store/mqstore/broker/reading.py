@@ -24,7 +24,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import datetime
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -295,7 +295,7 @@ class Reads:
     def first_position(self, group: str, topic: str, queue_id: int, start: Start | None = None) -> int:
         """Where the group goes on in a queue. If it never was in the topic: where `start` (None: the group's own) says,
         retry topics always at their first message; that is committed at once, for every queue of the topic, so that
-        retention knows of the group, and is on disk when it is not the first message of each: a crash would resolve it
+        retention knows of the group, and is on disk unless it is the first message of each: a crash would resolve it
         anew, farther on. In a queue that came later it begins at the first message: "latest" meant the end of what
         there was when it came.
 
@@ -316,23 +316,16 @@ class Reads:
         """Commit where a group begins that has no progress in a queue."""
         if self._rocketmq_rules:
             begin = self._begin_as_rocketmq(topic, queue_id, start)
-            self._offsets.commit(group, topic, queue_id, begin)
-            self._keep(topic, {queue_id: begin})
+            self._offsets.start(group, topic, {queue_id: begin}, durable=False)
             return begin
         queues = range(self._topics.need(topic).read_queues)
         is_new = all(self._offsets.committed(group, topic, each) is None for each in queues)
         if not is_new or is_retry_topic(topic):
             start, queues = "earliest", range(queue_id, queue_id + 1)
         begins = {each: self._place(topic, each, start) for each in queues}
-        for each, begin in begins.items():
-            self._offsets.commit(group, topic, each, begin)
-        self._keep(topic, begins)
+        # Anew, and after a crash, "latest" would be another place: nobody is to count on it before it is on disk.
+        self._offsets.start(group, topic, begins, durable=start != "earliest")
         return begins[queue_id]
-
-    def _keep(self, topic: str, begins: Mapping[int, int]) -> None:
-        """What a crash would have resolved anew, and differently, is on disk before anybody counts on it."""
-        if any(begin > self._bounds(topic, each)[0] for each, begin in begins.items()):
-            self._offsets.save()
 
     def _begin_as_rocketmq(self, topic: str, queue_id: int, start: Start) -> int:
         """A young queue is read from 0 whatever was asked for, and a time skips the retries before it (2.3)."""

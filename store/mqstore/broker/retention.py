@@ -25,7 +25,7 @@ log than twice what they take.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -55,10 +55,9 @@ def physical_of(store: MessageStore, topic: str, queue_id: int, offset: int) -> 
     return None
 
 
-def all_pins(parts: Parts, mechanisms: Iterable[Mechanism], *, unconsumed: bool = True) -> Iterator[Pin]:
-    """The oldest record that each mechanism needs, and, with `unconsumed`, each queue."""
-    if unconsumed:
-        yield from _unconsumed(parts)
+def all_pins(parts: Parts, mechanisms: Iterable[Mechanism]) -> Iterator[Pin]:
+    """The oldest record that each mechanism needs, and each queue for who has not consumed it."""
+    yield from _unconsumed(parts)
     for mechanism in mechanisms:
         yield from mechanism.pins()
 
@@ -88,9 +87,12 @@ def _unconsumed(parts: Parts) -> Iterator[Pin]:
                     yield Pin(physical, topic, ref.queue_id, group, why)
 
 
-def oldest_pin(parts: Parts, mechanisms: Iterable[Mechanism], *, unconsumed: bool = True) -> Pin | None:
+def oldest_pin(parts: Parts, mechanisms: Iterable[Mechanism]) -> Pin | None:
     """What keeps the front of the log, None when nothing does."""
-    pins = all_pins(parts, mechanisms, unconsumed=unconsumed)
+    return _oldest(all_pins(parts, mechanisms))
+
+
+def _oldest(pins: Iterable[Pin]) -> Pin | None:
     return min(pins, default=None, key=lambda pin: pin.physical_offset)
 
 
@@ -119,9 +121,17 @@ class RetentionService:
     """Keeps the bound of the store, has `rollers` move what would hold it for long, and cleans by the default policy
     where the store was given none of its own."""
 
-    def __init__(self, parts: Parts, mechanisms: Sequence[Mechanism], rollers: Sequence[Roller] = ()) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        mechanisms: Sequence[Mechanism],
+        rollers: Sequence[Roller] = (),
+        held: Callable[[], Iterable[Pin]] = tuple,
+    ) -> None:
+        """`held`: what is with receivers, which a policy that drops what is unconsumed keeps all the same."""
         self._parts = parts
         self._mechanisms = mechanisms
+        self._held = held
         self._rollers = rollers
         self._due_ms = 0
         self._roll_before: int | None = None
@@ -132,14 +142,21 @@ class RetentionService:
 
     def oldest_pin(self) -> Pin | None:
         """What keeps the front of the log by the policy that is in force."""
-        policy = self._parts.config.retention or Retention()
-        return oldest_pin(self._parts, self._mechanisms, unconsumed=policy.unconsumed == "keep")
+        return _oldest(self._pins(self._parts.config.retention or Retention()))
+
+    def _pins(self, policy: Retention) -> Iterator[Pin]:
+        if policy.unconsumed == "keep":
+            yield from all_pins(self._parts, self._mechanisms)
+            return
+        for mechanism in self._mechanisms:
+            yield from mechanism.pins()
+        yield from self._held()
 
     def bound(self, policy: Retention) -> int:
         """The smallest physical offset that is still needed, by what is on disk: a commit in memory may rest on a copy
         (a retry, a dead letter) that a power cut would take, and then what it was copied from is all there is."""
         end = self._parts.store.max_offset
-        pin = oldest_pin(self._parts, self._mechanisms, unconsumed=policy.unconsumed == "keep")
+        pin = _oldest(self._pins(policy))
         # After the pins were read: whatever moved them by now is on disk before anything is deleted for it.
         self._parts.store.flush()
         self._parts.offsets.save()
@@ -169,7 +186,7 @@ class RetentionService:
         if not self._rollers or expired <= parts.store.min_offset:
             return None
         firm, movable = expired, expired
-        for pin in all_pins(parts, self._mechanisms, unconsumed=policy.unconsumed == "keep"):
+        for pin in self._pins(policy):
             if pin.rolls:
                 movable = min(movable, pin.physical_offset)
             else:

@@ -196,6 +196,7 @@ class TimerService:
             if not self._begun:
                 if self._store.offsets_or_none(TIMER_TOPIC, 0) is None:
                     return None
+                self._log.restart()
                 self._begin(now_ms)
             try:
                 more = self._step(now_ms)
@@ -465,6 +466,8 @@ class TimerService:
                 return  # delivered, or rolled, before the files were lost
         earliest_ms = self._read_ms if self._reading is None else self._read_ms + PRECISION_MS
         if slot_ms < earliest_ms:
+            # Overdue itself: not rolled past its cancellation, which comes as late, and into the same slot.
+            rolls = rolls and slot_of(out_ms + 1) >= earliest_ms
             slot_ms = earliest_ms
             self._late_slot_ms = slot_ms
             if self._late_offset < 0:
@@ -715,9 +718,7 @@ class TimerService:
                 self._rebuild("no checkpoint: all that the log still holds is delivered, perhaps again", 0, 0)
             return
         if isinstance(found, JavaProgress):
-            places = _JavaPlaces(found.read_ms, *self._log.placed_by_java(found.log_end))
-            self._rebuild("left by a Java broker", found.read_ms - _JAVA_MARGIN_MS, found.queue_offset)
-            self._java = places
+            self._take_over(found)
             return
         self._read_ms, self._queue_offset = found.read_ms, found.queue_offset
         self._skip_ms, self._skip_until = found.skip_ms, found.skip_until
@@ -736,6 +737,22 @@ class TimerService:
         self._begun = True
         self._durable = found
         self._settle()
+
+    def _take_over(self, found: JavaProgress) -> None:
+        """Place what a Java broker left, behind its log, which tells what it had done and goes only when all of that is
+        on disk: whoever dies before does it again."""
+        _log.warning("%s: timer files are built again from the timer topic: left by a Java broker", self._store.path)
+        java = _JavaPlaces(found.read_ms, *self._log.placed_by_java(found.log_end))
+        now_ms = self._parts.clock.now_ms()
+        self._log.restart(keep=True)
+        self._begin(now_ms)
+        bounds = self._store.offsets_or_none(TIMER_TOPIC, 0)
+        self._queue_offset = bounds[0] if bounds else 0
+        self._java, self._skip_ms, self._skip_until = java, found.read_ms - _JAVA_MARGIN_MS, found.queue_offset
+        while self._place_some(_STEP, now_ms)[1]:
+            pass
+        self._java, self._skip_ms, self._skip_until = None, 0, 0
+        self._flush(now_ms)
 
     def _make_wheel(self) -> None:
         """A wheel of all units that are not done."""
@@ -765,8 +782,7 @@ class TimerService:
         self._waiting -= sum(not unit.magic & CANCELS for unit in reading.units[:done])
 
     def _begin(self, now_ms: int) -> None:
-        """Make the files."""
-        self._log.restart()
+        """Make the files; the log was restarted."""
         self._wheel.make(np.empty(0, np.int64), np.empty(0, np.int64))
         # The slot before this one is over: what came too late for it goes there, and is read at once.
         self._start(now_ms // PRECISION_MS * PRECISION_MS - PRECISION_MS, 0)
@@ -783,6 +799,7 @@ class TimerService:
         elif self._late_offset >= 0:
             queue_offset = min(queue_offset, self._late_offset)
         _log.warning("%s: timer files are built again from the timer topic: %s", self._store.path, why)
+        self._log.restart()
         self._begin(self._parts.clock.now_ms())
         bounds = self._store.offsets_or_none(TIMER_TOPIC, 0)
         self._queue_offset = bounds[0] if bounds else 0

@@ -208,13 +208,15 @@ class TimerLog:
         offsets, at = np.unique(units["physical_offset"].astype(np.int64), return_index=True)
         return offsets, slots_of_units(units[at])
 
-    def restart(self) -> None:
-        """Forget all units. The log goes on empty, behind all it ever held."""
+    def restart(self, *, keep: bool = False) -> None:
+        """Forget all units. The log goes on empty, behind all it ever held; with `keep` the files stay until they are
+        dropped."""
         self._run.load()
         size = self._run.segment_bytes
         self.end = self._written = -(-max(self.end, self._run.end) // size) * size
         self._buffer.clear()
-        self._run.drop_from(0)
+        if not keep:
+            self._run.drop_from(0)
 
     @property
     def pending_bytes(self) -> int:

@@ -28,13 +28,13 @@ The store is never asked under the table's lock: it may dispatch meanwhile, and 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
 from mqstore.broker.configfile import ConfigFile, DataVersion, member, object_member
-from mqstore.broker.names import check_user_topic, is_retry_topic, is_system_topic, pop_retry_topic, retry_topic
+from mqstore.broker.names import RETRY_PREFIX, check_user_topic, is_retry_topic, is_system_topic, retry_topic
 from mqstore.broker.offsets import OffsetTable
 from mqstore.clock import Clock
 from mqstore.errors import ConfigError, InvalidMessageError, NotPermittedError, TopicNotFoundError
@@ -142,6 +142,8 @@ class TopicTable:
     ) -> None:
         """Load the file. Raises CorruptStoreError when no good copy of it is left, StoreIOError."""
         self.on_change: list[Callable[[str], None]] = []
+        self.group_names: Callable[[], Collection[str]] = tuple
+        """Every group that is known. Set by who has the groups."""
         self.in_order: list[Callable[[str, str], bool]] = []
         """Asked (topic, group) by `alter`: whether that group, which has progress on that topic, relies on its order.
         One that says so is enough; every group of a FIFO topic does."""
@@ -362,30 +364,50 @@ class TopicTable:
                 f"topic {name!r} is consumed by {', '.join(sorted(groups))}; deleting it takes `force`, "
                 f"and what they have not consumed is lost"
             )
-        first = {pop_retry_topic(group, name, 1) for group in groups if self._is_alone(group, name)}
-        retries = [n for n in self.names() if is_retry_topic(n) and (n.endswith("+" + name) or n in first)]
+        known = self.group_names()
+
+        def of_this(rest: str) -> bool:
+            if rest.endswith("_" + name):
+                return {topic for _, topic in self._owners(rest, known)} == {name}
+            return rest.endswith("+" + name)
+
+        retries = [each for each in self.names() if is_retry_topic(each) and of_this(each[len(RETRY_PREFIX) :])]
         self._remove([name, *retries])
 
     def delete_retries(self, group: str) -> None:
-        """Delete what a group that is no more was to have again; its dead letters stay. Errors as `delete`."""
-        first = {pop_retry_topic(group, name, 1) for name in self.names() if self._is_alone(group, name)}
-        second = pop_retry_topic(group, "")
-        names = [n for n in self.names() if n == retry_topic(group) or n.startswith(second) or n in first]
-        self._remove(names)
+        """Delete what a group that is no more was to have again; its dead letters stay, and what may be another
+        group's. Errors as `delete`."""
+        known = {*self.group_names(), group}
 
-    def _is_alone(self, group: str, topic: str) -> bool:
-        """Whether no other group and topic share the pop retry topic of version 1 with these."""
-        name = f"{group}_{topic}"
-        others = ((each, name[len(each) + 1 :]) for each in self._offsets.groups() if name.startswith(each + "_"))
-        return all((each, other) == (group, topic) or self.get(other) is None for each, other in others)
+        def of_this(rest: str) -> bool:
+            if rest == group or rest.startswith(group + "_"):
+                return {owner for owner, _ in self._owners(rest, known)} == {group}
+            return rest.startswith(group + "+")
+
+        own = retry_topic(group)
+        self._remove([each for each in self.names() if each.startswith(own) and of_this(each[len(RETRY_PREFIX) :])])
+
+    def _owners(self, name: str, groups: Collection[str]) -> set[tuple[str, str | None]]:
+        """Whose retries `%RETRY%name` may hold: those of the group `name` (None), and, in version 1 of pop, those of a
+        group and a topic whose names meet at a `_` (8.2)."""
+        owners: set[tuple[str, str | None]] = {(name, None)} if name in groups else set()
+        at = name.find("_")
+        while at > 0:
+            if name[:at] in groups and self.get(name[at + 1 :]) is not None:
+                owners.add((name[:at], name[at + 1 :]))
+            at = name.find("_", at + 1)
+        return owners
 
     def _remove(self, names: Sequence[str]) -> None:
+        if not names:
+            return
+        ends = {}
         for gone in names:
             bounds = {queue_id: self._store.offsets_or_none(gone, queue_id) for queue_id in self._queue_ids(gone)}
-            ends = {queue_id: each[1] for queue_id, each in bounds.items() if each is not None}
-            self._offsets.bury(gone, ends, deleted=True)
+            ends[gone] = {queue_id: each[1] for queue_id, each in bounds.items() if each is not None}
+        self._offsets.bury(ends, deleted=True)
         with self._lock:
-            self._write({key: value for key, value in self._entered.items() if key not in names})
+            self._write({key: value for key, value in self._entered.items() if key not in ends})
         for gone in names:
             self._tell(gone)
 

@@ -631,6 +631,7 @@ class Transactions:
                     born_host=message.born_host,
                     reconsume_times=message.reconsume_times,
                     durability="append",
+                    copied=True,
                 )
             self._end(half, "discard")
         _log.error(

@@ -5,56 +5,68 @@ numbers between. Who keeps the groups' progress lowers it when it opens (`broker
 opened, and put to, without that: by `mqstore put`, `mqstore recover`, a job. So each recovery that changed anything
 leaves a note, which the next to load progress takes, and then removes:
 
-    config/queueEnds.json   {"ends": {"orders": {"0": 43}}, "of": 2190034171}
+    config/queueEnds.json   {"ends": {"orders": {"0": 43}}, "log": 8192, "of": [2190034171, 0]}
 
     ends    where each queue ended; one that is not named was not there, and ended at 0. Of several recoveries the least
-    of      CRC-32C of `consumerOffset.json` when it was noted. Another one was written by somebody who knew how far the
-            queues went (a Java broker), and the note is void
+    log     where the log ended; likewise
+    of      CRC-32C of what `consumerOffset.json` and its `.bak` said when it was noted, 0 without one. When what is
+            loaded says something else, it was written by somebody who knew how far the queues went (a Java broker), and
+            the note is void
 """
 
 from __future__ import annotations
 
-import os
+import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import crc32c
 
-from mqstore.errors import CorruptStoreError
+from mqstore.errors import CorruptStoreError, FormatError
 from mqstore.files.filesystem import FileSystem
-from mqstore.files.jsonfile import JSON_BYTES_MAX, load_json, save_json
+from mqstore.files.jsonfile import JSON_BYTES_MAX, decode_json, load_json, save_json
 
-__all__ = ["forget_ends", "load_ends", "note_ends"]
+__all__ = ["QueueEnds", "forget_ends", "load_ends", "note_ends"]
 
 _FILE: Final = Path("config", "queueEnds.json")
 _PROGRESS: Final = Path("config", "consumerOffset.json")
 
-Ends = dict[str, dict[int, int]]
-"""Topic -> queue id -> offset."""
+
+@dataclass(frozen=True, slots=True)
+class QueueEnds:
+    """A note: (topic, queue id) -> offset, and the physical offset at which the log ended."""
+
+    ends: Mapping[tuple[str, int], int]
+    log_end: int
+
+    def of(self, topic: str, queue_id: int) -> int:
+        return self.ends.get((topic, queue_id), 0)
 
 
-def note_ends(root: Path, ends: Mapping[tuple[str, int], int], fs: FileSystem, file_mode: int) -> None:
-    """Leave a note of where all queues end, (topic, queue id) -> offset. Durable on return. Nothing to note where
-    nobody keeps progress. Raises as `save_json`."""
-    if not (root / _PROGRESS).exists():
+def note_ends(root: Path, ends: Mapping[tuple[str, int], int], log_end: int, fs: FileSystem, file_mode: int) -> None:
+    """Leave a note of where all queues and the log end. Durable on return. Nothing to note where nobody keeps progress.
+    Raises as `save_json`."""
+    said = _said(root, fs)
+    if not any(said):
         return
     before = load_ends(root, fs)
     table: dict[str, dict[str, int]] = {}
     for (topic, queue_id), end in ends.items():
-        if before is not None:
-            end = min(end, before.get(topic, {}).get(queue_id, 0))
-        table.setdefault(topic, {})[str(queue_id)] = end
-    save_json(root / _FILE, {"ends": table, "of": _digest(root, fs)}, fs, file_mode=file_mode)
+        least = end if before is None else min(end, before.of(topic, queue_id))
+        table.setdefault(topic, {})[str(queue_id)] = least
+    least = log_end if before is None else min(log_end, before.log_end)
+    save_json(root / _FILE, {"ends": table, "log": least, "of": said}, fs, file_mode=file_mode)
 
 
-def load_ends(root: Path, fs: FileSystem) -> Ends | None:
+def load_ends(root: Path, fs: FileSystem) -> QueueEnds | None:
     """The note that is there; None without one that counts."""
     try:
         value = load_json(root / _FILE, writer=False, fs=fs, root=root, check=_ends_of).value
     except CorruptStoreError:
-        return {}  # something was shortened, who knows by how much: what comes twice is not skipped
-    if value is None or value["of"] != _digest(root, fs):
+        return QueueEnds({}, 0)  # something was shortened, who knows by how much: what comes twice is not skipped
+    if value is None or next((each for each in _said(root, fs) if each), 0) not in value["of"]:
         return None
     return _ends_of(value)
 
@@ -70,21 +82,27 @@ def forget_ends(root: Path, fs: FileSystem) -> None:
         fs.sync_directory(root / _FILE.parent)
 
 
-def _digest(root: Path, fs: FileSystem) -> int:
-    try:
-        return crc32c.crc32c(fs.read_whole(os.fspath(root / _PROGRESS), JSON_BYTES_MAX))
-    except FileNotFoundError:
-        return 0
+def _said(root: Path, fs: FileSystem) -> list[int]:
+    """A checksum of the value of the file, and of its backup; 0 for what is not there or does not decode."""
+    found = []
+    for name in (_PROGRESS, _PROGRESS.with_name(_PROGRESS.name + ".bak")):
+        try:
+            value = decode_json(fs.read_whole(str(root / name), JSON_BYTES_MAX))
+        except (FileNotFoundError, FormatError):
+            found.append(0)
+        else:
+            found.append(crc32c.crc32c(json.dumps(value, sort_keys=True).encode()) or 1)
+    return found
 
 
-def _ends_of(value: dict[str, Any]) -> Ends:
+def _ends_of(value: dict[str, Any]) -> QueueEnds:
     """ValueError unless this is such a note."""
-    table, digest = value.get("ends"), value.get("of")
-    if type(table) is not dict or type(digest) is not int:
-        raise ValueError("ends and of are missing, or no object and number")
-    ends: Ends = {}
+    table, log_end, said = value.get("ends"), value.get("log"), value.get("of")
+    if type(table) is not dict or type(log_end) is not int or type(said) is not list:
+        raise ValueError("ends, log and of are missing, or of the wrong type")
+    ends = {}
     for topic, queues in table.items():
         if type(queues) is not dict or any(type(end) is not int for end in queues.values()):
             raise ValueError(f"ends: {topic[:150]!r} must be an object of integers")
-        ends[topic] = {int(queue_id): end for queue_id, end in queues.items()}
-    return ends
+        ends.update({(topic, int(queue_id)): end for queue_id, end in queues.items()})
+    return QueueEnds(ends, log_end)

@@ -348,7 +348,7 @@ class MessageStore(StoreWriter):
         self._report_undone(undone)
         if self.recovery.changed or self.recovery.findings:
             ends = {(queue.topic, queue.queue_id): queue.next_offset for queue in self._queues}
-            note_ends(self.path, ends, fs, self.config.file_mode)
+            note_ends(self.path, ends, outcome.end, fs, self.config.file_mode)
         end = outcome.end
         if outcome.report.scanned_from is not None:
             # What a killed process left in the page cache counts from now on, so it has to be on disk from now on.

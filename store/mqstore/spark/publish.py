@@ -384,8 +384,8 @@ def _finish_overwrite(parts: Parts, root: Path, fs: FileSystem) -> None:
     if note is None or "ends" not in note:
         return
     if parts.store.spliced_version(note["app"]) >= note["ver"]:
-        for name, ends in note["ends"].items():
-            parts.offsets.bury(name, {int(queue_id): end for queue_id, end in ends.items()})
+        ends = {name: {int(queue_id): end for queue_id, end in each.items()} for name, each in note["ends"].items()}
+        parts.offsets.bury(ends)
     save_json(root / _OVERWRITE, {"version": 1}, fs)
 
 
