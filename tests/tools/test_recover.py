@@ -188,6 +188,15 @@ def test_config_files_that_do_not_decode_are_moved_aside(hundred: tuple[Path, li
     assert not mqstore_json("recover", path, "--rebuild", "config")["changed"]
 
 
+@pytest.mark.parametrize("profile", ["mqstore", "rocketmq"])
+def test_who_gives_a_damaged_directory_back_to_a_broker_is_warned(tmp_path: Path, profile: Any) -> None:
+    with library.MessageStore(tmp_path / "s", profile=profile, config=CONFIG) as store:
+        receipts = [store.put("orders", b"%03d" % i * 100) for i in range(100)]
+    assert "broker" not in mqstore("recover", tmp_path / "s").output
+    flip(tmp_path / "s", receipts[40])
+    assert ("docs/recovery.md" in mqstore("recover", tmp_path / "s").output) == (profile == "rocketmq")
+
+
 def test_a_value_of_the_wrong_type_is_found_and_mended(tmp_path: Path) -> None:
     """verify said that all was well, and `--rebuild config` that there was nothing to do, of a store that no broker
     opened."""

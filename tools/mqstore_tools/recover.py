@@ -120,24 +120,33 @@ def recover(
             )
     finally:
         logging.getLogger("mqstore").setLevel(logging.NOTSET)
-    orphans = _orphan_levels(directory)
+    orphans, profile = _afterwards(directory)
     if json_output:
         print_json({**report.as_dict(), "orphan_levels": orphans, "dry_run": dry_run})
     else:
         _show(report, dry_run=dry_run)
         for level, waiting in orphans.items():
             note(f"{waiting} messages wait in delay level {level}, which the store's table of levels does not have")
+        if profile == "rocketmq" and any(finding.kind in _DAMAGE for finding in report.findings):
+            note(
+                "a RocketMQ broker that opens this directory may end its log at the first of these, and delete what "
+                "lies behind: see docs/recovery.md before you give it back"
+            )
     if report.findings or (dry_run and report.changed):
         ctx.exit(FINDINGS)
 
 
-def _orphan_levels(directory: Path) -> dict[int, int]:
-    """Level -> messages that stay in it until the table has that level again (broker-semantics 4.8)."""
+_DAMAGE = ("bad_record", "missing_segment", "segment_size")
+
+
+def _afterwards(directory: Path) -> tuple[dict[int, int], str]:
+    """Level -> messages that stay in it until the table has that level again (broker-semantics 4.8); the profile."""
     try:
         with looking(directory) as parts:
-            return {view.level: view.waiting for view in delay_levels(parts) if view.delay_ms is None and view.waiting}
+            waiting = {view.level: view.waiting for view in delay_levels(parts) if view.delay_ms is None}
+            return {level: count for level, count in waiting.items() if count}, parts.store.manifest.profile
     except (MQStoreError, OSError):  # what is damaged in config/ is no concern of a recovery of the log
-        return {}
+        return {}, ""
 
 
 def _within(folder: Path, *parents: Path) -> bool:
