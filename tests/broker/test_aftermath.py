@@ -8,6 +8,7 @@ hidden or given to the wrong consumer once; a test says what a user would have s
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,7 @@ from mqstore import (
     TransactionStateError,
 )
 from mqstore.broker.names import POP_LOG_TOPIC, SCHEDULE_GROUP, dlq_topic
+from mqstore.broker.parts import open_parts
 from mqstore.layout.properties import SHARDINGKEY
 
 S = 1_000
@@ -436,6 +438,32 @@ def test_a_delivery_that_nobody_has_holds_nothing_there(tmp_path: Path, how: str
     broker.store.close()
 
 
+def test_a_delivery_whose_copy_cannot_be_put_is_kept_until_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its time was over, so nothing held it; and on a full disk retention is busiest."""
+    config: Any = {"segment_bytes": 4096, "retention": Retention(age=60, unconsumed="drop")}
+    bench = Bench(tmp_path / "store").open(**config)
+    broker = bench.broker
+    broker.topics.create("t", queues=1)
+    broker.put("t", b"x", queue_id=0)
+    [_] = broker.pop("g", "t", invisible=90)
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(broker._parts.road, "copy", refuse)
+        for _ in range(20):
+            broker.put_many("t", [bytes(100)] * 20, queue_id=0)
+            bench.advance(30 * S)
+    bench.advance(120 * S)
+    assert not broker.stats().counters.lost
+    assert b"x" in [each.message.body for _ in range(20) for each in broker.pop("g", "t", 32)]
+    broker.close()
+    broker.store.close()
+
+
 # --- transactions -----------------------------------------------------------------------------------------------------
 
 
@@ -550,8 +578,8 @@ def test_a_level_is_a_number(bench: Bench) -> None:
         bench.broker.put("t", b"", delay_level=True)
 
 
-@pytest.mark.parametrize("between", [False, True])
-def test_a_batch_in_order_of_a_queue_that_was_cut_leaves_no_gap(tmp_path: Path, between: bool) -> None:
+@pytest.mark.parametrize("between", ["nothing", "puts", "tables", "puts, crash", "crash"])
+def test_a_batch_in_order_of_a_queue_that_was_cut_leaves_no_gap(tmp_path: Path, between: str) -> None:
     """The file of order info said that 4, 5 and 6 were acknowledged, and the queue ended at 5: what came as 5 and 6 was
     skipped."""
     path = tmp_path / "store"
@@ -574,14 +602,20 @@ def test_a_batch_in_order_of_a_queue_that_was_cut_leaves_no_gap(tmp_path: Path, 
         log.write(bytes(1 << 20))
     (path / "abort").write_text("1")
     expected = [b"new %d" % n for n in range(8)]
-    if between:
+    if between.startswith("puts") or between == "tables":
         with MessageStore(path, config=StoreConfig(clock=bench.clock)) as store:
             for body in expected:
                 store.put("t", body, queue_id=0)
+    if between == "tables":  # a command that changes tables, and knows nothing of pop
+        with MessageStore(path, config=StoreConfig(clock=bench.clock)) as store:
+            open_parts(store).topics.create("other")
     bench.open()
-    if not between:
+    if between in ("nothing", "crash"):
         for body in expected:
             bench.broker.put("t", body, queue_id=0)
+    if between.endswith("crash"):
+        bench.broker.store.flush()
+        bench.kill()
     bench.advance(100 * S)
     got: list[bytes] = []
     while batch := bench.broker.pop("g", "t", 32, order=True):
@@ -590,3 +624,92 @@ def test_a_batch_in_order_of_a_queue_that_was_cut_leaves_no_gap(tmp_path: Path, 
     assert [body for body in got if body.startswith(b"new")] == expected
     bench.broker.close()
     bench.broker.store.close()
+
+
+def test_attempts_of_a_queue_that_was_cut_are_no_other_messages(tmp_path: Path) -> None:
+    """A message that had failed fifteen times was cut; the new one of its number died of its first failure."""
+    path = tmp_path / "store"
+    bench = Bench(path).open()
+    broker = bench.broker
+    broker.topics.create("t", queues=1)
+    broker.groups.create("g", orderly=True)
+    broker.put_many("t", [b"old %d" % n for n in range(10)], queue_id=0)
+    sixth = broker.read("t", 0, 5, 1).messages[0].physical_offset
+    for offset in (3, 7):
+        broker.note_attempt("g", "t", 0, offset, 15)
+    bench.advance(10 * S)
+    broker.save()
+    broker.close()
+    broker.store.close()
+    with (path / "commitlog" / f"{0:020d}").open("r+b") as log:
+        log.seek(sixth)
+        log.write(bytes(1 << 20))
+    (path / "abort").write_text("1")
+    with MessageStore(path, config=StoreConfig(clock=bench.clock)) as store:
+        store.put_many("t", [b"new"] * 8, queue_id=0)
+    bench.open()
+    assert bench.broker.attempts("g", "t", 0) == {3: 15}
+    bench.broker.close()
+    bench.broker.store.close()
+
+
+def test_the_start_of_a_queue_that_was_cut_hides_nothing_new(tmp_path: Path) -> None:
+    """What a deletion had hidden began behind the new messages' numbers."""
+    path = tmp_path / "store"
+    bench = Bench(path).open()
+    broker = bench.broker
+    broker.topics.create("t", queues=1)
+    broker.put_many("t", [b"old %d" % n for n in range(10)], queue_id=0)
+    sixth = broker.read("t", 0, 5, 1).messages[0].physical_offset
+    broker.topics.delete("t")
+    broker.close()
+    broker.store.close()
+    with (path / "commitlog" / f"{0:020d}").open("r+b") as log:
+        log.seek(sixth)
+        log.write(bytes(1 << 20))
+    (path / "abort").write_text("1")
+    with MessageStore(path, config=StoreConfig(clock=bench.clock)) as store:
+        store.put_many("t", [b"new %d" % n for n in range(8)], queue_id=0)
+    bench.open()
+    bench.broker.topics.create("t", queues=1)
+    assert bench.pop() == [b"new %d" % n for n in range(8)]
+    bench.broker.close()
+    bench.broker.store.close()
+
+
+def test_nobody_counts_on_a_beginning_before_it_is_on_disk(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two members that come at once the second took what the first was just saving; and when that failed, what the
+    second had committed since was taken back with it."""
+    broker = bench.broker
+    broker.topics.create("t", queues=1)
+    broker.put_many("t", [b"old"] * 3, queue_id=0)
+    broker.groups.create("g", start="latest")
+    file = broker._parts.offsets._file
+    saving, go_on, save = threading.Event(), threading.Event(), file.save
+
+    def slow(value: Any) -> None:
+        saving.set()
+        assert go_on.wait(30)
+        save(value)
+
+    monkeypatch.setattr(file, "save", slow)
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(broker.start_of, "g", "t", 0)
+        assert saving.wait(30)
+        second = pool.submit(broker.start_of, "g", "t", 0)
+        assert broker.committed("g", "t", 0) is None
+        with pytest.raises(TimeoutError):
+            second.result(0.1)
+        go_on.set()
+        assert (first.result(30), second.result(30)) == (3, 3)
+
+
+def test_where_a_group_that_begins_at_the_end_was_put_at_the_front_it_stays(bench: Bench) -> None:
+    broker = bench.broker
+    broker.topics.create("t", queues=2)
+    broker.groups.create("g", start="latest")
+    assert broker.start_of("g", "t", 0, "earliest") == 0
+    broker.put("t", b"new", queue_id=0)
+    broker.store.flush()
+    bench.kill()
+    assert bench.pop() == [b"new"]

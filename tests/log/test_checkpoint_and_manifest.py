@@ -536,6 +536,6 @@ def test_a_note_is_taken_where_only_the_backup_is_left(tmp_path: Path) -> None:
 def test_a_note_that_cannot_be_read_counts_as_the_worst(tmp_path: Path, harm: bytes) -> None:
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "queueEnds.json").write_bytes(harm)
-    assert load_ends(tmp_path, REAL) == QueueEnds({}, 0)
+    assert load_ends(tmp_path, REAL) == QueueEnds({}, 0, readable=False)
     forget_ends(tmp_path, REAL)
     assert load_ends(tmp_path, REAL) is None

@@ -45,7 +45,7 @@ from mqstore.errors import ConfigError, OffsetOutOfRangeError
 from mqstore.files.filesystem import FileSystem
 from mqstore.log.names import is_path_safe
 from mqstore.log.published import PublishedFiles
-from mqstore.log.queueends import forget_ends, load_ends
+from mqstore.log.queueends import load_ends
 from mqstore.log.store import MessageStore
 from mqstore.options import Durability, StoreConfig, seconds
 
@@ -81,6 +81,8 @@ class OffsetTable:
         )
         self._lock = threading.Lock()
         self._committed: dict[str, dict[str, dict[int, int]]] = {}  # topic -> group -> queue id -> offset
+        self._beginning: dict[tuple[str, str], dict[int, int]] = {}
+        """(topic, group) -> where it begins, being saved."""
         self._pulled: dict[tuple[str, str, int], int] = {}
         self.resets: dict[tuple[str, str, int], int] = {}
         """Pending, by (group, topic, queue). Not to be changed from outside."""
@@ -103,8 +105,6 @@ class OffsetTable:
         self.save()
         self._published.settle()
         self._loaded = True
-        if store.mode == "rw":
-            forget_ends(store.path, fs)
 
     # -- committed --------------------------------------------------------------------------------------------------
 
@@ -158,17 +158,24 @@ class OffsetTable:
     def start(self, group: str, topic: str, begins: Mapping[int, int], *, durable: bool) -> None:
         """Let a group that has no progress in these queues have it, queue id -> offset; with `durable` on disk when
         this returns. Errors as `commit`, and as `save`: then it has none, as before."""
-        for queue_id, offset in begins.items():
-            self.commit(group, topic, queue_id, offset)
-        try:
-            if durable:
-                self.save()
-        except BaseException:
+        if durable:
+            # In the file before it is in the table: nobody takes it for a fact that may yet not become one.
             with self._lock:
-                for queue_id in begins:
-                    self._committed.get(topic, {}).get(group, {}).pop(queue_id, None)
+                self._beginning[topic, group] = dict(begins)
                 self._changes += 1
-            raise
+            try:
+                self.save()
+            except BaseException:
+                with self._lock:
+                    del self._beginning[topic, group]
+                    self._changes += 1
+                raise
+        with self._lock:
+            self._beginning.pop((topic, group), None)
+            queues = self._queues_of(group, topic)
+            for queue_id, offset in begins.items():
+                queues.setdefault(queue_id, offset)
+            self._changes += 1
 
     def _queues_of(self, group: str, topic: str) -> dict[int, int]:
         """The group's offsets in a topic, to be changed: made if there are none, but only under names that come back
@@ -338,12 +345,6 @@ class OffsetTable:
                 default=None,
             )
 
-    def end_at_opening(self, topic: str, queue_id: int) -> int:
-        """Where a queue ended when this store was opened, or before, when it was cut since progress was last written;
-        positions behind it mean nothing."""
-        end = (self._store.offsets_or_none(topic, queue_id) or (0, 0))[1]
-        return end if self.noted is None else min(end, self.noted.of(topic, queue_id))
-
     # -- logical starts ---------------------------------------------------------------------------------------------
 
     def start_of(self, topic: str, queue_id: int) -> int:
@@ -388,17 +389,19 @@ class OffsetTable:
                 return
             with self._lock:
                 changes = self._changes
-                copy = [
-                    (topic, group, dict(queues))
+                table = {
+                    (topic, group): dict(queues)
                     for topic, groups in self._committed.items()
                     for group, queues in groups.items()
-                ]
+                }
+                for key, begins in self._beginning.items():
+                    table[key] = begins | table.get(key, {})
             # After the copy: whatever message an offset of the copy stands behind was put before, and is flushed now.
             self._store.flush()
             steps = changes // _VERSION_STEP - self._versioned
             version = self._version.next(self._clock.now_ms(), steps) if steps else self._version
-            table = self._foreign | {f"{topic}@{group}": queues for topic, group, queues in copy if queues}
-            self._file.save({"dataVersion": version.as_json(), "offsetTable": table})
+            written = {f"{topic}@{group}": queues for (topic, group), queues in table.items() if queues}
+            self._file.save({"dataVersion": version.as_json(), "offsetTable": self._foreign | written})
             self._saved, self._version, self._versioned = changes, version, self._versioned + steps
 
     def run_once(self, now_ms: int) -> int:
@@ -483,8 +486,9 @@ class OffsetTable:
         end = offset
         if self._store.mode == "rw":  # of a reader the writer may be ahead of what this process has seen of its queues
             end = self._store.max_offset if of_log else (self._store.offsets_or_none(topic, queue_id) or (0, 0))[1]
-        if self.noted is not None and not self._loaded and group != START_GROUP:
-            end = min(end, self.noted.log_end if of_log else self.noted.of(topic, queue_id))
+        noted = None if self._loaded else self.noted
+        if noted is not None and (noted.readable or group not in (START_GROUP, DELETED_GROUP)):
+            end = min(end, noted.log_end if of_log else noted.of(topic, queue_id))
         if offset <= end:
             return offset
         what = "log" if of_log else "queue"

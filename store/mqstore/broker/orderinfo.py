@@ -379,6 +379,24 @@ class OrderInfoTable:
                 for queue_id, record in queues.items()
             }
 
+    def cut(self, end_of: Callable[[str, int], int]) -> bool:
+        """Forget what is said of offsets from the end of their queue on, (topic, queue id) -> end: other messages will
+        bear them. Whether there was anything."""
+        changed = False
+        for (topic, group, queue_id), record in self.records().items():
+            end = end_of(topic, queue_id)
+            if max((*record.offsets, *(record.counts or ())), default=-1) < end:
+                continue
+            changed = True
+            kept = record.before(end)
+            if kept.offsets:
+                self.restore(topic, group, queue_id, kept)
+            else:
+                with self._lock:
+                    self._queues[_key(topic, group)].pop(queue_id, None)
+                    self._version += 1
+        return changed
+
     # --- attempts of the queue model (9.6; client-semantics A7.7) --------------------------------------------------
 
     def attempts(self, group: str, topic: str, queue_id: int) -> dict[int, int]:

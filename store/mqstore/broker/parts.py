@@ -18,14 +18,17 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from mqstore.broker.configfile import ConfigFile
 from mqstore.broker.groups import GroupTable
 from mqstore.broker.offsets import OffsetTable
+from mqstore.broker.orderinfo import OrderInfoTable, check_order_info
 from mqstore.broker.road import Road
 from mqstore.broker.statistics import Statistics
 from mqstore.broker.topics import TopicTable
 from mqstore.clock import Clock
 from mqstore.errors import GroupNotFoundError
 from mqstore.files.filesystem import FileSystem
+from mqstore.log.queueends import forget_ends, load_ends
 from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
 
@@ -90,7 +93,10 @@ class Parts:
 def open_parts(store: MessageStore) -> Parts:
     """The tables of a store that is open for writing, read from its `config` folder."""
     config, clock, fs = store.config, store.clock, store.fs
+    _cut_order_info(store, config, clock, fs)
     offsets = OffsetTable(store, config, clock, fs)
+    if store.mode == "rw":
+        forget_ends(store.path, fs)
     topics = TopicTable(store, config, clock, fs, offsets)
     groups = GroupTable(store, config, clock, fs)
     topics.group_names = lambda: {*groups.names(), *offsets.groups()}
@@ -106,6 +112,19 @@ def open_parts(store: MessageStore) -> Parts:
         road=Road(store, topics, offsets, config, clock),
         statistics=Statistics(clock),
     )
+
+
+def _cut_order_info(store: MessageStore, config: StoreConfig, clock: Clock, fs: FileSystem) -> None:
+    """Where queues were shortened their order info is, too; before anybody saves progress, which would void the note."""
+    noted = load_ends(store.path, fs) if store.mode == "rw" else None
+    if noted is None:
+        return
+    path = store.path / "config" / "consumerOrderInfo.json"
+    file = ConfigFile(path, fs=fs, clock=clock, check=check_order_info, file_mode=config.file_mode)
+    orders = OrderInfoTable()
+    orders.load(file.load() or {})
+    if orders.cut(noted.of):
+        file.save(orders.as_json())
 
 
 def delete_group(parts: Parts, group: str) -> None:

@@ -617,12 +617,12 @@ class PopService:
         return self._keeper.pins()
 
     def held(self) -> Iterable[Pin]:
-        """The oldest message of each queue that is with a receiver, or given back and not yet due again: for retention
-        that keeps nothing else for a group."""
+        """The oldest message of each queue that is in flight: for retention that keeps nothing else for a group. What
+        waits for a group to come is not: released, or in order and visible again."""
         store, now_ms = self._tables.store, self._tables.clock.now_ms()
         for key, state in list(self._tables.states.items()):
             with state.lock:
-                offset = self._tables.first_invisible(state, now_ms)
+                offset = self._tables.first_held(state, now_ms)
             if offset is not None and store.offsets_or_none(key.topic, key.queue_id) is not None:
                 physical = physical_of(store, key.topic, key.queue_id, offset)
                 if physical is not None:

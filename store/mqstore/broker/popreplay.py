@@ -293,16 +293,10 @@ class Replay:
     def _adopt(self, now_ms: int) -> None:
         """Take over the FIFO batches that the file knows: mark what is settled by now, name the others in the log."""
         tables = self._tables
+        tables.orders.cut(lambda topic, queue_id: (tables.store.offsets_or_none(topic, queue_id) or (0, 0))[1])
         for (topic, group, queue_id), record in tables.orders.records().items():
             if record.pop_time_ms == 0 or not record.offsets or tables.parts.groups.get(group) is None:
                 continue
-            end = tables.offsets.end_at_opening(topic, queue_id)
-            if record.offsets[-1] >= end:
-                # The queue was cut: under these numbers come other messages.
-                record = record.before(end)
-                if not record.offsets:
-                    tables.orders.clear_block(topic, group, queue_id)
-                    continue
             state = tables.state(QueueKey(topic, group, queue_id))
             if state.cursor < 0:
                 tables.open(state)

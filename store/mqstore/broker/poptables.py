@@ -213,9 +213,10 @@ class PopTables:
         )
         return record
 
-    def first_invisible(self, state: QueueState, now_ms: int) -> int | None:
-        """The first offset that is in flight and not yet visible again; None without one. Under the state's lock."""
-        offsets = [offset for offset, batch in state.in_flight.items() if batch.visible_at(offset) > now_ms]
+    def first_held(self, state: QueueState, now_ms: int) -> int | None:
+        """The first offset that is in flight: not settled nor put again, in order not yet visible again. None without
+        one. Under the state's lock."""
+        offsets = [min(state.in_flight)] if state.in_flight else []
         record = self.order(state)
         if record is not None:
             offsets += [o for o in record.unacked() if o >= state.cursor and record.visible_at(o) > now_ms]

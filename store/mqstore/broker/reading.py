@@ -316,15 +316,17 @@ class Reads:
         """Commit where a group begins that has no progress in a queue."""
         if self._rocketmq_rules:
             begin = self._begin_as_rocketmq(topic, queue_id, start)
-            self._offsets.start(group, topic, {queue_id: begin}, durable=False)
+            durable = begin > self._bounds(topic, queue_id)[0]
+            self._offsets.start(group, topic, {queue_id: begin}, durable=durable)
             return begin
         queues = range(self._topics.need(topic).read_queues)
         is_new = all(self._offsets.committed(group, topic, each) is None for each in queues)
         if not is_new or is_retry_topic(topic):
             start, queues = "earliest", range(queue_id, queue_id + 1)
         begins = {each: self._place(topic, each, start) for each in queues}
-        # Anew, and after a crash, "latest" would be another place: nobody is to count on it before it is on disk.
-        self._offsets.start(group, topic, begins, durable=start != "earliest")
+        # What a crash would resolve to another place is on disk before anybody counts on it.
+        same = is_retry_topic(topic) or (start == "earliest" and self._groups.need(group).start == "earliest")
+        self._offsets.start(group, topic, begins, durable=not same)
         return begins[queue_id]
 
     def _begin_as_rocketmq(self, topic: str, queue_id: int, start: Start) -> int:

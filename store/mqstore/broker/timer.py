@@ -160,6 +160,8 @@ class TimerService:
         self._check = TimerCheck(store.path / "config" / "timercheck", fs, mode)
         self._begun = False
         """Whether there are files; until the first message of the timer topic there are none."""
+        self._left: JavaProgress | None = None
+        """What a Java broker left, and nobody has taken over yet."""
         self._reading: _Reading | None = None
         self._start(0, 0)
         self._durable: Progress | None = None
@@ -193,6 +195,9 @@ class TimerService:
         """A step, see the module. Returns when there is more to do: at once, at the end of the next slot that holds a
         message, or for the next flush. Errors of a put or a file are raised, nothing is lost: it is done again."""
         with self._lock:
+            if self._left is not None:
+                self._take_over(self._left)
+                self._left = None
             if not self._begun:
                 if self._store.offsets_or_none(TIMER_TOPIC, 0) is None:
                     return None
@@ -718,7 +723,7 @@ class TimerService:
                 self._rebuild("no checkpoint: all that the log still holds is delivered, perhaps again", 0, 0)
             return
         if isinstance(found, JavaProgress):
-            self._take_over(found)
+            self._left = found
             return
         self._read_ms, self._queue_offset = found.read_ms, found.queue_offset
         self._skip_ms, self._skip_until = found.skip_ms, found.skip_until
@@ -744,15 +749,20 @@ class TimerService:
         _log.warning("%s: timer files are built again from the timer topic: left by a Java broker", self._store.path)
         java = _JavaPlaces(found.read_ms, *self._log.placed_by_java(found.log_end))
         now_ms = self._parts.clock.now_ms()
-        self._log.restart(keep=True)
-        self._begin(now_ms)
-        bounds = self._store.offsets_or_none(TIMER_TOPIC, 0)
-        self._queue_offset = bounds[0] if bounds else 0
-        self._java, self._skip_ms, self._skip_until = java, found.read_ms - _JAVA_MARGIN_MS, found.queue_offset
-        while self._place_some(_STEP, now_ms)[1]:
-            pass
-        self._java, self._skip_ms, self._skip_until = None, 0, 0
-        self._flush(now_ms)
+        try:
+            self._log.restart(keep=True)
+            self._begin(now_ms)
+            bounds = self._store.offsets_or_none(TIMER_TOPIC, 0)
+            self._queue_offset = bounds[0] if bounds else 0
+            self._java, self._skip_ms, self._skip_until = java, found.read_ms - _JAVA_MARGIN_MS, found.queue_offset
+            while self._place_some(_STEP, now_ms)[1]:
+                if self._log.pending_bytes >= _PENDING_BYTES:
+                    self._log.write()
+            self._java, self._skip_ms, self._skip_until = None, 0, 0
+            self._flush(now_ms)
+        except BaseException:
+            self._begun = False  # all of it is done again
+            raise
 
     def _make_wheel(self) -> None:
         """A wheel of all units that are not done."""

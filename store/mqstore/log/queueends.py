@@ -40,17 +40,19 @@ class QueueEnds:
 
     ends: Mapping[tuple[str, int], int]
     log_end: int
+    readable: bool = True
+    """False: there was one, and nobody knows what it said."""
 
     def of(self, topic: str, queue_id: int) -> int:
         return self.ends.get((topic, queue_id), 0)
 
 
 def note_ends(root: Path, ends: Mapping[tuple[str, int], int], log_end: int, fs: FileSystem, file_mode: int) -> None:
-    """Leave a note of where all queues and the log end. Durable on return. Nothing to note where nobody keeps progress.
-    Raises as `save_json`."""
-    said = _said(root, fs)
-    if not any(said):
+    """Leave a note of where all queues and the log end. Durable on return. Nothing to note where there is no `config`:
+    nobody keeps positions there. Raises as `save_json`."""
+    if not (root / _FILE).parent.is_dir():
         return
+    said = _said(root, fs)
     before = load_ends(root, fs)
     table: dict[str, dict[str, int]] = {}
     for (topic, queue_id), end in ends.items():
@@ -65,7 +67,8 @@ def load_ends(root: Path, fs: FileSystem) -> QueueEnds | None:
     try:
         value = load_json(root / _FILE, writer=False, fs=fs, root=root, check=_ends_of).value
     except CorruptStoreError:
-        return QueueEnds({}, 0)  # something was shortened, who knows by how much: what comes twice is not skipped
+        # Something was shortened, who knows by how much: of progress what comes twice is not skipped.
+        return QueueEnds({}, 0, readable=False)
     if value is None or next((each for each in _said(root, fs) if each), 0) not in value["of"]:
         return None
     return _ends_of(value)
