@@ -18,6 +18,7 @@ No priorities: an item that overtakes others needs a queue of its own.
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -146,6 +147,7 @@ class Queue:
         if type(maxsize) is not int or maxsize < 0:
             raise ConfigError(f"maxsize is {maxsize!r}; give a number of items, 0 for no limit")
         self.name = name
+        self._pid = os.getpid()
         self._broker = broker
         self._codec = codec
         self._ordered = ordered
@@ -413,7 +415,10 @@ class Queue:
 
     def shutdown(self, immediate: bool = False) -> None:
         """Refuse further puts; `get` goes on until nothing is ready, `immediate`: not even that. Whoever waits gets
-        QueueShutDown. The items stay stored; tasks on loan can still be settled."""
+        QueueShutDown. The items stay stored; tasks on loan can still be settled. Fine in a signal handler; in a forked
+        child it does nothing."""
+        if os.getpid() != self._pid:  # locks may be held by threads that are not here
+            return
         with self._changed:
             self._shut = "all" if immediate or self._shut == "all" else "put"
             self._changed.notify_all()

@@ -308,10 +308,7 @@ class PushConsumer(AbstractAsyncContextManager["PushConsumer"]):
         if not self._bridge.closed:
             self._bridge.check()
         stopped = self._begin_to_stop(seconds(timeout, "timeout"))
-        current = asyncio.current_task()
-        if any(run.task is current for run in self._running):
-            return False
-        return await uncancelled(stopped)
+        return False if self.is_mine() else await uncancelled(stopped)
 
     def _begin_to_stop(self, timeout_s: float) -> asyncio.Future[bool]:
         if self._stopped is None:
@@ -371,8 +368,17 @@ class PushConsumer(AbstractAsyncContextManager["PushConsumer"]):
             ended = await self.stop(stop_timeout)
         return ended
 
+    def is_mine(self) -> bool:
+        """Whether a handler of this consumer is what runs."""
+        current = asyncio.current_task()
+        return current is not None and any(run.task is current for run in self._running)
+
     async def __aenter__(self) -> PushConsumer:
-        await self._bridge.finish(self.sync.__enter__)
+        try:
+            await self._bridge.finish(self.sync.__enter__)
+        except BaseException:  # nobody leaves a block that was not entered
+            await self.stop()
+            raise
         return self
 
     async def __aexit__(

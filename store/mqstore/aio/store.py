@@ -477,12 +477,14 @@ class Store(AbstractAsyncContextManager["Store"]):
 
     async def close(self, timeout: Duration = 30) -> None:
         """As `mqstore.Store.close`: handlers of push consumers end, or are cancelled after `timeout` seconds, all else
-        is closed, and whoever waits gets StoreClosedError. Who is cancelled meanwhile hears of it when it is closed."""
+        is closed, and whoever waits gets StoreClosedError. Who is cancelled meanwhile hears of it when it is closed.
+        From a handler it does not wait, since it would for that handler."""
         timeout_s = seconds(timeout, "timeout")
         if self._end is None:
             self._bridge.check()
             self._end = self._bridge.loop.create_task(self._close(timeout_s))
-        await uncancelled(self._end)
+        if not any(consumer.is_mine() for consumer in self._consumers):
+            await uncancelled(self._end)
 
     async def _close(self, timeout_s: float) -> None:
         try:

@@ -356,6 +356,7 @@ class Broker:
 
     def lag(self, group: str) -> dict[QueueRef, int]:
         """Messages of each queue that the group has not consumed, those in flight included; its retry topics count."""
+        self._check_open()
         return {QueueRef(*queue): messages for queue, messages in self._metrics.lag(group).items()}
 
     def delete_group(self, group: str) -> None:

@@ -115,7 +115,7 @@ def open_parts(store: MessageStore) -> Parts:
 
 
 def _cut_order_info(store: MessageStore, config: StoreConfig, clock: Clock, fs: FileSystem) -> None:
-    """Where queues were shortened their order info is, too; before anybody saves progress, which would void the note."""
+    """Where queues were shortened their order info is, too; before anybody saves progress, and voids the note by it."""
     noted = load_ends(store.path, fs) if store.mode == "rw" else None
     if noted is None:
         return

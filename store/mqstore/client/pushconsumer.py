@@ -255,6 +255,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         self._lock = threading.RLock()
         """Of the state and the subscriptions."""
         self._stopped = threading.Event()
+        self._stopper: int | None = None
         self._wishes: SimpleQueue[None] = SimpleQueue()
         """To stop. Not an event: a signal may come in the middle of a wait for it, and its lock is not reentrant."""
         self._all_ended = False
@@ -479,6 +480,10 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         self._workers.later(_SAMPLE_MS, self._sample)
 
     def _check_usable(self) -> None:
+        if os.getpid() != self._pid:  # locks may be held by threads that are not here
+            raise StoreClosedError(
+                f"this consumer of group {self.group!r} is the parent's; a forked child makes its own"
+            )
         if self._state in ("stopping", "stopped"):
             raise StoreClosedError(f"this consumer of group {self.group!r} was stopped; make a new one")
 
@@ -498,10 +503,13 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
             state = self._state
             self._state = "stopped" if state in ("new", "stopped") else "stopping"
         if state != "running":
-            if state == "stopping" and not self._workers.is_mine():  # who stops it may be waiting for just that thread
+            # Who stops it may be waiting for just this thread: for its handler, or it is the one, in a signal handler.
+            if state == "stopping" and not self._workers.is_mine() and self._stopper != threading.get_ident():
                 self._stopped.wait(min(timeout_s, threading.TIMEOUT_MAX))
             self._wishes.put(None)
             return self._all_ended or state == "new"
+        self._stopper = threading.get_ident()
+        ended = False
         try:
             self._engine.halt()
             ended = self._workers.stop(timeout_s)
@@ -509,13 +517,16 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
                 _log.error(
                     "group %s: handlers still run after %g s; what they do counts for nothing", self.group, timeout_s
                 )
-            self._all_ended = ended
-            self._engine.close()
         finally:
-            with self._lock:
-                self._state = "stopped"
-            self._stopped.set()
-            self._wishes.put(None)
+            # Whatever it was that ended the waiting, Ctrl-C say: its queues are others' from now on.
+            self._all_ended = ended
+            try:
+                self._engine.close()
+            finally:
+                with self._lock:
+                    self._state = "stopped"
+                self._stopped.set()
+                self._wishes.put(None)
         return ended
 
     def run(self, stop_timeout: Duration = 30) -> bool:

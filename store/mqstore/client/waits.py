@@ -17,6 +17,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 
 from mqstore.broker.broker import Broker
 from mqstore.broker.filters import Filter
@@ -87,6 +89,22 @@ class Wait:
         return True
 
 
+class Bell:
+    """Wakes who waits for it. Unlike an event it may be rung by a signal handler that comes in the middle of its own
+    thread's wait: an event's lock is not reentrant."""
+
+    def __init__(self) -> None:
+        self._rung: SimpleQueue[None] = SimpleQueue()
+
+    def ring(self) -> None:
+        self._rung.put(None)
+
+    def wait(self, timeout_s: float) -> None:
+        """Until it was rung, before or now, or the time is over."""
+        with suppress(Empty):
+            self._rung.get(timeout=timeout_s)
+
+
 class Waits:
     """All who wait for one group's messages by way of one object of the application's. Thread-safe."""
 
@@ -94,7 +112,7 @@ class Waits:
         self.broker = broker
         self._group = group
         self._order = order
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # a signal handler may ring while its thread has it
         self.open: set[Wait] = set()
         """Those that are not over."""
         self.turns: deque[str] = deque()
@@ -105,8 +123,8 @@ class Waits:
     def wait(self, topics: Topics, timeout_s: float, rings: int) -> str | None:
         """Block until there may be something; the topic whose turn it is, which is to be looked at first. None: the
         time is over, or somebody rang."""
-        bell = threading.Event()
-        wait = self.add(topics, bell.set, rings)
+        bell = Bell()
+        wait = self.add(topics, bell.ring, rings)
         try:
             bell.wait(min(timeout_s, threading.TIMEOUT_MAX))
         except BaseException:  # Ctrl-C, say: let another have the message
@@ -124,9 +142,8 @@ class Waits:
         """
         wait = Wait(self, call, keep)
         with self.lock:
+            self.open.add(wait)  # first: who rings from here on finds it
             rung = rings != self.rings
-            if not rung:
-                self.open.add(wait)
         if rung:
             wait._end(None)
             call()

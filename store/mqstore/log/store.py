@@ -427,6 +427,7 @@ class MessageStore(StoreWriter):
     def _catch_up(self, queue: ConsumeQueue | None) -> None:
         if self.mode == "rw":
             if self._dispatcher.position < self._visible_end():
+                self._check_open()  # in a forked child a lock may be held by a thread that is not there
                 self._dispatcher.catch_up()
             return
         if queue is not None:

@@ -1,0 +1,176 @@
+"""Endings that come at a bad moment: an exception amid `stop`, a signal handler that stops what is being stopped, a
+cancelled entry, a close out of a handler, a fork while another thread holds a lock."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import mqstore
+import mqstore.aio
+from mqstore import Message, StoreClosedError
+
+
+def push_consumer(store: mqstore.Store) -> mqstore.PushConsumer:
+    consumer = store.push_consumer("g")
+    consumer.subscribe("t", lambda message: None)
+    return consumer
+
+
+def test_who_is_interrupted_while_stopping_has_given_the_queues_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The group stood still for a minute, and a second `stop` did nothing."""
+    with mqstore.open(tmp_path / "s") as store:
+        store.create_topic("t", queues=2)
+        first = push_consumer(store).start()
+
+        def interrupted(timeout_s: float) -> bool:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(first._workers, "stop", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                first.stop()
+        first.stop()
+        assert store.broker.members.members("g") == []
+        first._workers.stop(30)
+        got = threading.Event()
+        second = store.push_consumer("g")
+        second.subscribe("t", lambda message: got.set())
+        with second:
+            store.put("t", b"x")
+            assert got.wait(20)
+
+
+def test_a_signal_handler_that_stops_what_its_thread_is_stopping_does_not_wait_for_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A repeated SIGTERM took the whole timeout, and then whoever supervises sends SIGKILL."""
+    with mqstore.open(tmp_path / "s") as store:
+        store.create_topic("t", queues=1)
+        consumer = push_consumer(store).start()
+        stop, again = consumer._workers.stop, []
+
+        def stopping(timeout_s: float) -> bool:
+            again.append(consumer.stop(3600))  # as the handler of a signal that comes now
+            return stop(timeout_s)
+
+        monkeypatch.setattr(consumer._workers, "stop", stopping)
+        assert consumer.stop(30)
+        assert again == [False]
+
+
+def test_a_queue_may_be_shut_down_by_a_signal_handler_of_a_thread_that_has_its_lock(tmp_path: Path) -> None:
+    """The main thread stood still for ever."""
+    with mqstore.open(tmp_path / "s") as store:
+        queue = store.queue("jobs")
+        done = threading.Event()
+
+        def in_one_thread() -> None:
+            with queue._waits.lock, queue._changed:
+                queue.shutdown()
+            done.set()
+
+        threading.Thread(target=in_one_thread, daemon=True).start()
+        assert done.wait(20)
+
+
+def test_a_consumer_whose_block_was_not_entered_does_not_run(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with mqstore.aio.open(tmp_path / "s") as store:
+            await store.create_topic("t", queues=1)
+
+            async def handle(message: Message) -> None:
+                raise AssertionError(message)
+
+            for turns in range(4):
+                consumer = await store.push_consumer("g")
+                consumer.subscribe("t", handle)
+
+                async def use(consumer: mqstore.aio.PushConsumer = consumer) -> None:
+                    async with consumer:
+                        await asyncio.sleep(600)
+
+                task = asyncio.create_task(use())
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                task.cancel()
+                await asyncio.wait([task])
+                assert task.cancelled()
+                assert "running" not in repr(consumer)
+            assert store.sync.broker.members.members("g") == []
+
+    asyncio.run(run())
+
+
+def test_a_store_closed_out_of_a_handler_does_not_wait_for_it(tmp_path: Path) -> None:
+    """It waited for itself until its time was over and the handler was cancelled: the message came again."""
+
+    async def run() -> None:
+        store = await mqstore.aio.open(tmp_path / "s")
+        await store.create_topic("t", queues=1)
+        ended = asyncio.Event()
+
+        async def handle(message: Message) -> None:
+            await store.close(timeout=600)
+            ended.set()
+
+        consumer = await store.push_consumer("g")
+        consumer.subscribe("t", handle)
+        await consumer.start()
+        await store.put("t", b"x")
+        await asyncio.wait_for(ended.wait(), 60)
+        await store.close()
+
+    asyncio.run(run())
+    with mqstore.open(tmp_path / "s") as again:
+        assert again.lag("g") == {mqstore.QueueRef("t", 0): 0}
+
+
+def in_a_child(work: Callable[[], object]) -> int:
+    """How a forked child that did `work` ended: 0; 1: StoreClosedError; 2: another error; or by which signal."""
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(20)
+        try:
+            work()
+        except StoreClosedError:
+            os._exit(1)
+        except BaseException:
+            os._exit(2)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_forked_child_hangs_at_no_lock_that_another_thread_had(tmp_path: Path) -> None:
+    with mqstore.open(tmp_path / "s") as store:
+        queue = store.queue("jobs")
+        queue.put(b"x")
+        consumer = store.push_consumer("g")
+        held, let_go = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with store.log._dispatcher._lock, queue._waits.lock, queue._changed, consumer._lock:
+                held.set()
+                let_go.wait(60)
+
+        holder = threading.Thread(target=hold)
+        holder.start()
+        assert held.wait(20)
+        store.log.append("jobs", 0, b"not dispatched")
+        try:
+            assert in_a_child(queue.shutdown) == 0
+            assert in_a_child(lambda: store.lag("jobs")) == 1
+            assert in_a_child(lambda: consumer.subscribe("other", print)) == 1
+            assert in_a_child(lambda: store.log.offsets_or_none("jobs", 0)) == 1
+        finally:
+            let_go.set()
+            holder.join()
