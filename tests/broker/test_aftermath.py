@@ -62,6 +62,15 @@ class Bench:
         image.rename(self.path)
         self.open()
 
+    def lose_tail(self, physical_offset: int) -> None:
+        """Die, and find a log that ends there."""
+        self.broker.close()
+        self.broker.store.close()
+        with (self.path / "commitlog" / f"{0:020d}").open("r+b") as log:
+            log.seek(physical_offset)
+            log.write(bytes(1 << 20))
+        (self.path / "abort").write_text("1")
+
     def settle(self) -> None:
         while (due_ms := self.broker.run_once()) is not None and due_ms <= self.clock.now_ms():
             pass
@@ -595,12 +604,7 @@ def test_a_batch_in_order_of_a_queue_that_was_cut_leaves_no_gap(tmp_path: Path, 
     broker.ack("g", "t", [each.receipt for each in second[:3]])
     bench.advance(10 * S)
     broker.save()
-    broker.close()
-    broker.store.close()
-    with (path / "commitlog" / f"{0:020d}").open("r+b") as log:
-        log.seek(sixth)
-        log.write(bytes(1 << 20))
-    (path / "abort").write_text("1")
+    bench.lose_tail(sixth)
     expected = [b"new %d" % n for n in range(8)]
     if between.startswith("puts") or between == "tables":
         with MessageStore(path, config=StoreConfig(clock=bench.clock)) as store:
@@ -639,12 +643,7 @@ def test_attempts_of_a_queue_that_was_cut_are_no_other_messages(tmp_path: Path) 
         broker.note_attempt("g", "t", 0, offset, 15)
     bench.advance(10 * S)
     broker.save()
-    broker.close()
-    broker.store.close()
-    with (path / "commitlog" / f"{0:020d}").open("r+b") as log:
-        log.seek(sixth)
-        log.write(bytes(1 << 20))
-    (path / "abort").write_text("1")
+    bench.lose_tail(sixth)
     with MessageStore(path, config=StoreConfig(clock=bench.clock)) as store:
         store.put_many("t", [b"new"] * 8, queue_id=0)
     bench.open()
@@ -662,12 +661,7 @@ def test_the_start_of_a_queue_that_was_cut_hides_nothing_new(tmp_path: Path) -> 
     broker.put_many("t", [b"old %d" % n for n in range(10)], queue_id=0)
     sixth = broker.read("t", 0, 5, 1).messages[0].physical_offset
     broker.topics.delete("t")
-    broker.close()
-    broker.store.close()
-    with (path / "commitlog" / f"{0:020d}").open("r+b") as log:
-        log.seek(sixth)
-        log.write(bytes(1 << 20))
-    (path / "abort").write_text("1")
+    bench.lose_tail(sixth)
     with MessageStore(path, config=StoreConfig(clock=bench.clock)) as store:
         store.put_many("t", [b"new %d" % n for n in range(8)], queue_id=0)
     bench.open()
