@@ -62,6 +62,11 @@ class Bench:
         image.rename(self.path)
         self.open()
 
+    def ten_old(self) -> int:
+        """Put ten messages; where the sixth lies."""
+        self.broker.put_many("t", [b"old %d" % n for n in range(10)], queue_id=0)
+        return self.broker.read("t", 0, 5, 1).messages[0].physical_offset
+
     def lose_tail(self, physical_offset: int) -> None:
         """Die, and find a log that ends there."""
         self.broker.close()
@@ -596,8 +601,7 @@ def test_a_batch_in_order_of_a_queue_that_was_cut_leaves_no_gap(tmp_path: Path, 
     broker = bench.broker
     broker.topics.create("t", queues=1)
     broker.groups.create("g", orderly=True)
-    broker.put_many("t", [b"old %d" % n for n in range(10)], queue_id=0)
-    sixth = broker.read("t", 0, 5, 1).messages[0].physical_offset
+    sixth = bench.ten_old()
     first = broker.pop("g", "t", 4, order=True)
     broker.ack("g", "t", [each.receipt for each in first])
     second = broker.pop("g", "t", 6, order=True)
@@ -637,8 +641,7 @@ def test_attempts_of_a_queue_that_was_cut_are_no_other_messages(tmp_path: Path) 
     broker = bench.broker
     broker.topics.create("t", queues=1)
     broker.groups.create("g", orderly=True)
-    broker.put_many("t", [b"old %d" % n for n in range(10)], queue_id=0)
-    sixth = broker.read("t", 0, 5, 1).messages[0].physical_offset
+    sixth = bench.ten_old()
     for offset in (3, 7):
         broker.note_attempt("g", "t", 0, offset, 15)
     bench.advance(10 * S)
@@ -658,8 +661,7 @@ def test_the_start_of_a_queue_that_was_cut_hides_nothing_new(tmp_path: Path) -> 
     bench = Bench(path).open()
     broker = bench.broker
     broker.topics.create("t", queues=1)
-    broker.put_many("t", [b"old %d" % n for n in range(10)], queue_id=0)
-    sixth = broker.read("t", 0, 5, 1).messages[0].physical_offset
+    sixth = bench.ten_old()
     broker.topics.delete("t")
     bench.lose_tail(sixth)
     with MessageStore(path, config=StoreConfig(clock=bench.clock)) as store:

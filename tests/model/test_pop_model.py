@@ -58,6 +58,8 @@ class Flight:
     visible_ms: int
     attempt: int
     local: bool
+    held: bool = True
+    """False: given back for later, so that nobody's death brings it earlier."""
 
 
 @dataclass
@@ -164,7 +166,7 @@ class StandardMachine(Machine):
             assert receipt == flight.receipt
         else:
             self.replaced.append(flight.receipt)
-        flight.receipt, flight.visible_ms = receipt, self.bench.now_ms + invisible_ms
+        flight.receipt, flight.visible_ms, flight.held = receipt, self.bench.now_ms + invisible_ms, True
 
     @precondition(lambda self: self.flights())
     @rule(n=st.integers(0, 99))
@@ -178,7 +180,8 @@ class StandardMachine(Machine):
             self.dead[queue.flights.pop(offset).body] += 1
         else:
             assert receipt is not None
-            flight.receipt, flight.visible_ms = receipt, self.bench.now_ms + DELAYS_MS[flight.attempt - 1]
+            flight.receipt, flight.held = receipt, False
+            flight.visible_ms = self.bench.now_ms + DELAYS_MS[flight.attempt - 1]
 
     @precondition(lambda self: self.flights())
     @rule(n=st.integers(0, 99))
@@ -215,7 +218,7 @@ class StandardMachine(Machine):
         self.restart(how)
         for queue in self.queues.values():
             for flight in queue.flights.values():
-                if flight.local:
+                if flight.local and flight.held:
                     flight.visible_ms = 0
         self.bench.settle()
         self.redeliver(self.bench.now_ms)
@@ -261,6 +264,7 @@ class Part:
     attempt: int
     acked: bool = False
     released: bool = False
+    held: bool = True
 
 
 class FifoMachine(Machine):
@@ -364,7 +368,7 @@ class FifoMachine(Machine):
     def change(self, n: int, invisible_ms: int) -> None:
         part = self.batch[(left := self.out())[n % len(left)]]
         part.receipt = self.bench.service.change_invisible("g", "t", part.receipt, invisible_ms)
-        part.visible_ms = self.bench.now_ms + invisible_ms
+        part.visible_ms, part.held = self.bench.now_ms + invisible_ms, True
 
     @precondition(lambda self: self.out())
     @rule(n=st.integers(0, 99))
@@ -378,7 +382,8 @@ class FifoMachine(Machine):
             self.settle_part(offset)
         else:
             assert receipt is not None
-            part.receipt, part.visible_ms = receipt, self.bench.now_ms + DELAYS_MS[part.attempt - 1]
+            part.receipt, part.held = receipt, False
+            part.visible_ms = self.bench.now_ms + DELAYS_MS[part.attempt - 1]
 
     @precondition(lambda self: self.out())
     @rule(n=st.integers(0, 99))
@@ -413,7 +418,8 @@ class FifoMachine(Machine):
         self.restart(how)
         if self.local:
             for offset in self.open_parts():
-                self.batch[offset].visible_ms = min(self.batch[offset].visible_ms, self.bench.now_ms)
+                if self.batch[offset].held:
+                    self.batch[offset].visible_ms = min(self.batch[offset].visible_ms, self.bench.now_ms)
         self.bench.settle()
         self.bury_exhausted()
 

@@ -93,10 +93,9 @@ class OffsetTable:
         self._foreign: dict[str, Any] = {}
         self._version = DataVersion()
         self._versioned = 0
-        self._loaded = False
-        self.noted = load_ends(store.path, fs)
-        """Where queues ended when a recovery shortened them, and nobody had looked at these offsets since; None: that
-        was not so when this store was opened."""
+        self._noted = load_ends(store.path, fs)
+        """Where queues ended when a recovery shortened them, and nobody had looked at these offsets since; None once
+        these are loaded."""
         self._load()
         self._published = PublishedFiles(store.path, fs)
         self._fold()
@@ -104,7 +103,7 @@ class OffsetTable:
         # and a crash before the next save would have the group skip what came between (P3).
         self.save()
         self._published.settle()
-        self._loaded = True
+        self._noted = None
 
     # -- committed --------------------------------------------------------------------------------------------------
 
@@ -486,7 +485,7 @@ class OffsetTable:
         end = offset
         if self._store.mode == "rw":  # of a reader the writer may be ahead of what this process has seen of its queues
             end = self._store.max_offset if of_log else (self._store.offsets_or_none(topic, queue_id) or (0, 0))[1]
-        noted = None if self._loaded else self.noted
+        noted = self._noted
         if noted is not None and (noted.readable or group not in (START_GROUP, DELETED_GROUP)):
             end = min(end, noted.log_end if of_log else noted.of(topic, queue_id))
         if offset <= end:

@@ -57,7 +57,7 @@ GIVE: Final = "rel"
 RESET: Final = "rst"
 KINDS = (POP, ACK, CHANGE, REVIVE, GIVE, RESET)
 
-FAILED: Final = ',"n":1'
+_FAILED: Final = ',"n":1'
 """Of a change: nobody holds the delivery, which waits for its time."""
 _CHUNK = 8_192
 """Records read at once by a replay."""
@@ -142,7 +142,7 @@ class PopLog:
 
     def put_change(self, batch: int, offset: int, pop_time_ms: int, invisible_ms: int, *, failed: bool = False) -> int:
         """A new visible time of one message. `failed`: by who gave it back, and has it no more."""
-        body = f'{{"k":{batch},"o":{offset},"pt":{pop_time_ms},"it":{invisible_ms}{FAILED if failed else ""}}}'
+        body = f'{{"k":{batch},"o":{offset},"pt":{pop_time_ms},"it":{invisible_ms}{_FAILED if failed else ""}}}'
         return self._put[CHANGE](body.encode(), "append")[1]
 
     def put_reset(self, head: str, offset: int) -> int:

@@ -295,9 +295,9 @@ class Reads:
     def first_position(self, group: str, topic: str, queue_id: int, start: Start | None = None) -> int:
         """Where the group goes on in a queue. If it never was in the topic: where `start` (None: the group's own) says,
         retry topics always at their first message; that is committed at once, for every queue of the topic, so that
-        retention knows of the group, and is on disk unless it is the first message of each: a crash would resolve it
-        anew, farther on. In a queue that came later it begins at the first message: "latest" meant the end of what
-        there was when it came.
+        retention knows of the group, and is on disk unless the group would begin at the first message anyway: a crash
+        would resolve it anew, farther on. In a queue that came later it begins at the first message: "latest" meant the
+        end of what there was when it came.
 
         Raises TopicNotFoundError, GroupNotFoundError, NotPermittedError, ConfigError; as `OffsetTable.save`.
         """
