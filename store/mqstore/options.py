@@ -35,6 +35,7 @@ Profile = Literal["mqstore", "rocketmq"]
 
 DEFAULT_DELAY_LEVELS = "1s 5s 10s 30s 1m 2m 3m 4m 5m 6m 7m 8m 9m 10m 20m 30m 1h 2h"
 
+_INT_MAX = 0x7FFF_FFFF
 _UNIT_MS = {"s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 _LEVEL = re.compile(r"(\d{1,9})([smhd])")
 
@@ -49,9 +50,19 @@ def seconds(duration: Duration, name: str) -> float:
         value = duration.total_seconds() if isinstance(duration, timedelta) else float(duration)
     except OverflowError:
         raise ConfigError(f"{name} is more seconds than a number can be") from None
+    except (TypeError, ValueError):
+        raise ConfigError(f"{name} is seconds or a timedelta, not {duration!r:.80}") from None
     if not value >= 0:  # NaN is neither
         raise ConfigError(f"{name} must be zero or more seconds, not {duration!r}")
     return value
+
+
+def _check_whole(name: str, value: object, low: int, high: int | None = None) -> None:
+    """ConfigError unless `value` is None or a whole number from `low` to `high`, both included."""
+    if value is None or (type(value) is int and low <= value and (high is None or value <= high)):
+        return
+    rule = f"from {low}" if high is None else f"in {low}..{high}"
+    raise ConfigError(f"{name} is a whole number {rule}, not {value!r:.80}")
 
 
 def delay_table_ms(levels: str) -> tuple[int, ...]:
@@ -60,6 +71,8 @@ def delay_table_ms(levels: str) -> tuple[int, ...]:
     >>> delay_table_ms("1s 5s 2h")
     (1000, 5000, 7200000)
     """
+    if not isinstance(levels, str):
+        raise ConfigError(f"delay_levels is text as {DEFAULT_DELAY_LEVELS!r}, not {levels!r:.80}")
     table = []
     for word in levels.split():
         match = _LEVEL.fullmatch(word)
@@ -93,10 +106,10 @@ class Retention:
     def __post_init__(self) -> None:
         if self.age is not None:
             seconds(self.age, "retention.age")
-        if self.max_bytes is not None and self.max_bytes < 0:
-            raise ConfigError(f"retention.max_bytes must be zero or more, not {self.max_bytes}")
-        if self.disk_ratio is not None and not 0 < self.disk_ratio <= 1:
-            raise ConfigError(f"retention.disk_ratio must lie in (0, 1], not {self.disk_ratio}")
+        _check_whole("retention.max_bytes", self.max_bytes, 0)
+        ratio: object = self.disk_ratio
+        if ratio is not None and (not isinstance(ratio, int | float) or not 0 < ratio <= 1):
+            raise ConfigError(f"retention.disk_ratio must lie in (0, 1], not {ratio!r:.80}")
         if self.unconsumed not in ("keep", "drop"):
             raise ConfigError(f"retention.unconsumed must be 'keep' or 'drop', not {self.unconsumed!r}")
 
@@ -171,24 +184,18 @@ class StoreConfig:
     """None: the system's. With a clock of its own a store starts no thread: drive it with `run_once`."""
 
     def __post_init__(self) -> None:
-        for name, low in (
-            ("segment_bytes", 1024),
-            ("consumequeue_units", 1),
-            ("index_slots", 1),
-            ("index_entries", 2),
-            ("max_message_size", 0),
-            ("flush_pages", 0),
-            ("max_mappings", 4),
+        for name, low, high in (
+            ("segment_bytes", 1024, _INT_MAX),
+            ("consumequeue_units", 1, _INT_MAX // 20),
+            ("index_slots", 1, _INT_MAX),
+            ("index_entries", 2, _INT_MAX),
+            ("max_message_size", 0, _INT_MAX),
+            ("flush_pages", 0, _INT_MAX),
+            ("max_mappings", 4, _INT_MAX),
+            ("access_in_memory_bytes", 0, None),
+            ("default_queues", 1, 16_384),
         ):
-            value = getattr(self, name)
-            if value is not None and not low <= value <= 0x7FFF_FFFF:
-                raise ConfigError(f"{name} must lie in {low}..{0x7FFF_FFFF}, not {value}")
-        if self.consumequeue_units is not None and self.consumequeue_units > 0x7FFF_FFFF // 20:
-            raise ConfigError(f"consumequeue_units must be at most {0x7FFF_FFFF // 20}, not {self.consumequeue_units}")
-        if self.access_in_memory_bytes is not None and self.access_in_memory_bytes < 0:
-            raise ConfigError(f"access_in_memory_bytes must be zero or more, not {self.access_in_memory_bytes}")
-        if not 1 <= self.default_queues <= 16_384:
-            raise ConfigError(f"default_queues must lie in 1..16384, not {self.default_queues}")
+            _check_whole(name, getattr(self, name), low, high)
         for name, allowed in (("pop_retry_version", (1, 2)), ("orphan_level_policy", ("keep", "deliver_now"))):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} must be one of {allowed}, not {getattr(self, name)!r}")

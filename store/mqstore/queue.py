@@ -140,6 +140,10 @@ class Queue:
         codec: Codec = BYTES,
         maxsize: int = 0,
     ) -> None:
+        if not isinstance(name, str):
+            raise ConfigError(f"the name of a queue is a str, not {name!r:.80}")
+        if not (callable(getattr(codec, "encode", None)) and callable(getattr(codec, "decode", None))):
+            raise ConfigError(f"a codec has encode and decode, as mqstore.TEXT; {codec!r:.80} has not")
         if len(name) > _MAX_NAME:
             raise ConfigError(
                 f"the name of a queue has at most {_MAX_NAME} characters, not {len(name)}: {name[:40]!r}..."

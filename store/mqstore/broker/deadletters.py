@@ -105,6 +105,8 @@ class DeadLetters:
     """
 
     def __init__(self, parts: Parts, group: str) -> None:
+        if not isinstance(group, str):
+            raise ConfigError(f"a group is a str, not {type(group).__name__}")
         self.group = group
         self.topic = dlq_topic(group)
         self._parts = parts

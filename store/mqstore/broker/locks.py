@@ -29,6 +29,7 @@ from typing import Final, NamedTuple
 
 from mqstore.clock import Clock
 from mqstore.log.commitlog import QueueRef
+from mqstore.log.tip import as_queue
 
 __all__ = ["LEASE_MS", "QueueLock", "QueueLocks"]
 
@@ -84,9 +85,7 @@ class QueueLocks:
 
     def try_lock_batch(self, group: str, queues: Iterable[QueueRef], client_id: str) -> set[QueueRef]:
         """`try_lock` for each of `queues`, all at one moment; those that `client_id` holds now, perhaps not all."""
-        wanted = [
-            QueueRef(*queue) for queue in queues
-        ]  # a caller's iterator runs the caller's code: not under the mutex
+        wanted = [as_queue(queue) for queue in queues]  # runs the caller's iterator: not under the mutex
         with self._mutex:
             # Read under the mutex: an older reading would date a renewal before the take-over that it follows.
             now_ms = self._clock.monotonic_ms()
@@ -105,7 +104,7 @@ class QueueLocks:
     def renew_batch(self, group: str, queues: Iterable[QueueRef], client_id: str) -> set[QueueRef]:
         """Renew the locks of `client_id` on `queues`; those it has not lost. One that ran out and that nobody has taken
         since counts as held without a break, one that another had meanwhile does not, be it free again or not."""
-        wanted = [QueueRef(*queue) for queue in queues]
+        wanted = [as_queue(queue) for queue in queues]
         with self._mutex:
             now_ms = self._clock.monotonic_ms()
             leases = self._leases.get(group, {})

@@ -22,6 +22,7 @@ from typing import cast
 from mqstore.broker.receipts import BROKER_NAME
 from mqstore.errors import ConfigError
 from mqstore.log.commitlog import QueueRef
+from mqstore.log.tip import as_queue
 
 __all__ = ["STRATEGIES", "Strategy", "avg", "circle", "config", "consistent_hash", "strategy_named"]
 
@@ -85,7 +86,7 @@ def config(queues: Iterable[QueueRef]) -> Strategy:
     >>> config([QueueRef("t", 1)])("a", [QueueRef("t", 0), QueueRef("t", 1)], ["a", "b"])
     [QueueRef(topic='t', queue_id=1)]
     """
-    fixed = frozenset(QueueRef(*queue) for queue in queues)
+    fixed = frozenset(as_queue(queue) for queue in queues)
     return lambda client_id, there, members: [queue for queue in there if queue in fixed]
 
 

@@ -46,6 +46,7 @@ from mqstore.errors import (
 )
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
+from mqstore.log.tip import as_queue
 
 __all__ = ["Assignment", "Service"]
 
@@ -628,7 +629,7 @@ class Assignment:
         """Pull nothing from these queues, which stay ours; none: from any. What is cached is still handled."""
         with self._lock:  # a queue that is being begun has seen this, or is seen here
             self._paused = self._paused or not queues
-            self._paused_queues.update(QueueRef(*ref) for ref in queues)
+            self._paused_queues.update(as_queue(ref) for ref in queues)
         for queue in self._owned(queues):
             queue.paused = True
 
@@ -636,7 +637,7 @@ class Assignment:
         """Go on with these; none: with all."""
         with self._lock:
             self._paused = self._paused and bool(queues)
-            self._paused_queues.difference_update([QueueRef(*ref) for ref in queues] or list(self._paused_queues))
+            self._paused_queues.difference_update([as_queue(ref) for ref in queues] or list(self._paused_queues))
         if not queues:
             self.stir()
         for queue in self._owned(queues):
@@ -649,7 +650,7 @@ class Assignment:
 
     def _owned(self, queues: Sequence[QueueRef]) -> list[ProcessQueue]:
         with self._lock:
-            refs = [QueueRef(*ref) for ref in queues] or list(self._queues)
+            refs = [as_queue(ref) for ref in queues] or list(self._queues)
             return [self._queues[ref] for ref in refs if ref in self._queues]
 
     def owned(self) -> frozenset[QueueRef]:

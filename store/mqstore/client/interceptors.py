@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+from mqstore.errors import ConfigError
 from mqstore.log.commitlog import QueueRef, SendReceipt
 from mqstore.log.message import Message
 from mqstore.log.outgoing import OutgoingMessage
@@ -83,6 +84,11 @@ class Interceptors:
     on_timeout: tuple[Callable[[Message, str], None], ...]
 
     def __init__(self, interceptors: Sequence[Interceptor] = ()) -> None:
+        if not isinstance(interceptors, Sequence):
+            raise ConfigError(f"interceptors is a list of them, not {interceptors!r:.80}")
+        for each in interceptors:
+            if not isinstance(each, Interceptor):
+                raise ConfigError(f"{each!r:.80} is not made from a class derived from mqstore.Interceptor")
         for name in self.__annotations__:
             setattr(self, name, tuple(_hooks(interceptors, name)))
 

@@ -161,7 +161,8 @@ class Producer:
         one_of(durability, "durability", (None, "append", "flush"))
         one_of(compression, "compression", (None, "zlib"))
         self._durability = durability
-        self._compress_over = _count(compress_over, "compress_over", 0) if compression else None
+        _count(compress_over, "compress_over", 0)
+        self._compress_over = compress_over if compression else None
         linger_s = seconds(linger, "linger")
         if linger_s > _MAX_LINGER_S:
             raise ConfigError(f"linger is at most {_MAX_LINGER_S} s, not {linger!r}")

@@ -52,6 +52,7 @@ from mqstore.errors import (
 )
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
+from mqstore.log.tip import as_queue
 from mqstore.options import Durability, Duration, seconds
 
 __all__ = ["PullConsumer", "Ready"]
@@ -299,7 +300,7 @@ class PullConsumer:
             self._check_open()
             if self._wanted or self._joined:
                 raise ConfigError("this consumer has subscribed; make another one to assign queues by hand")
-            wanted = [QueueRef(*queue) for queue in queues]
+            wanted = [as_queue(queue) for queue in queues]
             begins = {
                 queue: self._broker.start_of(self.group, *queue, self._start)
                 for queue in dict.fromkeys(wanted)
@@ -681,9 +682,11 @@ class PullConsumer:
                 )
 
     def _checked(self, offsets: Mapping[QueueRef, int]) -> dict[_Position, int]:
+        if not isinstance(offsets, Mapping):
+            raise ConfigError(f"offsets are given as a mapping, {{('orders', 0): 17}}, not {offsets!r:.80}")
         chosen = {}
         for queue, offset in offsets.items():
-            if QueueRef(*queue) in self._lost:
+            if as_queue(queue) in self._lost:
                 continue
             position = self._own(queue)
             end = self._broker.max_offset(*position.queue)
@@ -758,7 +761,7 @@ class PullConsumer:
         return [self._own(queue) for queue in queues] if queues else list(self._turns)
 
     def _own(self, queue: QueueRef) -> _Position:
-        position = self._positions.get(QueueRef(*queue))
+        position = self._positions.get(as_queue(queue))
         if position is None:
             has = _named(sorted(self._positions)[:8]) or "none (with `subscribe` they come by a poll)"
             raise ConfigError(f"queue {queue[1]} of {queue[0]!r} is not this consumer's now; it has {has}")

@@ -20,7 +20,15 @@ from typing import Final, cast
 from mqstore.broker.road import SendOptions
 from mqstore.errors import ConfigError, InvalidMessageError
 from mqstore.layout.properties import encode_properties
-from mqstore.log.outgoing import OutgoingMessage, check_integer, flat_body, no_such_option, routed_properties
+from mqstore.log.outgoing import (
+    OutgoingMessage,
+    check_integer,
+    checked_pairs,
+    flat_body,
+    key_words,
+    no_such_option,
+    routed_properties,
+)
 from mqstore.options import Duration, seconds
 
 __all__ = ["check_limits", "check_options", "check_size", "one_of", "options_of"]
@@ -77,10 +85,10 @@ def check_limits(options: SendOptions) -> None:
     if isinstance(keys, str):
         texts.append(keys)
     elif keys is not None:
-        options["keys"] = keys = tuple(keys)
+        options["keys"] = keys = key_words(keys)
         texts += keys
     if properties:
-        options["properties"] = properties = dict(properties)
+        options["properties"] = properties = dict(checked_pairs(properties))
         if len(properties) > MAX_PROPERTIES:
             raise InvalidMessageError(
                 f"the message has {len(properties)} properties; at most {MAX_PROPERTIES} are allowed", "properties"

@@ -115,6 +115,8 @@ class SimpleConsumer:
         self._clock = broker.store.clock
         self._changing = threading.Lock()
         self._lender = Lender(broker, group, self._settled if self._hooks.on_settle else None)
+        if topics is not None and not isinstance(topics, Mapping):
+            raise ConfigError(f"topics is a mapping of names to tags, {{'orders': '*'}}, not {topics!r:.80}")
         subscriptions = {topic: wanted(broker, topic, tags) for topic, tags in (topics or {}).items()}
         self._source = PopSource(broker, group, self.client_id, ordered=ordered, start=start)
         try:

@@ -38,8 +38,10 @@ __all__ = [
     "OutgoingMessage",
     "check_integer",
     "checked_group",
+    "checked_pairs",
     "checked_text",
     "flat_body",
+    "key_words",
     "no_such_option",
     "refuse_routing",
     "routed_properties",
@@ -140,6 +142,20 @@ def checked_text(value: object, field: str, forbidden: str, rule: str) -> str:
     return value
 
 
+def key_words(keys: object) -> tuple[str, ...]:
+    """The keys that `put` was given, one or several. InvalidMessageError for what is neither."""
+    if not isinstance(keys, Iterable):
+        raise InvalidMessageError(f"keys are a str or several, not {keys!r:.80}", "keys")
+    return (keys,) if isinstance(keys, str) else tuple(keys)
+
+
+def checked_pairs(properties: object) -> Mapping[str, str]:
+    """`properties`, if they are a mapping."""
+    if not isinstance(properties, Mapping):
+        raise InvalidMessageError(f"properties are a mapping of str to str, not {properties!r:.80}", "properties")
+    return properties
+
+
 def user_properties(
     tag: str | None = None,
     keys: str | Iterable[str] | None = None,
@@ -148,14 +164,14 @@ def user_properties(
 ) -> dict[str, str]:
     """What `put` was given, as stored properties. InvalidMessageError names the argument that breaks a rule."""
     stored: dict[str, str] = {}
-    for name, value in (properties or {}).items():
+    for name, value in checked_pairs(properties or {}).items():
         checked_text(name, "properties", "", "names and values are str, and not blank")
         checked_text(value, "properties", "", f"the value of {name!r} is a str, and not blank")
         if is_reserved(name):
             raise InvalidMessageError(f"property {name!r} is reserved; use the argument made for it", "properties")
         stored[name] = value
     if keys is not None:
-        words = [keys] if isinstance(keys, str) else list(keys)
+        words = key_words(keys)
         for word in words:
             checked_text(word, "keys", " ", "a key is a str without spaces, and not empty")
         if words:

@@ -132,6 +132,8 @@ class MessageStore(StoreWriter):
             raise ConfigError(f"mode must be 'rw' or 'r', not {mode!r}")
         if durability not in ("append", "flush"):
             raise ConfigError(f"durability must be 'append' or 'flush', not {durability!r}")
+        if config is not None and not isinstance(config, StoreConfig):
+            raise ConfigError(f"config is a mqstore.StoreConfig, not {config!r:.80}")
         self.path = Path(path)
         self.mode = mode
         self.durability: Durability = durability

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from operator import index
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
+from mqstore.errors import ConfigError
 from mqstore.files.flusher import GroupCommit
 from mqstore.native import kernel
 
-__all__ = ["Numbered", "QueueRef", "Tip"]
+__all__ = ["Numbered", "QueueRef", "Tip", "as_queue"]
 
 
 class QueueRef(NamedTuple):
@@ -21,6 +23,20 @@ class QueueRef(NamedTuple):
 
     topic: str
     queue_id: int
+
+
+def as_queue(queue: object) -> QueueRef:
+    """`queue`, which may be any pair of a topic and a queue id. ConfigError for what is none.
+
+    >>> as_queue(("orders", 3))
+    QueueRef(topic='orders', queue_id=3)
+    """
+    match queue:
+        case QueueRef():
+            return queue
+        case (str() as topic, SupportsIndex() as queue_id):
+            return QueueRef(topic, index(queue_id))
+    raise ConfigError(f"a queue is a pair as ('orders', 0), of a topic and a queue id, not {queue!r:.80}")
 
 
 class Numbered:
