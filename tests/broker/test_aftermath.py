@@ -22,12 +22,14 @@ from mqstore import (
     ConfigError,
     InvalidMessageError,
     MessageStore,
+    QueueRef,
     Retention,
     SimulatedClock,
     StoreConfig,
     TopicNotFoundError,
     TransactionStateError,
 )
+from mqstore.broker.localoffsets import LOCAL_OFFSETS, LocalOffsets
 from mqstore.broker.names import POP_LOG_TOPIC, SCHEDULE_GROUP, dlq_topic
 from mqstore.broker.parts import open_parts
 from mqstore.layout.properties import SHARDINGKEY
@@ -651,6 +653,34 @@ def test_attempts_of_a_queue_that_was_cut_are_no_other_messages(tmp_path: Path) 
         store.put_many("t", [b"new"] * 8, queue_id=0)
     bench.open()
     assert bench.broker.attempts("g", "t", 0) == {3: 15}
+    bench.broker.close()
+    bench.broker.store.close()
+
+
+def test_a_client_that_broadcasts_skips_nothing_in_a_queue_that_was_cut(tmp_path: Path) -> None:
+    """Of a file that is damaged nothing is changed: its own client tells what to do."""
+    path = tmp_path / "store"
+    bench = Bench(path).open()
+    bench.broker.topics.create("t", queues=2)
+    sixth = bench.ten_old()
+
+    def offsets(client: str) -> LocalOffsets:
+        return LocalOffsets(path / LOCAL_OFFSETS, client, "prices")
+
+    for client, offset in (("a-1", 10), ("b-1", 3)):
+        file = offsets(client)
+        file.update(QueueRef("t", 0), offset)
+        file.update(QueueRef("t", 1), 0)
+        file.persist()
+    (path / LOCAL_OFFSETS / "bad").mkdir()
+    (path / LOCAL_OFFSETS / "bad" / "prices.json").write_text("{")
+    bench.lose_tail(sixth)
+    with MessageStore(path, config=StoreConfig(clock=bench.clock)) as store:
+        store.put_many("t", [b"new"] * 8, queue_id=0)
+    bench.open()
+    assert [offsets(client).get(QueueRef("t", 0)) for client in ("a-1", "b-1")] == [5, 3]
+    assert [offsets(client).get(QueueRef("t", 1)) for client in ("a-1", "b-1")] == [0, 0]
+    assert (path / LOCAL_OFFSETS / "bad" / "prices.json").read_text() == "{"
     bench.broker.close()
     bench.broker.store.close()
 

@@ -60,7 +60,7 @@ REFUSED: list[Case] = [
 ]
 
 
-@pytest.mark.parametrize("case", REFUSED, ids=str)
+@pytest.mark.parametrize("case", REFUSED, ids=[f"{i}: {words}" for i, (_, _, words) in enumerate(REFUSED)])
 def test_says_what_was_given_and_changes_nothing(store: mqstore.Store, case: Case) -> None:
     call, error, words = case
     with pytest.raises(error, match=words) as caught:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from mqstore.broker.configfile import ConfigFile
 from mqstore.broker.groups import GroupTable
+from mqstore.broker.localoffsets import lower_all
 from mqstore.broker.offsets import OffsetTable
 from mqstore.broker.orderinfo import OrderInfoTable, check_order_info
 from mqstore.broker.road import Road
@@ -93,7 +94,7 @@ class Parts:
 def open_parts(store: MessageStore) -> Parts:
     """The tables of a store that is open for writing, read from its `config` folder."""
     config, clock, fs = store.config, store.clock, store.fs
-    _cut_order_info(store, config, clock, fs)
+    _cut_with_queues(store, config, clock, fs)
     offsets = OffsetTable(store, config, clock, fs)
     if store.mode == "rw":
         forget_ends(store.path, fs)
@@ -114,8 +115,9 @@ def open_parts(store: MessageStore) -> Parts:
     )
 
 
-def _cut_order_info(store: MessageStore, config: StoreConfig, clock: Clock, fs: FileSystem) -> None:
-    """Where queues were shortened their order info is, too; before anybody saves progress, and voids the note by it."""
+def _cut_with_queues(store: MessageStore, config: StoreConfig, clock: Clock, fs: FileSystem) -> None:
+    """Where queues were shortened so are their order info and the progress of clients that broadcast; before anybody
+    saves that of groups, and voids the note by it."""
     noted = load_ends(store.path, fs) if store.mode == "rw" else None
     if noted is None:
         return
@@ -125,6 +127,7 @@ def _cut_order_info(store: MessageStore, config: StoreConfig, clock: Clock, fs: 
     orders.load(file.load() or {})
     if orders.cut(noted.of):
         file.save(orders.as_json())
+    lower_all(store.path, noted.of, fs=fs, clock=clock, file_mode=config.file_mode)
 
 
 def delete_group(parts: Parts, group: str) -> None:

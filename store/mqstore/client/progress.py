@@ -13,7 +13,7 @@ from datetime import datetime
 from typing import Literal, Protocol
 
 from mqstore.broker.broker import Broker
-from mqstore.client.localoffsets import LocalOffsets
+from mqstore.broker.localoffsets import LocalOffsets
 from mqstore.errors import ConfigError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.reader import to_ms

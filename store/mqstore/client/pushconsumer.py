@@ -31,6 +31,7 @@ from typing import Any, Literal, Protocol, TypeVar, overload
 
 from mqstore.broker.broker import Broker
 from mqstore.broker.groups import GroupConfig, RetryPolicy
+from mqstore.broker.localoffsets import LOCAL_OFFSETS, LocalOffsets
 from mqstore.broker.members import Mode
 from mqstore.broker.names import check_group, retry_topic
 from mqstore.broker.statistics import Rate, StatisticsSnapshot
@@ -39,7 +40,6 @@ from mqstore.client.assignment import Assignment
 from mqstore.client.concurrent import ConcurrentService
 from mqstore.client.handling import CONSUME_FAILED, CONSUME_OK, CONSUME_US, PULL, Handling, OnError, Subscription
 from mqstore.client.interceptors import Interceptor, Interceptors
-from mqstore.client.localoffsets import LocalOffsets
 from mqstore.client.membership import Membership, check_client_id
 from mqstore.client.orderly import BatchTx, OrderlyService
 from mqstore.client.poppush import PopEngine
@@ -320,7 +320,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         if not self._mode.broadcasting:
             return GroupProgress(self._broker, self.group, self.client_id, start)
         offsets = LocalOffsets(
-            store.path / "local_offsets",
+            store.path / LOCAL_OFFSETS,
             self.client_id,
             self.group,
             fs=store.fs,

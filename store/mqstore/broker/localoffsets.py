@@ -2,8 +2,8 @@
 
     <folder>/<client id>/<group>.json        {"offsets": {"orders": {"0": 12, "1": 250}}}
 
-The one place in this room that knows of a file; how it is written, that it is never absent, partial or silently reset,
-is `files.jsonfile`'s business. One object for a file at a time: who takes over from another one reloads.
+How a file is written, that it is never absent, partial or silently reset, is `files.jsonfile`'s business. One object
+for a file at a time: who takes over from another one reloads.
 
     update(q, n)            n, forwards or backwards; with increase_only: unless less is known
     update_and_freeze(q, n) n, and every later update is ignored until `remove`: late acknowledgements of what was read
@@ -12,6 +12,7 @@ is `files.jsonfile`'s business. One object for a file at a time: who takes over 
     reload()                all that is in memory, for what is in the file by now
     get(q)                  what is in memory, else in the file
     persist()               memory into the file, whose other entries stay
+    lower(end_of)           where queues were shortened, their ends
 
 Of RocketMQ's file only the idea is kept: its keys are JSON objects, which no JSON reader takes, and it is rewritten in
 place.
@@ -34,10 +35,12 @@ from mqstore.files.filesystem import FILE_MODE, REAL, FileSystem
 from mqstore.files.jsonfile import load_json, save_json
 from mqstore.log.commitlog import QueueRef
 
-__all__ = ["LocalOffsets"]
+__all__ = ["LOCAL_OFFSETS", "LocalOffsets", "lower_all"]
 
 _log = logging.getLogger("mqstore")
 
+LOCAL_OFFSETS = "local_offsets"
+"""Folder of a store for its writer's clients."""
 _MEMBER = "offsets"
 
 
@@ -147,6 +150,15 @@ class LocalOffsets:
             self._offsets.pop(queue, None)
             self._frozen.discard(queue)
 
+    def lower(self, end_of: Callable[[str, int], int]) -> None:
+        """Where an offset lies behind `end_of(topic, queue id)`, it is that: what is put there from now on is new."""
+        for queue, offset in self._stored.items():
+            end = end_of(*queue)
+            if offset > end:
+                _log.warning("%s: offset %d of %s/%d lies behind the end of the queue; it is lowered to %d",
+                             self.path, offset, *queue, end)  # fmt: skip
+                self.update(queue, end)
+
     # -- the file ---------------------------------------------------------------------------------------------------
 
     def persist(self, queues: Iterable[QueueRef] | None = None) -> None:
@@ -178,6 +190,20 @@ class LocalOffsets:
             self._fs.mkdir(folder, exist_ok=True)
             self._fs.sync_directory(folder.parent)
         self._folder_durable = True
+
+
+def lower_all(root: Path, end_of: Callable[[str, int], int], *, fs: FileSystem, clock: Clock, file_mode: int) -> None:
+    """`lower` in every file of a store, on disk when this returns. One that is damaged is left to whoever needs it.
+    Errors as of `LocalOffsets.persist`."""
+    folder = root / LOCAL_OFFSETS
+    for path in sorted(folder.glob("*/*.json")):
+        try:
+            offsets = LocalOffsets(folder, path.parent.name, path.stem, fs=fs, clock=clock, file_mode=file_mode)
+        except CorruptStoreError as error:
+            _log.error("%s", error)
+            continue
+        offsets.lower(end_of)
+        offsets.persist()
 
 
 def _offsets_of(value: dict[str, Any]) -> dict[str, dict[str, int]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mqstore.client.localoffsets import LocalOffsets
+from mqstore.broker.localoffsets import LocalOffsets
 from mqstore.errors import ConfigError, CorruptStoreError, StoreFullError
 from mqstore.log.commitlog import QueueRef
 from tests.faults import FaultyFileSystem
