@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
+from mqstore.broker.names import is_retry_topic
 from mqstore.clock import Clock
 from mqstore.errors import ConfigError, GroupInUseError, SubscriptionConflictError
 
@@ -164,10 +165,21 @@ def _check_alike(group: str, client_id: str, wanted: Subscriptions, mode: Mode, 
                 f"({mode}): stop the other members first, or use another group"
             )
         if other.subscriptions != wanted:
+            rule = "all members of a group must subscribe alike"
+            if _own(other.subscriptions) == _own(wanted):
+                rule = (
+                    "one reads the group's retries and the other does not, as push and pull consumers; they need "
+                    "a group each"
+                )
             raise SubscriptionConflictError(
                 f"{client_id!r} subscribes to {_shown(wanted)}, but {other.client_id!r} of the same group {group!r} to "
-                f"{_shown(other.subscriptions)}: all members of a group must subscribe alike"
+                f"{_shown(other.subscriptions)}: {rule}"
             )
+
+
+def _own(subscriptions: Subscriptions) -> Subscriptions:
+    """What the user asked for."""
+    return {topic: expression for topic, expression in subscriptions.items() if not is_retry_topic(topic)}
 
 
 def _normal(kind: str, text: str) -> str:
