@@ -202,6 +202,8 @@ class Queue:
             with self._changed:
                 self._wait_for_room(1, block, timeout)
                 self._put(body, delay)
+        elif delay is None:  # as `_put`, a call less
+            self._broker.put(self.name, body, queue_id=0)
         else:
             self._put(body, delay)
 

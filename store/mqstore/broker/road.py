@@ -120,7 +120,10 @@ class Road:
                 queue_id = self._turns.next(topic, config.write_queues)
             else:
                 queue_id = group_queue(checked_group(group), config.write_queues, self._group_hash)
-        elif type(queue_id) is not int or not 0 <= queue_id < max(config.write_queues, config.read_queues):
+        # `max` would be a call.
+        elif type(queue_id) is not int or not (
+            0 <= queue_id < config.write_queues or 0 <= queue_id < config.read_queues
+        ):
             raise InvalidMessageError(
                 f"queue_id {queue_id!r} does not lie in 0..{max(config.write_queues, config.read_queues) - 1}, "
                 f"the queues of {topic!r}",
