@@ -834,8 +834,8 @@ def test_members_subscribe_alike_and_consume_alike(broker: Broker) -> None:
         first.subscribe("orders", tags="paid")
     assert look(first) == look(second) == []
     assert broker.members.subscriptions("g") == {"orders": ("TAG", "*")}
-    with pytest.raises(SubscriptionConflictError, match="a group each"):  # a push consumer reads the retries, too
-        both = {"orders": ("TAG", "*"), "%RETRY%g": ("TAG", "*")}
+    both = {"orders": ("TAG", "*"), "%RETRY%g": ("TAG", "*")}  # a push consumer reads the retries, too
+    with pytest.raises(SubscriptionConflictError, match="a group each"):
         broker.members.register("c3", "g", both, Mode("queue"))
     broker.groups.create("h")
     broker.members.register("x", "h", {"orders": ("TAG", "*")}, Mode("pop"))

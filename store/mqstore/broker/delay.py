@@ -384,7 +384,7 @@ class DelayService:
         undue = np.flatnonzero(times > now_ms)
         due = min(int(undue[0]) if len(undue) else len(times), count)
         if due:
-            self._deliver(level, level.offset + due)
+            self._deliver(level, level.offset + due, dict(enumerate(times[:due].tolist(), level.offset)))
         return int(times[due]) if due < len(times) else now_ms
 
     def _times(self, level: _Level, units: npt.NDArray[np.void], now_ms: int) -> npt.NDArray[np.int64]:
@@ -439,7 +439,7 @@ class DelayService:
         end = begin + int(old[-1]) + 1
         self._topics.ensure(TIMER_TOPIC, 1)
         try:
-            self._deliver(level, end, dict(enumerate(times.tolist(), begin)))
+            self._deliver(level, end, dict(enumerate(times.tolist(), begin)), rolled=True)
         except InvalidMessageError as error:  # with what the timer needs it is too large
             if level.stuck != level.offset:
                 _log.error("%s: the message at %d of delay level %d cannot be put again, and holds the log until it is "
@@ -465,16 +465,17 @@ class DelayService:
                        self._store.path, level.number, level.offset, high)  # fmt: skip
             self._advance(level, high)
 
-    def _deliver(self, level: _Level, end: int, rolled: Mapping[int, int] | None = None) -> None:
-        """Deliver the units from where the level is up to `end`; with `rolled`, offset -> when it is due, to the timer
-        topic. Progress stands at what could not be, if it raises."""
+    def _deliver(self, level: _Level, end: int, times: Mapping[int, int], *, rolled: bool = False) -> None:
+        """Deliver the units from where the level is up to `end`, to the timer topic those that are `rolled`. `times`:
+        offset -> when it is due. Progress stands at what could not be, if it raises."""
         while level.offset < end:
             found = self._store.get(SCHEDULE_TOPIC, level.queue_id, level.offset, end - level.offset)
             if found.status == "OFFSET_TOO_SMALL":  # retention came in between
                 self._move_into(level, found.min_offset, found.max_offset)
                 continue
             # Behind units that lead nowhere a read takes as many more, which may not be due.
-            self._pass_on(level, [message for message in found.messages if message.offset < end], rolled)
+            messages = [message for message in found.messages if message.offset < end]
+            self._pass_on(level, messages, times, rolled=rolled)
             self._skip(level, min(found.next_offset, end))
 
     def _fail(self, level: _Level, now_ms: int, error: Exception) -> None:
@@ -487,10 +488,11 @@ class DelayService:
         level.due_ms = now_ms + level.ahead_ms
         level.failures += 1
 
-    def _pass_on(self, level: _Level, messages: list[Message], rolled: Mapping[int, int] | None) -> None:
-        """Send each of `messages`, in order, to where it belongs, with `rolled` to where it waits on; progress follows
-        what was stored."""
+    def _pass_on(self, level: _Level, messages: list[Message], times: Mapping[int, int], *, rolled: bool) -> None:
+        """Send each of `messages`, in order, to where it belongs, those that are `rolled` to where they wait on;
+        progress follows what was stored."""
         copies: list[Copy] = []
+        settled: dict[str, int] = {}
         for message in messages:
             reason, home = "", None
             try:
@@ -498,15 +500,18 @@ class DelayService:
             except ValueError as error:
                 reason = f"a delayed message that cannot be restored: {error}"
             else:
-                home = self._road.home(message, topic, queue_id)
+                queues = settled.get(topic)
+                if queues is None:
+                    queues = settled[topic] = self._road.settled_queues(topic)
+                home = queue_id if queue_id < queues else self._road.home(message, topic, queue_id)
             if home is not None and topic != HALF_TOPIC:
                 queue_id = home
-                if rolled is not None:
-                    properties = level_properties(properties, level.number, rolled[message.offset])
+                if rolled:
+                    properties = level_properties(properties, level.number, times[message.offset])
                     topic, queue_id = TIMER_TOPIC, 0
                 copies.append((message, topic, queue_id, properties))
                 continue
-            self._copy(level, copies, rolled is not None)
+            self._copy(level, copies, times, rolled=rolled)
             if reason:
                 self._bury(level, message, reason)
             else:  # the half message was delivered or given up long ago (4.4 step 8)
@@ -515,9 +520,9 @@ class DelayService:
                              self._store.path, message.offset, level.number, what)  # fmt: skip
                 self._statistics.add("delay_passed_over", str(level.number))
                 self._done(level, message)
-        self._copy(level, copies, rolled is not None)
+        self._copy(level, copies, times, rolled=rolled)
 
-    def _copy(self, level: _Level, copies: list[Copy], rolled: bool) -> None:
+    def _copy(self, level: _Level, copies: list[Copy], times: Mapping[int, int], *, rolled: bool) -> None:
         """Put `copies` at the ends of their queues, and forget them. Raises InvalidMessageError for what is `rolled`:
         it may well be delivered."""
         at = 0
@@ -533,7 +538,7 @@ class DelayService:
             if rolled:
                 self._statistics.add("delay_rolled", str(level.number), count)
             else:
-                self._tell_late(copies[at : at + count])
+                self._tell_late(copies[at : at + count], times)
             at += count
             last = copies[at - 1][0]
             if last.offset + 1 - level.offset == count:  # no gaps
@@ -543,14 +548,17 @@ class DelayService:
                     self._done(level, message)
         copies.clear()
 
-    def _tell_late(self, copies: Sequence[Copy]) -> None:
+    def _tell_late(self, copies: Sequence[Copy], times: Mapping[int, int]) -> None:
         """Count how late these were delivered."""
         now_ms = self._clock.now_ms()
         sums: dict[str, list[int]] = {}
-        for message, topic, *_ in copies:
-            due_ms = message.tags_code
-            late = sums.setdefault(topic, [0, 0])
-            late[0] += now_ms - due_ms if 0 < due_ms < now_ms else 0
+        for message, topic, _, _ in copies:
+            late = sums.get(topic)
+            if late is None:
+                late = sums[topic] = [0, 0]
+            due_ms = times[message.offset]
+            if 0 < due_ms < now_ms:
+                late[0] += now_ms - due_ms
             late[1] += 1
         self._statistics.add_many((DELAY_LATENCY, topic, late_ms, count) for topic, (late_ms, count) in sums.items())
 

@@ -52,7 +52,7 @@ from mqstore.log.outgoing import (
     routed_properties,
 )
 from mqstore.log.store import MessageStore
-from mqstore.log.writer import PutOptions
+from mqstore.log.writer import MAX_QUEUE_ID, PutOptions
 from mqstore.options import Durability, Duration, StoreConfig, seconds
 
 __all__ = ["DelayedReceipt", "Road", "SendOptions"]
@@ -257,11 +257,18 @@ class Road:
         queues = max(1, min(config.read_queues, config.write_queues))
         return queue_id % queues if group is None else group_queue(group, queues, self._group_hash)
 
+    def settled_queues(self, topic: str) -> int:
+        """Below which queue id every message, however old, goes on as it was put; `home` knows of the others."""
+        if self._offsets.deleted_at(topic):
+            return 0
+        config = self._topics.entered(topic)
+        return MAX_QUEUE_ID + 1 if config is None else max(config.read_queues, 1)
+
     def copy_many(self, copies: Sequence[Copy]) -> int:
         """As `copy`, for messages that may not be delayed once more, many at once: the first of `copies`, as many as go
         together in one piece; how many, at least one. Stores all of these or, if it raises, none; raises for the first.
         """
-        return self._store.copy_many([copy if _known(copy[3]) else _identified(copy) for copy in copies])
+        return self._store.copy_many([_identified(copy) for copy in copies])
 
     def route(
         self, topic: str, queue_id: int, properties: Mapping[str, str], sys_flag: int = 0
@@ -282,13 +289,10 @@ _UNIQUE = re.compile(rb"(?:\A|\x02)(?:" + f"{UNIQ_KEY}|{ORIGIN_MESSAGE_ID}".enco
 _UNIQUE_NAME, _ORIGIN_NAME = UNIQ_KEY.encode() + b"\x01", ORIGIN_MESSAGE_ID.encode() + b"\x01"
 
 
-def _known(properties: bytes) -> bool:
-    """Whether copies of a message with these properties are known as one."""
-    if properties.find(_UNIQUE_NAME) < 0 and properties.find(_ORIGIN_NAME) < 0:
-        return False
-    return _UNIQUE.search(properties) is not None
-
-
 def _identified(copy: Copy) -> Copy:
+    """`copy` with properties by which all copies of its message are known as one."""
     message, topic, queue_id, properties = copy
-    return message, topic, queue_id, b"%b%b%b\x02" % (properties, _ORIGIN_NAME, message.message_id.encode())
+    named = properties.find(_UNIQUE_NAME) >= 0 or properties.find(_ORIGIN_NAME) >= 0
+    if named and _UNIQUE.search(properties) is not None:
+        return copy
+    return message, topic, queue_id, b"".join((properties, _ORIGIN_NAME, message.message_id.encode(), b"\x02"))

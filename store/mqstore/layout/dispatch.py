@@ -181,7 +181,7 @@ def rows_of(buf: ReadableBuffer, headers: Headers, base: int, delay_table_ms: Se
 
 
 def _slices(view: memoryview, starts: _Int64s, sizes: _Int64s) -> list[bytes]:
-    return [bytes(view[a:b]) for a, b in zip(starts.tolist(), (starts + sizes).tolist(), strict=True)]
+    return [view[a:b].tobytes() for a, b in zip(starts.tolist(), (starts + sizes).tolist(), strict=True)]
 
 
 def topics_of(view: memoryview, headers: Headers) -> tuple[list[str], _Int64s]:
