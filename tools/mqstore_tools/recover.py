@@ -120,7 +120,7 @@ def recover(
             )
     finally:
         logging.getLogger("mqstore").setLevel(logging.NOTSET)
-    orphans, profile = _afterwards(directory)
+    orphans, profile, foreign = _afterwards(directory)
     if json_output:
         print_json({**report.as_dict(), "orphan_levels": orphans, "dry_run": dry_run})
     else:
@@ -132,6 +132,8 @@ def recover(
                 "a RocketMQ broker that opens this directory may end its log at the first of these, and delete what "
                 "lies behind: see docs/recovery.md before you give it back"
             )
+    for text in foreign:
+        note(text)
     if report.findings or (dry_run and report.changed):
         ctx.exit(FINDINGS)
 
@@ -139,14 +141,16 @@ def recover(
 _DAMAGE = ("bad_record", "missing_segment", "segment_size")
 
 
-def _afterwards(directory: Path) -> tuple[dict[int, int], str]:
-    """Level -> messages that stay in it until the table has that level again (broker-semantics 4.8); the profile."""
+def _afterwards(directory: Path) -> tuple[dict[int, int], str, list[str]]:
+    """Level -> messages that stay in it until the table has that level again (broker-semantics 4.8); the profile; what
+    a broker has there besides."""
     try:
         with looking(directory) as parts:
             waiting = {view.level: view.waiting for view in delay_levels(parts) if view.delay_ms is None}
-            return {level: count for level, count in waiting.items() if count}, parts.store.manifest.profile
+            orphans = {level: count for level, count in waiting.items() if count}
+            return orphans, parts.store.manifest.profile, parts.store.foreign()
     except (MQStoreError, OSError):  # what is damaged in config/ is no concern of a recovery of the log
-        return {}, ""
+        return {}, "", []
 
 
 def _within(folder: Path, *parents: Path) -> bool:

@@ -12,7 +12,7 @@ from mqstore import Finding, MessageStore
 from mqstore.broker.configchecks import CONFIG_CHECKS
 from mqstore.files.quiet import QUIET
 from mqstore.log.verify import Verifier
-from mqstore_tools.render import as_json, console, finding_line, progress, show_bytes
+from mqstore_tools.render import as_json, console, finding_line, note, progress, show_bytes
 from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, index_options, java_config, json_option
 
 __all__ = ["verify"]
@@ -57,6 +57,8 @@ def verify(
                 out = _Output(json_output=json_output)
                 continue
             out.end(verifier.messages, verifier.bytes)
+            for text in store.foreign():
+                note(text)
             break
     if out.kinds:
         ctx.exit(FINDINGS)

@@ -46,7 +46,7 @@ from mqstore.broker.names import HALF_TOPIC, SCHEDULE_GROUP, SCHEDULE_TOPIC, TIM
 from mqstore.broker.parts import Parts, Pin, Wake
 from mqstore.broker.statistics import DELAY_LATENCY
 from mqstore.errors import InvalidMessageError
-from mqstore.layout.consumequeue import is_message
+from mqstore.layout.consumequeue import LAST_ADDRESS, is_message
 from mqstore.layout.properties import (
     CRC32,
     DELAY,
@@ -75,8 +75,6 @@ _SAVE_MS = 10_000
 _VERSION_STEP = 200
 """Deliveries for which RocketMQ counts the file's version up by one (0.4)."""
 _UNKNOWN_LEVEL_MS = 1_000
-_EXTENSION = -(1 << 31) - 1
-"""Tags codes up to here are addresses of an extension file that we do not keep (4.3)."""
 _MEMO_ENTRIES = 4096
 _LOGGED_UNITS = 10
 
@@ -394,7 +392,7 @@ class DelayService:
         # `now_ms` may be older than a message that was put while others were delivered: by that it would be too far
         # ahead. The clock, read after the unit was, is not.
         latest_ms = max(now_ms, self._clock.now_ms()) + level.delay_ms
-        for i in np.flatnonzero(times <= _EXTENSION).tolist():
+        for i in np.flatnonzero(times <= LAST_ADDRESS).tolist():
             for message in self._store.get(SCHEDULE_TOPIC, level.queue_id, level.offset + i, 1).messages:
                 if message.offset == level.offset + i:
                     times[i] = deliver_time_ms(self._table_ms, level.number, message.store_timestamp_ms)

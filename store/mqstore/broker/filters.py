@@ -28,6 +28,7 @@ import numpy.typing as npt
 
 from mqstore.broker import sql92
 from mqstore.errors import FilterError
+from mqstore.layout.consumequeue import LAST_ADDRESS
 from mqstore.layout.javahash import java_hash
 from mqstore.layout.properties import TAGS
 from mqstore.log.tagfilter import TagFilter, UnitFilter
@@ -81,8 +82,10 @@ class TagSubscription(TagFilter):
         return properties.get(TAGS) in self.tags
 
     def may_match(self, tags_code: int | None) -> bool:
-        """Whether the low 32 bits of the tags code are the hash of one of `tags`."""
-        return tags_code is None or ((tags_code + 0x8000_0000) & 0xFFFF_FFFF) - 0x8000_0000 in self._codes
+        """Whether the low 32 bits of the tags code are the hash of one of `tags`; an address may stand for any."""
+        if tags_code is None or tags_code <= LAST_ADDRESS:
+            return True
+        return ((tags_code + 0x8000_0000) & 0xFFFF_FFFF) - 0x8000_0000 in self._codes
 
     def __repr__(self) -> str:
         return f"TagSubscription({self.expression!r})"

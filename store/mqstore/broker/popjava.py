@@ -52,6 +52,7 @@ from mqstore.broker.poplog import POP, Record, deltas_text
 from mqstore.broker.popstate import QueueKey
 from mqstore.broker.poptables import PopTables, origin_of
 from mqstore.errors import MQStoreError
+from mqstore.layout.consumequeue import LAST_ADDRESS
 from mqstore.layout.properties import REAL_QID, REAL_TOPIC, TAGS, TIMER_DELIVER_MS, TIMER_OUT_MS, UNIQ_KEY
 from mqstore.log.message import Message
 from mqstore.log.names import is_path_safe
@@ -276,7 +277,8 @@ class JavaTakeover:
             if result.next_offset <= begin:
                 return
             codes: npt.NDArray[np.int64] = store.units(topic, queue_id, begin, result.next_offset - begin)["tags_code"]
-            lost = int(np.count_nonzero(_MARKED.units(codes))) - len(result.messages)
+            known = codes > LAST_ADDRESS  # of others any tag may come out
+            lost = int(np.count_nonzero(_MARKED.units(codes) & known)) - len(result.messages)
             if lost:
                 _log.error(
                     "%s: %d records of %s/%d between %d and %d cannot be read; what a Java broker said there of popped "

@@ -33,6 +33,7 @@ import numpy.typing as npt
 from mqstore.broker.names import START_GROUP, is_dlq_topic, is_system_topic
 from mqstore.broker.parts import Mechanism, Parts, Pin, Roller
 from mqstore.layout.consumequeue import is_void
+from mqstore.layout.dispatch import LIGHT_PREFIX
 from mqstore.log.store import MessageStore
 from mqstore.options import Retention
 
@@ -68,6 +69,8 @@ def _unconsumed(parts: Parts) -> Iterator[Pin]:
         if is_system_topic(topic):
             continue
         groups = sorted(offsets.groups_of(topic))
+        if topic.startswith(LIGHT_PREFIX) and not groups:
+            continue  # who reads such queues keeps his own progress, and what is in them is kept for its own topic
         for ref in store.queues(topic):
             first, end = store.offsets(topic, ref.queue_id)
             start = max(first, offsets.start_of(topic, ref.queue_id))

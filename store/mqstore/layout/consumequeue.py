@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 __all__ = [
+    "LAST_ADDRESS",
     "UNIT",
     "UNIT_BYTES",
     "UNIT_DTYPE",
@@ -39,6 +40,9 @@ UNIT_DTYPE: Final = np.dtype([("physical_offset", ">i8"), ("size", ">i4"), ("tag
 
 VOID_SIZE: Final = 0x7FFF_FFFF
 VOID_UNIT: Final = UNIT.pack(0, VOID_SIZE, 0)
+LAST_ADDRESS: Final = -(1 << 31) - 1
+"""Tags codes up to this are addresses in files beside the queue (`consumequeue_ext`, 4.3): RocketMQ writes such when it
+is told to, and nobody here reads the files. Any tag may stand behind one."""
 
 
 def decode_units(data: ReadableBuffer) -> npt.NDArray[np.void]:

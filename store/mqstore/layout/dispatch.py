@@ -1,7 +1,11 @@
 """What consume queues and the index need to know of many records, drawn from their bytes in array passes (5.2).
 
     record  ->  queue (topic, queue id), slot (queue offset), unit (physical offset, size, tags code)
+            ->  the same unit in each light queue that it names: `light_queues`
             ->  index entries: hash of topic#UNIQ_KEY, then of topic#key for each word of KEYS      (6.2)
+
+No unit has a record whose queue is a batch queue, another kind of file that only RocketMQ writes (`batch_topics`, and
+whatever is a whole batch itself).
 
 The properties of all records are taken apart together (`pairs`). Where few distinct properties stand in many records
 (a tag, no keys), only the distinct ones are looked at.
@@ -14,7 +18,8 @@ Pure: fed with damaged bytes it gives useless rows, never an error or a read out
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from struct import Struct
@@ -23,11 +28,19 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mqstore.layout.consumequeue import UNIT, UNIT_DTYPE, VOID_SIZE
+from mqstore.layout.consumequeue import LAST_ADDRESS, UNIT, UNIT_DTYPE, VOID_SIZE
 from mqstore.layout.javahash import index_hash_many, java_hash, java_hash_many, tag_hash
 from mqstore.layout.pairs import Pairs
-from mqstore.layout.properties import DELAY, NAME_END, PAIR_END, decode_properties
+from mqstore.layout.properties import (
+    DELAY,
+    INNER_MULTI_DISPATCH,
+    INNER_MULTI_QUEUE_OFFSET,
+    NAME_END,
+    PAIR_END,
+    decode_properties,
+)
 from mqstore.layout.record import (
+    INNER_BATCH,
     MAGIC_V1,
     MAGIC_V2,
     MIN_RECORD_BYTES,
@@ -45,18 +58,27 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FEW_RECORDS",
+    "LIGHT_PREFIX",
     "SCHEDULE_TOPIC",
     "Output",
     "Rows",
+    "as_kept",
     "few",
     "is_ok",
+    "light_queues",
+    "named_at",
     "rows_of",
     "tags_code_at",
     "topics_of",
-    "under_another_table",
 ]
 
 SCHEDULE_TOPIC = "SCHEDULE_TOPIC_XXXX"
+LIGHT_PREFIX = "%LMQ%"
+"""Of the names of light queues, as RocketMQ's MQTT gateway makes them by the hundred thousand."""
+_NEVER_LIGHT = (SCHEDULE_TOPIC, "rmq_sys_wheel_timer")
+_RETRY_PREFIX = "%RETRY%"
+_NUMBER = re.compile("[0-9]{1,18}")
+_LIGHT = INNER_MULTI_DISPATCH.encode()
 
 FEW_RECORDS = 8
 """Up to so many records one struct at a time is faster than arrays."""
@@ -89,8 +111,11 @@ class Output(NamedTuple):
 
 @dataclass(slots=True)
 class Rows:
-    """Records in log order, a row each. `entry_*` are index entries in the order of putting; `entry_row` says whose."""
+    """Records in log order, a row each; behind them, in the same order, a row more for each light queue that lists one
+    of them. `entry_*` are index entries in the order of putting; `entry_row` says whose."""
 
+    records: int
+    """Rows that are records. The others repeat theirs but for topic, queue id and queue offset."""
     topics: list[str]
     topic: _Int64s
     """Per row: which of `topics`."""
@@ -106,7 +131,12 @@ class Rows:
     entry_hash: _Int32s
 
     def __len__(self) -> int:
-        return len(self.physical_offset)
+        return self.records
+
+    @property
+    def record_bytes(self) -> int:
+        """Of all records."""
+        return int(self.size[: self.records].sum(dtype=np.int64))
 
     def units(self, rows: _Int64s | slice) -> npt.NDArray[np.void]:
         """The consume-queue units of `rows`, as an array of `UNIT_DTYPE`."""
@@ -143,11 +173,17 @@ class Rows:
             self.entry_hash,
             self.physical_offset[at],
             self.store_timestamp_ms[at],
-            int(self.store_timestamp_ms[-1]) if len(self) else None,
+            int(self.store_timestamp_ms[self.records - 1]) if self.records else None,
         )
 
 
-def rows_of(buf: ReadableBuffer, headers: Headers, base: int, delay_table_ms: Sequence[int]) -> Rows:
+def rows_of(
+    buf: ReadableBuffer,
+    headers: Headers,
+    base: int,
+    delay_table_ms: Sequence[int],
+    batch_topics: Collection[str] = (),
+) -> Rows:
     """Rows for the records of `headers`, all of which must be `ok`; `base` is the physical offset of `buf[0]`.
 
     `delay_table_ms` holds the milliseconds of each delay level, level 1 first (4.2).
@@ -157,15 +193,19 @@ def rows_of(buf: ReadableBuffer, headers: Headers, base: int, delay_table_ms: Se
     topics, topic = topics_of(view, headers)
     transaction = headers.sys_flag & TRANSACTION_MASK
     has_unit = (transaction == 0) | (transaction == TRANSACTION_COMMIT)
+    has_unit &= headers.sys_flag & INNER_BATCH == 0
+    if batch_topics:
+        has_unit &= ~np.isin(topic, [i for i, name in enumerate(topics) if name in batch_topics])
     prefixes = np.array([java_hash(f"{name}#") for name in topics], np.int32)
-    tags, entry_row, entry_hash = _tags_and_entries(view, headers, prefixes, topic)
+    tags, named, entry_row, entry_hash = _tags_and_entries(view, headers, prefixes, topic)
     indexed = (transaction != TRANSACTION_ROLLBACK)[entry_row]
     if not indexed.all():
         entry_row, entry_hash = entry_row[indexed], entry_hash[indexed]
     store_timestamp_ms = headers.store_timestamp_ms
     if SCHEDULE_TOPIC in topics:
         _deliver_times(view, headers, np.flatnonzero(topic == topics.index(SCHEDULE_TOPIC)), tags, delay_table_ms)
-    return Rows(
+    rows = Rows(
+        records=count,
         topics=topics,
         topic=topic,
         queue_id=headers.queue_id,
@@ -177,6 +217,58 @@ def rows_of(buf: ReadableBuffer, headers: Headers, base: int, delay_table_ms: Se
         has_unit=has_unit if count else np.zeros(0, np.bool_),
         entry_row=entry_row,
         entry_hash=entry_hash,
+    )
+    return _with_light(rows, view, headers, named) if len(named) else rows
+
+
+def light_queues(topic: str, queue_id: int, properties: bytes) -> list[tuple[str, int, int]]:
+    """(topic, queue id, queue offset) of the queues that list a record besides its own: RocketMQ writes a unit for each
+    name in INNER_MULTI_DISPATCH, with the number that it has put into INNER_MULTI_QUEUE_OFFSET. Such a queue has no
+    records, and a broker no other trace of what is in it. Empty for what the engine's own topics hold.
+
+    >>> light_queues("orders", 3, b"INNER_MULTI_DISPATCH\x01%LMQ%a,plain\x02INNER_MULTI_QUEUE_OFFSET\x017,0\x02")
+    [('%LMQ%a', 0, 7), ('plain', 3, 0)]
+    """
+    found = decode_properties(properties)
+    names = found.get(INNER_MULTI_DISPATCH, "").split(",")
+    numbers = found.get(INNER_MULTI_QUEUE_OFFSET, "").split(",")
+    if len(names) != len(numbers) or topic in _NEVER_LIGHT or topic.startswith(_RETRY_PREFIX):
+        return []
+    return [
+        (name, 0 if name.startswith(LIGHT_PREFIX) else queue_id, int(number))
+        for name, number in zip(names, numbers, strict=True)
+        if name and "/" not in name and _NUMBER.fullmatch(number)
+    ]
+
+
+def _with_light(rows: Rows, view: memoryview, headers: Headers, named: _Int64s) -> Rows:
+    """`rows`, and those of the light queues that the records in rows `named` may name."""
+    numbers = {name: i for i, name in enumerate(rows.topics)}
+    of_row: list[int] = []
+    queues: list[tuple[int, int, int]] = []
+    named = named[rows.has_unit[named]]
+    blobs = _slices(view, headers.properties_position[named], headers.properties_size[named])
+    for row, blob in zip(named.tolist(), blobs, strict=True):
+        for name, its_id, number in light_queues(rows.topics[rows.topic[row]], int(rows.queue_id[row]), blob):
+            of_row.append(row)
+            queues.append((numbers.setdefault(name, len(numbers)), its_id, number))
+    if not of_row:
+        return rows
+    again = np.append(np.arange(rows.records), of_row)
+    topic, queue_id, queue_offset = (np.array(column, np.int64) for column in zip(*queues, strict=True))
+    return Rows(
+        records=rows.records,
+        topics=[*numbers],
+        topic=np.append(rows.topic, topic),
+        queue_id=np.append(rows.queue_id, queue_id.astype(rows.queue_id.dtype)),
+        queue_offset=np.append(rows.queue_offset, queue_offset),
+        physical_offset=rows.physical_offset[again],
+        size=rows.size[again],
+        tags_code=rows.tags_code[again],
+        store_timestamp_ms=rows.store_timestamp_ms[again],
+        has_unit=rows.has_unit[again],
+        entry_row=rows.entry_row,
+        entry_hash=rows.entry_hash,
     )
 
 
@@ -204,15 +296,16 @@ def topics_of(view: memoryview, headers: Headers) -> tuple[list[str], _Int64s]:
 
 def _tags_and_entries(
     view: memoryview, headers: Headers, prefixes: _Int32s, topic: _Int64s
-) -> tuple[_Int64s, _Int64s, _Int32s]:
-    """(tags code per record, row per index entry, hash per index entry)."""
+) -> tuple[_Int64s, _Int64s, _Int64s, _Int32s]:
+    """(tags code per record, rows that may name light queues, row per index entry, hash per index entry)."""
     count = len(headers)
     tags = np.zeros(count, np.int64)
+    named = np.zeros(0, np.int64)
     none = np.zeros(0, np.int64), np.zeros(0, np.int32)
     sizes = headers.properties_size
     rows = np.flatnonzero(sizes)
     if not len(rows):
-        return tags, *none
+        return tags, named, *none
     blobs = _slices(view, headers.properties_position[rows], sizes[rows])
     numbers = dict.fromkeys(blobs, 0)
     if len(numbers) * _FEW <= len(blobs):
@@ -221,9 +314,12 @@ def _tags_and_entries(
         which = np.fromiter(map(numbers.__getitem__, blobs), np.int64, len(blobs))
         pairs = Pairs.of(list(numbers))
         tags[rows] = _tags_code(pairs, len(numbers))[which]
+        light = pairs.name_size == len(INNER_MULTI_DISPATCH)
+        if light.any():
+            named = rows[np.isin(which, pairs.blob[light])]
         key_blob, key_start, key_size = _keys(pairs)
         if not len(key_blob):
-            return tags, *none
+            return tags, named, *none
         # Entries of each distinct blob, repeated for every record that bears it.
         per_blob = np.bincount(key_blob, minlength=len(numbers))
         first = np.cumsum(per_blob) - per_blob
@@ -235,12 +331,15 @@ def _tags_and_entries(
     else:
         pairs = Pairs.of(blobs)
         tags[rows] = _tags_code(pairs, len(blobs))
+        light = pairs.name_size == len(INNER_MULTI_DISPATCH)
+        if light.any():
+            named = rows[np.unique(pairs.blob[light])]
         key_blob, key_start, key_size = _keys(pairs)
         if not len(key_blob):
-            return tags, *none
+            return tags, named, *none
         entry_row = rows[key_blob]
     hashes = index_hash_many(pairs.data, key_start, key_size, initial=prefixes[topic[entry_row]])
-    return tags, entry_row, hashes
+    return tags, named, entry_row, hashes
 
 
 def _tags_code(pairs: Pairs, count: int) -> _Int64s:
@@ -296,23 +395,24 @@ def _deliver_times(
 _LONGEST_DELAY_MS = 10 * 366 * 86_400_000
 
 
-def under_another_table(topic: str, found: npt.NDArray[np.void], wanted: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
-    """`wanted`, the units that the records of a queue ask for, with the times of delivery that `found` has where these
-    may come from another delay table: a message keeps the time it was given (broker-semantics 4.8).
+def as_kept(
+    topic: str, found: npt.NDArray[np.void], wanted: npt.NDArray[np.void], *, has_addresses: bool
+) -> npt.NDArray[np.void]:
+    """`wanted`, the units that the records of a queue ask for, with the tags codes that `found` has for the same
+    records where no record can tell them: an address in a file beside the queue; and a time of delivery that may come
+    from another delay table, for a message keeps the time it was given (broker-semantics 4.8).
 
     Every table has whole seconds, so a time that is whole seconds off is taken for one; no flipped bit makes such.
     """
-    if topic != SCHEDULE_TOPIC:
+    codes = found["tags_code"].astype(np.int64)
+    other = (codes <= LAST_ADDRESS) & has_addresses
+    if topic == SCHEDULE_TOPIC:
+        off_ms = codes - wanted["tags_code"].astype(np.int64)
+        other |= (off_ms != 0) & (off_ms % 1000 == 0) & (np.abs(off_ms) <= _LONGEST_DELAY_MS)
+    elif not other.any():
         return wanted
-    same = (found["physical_offset"] == wanted["physical_offset"]) & (found["size"] == wanted["size"])
-    off_ms = found["tags_code"].astype(np.int64) - wanted["tags_code"].astype(np.int64)
-    other = (
-        same
-        & (off_ms != 0)
-        & (off_ms % 1000 == 0)
-        & (np.abs(off_ms) <= _LONGEST_DELAY_MS)
-        & (wanted["size"] != VOID_SIZE)
-    )
+    other &= (found["physical_offset"] == wanted["physical_offset"]) & (found["size"] == wanted["size"])
+    other &= wanted["size"] != VOID_SIZE
     if not other.any():
         return wanted
     kept = wanted.copy()
@@ -331,7 +431,14 @@ def _delay_ms(properties: bytes, delay_table_ms: Sequence[int]) -> int | None:
 # --- few ------------------------------------------------------------------------------------------------------------
 
 
-def few(buf: ReadableBuffer, start: int, end: int, base: int, delay_table_ms: Sequence[int]) -> Output | None:
+def few(
+    buf: ReadableBuffer,
+    start: int,
+    end: int,
+    base: int,
+    delay_table_ms: Sequence[int],
+    batch_topics: Collection[str] = (),
+) -> Output | None:
     """What `walk`, `gather` and `rows_of` would give for `[start, end)`, if at most `FEW_RECORDS` records fill it
     exactly and each is `ok`; None if not, or if one is anything but ordinary. Arguments as of `rows_of`.
     """
@@ -351,6 +458,8 @@ def few(buf: ReadableBuffer, start: int, end: int, base: int, delay_table_ms: Se
             return None
         size, queue_id, queue_offset, sys_flag, stamp, topic_bytes, properties = record
         topic = topic_bytes.decode("utf-8", "surrogateescape")
+        if sys_flag & INNER_BATCH or topic in batch_topics or properties.find(_LIGHT) >= 0:
+            return None
         tags, unique, keys = _named(properties) if properties else (b"", b"", b"")
         transaction = sys_flag & TRANSACTION_MASK
         number = numbers.setdefault(topic_bytes, len(numbers))
@@ -394,6 +503,13 @@ def tags_code_at(buf: ReadableBuffer, position: int, delay_table_ms: Sequence[in
         return 0
     topic, properties = record[5].decode("utf-8", "surrogateescape"), record[6]
     return _code(topic, _named(properties)[0], properties, record[4], delay_table_ms)
+
+
+def named_at(buf: ReadableBuffer, position: int) -> tuple[str, int, bytes]:
+    """(topic, queue id, properties) of the record at `position`, which must be `ok`."""
+    record = _ordinary(memoryview(buf), position)
+    assert record is not None
+    return record[5].decode("utf-8", "surrogateescape"), record[1], record[6]
 
 
 def _chain(view: memoryview, start: int, end: int) -> list[int] | None:

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from mqstore.files.descriptors import DescriptorCache
 from mqstore.files.filesystem import FileSystem
 from mqstore.layout.consumequeue import UNIT, UNIT_BYTES, UNIT_DTYPE, VOID_UNIT, is_void
+from mqstore.layout.dispatch import as_kept
 from mqstore.layout.record import MAGIC_V1
 from mqstore.log.commitlog import NO_FRAME, Queue, QueueRef
 from mqstore.log.names import is_path_safe
@@ -71,6 +72,10 @@ class ConsumeQueue(Queue):
         self._starts: list[int] = []
         """Numbers of the segments that exist: segment n begins with unit n * units_per_segment."""
         self._last_path = (-1, "")
+
+    def as_kept(self, found: npt.NDArray[np.void], wanted: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
+        """`wanted`, the units that records ask for, with what only the units of this queue, `found`, can tell."""
+        return as_kept(self.topic, found, wanted, has_addresses=self._table.has_addresses)
 
     def __repr__(self) -> str:
         return f"ConsumeQueue({self.topic!r}, {self.queue_id}, {self.min_offset}..{self.max_offset})"
@@ -334,6 +339,14 @@ class QueueTable:
         """(path, length) of files that are not as long as their name promises; found by an exact load."""
         self.unsafe_names: list[str] = []
         """Folders that no queue can be made of (store-format 1.2)."""
+        self.batch_topics: frozenset[str] = frozenset()
+        """Topics whose queues are RocketMQ's batch queues, in a folder of their own: not ours to write. RocketMQ does
+        not start with a topic that has queues of both kinds."""
+        self.has_addresses = False
+        """Whether tags codes may be addresses (`LAST_ADDRESS`): there are files for them to point into."""
+        self.in_rocksdb = False
+        """Whether RocketMQ keeps the queues in RocksDB, in the very folder of ours. Who writes makes files of ours
+        beside that; it does not mind."""
         self._tmp = str(tmp)
         self._file_mode = file_mode
         self._queues: dict[tuple[str, int], ConsumeQueue] = {}
@@ -347,6 +360,10 @@ class QueueTable:
     def load(self, *, exact: bool) -> None:
         """Find every queue on disk."""
         self.short_files.clear()
+        beside = os.path.dirname(self.root)
+        self.batch_topics = frozenset(self._folders(os.path.join(beside, "batchconsumequeue")))
+        self.has_addresses = bool(self._folders(os.path.join(beside, "consumequeue_ext")))
+        self.in_rocksdb = self.fs.exists(os.path.join(self.root, "CURRENT"))
         for topic in sorted(self._folders(self.root)):
             if not is_path_safe(topic):
                 self.unsafe_names.append(topic)
@@ -354,6 +371,26 @@ class QueueTable:
             for name in self._folders(os.path.join(self.root, topic)):
                 if _is_queue_id(name):
                     self.create(topic, int(name)).load(exact=exact)
+
+    def foreign(self) -> list[str]:
+        """What a RocketMQ broker keeps of queues that nobody here reads, a sentence each."""
+        found = []
+        if self.batch_topics:
+            names = ", ".join(sorted(self.batch_topics)[:8]) + (" ..." if len(self.batch_topics) > 8 else "")
+            found.append(
+                f"batchconsumequeue/: RocketMQ has batch queues of {names}; they are neither read nor changed, and a "
+                "store with an unclean end stays so until a broker has brought them up to date"
+            )
+        if self.in_rocksdb:
+            found.append(
+                "consumequeue/: RocketMQ keeps the queues in RocksDB, which is neither read nor changed; queues in "
+                "files are built beside it by whoever opens the store for writing"
+            )
+        if self.has_addresses:
+            found.append(
+                "consumequeue_ext/: RocketMQ has put bit maps and tags of messages there; filters look at the records"
+            )
+        return found
 
     def _folders(self, path: str) -> list[str]:
         if not os.path.isdir(path):

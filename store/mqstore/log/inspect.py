@@ -39,14 +39,13 @@ from mqstore.files.jsonfile import load_json
 from mqstore.files.lock import writer_alive
 from mqstore.files.quiet import QUIET
 from mqstore.layout.consumequeue import is_message
-from mqstore.layout.dispatch import rows_of
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.inbox import inbox_state
 from mqstore.log.names import is_path_safe
 from mqstore.log.published import PublishedFiles
 from mqstore.log.scanner import Bad, End, Good, scan_log
 from mqstore.log.store import MessageStore
-from mqstore.options import StoreConfig, delay_table_ms
+from mqstore.options import StoreConfig
 
 __all__ = ["inspect_store"]
 
@@ -97,6 +96,7 @@ def _inspect(
         problems += [f"{os.path.basename(p.file)}: {p.kind}: {p.detail}" for p in store._load_problems]
         problems += [f"{finding.file}: {finding.detail}" for finding in store._index_findings]
         problems += [f"consumequeue/{name}: no queue can be made of this folder" for name in store._queues.unsafe_names]
+        problems += store.foreign()
         topics: dict[str, Any] = {}
         dispatched = 0
         for queue in sorted(store._queues, key=lambda q: (q.topic, q.queue_id)):
@@ -251,10 +251,10 @@ def _walk_log(
 
 def _without_queue(store: MessageStore, good: Good, dispatched: int) -> int:
     """Bytes of the records at or beyond `dispatched` that dispatch would give a unit."""
-    rows = rows_of(good.buffer, good.headers, good.base, delay_table_ms(store.manifest.delay_levels))
+    rows = store.rows_of(good.buffer, good.headers, good.base)
     total = 0
     for topic, queue_id, chosen in rows.by_queue():
-        if queue_id >= 0 and is_path_safe(topic):
+        if queue_id >= 0 and is_path_safe(topic) and int(chosen[0]) < len(rows):  # light queues count nothing twice
             late = rows.physical_offset[chosen] >= dispatched
             total += int(rows.size[chosen][late].sum(dtype=np.int64))
     return total

@@ -16,6 +16,7 @@ from mqstore.errors import InvalidMessageError
 from mqstore.layout.properties import (
     CRC32,
     DELAY,
+    INNER_MULTI_QUEUE_OFFSET,
     KEYS,
     SHARDINGKEY,
     TAGS,
@@ -56,7 +57,7 @@ Copy: TypeAlias = "tuple[Message, str, int, bytes]"
 """A stored message on its way to another queue: message, topic, queue id, and the encoded properties that it has there,
 each closed by 0x02. A bare tuple: there are hundreds of thousands a second of them."""
 
-_CRC_PIECE = CRC32.encode() + b"\1"
+_OF_RECORD = (CRC32.encode() + b"\1", INNER_MULTI_QUEUE_OFFSET.encode() + b"\1")
 _CONTROL = frozenset(map(chr, (*range(32), *range(0x7F, 0xA0))))
 MAX_MESSAGE_GROUP = 63
 """Bytes (client-semantics A1.2)."""
@@ -246,8 +247,10 @@ def tail_of(plain_tail: bytes, properties: Mapping[str, str]) -> bytes:
 def tail_of_bytes(plain_tail: bytes, properties: bytes) -> bytes:
     """As `tail_of`, of properties that are encoded already.
 
-    A `__CRC32#` that came in belongs to another record: kept, it would make this one fail its check (store-format 2.5).
+    What came in and belongs to another record is left out: a `__CRC32#` would make this one fail its check
+    (store-format 2.5), the numbers of light queues would list it where that one is.
     """
-    if properties.find(_CRC_PIECE) >= 0:  # `in` looks for an integer first, and takes three times as long
-        properties = b"\2".join(piece for piece in properties.split(b"\2") if not piece.startswith(_CRC_PIECE))
+    for name in _OF_RECORD:
+        if properties.find(name) >= 0:  # `in` looks for an integer first, and takes three times as long
+            properties = b"\2".join(piece for piece in properties.split(b"\2") if not piece.startswith(name))
     return b"".join((plain_tail[:-2], len(properties).to_bytes(2, "big"), properties))

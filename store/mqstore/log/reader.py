@@ -37,7 +37,7 @@ from mqstore.errors import (
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.segments import Segment, SegmentRun
 from mqstore.layout.consumequeue import UNIT, UNIT_BYTES, UNIT_DTYPE, VOID_SIZE, is_void
-from mqstore.layout.dispatch import is_ok, tags_code_at
+from mqstore.layout.dispatch import Rows, is_ok, light_queues, named_at, rows_of, tags_code_at
 from mqstore.layout.messageid import decode_message_id
 from mqstore.layout.record import (
     MAGIC_AT,
@@ -239,6 +239,15 @@ class StoreReader:
         if not found:
             raise TopicNotFoundError(f"{self.path} has no topic {topic!r}")
         return found
+
+    def foreign(self) -> list[str]:
+        """What a RocketMQ broker keeps in this directory that mqstore does not know, a sentence each."""
+        return self._queues.foreign()
+
+    def rows_of(self, buffer: mmap.mmap | bytes, headers: Headers, base: int) -> Rows:
+        """What queues and index should know of the records of `headers`, all of them `ok`; `base` is the physical
+        offset of the start of `buffer`."""
+        return rows_of(buffer, headers, base, self.delay_table_ms, self._queues.batch_topics)
 
     def _queue(self, topic: str, queue_id: int, offset: int | None = None) -> ConsumeQueue:
         """The queue, brought up to date unless `offset` is known to be there already."""
@@ -710,12 +719,15 @@ class StoreReader:
             good[:] = False
             headers = gather(buffer, starts[rows])
             fine = headers.ok & (headers.size == sizes[rows]) & (headers.physical_offset == physical[rows])
-            fine &= (headers.queue_id == queue.queue_id) & (headers.queue_offset == slots[rows])
             if fine.any():
                 if not fine.all():
                     rows = rows[fine]
                     headers = gather(buffer, starts[rows])
-                fine = verify(buffer, headers, self._checksum) & topic_is(buffer, headers, queue.topic_bytes)
+                own = (headers.queue_id == queue.queue_id) & (headers.queue_offset == slots[rows])
+                own &= topic_is(buffer, headers, queue.topic_bytes)
+                fine = verify(buffer, headers, self._checksum)
+                for i in np.flatnonzero(fine & ~own).tolist():
+                    fine[i] = _lists(queue, buffer, int(starts[rows[i]]), int(slots[rows[i]]))
                 good[rows[fine]] = True
         if self._passes_over_bad:
             self._verified.add(queue, slots[good], said[good])
@@ -728,13 +740,14 @@ class StoreReader:
         if check.status != "ok" or check.size != size:
             return False
         queue_id, _, queue_offset, _, sys_flag = _QUEUE(buffer, start + QUEUE_ID_AT)
-        if queue_id != queue.queue_id or queue_offset != slot:
-            return False
-        at = start + body_length_at(sys_flag)
-        at += 4 + _I4(buffer, at)[0]
-        topic = queue.topic_bytes
-        length = len(topic).to_bytes(1 if _I4(buffer, start + MAGIC_AT)[0] == MAGIC_V1 else 2, "big")
-        return buffer[at : at + len(length) + len(topic)] == length + topic
+        if queue_id == queue.queue_id and queue_offset == slot:
+            at = start + body_length_at(sys_flag)
+            at += 4 + _I4(buffer, at)[0]
+            topic = queue.topic_bytes
+            length = len(topic).to_bytes(1 if _I4(buffer, start + MAGIC_AT)[0] == MAGIC_V1 else 2, "big")
+            if buffer[at : at + len(length) + len(topic)] == length + topic:
+                return True
+        return _lists(queue, buffer, start, slot)
 
     def read_columns(
         self,
@@ -978,3 +991,9 @@ def _said(physical: int, size: int) -> int:
     """What `_Verified` keeps of a unit: `said` in `_check`, of one."""
     value = ((physical << 1 | 1) ^ size << 41) & 0xFFFF_FFFF_FFFF_FFFF
     return value - (1 << 64) if value >> 63 else value
+
+
+def _lists(queue: ConsumeQueue, buffer: mmap.mmap, start: int, slot: int) -> bool:
+    """Whether the record at `start`, which is sound, says that it is in `slot` of a queue of another topic."""
+    topic, queue_id, properties = named_at(buffer, start)
+    return (queue.topic, queue.queue_id, slot) in light_queues(topic, queue_id, properties)

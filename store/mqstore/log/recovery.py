@@ -38,7 +38,7 @@ from mqstore.files.filesystem import FileSystem
 from mqstore.files.segments import LoadProblem, SegmentRun
 from mqstore.layout.checkpoint import Checkpoint, min_timestamp
 from mqstore.layout.consumequeue import UNIT_DTYPE, VOID_SIZE, is_void
-from mqstore.layout.dispatch import Rows, rows_of, under_another_table
+from mqstore.layout.dispatch import Rows, rows_of
 from mqstore.layout.record import Checksum, check_record, decode_record
 from mqstore.layout.scan import content_end
 from mqstore.log.consumequeue import ConsumeQueue, QueueTable
@@ -504,11 +504,15 @@ class _Recovery:
         start = position - position % self.parts.run.segment_bytes
         return f"commitlog/{start:020d}", position - start
 
+    def _rows_of(self, good: Good) -> Rows:
+        parts = self.parts
+        return rows_of(good.buffer, good.headers, good.base, parts.delay_table_ms, parts.queues.batch_topics)
+
     def _take(self, good: Good, start: int, index_from: int) -> None:
         """Give the records of one stretch their units, and remember their index entries."""
-        rows = rows_of(good.buffer, good.headers, good.base, self.parts.delay_table_ms)
-        self.last_record = int(rows.physical_offset[-1])
-        self.last_store_timestamp_ms = int(rows.store_timestamp_ms[-1])
+        rows = self._rows_of(good)
+        self.last_record = int(rows.physical_offset[len(rows) - 1])
+        self.last_store_timestamp_ms = int(rows.store_timestamp_ms[len(rows) - 1])
         if good.end > start:  # a stretch lies within one segment, and `start` begins one
             self.report.messages += len(rows)
             for topic, queue_id, chosen in rows.by_queue():
@@ -562,7 +566,7 @@ class _Recovery:
         """Make slots [first, first + len) hold `units`. What differs is written, and counted; so is, uncounted, what
         may never have been synced."""
         found = queue.units(first, len(units))
-        units = under_another_table(queue.topic, found, units)
+        units = queue.as_kept(found, units)
         wrong = found != units
         count = int(np.count_nonzero(wrong))
         if count:
@@ -799,7 +803,7 @@ class _Recovery:
         for event in scan_log(self.parts.run, starts[-1] if starts else self.first, self.parts.checksum):
             if not isinstance(event, Good):
                 continue
-            rows = rows_of(event.buffer, event.headers, event.base, self.parts.delay_table_ms)
+            rows = self._rows_of(event)
             physical = rows.physical_offset[rows.entry_row]
             wanted = (physical >= begin) & (physical < end)
             if wanted.any():

@@ -133,7 +133,8 @@ class Dispatcher:
         base = segment.start
         buffer = run.mapping(segment)
         stop_at = min(end - base, len(buffer))
-        output = few(buffer, self.position - base, stop_at, base, self._delay_table_ms)
+        batch_topics = self._queues.batch_topics
+        output = few(buffer, self.position - base, stop_at, base, self._delay_table_ms, batch_topics)
         if output is not None:
             self._write(output, base + stop_at)
             return
@@ -142,7 +143,7 @@ class Dispatcher:
             headers = gather(buffer, positions)
             if not headers.ok.all():
                 headers = gather(buffer, positions[headers.ok])
-            self._write(rows_of(buffer, headers, base, self._delay_table_ms).output(), base + stop)
+            self._write(rows_of(buffer, headers, base, self._delay_table_ms, batch_topics).output(), base + stop)
             if stop >= stop_at or len(positions) == _BATCH:
                 return
         check = check_record(buffer, stop, len(buffer), base + stop, self._checksum)

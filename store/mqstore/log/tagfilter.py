@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mqstore.errors import FilterError
+from mqstore.layout.consumequeue import LAST_ADDRESS
 from mqstore.layout.dispatch import SCHEDULE_TOPIC
 from mqstore.layout.javahash import java_hash
 
@@ -40,8 +41,10 @@ class TagFilter:
         self._hashes = np.array(sorted(java_hash(tag) for tag in tags), np.int32)
 
     def units(self, tags_codes: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Mask of the units that may pass: the low 32 bits of the tags code decide."""
-        return np.isin(tags_codes.astype(np.int32), self._hashes)
+        """Mask of the units that may pass: the low 32 bits of the tags code decide, unless it is an address."""
+        mask: npt.NDArray[np.bool_] = np.isin(tags_codes.astype(np.int32), self._hashes)
+        addresses = tags_codes <= LAST_ADDRESS
+        return mask | addresses if addresses.any() else mask
 
     def accepts(self, message: Message) -> bool:
         """Whether `message` bears one of the tags."""

@@ -24,7 +24,7 @@ from mqstore.files.jsonfile import Check, load_json
 from mqstore.files.segments import LoadProblem, SegmentRun
 from mqstore.layout.checkpoint import Checkpoint
 from mqstore.layout.consumequeue import UNIT_BYTES, is_void
-from mqstore.layout.dispatch import Rows, rows_of, under_another_table
+from mqstore.layout.dispatch import Rows, rows_of
 from mqstore.layout.record import Checksum
 from mqstore.log.consumequeue import ConsumeQueue, QueueTable
 from mqstore.log.index import Index
@@ -245,9 +245,9 @@ class Verifier:
         first = starts[0]
         for event in scan_log(self._run, first, self._checksum):
             if isinstance(event, Good):
-                rows = rows_of(event.buffer, event.headers, event.base, self._delay_table_ms)
+                rows = self.rows_of(event)
                 self.messages += len(rows)
-                self.bytes += int(rows.size.sum(dtype=np.int64))
+                self.bytes += rows.record_bytes
                 self.done_bytes = event.end - first
                 yield from self.units(rows)
                 wanted = self.wanted_of(rows)
@@ -258,6 +258,10 @@ class Verifier:
             elif isinstance(event, End):
                 yield from self.end(event)
         self.done_bytes = self.total_bytes
+
+    def rows_of(self, good: Good) -> Rows:
+        """What queues and index should know of a stretch."""
+        return rows_of(good.buffer, good.headers, good.base, self._delay_table_ms, self._queues.batch_topics)
 
     def bad(self, event: Bad) -> Finding:
         """A stretch of the log that holds no record."""
@@ -332,11 +336,13 @@ class Verifier:
     def compare(self, topic: str, queue_id: int, first: int, wanted: npt.NDArray[np.void]) -> Iterator[Finding]:
         """Hold the units of a queue from queue offset `first` on against those `wanted`."""
         queue = self._queues.create(topic, queue_id)
+        if self._queues.in_rocksdb and not queue.max_offset:
+            return
         if not self._clean or self._live:
             # Not dispatched yet: whoever opens the store next, or holds it now, builds these.
             wanted = wanted[: max(0, queue.max_offset - first)]
         found = queue.units(first, len(wanted))
-        wrong = found != under_another_table(queue.topic, found, wanted)
+        wrong = found != queue.as_kept(found, wanted)
         if wrong.any():
             missing = found["size"] == 0
             yield from self._ranges(queue, "missing_units", first, wrong & missing, "no unit for a record of the log")

@@ -457,6 +457,10 @@ class StoreWriter(StoreReader):
         if self.mode == "r":
             raise ReadOnlyStoreError(f"{self.path} was opened for reading; open it with mode='rw' to put")
         name = check_topic(topic)
+        if topic in self._queues.batch_topics:
+            raise InvalidMessageError(
+                f"topic {topic!r} has batch queues, which only RocketMQ writes; put to another topic", "topic"
+            )
         if type(queue_id) is not int or not 0 <= queue_id <= MAX_QUEUE_ID:
             raise InvalidMessageError(f"queue_id {queue_id!r} does not lie in 0..{MAX_QUEUE_ID}", "queue_id")
         queue = self._queues.create(topic, queue_id)

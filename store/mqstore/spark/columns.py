@@ -26,7 +26,6 @@ import pyarrow as pa
 from mqstore.broker import sql92
 from mqstore.errors import ConfigError, FormatError
 from mqstore.layout.compression import MissingPackageError, inflate
-from mqstore.layout.dispatch import rows_of
 from mqstore.layout.hosts import IPV4_BYTES, decode_host
 from mqstore.layout.messageid import encode_message_id
 from mqstore.layout.properties import KEYS, TAGS, UNIQ_KEY, decode_properties
@@ -513,7 +512,8 @@ class ColumnReader:
     def _tags_code(self, piece: Piece) -> Any:
         """Of a log scan: what dispatch would put into the unit."""
         assert piece.headers is not None
-        return pa.array(rows_of(piece.buffer, piece.headers, piece.base, self.store.delay_table_ms).tags_code)
+        rows = self.store.rows_of(piece.buffer, piece.headers, piece.base)
+        return pa.array(rows.tags_code[: len(rows)])
 
 
 def _errors(piece: Piece) -> Any:

@@ -22,7 +22,6 @@ import numpy.typing as npt
 
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.layout.consumequeue import UNIT_BYTES, UNIT_DTYPE, VOID_UNIT
-from mqstore.layout.dispatch import rows_of
 from mqstore.log.recovery import first_slot_in_range
 from mqstore.log.scanner import Good, least_plausible, scan_segment, sort_out
 from mqstore.log.store import MessageStore
@@ -138,7 +137,7 @@ def stretches(
     for event in scan_segment(store._run, segment, start, store.manifest.checksum, stop=end - base):
         if not isinstance(event, Good):
             continue
-        rows = rows_of(event.buffer, event.headers, event.base, store.delay_table_ms)
+        rows = store.rows_of(event.buffer, event.headers, event.base)
         for topic, queue_id, chosen in rows.by_queue():
             if (topic, queue_id) in wanted:
                 yield (topic, queue_id), rows.queue_offset[chosen], rows.units(chosen)

@@ -31,7 +31,7 @@ import numpy as np
 
 from mqstore.errors import ConfigError
 from mqstore.files.segments import Segment
-from mqstore.layout.dispatch import Rows, rows_of
+from mqstore.layout.dispatch import Rows
 from mqstore.layout.record import check_record
 from mqstore.log.names import is_path_safe
 from mqstore.log.report import Finding
@@ -223,9 +223,9 @@ def read_range(
         if isinstance(event, Bad):
             result.count_bad(event, max_errors)
             continue
-        rows = rows_of(event.buffer, event.headers, event.base, store.delay_table_ms)
+        rows = store.rows_of(event.buffer, event.headers, event.base)
         result.records += len(rows)
-        result.bytes += int(rows.size.sum(dtype=np.int64))
+        result.bytes += rows.record_bytes
         result.entries += len(rows.entry_row)
         take_rows(rows)
         for topic, queue_id, chosen in rows.by_queue():

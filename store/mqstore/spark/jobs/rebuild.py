@@ -57,7 +57,7 @@ from mqstore.files.filesystem import FILE_MODE, REAL, FileSystem
 from mqstore.files.lock import WriterLock, refuse_beside_writer
 from mqstore.files.quiet import QUIET
 from mqstore.layout.consumequeue import UNIT_BYTES, UNIT_DTYPE
-from mqstore.layout.dispatch import Rows, under_another_table
+from mqstore.layout.dispatch import Rows
 from mqstore.layout.indexfile import IndexHeader, file_bytes, put_entries
 from mqstore.log.checkpoint import CheckpointFile
 from mqstore.log.consumequeue import ConsumeQueue
@@ -756,7 +756,7 @@ class _Finisher:
                     files.write(*key, segment * files.per, found.tobytes())
             elif segment in fresh:
                 wanted = files.read(*key, segment)
-                kept = under_another_table(queue.topic, found, wanted)
+                kept = queue.as_kept(found, wanted)
                 if kept is not wanted:
                     files.write(*key, segment * files.per, kept.tobytes())
                 differ = int(np.count_nonzero(found != kept))

@@ -26,7 +26,7 @@ from itertools import chain, groupby, islice
 
 from mqstore.broker.configchecks import CONFIG_CHECKS
 from mqstore.errors import ConfigError, MQStoreError
-from mqstore.layout.dispatch import Rows, rows_of
+from mqstore.layout.dispatch import Rows
 from mqstore.log.report import Finding
 from mqstore.log.scanner import Bad, End, Good, scan_segment
 from mqstore.log.store import MessageStore
@@ -373,8 +373,7 @@ class _Joiner:
         store = self._store
         for event in scan_segment(store._run, parts.segment, parts.start, store.manifest.checksum):
             if isinstance(event, Good):
-                rows = rows_of(event.buffer, event.headers, event.base, store.delay_table_ms)
-                yield from self.verifier.units(rows, crooked)
+                yield from self.verifier.units(self.verifier.rows_of(event), crooked)
 
     def _read_again(self, piece: LogRange, start: int) -> RangeResult | None:
         return check_range(self._store, piece, start, deep=self._job.deep, max_errors=self._job.max_errors)
