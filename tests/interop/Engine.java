@@ -12,12 +12,15 @@ import java.nio.charset.StandardCharsets;
 import java.util.Base64;
 import java.util.List;
 import java.util.Map;
+import java.util.Properties;
 import java.util.TreeMap;
 import java.util.concurrent.ConcurrentHashMap;
 import org.apache.rocketmq.broker.BrokerController;
 import org.apache.rocketmq.common.BoundaryType;
 import org.apache.rocketmq.common.BrokerConfig;
 import org.apache.rocketmq.common.ConfigManager;
+import org.apache.rocketmq.common.MixAll;
+import org.apache.rocketmq.common.TopicConfig;
 import org.apache.rocketmq.common.message.MessageConst;
 import org.apache.rocketmq.common.message.MessageDecoder;
 import org.apache.rocketmq.common.message.MessageExt;
@@ -31,9 +34,11 @@ import org.apache.rocketmq.remoting.protocol.RequestCode;
 import org.apache.rocketmq.remoting.protocol.header.EndTransactionRequestHeader;
 import org.apache.rocketmq.store.DefaultMessageStore;
 import org.apache.rocketmq.store.GetMessageResult;
+import org.apache.rocketmq.store.MessageArrivingListener;
 import org.apache.rocketmq.store.MessageStore;
 import org.apache.rocketmq.store.PutMessageResult;
 import org.apache.rocketmq.store.QueryMessageResult;
+import org.apache.rocketmq.store.RocksDBMessageStore;
 import org.apache.rocketmq.store.config.BrokerRole;
 import org.apache.rocketmq.store.config.FlushDiskType;
 import org.apache.rocketmq.store.config.MessageStoreConfig;
@@ -138,16 +143,27 @@ public final class Engine {
         config.setHaListenPort(asked.getIntValue("ha_port"));
         config.setDiskMaxUsedSpaceRatio(99);  // Nothing is dropped because somebody else filled the disk.
         config.setMaxMessageSize(1 << 20);
+        Properties settings = new Properties();
+        settings.putAll(asked.getObject("settings", Map.class));
+        MixAll.properties2Object(settings, config);
         return config;
     }
 
     /** `load` and `start`, as a broker does; what was not dispatched is, before this returns. */
     private Object open(JSONObject asked) throws Exception {
-        BrokerConfig brokerConfig = new BrokerConfig();
-        DefaultMessageStore opened = new DefaultMessageStore(
-            configOf(asked), new BrokerStatsManager("interop", true),
-            (topic, queueId, logicOffset, tagsCode, msgStoreTime, filterBitMap, properties) -> { },
-            brokerConfig, new ConcurrentHashMap<>());
+        ConcurrentHashMap<String, TopicConfig> topics = new ConcurrentHashMap<>();
+        for (Object name : asked.getJSONArray("batch_topics")) {
+            TopicConfig topic = new TopicConfig((String) name, 1, 1);
+            topic.getAttributes().put("queue.type", "BatchCQ");
+            topics.put((String) name, topic);
+        }
+        MessageArrivingListener nobody =
+            (topic, queueId, logicOffset, tagsCode, msgStoreTime, filterBitMap, properties) -> { };
+        BrokerStatsManager statistics = new BrokerStatsManager("interop", true);
+        MessageStoreConfig config = configOf(asked);
+        DefaultMessageStore opened = config.getStoreType().equals("defaultRocksDB")
+            ? new RocksDBMessageStore(config, statistics, nobody, new BrokerConfig(), topics)
+            : new DefaultMessageStore(config, statistics, nobody, new BrokerConfig(), topics);
         if (!opened.load()) {
             opened.shutdown();
             throw new IllegalStateException("load() says false");
@@ -209,6 +225,9 @@ public final class Engine {
             MessageAccessorBridge.put(message, name, properties.getString(name));
         }
         message.setFlag(asked.getIntValue("flag"));
+        if (properties.containsKey("INNER_NUM")) {
+            message.setSysFlag(MessageSysFlag.INNER_BATCH_FLAG | MessageSysFlag.NEED_UNWRAP_FLAG);
+        }
         message.setTagsCode(MessageExtBrokerInner.tagsString2tagsCode(message.getTags()));
         message.setBornTimestamp(System.currentTimeMillis());
         SocketAddress host = new InetSocketAddress("127.0.0.1", 10911);

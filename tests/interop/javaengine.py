@@ -7,7 +7,7 @@ import json
 import select
 import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,13 +65,15 @@ class JavaEngine:
             raise JavaError(f"{do}: {answer['error']}; see {self._errors.name}")
         return answer["said"]
 
-    def open(self, path: Path) -> None:
-        """`DefaultMessageStore.load` and `start`; everything is dispatched when this returns."""
-        self._ask("open", path=str(path), ha_port=_free_port(), **SIZES)
+    def open(self, path: Path, *, batch_topics: Sequence[str] = (), **settings: str | int | bool) -> None:
+        """`DefaultMessageStore.load` and `start`; everything is dispatched when this returns. `settings`: of
+        `MessageStoreConfig`, by its names."""
+        batch = list(batch_topics)
+        self._ask("open", path=str(path), ha_port=_free_port(), batch_topics=batch, settings=_texts(settings), **SIZES)
 
     def start_broker(self, path: Path) -> None:
         """A whole broker, with what it does on its own: delays, timers, transactions."""
-        self._ask("broker", path=str(path), port=_free_port(), ha_port=_free_port(), **SIZES)
+        self._ask("broker", path=str(path), port=_free_port(), ha_port=_free_port(), settings={}, **SIZES)
 
     def put(
         self, topic: str, queue_id: int, body: bytes, properties: Mapping[str, str] | None = None, *, flag: int = 0
@@ -173,3 +175,7 @@ def _free_port() -> int:
             except OSError:
                 continue
             return port
+
+
+def _texts(settings: Mapping[str, str | int | bool]) -> dict[str, str]:
+    return {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in settings.items()}

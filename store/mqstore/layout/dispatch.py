@@ -230,15 +230,20 @@ def light_queues(topic: str, queue_id: int, properties: bytes) -> list[tuple[str
     [('%LMQ%a', 0, 7), ('plain', 3, 0)]
     """
     found = decode_properties(properties)
-    names = found.get(INNER_MULTI_DISPATCH, "").split(",")
-    numbers = found.get(INNER_MULTI_QUEUE_OFFSET, "").split(",")
+    names, numbers = (found.get(name, "").split(",") for name in (INNER_MULTI_DISPATCH, INNER_MULTI_QUEUE_OFFSET))
+    for parts in names, numbers:  # as Java splits: a queue that got no number, the last one, makes the lists differ
+        while parts and not parts[-1]:
+            parts.pop()
     if len(names) != len(numbers) or topic in _NEVER_LIGHT or topic.startswith(_RETRY_PREFIX):
         return []
-    return [
-        (name, 0 if name.startswith(LIGHT_PREFIX) else queue_id, int(number))
-        for name, number in zip(names, numbers, strict=True)
-        if name and "/" not in name and _NUMBER.fullmatch(number)
-    ]
+    queues = []
+    for name, number in zip(names, numbers, strict=True):
+        if "/" in name:
+            continue
+        if not _NUMBER.fullmatch(number):
+            break
+        queues.append((name, 0 if name.startswith(LIGHT_PREFIX) else queue_id, int(number)))
+    return queues
 
 
 def _with_light(rows: Rows, view: memoryview, headers: Headers, named: _Int64s) -> Rows:

@@ -384,7 +384,8 @@ class QueueTable:
         if self.in_rocksdb:
             found.append(
                 "consumequeue/: RocketMQ keeps the queues in RocksDB, which is neither read nor changed; queues in "
-                "files are built beside it by whoever opens the store for writing"
+                "files are built beside it by whoever opens the store for writing, and the mark of an unclean end "
+                "stays, for a broker to bring its own up to date"
             )
         if self.has_addresses:
             found.append(

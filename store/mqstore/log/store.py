@@ -960,8 +960,8 @@ class MessageStore(StoreWriter):
         end = self._log.end
         index_ms = self._index.full_end_timestamp_ms()
         self._write_checkpoint(end, end, index_ms=index_ms, clean_end=end, last_record=self._last_record(end))
-        if self._queues.batch_topics and not self.clean_shutdown:
-            return  # with the mark there RocketMQ reads the log again, and its batch queues get what a crash has taken
+        if (self._queues.batch_topics and not self.clean_shutdown) or self._queues.in_rocksdb:
+            return  # with the mark there RocketMQ reads the log again, and such queues get what they lack
         self._abort.clear()
 
     def _last_record(self, end: int) -> int:
