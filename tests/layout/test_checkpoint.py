@@ -22,7 +22,7 @@ WORKED_EXTENSION = bytes.fromhex(
 )
 I64 = st.integers(-(2**63), 2**63 - 1)
 checkpoints = st.builds(Checkpoint, I64, I64, I64, I64, I64) | st.builds(
-    Checkpoint, I64, I64, I64, I64, I64, I64, I64, I64
+    Checkpoint, I64, I64, I64, I64, I64, I64, I64, I64, st.none() | st.integers(0, 2**64 - 1)
 )
 
 
@@ -34,6 +34,18 @@ def test_the_page_equals_the_worked_vector() -> None:
     assert page[64:100] == WORKED_EXTENSION
     assert page[100:] == bytes(28)
     assert decode(page) == WORKED
+
+
+def test_the_field_of_the_queues_counts_with_its_own_checksum_and_within_the_extension() -> None:
+    closed = Checkpoint(1, 2, 3, 0, 1024, 1200, 1200, 1200, 0x0102_0304_0506_0708)
+    page = encode(closed)
+    assert page[100:108] == bytes(range(1, 9))
+    assert page[108:112] == crc32c.crc32c(page[64:108]).to_bytes(4, "big")
+    for at in range(64, 112):
+        changed = decode(page[:at] + bytes([page[at] ^ 0x10]) + page[at + 1 :])
+        assert changed.queues is None
+        assert (changed.flushed is None) == (at < 100)
+    assert decode(page[:100]).queues is None  # as a former version wrote it
 
 
 @pytest.mark.parametrize("name", ["clean", "crashed", "propcrc", "rolled", "trimmed"])

@@ -1151,3 +1151,52 @@ def test_a_value_of_the_wrong_type_is_mended_when_it_is_asked_for(tmp_path: Path
     assert "x.json" in line
     assert rebuild_config(made.path, json_checks=checks) == [line]
     assert rebuild_config(made.path, json_checks=checks) == []
+
+
+def _filled_queues(path: Path) -> None:
+    with open_store(path, consumequeue_units=8) as store:
+        for n in range(60):
+            store.put("t", b"%d" % n, n % 2)
+        store.put("last", b"x")
+
+
+LOSSES: dict[str, Callable[[Path], object]] = {
+    "a queue": lambda queues: shutil.rmtree(queues / "t" / "0"),
+    "its first file": lambda queues: (queues / "t" / "0" / f"{0:020d}").unlink(),
+    "a file in the middle": lambda queues: (queues / "t" / "0" / f"{160:020d}").unlink(),
+    "its last file": lambda queues: (queues / "t" / "0" / f"{480:020d}").unlink(),
+    "its last units": lambda queues: (queues / "t" / "0" / f"{480:020d}").write_bytes(bytes(160)),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_queue_that_lost_files_after_a_clean_end_is_built_anew_before_anything_is_put(
+    tmp_path: Path, loss: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was numbered anew from where its files ended, and old messages were out of sight."""
+    path = tmp_path / "store"
+    _filled_queues(path)
+    with open_store(path, "r") as store:
+        assert store.offsets("t", 0) == (0, 30)
+    assert not caplog.records
+    LOSSES[loss](path / "consumequeue")
+    with open_store(path, "r"):
+        assert "queues have lost files" in caplog.text
+    with open_store(path) as store:
+        assert store.recovery.changed
+        assert store.put("t", b"new", 0).offset == 30
+        assert [message.offset for message in store.iter("t", 0)] == [*range(31)]
+    with open_store(path) as store:
+        assert store.recovery.scanned_from is None
+        assert not list(store.verifier().findings())
+
+
+def test_a_close_that_knew_nothing_of_queues_still_counts(tmp_path: Path) -> None:
+    """A former version left the field at zero."""
+    path = tmp_path / "store"
+    _filled_queues(path)
+    with (path / "checkpoint").open("r+b") as file:
+        file.seek(100)
+        file.write(bytes(12))
+    with open_store(path) as store:
+        assert store.recovery.scanned_from is None

@@ -13,7 +13,9 @@
         80    8 i64   dispatched    units and index entries of every record below it have been synced
         88    8 i64   cleanEnd      end of the log at a clean close, -1 while a writer has the store open
         96    4 i32   CRC-32C of bytes [0, 40) and [64, 96)
-       100   28       zero
+       100    8 u64   queues        at a clean close: `QueueTable.digest`
+       108    4 i32   CRC-32C of bytes [64, 108); another one: there is no such field
+       112   16       zero
        128            the file is a page of 4096 bytes; the rest stays zero
 
 The CRC covers the first five fields as well: once a Java broker has changed one of them, the extension no longer
@@ -35,6 +37,9 @@ _EXTENSION: Final = struct.Struct(">iiqqq")
 _CRC: Final = struct.Struct(">I")
 _EXTENSION_AT: Final = 64
 _CRC_AT: Final = _EXTENSION_AT + _EXTENSION.size
+_QUEUES: Final = struct.Struct(">Q")
+_QUEUES_AT: Final = 100
+_QUEUES_CRC_AT: Final = 108
 _EXTENSION_MAGIC: Final = 0x4D515331
 _EXTENSION_VERSION: Final = 1
 _MARGIN_MS: Final = 3000
@@ -59,6 +64,8 @@ class Checkpoint:
     flushed: int | None = None
     dispatched: int | None = None
     clean_end: int | None = None
+    queues: int | None = None
+    """Which queues there were at the clean close, and where they ended; None: not known."""
 
     def __post_init__(self) -> None:
         if (self.flushed is None) != (self.dispatched is None) or (self.flushed is None) != (self.clean_end is None):
@@ -88,17 +95,22 @@ def encode(checkpoint: Checkpoint) -> bytes:
             checkpoint.clean_end,
         )
         _CRC.pack_into(page, _CRC_AT, _crc(bytes(page)))
+        if checkpoint.queues is not None:
+            _QUEUES.pack_into(page, _QUEUES_AT, checkpoint.queues)
+            _CRC.pack_into(page, _QUEUES_CRC_AT, _queues_crc(page))
     return bytes(page)
 
 
 def decode(data: bytes) -> Checkpoint:
     """Read a page back; of a short or missing (b"") one, what is not there counts as zero. Never fails."""
     page = bytes(data[:ENCODED_BYTES]).ljust(ENCODED_BYTES, b"\0")
-    fields = _FIELDS.unpack_from(page)
+    fields: tuple[int, ...] = _FIELDS.unpack_from(page)
     magic, version, *watermarks = _EXTENSION.unpack_from(page, _EXTENSION_AT)
     known = magic == _EXTENSION_MAGIC and version == _EXTENSION_VERSION
     if known and _CRC.unpack_from(page, _CRC_AT)[0] == _crc(page):
-        return Checkpoint(*fields, *watermarks)
+        has_queues = _CRC.unpack_from(page, _QUEUES_CRC_AT)[0] == _queues_crc(page)
+        values = *fields, *watermarks, _QUEUES.unpack_from(page, _QUEUES_AT)[0] if has_queues else None
+        return Checkpoint(*values)
     return Checkpoint(*fields)
 
 
@@ -111,6 +123,10 @@ def min_timestamp(checkpoint: Checkpoint, *, index_safe: bool = False) -> int:
     if index_safe:
         marks.append(checkpoint.index_msg_timestamp_ms)
     return max(0, min(marks) - _MARGIN_MS)
+
+
+def _queues_crc(page: bytes | bytearray) -> int:
+    return crc32c.crc32c(bytes(page[_EXTENSION_AT:_QUEUES_CRC_AT]))
 
 
 def _crc(page: bytes) -> int:

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import crc32c
 import numpy as np
 import numpy.typing as npt
 
@@ -72,6 +73,11 @@ class ConsumeQueue(Queue):
         self._starts: list[int] = []
         """Numbers of the segments that exist: segment n begins with unit n * units_per_segment."""
         self._last_path = (-1, "")
+
+    def extent(self) -> str:
+        """Which files it has, and where it ends."""
+        first = self._starts[0] if self._starts else -1
+        return f"{self.topic}/{self.queue_id}/{first}/{len(self._starts)}/{self.max_offset}"
 
     def as_kept(self, found: npt.NDArray[np.void], wanted: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
         """`wanted`, the units that records ask for, with what only the units of this queue, `found`, can tell."""
@@ -371,6 +377,12 @@ class QueueTable:
             for name in self._folders(os.path.join(self.root, topic)):
                 if _is_queue_id(name):
                     self.create(topic, int(name)).load(exact=exact)
+
+    def digest(self) -> int:
+        """A number that stands for which queues there are, their files, and where each ends."""
+        return sum(
+            crc32c.crc32c(queue.extent().encode("utf-8", "surrogateescape")) for queue in self if queue.max_offset
+        )
 
     def foreign(self) -> list[str]:
         """What a RocketMQ broker keeps of queues that nobody here reads, a sentence each."""

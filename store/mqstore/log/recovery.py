@@ -264,6 +264,8 @@ class _Recovery:
         checkpoint = parts.checkpoint
         if self.whole or not parts.clean or checkpoint.clean_end is None or checkpoint.clean_end < 0:
             return None
+        if checkpoint.queues is not None and checkpoint.queues != parts.queues.digest():
+            raise _WholeLogNeededError  # a queue has lost files, and would be numbered anew from where they end
         end = checkpoint.clean_end
         run = parts.run
         if end < self.first or end > run.end or any(p.kind != "segment_name" for p in self.problems):

@@ -309,6 +309,13 @@ class MessageStore(StoreWriter):
     def _load_queues(self) -> None:
         """Of a reader: find every queue, and what of it can be read."""
         self._queues.load(exact=not self.clean_shutdown)
+        digest = self._checkpoint.current.queues
+        if self.clean_shutdown and digest is not None and digest != self._queues.digest():
+            _log.warning(
+                "%s: queues have lost files, or ends, since it was closed: not all that is in the log can be read "
+                "until it is opened for writing, or `mqstore recover` was at work",
+                self.path,
+            )
         for queue in self._queues:
             self._bound(queue)
 
@@ -681,7 +688,14 @@ class MessageStore(StoreWriter):
             return True
 
     def _write_checkpoint(
-        self, flushed: int, dispatched: int, *, index_ms: int, clean_end: int, last_record: int
+        self,
+        flushed: int,
+        dispatched: int,
+        *,
+        index_ms: int,
+        clean_end: int,
+        last_record: int,
+        queues: int | None = None,
     ) -> None:
         """Times only move once what they stand for is on disk: the last dispatched message is the newest whose store
         time we know to lie below both watermarks. `index_ms`: end of the newest full index file that was synced."""
@@ -701,6 +715,7 @@ class MessageStore(StoreWriter):
                 flushed=flushed,
                 dispatched=min(dispatched, flushed),
                 clean_end=clean_end,
+                queues=queues,
             )
         )
 
@@ -959,7 +974,8 @@ class MessageStore(StoreWriter):
             return
         end = self._log.end
         index_ms = self._index.full_end_timestamp_ms()
-        self._write_checkpoint(end, end, index_ms=index_ms, clean_end=end, last_record=self._last_record(end))
+        digest, last = self._queues.digest(), self._last_record(end)
+        self._write_checkpoint(end, end, index_ms=index_ms, clean_end=end, last_record=last, queues=digest)
         if (self._queues.batch_topics and not self.clean_shutdown) or self._queues.in_rocksdb:
             return  # with the mark there RocketMQ reads the log again, and such queues get what they lack
         self._abort.clear()
