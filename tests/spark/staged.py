@@ -36,12 +36,13 @@ def stage(
     partitions: Sequence[pa.RecordBatch],
     *,
     attempt: int = 0,
+    writer: str = "",
     fs: FileSystem = REAL,
     clock: Clock = SYSTEM_CLOCK,
 ) -> list[ShardInfo]:
     """What the tasks of a job do, one after the other."""
     plan = plan_target(options)
-    folder = transaction_folder(Path(options.path), app, version)
+    folder = transaction_folder(Path(options.path), app, version) / writer
     shards: list[ShardInfo] = []
     for partition, batch in enumerate(partitions):
         encoder = Encoder(

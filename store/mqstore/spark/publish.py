@@ -34,9 +34,9 @@ from mqstore.broker.names import SCHEDULE_TOPIC, check_user_topic, is_dlq_topic,
 from mqstore.broker.parts import Parts, open_parts
 from mqstore.broker.topics import TopicConfig
 from mqstore.clock import SYSTEM_CLOCK, Clock
-from mqstore.errors import ConfigError, NotAStoreError, StoreLockedError
+from mqstore.errors import ConfigError, FormatError, NotAStoreError, StoreLockedError
 from mqstore.files.filesystem import REAL, FileSystem
-from mqstore.files.jsonfile import encode_json, load_json, save_json
+from mqstore.files.jsonfile import decode_json, encode_json, load_json, save_json
 from mqstore.files.lock import WriterLock
 from mqstore.layout.record import BLANK_BYTES
 from mqstore.log.commitlog import ALLOWANCE
@@ -80,6 +80,7 @@ _INBOX: Final = "inbox"
 _OVERWRITE: Final = Path("config", "spark", "overwrite.json")
 _OURS: Final = frozenset({STAGING, MEMBERS, "lock", SET_FILE, SET_FILE + ".bak", SET_FILE + ".tmp"})
 _SEGMENT_BYTES = 64 << 20
+_JSON_BYTES_MAX = 16 << 20
 _PAGE = 4096
 
 
@@ -101,6 +102,8 @@ class Commit:
     remembered: bool = True
     """Whether (app, version) may come again: a stream's batch, a `txnVersion`."""
     overwrite: bool = False
+    writer: str = ""
+    """Whose folder the shards lie in (`transaction_folder`)."""
     create: Mapping[str, int] = field(default_factory=dict)
     """Queues of topics that are not there yet, where they are not to have as many as option `queues` says."""
 
@@ -259,9 +262,9 @@ def is_committed(options: SinkOptions, app: str, version: int, *, fs: FileSystem
     return handed or read_txn(root, fs).version_of(app) >= version
 
 
-def abort(options: SinkOptions, app: str, version: int, *, fs: FileSystem = REAL) -> None:
-    """Delete what (app, version) has staged. What it has published stays."""
-    discard(Path(options.path), app, version, fs)
+def abort(options: SinkOptions, app: str, version: int, *, writer: str = "", fs: FileSystem = REAL) -> None:
+    """Delete what (app, version) has staged, if `writer` is given what this one has. What it has published stays."""
+    discard(Path(options.path), app, version, fs, writer=writer)
 
 
 def clean_target(
@@ -322,10 +325,24 @@ def _into_store(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
         _admit(parts, wanted.topics, _counts(wanted.shards), options, wanted.create)
         if wanted.overwrite:
             _note_overwrite(parts, root, wanted, fs)
-        folder = transaction_folder(root, wanted.app, wanted.version)
+        folder = _staged(root, wanted)
         result = store.splice([folder / each.name for each in wanted.shards], app=wanted.app, version=wanted.version)
         _finish_overwrite(parts, root, fs)
         return Published(result.already, result.records)
+
+
+def _staged(root: Path, wanted: Commit) -> Path:
+    """The folder with the shards of a commit."""
+    return transaction_folder(root, wanted.app, wanted.version, wanted.writer)
+
+
+def _gone(path: Path) -> FormatError:
+    return FormatError(
+        f"{path} is not what its task has staged: somebody deleted it before the commit, as mqstore spark clean does, "
+        "and jobs with a short stagingTtl. Nothing of the job counts: run it again",
+        "shard",
+        0,
+    )
 
 
 def _counts(shards: Sequence[ShardInfo]) -> dict[tuple[str, int], int]:
@@ -444,12 +461,16 @@ def _named(manifest: Mapping[str, Any]) -> frozenset[str]:
 def _move_in(root: Path, wanted: Commit, fs: FileSystem) -> list[str]:
     """Rename the staged stores to where the manifest will find them. Names keep the random part of the shard's, so
     those of a commit that crashed are never taken for those of the next."""
-    folder = transaction_folder(root, wanted.app, wanted.version)
+    folder = _staged(root, wanted)
     make_folders(root / MEMBERS, fs)
     names = []
     for shard in wanted.shards:
-        name = f"{folder.name}-{shard.name}"
-        fs.replace(folder / shard.name / "store", root / MEMBERS / name)
+        name = f"{wanted.app}-{wanted.version}-{shard.name}"
+        store = folder / shard.name / "store"
+        try:
+            fs.replace(store, root / MEMBERS / name)
+        except FileNotFoundError as error:
+            raise _gone(store) from error
         names.append(name)
     fs.sync_directory(root / MEMBERS)
     return names
@@ -471,8 +492,8 @@ def _delete_members(root: Path, before: Mapping[str, Any], fs: FileSystem) -> No
 
 def _into_inbox(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem, clock: Clock) -> Published:
     """Hand the shards over: durable when this returns, spliced when the owner comes to it, or the next one opens."""
-    folder = transaction_folder(root, wanted.app, wanted.version)
-    target = root / _INBOX / folder.name
+    folder = _staged(root, wanted)
+    target = root / _INBOX / transaction_folder(root, wanted.app, wanted.version).name
     if fs.exists(target) or read_txn(root, fs).version_of(wanted.app) >= wanted.version:
         return Published(True, 0)
     if not wanted.shards:
@@ -485,13 +506,34 @@ def _into_inbox(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
         "shards": [shard.name for shard in wanted.shards],
         "create": create,
     }
+    _check_staged(folder, wanted.shards, fs)
     fs.unlink(folder / "bundle.json", missing_ok=True)  # of a commit that was killed before the rename
     write_file(folder / "bundle.json", encode_json(bundle), fs=fs)
     make_folders(root / _INBOX, fs)
     fs.replace(folder, target)
     fs.sync_directory(root / _INBOX)
-    fs.sync_directory(root / STAGING)
+    fs.sync_directory(folder.parent)
+    try:  # once more: whoever was deleting `folder` may have been at it until it had another name
+        _check_staged(target, wanted.shards, fs)
+    except FormatError:
+        if read_txn(root, fs).version_of(wanted.app) < wanted.version:  # else it is gone because its owner took it in
+            raise
     return Published(False, wanted.records)
+
+
+def _check_staged(folder: Path, shards: Sequence[ShardInfo], fs: FileSystem) -> None:
+    """FormatError unless the shards in `folder` are there as their tasks finished them. Whether each byte is right the
+    owner sees; a shard that is missing he could only refuse, when the job has long been told that it is done."""
+    for shard in shards:
+        path = folder / shard.name
+        try:
+            said = decode_json(fs.read_whole(path / "shard.json", _JSON_BYTES_MAX))
+            files = dict(fs.scandir_files(path))
+        except FileNotFoundError as error:
+            raise _gone(path) from error
+        found = (said.get("records"), said.get("bytes"), files.get("records.bin"))
+        if found != (shard.records, shard.bytes, shard.bytes) or "records.idx" not in files:
+            raise _gone(path)
 
 
 def _is_users(topic: str) -> bool:

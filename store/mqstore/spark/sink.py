@@ -21,7 +21,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC
 from itertools import islice
 from pathlib import Path
@@ -55,6 +55,7 @@ class Staged(WriterCommitMessage):
 
     app: str
     version: int
+    writer: str
     partition: int
     shards: tuple[ShardInfo, ...]
 
@@ -98,6 +99,9 @@ class _Write:
     job: str | None
     """None: of a stream; who writes is known in the tasks only."""
     schema: StructType
+    writer: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """Where its tasks stage, apart from those of another driver that is at the same batch. Of a stream only the tasks
+    know it, by the object that the batch was planned with."""
 
     # -- in a task ---------------------------------------------------------------------------------------------------
 
@@ -115,7 +119,7 @@ class _Write:
             validate=options.validate,
             max_rows=options.max_rows_per_shard,
         )
-        folder = transaction_folder(Path(options.path), app, version)
+        folder = transaction_folder(Path(options.path), app, version, self.writer)
         shards = []
         for shard in write_shards(
             (piece for batch in batches for piece in encoder.encode(batch)),
@@ -129,7 +133,7 @@ class _Write:
             if options.target == "set":
                 make_member(folder, shard, options)
             shards.append(shard)
-        return Staged(app, version, partition, tuple(shards))
+        return Staged(app, version, self.writer, partition, tuple(shards))
 
     def _identity(self, local_property: Any) -> tuple[str, int]:
         if self.job is not None:
@@ -155,12 +159,12 @@ class _Write:
     def commit(self, messages: Sequence[Staged | None]) -> None:
         staged = sorted((each for each in messages if each is not None), key=lambda each: each.partition)
         if self.job is not None:
-            app, version = self._batch_identity()
+            app, version, writer = *self._batch_identity(), self.writer
         elif staged:
-            app, version = staged[0].app, staged[0].version
+            app, version, writer = staged[0].app, staged[0].version, staged[0].writer
         else:
             return  # a batch without tasks: nothing was written, and nobody says by whom
-        if any((each.app, each.version) != (app, version) for each in staged):
+        if any((each.app, each.version, each.writer) != (app, version, writer) for each in staged):
             raise ConfigError(f"tasks of different batches are to be committed as {app!r}, {version}; nothing was")
         commit(
             self.options,
@@ -170,15 +174,16 @@ class _Write:
                 [shard for each in staged for shard in each.shards],
                 remembered=self.job is None or self.options.txn_app_id is not None,
                 overwrite=self.overwrite,
+                writer=writer,
             ),
         )
 
     def abort(self, messages: Sequence[Staged | None]) -> None:
-        who = {(each.app, each.version) for each in messages if each is not None}
+        who = {(each.app, each.version, each.writer) for each in messages if each is not None}
         if self.job is not None:
-            who = {self._batch_identity()}
-        for app, version in who:
-            abort(self.options, app, version)
+            who = {(*self._batch_identity(), self.writer)}
+        for app, version, writer in who:
+            abort(self.options, app, version, writer=writer)
 
 
 # -- what Spark calls --------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Shards: what a task of a write leaves for the commit, and how what was never committed goes (spark.md B6, step 1).
 
-    <root>/_staging/<app>-<version>/<partition>-<attempt>-<random>/
+    <root>/_staging/<app>-<version>/[<writer>/]<partition>-<attempt>-<random>/
         records.bin    adjacent records, places not known
         records.idx    size and checksum of each, which the commit else would have to find out one by one
         shard.json     what they are; written last, then the folder is synced
@@ -11,6 +11,9 @@
 
 Attempts of a task number from 0 again in each Spark application; the random part tells those of a restarted job from
 the ones before. Of two attempts only one is named by a commit; the others go with the folder of their transaction.
+
+Two drivers may be at one (app, version), as when a scheduler starts a job again beside one that it takes for dead. Each
+stages in a folder of its own, `writer`, so that one that fails and is aborted takes nothing from the other.
 
 A shard that has no shard.json was not finished. Knows records only by their bytes; knows no Spark.
 """
@@ -71,9 +74,10 @@ class ShardInfo:
     """Topics that have to be there for these records, those where delayed ones will go in the end included."""
 
 
-def transaction_folder(root: Path, app: str, version: int) -> Path:
-    """Where the tasks of (app, version) stage. Both were checked to be good names (`sinkoptions.APP_NAME`)."""
-    return root / STAGING / f"{app}-{version}"
+def transaction_folder(root: Path, app: str, version: int, writer: str = "") -> Path:
+    """Where the tasks of (app, version) stage, those of one driver if `writer` says which. All were checked to be good
+    names (`sinkoptions.APP_NAME`)."""
+    return root / STAGING / f"{app}-{version}" / writer
 
 
 def make_folders(path: Path, fs: FileSystem = REAL) -> None:
@@ -240,10 +244,12 @@ def remove_tree(path: Path, fs: FileSystem = REAL) -> None:
         fs.rmdir(path)
 
 
-def discard(root: Path, app: str, version: int, fs: FileSystem = REAL) -> None:
-    """Delete what (app, version) has staged, of all its attempts."""
-    remove_tree(transaction_folder(root, app, version), fs)
+def discard(root: Path, app: str, version: int, fs: FileSystem = REAL, *, writer: str = "") -> None:
+    """Delete what (app, version) has staged, of all its attempts and writers, or of one writer."""
+    remove_tree(transaction_folder(root, app, version, writer), fs)
     with suppress(OSError):  # it is not empty, or never was
+        fs.rmdir(transaction_folder(root, app, version))
+    with suppress(OSError):
         fs.rmdir(root / STAGING)
 
 
