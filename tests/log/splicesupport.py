@@ -105,6 +105,7 @@ def bundle(
     shards: Sequence[Sequence[Row]],
     create: dict[str, int] | None = None,
     *,
+    highest: dict[str, int] | None = None,
     name: str | None = None,
     profile: str = "mqstore",
 ) -> Path:
@@ -115,6 +116,8 @@ def bundle(
     for shard, rows in zip(names, shards, strict=True):
         stage(folder / shard, rows, profile)
     said = {"version": 1, "app": app, "ver": version, "shards": names, "create": create or {}}
+    if highest is not None:
+        said["highest"] = highest
     (folder / "bundle.json").write_text(json.dumps(said))
     return folder
 

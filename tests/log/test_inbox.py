@@ -164,6 +164,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "topics that are none": (_edit("bundle.json", create={"orders": 0}), "create is"),
     "too many queues": (_edit("bundle.json", create={"orders": 16_385}), "create is"),
     "queues beyond any number": (_edit("bundle.json", create={"orders": 1 << 70}), "create is"),
+    "a queue that is no number": (_edit("bundle.json", highest={"orders": "1"}), "highest is"),
     "queues that are no number": (_edit("bundle.json", create={"orders": True}), "create is"),
     "a topic that cannot be": (_edit("bundle.json", create={"../evil": 3}), "create: topic '../evil'"),
     "a bad shard": (_edit("0-0-abc/shard.json", crc32c=1), "it is damaged"),
@@ -457,6 +458,23 @@ def test_a_noted_topic_that_no_broker_may_enter_keeps_no_other_out(
         "'a/b'",
         "'clicks'",
     ]
+
+
+@pytest.mark.parametrize("broker_is_there", [True, False])
+def test_a_bundle_for_queues_that_its_topic_has_no_more_is_refused(tmp_path: Path, broker_is_there: bool) -> None:
+    """Nobody would read what it has there. Opening takes bundles in before there is a broker."""
+    with Broker(open_store(tmp_path)) as broker:
+        broker.topics.create("orders", queues=2)
+        if broker_is_there:
+            bundle(tmp_path, "job", 0, [[Row(b"1", queue_id=2)]], {"orders": 8}, highest={"orders": 2})
+            broker.store.take_inbox()
+    if not broker_is_there:
+        bundle(tmp_path, "job", 0, [[Row(b"1", queue_id=2)]], {"orders": 8}, highest={"orders": 2})
+    bundle(tmp_path, "job", 1, [ONE], {"orders": 8}, highest={"orders": 1})
+    with open_store(tmp_path) as store:
+        assert bodies(store) == [b"1", b"2"]
+    reason = (tmp_path / "inbox" / "refused" / "job-0" / "reason.txt").read_text()
+    assert "queue 2 of topic 'orders', which has 2 queues now" in reason
 
 
 @pytest.mark.parametrize("create", [{"a/b": 1}, {"orders": 16_385}, {"SCHEDULE_TOPIC_XXXX": 4}, {"%RETRY%g": 1}])

@@ -743,6 +743,7 @@ def test_a_bundle_is_in_the_inbox_with_all_that_its_owner_needs(root: Path) -> N
         "ver": 4,
         "shards": [shard.name for shard in shards],
         "create": {"t": 6},
+        "highest": {"t": max(queue for topic, queue in shards[0].queues if topic == "t")},
     }
 
 
@@ -772,6 +773,32 @@ def test_a_bundle_that_is_taken_in_while_spark_opens_the_store_gets_its_topics(r
     assert sorted(bodies(root)) == [*ONE, *TWO]
     with MessageStore(root, "r") as store:
         assert open_parts(store).topics.need("t").write_queues == 6
+
+
+def test_a_topic_that_lost_queues_while_tasks_ran_is_handed_nothing_for_them(root: Path) -> None:
+    options = options_of(root, target="inbox")
+    with mqstore.open(root) as owner:
+        owner.broker.topics.create("t", queues=8)
+        shards = stage(options, "a", 0, [batch_of(ONE, queue_id=[7] * 5)])
+        owner.broker.topics.alter("t", read_queues=2, write_queues=2, force=True)
+
+        with pytest.raises(ConfigError, match="queue 7 of topic 't', which has 2 queues now"):
+            commit(options, Commit("a", 0, shards))
+
+    assert not (root / "inbox").exists()
+
+
+def test_a_topic_that_was_deleted_while_tasks_ran_comes_again_with_the_queues_that_rows_were_given(root: Path) -> None:
+    options = options_of(root, target="inbox", queues="2")
+    with Broker(MessageStore(root, config=StoreConfig(clock=SimulatedClock(1)))) as broker:
+        broker.topics.create("t", queues=8)
+        shards = stage(options, "a", 0, [batch_of(ONE, queue_id=[7] * 5)])
+        broker.topics.delete("t")
+        commit(options, Commit("a", 0, shards))
+        broker.store.take_inbox()
+
+        assert broker.topics.need("t").read_queues == 8
+        assert broker.store.stats().inbox_refused == 0
 
 
 def test_a_bundle_that_waits_is_not_handed_over_twice(root: Path) -> None:

@@ -1,7 +1,7 @@
 """Bundles of staged shards that wait for the owner of the store, who has its lock (spark B6, target `inbox`).
 
     inbox/<app>-<version>/bundle.json   {"version": 1, "app", "ver", "shards": [names in order],
-                                         "create": {TOPIC: queues}}
+                                         "create": {TOPIC: queues}, "highest": {TOPIC: queue id}}
                           <shard>/      as `log.shard` describes them
     inbox/refused/<name>/               a bundle that cannot be spliced, with reason.txt
     inbox/.<name>, inbox/_<name>        being made, or being removed: not looked at
@@ -19,6 +19,9 @@ What is wrong with the bundle itself moves it aside at once. What is wrong with 
 is tried again, ever more rarely; one whose own files cannot be read is moved aside after `_TRIES` times. Those of other
 applications do not wait for it, and nobody waits for one that is in and cannot be deleted.
 
+`highest`, which older programs do not write: the highest queue that the records of a topic name. While a bundle was
+staged or waited its topic may have lost queues, and records in those nobody would read: such a bundle is refused.
+
 Knows folders and the splicer. Who is to enter the topics of a bundle is a function that a broker gives; without one the
 splice notes them for a broker to come.
 """
@@ -35,6 +38,7 @@ from typing import Any
 
 from mqstore.clock import Clock
 from mqstore.errors import (
+    ConfigError,
     FormatError,
     InvalidMessageError,
     MQStoreError,
@@ -45,11 +49,11 @@ from mqstore.errors import (
     StoreIOError,
 )
 from mqstore.files.filesystem import FILE_MODE, FileSystem
-from mqstore.files.jsonfile import decode_json
+from mqstore.files.jsonfile import decode_json, load_json
 from mqstore.log.names import check_topic, is_path_safe
 from mqstore.log.txn import is_app
 
-__all__ = ["Bundle", "Inbox", "InboxState", "inbox_state"]
+__all__ = ["Bundle", "Inbox", "InboxState", "check_highest", "inbox_state"]
 
 _log = logging.getLogger("mqstore")
 _REFUSED = "refused"
@@ -72,6 +76,7 @@ class Bundle:
     version: int
     shards: tuple[str, ...]
     create: Mapping[str, int]
+    highest: Mapping[str, int]
 
     @classmethod
     def load(cls, folder: Path, fs: FileSystem) -> Bundle:
@@ -89,11 +94,13 @@ class Bundle:
         version: Any = value.get("ver")
         shards: Any = value.get("shards")
         create: Any = value.get("create", {})
+        highest: Any = value.get("highest", {})
         for good, field in (
             (is_app(app), "app"),
             (type(version) is int and 0 <= version < 1 << 63, "ver"),
             (isinstance(shards, list) and all(_is_name(name) for name in shards), "shards"),
             (isinstance(create, dict) and all(map(_is_count, create.values())), "create"),
+            (isinstance(highest, dict) and all(type(each) is int for each in highest.values()), "highest"),
         ):
             if not good:
                 raise FormatError(f"{path}: {field} is {value.get(field)!r:.80}", field, 0)
@@ -104,7 +111,7 @@ class Bundle:
                 check_topic(topic)
             except InvalidMessageError as error:
                 raise FormatError(f"{path}: create: {error}", "create", 0) from error
-        return cls(folder, app, version, tuple(shards), create)
+        return cls(folder, app, version, tuple(shards), create, highest)
 
 
 def _is_name(name: Any) -> bool:
@@ -115,6 +122,33 @@ def _is_name(name: Any) -> bool:
 def _is_count(queues: Any) -> bool:
     """Whether a topic may have so many queues."""
     return type(queues) is int and 1 <= queues <= _QUEUES_MAX
+
+
+def queues_entered(root: Path, fs: FileSystem) -> dict[str, int]:
+    """Queues of each topic that the store at `root` has in its table, of those to read and to write the larger number.
+    One without an entry has as many as were ever put to. The file is a broker's, who changes it before he goes by it.
+    Raises as `load_json`."""
+    value = load_json(root / "config" / "topics.json", writer=False, fs=fs, root=root).value or {}
+    table = value.get("topicConfigTable")
+    found: dict[str, int] = {}
+    for topic, entry in table.items() if isinstance(table, dict) else ():
+        for name in ("readQueueNums", "writeQueueNums"):
+            count = entry.get(name) if isinstance(entry, dict) else None
+            if type(count) is int:
+                found[topic] = max(count, found.get(topic, 0))
+    return found
+
+
+def check_highest(root: Path, highest: Mapping[str, int], fs: FileSystem) -> None:
+    """ConfigError if a topic of the store at `root` has no longer the `highest` queue that records were given; raises
+    also as `queues_entered`."""
+    entered = queues_entered(root, fs) if highest else {}
+    for topic, queue_id in highest.items():
+        if queue_id >= entered.get(topic, _QUEUES_MAX):
+            raise ConfigError(
+                f"{root}: rows were written for queue {queue_id} of topic {topic!r}, which has {entered[topic]} queues "
+                "now: it was altered meanwhile; write them again"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +267,7 @@ class Inbox:
         for name in bundle.shards:
             if os.path.islink(bundle.folder / name):
                 raise FormatError(f"{bundle.folder / name}: a link, not a folder", "shards", 0)
+        check_highest(self._folder.parent, bundle.highest, self._fs)
         noted: Mapping[str, int] = bundle.create
         if self.create_topics is not None and bundle.create:
             self.create_topics(bundle.create)

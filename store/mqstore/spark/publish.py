@@ -40,6 +40,7 @@ from mqstore.files.jsonfile import decode_json, encode_json, load_json, save_jso
 from mqstore.files.lock import WriterLock
 from mqstore.layout.record import BLANK_BYTES
 from mqstore.log.commitlog import ALLOWANCE
+from mqstore.log.inbox import check_highest
 from mqstore.log.manifest import MANIFEST
 from mqstore.log.store import MessageStore
 from mqstore.log.txn import read_txn
@@ -498,13 +499,20 @@ def _into_inbox(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
         return Published(True, 0)
     if not wanted.shards:
         return Published(False, 0)
-    create = {name: wanted.create.get(name, options.queues) for name in wanted.topics if _is_users(name)}
+    highest = _highest(wanted.shards)
+    check_highest(root, highest, fs)
+    create = {  # a topic that was deleted meanwhile comes again, with the queues that rows were given by what it had
+        name: max(wanted.create.get(name, options.queues), highest.get(name, -1) + 1)
+        for name in wanted.topics
+        if _is_users(name)
+    }
     bundle = {
         "version": 1,
         "app": wanted.app,
         "ver": wanted.version,
         "shards": [shard.name for shard in wanted.shards],
         "create": create,
+        "highest": highest,
     }
     _check_staged(folder, wanted.shards, fs)
     fs.unlink(folder / "bundle.json", missing_ok=True)  # of a commit that was killed before the rename
@@ -534,6 +542,15 @@ def _check_staged(folder: Path, shards: Sequence[ShardInfo], fs: FileSystem) -> 
         found = (said.get("records"), said.get("bytes"), files.get("records.bin"))
         if found != (shard.records, shard.bytes, shard.bytes) or "records.idx" not in files:
             raise _gone(path)
+
+
+def _highest(shards: Sequence[ShardInfo]) -> dict[str, int]:
+    """The highest queue that rows of each topic were given, of those that a bundle may ask for."""
+    highest: dict[str, int] = {}
+    for topic, queue_id in _counts(shards):
+        if _is_users(topic):
+            highest[topic] = max(queue_id, highest.get(topic, 0))
+    return highest
 
 
 def _is_users(topic: str) -> bool:
