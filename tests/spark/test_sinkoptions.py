@@ -10,7 +10,7 @@ import pytest
 
 from mqstore import ConfigError
 from mqstore.spark.inputs import as_markdown as columns_as_markdown
-from mqstore.spark.options import SOURCE_OPTIONS
+from mqstore.spark.options import SOURCE_OPTIONS, SourceOptions
 from mqstore.spark.sinkoptions import ONLY_FOR_WRITING, SINK_OPTIONS, SinkOptions, as_markdown
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
@@ -68,6 +68,20 @@ def test_values_become_what_they_mean(name: str, text: str, field: str, value: A
 def test_what_does_not_fit_is_refused_with_name_value_and_remedy(given: dict[str, str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         parse(**given)
+
+
+@pytest.mark.parametrize("path", ["hdfs://nn:9000/mq", "s3a://b/mq", "dbfs:/mq", "S3:x", "file://h/mq", "~/mq", "~x"])
+def test_a_path_that_is_not_local_is_never_taken_for_a_folder_below_the_working_directory(path: str) -> None:
+    for options in (SinkOptions, SourceOptions):
+        with pytest.raises(ConfigError, match=f"option path='{path}': (only local paths|'~' is not replaced)"):
+            options.parse({"path": path})
+    with pytest.raises(ConfigError, match=r"option paths=.*: (only local paths|'~' is not replaced)"):
+        SourceOptions.parse({"paths": f'["/a", "{path}"]'})
+
+
+@pytest.mark.parametrize("path", ["./s3:a", "/a/b:c", "file:a", "file:/a", "file:///a", "a b"])
+def test_a_local_path_may_hold_what_it_likes(path: str) -> None:
+    assert SinkOptions.parse({"path": path}).path == path.removeprefix("file://").removeprefix("file:")
 
 
 def test_a_write_says_where_it_goes() -> None:

@@ -12,7 +12,18 @@ from typing import Any, Final, Literal
 from mqstore.broker import sql92
 from mqstore.broker.names import check_group, is_system_group
 from mqstore.errors import ConfigError
-from mqstore.spark.optiontable import YES_NO, Option, OptionTable, boolean, count, duration_s, names, text, word
+from mqstore.spark.optiontable import (
+    YES_NO,
+    Option,
+    OptionTable,
+    boolean,
+    count,
+    duration_s,
+    local_path,
+    names,
+    text,
+    word,
+)
 from mqstore.spark.rows import OnCorrupt
 
 __all__ = ["OPTIONS", "SOURCE_OPTIONS", "Offsets", "Option", "SourceOptions", "as_markdown", "interval_ms"]
@@ -179,7 +190,7 @@ def interval_ms(value: str) -> int:
 
 
 def _one_path(value: str) -> list[str]:
-    return [text(value)]
+    return [local_path(value)]
 
 
 def _paths(text: str) -> dict[str, str] | list[str]:
@@ -188,6 +199,8 @@ def _paths(text: str) -> dict[str, str] | list[str]:
     if not names or not all(isinstance(name, str) and name for name in names):
         raise ValueError("not that form")
     found: dict[str, str] | list[str] = value
+    for name in names:
+        local_path(name)
     return found
 
 

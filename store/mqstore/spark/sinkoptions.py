@@ -20,6 +20,7 @@ from mqstore.spark.optiontable import (
     boolean,
     count,
     duration_s,
+    local_path,
     text,
     word,
 )
@@ -86,7 +87,7 @@ class SinkOptions:
 
 
 def _path(value: str) -> str:
-    return text(value).removeprefix("file://").removeprefix("file:") if value.startswith("file:") else text(value)
+    return local_path(value).removeprefix("file://").removeprefix("file:")
 
 
 def _app(value: str) -> str:
