@@ -476,6 +476,18 @@ def test_a_task_that_is_not_told_its_batch_fails_and_says_what_to_use() -> None:
     assert stream._identity({"sql.streaming.queryId": "q-1", "streaming.sql.batchId": "12"}.get) == ("q-1", 12)
 
 
+def test_a_continuous_trigger_is_refused_rather_than_its_rows_passed_over() -> None:
+    """Spark calls `commit([None, None], epoch)` and never `write`. That was taken for a batch without tasks, and the
+    checkpoint moved on."""
+    pytest.importorskip("pyspark")
+    from mqstore.spark.sink import _Write
+
+    stream = _Write(None, None, False, None, None)  # type: ignore[arg-type]
+    stream.commit([])  # such a batch
+    with pytest.raises(ConfigError, match=r"continuous.*processingTime.*availableNow"):
+        stream.commit([None, None])
+
+
 # -- tasks that are tried again ----------------------------------------------------------------------------------------
 
 _RETRIES = """

@@ -157,6 +157,11 @@ class _Write:
     # -- after all tasks ---------------------------------------------------------------------------------------------
 
     def commit(self, messages: Sequence[Staged | None]) -> None:
+        if self.job is None and None in messages:  # Spark has called no `write`, and would go on without the rows
+            raise ConfigError(
+                "trigger(continuous=...) does not go with this sink: nothing was written. Use "
+                "trigger(processingTime=...) or trigger(availableNow=True), and the same checkpoint"
+            )
         staged = sorted((each for each in messages if each is not None), key=lambda each: each.partition)
         if self.job is not None:
             app, version, writer = *self._batch_identity(), self.writer
