@@ -297,19 +297,24 @@ def test_a_start_only_moves_forward(offsets: _Offsets) -> None:
     assert offsets.stored()["offsetTable"] == {f"t@{START_GROUP}": {"0": 5}}
 
 
-def test_burying_forgets_progress_and_moves_starts_at_once_or_not_at_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("deleted", "left"), [(True, (None, None)), (False, (9, 11))])
+def test_burying_moves_starts_and_progress_at_once_or_not_at_all(
+    deleted: bool, left: tuple[int | None, int | None], tmp_path: Path
+) -> None:
     fs = FaultyFileSystem()
     offsets = _Offsets(tmp_path / "s", fs)
-    offsets.fill("t", 0, 9)
+    offsets.fill("t", 0, 12)
     offsets.table.commit("g", "t", 0, 4)
+    offsets.table.commit("ahead", "t", 0, 11)
     fs.fail("create", errno.ENOSPC, path_part="consumerOffset")
     with pytest.raises(StoreFullError):
-        offsets.table.bury({"t": {0: 9}})
+        offsets.table.bury({"t": {0: 9}}, deleted=deleted)
     assert (offsets.table.committed("g", "t", 0), offsets.table.start_of("t", 0)) == (4, 0)
     offsets.table.save()
     assert (offsets.again().committed("g", "t", 0), offsets.again().start_of("t", 0)) == (4, 0)
-    offsets.table.bury({"t": {0: 9}})
-    assert (offsets.again().committed("g", "t", 0), offsets.again().start_of("t", 0)) == (None, 9)
+    offsets.table.bury({"t": {0: 9}}, deleted=deleted)
+    assert (offsets.again().committed("g", "t", 0), offsets.again().committed("ahead", "t", 0)) == left
+    assert offsets.again().start_of("t", 0) == 9
     offsets.store.close()
 
 

@@ -24,6 +24,7 @@ from mqstore.errors import FormatError, MQStoreError
 from mqstore.files.lock import WriterLock
 from mqstore.layout.record import decode_record
 from mqstore.log.commitlog import QueueRef
+from mqstore.spark import publish
 from mqstore.spark.encode import Encoder, Rules
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import stores_of
@@ -350,6 +351,43 @@ def test_overwriting_a_store_takes_the_old_messages_from_consumers_and_is_not_do
         assert [message.body.decode() for message in consumer.poll(timeout=10)] == TWO
 
         assert store.log.offsets("t", 0) == (0, len(ONE) + len(TWO))
+
+
+def test_an_overwrite_that_is_finished_late_takes_no_progress_from_groups_that_went_on(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its job was killed when the messages were in and the old ones not yet taken away. Weeks later an append to
+    another topic finishes it; the group had gone on meanwhile, and got all of it again."""
+
+    def consume(count: int) -> list[str]:
+        with mqstore.open(root) as store:
+            consumer = store.pull_consumer("g", start="earliest", auto_commit=False)
+            consumer.assign(QueueRef("t", 0))
+            found = [message.body.decode() for message in consumer.poll(timeout=0, max_messages=count)]
+            consumer.commit()
+            return found
+
+    options = options_of(root, confirmOverwrite="true", queues="1")
+    write(options, "a", 0, ONE)
+    assert consume(2) == ONE[:2]
+    real = publish._finish_overwrite
+    calls: list[int] = []
+
+    def killed(*arguments: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(publish, "_finish_overwrite", killed)
+        with pytest.raises(KeyboardInterrupt):
+            write(options, "a", 1, TWO, overwrite=True)
+    assert consume(len(ONE)) == [*ONE[2:], *TWO[:2]]
+
+    write(options_of(root, topic="other"), "b", 0, ["x"])
+
+    assert consume(99) == TWO[2:]
 
 
 def test_a_kill_at_any_step_of_a_commit_to_a_store_leaves_all_or_none_and_a_second_one_ends_it(

@@ -272,14 +272,18 @@ class OffsetTable:
         self._forget(lambda key: key[1] == topic)
 
     def bury(self, topics: Mapping[str, Mapping[int, int]], *, deleted: bool = False) -> None:
-        """Forget every group's progress on these topics and let their queues start, logically, at these offsets (topic
-        -> queue id -> offset): on disk when this returns. With `deleted` what waits to come into them is buried, too
-        (`deleted_at`). Errors as `save`; then nothing was forgotten and no start moved."""
+        """Let the queues of these topics start, logically, at these offsets (topic -> queue id -> offset): on disk when
+        this returns. A group that is behind goes on there; what it has done beyond, as where this is done late, it does
+        not get again. With `deleted` every group's progress on the topics is forgotten, and what waits to come into
+        them is buried, too (`deleted_at`). Errors as `save`; then nothing was forgotten and nothing moved."""
         before: dict[str, dict[str, dict[int, int]]] = {}
         with self._lock:
             for topic, ends in topics.items():
                 before[topic] = {group: dict(queues) for group, queues in self._committed.get(topic, {}).items()}
-                self._remove_topic(topic)
+                if deleted:
+                    self._remove_topic(topic)
+                else:
+                    self._raise_to(topic, ends)
                 for queue_id, offset in ends.items():
                     self._move_start(topic, queue_id, offset)
                 if deleted:
@@ -292,6 +296,13 @@ class OffsetTable:
                 self._committed.update(before)
                 self._changes += 1
             raise
+
+    def _raise_to(self, topic: str, starts: Mapping[int, int]) -> None:
+        for group, queues in self._committed.get(topic, {}).items():
+            if _is_user(group):
+                queues.update({queue_id: max(starts.get(queue_id, 0), offset) for queue_id, offset in queues.items()})
+        self._changes += 1
+        self._forget(lambda key: key[1] == topic and key[2] in starts)
 
     def _forget(self, concerned: Callable[[tuple[str, str, int]], bool]) -> None:
         for table in (self._pulled, self.resets):
