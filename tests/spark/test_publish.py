@@ -762,6 +762,52 @@ def test_cleaning_up_that_fails_after_the_batch_is_in_is_no_failure_of_it(
     assert "mqstore spark clean" in caplog.text
 
 
+_EVERYTHING = [
+    *("open", "create", "pread", "read_into", "pwrite", "pwritev_dsync", "fdatasync", "sync_directory", "allocate"),
+    *("replace", "link", "unlink", "mkdir", "rmdir", "scandir", "stat", "exists", "truncate_sparse"),
+]
+
+
+@pytest.mark.parametrize(
+    ("target", "overwrite"), [("store", False), ("store", True), ("set", False), ("set", True), ("inbox", False)]
+)
+def test_a_job_is_not_told_that_it_failed_when_its_messages_are_in(
+    target: str, overwrite: bool, root: Path, tmp_path: Path
+) -> None:
+    """Whichever call fails, once. Who is told so runs the job again, and a job without a txnAppId then writes twice.
+    FlushFailedError says that it is not known."""
+
+    def found(where: Path) -> list[str]:
+        if target == "set":
+            return set_bodies(where)
+        MessageStore(where).close()
+        return bodies(where)
+
+    source = root if target != "set" else tmp_path / "set"
+    given = {"target": target, "queues": "1", "confirmOverwrite": "true"}
+    write(options_of(source, target="set" if target == "set" else "store", queues="1"), "a", 0, ["before"])
+    shards = stage(options_of(source, **given), "job-1", 0, [batch_of(ONE)])
+    told = {True: 0, False: 0}
+    for nth in range(1, 1000):
+        where = tmp_path / f"at-{nth}"
+        shutil.copytree(source, where)
+        fs = FaultyFileSystem()
+        fs.fail(_EVERYTHING, errno.EIO, nth=nth)
+        wanted = Commit("job-1", 0, shards, remembered=False, overwrite=overwrite)
+        said: MQStoreError | None = None
+        try:
+            commit(options_of(where, **given), wanted, fs=fs)
+        except MQStoreError as error:
+            said = error
+        if not isinstance(said, mqstore.FlushFailedError):
+            assert (ONE[0] in found(where)) == (said is None), f"{nth}: {said}"
+            told[said is None] += 1
+        shutil.rmtree(where)
+        if sum(call.operation in _EVERYTHING for call in fs.calls) < nth:
+            break
+    assert min(told.values()) > 3
+
+
 # -- inbox -------------------------------------------------------------------------------------------------------------
 
 

@@ -220,7 +220,8 @@ class Splicer:
         return SpliceResult(False, start, end, records, {key: (numbers[key], stops[key]) for key in queues})
 
     def _is_recorded(self, recorded: TxnState, error: BaseException) -> bool:
-        """Whether step 5 was done although it, or what came around it, raised `error`."""
+        """Whether step 5 was done although it, or what came around it, raised `error`. FlushFailedError where that is
+        not known."""
         if self.txn.state is recorded:
             return True
         try:
@@ -229,12 +230,13 @@ class Splicer:
             renamed = True  # not known
         if renamed:
             # The rename was made but perhaps not durable: neither taking back nor going on would be safe.
-            self._poison(
-                FlushFailedError(
-                    f"{self.txn.path}: a splice was recorded, but not known to be on disk ({error}); close the store "
-                    "and open it again"
-                )
+            unknown = FlushFailedError(
+                f"{self.txn.path}: a splice was recorded, but not known to be on disk ({error}); close the store "
+                "and open it again"
             )
+            self._poison(unknown)
+            if isinstance(error, Exception):
+                raise unknown from error  # not `error`: that would say that nothing was done
         return False
 
     def _publish(self, queues: Mapping[QueueKey, ConsumeQueue], stops: Mapping[QueueKey, int], end: int) -> int:

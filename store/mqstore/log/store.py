@@ -743,7 +743,10 @@ class MessageStore(StoreWriter):
     ) -> SpliceResult:
         result = self._splicer.splice(shards, app=app, version=version, progress=progress, create=create)
         if not result.already:  # on disk it is: let everybody see it
-            self._commit.sync_now()
+            try:
+                self._commit.sync_now()
+            except (OSError, MQStoreError) as error:  # puts will hear of it; to say so of the splice would be wrong
+                _log.error("%s: %s; what was spliced before is in", self.path, error)
             self._on_alarm()
         return result
 

@@ -34,7 +34,7 @@ from mqstore.broker.names import SCHEDULE_TOPIC, check_user_topic, is_dlq_topic,
 from mqstore.broker.parts import Parts, open_parts
 from mqstore.broker.topics import TopicConfig
 from mqstore.clock import SYSTEM_CLOCK, Clock
-from mqstore.errors import ConfigError, FormatError, NotAStoreError, StoreLockedError
+from mqstore.errors import ConfigError, FlushFailedError, FormatError, MQStoreError, NotAStoreError, StoreLockedError
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.files.jsonfile import decode_json, encode_json, load_json, save_json
 from mqstore.files.lock import WriterLock
@@ -317,19 +317,27 @@ def _waiting(root: Path, options: SinkOptions) -> Iterator[None]:
 def _into_store(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem, clock: Clock) -> Published:
     with _waiting(root, options):
         store = MessageStore(root, lock_timeout=options.lock_timeout_s, config=StoreConfig(clock=clock), fs=fs)
-    with store:
-        parts = open_parts(store)
-        _finish_overwrite(parts, root, fs)
-        if store.spliced_version(wanted.app) >= wanted.version:
-            return Published(True, 0)
-        store.enter_topics_by(lambda noted: _enter(parts, noted))
-        _admit(parts, wanted.topics, _counts(wanted.shards), options, wanted.create)
-        if wanted.overwrite:
-            _note_overwrite(parts, root, wanted, fs)
-        folder = _staged(root, wanted)
-        result = store.splice([folder / each.name for each in wanted.shards], app=wanted.app, version=wanted.version)
-        _finish_overwrite(parts, root, fs)
-        return Published(result.already, result.records)
+    published: Published | None = None
+    try:
+        with store:
+            parts = open_parts(store)
+            _finish_overwrite(parts, root, fs)
+            if store.spliced_version(wanted.app) >= wanted.version:
+                return Published(True, 0)
+            store.enter_topics_by(lambda noted: _enter(parts, noted))
+            _admit(parts, wanted.topics, _counts(wanted.shards), options, wanted.create)
+            if wanted.overwrite:
+                _note_overwrite(parts, root, wanted, fs)
+            shards = [_staged(root, wanted) / each.name for each in wanted.shards]
+            result = store.splice(shards, app=wanted.app, version=wanted.version)
+            published = Published(result.already, result.records)
+            _finish_overwrite(parts, root, fs)
+    except (OSError, MQStoreError) as error:
+        if published is None:
+            raise
+        # Of a job that is told to have failed the messages would be written again.
+        _log.error("%s: the messages are in, but what comes after them failed: %s; the next job ends it", root, error)
+    return published
 
 
 def _staged(root: Path, wanted: Commit) -> Path:
@@ -343,6 +351,14 @@ def _gone(path: Path) -> FormatError:
         "and jobs with a short stagingTtl. Nothing of the job counts: run it again",
         "shard",
         0,
+    )
+
+
+def _unknown(path: Path, error: OSError) -> FlushFailedError:
+    """For a sync that failed behind the rename by which a batch counts."""
+    return FlushFailedError(
+        f"{path} is there, and with it all that was written, but it is not known to be on disk: {error}. Look whether "
+        "the messages are in before they are written again; with txnAppId and txnVersion they are not written twice"
     )
 
 
@@ -427,7 +443,13 @@ def _into_set(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem, 
         recorded = dict(manifest.get(RECORDED, {}))
         if wanted.remembered:
             recorded[wanted.app] = wanted.version
-        save_json(root / SET_FILE, {**manifest, "stores": stores, RECORDED: recorded}, fs)
+        wanted_manifest = {**manifest, "stores": stores, RECORDED: recorded}
+        try:
+            save_json(root / SET_FILE, wanted_manifest, fs)
+        except OSError as error:
+            if _manifest(root) == wanted_manifest:
+                raise _unknown(root / SET_FILE, error) from error
+            raise
         if wanted.overwrite:
             _delete_members(root, before, fs)
         return Published(False, wanted.records, tuple(names))
@@ -519,13 +541,18 @@ def _into_inbox(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
     write_file(folder / "bundle.json", encode_json(bundle), fs=fs)
     make_folders(root / _INBOX, fs)
     fs.replace(folder, target)
-    fs.sync_directory(root / _INBOX)
-    fs.sync_directory(folder.parent)
+    try:
+        fs.sync_directory(root / _INBOX)
+        fs.sync_directory(folder.parent)
+    except OSError as error:
+        raise _unknown(target, error) from error
     try:  # once more: whoever was deleting `folder` may have been at it until it had another name
         _check_staged(target, wanted.shards, fs)
     except FormatError:
         if read_txn(root, fs).version_of(wanted.app) < wanted.version:  # else it is gone because its owner took it in
             raise
+    except OSError as error:
+        _log.warning("%s: it is handed over, but could not be looked at once more: %s", target, error)
     return Published(False, wanted.records)
 
 
