@@ -245,6 +245,24 @@ def test_a_splice_of_nothing_is_recorded_and_writes_no_log(tmp_path: Path) -> No
         assert state_of(tmp_path / "store")["apps"]["a"]["version"] == 1
 
 
+def test_a_splice_that_nobody_will_repeat_leaves_no_entry(tmp_path: Path) -> None:
+    """And one that fails before its intent is written, when the file says what it would say in the end, is not taken
+    for done."""
+    fs = FaultyFileSystem()
+    shard = stage(tmp_path / "a", ROWS)
+    with open_store(tmp_path / "store", fs=fs) as store:
+        store.splice([], app="kept", version=1)
+        assert not store.splice([], app="job", version=0, remembered=False).already
+        fs.fail("create", errno.ENOSPC, path_part="txn.json")
+        with pytest.raises(StoreFullError):
+            store.splice([shard], app="job", version=0, remembered=False)
+        assert store.splice([shard], app="job", version=0, remembered=False).records == len(ROWS)
+        assert store.spliced_version("job") == -1
+    assert [*state_of(tmp_path / "store")["apps"]] == ["kept"]
+    with open_store(tmp_path / "store") as store:
+        assert sum(map(len, shown(store).values())) == len(ROWS)
+
+
 def test_the_table_of_applications_is_bounded_and_forgets_who_was_used_longest_ago() -> None:
     day_ms = 86_400_000
     state = TxnState(apps={f"old-{i}": (0, i) for i in range(9_999)})

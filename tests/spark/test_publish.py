@@ -21,9 +21,11 @@ from mqstore import ConfigError, MessageStore, NotAStoreError, SimulatedClock, S
 from mqstore.broker.broker import Broker
 from mqstore.broker.parts import open_parts
 from mqstore.errors import FormatError, MQStoreError
+from mqstore.files.filesystem import REAL
 from mqstore.files.lock import WriterLock
 from mqstore.layout.record import decode_record
 from mqstore.log.commitlog import QueueRef
+from mqstore.log.txn import read_txn
 from mqstore.spark import publish
 from mqstore.spark.encode import Encoder, Rules
 from mqstore.spark.options import SourceOptions
@@ -272,6 +274,23 @@ def test_a_version_counts_once_and_an_older_one_never(root: Path) -> None:
     assert results == [False, True, True, False]
     assert sorted(bodies(root)) == ["v3", "v4"]
     assert staged(root) == []
+
+
+def test_a_store_remembers_no_job_that_never_comes_again(root: Path) -> None:
+    """Jobs without a txnAppId, a foreachBatch say, filled the table, until it forgot those that count on it."""
+    options = options_of(root, confirmOverwrite="true", queues="1")
+    write(options, "daily", 3, ["once"])
+    commit(options, Commit("job-1", 0, stage(options, "job-1", 0, [batch_of(ONE)]), remembered=False))
+    commit(options, Commit("job-2", 0, [], remembered=False))
+
+    assert [*read_txn(root, REAL).apps] == ["daily"]
+    assert sorted(bodies(root)) == [*ONE, "once"]
+    assert write(options, "daily", 3, ["once"]).already
+
+    shards = stage(options, "job-3", 0, [batch_of(TWO)])
+    commit(options, Commit("job-3", 0, shards, remembered=False, overwrite=True))
+    with mqstore.open(root) as store:
+        assert sorted(task.message.body.decode() for task in store.queue("t").get_many(99)) == TWO
 
 
 def test_of_two_attempts_only_the_one_that_is_named_counts(root: Path) -> None:

@@ -5,13 +5,14 @@
     2 hold puts, write intent     "                   intent, start S            an empty intent: cleared
     3 copy, roll                  S, bytes beyond     "                          half: cut back to S
     4 sync the log                "                   "                          whole, but not recorded: cut back to S
-    5 record app and version      "                   no intent, app: version    all of it
+    5 record app and version *    "                   no intent, app: version    all of it
     6 move the end, let puts in   ends at E                                      all of it
 
 Until step 6 the end of the log does not move, and with it neither dispatch, nor retention, nor the watermarks of the
 checkpoint: to everybody else the records are not there. Puts of other threads wait meanwhile, so nothing but this
 splice can lie beyond S, and cutting back takes nobody's message away. Step 5 is one rename, made durable; step 4 comes
-before it, so that what is recorded is on disk.
+before it, so that what is recorded is on disk. * Of a splice that nobody will repeat only the intent is cleared: its
+application would take room in the table from those that are asked for again.
 
 What fails before step 5 is undone at once: zeros from S on, segments beyond removed, intent cleared, numbers never
 given out. Where even that fails, and whenever a sync fails (store-format 8.1), the store takes no more puts until it
@@ -141,6 +142,7 @@ class Splicer:
         version: int,
         progress: Progress | None = None,
         create: Mapping[str, int] | None = None,
+        remembered: bool = True,
     ) -> SpliceResult:
         """As `MessageStore.splice`. `create`: topics with their queues to be noted for a broker to come.
 
@@ -156,7 +158,7 @@ class Splicer:
                 raise StoreBusyError("splice within a splice of the same thread; do it later")
             try:
                 self._busy = True
-                return self._splice(shards, app, version, progress, create or {})
+                return self._splice(shards, app, version, progress, create or {}, remembered)
             finally:
                 self._busy = False
 
@@ -167,18 +169,21 @@ class Splicer:
         version: int,
         progress: Progress | None,
         create: Mapping[str, int],
+        remembered: bool,
     ) -> SpliceResult:
         self._stop()
         if version <= self.txn.state.version_of(app):
             return SpliceResult(True, self._log.end, self._log.end, 0, {})
         found = [Shard.load(Path(shard), self._limits, self._fs) for shard in shards]
+        if not remembered and not any(shard.records for shard in found):
+            return SpliceResult(False, self._log.end, self._log.end, 0, {})
         work = _Progress(progress, 2 * sum(shard.bytes for shard in found), self._stop)
         checked = []
         left = _REMEMBERED
         for shard in found:
             checked.append((shard, shard.check(work.add, left)))
             left -= shard.records
-        return self._run_all(checked, app, version, work, create)
+        return self._run_all(checked, app, version, work, create, remembered)
 
     def _stop(self) -> None:
         if self._stopping():
@@ -187,17 +192,25 @@ class Splicer:
     # -- the protocol -----------------------------------------------------------------------------------------------
 
     def _run_all(
-        self, shards: list[Checked], app: str, version: int, work: _Progress, create: Mapping[str, int]
+        self,
+        shards: list[Checked],
+        app: str,
+        version: int,
+        work: _Progress,
+        create: Mapping[str, int],
+        remembered: bool,
     ) -> SpliceResult:
         before = self.txn.state
         queues = {key: self._queue_of(*key) for shard, _ in shards for key, count in shard.queues.items() if count}
         end: int | None = None
+        recording = False
         try:
             start = self._log.hold()  # in here: Ctrl-C right behind it must not leave puts waiting
             numbers = {key: queue.next_offset for key, queue in queues.items()}
             stamp_ms = self._clock.now_ms()
             intent = Intent(app, version, start, stamp_ms, numbers)
-            recorded = replace(before, intent=None).recorded(app, version, stamp_ms, create)
+            cleared = replace(before, intent=None)
+            recorded = cleared.recorded(app, version, stamp_ms, create) if remembered else cleared
             try:
                 if queues:
                     self.txn.save(replace(before, intent=intent))
@@ -205,9 +218,10 @@ class Splicer:
                 if queues:
                     self._sync(copied)
                 self._stop()
+                recording = True  # before it the file may say the same, if this splice is not to be remembered
                 self.txn.save(recorded)
             except BaseException as error:
-                if not self._is_recorded(recorded, error):
+                if not (recording and self._is_recorded(recorded, error)):
                     self._take_back(before, start, error)
                     raise
                 # Ctrl-C came behind the last step: it is in, and the error goes up all the same.

@@ -722,26 +722,41 @@ class MessageStore(StoreWriter):
     # -- splicing ---------------------------------------------------------------------------------------------------
 
     def splice(
-        self, shards: Sequence[Path], *, app: str, version: int, progress: Progress | None = None
+        self,
+        shards: Sequence[Path],
+        *,
+        app: str,
+        version: int,
+        progress: Progress | None = None,
+        remembered: bool = True,
     ) -> SpliceResult:
         """Append the records of staged shards, in the given order, all of them or none, durably (spark B6 step 2).
 
         `shards`: folders as `log.shard` describes them. `app`, `version`: who splices what; a version that is not above
         the last one of that application is in already, and nothing is done. All shards are checked before anything is
         written. Puts wait meanwhile, readers see the records at the end, all together. `progress(done, total)` is told
-        bytes, each counted twice: checked and copied; what it raises takes the splice back.
+        bytes, each counted twice: checked and copied; what it raises takes the splice back. Without `remembered` the
+        version is not kept: for who draws a new `app` each time, and never splices the same again.
 
         Raises FormatError for a bad shard, ConfigError for a bad `app` or `version`, StoreFullError and StoreIOError
         (in each case the store is as before), FlushFailedError (not known; opening the store anew decides it, and a
         second splice finds out), ReadOnlyStoreError, StoreBusyError, StoreClosedError.
         """
         self._check_writable()
-        return self._splice(shards, app, version, progress, {})
+        return self._splice(shards, app, version, progress, {}, remembered)
 
     def _splice(
-        self, shards: Sequence[Path], app: str, version: int, progress: Progress | None, create: Mapping[str, int]
+        self,
+        shards: Sequence[Path],
+        app: str,
+        version: int,
+        progress: Progress | None,
+        create: Mapping[str, int],
+        remembered: bool = True,
     ) -> SpliceResult:
-        result = self._splicer.splice(shards, app=app, version=version, progress=progress, create=create)
+        result = self._splicer.splice(
+            shards, app=app, version=version, progress=progress, create=create, remembered=remembered
+        )
         if not result.already:  # on disk it is: let everybody see it
             try:
                 self._commit.sync_now()

@@ -15,7 +15,8 @@
 
 What was written is known by (app, version): a version that is not above the last one recorded for its app is in, and a
 commit of it does nothing but clean up. A batch job without a transaction id is known by an id drawn at random. It is
-never committed again, so a set does not remember it.
+never committed again, so neither a set nor a store remembers it: its table would in time forget others for such. (The
+owner of an inbox does, as a crash may show him a bundle twice.)
 
 `abort` may come after a commit that succeeded and then raised: it deletes what is staged, and nothing that counts lies
 there any more.
@@ -329,7 +330,9 @@ def _into_store(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
             if wanted.overwrite:
                 _note_overwrite(parts, root, wanted, fs)
             shards = [_staged(root, wanted) / each.name for each in wanted.shards]
-            result = store.splice(shards, app=wanted.app, version=wanted.version)
+            # What an overwrite has still to do is done if its version is in, also by a later job.
+            remembered = wanted.remembered or wanted.overwrite
+            result = store.splice(shards, app=wanted.app, version=wanted.version, remembered=remembered)
             published = Published(result.already, result.records)
             _finish_overwrite(parts, root, fs)
     except (OSError, MQStoreError) as error:
