@@ -913,6 +913,35 @@ def test_a_bundle_that_waits_is_not_handed_over_twice(root: Path) -> None:
     assert (os.listdir(root / "inbox"), staged(root)) == (["a-0"], [])
 
 
+def test_a_bundle_that_was_refused_is_not_said_to_be_in(root: Path) -> None:
+    """Batch 3 was damaged, batch 4 went in, and batch 3 that came again was passed over as if it were in."""
+    options = options_of(root, target="inbox")
+    with MessageStore(root, config=StoreConfig(clock=SimulatedClock(1))) as owner:
+        write(options, "a", 3, ONE)
+        (root / "inbox" / "a-3" / "bundle.json").write_text("{")
+        write(options, "a", 4, TWO)
+        owner.take_inbox()
+
+        with pytest.raises(ConfigError, match=r"refused/a-3 holds version 3 of 'a'.*reason\.txt"):
+            write(options, "a", 3, ONE)
+
+
+@pytest.mark.parametrize("target", ["store", "set", "inbox"])
+def test_who_writes_what_is_in_already_is_told(
+    target: str, root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A new checkpoint counts its batches from 0: with the txnAppId of the old one they were dropped in silence."""
+    options = options_of(root if target != "set" else tmp_path / "set", target=target)
+    write(options, "a", 5, ONE)
+    assert "is in" not in caplog.text
+    write(options, "a", 5, TWO)
+    assert "version 5 of 'a' is in (the last one: 5); nothing was written" in caplog.text
+    if target == "inbox":
+        MessageStore(root).close()
+    write(options, "a", 0, TWO)
+    assert "version 0 of 'a' is in (the last one: 5); nothing was written" in caplog.text
+
+
 def test_a_kill_at_any_step_of_a_hand_over_leaves_a_whole_bundle_or_none(root: Path, tmp_path: Path) -> None:
     options = options_of(root, target="inbox")
     shards = stage(options, "a", 0, [batch_of(ONE)])

@@ -323,8 +323,8 @@ def _into_store(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
         with store:
             parts = open_parts(store)
             _finish_overwrite(parts, root, fs)
-            if store.spliced_version(wanted.app) >= wanted.version:
-                return Published(True, 0)
+            if (last := store.spliced_version(wanted.app)) >= wanted.version:
+                return _already(root, wanted, last)
             store.enter_topics_by(lambda noted: _enter(parts, noted))
             _admit(parts, wanted.topics, _counts(wanted.shards), options, wanted.create)
             if wanted.overwrite:
@@ -341,6 +341,19 @@ def _into_store(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
         # Of a job that is told to have failed the messages would be written again.
         _log.error("%s: the messages are in, but what comes after them failed: %s; the next job ends it", root, error)
     return published
+
+
+def _already(root: Path, wanted: Commit, last: int) -> Published:
+    """For a version that is in. That is as it should be where a job or a batch is done again; where other rows come
+    under a name that was used, they would be lost without a word."""
+    _log.warning(
+        "%s: version %d of %r is in (the last one: %d); nothing was written. Other rows need another txnAppId",
+        root,
+        wanted.version,
+        wanted.app,
+        last,
+    )
+    return Published(True, 0)
 
 
 def _staged(root: Path, wanted: Commit) -> Path:
@@ -437,8 +450,8 @@ def _into_set(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem, 
     make_folders(root, fs)
     with _waiting(root, options), _locked_set(root, options.lock_timeout_s, fs):
         manifest = _manifest(root)
-        if wanted.remembered and _version_in(manifest, wanted.app) >= wanted.version:
-            return Published(True, 0)
+        if wanted.remembered and (last := _version_in(manifest, wanted.app)) >= wanted.version:
+            return _already(root, wanted, last)
         names = _move_in(root, wanted, fs)
         before = manifest["stores"]
         added = {name: f"{MEMBERS}/{name}" for name in names}
@@ -520,8 +533,18 @@ def _into_inbox(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
     """Hand the shards over: durable when this returns, spliced when the owner comes to it, or the next one opens."""
     folder = _staged(root, wanted)
     target = root / _INBOX / transaction_folder(root, wanted.app, wanted.version).name
-    if fs.exists(target) or read_txn(root, fs).version_of(wanted.app) >= wanted.version:
-        return Published(True, 0)
+    if fs.exists(target):
+        return _already(root, wanted, wanted.version)
+    last = read_txn(root, fs).version_of(wanted.app)
+    refused = root / _INBOX / "refused" / target.name
+    if last != wanted.version and fs.exists(refused):
+        raise ConfigError(
+            f"{refused} holds version {wanted.version} of {wanted.app!r}, which was handed over before, and refused by "
+            "the store's owner; reason.txt in it says why. To write it again delete that folder, or take another "
+            "txnAppId if a later version is in"
+        )
+    if last >= wanted.version:
+        return _already(root, wanted, last)
     if not wanted.shards:
         return Published(False, 0)
     highest = _highest(wanted.shards)
