@@ -237,3 +237,15 @@ def test_queues_in_files_are_built_beside_rocksdb(java: Callable[[str], Path]) -
         for (topic, queue_id), line in said(path).items():
             assert [message.physical_offset for message in store.iter(topic, queue_id)] == line["messages"]
     assert kept.items() <= tree(path).items()
+
+
+@pytest.mark.parametrize("folder", ["consumerOffsets", "topics", "rdb/config-storage-1"])
+def test_tables_in_rocksdb_are_told_of(java: Callable[[str], Path], folder: str) -> None:
+    path = java("light")
+    (path / "config" / folder).mkdir(parents=True)
+    with opened(path) as store:
+        assert store.foreign() == []
+    (path / "config" / folder / "CURRENT").write_text("MANIFEST-000005\n")
+    with opened(path) as store:
+        [sentence] = store.foreign()
+        assert f"({folder.partition('/')[0]})" in sentence

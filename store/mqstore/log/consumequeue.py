@@ -384,27 +384,6 @@ class QueueTable:
             crc32c.crc32c(queue.extent().encode("utf-8", "surrogateescape")) for queue in self if queue.max_offset
         )
 
-    def foreign(self) -> list[str]:
-        """What a RocketMQ broker keeps of queues that nobody here reads, a sentence each."""
-        found = []
-        if self.batch_topics:
-            names = ", ".join(sorted(self.batch_topics)[:8]) + (" ..." if len(self.batch_topics) > 8 else "")
-            found.append(
-                f"batchconsumequeue/: RocketMQ has batch queues of {names}; they are neither read nor changed, and a "
-                "store with an unclean end stays so until a broker has brought them up to date"
-            )
-        if self.in_rocksdb:
-            found.append(
-                "consumequeue/: RocketMQ keeps the queues in RocksDB, which is neither read nor changed; queues in "
-                "files are built beside it by whoever opens the store for writing, and the mark of an unclean end "
-                "stays, for a broker to bring its own up to date"
-            )
-        if self.has_addresses:
-            found.append(
-                "consumequeue_ext/: RocketMQ has put bit maps and tags of messages there; filters look at the records"
-            )
-        return found
-
     def _folders(self, path: str) -> list[str]:
         if not os.path.isdir(path):
             return []

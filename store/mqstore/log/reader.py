@@ -52,6 +52,7 @@ from mqstore.layout.record import (
 from mqstore.layout.scan import Headers, gather, ordinary_bodies, topic_is, verify
 from mqstore.log.columns import Columns, columns_of
 from mqstore.log.consumequeue import ConsumeQueue, QueueTable
+from mqstore.log.foreign import foreign
 from mqstore.log.index import Index
 from mqstore.log.manifest import Manifest
 from mqstore.log.message import Message, stored_bytes
@@ -242,7 +243,7 @@ class StoreReader:
 
     def foreign(self) -> list[str]:
         """What a RocketMQ broker keeps in this directory that mqstore does not know, a sentence each."""
-        return self._queues.foreign()
+        return foreign(self.path, self._queues, self.fs)
 
     def rows_of(self, buffer: mmap.mmap | bytes, headers: Headers, base: int) -> Rows:
         """What queues and index should know of the records of `headers`, all of them `ok`; `base` is the physical
