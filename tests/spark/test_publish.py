@@ -329,6 +329,53 @@ def test_a_topic_that_lost_queues_meanwhile_is_not_written_to_past_its_end(root:
     assert bodies(root) == []
 
 
+@pytest.mark.parametrize("target", ["store", "inbox"])
+@pytest.mark.parametrize(
+    ("altered", "columns", "says"),
+    [
+        (
+            {"read_queues": 16, "write_queues": 16},
+            {"sharding_key": list("abcde")},
+            "by their key among 8 .* has 16 queues",
+        ),
+        (
+            {"write_queues": 2},
+            {"sharding_key": list("abcde")},
+            "by their key among 8 queues of topic 't'.* has 2 queues",
+        ),
+        ({"perm": 4}, {}, "put to topic 't', which may not be written to any more"),
+        ({"read_queues": 16, "write_queues": 16}, {}, ""),
+        ({"write_queues": 2}, {"queue_id": [7] * 5, "sharding_key": list("abcde")}, ""),
+    ],
+)
+def test_rows_are_not_put_where_producers_would_put_them_no_more(
+    root: Path, target: str, altered: dict[str, int], columns: dict[str, Any], says: str
+) -> None:
+    """A topic that got more queues while the tasks ran had the message groups of a batch go on in other queues."""
+    options = options_of(root, target=target)
+    with MessageStore(root) as store:
+        open_parts(store).topics.create("t", queues=8)
+    shards = stage(options, "a", 0, [batch_of(ONE, **columns)])
+    with MessageStore(root) as store:
+        open_parts(store).topics.alter("t", **altered)
+
+    with pytest.raises(ConfigError, match=says) if says else contextlib.nullcontext():
+        commit(options, Commit("a", 0, shards))
+
+    MessageStore(root).close()
+    assert sorted(bodies(root)) == ([] if says else ONE)
+
+
+def test_a_topic_that_somebody_made_meanwhile_with_other_queues_is_not_put_to_by_key(root: Path) -> None:
+    options = options_of(root)
+    shards = stage(options, "a", 0, [batch_of(ONE, sharding_key=list("abcde"))])
+    with MessageStore(root) as store:
+        open_parts(store).topics.create("t", queues=12)
+
+    with pytest.raises(ConfigError, match="by their key among 8 queues of topic 't', which has 12 queues"):
+        commit(options, Commit("a", 0, shards))
+
+
 def test_a_damaged_shard_is_refused_whole(root: Path) -> None:
     options = options_of(root)
     shards = stage(options, "a", 0, [batch_of(ONE), batch_of(TWO)])

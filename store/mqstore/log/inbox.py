@@ -34,7 +34,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mqstore.clock import Clock
 from mqstore.errors import (
@@ -53,13 +53,15 @@ from mqstore.files.jsonfile import decode_json, load_json
 from mqstore.log.names import check_topic, is_path_safe
 from mqstore.log.txn import is_app
 
-__all__ = ["Bundle", "Inbox", "InboxState", "check_highest", "inbox_state"]
+__all__ = ["Bundle", "Inbox", "InboxState", "check_highest", "inbox_state", "topics_entered"]
 
 _log = logging.getLogger("mqstore")
 _REFUSED = "refused"
 _DONE = "_done-"
 _JSON_BYTES_MAX = 16 << 20
 _QUEUES_MAX = 16_384
+_ENTRY = {"readQueueNums": 16, "writeQueueNums": 16, "perm": 6}
+"""Members of an entry of `topics.json`, and what RocketMQ takes where one is absent."""
 _TRIES = 8
 _PAUSE_MIN_MS, _PAUSE_MAX_MS = 1_000, 300_000
 
@@ -124,30 +126,39 @@ def _is_count(queues: Any) -> bool:
     return type(queues) is int and 1 <= queues <= _QUEUES_MAX
 
 
-def queues_entered(root: Path, fs: FileSystem) -> dict[str, int]:
-    """Queues of each topic that the store at `root` has in its table, of those to read and to write the larger number.
-    One without an entry has as many as were ever put to. The file is a broker's, who changes it before he goes by it.
-    Raises as `load_json`."""
+class Entered(NamedTuple):
+    """What a topic's entry says."""
+
+    read_queues: int
+    write_queues: int
+    perm: int
+
+
+def topics_entered(root: Path, fs: FileSystem) -> dict[str, Entered]:
+    """The topics that the store at `root` has in its table. One without an entry has as many queues as were ever put
+    to. The file is a broker's, who changes it before he goes by it. Raises as `load_json`."""
     value = load_json(root / "config" / "topics.json", writer=False, fs=fs, root=root).value or {}
     table = value.get("topicConfigTable")
-    found: dict[str, int] = {}
+    found: dict[str, Entered] = {}
     for topic, entry in table.items() if isinstance(table, dict) else ():
-        for name in ("readQueueNums", "writeQueueNums"):
-            count = entry.get(name) if isinstance(entry, dict) else None
-            if type(count) is int:
-                found[topic] = max(count, found.get(topic, 0))
+        if isinstance(entry, dict):
+            numbers = [entry.get(name, default) for name, default in _ENTRY.items()]
+            if all(type(each) is int for each in numbers):
+                found[topic] = Entered(*numbers)
     return found
 
 
 def check_highest(root: Path, highest: Mapping[str, int], fs: FileSystem) -> None:
     """ConfigError if a topic of the store at `root` has no longer the `highest` queue that records were given; raises
-    also as `queues_entered`."""
-    entered = queues_entered(root, fs) if highest else {}
+    also as `topics_entered`."""
+    entered = topics_entered(root, fs) if highest else {}
     for topic, queue_id in highest.items():
-        if queue_id >= entered.get(topic, _QUEUES_MAX):
+        has = entered.get(topic)
+        queues = max(has.read_queues, has.write_queues) if has is not None else _QUEUES_MAX
+        if queue_id >= queues:
             raise ConfigError(
-                f"{root}: rows were written for queue {queue_id} of topic {topic!r}, which has {entered[topic]} queues "
-                "now: it was altered meanwhile; write them again"
+                f"{root}: rows were written for queue {queue_id} of topic {topic!r}, which has {queues} queues now: it "
+                "was altered meanwhile; write them again"
             )
 
 

@@ -24,6 +24,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple, NoReturn, cast
 
 import numpy as np
@@ -129,6 +130,8 @@ class Encoded(NamedTuple):
     """(topic, queue id) -> records."""
     topics: tuple[str, ...]
     """Where they go at once or, if they wait, in the end; topics of the engine included."""
+    put: Mapping[str, int] = MappingProxyType({})
+    """The topics that rows were put to, as a producer does: of how many queues a key chose one, 0 if none did."""
 
     @property
     def records(self) -> int:
@@ -309,6 +312,7 @@ class _Slice:
         self._columns = columns
         self._rows = rows
         self._now_ms = encoder._clock.now_ms()
+        self._put: dict[str, int] = {}
         self._codes: dict[str, int] = {}
         """Topic -> number that rows have for it, in the order in which they come up."""
 
@@ -326,7 +330,8 @@ class _Slice:
         data, edges = _flat(joined)
         total = header["total_size"]
         assert np.array_equal(np.diff(edges), total), "a record is not as long as it says"
-        return Encoded(memoryview(data.data), total.astype(np.int64), self._counted(topics, queues), tuple(self._codes))
+        counts = self._counted(topics, queues)
+        return Encoded(memoryview(data.data), total.astype(np.int64), counts, tuple(self._codes), self._put)
 
     def _properties(self, topics: _Int32s, queues: _Int64s, groups: Any) -> tuple[list[Any], _Int64s]:
         """What stands in each row behind the lengths of its properties, in pieces that are to be joined, and how many
@@ -447,11 +452,14 @@ class _Slice:
                 row = int(np.argmax(wrong))
                 self._refuse(row, "queue_id", str(queues[row]), f"the queues of its topic are 0 to {bound[row] - 1}")
         write = np.array([rule.write_queues for rule in rules], np.int64)[topics]
+        self._put = dict.fromkeys(self._codes, 0)
         if keys is not None:
             self._check_groups(keys)
             rows = np.flatnonzero((queues < 0) & ~_nulls(keys))
             if len(rows):
                 queues[rows] = self._group_queues(keys.take(pa.array(rows)), write[rows])
+                by_key = np.bincount(topics[rows], minlength=len(rules)) > 0
+                self._put = {name: rules[i].write_queues if by_key[i] else 0 for i, name in enumerate(self._codes)}
         free = np.flatnonzero(queues < 0)
         for number, name in enumerate(self._codes):
             mine = free[topics[free] == number] if len(self._codes) > 1 else free

@@ -33,7 +33,7 @@ from typing import Any, Final
 
 from mqstore.broker.names import SCHEDULE_TOPIC, check_user_topic, is_dlq_topic, is_retry_topic, is_system_topic
 from mqstore.broker.parts import Parts, open_parts
-from mqstore.broker.topics import TopicConfig
+from mqstore.broker.topics import PERM_WRITE, TopicConfig
 from mqstore.clock import SYSTEM_CLOCK, Clock
 from mqstore.errors import ConfigError, FlushFailedError, FormatError, MQStoreError, NotAStoreError, StoreLockedError
 from mqstore.files.filesystem import REAL, FileSystem
@@ -41,7 +41,7 @@ from mqstore.files.jsonfile import decode_json, encode_json, load_json, save_jso
 from mqstore.files.lock import WriterLock
 from mqstore.layout.record import BLANK_BYTES
 from mqstore.log.commitlog import ALLOWANCE
-from mqstore.log.inbox import check_highest
+from mqstore.log.inbox import check_highest, topics_entered
 from mqstore.log.manifest import MANIFEST
 from mqstore.log.store import MessageStore
 from mqstore.log.txn import read_txn
@@ -112,6 +112,15 @@ class Commit:
     @property
     def topics(self) -> list[str]:
         return [*dict.fromkeys(topic for shard in self.shards for topic in shard.topics)]
+
+    @property
+    def put(self) -> dict[str, int]:
+        """As that of a shard."""
+        found: dict[str, int] = {}
+        for shard in self.shards:
+            for topic, queues in shard.put.items():
+                found[topic] = max(queues, found.get(topic, 0))
+        return found
 
     @property
     def records(self) -> int:
@@ -327,6 +336,9 @@ def _into_store(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
                 return _already(root, wanted, last)
             store.enter_topics_by(lambda noted: _enter(parts, noted))
             _admit(parts, wanted.topics, _counts(wanted.shards), options, wanted.create)
+            for topic, chosen in wanted.put.items():
+                config = parts.topics.need(topic)
+                _check_put(root, topic, chosen, config.write_queues, config.writable)
             if wanted.overwrite:
                 _note_overwrite(parts, root, wanted, fs)
             shards = [_staged(root, wanted) / each.name for each in wanted.shards]
@@ -410,6 +422,17 @@ def _admit(
                 f"{parts.store.path}: rows were written for queue {queue_id} of topic {topic!r}, which has "
                 f"{config.read_queues} queues now: it was altered meanwhile; write them again"
             )
+
+
+def _check_put(root: Path, topic: str, chosen: int, queues: int, writable: bool) -> None:
+    """ConfigError if a topic that rows were put to has changed since: a message group would go on in another queue than
+    that in which producers have it (`chosen`: of how many queues its key chose one)."""
+    if not writable or chosen not in (0, queues):
+        what = f"has {queues} queues to write to now" if writable else "may not be written to any more"
+        among = f"by their key among {chosen} queues of" if chosen else "to"
+        raise ConfigError(
+            f"{root}: rows were put {among} topic {topic!r}, which {what}: altered meanwhile; write again"
+        )
 
 
 def _engine_queues(topic: str, levels: int) -> int:
@@ -549,6 +572,10 @@ def _into_inbox(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
         return Published(False, 0)
     highest = _highest(wanted.shards)
     check_highest(root, highest, fs)
+    entered = topics_entered(root, fs)
+    for topic, chosen in wanted.put.items():
+        if has := entered.get(topic):
+            _check_put(root, topic, chosen, has.write_queues, has.perm & PERM_WRITE != 0)
     create = {  # a topic that was deleted meanwhile comes again, with the queues that rows were given by what it had
         name: max(wanted.create.get(name, options.queues), highest.get(name, -1) + 1)
         for name in wanted.topics

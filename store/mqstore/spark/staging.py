@@ -26,7 +26,7 @@ import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -72,6 +72,8 @@ class ShardInfo:
     """(topic, queue id) -> records."""
     topics: tuple[str, ...]
     """Topics that have to be there for these records, those where delayed ones will go in the end included."""
+    put: dict[str, int] = field(default_factory=dict)
+    """Topics that rows were put to as a producer does, with of how many queues a key chose one (`Encoded.put`)."""
 
 
 def transaction_folder(root: Path, app: str, version: int, writer: str = "") -> Path:
@@ -124,6 +126,7 @@ class ShardWriter:
         self._largest = 0
         self._queues: Counter[tuple[str, int]] = Counter()
         self._topics: dict[str, None] = {}
+        self._put: dict[str, int] = {}
         make_folders(self.folder, fs)
         self._fds: list[int] = []
         for name in ("records.bin", "records.idx"):
@@ -144,6 +147,8 @@ class ShardWriter:
         self._largest = max(self._largest, int(piece.sizes.max(initial=0)))
         self._queues.update(piece.queues)
         self._topics.update(dict.fromkeys(piece.topics))
+        for topic, queues in piece.put.items():
+            self._put[topic] = max(queues, self._put.get(topic, 0))
 
     def finish(self) -> ShardInfo:
         """Make it durable, records before the file that says they are whole."""
@@ -165,7 +170,13 @@ class ShardWriter:
         )
         write_file(self.folder / "shard.json", content, sync=self._sync, fs=self._fs)
         return ShardInfo(
-            self.folder.name, self.records, self._bytes, self._largest, dict(self._queues), tuple(self._topics)
+            self.folder.name,
+            self.records,
+            self._bytes,
+            self._largest,
+            dict(self._queues),
+            tuple(self._topics),
+            self._put,
         )
 
     def abandon(self) -> None:
