@@ -733,6 +733,21 @@ def test_a_manifest_that_was_lost_is_not_taken_for_an_empty_one(tmp_path: Path) 
         write(options_of(root, target="set"), "a", 2, TWO)
 
 
+def test_a_manifest_that_was_lost_after_the_first_commit_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:
+    """There was no backup of it yet, so the set counted as new: the next job wrote a manifest without the stores of the
+    first, and cleaning would have deleted them."""
+    root = tmp_path / "set"
+    options = options_of(root, target="set")
+    write(options, "a", 0, ONE)
+    for path in root.glob("mqstore-set.json*"):
+        path.unlink()
+
+    for attempt in (lambda: plan_target(options), lambda: commit(options, Commit("a", 1, []))):
+        with pytest.raises(ConfigError, match=r"mqstore-set\.json is missing, and .*shards holds stores"):
+            attempt()
+    assert not (root / "mqstore-set.json").exists()
+
+
 # -- abort -------------------------------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@
 
     set, step by step                                      a crash right after it leaves
     1 lock; read the manifest; in already: go to 6         nothing
+      of a set that has none: write an empty one           an empty set
     2 rename each staged store into shards/                stores that no manifest names: nobody reads them
     3 sync that folder                                     the same
     4 rename the new manifest, sync                        all of the batch
@@ -153,6 +154,7 @@ def plan_target(options: SinkOptions) -> Plan:
             raise ConfigError(f"{root} is a store, and option target=set wants a folder of stores: use target=store")
         if not is_set:
             _refuse_foreign(root)
+        _manifest(root)
         return Plan(Rules(new_queues=options.queues))
     try:
         store = open_store(StoreName(options.path, options.path))
@@ -473,6 +475,8 @@ def _into_set(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem, 
     make_folders(root, fs)
     with _waiting(root, options), _locked_set(root, options.lock_timeout_s, fs):
         manifest = _manifest(root)
+        if not fs.exists(root / SET_FILE):  # before there are stores: from then on one that is missing was lost
+            save_json(root / SET_FILE, manifest, fs)
         if wanted.remembered and (last := _version_in(manifest, wanted.app)) >= wanted.version:
             return _already(root, wanted, last)
         names = _move_in(root, wanted, fs)
@@ -506,8 +510,14 @@ def _locked_set(root: Path, timeout_s: float, fs: FileSystem) -> Iterator[None]:
 
 
 def _manifest(root: Path) -> dict[str, Any]:
-    """Of a set that may still have none."""
-    return read_set(root) or {"version": 1, "stores": {}}
+    """Of a set that may still have none. ConfigError for one that has lost it, and as `read_set`."""
+    found = read_set(root)
+    if found is None and (root / MEMBERS).is_dir() and any((root / MEMBERS).iterdir()):
+        raise ConfigError(
+            f"{root / SET_FILE} is missing, and {root / MEMBERS} holds stores that it named: restore it from a copy. "
+            "Where an earlier mqstore was killed in its first write to the set, there was none: delete that folder"
+        )
+    return found or {"version": 1, "stores": {}}
 
 
 def _version_in(manifest: Mapping[str, Any], app: str) -> int:

@@ -31,7 +31,10 @@ def read_set(root: Path) -> dict[str, Any] | None:
             value = json.loads(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         if backup.exists():  # taken for empty, all stores of the set would be lost, and what was written too
-            raise ConfigError(f"{path} is missing; {backup} has the one before: copy it back") from None
+            raise ConfigError(
+                f"{path} is missing; {backup} has the one before: copy it back. It lacks what was written last: before "
+                "mqstore spark clean, which would delete it, add those stores of the folder"
+            ) from None
         return None
     except ValueError as error:
         raise ConfigError(f"{path} is no manifest of a store set: {error}; {backup} has the one before") from error
