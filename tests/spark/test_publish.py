@@ -239,6 +239,19 @@ def test_a_target_that_is_not_what_the_option_says_is_refused(root: Path, tmp_pa
     assert not (tmp_path / "nowhere").exists()
 
 
+def test_a_target_whose_creation_was_killed_is_written_to_all_the_same(tmp_path: Path) -> None:
+    """What the engine itself opens: its mark, a manifest that was not yet renamed."""
+    root = tmp_path / "s"
+    for name in ("tmp", "inbox"):
+        (root / name).mkdir(parents=True)
+    for name in ("lock", "abort", "mqstore.json.tmp", "serve.json"):
+        (root / name).touch()
+
+    write(options_of(root), "a", 0, ONE)
+
+    assert sorted(bodies(root)) == ONE
+
+
 # -- store -------------------------------------------------------------------------------------------------------------
 
 

@@ -36,6 +36,7 @@ from mqstore.options import DEFAULT_DELAY_LEVELS, Profile, StoreConfig, delay_ta
 __all__ = [
     "GUARD",
     "MANIFEST",
+    "NOT_YET",
     "Manifest",
     "contradiction_of",
     "decode",
@@ -56,7 +57,7 @@ _TIMERLOG_MIN = 68
 _SURPLUS_MAX = 4096
 
 # `abort`: whoever was to create a store was killed before the manifest stood.
-_NOT_YET = frozenset({"lock", "abort", "tmp", "inbox", "_staging", MANIFEST + ".tmp", "serve.json", "serve.sock"})
+NOT_YET = frozenset({"lock", "abort", "tmp", "inbox", "_staging", MANIFEST + ".tmp", "serve.json", "serve.sock"})
 _CHECKSUM: dict[Profile, Checksum] = {"mqstore": "crc32c-record", "rocketmq": "crc32-body"}
 # commitlog bytes, consume-queue units, index slots, index entries, timerlog bytes
 _SIZES: dict[Profile, tuple[int, int, int, int, int]] = {
@@ -356,8 +357,8 @@ def resolve(
                 repair=f"mqstore recover {root} --rebuild config",
             )
         found = sizes_found(root, "rocketmq", config, fs)
-    elif names - _NOT_YET:
-        some = ", ".join(sorted(names - _NOT_YET)[:5])
+    elif names - NOT_YET:
+        some = ", ".join(sorted(names - NOT_YET)[:5])
         raise NotAStoreError(f"{root} is no store: it holds {some} but neither {MANIFEST} nor commitlog/")
     else:
         if not (writer and create):

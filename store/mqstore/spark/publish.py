@@ -43,7 +43,7 @@ from mqstore.files.lock import WriterLock
 from mqstore.layout.record import BLANK_BYTES
 from mqstore.log.commitlog import ALLOWANCE
 from mqstore.log.inbox import check_highest, topics_entered
-from mqstore.log.manifest import MANIFEST
+from mqstore.log.manifest import MANIFEST, NOT_YET
 from mqstore.log.store import MessageStore
 from mqstore.log.txn import read_txn
 from mqstore.options import Profile, StoreConfig
@@ -210,7 +210,7 @@ def _refuse_other_files(root: Path) -> None:
     """As opening for writing would, but before the tasks run."""
     if not root.is_dir():
         raise NotAStoreError(f"{root} is a file, and no store: give a folder of its own")
-    foreign = sorted(path.name for path in root.iterdir() if path.name not in _OURS | {_INBOX, "tmp"})
+    foreign = sorted(path.name for path in root.iterdir() if path.name not in NOT_YET)
     if foreign:
         raise NotAStoreError(f"{root} holds {', '.join(foreign[:3])} and is no store: give a folder of its own")
 
