@@ -225,6 +225,33 @@ def test_a_tail_lost_below_the_watermark_is_told(clean: Made) -> None:
     settle(clean)
 
 
+def test_a_reader_knows_that_a_crash_left_messages_in_no_queue(tmp_path: Path) -> None:
+    def unlisted(path: Path) -> bool:
+        with open_store(path, "r") as store:
+            return store.has_unlisted()
+
+    with open_store(tmp_path / "s") as store:
+        store.put("t", b"a", queue_id=0)
+        store.dispatch()
+        shutil.copytree(store.path, tmp_path / "listed")
+        store.put("t", b"b", queue_id=1)
+        shutil.copytree(store.path, tmp_path / "behind")
+        assert not unlisted(tmp_path / "s")  # its owner will list it
+        store.put("t", b"c", queue_id=0)
+        store.dispatch()
+        shutil.copytree(store.path, tmp_path / "between")
+    # Killed between two queues: that c is listed does not say that b is.
+    unit_of_b = tmp_path / "between/consumequeue/t/1" / f"{0:020d}"
+    unit_of_b.write_bytes(bytes(unit_of_b.stat().st_size))
+
+    found = {name: unlisted(tmp_path / name) for name in ("s", "listed", "behind", "between")}
+
+    assert found == {"s": False, "listed": False, "behind": True, "between": True}
+    for name in ("behind", "between"):
+        open_store(tmp_path / name).close()
+        assert not unlisted(tmp_path / name)
+
+
 def test_whole_records_behind_a_torn_one_beyond_the_watermark_are_cut_and_kept_aside(crashed: Made) -> None:
     torn = crashed.receipts[72]
     at = torn.physical_offset % SEGMENT

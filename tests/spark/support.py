@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import shutil
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 from click.testing import CliRunner
 from hypothesis import strategies as st
 
-from mqstore import MessageStore, StoreConfig
+from mqstore import MessageStore, SimulatedClock, StoreConfig
 from mqstore.layout.hosts import LOCAL_HOST, encode_host
 from mqstore.layout.properties import encode_properties
 from mqstore.layout.record import encode_blank, encode_record
@@ -88,6 +89,19 @@ def write_store(path: Path, records: Sequence[Odd], profile: str = "mqstore", se
         (path / "commitlog" / f"{at:020d}").write_bytes(log[at : at + size])
     with MessageStore(path, recover_options=RecoverOptions(full=True)) as store:
         assert sum(store.offsets(*ref)[1] for t in store.topics() for ref in store.queues(t)) == slots.total() + 1
+    return path
+
+
+def crashed_store(path: Path, listed: int, unlisted: int) -> Path:
+    """A store as kill -9 leaves it: so many messages of `orders`, by turns in two queues, and then so many more that
+    no queue has heard of."""
+    config = StoreConfig(segment_bytes=1 << 16, clock=SimulatedClock())  # with that, nothing happens by itself
+    with MessageStore(path.with_name(path.name + "-alive"), config=config) as store:
+        for i in range(listed + unlisted):
+            store.put("orders", b"%d" % i, queue_id=i % 2)
+            if i == listed - 1:
+                store.dispatch()
+        shutil.copytree(store.path, path)
     return path
 
 

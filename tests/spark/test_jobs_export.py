@@ -228,6 +228,14 @@ def test_a_second_run_writes_what_came_since(tmp_path: Path) -> None:
     assert offsets(tmp_path / "out") == model(path)
 
 
+def test_a_later_run_over_a_store_that_lost_its_queues_does_not_find_nothing_new(store: Path, tmp_path: Path) -> None:
+    export_parquet(None, store, tmp_path / "lake")
+    shutil.rmtree(store / "consumequeue")
+    chosen = select(store, options={"failOnDataLoss": "false"})
+    with pytest.raises(ConfigError, match="has records, and no consume queues"):
+        export_parquet(None, chosen, tmp_path / "lake")
+
+
 @pytest.mark.parametrize("by", ["offset", "time"])
 def test_what_a_start_bound_leaves_out_is_left_out_in_every_queue_for_good(tmp_path: Path, by: str) -> None:
     def put(topic: str, count: int, at_ms: int) -> list[Odd]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from mqstore.spark.jobs import mirror as module
 from mqstore.spark.jobs.mirror import mirror, mirror_plan
 from mqstore.spark.jobs.shape import select
 from tests.spark.copies import joined, members, messages, tree
-from tests.spark.support import Odd, many, write_store
+from tests.spark.support import Odd, crashed_store, many, write_store
 
 
 @pytest.fixture
@@ -192,6 +193,17 @@ def test_a_batch_is_done_again_with_the_bounds_that_were_written_down(
     done = mirror(None, store, tmp_path / "t", tmp_path / "cp", max_messages=1)
 
     assert (done.batches, done.messages) == (2, 82)
+
+
+def test_a_source_whose_queues_are_lost_or_behind_its_log_is_refused(store: Path, tmp_path: Path) -> None:
+    source = crashed_store(tmp_path / "crashed", 10, 6)
+    with pytest.raises(ConfigError, match="a crash left messages"):
+        mirror(None, source, tmp_path / "t", tmp_path / "c")
+    shutil.rmtree(store / "consumequeue")
+    with pytest.raises(ConfigError, match="has records, and no consume queues"):
+        mirror(None, store, tmp_path / "t", tmp_path / "c")
+    assert not (tmp_path / "t").exists()
+    assert not (tmp_path / "c").exists()
 
 
 def test_lost_messages_stop_it_unless_that_is_allowed(tmp_path: Path) -> None:

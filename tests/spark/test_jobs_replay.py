@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,14 @@ from mqstore.errors import ConfigError, CorruptStoreError, InvalidMessageError, 
 from mqstore.layout.hosts import encode_host
 from mqstore.layout.properties import encode_properties
 from mqstore.spark import publish
+from mqstore.spark.jobs.compact import compact
+from mqstore.spark.jobs.dedup import dedup
 from mqstore.spark.jobs.replay import replay, replay_plan
 from mqstore.spark.jobs.rewrite import Pace
 from mqstore.spark.jobs.shape import select
 from tests.conftest import GoldenStore
 from tests.spark.copies import Copy, Queues, joined, members, messages, tree
-from tests.spark.support import Odd, many, odd_records, write_store
+from tests.spark.support import Odd, crashed_store, many, odd_records, write_store
 
 Golden = Callable[[str], GoldenStore]
 
@@ -93,6 +96,35 @@ def test_what_is_damaged_ends_it_or_is_left_out_and_counted(store: Path, tmp_pat
         replay(None, select(store, options={"onCorrupt": "keep"}), tmp_path / "u")
     with pytest.raises(ConfigError, match="scan=log"):
         replay(None, select(store, options={"scan": "log"}), tmp_path / "u")
+
+
+@pytest.mark.parametrize("job", [replay, compact, dedup])
+def test_a_store_whose_queues_a_crash_left_behind_its_log_is_not_copied_in_part(tmp_path: Path, job: Any) -> None:
+    """It was, and the same command after the store had been opened said that all was done."""
+    source = crashed_store(tmp_path / "s", 10, 6)
+
+    with pytest.raises(ConfigError, match=r"a crash left messages .* `mqstore recover` it; a copy would lack them"):
+        job(None, source, str(tmp_path / "t"))
+    assert not (tmp_path / "t").exists()
+    with MessageStore(source):
+        pass
+    job(None, source, str(tmp_path / "t"))
+
+    assert messages(tmp_path / "t") == messages(source)
+    assert sum(map(len, messages(source).values())) == 16
+
+
+def test_a_crashed_store_whose_queues_list_everything_is_copied(tmp_path: Path) -> None:
+    source = crashed_store(tmp_path / "s", 10, 0)
+    assert replay(None, source, tmp_path / "t").messages == 10
+
+
+@pytest.mark.parametrize("job", [replay, compact, dedup])
+def test_a_store_without_queues_is_not_copied_as_if_it_had_no_messages(store: Path, tmp_path: Path, job: Any) -> None:
+    shutil.rmtree(store / "consumequeue")
+    with pytest.raises(ConfigError, match=r"s has records, and no consume queues .* `mqstore recover`"):
+        job(None, store, str(tmp_path / "t"))
+    assert not (tmp_path / "t").exists()
 
 
 def sizes(path: Path) -> dict[tuple[str, int], list[int]]:

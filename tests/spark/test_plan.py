@@ -39,7 +39,7 @@ from mqstore.spark.plan import (
     stores_of,
 )
 from mqstore.spark.sets import SET_FILE
-from tests.spark.support import Odd, log_end, many, odd_records, write_store
+from tests.spark.support import Odd, crashed_store, log_end, many, odd_records, write_store
 
 T0 = 1_700_000_000_000
 
@@ -102,6 +102,22 @@ def test_a_group_says_where_to_begin(tmp_path: Path) -> None:
     assert planned(path, subscribe="t", startingGroup="g") == {("t", 0): (7, 10), ("t", 1): (0, 10)}
     with pytest.raises(ConfigError, match="no store knows progress"):
         planned(path, startingGroup="nobody")
+
+
+@pytest.mark.parametrize("scan", ["auto", "queue", "log"])
+def test_messages_that_a_crash_left_in_no_queue_are_told_of(
+    tmp_path: Path, scan: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = SourceOptions.parse({"path": str(crashed_store(tmp_path / "s", 10, 6)), "scan": scan})
+    plan(options)
+    plan(options)
+    [warning] = caplog.messages
+    assert "a crash left messages in the log" in warning
+    assert "`mqstore recover` it; a query does not see them" in warning
+    caplog.clear()
+    plan(SourceOptions.parse({"path": str(crashed_store(tmp_path / "t", 10, 0))}))
+    plan(SourceOptions.parse({"path": str(tmp_path / "t-alive")}))
+    assert caplog.messages == []
 
 
 def test_what_is_gone_fails_unless_told_otherwise(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import base64
 import ipaddress
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import mqstore as library
 from mqstore import StoreConfig
 from mqstore.layout.record import COMPRESSED
 from tests.conftest import GOLDEN_NAMES, GoldenStore
+from tests.log.support import open_store
 from tests.tools.support import mqstore, process
 
 Golden = Callable[[str], GoldenStore]
@@ -63,6 +65,22 @@ def test_queues_come_one_after_the_other_in_order(golden: Golden) -> None:
 
     order = [(m["topic"], m["queue_id"], m["queue_offset"]) for m in found]
     assert order == sorted(order)
+
+
+def test_what_a_crash_left_in_no_queue_is_told_of(tmp_path: Path) -> None:
+    with open_store(tmp_path / "s") as store:
+        store.put("t", b"a")
+        store.dispatch()
+        store.put("t", b"b")
+        shutil.copytree(store.path, tmp_path / "crashed")
+
+    result = mqstore("export", tmp_path / "crashed")
+    as_json = mqstore("export", tmp_path / "crashed", "--json")
+
+    assert (result.exit_code, len(lines(result.stdout))) == (0, 1)
+    assert "a crash left messages in the log" in result.stderr
+    assert "`mqstore recover`" in lines(as_json.stderr)[0]["warning"]
+    assert "crash" not in mqstore("export", tmp_path / "s").stderr
 
 
 def test_the_selection_narrows_what_is_exported(golden: Golden) -> None:

@@ -65,7 +65,8 @@ def export(
 
     In JSON `body` is base64, inflated if it was stored compressed; names and units are the stored ones. Parquet, which
     needs pyarrow and --output, has the columns of the Spark source, times as timestamps and bodies as bytes. What
-    cannot be read is told on stderr, the rest is written, and the exit code is 1. Reads only, also beside a writer.
+    cannot be read is told on stderr, the rest is written, and the exit code is 1. Messages that a crash left in no
+    queue are not written, and a line on stderr says so. Reads only, also beside a writer.
     """
     if queue_id is not None and topic is None:
         raise click.UsageError("--queue-id goes with --topic")
@@ -92,6 +93,10 @@ def export(
             for ref in store.queues(name)
             if queue_id is None or ref.queue_id == queue_id
         ]
+        if store.has_unlisted():
+            text = "a crash left messages in the log that queues do not list, and those are not exported: open the "
+            text += "store for writing once, or `mqstore recover` it"
+            note(as_json({"warning": text}) if json_output else text)
         if topic is not None and not refs:
             store.offsets(topic, queue_id or 0)  # says that there is no such queue
         total = sum(high - low for low, high in (store.offsets(*ref) for ref in refs))

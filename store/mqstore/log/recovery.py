@@ -48,7 +48,7 @@ from mqstore.log.report import Cut, Finding, RecoveryReport
 from mqstore.log.scanner import Bad, End, Good, least_plausible, scan_log, sort_out
 from mqstore.log.verify import Wanted, index_faults
 
-__all__ = ["Progress", "RecoverOptions", "first_slot_in_range", "recover", "watermark_of"]
+__all__ = ["Progress", "RecoverOptions", "first_slot_in_range", "has_unlisted", "recover", "watermark_of"]
 
 _log = logging.getLogger("mqstore")
 _VOIDS = 1 << 16
@@ -120,6 +120,26 @@ def watermark_of(parts: Parts) -> int:
     """F, for who is about to make a store look as if a writer had been killed (9.8). The log must not be empty."""
     options = RecoverOptions(full=True, dry_run=True)
     return _Recovery(parts, (), options, None, whole=True)._watermark(parts.run.starts[0])
+
+
+def has_unlisted(parts: Parts) -> bool:
+    """Whether recovery will give a record its first unit: there is one behind the end of its queue. Reads headers from
+    S on, up to the first such record; changes nothing."""
+    if not parts.run.starts:
+        return False
+    recovery = _Recovery(parts, (), RecoverOptions(dry_run=True), None, whole=False)
+    for event in scan_log(parts.run, recovery._scan_start(), parts.checksum, checksums=False):
+        if isinstance(event, Bad) and event.start >= (parts.checkpoint.flushed or 0):
+            return False  # a torn tail: what is whole behind it is cut
+        if not isinstance(event, Good):
+            continue
+        rows = recovery._rows_of(event)
+        for topic, queue_id, chosen in rows.by_queue():
+            if queue_id >= 0 and is_path_safe(topic):
+                queue = parts.queues.get(topic, queue_id)
+                if queue is None or int(rows.queue_offset[chosen].max()) >= queue.max_offset:
+                    return True
+    return False
 
 
 def first_slot_in_range(queue: ConsumeQueue, start: int, least: int | None) -> tuple[int | None, int]:

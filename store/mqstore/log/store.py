@@ -53,7 +53,7 @@ from mqstore.log.consumequeue import ConsumeQueue, QueueTable
 from mqstore.log.inbox import CreateTopics, Inbox
 from mqstore.log.index import Index
 from mqstore.log.queueends import note_ends
-from mqstore.log.recovery import Outcome, Parts, Progress, RecoverOptions, recover
+from mqstore.log.recovery import Outcome, Parts, Progress, RecoverOptions, has_unlisted, recover
 from mqstore.log.report import Finding, RecoveryReport
 from mqstore.log.reput import Dispatcher
 from mqstore.log.retention import expired_before
@@ -406,6 +406,13 @@ class MessageStore(StoreWriter):
         if self._pending is not None:
             self._report_undone(would_undo(self._pending, self._run, self.fs))
         return self.recovery
+
+    def has_unlisted(self) -> bool:
+        """Of a reader: whether a crash left messages that no queue lists, and nobody is there who will list them. Who
+        reads by queues misses them until the store is opened for writing, or recovered."""
+        if self.clean_shutdown or writer_alive(self.path, self.fs):
+            return False
+        return has_unlisted(self._parts(clean=False, has_checkpoint=self._has_checkpoint))
 
     def _stored_delay_levels(self) -> str:
         value, _ = load_json(self.path / manifests.MANIFEST, writer=False, fs=self.fs)

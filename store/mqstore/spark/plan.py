@@ -41,7 +41,7 @@ from mqstore.log.store import MessageStore
 from mqstore.spark.keyindex import KeyIndex
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.sets import read_set
-from mqstore.spark.telling import readable
+from mqstore.spark.telling import readable, warn_once
 from mqstore.spark.windows import WINDOW_BYTES
 
 __all__ = [
@@ -58,7 +58,9 @@ __all__ = [
     "check_ids",
     "chosen",
     "has_all",
+    "has_records",
     "is_wanted",
+    "left_by_crash",
     "mean_size",
     "open_sliced",
     "open_store",
@@ -213,6 +215,19 @@ def open_sliced(store: StoreName) -> SlicedStore:
     """As `open_store`, to read slices."""
     with readable(store.path):
         return SlicedStore(store.path, "r", fs=QUIET)
+
+
+def has_records(store: MessageStore) -> bool:
+    """Whether anything is in the log, listed or not."""
+    return not isinstance(next(scan_log(store._run, store.min_offset, store._checksum, checksums=False)), End)
+
+
+def left_by_crash(name: StoreName) -> str:
+    """What to tell of a store that `has_unlisted`."""
+    return (
+        f"a crash left messages in the log of {name.path} that its queues do not list: open it for writing once, or "
+        "`mqstore recover` it"
+    )
 
 
 def queues_of(store: MessageStore) -> list[ConsumeQueue]:
@@ -436,6 +451,8 @@ def survey(options: SourceOptions, narrowing: Narrowing | None = None, *, by_reg
         with store:
             queues = queues_of(store)
             missing -= {queue.topic for queue in queues}
+            if (queues or options.scan == "queue") and store.has_unlisted():
+                warn_once(f"mqstore: {left_by_crash(name)}; a query does not see them")
             if options.scan == "log" or (options.scan == "auto" and not queues):
                 found += _log_slices(store, name, options, narrowing)
                 continue

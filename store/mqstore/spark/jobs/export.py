@@ -270,6 +270,7 @@ class _Job:
     def tasks(self, before: dict[str, Any]) -> list[list[QueueSlice]]:
         """What no run has exported yet. ConfigError, as `check`."""
         self.check(before)
+        self.selection.check_queues()  # a run that goes on says scan=queue
         return self._resumed(before).queue_tasks()
 
     def passed_over(self, before: dict[str, Any]) -> list[list[QueueSlice]]:

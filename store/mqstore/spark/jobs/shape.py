@@ -24,11 +24,24 @@ from datetime import datetime
 from functools import partial
 from typing import Any, TypeVar
 
-from mqstore.errors import ConfigError, MQStoreError
+from mqstore.errors import ConfigError, MQStoreError, NotAStoreError
 from mqstore.log.reader import to_ms
 from mqstore.log.store import MessageStore
 from mqstore.spark.options import SourceOptions
-from mqstore.spark.plan import LogSlice, Narrowing, QueueSlice, Slice, StoreName, is_wanted, open_store, plan, stores_of
+from mqstore.spark.plan import (
+    LogSlice,
+    Narrowing,
+    QueueSlice,
+    Slice,
+    StoreName,
+    has_records,
+    is_wanted,
+    left_by_crash,
+    open_store,
+    plan,
+    queues_of,
+    stores_of,
+)
 from mqstore.spark.shipping import ship
 
 __all__ = [
@@ -190,12 +203,31 @@ class Selection:
             found.append([])
             for piece in task:
                 if isinstance(piece, LogSlice):
-                    raise ConfigError(
-                        f"{piece.store.path} has records, and no consume queues to read them by: `mqstore recover` "
-                        "makes these anew (and scan=queue reads what there is, which is nothing)"
-                    )
+                    raise _no_queues(piece.store)
                 found[-1].append(piece)
         return found
+
+    def check_queues(self, *, whole: bool = False) -> None:
+        """ConfigError for a store that has records and no queues, for a job that sets scan=queue itself; as
+        `queue_tasks`, it does not mind where the user has said that. With `whole` also for a store whose queues a crash
+        left behind its log, for a job that would never come back for the rest."""
+        for name in self.stores():
+            try:
+                store = open_store(name)
+            except NotAStoreError:
+                continue  # what that means is for planning to say
+            with store:
+                if self.options.scan == "auto" and not queues_of(store) and has_records(store):
+                    raise _no_queues(name)
+                if whole and store.has_unlisted():
+                    raise ConfigError(f"{left_by_crash(name)}; a copy would lack them")
+
+
+def _no_queues(name: StoreName) -> ConfigError:
+    return ConfigError(
+        f"{name.path} has records, and no consume queues to read them by: `mqstore recover` makes these anew (and "
+        "scan=queue reads what there is, which is nothing)"
+    )
 
 
 def select(
