@@ -311,6 +311,21 @@ def test_what_index_files_do_not_tell_is_searched_in_the_log(travelled: Path, tm
     assert trace(None, {"a": path}, "k").scanned_bytes > whole.scanned_bytes
 
 
+@pytest.mark.parametrize("damage", ["gone", "zeroed"])
+def test_a_trace_searches_the_log_where_an_index_file_between_others_is_lost(tmp_path: Path, damage: str) -> None:
+    path = write_store(tmp_path / "s", many(400))
+    lost = sorted((path / "index").iterdir())[2]
+    if damage == "gone":
+        lost.unlink()
+    else:
+        lost.write_bytes(bytes(lost.stat().st_size))
+
+    found = [trace(None, path, f"k{i}") for i in range(0, 400, 9)]
+
+    assert [len(each.hops) for each in found] == [1] * 45
+    assert (found[0].scanned_bytes < 20_000) == (damage == "gone")
+
+
 def test_a_message_id_leads_to_the_other_copies(travelled: Path) -> None:
     first = trace(None, travelled, "k").hops[0]
     found = trace(None, travelled, first.message_id.lower())

@@ -114,6 +114,43 @@ def test_what_the_index_does_not_vouch_for_is_scanned(tmp_path: Path) -> None:
         assert planned < 401
 
 
+@pytest.mark.parametrize("which", [0, 1, 3, -1])
+@pytest.mark.parametrize("damage", ["gone", "zeroed", "half of it zeroed"])
+def test_what_a_lost_index_file_had_is_found_by_scanning(tmp_path: Path, damage: str, which: int) -> None:
+    """The files before and behind it look whole, and were taken to speak for what lies between."""
+    path = write_store(tmp_path / "s", many(400))
+    file = sorted((path / "index").iterdir())[which]
+    data = file.read_bytes()
+    if damage == "gone":
+        file.unlink()
+    else:
+        file.write_bytes((data[: len(data) // 2] if damage != "zeroed" else b"").ljust(len(data), bytes(1)))
+    assert len(sorted((path / "index").iterdir())) >= 6
+    rows = {row[-1]: row for row in scanned(path, *(f"k{i}" for i in range(400)))}
+    assert len(rows) == 400
+    planned = []
+    for key in [*rows][::7]:
+        found, slots = read(path, key)
+        assert found == [rows[key]]
+        planned.append(slots)
+    if damage == "gone":
+        assert min(planned) < max(planned) < 100  # what is around the hole, and no more
+
+
+def test_a_record_with_keys_in_two_files_is_found_when_one_of_them_is_lost(tmp_path: Path) -> None:
+    config = StoreConfig(segment_bytes=1 << 16, consumequeue_units=64, index_slots=16, index_entries=9)
+    keys = [f"k{i}" for i in range(30)]
+    with MessageStore(tmp_path / "s", config=config) as store:
+        for i in range(10):
+            store.put("t", b"x", keys=keys[3 * i : 3 * i + 3])
+    for lost in sorted((tmp_path / "s" / "index").iterdir()):
+        path = tmp_path / lost.name
+        shutil.copytree(tmp_path / "s", path)
+        (path / "index" / lost.name).unlink()
+        for key in keys:
+            assert read(path, key)[0] == scanned(path, key) != []
+
+
 def test_what_a_live_writer_has_not_made_durable_is_scanned(tmp_path: Path) -> None:
     with MessageStore(tmp_path / "s", config=StoreConfig(segment_bytes=1 << 16)) as store:
         for i in range(300):

@@ -154,12 +154,19 @@ class IndexFile:
     def lies_outside(self, count: int, low: int, high: int) -> bool:
         """Whether no entry is of a record in `[low, high]`, judged by the ends; False where header and entries do not
         agree on these, and some entry in between might."""
+        if self.header.next_entry <= 1:
+            return True
+        span = self.span(count)
+        return span is not None and (span[0] > high or span[1] < low)
+
+    def span(self, count: int) -> tuple[int, int] | None:
+        """Physical offsets of the first and the last entry. None: there is none, or header and entries do not agree."""
         header, table = self.header, self._table(count)
         if not len(table):
-            return True
+            return None
         begin, end = table["physical_offset"][[0, -1]].tolist()
         agree = (begin, end) == (header.begin_physical_offset, header.end_physical_offset)
-        return agree and (begin > high or end < low)
+        return (begin, end) if agree else None
 
     def _table(self, count: int) -> npt.NDArray[np.void]:
         used = min(max(self.header.next_entry, 1), count)

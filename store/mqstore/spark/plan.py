@@ -599,8 +599,13 @@ def _wanted_part(
 
 def _by_key(index: KeyIndex, store: MessageStore, queue: ConsumeQueue, start: int, stop: int) -> list[tuple[int, int]]:
     """The parts of [start, stop) where messages with the wanted keys can be."""
-    low, high = (_slot_at(store, queue.ref, start, stop, physical) for physical in index.vouched)
-    return [*index.narrowed(queue.ref, start, stop, low, high)]
+    vouched = []
+    at = start
+    for low, high in index.answered.ranges:
+        first = _slot_at(store, queue.ref, at, stop, low)
+        at = _slot_at(store, queue.ref, first, stop, high)
+        vouched.append((first, at))
+    return [*index.narrowed(queue.ref, start, stop, vouched)]
 
 
 def _tagged(weighed: Weighed) -> Weighed:

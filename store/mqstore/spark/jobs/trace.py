@@ -1,9 +1,10 @@
 """One key or message id on its way through topics, retries, delays and dead letters of all stores, in time order (spec
 `spark.md` B7).
 
-A task looks into one store. Index files say where a key is, in every topic, those of the engine too. What lies before
-their first entry and behind their last one, or all if a file is not of the size of one, is searched in the log:
-properties are compared as bytes, and only what may bear the key is decoded. `scan=True` does so with all of the log.
+A task looks into one store. Index files say where a key is, in every topic, those of the engine too. What they do not
+answer for (`keyindex.answered`: before the first, behind the last, where one is lost; all, if one is no such file) is
+searched in the log: properties are compared as bytes, and only what may bear the key is decoded. `scan=True` does so
+with all of the log.
 
 A message id is an address in one store. What lies there tells its unique key, which every copy of a message bears, and
 that is what is looked for then, everywhere. A message without one leaves no trace but itself.
@@ -38,6 +39,7 @@ from mqstore.log.message import Message
 from mqstore.log.store import MessageStore
 from mqstore.spark.arrow import cut
 from mqstore.spark.jobs.shape import Plan, Progress, Selection, Shaped, Stores, run, select
+from mqstore.spark.keyindex import answered, bears
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import StoreName, bounds_of_log, open_store
 from mqstore.spark.rows import Policy, log_batches
@@ -171,6 +173,10 @@ def _by_index(store: MessageStore, terms: tuple[str, ...]) -> Iterator[int]:
                 store.find(topic, unique_key=term, limit=_MOST + 1),
             ):
                 yield from (message.physical_offset for message in found)
+    for place in answered(store).seams:
+        with suppress(LookupError):  # what cannot be read is no hop
+            if bears(store.at(place), terms):
+                yield place
 
 
 def _by_id(store: MessageStore, message_id: str) -> Iterator[int]:
@@ -185,18 +191,15 @@ def _by_id(store: MessageStore, message_id: str) -> Iterator[int]:
 def _not_indexed(store: MessageStore, scan: bool) -> list[tuple[int, int]]:
     """Ranges of the log that index files say nothing about."""
     low, high, _ = bounds_of_log(store, SourceOptions())
-    headers = [file.header for file in store._index.files]
-    headers = [header for header in headers if header.next_entry > 1]
-    if scan or not headers or store._index_findings:
-        return [(low, high)] if low < high else []
-    first = min(header.begin_physical_offset for header in headers)
-    last = max(header.end_physical_offset for header in headers)
-    return [(a, b) for a, b in ((low, min(high, first)), (max(low, last), high)) if a < b]
+    gaps: list[tuple[int, int]] = []
+    for begin, end in () if scan else answered(store).ranges:
+        gaps.append((low, min(high, begin)))
+        low = max(low, end)
+    return [(a, b) for a, b in (*gaps, (low, high)) if a < b]
 
 
 def _by_log(store: MessageStore, low: int, high: int, terms: tuple[str, ...]) -> Iterator[int]:
     """Physical offsets of records in [low, high) that bear one of the terms."""
-    wanted = set(terms)
     windows = Windows(store._run, store.fs)
     try:
         for pieces in log_batches(store, windows, low, high, Policy(on_corrupt="skip"), lambda topic: True):
@@ -209,8 +212,7 @@ def _by_log(store: MessageStore, low: int, high: int, terms: tuple[str, ...]) ->
                 for term in terms:
                     for row in np.flatnonzero(pc.match_substring(blobs, term).to_numpy(zero_copy_only=False)).tolist():
                         place = int(piece.physical[row])
-                        message = store.at(place)
-                        if not wanted.isdisjoint((*message.keys, message.unique_key)):
+                        if bears(store.at(place), terms):
                             yield place
     finally:
         windows.close()
