@@ -19,6 +19,7 @@ from mqstore.spark.jobs.mirror import mirror, mirror_plan
 from mqstore.spark.jobs.shape import select
 from tests.spark.copies import joined, members, messages, tree
 from tests.spark.support import Odd, crashed_store, many, write_store
+from tests.tools.brokers import broker
 
 
 @pytest.fixture
@@ -204,6 +205,24 @@ def test_a_source_whose_queues_are_lost_or_behind_its_log_is_refused(store: Path
         mirror(None, store, tmp_path / "t", tmp_path / "c")
     assert not (tmp_path / "t").exists()
     assert not (tmp_path / "c").exists()
+
+
+def test_what_was_deleted_does_not_rise_in_a_mirror(tmp_path: Path) -> None:
+    with broker(tmp_path / "s") as running:
+        for topic in ("gone", "kept"):
+            running.topics.create(topic, queues=1)
+            running.put(topic, b"old")
+        running.topics.delete("gone")
+    assert mirror_plan(tmp_path / "s", tmp_path / "t", tmp_path / "c").messages == 1
+
+    assert mirror(None, tmp_path / "s", tmp_path / "t", tmp_path / "c").topics == {"kept": 1}
+    with broker(tmp_path / "s") as running:
+        running.put("kept", b"soon gone")
+        running.topics.delete("kept")
+    assert mirror_plan(tmp_path / "s", tmp_path / "t", tmp_path / "c").messages == 0
+    assert mirror(None, tmp_path / "s", tmp_path / "t", tmp_path / "c").topics == {}
+
+    assert [copy.body for copies in messages(tmp_path / "t").values() for copy in copies] == [b"old"]
 
 
 def test_lost_messages_stop_it_unless_that_is_allowed(tmp_path: Path) -> None:

@@ -25,8 +25,9 @@ from mqstore.spark.jobs.replay import replay, replay_plan
 from mqstore.spark.jobs.rewrite import Pace
 from mqstore.spark.jobs.shape import select
 from tests.conftest import GoldenStore
-from tests.spark.copies import Copy, Queues, joined, members, messages, tree
+from tests.spark.copies import Copy, Queues, fail, joined, members, messages, tree
 from tests.spark.support import Odd, crashed_store, many, odd_records, write_store
+from tests.tools.brokers import broker
 
 Golden = Callable[[str], GoldenStore]
 
@@ -125,6 +126,29 @@ def test_a_store_without_queues_is_not_copied_as_if_it_had_no_messages(store: Pa
     with pytest.raises(ConfigError, match=r"s has records, and no consume queues .* `mqstore recover`"):
         job(None, store, str(tmp_path / "t"))
     assert not (tmp_path / "t").exists()
+
+
+@pytest.mark.parametrize("job", [replay, compact, dedup])
+def test_what_was_deleted_or_purged_does_not_rise_in_a_copy(tmp_path: Path, job: Any) -> None:
+    """It is in the log, and in queues, until retention takes it."""
+    fail(tmp_path / "s", 6)
+    with broker(tmp_path / "s", dlq_retention=None) as running:
+        running.dead_letters("billing").purge(before_offset=4)
+        for topic in ("gone", "again"):
+            running.topics.create(topic, queues=1)
+            for i in range(5):
+                running.put(topic, b"old %d" % i)
+            running.topics.delete(topic, force=True)
+        running.topics.create("again", queues=1)
+        running.put("again", b"new")
+
+    job(None, tmp_path / "s", str(tmp_path / "t"))
+
+    found = messages(tmp_path / "t")
+    assert {topic for topic, _ in found} == {"orders", "again"}
+    assert [copy.body for copy in found["again", 0]] == [b"new"]
+    replay(None, tmp_path / "s", tmp_path / "letters", topics="%DLQ%billing", system=True)
+    assert len(messages(tmp_path / "letters", system=True)["%DLQ%billing", 0]) == 2
 
 
 def sizes(path: Path) -> dict[tuple[str, int], list[int]]:

@@ -32,6 +32,7 @@ from mqstore.spark.jobs.rewrite import (
     Wishes,
     app_of,
     derived_id,
+    living,
     parts_of,
     plan_of,
     prepare,
@@ -198,7 +199,7 @@ def planned(
         name = derived_id(kind, chosen, options.path, options.target, *said)
     app = app_of(kind, name)
     check_new(options, app, 0)
-    tasks = chosen.tasks()
+    tasks = living(chosen.tasks())
     to = prepare(chosen, sinks, tasks, wishes)
     return Sifting(kind, name, fields, Rewrite(chosen.options, to, app, 0), parts_of(tasks, to, None))
 

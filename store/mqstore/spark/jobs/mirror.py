@@ -42,7 +42,7 @@ from mqstore.files.lock import WriterLock
 from mqstore.layout.properties import encode_properties
 from mqstore.spark.copying import Spread
 from mqstore.spark.jobs.replay import REPLAY_ID, REPLAY_STORE_TIME
-from mqstore.spark.jobs.rewrite import Rewrite, Wishes, execute, parts_of, prepare, queue_selection, sinks_of
+from mqstore.spark.jobs.rewrite import Rewrite, Wishes, execute, living, parts_of, prepare, queue_selection, sinks_of
 from mqstore.spark.jobs.shape import Plan, Progress, Selection, Shaped, Stores, select
 from mqstore.spark.pacing import Limit
 from mqstore.spark.plan import Slice
@@ -126,7 +126,7 @@ def mirror(
                 wait(interval_s)
                 continue
             number, begin, end = batch
-            tasks = positions.partitions(begin, end)
+            tasks = living(positions.partitions(begin, end))
             to = prepare(chosen, {options.path: options}, tasks, wishes, all_topics=False)
             rewrite = Rewrite(
                 chosen.options,
@@ -181,7 +181,7 @@ def mirror_plan(
         return Plan.of_slices(everything)
     positions = StreamProgress(chosen.options)
     begin = _Checkpoint(folder, _metadata(folder, options)).begin
-    return Plan.of_slices(positions.partitions(begin, positions.latest(begin)))
+    return Plan.of_slices(living(positions.partitions(begin, positions.latest(begin))))
 
 
 def _checked(
@@ -193,7 +193,7 @@ def _checked(
     if _exists(checkpoint):  # which says where to go on: where a new one would begin may be gone by now
         chosen = chosen.with_options(starting_offsets="earliest", starting_timestamp_ms=None, starting_group=None)
     [options] = sinks_of(dest, target=target).values()
-    tasks = chosen.tasks()
+    tasks = living(chosen.tasks())
     prepare(chosen, {options.path: options}, tasks, wishes, all_topics=False)
     return chosen, options, tasks
 

@@ -33,6 +33,7 @@ from mqstore.spark.jobs.rewrite import (
     app_of,
     derived_id,
     execute,
+    living,
     parts_of,
     plan_of,
     prepare,
@@ -144,7 +145,7 @@ class _Asked:
             [dict(wishes.rename), self.queues, self.spread, self.keep_time, self.tag, self.route],
         )
         app = app_of("replay", name)
-        tasks = chosen.tasks()
+        tasks = living(chosen.tasks())
         to = prepare(chosen, sinks, tasks, wishes)
         parts = parts_of(tasks, to, self.route)
         at_once = 1 if spark is None else max(1, min(len(parts), spark.sparkContext.defaultParallelism))

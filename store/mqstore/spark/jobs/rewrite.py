@@ -25,7 +25,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -33,7 +33,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from mqstore.broker.names import check_user_topic, is_dlq_topic, is_retry_topic, is_system_topic
+from mqstore.broker.names import START_GROUP, check_user_topic, is_dlq_topic, is_retry_topic, is_system_topic
 from mqstore.broker.parts import open_parts
 from mqstore.errors import ConfigError
 from mqstore.spark import publish
@@ -41,7 +41,7 @@ from mqstore.spark.copying import Copier, Spread, Target
 from mqstore.spark.encode import Encoded
 from mqstore.spark.jobs.shape import Plan, Progress, Selection, Shaped, run
 from mqstore.spark.options import SourceOptions
-from mqstore.spark.plan import QueueSlice, Slice, open_store
+from mqstore.spark.plan import QueueSlice, Slice, StoreName, open_store
 from mqstore.spark.rows import Piece, Policy
 from mqstore.spark.sinkoptions import APP_NAME, SinkOptions
 from mqstore.spark.staging import ShardInfo, transaction_folder, write_shards
@@ -60,6 +60,7 @@ __all__ = [
     "app_of",
     "derived_id",
     "execute",
+    "living",
     "parts_of",
     "plan_of",
     "prepare",
@@ -187,6 +188,30 @@ class Part:
     slices: tuple[QueueSlice, ...]
 
 
+def living(tasks: Sequence[Sequence[Slice]]) -> list[list[Slice]]:
+    """The tasks without what lies before the logical start of its queue: messages of a topic that was deleted, letters
+    that were purged. Until retention takes them they are in the log, and queues list them, but nobody in the source
+    gets them any more; in a target everybody would."""
+    starts: dict[tuple[StoreName, str, int], int] = {}
+    for name in dict.fromkeys(piece.store for task in tasks for piece in task):
+        with open_store(name) as store:
+            for ref, start in open_parts(store).offsets.of_group(START_GROUP).items():
+                starts[name, *ref] = start
+    if not starts:
+        return [[*task] for task in tasks]
+    found: list[list[Slice]] = []
+    for task in tasks:
+        left: list[Slice] = []
+        for piece in task:
+            assert isinstance(piece, QueueSlice)
+            start = max(piece.start, starts.get((piece.store, piece.topic, piece.queue_id), 0))
+            if start < piece.stop:
+                left.append(replace(piece, start=start))
+        if left:
+            found.append(left)
+    return found
+
+
 def prepare(
     selection: Selection,
     sinks: Mapping[str, SinkOptions],
@@ -195,8 +220,8 @@ def prepare(
     *,
     all_topics: bool = True,
 ) -> tuple[Destination, ...]:
-    """Look at the targets, and find a place there for each topic of the tasks. ConfigError, InvalidMessageError for
-    what will not go; writes nothing. `all_topics`: what is renamed must be among them."""
+    """Look at the targets, and find a place there for each topic of the tasks, which are `living`. ConfigError,
+    InvalidMessageError for what will not go; writes nothing. `all_topics`: what is renamed must be among them."""
     _check_wishes(wishes)
     _refuse_overlap(selection, sinks)
     queues = _queues_of(tasks)
