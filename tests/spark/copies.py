@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
+
 from mqstore import MessageStore, SimulatedClock
+from mqstore.log.splice import Splicer
 from tests.tools.brokers import broker, clock_now
 
 
@@ -78,6 +83,24 @@ def tree(path: Path) -> dict[str, bytes | None]:
         found |= {str(Path(folder, name).relative_to(path)): None for name in folders}
         found |= {str(Path(folder, name).relative_to(path)): Path(folder, name).read_bytes() for name in files}
     return found
+
+
+@contextmanager
+def killed_once_recorded(path: Path) -> Iterator[None]:
+    """Afterwards the store that is written to meanwhile is as a kill leaves it right behind the step by which a commit
+    counts: the messages are in the log, and in no queue yet."""
+    image = path.parent / "killed"
+    real = Splicer._publish
+
+    def picture(splicer: Any, *args: Any) -> int:
+        shutil.copytree(path, image)
+        return real(splicer, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Splicer, "_publish", picture)
+        yield
+    shutil.rmtree(path)
+    image.rename(path)
 
 
 def fail(path: Path, count: int, *, topic: str = "orders", group: str = "billing", first: int = 0) -> None:

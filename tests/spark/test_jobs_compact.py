@@ -19,7 +19,7 @@ from mqstore.spark.jobs import keyed
 from mqstore.spark.jobs.compact import compact, compact_plan
 from mqstore.spark.jobs.dedup import dedup, dedup_plan
 from mqstore.spark.jobs.shape import select
-from tests.spark.copies import Copy, Queues, joined, members, messages, tree
+from tests.spark.copies import Copy, Queues, joined, killed_once_recorded, members, messages, tree
 from tests.spark.support import Odd, many, write_store
 
 T0 = 1_700_000_000_000
@@ -333,6 +333,17 @@ def test_a_crash_around_the_commit_and_a_second_run_give_the_result_once(
     assert compact(None, path, str(tmp_path / "other"), key="tags").after == sum(
         map(len, messages(tmp_path / "out").values())
     )
+    assert messages(tmp_path / "out") == messages(tmp_path / "other")
+
+
+def test_a_result_that_was_recorded_when_the_run_was_killed_is_there_once_the_next_says_so(tmp_path: Path) -> None:
+    path = write_store(tmp_path / "s", many(60))
+    with killed_once_recorded(tmp_path / "out"):
+        compact(None, path, str(tmp_path / "out"), key="tags")
+
+    assert compact(None, path, str(tmp_path / "out"), key="tags").already
+
+    compact(None, path, str(tmp_path / "other"), key="tags")
     assert messages(tmp_path / "out") == messages(tmp_path / "other")
 
 

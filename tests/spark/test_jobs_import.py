@@ -17,7 +17,7 @@ from mqstore.spark import publish
 from mqstore.spark.jobs import importing
 from mqstore.spark.jobs.export import export_parquet
 from mqstore.spark.jobs.importing import import_plan, import_rows
-from tests.spark.copies import joined, members, messages, tree
+from tests.spark.copies import joined, killed_once_recorded, members, messages, tree
 from tests.spark.support import many, write_store
 
 ROWS = [
@@ -290,6 +290,15 @@ def test_a_crash_around_the_commit_and_a_second_run_give_each_row_once(
     assert bodies == sorted([b"fine", b"last", b"x", *(b"%d" % i for i in range(20))])
     assert len([*(tmp_path / "no").iterdir()]) == 1
     assert pq.read_table(next((tmp_path / "no").iterdir())).num_rows == 4
+
+
+def test_rows_that_were_recorded_when_the_run_was_killed_are_seen_once_the_next_says_already(tmp_path: Path) -> None:
+    path = write(tmp_path, "parquet")
+    with killed_once_recorded(tmp_path / "t"):
+        import_rows(None, path, tmp_path / "t", mapping=MAPPING, topic="t")
+
+    assert import_rows(None, path, tmp_path / "t", mapping=MAPPING, topic="t").already
+    assert stored(tmp_path / "t") == EXPECTED
 
 
 def test_the_same_import_once_more_writes_nothing_and_another_id_does(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from mqstore.spark import publish
 from mqstore.spark.jobs import mirror as module
 from mqstore.spark.jobs.mirror import mirror, mirror_plan
 from mqstore.spark.jobs.shape import select
-from tests.spark.copies import joined, members, messages, tree
+from tests.spark.copies import joined, killed_once_recorded, members, messages, tree
 from tests.spark.support import Odd, crashed_store, many, write_store
 from tests.tools.brokers import broker
 
@@ -178,6 +178,17 @@ def test_a_crash_at_any_step_and_more_messages_meanwhile_give_each_once(
     add(store, b"3")
 
     mirror(None, store, tmp_path / "t", tmp_path / "cp")
+
+    assert messages(tmp_path / "t") == messages(store)
+
+
+def test_a_batch_that_was_recorded_when_the_run_was_killed_is_seen_after_the_next(store: Path, tmp_path: Path) -> None:
+    """There may be nothing more to copy for long: then nobody else opens the target."""
+    with killed_once_recorded(tmp_path / "t"):
+        mirror(None, store, tmp_path / "t", tmp_path / "cp")
+    (tmp_path / "cp" / "commits" / "0").unlink()
+
+    assert mirror(None, store, tmp_path / "t", tmp_path / "cp").messages == 0
 
     assert messages(tmp_path / "t") == messages(store)
 

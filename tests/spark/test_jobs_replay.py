@@ -25,7 +25,7 @@ from mqstore.spark.jobs.replay import replay, replay_plan
 from mqstore.spark.jobs.rewrite import Pace
 from mqstore.spark.jobs.shape import select
 from tests.conftest import GoldenStore
-from tests.spark.copies import Copy, Queues, fail, joined, members, messages, tree
+from tests.spark.copies import Copy, Queues, fail, joined, killed_once_recorded, members, messages, tree
 from tests.spark.support import Odd, crashed_store, many, odd_records, write_store
 from tests.tools.brokers import broker
 
@@ -499,6 +499,37 @@ def test_staging_of_a_run_that_was_killed_is_nobodys_message(
 
     assert messages(tmp_path / "t") == messages(store)
     assert not (tmp_path / "t" / "_staging").exists()
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_what_a_run_had_recorded_when_it_was_killed_is_seen_once_the_next_says_already(
+    store: Path, tmp_path: Path, there: bool
+) -> None:
+    """The next run found its id in the target, said that all was done and opened nothing: readers saw an empty store,
+    until somebody opened it for writing."""
+    if there:
+        with MessageStore(tmp_path / "t") as target:
+            target.put("before", b"x")
+    with killed_once_recorded(tmp_path / "t"):
+        replay(None, store, tmp_path / "t")
+    assert without(messages(tmp_path / "t"), "before") == {}
+    before = tree(tmp_path / "t")
+    assert replay_plan(store, tmp_path / "t").already
+    assert tree(tmp_path / "t") == before  # a plan writes nothing
+
+    again = replay(None, store, tmp_path / "t")
+
+    assert again.already
+    assert without(messages(tmp_path / "t"), "before") == messages(store)
+
+
+def test_a_target_that_somebody_has_open_already_is_left_to_him(store: Path, tmp_path: Path) -> None:
+    with killed_once_recorded(tmp_path / "t"):
+        replay(None, store, tmp_path / "t")
+
+    with MessageStore(tmp_path / "t") as owner:
+        assert replay(None, store, tmp_path / "t").already
+        assert owner.offsets("t", 0) == (0, 20)
 
 
 def test_of_two_targets_the_second_run_completes_the_one_that_lacks_it(

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -39,7 +39,7 @@ from mqstore.clock import SYSTEM_CLOCK, Clock
 from mqstore.errors import ConfigError, FlushFailedError, FormatError, MQStoreError, NotAStoreError, StoreLockedError
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.files.jsonfile import decode_json, encode_json, load_json, save_json
-from mqstore.files.lock import WriterLock
+from mqstore.files.lock import WriterLock, writer_alive
 from mqstore.layout.record import BLANK_BYTES
 from mqstore.log.commitlog import ALLOWANCE
 from mqstore.log.inbox import check_highest, topics_entered
@@ -48,7 +48,7 @@ from mqstore.log.store import MessageStore
 from mqstore.log.txn import read_txn
 from mqstore.options import Profile, StoreConfig
 from mqstore.spark.encode import Rules, TopicRule
-from mqstore.spark.plan import StoreName, open_store
+from mqstore.spark.plan import StoreName, open_sliced, open_store
 from mqstore.spark.sets import RECORDED, SET_FILE, read_set
 from mqstore.spark.sinkoptions import SinkOptions
 from mqstore.spark.staging import (
@@ -71,6 +71,7 @@ __all__ = [
     "clean_target",
     "commit",
     "is_committed",
+    "is_settled",
     "make_member",
     "plan_target",
 ]
@@ -273,6 +274,27 @@ def is_committed(options: SinkOptions, app: str, version: int, *, fs: FileSystem
         return False
     handed = options.target == "inbox" and fs.exists(root / _INBOX / transaction_folder(root, app, version).name)
     return handed or read_txn(root, fs).version_of(app) >= version
+
+
+def is_settled(
+    options: SinkOptions, app: str, version: int, *, fs: FileSystem = REAL, clock: Clock = SYSTEM_CLOCK
+) -> bool:
+    """As `is_committed`, for who leaves it at that if it is. Who was killed right behind the step that counts has put
+    nothing into the queues yet, and readers see what is there: so a store that nobody has closed, or has open, is
+    opened as a commit would. Raises what that raises."""
+    if not is_committed(options, app, version, fs=fs):
+        return False
+    root = Path(options.path)
+    if options.target != "store":  # the stores of a set were closed before it named them; an inbox has an owner
+        return True
+    with open_sliced(StoreName(options.path, options.path)) as reader:
+        clean = reader.clean_shutdown
+    if not clean and not writer_alive(root, fs):
+        # Who has come first by now does the same.
+        with suppress(StoreLockedError), MessageStore(root, config=StoreConfig(clock=clock), fs=fs) as store:
+            _finish_overwrite(open_parts(store), root, fs)
+            return store.spliced_version(app) >= version
+    return True
 
 
 def abort(options: SinkOptions, app: str, version: int, *, writer: str = "", fs: FileSystem = REAL) -> None:

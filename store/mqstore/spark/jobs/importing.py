@@ -129,7 +129,7 @@ def import_rows(
     started = time.monotonic()
     job = _Job.of(source, dest, format, mapping, topic, order, target, queues, refused, validate, id)
     options = job.options
-    if publish.is_committed(options, job.app, 0):
+    if publish.is_settled(options, job.app, 0):
         return ImportReport(job.id, options.path, target, True, 0, 0, 0, 0, {}, {}, (), (), time.monotonic() - started)
     plain = job.plainly_mapped(spark)
     plan = publish.plan_target(options)

@@ -518,7 +518,7 @@ def execute(
     Raises what tasks and commits raise; what was staged and not published is taken away.
     """
     started = time.monotonic()
-    there = [publish.is_committed(to.options, rewrite.app, rewrite.version) for to in rewrite.to]
+    there = [publish.is_settled(to.options, rewrite.app, rewrite.version) for to in rewrite.to]
     made = [not os.path.lexists(to.options.path) for to in rewrite.to]
     staged: list[Staged] = []
     published: dict[int, publish.Published] = {}
