@@ -339,6 +339,55 @@ def test_messages_that_retention_took_before_they_were_exported_are_told(tmp_pat
     assert [offset for _, queue, offset in offsets(dest) if queue == 0] == [0, 1, *range(low, high)]
 
 
+@pytest.mark.parametrize("noticed", ["at once", "with messages"])
+def test_a_queue_that_lost_its_tail_is_exported_on_from_its_end(tmp_path: Path, noticed: str) -> None:
+    """A store was restored from a backup. The end that was noted before stayed, so nothing was exported until the
+    queue had grown beyond it again: 80 messages that no run said a word of."""
+
+    def put(*bodies: int) -> None:
+        with MessageStore(path) as store:
+            store.put_many("t", [b"%d" % body for body in bodies], queue_id=0)
+
+    path, dest = tmp_path / "s", tmp_path / "out"
+    put(*range(10))
+    shutil.copytree(path, tmp_path / "backup")
+    put(*range(10, 100))
+    export_parquet(None, path, dest)
+    shutil.rmtree(path)
+    (tmp_path / "backup").rename(path)
+    lax = select(path, options={"failOnDataLoss": "false"})
+    with pytest.raises(OffsetOutOfRangeError, match="90 messages are not there"):
+        export_parquet(None, path, dest)
+    if noticed == "with messages":  # what is stored before a run sees it cannot be told from what was exported
+        put(200, 201)
+
+    seen = export_parquet(None, lax, dest)
+    nothing = export_parquet(None, lax, dest)
+    put(*range(1000, 1020))
+    planned = export_plan(lax, dest).messages
+    strict = export_parquet(None, path, dest)
+
+    top = 10 if noticed == "at once" else 12
+    assert (seen.messages, seen.folder, seen.files) == (0, "export=00000002", 0)
+    assert seen.high_water == {str(path): {"t": {"0": top}}}
+    assert nothing.folder is None
+    assert planned == strict.messages == 20
+    assert [row["body"] for row in rows(dest) if int(row["body"]) >= 1000] == [b"%d" % i for i in range(1000, 1020)]
+
+
+def test_ends_of_queues_that_are_not_there_are_kept(store: Path, tmp_path: Path) -> None:
+    """Their store may be on a disk that comes back."""
+    dest = tmp_path / "out"
+    export_parquet(None, store, dest)
+    other = write_store(tmp_path / "other", many(8))
+    store.rename(tmp_path / "away")
+    lax = select([store, other], options={"failOnDataLoss": "false"})
+
+    assert export_parquet(None, lax, dest).messages == 9
+    (tmp_path / "away").rename(store)
+    assert export_parquet(None, lax, dest).folder is None
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

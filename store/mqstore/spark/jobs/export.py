@@ -46,6 +46,7 @@ from mqstore.spark.columns import check_columns, default_columns
 from mqstore.spark.jobs.shape import Plan, Progress, Selection, Shaped, Stores, local_path, run, select
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import QueueSlice
+from mqstore.spark.progress import look
 from mqstore.spark.tasks import policy_of, read_slices
 
 __all__ = ["ExportResult", "check_export", "export_parquet", "export_plan", "read_manifest"]
@@ -75,7 +76,8 @@ class ExportResult(Shaped):
 
     path: str
     folder: str | None
-    """The folder that it added to `path`; None if there was nothing to read, or it had been written before."""
+    """The folder that it added to `path`; None if there was nothing to read, or it had been written before. One without
+    a file notes that queues end earlier than they did, or a transaction that had nothing to write."""
     skipped: bool
     """The transaction had been written before, so nothing was done."""
     messages: int
@@ -116,8 +118,9 @@ def export_parquet(
     before = read_manifest(job.dest)
     if txn is not None and _checked(txn)[1] <= before["txns"].get(txn[0], -(1 << 63)):
         return ExportResult(job.dest, None, True, 0, 0, 0, 0, 0, time.monotonic() - started, before["ends"])
+    noted, before = before["ends"], job.cut_back(before)
     tasks, passed = job.tasks(before), job.passed_over(before)
-    if not tasks and txn is None:
+    if not tasks and txn is None and noted == before["ends"]:
         return ExportResult(job.dest, None, False, 0, 0, 0, 0, 0, time.monotonic() - started, before["ends"])
     _clear_old_staging(job.dest)
     try:
@@ -152,7 +155,7 @@ def export_plan(
 ) -> Plan:
     """What `export_parquet` would read now. Raises what it raises before it begins."""
     job = _Job.of(select(stores, topics=topics), dest, columns, partition_by, compression)
-    return Plan.of_slices(job.tasks(read_manifest(job.dest)))
+    return Plan.of_slices(job.tasks(job.cut_back(read_manifest(job.dest))))
 
 
 def check_export(
@@ -266,6 +269,20 @@ class _Job:
             there = before["shape"].get(name)
             if there != value:
                 raise ConfigError(f"{self.dest} was exported with {name}={there!r}, not {value!r}: give another folder")
+
+    def cut_back(self, before: dict[str, Any]) -> dict[str, Any]:
+        """`before`, with the ends of queues that lost their tails since where these end now, if loss is allowed: an end
+        that stood above a queue would pass over all that is stored until it is reached, once more in every run. As
+        streams have it (`mqstore.spark.progress`), a queue that is not there keeps its end."""
+        options = self.selection.options
+        if options.fail_on_data_loss or not before["ends"]:
+            return before
+        ends: Ends = json.loads(json.dumps(before["ends"]))
+        for key, bounds in look(options).bounds.items():
+            queues = ends.get(key.store, {}).get(key.topic, {})
+            if queues.get(str(key.queue_id), 0) > bounds.top:
+                queues[str(key.queue_id)] = bounds.top
+        return {**before, "ends": ends}
 
     def tasks(self, before: dict[str, Any]) -> list[list[QueueSlice]]:
         """What no run has exported yet. ConfigError, as `check`."""
