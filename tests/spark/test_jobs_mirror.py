@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +248,56 @@ def test_lost_messages_stop_it_unless_that_is_allowed(tmp_path: Path) -> None:
         mirror(None, select(path, topics="t"), tmp_path / "t", tmp_path / "cp")
     lax = select(path, topics="t", options={"failOnDataLoss": "false"})
     assert mirror(None, lax, tmp_path / "t", tmp_path / "cp").messages == 0
+
+
+@pytest.mark.parametrize("target", ["store", "set"])
+def test_a_target_that_lost_what_was_written_to_it_stops_the_mirror(store: Path, tmp_path: Path, target: str) -> None:
+    """It was restored from a backup: the mirror went on behind what the backup lacks, and told nobody of the hole."""
+    mirror(None, store, tmp_path / "t", tmp_path / "cp", target=target)
+    shutil.copytree(tmp_path / "t", tmp_path / "backup")
+    add(store, b"1", b"2")
+    mirror(None, store, tmp_path / "t", tmp_path / "cp", target=target)
+    (tmp_path / "t").rename(tmp_path / "later")
+    (tmp_path / "backup").rename(tmp_path / "t")
+    add(store, b"3")
+    before = tree(tmp_path)
+
+    for job in (mirror_plan, partial(mirror, None)):
+        with pytest.raises(ConfigError, match=r"t lacks batch 1 of this mirror.*restored or replaced"):
+            job(store, tmp_path / "t", tmp_path / "cp", target=target)  # type: ignore[operator]
+    assert {*tree(tmp_path)} == {*before}
+
+    shutil.rmtree(tmp_path / "t")
+    with pytest.raises(ConfigError, match="t lacks batch 1 of this mirror"):
+        mirror(None, store, tmp_path / "t", tmp_path / "cp", target=target)
+    (tmp_path / "later").rename(tmp_path / "t")
+    assert mirror(None, store, tmp_path / "t", tmp_path / "cp", target=target).messages == 1
+
+
+def test_a_batch_without_a_message_is_none_that_a_target_must_have(tmp_path: Path) -> None:
+    path = write_store(tmp_path / "s", [Odd(queue_id=0)])
+    only_few = select(path, topics="t", where="n = '1'")
+
+    for number in range(3):
+        done = mirror(None, only_few, tmp_path / "t", tmp_path / "cp")
+        assert (done.batches, done.messages, done.next_batch) == (1, 0, number + 1)
+        add(path, b"no property n")
+
+    assert mirror(None, select(path, topics="t"), tmp_path / "t", tmp_path / "cp").messages == 1
+    assert mirror(None, only_few, tmp_path / "t", tmp_path / "cp").batches == 0
+
+
+def test_a_checkpoint_of_an_earlier_version_goes_on(store: Path, tmp_path: Path) -> None:
+    """It has not noted which batches had messages."""
+    mirror(None, store, tmp_path / "t", tmp_path / "cp")
+    (tmp_path / "cp" / "commits" / "0").write_text("{}")
+    add(store, b"new")
+
+    assert mirror(None, store, tmp_path / "t", tmp_path / "cp").messages == 1
+
+    shutil.rmtree(tmp_path / "t")
+    with pytest.raises(ConfigError, match="t lacks batch 1 of this mirror"):
+        mirror(None, store, tmp_path / "t", tmp_path / "cp")
 
 
 # -- wrong use ---------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ asks for batch after batch is in this process. Where the stream stands is what t
 
     metadata.json      {"version": 1, "id", "dest", "target", "initial": offset}      written once
     offsets/N          {"start": offset, "end": offset}                               batch N is decided
-    commits/N          {}                                                             batch N is in the target
+    commits/N          {"written": n}                                                 batch N is in the target
     lock               one loop at a time
 
     step                                         a crash right after it: the next run
@@ -17,6 +17,10 @@ asks for batch after batch is in this process. Where the stream stands is what t
 
 Between two offsets there is one sequence of messages, so batch N is the same however often it is done, and the target
 takes (mirror-id, N) once. Who deletes the checkpoint starts another mirror, which copies everything again.
+
+`written` is the last batch that had messages, so that the target remembers it: a target that does not is another one
+than was written to, or was restored from a backup, and what comes next must not be put behind what it lacks. A
+checkpoint of an earlier version has not noted it, and does with the next batch.
 
 Retention of the source goes on: a mirror that stood still too long fails with what it has lost, or goes on with what is
 left (`failOnDataLoss=false`). Knows no pyspark.
@@ -40,6 +44,7 @@ from mqstore.files.filesystem import REAL
 from mqstore.files.jsonfile import save_json
 from mqstore.files.lock import WriterLock
 from mqstore.layout.properties import encode_properties
+from mqstore.spark import publish
 from mqstore.spark.copying import Spread
 from mqstore.spark.jobs.replay import REPLAY_ID, REPLAY_STORE_TIME
 from mqstore.spark.jobs.rewrite import Rewrite, Wishes, execute, living, parts_of, prepare, queue_selection, sinks_of
@@ -103,8 +108,8 @@ def mirror(
     there is. `interval_s`: how long `continuous` waits when there is nothing. A new mirror begins at the oldest
     message, or where the source options say (`startingOffsets`, ...). Everything else as with `replay`.
 
-    ConfigError for arguments and a checkpoint of something else, StoreLockedError for one that is in use; what is in
-    the target then stays, and the next run goes on.
+    ConfigError for arguments, a checkpoint of something else and a target that lost what it was given,
+    StoreLockedError for one that is in use; what is in the target then stays, and the next run goes on.
     """
     if trigger not in ("available-now", "continuous"):
         raise ConfigError(f"trigger={trigger!r}: there are available-now and continuous")
@@ -119,6 +124,7 @@ def mirror(
         if trigger == "available-now":
             positions.fix_target()
         while True:
+            kept.check_target(options)
             batch = kept.undone() or kept.decide(positions, limit)
             if batch is None:
                 if trigger == "available-now" or stop():
@@ -131,7 +137,7 @@ def mirror(
             rewrite = Rewrite(
                 chosen.options,
                 to,
-                f"mirror-{kept.id}",
+                kept.app,
                 number,
                 mark=encode_properties({REPLAY_ID: kept.id}) if tag else b"",
                 store_time=REPLAY_STORE_TIME if keep_time else None,
@@ -139,7 +145,7 @@ def mirror(
             done = execute(
                 spark, rewrite, parts_of(tasks, to, None), kept.id, progress=progress, title="mqstore mirror"
             )
-            kept.done(number)
+            kept.done(number, written=done.messages > 0 or done.already)
             counts.update(batches=1, messages=done.messages, bytes=done.dests[0].bytes, damaged=done.damaged)
             topics.update(done.dests[0].topics)
             if stop():
@@ -180,7 +186,9 @@ def mirror_plan(
     if not _exists(folder):
         return Plan.of_slices(everything)
     positions = StreamProgress(chosen.options)
-    begin = _Checkpoint(folder, _metadata(folder, options)).begin
+    kept = _Checkpoint(folder, _metadata(folder, options))
+    kept.check_target(options)
+    begin = kept.begin
     return Plan.of_slices(living(positions.partitions(begin, positions.latest(begin))))
 
 
@@ -226,16 +234,22 @@ class _Checkpoint:
 
     def __init__(self, path: Path, metadata: Mapping[str, Any]) -> None:
         self.id: str = metadata["id"]
+        self.app = f"mirror-{self.id}"
+        """Who writes, for the target."""
         self._path = path
         self._last: dict[str, Any] = {"start": metadata["initial"], "end": metadata["initial"]}
         numbers = sorted(_numbers(path / "offsets"))
         self.next = 0
         self._undone = False
+        self._written: int | None = None
         if numbers:
             self.next = numbers[-1]
             self._last = _read(path / "offsets" / str(self.next))
-            self._undone = self.next not in _numbers(path / "commits")
+            commits = _numbers(path / "commits")
+            self._undone = self.next not in commits
             self.next += not self._undone
+            if commits:
+                self._written = _read(path / "commits" / str(max(commits))).get("written")
 
     @classmethod
     @contextmanager
@@ -260,6 +274,15 @@ class _Checkpoint:
         begin: dict[str, Any] = self._last["start" if self._undone else "end"]
         return begin
 
+    def check_target(self, options: SinkOptions) -> None:
+        """ConfigError for a target that does not have what was written to it."""
+        if self._written is not None and not publish.is_committed(options, self.app, self._written):
+            raise ConfigError(
+                f"{options.path} lacks batch {self._written} of this mirror, which {self._path} says was written "
+                "there: the target was restored or replaced since. Bring back the one that has it; or begin anew, with "
+                "another checkpoint and another target, for that copies all again"
+            )
+
     def undone(self) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
         """The batch that was decided and is not known to be done."""
         return (self.next, self._last["start"], self._last["end"]) if self._undone else None
@@ -277,8 +300,10 @@ class _Checkpoint:
         self._undone = True
         return self.next, begin, end
 
-    def done(self, number: int) -> None:
-        save_json(self._path / "commits" / str(number), {})
+    def done(self, number: int, *, written: bool) -> None:
+        """`written`: the batch had messages; the target remembers no other."""
+        self._written = number if written else self._written
+        save_json(self._path / "commits" / str(number), {} if self._written is None else {"written": self._written})
         self._undone = False
         self.next = number + 1
         for folder in ("commits", "offsets"):
