@@ -159,6 +159,121 @@ def test_times_are_read_from_text_with_a_zone_without_and_from_numbers(tmp_path:
     assert [row[3] for row in stored(tmp_path / "t")] == [1_704_067_200_000] * 3
 
 
+@pytest.mark.parametrize("order", [None, "n"])
+@pytest.mark.parametrize("mapped", [True, False])
+def test_columns_of_json_may_begin_anywhere_in_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mapped: bool, order: str | None
+) -> None:
+    """Arrow takes names and types from the beginning of a file: of 60 000 rows the last one alone had keys and tags,
+    and was stored without."""
+    monkeypatch.setattr(importing, "_JSON_BYTES", 100_000)
+    rows: list[dict[str, Any]] = [{"body": f"{i}", "n": i, "pad": "x" * 4096} for i in range(500)]
+    rows += [{"body": "late", "keys": "k", "tags": "a", "n": 500.5, "properties": None}]
+    path = write(tmp_path / "region=eu", "json", rows)
+    mapping = {"body": "body", "keys": "keys", "tags": "tags"} | ({"properties.who": "region"} if mapped else {})
+
+    done = import_rows(
+        None, tmp_path, tmp_path / "t", format="json", mapping=mapping if mapped else None, topic="t", order=order,
+        queues=1,
+    )  # fmt: skip
+
+    found = stored(tmp_path / "t")
+    assert [row[0] for row in found] == [row["body"].encode() for row in rows]
+    assert found[-1][1:3] == ("a", ("k",))
+    assert {row[4] for row in found} == {"eu" if mapped else None}
+    assert done.refused == 0
+    assert path.exists()
+
+
+@pytest.mark.parametrize("rest", ["2024-01-01 00:00:00", "hello"])
+def test_text_of_json_that_looks_like_a_time_stays_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rest: str
+) -> None:
+    """It was stored as '2024-05-01 10:00:00', or, where another text followed, not at all."""
+    monkeypatch.setattr(importing, "_JSON_BYTES", 4096)
+    texts = ["2024-05-01T10:00:00Z", *["2024-01-01"] * 200, rest]
+    keys = [["2024-05-01", "2024-05-02"]] * 201
+    rows = [
+        {"text": text, "k": key, "at": "2024-05-01T10:00:00Z"} for text, key in zip(texts, [*keys, None], strict=True)
+    ]
+    mapping = {"body": "text", "keys": "k", "born_timestamp": "at", "properties.who": "at"}
+
+    import_rows(
+        None, write(tmp_path, "json", rows), tmp_path / "t", format="json", mapping=mapping, topic="t", queues=1
+    )
+
+    found = stored(tmp_path / "t")
+    assert [row[0].decode() for row in found] == texts
+    assert found[0][2:] == (("2024-05-01", "2024-05-02"), 1_714_557_600_000, "2024-05-01T10:00:00Z")
+
+
+def test_lines_of_json_may_be_long_empty_or_without_any_column_that_is_wanted(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "1.json").write_text('{"body": "%s"}\n\n{}\n' % ("x" * 3_000_000))
+    (tmp_path / "in" / "2.json").write_text('{"other": 1}\n{}\n')
+    (tmp_path / "in" / "3.json").write_text("{}\n")
+
+    done = import_rows(
+        None, tmp_path / "in", tmp_path / "t", format="json", topic="t", mapping={"body": "body"},
+        refused=tmp_path / "no",
+    )  # fmt: skip
+
+    assert (done.read, done.messages, done.reasons) == (5, 1, {"column 'body': null": 4})
+
+
+def test_a_column_of_json_that_changes_its_kind_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importing, "_JSON_BYTES", 64)
+    path = write(tmp_path, "json", [*({"body": f"{i}", "n": i} for i in range(9)), {"body": "x", "n": "text"}])
+
+    with pytest.raises(ConfigError, match=r"f\.json cannot be read as json: .*Field n has incompatible types"):
+        import_rows(None, path, tmp_path / "t", format="json", topic="t", mapping={"body": "body", "keys": "n"})
+    assert not (tmp_path / "t").exists()
+
+
+def test_a_first_file_of_json_without_rows_is_told_and_a_later_one_is_none_that_matters(tmp_path: Path) -> None:
+    write(tmp_path, "json", [], "empty")
+    write(tmp_path, "json", [{"body": "1"}], "full")
+    how: Any = {"format": "json", "topic": "t"}
+
+    with pytest.raises(ConfigError, match=r"empty\.json has no rows"):
+        import_rows(None, [tmp_path / "empty.json", tmp_path / "full.json"], tmp_path / "t", **how)
+
+    assert import_rows(None, [tmp_path / "full.json", tmp_path / "empty.json"], tmp_path / "t", **how).messages == 1
+
+
+def test_a_column_of_json_that_nobody_wants_may_change_its_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importing, "_JSON_BYTES", 64)
+    rows = [{"body": f"{i}", "n": i if i % 3 else "text"} for i in range(50)]
+
+    import_rows(None, write(tmp_path, "json", rows), tmp_path / "t", format="json", topic="t", queues=1)
+
+    assert [row[0] for row in stored(tmp_path / "t")] == [b"%d" % i for i in range(50)]
+
+
+def test_folders_of_json_are_columns(tmp_path: Path) -> None:
+    for number, folder in enumerate(("10", "9", "__HIVE_DEFAULT_PARTITION__", "a%2Fb")):
+        write(tmp_path / "in" / f"{number}" / f"q={folder}", "json", [{"body": folder}])
+    done = import_rows(
+        None, tmp_path / "in", tmp_path / "t", format="json", topic="t", queues=20,
+        mapping={"body": "body", "queue_id": "q"}, refused=tmp_path / "no",
+    )  # fmt: skip
+
+    queues = {copy.body: queue for (_, queue), copies in messages(tmp_path / "t").items() for copy in copies}
+    assert (queues[b"10"], queues[b"9"], len(queues)) == (10, 9, 3)
+    [[reason, count]] = done.reasons.items()
+    assert ("'a/b'" in reason, count, done.messages) == (True, 1, 3)
+
+
+def test_files_whose_columns_differ_in_kind_cannot_be_sorted_together(tmp_path: Path) -> None:
+    write(tmp_path / "in", "json", [{"body": "1", "n": 1}], "1")
+    write(tmp_path / "in", "json", [{"body": "2", "n": "x"}], "2")
+
+    with pytest.raises(ConfigError, match=r"in cannot be read as json: .*incompatible types"):
+        import_rows(None, tmp_path / "in", tmp_path / "t", format="json", topic="t", order="n")
+
+
 def test_rows_are_sorted_if_asked_for(tmp_path: Path) -> None:
     path = write(tmp_path, "parquet")
 

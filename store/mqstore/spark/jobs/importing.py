@@ -4,9 +4,10 @@
     task        a file, or some row groups of a large one: read, cast, encoded, staged
     publish     the shards in the order of the files (`mqstore.spark.publish`), so rows lie in the log as in the files
 
-Columns are read by Arrow in the tasks, with Spark and without: so the result is the same. Only what Arrow has no words
-for (expressions, Delta) is first made to Parquet by Spark, under the target's `_staging`, and a wanted order by Spark
-or, without it, in the memory of this process; the tasks then read those files.
+Columns are read by Arrow in the tasks, with Spark and without: so the result is the same. Of JSON lines Arrow takes
+names and types from the beginning of a file; there may be more further on, so we look at all of it first. Only what
+Arrow has no words for (expressions, Delta) is first made to Parquet by Spark, under the target's `_staging`, and a
+wanted order by Spark or, without it, in the memory of this process; the tasks then read those files.
 
 A row that a message cannot be made of is refused: its value does not fit, or a put would not take it. Refused rows end
 the import before anything is published, or with `refused` go to Parquet files there, each with its reason.
@@ -18,23 +19,26 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import io
 import json
 import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
+from urllib.parse import unquote
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as pacsv
 import pyarrow.dataset as ds
+import pyarrow.json as pajson
 import pyarrow.parquet as pq
 
 from mqstore.errors import ConfigError, InvalidMessageError
@@ -51,8 +55,11 @@ __all__ = ["Format", "ImportPlan", "ImportReport", "import_plan", "import_rows"]
 Format = Literal["parquet", "json", "csv", "delta"]
 _FORMATS: Final = ("parquet", "json", "csv", "delta")
 _PROPERTY: Final = "properties."
+_NULL: Final = "__HIVE_DEFAULT_PARTITION__"
 _ROWS = 8192
 _TASK_BYTES = 128 << 20
+_JSON_BYTES = 16 << 20
+"""Of a file that are parsed at once."""
 _REASONS = 20
 _UTC_US: Final = pa.timestamp("us", "UTC")
 _TYPES: Final[Mapping[str, Any]] = {
@@ -276,7 +283,15 @@ class _Job:
                 raise ConfigError("format=delta: give a mapping; only Spark knows the columns of a table")
             return cls(paths, options, format, _checked(mapping, topic), by, place, name, app)
         files = _files(paths)
-        schema = _dataset(files, format, _base(paths), ()).schema
+        if format == "json":
+            wanted = {*(INPUTS if mapping is None else mapping.values()), *(each.removesuffix(" desc") for each in by)}
+            there = _json_columns(files[0], wanted, until_found=True)
+            if not there:
+                raise ConfigError(f"{files[0]} has no rows, and the columns are those of the first file: leave it out")
+            folders = {name: value.type for name, value in _partition(files[0], _base(paths)).items()}
+            schema = pa.schema({**folders, **there})
+        else:
+            schema = _dataset(files, format, _base(paths), ()).schema
         if mapping is None:
             mapping = {name: name for name in schema.names if name in INPUTS}
         return cls(paths, options, format, _checked(mapping, topic), by, place, name, app, files, schema)
@@ -320,8 +335,7 @@ class _Job:
         if spark is not None:
             _by_spark(spark, self, names, str(made))
         else:
-            table = _dataset(self.files, self.format, _base(self.source), self.mapping.values()).to_table()
-            table = _sorted(table, self.order)
+            table = _sorted(self._table(), self.order)
             os.mkdir(made)
             columns = [table.column(of) for of in self.mapping.values()]
             pq.write_table(pa.table(columns, names=[*names.values()]), made / "part-0.parquet")
@@ -332,6 +346,18 @@ class _Job:
             for groups, first in _groups(path):
                 tasks.append(_Task(len(tasks), path, groups, first))
         return work, tasks
+
+    def _table(self) -> Any:
+        """All rows, in memory."""
+        base = _base(self.source)
+        try:
+            if self.format != "json":
+                return _dataset(self.files, self.format, base, self.mapping.values()).to_table()
+            names = [*dict.fromkeys([*self.mapping.values(), *(each.removesuffix(" desc") for each in self.order)])]
+            batches = [batch for path in self.files for batch in _json_rows(path, base, names)]
+            return pa.concat_tables([pa.Table.from_batches([each]) for each in batches], promote_options="permissive")
+        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+            raise ConfigError(f"{', '.join(self.source)} cannot be read as {self.format}: {error}") from error
 
 
 def _sorted(table: Any, order: Sequence[str]) -> Any:
@@ -429,6 +455,86 @@ def _dataset(files: Sequence[str], format: str, base: str, columns: Any) -> Any:
         return ds.dataset([*files], format=how, partitioning=ds.partitioning(flavor="hive"), partition_base_dir=base)
     except (pa.ArrowInvalid, OSError) as error:
         raise ConfigError(f"{files[0]} cannot be read as {format}: {error}") from error
+
+
+def _blocks(path: str) -> Iterator[bytes]:
+    """Whole lines of a file, unpacked by its name as Arrow does it."""
+    with io.BufferedReader(pa.input_stream(path)) as file:
+        while block := file.read(_JSON_BYTES):
+            block += file.readline()
+            if not block.isspace():
+                yield block
+
+
+def _parsed(block: bytes, **options: Any) -> Any:
+    how = pajson.ReadOptions(use_threads=False, block_size=len(block))
+    return pajson.read_json(pa.BufferReader(block), how, pajson.ParseOptions(**options))
+
+
+def _json_columns(path: str, wanted: Collection[str], *, until_found: bool = False) -> dict[str, Any]:
+    """The columns of a file and their types, by all of its lines; or `until_found`, as far as all that are wanted have
+    been seen. ConfigError for damage, and for a wanted column that changes its kind."""
+    found: dict[str, Any] = {}
+    try:
+        for block in _blocks(path):
+            for field in _guessed(block, frozenset(wanted)):
+                kind = _untimed(field.type)
+                if field.name in wanted and field.name in found:
+                    both = [pa.schema({field.name: each}) for each in (found[field.name], kind)]
+                    kind = pa.unify_schemas(both, promote_options="permissive").types[0]
+                found[field.name] = kind
+            if until_found and found.keys() >= set(wanted):
+                break
+    except (pa.ArrowInvalid, pa.ArrowTypeError, OSError) as error:
+        raise ConfigError(f"{path} cannot be read as json: {error}") from error
+    return found
+
+
+def _guessed(block: bytes, wanted: frozenset[str]) -> Any:
+    """The columns of some lines, with the types that Arrow sees in them."""
+    try:
+        return _parsed(block).schema
+    except pa.ArrowInvalid as error:
+        # Perhaps since a column that nobody wants is now a number and now text. That is no reason to stop.
+        try:
+            rows = [json.loads(line) for line in block.splitlines() if line.strip()]
+            less = [{name: row[name] for name in row.keys() & wanted} for row in rows]
+        except (ValueError, AttributeError):
+            raise error from None
+        return _parsed("\n".join(map(json.dumps, less)).encode()).schema
+
+
+def _untimed(kind: Any) -> Any:
+    """A type that was guessed, with text for times: JSON knows none, and text is not to be written in another way since
+    it looks like one. Where a message has a time, it is made of the text later."""
+    if pa.types.is_temporal(kind):
+        return pa.string()
+    if pa.types.is_list(kind):
+        return pa.list_(_untimed(kind.value_type))
+    return pa.struct([(each.name, _untimed(each.type)) for each in kind]) if pa.types.is_struct(kind) else kind
+
+
+def _partition(path: str, base: str) -> dict[str, Any]:
+    """The columns that a file has by its name=value folders, as Arrow takes them; the value is that of all rows."""
+    named = [part.partition("=") for part in Path(os.path.relpath(path, base)).parent.parts if "=" in part]
+    texts = {name: None if value == _NULL else unquote(value) for name, _, value in named}
+    return {
+        name: pa.scalar(int(text) if text is not None and text.isdecimal() else text) for name, text in texts.items()
+    }
+
+
+def _json_rows(path: str, base: str, names: Sequence[str]) -> Iterator[Any]:
+    """The columns `names` of a file, or of its folders; null where neither has one. Raises as `_json_columns`."""
+    there = _json_columns(path, names)
+    folders = {name: value for name, value in _partition(path, base).items() if name not in there}
+    # Each name is asked for, as rows that have none of these columns would not be counted.
+    schema = pa.schema([(name, there.get(name, pa.null())) for name in names])
+    for block in _blocks(path):
+        for batch in _parsed(block, explicit_schema=schema, unexpected_field_behavior="ignore").to_batches():
+            columns = [
+                pa.repeat(folders[name], len(batch)) if name in folders else batch.column(name) for name in names
+            ]
+            yield pa.RecordBatch.from_arrays(columns, names=[*names])
 
 
 def _header(path: str) -> list[str]:
@@ -558,19 +664,28 @@ def _encoded(work: _Work, task: _Task, refused: _Refused, counts: Counter[str]) 
 def _batches(work: _Work, task: _Task) -> Iterator[Any]:
     """The mapped columns of a task's rows; null where the file has no such column. ConfigError for damage."""
     names = [*dict.fromkeys(work.mapping.values())]
-    dataset = _dataset([task.path], work.format, work.base, names)
-    there = [name for name in names if name in dataset.schema.names]
-    [fragment] = dataset.get_fragments()
-    if task.groups is not None:
-        fragment = fragment.subset(row_group_ids=[*task.groups])
     try:
-        for batch in fragment.to_batches(dataset.schema, columns=there, batch_size=_ROWS, use_threads=False):
+        for batch in _read(work, task, names):
+            there = batch.schema.names
             columns = {name: batch.column(name) if name in there else pa.nulls(len(batch)) for name in names}
             whole = pa.RecordBatch.from_arrays([*columns.values()], names=names)
             for start in range(0, len(whole), _ROWS):
                 yield whole.slice(start, _ROWS)
     except pa.ArrowInvalid as error:
         raise ConfigError(f"{task.path} cannot be read as {work.format}: {error}") from error
+
+
+def _read(work: _Work, task: _Task, names: Sequence[str]) -> Iterator[Any]:
+    """The rows of a task, with those of the columns that it has."""
+    if work.format == "json":
+        yield from _json_rows(task.path, work.base, names)
+        return
+    dataset = _dataset([task.path], work.format, work.base, names)
+    there = [name for name in names if name in dataset.schema.names]
+    [fragment] = dataset.get_fragments()
+    if task.groups is not None:
+        fragment = fragment.subset(row_group_ids=[*task.groups])
+    yield from fragment.to_batches(dataset.schema, columns=there, batch_size=_ROWS, use_threads=False)
 
 
 def _find_bad(encoder: Callable[[], Encoder], rows: Any, first: int, bad: dict[int, str]) -> None:
