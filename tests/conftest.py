@@ -73,6 +73,14 @@ def _listing(name: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in file]
 
 
+@pytest.fixture
+def foreign(tmp_path: Path) -> Callable[[str], Path]:
+    """`foreign(name)`: one of the stores with kinds of queues that only RocketMQ writes (tests/log/test_foreign.py)."""
+    with tarfile.open(_GOLDEN / "foreign.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    return lambda name: tmp_path / name
+
+
 @pytest.fixture(scope="session")
 def golden(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], GoldenStore]:
     """`golden(name)` unpacks a golden store into a directory of the caller's own, a new one at each call."""

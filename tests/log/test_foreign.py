@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -31,18 +30,10 @@ from mqstore.log.recovery import RecoverOptions
 from mqstore.log.repair import recover_store
 from mqstore.log.walk import walk_queue
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "foreign.tar.xz"
 NAMES = ("light", "batch", "addresses", "rocksdb")
 SMALL = StoreConfig(index_slots=53, index_entries=200)
 
 Unit = tuple[int, int, int]
-
-
-@pytest.fixture
-def java(tmp_path: Path) -> Callable[[str], Path]:
-    with tarfile.open(GOLDEN) as archive:
-        archive.extractall(tmp_path, filter="data")
-    return lambda name: tmp_path / name
 
 
 def said(path: Path) -> dict[tuple[str, int], dict[str, Any]]:
@@ -70,19 +61,19 @@ def crash(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_sound_store_is_found_sound_and_told_of(java: Callable[[str], Path], name: str) -> None:
-    before = tree(java(name))
-    with opened(java(name)) as store:
+def test_a_sound_store_is_found_sound_and_told_of(foreign: Callable[[str], Path], name: str) -> None:
+    before = tree(foreign(name))
+    with opened(foreign(name)) as store:
         assert list(store.verifier().findings()) == []
         assert len(store.foreign()) == (name != "light")
-    assert tree(java(name)) == before
+    assert tree(foreign(name)) == before
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("crashed", [False, True])
-def test_recovery_leaves_it_as_it_is(java: Callable[[str], Path], name: str, full: bool, crashed: bool) -> None:
-    path = java(name)
+def test_recovery_leaves_it_as_it_is(foreign: Callable[[str], Path], name: str, full: bool, crashed: bool) -> None:
+    path = foreign(name)
     if crashed:
         crash(path)
     before = tree(path)
@@ -99,8 +90,8 @@ def test_recovery_leaves_it_as_it_is(java: Callable[[str], Path], name: str, ful
 
 
 @pytest.mark.parametrize("few_left", [0, 3])
-def test_light_queues_are_built_as_the_java_engine_wrote_them(java: Callable[[str], Path], few_left: int) -> None:
-    path = java("light")
+def test_light_queues_are_built_as_the_java_engine_wrote_them(foreign: Callable[[str], Path], few_left: int) -> None:
+    path = foreign("light")
     for (topic, queue_id), line in said(path).items():
         assert units(path, topic, queue_id) == [tuple(unit) for unit in line["units"]]
         folder = path / "consumequeue" / topic / str(queue_id)
@@ -119,8 +110,8 @@ def test_light_queues_are_built_as_the_java_engine_wrote_them(java: Callable[[st
 
 
 @pytest.mark.parametrize("mode", ["r", "rw"])
-def test_light_queues_are_read(java: Callable[[str], Path], mode: Any) -> None:
-    path = java("light")
+def test_light_queues_are_read(foreign: Callable[[str], Path], mode: Any) -> None:
+    path = foreign("light")
     with opened(path, mode) as store:
         for (topic, queue_id), line in said(path).items():
             places = line["messages"]
@@ -135,8 +126,8 @@ def test_light_queues_are_read(java: Callable[[str], Path], mode: Any) -> None:
         assert [m.tag for m in store.read("%LMQ%a", tags="odd")] == ["odd"] * 4
 
 
-def test_a_unit_of_a_light_queue_that_its_record_does_not_ask_for_is_damage(java: Callable[[str], Path]) -> None:
-    path = java("light")
+def test_a_unit_of_a_light_queue_that_its_record_does_not_ask_for_is_damage(foreign: Callable[[str], Path]) -> None:
+    path = foreign("light")
     file = path / "consumequeue" / "%LMQ%b" / "0" / f"{0:020d}"
     data = bytearray(file.read_bytes())
     data[0:20], data[20:40] = data[20:40], data[0:20]
@@ -148,9 +139,9 @@ def test_a_unit_of_a_light_queue_that_its_record_does_not_ask_for_is_damage(java
     assert units(path, "%LMQ%b", 0) == [tuple(unit) for unit in said(path)["%LMQ%b", 0]["units"]]
 
 
-def test_a_copy_is_in_no_light_queue(java: Callable[[str], Path]) -> None:
+def test_a_copy_is_in_no_light_queue(foreign: Callable[[str], Path]) -> None:
     """It has a place of its own, and the numbers are those of the record it was copied from."""
-    path = java("light")
+    path = foreign("light")
     with opened(path, "rw") as store:
         message = next(store.iter("orders", 0))
         store.copy_many([(message, "elsewhere", 0, message.encoded_properties)])
@@ -162,8 +153,8 @@ def test_a_copy_is_in_no_light_queue(java: Callable[[str], Path]) -> None:
         assert list(store.verifier().findings()) == []
 
 
-def test_few_records_leave_light_queues_to_arrays(java: Callable[[str], Path]) -> None:
-    path = java("light")
+def test_few_records_leave_light_queues_to_arrays(foreign: Callable[[str], Path]) -> None:
+    path = foreign("light")
     log = (path / "commitlog" / f"{0:020d}").read_bytes()
     end = max(place + size for line in said(path).values() for place, size, _ in line["units"])
     positions, _ = walk(log, 0, len(log))
@@ -198,8 +189,8 @@ def test_which_light_queues_a_record_is_in(topic: str, named: str, numbers: str,
     assert light_queues(topic, 3, encode_properties(given)) == queues
 
 
-def test_nobody_puts_to_a_topic_with_batch_queues(java: Callable[[str], Path]) -> None:
-    path = java("batch")
+def test_nobody_puts_to_a_topic_with_batch_queues(foreign: Callable[[str], Path]) -> None:
+    path = foreign("batch")
     with opened(path, "rw") as store:
         with pytest.raises(InvalidMessageError, match="'grouped' has batch queues"):
             store.put("grouped", b"x")
@@ -210,8 +201,8 @@ def test_nobody_puts_to_a_topic_with_batch_queues(java: Callable[[str], Path]) -
 
 
 @pytest.mark.parametrize("tags", ["even", "odd", "even || odd"])
-def test_tags_are_found_behind_addresses(java: Callable[[str], Path], tags: str) -> None:
-    path = java("addresses")
+def test_tags_are_found_behind_addresses(foreign: Callable[[str], Path], tags: str) -> None:
+    path = foreign("addresses")
     with opened(path) as store:
         assert all(unit[2] <= LAST_ADDRESS for unit in store.units("orders", 0, 0, 6).tolist())
         found = [
@@ -221,8 +212,8 @@ def test_tags_are_found_behind_addresses(java: Callable[[str], Path], tags: str)
     assert found == wanted
 
 
-def test_such_a_code_is_damage_where_there_are_no_files_for_addresses(java: Callable[[str], Path]) -> None:
-    path = java("addresses")
+def test_such_a_code_is_damage_where_there_are_no_files_for_addresses(foreign: Callable[[str], Path]) -> None:
+    path = foreign("addresses")
     shutil.rmtree(path / "consumequeue_ext")
     with opened(path) as store:
         assert {finding.kind for finding in store.verifier().findings()} == {"bad_unit"}
@@ -230,8 +221,8 @@ def test_such_a_code_is_damage_where_there_are_no_files_for_addresses(java: Call
     assert [tuple(unit) for unit in said(path)["orders", 0]["units"]] == units(path, "orders", 0)
 
 
-def test_queues_in_files_are_built_beside_rocksdb(java: Callable[[str], Path]) -> None:
-    path = java("rocksdb")
+def test_queues_in_files_are_built_beside_rocksdb(foreign: Callable[[str], Path]) -> None:
+    path = foreign("rocksdb")
     kept = {name: data for name, data in tree(path).items() if name.startswith("consumequeue")}
     with opened(path, "rw") as store:
         for (topic, queue_id), line in said(path).items():
@@ -240,8 +231,8 @@ def test_queues_in_files_are_built_beside_rocksdb(java: Callable[[str], Path]) -
 
 
 @pytest.mark.parametrize("folder", ["consumerOffsets", "topics", "rdb/config-storage-1"])
-def test_tables_in_rocksdb_are_told_of(java: Callable[[str], Path], folder: str) -> None:
-    path = java("light")
+def test_tables_in_rocksdb_are_told_of(foreign: Callable[[str], Path], folder: str) -> None:
+    path = foreign("light")
     (path / "config" / folder).mkdir(parents=True)
     with opened(path) as store:
         assert store.foreign() == []

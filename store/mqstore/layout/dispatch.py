@@ -64,9 +64,9 @@ __all__ = [
     "Rows",
     "as_kept",
     "few",
+    "is_listed",
     "is_ok",
     "light_queues",
-    "named_at",
     "rows_of",
     "tags_code_at",
     "topics_of",
@@ -510,11 +510,12 @@ def tags_code_at(buf: ReadableBuffer, position: int, delay_table_ms: Sequence[in
     return _code(topic, _named(properties)[0], properties, record[4], delay_table_ms)
 
 
-def named_at(buf: ReadableBuffer, position: int) -> tuple[str, int, bytes]:
-    """(topic, queue id, properties) of the record at `position`, which must be `ok`."""
+def is_listed(buf: ReadableBuffer, position: int, topic: str, queue_id: int, slot: int) -> bool:
+    """Whether the record at `position`, which must be `ok`, says that it is in that slot of a light queue."""
     record = _ordinary(memoryview(buf), position)
     assert record is not None
-    return record[5].decode("utf-8", "surrogateescape"), record[1], record[6]
+    own = record[5].decode("utf-8", "surrogateescape")
+    return (topic, queue_id, slot) in light_queues(own, record[1], record[6])
 
 
 def _chain(view: memoryview, start: int, end: int) -> list[int] | None:

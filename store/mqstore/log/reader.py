@@ -37,7 +37,7 @@ from mqstore.errors import (
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.segments import Segment, SegmentRun
 from mqstore.layout.consumequeue import UNIT, UNIT_BYTES, UNIT_DTYPE, VOID_SIZE, is_void
-from mqstore.layout.dispatch import Rows, is_ok, light_queues, named_at, rows_of, tags_code_at
+from mqstore.layout.dispatch import Rows, is_listed, is_ok, rows_of, tags_code_at
 from mqstore.layout.messageid import decode_message_id
 from mqstore.layout.record import (
     MAGIC_AT,
@@ -728,7 +728,8 @@ class StoreReader:
                 own &= topic_is(buffer, headers, queue.topic_bytes)
                 fine = verify(buffer, headers, self._checksum)
                 for i in np.flatnonzero(fine & ~own).tolist():
-                    fine[i] = _lists(queue, buffer, int(starts[rows[i]]), int(slots[rows[i]]))
+                    row = rows[i]
+                    fine[i] = is_listed(buffer, int(starts[row]), queue.topic, queue.queue_id, int(slots[row]))
                 good[rows[fine]] = True
         if self._passes_over_bad:
             self._verified.add(queue, slots[good], said[good])
@@ -748,7 +749,7 @@ class StoreReader:
             length = len(topic).to_bytes(1 if _I4(buffer, start + MAGIC_AT)[0] == MAGIC_V1 else 2, "big")
             if buffer[at : at + len(length) + len(topic)] == length + topic:
                 return True
-        return _lists(queue, buffer, start, slot)
+        return is_listed(buffer, start, queue.topic, queue.queue_id, slot)
 
     def read_columns(
         self,
@@ -992,9 +993,3 @@ def _said(physical: int, size: int) -> int:
     """What `_Verified` keeps of a unit: `said` in `_check`, of one."""
     value = ((physical << 1 | 1) ^ size << 41) & 0xFFFF_FFFF_FFFF_FFFF
     return value - (1 << 64) if value >> 63 else value
-
-
-def _lists(queue: ConsumeQueue, buffer: mmap.mmap, start: int, slot: int) -> bool:
-    """Whether the record at `start`, which is sound, says that it is in `slot` of a queue of another topic."""
-    topic, queue_id, properties = named_at(buffer, start)
-    return (queue.topic, queue.queue_id, slot) in light_queues(topic, queue_id, properties)

@@ -28,11 +28,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mqstore.broker.names import SCHEDULE_TOPIC, is_dlq_topic, is_retry_topic, is_system_topic
+from mqstore.broker.names import DLQ_PREFIX, RETRY_PREFIX, SCHEDULE_TOPIC, is_system_topic
 from mqstore.broker.parts import open_parts
 from mqstore.errors import ConfigError, NotAStoreError, OffsetOutOfRangeError, TopicNotFoundError
 from mqstore.files.quiet import QUIET
 from mqstore.layout.consumequeue import UNIT, is_void
+from mqstore.layout.dispatch import LIGHT_PREFIX
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.names import is_path_safe
@@ -74,6 +75,8 @@ __all__ = [
     "weigh_log",
 ]
 
+_ENGINES = (RETRY_PREFIX, DLQ_PREFIX, LIGHT_PREFIX)
+"""Beginnings of names that are the engine's. What a light queue lists is in its own topic as well."""
 _PARTITION_BYTES = 128 << 20
 _PARTITION_MESSAGES = 500_000
 _MARGIN_MS = 60_000
@@ -361,7 +364,7 @@ def is_wanted(options: SourceOptions) -> Callable[[str], bool]:
     pattern, system = options.topic_pattern, options.include_system_topics
 
     def wanted(topic: str) -> bool:
-        if not system and (is_system_topic(topic) or is_retry_topic(topic) or is_dlq_topic(topic)):
+        if not system and (is_system_topic(topic) or topic.startswith(_ENGINES)):
             return False
         return pattern is None or pattern.fullmatch(topic) is not None
 

@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from mqstore.errors import CorruptStoreError
 from mqstore.layout.consumequeue import UNIT_BYTES, UNIT_DTYPE, is_void
+from mqstore.layout.dispatch import is_listed
 from mqstore.layout.pairs import Pairs
 from mqstore.layout.record import (
     BODY_AT_V4,
@@ -387,13 +388,17 @@ def _checked(
         buffer, positions = _put_together(buffer, positions, piece.sizes, rows)
     headers = gather(buffer, positions[rows], topic=topic)
     fine = headers.ok & (headers.size == piece.sizes[rows]) & (headers.physical_offset == piece.physical[rows])
-    fine &= (headers.queue_id == piece.queue_id) & (headers.queue_offset == piece.slots[rows])
     if not fine.all():
         rows = rows[fine]
         headers = gather(buffer, positions[rows])
-    fine = topic_is(buffer, headers, topic)
-    if policy.verify:
-        fine &= verify(buffer, headers, store._checksum)
+    fine = verify(buffer, headers, store._checksum) if policy.verify else np.ones(len(rows), np.bool_)
+    own = (headers.queue_id == piece.queue_id) & (headers.queue_offset == piece.slots[rows])
+    own &= topic_is(buffer, headers, topic)
+    for i in np.flatnonzero(fine & ~own).tolist():
+        assert piece.topic is not None
+        assert piece.queue_id is not None
+        row = rows[i]
+        fine[i] = is_listed(buffer, int(positions[row]), piece.topic, piece.queue_id, int(piece.slots[row]))
     if not fine.all():
         rows = rows[fine]
         headers = gather(buffer, positions[rows])
