@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from mqstore import MessageStore
+from mqstore.broker.parts import open_parts
 from mqstore.errors import ConfigError, OffsetOutOfRangeError, StoreLockedError
 from mqstore.files import jsonfile
 from mqstore.files.lock import WriterLock
@@ -86,6 +87,48 @@ def test_topics_are_renamed_and_marked_and_a_set_gets_a_store_a_batch(store: Pat
     assert sorted(found) == [("orders", 0), ("orders", 1), ("x", 0), ("x", 1)]
     assert {dict(copy.properties)["REPLAY_ID"] for copies in found.values() for copy in copies} == {done.id}
     assert sum(map(len, found.values())) == 80
+
+
+@pytest.mark.parametrize("topic", ["t", "%RETRY%g"])
+def test_queues_that_a_topic_of_the_source_gets_later_are_copied(tmp_path: Path, topic: str) -> None:
+    """The target's topic was made with two queues, so the first message in a third one stopped the mirror for good."""
+
+    def put(queues: int) -> None:
+        with MessageStore(tmp_path / "s") as source:
+            topics = open_parts(source).topics
+            if topics.get(topic) is None:
+                topics.ensure(topic, queues)
+            topics.alter(topic, read_queues=queues, write_queues=queues)
+            for queue_id in range(queues):
+                source.put(topic, b"%d" % queues, queue_id=queue_id)
+
+    put(2)
+    chosen = select(tmp_path / "s", topics=topic)
+    mirror(None, chosen, tmp_path / "t", tmp_path / "cp", system=True)
+    put(5)
+
+    assert mirror_plan(chosen, tmp_path / "t", tmp_path / "cp", system=True).messages == 5
+    assert mirror(None, chosen, tmp_path / "t", tmp_path / "cp", system=True).messages == 5
+
+    assert messages(tmp_path / "t", system=True) == messages(tmp_path / "s", system=True)
+    with MessageStore(tmp_path / "t", "r") as target:
+        config = open_parts(target).topics.need(topic)
+        assert (config.read_queues, config.write_queues) == (5, 5)
+    with MessageStore(tmp_path / "s") as source:  # fewer in the source take none from the target
+        open_parts(source).topics.alter(topic, read_queues=3, write_queues=3, force=True)
+        source.put(topic, b"last", queue_id=0)
+    assert mirror(None, chosen, tmp_path / "t", tmp_path / "cp", system=True).messages == 1
+    with MessageStore(tmp_path / "t", "r") as target:
+        assert open_parts(target).topics.need(topic).read_queues == 5
+
+
+def test_the_owner_of_an_inbox_is_asked_to_give_a_topic_more_queues(tmp_path: Path) -> None:
+    with MessageStore(tmp_path / "t") as target:
+        open_parts(target).topics.create("t", queues=2)
+    path = write_store(tmp_path / "s", [Odd(queue_id=4)])
+
+    with pytest.raises(ConfigError, match=r"'t' has 2 queues, and the copies want 5: .* alter the topic"):
+        mirror(None, select(path, topics="t"), tmp_path / "t", tmp_path / "cp", target="inbox")
 
 
 def test_a_new_one_begins_where_the_options_say(store: Path, tmp_path: Path) -> None:

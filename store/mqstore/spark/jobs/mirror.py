@@ -39,15 +39,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from mqstore.broker.parts import open_parts
 from mqstore.errors import ConfigError
 from mqstore.files.filesystem import REAL
 from mqstore.files.jsonfile import save_json
 from mqstore.files.lock import WriterLock
 from mqstore.layout.properties import encode_properties
+from mqstore.log.store import MessageStore
 from mqstore.spark import publish
 from mqstore.spark.copying import Spread
 from mqstore.spark.jobs.replay import REPLAY_ID, REPLAY_STORE_TIME
-from mqstore.spark.jobs.rewrite import Rewrite, Wishes, execute, living, parts_of, prepare, queue_selection, sinks_of
+from mqstore.spark.jobs.rewrite import (
+    Destination,
+    Rewrite,
+    Wishes,
+    execute,
+    living,
+    parts_of,
+    prepare,
+    queue_selection,
+    sinks_of,
+)
 from mqstore.spark.jobs.shape import Plan, Progress, Selection, Shaped, Stores, select
 from mqstore.spark.pacing import Limit
 from mqstore.spark.plan import Slice
@@ -114,7 +126,7 @@ def mirror(
     if trigger not in ("available-now", "continuous"):
         raise ConfigError(f"trigger={trigger!r}: there are available-now and continuous")
     limit = _limit(max_messages, max_bytes)
-    wishes = Wishes(dict(rename or {}), queues, spread, system)
+    wishes = Wishes(dict(rename or {}), queues, spread, system, grow=True)
     folder = Path(os.path.abspath(os.fspath(checkpoint)))
     chosen, options, _ = _checked(src, dest, folder, target, wishes)
     positions = StreamProgress(chosen.options)
@@ -134,6 +146,7 @@ def mirror(
             number, begin, end = batch
             tasks = living(positions.partitions(begin, end))
             to = prepare(chosen, {options.path: options}, tasks, wishes, all_topics=False)
+            _grow(to[0])
             rewrite = Rewrite(
                 chosen.options,
                 to,
@@ -179,7 +192,7 @@ def mirror_plan(
     """What `mirror` with these arguments would read now, in all batches together. Raises what it raises before it
     begins."""
     _limit(max_messages, max_bytes)
-    wishes = Wishes(dict(rename or {}), queues, spread, system)
+    wishes = Wishes(dict(rename or {}), queues, spread, system, grow=True)
     folder = Path(os.path.abspath(os.fspath(checkpoint)))
     chosen, options, everything = _checked(src, dest, folder, target, wishes)
     _refuse_foreign(folder)
@@ -204,6 +217,20 @@ def _checked(
     tasks = living(chosen.tasks())
     prepare(chosen, {options.path: options}, tasks, wishes, all_topics=False)
     return chosen, options, tasks
+
+
+def _grow(to: Destination) -> None:
+    """Give topics of a store as many queues as those of the source have got meanwhile; never fewer. A crash in between
+    leaves empty queues. Raises as opening a store and altering a topic."""
+    there = to.plan.rules.topics
+    more = {name: count for name, count in to.create.items() if name in there and there[name].queues < count}
+    if more and to.options.target == "store":
+        with MessageStore(to.options.path, lock_timeout=to.options.lock_timeout_s) as store:
+            topics = open_parts(store).topics
+            for name, count in more.items():
+                config = topics.need(name)
+                read, write = max(config.read_queues, count), max(config.write_queues, count)
+                topics.alter(name, read_queues=read, write_queues=write)
 
 
 def _limit(max_messages: int | None, max_bytes: int | None) -> Limit | None:

@@ -148,6 +148,8 @@ class Wishes:
     spread: Spread = "queue"
     system: bool = False
     """Retry and dead-letter topics may be copied, as such."""
+    grow: bool = False
+    """A topic of a target that has fewer queues than are copied gets more, by who asks for that."""
 
 
 # -- planning ----------------------------------------------------------------------------------------------------------
@@ -163,6 +165,7 @@ class Destination:
     targets: Mapping[str, Target]
     """By topic of the sources."""
     create: Mapping[str, int]
+    """Queues of topics that the target lacks, or that have fewer there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +290,8 @@ def _target(
     else:
         plan.rules.topic(name)  # raises for one that may not be written to
         there = known.queues if wishes.queues is None else known.write_queues
+        if wishes.grow and wishes.queues is None and used > there and options.target == "store":
+            create[name] = there = max(create.get(name, 0), count)
     wanted = wishes.queues if wishes.queues is not None and not ours else None
     if (wanted or used) > there:
         raise ConfigError(
