@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from datetime import UTC, date, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from mqstore import MessageStore
 from mqstore.errors import ConfigError, CorruptStoreError, OffsetOutOfRangeError
 from mqstore.spark import export_parquet, select
 from mqstore.spark.jobs import export as module
-from mqstore.spark.jobs.export import export_plan, read_manifest
+from mqstore.spark.jobs.export import check_export, export_plan, read_manifest
 from tests.conftest import GoldenStore
 from tests.spark.support import SEGMENT, Odd, as_exported, as_row, exported, many, write_store
 
@@ -282,6 +283,41 @@ def test_a_store_is_the_same_by_whatever_path(store: Path, tmp_path: Path, monke
     export_parquet(None, "s", "out")
 
     assert export_parquet(None, store, tmp_path / "out").folder is None
+
+
+@pytest.mark.parametrize("profile", ["mqstore", "rocketmq"])
+@pytest.mark.parametrize("noted", [True, False])
+def test_a_store_under_another_id_is_not_exported_again(tmp_path: Path, profile: str, noted: bool) -> None:
+    """By a link to it, or moved, it was exported a second time from its beginning."""
+    store = write_store(tmp_path / "s", many(80), profile)
+    dest, link, moved = tmp_path / "out", tmp_path / "link", tmp_path / "moved"
+    export_parquet(None, store, dest)
+    if not noted:  # as earlier versions wrote it
+        manifest = read_manifest(dest)
+        del manifest["stores"]
+        (dest / "export=00000001" / "_manifest.json").write_text(json.dumps(manifest))
+    link.symlink_to(store)
+    before = visible(dest)
+
+    for job in (partial(export_parquet, None), export_plan, check_export):
+        with pytest.raises(ConfigError, match=r"link was exported to .*out as '.*/s', and would be exported"):
+            job(link, dest)  # type: ignore[operator]
+    assert export_parquet(None, {str(store): link}, dest).folder is None
+    store.rename(moved)
+    if profile == "mqstore" and noted:
+        with pytest.raises(ConfigError, match="moved was exported to"):
+            export_parquet(None, moved, dest)
+    store.symlink_to(moved)
+    assert export_parquet(None, store, dest).folder is None
+    assert visible(dest) == before
+
+
+def test_a_copy_of_a_store_is_exported_when_it_is_named_beside_it(store: Path, tmp_path: Path) -> None:
+    shutil.copytree(store, tmp_path / "copy")
+    export_parquet(None, store, tmp_path / "out")
+
+    assert export_parquet(None, [store, tmp_path / "copy"], tmp_path / "out").messages == 81
+    assert export_parquet(None, tmp_path / "copy", tmp_path / "out").folder is None
 
 
 def test_stores_and_topics_may_join_and_leave(store: Path, tmp_path: Path) -> None:

@@ -17,9 +17,10 @@ files; after it they see all of them. Two exports into one folder that race for 
 read what the first has written.
 
 The manifest: {"version": 1, "number", "shape", "messages", "record_bytes", "files": [{"path", "rows", "bytes"}],
-"ends": {store: {topic: {queue id: offset}}}, "txns": {app: version}}. `ends` and `txns` are those of all runs so far:
-the newest manifest says where the next run begins, and which transactions have been written. `shape` is what has to be
-the same in all of them.
+"ends": {store: {topic: {queue id: offset}}}, "txns": {app: version}, "stores": {store: {"path", "store_id"}}}. `ends`,
+`txns` and `stores` are those of all runs so far: the newest manifest says where the next run begins, and which
+transactions have been written. Stores have ids there, mostly their paths; by `stores`, which manifests of earlier
+versions lack, one is known again that was moved, or is named by a link. `shape` is what has to be the same in all runs.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from mqstore.errors import ConfigError, MQStoreError
+from mqstore.errors import ConfigError, MQStoreError, NotAStoreError
 from mqstore.spark.columns import check_columns, default_columns
 from mqstore.spark.jobs.shape import Plan, Progress, Selection, Shaped, Stores, local_path, run, select
 from mqstore.spark.options import SourceOptions
-from mqstore.spark.plan import QueueSlice
+from mqstore.spark.plan import QueueSlice, StoreName, open_sliced
 from mqstore.spark.progress import look
 from mqstore.spark.tasks import policy_of, read_slices
 
@@ -264,11 +265,32 @@ class _Job:
         }
 
     def check(self, before: dict[str, Any]) -> None:
-        """ConfigError if what is there is of another shape."""
+        """ConfigError if what is there is of another shape, or has one of the stores under another id."""
         for name, value in self.shape.items() if before["number"] else ():
             there = before["shape"].get(name)
             if there != value:
                 raise ConfigError(f"{self.dest} was exported with {name}={there!r}, not {value!r}: give another folder")
+        self._refuse_renamed(before)
+
+    def _refuse_renamed(self, before: dict[str, Any]) -> None:
+        """ConfigError for a store that was exported under another id, as streams have it: under a new one it would be
+        exported from its beginning again. Of one that is named beside the other it is a copy."""
+        names = self.selection.stores()
+        noted = before.get("stores", {})
+        known = {
+            id_: noted.get(id_) or {"path": os.path.realpath(id_), "store_id": ""}
+            for id_ in before["ends"].keys() - {name.id for name in names}
+            if id_ in noted or os.path.isabs(id_)
+        }
+        for name in [name for name in names if known and name.id not in before["ends"]]:
+            place = _place(name)
+            id_ = next((id_ for id_, other in known.items() if _is_same(place, other)), None)
+            if id_ is not None:
+                raise ConfigError(
+                    f"{name.path} was exported to {self.dest} as {id_!r}, and would be exported from its beginning "
+                    f"again: name it by that path, which may be a link to it; in Python by {{{id_!r}: path}}. If it is "
+                    "a copy, and both are wanted, name both, or give another folder"
+                )
 
     def cut_back(self, before: dict[str, Any]) -> dict[str, Any]:
         """`before`, with the ends of queues that lost their tails since where these end now, if loss is allowed: an end
@@ -313,6 +335,22 @@ class _Job:
         ids = {store.id for store in self.selection.stores()}
         ends = {store: topics for store, topics in before["ends"].items() if store in ids}
         return self.selection.with_options(scan="queue", starting_offsets=ends) if ends else self.selection
+
+
+def _place(name: StoreName) -> dict[str, str]:
+    """What tells a store from others by whatever name, as manifests have it."""
+    try:
+        with open_sliced(name) as store:
+            store_id = store.manifest.store_id
+    except NotAStoreError:  # planning judges what that means
+        store_id = ""
+    return {"path": os.path.realpath(name.path), "store_id": store_id}
+
+
+def _is_same(place: Mapping[str, str], other: Mapping[str, str]) -> bool:
+    """A Java broker's directory has no id, nor has what an earlier version noted: then the path tells."""
+    by = "store_id" if place["store_id"] and other["store_id"] else "path"
+    return place[by] == other[by]
 
 
 def _refuse(options: SourceOptions) -> None:
@@ -470,6 +508,7 @@ def _manifest(
         ],
         "ends": ends,
         "txns": {**before["txns"], **({} if txn is None else {txn[0]: txn[1]})},
+        "stores": {**before.get("stores", {}), **{name.id: _place(name) for name in job.selection.stores()}},
     }
 
 
