@@ -465,6 +465,17 @@ def test_files_that_are_not_there_or_are_something_else_are_told(tmp_path: Path)
         import_rows(None, tmp_path / "f.parquet", tmp_path / "t", topic="t")
 
 
+@pytest.mark.parametrize("text", ["text\nx,y\n", "", "text\nx\n" + "y,z\n"])
+def test_csv_whose_rows_do_not_fit_is_told(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "f.csv"
+    path.write_text(text)
+
+    for mapping in ({"body": "text"}, None):
+        with pytest.raises(ConfigError, match=r"f\.csv cannot be read as csv"):
+            import_rows(None, path, tmp_path / "t", format="csv", topic="t", mapping=mapping)
+    assert not (tmp_path / "t").exists()
+
+
 def test_a_file_may_lack_columns_that_the_first_one_has(tmp_path: Path) -> None:
     write(tmp_path / "in", "json", [{"body": "1", "tag": "a"}], "1")
     write(tmp_path / "in", "json", [{"body": "2"}, {"tag": "b"}], "2")

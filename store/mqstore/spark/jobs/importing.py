@@ -22,6 +22,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import secrets
 import time
 from collections import Counter
@@ -442,16 +443,16 @@ def _dataset(files: Sequence[str], format: str, base: str, columns: Any) -> Any:
     """As Arrow sees them. CSV is text until it is known what it is to be: types guessed from a file's first lines
     would differ from file to file."""
     how: Any = format
-    if format == "csv":
-        names = [*columns] or _header(files[0])
-        convert = pacsv.ConvertOptions(
-            column_types=dict.fromkeys(names, pa.string()),
-            strings_can_be_null=True,
-            quoted_strings_can_be_null=False,
-            null_values=[""],
-        )
-        how = ds.CsvFileFormat(convert_options=convert)
     try:
+        if format == "csv":
+            names = [*columns] or _header(files[0])
+            convert = pacsv.ConvertOptions(
+                column_types=dict.fromkeys(names, pa.string()),
+                strings_can_be_null=True,
+                quoted_strings_can_be_null=False,
+                null_values=[""],
+            )
+            how = ds.CsvFileFormat(convert_options=convert)
         return ds.dataset([*files], format=how, partitioning=ds.partitioning(flavor="hive"), partition_base_dir=base)
     except (pa.ArrowInvalid, OSError) as error:
         raise ConfigError(f"{files[0]} cannot be read as {format}: {error}") from error
@@ -518,9 +519,10 @@ def _partition(path: str, base: str) -> dict[str, Any]:
     """The columns that a file has by its name=value folders, as Arrow takes them; the value is that of all rows."""
     named = [part.partition("=") for part in Path(os.path.relpath(path, base)).parent.parts if "=" in part]
     texts = {name: None if value == _NULL else unquote(value) for name, _, value in named}
-    return {
-        name: pa.scalar(int(text) if text is not None and text.isdecimal() else text) for name, text in texts.items()
+    numbers = {
+        name: int(text) for name, text in texts.items() if text is not None and re.fullmatch("[0-9]{1,18}", text)
     }
+    return {name: pa.scalar(value) for name, value in {**texts, **numbers}.items()}
 
 
 def _json_rows(path: str, base: str, names: Sequence[str]) -> Iterator[Any]:

@@ -71,6 +71,7 @@ __all__ = ["MirrorReport", "mirror", "mirror_plan"]
 
 Trigger = Literal["available-now", "continuous"]
 _METADATA: Final = "metadata.json"
+_INTERVAL_MAX_S: Final = 86_400
 _KEPT: Final = 16
 """Batches whose files stay in the checkpoint: for people, the last one is enough."""
 
@@ -125,6 +126,8 @@ def mirror(
     """
     if trigger not in ("available-now", "continuous"):
         raise ConfigError(f"trigger={trigger!r}: there are available-now and continuous")
+    if not 0 <= interval_s <= _INTERVAL_MAX_S:
+        raise ConfigError(f"interval_s={interval_s!r} is not a number of seconds from 0 to {_INTERVAL_MAX_S}")
     limit = _limit(max_messages, max_bytes)
     wishes = Wishes(dict(rename or {}), queues, spread, system, grow=True)
     folder = Path(os.path.abspath(os.fspath(checkpoint)))
