@@ -365,6 +365,38 @@ def test_a_checkpoint_belongs_to_one_mirror(store: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
+    ("place", "says"),
+    [
+        ("s/cp", "checkpoint .*s/cp and source .*s lie in one another"),
+        ("link/cp", "checkpoint .*link/cp and source .*s lie in one another"),
+        ("t/cp", "checkpoint .*t/cp and target .*t lie in one another"),
+        ("t", "checkpoint .*t and target .*t lie in one another"),
+        ("new/..", "is no checkpoint of a mirror"),
+    ],
+)
+@pytest.mark.parametrize("target", ["store", "set"])
+def test_a_checkpoint_lies_in_no_store_and_no_store_in_it(
+    store: Path, tmp_path: Path, place: str, says: str, target: str
+) -> None:
+    (tmp_path / "link").symlink_to(store)
+    before = tree(tmp_path)
+
+    for job in (mirror_plan, partial(mirror, None)):
+        with pytest.raises(ConfigError, match=says):
+            job(store, tmp_path / "t", tmp_path / place, target=target)  # type: ignore[operator]
+
+    assert tree(tmp_path) == before
+
+
+def test_a_checkpoint_that_an_earlier_version_put_into_the_target_goes_on(store: Path, tmp_path: Path) -> None:
+    mirror(None, store, tmp_path / "t", tmp_path / "cp")
+    (tmp_path / "cp").rename(tmp_path / "t" / "cp")
+    add(store, b"new")
+
+    assert mirror(None, store, tmp_path / "t", tmp_path / "t" / "cp").messages == 1
+
+
+@pytest.mark.parametrize(
     ("how", "says"),
     [
         ({"trigger": "once"}, "trigger='once'"),

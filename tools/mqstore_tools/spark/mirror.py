@@ -34,7 +34,7 @@ Examples:
     required=True,
     type=click.Path(file_okay=False),
     metavar="DIR",
-    help="Where it is kept how far the mirror is; a folder of its own.",
+    help="Where it is kept how far the mirror is; a folder of its own, outside of stores.",
 )
 @click.option("--continuous", is_flag=True, help="Go on until Ctrl-C; without it, end when there is no more.")
 @click.option("--interval", "interval_s", type=float, default=1.0, show_default=True, help="Seconds between two looks.")

@@ -117,9 +117,10 @@ def mirror(
     """Copy into `dest` what is in `src` and was not copied before: until there is no more (`available-now`: of what is
     there when it starts), or until `stop` says so, looked at after each batch (`continuous`).
 
-    `checkpoint`: a folder that belongs to this mirror alone. A batch has `max_messages` or `max_bytes` at most, or all
-    there is. `interval_s`: how long `continuous` waits when there is nothing. A new mirror begins at the oldest
-    message, or where the source options say (`startingOffsets`, ...). Everything else as with `replay`.
+    `checkpoint`: a folder that belongs to this mirror alone, outside of all stores. A batch has `max_messages` or
+    `max_bytes` at most, or all there is. `interval_s`: how long `continuous` waits when there is nothing. A new mirror
+    begins at the oldest message, or where the source options say (`startingOffsets`, ...). Everything else as with
+    `replay`.
 
     ConfigError for arguments, a checkpoint of something else and a target that lost what it was given,
     StoreLockedError for one that is in use; what is in the target then stays, and the next run goes on.
@@ -198,7 +199,6 @@ def mirror_plan(
     wishes = Wishes(dict(rename or {}), queues, spread, system, grow=True)
     folder = Path(os.path.abspath(os.fspath(checkpoint)))
     chosen, options, everything = _checked(src, dest, folder, target, wishes)
-    _refuse_foreign(folder)
     if not _exists(folder):
         return Plan.of_slices(everything)
     positions = StreamProgress(chosen.options)
@@ -217,6 +217,9 @@ def _checked(
     if _exists(checkpoint):  # which says where to go on: where a new one would begin may be gone by now
         chosen = chosen.with_options(starting_offsets="earliest", starting_timestamp_ms=None, starting_group=None)
     [options] = sinks_of(dest, target=target).values()
+    _refuse_foreign(checkpoint)
+    if not _exists(checkpoint):  # one that an earlier version has let in goes on
+        _refuse_overlap(checkpoint, {"target": [options.path], "source": [name.path for name in chosen.stores()]})
     tasks = living(chosen.tasks())
     prepare(chosen, {options.path: options}, tasks, wishes, all_topics=False)
     return chosen, options, tasks
@@ -350,6 +353,20 @@ def _refuse_foreign(path: Path) -> None:
     """ConfigError for a folder that has files of something else."""
     if path.exists() and not _exists(path) and {each.name for each in path.iterdir()} - {"lock", "offsets", "commits"}:
         raise ConfigError(f"{path} is no checkpoint of a mirror: give a folder of its own")
+
+
+def _refuse_overlap(checkpoint: Path, others: Mapping[str, list[str]]) -> None:
+    """ConfigError for a checkpoint in a store or around it: a source is left without a trace, and a folder that has
+    other files becomes no store."""
+    folder = Path(os.path.realpath(checkpoint))
+    for what, paths in others.items():
+        for path in paths:
+            place = Path(os.path.realpath(path))
+            if folder.is_relative_to(place) or place.is_relative_to(folder):
+                raise ConfigError(
+                    f"checkpoint {checkpoint} and {what} {path} lie in one another: give the checkpoint a folder of "
+                    "its own, outside of stores"
+                )
 
 
 def _belongs_to(options: SinkOptions) -> dict[str, Any]:
