@@ -420,6 +420,8 @@ def test_ends_of_queues_that_are_not_there_are_kept(store: Path, tmp_path: Path)
     lax = select([store, other], options={"failOnDataLoss": "false"})
 
     assert export_parquet(None, lax, dest).messages == 9
+    noted = read_manifest(dest)["stores"]
+    assert noted[str(store)]["store_id"] != noted[str(other)]["store_id"] != ""
     (tmp_path / "away").rename(store)
     assert export_parquet(None, lax, dest).folder is None
 

@@ -123,11 +123,12 @@ def export_parquet(
     tasks, passed = job.tasks(before), job.passed_over(before)
     if not tasks and txn is None and noted == before["ends"]:
         return ExportResult(job.dest, None, False, 0, 0, 0, 0, 0, time.monotonic() - started, before["ends"])
+    places = {name.id: place for name in job.selection.stores() if (place := _place(name)) is not None}
     _clear_old_staging(job.dest)
     try:
         os.makedirs(job.staging)
         written = run(spark, [*enumerate(tasks)], partial(_write, job), progress, f"mqstore export to {job.dest}")
-        manifest = _manifest(job, before, [*tasks, *passed], written, txn)
+        manifest = _manifest(job, before, [*tasks, *passed], places, written, txn)
         _publish(job, manifest, written)
     finally:
         shutil.rmtree(job.staging, ignore_errors=True)
@@ -284,7 +285,7 @@ class _Job:
         }
         for name in [name for name in names if known and name.id not in before["ends"]]:
             place = _place(name)
-            id_ = next((id_ for id_, other in known.items() if _is_same(place, other)), None)
+            id_ = next((id_ for id_, other in known.items() if place is not None and _is_same(place, other)), None)
             if id_ is not None:
                 raise ConfigError(
                     f"{name.path} was exported to {self.dest} as {id_!r}, and would be exported from its beginning "
@@ -337,14 +338,14 @@ class _Job:
         return self.selection.with_options(scan="queue", starting_offsets=ends) if ends else self.selection
 
 
-def _place(name: StoreName) -> dict[str, str]:
-    """What tells a store from others by whatever name, as manifests have it."""
+def _place(name: StoreName) -> dict[str, str] | None:
+    """What tells a store from others by whatever name, as manifests have it. None: it is none, of which planning judges
+    what that means."""
     try:
         with open_sliced(name) as store:
-            store_id = store.manifest.store_id
-    except NotAStoreError:  # planning judges what that means
-        store_id = ""
-    return {"path": os.path.realpath(name.path), "store_id": store_id}
+            return {"path": os.path.realpath(name.path), "store_id": store.manifest.store_id}
+    except NotAStoreError:
+        return None
 
 
 def _is_same(place: Mapping[str, str], other: Mapping[str, str]) -> bool:
@@ -490,6 +491,7 @@ def _manifest(
     job: _Job,
     before: dict[str, Any],
     over: Sequence[Sequence[QueueSlice]],
+    places: Mapping[str, Mapping[str, str]],
     written: Sequence[_Written],
     txn: tuple[str, int] | None,
 ) -> dict[str, Any]:
@@ -508,7 +510,7 @@ def _manifest(
         ],
         "ends": ends,
         "txns": {**before["txns"], **({} if txn is None else {txn[0]: txn[1]})},
-        "stores": {**before.get("stores", {}), **{name.id: _place(name) for name in job.selection.stores()}},
+        "stores": {**before.get("stores", {}), **places},
     }
 
 
