@@ -252,6 +252,20 @@ def test_a_target_whose_creation_was_killed_is_written_to_all_the_same(tmp_path:
     assert sorted(bodies(root)) == ONE
 
 
+@pytest.mark.parametrize("target", ["store", "set"])
+def test_a_target_that_cannot_be_made_is_refused_before_tasks_run(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(NotAStoreError, match=r"file is a file, so there can be no .*file/a/b"):
+        plan_target(options_of(tmp_path / "file" / "a" / "b", target=target))
+
+    (tmp_path / "closed").mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path / "closed")  # root may do all
+    with pytest.raises(mqstore.ReadOnlyStoreError, match="closed may not be written to by the user that Spark runs as"):
+        plan_target(options_of(tmp_path / "closed" / "s", target=target))
+
+
 # -- store -------------------------------------------------------------------------------------------------------------
 
 
@@ -842,6 +856,16 @@ def test_shards_that_go_while_they_are_handed_over_fail_the_job_unless_their_own
         then = lambda _: owner.take_inbox()  # noqa: E731
         assert write(options, "a", 0, ONE, fs=Meanwhile()).records == len(ONE)
     assert sorted(bodies(root)) == ONE
+
+
+def test_an_abort_that_fails_does_not_hide_why_there_was_one(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fs = FaultyFileSystem()
+    stage(options_of(root), "a", 0, [batch_of(ONE)])
+    fs.fail("unlink", errno.EIO, path_part=STAGING, times=None)
+
+    abort(options_of(root), "a", 0, fs=fs)
+
+    assert "could not be deleted" in caplog.text
 
 
 def test_cleaning_up_that_fails_after_the_batch_is_in_is_no_failure_of_it(

@@ -26,6 +26,7 @@ there any more.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -36,7 +37,15 @@ from mqstore.broker.names import SCHEDULE_TOPIC, check_user_topic, is_dlq_topic,
 from mqstore.broker.parts import Parts, open_parts
 from mqstore.broker.topics import PERM_WRITE, TopicConfig
 from mqstore.clock import SYSTEM_CLOCK, Clock
-from mqstore.errors import ConfigError, FlushFailedError, FormatError, MQStoreError, NotAStoreError, StoreLockedError
+from mqstore.errors import (
+    ConfigError,
+    FlushFailedError,
+    FormatError,
+    MQStoreError,
+    NotAStoreError,
+    ReadOnlyStoreError,
+    StoreLockedError,
+)
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.files.jsonfile import decode_json, encode_json, load_json, save_json
 from mqstore.files.lock import WriterLock, writer_alive
@@ -62,6 +71,7 @@ from mqstore.spark.staging import (
     transaction_folder,
     write_file,
 )
+from mqstore.spark.telling import readable
 
 __all__ = [
     "MEMBERS",
@@ -147,6 +157,7 @@ def plan_target(options: SinkOptions) -> Plan:
     """Look at the target, without a lock and without a trace. ConfigError where it is not what `target` says;
     NotAStoreError and others as of opening a store."""
     root = Path(options.path)
+    _refuse_unwritable(root)
     is_set, is_store = (root / SET_FILE).exists(), (root / MANIFEST).exists() or (root / "commitlog").exists()
     if is_set and options.target != "set":
         raise ConfigError(f"{root} is a store set, and option target={options.target} wants a store: use target=set")
@@ -195,6 +206,22 @@ def _rule(config: TopicConfig) -> TopicRule:
     elif not config.writable or config.write_queues < 1:
         refused = f"topic {name!r} may not be written to (perm {config.perm}, {config.write_queues} queues); alter it"
     return TopicRule(config.write_queues, max(config.write_queues, config.read_queues), refused)
+
+
+def _refuse_unwritable(root: Path) -> None:
+    """Whoever plans commits, too, so what he cannot make tasks need not try. Looks at where the first folder would be
+    made; a target that is a file is told of elsewhere."""
+    with readable(str(root)):
+        there = next(path for path in (root / STAGING, root, *root.absolute().parents) if path.exists())
+    if there == root and not there.is_dir():
+        return
+    if not there.is_dir():
+        raise NotAStoreError(f"{there} is a file, so there can be no {root}: give another path")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ReadOnlyStoreError(
+            f"{there} may not be written to by the user that Spark runs as (uid {os.getuid()}): let that user, or give "
+            "another path"
+        )
 
 
 def _refuse_foreign(root: Path) -> None:
@@ -298,8 +325,11 @@ def is_settled(
 
 
 def abort(options: SinkOptions, app: str, version: int, *, writer: str = "", fs: FileSystem = REAL) -> None:
-    """Delete what (app, version) has staged, if `writer` is given what this one has. What it has published stays."""
-    discard(Path(options.path), app, version, fs, writer=writer)
+    """Delete what (app, version) has staged, if `writer` is given what this one has. What it has published stays. What
+    cannot be deleted is only logged: somebody is being told of the error that led here."""
+    root = Path(options.path)
+    with _left_to_clean(root):
+        discard(root, app, version, fs, writer=writer)
 
 
 def clean_target(
@@ -323,9 +353,15 @@ def clean_target(
 
 def _tidy(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem, clock: Clock) -> None:
     """What nobody needs any more goes. The batch is in: that it does not go is no reason to say otherwise."""
-    try:
+    with _left_to_clean(root):
         discard(root, wanted.app, wanted.version, fs)
         clean(root, options.staging_ttl_s, clock=clock, fs=fs)
+
+
+@contextmanager
+def _left_to_clean(root: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         _log.warning("%s: what a job staged could not be deleted: %s; mqstore spark clean does it", root, error)
 
@@ -336,9 +372,9 @@ def _waiting(root: Path, options: SinkOptions) -> Iterator[None]:
     try:
         yield
     except StoreLockedError as error:
+        inbox = ". target=inbox hands over to the process that has it open" if options.target == "store" else ""
         raise StoreLockedError(
-            f"{error}; option lockTimeout={options.lock_timeout_s:g} s was not enough. target=inbox hands over to the "
-            "process that has it open",
+            f"{error}; option lockTimeout={options.lock_timeout_s:g} s was not enough{inbox}",
             error.pid,
             error.host,
             error.since,
