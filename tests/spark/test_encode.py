@@ -419,12 +419,14 @@ GOOD = {"topic": "t", "body": b"x"}
         ({"properties": {"__RMQ.TRANSIENT.x": "v"}}, "properties", "reserved"),
         ({"properties": {"n": "v" * 32767}}, "properties", "take 32767 bytes at most"),
         ({"queue_id": 8}, "queue_id", "8: the queues of its topic are 0 to 7"),
+        ({"queue_id": 8, "topic": "new"}, "queue_id", "are 0 to 7; it is not there yet: option queues gives it more"),
         ({"queue_id": -1}, "queue_id", "-1: the queues of its topic are 0 to 7"),
         ({"sharding_key": "g" * 64}, "sharding_key", "64 bytes: a message group takes 63 at most"),
         ({"sharding_key": "ä" * 32}, "sharding_key", "64 bytes: a message group takes 63 at most"),
         ({"sharding_key": "\n"}, "sharding_key", "not blank"),
         ({"delay_level": -1}, "delay_level", "-1: it is negative"),
         ({"delay_seconds": -1}, "delay_seconds", "-1: it is negative"),
+        ({"delay_seconds": 9 * 10**18}, "delay_seconds", "it is too large; max_delay allows 31622400 seconds"),
         ({"delay_seconds": 366 * 86_400 + 1}, "delay_seconds", "max_delay allows"),
         ({"deliver_time": datetime.datetime(2200, 1, 1, tzinfo=datetime.UTC)}, "deliver_time", "max_delay allows"),
         (
@@ -450,6 +452,14 @@ def test_a_bad_row_is_refused_by_number_column_value_and_rule(row: dict[str, Any
     assert str(caught.value).startswith(f"row 6 of partition 1, column {column!r}: ")
     assert says in str(caught.value)
     assert caught.value.field == column
+
+
+def test_a_limit_that_is_the_sinks_own_is_not_said_to_be_the_targets() -> None:
+    large = {"topic": "t", "body": bytes((4 << 20) + 1)}
+    with pytest.raises(
+        InvalidMessageError, match=r"goes by the default of max_message_size, .*: 4194304 bytes at most"
+    ):
+        encode([large])
 
 
 def test_a_value_of_any_length_makes_a_message_that_can_be_read() -> None:
@@ -498,7 +508,14 @@ def test_nothing_that_a_separator_would_split_gets_by_without_validation() -> No
             {"body": pa.binary(), "qwertz": pa.string()},
             r"no column 'qwertz' to be written\. There are body, .* properties",
         ),
-        ({"body": pa.int32()}, r"column 'body' is int, and must be binary or string: cast\(body as binary\)"),
+        ({"body": pa.int32()}, r"column 'body' is int, and must be binary or string: cast\(body as string\)"),
+        ({"body": pa.struct([("a", pa.int32())])}, r"column 'body' is struct.*: to_json\(body\)"),
+        ({"body": pa.list_(pa.int32())}, r"column 'body' is array<int>, .*: to_json\(body\)"),
+        ({"body": pa.binary(), "properties": pa.string()}, r"'properties' is string, .*: map\('name', value, ...\)"),
+        (
+            {"body": pa.binary(), "properties": pa.map_(pa.string(), pa.int32())},
+            r"'properties' is map<string,int>, .*: cast\(properties as map<string,string>\)",
+        ),
         ({"body": pa.binary(), "queue_id": pa.int64()}, r"column 'queue_id' is bigint, and must be int: cast\("),
         (
             {"body": pa.binary(), "deliver_time": pa.timestamp("us")},
@@ -506,7 +523,7 @@ def test_nothing_that_a_separator_would_split_gets_by_without_validation() -> No
         ),
         (
             {"body": pa.binary(), "keys": pa.list_(pa.int32())},
-            r"'keys' is array<int>, and must be string or array<string>",
+            r"'keys' is array<int>, and must be string or array<string>: cast\(keys as array<string>\)",
         ),
         ({"body": pa.binary(), "tags": pa.null()}, r"'tags' is null, and must be string"),
         ({"tags": pa.string()}, r"column 'body' is missing; the frame has tags"),

@@ -84,7 +84,7 @@ def test_what_does_not_fit_is_refused_with_name_value_and_remedy(given: dict[str
 
 
 def test_a_query_says_where_its_stores_are(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no store: give"):
+    with pytest.raises(ConfigError, match=r"no store: give \.load\(PATH\), .*; to write, \.save\(PATH\)"):
         SourceOptions.parse({})
     catalogue = tmp_path / "fleet.json"
     catalogue.write_text(json.dumps({"a": "/a", "b": "/b"}))

@@ -700,7 +700,7 @@ def test_two_jobs_race_for_a_set_and_the_loser_says_who_has_it(tmp_path: Path) -
     lock = WriterLock(root, "the other")
     lock.acquire()
     try:
-        with pytest.raises(StoreLockedError, match=rf"process {os.getpid()}.*lockTimeout"):
+        with pytest.raises(StoreLockedError, match=rf"process {os.getpid()}.*lockTimeout=0.001 s was not enough$"):
             commit(options, Commit("b", 0, shards))
     finally:
         lock.release()

@@ -476,6 +476,41 @@ def test_a_task_that_is_not_told_its_batch_fails_and_says_what_to_use() -> None:
     assert stream._identity({"sql.streaming.queryId": "q-1", "streaming.sql.batchId": "12"}.get) == ("q-1", 12)
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"topic": ""}, r"^option topic='': it is empty; a topic$"),
+        ({"topic": "a/b"}, r"^option topic='a/b': topic 'a/b': a topic is 1 to 127 letters"),
+        ({"topic": "SCHEDULE_TOPIC_XXXX"}, r"^option topic='SCHEDULE_TOPIC_XXXX': .* belongs to the engine"),
+    ],
+)
+def test_a_topic_that_cannot_be_is_told_as_the_option_that_it_is(
+    given: dict[str, str], says: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("pyspark")
+    from pyspark.sql.types import StringType, StructField, StructType
+
+    from mqstore.spark.sink import batch_writer, stream_writer
+
+    for writer_of in (batch_writer, stream_writer):
+        with pytest.raises(ConfigError, match=says):
+            writer_of({"path": str(tmp_path / "s"), **given}, StructType([StructField("body", StringType())]), False)
+
+
+def test_what_may_be_a_write_is_told_what_a_write_takes() -> None:
+    """Spark makes one object for a format's options, and does not say whether it is to read or to write."""
+    pytest.importorskip("pyspark")
+    from mqstore.spark.source import MQStoreDataSource
+
+    for given, says in (
+        ({"path": "/p", "topci": "a"}, r"^no option 'topci'; did you mean 'topic'\?; to write there are path, topic, "),
+        ({"path": "/p", "topic": ""}, "^option topic='': it "),
+        ({"topic": "t"}, r"to write, \.save\(PATH\)"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            MQStoreDataSource(given)
+
+
 def test_a_continuous_trigger_is_refused_rather_than_its_rows_passed_over() -> None:
     """Spark calls `commit([None, None], epoch)` and never `write`. That was taken for a batch without tasks, and the
     checkpoint moved on."""

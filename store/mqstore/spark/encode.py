@@ -450,7 +450,10 @@ class _Slice:
             wrong = present & ((queues < 0) | (queues >= bound))
             if wrong.any():
                 row = int(np.argmax(wrong))
-                self._refuse(row, "queue_id", str(queues[row]), f"the queues of its topic are 0 to {bound[row] - 1}")
+                rule = f"the queues of its topic are 0 to {bound[row] - 1}"
+                if [*self._codes][topics[row]] not in self._rules.topics:
+                    rule += "; it is not there yet: option queues gives it more"
+                self._refuse(row, "queue_id", str(queues[row]), rule)
         write = np.array([rule.write_queues for rule in rules], np.int64)[topics]
         self._put = dict.fromkeys(self._codes, 0)
         if keys is not None:
@@ -591,6 +594,9 @@ class _Slice:
                 row = int(np.argmax(numbers < 0))
                 self._refuse(row, name, str(numbers[row]), "it is negative; 0 is no delay")
             odd |= numbers > 0
+        waits, limit = self._numbers("delay_seconds", 0), self._rules.max_delay_ms // 1000
+        rule = f"it is too large; max_delay allows {limit} seconds"
+        self._refuse_first(waits >= _TOO_LONG, "delay_seconds", lambda i: str(waits[i]), rule)
         if "deliver_time" in self._columns:
             odd |= ~_nulls(self._columns["deliver_time"])
         if entries is not None and not self._validate:
@@ -722,8 +728,13 @@ def _magic(name: bytes) -> int:
     return MAGIC_V1 if len(name) <= MAX_TOPIC_BYTES_V1 else MAGIC_V2
 
 
+_TOO_LONG: Final = 10**18
+"""Seconds. Where a delay is read from its property, numbers of so many digits count as none."""
 _LONG: Final = f"properties, the columns that become such included, take {MAX_PROPERTIES_BYTES} bytes at most"
 
 
 def _large(limit: int) -> str:
-    return f"the target takes {limit} bytes at most; keep large bodies elsewhere, and send where they are"
+    who = "the target takes"
+    if limit == _DEFAULTS.max_message_size:  # a store does not say what its owner has set
+        who = "this sink goes by the default of max_message_size, whatever the target's owner has set:"
+    return f"{who} {limit} bytes at most; keep large bodies elsewhere, and send where they are"

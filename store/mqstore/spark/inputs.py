@@ -89,12 +89,26 @@ def check_columns(types: Mapping[str, str], *, topic: str | None) -> None:
             )
         if kind not in known.types:
             raise ConfigError(
-                f"column {name!r} is {kind}, and must be {' or '.join(known.types)}: cast({name} as {known.types[0]})"
+                f"column {name!r} is {kind}, and must be {' or '.join(known.types)}: {_remedy(known, kind)}"
             )
     if "body" not in types:
         raise ConfigError(f"column 'body' is missing; the frame has {', '.join(types) or 'none'}")
     if topic is None and "topic" not in types:
         raise ConfigError("no topic: add column 'topic', or give option topic")
+
+
+def _remedy(column: Input, kind: str) -> str:
+    """What makes a value of another type one that the column takes. Spark casts not all to binary, and not all that it
+    would cast becomes what is meant."""
+    name = column.name
+    if name == "body":
+        nested = kind.startswith(("struct<", "map<", "array<"))
+        return f"to_json({name})" if nested else f"cast({name} as string)"
+    if name == "properties" and not kind.startswith("map<"):
+        return "map('name', value, ...)"
+    if name == "keys" and kind.startswith("array<"):
+        return f"cast({name} as {column.types[1]})"
+    return f"cast({name} as {column.types[0]})"
 
 
 def sql_type(kind: Any) -> str:

@@ -83,7 +83,10 @@ class SourceOptions:
 
     def _check(self) -> None:
         if not self.paths:
-            raise ConfigError("no store: give .load(PATH), or one of the options path, paths, pathsFile")
+            raise ConfigError(
+                "no store: give .load(PATH), or one of the options path, paths, pathsFile; to write, .save(PATH), as a "
+                "table by name (saveAsTable) has no place of its own"
+            )
         wanted = {"subscribe": self.topics, "subscribePattern": self.topic_pattern, "assign": self.assign}
         given = [name for name, value in wanted.items() if value is not None]
         if len(given) > 1:

@@ -76,7 +76,8 @@ class OptionTable:
             try:
                 values[option.field] = option.parse(value)
             except ValueError as error:
-                raise ConfigError(f"option {option.name}={value!r}: {error}; {option.accepts}") from error
+                called = option.name if name.lower() == option.name.lower() else name
+                raise ConfigError(f"option {called}={value!r}: {error}; {option.accepts}") from error
         return values
 
     def nearest(self, name: str) -> str:

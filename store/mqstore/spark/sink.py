@@ -32,7 +32,7 @@ from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamWriter, DataSourceWriter, WriterCommitMessage
 from pyspark.sql.types import ArrayType, BinaryType, DataType, IntegerType, LongType, MapType, StringType, StructType
 
-from mqstore.errors import ConfigError
+from mqstore.errors import ConfigError, MQStoreError
 from mqstore.spark.encode import Encoder
 from mqstore.spark.inputs import check_columns
 from mqstore.spark.publish import Commit, Plan, abort, commit, make_member, plan_target
@@ -67,7 +67,7 @@ def batch_writer(
     """The writer of a job. ConfigError for options, columns or a target that do not fit. Without `arrow` it is given
     rows, one by one, as a Spark that has no Arrow writers gives them."""
     options = _checked(given, schema, overwrite)
-    write = _Write(options, plan_target(options), overwrite, f"job-{uuid.uuid4().hex}", schema)
+    write = _Write(options, _planned(options), overwrite, f"job-{uuid.uuid4().hex}", schema)
     return _ArrowWriter(write) if arrow else _RowWriter(write)
 
 
@@ -76,7 +76,7 @@ def stream_writer(given: Mapping[str, str], schema: StructType, overwrite: bool,
     """The writer of a stream's batch, as `batch_writer`. `overwrite`: output mode `complete`."""
     options = _checked(given, schema, overwrite)
     options.check_stream()
-    write = _Write(options, plan_target(options), overwrite, None, schema)
+    write = _Write(options, _planned(options), overwrite, None, schema)
     return _STREAM_WRITERS[arrow and _ARROW_STREAMS](write)
 
 
@@ -87,6 +87,17 @@ def _checked(given: Mapping[str, str], schema: StructType, overwrite: bool) -> S
         options.check_overwrite()
     # Executors stand in folders of their own.
     return replace(options, path=os.path.abspath(options.path))
+
+
+def _planned(options: SinkOptions) -> Plan:
+    """What tasks need. The topic that the option names is judged here, and not in the first row of each task."""
+    plan = plan_target(options)
+    if options.topic is not None:
+        try:
+            plan.rules.topic(options.topic)
+        except MQStoreError as error:
+            raise ConfigError(f"option topic={options.topic!r}: {error}") from error
+    return plan
 
 
 @dataclass(frozen=True)

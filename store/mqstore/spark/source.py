@@ -88,9 +88,14 @@ class MQStoreDataSource(DataSource):
         try:
             return SourceOptions.parse(self._raw)
         except ConfigError as error:
-            unknown = [name for name in self._raw if name not in SOURCE_OPTIONS]
-            hint = SINK_OPTIONS.nearest(unknown[0]).removeprefix(";") if unknown else ""
-            raise ConfigError(f"{error}{hint and '; to write,' + hint}") from error
+            passed = SOURCE_OPTIONS.passed_over | SINK_OPTIONS.passed_over
+            unknown = [name for name in self._raw if name not in SOURCE_OPTIONS and name.lower() not in passed]
+            if not unknown:
+                raise
+            name = unknown[0]  # Spark does not say whether it is to read or to write
+            near = SINK_OPTIONS.nearest(name) or SOURCE_OPTIONS.nearest(name)
+            write, read = (", ".join(table.options) for table in (SINK_OPTIONS, SOURCE_OPTIONS))
+            raise ConfigError(f"no option {name!r}{near}; to write there are {write}; to read, {read}") from error
 
     @cached_property
     def _columns(self) -> list[str]:
