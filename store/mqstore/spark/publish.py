@@ -664,7 +664,8 @@ def _into_inbox(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
     fs.replace(folder, target)
     try:
         fs.sync_directory(root / _INBOX)
-        fs.sync_directory(folder.parent)
+        with suppress(FileNotFoundError):  # another job has removed it, which was empty
+            fs.sync_directory(folder.parent)
     except OSError as error:
         raise _unknown(target, error) from error
     try:  # once more: whoever was deleting `folder` may have been at it until it had another name
