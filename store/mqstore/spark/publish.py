@@ -96,6 +96,10 @@ _OURS: Final = frozenset({STAGING, MEMBERS, "lock", SET_FILE, SET_FILE + ".bak",
 _SEGMENT_BYTES = 64 << 20
 _JSON_BYTES_MAX = 16 << 20
 _PAGE = 4096
+_LOOK: Final = (
+    "Look whether the messages are in before they are written again; with txnAppId and txnVersion they are not written "
+    "twice"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,7 +408,10 @@ def _into_store(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
             shards = [_staged(root, wanted) / each.name for each in wanted.shards]
             # What an overwrite has still to do is done if its version is in, also by a later job.
             remembered = wanted.remembered or wanted.overwrite
-            result = store.splice(shards, app=wanted.app, version=wanted.version, remembered=remembered)
+            try:
+                result = store.splice(shards, app=wanted.app, version=wanted.version, remembered=remembered)
+            except FlushFailedError as error:
+                raise FlushFailedError(f"{error}. {_LOOK}") from error
             published = Published(result.already, result.records)
             _finish_overwrite(parts, root, fs)
     except (OSError, MQStoreError) as error:
@@ -445,8 +452,7 @@ def _gone(path: Path) -> FormatError:
 def _unknown(path: Path, error: OSError) -> FlushFailedError:
     """For a sync that failed behind the rename by which a batch counts."""
     return FlushFailedError(
-        f"{path} is there, and with it all that was written, but it is not known to be on disk: {error}. Look whether "
-        "the messages are in before they are written again; with txnAppId and txnVersion they are not written twice"
+        f"{path} is there, and with it all that was written, but it is not known to be on disk: {error}. {_LOOK}"
     )
 
 
