@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import struct
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -415,3 +420,33 @@ def test_arrays_are_taken_as_well_as_lists() -> None:
 
     assert put_entries(buf, 4, 16, columns[0].astype(np.int32), columns[1], columns[2]) == 3
     assert buf.tobytes() == VECTOR_BYTES
+
+
+_PUTS = """
+import mmap, sys
+from mqstore.layout.indexfile import put_entries
+with open(sys.argv[1], "r+b") as file:
+    buf = mmap.mmap(file.fileno(), 0)
+for number in range(1, 30_001):
+    put_entries(buf, 4, 40_000, [0] * int(sys.argv[2]), [number] * int(sys.argv[2]), [1] * int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("at_once", [1, 20])
+def test_a_reader_in_another_process_never_sees_fewer_entries_than_before(tmp_path: Path, at_once: int) -> None:
+    """`struct.pack_into` clears what it is going to write: now and then a file that was being filled had no entry."""
+    path = tmp_path / "index"
+    path.write_bytes(bytes(file_bytes(4, 40_000)))
+    with open(path, "r+b") as file:
+        buf = mmap.mmap(file.fileno(), 0)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    writer = subprocess.Popen([sys.executable, "-c", _PUTS, str(path), str(at_once)], env=environment)
+    seen, fewer = 0, 0
+    while writer.poll() is None:
+        for _ in range(1000):
+            count = IndexHeader.decode(buf).next_entry
+            fewer += count < seen
+            seen = max(seen, count)
+
+    assert writer.returncode == 0
+    assert (fewer, IndexHeader.decode(buf).next_entry) == (0, min(40_000, 30_000 * at_once + 1))

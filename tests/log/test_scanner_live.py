@@ -38,6 +38,33 @@ def test_a_record_that_is_finished_during_the_scan_is_no_damage(
     assert sum(len(event.headers) for event in events if isinstance(event, Good)) == 3
 
 
+def test_a_writer_that_goes_on_to_the_next_segment_during_the_scan_has_left_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the log had ended there were zeros, and suddenly records in the file behind, which a Java broker makes
+    ahead of time."""
+    with mqstore.MessageStore(tmp_path, config=StoreConfig(segment_bytes=1 << 14, clock=SimulatedClock())) as writer:
+        places = [writer.put("orders", b"some").physical_offset for _ in range(200)]
+    files = [tmp_path / "commitlog" / f"{start:020d}" for start in (0, 1 << 14)]
+    whole = [file.read_bytes() for file in files]
+    files[0].write_bytes(whole[0][: places[100]].ljust(1 << 14, bytes(1)))
+    files[1].write_bytes(bytes(1 << 14))
+    look = scanner._next_good
+
+    def look_later(*arguments: object) -> tuple[int, int] | None:
+        for file, data in zip(files, whole, strict=True):
+            with open(file, "r+b") as opened:
+                opened.write(data)
+        return look(*arguments)  # type: ignore[arg-type]  # passed through
+
+    monkeypatch.setattr(scanner, "_next_good", look_later)
+    with mqstore.MessageStore(tmp_path, "r") as reader:
+        events = list(scan_log(reader._run, 0, reader.manifest.checksum))
+
+    assert not [event for event in events if isinstance(event, Bad)]
+    assert sum(len(event.headers) for event in events if isinstance(event, Good)) == 200
+
+
 @pytest.mark.parametrize("stop", [1, 500, 3_000, 1 << 14])
 def test_a_scan_of_a_part_ends_where_the_next_part_begins(tmp_path: Path, stop: int) -> None:
     config = StoreConfig(segment_bytes=1 << 14, clock=SimulatedClock())

@@ -58,7 +58,7 @@ def one_process(path: Path) -> tuple[list[Told], int, int]:
 def in_ranges(path: Path, range_bytes: int) -> tuple[list[Told], int, int]:
     """As `verify` does it, with all ranges in one task."""
     name = StoreName("s", str(path))
-    tasks, errors = job._cut([name], range_bytes, deep=True)
+    tasks, _, errors = job._cut([name], range_bytes, deep=True)
     pieces = [piece for task in tasks for piece in task]
     outcomes = job._read(pieces, deep=True, max_errors=1 << 30)
     [checked] = job._join([job._Joining(name, True, 1 << 30, outcomes)])
@@ -262,7 +262,7 @@ def test_segments_that_nobody_has_read_are_read_when_the_store_is_joined(tmp_pat
     """A writer rolls on between the planning of a job and its end."""
     path = write_store(tmp_path / "s", many(200), segment_bytes=6_000)
     name = StoreName("s", str(path))
-    tasks, _ = job._cut([name], 1_000, deep=False)
+    tasks, _, _ = job._cut([name], 1_000, deep=False)
     ranges = [piece for task in tasks for piece in task]
 
     outcomes = job._read(ranges[: len(ranges) // 2], deep=True, max_errors=100)
@@ -325,6 +325,32 @@ def test_a_store_is_checked_beside_its_writer(tmp_path: Path) -> None:
         assert files(path) == before
         assert writer._lock is not None
         assert writer._lock.held
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_what_a_writer_puts_meanwhile_is_not_judged(tmp_path: Path, closed: bool) -> None:
+    """What was seen of a segment before the writer filled it, and the next one after, looked like damage between."""
+    with open_store(tmp_path / "s") as writer:
+
+        def put(count: int, queue_id: int) -> None:
+            for i in range(count):
+                writer.put("t", bytes(i % 50), queue_id=queue_id, keys=[f"k{i}"])
+            writer.dispatch()
+
+        def go_on(done: int, total: int) -> None:
+            put(40, done)  # a queue that was not there, too
+            if closed and done == total:
+                writer.close()
+
+        put(50, 0)
+        report = verify(None, writer.path, range_bytes=1_000, progress=go_on)
+        assert not closed or writer._closed
+
+    assert report.findings == ()
+    assert report.messages == 50
+    after = verify(None, tmp_path / "s")
+    assert (after.ok, after.findings) == (True, ())
+    assert after.messages > 300
 
 
 @pytest.mark.parametrize("options", [{"range_bytes": 0}, {"max_errors": 0}])

@@ -88,7 +88,8 @@ class IndexHeader(NamedTuple):
         with memoryview(buf) as view:
             if view.nbytes < HEADER_BYTES:
                 raise FormatError(f"an index file has at least {HEADER_BYTES} bytes, not {view.nbytes}", "header", 0)
-            header = cls(*_HEADER.unpack_from(view))
+            # Copied first: `unpack` takes byte after byte, and another process may be writing them.
+            header = cls(*_HEADER.unpack(bytes(view[:HEADER_BYTES])))
         return header if header.next_entry else header._replace(next_entry=1)
 
 
@@ -154,7 +155,8 @@ def put_entries(
     out what is in the file already (physical offsets below endPhyOffset).
 
     Entries are stored first, then the header, then the slots: a reader that takes slot, header and entry in this order
-    never meets a number that is not there yet.
+    never meets a number that is not there yet. Header and slots are assigned whole: `pack_into` clears what it will
+    write to, and a reader in another process that looked in between would find no entry at all.
 
     Raises ValueError for a negative hash or unequal lengths, FormatError for a short buffer or a header whose
     indexCount no file of this shape has; nothing was written then.
@@ -209,16 +211,14 @@ def put_entries(
     added["physical_offset"] = physical_offset
     added["seconds"] = seconds
     added["previous"][order] = previous_by_slot
-    _HEADER.pack_into(
-        buf,
-        0,
-        *begin._replace(
-            end_timestamp_ms=int(time[-1]),
-            end_physical_offset=int(physical_offset[-1]),
-            used_slots=_wrapped(begin.used_slots + int(np.count_nonzero(held == 0))),
-            next_entry=header.next_entry + count,
-        ),
+    header = begin._replace(
+        end_timestamp_ms=int(time[-1]),
+        end_physical_offset=int(physical_offset[-1]),
+        used_slots=_wrapped(begin.used_slots + int(np.count_nonzero(held == 0))),
+        next_entry=header.next_entry + count,
     )
+    with memoryview(buf) as view:
+        view[:HEADER_BYTES] = header.encode()
     slot_table[slot[closes]] = number_by_slot[closes]
     return count
 
@@ -258,18 +258,16 @@ def _put_few(
         _ENTRY.pack_into(buf, at, key_hash, physical_offset, seconds, previous)
         number += 1
         at += ENTRY_BYTES
-    _HEADER.pack_into(
-        buf,
-        0,
-        *begin._replace(
-            end_timestamp_ms=time,
-            end_physical_offset=physical_offset,
-            used_slots=_wrapped(begin.used_slots + opened),
-            next_entry=number,
-        ),
+    header = begin._replace(
+        end_timestamp_ms=time,
+        end_physical_offset=physical_offset,
+        used_slots=_wrapped(begin.used_slots + opened),
+        next_entry=number,
     )
-    for slot, newest_number in newest.items():
-        _SLOT.pack_into(buf, slot, newest_number)
+    with memoryview(buf) as view:
+        view[:HEADER_BYTES] = header.encode()
+        for slot, newest_number in newest.items():
+            view[slot : slot + SLOT_BYTES] = _SLOT.pack(newest_number)
 
 
 def _wrapped(value: int) -> int:
@@ -291,7 +289,8 @@ def query_entries(buf: ReadableBuffer, slots: int, key_hash: int, begin_ms: int,
         if slots < 1 or view.nbytes < table:
             raise FormatError(f"{view.nbytes} bytes are no index file of {slots} slots", "length", view.nbytes)
         # Slot before header: see put_entries.
-        (number,) = _SLOT.unpack_from(view, HEADER_BYTES + SLOT_BYTES * (key_hash % slots))
+        slot = HEADER_BYTES + SLOT_BYTES * (key_hash % slots)
+        (number,) = _SLOT.unpack(bytes(view[slot : slot + SLOT_BYTES]))
         header = IndexHeader.decode(view)
         last = min(header.next_entry, (view.nbytes - table) // ENTRY_BYTES - 1)
         found: list[int] = []

@@ -718,7 +718,7 @@ def content_end(buf: ReadableBuffer, start: int = 0, end: int | None = None) -> 
     high = len(data) if end is None else end
     while high > start:
         low = max(start, high - _BLOCK_BYTES)
-        found = np.flatnonzero(data[low:high])
+        found = np.flatnonzero(data[low:high] != 0)  # a copy: numpy counts, then looks, and a writer may be at it
         if len(found):
             return low + int(found[-1]) + 1
         high = low

@@ -133,6 +133,8 @@ class IndexFile:
         header = self._final_header
         if header is None:
             header = IndexHeader.decode(self.mapping)
+            while not self.writable and header != (again := IndexHeader.decode(self.mapping)):
+                header = again  # another process's writer was in the middle of it
             if header.next_entry >= self._entries and not self.writable:
                 self._final_header = header  # a full file does not change any more
         return header
@@ -142,14 +144,12 @@ class IndexFile:
         self.writable = False
         self.close()
 
-    def entries(self, count: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        """(key hash, physical offset) of all entries, in the order they were put; `count` is the file's capacity."""
+    def entries(self, count: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """(key hash, physical offset, timeDiff) of all entries, in the order they were put; `count` is the file's
+        capacity."""
         table = self._table(count)
-        return table["key_hash"].astype(np.int32), table["physical_offset"].astype(np.int64)
-
-    def seconds(self, count: int) -> npt.NDArray[np.int64]:
-        """timeDiff of all entries, as `entries`."""
-        return self._table(count)["seconds"].astype(np.int64)
+        hashes, places = table["key_hash"].astype(np.int32), table["physical_offset"].astype(np.int64)
+        return hashes, places, table["seconds"].astype(np.int64)
 
     def lies_outside(self, count: int, low: int, high: int) -> bool:
         """Whether no entry is of a record in `[low, high]`, judged by the ends; False where header and entries do not
@@ -249,12 +249,15 @@ class Index:
         if present - {file.name for file in self.files}:
             self.load()
 
-    def check(self) -> list[Finding]:
-        """What is wrong in the files' bytes. That the log's keys are all there is for `verify` to find out."""
-        return [finding for file in self.files for finding in self.check_file(file)]
+    def check(self, *, live: bool = False) -> list[Finding]:
+        """What is wrong in the files' bytes. That the log's keys are all there is for `verify` to find out. `live`:
+        another process may be filling the newest file, of which nothing can then be said."""
+        return [finding for file in self.files for finding in self.check_file(file, live=live)]
 
-    def check_file(self, file: IndexFile) -> list[Finding]:
+    def check_file(self, file: IndexFile, *, live: bool = False) -> list[Finding]:
         """As `check`, of one file."""
+        if live and not self._writable and file.header.next_entry < self.entries_per_file:
+            return []  # slots, entries and header are never all of one moment
         problems = check_index(file.mapping, self.slots, self.entries_per_file)
         return [Finding("bad_index", f"index/{file.name}", at, 0, f"{field}: {text}") for at, field, text in problems]
 

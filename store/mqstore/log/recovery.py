@@ -843,7 +843,7 @@ class _Recovery:
         newest = max((f.header.end_physical_offset for f in kept if f.header.next_entry > 1), default=-1)
         known = 0
         for file in reversed(kept):
-            _, physical = file.entries(self.parts.index.entries_per_file)
+            _, physical, _ = file.entries(self.parts.index.entries_per_file)
             known += int(np.count_nonzero(physical == newest))
             if len(physical) and int(physical[0]) < newest:
                 break

@@ -174,6 +174,7 @@ def join_segments(
     `read(segment, position)` is `scan_segment`, or who knows already what that would say, and returns as it does.
     """
     position = start
+    doubted = -1
     starts = run.starts
     index = next((i for i, s in enumerate(starts) if s + run.segment_bytes > start), len(starts))
     if index < len(starts) and starts[index] > start:
@@ -216,6 +217,10 @@ def join_segments(
         if following is None:
             yield End(here, detail)
             return
+        if not short and here != doubted and check_record(buffer, at, len(buffer), here, checksum).status != "bad":
+            # As in `scan_segment`: the writer has gone on, here and then to the next segment.
+            position = doubted = here
+            continue
         index, found_at = following
         yield Bad("segment_size" if short else "bad_record", here, found_at, detail or "zeros where records should be")
         position = found_at

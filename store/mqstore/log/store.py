@@ -917,9 +917,10 @@ class MessageStore(StoreWriter):
             errors=errors,
         )
 
-    def verifier(self, json_checks: Mapping[str, Check] = NO_CHECKS) -> Verifier:
+    def verifier(self, json_checks: Mapping[str, Check] = NO_CHECKS, *, until: int | None = None) -> Verifier:
         """A `Verifier` of this store: its `findings()` go through everything; for progress look at it meanwhile.
-        `json_checks`: by path within the store, what else than decode a JSON file must (`broker.configchecks`)."""
+        `json_checks`: by path within the store, what else than decode a JSON file must (`broker.configchecks`).
+        `until`: a writer has been at work since, and what lies at this physical offset or behind is not judged."""
         self._check_open()
         if self.mode == "rw":
             self._dispatcher.catch_up()
@@ -933,7 +934,8 @@ class MessageStore(StoreWriter):
             checksum=self._checksum,
             delay_table_ms=self.delay_table_ms,
             clean=self.clean_shutdown,
-            live=self.mode == "rw" or writer_alive(self.path, self.fs),
+            live=self.mode == "rw" or until is not None or writer_alive(self.path, self.fs),
+            until=until,
             problems=self._load_problems if self.mode == "r" else [],
             index_findings=self._index_findings if self.mode == "r" else [],
             unfinished=[] if self._pending is None else would_undo(self._pending, self._run, self.fs).findings,

@@ -99,7 +99,8 @@ def tally_index(index: Index, wanted: Sequence[Wanted]) -> IndexTally:
         header = file.header
         if file.lies_outside(index.entries_per_file, low, high):
             continue
-        keys, places = file.entries(index.entries_per_file)
+        keys, places, diffs = file.entries(index.entries_per_file)
+        places = places[: header.next_entry - 1]  # beside a writer there are more by now, and its end is of the last
         here = np.flatnonzero((places >= low) & (places <= high))
         if not len(here):
             continue
@@ -112,7 +113,7 @@ def tally_index(index: Index, wanted: Sequence[Wanted]) -> IndexTally:
         seconds = (
             np.maximum(times - header.begin_timestamp_ms, 0) // 1000 if header.begin_timestamp_ms > 0 else times * 0
         )
-        wrong = known & (np.minimum(seconds, 0x7FFF_FFFF) != file.seconds(index.entries_per_file)[here])
+        wrong = known & (np.minimum(seconds, 0x7FFF_FFFF) != diffs[here])
         wrong &= here != 0  # RocketMQ counts that one from the end of the file before (6.3)
         if wrong.any():
             tally.wrong_times[file.name] = int(np.count_nonzero(wrong))
@@ -168,6 +169,7 @@ class Verifier:
         delay_table_ms: Sequence[int],
         clean: bool,
         live: bool,
+        until: int | None,
         problems: Sequence[LoadProblem],
         index_findings: Sequence[Finding],
         unfinished: Sequence[Finding] = (),
@@ -189,6 +191,7 @@ class Verifier:
         self._delay_table_ms = delay_table_ms
         self._clean = clean
         self._live = live
+        self._until = 1 << 62 if until is None else until
         self._problems = problems
         self._index_findings = index_findings
         self._unfinished = unfinished
@@ -206,7 +209,7 @@ class Verifier:
         yield from self._log()
         yield from self.tails()
         yield from self._index_findings
-        yield from self._index.check()
+        yield from self._index.check(live=self._live)
         yield from index_faults(self._index, self._entries_wanted)
         yield from self.json_files()
 
@@ -330,7 +333,8 @@ class Verifier:
         """Units before the queue's first record must be those of records that retention took."""
         first = self._run.starts[0] if self._run.starts else 1 << 62
         for at, units in queue.chunks(queue.first_offset(), min(stop, queue.max_offset)):
-            wrong = (units["physical_offset"] >= first) & ~is_void(units)
+            physical = units["physical_offset"]
+            wrong = (physical >= first) & (physical < self._until) & ~is_void(units)
             yield from self._ranges(queue, "bad_unit", at, wrong, "the unit's record is not in the log")
 
     def compare(self, topic: str, queue_id: int, first: int, wanted: npt.NDArray[np.void]) -> Iterator[Finding]:

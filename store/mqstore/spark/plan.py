@@ -58,6 +58,7 @@ __all__ = [
     "bounds_of_log",
     "check_ids",
     "chosen",
+    "dispatched",
     "has_all",
     "has_records",
     "is_wanted",
@@ -394,7 +395,7 @@ def bounds_of_log(store: MessageStore, options: SourceOptions) -> Bounds:
         raise ConfigError(
             f"scan=log reads whole logs and knows no bounds of queues ({', '.join(refused)}): use scan=queue"
         )
-    low, listed = store.min_offset, _dispatched(store)
+    low, listed = store.min_offset, dispatched(store)
     # Queues may have listed more once: a topic that is deleted leaves its records in the log.
     top = max(listed, _readable_end(store, max(low, listed)))
     if options.read_up_to == "flushed" and not store.clean_shutdown:
@@ -731,7 +732,7 @@ def _log_slices(
         yield weigh_log(name, start, stop)
 
 
-def _dispatched(store: MessageStore) -> int:
+def dispatched(store: MessageStore) -> int:
     """The end of what queues list; of a store whose queues are lost, the end of its log."""
     end = 0
     for queue in store._queues:

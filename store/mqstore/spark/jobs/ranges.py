@@ -157,14 +157,18 @@ class RangeResult:
 # -- cutting ----------------------------------------------------------------------------------------------------------
 
 
-def cut_ranges(store: MessageStore, name: StoreName, range_bytes: int = RANGE_BYTES) -> list[LogRange]:
-    """The log of an open store in ranges of about equal size, none over two segments. ConfigError for a size that is
-    none."""
+def cut_ranges(
+    store: MessageStore, name: StoreName, range_bytes: int = RANGE_BYTES, end: int | None = None
+) -> list[LogRange]:
+    """The log of an open store up to `end` in ranges of about equal size, none over two segments. ConfigError for a
+    size that is none."""
     if range_bytes < 1:
         raise ConfigError(f"range_bytes={range_bytes} is no size of a range; give at least 1, or leave it out")
     ranges = []
     for segment in store._run.segments():
-        length = min(segment.length, segment.size)
+        length = min(segment.length, segment.size, segment.size if end is None else end - segment.start)
+        if length <= 0:
+            break
         pieces = -(-length // range_bytes)
         edges = [length * i // pieces for i in range(pieces + 1)]
         ranges += [LogRange(name, segment.start, low, high) for low, high in pairwise(edges)]

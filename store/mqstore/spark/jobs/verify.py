@@ -26,6 +26,7 @@ from itertools import chain, groupby, islice
 
 from mqstore.broker.configchecks import CONFIG_CHECKS
 from mqstore.errors import ConfigError, MQStoreError
+from mqstore.files.lock import writer_alive
 from mqstore.layout.dispatch import Rows
 from mqstore.log.report import Finding
 from mqstore.log.scanner import Bad, End, Good, scan_segment
@@ -45,7 +46,7 @@ from mqstore.spark.jobs.ranges import (
     read_range,
 )
 from mqstore.spark.jobs.shape import Plan, Progress, Selection, Shaped, Stores, run, select
-from mqstore.spark.plan import StoreName, open_store
+from mqstore.spark.plan import StoreName, dispatched, open_store
 
 __all__ = [
     "LostOffsets",
@@ -139,7 +140,7 @@ def verify(
     if max_errors < 1:
         raise ConfigError(f"max_errors={max_errors} would tell nothing of what is found; give at least 1")
     names = chosen.stores()
-    tasks, errors = _cut(names, range_bytes, deep)
+    tasks, ends, errors = _cut(names, range_bytes, deep)
     outcomes = run(spark, tasks, partial(_read, deep=deep, max_errors=max_errors), progress, "mqstore verify: ranges")
     found: dict[StoreName, list[_Outcome]] = {name: [] for name in names if name not in errors}
     for outcome in (each for task in outcomes for each in task):
@@ -147,26 +148,33 @@ def verify(
             errors.setdefault(outcome.store, outcome.error)
         else:
             found[outcome.store].append(outcome)
-    jobs = [_Joining(name, deep, max_errors, parts) for name, parts in found.items() if name not in errors]
+    jobs = [
+        _Joining(name, deep, max_errors, parts, ends.get(name)) for name, parts in found.items() if name not in errors
+    ]
     joined = run(spark, bundles(jobs), _join, title="mqstore verify: stores")
     return _report(names, {each.name: each for task in joined for each in task}, errors)
 
 
-def _cut(names: Sequence[StoreName], range_bytes: int, deep: bool) -> tuple[list[_Task], dict[StoreName, str]]:
-    """Tasks, and why some stores have none."""
+def _cut(
+    names: Sequence[StoreName], range_bytes: int, deep: bool
+) -> tuple[list[_Task], dict[StoreName, int], dict[StoreName, str]]:
+    """Tasks; where to end in stores that a writer is at; and why some stores have none."""
     ranges: list[LogRange] = []
     files: list[_IndexFile] = []
+    ends: dict[StoreName, int] = {}
     errors = {}
     for name in names:
         try:
             with open_store(name) as store:
-                ranges += cut_ranges(store, name, range_bytes)
+                if writer_alive(store.path, store.fs):
+                    ends[name] = dispatched(store)
+                ranges += cut_ranges(store, name, range_bytes, ends.get(name))
                 files += [_IndexFile(name, file.name, store._index.file_bytes) for file in store._index.files if deep]
         except ConfigError:
             raise
         except (MQStoreError, OSError) as error:
             errors[name] = str(error)
-    return [*bundles(ranges, min(range_bytes, RANGE_BYTES)), *bundles(files)], errors
+    return [*bundles(ranges, min(range_bytes, RANGE_BYTES)), *bundles(files)], ends, errors
 
 
 def plan_verify(stores: Stores | Selection, *, range_bytes: int = RANGE_BYTES) -> Plan:
@@ -254,7 +262,10 @@ def check_range(
 def _check_index_file(store: MessageStore, name: str) -> list[Finding]:
     try:
         return [
-            finding for file in store._index.files if file.name == name for finding in store._index.check_file(file)
+            finding
+            for file in store._index.files
+            if file.name == name
+            for finding in store._index.check_file(file, live=writer_alive(store.path, store.fs))
         ]
     except FileNotFoundError:  # retention
         return []
@@ -269,6 +280,8 @@ class _Joining:
     deep: bool
     max_errors: int
     parts: list[_Outcome]
+    end: int | None = None
+    """What lies there and behind, a writer has put since the ranges were cut: it is not judged."""
 
     @property
     def weight(self) -> int:
@@ -308,7 +321,11 @@ class _Joiner:
     """`Verifier.findings` over results."""
 
     def __init__(self, store: MessageStore, job: _Joining, results: Sequence[RangeResult]) -> None:
-        self.verifier = store.verifier(CONFIG_CHECKS)
+        run = store._run
+        if job.end is not None:
+            run.limit = job.end if run.limit is None else min(run.limit, job.end)
+            run.refresh()
+        self.verifier = store.verifier(CONFIG_CHECKS, until=job.end)
         self._store = store
         self._job = job
         self._stitcher = Stitcher(store, job.store, results, self._read_again)
