@@ -11,7 +11,8 @@ A slice names a store by its path, so every task opens what it needs; nothing bu
 
 Filters: a test of store, topic or queue id decides which queues are read, and a range of queue offsets where in them;
 Spark need not repeat these. Times and physical offsets are bisected in each queue and tags compared by hash, and Spark
-tests them again. Store times may step back where a clock did: bounds are widened by a minute.
+tests them again. Store times may step back where a clock did: bounds are widened by a minute. Where it was set back by
+more, bisecting may miss messages; that is said where `pushDown` is, since no few samples of a queue could tell.
 
 `scan=auto` reads by queues wherever there are any. Reading the log in its order touches each page once, but every
 record has to be found by walking: measured from the page cache, it reaches 0.5 to 1.0 of the rate of the queues.
