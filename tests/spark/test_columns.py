@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 import mqstore
-from mqstore import ConfigError, CorruptStoreError, Finding, MessageStore, TopicNotFoundError
+from mqstore import ConfigError, CorruptStoreError, Finding, MessageStore, StoreConfig, TopicNotFoundError
 from mqstore.layout import scan
+from mqstore.layout.record import BODY_AT_V4, encode_record
 from mqstore.log.columns import Binary
 from mqstore.spark import rows, windows
 from mqstore.spark.columns import COLUMNS, ColumnReader, arrow_schema, default_columns
@@ -613,3 +614,28 @@ def test_rows_are_the_same_however_few_are_copied_together(records: list[Odd]) -
         patch.setattr(rows, "_lie_apart", lambda positions, sizes: len(positions) > 0)
         found = rows_of(read_all(path))
         assert [as_exported(row) for row in found] == [as_row(line) for line in exported(path)]
+
+
+def test_a_body_that_holds_records_for_its_own_place_adds_no_rows_wherever_a_scan_is_cut(tmp_path: Path) -> None:
+    """Reading began at the first record that verified behind the cut: who may put had others read what he liked."""
+    with MessageStore(tmp_path / "s", config=StoreConfig(segment_bytes=1 << 16)) as store:
+        store.put("t", b"before")
+        at = store.max_offset + BODY_AT_V4
+        inner = b""
+        for _ in range(50):
+            inner += encode_record(
+                topic="bank",
+                body=b"pay mallory",
+                queue_id=0,
+                queue_offset=7,
+                physical_offset=at + len(inner),
+                born_timestamp_ms=1,
+                store_timestamp_ms=1,
+                checksum=store.manifest.checksum,
+            )
+        places = [store.put("t", body).physical_offset for body in (inner, b"after", b"end")]
+    assert places[1] - places[0] > 5_000
+
+    for cut in (places[0], places[0] + 1, at, at + 1, at + 2_500, places[1] - 1, places[1], places[1] + 1):
+        rows = rows_of(by_log(tmp_path / "s", [cut], ["topic", "queue_offset"]))
+        assert [tuple(row.values()) for row in rows] == [("t", i) for i in range(4)]

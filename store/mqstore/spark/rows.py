@@ -33,6 +33,7 @@ from mqstore.layout.record import (
     MIN_RECORD_BYTES,
     TRANSACTION_COMMIT,
     TRANSACTION_MASK,
+    Checksum,
     check_record,
 )
 from mqstore.layout.scan import Headers, find_next, gather, ordinary_bodies, topic_is, verify, walk
@@ -481,10 +482,13 @@ def log_batches(
     stop: int,
     policy: Policy,
     wanted: Callable[[str], bool],
+    *,
+    at_record: bool = False,
 ) -> Iterator[list[Piece]]:
     """Messages, of the topics `wanted`, whose records begin at physical offsets [start, stop), in log order.
 
-    `stop` lies at or below the end of what has been dispatched, or in a segment's BLANK.
+    `stop` lies at or below the end of what has been dispatched, or in a segment's BLANK. `at_record`: a record is known
+    to begin at `start`; else the way there is found from the start of its segment.
     """
     seen: dict[bytes, bool] = {}
 
@@ -496,7 +500,9 @@ def log_batches(
 
     size = store.manifest.commitlog_segment_bytes
     for first in range(start // size * size, stop, size):
-        for window, found in _records(store, windows, max(start, first), min(stop, first + size), first, policy):
+        low, high = max(start, first), min(stop, first + size)
+        known = low if at_record or low == first else _led_to(windows, first, low, first + size, store._checksum)
+        for window, found in _records(store, windows, low, high, known, policy):
             if isinstance(found, Finding):
                 yield [_stretch_without_record(first, found)]
                 continue
@@ -529,13 +535,14 @@ def _listed(window: Window, headers: Headers, is_wanted: Callable[[bytes], bool]
 
 
 def _records(
-    store: MessageStore, windows: Windows, low: int, high: int, first: int, policy: Policy
+    store: MessageStore, windows: Windows, low: int, high: int, known: int | None, policy: Policy
 ) -> Iterator[tuple[Window, Headers | Finding]]:
-    """Records that begin in [low, high) of the segment that starts at `first`, a batch at a time; with the policy
-    "keep" also what is none."""
-    last = first + store.manifest.commitlog_segment_bytes
-    at, length = low, 0
-    synced = low == first
+    """Records that begin in [low, high) of one segment, a batch at a time; with the policy "keep" also what is none.
+    `known`: where the first begins; None: at the first place where one verifies."""
+    size = store.manifest.commitlog_segment_bytes
+    last = low - low % size + size
+    length = 0
+    at, synced = (low, False) if known is None else (known, True)
     while at < high:
         window = windows.from_(at, min(last, at + length))
         if window is None:
@@ -589,6 +596,30 @@ def _records(
         behind = high if found is None else min(high, base + found)
         yield from _no_record(store, window, bad_at, behind, detail or "it is not what it should be", policy)
         at, length = behind, 0
+
+
+def _led_to(windows: Windows, first: int, low: int, last: int, checksum: Checksum) -> int | None:
+    """Where the first record at or behind `low` begins, as the lengths of those before it lead there from `first`, the
+    segment's start; None where they do not. Who looked for one from `low` on might take for a record what the body of
+    another holds, made by a producer for just that place."""
+    at = first
+    length = 0
+    while at < low:
+        window = windows.from_(at, min(last, at + length))
+        if window is None:
+            return None
+        positions, stop = walk(window.buffer, at - window.base, len(window.buffer))
+        behind = int(np.searchsorted(positions, low - window.base))
+        if behind < len(positions):
+            return window.base + int(positions[behind])
+        if window.base + stop > at:
+            at, length = window.base + stop, 0
+        elif not window.at_end and not length:
+            length = last - at  # the record may be larger than the window
+        else:
+            blank = check_record(window.buffer, at - window.base, last - window.base, at, checksum).status == "blank"
+            return last if blank else None
+    return at
 
 
 def _no_record(

@@ -202,7 +202,9 @@ def _by_log(store: MessageStore, low: int, high: int, terms: tuple[str, ...]) ->
     """Physical offsets of records in [low, high) that bear one of the terms."""
     windows = Windows(store._run, store.fs)
     try:
-        for pieces in log_batches(store, windows, low, high, Policy(on_corrupt="skip"), lambda topic: True):
+        for pieces in log_batches(
+            store, windows, low, high, Policy(on_corrupt="skip"), lambda topic: True, at_record=True
+        ):
             for piece in pieces:
                 headers = piece.headers
                 if headers is None or not piece.records:
