@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import tempfile
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -39,6 +40,7 @@ from mqstore.spark.plan import (
     stores_of,
 )
 from mqstore.spark.sets import SET_FILE
+from tests.log.support import open_store
 from tests.spark.support import Odd, crashed_store, log_end, many, odd_records, write_store
 
 T0 = 1_700_000_000_000
@@ -118,6 +120,29 @@ def test_messages_that_a_crash_left_in_no_queue_are_told_of(
     plan(SourceOptions.parse({"path": str(crashed_store(tmp_path / "t", 10, 0))}))
     plan(SourceOptions.parse({"path": str(tmp_path / "t-alive")}))
     assert caplog.messages == []
+
+
+def test_a_scan_of_the_log_ends_where_recovery_will_end_it(tmp_path: Path) -> None:
+    """Of a batch that was being put when its writer was killed, what lay behind a hole was read, and the hole called
+    damage."""
+    with open_store(tmp_path / "s", segment_bytes=1 << 16) as store:
+        store.put("t", b"flushed")
+        store.flush()
+        store._interval_checkpoint()
+        places = [receipt.physical_offset for receipt in store.put_many("t", [b"%d" % i for i in range(9)])]
+        shutil.copytree(store.path, tmp_path / "torn")
+    shutil.rmtree(tmp_path / "torn" / "consumequeue", ignore_errors=True)
+    log = tmp_path / "torn" / "commitlog" / f"{0:020d}"
+    data = bytearray(log.read_bytes())
+    data[places[4] : places[6]] = bytes(places[6] - places[4])
+    log.write_bytes(data)
+
+    [[piece]] = plan(SourceOptions.parse({"path": str(tmp_path / "torn"), "scan": "log"}))
+
+    assert isinstance(piece, LogSlice)
+    assert (piece.start, piece.stop) == (0, places[4])
+    with open_store(tmp_path / "torn") as recovered:
+        assert recovered.max_offset == places[4]
 
 
 def test_what_is_gone_fails_unless_told_otherwise(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from mqstore.layout.dispatch import LIGHT_PREFIX
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.names import is_path_safe
-from mqstore.log.scanner import End, scan_log
+from mqstore.log.scanner import Bad, End, scan_log
 from mqstore.log.store import MessageStore
 from mqstore.spark.keyindex import KeyIndex
 from mqstore.spark.options import SourceOptions
@@ -748,9 +748,13 @@ def dispatched(store: MessageStore) -> int:
 
 
 def _readable_end(store: MessageStore, start: int) -> int:
-    """Behind the last record from `start` on."""
+    """Behind the last record from `start` on, as far as recovery will keep them: of a batch that was being put when its
+    writer was killed, parts may lie behind a hole, and beyond what was synced the log ends at the first hole."""
     end = start
+    flushed = None if store.clean_shutdown else store._checkpoint.current.flushed
     for event in scan_log(store._run, start, store._checksum, checksums=False):
+        if isinstance(event, Bad) and flushed is not None and event.start >= flushed:
+            return event.start
         if isinstance(event, End):
             end = event.position
     return end
