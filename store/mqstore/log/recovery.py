@@ -128,8 +128,9 @@ def has_unlisted(parts: Parts) -> bool:
     if not parts.run.starts:
         return False
     recovery = _Recovery(parts, (), RecoverOptions(dry_run=True), None, whole=False)
+    flushed = parts.checkpoint.flushed
     for event in scan_log(parts.run, recovery._scan_start(), parts.checksum, checksums=False):
-        if isinstance(event, Bad) and event.start >= (parts.checkpoint.flushed or 0):
+        if isinstance(event, Bad) and flushed is not None and event.start >= flushed:
             return False  # a torn tail: what is whole behind it is cut
         if not isinstance(event, Good):
             continue
