@@ -97,8 +97,8 @@ _REAL_TOPIC, _REAL_QID = REAL_TOPIC.encode(), REAL_QID.encode()
 _NO_WAIT = f"{WAIT}\x01false".encode()
 _LEVEL = re.compile("[1-9][0-9]{0,8}")
 _INTEGER = re.compile(rb"[+-]?[0-9]{1,10}")
-_TOUCHED = re.compile(rb"(?:" + rb"|".join(map(re.escape, (*_REMOVED, _REAL_TOPIC, _REAL_QID))) + rb")\x01")
-"""What `restored` does anything to but copy it. May find the end of a longer name: that costs a little time."""
+_TOUCHED = re.compile(rb"\x02(?:" + rb"|".join(map(re.escape, (*_REMOVED, _REAL_TOPIC, _REAL_QID))) + rb")\x01")
+"""A name, behind an 02, that `restored` does more about than to copy it."""
 _DELAY_PIECE = b"\x02" + DELAY.encode() + NAME_END
 
 
@@ -144,10 +144,10 @@ class _Restorer:
             known = restored(properties)
             if len(self._ends) >= _MEMO_ENTRIES:
                 self._ends.clear()
-            if not _TOUCHED.search(begin):
+            if not _TOUCHED.search(PAIR_END + begin):
                 self._ends[end] = known[0], known[1], known[2][at:]
             return known
-        if begin and _TOUCHED.search(begin):
+        if begin and _TOUCHED.search(PAIR_END + begin):
             return restored(properties)
         return known[0], known[1], begin + known[2]
 
