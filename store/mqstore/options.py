@@ -58,8 +58,8 @@ def seconds(duration: Duration, name: str) -> float:
 
 
 def _check_whole(name: str, value: object, low: int, high: int | None = None) -> None:
-    """ConfigError unless `value` is None or a whole number from `low` to `high`, both included."""
-    if value is None or (type(value) is int and low <= value and (high is None or value <= high)):
+    """ConfigError unless `value` is a whole number from `low` to `high`, both included."""
+    if type(value) is int and low <= value and (high is None or value <= high):
         return
     rule = f"from {low}" if high is None else f"in {low}..{high}"
     raise ConfigError(f"{name} is a whole number {rule}, not {value!r:.80}")
@@ -106,7 +106,8 @@ class Retention:
     def __post_init__(self) -> None:
         if self.age is not None:
             seconds(self.age, "retention.age")
-        _check_whole("retention.max_bytes", self.max_bytes, 0)
+        if self.max_bytes is not None:
+            _check_whole("retention.max_bytes", self.max_bytes, 0)
         ratio: object = self.disk_ratio
         if ratio is not None and (not isinstance(ratio, int | float) or not 0 < ratio <= 1):
             raise ConfigError(f"retention.disk_ratio must lie in (0, 1], not {ratio!r:.80}")
@@ -193,9 +194,10 @@ class StoreConfig:
             ("flush_pages", 0, _INT_MAX),
             ("max_mappings", 4, _INT_MAX),
             ("access_in_memory_bytes", 0, None),
-            ("default_queues", 1, 16_384),
         ):
-            _check_whole(name, getattr(self, name), low, high)
+            if getattr(self, name) is not None:
+                _check_whole(name, getattr(self, name), low, high)
+        _check_whole("default_queues", self.default_queues, 1, 16_384)
         for name, allowed in (("pop_retry_version", (1, 2)), ("orphan_level_policy", ("keep", "deliver_now"))):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} must be one of {allowed}, not {getattr(self, name)!r}")

@@ -79,6 +79,7 @@ def test_says_what_was_given_and_changes_nothing(store: mqstore.Store, case: Cas
         ("access_in_memory_bytes", -1),
         ("default_queues", "4"),
         ("default_queues", 16_385),
+        ("default_queues", None),
         ("delay_levels", 5),
         ("flush_interval", "often"),
     ],

@@ -853,7 +853,12 @@ def test_shards_that_go_while_they_are_handed_over_fail_the_job_unless_their_own
         write(options, "a", 0, ONE, fs=Meanwhile())
 
     with MessageStore(root, config=StoreConfig(clock=SimulatedClock(1))) as owner:
-        then = lambda _: (owner.take_inbox(), (root / STAGING).rmdir())  # noqa: E731  # another job does the latter
+
+        def taken(_: object) -> None:
+            owner.take_inbox()
+            (root / STAGING).rmdir()  # another job does
+
+        then = taken
         assert write(options, "a", 0, ONE, fs=Meanwhile()).records == len(ONE)
     assert sorted(bodies(root)) == ONE
 

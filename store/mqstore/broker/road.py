@@ -23,7 +23,7 @@ from mqstore.broker.names import SCHEDULE_TOPIC, TIMER_TOPIC
 from mqstore.broker.offsets import OffsetTable
 from mqstore.broker.receipts import recall_handle
 from mqstore.broker.selection import RoundRobin, group_queue
-from mqstore.broker.topics import TopicTable
+from mqstore.broker.topics import TopicConfig, TopicTable
 from mqstore.clock import Clock
 from mqstore.errors import InvalidMessageError
 from mqstore.layout.properties import (
@@ -250,8 +250,8 @@ class Road:
         now, as put to the topic anew. None: nowhere, its topic was deleted meanwhile."""
         if message.physical_offset < self._offsets.deleted_at(topic):
             return None
-        config = self._topics.entered(topic)  # one that is known by its queues alone gets them as messages come
-        if config is None or queue_id < max(config.read_queues, 1):
+        config = self._topics.entered(topic)
+        if config is None or queue_id < _queues_read(config):
             return queue_id
         group = message.stored_properties().get(SHARDINGKEY)
         queues = max(1, min(config.read_queues, config.write_queues))
@@ -261,8 +261,7 @@ class Road:
         """Below which queue id every message, however old, goes on as it was put; `home` knows of the others."""
         if self._offsets.deleted_at(topic):
             return 0
-        config = self._topics.entered(topic)
-        return MAX_QUEUE_ID + 1 if config is None else max(config.read_queues, 1)
+        return _queues_read(self._topics.entered(topic))
 
     def copy_many(self, copies: Sequence[Copy]) -> int:
         """As `copy`, for messages that may not be delayed once more, many at once: the first of `copies`, as many as go
@@ -283,6 +282,11 @@ class Road:
             return topic, queue_id, properties
         self._topics.ensure(delayed[0], self._levels if delayed[0] == SCHEDULE_TOPIC else 1)
         return delayed
+
+
+def _queues_read(config: TopicConfig | None) -> int:
+    """Below which queue id a topic is read; one that is known by its queues alone gets them as messages come."""
+    return MAX_QUEUE_ID + 1 if config is None else max(config.read_queues, 1)
 
 
 _UNIQUE = re.compile(rb"(?:\A|\x02)(?:" + f"{UNIQ_KEY}|{ORIGIN_MESSAGE_ID}".encode() + rb")\x01[^\x02]")

@@ -319,9 +319,8 @@ def _tags_and_entries(
         which = np.fromiter(map(numbers.__getitem__, blobs), np.int64, len(blobs))
         pairs = Pairs.of(list(numbers))
         tags[rows] = _tags_code(pairs, len(numbers))[which]
-        light = pairs.name_size == len(INNER_MULTI_DISPATCH)
-        if light.any():
-            named = rows[np.isin(which, pairs.blob[light])]
+        if len(light := _may_name_light(pairs)):
+            named = rows[np.isin(which, light)]
         key_blob, key_start, key_size = _keys(pairs)
         if not len(key_blob):
             return tags, named, *none
@@ -336,15 +335,19 @@ def _tags_and_entries(
     else:
         pairs = Pairs.of(blobs)
         tags[rows] = _tags_code(pairs, len(blobs))
-        light = pairs.name_size == len(INNER_MULTI_DISPATCH)
-        if light.any():
-            named = rows[np.unique(pairs.blob[light])]
+        named = rows[_may_name_light(pairs)]
         key_blob, key_start, key_size = _keys(pairs)
         if not len(key_blob):
             return tags, named, *none
         entry_row = rows[key_blob]
     hashes = index_hash_many(pairs.data, key_start, key_size, initial=prefixes[topic[entry_row]])
     return tags, named, entry_row, hashes
+
+
+def _may_name_light(pairs: Pairs) -> _Int64s:
+    """The blobs that may have INNER_MULTI_DISPATCH, ascending: a name of its length."""
+    found: _Int64s = np.unique(pairs.blob[pairs.name_size == len(INNER_MULTI_DISPATCH)])
+    return found
 
 
 def _tags_code(pairs: Pairs, count: int) -> _Int64s:

@@ -148,10 +148,9 @@ def topics_entered(root: Path, fs: FileSystem) -> dict[str, Entered]:
     return found
 
 
-def check_highest(root: Path, highest: Mapping[str, int], fs: FileSystem) -> None:
-    """ConfigError if a topic of the store at `root` has no longer the `highest` queue that records were given; raises
-    also as `topics_entered`."""
-    entered = topics_entered(root, fs) if highest else {}
+def check_highest(root: Path, entered: Mapping[str, Entered], highest: Mapping[str, int]) -> None:
+    """ConfigError if a topic of the store at `root`, which has `topics_entered`, has no longer the `highest` queue that
+    records were given."""
     for topic, queue_id in highest.items():
         has = entered.get(topic)
         queues = max(has.read_queues, has.write_queues) if has is not None else _QUEUES_MAX
@@ -278,7 +277,9 @@ class Inbox:
         for name in bundle.shards:
             if os.path.islink(bundle.folder / name):
                 raise FormatError(f"{bundle.folder / name}: a link, not a folder", "shards", 0)
-        check_highest(self._folder.parent, bundle.highest, self._fs)
+        if bundle.highest:
+            root = self._folder.parent
+            check_highest(root, topics_entered(root, self._fs), bundle.highest)
         noted: Mapping[str, int] = bundle.create
         if self.create_topics is not None and bundle.create:
             self.create_topics(bundle.create)

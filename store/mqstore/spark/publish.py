@@ -645,8 +645,8 @@ def _into_inbox(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
     if not wanted.shards:
         return Published(False, 0)
     highest = _highest(wanted.shards)
-    check_highest(root, highest, fs)
     entered = topics_entered(root, fs)
+    check_highest(root, entered, highest)
     for topic, chosen in wanted.put.items():
         if has := entered.get(topic):
             _check_put(root, topic, chosen, has.write_queues, has.perm & PERM_WRITE != 0)
