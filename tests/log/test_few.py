@@ -73,13 +73,14 @@ def run_dispatcher(
     run = SegmentRun(root / "commitlog", root / "tmp", SEGMENT * 4, fs=fs, writable=True)
     mapping = run.mapping(run.create(0))
     descriptors = DescriptorCache(fs)
-    queues = QueueTable(root / "consumequeue", root / "tmp", 160, fs=fs, descriptors=descriptors, file_mode=0o600)
+    queues = QueueTable(
+        root / "consumequeue", root / "tmp", 160, fs=fs, descriptors=descriptors, file_mode=0o600,
+        delay_table_ms=(1_000, 5_000),
+    )  # fmt: skip
     index = Index(root / "index", root / "tmp", 4, 16, fs=fs, clock=clock, writable=True, file_mode=0o600)
     end = 0
     log: Any = SimpleNamespace(run=run)
-    dispatcher = Dispatcher(
-        log, queues, index, checksum="crc32c-record", end_of=lambda: end, delay_table_ms=(1_000, 5_000)
-    )
+    dispatcher = Dispatcher(log, queues, index, checksum="crc32c-record", end_of=lambda: end)
     seen: list[Any] = []
     dispatcher.listeners.append(lambda *grown: seen.append(grown))
     if fail_at:

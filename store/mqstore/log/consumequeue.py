@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import crc32c
 import numpy as np
@@ -23,10 +24,14 @@ import numpy.typing as npt
 from mqstore.files.descriptors import DescriptorCache
 from mqstore.files.filesystem import FileSystem
 from mqstore.layout.consumequeue import UNIT, UNIT_BYTES, UNIT_DTYPE, VOID_UNIT, is_void
-from mqstore.layout.dispatch import as_kept
+from mqstore.layout.dispatch import Rows, as_kept, rows_of
 from mqstore.layout.record import MAGIC_V1
+from mqstore.layout.scan import Headers
 from mqstore.log.commitlog import NO_FRAME, Queue, QueueRef
 from mqstore.log.names import is_path_safe
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 __all__ = ["ConsumeQueue", "QueueTable"]
 
@@ -334,11 +339,21 @@ class QueueTable:
     """All consume queues of a store, by topic and queue id."""
 
     def __init__(
-        self, root: Path, tmp: Path, segment_bytes: int, *, fs: FileSystem, descriptors: DescriptorCache, file_mode: int
+        self,
+        root: Path,
+        tmp: Path,
+        segment_bytes: int,
+        *,
+        fs: FileSystem,
+        descriptors: DescriptorCache,
+        file_mode: int,
+        delay_table_ms: Sequence[int] = (),
     ) -> None:
         self.root = str(root)
         self.segment_bytes = segment_bytes
         self.units_per_segment = segment_bytes // UNIT_BYTES
+        self.delay_table_ms = delay_table_ms
+        """Milliseconds of each delay level, level 1 first (4.2)."""
         self.fs = fs
         self.descriptors = descriptors
         self.short_files: list[tuple[str, int]] = []
@@ -377,6 +392,11 @@ class QueueTable:
             for name in self._folders(os.path.join(self.root, topic)):
                 if _is_queue_id(name):
                     self.create(topic, int(name)).load(exact=exact)
+
+    def rows_of(self, buffer: ReadableBuffer, headers: Headers, base: int) -> Rows:
+        """What queues and index should know of the records of `headers`, all of them `ok`; `base` is the physical
+        offset of the start of `buffer`."""
+        return rows_of(buffer, headers, base, self.delay_table_ms, self.batch_topics)
 
     def digest(self) -> int:
         """A number that stands for which queues there are, their files, and where each ends."""

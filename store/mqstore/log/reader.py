@@ -37,7 +37,7 @@ from mqstore.errors import (
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.segments import Segment, SegmentRun
 from mqstore.layout.consumequeue import UNIT, UNIT_BYTES, UNIT_DTYPE, VOID_SIZE, is_void
-from mqstore.layout.dispatch import Rows, is_listed, is_ok, rows_of, tags_code_at
+from mqstore.layout.dispatch import Rows, is_listed, is_ok, tags_code_at
 from mqstore.layout.messageid import decode_message_id
 from mqstore.layout.record import (
     MAGIC_AT,
@@ -246,9 +246,8 @@ class StoreReader:
         return foreign(self.path, self._queues, self.fs)
 
     def rows_of(self, buffer: mmap.mmap | bytes, headers: Headers, base: int) -> Rows:
-        """What queues and index should know of the records of `headers`, all of them `ok`; `base` is the physical
-        offset of the start of `buffer`."""
-        return rows_of(buffer, headers, base, self.delay_table_ms, self._queues.batch_topics)
+        """As `QueueTable.rows_of`."""
+        return self._queues.rows_of(buffer, headers, base)
 
     def _queue(self, topic: str, queue_id: int, offset: int | None = None) -> ConsumeQueue:
         """The queue, brought up to date unless `offset` is known to be there already."""

@@ -38,7 +38,7 @@ from mqstore.files.filesystem import FileSystem
 from mqstore.files.segments import LoadProblem, SegmentRun
 from mqstore.layout.checkpoint import Checkpoint, min_timestamp
 from mqstore.layout.consumequeue import UNIT_DTYPE, VOID_SIZE, is_void
-from mqstore.layout.dispatch import Rows, rows_of
+from mqstore.layout.dispatch import Rows
 from mqstore.layout.record import Checksum, check_record, decode_record
 from mqstore.layout.scan import content_end
 from mqstore.log.consumequeue import ConsumeQueue, QueueTable
@@ -88,7 +88,6 @@ class Parts:
     has_checkpoint: bool
     clean: bool
     checksum: Checksum
-    delay_table_ms: Sequence[int]
     fs: FileSystem
     clock: Clock
     save_checkpoint: Callable[[Checkpoint], None]
@@ -134,7 +133,7 @@ def has_unlisted(parts: Parts) -> bool:
             return False  # a torn tail: what is whole behind it is cut
         if not isinstance(event, Good):
             continue
-        rows = recovery._rows_of(event)
+        rows = parts.queues.rows_of(event.buffer, event.headers, event.base)
         for topic, queue_id, chosen in rows.by_queue():
             if queue_id >= 0 and is_path_safe(topic):
                 queue = parts.queues.get(topic, queue_id)
@@ -527,13 +526,9 @@ class _Recovery:
         start = position - position % self.parts.run.segment_bytes
         return f"commitlog/{start:020d}", position - start
 
-    def _rows_of(self, good: Good) -> Rows:
-        parts = self.parts
-        return rows_of(good.buffer, good.headers, good.base, parts.delay_table_ms, parts.queues.batch_topics)
-
     def _take(self, good: Good, start: int, index_from: int) -> None:
         """Give the records of one stretch their units, and remember their index entries."""
-        rows = self._rows_of(good)
+        rows = self.parts.queues.rows_of(good.buffer, good.headers, good.base)
         self.last_record = int(rows.physical_offset[len(rows) - 1])
         self.last_store_timestamp_ms = int(rows.store_timestamp_ms[len(rows) - 1])
         if good.end > start:  # a stretch lies within one segment, and `start` begins one
@@ -826,7 +821,7 @@ class _Recovery:
         for event in scan_log(self.parts.run, starts[-1] if starts else self.first, self.parts.checksum):
             if not isinstance(event, Good):
                 continue
-            rows = self._rows_of(event)
+            rows = self.parts.queues.rows_of(event.buffer, event.headers, event.base)
             physical = rows.physical_offset[rows.entry_row]
             wanted = (physical >= begin) & (physical < end)
             if wanted.any():

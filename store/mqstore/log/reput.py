@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mqstore.layout.consumequeue import UNIT_BYTES
-from mqstore.layout.dispatch import Output, few, rows_of
+from mqstore.layout.dispatch import Output, few
 from mqstore.layout.record import Checksum, check_record
 from mqstore.layout.scan import find_next, gather, walk
 from mqstore.log.commitlog import CommitLog
@@ -72,7 +72,6 @@ class Dispatcher:
         *,
         checksum: Checksum,
         end_of: Callable[[], int],
-        delay_table_ms: Sequence[int],
     ) -> None:
         self.position = 0
         self.dispatched = 0
@@ -90,7 +89,6 @@ class Dispatcher:
         self._index = index
         self._checksum = checksum
         self._end_of = end_of
-        self._delay_table_ms = delay_table_ms
         self._lock = threading.Lock()
         self._parked: dict[ConsumeQueue, list[LockType]] = {}
         self._parked_lock = threading.Lock()
@@ -133,8 +131,8 @@ class Dispatcher:
         base = segment.start
         buffer = run.mapping(segment)
         stop_at = min(end - base, len(buffer))
-        batch_topics = self._queues.batch_topics
-        output = few(buffer, self.position - base, stop_at, base, self._delay_table_ms, batch_topics)
+        queues = self._queues
+        output = few(buffer, self.position - base, stop_at, base, queues.delay_table_ms, queues.batch_topics)
         if output is not None:
             self._write(output, base + stop_at)
             return
@@ -143,7 +141,7 @@ class Dispatcher:
             headers = gather(buffer, positions)
             if not headers.ok.all():
                 headers = gather(buffer, positions[headers.ok])
-            self._write(rows_of(buffer, headers, base, self._delay_table_ms, batch_topics).output(), base + stop)
+            self._write(queues.rows_of(buffer, headers, base).output(), base + stop)
             if stop >= stop_at or len(positions) == _BATCH:
                 return
         check = check_record(buffer, stop, len(buffer), base + stop, self._checksum)

@@ -217,6 +217,7 @@ class MessageStore(StoreWriter):
             fs=fs,
             descriptors=self._descriptors,
             file_mode=config.file_mode,
+            delay_table_ms=self.delay_table_ms,
         )
         self._index = Index(
             self.path / "index",
@@ -240,7 +241,6 @@ class MessageStore(StoreWriter):
             self._index,
             checksum=self._checksum,
             end_of=self._visible_end,
-            delay_table_ms=self.delay_table_ms,
         )
         self.on_growth = self._dispatcher.listeners
         self.retention_bound: Callable[[Retention], int] | None = None
@@ -389,7 +389,6 @@ class MessageStore(StoreWriter):
             has_checkpoint=has_checkpoint,
             clean=clean,
             checksum=self._checksum,
-            delay_table_ms=self.delay_table_ms,
             fs=self.fs,
             clock=self.clock,
             save_checkpoint=self._checkpoint.save,
@@ -932,7 +931,6 @@ class MessageStore(StoreWriter):
             checkpoint=self._checkpoint.current,
             has_checkpoint=self._has_checkpoint or self.mode == "rw",
             checksum=self._checksum,
-            delay_table_ms=self.delay_table_ms,
             clean=self.clean_shutdown,
             live=self.mode == "rw" or until is not None or writer_alive(self.path, self.fs),
             until=until,

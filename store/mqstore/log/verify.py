@@ -24,7 +24,7 @@ from mqstore.files.jsonfile import Check, load_json
 from mqstore.files.segments import LoadProblem, SegmentRun
 from mqstore.layout.checkpoint import Checkpoint
 from mqstore.layout.consumequeue import UNIT_BYTES, is_void
-from mqstore.layout.dispatch import Rows, rows_of
+from mqstore.layout.dispatch import Rows
 from mqstore.layout.record import Checksum
 from mqstore.log.consumequeue import ConsumeQueue, QueueTable
 from mqstore.log.index import Index
@@ -166,7 +166,6 @@ class Verifier:
         checkpoint: Checkpoint,
         has_checkpoint: bool,
         checksum: Checksum,
-        delay_table_ms: Sequence[int],
         clean: bool,
         live: bool,
         until: int | None,
@@ -188,7 +187,6 @@ class Verifier:
         self._checkpoint = checkpoint
         self._has_checkpoint = has_checkpoint
         self._checksum = checksum
-        self._delay_table_ms = delay_table_ms
         self._clean = clean
         self._live = live
         self._until = 1 << 62 if until is None else until
@@ -264,7 +262,7 @@ class Verifier:
 
     def rows_of(self, good: Good) -> Rows:
         """What queues and index should know of a stretch."""
-        return rows_of(good.buffer, good.headers, good.base, self._delay_table_ms, self._queues.batch_topics)
+        return self._queues.rows_of(good.buffer, good.headers, good.base)
 
     def bad(self, event: Bad) -> Finding:
         """A stretch of the log that holds no record."""
