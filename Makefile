@@ -37,7 +37,7 @@ demo: $(VENV)/stamp-core
 # Twice what has compiled parts: with them, as everybody has it, and by Python alone.
 test: lint
 	$(BIN)/python -m pytest -n $(JOBS) --cov --cov-report=
-	MQSTORE_NATIVE=0 $(BIN)/python -m pytest -n $(JOBS) --cov --cov-append --cov-report=term tests/layout tests/log
+	MQSTORE_NATIVE=0 $(BIN)/python -m pytest -n $(JOBS) --cov --cov-append --cov-report=term tests/layout tests/log tests/broker/test_pop*.py
 
 lint: $(VENV)/stamp-dev
 	$(BIN)/ruff check .

@@ -213,6 +213,13 @@ _BUFFER = bytes(200)
         ("encode", (bytes(88), [b"a"], b"", [1 << 70], 0, 0), OverflowError),
         ("encode", (bytes(88), ["a"], b"", None, 0, 0), TypeError),
         ("encode", (bytes(88), [b"a"], b"", None, 1 << 70, 0), OverflowError),
+        ("copy_parts", ([], 0, b"", 0, 0, [], []), TypeError),
+        ("copy_parts", ((), 0, b"", 0, 0, [], [], []), TypeError),
+        ("copy_parts", ([], 0, "", 0, 0, [], [], []), TypeError),
+        ("copy_parts", ([], 0, b"", 0, 0, [], (), []), TypeError),
+        ("copy_parts", ([], -1, b"", 0, 0, [], [], []), ValueError),
+        ("copy_parts", ([], 0, b"", -1, 0, [], [], []), ValueError),
+        ("copy_parts", ([], 0, b"", 0, 1 << 70, [], [], []), OverflowError),
     ],
 )
 def test_bad_arguments_are_refused(function: str, arguments: tuple[Any, ...], error: type[Exception]) -> None:
@@ -367,6 +374,17 @@ def test_a_staged_record_that_changed_in_memory_gets_no_new_checksum() -> None:
     data[-1] ^= 1
     _patch(window, numbers, numbers, 1, "crc32c-record")
     assert check_record(data, 0, len(data), 7, "crc32c-record").status == "ok"
+
+
+@compiled
+@pytest.mark.parametrize(
+    "copy", [None, (), (1, 2, 3), ("message", "to", 0, b""), (kernel and kernel.Located, "to", 0, b"")]
+)
+def test_what_is_no_copy_is_left_to_python(copy: Any) -> None:
+    lists: tuple[list[bytes], list[bytes], list[bytes]] = [], [], []
+    assert kernel.copy_parts([copy], 0, b"t", 88, 1000, *lists) == (0, 1000)
+    assert kernel.copy_parts([], 5, b"t", 88, 1000, *lists) == (0, 1000)
+    assert lists == ([], [], [])
 
 
 # --- a put ---

@@ -77,7 +77,11 @@ class Task(Loan):
     __slots__ = ("_codec", "_message", "_value")
 
     def __init__(self, lender: Lender, delivery: Delivery, expires_at: float, codec: Codec) -> None:
-        super().__init__(lender, delivery, expires_at)
+        # As `Loan.__init__`, a call less for each item.
+        self._lender = lender
+        self._delivery = delivery
+        self._verb = None
+        self.expires_at = expires_at
         self._codec = codec
         self._value: Any = _UNREAD
         self._message: Message | None = None

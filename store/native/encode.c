@@ -156,6 +156,79 @@ failed:
     return NULL;
 }
 
+/* copy_parts(copies, first, begin, overhead, room, heads, bodies, tails) -> (count, room)
+
+   Of a list of (message, topic, queue id, properties) as many, from index `first` on, as go to the queue of that one and
+   are ordinary: what `StoreWriter.copy_many` does for each. Their parts are appended to the three lists, a tail being
+   `begin`, the length of the properties, and these. `room` is what is left of it after `overhead`, body and tail of each. */
+PyObject *native_copy_parts(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    static const char inner[] = "INNER_", crc[] = "__CRC32#";
+    if (!has_arguments("copy_parts", nargs, 8))
+        return NULL;
+    if (!PyList_Check(args[0]) || !PyBytes_Check(args[2]) || !PyList_Check(args[5]) || !PyList_Check(args[6]) ||
+        !PyList_Check(args[7])) {
+        PyErr_SetString(PyExc_TypeError, "copy_parts takes a list, an index, bytes, two numbers and three lists");
+        return NULL;
+    }
+    Py_ssize_t first = PyLong_AsSsize_t(args[1]), i = first, begin = PyBytes_GET_SIZE(args[2]);
+    long long overhead = PyLong_AsLongLong(args[3]), room = PyLong_AsLongLong(args[4]);
+    if (PyErr_Occurred())
+        return NULL;
+    if (first < 0 || overhead < 0) {
+        PyErr_SetString(PyExc_ValueError, "copy_parts: a negative number");
+        return NULL;
+    }
+    PyObject *topic = NULL, *queue_id = NULL;
+    for (; i < PyList_GET_SIZE(args[0]); i++) {
+        PyObject *copy = PyList_GET_ITEM(args[0], i);
+        if (!PyTuple_Check(copy) || PyTuple_GET_SIZE(copy) != 4)
+            break;
+        Located *message = (Located *)PyTuple_GET_ITEM(copy, 0);
+        PyObject *properties = PyTuple_GET_ITEM(copy, 3);
+        if (i == first) {
+            topic = PyTuple_GET_ITEM(copy, 1);
+            queue_id = PyTuple_GET_ITEM(copy, 2);
+        }
+        /* The same object: equal ones that are not are told apart, which costs a call and no more. */
+        if (PyTuple_GET_ITEM(copy, 1) != topic || PyTuple_GET_ITEM(copy, 2) != queue_id ||
+            !PyObject_TypeCheck((PyObject *)message, &LocatedType) || !PyBytes_CheckExact(properties))
+            break;
+        const char *data = PyBytes_AS_STRING(properties);
+        Py_ssize_t size = PyBytes_GET_SIZE(properties);
+        if (size > MAX_PROPERTIES_BYTES || memmem(data, (size_t)size, inner, sizeof inner - 1) ||
+            memmem(data, (size_t)size, crc, sizeof crc - 1))
+            break;
+        PyObject *head, *body;
+        int plain = located_plain(message, &head, &body);
+        if (plain < 0)
+            return NULL;
+        if (!plain)
+            break;
+        long long left = room - overhead - PyBytes_GET_SIZE(body) - begin - 2 - size;
+        PyObject *tail = left < 0 ? NULL : PyBytes_FromStringAndSize(NULL, begin + 2 + size);
+        bool kept = false;
+        if (tail) {
+            char *to = PyBytes_AS_STRING(tail);
+            memcpy(to, PyBytes_AS_STRING(args[2]), (size_t)begin);
+            to[begin] = (char)(size >> 8);
+            to[begin + 1] = (char)size;
+            memcpy(to + begin + 2, data, (size_t)size);
+            kept = PyList_Append(args[5], head) == 0 && PyList_Append(args[6], body) == 0 &&
+                   PyList_Append(args[7], tail) == 0;
+        }
+        Py_DECREF(head);
+        Py_DECREF(body);
+        Py_XDECREF(tail);
+        if (PyErr_Occurred())
+            return NULL;
+        if (!kept)
+            break;
+        room = left;
+    }
+    return Py_BuildValue("nL", i - first, room);
+}
+
 /* renumber(data, positions, offsets, places, timestamp): give each record at `positions` a queue offset, a physical
    offset and the time it is stored, and the checksum over the whole that it has then. */
 PyObject *native_renumber(PyObject *module, PyObject *const *args, Py_ssize_t nargs)

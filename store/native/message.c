@@ -12,12 +12,6 @@ enum {
     MOST_BYTES = 4 << 20, /* read at once: others wait meanwhile */
 };
 
-typedef struct {
-    PyObject_HEAD
-    PyObject *stretch;
-    long long start, offset, body_end;
-} Located;
-
 static PyObject *buffer_name, *stored_body_name;
 
 static void located_dealloc(Located *self)
@@ -121,6 +115,16 @@ static PyObject *located_number(Located *self, void *closure)
     return PyLong_FromLongLong(value);
 }
 
+long long located_size(Located *message)
+{
+    Py_buffer view;
+    if (open_record(message, &view, NULL) < 0)
+        return -1;
+    long long size = (int32_t)get32((const uint8_t *)view.buf + message->start);
+    PyBuffer_Release(&view);
+    return size;
+}
+
 static PyObject *located_message_id(Located *self, void *closure)
 {
     static const char digits[] = "0123456789ABCDEF";
@@ -142,22 +146,35 @@ static PyObject *located_message_id(Located *self, void *closure)
     return PyUnicode_FromStringAndSize(text, length);
 }
 
-static PyObject *located_plain_parts(Located *self, PyObject *nothing)
+int located_plain(Located *message, PyObject **head, PyObject **body)
 {
     Py_buffer view;
     Parts parts;
-    if (open_record(self, &view, &parts) < 0)
-        return NULL;
-    const uint8_t *record = (const uint8_t *)view.buf + self->start;
-    uint32_t flags = get32(record + SYS_FLAG_AT), transaction = flags & TRANSACTION_MASK;
-    PyObject *result;
-    if (flags & (BORN_HOST_V6 | STORE_HOST_V6) || (transaction && transaction != TRANSACTION_COMMIT))
-        result = Py_NewRef(Py_None);
-    else
-        result = Py_BuildValue("y#y#", record, (Py_ssize_t)BODY_AT, (const char *)view.buf + parts.body,
-                               (Py_ssize_t)parts.body_size);
+    if (open_record(message, &view, &parts) < 0)
+        return -1;
+    const char *data = view.buf;
+    uint32_t flags = get32((const uint8_t *)data + message->start + SYS_FLAG_AT), transaction = flags & TRANSACTION_MASK;
+    int plain = !(flags & (BORN_HOST_V6 | STORE_HOST_V6)) && (!transaction || transaction == TRANSACTION_COMMIT);
+    if (plain) {
+        *head = PyBytes_FromStringAndSize(data + message->start, BODY_AT);
+        *body = PyBytes_FromStringAndSize(data + parts.body, (Py_ssize_t)parts.body_size);
+        if (!*head || !*body) {
+            Py_CLEAR(*head);
+            Py_CLEAR(*body);
+            plain = -1;
+        }
+    }
     PyBuffer_Release(&view);
-    return result;
+    return plain;
+}
+
+static PyObject *located_plain_parts(Located *self, PyObject *nothing)
+{
+    PyObject *head, *body;
+    int plain = located_plain(self, &head, &body);
+    if (plain <= 0)
+        return plain < 0 ? NULL : Py_NewRef(Py_None);
+    return Py_BuildValue("NN", head, body);
 }
 
 static PyMemberDef located_members[] = {

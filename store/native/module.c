@@ -1,4 +1,4 @@
-/* mqstore._native: the loops and the put that are worth being compiled. Everything in here has a counterpart in Python
+/* mqstore._native: the loops, the put and the pop that are worth being compiled. Everything in here has a counterpart in Python
    that is taken where this was not built, and that the tests hold it against. */
 
 #include "native.h"
@@ -21,6 +21,7 @@ static PyMethodDef functions[] = {
     FUNCTION(lengths, "lengths(bodies) -> (greatest, sum), or None"),
     FUNCTION(encode, "encode(header, bodies, tails, flags, queue_offset, physical_offset) -> (records, sizes)"),
     FUNCTION(assemble, "assemble(headers, bodies, tails, out, checksums)"),
+    FUNCTION(copy_parts, "copy_parts(copies, first, begin, overhead, room, heads, bodies, tails) -> (count, room)"),
     FUNCTION(renumber, "renumber(data, positions, offsets, places, timestamp)"),
     {NULL},
 };
@@ -37,7 +38,7 @@ PyMODINIT_FUNC PyInit__native(void)
 {
     if (crc32c_init() < 0)
         return NULL;
-    if (PyType_Ready(&NumberedType) < 0 || PyType_Ready(&TipType) < 0 || message_init() < 0)
+    if (PyType_Ready(&NumberedType) < 0 || PyType_Ready(&TipType) < 0 || message_init() < 0 || pop_init() < 0)
         return NULL;
     PyObject *module = PyModule_Create(&definition);
     if (!module)
@@ -46,7 +47,11 @@ PyMODINIT_FUNC PyInit__native(void)
         PyModule_AddIntConstant(module, "SOURCES", MQSTORE_NATIVE_SOURCES) < 0 ||
         PyModule_AddObjectRef(module, "Numbered", (PyObject *)&NumberedType) < 0 ||
         PyModule_AddObjectRef(module, "Tip", (PyObject *)&TipType) < 0 ||
-        PyModule_AddObjectRef(module, "Located", (PyObject *)&LocatedType) < 0) {
+        PyModule_AddObjectRef(module, "Located", (PyObject *)&LocatedType) < 0 ||
+        PyModule_AddObjectRef(module, "Lent", (PyObject *)&LentType) < 0 ||
+        PyModule_AddObjectRef(module, "Timed", (PyObject *)&TimedType) < 0 ||
+        PyModule_AddObjectRef(module, "Lending", (PyObject *)&LendingType) < 0 ||
+        PyModule_AddObjectRef(module, "Desk", (PyObject *)&DeskType) < 0) {
         Py_DECREF(module);
         return NULL;
     }

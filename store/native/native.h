@@ -10,7 +10,7 @@
 #include <string.h>
 
 /* Counted up with every change of what a function takes or gives; store/mqstore/native.py has the same number. */
-#define NATIVE_VERSION 4
+#define NATIVE_VERSION 5
 
 #if !defined(__x86_64__) || !defined(__GNUC__)
 #error "built for x86-64 by GCC or Clang only; elsewhere mqstore runs on Python and numpy"
@@ -35,6 +35,7 @@ enum {
     PAIR_ROWS = 4,
     PARTS = 6, /* `note_parts` */
     MANY_PAIRS = 64,
+    MAX_PROPERTIES_BYTES = 32767,
     CRC_TAIL_BYTES = 20, /* of the property __CRC32# (2.5) */
     COMPRESSED = 0x01,
     TRANSACTION_MASK = 0x0C,
@@ -148,10 +149,48 @@ PyObject *native_assemble(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_read_at(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_lengths(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_encode(PyObject *, PyObject *const *, Py_ssize_t);
+PyObject *native_copy_parts(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_renumber(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_read_units(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_check_units(PyObject *, PyObject *const *, Py_ssize_t);
-extern PyTypeObject NumberedType, TipType, LocatedType;
+extern PyTypeObject NumberedType, TipType, LocatedType, LentType, TimedType, LendingType, DeskType;
 int message_init(void);
+int pop_init(void);
+
+/* A tuple of a subclass of tuple. Takes the references; NULL, with an exception, also when one of them is. */
+PyObject *tuple_of(PyObject *type, PyObject **items, Py_ssize_t count);
+
+/* --- what one file needs of another --- */
+
+/* A queue, as far as a put is concerned (tip.c). */
+typedef struct {
+    PyObject_HEAD
+    long long next_offset;
+    int queue_id, magic;
+    PyObject *ref;
+} Numbered;
+
+/* Where a put went. */
+typedef struct {
+    long long offset, position, size, now_ms;
+} Stored;
+
+/* One ordinary record, as `CommitLog.append` would: 1 when it is stored, 0 when Python must do it and nothing has changed,
+   -1 with an exception. `tip` is a Tip. */
+int tip_store(PyObject *tip, Numbered *queue, const char *body, Py_ssize_t body_size, const char *tail, Py_ssize_t tail_size,
+              Stored *stored);
+
+/* A record in a buffer, found by a unit (message.c). */
+typedef struct {
+    PyObject_HEAD
+    PyObject *stretch;
+    long long start, offset, body_end;
+} Located;
+
+/* The bytes of its record, -1 with an exception. */
+long long located_size(Located *message);
+/* What stands before the body, and the body as stored, of a record with two IPv4 hosts that no transaction holds back: 1; 0
+   for any other, and nothing is set; -1 with an exception. */
+int located_plain(Located *message, PyObject **head, PyObject **body);
 
 #endif

@@ -10,13 +10,6 @@
 
 /* --- a queue, as far as a put is concerned --- */
 
-typedef struct {
-    PyObject_HEAD
-    long long next_offset;
-    int queue_id, magic;
-    PyObject *ref;
-} Numbered;
-
 static int numbered_traverse(Numbered *self, visitproc visit, void *arg)
 {
     Py_VISIT(self->ref);
@@ -141,41 +134,53 @@ static size_t header_of(Tip *self, Numbered *queue, uint8_t *at, uint32_t size, 
     return (size_t)(at + 16 - start);
 }
 
+PyObject *tuple_of(PyObject *type, PyObject **items, Py_ssize_t count)
+{
+    PyTypeObject *made = (PyTypeObject *)type;
+    PyObject *tuple = made->tp_alloc(made, count);
+    bool whole = tuple != NULL;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        whole = whole && items[i];
+        if (tuple)
+            PyTuple_SET_ITEM(tuple, i, items[i]);
+        else
+            Py_XDECREF(items[i]);
+    }
+#if PY_VERSION_HEX >= 0x030E0000
+    if (tuple)
+        ((PyTupleObject *)tuple)->ob_hash = -1; /* not computed yet; what was allocated says 0 */
+#endif
+    if (!whole)
+        Py_CLEAR(tuple);
+    return tuple;
+}
+
 static bool is_host(PyObject *host)
 {
     return host && PyBytes_Check(host) && (PyBytes_GET_SIZE(host) == IPV4_BYTES || PyBytes_GET_SIZE(host) == IPV6_BYTES);
 }
 
-/* put(queue, body, tail, unique_key) -> a receipt; None when `append` must do it. */
-static PyObject *tip_put(Tip *self, PyObject *const *args, Py_ssize_t nargs)
+int tip_store(PyObject *tip, Numbered *queue, const char *body, Py_ssize_t body_size, const char *tail, Py_ssize_t tail_size,
+              Stored *stored)
 {
-    if (nargs != 4 || !PyObject_TypeCheck(args[0], &NumberedType)) {
-        PyErr_SetString(PyExc_TypeError, "put takes a queue, the body, the tail and the unique key");
-        return NULL;
-    }
-    if (!PyBytes_Check(args[1]) || !PyBytes_Check(args[2]))
-        Py_RETURN_NONE;
-    Numbered *queue = (Numbered *)args[0];
-    PyObject *body = args[1], *tail = args[2];
+    Tip *self = (Tip *)tip;
     if (!self->plain || !self->acquire || !self->release || !self->time_ns || !is_host(self->born_host) ||
-        !is_host(self->store_host) || !queue->ref || !self->receipt || !PyType_Check(self->receipt) ||
-        !PyType_FastSubclass((PyTypeObject *)self->receipt, Py_TPFLAGS_TUPLE_SUBCLASS))
-        Py_RETURN_NONE;
+        !is_host(self->store_host))
+        return 0;
     if (self->group && self->group != Py_None) {
         /* A put that syncs alone is written by a system call instead. */
         PyObject *busy = PyObject_GetAttr(self->group, busy_name);
         if (!busy)
-            return NULL;
+            return -1;
         int is_busy = PyObject_IsTrue(busy);
         Py_DECREF(busy);
         if (is_busy <= 0)
-            return is_busy < 0 ? NULL : Py_NewRef(Py_None);
+            return is_busy;
     }
-    Py_ssize_t body_size = PyBytes_GET_SIZE(body), tail_size = PyBytes_GET_SIZE(tail);
     Py_ssize_t size = BORN_HOST_AT + PyBytes_GET_SIZE(self->born_host) + 8 + PyBytes_GET_SIZE(self->store_host) + 16 +
                       body_size + tail_size;
     if (size > INT32_MAX)
-        Py_RETURN_NONE;
+        return 0;
 
     /* Not waited for: waiting lets others run, and is for Python to do. Ours already (a signal handler's put): granted. */
     PyObject *acquire = Py_NewRef(self->acquire), *release = Py_NewRef(self->release);
@@ -185,29 +190,26 @@ static PyObject *tip_put(Tip *self, PyObject *const *args, Py_ssize_t nargs)
     Py_XDECREF(granted);
     if (!taken) {
         Py_DECREF(release);
-        return granted ? Py_NewRef(Py_None) : NULL;
+        return granted ? 0 : -1;
     }
-    long long end = 0, position = 0, offset = 0, now_ms = 0;
-    bool stored = false;
+    bool done = false;
     long long now_ns = now_of(self);
     Py_buffer view;
     /* From here to the end of this block nothing of Python runs: no signal, no other thread. */
     if (!(now_ns == -1 && PyErr_Occurred()) && self->end + size <= self->limit && self->mapping &&
         self->mapping != Py_None && PyObject_GetBuffer(self->mapping, &view, PyBUF_WRITABLE) == 0) {
-        position = self->end;
-        end = position + size;
-        long long at = position - self->base;
+        long long position = self->end, at = position - self->base;
         if (at >= 0 && at <= view.len - size) {
             uint8_t *record = (uint8_t *)view.buf + at;
-            now_ms = now_ns / 1000000 - (now_ns % 1000000 < 0);
-            offset = queue->next_offset;
-            size_t width = header_of(self, queue, record, (uint32_t)size, position, now_ms, (uint32_t)body_size);
-            memcpy(record + width, PyBytes_AS_STRING(body), (size_t)body_size);
-            memcpy(record + width + body_size, PyBytes_AS_STRING(tail), (size_t)tail_size);
+            *stored = (Stored){queue->next_offset, position, size, now_ns / 1000000 - (now_ns % 1000000 < 0)};
+            size_t width =
+                header_of(self, queue, record, (uint32_t)size, position, stored->now_ms, (uint32_t)body_size);
+            memcpy(record + width, body, (size_t)body_size);
+            memcpy(record + width + body_size, tail, (size_t)tail_size);
             put32(record + CHECKSUM_AT, crc32c_record(record, (size_t)size));
-            queue->next_offset = offset + 1;
-            self->end = end;
-            stored = true;
+            queue->next_offset++;
+            self->end = position + size;
+            done = true;
         }
         PyBuffer_Release(&view);
     }
@@ -219,38 +221,49 @@ static PyObject *tip_put(Tip *self, PyObject *const *args, Py_ssize_t nargs)
         Py_XDECREF(type);
         Py_XDECREF(value);
         Py_XDECREF(traceback);
-        return NULL;
+        return -1;
     }
     Py_DECREF(released);
     if (type) {
         PyErr_Restore(type, value, traceback);
-        return NULL;
+        return -1;
     }
-    if (!stored)
-        Py_RETURN_NONE;
-    if (end >= self->alarm && self->on_alarm) {
+    if (done && stored->position + size >= self->alarm && self->on_alarm) {
         PyObject *rung = PyObject_CallNoArgs(self->on_alarm);
         if (!rung)
-            return NULL;
+            return -1;
         Py_DECREF(rung);
     }
-    PyTypeObject *made = (PyTypeObject *)self->receipt;
-    PyObject *receipt = made->tp_alloc(made, 7);
-    if (!receipt)
+    return done;
+}
+
+/* put(queue, body, tail, unique_key) -> a receipt; None when `append` must do it. */
+static PyObject *tip_put(Tip *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 4 || !PyObject_TypeCheck(args[0], &NumberedType)) {
+        PyErr_SetString(PyExc_TypeError, "put takes a queue, the body, the tail and the unique key");
         return NULL;
-#if PY_VERSION_HEX >= 0x030E0000
-    ((PyTupleObject *)receipt)->ob_hash = -1; /* not computed yet; what was allocated says 0 */
-#endif
-    PyObject *items[7] = {
-        Py_NewRef(queue->ref),          PyLong_FromLongLong(offset), PyLong_FromLongLong(position),
-        PyLong_FromSsize_t(size),       PyLong_FromLongLong(now_ms), Py_NewRef(self->store_host),
+    }
+    Numbered *queue = (Numbered *)args[0];
+    if (!PyBytes_Check(args[1]) || !PyBytes_Check(args[2]) || !queue->ref || !self->receipt ||
+        !PyType_Check(self->receipt) ||
+        !PyType_FastSubclass((PyTypeObject *)self->receipt, Py_TPFLAGS_TUPLE_SUBCLASS))
+        Py_RETURN_NONE;
+    Stored stored;
+    int done = tip_store((PyObject *)self, queue, PyBytes_AS_STRING(args[1]), PyBytes_GET_SIZE(args[1]),
+                         PyBytes_AS_STRING(args[2]), PyBytes_GET_SIZE(args[2]), &stored);
+    if (done <= 0)
+        return done < 0 ? NULL : Py_NewRef(Py_None);
+    PyObject *items[] = {
+        Py_NewRef(queue->ref),
+        PyLong_FromLongLong(stored.offset),
+        PyLong_FromLongLong(stored.position),
+        PyLong_FromLongLong(stored.size),
+        PyLong_FromLongLong(stored.now_ms),
+        Py_NewRef(self->store_host),
         Py_NewRef(args[3]),
     };
-    for (int i = 0; i < 7; i++)
-        PyTuple_SET_ITEM(receipt, i, items[i]);
-    if (!items[1] || !items[2] || !items[3] || !items[4])
-        Py_CLEAR(receipt);
-    return receipt;
+    return tuple_of(self->receipt, items, sizeof items / sizeof *items);
 }
 
 static PyMethodDef tip_methods[] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import random
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,43 @@ def test_copies_are_the_records_that_append_makes(
         assert [message.stored_properties()["n"] for message in store.find("to", key="c4")] == ["4"]
         store.close()
         with open_store(path, "r") as reader:
+            assert list(reader.verify()) == []
+    assert logs[0] == logs[1]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_runs_to_one_queue_with_others_among_them(tmp_path: Path, seed: int) -> None:
+    """Copies of every kind in any order: the ordinary ones that follow each other are dealt with together."""
+    odd = [
+        b"",
+        b"INNER_NUM\x017\x02",
+        b"a\x01INNER_\x02",
+        b"a\x01__CRC32#1234567890\x02",
+        b"k\x01" + b"v" * 900 + b"\x02",
+    ]
+    draw = random.Random(seed)
+    logs = []
+    for name in ("many", "single"):
+        store = filled(tmp_path / name, max_message_size=4096)
+        draw.seed(seed)
+        messages = all_of(store, "from", 0)
+        copies: list[Copy] = []
+        while len(copies) < 60:
+            topic, queue_id = draw.choice([("to", 0), ("to", 5), (LONG_TOPIC, 0)])
+            for _ in range(draw.choice([1, 1, 2, 9])):
+                properties = encode_properties({"n": str(len(copies)), "KEYS": f"k{len(copies)}"})
+                if draw.random() < 0.2:
+                    properties += draw.choice(odd)
+                copies.append((draw.choice(messages), topic, queue_id, properties))
+        if name == "single":
+            one_by_one(store, copies)
+        else:
+            done = 0
+            while done < len(copies):
+                done += store.copy_many(copies[done:])
+        logs.append(b"".join(store._run.mapping(segment)[:] for segment in store._run.segments()))
+        store.close()
+        with open_store(tmp_path / name, "r") as reader:
             assert list(reader.verify()) == []
     assert logs[0] == logs[1]
 

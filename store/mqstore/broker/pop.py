@@ -8,6 +8,7 @@
     module         knows
     popask         arguments, deliveries, receipts as values
     popstate       what is in flight in one queue, in memory
+    popquick       its fields, where compiled code hands out and takes back single messages
     poplog         how records look
     poptables      all states, locks, who is due when
     popstandard    redelivery by copies             popfifo    redelivery by reading again
@@ -27,7 +28,7 @@ from typing import TYPE_CHECKING
 
 from mqstore.broker.configfile import ConfigFile
 from mqstore.broker.filters import Filter
-from mqstore.broker.names import pop_retry_topic
+from mqstore.broker.names import is_retry_topic, pop_retry_topic
 from mqstore.broker.orderinfo import check_order_info
 from mqstore.broker.parts import Pin
 from mqstore.broker.popask import Ask, Claim, Delivery, Pending, Start, claim_of, claims_of, expired
@@ -39,6 +40,7 @@ from mqstore.broker.popstate import Counts, QueueKey, QueueState, Standing
 from mqstore.broker.poptables import DeadLetter, PopTables
 from mqstore.broker.retention import physical_of
 from mqstore.errors import ConfigError, InvalidReceiptError, NotPermittedError
+from mqstore.native import kernel
 from mqstore.options import Durability, Duration
 
 if TYPE_CHECKING:
@@ -61,12 +63,19 @@ _CHUNKS = 4
 class _Route:
     """Where the messages of one topic are, for one group."""
 
-    __slots__ = ("group", "max_attempts", "queues", "retries")
+    __slots__ = ("group", "max_attempts", "queues", "quick", "retries")
 
     def __init__(
-        self, group: str, max_attempts: int | None, queues: list[QueueState], retries: list[tuple[int, QueueState]]
+        self,
+        group: str,
+        max_attempts: int | None,
+        queues: list[QueueState],
+        retries: list[tuple[int, QueueState]],
+        quick: bool,
     ) -> None:
         self.group = group
+        self.quick = quick
+        """Whether compiled code may hand out from `queues`, and take back."""
         self.max_attempts = max_attempts
         self.queues = queues
         self.retries = retries
@@ -154,14 +163,27 @@ class PopService:
             )
         if attempt_id is not None and type(attempt_id) is not str:
             raise ConfigError(f"an attempt id is a str, not {attempt_id!r:.80}")
-        waits = durability != "append" and self._waits(durability)
+        waits = self._flush_by_default if durability is None else self._waits(durability)
         end_ms = self._clock.monotonic_ms() + (int(poll_s * 1000) if poll_s < math.inf else math.inf) if poll_s else 0
         while True:
             # Looked up each time: the topic may have been altered while we waited.
             route = self._routes.get((group, topic)) or self._route(group, topic)
             now_ms, limit = self._clock.now_ms(), route.max_attempts
+            lucky = int(self._rng() * 100)
+            quick = route.quick and (lucky >= _RETRY_PERCENT or not route.retries)
+            if quick and n == 1 and filter is None and not order:
+                # As `_pop` for one message, as long as there is nothing to it.
+                if queue_id != -1:
+                    self._check_queue(route, topic, queue_id)
+                state = route.queues[lucky % len(route.queues) if queue_id == -1 else queue_id]
+                delivery = self._tables._hand_out(state, now_ms, invisible_ms, topic, local)
+                if delivery is not None:
+                    found = [delivery]
+                    if self._waiters.parked and state.ahead:
+                        self._waiters.wake_one(topic, queue_id, group)
+                    break
             ask = Ask(topic, invisible_ms, filter, start, attempt_id, local, now_ms, limit, skip_acked)
-            found = self._pop(route, ask, queue_id, n, order)
+            found = self._pop(route, ask, queue_id, n, order, lucky)
             if found or not poll_s:
                 break
             left_ms = end_ms - self._clock.monotonic_ms()
@@ -171,10 +193,10 @@ class PopService:
             self._store.flush()
         return found
 
-    def _pop(self, route: _Route, ask: Ask, queue_id: int, n: int, order: bool) -> list[Delivery]:
+    def _pop(self, route: _Route, ask: Ask, queue_id: int, n: int, order: bool, lucky: int) -> list[Delivery]:
+        """`lucky`: 0 to 99, by chance."""
         found: list[Delivery] = []
         more = False
-        lucky = int(self._rng() * 100)
         queues, count = route.queues, len(route.queues)
         at = lucky % count
         if queue_id != -1:
@@ -233,7 +255,9 @@ class PopService:
             for mark, name in self._retry_topics(group, topic)
             if self._parts.topics.get(name) is not None
         ]
-        routes[group, topic] = route = _Route(group, config.max_attempts, queues, retries)
+        routes[group, topic] = route = _Route(
+            group, config.max_attempts, queues, retries, kernel is not None and not is_retry_topic(topic)
+        )
         return route
 
     def _retry_topics(self, group: str, topic: str) -> list[tuple[int, str]]:
@@ -345,7 +369,11 @@ class PopService:
         ReceiptExpiredError for those of messages that were put up for redelivery already (its `receipts`): the others
         are settled.
         """
-        waits = durability != "append" and self._waits(durability)
+        waits = self._flush_by_default if durability is None else self._waits(durability)
+        if len(receipts) == 1 and not waits:
+            route = self._routes.get((group, topic))
+            if route is not None and route.quick and self._tables._settle_one(route.queues, receipts[0]):
+                return
         late = self._each_queue(group, topic, receipts, self._standard.settle, self._fifo.settle)
         if waits:
             self._store.flush()
@@ -459,9 +487,8 @@ class PopService:
                 )
         return state
 
-    def _waits(self, durability: Durability | None) -> bool:
-        if durability is None:
-            return self._flush_by_default
+    @staticmethod
+    def _waits(durability: Durability) -> bool:
         if durability not in ("append", "flush"):
             raise ConfigError(f"durability must be 'append' or 'flush', not {durability!r}")
         return durability == "flush"

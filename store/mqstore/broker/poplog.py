@@ -124,7 +124,10 @@ class PopLog:
         self._store = store
         # A store opened for reading has no way in; what is read of it is read all the same.
         kinds = KINDS if store.mode == "rw" else ()
-        self._put = {kind: store.outlet(POP_LOG_TOPIC, 0, {TAGS: kind}).put for kind in kinds}
+        outlets = {kind: store.outlet(POP_LOG_TOPIC, 0, {TAGS: kind}) for kind in kinds}
+        self._put = {kind: outlet.put for kind, outlet in outlets.items()}
+        self.ways = {kind: outlet.way() for kind, outlet in outlets.items()}
+        """By kind, for compiled callers."""
 
     # -- appending --------------------------------------------------------------------------------------------------
 

@@ -26,8 +26,8 @@ from itertools import islice, repeat
 from typing import NamedTuple
 
 from mqstore.broker.poplog import queue_head
+from mqstore.broker.popquick import Lending, Lent, Timed
 from mqstore.log.message import Message
-from mqstore.log.tagfilter import UnitFilter
 
 __all__ = ["Batch", "Counts", "QueueKey", "QueueState", "Standing", "Timeline", "pop_time"]
 
@@ -79,10 +79,10 @@ class Standing(NamedTuple):
     """Messages before `next` that may be delivered again."""
 
 
-class Batch:
+class Batch(Lent):
     """The messages of one pop, one `ck` record."""
 
-    __slots__ = ("deltas", "failed", "invisible_ms", "left", "local", "moved", "name", "pop_time_ms", "start")
+    __slots__ = ()
 
     def __init__(
         self,
@@ -95,20 +95,14 @@ class Batch:
         local: bool,
     ) -> None:
         self.name = name
-        """Position of the `ck` in the pop log; -1: not looked for there, since all of it is settled."""
         self.start = start
         self.pop_time_ms = pop_time_ms
         self.invisible_ms = invisible_ms
         self.deltas = deltas
-        """Distances of the offsets to `start`; None: 0, 1, 2 ..."""
         self.left = (1 << count) - 1
-        """Bit i: the i-th message is in flight or released."""
-        self.moved: dict[int, tuple[int, int]] | None = None
-        """Offset -> (pop time, invisible ms) of deliveries whose time was changed."""
+        self.moved = None
         self.local = local
-        """Whether its receiver lives in this process, and dies with it."""
-        self.failed: set[int] | None = None
-        """Offsets that it gave back, to come again later: these nobody holds."""
+        self.failed = None
 
     def times(self, offset: int) -> tuple[int, int]:
         """(pop time, invisible ms) of one delivery."""
@@ -146,16 +140,15 @@ class Batch:
             i += 1
 
 
-class Timeline:
+class Timeline(Timed):
     """When deliveries become visible: millisecond -> batches to look at. An entry is a hint: whether one of the batch's
     messages really is due is asked of the batch."""
 
-    __slots__ = ("_buckets", "_times", "asked", "entries")
+    __slots__ = ("asked",)
 
     def __init__(self) -> None:
-        # A lone batch stands for itself: a list of one would cost as much again.
-        self._buckets: dict[int, Batch | list[Batch]] = {}
-        self._times: list[int] = []
+        self._buckets = {}
+        self._times = []
         self.entries = 0
         self.asked = 0
         """How often it seemed worth while to drop what is settled, since that was done."""
@@ -226,79 +219,33 @@ class Timeline:
         return there
 
 
-class QueueState:
+class QueueState(Lending):
     """One (topic, group, queue). Fields are read and written under `lock`, by whoever holds it."""
 
-    __slots__ = (
-        "_batches",
-        "acked",
-        "ahead",
-        "ahead_at",
-        "ahead_filter",
-        "ahead_from",
-        "ahead_next",
-        "ahead_size",
-        "announced_ms",
-        "backoff_ms",
-        "committed",
-        "cursor",
-        "fifo",
-        "gone",
-        "head",
-        "in_flight",
-        "key",
-        "last_pop_ms",
-        "lock",
-        "popped",
-        "popped_bytes",
-        "pops",
-        "released",
-        "reset_ms",
-        "revived",
-        "timeline",
-        "written",
-    )
+    __slots__ = ("ahead_size", "backoff_ms", "revived")
 
     def __init__(self, key: QueueKey) -> None:
         self.key = key
         self.head = queue_head(*key)
         self.lock = threading.Lock()
-        self.cursor = -1
-        """Next offset to pop; -1: not opened yet."""
-        self.committed = -1
-        """Smallest offset that is in flight or released; the cursor if none is."""
-        self.written: int | None = None
-        """What the offset table was told."""
-        self.in_flight: dict[int, Batch] = {}
-        """By offset. Insertion order is that of the batches' names, so the first entry is the oldest."""
-        self.released: dict[int, Batch] = {}
-        """Given back: popped again before the cursor moves on."""
+        self.cursor = self.committed = -1
+        self.written = None
+        self.in_flight = {}
+        self.released = {}
         self.revived: dict[int, None] = {}
         self.timeline = Timeline()
         self._batches = 0
-        """Batches with something unsettled."""
-        self.fifo: Batch | None = None
-        """The last FIFO batch: its name, and whether its receiver is local. What is settled is in the order info."""
-        self.ahead: list[Message] = []
-        """Read and not popped yet: reading one at a time costs as much as reading many."""
-        self.ahead_at = 0
-        self.ahead_from = 0
-        """The cursor for which the rest of `ahead` is what comes next."""
-        self.ahead_next = 0
-        """Offset behind the last unit that `ahead` accounts for."""
+        self.fifo = None
+        self.ahead = []
+        self.ahead_at = self.ahead_from = self.ahead_next = 0
         self.ahead_size = 32
-        self.ahead_filter: UnitFilter | None = None
-        self.announced_ms: int | None = None
-        """When the housekeeper will look at this queue."""
+        self.ahead_filter = None
+        self.announced_ms = None
         self.backoff_ms = 0
         """How long to wait after the next put that fails."""
-        self.last_pop_ms = 0
-        self.reset_ms = 0
-        """The last pop time before a reset, after which all comes again."""
+        self.last_pop_ms = self.reset_ms = 0
         self.pops = self.popped = self.popped_bytes = self.acked = 0
-        """Since `counts` was asked last. Whoever pops or settles has the lock anyway."""
         self.gone = False
-        """Dropped from the table (group or topic deleted): whoever still holds it looks for another."""
 
     # -- batches ----------------------------------------------------------------------------------------------------
 

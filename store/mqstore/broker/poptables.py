@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING
 from mqstore.broker.filters import Filter
 from mqstore.broker.names import RETRY_PREFIX, is_retry_topic
 from mqstore.broker.orderinfo import OrderInfo, OrderInfoTable
-from mqstore.broker.popask import Start
-from mqstore.broker.poplog import PopLog
-from mqstore.broker.popstate import Counts, QueueKey, QueueState
+from mqstore.broker.popask import Delivery, Start
+from mqstore.broker.poplog import ACK, POP, PopLog
+from mqstore.broker.popquick import Desk
+from mqstore.broker.popstate import Batch, Counts, QueueKey, QueueState
 from mqstore.errors import MQStoreError
 from mqstore.log.message import Message
 
@@ -55,7 +56,7 @@ def origin_of(key: QueueKey) -> str:
     return key.topic
 
 
-class PopTables:
+class PopTables(Desk):
     """All states of one store."""
 
     def __init__(self, parts: Parts, wake: Wake, waiters: Waiters, reads: Reads, dead_letter: DeadLetter) -> None:
@@ -79,6 +80,17 @@ class PopTables:
         self._serial = 0
         self._promised_ms: int | None = None
         """When the housekeeper will come; None: when woken."""
+        self._init_desk()
+
+    def _init_desk(self) -> None:
+        self._tip = None
+        pop, ack = self.log.ways.get(POP), self.log.ways.get(ACK)
+        if pop is not None and ack is not None:
+            self._tip, self._queue, self._pop_tail, self._max_body = pop
+            self._ack_tail = ack.tail
+            self._resets = self.offsets.resets
+            self._commit = self.offsets.commit
+            self._batch, self._delivery = Batch, Delivery
 
     # -- states -----------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import TypedDict, Unpack, cast
+from typing import NamedTuple, TypedDict, Unpack, cast
 
 from mqstore.errors import (
     ConfigError,
@@ -57,9 +57,11 @@ from mqstore.log.outgoing import (
 )
 from mqstore.log.reader import StoreReader
 from mqstore.log.stats import Histogram
+from mqstore.log.tip import Numbered, Tip
+from mqstore.native import kernel
 from mqstore.options import Durability, StoreConfig, seconds
 
-__all__ = ["MAX_QUEUE_ID", "Outlet", "StoreWriter"]
+__all__ = ["MAX_QUEUE_ID", "Outlet", "StoreWriter", "Way"]
 
 MAX_QUEUE_ID = 16_383
 _NOT_IN_BATCH = (DELAY, TRAN_MSG, INNER_NUM, INNER_BASE)
@@ -83,6 +85,16 @@ class PutOptions(MessageOptions, total=False):
     """The same with `durability`: "append" or "flush", None for the store's."""
 
     durability: Durability | None
+
+
+class Way(NamedTuple):
+    """What an `Outlet` puts by."""
+
+    log: Tip
+    queue: Numbered
+    tail: bytes
+    """What stands behind each body."""
+    max_body: int
 
 
 class Outlet:
@@ -109,6 +121,11 @@ class Outlet:
         elif store._flush_by_default:
             store._flush_soon()
         return receipt
+
+    def way(self) -> Way | None:
+        """For compiled callers, which store records themselves; None where a put is more than storing."""
+        store = self._store
+        return None if store._flush_by_default else Way(store._log, self._queue, self._tail, self._max_body)
 
 
 class StoreWriter(StoreReader):
@@ -319,16 +336,22 @@ class StoreWriter(StoreReader):
         bodies: list[bytes] = []
         tails: list[bytes] = []
         last: tuple[str, int] | None = None
-        for message, topic, queue_id, properties in copies:
-            parts = message.plain_parts()
-            if parts is None:
-                break
-            head, body = parts
+        while (at := len(heads)) < len(copies):
+            message, topic, queue_id, properties = copies[at]
             try:
                 if last is None or topic is not last[0] or queue_id != last[1]:
                     queue = self._queue_to_put(topic, queue_id)
                     last = topic, queue_id
                     begin, is_read = queue.plain_tail[:-2], queue.topic == SCHEDULE_TOPIC
+                if kernel is not None and not is_read and type(copies) is list:
+                    count, room = kernel.copy_parts(copies, at, begin, overhead, room, heads, bodies, tails)
+                    if count:  # the same, for as many as are ordinary and go to one queue
+                        queues += [queue] * count
+                        continue
+                parts = message.plain_parts()
+                if parts is None:
+                    break
+                head, body = parts
                 size = len(properties)
                 if is_read or size > MAX_PROPERTIES_BYTES or properties.find(_INNER) >= 0 or properties.find(_CRC) >= 0:
                     tail = self._copied_tail(queue, properties)

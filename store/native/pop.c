@@ -1,0 +1,636 @@
+/* The hot path of pop: one message handed out, or settled, in one call (broker-semantics 8.10).
+
+   `Lending` is the base of a queue's state, `Lent` of a batch, `Timed` of the timeline, `Desk` of what all queues share. The
+   rules are those of popstandard.py and popstate.py, which do whatever this declines. Declining means to return None or
+   False with nothing changed. As there, the record is in the log before memory changes; between the two nothing of Python
+   runs, but for the alarm that a put may ring, and what that raises leaves memory as it was. */
+
+#include "native.h"
+#include <stddef.h>
+#include <structmember.h>
+
+enum {
+    MOST_BITS = 62,      /* of a batch, to be looked at here */
+    COMPACT_FROM = 1024, /* _COMPACT_FROM of popstate.py */
+    HEAD_BYTES = 1024,   /* room for the names in a record: longer ones are for Python */
+    NUMBER_BYTES = 20,   /* of 64 bits, with its sign */
+    TEXT_BYTES = 192,    /* and for its numbers, or those of a receipt: six at most, and what stands around them */
+};
+
+static PyObject *acquire_name, *release_name, *compact_name, *heappush;
+
+/* --- a batch --- */
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *name, *start, *pop_time_ms, *invisible_ms, *deltas, *left, *moved, *local, *failed;
+} Lent;
+
+#define LENT(F) F(name) F(start) F(pop_time_ms) F(invisible_ms) F(deltas) F(left) F(moved) F(local) F(failed)
+
+static void lent_dealloc(Lent *self)
+{
+#define DROP(field) Py_XDECREF(self->field);
+    LENT(DROP)
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyMemberDef lent_members[] = {
+#define MEMBER(field) {#field, T_OBJECT_EX, offsetof(Lent, field), 0, NULL},
+    LENT(MEMBER)
+    {NULL},
+};
+
+/* Not for the garbage collector: it refers to numbers, and to collections of numbers. */
+PyTypeObject LentType = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "mqstore._native.Lent",
+    .tp_doc = "The messages of one pop.",
+    .tp_basicsize = sizeof(Lent),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
+    .tp_new = PyType_GenericNew,
+    .tp_dealloc = (destructor)lent_dealloc,
+    .tp_members = lent_members,
+};
+
+/* --- when they become visible --- */
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *buckets, *times;
+    long long entries;
+} Timed;
+
+static int timed_traverse(Timed *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->buckets);
+    Py_VISIT(self->times);
+    return 0;
+}
+
+static int timed_clear(Timed *self)
+{
+    Py_CLEAR(self->buckets);
+    Py_CLEAR(self->times);
+    return 0;
+}
+
+static void timed_dealloc(Timed *self)
+{
+    PyObject_GC_UnTrack(self);
+    timed_clear(self);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyMemberDef timed_members[] = {
+    {"_buckets", T_OBJECT_EX, offsetof(Timed, buckets), 0, NULL},
+    {"_times", T_OBJECT_EX, offsetof(Timed, times), 0, NULL},
+    {"entries", T_LONGLONG, offsetof(Timed, entries), 0, NULL},
+    {NULL},
+};
+
+PyTypeObject TimedType = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "mqstore._native.Timed",
+    .tp_doc = "What a timeline holds.",
+    .tp_basicsize = sizeof(Timed),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .tp_new = PyType_GenericNew,
+    .tp_dealloc = (destructor)timed_dealloc,
+    .tp_traverse = (traverseproc)timed_traverse,
+    .tp_clear = (inquiry)timed_clear,
+    .tp_members = timed_members,
+};
+
+/* As `Timeline.add`. 0, or -1 with an exception. */
+static int timed_add(Timed *self, PyObject *at, PyObject *batch)
+{
+    PyObject *there = PyDict_GetItemWithError(self->buckets, at);
+    if (!there) {
+        if (PyErr_Occurred() || PyDict_SetItem(self->buckets, at, batch) < 0)
+            return -1;
+        PyObject *pushed = PyObject_CallFunctionObjArgs(heappush, self->times, at, NULL);
+        if (!pushed)
+            return -1;
+        Py_DECREF(pushed);
+    } else if (PyList_CheckExact(there)) {
+        if (PyList_Append(there, batch) < 0)
+            return -1;
+    } else {
+        PyObject *both = PyList_New(2);
+        if (!both)
+            return -1;
+        PyList_SET_ITEM(both, 0, Py_NewRef(there));
+        PyList_SET_ITEM(both, 1, Py_NewRef(batch));
+        int set = PyDict_SetItem(self->buckets, at, both);
+        Py_DECREF(both);
+        if (set < 0)
+            return -1;
+    }
+    self->entries++;
+    return 0;
+}
+
+/* --- the state of a queue --- */
+
+typedef struct {
+    PyObject_HEAD
+    long long cursor, committed, ahead_at, ahead_from, ahead_next, last_pop_ms, reset_ms;
+    long long pops, popped, popped_bytes, acked, batches;
+    char gone;
+    PyObject *key, *head, *lock, *written, *in_flight, *released, *fifo, *timeline, *ahead, *ahead_filter, *announced_ms;
+} Lending;
+
+#define STATE(F) F(key) F(head) F(lock) F(written) F(in_flight) F(released) F(fifo) F(timeline) F(ahead) F(ahead_filter) \
+    F(announced_ms)
+
+static int lending_traverse(Lending *self, visitproc visit, void *arg)
+{
+#define VISIT(field) Py_VISIT(self->field);
+    STATE(VISIT)
+    return 0;
+}
+
+static int lending_clear(Lending *self)
+{
+#define CLEAR(field) Py_CLEAR(self->field);
+    STATE(CLEAR)
+    return 0;
+}
+
+static void lending_dealloc(Lending *self)
+{
+    PyObject_GC_UnTrack(self);
+    lending_clear(self);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyMemberDef lending_members[] = {
+#define NUMBER(field) {#field, T_LONGLONG, offsetof(Lending, field), 0, NULL},
+    NUMBER(cursor) NUMBER(committed) NUMBER(ahead_at) NUMBER(ahead_from) NUMBER(ahead_next) NUMBER(last_pop_ms)
+    NUMBER(reset_ms) NUMBER(pops) NUMBER(popped) NUMBER(popped_bytes) NUMBER(acked)
+    {"_batches", T_LONGLONG, offsetof(Lending, batches), 0, NULL},
+    {"gone", T_BOOL, offsetof(Lending, gone), 0, NULL},
+#undef MEMBER
+#define MEMBER(field) {#field, T_OBJECT_EX, offsetof(Lending, field), 0, NULL},
+    STATE(MEMBER)
+    {NULL},
+};
+
+PyTypeObject LendingType = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "mqstore._native.Lending",
+    .tp_doc = "What is known of one queue that is popped from.",
+    .tp_basicsize = sizeof(Lending),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .tp_new = PyType_GenericNew,
+    .tp_dealloc = (destructor)lending_dealloc,
+    .tp_traverse = (traverseproc)lending_traverse,
+    .tp_clear = (inquiry)lending_clear,
+    .tp_members = lending_members,
+};
+
+/* Whether `object` is a state all of whose members were set, as they are once `QueueState.__init__` has run. */
+static bool is_whole(PyObject *object)
+{
+    if (!PyObject_TypeCheck(object, &LendingType))
+        return false;
+    const Lending *state = (const Lending *)object;
+#define THERE(field) state->field &&
+    return STATE(THERE) PyDict_CheckExact(state->in_flight) && PyDict_CheckExact(state->released) &&
+           PyList_CheckExact(state->ahead) && PyObject_TypeCheck(state->timeline, &TimedType) &&
+           ((const Timed *)state->timeline)->buckets && PyDict_CheckExact(((const Timed *)state->timeline)->buckets) &&
+           ((const Timed *)state->timeline)->times && PyUnicode_Check(state->head) && PyTuple_Check(state->key) &&
+           PyTuple_GET_SIZE(state->key) == 3;
+}
+
+/* Not waited for: 1 when the lock is ours, 0 when another has it, -1 with an exception. */
+static int try_lock(Lending *state)
+{
+    PyObject *args[] = {state->lock, Py_False};
+    PyObject *granted = PyObject_VectorcallMethod(acquire_name, args, 2, NULL);
+    if (!granted)
+        return -1;
+    int taken = granted == Py_True;
+    Py_DECREF(granted);
+    return taken;
+}
+
+/* Whatever exception there is stays. `result` is let go of when the lock cannot be. */
+static PyObject *unlocked(PyObject *lock, PyObject *result)
+{
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *released = PyObject_CallMethodNoArgs(lock, release_name);
+    if (!released) {
+        Py_XDECREF(type);
+        Py_XDECREF(value);
+        Py_XDECREF(traceback);
+        Py_CLEAR(result);
+    } else {
+        Py_DECREF(released);
+        PyErr_Restore(type, value, traceback);
+    }
+    Py_DECREF(lock);
+    return result;
+}
+
+/* The number in `object`; false, without an exception, when it is none of 64 bits. */
+static bool number_of(PyObject *object, long long *number)
+{
+    int beyond = 1;
+    if (object && PyLong_CheckExact(object))
+        *number = PyLong_AsLongLongAndOverflow(object, &beyond);
+    return !beyond;
+}
+
+/* Text, piece by piece: each returns where the next goes. */
+static char *say(char *at, const char *text)
+{
+    size_t size = strlen(text);
+    memcpy(at, text, size);
+    return at + size;
+}
+
+static char *tell(char *at, long long number)
+{
+    char digits[NUMBER_BYTES];
+    int count = 0;
+    unsigned long long rest = number < 0 ? 0ULL - (unsigned long long)number : (unsigned long long)number;
+    do
+        digits[count++] = (char)('0' + rest % 10);
+    while (rest /= 10);
+    if (number < 0)
+        *at++ = '-';
+    while (count)
+        *at++ = digits[--count];
+    return at;
+}
+
+/* --- what the queues share --- */
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *tip, *queue, *pop_tail, *ack_tail, *resets, *commit, *batch, *delivery;
+    long long max_body;
+} Desk;
+
+#define SHARED(F) F(tip) F(queue) F(pop_tail) F(ack_tail) F(resets) F(commit) F(batch) F(delivery)
+
+static int desk_traverse(Desk *self, visitproc visit, void *arg)
+{
+    SHARED(VISIT)
+    return 0;
+}
+
+static int desk_clear(Desk *self)
+{
+    SHARED(CLEAR)
+    return 0;
+}
+
+static void desk_dealloc(Desk *self)
+{
+    PyObject_GC_UnTrack(self);
+    desk_clear(self);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+/* Whether there is a way to the log, and a put through it is all that a record takes. */
+static bool has_log(const Desk *self)
+{
+    return self->tip && PyObject_TypeCheck(self->tip, &TipType) && self->queue &&
+           PyObject_TypeCheck(self->queue, &NumberedType) && self->pop_tail && PyBytes_Check(self->pop_tail) &&
+           self->ack_tail && PyBytes_Check(self->ack_tail) && self->resets && PyDict_Check(self->resets) && self->commit &&
+           self->batch && PyType_Check(self->batch) && PyType_IsSubtype((PyTypeObject *)self->batch, &LentType) &&
+           self->delivery && PyType_Check(self->delivery) &&
+           PyType_FastSubclass((PyTypeObject *)self->delivery, Py_TPFLAGS_TUPLE_SUBCLASS);
+}
+
+static int append(Desk *self, const char *body, Py_ssize_t size, PyObject *tail, Stored *stored)
+{
+    if (size > self->max_body)
+        return 0;
+    return tip_store(self->tip, (Numbered *)self->queue, body, size, PyBytes_AS_STRING(tail), PyBytes_GET_SIZE(tail), stored);
+}
+
+/* The message that comes next, if nothing but handing it out is to be done; borrowed. */
+static Located *next_of(const Desk *desk, const Lending *state, long long now_ms, long long visible_ms)
+{
+    long long announced_ms, committed = state->committed;
+    if (state->gone || state->cursor < 0 || state->fifo != Py_None || state->ahead_filter != Py_None ||
+        PyDict_GET_SIZE(desk->resets) || PyDict_GET_SIZE(state->released) || state->ahead_at < 0 ||
+        state->ahead_at >= PyList_GET_SIZE(state->ahead) || now_ms <= state->reset_ms)
+        return NULL;
+    if (!number_of(state->announced_ms, &announced_ms) || visible_ms < announced_ms)
+        return NULL; /* the housekeeper is to hear of it */
+    PyObject *item = PyList_GET_ITEM(state->ahead, state->ahead_at);
+    if (!PyObject_TypeCheck(item, &LocatedType))
+        return NULL;
+    /* What was passed over between two messages counts as settled: with nothing before it, the table is to be told. */
+    if (!PyDict_GET_SIZE(state->in_flight) && committed != ((Located *)item)->offset)
+        return NULL;
+    return (Located *)item;
+}
+
+static PyObject *hand_out(Desk *self, Lending *state, long long now_ms, long long invisible_ms, PyObject *topic, bool local)
+{
+    long long visible_ms = now_ms + invisible_ms;
+    Located *message = next_of(self, state, now_ms, visible_ms);
+    if (!message)
+        Py_RETURN_NONE;
+    bool is_last = state->ahead_at + 1 == PyList_GET_SIZE(state->ahead);
+    long long offset = message->offset, cursor = is_last ? state->ahead_next : offset + 1, queue_id;
+    Py_ssize_t head_bytes;
+    const char *head = PyUnicode_AsUTF8AndSize(state->head, &head_bytes);
+    if (!head)
+        return NULL;
+    if (head_bytes > HEAD_BYTES || !number_of(PyTuple_GET_ITEM(state->key, 2), &queue_id))
+        Py_RETURN_NONE;
+    char body[HEAD_BYTES + TEXT_BYTES], *at = body + head_bytes;
+    memcpy(body, head, (size_t)head_bytes);
+    at = tell(say(at, "\"so\":"), offset);
+    at = tell(say(at, ",\"pt\":"), now_ms);
+    at = tell(say(at, ",\"it\":"), invisible_ms);
+    at = tell(say(at, ",\"d\":[0],\"nx\":"), cursor);
+    at = say(at, local ? ",\"l\":1}" : "}");
+    Py_ssize_t size = at - body;
+    char shown[TEXT_BYTES];
+    at = tell(shown, offset);
+    at = tell(say(at, " "), now_ms);
+    at = tell(say(at, " "), invisible_ms);
+    at = tell(say(at, " 0 0 mqstore "), queue_id);
+    at = tell(say(at, " "), offset);
+    long long bytes = located_size(message);
+    if (bytes < 0)
+        return NULL;
+
+    /* All that can fail for want of memory comes before the record. */
+    PyObject *result = NULL, *number = PyLong_FromLongLong(offset), *visible = PyLong_FromLongLong(visible_ms);
+    PyObject *receipt = PyUnicode_DecodeASCII(shown, at - shown, NULL);
+    Lent *batch = (Lent *)((PyTypeObject *)self->batch)->tp_alloc((PyTypeObject *)self->batch, 0);
+    PyObject *delivery = NULL;
+    Stored stored;
+    if (!number || !visible || !receipt || !batch)
+        goto done;
+    batch->start = Py_NewRef(number);
+    batch->pop_time_ms = PyLong_FromLongLong(now_ms);
+    batch->invisible_ms = PyLong_FromLongLong(invisible_ms);
+    batch->left = PyLong_FromLong(1);
+    batch->deltas = Py_NewRef(Py_None);
+    batch->moved = Py_NewRef(Py_None);
+    batch->failed = Py_NewRef(Py_None);
+    batch->local = PyBool_FromLong(local);
+    PyObject *items[] = {Py_NewRef(message), Py_NewRef(receipt), Py_NewRef(visible),
+                         Py_NewRef(topic),   Py_NewRef(PyTuple_GET_ITEM(state->key, 2)), Py_NewRef(Py_None)};
+    delivery = tuple_of(self->delivery, items, sizeof items / sizeof *items);
+    if (!delivery || !batch->pop_time_ms || !batch->invisible_ms || !batch->left)
+        goto done;
+
+    int done = append(self, body, size, self->pop_tail, &stored);
+    if (done <= 0) {
+        result = done < 0 ? NULL : Py_NewRef(Py_None);
+        goto done;
+    }
+    if (!(batch->name = PyLong_FromLongLong(stored.offset)) || PyDict_SetItem(state->in_flight, number, (PyObject *)batch) < 0)
+        goto done;
+    state->ahead_at++;
+    state->cursor = state->ahead_from = cursor;
+    if (is_last) {
+        PyObject *empty = PyList_New(0);
+        if (!empty)
+            goto done;
+        Py_SETREF(state->ahead, empty);
+        state->ahead_at = 0;
+    }
+    state->batches++;
+    state->pops++;
+    state->popped++;
+    state->popped_bytes += bytes;
+    if (now_ms > state->last_pop_ms)
+        state->last_pop_ms = now_ms;
+    if (timed_add((Timed *)state->timeline, visible, (PyObject *)batch) == 0)
+        result = Py_NewRef(delivery);
+done:
+    Py_XDECREF(delivery);
+    Py_XDECREF(batch);
+    Py_XDECREF(receipt);
+    Py_XDECREF(visible);
+    Py_XDECREF(number);
+    return result;
+}
+
+/* _hand_out(state, now_ms, invisible_ms, topic, local) -> a Delivery; None when `StandardQueues.pop` must do it.
+
+   Of the queue's next message, if that was read ahead without a filter. The state's lock is taken here. */
+static PyObject *desk_hand_out(Desk *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (!has_arguments("_hand_out", nargs, 5))
+        return NULL;
+    long long now_ms, invisible_ms;
+    if (!has_log(self) || !is_whole(args[0]) || !number_of(args[1], &now_ms) || !number_of(args[2], &invisible_ms) ||
+        now_ms < 0 || invisible_ms < 0 || invisible_ms > INT32_MAX || now_ms > INT64_MAX - INT32_MAX)
+        Py_RETURN_NONE;
+    Lending *state = (Lending *)args[0];
+    int taken = try_lock(state);
+    if (taken <= 0)
+        return taken < 0 ? NULL : Py_NewRef(Py_None);
+    PyObject *lock = Py_NewRef(state->lock);
+    return unlocked(lock, hand_out(self, state, now_ms, invisible_ms, args[3], args[4] == Py_True));
+}
+
+/* What a receipt of ours says, of an ordinary topic (`popask.claim_of`). */
+typedef struct {
+    long long pop_time_ms, queue_id, offset;
+} Claim;
+
+/* The number of at most `most` digits at *at, which goes behind it. */
+static bool digits(const char **at, const char *stop, int most, long long *number)
+{
+    const char *begin = *at;
+    for (*number = 0; *at < stop && **at >= '0' && **at <= '9'; (*at)++) {
+        if (*at - begin == most)
+            return false;
+        *number = *number * 10 + (**at - '0');
+    }
+    return *at > begin;
+}
+
+static bool text_is(const char **at, const char *stop, const char *text)
+{
+    size_t size = strlen(text);
+    if ((size_t)(stop - *at) < size || memcmp(*at, text, size))
+        return false;
+    *at += size;
+    return true;
+}
+
+static bool claim_of(PyObject *text, Claim *claim)
+{
+    if (!PyUnicode_CheckExact(text) || PyUnicode_READY(text) < 0 || !PyUnicode_IS_COMPACT_ASCII(text)) {
+        PyErr_Clear();
+        return false;
+    }
+    const char *at = (const char *)PyUnicode_1BYTE_DATA(text), *stop = at + PyUnicode_GET_LENGTH(text);
+    long long start, invisible_ms;
+    return digits(&at, stop, 18, &start) && text_is(&at, stop, " ") && digits(&at, stop, 15, &claim->pop_time_ms) &&
+           text_is(&at, stop, " ") && digits(&at, stop, 15, &invisible_ms) && text_is(&at, stop, " 0 0 mqstore ") &&
+           digits(&at, stop, 9, &claim->queue_id) && text_is(&at, stop, " ") && digits(&at, stop, 18, &claim->offset) &&
+           at == stop;
+}
+
+/* As `QueueState.advance`. -1 with an exception. */
+static int advance(Lending *state)
+{
+    if (!PyDict_GET_SIZE(state->in_flight) && !PyDict_GET_SIZE(state->released)) {
+        state->committed = state->cursor;
+        return 0;
+    }
+    for (; state->committed < state->cursor; state->committed++) {
+        PyObject *number = PyLong_FromLongLong(state->committed);
+        if (!number)
+            return -1;
+        int open = PyDict_Contains(state->in_flight, number);
+        if (open == 0)
+            open = PyDict_Contains(state->released, number);
+        Py_DECREF(number);
+        if (open)
+            return open < 0 ? -1 : 0;
+    }
+    return 0;
+}
+
+/* 1, 0 when it is for Python, -1 with an exception. */
+static int settle(Desk *self, Lending *state, const Claim *claim)
+{
+    long long start, pop_time_ms, left, name, written;
+    if (state->gone || claim->offset >= state->cursor)
+        return 0;
+    PyObject *number = PyLong_FromLongLong(claim->offset);
+    if (!number)
+        return -1;
+    int result = 0;
+    Lent *batch = (Lent *)Py_XNewRef(PyDict_GetItemWithError(state->in_flight, number));
+    if (!batch) {
+        result = PyErr_Occurred() ? -1 : 0;
+        goto done;
+    }
+    if (!PyObject_TypeCheck((PyObject *)batch, &LentType) || batch->moved != Py_None || batch->deltas != Py_None ||
+        !number_of(batch->pop_time_ms, &pop_time_ms) || pop_time_ms != claim->pop_time_ms ||
+        !number_of(batch->start, &start) || !number_of(batch->left, &left) || !number_of(batch->name, &name) ||
+        claim->offset < start || claim->offset - start > MOST_BITS)
+        goto done;
+    char body[TEXT_BYTES];
+    char *at = tell(say(body, "{\"k\":"), name);
+    at = say(tell(say(at, ",\"o\":["), claim->offset), "]}");
+    left &= ~(1LL << (claim->offset - start));
+    PyObject *rest = PyLong_FromLongLong(left);
+    Stored stored;
+    result = rest ? append(self, body, at - body, self->ack_tail, &stored) : -1;
+    if (result <= 0) {
+        Py_XDECREF(rest);
+        goto done;
+    }
+    Py_SETREF(batch->left, rest);
+    if (!left) {
+        state->batches--;
+        Py_XSETREF(batch->failed, Py_NewRef(Py_None));
+    }
+    state->acked++;
+    if (PyDict_DelItem(state->in_flight, number) < 0 || advance(state) < 0) {
+        result = -1;
+        goto done;
+    }
+    Timed *timeline = (Timed *)state->timeline;
+    if (timeline->entries > COMPACT_FROM + 2 * state->batches) {
+        PyObject *compacted = PyObject_CallMethodNoArgs((PyObject *)state, compact_name);
+        result = compacted ? 1 : -1;
+        Py_XDECREF(compacted);
+    }
+    if (result > 0 && (!number_of(state->written, &written) || written != state->committed)) {
+        PyObject *committed = PyLong_FromLongLong(state->committed);
+        PyObject *key = Py_NewRef(state->key);
+        PyObject *asked[] = {PyTuple_GET_ITEM(key, 1), PyTuple_GET_ITEM(key, 0), PyTuple_GET_ITEM(key, 2), committed};
+        PyObject *told = committed ? PyObject_Vectorcall(self->commit, asked, 4, NULL) : NULL;
+        Py_DECREF(key);
+        if (told)
+            Py_XSETREF(state->written, Py_NewRef(committed));
+        else
+            result = -1;
+        Py_XDECREF(told);
+        Py_XDECREF(committed);
+    }
+done:
+    Py_XDECREF(batch);
+    Py_DECREF(number);
+    return result;
+}
+
+/* _settle_one(states, receipt) -> whether that was all; False: `StandardQueues.settle` must do it.
+
+   Acknowledges one delivery that is in flight in one of `states`, a list by queue id. The state's lock is taken here. */
+static PyObject *desk_settle_one(Desk *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (!has_arguments("_settle_one", nargs, 2))
+        return NULL;
+    Claim claim;
+    if (!has_log(self) || !PyList_CheckExact(args[0]) || !claim_of(args[1], &claim) ||
+        claim.queue_id >= PyList_GET_SIZE(args[0]) || !is_whole(PyList_GET_ITEM(args[0], claim.queue_id)))
+        Py_RETURN_FALSE;
+    Lending *state = (Lending *)Py_NewRef(PyList_GET_ITEM(args[0], claim.queue_id));
+    int taken = try_lock(state);
+    PyObject *result = NULL;
+    if (taken > 0) {
+        PyObject *lock = Py_NewRef(state->lock);
+        int done = settle(self, state, &claim);
+        result = unlocked(lock, done < 0 ? NULL : PyBool_FromLong(done));
+    } else if (taken == 0) {
+        result = Py_NewRef(Py_False);
+    }
+    Py_DECREF(state);
+    return result;
+}
+
+static PyMethodDef desk_methods[] = {
+    {"_hand_out", (PyCFunction)(void (*)(void))desk_hand_out, METH_FASTCALL, "One delivery, or None: see popquick.py."},
+    {"_settle_one", (PyCFunction)(void (*)(void))desk_settle_one, METH_FASTCALL, "Whether it is done: see popquick.py."},
+    {NULL},
+};
+
+static PyMemberDef desk_members[] = {
+#undef MEMBER
+#define MEMBER(field) {"_" #field, T_OBJECT, offsetof(Desk, field), 0, NULL},
+    SHARED(MEMBER)
+    {"_max_body", T_LONGLONG, offsetof(Desk, max_body), 0, NULL},
+    {NULL},
+};
+
+PyTypeObject DeskType = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "mqstore._native.Desk",
+    .tp_doc = "Where messages are handed out and taken back.",
+    .tp_basicsize = sizeof(Desk),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .tp_new = PyType_GenericNew,
+    .tp_dealloc = (destructor)desk_dealloc,
+    .tp_traverse = (traverseproc)desk_traverse,
+    .tp_clear = (inquiry)desk_clear,
+    .tp_members = desk_members,
+    .tp_methods = desk_methods,
+};
+
+int pop_init(void)
+{
+    acquire_name = PyUnicode_InternFromString("acquire");
+    release_name = PyUnicode_InternFromString("release");
+    compact_name = PyUnicode_InternFromString("_compact");
+    PyObject *module = PyImport_ImportModule("heapq");
+    heappush = module ? PyObject_GetAttrString(module, "heappush") : NULL;
+    Py_XDECREF(module);
+    if (!acquire_name || !release_name || !compact_name || !heappush)
+        return -1;
+    return PyType_Ready(&LentType) < 0 || PyType_Ready(&TimedType) < 0 || PyType_Ready(&LendingType) < 0 ||
+                   PyType_Ready(&DeskType) < 0
+               ? -1
+               : 0;
+}

@@ -1,0 +1,527 @@
+"""The compiled pop and ack, held against those of Python: the same records, the same receipts, the same memory."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mqstore.broker.filters import parse_filter
+from mqstore.broker.names import POP_LOG_TOPIC, pop_retry_topic
+from mqstore.broker.pop import Delivery
+from mqstore.broker.popask import claim_of
+from mqstore.broker.popquick import Lending
+from mqstore.broker.popstandard import StandardQueues
+from mqstore.broker.popstate import Batch, QueueKey, QueueState
+from mqstore.errors import MQStoreError
+from mqstore.native import kernel
+from tests.broker.popsupport import PopBench
+
+compiled = pytest.mark.skipif(kernel is None, reason="there are no compiled parts here")
+
+FIELDS = (
+    *("key", "head", "cursor", "committed", "written", "ahead_at", "ahead_from", "ahead_next", "ahead_filter"),
+    *("announced_ms", "last_pop_ms", "reset_ms", "pops", "popped", "popped_bytes", "acked", "gone", "_batches"),
+)
+"""Those that are values; `memory` shows the others."""
+
+
+def shown(batch: Batch | None) -> Any:
+    names = ("name", "start", "pop_time_ms", "invisible_ms", "deltas", "left", "moved", "local", "failed")
+    return None if batch is None else tuple(repr(getattr(batch, name)) for name in names)
+
+
+def memory(state: QueueState) -> dict[str, Any]:
+    """All that is known of a queue, as values."""
+    timeline = state.timeline
+    return {name: getattr(state, name) for name in FIELDS} | {
+        "in_flight": [(offset, shown(batch)) for offset, batch in state.in_flight.items()],
+        "released": [(offset, shown(batch)) for offset, batch in state.released.items()],
+        "revived": list(state.revived),
+        "fifo": shown(state.fifo),
+        "ahead": [message.offset for message in state.ahead],
+        "entries": timeline.entries,
+        "asked": timeline.asked,
+        "timeline": {at: [shown(batch) for batch in timeline._at(at)] for at in timeline._buckets},
+        "times": timeline._times,
+    }
+
+
+class Pair:
+    """Two stores that are told the same; the second pops by Python alone."""
+
+    def __init__(self, folder: Path, **config: Any) -> None:
+        self.benches = [self._bench(folder / name, config) for name in ("compiled", "python")]
+        self.deliveries: list[tuple[Delivery, Delivery]] = []
+        self._slow()
+
+    @staticmethod
+    def _bench(path: Path, config: dict[str, Any]) -> PopBench:
+        return PopBench(path, rng=random.Random(7).random, **config)
+
+    def _slow(self) -> None:
+        self.benches[1].service._tables._tip = None
+
+    def __enter__(self) -> Pair:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for bench in self.benches:
+            bench.__exit__()
+
+    def do(self, call: Callable[[PopBench], Any]) -> list[Any]:
+        """What both say; an error counts as that."""
+        answers = []
+        for bench in self.benches:
+            try:
+                answers.append(call(bench))
+            except MQStoreError as error:
+                answers.append(error)
+        assert repr(answers[0]) == repr(answers[1])
+        return answers
+
+    def pop(self, **options: Any) -> int:
+        found = self.do(lambda bench: [tuple(delivery) for delivery in bench.pop(**options)])
+        if isinstance(found[0], list):
+            pairs = [(Delivery(*one), Delivery(*other)) for one, other in zip(*found, strict=True)]
+            assert all(type(one.receipt) is str and one[1:] == other[1:] for one, other in pairs)
+            self.deliveries += pairs
+            return len(pairs)
+        return 0
+
+    def ack(self, receipts: list[str], *, give_back: bool = False) -> None:
+        self.do(lambda bench: (bench.service.release if give_back else bench.service.ack)("g", "t", receipts))
+
+    def reopen(self, *, kill: bool) -> None:
+        for bench in self.benches:
+            if kill:
+                bench.kill()
+            bench.reopen()
+        self._slow()
+
+    def check(self) -> None:
+        states = [bench.service._tables.states for bench in self.benches]
+        assert list(states[0]) == list(states[1])
+        for key in states[0]:
+            assert memory(states[0][key]) == memory(states[1][key])
+        logs = [[message.body for message in bench.read(POP_LOG_TOPIC)] for bench in self.benches]
+        assert logs[0] == logs[1]
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    with Pair(tmp_path) as pair:
+        yield pair
+
+
+def create(pair: Pair, queues: int) -> None:
+    pair.do(lambda bench: bench.parts.topics.create("t", queues=queues) and None)
+
+
+STEPS = st.one_of(
+    st.tuples(st.just("put"), st.integers(0, 2), st.integers(1, 5)),
+    st.tuples(st.just("pop"), st.sampled_from([1, 1, 1, 1, 2, 32]), st.sampled_from([60_000, 60_000, 1000, 200])),
+    st.tuples(st.just("pop from"), st.integers(-1, 2), st.booleans()),
+    st.tuples(st.just("pop tagged"), st.sampled_from([None, "a", "b"]), st.sampled_from([1, 3])),
+    st.tuples(st.just("ack"), st.integers(0, 40), st.integers(1, 3)),
+    st.tuples(st.just("ack"), st.integers(0, 40), st.just(1)),
+    st.tuples(st.just("give back"), st.integers(0, 40), st.integers(1, 2)),
+    st.tuples(
+        st.sampled_from(["nack", "renew", "change", "bury"]), st.integers(0, 40), st.sampled_from([0, 500, 70_000])
+    ),
+    st.tuples(st.just("time"), st.sampled_from([0, 1, 1, 2, 999, 60_000]), st.just(None)),
+    st.tuples(st.just("clock"), st.sampled_from([-2000, -1, 1, 5000]), st.just(None)),
+    st.tuples(st.just("reset"), st.integers(0, 2), st.integers(0, 9)),
+    st.tuples(st.just("reopen"), st.booleans(), st.just(None)),
+)
+
+
+def step(pair: Pair, kind: str, first: Any, second: Any, serial: int) -> None:
+    taken = pair.deliveries
+    match kind:
+        case "put":
+            tag = "ab"[serial % 2]
+            pair.do(lambda bench: bench.put("t", second, queue_id=first, first=serial * 10, tag=tag))
+        case "pop":
+            pair.pop(n=first, invisible_ms=second)
+        case "pop from":
+            pair.pop(queue_id=first, local=second)
+        case "pop tagged":
+            pair.pop(filter=None if first is None else parse_filter(first), n=second)
+        case "ack" | "give back" if taken:
+            chosen = [taken[(first + i) % len(taken)] for i in range(second)]
+            pair.ack([one.receipt for one, _ in chosen], give_back=kind == "give back")
+        case "nack" | "renew" | "change" | "bury" if taken:
+            one, other = taken[first % len(taken)]
+            name = {"change": "change_invisible", "bury": "dead_letter"}.get(kind, kind)
+            last = "no good" if kind == "bury" else second
+            found = pair.do(lambda bench: getattr(bench.service, name)("g", "t", one.receipt, last))
+            if isinstance(found[0], str):
+                taken.append((one._replace(receipt=found[0]), other._replace(receipt=found[1])))
+        case "time":
+            for bench in pair.benches:
+                bench.advance(first)
+        case "clock":
+            for bench in pair.benches:
+                bench.clock.set_wall(bench.now_ms + first)
+        case "reset":
+            pair.do(lambda bench: bench.reset(second, first))
+        case "reopen":
+            pair.reopen(kill=first)
+
+
+@compiled
+@settings(max_examples=120, deadline=None)
+@given(steps=st.lists(STEPS, max_size=40), queues=st.integers(1, 3))
+def test_compiled_pops_leave_what_pops_of_python_leave(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, Any, Any]], queues: int
+) -> None:
+    with Pair(tmp_path_factory.mktemp("pair")) as pair:
+        create(pair, queues)
+        pair.do(lambda bench: bench.put("t", 8))
+        for serial, (kind, first, second) in enumerate(steps):
+            if kind in ("put", "reset"):
+                first %= queues
+            step(pair, kind, first, second, serial)
+            pair.check()
+
+
+POP = ("pop", 1, 60_000)
+
+
+@compiled
+@pytest.mark.parametrize(
+    "steps",
+    [
+        pytest.param([POP, POP, ("reset", 0, 0), POP, POP, POP], id="reset, and popped again in the same millisecond"),
+        pytest.param([POP, POP, POP, ("give back", -2, 1), POP, POP], id="given back"),
+        pytest.param(
+            [POP, POP, ("pop", 1, 1000), ("time", 1, None), POP, ("time", 999, None)], id="due before the others"
+        ),
+        pytest.param([POP, ("nack", -1, 70_000), ("ack", -2, 1), ("ack", -1, 1)], id="by an old receipt"),
+        pytest.param([POP, ("renew", -1, 70_000), ("ack", -1, 1)], id="by a receipt that was renewed"),
+        pytest.param(
+            [("pop", 32, 60_000), ("ack", -2, 1), ("ack", -8, 1), ("ack", -1, 1), ("ack", -2, 1)], id="one of many"
+        ),
+        pytest.param(
+            [("pop tagged", "b", 3), ("ack", -2, 1), ("ack", -3, 1), ("ack", -1, 1)], id="one of many, with gaps"
+        ),
+        pytest.param([POP, ("pop tagged", "b", 1), POP, POP], id="popped with a filter"),
+        pytest.param([POP, ("ack", -1, 1), ("ack", -1, 1), POP, ("clock", -2000, None), POP, POP], id="clock set back"),
+        pytest.param([POP, ("time", 60_000, None), POP, POP, ("ack", -3, 1)], id="too late"),
+        pytest.param([POP, ("reopen", True, None), POP, POP, ("ack", -3, 1), ("ack", -2, 1)], id="after a crash"),
+        pytest.param([POP] * 7 + [("put", 0, 3)] + [POP] * 5, id="beyond the end"),
+    ],
+)
+def test_what_takes_more_than_popping_the_next(pair: Pair, steps: list[tuple[str, Any, Any]]) -> None:
+    """The cases that compiled code leaves alone, each with a pop or an ack behind it that could get it wrong."""
+    create(pair, 1)
+    for _ in range(2):  # the second time the group is there, and the route to its queues
+        for serial in range(8):
+            step(pair, "put", 0, 1, serial)
+        for serial, (kind, first, second) in enumerate(steps):
+            step(pair, kind, first, second, serial)
+            pair.check()
+
+
+@compiled
+@pytest.mark.parametrize("settles", [True, False])
+def test_messages_that_cannot_be_read_are_passed_over(pair: Pair, settles: bool) -> None:
+    """Between two, and behind the last: as a read leaves them out whose units are void."""
+    create(pair, 1)
+    pair.do(lambda bench: bench.put("t", 8))
+    pair.pop()
+    for bench in pair.benches:
+        state = bench.service._tables.states[QueueKey("t", "g", 0)]
+        state.ahead = [message for message in state.ahead if message.offset not in (2, 3, 6, 7)]
+    for _ in range(4):
+        if settles:
+            for one, _ in pair.deliveries:
+                pair.ack([one.receipt])
+        pair.pop()
+        pair.check()
+    assert [one.message.offset for one, _ in pair.deliveries] == [0, 1, 4, 5]
+    pair.do(lambda bench: bench.put("t", 1))
+    assert pair.pop() == 1
+    assert pair.deliveries[-1][0].message.offset == 8
+
+
+@compiled
+def test_a_reset_that_is_pending_comes_first(pair: Pair) -> None:
+    create(pair, 1)
+    pair.do(lambda bench: bench.put("t", 8))
+    for _ in range(3):
+        pair.pop()
+    for bench in pair.benches:
+        bench.parts.offsets.resets["g", "t", 0] = 1  # as one that could not be logged when it was asked for
+    for _ in range(3):
+        pair.pop()
+        pair.check()
+    assert [one.message.offset for one, _ in pair.deliveries] == [0, 1, 2, 1, 2, 3]
+
+
+@compiled
+def test_popped_in_order_before(pair: Pair) -> None:
+    create(pair, 1)
+    pair.do(lambda bench: bench.put("t", 9))
+    pair.pop()
+    pair.ack([pair.deliveries[0][0].receipt])
+    pair.pop(order=True, n=2)
+    for receipts in ([], [one.receipt for one, _ in pair.deliveries[1:]]):
+        pair.do(lambda bench, receipts=receipts: bench.service.ack("g", "t", receipts) if receipts else None)
+        for _ in range(3):
+            pair.pop()
+            pair.check()
+    for one, _ in pair.deliveries:
+        pair.ack([one.receipt])
+        pair.check()
+
+
+@compiled
+def test_a_queue_that_was_dropped_hands_out_nothing(pair: Pair) -> None:
+    create(pair, 1)
+    pair.do(lambda bench: bench.put("t", 9))
+    for _ in range(3):
+        pair.pop()
+    tables = pair.benches[0].service._tables
+    state = tables.states[QueueKey("t", "g", 0)]
+    receipt = pair.deliveries[-1][0].receipt
+    ahead, next_, in_flight = state.ahead, state.ahead_next, dict(state.in_flight)
+    pair.do(lambda bench: bench.parts.groups.delete("g"))
+    assert state.gone
+    # As if somebody had looked it up before, and the drop had left everything else.
+    state.cursor, state.committed, state.ahead, state.ahead_next, state.in_flight = 3, 0, ahead, next_, in_flight
+    assert tables._hand_out(state, pair.benches[0].now_ms, 60_000, "t", True) is None
+    assert tables._settle_one([state], receipt) is False
+
+
+@compiled
+def test_a_long_run_of_single_messages(pair: Pair) -> None:
+    """Past the read-ahead's ends, and past the first tidying of the timeline."""
+    create(pair, 1)
+    pair.do(lambda bench: bench.put("t", 3000))
+    draw = random.Random(3)
+    for i in range(3000):
+        assert pair.pop() == 1
+        if i % 7 == 0:
+            for bench in pair.benches:
+                bench.clock.advance(1)
+        if draw.random() < 0.9:
+            one, _ = pair.deliveries.pop(draw.randrange(len(pair.deliveries)))
+            pair.ack([one.receipt])
+    pair.check()
+    pair.reopen(kill=True)
+    pair.check()
+
+
+@compiled
+def test_single_messages_take_the_compiled_way(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or all these tests would compare Python with itself. What is left to Python: the reads."""
+    create(pair, 1)
+    bench = pair.benches[0]
+    bench.put("t", 1000)
+    calls = {"pop": 0, "settle": 0}
+    for name in calls:
+        real = getattr(StandardQueues, name)
+
+        def counted(self: StandardQueues, *args: Any, name: str = name, real: Any = real, **options: Any) -> Any:
+            calls[name] += 1
+            return real(self, *args, **options)
+
+        monkeypatch.setattr(StandardQueues, name, counted)
+    for _ in range(1000):
+        bench.ack(*bench.pop())
+    assert calls["pop"] < 20
+    assert calls["settle"] < 20  # where a segment of the log is full
+    assert bench.committed() == 1000
+
+
+@compiled
+def test_a_group_with_a_retry_topic_takes_it_too(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    create(pair, 1)
+    bench = pair.benches[0]
+    bench.parts.topics.ensure(pop_retry_topic("g", "t"), 1)
+    bench.put("t", 1000)
+    calls = itertools.count()
+    real = StandardQueues.pop
+    monkeypatch.setattr(StandardQueues, "pop", lambda *args: (next(calls), real(*args))[1])
+    for _ in range(1000):
+        bench.ack(*bench.pop())
+    # A fifth of the pops looks at the retry topic first, and then at the queue.
+    assert 200 < next(calls) < 600
+
+
+@compiled
+def test_a_queue_in_use_is_waited_for(pair: Pair) -> None:
+    create(pair, 1)
+    bench = pair.benches[0]
+    bench.put("t", 3)
+    [first] = bench.pop()
+    state = bench.service._tables.states[QueueKey("t", "g", 0)]
+    tables = bench.service._tables
+    before = memory(state)
+    with state.lock:
+        assert tables._hand_out(state, bench.now_ms, 1000, "t", True) is None
+        assert tables._settle_one([state], first.receipt) is False
+        done: list[Any] = []
+        threads = [
+            threading.Thread(target=lambda: done.extend(bench.pop())),
+            threading.Thread(target=bench.ack, args=(first,)),
+        ]
+        for thread in threads:
+            thread.start()
+        assert memory(state) == before
+    for thread in threads:
+        thread.join(10)
+    assert len(done) == 1
+    assert list(state.in_flight) == [1]
+    assert not state.lock.locked()
+
+
+@compiled
+def test_what_a_put_raises_leaves_the_message_where_it_was(pair: Pair) -> None:
+    """The alarm that a put rings runs Python, into which Ctrl-C may come."""
+    create(pair, 1)
+    bench = pair.benches[0]
+    bench.put("t", 3)
+    [first] = bench.pop()
+    state = bench.service._tables.states[QueueKey("t", "g", 0)]
+    log = bench.parts.store._log
+    before, real = memory(state), log._on_alarm
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    log._on_alarm, log.alarm = interrupt, 0
+    for call in (bench.pop, lambda: bench.ack(first)):
+        with pytest.raises(KeyboardInterrupt):
+            call()
+        assert memory(state) == before
+        assert not state.lock.locked()
+    log._on_alarm = real
+    assert [delivery.message.offset for delivery in (*bench.pop(), *bench.pop())] == [1, 2]
+    bench.ack(first)
+    assert bench.committed() == 1
+
+
+@compiled
+def test_an_offset_table_that_raises_leaves_the_queue_free(pair: Pair) -> None:
+    create(pair, 1)
+    bench = pair.benches[0]
+    bench.put("t", 3)
+    bench.ack(*bench.pop())  # the group comes into being, and then the route to its queues
+    [first] = bench.pop()
+    state = bench.service._tables.states[QueueKey("t", "g", 0)]
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    real, bench.service._tables._commit = bench.service._tables._commit, interrupt
+    with pytest.raises(KeyboardInterrupt):
+        bench.ack(first)
+    assert not state.lock.locked()
+    assert not state.in_flight  # its record is in the log: it is settled, and the table hears of it with the next
+    bench.service._tables._commit = real
+    bench.ack(*bench.pop())
+    assert bench.committed() == 3
+
+
+TEXTS = st.one_of(
+    st.text(max_size=60),
+    st.tuples(
+        *[st.one_of(st.integers(0, 10**20).map(str), st.sampled_from(["", "-1", "00", "0", "1", "999", "x"]))] * 7
+    ).map(lambda parts: " ".join((*parts[:5], "mqstore", *parts[5:]))),
+)
+
+
+@compiled
+@given(st.lists(st.one_of(TEXTS, st.tuples(st.integers(0, 60), st.characters()), st.integers(0, 60)), max_size=20))
+def test_forged_receipts_are_refused_as_by_python(
+    tmp_path_factory: pytest.TempPathFactory, forged: list[str | tuple[int, str] | int]
+) -> None:
+    with Pair(tmp_path_factory.mktemp("pair")) as pair:
+        create(pair, 2)
+        pair.do(lambda bench: bench.put("t", 3))
+        pair.pop()
+        pair.pop()
+        for each in forged:
+            receipt = pair.deliveries[0][0].receipt
+            if isinstance(each, tuple):  # one character changed, or cut off behind
+                receipt = receipt[: each[0]] + each[1] + receipt[each[0] + 1 :]
+            else:
+                receipt = receipt[:each] if isinstance(each, int) else each
+            pair.ack([receipt])
+            pair.check()
+
+
+@compiled
+def test_a_receipt_is_read_as_python_reads_it(pair: Pair) -> None:
+    create(pair, 1)
+    pair.do(lambda bench: bench.put("t", 1))
+    pair.pop()
+    text = pair.deliveries[0][0].receipt
+    assert claim_of(text)[:6] == (0, pair.benches[0].now_ms, 60_000, False, 0, 0)
+
+
+@compiled
+def test_states_that_are_none_are_left_alone(pair: Pair) -> None:
+    create(pair, 1)
+    tables = pair.benches[0].service._tables
+    bare = kernel.Lending()
+    half = Lending()
+    half.key = QueueKey("t", "g", 0)
+    for thing in (None, 1, "state", object(), bare, half):
+        assert tables._hand_out(thing, 1, 1, "t", True) is None
+        assert tables._settle_one([thing], "0 1 1 0 0 mqstore 0 0") is False
+    assert tables._settle_one((), "0 1 1 0 0 mqstore 0 0") is False
+    assert tables._settle_one([], "0 1 1 0 0 mqstore 0 0") is False
+    assert tables._settle_one([bare], b"0 1 1 0 0 mqstore 0 0") is False
+    state = tables.state(QueueKey("t", "g", 0))
+    for now_ms, invisible_ms in ((None, 1), (1, None), (-1, 1), (1, -1), (1 << 63, 1), (1, 1 << 40), (1.0, 1)):
+        assert tables._hand_out(state, now_ms, invisible_ms, "t", True) is None
+    with pytest.raises(TypeError):
+        tables._hand_out(state)
+    with pytest.raises(TypeError):
+        tables._settle_one()
+    desk = kernel.Desk()
+    assert desk._hand_out(state, 1, 1, "t", True) is None
+    assert desk._settle_one([state], "0 1 1 0 0 mqstore 0 0") is False
+
+
+def test_a_store_that_flushes_each_put_pops_by_python(tmp_path: Path) -> None:
+    with PopBench(tmp_path / "store", durability="flush") as bench:
+        bench.parts.topics.create("t", queues=1)
+        bench.put("t", 5)
+        assert bench.service._tables._tip is None
+        for i in range(5):
+            [delivery] = bench.pop()
+            assert delivery.message.offset == i
+            bench.ack(delivery)
+        assert bench.committed() == 5
+
+
+@compiled
+def test_names_that_do_not_fit_are_left_to_python(pair: Pair) -> None:
+    create(pair, 1)
+    bench = pair.benches[0]
+    bench.put("t", 3)
+    bench.pop()
+    tables = bench.service._tables
+    state = tables.states[QueueKey("t", "g", 0)]
+    head, before = state.head, memory(state)
+    for length in (1025, 5000):
+        state.head = head.ljust(length)
+        assert tables._hand_out(state, bench.now_ms, 60_000, "t", True) is None
+    state.head = head
+    assert memory(state) == before
+    state.head = head.ljust(1024)
+    delivery = tables._hand_out(state, bench.now_ms, 60_000, "t", True)
+    assert delivery is not None
+    assert bench.read(POP_LOG_TOPIC)[-1].body.startswith(state.head.encode() + b'"so":1,')
