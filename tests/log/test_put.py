@@ -1021,6 +1021,31 @@ def test_pages_are_made_ready_for_single_puts_and_not_for_calls(
         assert [position for position, _ in ready if position] == [store.max_offset]
 
 
+def test_the_faster_the_writer_the_more_pages_are_made_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page that the writer comes to first costs it more than the record; a page made ready for nobody is written."""
+    clock = SimulatedClock()
+    with open_store(tmp_path / "s", segment_bytes=192 << 20, clock=clock) as store:
+        ready: list[int] = []
+
+        def populate(segment: Any, position: int, length: int) -> bool:
+            ready.append(segment.start + position + length - store.max_offset)
+            return True
+
+        monkeypatch.setattr(type(store._run), "populate", lambda _, *arguments: populate(*arguments))
+        paces = []
+        for puts, milliseconds in ((1, 100), (4, 1), (50, 1), (1, 100)):
+            begun = store.max_offset
+            while store.max_offset - begun < 40 << 20:
+                for _ in range(puts):
+                    store.put("t", bytes(100_000))
+                    store.run_once(clock.monotonic_ms())
+                clock.advance(milliseconds)
+            paces.append(ready[-1])
+        assert paces[0] == paces[3] == 4 << 20
+        assert 10 << 20 < paces[1] < 14 << 20  # 30 times 400 kB
+        assert paces[2] == 32 << 20
+
+
 @given(st.lists(st.one_of(st.binary(max_size=40), st.just(bytearray(b"x")), st.just("x")), max_size=8))
 def test_lengths_of_bodies(bodies: list[Any]) -> None:
     plain = all(type(body) is bytes for body in bodies)

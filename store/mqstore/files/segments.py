@@ -49,7 +49,7 @@ _LINUX = sys.platform == "linux"
 _OFFSET_END = 1 << 63  # offsets are i64; 20 digits could say more
 _SCAN_BYTES = 1 << 20
 _ZEROS = bytes(_SCAN_BYTES)
-_POPULATE_STEP_BYTES = 4 << 20  # one system call's worth: a few ms, so that a thread that must stop can
+_POPULATE_STEP_BYTES = 32 << 20  # one system call's worth: a few ms, so that a thread that must stop can
 
 #: Tells apart what several runs prepare in one tmp folder. A store has one writer process, which empties it on opening.
 _tmp_numbers = itertools.count()

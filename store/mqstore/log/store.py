@@ -73,7 +73,10 @@ _PACE_S = 0.01
 """How long the dispatcher lets puts run before it takes the next stretch, while nobody waits: a pass has a fixed cost,
 and each switch of threads costs as much as thousands of puts."""
 _RETRY_MIN_S, _RETRY_MAX_S = 0.1, 10.0
-_POPULATE_BYTES = 4 << 20
+_POPULATE_MIN, _POPULATE_MAX = 4 << 20, 32 << 20
+_POPULATE_MS = 30
+"""Pages are made ready for what a writer stores in such a time, at its pace of late: so long may it take until the
+thread that does it has its turn with the interpreter. A page that it comes to first costs more than the record."""
 _CHECKPOINT_MS = 1_000
 _QUEUE_SYNC_MS = 10_000
 _FEW_FILES = 64
@@ -259,6 +262,9 @@ class MessageStore(StoreWriter):
         self._newest_times: dict[int, int] = {}
         self._threads: list[threading.Thread] = []
         self._populated = 0
+        self._populate_bytes = _POPULATE_MIN
+        self._populate_seen = (0, 0)
+        """When (monotonic ms) and where the writer was the last time."""
         self._prepared = 0
         self._flusher_called = False
         """By a put, and it has not come yet: getting the interpreter takes it a while. Not called again till then."""
@@ -369,6 +375,7 @@ class MessageStore(StoreWriter):
         self._dispatcher.position = end
         self._dispatcher.last_store_timestamp_ms = outcome.last_store_timestamp_ms
         self._populated = end
+        self._populate_seen = self.clock.monotonic_ms(), end
         index_ms = self._index.full_end_timestamp_ms()
         self._write_checkpoint(end, end, index_ms=index_ms, clean_end=-1, last_record=max(0, outcome.last_record))
         self._set_alarm()
@@ -534,7 +541,7 @@ class MessageStore(StoreWriter):
             return 0
         mark = last.end
         if self._populated < last.end and end != self._log.called_end:
-            mark = self._populated - _POPULATE_BYTES // 2
+            mark = self._populated - self._populate_bytes // 2
         return mark if self._prepared >= last.end else min(mark, last.start + last.size * 3 // 4)
 
     def _set_alarm(self) -> None:
@@ -628,23 +635,32 @@ class MessageStore(StoreWriter):
             if (
                 last.start <= end < last.end
                 and end != self._log.called_end
-                and end + _POPULATE_BYTES // 2 >= self._populated
+                and end + self._populate_bytes // 2 >= self._populated
                 and self._populated < last.end
             ):
+                self._keep_pace(end)
                 start = max(end, self._populated)
-                stop = min(last.end, end + _POPULATE_BYTES)
+                stop = min(last.end, end + self._populate_bytes)
                 if stop > start:
                     self._run.populate(last, start - last.start, stop - start)
                     self._populated = stop
             if end - last.start >= last.size * 3 // 4 and end > self._first_put_position:
                 self._prepared = last.end
-                self._run.prepare(last.end, populate_bytes=_POPULATE_BYTES)
+                self._run.prepare(last.end, populate_bytes=self._populate_bytes)
         finally:  # on a full disk too: else every put to come calls for us
             if self._populated < last.start:
-                self._populated = min(last.end, last.start + _POPULATE_BYTES)
+                self._populated = min(last.end, last.start + self._populate_bytes)
             with self._alarm_lock:
                 self._flusher_called = False
                 self._set_alarm()
+
+    def _keep_pace(self, end: int) -> None:
+        """Make ready more or less at a time, by how fast the writer came to where it is."""
+        now_ms = self.clock.monotonic_ms()
+        seen_ms, seen = self._populate_seen
+        self._populate_seen = now_ms, end
+        wanted = (end - seen) * _POPULATE_MS // max(1, now_ms - seen_ms)
+        self._populate_bytes = min(max(wanted, _POPULATE_MIN), _POPULATE_MAX)
 
     def _interval_flush(self) -> None:
         now = self.clock.monotonic_ms()
