@@ -273,7 +273,9 @@ class Queue:
     def get(self, block: bool = True, timeout: Duration | None = None, *, visibility: Duration | None = None) -> Task:
         """The next item, on loan for `visibility` seconds (None: the queue's). Waits for one if `block`, at most
         `timeout` seconds; then QueueEmpty. QueueShutDown after `shutdown`."""
-        return self._take(1, block, timeout, visibility)[0]
+        found, expires_at = self._take(1, block, timeout, visibility)
+        task = self._last.task = Task(self._lender, found[0], expires_at, self._codec)
+        return task
 
     def get_nowait(self) -> Task:
         """`get`, with QueueEmpty instead of waiting."""
@@ -286,9 +288,12 @@ class Queue:
             raise ConfigError(f"max_items is {max_items!r}; give a number from 1")
         tasks: list[Task] = []
         try:
-            tasks += self._take(min(max_items, MAX_BATCH), timeout is None or bool(timeout), timeout, None)
+            block, left = timeout is None or bool(timeout), timeout
             while len(tasks) < max_items:
-                tasks += self._take(min(max_items - len(tasks), MAX_BATCH), False, None, None)
+                found, expires_at = self._take(min(max_items - len(tasks), MAX_BATCH), block, left, None)
+                tasks += [Task(self._lender, delivery, expires_at, self._codec) for delivery in found]
+                self._last.task = tasks[-1]
+                block, left = False, None
         except QueueEmpty:
             pass
         except MQStoreError:
@@ -301,7 +306,10 @@ class Queue:
             raise
         return tasks
 
-    def _take(self, count: int, block: bool, timeout: Duration | None, visibility: Duration | None) -> list[Task]:
+    def _take(
+        self, count: int, block: bool, timeout: Duration | None, visibility: Duration | None
+    ) -> tuple[list[Delivery], float]:
+        """At least one delivery, and when the loan of these is over."""
         loan_s = self._loan_s if visibility is None else loan_seconds(visibility)
         end = None if timeout is None else time.monotonic() + seconds(timeout, "timeout")
         turn = None
@@ -319,9 +327,7 @@ class Queue:
                         self._waits.pass_on(turn)
                     raise
                 if found:
-                    tasks = [Task(self._lender, delivery, expires_at, self._codec) for delivery in found]
-                    self._last.task = tasks[-1]
-                    return tasks
+                    return found, expires_at
                 if shut:
                     raise QueueShutDown(f"queue {self.name!r} was shut down, and is empty")
                 left = None if end is None else end - time.monotonic()
