@@ -986,6 +986,14 @@ def test_blank_tags_are_refused(bench: PushBench, tags: str) -> None:
         bench.consumer(tags=tags)
 
 
+@pytest.mark.parametrize("tags", ["paid|refunded", "paid | refunded", "|", "a|||b", "a || b|c"])
+def test_a_single_bar_between_tags_is_refused(bench: PushBench, tags: str) -> None:
+    """`tags="paid|refunded"` was taken for the name of one tag, which no message has: the group passed over every
+    message that was there, and was not behind any more."""
+    with pytest.raises(FilterError, match="stands between tags"):
+        bench.consumer(tags=tags)
+
+
 def test_a_start_is_for_groups_that_are_new(bench: PushBench) -> None:
     bench.put(b"0")
     bench.clock.advance(60_000)

@@ -591,10 +591,13 @@ class _OrderlyLocks:
 def as_filter(given: Filter | str | None) -> Filter | None:
     """A filter as callers name it: an expression over tags, a parsed filter, or None for everything.
 
-    FilterError for text that looks like SQL: taken for the name of a tag it would match nothing, and pass over all.
+    FilterError for text that looks like SQL, or has a single bar, as in "paid|refunded": taken for the name of a tag it
+    would match nothing, and pass over all. A tag that a Java client has given such a name SQL92 finds.
     """
     if not isinstance(given, str):
         return given
+    if "|" in given.replace("||", ""):
+        raise FilterError(f"{given!r}: `||` stands between tags, and no tag has a single bar", given.index("|"))
     at = next((i for i, c in enumerate(given) if c in "<>='\"()"), None)
     if at is not None:
         raise FilterError(f"{given!r} is no choice of tags; for SQL92: Broker.filter(expression, 'SQL92')", at)
