@@ -58,8 +58,12 @@ _log = logging.getLogger("mqstore")
 
 _SAMPLE_MS = 10_000
 
+# A batch is a tuple, so that a handler may say `tuple[Message, ...]` as well as `Sequence[Message]`.
 Handler = (
-    Callable[[Message], object] | Callable[[Sequence[Message]], object] | Callable[[Sequence[Message], BatchTx], object]
+    Callable[[Message], object]
+    | Callable[[tuple[Message, ...]], object]
+    | Callable[[Message, BatchTx], object]
+    | Callable[[tuple[Message, ...], BatchTx], object]
 )
 H = TypeVar("H", bound=Handler)
 
@@ -158,7 +162,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         model              "clustering": the members share the messages. "broadcasting": each has all of them, with
                            progress of its own under `client_id`; what fails is passed over
         start              where a new group begins: "earliest", "latest", an aware datetime
-        batch_size         more than 1: handlers take a sequence of up to so many messages of one topic
+        batch_size         more than 1: handlers take a tuple of up to so many messages of one topic
         prefetch           messages of a queue held here at most (mode "pop": of all); `prefetch_bytes` likewise
         prefetch_total     messages of a topic held here at most, 1 to 6 553 500, in equal parts for the queues that
                            are assigned (A3.4, A15.11), and no more of a queue than `prefetch`. None: that alone.
@@ -396,8 +400,8 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         again.
 
         `tags`: "paid || refunded"; `sql`: an SQL92 expression over properties. What they refuse the whole group passes
-        over. `max_uncommitted` (ordered): the handler takes (messages, tx) and says itself when they are done, leaving
-        at most so many open (`BatchTx`).
+        over. `max_uncommitted` (ordered): the handler takes a `BatchTx` as well, and says itself when they are
+        done, leaving at most so many open.
 
         Raises InvalidMessageError, FilterError, ConfigError; while running SubscriptionConflictError if other members
         subscribe otherwise: then nothing has changed.
