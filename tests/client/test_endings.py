@@ -150,6 +150,26 @@ def in_a_child(work: Callable[[], object]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+def test_a_forked_child_does_not_wait_at_what_was_drained(tmp_path: Path) -> None:
+    """It was told that there is nothing, and waited for ever: what would come is its parent's."""
+    with mqstore.open(tmp_path / "s") as store:
+        queue = store.queue("jobs")
+        queue.put(b"x")
+        store.put("orders", b"x")
+        consumer = store.simple_consumer("g", {"orders": "*"})
+        for task in queue:
+            task.ack()
+        for delivery in consumer.receive(wait=0):
+            delivery.ack()
+        assert consumer.receive(wait=0) == []
+
+        assert in_a_child(lambda: consumer.receive(wait=0)) == 1
+        assert in_a_child(lambda: next(iter(consumer))) == 1
+        assert in_a_child(lambda: store.broker.pop("g", "orders")) == 1
+        assert in_a_child(lambda: list(queue)) == 1
+        assert in_a_child(lambda: queue.get()) == 1
+
+
 def test_a_forked_child_hangs_at_no_lock_that_another_thread_had(tmp_path: Path) -> None:
     with mqstore.open(tmp_path / "s") as store:
         queue = store.queue("jobs")

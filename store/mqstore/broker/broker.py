@@ -413,6 +413,7 @@ class Broker:
         comes again with all behind it of its batch, with `skip_acked` without those that were acknowledged. Waits up to
         `poll` seconds for a first message."""
         del client_id  # any member may settle what any other received
+        self._check_open()  # in a forked child a queue that was drained looks empty, for ever
         chosen = None if filter is None else as_filter(filter)
         invisible_ms = _ms(invisible, "invisible")
         poll_s = seconds(poll, "poll") if poll else 0
@@ -522,7 +523,9 @@ class Broker:
     def _check_open(self) -> None:
         """What is only noted in memory would be written by nobody."""
         if self._closed or self.store.closed:
-            raise StoreClosedError(f"{self.store.path} was closed; open it again")
+            raise StoreClosedError(
+                f"{self.store.path} was closed (or this process was forked from its owner); open it again"
+            )
 
     def _keepers(self) -> list[Mechanism]:
         return [each for each in self._mechanisms.values() if each is not self._retention]
