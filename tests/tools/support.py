@@ -48,10 +48,9 @@ def process(*arguments: object, **options: Any) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         command,
         env=environment,
-        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        **options,
+        **{"stdout": subprocess.PIPE, **options},
     )
 
 

@@ -139,6 +139,51 @@ def test_the_librarys_log_reaches_stderr_escaped(capsys: pytest.CaptureFixture[s
     assert (logger.handlers, logger.propagate) == (handlers, True)
 
 
+@pytest.mark.parametrize("command", [("topics",), ("inspect",), ("lag", "--json"), ("tail", "--topic", "orders")])
+def test_a_reader_that_went_away_is_no_finding(tmp_path: Path, command: tuple[str, ...]) -> None:
+    """Tables ended with 1, so `mqstore verify ... | head` with `pipefail` told of findings that there are not."""
+    assert mqstore("put", tmp_path / "s", "orders", "x").exit_code == 0
+    reading, writing = os.pipe()
+    os.close(reading)
+
+    child = process(command[0], tmp_path / "s", *command[1:], stdout=writing)
+    os.close(writing)
+    _, err = child.communicate()
+
+    assert (child.returncode, err) == (141, b"")
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_that_the_shell_closed_are_nothing_to_fail_at(tmp_path: Path, closed: str) -> None:
+    """They were None, so commands ended in the middle, some with a message stored, and asked to be reported."""
+    store, program = tmp_path / "s", [sys.executable, "-m", "mqstore_tools.main"]
+    path = os.pathsep.join(str(Path(__file__).parents[2] / folder) for folder in ("store", "tools"))
+
+    def run(*arguments: object) -> int:
+        command = ["/bin/sh", "-c", f'exec "$@" {closed}', "sh", *program, *map(str, arguments)]
+        environment = {**os.environ, "PYTHONPATH": path}
+        return subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, timeout=60).returncode
+
+    assert run("put", store, "orders", "x") == 0
+    assert run("put", store, "orders", "-") == 0
+    assert run("produce", store, "orders") == 0
+    assert run("consume", store, "orders", "--group", "g", "--idle-exit", "0") == 0
+    assert run("inspect", store) == 0
+    assert mqstore("verify", store).exit_code == 0
+
+
+def test_what_a_terminal_has_no_letters_for_is_escaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert mqstore("put", tmp_path / "s", "orders", "ключ", "--tag", "été").exit_code == 0
+    monkeypatch.setenv("PYTHONIOENCODING", "latin-1")
+
+    child = process("tail", tmp_path / "s", "--topic", "orders")
+    out, err = child.communicate()
+
+    assert (child.returncode, err) == (0, b"")
+    assert "tag=été" in out.decode("latin-1")
+    assert b"\\u043a\\u043b\\u044e\\u0447" in out
+
+
 def test_an_interrupt_is_130_and_prints_nothing(tmp_path: Path) -> None:
     child = process("put", tmp_path / "s", "orders", "-", stdin=subprocess.PIPE)
     assert child.stdin is not None

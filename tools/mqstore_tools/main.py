@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import io
 import logging
+import os
+import sys
 
 import click
 
@@ -82,7 +85,19 @@ def cli(ctx: click.Context) -> None:
 
 def main() -> None:
     """Run the command; does not return."""
+    _furnish_streams()
     cli.main(prog_name="mqstore")
+
+
+def _furnish_streams() -> None:
+    """No command is to fail half-way at its own output. A stream that the shell closed (`>&-`) is the null device: its
+    number would go to the next file opened, one of a store, and Python has None for it. What a terminal has no letters
+    for is escaped."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # in the order of their numbers: lowest first
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  (as long as the process)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 if __name__ == "__main__":

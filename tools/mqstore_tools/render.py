@@ -107,7 +107,12 @@ def console(*, stderr: bool = False) -> Console:
     """A rich console over what stdout (or stderr) is now; without markup, emoji or colouring of what it prints."""
     stream = sys.stderr if stderr else sys.stdout
     width = None if _is_terminal(stream) else _WIDE
-    return Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
+    return _Screen(file=stream, width=width, highlight=False, markup=False, emoji=False)
+
+
+class _Screen(Console):
+    def on_broken_pipe(self) -> None:
+        raise  # rich would exit with 1, which says "findings"; StoreCommand knows what a reader that went away is
 
 
 def _is_terminal(stream: TextIO) -> bool:
