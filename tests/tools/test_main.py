@@ -94,6 +94,17 @@ def test_wrong_usage_is_2() -> None:
     assert mqstore("inspect", "--nonesuch", ".").exit_code == 2
 
 
+@pytest.mark.parametrize("number", ["nan", "inf"])
+@pytest.mark.parametrize("option", [("produce", "s", "orders", "--rate"), ("demo", "--limit-mb")], ids=lambda o: o[0])
+def test_numbers_that_are_none_are_wrong_usage(tmp_path: Path, option: tuple[str, ...], number: str) -> None:
+    """nan is in every range, as click sees it."""
+    name, *more = option
+    result = mqstore(name, *(tmp_path / each if each == "s" else each for each in more), number, stdin=b"x\n")
+
+    assert result.exit_code == 2
+    assert not (tmp_path / "s").exists()
+
+
 def test_one_command_does_not_load_the_others() -> None:
     """`mqstore put` in a shell loop is as fast as Python, numpy and click start."""
     program = (

@@ -30,7 +30,7 @@ from mqstore.broker.reading import Reads
 from mqstore_tools.handled import Commands, Printer
 from mqstore_tools.opened import dry_run_option, moment, planning
 from mqstore_tools.render import as_json, console, note, print_json, safe, table
-from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, json_option
+from mqstore_tools.shared import FINDINGS, NumberRange, StoreCommand, directory_argument, json_option
 from mqstore_tools.shown import body_bytes_option
 from mqstore_tools.taken import SOURCES, Asked, Mode, Run, Source, Start, quiet, supervise
 
@@ -49,6 +49,10 @@ _NAMES: Final = {"format_": "--format"}
 
 _EX_DATAERR: Final = 65
 _BATCH: Final = 32
+_LONGEST_S: Final = 366 * 86_400
+"""As `max_delay`."""
+_LONGEST_WAIT_S: Final = 1_000_000
+"""For a command; the system's own limit is that of milliseconds in 31 bits."""
 
 
 def _start(value: Any) -> Start:
@@ -112,13 +116,13 @@ cannot be opened.""",
 @click.option("--max-messages", type=click.IntRange(1), help="Stop after so many.")
 @click.option(
     "--idle-exit",
-    type=click.FloatRange(0),
+    type=NumberRange(0),
     metavar="SECONDS",
     help="Stop when nothing came for so long; 0: when nothing is left that could come now.",
 )
 @click.option(
     "--visibility",
-    type=click.FloatRange(0.1, 43_200),
+    type=NumberRange(0.1, 43_200),
     metavar="SECONDS",
     default=60,
     show_default=True,
@@ -127,7 +131,7 @@ cannot be opened.""",
 @click.option("--max-attempts", type=click.IntRange(1), help="Attempts before a dead letter. The group keeps it.")
 @click.option(
     "--retry-delay",
-    type=click.FloatRange(0),
+    type=NumberRange(0, _LONGEST_S),
     metavar="SECONDS",
     multiple=True,
     help="Pause before a failed message comes again; repeated: before the 2nd, 3rd, ... attempt. The group keeps it.",
@@ -144,7 +148,10 @@ cannot be opened.""",
 @click.option("--exec", "command", metavar="CMD", help="Run CMD for each message in place of printing it.")
 @click.option("--shell", is_flag=True, help="Have CMD run by /bin/sh; without it, it is split into words and run.")
 @click.option(
-    "--exec-timeout", type=click.FloatRange(0.001), metavar="SECONDS", help="Kill a command that takes longer."
+    "--exec-timeout",
+    type=NumberRange(0.001, _LONGEST_WAIT_S),
+    metavar="SECONDS",
+    help="Kill a command that takes longer.",
 )
 @click.option(
     "--reject-code",

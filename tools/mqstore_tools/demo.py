@@ -62,7 +62,7 @@ from mqstore.log.inspect import inspect_store
 from mqstore.log.recovery import RecoverOptions
 from mqstore.log.repair import recover_store
 from mqstore_tools import render
-from mqstore_tools.shared import FINDINGS, StoreCommand, json_option
+from mqstore_tools.shared import FINDINGS, NumberRange, StoreCommand, json_option
 
 __all__ = ["Source", "demo", "line_count", "queue_of", "read_sources"]
 
@@ -850,7 +850,7 @@ Examples:
     help="Work here, in DIR/store and DIR/copy, and leave both there. New or empty. Default: a temporary directory.",
 )
 @click.option("--keep", is_flag=True, help="Leave the temporary directory. One with a failed check stays anyway.")
-@click.option("--limit-mb", type=click.FloatRange(min=0, min_open=True), help="Only a sample of about so much source.")
+@click.option("--limit-mb", type=NumberRange(min=0, min_open=True), help="Only a sample of about so much source.")
 @click.option("--seed", type=int, help="Repeats the sample, the plan of the kills and the damage of another run.")
 @json_option
 @click.pass_context

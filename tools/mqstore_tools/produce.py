@@ -37,7 +37,7 @@ from mqstore.log.writer import MAX_QUEUE_ID
 from mqstore.options import delay_table_ms
 from mqstore_tools.opened import planning, tell
 from mqstore_tools.render import note, progress, show_bytes
-from mqstore_tools.shared import FINDINGS, INTERRUPTED, StoreCommand, directory_argument, json_option
+from mqstore_tools.shared import FINDINGS, INTERRUPTED, NumberRange, StoreCommand, directory_argument, json_option
 
 __all__ = ["produce"]
 
@@ -96,7 +96,7 @@ Examples:
 @click.option("--exported", is_flag=True, help="The lines are those of `mqstore export`; JSON lines, therefore.")
 @click.option("--whole", is_flag=True, help="The whole object or row is the body, as JSON.")
 @click.option("--queue-id", type=click.IntRange(0, MAX_QUEUE_ID), help="Put all to this queue.")
-@click.option("--rate", type=click.FloatRange(0, min_open=True), metavar="N", help="At most N messages a second.")
+@click.option("--rate", type=NumberRange(0, min_open=True), metavar="N", help="At most N messages a second.")
 @click.option("--flush", is_flag=True, help="Each piece is on disk before the next is sent.")
 @click.option("--skip-bad", is_flag=True, help="Leave bad lines out, and exit with 1, instead of stopping there.")
 @click.option("--create/--no-create", default=True, show_default=True, help="Make the store if DIR holds none.")

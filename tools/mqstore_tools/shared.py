@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import traceback
@@ -33,6 +34,7 @@ __all__ = [
     "FINDINGS",
     "UNUSABLE",
     "WRONG_USAGE",
+    "NumberRange",
     "StoreCommand",
     "directory_argument",
     "index_options",
@@ -97,6 +99,16 @@ def _forget_stdout() -> None:
         os.close(null)
     except (OSError, ValueError):  # no real file behind it: a test's
         pass
+
+
+class NumberRange(click.FloatRange):
+    """A range of numbers that end: click lets nan pass, which is in no range, and infinity where there is no bound."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a number that ends.", param, ctx)
+        return number
 
 
 directory_argument = click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
