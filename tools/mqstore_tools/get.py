@@ -17,6 +17,14 @@ __all__ = ["get"]
 
 _MANY = 100
 """Unreadable records after which `get` gives up looking for a readable one."""
+_IN_A_QUEUE = ("queue_id", "offset", "tag")
+_NO_GOOD = {
+    "--key": _IN_A_QUEUE,
+    "--unique-key": _IN_A_QUEUE,
+    "--message-id": ("topic", "max_messages", *_IN_A_QUEUE),
+    "--physical-offset": ("topic", "max_messages", *_IN_A_QUEUE),
+}
+"""Options that a way of asking has no use for: whoever gave them would take the answer for one that heeds them."""
 
 
 @click.command(
@@ -70,8 +78,9 @@ def get(
         raise click.UsageError(f"{' and '.join(ways)}: one of them")
     if topic is None and (not ways or ways[0] in ("--key", "--unique-key")):
         raise click.UsageError("give --topic, --message-id or --physical-offset")
-    if ways and offset is not None:
-        raise click.UsageError(f"--offset does not go with {ways[0]}")
+    for name in _NO_GOOD[ways[0]] if ways else ():
+        if _given(ctx, name):
+            raise click.UsageError(f"--{name.replace('_', '-')} does not go with {ways[0]}")
     if ways and ways[0] in ("--key", "--unique-key") and not _given(ctx, "max_messages"):
         max_messages = 32
     with MessageStore(directory, "r", config=java_config(index_slots, index_entries), fs=QUIET) as store:
