@@ -637,6 +637,24 @@ def test_what_makes_no_sense_is_wrong_usage_and_touches_nothing(store: Path, opt
         left(store)
 
 
+def test_a_filter_s_fault_is_pointed_at(store: Path) -> None:
+    """The lines that point were one, with `\\n` in it."""
+    result = mqstore("consume", store, "orders", "--group", "g", "--sql", "price >")
+
+    assert result.stderr.splitlines()[1:] == ["    price >", "           ^"]
+
+
+def test_a_command_that_may_not_be_run_is_not_called_absent(store: Path, tmp_path: Path) -> None:
+    script = tmp_path / "book.sh"
+    script.write_text("#!/bin/sh\n")
+    script.chmod(0o644)
+
+    result = mqstore("consume", store, "orders", "--group", "g", "--exec", script)
+
+    assert result.exit_code == 2
+    assert "is not executable" in result.stderr
+
+
 def test_what_cannot_be_opened_is_3(tmp_path: Path, store: Path) -> None:
     assert mqstore("consume", tmp_path / "absent", "orders", "--group", "g").exit_code == 3
     assert not (tmp_path / "absent").exists()

@@ -105,6 +105,22 @@ def test_numbers_that_are_none_are_wrong_usage(tmp_path: Path, option: tuple[str
     assert not (tmp_path / "s").exists()
 
 
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+@pytest.mark.parametrize("command", [("inspect",), ("verify",), ("put", "orders", "x"), ("topics",)])
+def test_a_directory_that_may_not_be_read_is_no_wrong_usage(tmp_path: Path, command: tuple[str, ...]) -> None:
+    name, *more = command
+    store = tmp_path / "s"
+    assert mqstore("put", store, "orders", "x").exit_code == 0
+    store.chmod(0)
+    try:
+        result = mqstore(name, store, *more)
+    finally:
+        store.chmod(0o755)
+
+    assert result.exit_code == 3, result.output
+    assert str(store) in result.stderr
+
+
 def test_one_command_does_not_load_the_others() -> None:
     """`mqstore put` in a shell loop is as fast as Python, numpy and click start."""
     program = (

@@ -304,6 +304,7 @@ def test_of_many_bad_lines_only_the_first_are_shown(tmp_path: Path) -> None:
         ["--key", "@id"],
         ["--whole"],
         ["--exported", "--whole"],
+        ["--exported", "--format", "csv"],
         ["--queue-id", "4"],
         ["--queue-id", "16384"],
         ["--rate", "0"],

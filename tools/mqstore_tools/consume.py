@@ -256,7 +256,8 @@ def _argv(command: str, *, shell: bool) -> list[str]:
     except ValueError as error:
         raise click.UsageError(f"--exec {command!r}: {error}; with --shell a shell reads it") from None
     if not argv or shutil.which(argv[0]) is None:
-        raise click.UsageError(f"--exec {command!r}: there is no command {argv[0] if argv else ''!r} to run")
+        what = "is not executable" if argv and Path(argv[0]).is_file() else "is no command that is there"
+        raise click.UsageError(f"--exec {command!r}: {argv[0] if argv else ''!r} {what}")
     return argv
 
 

@@ -136,6 +136,8 @@ def produce(
     Stops at a line that is no message, having stored those before it, and says which; with --skip-bad it goes on.
     Takes the writer's lock for as long as it runs. Ctrl-C stores what was read, and tells how much that is.
     """
+    if exported and format_ == "csv":
+        raise click.UsageError("--exported lines are JSON lines: leave out --format csv")
     recipe = _Recipe(
         "jsonl" if exported else format_,
         keys=keys,

@@ -88,7 +88,11 @@ class StoreCommand(click.Command):
             self._fail(ctx, "this should not happen; please report it with the lines above", UNUSABLE)
 
     def _fail(self, ctx: click.Context, error: object, code: int) -> None:
-        click.echo(f"{ctx.command_path}: {safe(error)}", err=True)
+        # Of a filter the lines behind the first point into it; they are the person's own words.
+        first, *others = str(error).splitlines() if isinstance(error, FilterError) else [error]
+        click.echo(f"{ctx.command_path}: {safe(first)}", err=True)
+        for line in others:
+            click.echo(safe(line), err=True)
         ctx.exit(code)
 
 
@@ -111,7 +115,8 @@ class NumberRange(click.FloatRange):
         return number
 
 
-directory_argument = click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+# Whether it can be read the store says, with an exit code of its own; click would call it wrong usage.
+directory_argument = click.argument("directory", metavar="DIR", type=click.Path(path_type=Path, readable=False))
 json_option = click.option("--json", "json_output", is_flag=True, help="Print JSON, for programs.")
 
 
