@@ -130,6 +130,9 @@ def test_there_is_no_attempt_before_the_first(attempt: int) -> None:
         lambda: RetryPolicy(True),
         lambda: RetryPolicy(2**31),
         lambda: RetryPolicy(delays=[]),
+        lambda: RetryPolicy(3, 10),  # type: ignore[arg-type]
+        lambda: RetryPolicy(3, timedelta(seconds=10)),  # type: ignore[arg-type]
+        lambda: RetryPolicy(3, "30"),
         lambda: RetryPolicy(delays=[-1]),
         lambda: RetryPolicy(delays=[float("nan")]),
         lambda: RetryPolicy.exponential(multiplier=0),

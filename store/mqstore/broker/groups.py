@@ -81,6 +81,9 @@ class RetryPolicy:
         if delays is None:
             self._set(_checked_attempts(max_attempts))
             return
+        given: object = delays
+        if isinstance(given, str) or not isinstance(given, Iterable):
+            raise ConfigError(f"delays are several, as in [10, 60, 600], not {delays!r:.100}")
         table = tuple(_ms(delay, "delays") for delay in delays)
         if not table:
             raise ConfigError("delays is empty; leave it out for the standard ones, or give [0] to retry at once")
