@@ -35,6 +35,9 @@ __all__ = ["Delivery", "Lender", "Loan", "as_delivered", "fail", "loan_seconds"]
 
 _log = logging.getLogger("mqstore")
 
+_LONGEST_S = 12 * 3600
+"""Of a loan, and before what failed comes again."""
+
 Verb = Literal["ack", "nack", "reject", "release"]
 
 
@@ -88,17 +91,19 @@ class Loan:
         """Failed: it comes again in `delay` seconds (at most 12 h), None: as the retry policy says; after the last
         attempt it is a dead letter. ReceiptExpiredError as `ack`, ConfigError for the delay."""
         if self._is_new("nack"):
+            if delay is not None:
+                _bounded("delay", delay)
             lender, delivery = self._lender, self._delivery
             receipt = lender.broker.nack(lender.group, delivery.topic, delivery.receipt, delay)
             self._note("nack", "dlq" if receipt is None else "retry")
 
     def extend(self, visibility: Duration) -> None:
         """Keep it for `visibility` seconds (at most 12 h) from now, be that longer or shorter. ReceiptExpiredError as
-        `ack`, and when it was settled."""
+        `ack`, and when it was settled; ConfigError for the seconds."""
         if self._verb is not None:
             self._refuse()
         lender, delivery = self._lender, self._delivery
-        expires_at = lender.monotonic_ms() / 1000 + seconds(visibility, "visibility")
+        expires_at = lender.monotonic_ms() / 1000 + _bounded("visibility", visibility)
         # Renewed, not changed: the receipt stays good, so an `ack` of another thread that comes just now counts.
         lender.broker.renew(lender.group, delivery.topic, delivery.receipt, visibility)
         self.expires_at = expires_at
@@ -221,6 +226,14 @@ def fail(broker: Broker, group: str, delivery: pop.Delivery, reason: str, delay:
 def loan_seconds(visibility: Duration) -> float:
     """How long a loan is to be; ConfigError unless that lies in 0.1 s to 12 h."""
     value = visibility if type(visibility) is int else seconds(visibility, "visibility")
-    if not 0.1 <= value <= 12 * 3600:
+    if not 0.1 <= value <= _LONGEST_S:
         raise ConfigError(f"visibility is {visibility!r}; give 0.1 seconds to 12 hours")
+    return value
+
+
+def _bounded(name: str, given: Duration) -> float:
+    """Seconds from now. The broker refuses them too, in milliseconds and not by the name that the caller knows."""
+    value = seconds(given, name)
+    if value > _LONGEST_S:
+        raise ConfigError(f"{name} is {given!r}; give 12 hours at most, 43200")
     return value
