@@ -418,8 +418,9 @@ def follow(command: subprocess.Popen[bytes], path: Path, count: int) -> None:
     ],
     ids=["lines", "rate", "csv"],
 )
-def test_what_came_is_stored_before_more_is_waited_for_and_ctrl_c_tells_how_much(
-    tmp_path: Path, options: list[str], text: bytes
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_came_is_stored_before_more_is_waited_for_and_a_signal_tells_how_much(
+    tmp_path: Path, options: list[str], text: bytes, number: int
 ) -> None:
     with running(tmp_path / "s", "orders", *options) as command:
         assert command.stdin is not None
@@ -427,7 +428,7 @@ def test_what_came_is_stored_before_more_is_waited_for_and_ctrl_c_tells_how_much
         command.stdin.flush()
         follow(command, tmp_path / "s", 2)
 
-        command.send_signal(signal.SIGINT)
+        command.send_signal(number)
         out, err = command.communicate(timeout=WAIT_S)
 
     assert command.returncode == 130, err

@@ -134,7 +134,8 @@ def produce(
     a property. Other fields are left alone.
 
     Stops at a line that is no message, having stored those before it, and says which; with --skip-bad it goes on.
-    Takes the writer's lock for as long as it runs. Ctrl-C stores what was read, and tells how much that is.
+    Takes the writer's lock for as long as it runs. Ctrl-C or SIGTERM: it stores what was read, and tells how much that
+    is.
     """
     if exported and format_ == "csv":
         raise click.UsageError("--exported lines are JSON lines: leave out --format csv")
@@ -367,7 +368,7 @@ def _receipt(receipt: SendReceipt) -> dict[str, object]:
 
 
 class _Interrupt:
-    """Ctrl-C while something is stored waits until it is; while there is only waiting, it ends that."""
+    """Ctrl-C or SIGTERM while something is stored waits until it is; while there is only waiting, it ends that."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -376,14 +377,15 @@ class _Interrupt:
     @contextmanager
     def installed(self) -> Iterator[None]:
         try:
-            before = signal.signal(signal.SIGINT, self._on_signal)
+            before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         except ValueError:  # not the main thread: a program that calls this
             yield
             return
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         again, self.asked = self.asked, True
