@@ -148,3 +148,22 @@ def test_a_directory_of_something_else_stays_as_it_is(tmp_path: Path) -> None:
     for dry in ([], ["--dry-run"]):
         assert mqstore("put", tmp_path, "orders", "body", *dry).exit_code == 3
     assert [p.name for p in tmp_path.iterdir()] == ["letter"]
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]], ids=["put", "dry run"])
+def test_a_queue_that_nobody_reads_is_refused(tmp_path: Path, more: list[str]) -> None:
+    """It said where the message had gone, and no consumer ever saw it: the topic has two queues."""
+    store = tmp_path / "s"
+    assert mqstore("put", store, "free", "x", "--queue-id", "7").exit_code == 0  # in no table: its queues are these
+    assert mqstore("topics", "create", store, "orders", "--queues", "2").exit_code == 0
+    assert mqstore("topics", "create", store, "closed", "--perm", "r").exit_code == 0
+
+    beyond = mqstore("put", store, "orders", "x", "--queue-id", "2", *more)
+    closed = mqstore("put", store, "closed", "x", *more)
+
+    assert (beyond.exit_code, beyond.stdout) == (2, "")
+    assert "0..1, the queues of 'orders'" in beyond.stderr
+    assert (closed.exit_code, closed.stdout) == (2, "")
+    assert "may not be written to" in closed.stderr
+    assert mqstore("put", store, "orders", "x", "--queue-id", "1", *more).exit_code == 0
+    assert mqstore("put", store, "free", "x", "--queue-id", "9", *more).exit_code == 0

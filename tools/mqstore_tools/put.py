@@ -21,12 +21,14 @@ from mqstore import (
     StoreLockedError,
 )
 from mqstore.broker.names import is_system_topic
+from mqstore.errors import NotPermittedError
 from mqstore.files.lock import writer_alive
 from mqstore.files.quiet import QUIET
 from mqstore.log.names import check_topic
 from mqstore.log.outgoing import user_properties
 from mqstore.log.store import MessageStore
 from mqstore.log.writer import MAX_QUEUE_ID
+from mqstore_tools.opened import looking
 from mqstore_tools.render import as_json, note, safe
 from mqstore_tools.shared import StoreCommand, directory_argument, json_option
 
@@ -111,6 +113,7 @@ def put(
     else:
         assert body is not None
         bodies = iter([os.fsencode(body)])
+    _check_table(directory, topic, queue_id)
     if dry_run:
         check_topic(topic)
         user_properties(tag, keys or None, pairs or None, unique_key)
@@ -138,6 +141,26 @@ def put(
             identity = f", id {first.message_id}" if total == 1 else ""
             noun = "message" if total == 1 else "messages"
             print(safe(f"put {total} {noun} to {topic}/{queue_id}, {offsets}{identity}"))
+
+
+def _check_table(directory: Path, topic: str, queue_id: int) -> None:
+    """Refuse a queue that no consumer would ever look into, and a topic that is closed for writing, as the broker's
+    table of topics has it. A topic that is not in it has the queues that are put to."""
+    try:
+        with looking(directory) as parts:
+            config = parts.topics.entered(topic)
+    except NotAStoreError:  # to be made, or refused, by who opens it for writing
+        return
+    if config is None:
+        return
+    if not config.writable:
+        raise NotPermittedError(f"topic {topic!r} may not be written to (perm {config.perm}); alter it to 6")
+    queues = max(config.write_queues, config.read_queues)
+    if queue_id >= queues:
+        raise InvalidMessageError(
+            f"queue_id {queue_id} does not lie in 0..{queues - 1}, the queues of {topic!r}; nobody would read it",
+            "queue_id",
+        )
 
 
 def _receipt(receipt: SendReceipt) -> dict[str, object]:
