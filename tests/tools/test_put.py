@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -139,7 +140,7 @@ def test_a_store_that_another_process_writes_is_refused(tmp_path: Path, dry: lis
         _, error = child.communicate(timeout=60)
 
     assert child.returncode == 3
-    assert b"open for writing" in error
+    assert b"open for writing in process %d" % os.getpid() in error
 
 
 def test_a_directory_of_something_else_stays_as_it_is(tmp_path: Path) -> None:

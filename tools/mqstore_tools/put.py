@@ -18,11 +18,10 @@ from mqstore import (
     OutgoingMessage,
     SendReceipt,
     StoreConfig,
-    StoreLockedError,
 )
 from mqstore.broker.names import is_system_topic
 from mqstore.errors import NotPermittedError
-from mqstore.files.lock import writer_alive
+from mqstore.files.lock import refuse_beside_writer
 from mqstore.files.quiet import QUIET
 from mqstore.log.names import check_topic
 from mqstore.log.outgoing import user_properties
@@ -220,8 +219,7 @@ def _dry_run(directory: Path, bodies: Iterator[bytes], *, create: bool) -> tuple
     try:
         with MessageStore(directory, "r", fs=QUIET) as store:
             room = store.manifest.commitlog_segment_bytes
-        if writer_alive(directory, QUIET):
-            raise StoreLockedError(f"{directory} is open for writing in another process")
+        refuse_beside_writer(directory, QUIET)
     except NotAStoreError:
         if not create or (directory.exists() and not (directory.is_dir() and not any(directory.iterdir()))):
             raise
