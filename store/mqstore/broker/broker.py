@@ -413,11 +413,13 @@ class Broker:
         comes again with all behind it of its batch, with `skip_acked` without those that were acknowledged. Waits up to
         `poll` seconds for a first message."""
         del client_id  # any member may settle what any other received
-        self._check_open()  # in a forked child a queue that was drained looks empty, for ever
         chosen = None if filter is None else as_filter(filter)
         invisible_ms = _ms(invisible, "invisible")
-        poll_s = seconds(poll, "poll") if poll else 0
-        return self._pop.pop(
+        poll_s = 0.0
+        if poll:
+            self._check_open()
+            poll_s = seconds(poll, "poll")
+        found = self._pop.pop(
             group,
             topic,
             queue_id,
@@ -432,6 +434,9 @@ class Broker:
             durability,
             skip_acked,
         )
+        if not found:  # in a forked child a queue that was drained looks empty, for ever
+            self._check_open()
+        return found
 
     def ack(self, group: str, topic: str, receipts: Sequence[str], *, durability: Durability | None = None) -> None:
         """Settle deliveries. Again is harmless; ReceiptExpiredError once a message was put up for redelivery,
