@@ -28,9 +28,11 @@ class SystemClock:
     __slots__ = ()
 
     def now_ms(self) -> int:
+        """As `Clock`."""
         return time.time_ns() // 1_000_000
 
     def monotonic_ms(self) -> int:
+        """As `Clock`."""
         return time.monotonic_ns() // 1_000_000
 
 
@@ -50,9 +52,11 @@ class SimulatedClock:
         self._monotonic_ms = 0
 
     def now_ms(self) -> int:
+        """As `Clock`."""
         return self._now_ms
 
     def monotonic_ms(self) -> int:
+        """As `Clock`."""
         return self._monotonic_ms
 
     def advance(self, duration_ms: int) -> None:

@@ -135,6 +135,7 @@ class Store(AbstractContextManager["Store"]):
 
     @property
     def path(self) -> Path:
+        """The store's directory."""
         return self.log.path
 
     @property

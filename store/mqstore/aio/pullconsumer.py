@@ -171,6 +171,7 @@ class PullConsumer(AbstractAsyncContextManager["PullConsumer"]):
 
     @property
     def closed(self) -> bool:
+        """Whether it receives no more."""
         return self.sync.closed
 
     async def close(self, *, done: bool = True) -> None:

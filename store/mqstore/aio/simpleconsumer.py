@@ -142,6 +142,7 @@ class SimpleConsumer(AbstractAsyncContextManager["SimpleConsumer"]):
 
     @property
     def closed(self) -> bool:
+        """Whether it receives no more."""
         return self.sync.closed
 
     async def close(self) -> None:

@@ -118,6 +118,7 @@ class Store(AbstractAsyncContextManager["Store"]):
 
     @property
     def path(self) -> Path:
+        """The store's directory."""
         return self.sync.path
 
     @property

@@ -247,6 +247,7 @@ class Broker:
         return self._waiters.wait(topic, queue_id, offset, seconds(timeout, "timeout"), as_filter(filter))
 
     def min_offset(self, topic: str, queue_id: int) -> int:
+        """Offset of the first message that still counts; `max_offset` of an empty queue."""
         return self._reads.min_offset(topic, queue_id)
 
     def max_offset(self, topic: str, queue_id: int) -> int:

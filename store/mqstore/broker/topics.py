@@ -100,10 +100,12 @@ class TopicConfig:
 
     @property
     def readable(self) -> bool:
+        """Whether `perm` has 4 (READ)."""
         return self.perm & PERM_READ != 0
 
     @property
     def writable(self) -> bool:
+        """Whether `perm` has 2 (WRITE)."""
         return self.perm & PERM_WRITE != 0
 
     @property

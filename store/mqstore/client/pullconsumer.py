@@ -782,6 +782,7 @@ class PullConsumer:
 
     @property
     def closed(self) -> bool:
+        """Whether it receives no more."""
         return self._closed
 
     def _check_open(self) -> None:

@@ -260,6 +260,7 @@ class SimpleConsumer:
 
     @property
     def closed(self) -> bool:
+        """Whether it receives no more."""
         return self._source.closed
 
     # -- the end ----------------------------------------------------------------------------------------------------

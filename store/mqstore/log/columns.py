@@ -49,6 +49,7 @@ class Binary:
         return self.data[self.offsets[i] : self.offsets[i + 1]].tobytes()
 
     def tolist(self) -> list[bytes | None]:
+        """Each value as bytes, None where there is none."""
         return [self[i] for i in range(len(self))]
 
 

@@ -84,14 +84,17 @@ class SendReceipt(tuple[QueueRef, int, int, int, int, bytes, "str | None"]):
 
     @property
     def queue(self) -> QueueRef:
+        """Which one: topic and queue id."""
         return self[0]
 
     @property
     def topic(self) -> str:
+        """That of the queue."""
         return self[0].topic
 
     @property
     def queue_id(self) -> int:
+        """That of the queue."""
         return self[0].queue_id
 
     @property
@@ -111,6 +114,7 @@ class SendReceipt(tuple[QueueRef, int, int, int, int, bytes, "str | None"]):
 
     @property
     def store_timestamp_ms(self) -> int:
+        """When it was stored: ms since the epoch."""
         return self[4]
 
     @property

@@ -77,26 +77,32 @@ class Located:
 
     @property
     def flag(self) -> int:
+        """The sender's own number, 32 bits; 0 unless it was set."""
         return int(_I4(self._buffer, self._start + 16)[0])
 
     @property
     def sys_flag(self) -> int:
+        """Bits of the record: compression, transaction, IPv6 hosts (store-format 2.3)."""
         return int(_I4(self._buffer, self._start + 36)[0])
 
     @property
     def born_timestamp_ms(self) -> int:
+        """When it was made, by its sender's clock: ms since the epoch."""
         return int(_I8(self._buffer, self._start + 40)[0])
 
     @property
     def store_timestamp_ms(self) -> int:
+        """When this copy was stored: ms since the epoch."""
         return int(_I8(self._buffer, self._start + (68 if self._buffer[self._start + 39] & 0x10 else 56))[0])
 
     @property
     def reconsume_times(self) -> int:
+        """How many attempts have ended, as stored with this copy."""
         return int(_I4(self._buffer, self._body_start() - 16)[0])
 
     @property
     def prepared_transaction_offset(self) -> int:
+        """Of a half message and its ends: where the half one lies in the commitlog; else 0."""
         return int(_I8(self._buffer, self._body_start() - 12)[0])
 
     def plain_parts(self) -> tuple[bytes, bytes] | None:

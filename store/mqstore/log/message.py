@@ -56,6 +56,7 @@ class Message(Located):
 
     @property
     def queue(self) -> QueueRef:
+        """The queue that this copy lies in."""
         return self._stretch.queue
 
     @property
@@ -65,10 +66,12 @@ class Message(Located):
 
     @property
     def topic(self) -> str:
+        """Where this copy lies; `queue` with its id."""
         return self.queue.topic
 
     @property
     def queue_id(self) -> int:
+        """Of that queue, from 0."""
         return self.queue.queue_id
 
     @property
@@ -81,10 +84,12 @@ class Message(Located):
 
     @property
     def born_at(self) -> datetime:
+        """`born_timestamp_ms` in UTC."""
         return _instant(self.born_timestamp_ms)
 
     @property
     def stored_at(self) -> datetime:
+        """`store_timestamp_ms` in UTC."""
         return _instant(self.store_timestamp_ms)
 
     def _host(self, *, store: bool) -> bytes:
@@ -97,14 +102,17 @@ class Message(Located):
 
     @property
     def born_host(self) -> str:
+        """Address of the sender, as "host:port"."""
         return decode_host(self._host(store=False))
 
     @property
     def store_host(self) -> str:
+        """Address of the store that keeps this copy, as "host:port"."""
         return decode_host(self._host(store=True))
 
     @property
     def attempt(self) -> int:
+        """Which delivery of it this is, from 1."""
         return self.reconsume_times + 1
 
     # -- body -------------------------------------------------------------------------------------------------------
@@ -155,14 +163,17 @@ class Message(Located):
 
     @property
     def tag(self) -> str | None:
+        """What consumers choose by; None: it has none."""
         return self.stored_properties().get(TAGS)
 
     @property
     def keys(self) -> tuple[str, ...]:
+        """What `find` looks it up by, besides its unique key."""
         return tuple(k for k in self.stored_properties().get(KEYS, "").split(" ") if k)
 
     @property
     def message_group(self) -> str | None:
+        """Messages of one group keep their order; None: it has none."""
         return self.stored_properties().get(SHARDINGKEY)
 
     # -- as a value -------------------------------------------------------------------------------------------------

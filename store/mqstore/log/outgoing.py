@@ -226,7 +226,9 @@ def _deliver_ms(delay: Duration | None, deliver_at: object, now_ms: int, max_del
         except (ValueError, OverflowError, TypeError) as error:  # ConfigError is a ValueError
             raise InvalidMessageError(f"delay {delay!r} is no number of seconds, zero or more", "delay") from error
         if wait_ms > max_delay_ms:
-            raise InvalidMessageError(f"delay {delay!r} is longer than max_delay", "delay")
+            raise InvalidMessageError(
+                f"delay {delay!r} is longer than max_delay, {max_delay_ms / 1000:g} seconds", "delay"
+            )
         return now_ms + wait_ms if wait_ms else None
     if deliver_at is None:
         return None

@@ -35,6 +35,7 @@ class Finding:
     detail: str
 
     def as_dict(self) -> dict[str, Any]:
+        """For JSON, under the same names."""
         return asdict(self)
 
 
