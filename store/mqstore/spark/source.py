@@ -49,7 +49,7 @@ except ImportError as error:  # pragma: no cover
 from mqstore.errors import ConfigError
 from mqstore.spark.columns import COLUMNS, check_columns, default_columns
 from mqstore.spark.options import SOURCE_OPTIONS, SourceOptions
-from mqstore.spark.plan import Narrowing, Slice, partitions, stores_of, survey
+from mqstore.spark.plan import Narrowing, Slice, StoreName, partitions, stores_of, survey
 from mqstore.spark.sinkoptions import ONLY_FOR_WRITING, SINK_OPTIONS, SinkOptions
 from mqstore.spark.tasks import read_slices
 from mqstore.spark.telling import plain_errors, warn_once
@@ -196,7 +196,7 @@ def _check_schema(options: SourceOptions, schema: StructType) -> Any:
 class _Partition(InputPartition):
     """Slices of stores, or for views a store."""
 
-    def __init__(self, value: list[Slice] | int) -> None:
+    def __init__(self, value: list[Slice] | StoreName) -> None:
         super().__init__(value)
 
 
@@ -239,7 +239,8 @@ class MQStoreReader(DataSourceReader):
     @plain_errors()
     def partitions(self) -> list[InputPartition]:
         if self._options.view != "messages":
-            return [_Partition(number) for number in range(len(stores_of(self._options)))]
+            # By name, not by number: a plan is used again, and of a glob or a set there may be others by then.
+            return [_Partition(name) for name in stores_of(self._options)]
         found = survey(self._options, self._narrowing, by_region=True)
         if {*default_columns()} <= {*self._columns} and sum(each.weight for each in found) > _MUCH:
             warn_once(_ALL_COLUMNS)
@@ -250,8 +251,7 @@ class MQStoreReader(DataSourceReader):
             return
         with plain_errors():
             if self._options.view != "messages":
-                store = stores_of(self._options)[partition.value]
-                yield view_batch(self._options.view, store, self._options).select(self._columns)
+                yield view_batch(self._options.view, partition.value, self._options).select(self._columns)
                 return
             yield from read_slices(
                 self._options, self._columns, self._body_as, partition.value, tags=self._narrowing.tags
