@@ -501,6 +501,29 @@ def test_staging_of_a_run_that_was_killed_is_nobodys_message(
     assert not (tmp_path / "t" / "_staging").exists()
 
 
+@pytest.mark.parametrize("target", ["store", "set"])
+def test_a_run_that_fails_takes_nothing_from_the_same_one_beside_it(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    """As when a scheduler starts a job again that it takes for dead. Both staged in one folder: the one that gave up
+    first took away what the other had staged, and that failed, too."""
+    real = publish.commit
+
+    def beside(*args: Any, **how: Any) -> Any:
+        monkeypatch.setattr(publish, "commit", lambda *args, **how: (_ for _ in ()).throw(OSError("full")))
+        with pytest.raises(OSError, match="full"):
+            replay(None, store, tmp_path / "t", target=target)
+        monkeypatch.setattr(publish, "commit", real)
+        return real(*args, **how)
+
+    monkeypatch.setattr(publish, "commit", beside)
+    replay(None, store, tmp_path / "t", target=target)
+
+    found = joined(members(tmp_path / "t")) if target == "set" else messages(tmp_path / "t")
+    assert found == messages(store)
+    assert not (tmp_path / "t" / "_staging").exists()
+
+
 @pytest.mark.parametrize("there", [False, True])
 def test_what_a_run_had_recorded_when_it_was_killed_is_seen_once_the_next_says_already(
     store: Path, tmp_path: Path, there: bool

@@ -209,6 +209,26 @@ def test_a_run_that_another_one_overtook_sends_nothing(store: Path, monkeypatch:
     assert len(sent(store)) == 6
 
 
+def test_a_run_that_is_refused_takes_nothing_from_another_one(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both staged in one folder: a run that named a group wrongly deleted what another one, which was waiting for the
+    lock, had staged there, and that one failed for it."""
+    real = resend._publish
+
+    def beside(*args: Any) -> None:
+        monkeypatch.setattr(resend, "_publish", real)
+        with pytest.raises(ConfigError, match="no store knows the group 'biling'"):
+            dlq_resend(None, store, groups=["biling"])
+        with MessageStore(store), pytest.raises(StoreLockedError):
+            dlq_resend(None, store, lock_timeout_s=0.0)
+        real(*args)
+
+    monkeypatch.setattr(resend, "_publish", beside)
+    assert dlq_resend(None, store).resent == 6
+
+    assert len(sent(store)) == 6
+    assert not (store / "_staging").exists()
+
+
 def test_a_lost_list_of_what_was_sent_is_told_and_not_taken_for_an_empty_one(store: Path) -> None:
     dlq_resend(None, store)
     for path in (store / "config" / "spark").glob("resent.json*"):

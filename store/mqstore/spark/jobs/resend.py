@@ -26,10 +26,11 @@ A store that a process has open is refused at step 2: there `mqstore dlq replay`
 from __future__ import annotations
 
 import os
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -133,14 +134,15 @@ def dlq_resend(
         check_known("group", job.groups or (), (name for each in staged for name in each.known))
         for name, each in zip(names, staged, strict=True):
             if not dry_run:
-                _publish(name, each, lock_timeout_s)
+                _publish(name, each, job.writer, lock_timeout_s)
             done.append(each.report)
     finally:
         if not dry_run:
             for number, name in enumerate(names):
                 if number >= len(done):
                     with suppress(MQStoreError):  # a store that does not read has nothing staged
-                        discard(Path(name.path), _APP, staged[number].run if staged else _next_run(name))
+                        run_there = staged[number].run if staged else _next_run(name)
+                        discard(Path(name.path), _APP, run_there, writer=job.writer)
     return ResendReport(sum(each.resent for each in done), dry_run, tuple(done))
 
 
@@ -151,6 +153,8 @@ class _Job:
     to: str | None
     groups: frozenset[str] | None
     dry_run: bool
+    writer: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """Where its tasks stage: of two that are at the same run, one that is given up takes nothing from the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +273,7 @@ def _stage(job: _Job, name: StoreName) -> _Staged:
                 if sent:
                     letters[group] = sent
 
-        folder = transaction_folder(Path(name.path), _APP, number)
+        folder = transaction_folder(Path(name.path), _APP, number, job.writer)
         pieces = _pieces(copies())
         profile = store.manifest.profile
         known = frozenset(groups_of(parts))
@@ -366,7 +370,7 @@ def _pieces(copies: Iterator[tuple[str, int, bytes]]) -> Iterator[Encoded]:
 # -- publishing --------------------------------------------------------------------------------------------------------
 
 
-def _publish(name: StoreName, staged: _Staged, lock_timeout_s: float) -> None:
+def _publish(name: StoreName, staged: _Staged, writer: str, lock_timeout_s: float) -> None:
     """Steps 2 to 5."""
     path = Path(name.path)
     if not staged.shards:
@@ -388,7 +392,7 @@ def _publish(name: StoreName, staged: _Staged, lock_timeout_s: float) -> None:
                 parts.topics.for_send(topic)
         make_folders((path / RESENT_FILE).parent, store.fs)
         save_json(path / RESENT_FILE, resent.as_json(staged.letters), store.fs)
-        folder = transaction_folder(path, _APP, staged.run)
+        folder = transaction_folder(path, _APP, staged.run, writer)
         store.splice([folder / shard.name for shard in staged.shards], app=_APP, version=staged.run)
         after = _Resent.of(path)
         for group in staged.letters:

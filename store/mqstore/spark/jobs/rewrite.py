@@ -8,9 +8,10 @@ A queue's slices lie in tasks that follow each other, a task copies in order, an
 tasks: so what was in order in a queue of the source is in order in its queue of the target.
 
 A rewrite is known by (app, version) in each target. What is in is not staged again, a run that fails takes away what
-it staged, and one that is killed leaves staging that nobody reads: whatever happens in between, running it once more
-gives each target each message once. With several targets each has its own commit; the run that comes after a crash
-completes those that lack it. Between the two runs the sources may have grown, so the later targets may have more.
+it staged, and nothing of another one that is at the same (`Rewrite.writer`), and one that is killed leaves staging
+that nobody reads: whatever happens in between, running it once more gives each target each message once. With several
+targets each has its own commit; the run that comes after a crash completes those that lack it. Between the two runs
+the sources may have grown, so the later targets may have more.
 
 Knows no pyspark.
 """
@@ -21,6 +22,7 @@ import hashlib
 import json
 import os
 import time
+import uuid
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -180,6 +182,8 @@ class Rewrite:
     store_time: str | None = None
     rate: float | None = None
     """Messages a second that one task reads at most."""
+    writer: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """Where its tasks stage, apart from those of the same run that was started a second time beside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -457,7 +461,7 @@ def stage(rewrite: Rewrite, part: Part, *, sift: Sifter | None = None) -> Staged
     counts = Counter[str]()
     pace = None if rewrite.rate is None else Pace(rewrite.rate)
     shards = []
-    folder = transaction_folder(Path(to.options.path), rewrite.app, rewrite.version)
+    folder = transaction_folder(Path(to.options.path), rewrite.app, rewrite.version, rewrite.writer)
     pieces = _copies(rewrite, to, part, policy, counts, sift, pace)
     for shard in write_shards(pieces, folder, part.number, 0, profile=to.plan.profile):
         if to.options.target == "set":
@@ -532,12 +536,12 @@ def execute(
         for index, to in enumerate(rewrite.to):
             shards = _shards(staged, index)
             if not there[index] and shards:  # nothing at all is no run that should be remembered as done
-                wanted = publish.Commit(rewrite.app, rewrite.version, shards, create=to.create)
+                wanted = publish.Commit(rewrite.app, rewrite.version, shards, writer=rewrite.writer, create=to.create)
                 published[index] = publish.commit(to.options, wanted)
     finally:
         for index, to in enumerate(rewrite.to):
             if index not in published and not there[index]:
-                publish.abort(to.options, rewrite.app, rewrite.version)
+                publish.abort(to.options, rewrite.app, rewrite.version, writer=rewrite.writer)
                 if made[index]:
                     remove_if_empty(to.options.path)
     dests = tuple(
