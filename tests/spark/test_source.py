@@ -488,6 +488,18 @@ def test_a_frame_reads_what_was_there_when_it_was_first_used(spark: Any, tmp_pat
     assert load(spark, tmp_path / "s", subscribe="t").count() == 10
 
 
+def test_with_the_setting_a_query_with_a_filter_reads_what_is_there_by_then(pushing: Any, tmp_path: Path) -> None:
+    """Pins what the documentation says of frames: Spark plans one anew for each filter, also of a frame that takes none
+    over, and goes on with that plan. Within a query all readings of a frame are the same."""
+    with MessageStore(write_store(tmp_path / "s", many(8))) as writer:
+        frame = load(pushing, tmp_path / "s", columns="topic")
+        assert frame.count() == 9
+        writer.put("t", b"more")
+        assert frame.count() == 9
+        assert frame.where("topic = 't'").union(frame).count() == 5 + 10
+        assert frame.count() == 10
+
+
 def test_the_examples_of_the_page_run(
     spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

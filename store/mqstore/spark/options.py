@@ -392,7 +392,7 @@ _TABLE: Final = (
         "push_down",
         "false",
         YES_NO,
-        "take over filters from Spark, for a frame that is used in one query only, and where no clock was set back by "
+        "take over filters from Spark, for a frame that is used once, in one query, and where no clock was set back by "
         "more than a minute (see `spark.md`)",
         boolean,
     ),

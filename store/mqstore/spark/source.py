@@ -6,14 +6,15 @@
 Spark copies readers by pickling and starts workers by forking, so nothing here is opened before `read`, nothing is kept
 after it, and no state is shared between the two.
 
-Spark plans a frame once, when it is first used: all its queries read the messages that were there then.
+Spark plans a frame once, when it is first used: all its queries read the messages that were there then. While
+`spark.sql.python.filterPushdown.enabled` is on, it plans it anew for each query that has a filter.
 
 Filters are taken over only with `pushDown=true`, and there is a reason to leave it. Spark keeps what `partitions` gave
 for one query in the frame that was loaded, and gives it to every other query of that frame, whose filters are others: a
-union of two filters of one frame reads one of them twice (pyspark 4.1 to 4.3; a test pins it). A frame that is used in
-one query is safe. And `spark.sql.python.filterPushdown.enabled` has to be on, for which Spark has a second trap: while
-it is off, every query of a reader class that overrides `pushFilters` fails. So the class does not; an instance has a
-`_PushDown` in its place, which Spark takes for the base method while the setting is off and calls while it is on.
+union of two filters of one frame reads one of them twice (pyspark 4.1 to 4.3; a test pins it). A frame that is used
+once, in one query, is safe. And that setting has to be on, for which Spark has a second trap: while it is off, every
+query of a reader class that overrides `pushFilters` fails. So the class does not; an instance has a `_PushDown` in its
+place, which Spark takes for the base method while the setting is off and calls while it is on.
 """
 
 from __future__ import annotations
