@@ -317,6 +317,31 @@ def test_a_target_that_lost_what_was_written_to_it_stops_the_mirror(store: Path,
     assert mirror(None, store, tmp_path / "t", tmp_path / "cp", target=target).messages == 1
 
 
+@pytest.mark.parametrize("target", ["store", "set", "inbox"])
+@pytest.mark.parametrize("batches", [1, 3])
+def test_a_checkpoint_that_was_put_back_from_a_copy_stops_the_mirror(
+    store: Path, tmp_path: Path, target: str, batches: int
+) -> None:
+    """It decided a batch under a number that the target had: what was new in it was taken for copied, and is in no
+    target."""
+    if target == "inbox":
+        MessageStore(tmp_path / "t").close()
+    mirror(None, store, tmp_path / "t", tmp_path / "cp", target=target)
+    shutil.copytree(tmp_path / "cp", tmp_path / "copy")
+    for number in range(batches):
+        add(store, b"%d" % number)
+        mirror(None, store, tmp_path / "t", tmp_path / "cp", target=target)
+    shutil.rmtree(tmp_path / "cp")
+    (tmp_path / "copy").rename(tmp_path / "cp")
+    add(store, b"new")
+    before = tree(tmp_path)
+
+    for job in (mirror_plan, partial(mirror, None)):
+        with pytest.raises(ConfigError, match=r"t has batch 1 of this mirror, of which .*cp knows nothing.*put back"):
+            job(store, tmp_path / "t", tmp_path / "cp", target=target)  # type: ignore[operator]
+    assert {*tree(tmp_path)} == {*before}
+
+
 def test_a_batch_without_a_message_is_none_that_a_target_must_have(tmp_path: Path) -> None:
     path = write_store(tmp_path / "s", [Odd(queue_id=0)])
     only_few = select(path, topics="t", where="n = '1'")

@@ -30,7 +30,7 @@ from mqstore.spark import publish
 from mqstore.spark.encode import Encoder, Rules
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import stores_of
-from mqstore.spark.publish import Commit, abort, clean_target, commit, plan_target
+from mqstore.spark.publish import Commit, Published, abort, clean_target, commit, plan_target
 from mqstore.spark.staging import STAGING, clean, leftovers, transaction_folder, write_shards
 from tests.crash.recording import Event, RecordingFileSystem, build_image
 from tests.faults import Crash, FaultyFileSystem
@@ -301,6 +301,32 @@ def test_a_version_counts_once_and_an_older_one_never(root: Path) -> None:
     assert results == [False, True, True, False]
     assert sorted(bodies(root)) == ["v3", "v4"]
     assert staged(root) == []
+
+
+@pytest.mark.parametrize("target", ["store", "set", "inbox", "waiting"])
+def test_a_query_whose_checkpoint_was_put_back_is_refused(target: str, root: Path, tmp_path: Path) -> None:
+    """Its batches bear numbers again that are in, with other rows: these were passed over, batch after batch, and the
+    query did as if all was well."""
+    where = root if target != "set" else tmp_path / "set"
+    options = options_of(where, target="inbox" if target == "waiting" else target)
+
+    def batch(version: int, rows: list[str]) -> Published:
+        shards = stage(options, "q", version, [batch_of(rows)])
+        done = commit(options, Commit("q", version, shards, query=True))
+        if target == "inbox":
+            MessageStore(where).close()  # its owner takes it in
+        return done
+
+    assert [batch(version, [f"v{version}"]).already for version in (1, 2, 2, 3)] == [False, False, True, False]
+    for version in (0, 2):
+        with pytest.raises(ConfigError, match=f"batch 3 of query 'q', which is at batch {version} again.*put back"):
+            batch(version, ["other"])
+        abort(options, "q", version)
+    assert batch(4, ["v4"]).already is False
+
+    MessageStore(root).close()
+    found = set_bodies(where) if target == "set" else bodies(where)
+    assert sorted(found) == ["v1", "v2", "v3", "v4"]
 
 
 def test_a_store_remembers_no_job_that_never_comes_again(root: Path) -> None:

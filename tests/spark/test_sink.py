@@ -7,6 +7,7 @@ keeps its query and number, that `abort` follows a commit that raised.
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -392,6 +393,23 @@ def test_a_stream_that_is_stopped_and_started_writes_each_row_once(lines: Lines,
     else:
         applications = json.loads((path / "config" / "spark" / "txn.json").read_text())["apps"]
         assert {name: each["version"] for name, each in applications.items()} == {query.id: 1}
+
+
+def test_a_stream_whose_checkpoint_was_put_back_stops_rather_than_pass_over_rows(lines: Lines, tmp_path: Path) -> None:
+    lines.add(0, 10)
+    lines.run(tmp_path / "s")
+    shutil.copytree(lines.checkpoint, tmp_path / "copy")
+    for start in (10, 20):
+        lines.add(start, start + 10)
+        lines.run(tmp_path / "s")
+    shutil.rmtree(lines.checkpoint)
+    (tmp_path / "copy").rename(lines.checkpoint)
+    lines.add(30, 40)
+
+    with pytest.raises(Exception, match=r"has batch 2 of query .*, which is at batch 1 again"):
+        lines.run(tmp_path / "s")
+
+    assert sorted(bodies(tmp_path / "s")) == texts(0, 30)
 
 
 def test_a_batch_whose_commit_raises_is_done_again_and_counts_once(lines: Lines, tmp_path: Path, unlucky: str) -> None:

@@ -124,6 +124,8 @@ class Commit:
     """Whose folder the shards lie in (`transaction_folder`)."""
     create: Mapping[str, int] = field(default_factory=dict)
     """Queues of topics that are not there yet, where they are not to have as many as option `queues` says."""
+    query: bool = False
+    """A batch of a streaming query. Such a batch comes again until the next one has come, and never after."""
 
     @property
     def topics(self) -> list[str]:
@@ -424,7 +426,14 @@ def _into_store(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
 
 def _already(root: Path, wanted: Commit, last: int) -> Published:
     """For a version that is in. That is as it should be where a job or a batch is done again; where other rows come
-    under a name that was used, they would be lost without a word."""
+    under a name that was used, they would be lost without a word. ConfigError for a query that has gone back."""
+    if wanted.query and last > wanted.version:
+        raise ConfigError(
+            f"{root} has batch {last} of query {wanted.app!r}, which is at batch {wanted.version} again: its "
+            "checkpoint was put back from a copy, or two runs of the query have one each. What a batch holds now is "
+            "not what it held then, so nothing was written. Begin with a new checkpoint, and say where "
+            "(startingOffsets, ...)"
+        )
     _log.warning(
         "%s: version %d of %r is in (the last one: %d); nothing was written. Other rows need another txnAppId",
         root,
@@ -630,9 +639,11 @@ def _into_inbox(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
     """Hand the shards over: durable when this returns, spliced when the owner comes to it, or the next one opens."""
     folder = _staged(root, wanted)
     target = root / _INBOX / transaction_folder(root, wanted.app, wanted.version).name
-    if fs.exists(target):
-        return _already(root, wanted, wanted.version)
+    waiting = _waiting_in(root, wanted.app, fs)  # before the record: what is taken in meanwhile is in one of them
     last = read_txn(root, fs).version_of(wanted.app)
+    newest = max(last, *waiting, -1)
+    if wanted.version in waiting:
+        return _already(root, wanted, newest)
     refused = root / _INBOX / "refused" / target.name
     if last != wanted.version and fs.exists(refused):
         raise ConfigError(
@@ -640,8 +651,8 @@ def _into_inbox(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
             "the store's owner; reason.txt in it says why. To write it again delete that folder, or take another "
             "txnAppId if a later version is in"
         )
-    if last >= wanted.version:
-        return _already(root, wanted, last)
+    if last >= wanted.version or (wanted.query and newest > wanted.version):
+        return _already(root, wanted, newest)
     if not wanted.shards:
         return Published(False, 0)
     highest = _highest(wanted.shards)
@@ -682,6 +693,16 @@ def _into_inbox(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
     except OSError as error:
         _log.warning("%s: it is handed over, but could not be looked at once more: %s", target, error)
     return Published(False, wanted.records)
+
+
+def _waiting_in(root: Path, app: str, fs: FileSystem) -> frozenset[int]:
+    """The versions of an application that lie in the inbox."""
+    try:
+        names = fs.scandir_directories(root / _INBOX)
+    except FileNotFoundError:
+        return frozenset()
+    rests = (name.removeprefix(f"{app}-") for name in names if name.startswith(f"{app}-"))
+    return frozenset(int(rest) for rest in rests if rest.isdecimal())
 
 
 def _check_staged(folder: Path, shards: Sequence[ShardInfo], fs: FileSystem) -> None:

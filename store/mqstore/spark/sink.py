@@ -191,6 +191,7 @@ class _Write:
                 remembered=self.job is None or self.options.txn_app_id is not None,
                 overwrite=self.overwrite,
                 writer=writer,
+                query=self.job is None,
             ),
         )
 

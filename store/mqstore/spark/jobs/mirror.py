@@ -20,7 +20,8 @@ takes (mirror-id, N) once. Who deletes the checkpoint starts another mirror, whi
 
 `written` is the last batch that had messages, so that the target remembers it: a target that does not is another one
 than was written to, or was restored from a backup, and what comes next must not be put behind what it lacks. A
-checkpoint of an earlier version has not noted it, and does with the next batch.
+checkpoint of an earlier version has not noted it, and does with the next batch. A target that remembers a batch which
+was not decided yet has got it by a later state of the checkpoint than this one.
 
 Retention of the source goes on: a mirror that stood still too long fails with what it has lost, or goes on with what is
 left (`failOnDataLoss=false`). Knows no pyspark.
@@ -308,7 +309,14 @@ class _Checkpoint:
         return begin
 
     def check_target(self, options: SinkOptions) -> None:
-        """ConfigError for a target that does not have what was written to it."""
+        """ConfigError for a target that does not have what was written to it, or has more than that."""
+        if publish.is_committed(options, self.app, self.next + self._undone):
+            raise ConfigError(
+                f"{options.path} has batch {self.next + self._undone} of this mirror, of which {self._path} knows "
+                "nothing: the checkpoint was put back from a copy. The batch would hold other messages now, and count "
+                "as copied. Take another checkpoint, and say by source options where it is to begin "
+                "(startingOffsets, ...); or another target, too, for all that there is"
+            )
         if self._written is not None and not publish.is_committed(options, self.app, self._written):
             raise ConfigError(
                 f"{options.path} lacks batch {self._written} of this mirror, which {self._path} says was written "
