@@ -11,6 +11,7 @@ import pytest
 
 from mqstore import MessageStore
 from mqstore.broker.deadletters import DeadLetters
+from mqstore.broker.offsets import OffsetTable
 from mqstore.broker.parts import open_parts
 from mqstore.errors import ConfigError, CorruptStoreError, FilterError, InvalidMessageError, StoreLockedError
 from mqstore.layout.properties import encode_properties
@@ -181,7 +182,7 @@ def test_a_crash_at_any_step_and_a_second_run_send_each_letter_once(
         elif step == "after the splice":
             patch.setattr(MessageStore, "splice", splice_and_die)
         else:
-            patch.setattr(resend, "_let_go", killed)
+            patch.setattr(OffsetTable, "move_start", killed)
         with pytest.raises(OSError, match="killed"):
             dlq_resend(None, store)
 
@@ -189,7 +190,24 @@ def test_a_crash_at_any_step_and_a_second_run_send_each_letter_once(
 
     assert again.resent == (6 if step in ("before the file", "after the file") else 0)
     assert sorted(body for body, _ in sent(store)) == sorted(b"%d" % i for i in range(6))
+    # Where nothing was left to send, letters that had been sent stayed: reports counted them, a replay sent them again.
+    assert left(store) == []
+    before = tree(store)
     assert dlq_resend(None, store).resent == 0
+    assert tree(store) == before
+
+
+def test_what_was_sent_is_known_when_the_record_of_splices_has_forgotten_it(store: Path) -> None:
+    """It keeps some 10,000 applications, and others for a month. Which letters the last run had sent was told by it
+    alone, and they were sent again."""
+    dlq_resend(None, select(store, start=3))
+    for path in (store / "config" / "spark").glob("txn.json*"):
+        path.unlink()
+
+    assert dlq_resend(None, store).resent == 3
+
+    assert sorted(body for body, _ in sent(store)) == sorted(b"%d" % i for i in range(6))
+    assert left(store) == []
 
 
 def test_a_run_that_another_one_overtook_sends_nothing(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,24 +277,32 @@ def test_wrong_arguments_are_told(store: Path) -> None:
     assert tree(store) == before
 
 
-def test_the_file_is_as_it_is_documented(store: Path) -> None:
-    dlq_resend(None, store, "dlq_reason = 'no item'")
+def test_the_file_is_as_it_is_documented(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def said() -> Any:
+        return json.loads((store / "config" / "spark" / "resent.json").read_text())
 
-    value = json.loads((store / "config" / "spark" / "resent.json").read_text())
-    assert (value["version"], value["done"], value["sent"]) == (1, -1, {})
-    assert sum(stop - start for start, stop in value["next"]["billing"]) == 3
+    dlq_resend(None, select(store, start=3))
+    assert said() == {"version": 1, "done": 0, "sent": {"billing": [[3, 6]]}, "next": {}}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MessageStore, "splice", lambda *args, **how: (_ for _ in ()).throw(OSError("killed")))
+        with pytest.raises(OSError, match="killed"):
+            dlq_resend(None, store)
+    assert said() == {"version": 1, "done": 0, "sent": {"billing": [[3, 6]]}, "next": {"billing": [[0, 3]]}}
+
     dlq_resend(None, store)
-    value = json.loads((store / "config" / "spark" / "resent.json").read_text())
-    assert (value["done"], sum(stop - start for start, stop in value["sent"]["billing"])) == (0, 3)
-    fail(store, 1, topic="other", first=30)
+    assert said() == {"version": 1, "done": 1, "sent": {"billing": [[0, 6]]}, "next": {}}
+
+
+def test_a_copy_of_the_file_counts_only_if_it_lacks_no_run(store: Path) -> None:
+    dlq_resend(None, select(store, start=3))
+    path = store / "config" / "spark" / "resent.json"
+    before = path.read_bytes()
     dlq_resend(None, store)
-    assert json.loads((store / "config" / "spark" / "resent.json").read_text())["sent"] == {"billing": [[0, 6]]}
 
+    path.write_bytes(b"torn")  # the copy names what the last run was about to send
+    assert dlq_resend(None, store).resent == 0
 
-def test_the_copy_of_the_file_before_is_never_taken_for_the_last_one(store: Path) -> None:
-    dlq_resend(None, store, "dlq_reason = 'no item'")
-    dlq_resend(None, store)
-    (store / "config" / "spark" / "resent.json").write_bytes(b"torn")
-
+    path.write_bytes(before)
     with pytest.raises(CorruptStoreError, match="run 1 has sent"):
         dlq_resend(None, store)

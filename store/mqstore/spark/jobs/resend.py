@@ -7,18 +7,20 @@ A task goes through the dead letters of one store and stages copies there; the d
     config/spark/resent.json
     {"version": 1, "done": n,                    runs up to n are in, and these letters were sent by them
      "sent": {GROUP: [[start, stop], ...]},
-     "next": {GROUP: [[start, stop], ...]}}      those of run n + 1, which is in or not
+     "next": {GROUP: [[start, stop], ...]}}      those of run n + 1, which is in or not; {}: none was begun
 
     step                                                            a crash right after it leaves
     1 stage the copies                                              nothing
     2 take the lock; another run came first: give up                nothing
     3 write the run's letters into the file                         a run that is not in: its letters do not count
     4 splice, as version n of the application `dlq-resend`          all of the run
-    5 move the logical start over what is sent at the front         the same; the next run moves it
+    5 write that the run is in into the file                        the same; the next run goes on
+    6 move the logical start over what is sent at the front         the same; the next run moves it
 
-Whether run n + 1 is in says the store's record of splices: so whatever happens, a letter is sent once. A message
-that fails again afterwards is a new letter. One that was given up twice, as two consumers may have done that had it at
-the same time, bears one ORIGIN_MESSAGE_ID in two letters: the first is sent, and both count as sent.
+Whether run n + 1 is in says the store's record of splices: so whatever happens, a letter is sent once. That record
+forgets who does not come for long, so the file does not count on it for longer than it must. A message that fails again
+afterwards is a new letter. One that was given up twice, as two consumers may have done that had it at the same time,
+bears one ORIGIN_MESSAGE_ID in two letters: the first is sent, and both count as sent.
 
 A store that a process has open is refused at step 2: there `mqstore dlq replay` is for. Knows no pyspark.
 """
@@ -41,7 +43,7 @@ import numpy as np
 from mqstore.broker import sql92
 from mqstore.broker.deadletters import DeadLetters, origin_of
 from mqstore.broker.names import DLQ_PREFIX, is_dlq_topic, is_retry_topic
-from mqstore.broker.parts import Parts, open_parts
+from mqstore.broker.parts import open_parts
 from mqstore.errors import ConfigError, CorruptStoreError, MQStoreError, StoreLockedError
 from mqstore.files.jsonfile import load_json, save_json
 from mqstore.files.quiet import QUIET
@@ -165,6 +167,8 @@ class _Staged:
     shards: tuple[ShardInfo, ...]
     letters: Mapping[str, Ranges]
     """Those that are sent, by group."""
+    behind: bool
+    """Letters that an earlier run has sent still stand at the front: it was killed before it let go of them."""
     report: StoreResend
     known: frozenset[str]
     """All groups of the store."""
@@ -188,7 +192,7 @@ class _Resent:
         done = -2 if value is None else value["done"]
         if value is None and recorded < 0:
             return cls(-1, {})
-        if value is None or recorded > done + 1:
+        if value is None or recorded > done + bool(value["next"]):
             raise CorruptStoreError(
                 f"{path / RESENT_FILE} does not tell which dead letters run {recorded} has sent: it was lost, or is "
                 f"older than the store. Bring it back, or remove {_APP!r} from {path / TXN_FILE} to send all again",
@@ -253,6 +257,7 @@ def _stage(job: _Job, name: StoreName) -> _Staged:
     with open_store(name) as store:
         parts = open_parts(store)
         found = sorted(topic.removeprefix(DLQ_PREFIX) for topic in store.topics() if is_dlq_topic(topic))
+        behind = any(_front(DeadLetters(parts, group), resent.sent.get(group, [])) is not None for group in found)
 
         def copies() -> Iterator[tuple[str, int, bytes]]:
             for group in found:
@@ -290,7 +295,7 @@ def _stage(job: _Job, name: StoreName) -> _Staged:
         counts["doubles"],
         counts["others"],
     )
-    return _Staged(number, tuple(shards), letters, report, known)
+    return _Staged(number, tuple(shards), letters, behind, report, known)
 
 
 def _wanted(job: _Job, letters: DeadLetters, before: Ranges, counts: Counter[str]) -> Iterator[tuple[Message, bool]]:
@@ -371,9 +376,9 @@ def _pieces(copies: Iterator[tuple[str, int, bytes]]) -> Iterator[Encoded]:
 
 
 def _publish(name: StoreName, staged: _Staged, writer: str, lock_timeout_s: float) -> None:
-    """Steps 2 to 5."""
+    """Steps 2 to 6."""
     path = Path(name.path)
-    if not staged.shards:
+    if not staged.shards and not staged.behind:
         return
     try:
         store = MessageStore(path, lock_timeout=lock_timeout_s)
@@ -387,23 +392,26 @@ def _publish(name: StoreName, staged: _Staged, writer: str, lock_timeout_s: floa
         if resent.last + 1 != staged.run:
             raise ConfigError(f"{path}: another resend has run meanwhile, and this one has sent nothing; run it again")
         parts = open_parts(store)
-        for topic in {topic for shard in staged.shards for topic in shard.topics}:
-            if not is_retry_topic(topic):
-                parts.topics.for_send(topic)
-        make_folders((path / RESENT_FILE).parent, store.fs)
-        save_json(path / RESENT_FILE, resent.as_json(staged.letters), store.fs)
-        folder = transaction_folder(path, _APP, staged.run, writer)
-        store.splice([folder / shard.name for shard in staged.shards], app=_APP, version=staged.run)
+        if staged.shards:
+            for topic in {topic for shard in staged.shards for topic in shard.topics}:
+                if not is_retry_topic(topic):
+                    parts.topics.for_send(topic)
+            make_folders((path / RESENT_FILE).parent, store.fs)
+            save_json(path / RESENT_FILE, resent.as_json(staged.letters), store.fs)
+            folder = transaction_folder(path, _APP, staged.run, writer)
+            store.splice([folder / shard.name for shard in staged.shards], app=_APP, version=staged.run)
         after = _Resent.of(path)
-        for group in staged.letters:
-            _let_go(parts, group, after.sent[group])
+        save_json(path / RESENT_FILE, after.as_json({}), store.fs)
+        for group, sent in after.sent.items():
+            letters = DeadLetters(parts, group)
+            if (front := _front(letters, sent)) is not None:
+                parts.offsets.move_start(letters.topic, _QUEUE, front)
         parts.offsets.save()
     discard(path, _APP, staged.run)
 
 
-def _let_go(parts: Parts, group: str, sent: Ranges) -> None:
-    letters = DeadLetters(parts, group)
+def _front(letters: DeadLetters, sent: Ranges) -> int | None:
+    """Behind what was sent at the front of the letters; None: what stands there was not."""
     start, end = letters.bounds
     front = next((high for low, high in sent if low <= start < high), start)
-    if start < front <= end:
-        parts.offsets.move_start(letters.topic, _QUEUE, front)
+    return front if start < front <= end else None
