@@ -444,6 +444,12 @@ def test_wrong_arguments_are_told_before_anything_is_written(
     assert not (tmp_path / "cp").exists()
 
 
-def test_bounds_are_refused(store: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "how", [{"start": 3}, {"options": {"endingOffsets": "earliest"}}, {"options": {"endingTimestamp": "2020-01-01"}}]
+)
+def test_bounds_are_refused(store: Path, tmp_path: Path, how: dict[str, Any]) -> None:
+    """An end that was given as an option of the source was passed over, and all was copied."""
     with pytest.raises(ConfigError, match="a mirror has no bounds"):
-        mirror(None, select(store, start=3), tmp_path / "t", tmp_path / "cp")
+        mirror(None, select(store, **how), tmp_path / "t", tmp_path / "cp")
+
+    assert not (tmp_path / "cp").exists()

@@ -16,6 +16,7 @@ from mqstore.broker.parts import open_parts
 from mqstore.errors import ConfigError, CorruptStoreError, FilterError, InvalidMessageError, StoreLockedError
 from mqstore.layout.properties import encode_properties
 from mqstore.spark.jobs import resend
+from mqstore.spark.jobs.dlq import dlq_report
 from mqstore.spark.jobs.resend import dlq_resend
 from mqstore.spark.jobs.shape import select
 from tests.spark.copies import fail, tree
@@ -274,6 +275,28 @@ def test_wrong_arguments_are_told(store: Path) -> None:
         dlq_resend(None, store, to="no blanks")
     with pytest.raises((FilterError, ConfigError)):
         dlq_resend(None, store, "n >")
+    assert tree(store) == before
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"keys": "k1"},
+        {"tags": "T"},
+        {"assign": '{"orders": [0]}'},
+        {"subscribePattern": "o.*"},
+        {"startingTimestamp": "2999-01-01"},
+        {"endingOffsets": "earliest"},
+    ],
+)
+def test_an_option_that_would_choose_is_not_passed_over(store: Path, options: dict[str, str]) -> None:
+    """All letters were sent, whatever the option said, and counted."""
+    before = tree(store)
+    chosen = select(store, options=options)
+
+    for job in (dlq_resend, dlq_report):
+        with pytest.raises(ConfigError, match=f"option {next(iter(options))}: this job does not go by it"):
+            job(None, chosen)
     assert tree(store) == before
 
 

@@ -22,7 +22,7 @@ from mqstore.errors import ConfigError, FormatError
 from mqstore.layout.compression import MissingPackageError
 from mqstore.layout.properties import DLQ_ORIGIN_TOPIC, DLQ_REASON, RETRY_TOPIC
 from mqstore.log.message import Message
-from mqstore.spark.jobs.shape import Plan, Progress, Selection, Shaped, Stores, check_known, run, select
+from mqstore.spark.jobs.shape import Plan, Progress, Selection, Shaped, Stores, check_followed, check_known, run, select
 from mqstore.spark.plan import StoreName, open_store
 from mqstore.spark.tally import HeavyHitters
 
@@ -100,7 +100,7 @@ def dlq_report(
     for name, value in (("samples", samples), ("reasons", reasons)):
         if type(value) is not int or value < 0:
             raise ConfigError(f"{name}={value!r} is no number from 0 on")
-    chosen = select(stores)
+    chosen = _checked(stores)
     wanted = None if groups is None else frozenset(groups)
     found: dict[tuple[str, str | None], _Heap] = {}
     parts = run(spark, chosen.stores(), partial(_look, chosen, wanted, samples), progress, "mqstore dlq")
@@ -115,7 +115,13 @@ def dlq_report(
 
 def dlq_plan(stores: Stores | Selection) -> Plan:
     """What `dlq_report` would look at, at most."""
-    return Plan.of_stores(select(stores), is_dlq_topic)
+    return Plan.of_stores(_checked(stores), is_dlq_topic)
+
+
+def _checked(stores: Stores | Selection) -> Selection:
+    chosen = select(stores)
+    check_followed(chosen, "topics", "filter")
+    return chosen
 
 
 @dataclass(slots=True)

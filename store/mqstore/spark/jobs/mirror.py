@@ -254,10 +254,11 @@ def _limit(max_messages: int | None, max_bytes: int | None) -> Limit | None:
 def _from_the_start(selection: Selection) -> Selection:
     """A mirror has no end, and begins at the oldest message unless the options say otherwise."""
     options = selection.options
-    if selection.offsets != Selection(options).offsets or selection.times_ms != Selection(options).times_ms:
+    ends = (options.ending_offsets, options.ending_timestamp_ms) != ("latest", None)
+    if ends or selection.offsets != Selection(options).offsets or selection.times_ms != Selection(options).times_ms:
         raise ConfigError(
-            "a mirror has no bounds (start, stop, --from, --to): where a new one begins say the source options "
-            "startingOffsets, startingTimestamp or startingGroup"
+            "a mirror has no bounds (start, stop, --from, --to, endingOffsets, endingTimestamp): where a new one "
+            "begins say the source options startingOffsets, startingTimestamp or startingGroup"
         )
     said = (options.starting_offsets, options.starting_timestamp_ms, options.starting_group)
     return selection.with_options(starting_offsets="earliest") if said == (None, None, None) else selection

@@ -55,7 +55,7 @@ from mqstore.log.store import MessageStore
 from mqstore.log.txn import TXN_FILE, read_txn
 from mqstore.spark.encode import Encoded
 from mqstore.spark.jobs.dlq import groups_of
-from mqstore.spark.jobs.shape import Progress, Selection, Shaped, Stores, check_known, run, select
+from mqstore.spark.jobs.shape import Progress, Selection, Shaped, Stores, check_followed, check_known, run, select
 from mqstore.spark.plan import StoreName, open_store
 from mqstore.spark.staging import ShardInfo, discard, make_folders, transaction_folder, write_shards
 
@@ -114,7 +114,8 @@ def dlq_resend(
     """Send dead letters again, in the stores where they lie: to the topic each came from, or all `to` another.
 
     `where`: an SQL92 expression over their properties. `groups`: only what these gave up. A selection says the rest:
-    topics that they came from, when they were filed. `spark`: a session, or None to run here. `dry_run` writes nothing.
+    topics that they came from, when they were filed, and no other option. `spark`: a session, or None to run here.
+    `dry_run` writes nothing.
 
     A second run sends nothing again. Letters that are sent at the front of a group's are let go of, as by a replay.
     Raises ConfigError for a group that no store knows, NotPermittedError, TopicNotFoundError, InvalidMessageError for a
@@ -122,6 +123,7 @@ def dlq_resend(
     before it are done.
     """
     chosen = select(stores) if where is None else select(stores, where=where)
+    check_followed(chosen, "topics", "filter")
     where = chosen.options.filter
     if where is not None:
         sql92.compile(where)

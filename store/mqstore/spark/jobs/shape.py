@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 from mqstore.errors import ConfigError, MQStoreError, NotAStoreError
 from mqstore.log.reader import to_ms
 from mqstore.log.store import MessageStore
-from mqstore.spark.options import SourceOptions
+from mqstore.spark.options import OPTIONS, SourceOptions
 from mqstore.spark.plan import (
     LogSlice,
     Narrowing,
@@ -52,6 +52,7 @@ __all__ = [
     "Selection",
     "Shaped",
     "Stores",
+    "check_followed",
     "check_known",
     "described",
     "local_path",
@@ -280,6 +281,19 @@ def _paths(stores: Stores) -> list[str] | dict[str, str]:
     if isinstance(stores, str | os.PathLike):
         return [local_path(stores)]
     return [local_path(path) for path in stores]
+
+
+def check_followed(selection: Selection, *followed: str) -> None:
+    """ConfigError for options of the source that a job does not go by, but for the fields that it does: one that was to
+    leave messages out must not be passed over."""
+    options, unset = selection.options, SourceOptions()
+    ignored = [
+        name
+        for name, option in OPTIONS.items()
+        if option.field not in ("paths", *followed) and getattr(options, option.field) != getattr(unset, option.field)
+    ]
+    if ignored:
+        raise ConfigError(f"option {', '.join(ignored)}: this job does not go by it; leave it out")
 
 
 def check_known(what: str, wanted: Iterable[str], known: Iterable[str]) -> None:
