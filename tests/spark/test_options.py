@@ -83,6 +83,30 @@ def test_what_does_not_fit_is_refused_with_name_value_and_remedy(given: dict[str
         parse(**given)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"tags": "A"},
+        {"subExpression": "A"},
+        {"filter": "n = '1'"},
+        {"keys": "k"},
+        {"startingOffsets": "latest"},
+        {"endingOffsets": "earliest"},
+        {"startingTimestamp": "1"},
+        {"endingTimestamp": "1"},
+        {"startingGroup": "g"},
+        {"readUpTo": "flushed"},
+    ],
+)
+def test_a_small_table_refuses_what_chooses_messages(given: dict[str, str]) -> None:
+    """It counted all messages, whatever the option said."""
+    parse(**given).for_batch()
+    parse(view="traffic", subscribe="a", onCorrupt="skip").for_batch()
+
+    with pytest.raises(ConfigError, match=r"chooses messages, and the view traffic is of all .* by where\(\)"):
+        parse(view="traffic", **given).for_batch()
+
+
 def test_a_query_says_where_its_stores_are(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no store: give \.load\(PATH\), .*; to write, \.save\(PATH\)"):
         SourceOptions.parse({})

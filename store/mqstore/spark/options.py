@@ -26,7 +26,7 @@ from mqstore.spark.optiontable import (
 )
 from mqstore.spark.rows import OnCorrupt
 
-__all__ = ["OPTIONS", "SOURCE_OPTIONS", "Offsets", "Option", "SourceOptions", "as_markdown", "interval_ms"]
+__all__ = ["CHOOSING", "OPTIONS", "SOURCE_OPTIONS", "Offsets", "Option", "SourceOptions", "as_markdown", "interval_ms"]
 
 View = Literal["messages", "queues", "segments", "groups", "delay", "traffic", "verify"]
 Offsets = Literal["earliest", "latest"] | dict[str, Any]
@@ -95,7 +95,14 @@ class SourceOptions:
             raise ConfigError("options startingGroup and startingTimestamp exclude each other; give one of them")
 
     def for_batch(self) -> SourceOptions:
-        """These, for `spark.read`. ConfigError for what only a stream can do."""
+        """These, for `spark.read`. ConfigError for what only a stream can do, and a view cannot."""
+        if self.view != "messages":
+            for name in CHOOSING:
+                if getattr(self, OPTIONS[name].field) != getattr(SourceOptions(), OPTIONS[name].field):
+                    raise ConfigError(
+                        f"option {name} chooses messages, and the view {self.view} is of all that a queue or a store "
+                        "has: leave it out, and choose rows by where()"
+                    )
         return self._only_for("batch", "spark.read", "spark.readStream")
 
     def for_stream(self) -> SourceOptions:
@@ -426,6 +433,18 @@ _TABLE: Final = (
 SOURCE_OPTIONS: Final = OptionTable(_TABLE)
 OPTIONS: Final[Mapping[str, Option]] = SOURCE_OPTIONS.options
 """Every option by its name."""
+CHOOSING: Final = (
+    "tags",
+    "filter",
+    "keys",
+    "startingOffsets",
+    "endingOffsets",
+    "startingTimestamp",
+    "endingTimestamp",
+    "startingGroup",
+    "readUpTo",
+)
+"""Options that choose messages of queues: the small tables do not go by them."""
 _ONLY: Final = {
     "endingOffsets": "batch",
     "endingTimestamp": "batch",

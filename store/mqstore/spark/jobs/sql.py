@@ -15,6 +15,7 @@ from typing import Any, Final
 from mqstore.errors import ConfigError
 from mqstore.spark.columns import default_columns
 from mqstore.spark.jobs.shape import Selection, Stores, select
+from mqstore.spark.options import CHOOSING, OPTIONS
 from mqstore.spark.views import VIEWS
 
 __all__ = ["columns_of", "create_views", "sql"]
@@ -24,6 +25,7 @@ _WORD: Final = re.compile(r"[a-z_][a-z0-9_]*")
 _COUNT_ALL: Final = re.compile(r"\bcount\s*\(\s*\*\s*\)")
 _UNCLEAR: Final = re.compile(r"\*|\|>|--|/\*|\bnatural\b|\btable\b|\bdescribe\b|\bexcept\s*\(|\(\s*from\b")
 """What may ask for columns without naming them, or hide names."""
+_CHOOSING: Final = frozenset(alias.lower() for name in CHOOSING for alias in (name, *OPTIONS[name].aliases))
 _ALWAYS: Final = "queue_offset"
 """A frame has one column at least; this one costs nothing but its unit."""
 
@@ -68,12 +70,13 @@ def _create(
             "leave it out, and narrow what is read by topics and bounds"
         )
     given = {name: value for name, value in selection.given.items() if name.lower() not in ("columns", "view")}
+    whole = {name: value for name, value in given.items() if name.lower() not in _CHOOSING}
     for name in wanted:
-        source = spark.read.format("mqstore").options(**given)
+        source = spark.read.format("mqstore")
         if name == _MESSAGES:
-            frame = _messages(source, selection, columns)
+            frame = _messages(source.options(**given), selection, columns)
         else:
-            frame = source.option("view", name).load()
+            frame = source.options(**whole).option("view", name).load()
         frame.createOrReplaceTempView(name)
     return wanted
 
