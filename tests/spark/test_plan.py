@@ -216,7 +216,18 @@ def test_a_store_has_one_id_however_its_path_is_spelled(tmp_path: Path, monkeypa
         assert named(path=spelled) == [StoreName(store, store)], spelled
     with pytest.raises(ConfigError, match="two stores have the id"):
         named(paths='["a", "a/"]')
-    assert named(paths='{"x": "a/", "y": "./a"}') == [StoreName("x", "a/"), StoreName("y", "./a")]  # as they are given
+    assert named(paths='{"x": "a/", "y": "./a"}') == [StoreName("x", store), StoreName("y", store)]  # ids as given
+
+
+def test_paths_are_absolute_also_of_stores_with_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Executors of a cluster, which stand in folders of their own, did not find stores with ids, nor those of a set,
+    whose paths were relative; stores without a name they found."""
+    store = str(write_store(tmp_path / "a", []))
+    (tmp_path / SET_FILE).write_text(json.dumps({"version": 1, "stores": {"one": "a"}}))
+    monkeypatch.chdir(tmp_path)
+
+    for spelled in ({"paths": '{"one": "a"}'}, {"path": "."}, {"path": "../" + tmp_path.name}, {"paths": '["."]'}):
+        assert stores_of(SourceOptions.parse(spelled)) == [StoreName("one", store)]
 
 
 def test_a_store_that_is_gone_is_data_lost(tmp_path: Path) -> None:

@@ -98,7 +98,8 @@ _FOR_QUEUES = ("ending_offsets", "starting_timestamp_ms", "ending_timestamp_ms",
 
 @dataclass(frozen=True, slots=True)
 class StoreName:
-    """A store and what rows call it: a name that it was given, else its absolute path, however that was spelled."""
+    """A store and what rows call it: a name that it was given, else its path, which is absolute however it was spelled:
+    executors stand in folders of their own."""
 
     id: str
     path: str
@@ -141,7 +142,7 @@ class Bounds(NamedTuple):
 def stores_of(options: SourceOptions) -> list[StoreName]:
     """The stores that the options name, in their order. ConfigError: a glob fits none, an id stands twice."""
     if isinstance(options.paths, dict):
-        found = [StoreName(name, _local(path)) for name, path in options.paths.items()]
+        found = [StoreName(name, os.path.abspath(_local(path))) for name, path in options.paths.items()]
     else:
         found = [store for path in options.paths for store in _stores_at(_local(path))]
     ids = [store.id for store in found]
@@ -170,11 +171,11 @@ def _stores_at(path: str) -> Iterator[StoreName]:
 
 def _members(path: str) -> Iterator[StoreName]:
     manifest = read_set(Path(path))
+    place = os.path.abspath(path)
     if manifest is not None:
-        yield from (StoreName(name, os.path.join(path, where)) for name, where in manifest["stores"].items())
+        yield from (StoreName(name, os.path.join(place, where)) for name, where in manifest["stores"].items())
     else:
         # A checkpoint keeps positions by ids: a store that is named in another way next time is to be the same one.
-        place = os.path.abspath(path)
         yield StoreName(place, place)
 
 
