@@ -271,6 +271,8 @@ def test_an_earlier_look_can_be_compared_with(store: Path, tmp_path: Path) -> No
     (tmp_path / "then.json").write_text(json.dumps(earlier))
     (tmp_path / "wrong.json").write_text("[1]")
     (tmp_path / "worse.json").write_text("{")
+    (tmp_path / "null.json").write_text("null")
+    (tmp_path / "endless.json").write_text('{"queues": [], "taken_ms": 1e999}')
 
     found = mqstore_json(*call, "--previous", tmp_path / "then.json")
     shown = mqstore(*call, "--previous", tmp_path / "then.json").stdout
@@ -279,7 +281,7 @@ def test_an_earlier_look_can_be_compared_with(store: Path, tmp_path: Path) -> No
     assert (billing["stuck_queues"], billing["consumed_per_second"]) == (2, 0)
     assert "consumed/s" in shown
     assert "stays at" in shown
-    for name in ("wrong", "worse"):
+    for name in ("wrong", "worse", "null", "endless"):
         result = mqstore(*call, "--previous", tmp_path / f"{name}.json")
         assert (result.exit_code, "report of lag" in result.stderr or "--previous" in result.stderr) == (2, True)
     assert mqstore(*call, "--previous", tmp_path / "then.json", "--wait", "1s").exit_code == 2

@@ -97,7 +97,7 @@ def lag(
 
 def _read(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8")) or {}  # `null` is no report, and not that there is none
     except ValueError as error:
         raise ConfigError(f"--previous {str(path)!r} is no output of `mqstore spark lag --json`: {error}") from error
 

@@ -195,7 +195,7 @@ def _earlier(previous: LagReport | Mapping[str, Any]) -> _Earlier:
             for row in value["queues"]
         }
         return int(value["taken_ms"]), queues
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"what to compare with is no report of lag: {error!r}") from error
 
 
