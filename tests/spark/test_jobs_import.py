@@ -407,6 +407,29 @@ def test_a_crash_around_the_commit_and_a_second_run_give_each_row_once(
     assert pq.read_table(next((tmp_path / "no").iterdir())).num_rows == 4
 
 
+def test_an_import_that_fails_takes_nothing_from_the_same_one_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both staged in one folder: the one that gave up first deleted messages and refused rows of the other, which
+    failed for it."""
+    path = write(tmp_path / "in", "json", [*BAD, *({"body": f"{i}", "tag": "a", "q": 0} for i in range(20))])
+    how: Any = {"format": "json", "mapping": BAD_MAPPING, "topic": "t", "refused": tmp_path / "no"}
+    real = importing._place_refused
+
+    def beside(*args: Any) -> Any:
+        monkeypatch.setattr(importing, "_place_refused", lambda *args: (_ for _ in ()).throw(OSError("full")))
+        with pytest.raises(OSError, match="full"):
+            import_rows(None, path, tmp_path / "t", **how)
+        return real(*args)
+
+    monkeypatch.setattr(importing, "_place_refused", beside)
+    done = import_rows(None, path, tmp_path / "t", **how)
+
+    assert (done.messages, done.refused, len(stored(tmp_path / "t"))) == (23, 4, 23)
+    assert [pq.read_table(each).num_rows for each in (tmp_path / "no").iterdir()] == [4]
+    assert not (tmp_path / "t" / "_staging").exists()
+
+
 def test_rows_that_were_recorded_when_the_run_was_killed_are_seen_once_the_next_says_already(tmp_path: Path) -> None:
     path = write(tmp_path, "parquet")
     with killed_once_recorded(tmp_path / "t"):

@@ -150,16 +150,18 @@ def import_rows(
         shards = [shard for each in staged for shard in each.shards]
         files = _place_refused(job, staged)
         if shards:
-            published = publish.commit(options, publish.Commit(job.app, 0, shards))
+            published = publish.commit(options, publish.Commit(job.app, 0, shards, writer=job.writer))
     finally:
         remove_tree(folder)
         if published is None:
-            publish.abort(options, job.app, 0)
+            publish.abort(options, job.app, 0, writer=job.writer)
         remove_if_empty(str(folder.parent))
         if made:
             remove_if_empty(options.path)
         if job.refused is not None:
-            remove_tree(job.refused_staging)
+            # What a killed run has left goes with the first that succeeds.
+            remove_tree(job.refused_staging if published is None else job.refused_staging.parent)
+            remove_if_empty(str(job.refused_staging.parent))
             remove_if_empty(job.refused)
     topics: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
@@ -227,6 +229,7 @@ class _Work:
     """What tasks are told."""
 
     app: str
+    writer: str
     options: SinkOptions
     plan: publish.Plan
     format: str
@@ -252,6 +255,8 @@ class _Job:
     files: list[str] = field(default_factory=list)
     schema: Any = None
     """Of the files, partitions included; None for Delta."""
+    writer: str = field(default_factory=lambda: secrets.token_hex(16))
+    """Where it stages, messages and refused rows, apart from the same import that was started a second time."""
 
     @classmethod
     def of(
@@ -299,7 +304,7 @@ class _Job:
 
     @property
     def refused_staging(self) -> Path:
-        return Path(self.refused or "", f"_{self.app}")
+        return Path(self.refused or "", f"_{self.app}", self.writer)
 
     def plainly_mapped(self, spark: Any) -> bool:
         """Whether the tasks can read the files as they are. ConfigError for what needs Spark, if there is none."""
@@ -319,7 +324,7 @@ class _Job:
 
     def work(self, plan: publish.Plan) -> _Work:
         refused = None if self.refused is None else str(self.refused_staging)
-        return _Work(self.app, self.options, plan, self.format, _base(self.source), self.mapping, refused)
+        return _Work(self.app, self.writer, self.options, plan, self.format, _base(self.source), self.mapping, refused)
 
     def tasks(self) -> list[_Task]:
         found: list[_Task] = []
@@ -341,7 +346,7 @@ class _Job:
             columns = [table.column(of) for of in self.mapping.values()]
             pq.write_table(pa.table(columns, names=[*names.values()]), made / "part-0.parquet")
         refused = None if self.refused is None else str(self.refused_staging)
-        work = _Work(self.app, self.options, plan, "parquet", str(made), names, refused, tells=False)
+        work = _Work(self.app, self.writer, self.options, plan, "parquet", str(made), names, refused, tells=False)
         tasks: list[_Task] = []
         for path in _files((str(made),)):
             for groups, first in _groups(path):
@@ -615,7 +620,7 @@ class _Refused:
 
 def _stage(work: _Work, task: _Task) -> _Staged:
     options = work.options
-    folder = transaction_folder(Path(options.path), work.app, 0)
+    folder = transaction_folder(Path(options.path), work.app, 0, work.writer)
     refused = _Refused(work, task)
     counts: Counter[str] = Counter()
     shards = []
