@@ -65,6 +65,24 @@ def test_a_lost_queue_folder_is_found(hundred: tuple[Path, list[SendReceipt]]) -
     assert found["messages"] == 100
 
 
+@pytest.mark.parametrize("checkpoint", [True, False])
+def test_a_log_that_lost_every_segment_is_found(hundred: tuple[Path, list[SendReceipt]], checkpoint: bool) -> None:
+    """All was well, it said, of a store whose messages were all gone."""
+    path, _ = hundred
+    for file in (path / "commitlog").glob("0*"):
+        file.unlink()
+    if not checkpoint:
+        (path / "checkpoint").unlink()
+
+    kinds = {f["kind"] for f in mqstore_json("verify", path, exit_code=1)["findings"]}
+
+    assert kinds == ({"missing_segment"} if checkpoint else {"bad_unit"})
+    assert mqstore("recover", path).exit_code == (1 if checkpoint else 0)
+    assert mqstore("verify", path).exit_code == (1 if checkpoint else 0)
+    assert mqstore("put", path, "orders", "x").exit_code == 0
+    assert mqstore("verify", path).exit_code == 0
+
+
 def test_for_people_it_lists_and_sums_up(hundred: tuple[Path, list[SendReceipt]]) -> None:
     path, _ = hundred
     (path / "checkpoint").unlink()

@@ -209,6 +209,11 @@ class Verifier:
         yield from self._index_findings
         yield from self._index.check(live=self._live)
         yield from index_faults(self._index, self._entries_wanted)
+        # Beside a writer the first segment may have come since the listing; an unfinished splice may hide it.
+        self._is_empty = not run.starts and not live and not unfinished
+        once = max(checkpoint.flushed or 0, checkpoint.clean_end or 0)
+        self._begin = run.starts[0] if run.starts else once + -once % run.segment_bytes if self._is_empty else 1 << 62
+        """Where the log begins; of one that has lost all its segments, where recovery will have it go on."""
         yield from self.json_files()
 
     # -- the log and what each record asks for ----------------------------------------------------------------------
@@ -238,6 +243,8 @@ class Verifier:
     def _where(self, position: int) -> tuple[str, int]:
         start = position - position % self._run.segment_bytes
         return f"commitlog/{start:020d}", position - start
+        if self._is_empty and self._begin:
+            yield Finding("missing_segment", "commitlog", 0, 0, "the commitlog folder is empty")
 
     def _log(self) -> Iterator[Finding]:
         starts = self._run.starts
@@ -329,10 +336,10 @@ class Verifier:
 
     def _front(self, queue: ConsumeQueue, stop: int) -> Iterator[Finding]:
         """Units before the queue's first record must be those of records that retention took."""
-        first = self._run.starts[0] if self._run.starts else 1 << 62
+        begin = self._begin
         for at, units in queue.chunks(queue.first_offset(), min(stop, queue.max_offset)):
             physical = units["physical_offset"]
-            wrong = (physical >= first) & (physical < self._until) & ~is_void(units)
+            wrong = (physical >= begin) & (physical < self._until) & ~is_void(units)
             yield from self._ranges(queue, "bad_unit", at, wrong, "the unit's record is not in the log")
 
     def compare(self, topic: str, queue_id: int, first: int, wanted: npt.NDArray[np.void]) -> Iterator[Finding]:
