@@ -961,7 +961,7 @@ def test_an_intent_from_the_backup_of_a_damaged_file_is_not_acted_on(tmp_path: P
     with open_store(root, "r") as reader:
         assert shown(reader) == held
     with open_store(root) as store:
-        assert [f.kind for f in store.recovery.findings] == ["unfinished_splice"]
+        assert [f.kind for f in store.recovery.findings] == ["unfinished_splice", "bad_json"]
         assert "backup" in store.recovery.findings[0].detail
         assert shown(store) == held
 

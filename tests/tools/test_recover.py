@@ -216,6 +216,34 @@ def test_a_value_of_the_wrong_type_is_found_and_mended(tmp_path: Path) -> None:
     assert done.exit_code == 0
 
 
+@pytest.mark.parametrize("lost", ["one copy", "both copies"])
+@pytest.mark.parametrize("name", ["config/spark/txn.json", "local_offsets/caches/prices.json"])
+def test_json_files_outside_of_config_are_found_and_mended(tmp_path: Path, name: str, lost: str) -> None:
+    """verify said that all was well, and a dry run that nothing was to be done, of a store that recover then refused to
+    open; and a splice that its file had forgotten could come in twice with nobody told."""
+    with library.MessageStore(tmp_path / "s", config=CONFIG) as store:
+        store.put("orders", b"x")
+    file = tmp_path / "s" / name
+    file.parent.mkdir(parents=True)
+    for copy in (file, file.with_name(f"{file.name}.bak")):
+        copy.write_text('{"version": 1}')
+    file.write_bytes(bytes(20))
+    if lost == "both copies":
+        file.with_name(f"{file.name}.bak").write_bytes(b"")
+
+    for command in (["verify"], ["recover", "--dry-run"]):
+        [finding] = mqstore_json(command[0], tmp_path / "s", *command[1:], exit_code=1)["findings"]
+        assert (finding["kind"], finding["file"]) == ("bad_json", name)
+    if lost == "both copies":
+        assert mqstore("recover", tmp_path / "s").exit_code == (3 if "txn" in name else 1)
+        assert mqstore("recover", tmp_path / "s", "--rebuild", "config", "--yes").exit_code == 0
+    else:
+        assert [f["kind"] for f in mqstore_json("recover", tmp_path / "s", exit_code=1)["findings"]] == ["bad_json"]
+        assert file.read_bytes().startswith(b"{")
+    assert mqstore("recover", tmp_path / "s").exit_code == 0
+    assert mqstore("verify", tmp_path / "s").exit_code == 0
+
+
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["real", "dry"])
 def test_a_store_that_is_being_written_is_left_alone(tmp_path: Path, dry: list[str]) -> None:
     with library.MessageStore(tmp_path / "s") as store:

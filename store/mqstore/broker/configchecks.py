@@ -11,6 +11,7 @@ from typing import Final
 
 from mqstore.broker.delay import check_delay_offsets
 from mqstore.broker.groups import check_groups
+from mqstore.broker.localoffsets import LOCAL_OFFSETS, check_local_offsets
 from mqstore.broker.offsets import check_offsets
 from mqstore.broker.orderinfo import check_order_info
 from mqstore.broker.topics import check_topics
@@ -24,5 +25,7 @@ CONFIG_CHECKS: Final[Mapping[str, Check]] = {
     "config/consumerOffset.json": check_offsets,
     "config/delayOffset.json": check_delay_offsets,
     "config/consumerOrderInfo.json": check_order_info,
+    f"{LOCAL_OFFSETS}/*/*.json": check_local_offsets,
 }
-"""By path within the store: a function that raises ValueError for an object of the wrong shape."""
+"""By path within the store, `*` standing for any name: a function that raises ValueError for an object of the wrong
+shape."""

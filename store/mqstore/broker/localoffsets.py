@@ -35,7 +35,7 @@ from mqstore.files.filesystem import FILE_MODE, REAL, FileSystem
 from mqstore.files.jsonfile import load_json, save_json
 from mqstore.log.commitlog import QueueRef
 
-__all__ = ["LOCAL_OFFSETS", "LocalOffsets", "lower_all"]
+__all__ = ["LOCAL_OFFSETS", "LocalOffsets", "check_local_offsets", "lower_all"]
 
 _log = logging.getLogger("mqstore")
 
@@ -103,7 +103,7 @@ class LocalOffsets:
 
     def _load(self) -> tuple[dict[str, Any], dict[QueueRef, int]]:
         try:
-            loaded = load_json(self.path, writer=True, fs=self._fs, clock=self._clock, check=_offsets_of)
+            loaded = load_json(self.path, writer=True, fs=self._fs, clock=self._clock, check=check_local_offsets)
         except CorruptStoreError as error:
             paths = shlex.join([str(self.path), f"{self.path}.bak"])
             what = str(error).partition("; to mend it:")[0]
@@ -111,7 +111,7 @@ class LocalOffsets:
                 f"{what}; without them the client begins anew where `start` says", str(self.path), repair=f"rm {paths}"
             ) from error
         members = loaded.value or {}
-        stored, bad = _split(_offsets_of(members))
+        stored, bad = _split(check_local_offsets(members))
         for problem in [*loaded.problems, *(f"{self.path}: {what} is no offset; it is left out" for what in bad)]:
             _log.error("%s", problem)
         return members, stored
@@ -178,7 +178,7 @@ class LocalOffsets:
             for queue, offset in merged.items():
                 by_topic.setdefault(queue.topic, {})[str(queue.queue_id)] = offset
             value = {**self._members, _MEMBER: by_topic}
-            save_json(self.path, value, self._fs, check=_offsets_of, file_mode=self._file_mode)
+            save_json(self.path, value, self._fs, check=check_local_offsets, file_mode=self._file_mode)
             with self._lock:
                 self._stored = merged
 
@@ -206,7 +206,7 @@ def lower_all(root: Path, end_of: Callable[[str, int], int], *, fs: FileSystem, 
         offsets.persist()
 
 
-def _offsets_of(value: dict[str, Any]) -> dict[str, dict[str, int]]:
+def check_local_offsets(value: dict[str, Any]) -> dict[str, dict[str, int]]:
     """The offsets in a file. ValueError for another shape: it is then no good copy."""
     found: object = value.get(_MEMBER, {})
     if not isinstance(found, dict):

@@ -19,8 +19,7 @@ from mqstore.log import manifest as manifests
 from mqstore.log.recovery import Progress, RecoverOptions
 from mqstore.log.report import RecoveryReport
 from mqstore.log.store import MessageStore
-from mqstore.log.txn import TXN_FILE, TxnState
-from mqstore.log.verify import bad_json
+from mqstore.log.verify import bad_json, json_tables
 from mqstore.options import Profile, StoreConfig
 
 __all__ = ["rebuild_config", "recover_store"]
@@ -81,15 +80,7 @@ def rebuild_config(
         lock.acquire()
     try:
         done = _rebuild_manifest(root, dry_run=dry_run, fs=fs)
-        names = {
-            os.path.join(folder, name.removesuffix(".bak"))
-            for folder in ("config", os.path.dirname(TXN_FILE))
-            if (root / folder).is_dir()
-            for name in os.listdir(root / folder)
-            if name.endswith((".json", ".json.bak"))
-        }
-        for name in sorted(names):
-            check = TxnState.from_json if name == TXN_FILE else json_checks.get(name)
+        for name, check in json_tables(root, json_checks):
             try:
                 load_json(root / name, writer=False, fs=fs, root=root, check=check)
             except CorruptStoreError as error:

@@ -31,8 +31,9 @@ from mqstore.log.index import Index
 from mqstore.log.names import is_path_safe
 from mqstore.log.report import Finding, Kind
 from mqstore.log.scanner import MAX_SLOT, Bad, End, Good, scan_log, sort_out
+from mqstore.log.txn import TXN_FILE, TxnState
 
-__all__ = ["Gap", "IndexTally", "Verifier", "Wanted", "index_faults", "tally_index"]
+__all__ = ["Gap", "IndexTally", "Verifier", "Wanted", "index_faults", "json_tables", "tally_index"]
 
 
 Wanted = tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]
@@ -134,16 +135,24 @@ def index_faults(index: Index, wanted: Sequence[Wanted]) -> list[Finding]:
     return list(tally_index(index, wanted).findings(index))
 
 
+def json_tables(root: Path, checks: Mapping[str, Check]) -> Iterator[tuple[str, Check | None]]:
+    """(path within the store, what it must pass beside decoding) of the JSON files that are there, or whose backups
+    are, other than the manifest: those in `config`, that of splices, and what else the patterns in `checks` find."""
+    patterns: dict[str, Check | None] = {"config/*.json": None, TXN_FILE: TxnState.from_json}
+    for pattern, check in {**patterns, **{name: checks[name] for name in checks if "*" in name}}.items():
+        found = {*root.glob(pattern), *(path.with_suffix("") for path in root.glob(f"{pattern}.bak"))}
+        for path in sorted(found):
+            name = str(path.relative_to(root))
+            yield name, checks.get(name, check)
+
+
 def bad_json(root: Path, checks: Mapping[str, Check], fs: FileSystem, *, mend: bool = False) -> Iterator[Finding]:
     """The store's JSON files that do not decode, or fail the check of their name. With `mend`, which only the writer
     may ask for, one whose backup is good is replaced by it."""
-    names = ["mqstore.json"] if (root / "mqstore.json.bak").exists() else []
-    if (root / "config").is_dir():
-        found = {n.removesuffix(".bak") for n in os.listdir(root / "config") if n.endswith((".json", ".json.bak"))}
-        names += [f"config/{name}" for name in sorted(found)]
-    for name in names:
+    manifest: list[tuple[str, Check | None]] = [("mqstore.json", None)] if (root / "mqstore.json.bak").exists() else []
+    for name, check in [*manifest, *json_tables(root, checks)]:
         try:
-            _, problems = load_json(root / name, writer=mend, fs=fs, root=root, check=checks.get(name))
+            _, problems = load_json(root / name, writer=mend, fs=fs, root=root, check=check)
         except CorruptStoreError as error:
             yield Finding("bad_json", name, error.position or 0, 0, str(error))
         except (MQStoreError, OSError) as error:
@@ -200,6 +209,11 @@ class Verifier:
         self._next_slot: dict[ConsumeQueue, int] = {}
         self._last_seen: dict[ConsumeQueue, int] = {}
         self._entries_wanted: list[Wanted] = []
+        # Beside a writer the first segment may have come since the listing; an unfinished splice may hide it.
+        self._is_empty = not run.starts and not live and not unfinished
+        once = max(checkpoint.flushed or 0, checkpoint.clean_end or 0)
+        self._begin = run.starts[0] if run.starts else once + -once % run.segment_bytes if self._is_empty else 1 << 62
+        """Where the log begins; of one that has lost all its segments, where recovery will have it go on."""
 
     def findings(self) -> Iterator[Finding]:
         """Everything that is not as it should be; nothing for a store in order."""
@@ -209,11 +223,6 @@ class Verifier:
         yield from self._index_findings
         yield from self._index.check(live=self._live)
         yield from index_faults(self._index, self._entries_wanted)
-        # Beside a writer the first segment may have come since the listing; an unfinished splice may hide it.
-        self._is_empty = not run.starts and not live and not unfinished
-        once = max(checkpoint.flushed or 0, checkpoint.clean_end or 0)
-        self._begin = run.starts[0] if run.starts else once + -once % run.segment_bytes if self._is_empty else 1 << 62
-        """Where the log begins; of one that has lost all its segments, where recovery will have it go on."""
         yield from self.json_files()
 
     # -- the log and what each record asks for ----------------------------------------------------------------------
@@ -234,6 +243,8 @@ class Verifier:
             name = os.path.relpath(path, self._root)
             missing = self._queues.segment_bytes - length
             yield Finding("segment_size", name, length, missing, f"{length} bytes instead of {length + missing}")
+        if self._is_empty and self._begin:
+            yield Finding("missing_segment", "commitlog", 0, 0, "the commitlog folder is empty")
         if not self._has_checkpoint and self._run.starts:
             yield Finding("bad_checkpoint", "checkpoint", 0, 0, "missing or too short; opening will read the whole log")
         elif self._has_checkpoint and self._checkpoint.flushed is None and self._checksum == "crc32c-record":
@@ -243,8 +254,6 @@ class Verifier:
     def _where(self, position: int) -> tuple[str, int]:
         start = position - position % self._run.segment_bytes
         return f"commitlog/{start:020d}", position - start
-        if self._is_empty and self._begin:
-            yield Finding("missing_segment", "commitlog", 0, 0, "the commitlog folder is empty")
 
     def _log(self) -> Iterator[Finding]:
         starts = self._run.starts
