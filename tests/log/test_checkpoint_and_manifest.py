@@ -77,6 +77,26 @@ def test_anything_else_is_no_store_and_is_left_alone(tmp_path: Path, mode: Any, 
     assert files(tmp_path) == {f"s/{name}": b"mine"}
 
 
+@pytest.mark.parametrize("there", ["stray", "far stray", "first and stray", "hole"])
+def test_the_size_of_segments_is_what_most_of_the_files_say(golden: Callable[[str], GoldenStore], there: str) -> None:
+    """The least distance of two names was taken for it: a file that did not belong there made segments of one byte,
+    two files with a hole between them segments of twice the size, and opening for writing cut the log by it."""
+    root = golden("rolled").path
+    segments = sorted((root / "commitlog").glob("0*"))
+    size = segments[0].stat().st_size
+    kept = {"hole": [0, 2 * size], "first and stray": [0]}.get(there, [int(file.name) for file in segments])
+    for file in segments:
+        if int(file.name) not in kept:
+            file.unlink()
+    if "stray" in there:
+        (root / "commitlog" / f"{10**20 - 1 if 'far' in there else 1:020d}").write_bytes(b"x" * 40)
+    before = {start: (root / "commitlog" / f"{start:020d}").read_bytes() for start in kept}
+    with MessageStore(root, "r") as store:
+        assert store.manifest.commitlog_segment_bytes == size
+    MessageStore(root).close()
+    assert {start: (root / "commitlog" / f"{start:020d}").read_bytes() for start in kept} == before
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_file_is_no_store(tmp_path: Path, mode: Any) -> None:
     (tmp_path / "s").write_bytes(b"mine")

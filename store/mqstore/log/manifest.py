@@ -16,6 +16,7 @@ import itertools
 import json
 import os
 import secrets
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -55,6 +56,7 @@ SCHEMA = 1
 _TIMERLOG_MIN = 68
 """A unit and the blank behind it (broker-semantics 5.1)."""
 _SURPLUS_MAX = 4096
+_SIZE_MAX = 0x7FFF_FFFF
 
 # `abort`: whoever was to create a store was killed before the manifest stood.
 NOT_YET = frozenset({"lock", "abort", "tmp", "inbox", "_staging", MANIFEST + ".tmp", "serve.json", "serve.sock"})
@@ -128,13 +130,13 @@ def _sizes_of_files(
     segment, cq_bytes, slots, entries, timerlog = _sizes_of_new(profile, config)
     names = segment_names(root / "commitlog", fs)
     starts = [int(name) for name in names]
-    # Names tell the size even where a file was cut short; a lone file only has its length.
-    steps = {b - a for a, b in itertools.pairwise(starts)}
-    lengths = [os.stat(root / "commitlog" / name).st_size for name in names]
-    if steps:
-        segment = min(steps)
-    elif lengths and lengths[0]:
-        segment = lengths[0]
+    # Names tell the size even where files were cut short, lengths even where some are missing, and a file that does not
+    # belong there tells neither: so what most of both say, and of two the greater. With a wrong one all would be cut.
+    sizes = Counter(b - a for a, b in itertools.pairwise(starts))
+    sizes.update(os.stat(root / "commitlog" / name).st_size for name in names)
+    segment = max(
+        (size for size in sizes if 0 < size <= _SIZE_MAX), key=lambda size: (sizes[size], size), default=segment
+    )
     queue_lengths: dict[int, int] = {}
     for topic in _folders(root / "consumequeue", fs):
         for queue in _folders(root / "consumequeue" / topic, fs):
@@ -251,10 +253,10 @@ def decode(value: Any, path: Path, problems: list[str]) -> Manifest:
         value["index_slots"],
         value["index_entries"],
     ]
-    if min(sizes) < 1 or max(sizes) > 0x7FFF_FFFF or sizes[1] % UNIT_BYTES:
+    if min(sizes) < 1 or max(sizes) > _SIZE_MAX or sizes[1] % UNIT_BYTES:
         raise bad(f"impossible sizes {sizes}")
     timerlog_bytes = value.get("timerlog_segment_bytes", _SIZES["mqstore"][4])
-    if not _TIMERLOG_MIN <= timerlog_bytes <= 0x7FFF_FFFF:
+    if not _TIMERLOG_MIN <= timerlog_bytes <= _SIZE_MAX:
         raise bad(f"timerlog_segment_bytes {timerlog_bytes}")
     try:
         delay_table_ms(value["delay_levels"])
