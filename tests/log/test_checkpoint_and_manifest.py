@@ -169,6 +169,32 @@ def test_a_lost_manifest_is_noticed_by_the_guard_or_by_the_first_record(
         open_store(root, mode)
 
 
+@pytest.mark.parametrize("profile", ["mqstore", "rocketmq"])
+def test_a_damaged_first_record_does_not_hide_whose_the_log_is(tmp_path: Path, profile: Any) -> None:
+    """Of a store of ours that had lost its manifest it made a Java broker's, and of one of theirs ours: by the wrong
+    checksum no record was good, and opening for writing zeroed the whole log."""
+    root = tmp_path / "s"
+    with open_store(root, profile=profile) as store:
+        for n in range(20):
+            store.put("t", b"%d" % n)
+    segment = root / "commitlog" / f"{0:020d}"
+    data = bytearray(segment.read_bytes())
+    data[87] ^= 1  # of the body
+    segment.write_bytes(data)
+    for name in ("mqstore.json", "mqstore.json.bak"):
+        (root / name).write_text("{}")
+    if profile == "mqstore":
+        (root / "mqstore.json").unlink()
+        (root / "mqstore.json.bak").unlink(missing_ok=True)
+        (root / "commitlog" / "mqstore.profile").unlink()
+        with pytest.raises(CorruptStoreError, match=r"recover .* --rebuild config"):
+            open_store(root)
+    assert rebuild_config(root)
+    with MessageStore(root) as store:
+        assert store.manifest.profile == profile
+        assert [m.offset for m in store.iter("t", 0)] == [*range(1, 20)]
+
+
 @pytest.mark.parametrize(
     "change", [{"schema": 2}, {"schema": 1 << 40}, {"requires": ["tape"]}, {"schema": 9, "format": "later"}]
 )

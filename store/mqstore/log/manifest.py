@@ -30,7 +30,8 @@ from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.files.jsonfile import load_json, save_json
 from mqstore.layout.consumequeue import UNIT_BYTES
 from mqstore.layout.indexfile import slots_entries_from_length
-from mqstore.layout.record import Checksum, check_record
+from mqstore.layout.record import Checksum
+from mqstore.layout.scan import find_next
 from mqstore.log.indexshape import shape_of_file
 from mqstore.options import DEFAULT_DELAY_LEVELS, Profile, StoreConfig, delay_table_ms
 
@@ -39,6 +40,7 @@ __all__ = [
     "MANIFEST",
     "NOT_YET",
     "Manifest",
+    "checksum_found",
     "contradiction_of",
     "decode",
     "is_guarded",
@@ -57,6 +59,7 @@ _TIMERLOG_MIN = 68
 """A unit and the blank behind it (broker-semantics 5.1)."""
 _SURPLUS_MAX = 4096
 _SIZE_MAX = 0x7FFF_FFFF
+_LOOK_BYTES = 1 << 20
 
 # `abort`: whoever was to create a store was killed before the manifest stood.
 NOT_YET = frozenset({"lock", "abort", "tmp", "inbox", "_staging", MANIFEST + ".tmp", "serve.json", "serve.sock"})
@@ -196,24 +199,23 @@ def _folders(path: Path, fs: FileSystem) -> list[str]:
     return fs.scandir_directories(path) if path.is_dir() else []
 
 
-def _first_record_is_ours(root: Path, fs: FileSystem) -> bool:
-    """True when the first record fails the Java checksum and passes ours: the manifest was lost."""
-    names = segment_names(root / "commitlog", fs)
-    if not names:
-        return False
-    fd = fs.open(root / "commitlog" / names[0], os.O_RDONLY)
-    try:
-        size = int.from_bytes(fs.pread(fd, 4, 0), "big", signed=True)
-        if not 0 < size <= fs.size(fd):
-            return False
-        record = fs.pread(fd, size, 0)
-    finally:
-        fs.close(fd)
-    start = int(names[0])
-    return (
-        check_record(record, 0, size, start, "crc32-body").status == "bad"
-        and check_record(record, 0, size, start, "crc32c-record").status == "ok"
-    )
+def checksum_found(root: Path, fs: FileSystem = REAL) -> Checksum | None:
+    """The checksum that a record of the log passes, mostly the first one; None when none decides. Not by that alone: it
+    may be damaged, and opened with the wrong checksum the whole log would be cut."""
+    kinds: tuple[Checksum, ...] = ("crc32-body", "crc32c-record")
+    names = [name for name in segment_names(root / "commitlog", fs) if int(name) < 1 << 62]
+    for before in (1, _LOOK_BYTES):
+        for name in names:
+            fd = fs.open(root / "commitlog" / name, os.O_RDONLY)
+            try:
+                length = fs.size(fd)
+                data = fs.map(fd, length, writable=False) if length else b""
+            finally:
+                fs.close(fd)
+            for kind in kinds:
+                if find_next(data, 0, length, int(name), kind, before) is not None:
+                    return kind
+    return None
 
 
 def decode(value: Any, path: Path, problems: list[str]) -> Manifest:
@@ -352,7 +354,7 @@ def resolve(
                 repair=f"mqstore recover {root} --rebuild config",
             )
     elif "commitlog" in names:
-        if (root / GUARD).exists() or _first_record_is_ours(root, fs):
+        if (root / GUARD).exists() or checksum_found(root, fs) == "crc32c-record":
             raise CorruptStoreError(
                 f"{root} is a store of profile mqstore whose manifest {MANIFEST} is gone",
                 str(root / MANIFEST),

@@ -14,7 +14,7 @@ from mqstore.errors import CorruptStoreError, NotAStoreError, StoreLockedError
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.files.jsonfile import NO_CHECKS, Check, load_json, set_aside_json
 from mqstore.files.lock import WriterLock, writer_alive
-from mqstore.layout.record import Checksum, check_record
+from mqstore.layout.record import Checksum
 from mqstore.log import manifest as manifests
 from mqstore.log.recovery import Progress, RecoverOptions
 from mqstore.log.report import RecoveryReport
@@ -106,10 +106,11 @@ def _rebuild_manifest(root: Path, *, dry_run: bool, fs: FileSystem) -> list[str]
             if not manifests.contradiction_of(found, root, fs):
                 return []
             bad = True
-    lost = bad or (root / manifests.GUARD).exists() or _checksum_of(root, fs) == "crc32c-record"
+    proven = manifests.checksum_found(root, fs)
+    lost = bad or (root / manifests.GUARD).exists() or proven == "crc32c-record"
     if not lost:
         return []  # a Java broker's directory has none
-    profile: Profile = "rocketmq" if _checksum_of(root, fs) == "crc32-body" else "mqstore"
+    profile: Profile = "rocketmq" if proven == "crc32-body" else "mqstore"
     checksum: Checksum = "crc32-body" if profile == "rocketmq" else "crc32c-record"
     found = manifests.sizes_found(root, profile, fs=fs)
     kept = manifests.kept_of(value)
@@ -124,19 +125,3 @@ def _rebuild_manifest(root: Path, *, dry_run: bool, fs: FileSystem) -> list[str]
         f"{manifests.MANIFEST} is written anew: profile {profile}, segments of {found.commitlog_segment_bytes} bytes, "
         f"queue files of {found.consumequeue_segment_bytes}{told}"
     ]
-
-
-def _checksum_of(root: Path, fs: FileSystem) -> Checksum | None:
-    """The checksum that the first record of a segment passes; None when none decides."""
-    kinds: tuple[Checksum, ...] = ("crc32c-record", "crc32-body")
-    for name in manifests.segment_names(root / "commitlog", fs):
-        fd = fs.open(root / "commitlog" / name, os.O_RDONLY)
-        try:
-            length = fs.size(fd)
-            data = fs.map(fd, length, writable=False) if length else b""
-        finally:
-            fs.close(fd)
-        for kind in kinds:
-            if check_record(data, 0, length, int(name), kind).status == "ok":
-                return kind
-    return None
