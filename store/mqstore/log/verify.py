@@ -21,6 +21,7 @@ import numpy.typing as npt
 from mqstore.errors import CorruptStoreError, MQStoreError
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.jsonfile import Check, load_json
+from mqstore.files.lock import writer_alive
 from mqstore.files.segments import LoadProblem, SegmentRun
 from mqstore.layout.checkpoint import Checkpoint
 from mqstore.layout.consumequeue import UNIT_BYTES, is_void
@@ -221,9 +222,18 @@ class Verifier:
         yield from self._log()
         yield from self.tails()
         yield from self._index_findings
+        wanted = self._entries_wanted
+        if self._has_writer():
+            wanted = [part for each in wanted if (part := self._among_indexed(each)) is not None]
         yield from self._index.check(live=self._live)
-        yield from index_faults(self._index, self._entries_wanted)
+        yield from index_faults(self._index, wanted)
         yield from self.json_files()
+
+    def _has_writer(self) -> bool:
+        """Whether a writer is at work by now: it may have come since we began, and what it puts is not judged. For
+        where something seems to be wrong; asking costs a look at the lock."""
+        self._live = self._live or writer_alive(self._root, self._fs)
+        return self._live
 
     # -- the log and what each record asks for ----------------------------------------------------------------------
 
@@ -291,6 +301,8 @@ class Verifier:
             return  # a record may be half-way in
         name, at = self._where(end.position)
         once = max(self._checkpoint.flushed or 0, self._checkpoint.clean_end or 0)
+        if (end.position < once or end.detail) and self._has_writer():
+            return
         if end.position < once:
             detail = f"the log once reached {once} and was synced; {end.detail or 'zeros'}"
             yield Finding("lost_tail", name, at, once - end.position, detail)
@@ -361,7 +373,9 @@ class Verifier:
             wanted = wanted[: max(0, queue.max_offset - first)]
         found = queue.units(first, len(wanted))
         wrong = found != queue.as_kept(found, wanted)
-        if wrong.any():
+        if wrong.any() and not self._live and self._has_writer():
+            yield from self.compare(topic, queue_id, first, wanted)  # without what it has put since
+        elif wrong.any():
             missing = found["size"] == 0
             yield from self._ranges(queue, "missing_units", first, wrong & missing, "no unit for a record of the log")
             yield from self._ranges(queue, "bad_unit", first, wrong & ~missing, "the unit differs from its record")
@@ -403,17 +417,19 @@ class Verifier:
     def wanted_of(self, rows: Rows) -> Wanted | None:
         """The entries that the index should have for these records; None for none."""
         physical = rows.physical_offset[rows.entry_row]
+        wanted = rows.entry_hash, physical, rows.store_timestamp_ms[rows.entry_row]
         if self._checkpoint.flushed is not None and self._clean and not self._live:
-            inside = np.ones(len(physical), np.bool_)  # ours, and closed: every key has its entry
-        else:
-            # Outside of what the files span the index may simply begin later, or lag behind.
-            files = [file.header for file in self._index.files if file.header.next_entry > 1]
-            if not files:
-                return None
-            inside = (physical >= files[0].begin_physical_offset) & (physical < files[-1].end_physical_offset)
-        if not inside.any():
+            return wanted if len(physical) else None  # ours, and closed: every key has its entry
+        return self._among_indexed(wanted)
+
+    def _among_indexed(self, wanted: Wanted) -> Wanted | None:
+        """Those within what the files span: outside of that the index may simply begin later, or lag behind."""
+        files = [file.header for file in self._index.files if file.header.next_entry > 1]
+        if not files:
             return None
-        return rows.entry_hash[inside], physical[inside], rows.store_timestamp_ms[rows.entry_row[inside]]
+        hashes, physical, stamps = wanted
+        inside = (physical >= files[0].begin_physical_offset) & (physical < files[-1].end_physical_offset)
+        return (hashes[inside], physical[inside], stamps[inside]) if inside.any() else None
 
     def json_files(self) -> Iterator[Finding]:
         """JSON files that do not decode, or say what they cannot mean."""
