@@ -674,6 +674,44 @@ def test_a_wild_queue_offset_neither_voids_the_queue_nor_hides_what_follows(tmp_
     assert not made.recover().changed
 
 
+def test_a_wild_queue_offset_at_the_end_of_a_segment_costs_no_other_record_its_slot(tmp_path: Path) -> None:
+    """The room it lay in did not count when the next record's number jumped by its own: that got none, either, and so
+    on for as many records as it took to make up for it. They were there, and no queue listed them."""
+    path = tmp_path / "store"
+    with open_store(path, profile="rocketmq", segment_bytes=SEGMENT) as store:
+        receipts = [store.put("t", b"short") for _ in range(100)]
+    last = [r for r in receipts if r.physical_offset < SEGMENT][-1]
+    flip(path / "commitlog" / f"{0:020d}", last.physical_offset + 20 + 2)
+    made = Made(path, "rocketmq", receipts)
+    assert kinds(made.recover()) == ["bad_record"]
+    with MessageStore(path, "r") as reader:
+        assert kinds(reader.verify()) == ["bad_record"]
+        assert [m.offset for m in reader.iter("t")] == [n for n in range(100) if n != last.offset]
+
+
+def test_units_that_are_not_of_the_queue_do_not_count_as_numbers_given_out(tmp_path: Path) -> None:
+    """A queue got another one's file: behind its own records the units of that became void, more than there was room
+    for. The next message went behind these; the next recovery called its number nonsense, and no queue listed it any
+    more."""
+    path = tmp_path / "store"
+    store = open_store(path)
+    for n in range(60):
+        store.put("t", b"x", int(n % 20 < 19))
+    store.dispatch()
+    kill(store)
+    first, other = (path / "consumequeue" / "t" / str(queue_id) / f"{0:020d}" for queue_id in (0, 1))
+    first.write_bytes(other.read_bytes())
+    made = Made(path, "mqstore", [])
+    made.recover()
+    assert not made.recover().changed
+    with open_store(path) as store:
+        receipt = store.put("t", b"next")
+    assert kinds(made.recover()) == []
+    with MessageStore(path, "r") as reader:
+        assert kinds(reader.verify()) == []
+        assert [m.offset for m in reader.iter("t", 0)] == [0, 1, 2, receipt.offset]
+
+
 @pytest.mark.parametrize(
     ("expected", "offsets", "physical", "runs", "odd"),
     [

@@ -39,7 +39,7 @@ from mqstore.files.segments import LoadProblem, SegmentRun
 from mqstore.layout.checkpoint import Checkpoint, min_timestamp
 from mqstore.layout.consumequeue import UNIT_DTYPE, VOID_SIZE, is_void
 from mqstore.layout.dispatch import Rows
-from mqstore.layout.record import Checksum, check_record, decode_record
+from mqstore.layout.record import MIN_RECORD_BYTES, Checksum, check_record, decode_record
 from mqstore.layout.scan import content_end
 from mqstore.log.consumequeue import ConsumeQueue, QueueTable
 from mqstore.log.index import Index, IndexFile
@@ -48,7 +48,15 @@ from mqstore.log.report import Cut, Finding, RecoveryReport
 from mqstore.log.scanner import Bad, End, Good, least_plausible, scan_log, sort_out
 from mqstore.log.verify import Wanted, index_faults
 
-__all__ = ["Progress", "RecoverOptions", "first_slot_in_range", "has_unlisted", "recover", "watermark_of"]
+__all__ = [
+    "Progress",
+    "RecoverOptions",
+    "first_slot_in_range",
+    "given_out",
+    "has_unlisted",
+    "recover",
+    "watermark_of",
+]
 
 _log = logging.getLogger("mqstore")
 _VOIDS = 1 << 16
@@ -164,6 +172,22 @@ def first_slot_in_range(queue: ConsumeQueue, start: int, least: int | None) -> t
     return slot, 0
 
 
+def given_out(queue: ConsumeQueue, first: int, seen: int, end: int) -> int:
+    """Behind the last slot from `first` on whose number a lost record may have had, so that it is not given out again.
+
+    Such records lay one behind the other between `seen`, where the record before `first` ends, and `end`, that of the
+    log. What points elsewhere, or is more than there is room for, is not of this queue: to believe it would make
+    nonsense of the number of the next record (`sort_out`).
+    """
+    for at, units in queue.chunks(first, queue.max_offset):
+        least = seen + np.arange(at - first, at - first + len(units)) * MIN_RECORD_BYTES
+        place = np.where(is_void(units), least, units["physical_offset"])
+        beyond = np.flatnonzero((place < least) | (place > end - MIN_RECORD_BYTES) | (units["size"] <= 0))
+        if len(beyond):
+            return at + int(beyond[0])
+    return max(first, queue.max_offset)
+
+
 class _WholeLogNeededError(Exception):
     """A queue lacks units below the range that is read: read everything."""
 
@@ -189,7 +213,7 @@ class _Recovery:
         self.next_slot: dict[ConsumeQueue, int] = {}
         """For each queue met in the scan: the slot behind the last record seen."""
         self.last_seen: dict[ConsumeQueue, int] = {}
-        """Where that record ends."""
+        """Where that record ends, of those that got their slots."""
         self.touched: set[ConsumeQueue] = set()
         self.index_entries: list[Wanted] = []
         self.salvage_segments: set[int] = set()
@@ -571,7 +595,8 @@ class _Recovery:
             self._repair(queue, slot, rows.units(chosen[low:high]))
             expected = slot + high - low
             self.next_slot[queue] = expected
-        self.last_seen[queue] = int(physical[-1]) + int(rows.size[chosen[-1]])
+            # Not of what got no slot: its own number is lost, and the next record's jumps by it.
+            self.last_seen[queue] = int(physical[high - 1]) + int(rows.size[chosen[high - 1]])
 
     def _doubt_gap(self, queue: ConsumeQueue, low: int, high: int) -> None:
         """No unit where the queue enters the range that is read: were these records lost to damage, or the units of
@@ -728,16 +753,11 @@ class _Recovery:
     def _finish_queues(self, start: int, end: int) -> None:
         """Behind the last record seen no unit may point into the scanned range or beyond its end."""
         for queue in self.parts.queues:
-            first = self.next_slot.get(queue)
+            first, seen = self.next_slot.get(queue), self.last_seen.get(queue, 0)
             if first is None:
-                found, _ = first_slot_in_range(queue, start, None)
+                found, seen = first_slot_in_range(queue, start, None)
                 first = queue.max_offset if found is None else found
-            zero_from = queue.max_offset
-            for at, units in queue.chunks(first, queue.max_offset):
-                beyond = np.flatnonzero((units["physical_offset"] >= end) | (units["size"] <= 0))
-                if len(beyond):
-                    zero_from = at + int(beyond[0])
-                    break
+            zero_from = given_out(queue, first, seen, end)
             if zero_from > first:
                 self._void(queue, first, zero_from)
             if zero_from < queue.max_offset:

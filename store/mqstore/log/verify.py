@@ -339,7 +339,7 @@ class Verifier:
                 yield from self.compare(topic, queue_id, first, rows.units(chosen[low:high]))
                 expected = first + high - low
                 self._next_slot[queue] = expected
-            self._last_seen[queue] = int(physical[-1])
+                self._last_seen[queue] = int(physical[high - 1])
 
     def follows(self, topic: str, queue_id: int, first: int) -> bool:
         """Whether a run of records of a queue that begins with queue offset `first` goes on where it stands."""

@@ -170,4 +170,4 @@ class Placer:
                 slots.void += first - slots.next
             self._files.write(*key, first, units[low:high].tobytes())
             slots.next = first + high - low
-        slots.seen = int(physical[-1]) + int(units["size"][-1])
+            slots.seen = int(physical[high - 1]) + int(units["size"][high - 1])

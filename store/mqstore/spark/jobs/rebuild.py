@@ -62,7 +62,7 @@ from mqstore.layout.indexfile import IndexHeader, file_bytes, put_entries
 from mqstore.log.checkpoint import CheckpointFile
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.names import is_path_safe
-from mqstore.log.recovery import first_slot_in_range, watermark_of
+from mqstore.log.recovery import first_slot_in_range, given_out, watermark_of
 from mqstore.log.scanner import End
 from mqstore.log.store import MessageStore
 from mqstore.log.txn import IntentWatch
@@ -701,10 +701,11 @@ class _Finisher:
         """Fill what lies before the first record and behind the last, and note which files are other than before."""
         queue = self._store._queues.create(topic, queue_id)
         first, stop, begin = slots.first, slots.next, slots.begin
+        seen = slots.seen
         if first is None or stop is None:  # no record is of this queue: old files alone tell
-            begin, _ = first_slot_in_range(queue, self._joined.log_start, None)
+            begin, seen = first_slot_in_range(queue, self._joined.log_start, None)
             first = stop = queue.max_offset if begin is None else begin
-        end = self._tail(queue, stop)
+        end = given_out(queue, stop, seen, self._joined.log_end)
         low = (first if begin is None else begin) // files.per
         if begin is None:
             files.void(topic, queue_id, low * files.per, first)
@@ -728,15 +729,6 @@ class _Finisher:
             void=slots.void,
             way=way,
         )
-
-    def _tail(self, queue: ConsumeQueue, first: int) -> int:
-        """Behind the last slot from `first` on whose number was given out to a record of this log: it stays given
-        out, though its record is lost."""
-        for at, units in queue.chunks(first, queue.max_offset):
-            beyond = np.flatnonzero((units["physical_offset"] >= self._joined.log_end) | (units["size"] <= 0))
-            if len(beyond):
-                return at + int(beyond[0])
-        return max(first, queue.max_offset)
 
     # -- against what was there
 
