@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from mqstore.broker.localoffsets import LocalOffsets
+from mqstore.broker.localoffsets import LocalOffsets, lower_all
+from mqstore.clock import SYSTEM_CLOCK
 from mqstore.errors import ConfigError, CorruptStoreError, StoreFullError
+from mqstore.files.filesystem import FILE_MODE, REAL
 from mqstore.log.commitlog import QueueRef
 from tests.faults import FaultyFileSystem
 
@@ -161,6 +163,19 @@ def test_a_damaged_file_falls_back_to_its_backup(tmp_path: Path, offsets: LocalO
 
     assert opened(tmp_path).get(Q0) == 1
     assert len(list(offsets.path.parent.glob("prices.json.corrupt-*"))) == 1
+
+
+def test_progress_of_which_only_the_backup_is_left_is_lowered_too(tmp_path: Path, offsets: LocalOffsets) -> None:
+    """Its file was looked for, and not found; the client went on by the backup, behind where the queue was cut, and
+    passed over what was put there since."""
+    for offset in (9, 10):
+        offsets.update(Q0, offset)
+        offsets.persist()
+    offsets.path.unlink()
+
+    lower_all(tmp_path, lambda topic, queue_id: 5, fs=REAL, clock=SYSTEM_CLOCK, file_mode=FILE_MODE)
+
+    assert opened(tmp_path).get(Q0) == 5
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"offsets": 7}', b'{"offsets": {"orders": {"0": "12"}}}'])

@@ -196,7 +196,8 @@ def lower_all(root: Path, end_of: Callable[[str, int], int], *, fs: FileSystem, 
     """`lower` in every file of a store, on disk when this returns. One that is damaged is left to whoever needs it.
     Errors as of `LocalOffsets.persist`."""
     folder = root / LOCAL_OFFSETS
-    for path in sorted(folder.glob("*/*.json")):
+    backups = folder.glob("*/*.json.bak")  # may be all that is left of one, and is then what its client goes by
+    for path in sorted({*folder.glob("*/*.json"), *(backup.with_suffix("") for backup in backups)}):
         try:
             offsets = LocalOffsets(folder, path.parent.name, path.stem, fs=fs, clock=clock, file_mode=file_mode)
         except CorruptStoreError as error:
