@@ -170,16 +170,20 @@ def test_a_lost_manifest_is_noticed_by_the_guard_or_by_the_first_record(
 
 
 @pytest.mark.parametrize("profile", ["mqstore", "rocketmq"])
-def test_a_damaged_first_record_does_not_hide_whose_the_log_is(tmp_path: Path, profile: Any) -> None:
+@pytest.mark.parametrize("damaged", [True, False])
+def test_a_damaged_or_empty_first_record_does_not_hide_whose_the_log_is(
+    tmp_path: Path, profile: Any, damaged: bool
+) -> None:
     """Of a store of ours that had lost its manifest it made a Java broker's, and of one of theirs ours: by the wrong
     checksum no record was good, and opening for writing zeroed the whole log."""
     root = tmp_path / "s"
     with open_store(root, profile=profile) as store:
-        for n in range(20):
+        store.put("t", b"")  # which the other checksum knows nothing against
+        for n in range(1, 20):
             store.put("t", b"%d" % n)
     segment = root / "commitlog" / f"{0:020d}"
     data = bytearray(segment.read_bytes())
-    data[87] ^= 1  # of the body
+    data[87] ^= damaged  # the length of the body
     segment.write_bytes(data)
     for name in ("mqstore.json", "mqstore.json.bak"):
         (root / name).write_text("{}")
@@ -192,7 +196,7 @@ def test_a_damaged_first_record_does_not_hide_whose_the_log_is(tmp_path: Path, p
     assert rebuild_config(root)
     with MessageStore(root) as store:
         assert store.manifest.profile == profile
-        assert [m.offset for m in store.iter("t", 0)] == [*range(1, 20)]
+        assert [m.offset for m in store.iter("t", 0)] == [*range(damaged, 20)]
 
 
 @pytest.mark.parametrize(

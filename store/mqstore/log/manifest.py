@@ -202,7 +202,7 @@ def _folders(path: Path, fs: FileSystem) -> list[str]:
 def checksum_found(root: Path, fs: FileSystem = REAL) -> Checksum | None:
     """The checksum that a record of the log passes, mostly the first one; None when none decides. Not by that alone: it
     may be damaged, and opened with the wrong checksum the whole log would be cut."""
-    kinds: tuple[Checksum, ...] = ("crc32-body", "crc32c-record")
+    kinds: tuple[Checksum, ...] = ("crc32c-record", "crc32-body")  # this one any record without a body passes
     names = [name for name in segment_names(root / "commitlog", fs) if int(name) < 1 << 62]
     for before in (1, _LOOK_BYTES):
         for name in names:
