@@ -744,6 +744,33 @@ def read_checkpoint(made: Made) -> Checkpoint:
     return decode((made.path / "checkpoint").read_bytes())
 
 
+@pytest.mark.parametrize("behind", ["a copy", "a later life"])
+def test_a_segment_behind_the_end_of_a_clean_log_is_found_and_cut(tmp_path: Path, behind: str) -> None:
+    """An older copy of a store was put over it, and what it had since was left there. The checkpoint vouched for the
+    end, so opening looked no further; the put that came to that segment raised BufferError, and each one after it."""
+    path = tmp_path / "store"
+    with open_store(path) as store:
+        made = Made(path, "mqstore", [store.put("t", body(n), keys=f"k{n}") for n in range(30)])
+    left = made.end // SEGMENT * SEGMENT + SEGMENT
+    before = files(path)
+    if behind == "a copy":
+        made.segment(left).write_bytes(made.segment(0).read_bytes())
+    else:
+        with open_store(path) as store:
+            store.put_many("t", [body(n) for n in range(30)])
+        for name, data in before.items():
+            (path / name).write_bytes(data)
+    with made.open("r") as reader:
+        assert kinds(reader.verify())
+    with open_store(path) as store:
+        assert store.recovery.changed
+        receipts = [store.put("t", body(n), keys=f"k{n}") for n in range(30, 60)]
+        assert receipts[-1].physical_offset > left
+    with made.open("r") as reader:
+        assert kinds(reader.verify()) == []
+        assert [m.body for m in reader.iter("t")] == [body(n) for n in range(60)]
+
+
 def test_closing_leaves_proof_of_the_end(clean: Made) -> None:
     checkpoint = read_checkpoint(clean)
     assert checkpoint.clean_end == checkpoint.flushed == checkpoint.dispatched == clean.end

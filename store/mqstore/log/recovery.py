@@ -314,6 +314,8 @@ class _Recovery:
         run = parts.run
         if end < self.first or end > run.end or any(p.kind != "segment_name" for p in self.problems):
             return None
+        if run.starts[-1] >= end and run.starts[-1] != self.first:
+            return None  # a segment that is not of this log: what an older copy of it was put over had that, say
         if end > self.first and not self._last_record_proves(checkpoint.confirm_physical_offset, end):
             return None
         segment = run.find(end)
@@ -322,7 +324,9 @@ class _Recovery:
             at = end - segment.start
             if any(buffer[at : at + 4096]):
                 return None
-        if not self._last_units_hold(end, end) or any(self._is_nonsense(file) for file in parts.index.files):
+        if not self._last_units_hold(end, end):
+            return None
+        if any(self._is_nonsense(file) or file.header.end_physical_offset >= end for file in parts.index.files):
             return None
         return end
 

@@ -27,6 +27,7 @@ from mqstore.layout.checkpoint import Checkpoint
 from mqstore.layout.consumequeue import UNIT_BYTES, is_void
 from mqstore.layout.dispatch import Rows
 from mqstore.layout.record import Checksum
+from mqstore.layout.scan import content_end
 from mqstore.log.consumequeue import ConsumeQueue, QueueTable
 from mqstore.log.index import Index
 from mqstore.log.names import is_path_safe
@@ -308,6 +309,12 @@ class Verifier:
             yield Finding("lost_tail", name, at, once - end.position, detail)
         elif end.detail:
             yield Finding("torn_tail", name, at, self._run.segment_bytes - at, end.detail)
+        else:
+            behind = [segment for segment in self._run.segments() if segment.start >= end.position]
+            for segment in [] if behind and self._has_writer() else behind:
+                if used := content_end(self._run.mapping(segment)):
+                    name, _ = self._where(segment.start)
+                    yield Finding("torn_tail", name, 0, used, "the log ends before it, and what it holds is no record")
 
     # -- consume queues ---------------------------------------------------------------------------------------------
 
