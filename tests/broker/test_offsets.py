@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -775,6 +776,28 @@ def test_random_calls_agree_with_the_plain_tables(tmp_path_factory: pytest.TempP
             return tmp_path_factory.mktemp("offsets") / "s"
 
     run_state_machine_as_test(Machine, settings=settings(max_examples=25, stateful_step_count=30, deadline=None))  # type: ignore[no-untyped-call]
+
+
+def test_a_group_goes_on_at_the_beginning_of_a_queue_that_was_lost_with_all_its_messages_expired(
+    tmp_path: Path,
+) -> None:
+    """The log tells nothing of such a queue, so no note of its end was left: put to without a broker it had soon more
+    messages than the group had once consumed, and the group passed over as many."""
+    path = tmp_path / "s"
+    with open_store(path, segment_bytes=4096) as store:
+        for n in range(60):
+            store.put("T" if n < 10 else "U", bytes(100))
+        store.dispatch()
+        OffsetTable(store, store.config, store.clock, store.fs).commit("G", "T", 0, 10, durability="flush")
+        store.drop_before(4096)
+        assert store.offsets("T") == (10, 10)
+    shutil.rmtree(path / "consumequeue" / "T")
+
+    with open_store(path) as store:
+        for _ in range(20):
+            store.put("T", b"new")
+    with open_store(path) as store:
+        assert OffsetTable(store, store.config, store.clock, store.fs).committed("G", "T", 0) == 0
 
 
 def test_an_offset_lowered_at_load_is_lowered_on_disk_before_anything_is_put(tmp_path: Path) -> None:

@@ -315,8 +315,7 @@ class MessageStore(StoreWriter):
     def _load_queues(self) -> None:
         """Of a reader: find every queue, and what of it can be read."""
         self._queues.load(exact=not self.clean_shutdown)
-        digest = self._checkpoint.current.queues
-        if self.clean_shutdown and digest is not None and digest != self._queues.digest():
+        if self.clean_shutdown and self._have_queues_lost():
             _log.warning(
                 "%s: queues have lost files, or ends, since it was closed: not all that is in the log can be read "
                 "until it is opened for writing, or `mqstore recover` was at work",
@@ -324,6 +323,11 @@ class MessageStore(StoreWriter):
             )
         for queue in self._queues:
             self._bound(queue)
+
+    def _have_queues_lost(self) -> bool:
+        """Whether queues have not the files or ends that the last clean close noted."""
+        noted = self._checkpoint.current.queues
+        return noted is not None and noted != self._queues.digest()
 
     def _bound(self, queue: ConsumeQueue) -> None:
         """Of a reader: where a queue that was loaded begins and ends."""
@@ -364,7 +368,12 @@ class MessageStore(StoreWriter):
         for problem in self._txn.problems:  # its backup knows one version less: that one could be spliced twice
             _log.warning("%s: %s", self.path, problem)
             self.recovery.findings.append(Finding("bad_json", TXN_FILE, 0, 0, problem))
-        if self.recovery.changed or self.recovery.findings:
+        # Of a queue whose records retention took nobody but its files knew where it ended. Without them its numbers
+        # begin anew, of which the log shows nothing.
+        lost = outcome.report.scanned_from is not None and self._have_queues_lost()
+        if lost:
+            _log.warning("%s: the numbers of queues that were lost, or their ends, begin anew", self.path)
+        if self.recovery.changed or self.recovery.findings or lost:
             ends = {(queue.topic, queue.queue_id): queue.next_offset for queue in self._queues}
             note_ends(self.path, ends, outcome.end, fs, self.config.file_mode)
         end = outcome.end
