@@ -11,6 +11,9 @@
 What receivers in the dead process held is visible at once (`release_in_flight`): the writer lock proves that they are
 gone. What they had given back comes when it was to come.
 
+Where records of the log are lost a batch may be, of which a later one only shows that the cursor went on: what lies
+between counts as handed out and not acknowledged, in a batch of its own.
+
 A FIFO batch that only the file knows gets a `ck` of its own, for acknowledgements name one; if all of it is settled it
 needs none, but it stays the queue's last batch: by it receipts of older ones are known to come too late.
 """
@@ -25,7 +28,7 @@ from mqstore.broker.names import POP_LOG_GROUP, POP_LOG_TOPIC
 from mqstore.broker.orderinfo import OrderInfo
 from mqstore.broker.popfifo import FifoQueues
 from mqstore.broker.popjava import JavaTakeover
-from mqstore.broker.poplog import ACK, CHANGE, GIVE, POP, RESET, REVIVE, Record
+from mqstore.broker.poplog import ACK, CHANGE, GIVE, LOCAL, POP, RESET, REVIVE, Record, deltas_text
 from mqstore.broker.popstate import Batch, QueueKey, QueueState
 from mqstore.broker.poptables import PopTables
 
@@ -33,6 +36,7 @@ __all__ = ["Replay"]
 
 _log = logging.getLogger("mqstore")
 
+_BATCH_MAX = 32
 _LOOK_BACK = 16_384
 """Records before the replay position that are asked what was redelivered: whoever acknowledges it is told, for as long
 as that can be known."""
@@ -65,6 +69,11 @@ class Replay:
         """Queues whose order info is the log's by now, not the file's."""
         self._settled_before: dict[int, QueueKey] = {}
         """Batch -> queue, of batches that are settled and only tell what was redelivered."""
+        self._next_position = 0
+        self._is_holed = False
+        """Whether records are missing from the log."""
+        self._unsaid: dict[QueueKey, set[int]] = {}
+        """Offsets that no batch has though a later one begins behind them, of a log with holes."""
         self._popped_before: dict[QueueKey, int] = {}
         """The last pop time of queues, of batches that are settled."""
 
@@ -76,6 +85,7 @@ class Replay:
             self._apply(record, self._handlers)
         tables = self._tables
         now_ms = tables.clock.now_ms()
+        self._say(now_ms)
         for key, pop_time_ms in self._popped_before.items():
             # Ahead of the clock, as many pops within a moment are: what is popped from now on must lie behind.
             if pop_time_ms >= now_ms and tables.offsets.committed(key.group, key.topic, key.queue_id) is not None:
@@ -89,9 +99,11 @@ class Replay:
     def read(self) -> None:
         """Only what the records say: nothing is released, adopted or written. For who looks at a store."""
         tables = self._tables
-        begin = tables.offsets.committed(POP_LOG_GROUP, POP_LOG_TOPIC, 0) or 0
+        begin = self._next_position = tables.offsets.committed(POP_LOG_GROUP, POP_LOG_TOPIC, 0) or 0
         for record in tables.log.records(max(0, begin - _LOOK_BACK)):
             if record.position >= begin:
+                self._is_holed |= record.position > self._next_position
+                self._next_position = record.position + 1
                 self._apply(record, self._handlers)
             else:
                 self._apply(record, self._before)
@@ -128,8 +140,37 @@ class Replay:
         if value.get("f") == 1:
             self._pop_in_order(state, batch, offsets, value)
         else:
+            if self._is_holed and 0 <= state.cursor < start:
+                low, high = self._tables.store.offsets_or_none(key.topic, key.queue_id) or (0, 0)
+                between = range(max(low, state.cursor), min(high, start))
+                self._unsaid.setdefault(key, set()).update(between)
+            elif key in self._unsaid:  # said by an opening before
+                self._unsaid[key].difference_update(offsets)
             state.replace(batch, offsets)
             state.cursor = max(state.cursor, value["nx"])
+
+    def _say(self, now_ms: int) -> None:
+        """Let the log have the batches that it has lost: acknowledgements to come name them."""
+        for key, lost in self._unsaid.items():
+            if not lost or self._tables.parts.groups.get(key.group) is None:
+                continue
+            _log.error(
+                "the pop log has lost records: %d messages of %s/%d, which group %s may have had, come again",
+                len(lost),
+                key.topic,
+                key.queue_id,
+                key.group,
+            )
+            state, ordered = self._state(key), sorted(lost)
+            for at in range(0, len(lost), _BATCH_MAX):
+                offsets = ordered[at : at + _BATCH_MAX]
+                start, stop = offsets[0], offsets[-1] + 1
+                deltas = [offset - start for offset in offsets]
+                value = {"t": key.topic, "c": key.group, "q": key.queue_id, "so": start, "pt": now_ms, "it": 0}
+                value |= {"d": deltas, "nx": stop, "l": 1}
+                text = deltas_text(deltas, len(deltas))
+                position = self._tables.log.put_pop(state.head, start, now_ms, 0, text, stop, LOCAL)
+                self._apply(Record(position, POP, value), self._handlers)
 
     def _pop_in_order(self, state: QueueState, batch: Batch, offsets: list[int], value: dict[str, Any]) -> None:
         there = self._tables.orders.get(*state.key)
@@ -205,6 +246,7 @@ class Replay:
     def _reset(self, _position: int, value: dict[str, Any]) -> None:
         key, offset = QueueKey(value["t"], value["c"], value["q"]), value["o"]
         state = self._state(key)
+        self._unsaid.pop(key, None)
         state.clear(offset)
         state.reset_ms = max(state.last_pop_ms, self._popped_before.get(key, 0)) or self._tables.clock.now_ms()
         self._tables.orders.clear_block(*key)
