@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -63,6 +64,18 @@ def test_a_lost_queue_folder_is_found(hundred: tuple[Path, list[SendReceipt]]) -
 
     assert {f["kind"] for f in found["findings"]} == {"missing_units"}
     assert found["messages"] == 100
+
+
+def test_a_short_queue_file_of_a_clean_store_is_found(hundred: tuple[Path, list[SendReceipt]]) -> None:
+    """Where only what is not in use yet was cut off, verify saw nothing, and recover found it."""
+    path, _ = hundred
+    file = path / "consumequeue" / "orders" / "0" / f"{0:020d}"
+    os.truncate(file, file.stat().st_size - 1)
+
+    for command in ("verify", "recover"):
+        [finding] = mqstore_json(command, path, exit_code=1)["findings"]
+        assert (finding["kind"], finding["length"]) == ("segment_size", 1)
+    assert mqstore("verify", path).exit_code == 0
 
 
 @pytest.mark.parametrize("checkpoint", [True, False])

@@ -357,7 +357,7 @@ class QueueTable:
         self.fs = fs
         self.descriptors = descriptors
         self.short_files: list[tuple[str, int]] = []
-        """(path, length) of files that are not as long as their name promises; found by an exact load."""
+        """(path, length) of files that are not as long as their name promises; by an exact load, or `find_short`."""
         self.unsafe_names: list[str] = []
         """Folders that no queue can be made of (store-format 1.2)."""
         self.batch_topics: frozenset[str] = frozenset()
@@ -392,6 +392,16 @@ class QueueTable:
             for name in self._folders(os.path.join(self.root, topic)):
                 if _is_queue_id(name):
                     self.create(topic, int(name)).load(exact=exact)
+
+    def find_short(self) -> None:
+        """Find the short files of a table whose load was not exact, and did not ask for lengths."""
+        self.short_files = [
+            (os.path.join(queue.directory, name), length)
+            for queue in self
+            if (names := queue.list_files())
+            for name, length in self.fs.scandir_files(queue.directory)
+            if name in names and length < self.segment_bytes
+        ]
 
     def rows_of(self, buffer: ReadableBuffer, headers: Headers, base: int) -> Rows:
         """What queues and index should know of the records of `headers`, all of them `ok`; `base` is the physical

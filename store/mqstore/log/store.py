@@ -951,6 +951,8 @@ class MessageStore(StoreWriter):
         self._check_open()
         if self.mode == "rw":
             self._dispatcher.catch_up()
+        elif self.clean_shutdown:
+            self._queues.find_short()
         return Verifier(
             self.path,
             self._run,
