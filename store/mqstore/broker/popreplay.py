@@ -125,7 +125,7 @@ class Replay:
         start, pop_time_ms, invisible_ms = value["so"], value["pt"], value["it"]
         distances = value["d"]
         numbers = (key.queue_id, start, pop_time_ms, invisible_ms, value["nx"], *distances)
-        if not distances or any(type(each) is not int for each in numbers):
+        if not distances or not all(map(_is_number, numbers)):
             raise ValueError("a batch of no messages")
         if type(key.topic) is not str or type(key.group) is not str:
             raise ValueError("a batch of nobody")
@@ -245,6 +245,8 @@ class Replay:
 
     def _reset(self, _position: int, value: dict[str, Any]) -> None:
         key, offset = QueueKey(value["t"], value["c"], value["q"]), value["o"]
+        if not _is_number(offset):
+            raise ValueError("a reset to nowhere")
         state = self._state(key)
         self._unsaid.pop(key, None)
         state.clear(offset)
@@ -356,6 +358,11 @@ class Replay:
             tables.commit(state)
             if tables.order(state) is not None and record.unacked():
                 tables.announce(state, now_ms)
+
+
+def _is_number(value: object) -> bool:
+    """Whether it may be an offset, or a time, as far as its size tells."""
+    return type(value) is int and -1 <= value < 1 << 63
 
 
 def _bits(value: int, count: int) -> int:
