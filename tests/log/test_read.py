@@ -219,6 +219,10 @@ def test_a_star_cannot_be_joined_with_tags(store: MessageStore, tags: str) -> No
     store.put("t", b"x")
     with pytest.raises(FilterError):
         store.read("t", tags=tags)
+    for bars in ("a|b", "a || b|c", "a|", "|", "a|||b"):
+        with pytest.raises(FilterError, match="single bar") as raised:
+            store.read("t", tags=bars)
+        assert bars[raised.value.position] == "|"
 
 
 def test_delay_units_are_never_filtered_by_tag(store: MessageStore) -> None:

@@ -64,6 +64,9 @@ def parse_tags(expression: str | None, topic: str) -> TagFilter | None:
         if len(tags) > 1:
             raise FilterError(f"tags {expression!r}: '*' stands for every tag and cannot be joined with others", 0)
         return None
+    if any("|" in tag for tag in tags):
+        at = expression.replace("||", "  ").index("|")
+        raise FilterError(f"tags {expression!r}: `||` stands between tags, and no tag has a single bar", at)
     if topic == SCHEDULE_TOPIC:
         raise FilterError(f"tags {expression!r}: units of {SCHEDULE_TOPIC} bear times, not tags; read them with '*'", 0)
     return TagFilter(tags)
