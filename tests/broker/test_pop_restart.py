@@ -490,6 +490,38 @@ def test_the_replay_position_is_the_oldest_unsettled_batch(bench: PopBench) -> N
     assert [pin.topic for pin in bench.service.pins()] == []
 
 
+def test_the_replay_position_moves_though_nothing_is_due_for_long(
+    bench: PopBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is settled at once asks nobody to come: with loans of an hour the log was held for an hour, too."""
+    wakes: list[int] = []
+    monkeypatch.setattr(bench.service._keeper, "_wake", lambda: wakes.append(bench.now_ms))
+
+    def served() -> None:
+        bench.put("t", 1)
+        bench.ack(*bench.pop(invisible_ms=3_600_000))
+        bench.parts.store.dispatch()
+
+    def next_ms() -> int:
+        return bench.service.run_once(bench.now_ms) or 1 << 62
+
+    served()
+    while next_ms() < bench.now_ms + 60_000:  # as the housekeeper, until it sleeps
+        bench.clock.advance(next_ms() - bench.now_ms)
+    for rest_ms in (60_000, 1_000, 10):
+        wakes.clear()
+        bench.clock.advance(rest_ms)
+        for _ in range(5):
+            served()
+        assert wakes == [bench.now_ms]  # once: from then on it knows that it has to come
+        assert [pin.topic for pin in bench.service.pins()] == [POP_LOG_TOPIC]
+        begun = bench.now_ms
+        while next_ms() < bench.now_ms + 60_000:
+            bench.clock.advance(next_ms() - bench.now_ms)
+        assert bench.now_ms - begun <= 5_000
+        assert [pin.topic for pin in bench.service.pins()] == []
+
+
 def test_ordered_messages_that_a_new_filter_passes_over_hold_nothing(bench: PopBench) -> None:
     bench.put("t", 2, tag="b")
     bench.pop(order=True, n=2, filter=parse_filter("b"), invisible_ms=1_000)

@@ -118,7 +118,7 @@ class PopService:
         self._standard = StandardQueues(self._tables)
         self._fifo = FifoQueues(self._tables)
         Replay(self._tables, self._fifo).run(release=parts.config.release_in_flight)
-        self._keeper = PopKeeper(self._tables, self._standard, self._fifo, file, as_loaded)
+        self._keeper = PopKeeper(self._tables, wake, self._standard, self._fifo, file, as_loaded)
         parts.topics.on_change.append(self._topic_changed)
         parts.groups.on_change.append(self._group_changed)
         parts.topics.in_order.append(self._in_order)

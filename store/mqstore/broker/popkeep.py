@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from mqstore.broker.configfile import ConfigFile
 from mqstore.broker.names import POP_LOG_GROUP, POP_LOG_TOPIC
-from mqstore.broker.parts import Pin
+from mqstore.broker.parts import Pin, Wake
 from mqstore.broker.popfifo import FifoQueues
 from mqstore.broker.popstandard import StandardQueues
 from mqstore.broker.popstate import Batch, QueueState
@@ -34,10 +34,17 @@ class PopKeeper:
     """Housekeeping of all states together."""
 
     def __init__(
-        self, tables: PopTables, standard: StandardQueues, fifo: FifoQueues, file: ConfigFile, saved_version: int
+        self,
+        tables: PopTables,
+        wake: Wake,
+        standard: StandardQueues,
+        fifo: FifoQueues,
+        file: ConfigFile,
+        saved_version: int,
     ) -> None:
         """`saved_version`: of the order info as `file` has it."""
         self._tables = tables
+        self._wake = wake
         self._parts = tables.parts
         self._store = tables.store
         self._orders = tables.orders
@@ -54,7 +61,17 @@ class PopKeeper:
         """The log position up to which the file, as it was saved last, says what became of FIFO batches."""
         self._looked_to = self._summed_up
         """The log's end at the last `_advance`: what lies before it is in the order info."""
+        self._rests = False
+        """Whether the position stood at the log's end at the last look: nobody will come unless the log grows."""
         self._advance()
+        self._store.on_growth.append(self._on_growth)
+
+    def _on_growth(self, topic: str, queue_id: int, begin: int, end: int) -> None:
+        """Called by whoever dispatches. What is popped and settled at once is announced to nobody: without this the
+        position would stay, and the log with it, until a delivery that was once made would become visible."""
+        if self._rests and topic == POP_LOG_TOPIC:
+            self._rests = False
+            self._wake()
 
     def save_within(self, duration_ms: int, now_ms: int) -> None:
         """Have the order info on disk that soon."""
@@ -66,7 +83,11 @@ class PopKeeper:
         if now_ms >= self._keep_due_ms or now_ms < self._keep_due_ms - self._keep_ms:
             self._keep_due_ms = now_ms + self._keep_ms
             self._advance()
-        times = [self._keep_due_ms] if self._position() < self._tables.log.bounds()[1] else []
+        self._rests = True  # before the look: what comes behind it wakes
+        times = []
+        if self._position() < self._tables.log.bounds()[1]:
+            self._rests = False
+            times.append(self._keep_due_ms)
         if self._orders.version != self._saved_version:
             if not self._save_due_ms or now_ms < self._save_due_ms - _ORDER_INFO_MS:
                 self._save_due_ms = now_ms + _ORDER_INFO_MS
@@ -78,6 +99,8 @@ class PopKeeper:
 
     def close(self) -> None:
         """Persist."""
+        if self._on_growth in self._store.on_growth:
+            self._store.on_growth.remove(self._on_growth)
         self._advance()
         if self._orders.version != self._saved_version:
             self._save_orders(self._tables.clock.now_ms())
