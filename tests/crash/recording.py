@@ -290,10 +290,13 @@ def _torn(old: bytes, new: bytes, rng: random.Random) -> bytes:
     return new[:cut] + old[cut : len(new)]
 
 
-def build_image(events: Sequence[Event], rng: random.Random, target: Path, *, in_order: bool = False) -> list[Any]:
+def build_image(
+    events: Sequence[Event], rng: random.Random, target: Path, *, in_order: bool = False, luck: float | None = None
+) -> list[Any]:
     """Make `target` what a crash right after the last of `events` may leave. Returns the marks that came before it.
 
     `in_order`: bytes reach the disk in the order they were written, whole calls at a time; names still do as they like.
+    `luck`: 1 leaves all that was done, as `kill -9` does, 0 no more than what was synced; None: chosen by `rng`.
     """
     written_until = rng.randrange(len(events)) if in_order else len(events)
     files: dict[int, _Node] = {}
@@ -320,8 +323,10 @@ def build_image(events: Sequence[Event], rng: random.Random, target: Path, *, in
             ]
         else:
             marks.append(operands[0])
-    luck = 1.0 if in_order else rng.choice((0.0, 0.3, 0.5, 0.7, 1.0))
-    names_luck = rng.choice((0.0, 0.5, 0.5, 1.0))
+    names_luck = luck
+    if luck is None or names_luck is None:
+        luck = 1.0 if in_order else rng.choice((0.0, 0.3, 0.5, 0.7, 1.0))
+        names_luck = rng.choice((0.0, 0.5, 0.5, 1.0))
     tree: dict[int, dict[str, int]] = {}
     for changes, durable in operations:
         if durable or rng.random() < names_luck:
