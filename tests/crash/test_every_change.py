@@ -64,6 +64,7 @@ def work(broker: Broker, clock: SimulatedClock, duration_ms: int = 0) -> None:
 
 
 def record(root: Path) -> Script:
+    random.seed(7)  # pop chooses by it where it looks first: the tests share out the changes of one script
     root.mkdir()
     fs, clock = RecordingFileSystem(root), SimulatedClock()
     broker = open_broker(root, clock, fs)
@@ -113,6 +114,11 @@ def record(root: Path) -> Script:
     work(broker, clock, 3500)
     work(broker, clock, 3500)
 
+    for group, order in POPPERS.items():
+        fs.mark(("finishing", group))
+        for _ in consumed(broker, clock, group, order):
+            pass
+    broker.save()
     for group in (*POPPERS, "by"):
         fs.mark(("resetting", group))
         broker.reset(group, "t", 0, 2)
@@ -154,7 +160,7 @@ def cuts(script: Script, luck: float) -> list[int]:
 
 def test_the_script_makes_changes_of_every_kind(script: Script) -> None:
     assert {event.kind for event in script.events} >= {"write", "size", "sync", "names", "sync_folder", "mark"}
-    assert len(cuts(script, 1.0)) > 250
+    assert len(cuts(script, 1.0)) > 400
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
@@ -179,11 +185,11 @@ def check(image: Path, marks: list[Any], script: Script, *, killed: bool) -> Non
         )
         on_disk = {*BODIES} if ("put",) in marks else {*BODIES} & there.keys()
         for group, order in POPPERS.items():
-            wanted = set(on_disk)
-            if ("resetting", group) in marks:
-                wanted -= {b"0", b"1"}
-            else:
-                wanted -= {BODIES[mark[2]] for mark in marks if mark[:2] == ("acking", group)}
+            wanted = on_disk - {BODIES[mark[2]] for mark in marks if mark[:2] == ("acking", group)}
+            if ("reset", group) in marks:
+                wanted = on_disk - {*BODIES[:2]}  # they had all been acknowledged
+            elif ("finishing", group) in marks:
+                wanted = set()
             dead = {letter.body for letter in broker.dead_letters(group)}
             lost = wanted - {body for _, body in given[group]} - dead
             # A dead letter lives for so long; what the script buried may be gone by now.
