@@ -197,6 +197,10 @@ def test_unique_keys_do_not_repeat_in_a_forked_child() -> None:
 # --- the mechanism ----------------------------------------------------------------------------------------------------
 
 
+def few_units_a_segment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(manifest._SIZES, "mqstore", (*manifest._SIZES["mqstore"][:4], 10 * 52 + 16))
+
+
 class Timers:
     """A store with its timer, that can be closed, killed and opened again under one clock."""
 
@@ -544,6 +548,51 @@ def test_a_recall_holds_over_a_stop(tmp_path: Path, stopped_ms: int, killed: boo
     timers.close()
 
 
+@pytest.mark.parametrize("how", ["running", "closed", "killed", "clock set back", "built again"])
+def test_each_of_many_is_found_whatever_lies_between_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Some were never placed, some were done long ago, some are placed and not written, some not even placed."""
+    few_units_a_segment(monkeypatch)
+    timers = Timers(tmp_path / "store")
+    handles: dict[str, str] = {}
+
+    def put_some(first: int, count: int) -> None:
+        for n in range(first, first + count):
+            wait_ms = (2 * S, 50 * HOUR, 90 * HOUR)[n % 3]
+            handles[str(n)] = timers.put(str(n), wait_ms)
+            if n % 7 == 0:
+                timers.parts.store.append(TIMER_TOPIC, 0, b"odd", properties={})  # a dead letter, and no unit
+
+    put_some(0, 70)
+    timers.pass_ms(10 * S)
+    put_some(70, 30)
+    match how:
+        case "closed":
+            timers.reopen()
+        case "killed":
+            timers.kill()
+            timers.open()
+        case "clock set back":
+            timers.settle()
+            timers.clock.set_wall(timers.clock.now_ms() - HOUR)
+            timers.settle()
+        case "built again":
+            timers.close()
+            _remove(timers.path / "timerlog")
+            timers.open()
+    timers.settle()
+    put_some(100, 5)
+    timers.parts.store.dispatch()
+    done = set(timers.bodies())
+    assert len(done) == 24
+    recalled = {body for body in handles if int(body) % 5 < 2}
+    assert {body for body in recalled if timers.timer.recall(handles[body])} == recalled - done
+    timers.pass_ms(5 * DAY)
+    assert Counter(timers.bodies()) == Counter(done | (set(handles) - recalled))
+    timers.close()
+
+
 def test_a_recall_is_refused_while_its_slot_is_being_read(timers: Timers) -> None:
     handles = [timers.put(str(n), 900) for n in range(1500)]
     timers.settle()
@@ -620,7 +669,7 @@ def test_the_commitlog_and_the_log_are_on_disk_before_the_checkpoint_is_written(
 
 
 def test_units_of_what_is_done_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(manifest._SIZES, "mqstore", (*manifest._SIZES["mqstore"][:4], 10 * 52 + 16))
+    few_units_a_segment(monkeypatch)
     timers = Timers(tmp_path / "store")
     timers.put("stays", 250 * S)
     for n in range(200):
@@ -1102,6 +1151,52 @@ def test_what_a_message_costs_does_not_depend_on_how_many_wait(tmp_path: Path) -
     assert costs[1][0]["pread"] <= 4 * 50
 
 
+@pytest.mark.parametrize("reopened", [False, True])
+def test_what_a_recall_costs_does_not_depend_on_how_many_wait_for_its_second(tmp_path: Path, reopened: bool) -> None:
+    """Units and records looked at, and calls on files: the same among a hundred of one second and among twenty
+    thousand. It looked at all of them."""
+    costs = []
+    for waiting in (100, 20_000):
+        fs = FaultyFileSystem()
+        timers = Timers(tmp_path / f"store-{waiting}", fs, segment_bytes=1 << 24)
+        handles = [timers.put(str(n), HOUR) for n in range(waiting)]
+        timers.pass_ms(10 * S)
+        if reopened:
+            timers.reopen(fs)
+        looked = Counter[str]()
+        timers.timer._log.unit = counted(timers.timer._log.unit, looked, "unit")  # type: ignore[method-assign]
+        timers.parts.store.at = counted(timers.parts.store.at, looked, "record")  # type: ignore[method-assign]
+        recalled = {0, 1, 40, waiting // 2, waiting - 2, waiting - 1}
+        before = len(fs.calls)
+        for n in recalled:
+            assert timers.timer.recall(handles[n])
+        timers.settle()  # now their cancellations lie there as well
+        for n in recalled:
+            assert timers.timer.recall(handles[n])
+        calls = Counter(call.operation for call in fs.calls[before:] if "timer" in call.path)
+        costs.append((calls, looked.copy()))
+        timers.pass_ms(HOUR)
+        assert set(timers.bodies()) == {str(n) for n in range(waiting) if n not in recalled}
+        timers.close()
+    assert costs[0] == costs[1]
+    assert costs[1][1]["unit"] <= 2 * 12 + 6
+
+
+def test_a_recall_is_cheap_where_not_every_message_got_a_place_of_its_own(timers: Timers) -> None:
+    """Its place cannot be counted off then: it is searched for."""
+    handles = []
+    for n in range(1000):
+        handles.append(timers.put(str(n), HOUR))
+        if n % 10 == 0:
+            timers.parts.store.append(TIMER_TOPIC, 0, b"odd", properties={})
+    timers.pass_ms(10 * S)
+    looked = Counter[str]()
+    timers.timer._log.unit = counted(timers.timer._log.unit, looked, "unit")  # type: ignore[method-assign]
+    for n in (0, 400, 999):
+        assert timers.timer.recall(handles[n])
+    assert looked["unit"] <= 3 * 14
+
+
 def test_an_empty_stretch_of_days_is_passed_over_in_few_reads(tmp_path: Path) -> None:
     fs = FaultyFileSystem()
     timers = Timers(tmp_path / "store", fs)
@@ -1198,9 +1293,13 @@ def test_a_kill_at_any_write_loses_nothing_and_delivers_nothing_early(tmp_path: 
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_whatever_happens_each_message_comes_once_its_moment_has_come(tmp_path: Path, seed: int) -> None:
+def test_whatever_happens_each_message_comes_once_its_moment_has_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
     """Random puts, recalls, stops, kills and jumps of the clock, held against a list of what was asked for."""
     rng = random.Random(seed)
+    if seed % 2:
+        few_units_a_segment(monkeypatch)
     timers = Timers(tmp_path / "store", segment_bytes=1 << 20)
     due: dict[str, int] = {}
     handles: dict[str, str] = {}
@@ -1220,6 +1319,9 @@ def test_whatever_happens_each_message_comes_once_its_moment_has_come(tmp_path: 
                 body = rng.choice(sorted(handles))
                 if timers.timer.recall(handles[body]):
                     recalled.add(body)
+                else:  # a clock set back by less than five seconds is waited for
+                    over = due[body] - 7 * S < timers.clock.now_ms()
+                    assert over or body in recalled or body in timers.bodies(), "it waits, and can be recalled"
             case "t":
                 timers.pass_ms(rng.choice((100, 700, S, 3 * S, MIN, HOUR, 10 * HOUR, 3 * DAY)))
             case "c":

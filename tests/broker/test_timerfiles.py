@@ -196,6 +196,27 @@ def test_a_scan_that_verifies_finds_a_damaged_unit(tmp_path: Path) -> None:
     assert len([p for at, _ in log.scan(0, verified=False) for p in at]) == 6
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_the_unit_of_a_record_is_found_wherever_it_lies(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    log = new_log(tmp_path, segment_bytes=SEGMENT + rng.randrange(0, 60, 4))
+    records = sorted(rng.sample(range(1000), 40))
+    positions = {}
+    for record in records:
+        if rng.random() < 0.1:
+            log.restart()
+            positions.clear()
+        elif rng.random() < 0.3:
+            log.write()
+        positions[record] = log.append(UNIT._replace(physical_offset=record))
+    low = rng.choice([*positions.values(), *(at + UNIT_BYTES for at in positions.values()), log.end])
+    for wanted in range(-1, 1001):
+        behind = rng.choice((sum(record >= wanted for record in positions), rng.randrange(-2, 50)))
+        expected = UNIT._replace(physical_offset=wanted) if positions.get(wanted, -1) >= low else None
+        assert log.find(wanted, low, behind) == expected
+    log.close()
+
+
 def test_what_lies_behind_the_promised_end_is_no_part_of_the_log(tmp_path: Path) -> None:
     log = new_log(tmp_path)
     positions = [log.append(unit) for unit in units(14)]

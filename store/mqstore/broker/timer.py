@@ -13,7 +13,9 @@ One step (`run_once`) does, in this order, a bounded amount of
     flush    every second: commitlog, timer log, checkpoint
 
 A message costs one unit and one slot when it is placed, and one unit and one record when it is read, however many wait;
-nothing is kept in memory for those that wait. Slots without messages are passed over half an hour at a time.
+nothing is kept in memory for those that wait. Slots without messages are passed over half an hour at a time. A recall
+asks the index for its records, and finds their units without a walk through the slot: the log is in the order of the
+topic's queue, so they are counted off from its end (`TimerLog.find`).
 
 Never early (P4). A slot is read when the wall clock has passed its end, and before a message is delivered the record's
 own TIMER_OUT_MS is asked as well. A clock set back by more than a few seconds is followed: what waits is placed anew,
@@ -255,7 +257,7 @@ class TimerService:
             if wanted.deliver_ms <= self._parts.clock.now_ms() or self._has_read(slot_ms):
                 return False
             copies = self._copies(wanted, slot_ms)
-            waiting = [m for m in copies if TIMER_DEL_UNIQKEY not in m.stored_properties() and self._waits(m, slot_ms)]
+            waiting = [m for m in copies if TIMER_DEL_UNIQKEY not in m.stored_properties() and self._waits(m)]
             recalled = Cancellations(copies)
             if not all(map(recalled.cover, waiting)):
                 self._cancel(wanted, slot_ms, max(message.born_timestamp_ms for message in waiting))
@@ -386,24 +388,18 @@ class TimerService:
                 found.append(message)
         return found
 
-    def _waits(self, message: Message, out_ms: int) -> bool:
+    def _waits(self, message: Message) -> bool:
         """Whether a message of the timer topic is neither delivered nor rolled. Where it is placed tells; the time does
         not, for the clock may have been set back."""
-        if message.offset >= self._queue_offset or 0 <= self._late_offset <= message.offset:
+        behind = self._queue_offset - message.offset
+        if behind <= 0:
             return True
-        slot_ms = placement(message.store_timestamp_ms, out_ms)[0]
-        if slot_ms < self._read_ms:
-            return False
         try:
-            units = self._units(slot_ms)
+            # Hardly ever does a message get no unit, so its own is the one counted off from the end.
+            unit = self._log.find(message.physical_offset, self._low, behind)
         except TimerFilesDamaged:
             return True  # what is built again from the topic finds the cancellation there
-        offset = message.physical_offset
-        if any(unit.physical_offset == offset for unit in units):
-            return True
-        self._log.write()  # elsewhere, as after a long stop, or when the clock was set back by days
-        scan = self._log.scan(self._low, verified=False)
-        return any(np.any((u["physical_offset"] == offset) & (slots_of_units(u) >= self._read_ms)) for _, u in scan)
+        return unit is not None and unit.slot_ms >= self._read_ms
 
     def _grown(self, topic: str, queue_id: int, begin: int, end: int) -> None:
         if topic == TIMER_TOPIC:

@@ -47,6 +47,7 @@ from __future__ import annotations
 
 import os
 import struct
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -247,6 +248,29 @@ class TimerLog:
             at = position - segment.start
             data = self._run.mapping(segment)[at : at + UNIT_BYTES]
         return decode_unit(position, data)
+
+    def find(self, physical_offset: int, low: int, behind: int) -> TimerUnit | None:
+        """The unit of the record at `physical_offset` among those from `low` on, which must be in the order of their
+        records; None: there is none. One look if it is the `behind`th from the end, else a search by halves."""
+        first, end = self._ordinal(low), self._ordinal(self.end)
+
+        def offset_of(ordinal: int) -> int:
+            return self._nth(ordinal).physical_offset
+
+        at = end - behind
+        if not first <= at < end or offset_of(at) != physical_offset:
+            at = bisect_left(range(end), physical_offset, first, key=offset_of)
+        unit = self._nth(at) if at < end else None
+        return unit if unit is not None and unit.physical_offset == physical_offset else None
+
+    def _ordinal(self, position: int) -> int:
+        """How many units would lie before `position` if there had been no `restart`."""
+        segment, at = divmod(position, self._run.segment_bytes)
+        return segment * self._per_segment + min(at // UNIT_BYTES, self._per_segment)
+
+    def _nth(self, ordinal: int) -> TimerUnit:
+        segment, at = divmod(ordinal, self._per_segment)
+        return self.unit(segment * self._run.segment_bytes + at * UNIT_BYTES)
 
     @property
     def written(self) -> int:
