@@ -8,14 +8,16 @@ One step (`run_once`) does, in this order, a bounded amount of
 
     place    each message that came into the timer topic goes to the slot in which it is due, or is to be rolled: a unit
              in the timer log, chained to the others of its slot (`timerfiles.py`)
-    read     each slot that is over, oldest first, once nothing is left to be placed: what was cancelled there is left
-             out, what is due is put to its real queue, what is to be rolled is put to the timer topic again
+    read     each slot that is over, oldest first, once nothing is left to be placed: its chain is looked through from
+             the newest unit on, then dealt with from the oldest: what was cancelled there is left out, what is due is
+             put to its real queue, what is to be rolled is put to the timer topic again
     flush    every second: commitlog, timer log, checkpoint
 
-A message costs one unit and one slot when it is placed, and one unit and one record when it is read, however many wait;
-nothing is kept in memory for those that wait. Slots without messages are passed over half an hour at a time. A recall
-asks the index for its records, and finds their units without a walk through the slot: the log is in the order of the
-topic's queue, so they are counted off from its end (`TimerLog.find`).
+A message costs one unit and one slot when it is placed, and one record and two looks at its unit when it is read,
+however many wait. Nothing is kept in memory for those that wait, but for each of the slot that is being read eight
+bytes. Slots without messages are passed over half an hour at a time. A recall asks the index for its records, and finds
+their units without a walk through the slot: the log is in the order of the topic's queue, so they are counted off from
+its end (`TimerLog.find`).
 
 Never early (P4). A slot is read when the wall clock has passed its end, and before a message is delivered the record's
 own TIMER_OUT_MS is asked as well. A clock set back by more than a few seconds is followed: what waits is placed anew,
@@ -53,6 +55,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -118,6 +121,8 @@ _log = logging.getLogger("mqstore")
 
 _STEP: Final = 1_000
 """Messages placed, and messages read, in one step: some ten milliseconds, then others have their turn."""
+_LOOKS: Final = 4_000
+"""Units of a slot looked through in one step, before any of it is dealt with: as long, if all of them cancel others."""
 _FLUSH_MS: Final = 1_000
 _PENDING_BYTES: Final = 4 << 20
 """Units in memory that make a flush worth it before its time."""
@@ -138,11 +143,18 @@ _ROLLED_WITHOUT: Final = frozenset({DELAY, CRC32})
 
 @dataclass(slots=True)
 class _Reading:
-    """A slot that is being read. `units`, oldest first, are all but cancellations that have taken effect here."""
+    """A slot that is being read."""
 
     slot_ms: int
-    units: list[TimerUnit]
+    count: int
+    """How many units it has."""
+    next: int
+    """The newest unit that was not looked at yet; below `_low`: there is none."""
     done: int
+    """How many of `positions` are dealt with, from the last one on."""
+    looked: int = 0
+    positions: array[int] = field(default_factory=lambda: array("q"))
+    """Of all units but cancellations that have taken effect here, newest first. A million units would fill 300 MB."""
     cancelled: Cancellations = field(default_factory=Cancellations)
 
 
@@ -411,6 +423,7 @@ class TimerService:
         """Place, then read; whether there is more to do now."""
         over_ms = now_ms // PRECISION_MS * PRECISION_MS  # every slot before this time is over
         places = reads = _STEP
+        looks = _LOOKS
         while True:
             if self._reading is None and self._read_ms > over_ms + _TURN_MS:
                 self._turn_back(over_ms, now_ms)
@@ -421,6 +434,10 @@ class TimerService:
                 return True
             if self._reading is None and not self._open_slot(over_ms):
                 return False
+            looked, more = self._look_some(looks)
+            looks -= looked
+            if more:
+                return True
             reads -= self._read_some(reads, over_ms, now_ms)
             if reads <= 0:
                 return True
@@ -512,37 +529,39 @@ class TimerService:
             self._read_ms = max(self._read_ms, over_ms - PRECISION_MS)
             return False
         self._read_ms = slot_ms
-        self._reading = self._chain(slot_ms, 0)
+        self._read_on(0)
         return True
 
-    def _units(self, slot_ms: int) -> list[TimerUnit]:
-        """The units of a slot, oldest first."""
-        slot = self._wheel.get(slot_ms)
-        if slot is None:
-            return []
-        units: list[TimerUnit] = []
-        position = slot.last
-        while position >= self._low:  # NOWHERE, or one that was rolled
-            unit = self._log.unit(position)
-            if unit.slot_ms != slot_ms or unit.previous >= position:
-                raise TimerFilesDamaged(f"timer log: the chain of slot {slot_ms} is broken at {position}")
-            units.append(unit)
-            position = unit.previous
-        if len(units) != slot.num:
-            raise TimerFilesDamaged(f"timer wheel: slot {slot_ms} does not hold the {len(units)} units of its chain")
-        units.reverse()
-        return units
+    def _read_on(self, done: int) -> None:
+        """Be about to read slot `_read_ms`, of which `done` units are dealt with."""
+        chain = self._wheel.get(self._read_ms)
+        if chain is None:
+            raise TimerFilesDamaged(f"timer wheel: slot {self._read_ms} has become empty")
+        self._reading = _Reading(self._read_ms, chain.num, chain.last, done)
 
-    def _chain(self, slot_ms: int, done: int) -> _Reading:
-        """What is to be done with a slot, of which `done` units are dealt with."""
-        units = self._units(slot_ms)
-        if not units:
-            raise TimerFilesDamaged(f"timer wheel: slot {slot_ms} has become empty")
-        reading = _Reading(slot_ms, [u for u in units if u.magic & (CANCELS | ROLLS) != CANCELS], done)
-        for unit in units:
-            if unit.magic & (CANCELS | ROLLS) == CANCELS and (message := self._record(unit)) is not None:
+    def _look_some(self, count: int) -> tuple[int, bool]:
+        """Look at up to `count` more units of the slot that is being read; at how many, and whether there are more."""
+        reading = self._reading
+        assert reading is not None
+        begin = reading.looked
+        while reading.next >= self._low:  # NOWHERE, or one that was rolled
+            if reading.looked - begin >= count:
+                return count, True
+            position = reading.next
+            unit = self._log.unit(position)
+            if unit.slot_ms != reading.slot_ms or unit.previous >= position:
+                raise TimerFilesDamaged(f"timer log: the chain of slot {reading.slot_ms} is broken at {position}")
+            if unit.magic & (CANCELS | ROLLS) != CANCELS:
+                reading.positions.append(position)
+            elif (message := self._record(unit)) is not None:
                 reading.cancelled.add(message)
-        return reading
+            reading.looked += 1
+            reading.next = unit.previous
+        if reading.looked != reading.count:
+            raise TimerFilesDamaged(
+                f"timer wheel: slot {reading.slot_ms} does not hold the {reading.looked} units of its chain"
+            )
+        return reading.looked - begin, False
 
     def _read_some(self, count: int, over_ms: int, now_ms: int) -> int:
         """Deal with up to `count` units of the slot that is being read; with how many, at least 1."""
@@ -550,11 +569,12 @@ class TimerService:
         assert reading is not None
         self._touch(now_ms)
         begin = reading.done
-        for unit in reading.units[begin : begin + count]:
+        for at in range(begin, min(begin + count, len(reading.positions))):
+            unit = self._log.unit(reading.positions[-1 - at])
             self._finish(unit, reading.cancelled, over_ms, now_ms)
             reading.done += 1  # only now: an error leaves this one to be done again
             self._waiting -= not unit.magic & CANCELS
-        if reading.done >= len(reading.units):
+        if reading.done >= len(reading.positions):
             self._reading = self._next_ms = None
             self._read_ms += PRECISION_MS
             if self._late_slot_ms < self._read_ms:
@@ -729,9 +749,9 @@ class TimerService:
                 raise TimerFilesDamaged("the commitlog ends before what the checkpoint says was placed")
             self._log.load(found.log_low, found.log_end)
             self._low = found.log_low
-            self._make_wheel()
+            self._make_wheel(found.slot_done)
             if found.slot_done:
-                self._resume(found.slot_done)
+                self._read_on(found.slot_done)
         except TimerFilesDamaged as damage:
             self._rebuild(str(damage), found.read_ms, found.queue_offset)
             return
@@ -760,15 +780,21 @@ class TimerService:
             self._begun = False  # all of it is done again
             raise
 
-    def _make_wheel(self) -> None:
-        """A wheel of all units that are not done."""
-        slots, positions, waiting = [], [], 0
+    def _make_wheel(self, done: int) -> None:
+        """A wheel of all units that are not done, and of the first `done` of slot `_read_ms`, which are."""
+        slots, positions, waiting, left = [], [], 0, done
         for at, units in self._log.scan(self._low, verified=True):
             slots_ms = slots_of_units(units)
             live = slots_ms >= self._read_ms
             slots.append(slots_ms[live])
             positions.append(at[live])
-            waiting += int(np.count_nonzero(units["magic"][live] & CANCELS == 0))
+            magic = units["magic"]
+            waiting += int(np.count_nonzero(magic[live] & CANCELS == 0))
+            over = magic[(slots_ms == self._read_ms) & (magic & (CANCELS | ROLLS) != CANCELS)][:left]
+            left -= len(over)
+            waiting -= int(np.count_nonzero(over & CANCELS == 0))
+        if left:
+            raise TimerFilesDamaged(f"timer log: {done} of {done - left} units of a slot are done")
         none = [np.empty(0, np.int64)]
         all_slots = np.concatenate(slots or none)
         if len(all_slots) and int(all_slots.max()) > self._read_ms + _REACH_MS + _LAG_MS:
@@ -779,13 +805,6 @@ class TimerService:
         self._waiting = waiting
         if self._late_offset >= 0:
             self._late_slot_ms = self._newest_ms  # which of them is late is forgotten; this is late enough
-
-    def _resume(self, done: int) -> None:
-        """Go on in the middle of slot `_read_ms`, of which `done` units are done."""
-        self._reading = reading = self._chain(self._read_ms, done)
-        if done > len(reading.units):
-            raise TimerFilesDamaged(f"timer log: {done} of {len(reading.units)} units of a slot are done")
-        self._waiting -= sum(not unit.magic & CANCELS for unit in reading.units[:done])
 
     def _begin(self, now_ms: int) -> None:
         """Make the files; the log was restarted."""
