@@ -380,14 +380,14 @@ def _plan(parts: Parts, topics: list[str], group: str, start: Start, mode: Mode)
     reads = Reads(parts)
     pops = pop_view(parts, parts.clock.now_ms())
     known = lag_of(parts, group, pops) if group in group_names(parts) else []
-    at = {(each.topic, each.queue_id): max(each.first, each.committed) for each in known if each.committed is not None}
+    lags = {(each.topic, each.queue_id): each for each in known if each.committed is not None}
     queues = [(topic, i) for topic in topics for i in range(parts.topics.need(topic).read_queues)]
     again = {retry_topic(group)} if mode == "push" else {pop_retry_topic(group, topic) for topic in topics}
-    queues += sorted(key for key in at if key[0] in again and mode != "pull")
+    queues += sorted(key for key in lags if key[0] in again and mode != "pull")
     rows = []
     for topic, queue_id in queues:
-        begin = at.get((topic, queue_id))
-        begin = _begin(reads, topic, queue_id, start) if begin is None else begin
+        lag = lags.get((topic, queue_id))
+        begin = _begin(reads, topic, queue_id, start) if lag is None else max(lag.first, lag.committed or 0)
         end = reads.max_offset(topic, queue_id)
         rows.append(
             {
@@ -395,7 +395,7 @@ def _plan(parts: Parts, topics: list[str], group: str, start: Start, mode: Mode)
                 "queue_id": queue_id,
                 "from": begin,
                 "end": end,
-                "messages": max(0, end - begin),
+                "messages": max(0, end - begin) if lag is None else lag.messages,
                 "in_flight": pops.count(group, topic, queue_id),
             }
         )

@@ -32,8 +32,13 @@ def lag(directory: Path, group: str | None, json_output: bool) -> None:
     """Show how many messages each group of the store in DIR has not consumed, how old the oldest of them is, and how
     many are in flight: popped and not acknowledged yet, and among the former.
 
-    Retry topics count as topics; what waits for its next attempt counts once that is due (`mqstore delay` shows how
-    much waits). By what is on disk: a running broker writes its groups' progress every few seconds.
+    As `broker.lag` has it: popped and acknowledged is consumed, also behind a message that is still in flight, and a
+    queue in which a group has no progress counts as 0 (`-` under "goes on at", with --group). Retry topics count as
+    topics; what waits for its next attempt counts once that is due (`mqstore delay` shows how much waits).
+
+    By what is on disk: a running broker writes its groups' progress every few seconds. Not there is how far a group has
+    read what it has not committed: that counts, but not as in flight; nor what a Java broker had handed out, until
+    mqstore has opened its store for writing.
     """
     with looking(directory) as parts:
         now_ms = parts.clock.now_ms()
@@ -51,12 +56,18 @@ def lag(directory: Path, group: str | None, json_output: bool) -> None:
         _show(("group",), [(each["group"], each) for each in groups])
     else:
         [only] = groups
-        _show(("topic", "queue>"), [(row["topic"], row["queue_id"], row) for row in only["queues"]])
+        rows = only["queues"]
+        goes_on = ["-" if row["committed"] is None else row["committed"] for row in rows]
+        _show(
+            ("topic", "queue>", "goes on at>"),
+            [(row["topic"], row["queue_id"], at, row) for row, at in zip(rows, goes_on, strict=True)],
+        )
         _show(("group",), [(only["group"], only)])
 
 
 def _row(lag: QueueLag, now_ms: int) -> dict[str, Any]:
-    return {"topic": lag.topic, "queue_id": lag.queue_id, **_sum([lag], now_ms)}
+    """`committed` is null where the group has no progress."""
+    return {"topic": lag.topic, "queue_id": lag.queue_id, "committed": lag.committed, **_sum([lag], now_ms)}
 
 
 def _sum(queues: Iterable[QueueLag], now_ms: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import click
 
-from mqstore.broker.inspect import PopView, QueueLag, group_names, lag_of
+from mqstore.broker.inspect import QueueLag, group_names, lag_of, pop_view
 from mqstore.broker.offline import offline
 from mqstore.broker.parts import Parts
 from mqstore.broker.reading import Reads
@@ -55,15 +55,19 @@ Examples:
 def show(directory: Path, group: str | None, topic: str | None, json_output: bool) -> None:
     """Show the committed offsets of the groups in the store in DIR, beside the bounds of the queues.
 
+    Of a group that pops, it goes on at the first message that is not settled, and is behind by as many as are not, as
+    in `mqstore lag`. `-`: no progress in that queue, which counts as 0 behind.
+
     By what is on disk: a running broker writes its groups' progress every few seconds.
     """
     with looking(directory) as parts:
         if topic is not None:
             parts.topics.need(topic)
+        pops = pop_view(parts, parts.clock.now_ms())
         found = [
             lag
             for name in (group_names(parts) if group is None else [group])
-            for lag in lag_of(parts, name, PopView())
+            for lag in lag_of(parts, name, pops)
             if topic is None or lag.topic == topic
         ]
         rows = [_row(lag) for lag in found]

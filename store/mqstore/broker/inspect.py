@@ -39,6 +39,7 @@ from mqstore.broker.configfile import ConfigFile, object_member
 from mqstore.broker.deadletters import DeadLetters
 from mqstore.broker.delay import deliver_time_ms
 from mqstore.broker.delayroute import PRECISION_MS, Cancellations, number, placement, slot_of
+from mqstore.broker.lag import measure
 from mqstore.broker.names import (
     DLQ_PREFIX,
     POP_LOG_GROUP,
@@ -53,7 +54,7 @@ from mqstore.broker.orderinfo import OrderInfo, check_order_info
 from mqstore.broker.parts import Parts, Pin, open_parts
 from mqstore.broker.popfifo import FifoQueues
 from mqstore.broker.popreplay import Replay
-from mqstore.broker.popstate import QueueKey
+from mqstore.broker.popstate import QueueKey, Standing
 from mqstore.broker.poptables import PopTables
 from mqstore.broker.reading import Reads
 from mqstore.broker.receipts import parse_recall_handle
@@ -313,6 +314,8 @@ class PopView:
 
     in_flight: list[InFlight] = field(default_factory=list)
     orders: list[OrderView] = field(default_factory=list)
+    standings: dict[QueueKey, Standing] = field(default_factory=dict)
+    """Of the queues that these know of."""
 
     def count(self, group: str, topic: str, queue_id: int) -> int:
         """Messages of one queue that are in flight."""
@@ -320,11 +323,13 @@ class PopView:
 
 
 def pop_view(parts: Parts, now_ms: int) -> PopView:
-    """What is in flight and how FIFO queues stand, as the next opening will find it; what receivers in the broker's own
-    process hold still counts. CorruptStoreError when `consumerOrderInfo.json` and its backup are damaged."""
+    """What is in flight and how queues stand, as the next opening will find it; what receivers in the broker's own
+    process hold still counts, and what a Java broker had handed out does not until ours has taken it over.
+    CorruptStoreError when `consumerOrderInfo.json` and its backup are damaged."""
     tables = PopTables(parts, _nothing, Waiters(parts, _nothing), Reads(parts), _no_letter)
     tables.orders.load(_config_file(parts, "consumerOrderInfo.json", check_order_info).load() or {})
-    Replay(tables, FifoQueues(tables)).read()
+    fifo = FifoQueues(tables)
+    Replay(tables, fifo).look()
     view = PopView()
     for key, record in sorted(tables.orders.records().items()):
         topic, group, queue_id = key
@@ -334,6 +339,9 @@ def pop_view(parts: Parts, now_ms: int) -> PopView:
             local = state is not None and state.fifo is not None and state.fifo.local
             _note_order(view, QueueKey(*key), record, committed, now_ms, local=local)
     for key, state in sorted(tables.states.items()):
+        if state.cursor >= 0:
+            order = tables.order(state)
+            view.standings[key] = state.standing() if order is None else fifo.standing(state, order, now_ms)
         low, high = parts.store.offsets_or_none(key.topic, key.queue_id) or (0, 0)
         low = parts.offsets.start_of(key.topic, key.queue_id)
         held = {offset: batch for offset, batch in state.in_flight.items() if low <= offset < high}
@@ -398,14 +406,15 @@ class QueueLag(NamedTuple):
     first: int
     """Offset of the first message that counts."""
     committed: int | None
-    """None: it never committed here, and has all of the queue before it (2.6)."""
+    """The first offset that is not settled; None: the group has no progress here."""
     end: int
     """Offset of the next message to come."""
     messages: int
-    """Not consumed, those in flight included."""
+    """Not consumed, those in flight included; 0 without progress, for nobody knows where it would begin (13)."""
     lost: int
     """Gone before the group came to them: retention, expiry, a purge."""
     in_flight: int
+    """Popped and not settled. What a group has read and not committed files do not tell."""
     oldest_ms: int | None
     """When the first message that is not consumed was stored; None without one, or when it is damaged."""
 
@@ -424,7 +433,7 @@ def lag_of(parts: Parts, group: str, pops: PopView) -> list[QueueLag]:
     found: list[QueueLag] = []
     there = set(parts.store.topics())
     # Of a broker at work that popped and has not written its offsets yet the pop log alone knows.
-    known = {*progress, *((each.topic, each.queue_id) for each in pops.in_flight if each.group == group)}
+    known = {*progress, *((each.topic, each.queue_id) for each in pops.standings if each.group == group)}
     for topic in sorted({topic for topic, _ in known}):
         queues = {ref.queue_id for ref in parts.store.queues(topic)} if topic in there else set()
         queues |= {queue_id for each, queue_id in known if each == topic}
@@ -433,18 +442,24 @@ def lag_of(parts: Parts, group: str, pops: PopView) -> list[QueueLag]:
 
 
 def _lag(parts: Parts, group: str, topic: str, queue_id: int, pops: PopView) -> QueueLag:
-    store = parts.store
+    store, offsets = parts.store, parts.offsets
+    popped = pops.standings.get(QueueKey(topic, group, queue_id))
+    # The table of a broker at work is seconds old, the pop log is not.
+    committed = offsets.committed(group, topic, queue_id) if popped is None else popped.first
     low, high = store.offsets_or_none(topic, queue_id) or (0, 0)
-    low = min(high, max(low, parts.offsets.start_of(topic, queue_id)))
-    committed = parts.offsets.committed(group, topic, queue_id)
-    at = low if committed is None else max(low, committed)
+    low = min(high, max(low, offsets.start_of(topic, queue_id)))
+    lag = None if committed is None else measure(store, offsets, group, topic, queue_id, committed, popped)
+    if lag is None or committed is None:
+        return QueueLag(group, topic, queue_id, low, committed, high, 0, 0, 0, None)
     oldest_ms = None
-    if at < high:
-        messages = store.get(topic, queue_id, at, 1).messages
+    if lag.messages:
+        messages = store.get(topic, queue_id, lag.standing.first, 1).messages
         oldest_ms = messages[0].store_timestamp_ms if messages else None
-    lost = 0 if committed is None else low - min(low, committed)
-    in_flight = pops.count(group, topic, queue_id)
-    return QueueLag(group, topic, queue_id, low, committed, high, max(0, high - at), lost, in_flight, oldest_ms)
+    # What was popped and is gone still counts as in flight: its time has to run out before that is noticed.
+    lost = max(0, low - (committed if popped is None else popped.next))
+    return QueueLag(
+        group, topic, queue_id, low, committed, lag.end, lag.messages, lost, lag.standing.in_flight, oldest_ms
+    )
 
 
 # -- pins --------------------------------------------------------------------------------------------------------------

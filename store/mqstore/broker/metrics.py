@@ -21,13 +21,13 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mqstore.broker import statistics as names
+from mqstore.broker.lag import Lag, measure
 from mqstore.broker.names import is_system_topic
-from mqstore.broker.popstate import Standing
 from mqstore.broker.retention import physical_of
 from mqstore.broker.statistics import labels_of
 from mqstore.layout.consumequeue import is_message
@@ -51,21 +51,6 @@ _NS_A_MS = 1_000_000
 _Item = tuple[str, str, int, int]
 """Name, key, value, times."""
 _Samples = list[tuple[dict[str, str], float]]
-
-
-class _Lag(NamedTuple):
-    """Where a group stands in a queue, and what that means for the bounds the queue has now."""
-
-    standing: Standing
-    end: int
-
-    @property
-    def ready(self) -> int:
-        return self.end - self.standing.next + self.standing.again
-
-    @property
-    def messages(self) -> int:
-        return self.ready + self.standing.in_flight
 
 
 class Metrics:
@@ -271,21 +256,9 @@ class Metrics:
             "rocketmq_consumer_queueing_latency": self._age_ms(min(undelivered, default=None), now_ms),
         }
 
-    def _lag(self, group: str, topic: str, queue_id: int, committed: int) -> _Lag | None:
-        """None for a queue that is not there yet."""
-        bounds = self._store.offsets_or_none(topic, queue_id)
-        if bounds is None:
-            return None
-        low, high = max(bounds[0], self._offsets.start_of(topic, queue_id)), bounds[1]
+    def _lag(self, group: str, topic: str, queue_id: int, committed: int) -> Lag | None:
         popped = self._pop.standing(group, topic, queue_id)
-        if popped is not None and (popped.in_flight or popped.again or popped.first == committed):
-            begin, ready, behind = (max(low, offset) for offset in (popped.first, popped.ready_from, popped.next))
-            popped = Standing(begin, ready, behind, popped.in_flight, popped.again)
-            return _Lag(popped, max(behind, high))
-        # Who reads has in flight what was read and is not committed.
-        first = min(high, max(low, committed))
-        pulled = min(high, max(first, self._offsets.query_pull(group, topic, queue_id) or 0))
-        return _Lag(Standing(first, pulled, pulled, pulled - first, 0), high)
+        return measure(self._store, self._offsets, group, topic, queue_id, committed, popped)
 
     def _age_ms(self, physical_offset: int | None, now_ms: int) -> int:
         """How old the message at a place of the log is; 0 when there is none, or none that can be read."""

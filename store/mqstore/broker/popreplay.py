@@ -96,8 +96,24 @@ class Replay:
         self._adopt(now_ms)
         java.mark()
 
+    def look(self) -> None:
+        """As `run` will find things: nothing is released, written, or taken over from a Java broker. For who looks at a
+        store."""
+        self.read()
+        tables = self._tables
+        for state in list(tables.states.values()):
+            self._settle_position(state)
+        for (topic, group, queue_id), record in tables.orders.records().items():
+            if record.pop_time_ms == 0 or not record.offsets or tables.parts.groups.get(group) is None:
+                continue
+            state = self._state(QueueKey(topic, group, queue_id))
+            if state.fifo is None and (record.unacked() or record.offsets[-1] < state.cursor):
+                state.fifo = _unnamed(record)
+            if state.fifo is not None:
+                state.cursor = max(state.cursor, record.next_offset())
+
     def read(self) -> None:
-        """Only what the records say: nothing is released, adopted or written. For who looks at a store."""
+        """Only what the records say."""
         tables = self._tables
         begin = self._next_position = tables.offsets.committed(POP_LOG_GROUP, POP_LOG_TOPIC, 0) or 0
         for record in tables.log.records(max(0, begin - _LOOK_BACK)):
@@ -291,12 +307,25 @@ class Replay:
     # -- what follows from them -------------------------------------------------------------------------------------
 
     def _finish(self, state: QueueState, release: bool, now_ms: int) -> None:
+        tables = self._tables
+        if not self._settle_position(state):
+            return
+        if release:
+            self._release(state, now_ms)
+        state.drop_ahead()
+        tables.commit(state)
+        first_ms = state.timeline.first()
+        if first_ms is not None:
+            tables.announce(state, first_ms)
+
+    def _settle_position(self, state: QueueState) -> bool:
+        """Where the queue stands by log and table together; False: its group is gone, and the state with it."""
         tables, key = self._tables, state.key
         topic, group, queue_id = key
         if tables.parts.groups.get(group) is None:
             del tables.states[key]
             tables.orders.clear_block(*key)
-            return
+            return False
         low = tables.offsets.start_of(topic, queue_id)
         high = (tables.store.offsets_or_none(topic, queue_id) or (0, 0))[1]
         table = tables.offsets.committed(group, topic, queue_id)
@@ -309,13 +338,7 @@ class Replay:
             if gone:
                 state.settle(batch, gone)
         state.committed = min((*state.in_flight, *state.released), default=state.cursor)
-        if release:
-            self._release(state, now_ms)
-        state.drop_ahead()
-        tables.commit(state)
-        first_ms = state.timeline.first()
-        if first_ms is not None:
-            tables.announce(state, first_ms)
+        return True
 
     def _release(self, state: QueueState, now_ms: int) -> None:
         """End the deliveries of receivers that died with their process, as if their time had run out."""
@@ -352,8 +375,7 @@ class Replay:
             if state.fifo is None and record.unacked():
                 self._fifo.put_anew(state)
             elif state.fifo is None and record.offsets[-1] < state.cursor:
-                start, count = record.offsets[0], len(record.offsets)
-                state.fifo = Batch(-1, start, record.pop_time_ms, record.invisible_ms or 0, None, count, False)
+                state.fifo = _unnamed(record)
             state.cursor = max(state.cursor, record.next_offset()) if state.fifo is not None else state.cursor
             tables.commit(state)
             if tables.order(state) is not None and record.unacked():
@@ -363,6 +385,12 @@ class Replay:
 def _is_number(value: object) -> bool:
     """Whether it may be an offset, or a time, as far as its size tells."""
     return type(value) is int and -1 <= value < 1 << 63
+
+
+def _unnamed(record: OrderInfo) -> Batch:
+    """The batch of a record of which the log does not know."""
+    start, count = record.offsets[0], len(record.offsets)
+    return Batch(-1, start, record.pop_time_ms, record.invisible_ms or 0, None, count, False)
 
 
 def _bits(value: int, count: int) -> int:

@@ -375,6 +375,12 @@ class QueueState(Lending):
             self.committed = at
         return self.committed
 
+    def standing(self) -> Standing:
+        """Where the group stands, in a queue that is not consumed in order."""
+        released = self.released
+        ready = min(released) if released else self.cursor
+        return Standing(self.advance(), ready, self.cursor, len(self.in_flight), len(released))
+
     def oldest(self) -> Batch | None:
         """The batch that was popped first of those that have something unsettled."""
         batches = [batch for batch in self.released.values() if batch.left]

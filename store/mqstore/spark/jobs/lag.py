@@ -4,9 +4,10 @@ A task looks at one store: its groups' offsets beside the ends of queues (`mqsto
 oldest that each group has not consumed. One look says how far; two say which way it goes. The report of an earlier look
 is all that a later one needs: keep its `to_dict()`, or `mqstore spark lag --json`.
 
-    consumed a second    how far the committed offsets moved, by the time between the looks
+    consumed a second    how much was consumed, by the time between the looks: what the end of a queue and the lag there
+                         tell, for of a group that pops the committed offset may stay while much behind it is done
     arriving a second    how far the ends of queues moved
-    stuck                a queue that had messages to consume at both looks, and whose committed offset did not move
+    stuck                a queue that had messages to consume at both looks, and of which none was consumed
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class QueueRow(Shaped):
     topic: str
     queue_id: int
     committed: int
-    """The first offset that is not consumed."""
+    """The first offset that is not consumed. Of a group that pops, some behind it may be."""
     end: int
     lag: int
     """Messages not consumed, those in flight included."""
@@ -164,7 +165,7 @@ def _look(options: SourceOptions, groups: tuple[str, ...] | None, name: StoreNam
                 group=group,
                 topic=lag.topic,
                 queue_id=lag.queue_id,
-                committed=lag.end - lag.messages,
+                committed=lag.committed,
                 end=lag.end,
                 lag=lag.messages,
                 in_flight=lag.in_flight,
@@ -174,7 +175,7 @@ def _look(options: SourceOptions, groups: tuple[str, ...] | None, name: StoreNam
             )
             for group in (known if groups is None else sorted({*known} & {*groups}))
             for lag in lag_of(parts, group, pops)
-            if wanted(lag.topic)
+            if wanted(lag.topic) and lag.committed is not None  # without progress there is nothing to be behind of
         ]
         # Known is a topic that has messages, one that was made and has none yet, and one that a group has committed on.
         topics = {*store.topics(), *parts.topics.names(), *(row.topic for row in rows)}
@@ -184,14 +185,17 @@ def _look(options: SourceOptions, groups: tuple[str, ...] | None, name: StoreNam
 # -- in the driver -----------------------------------------------------------------------------------------------------
 
 _Earlier = tuple[int, dict[_Key, tuple[int, int]]]
-"""When it was taken; committed and end of each queue."""
+"""When it was taken; messages consumed and end of each queue."""
 
 
 def _earlier(previous: LagReport | Mapping[str, Any]) -> _Earlier:
     value = previous.to_dict() if isinstance(previous, LagReport) else previous
     try:
         queues = {
-            (row["store"], row["group"], row["topic"], row["queue_id"]): (int(row["committed"]), int(row["end"]))
+            (row["store"], row["group"], row["topic"], row["queue_id"]): (
+                int(row["end"]) - int(row["lag"]),
+                int(row["end"]),
+            )
             for row in value["queues"]
         }
         return int(value["taken_ms"]), queues
@@ -203,7 +207,7 @@ def _compared(row: QueueRow, before: _Earlier | None) -> QueueRow:
     if before is None:
         return row
     then = before[1].get((row.store, row.group, row.topic, row.queue_id))
-    stuck = then is not None and then[0] < then[1] and row.lag > 0 and row.committed == then[0]
+    stuck = then is not None and then[0] < then[1] and row.lag > 0 and row.end - row.lag == then[0]
     return replace(row, stuck=stuck)
 
 
@@ -241,6 +245,6 @@ def _rates(rows: Sequence[QueueRow], before: _Earlier | None, now_ms: int) -> tu
     if not pairs:
         return None, None
     passed_s = (now_ms - before[0]) / 1000
-    consumed = sum(row.committed - then[0] for row, then in pairs)  # negative after a reset: it goes the other way
+    consumed = sum(row.end - row.lag - then[0] for row, then in pairs)  # negative after a reset: it goes the other way
     arriving = sum(row.end - then[1] for row, then in pairs)
     return round(consumed / passed_s, 6), round(arriving / passed_s, 6)
