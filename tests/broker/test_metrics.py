@@ -552,9 +552,10 @@ def test_counters_and_gauges_are_one_text(broker: Broker) -> None:
     broker.pop("g", "t", 2)
     found = parsed(broker.prometheus())
     plain = {("topic", "t"), ("is_retry", "false"), ("is_system", "false")}
-    assert found["rocketmq_messages_in_total"][frozenset(plain)] == 3
+    assert found["rocketmq_messages_in_total"][frozenset({*plain, ("message_type", "unspecified")})] == 3
     assert found["rocketmq_messages_out_total"][frozenset({*plain, ("consumer_group", "g")})] == 2
-    log = {("topic", POP_LOG), ("is_retry", "false"), ("is_system", "true")}
+    kind = ("message_type", "unspecified")
+    log = {("topic", POP_LOG), ("is_retry", "false"), ("is_system", "true"), kind}
     assert found["rocketmq_messages_in_total"][frozenset(log)] == 1
     expected = {
         "consumer_lag_messages", "consumer_lag_latency", "consumer_inflight_messages", "consumer_queueing_latency",

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -27,9 +27,10 @@ import numpy as np
 
 from mqstore.broker import statistics as names
 from mqstore.broker.lag import Lag, measure
-from mqstore.broker.names import is_system_topic
+from mqstore.broker.names import is_dlq_topic, is_retry_topic, is_system_topic
 from mqstore.broker.retention import physical_of
-from mqstore.broker.statistics import labels_of
+from mqstore.broker.runtime import RUNTIME_HELP, Runtime, RuntimeValue, message_type, runtime_series
+from mqstore.broker.statistics import CounterKey, Samples, labels_of
 from mqstore.layout.consumequeue import is_message
 
 if TYPE_CHECKING:
@@ -50,7 +51,6 @@ _NS_A_MS = 1_000_000
 
 _Item = tuple[str, str, int, int]
 """Name, key, value, times."""
-_Samples = list[tuple[dict[str, str], float]]
 
 
 class Metrics:
@@ -75,6 +75,9 @@ class Metrics:
         self._delay = delay
         self._timer = timer
         self._transactions = transactions
+        self._topics = parts.topics
+        self._runtime = Runtime(parts, reads, delay, timer)
+        self._misses_counted = 0
         self._lock = threading.Lock()
         """Held for a whole harvest, so that who looks sees all of what came before."""
         self._grown_lock = threading.Lock()
@@ -83,6 +86,8 @@ class Metrics:
         """By (topic, queue id): what came in between is not counted yet."""
         self._rest_ns: dict[tuple[str, str, int], int] = {}
         """What reads took beyond whole milliseconds."""
+        self._put_rest_ns: dict[tuple[str, int], int] = {}
+        """What puts took, likewise."""
         self._store.on_growth.append(self._grown)
 
     # -- as a mechanism ---------------------------------------------------------------------------------------------
@@ -90,6 +95,7 @@ class Metrics:
     def run_once(self, now_ms: int) -> int:
         """Count, then let the windows take the samples that are due; wall ms of the next."""
         self.harvest()
+        self._runtime.sample()
         return self._statistics.run_once(now_ms)
 
     def close(self) -> None:
@@ -119,7 +125,7 @@ class Metrics:
     def harvest(self) -> None:
         """Bring the counters up to date with what readers can see."""
         with self._lock:
-            items = [*self._puts(), *self._pops(), *self._gets()]
+            items = [*self._puts(), *self._put_times(), *self._pops(), *self._gets()]
             if items:
                 self._statistics.add_many(items)
 
@@ -142,6 +148,12 @@ class Metrics:
             yield names.BROKER_PUT_NUMS, "", messages, messages
             if not is_system_topic(topic):
                 yield names.BROKER_PUT_NUMS_WITHOUT_SYSTEM_TOPIC, "", messages, messages
+
+    def _put_times(self) -> Iterator[_Item]:
+        for (topic, queue_id), (took_ns, times) in self._store.take_put_times().items():
+            rest_ns = self._put_rest_ns.get((topic, queue_id), 0)
+            took_ms, self._put_rest_ns[topic, queue_id] = divmod(rest_ns + took_ns, _NS_A_MS)
+            yield names.TOPIC_PUT_LATENCY, f"{queue_id}@{topic}", took_ms, times
 
     def _came(self, topic: str, queue_id: int, begin: int, end: int) -> tuple[int, int]:
         """(messages, bytes) between two offsets of a queue. What was let go by retention since is counted, and not
@@ -178,6 +190,10 @@ class Metrics:
                     yield of_broker, "", value, value
 
     def _gets(self) -> Iterator[_Item]:
+        misses = self._reads.misses
+        if misses > self._misses_counted:
+            missed, self._misses_counted = misses - self._misses_counted, misses
+            yield names.BROKER_GET_MISSES, "", missed, missed
         for key, fetched in self._reads.counts().items():
             group, topic, queue_id = key
             if fetched.messages:
@@ -202,15 +218,39 @@ class Metrics:
         """All counters and gauges in Prometheus' text format 0.0.4. StoreClosedError."""
         stats = self._store.stats()  # before we dispatch what is behind
         self.refresh()
-        return self._statistics.prometheus_text(self._gauges(stats))
+        return self._statistics.prometheus_text(
+            {**self._gauges(stats), **runtime_series(self._runtime.values(stats))},
+            expected=self._expected(),
+            type_of=self._message_type,
+            more_help=RUNTIME_HELP,
+        )
 
-    def _gauges(self, stats: StoreStats) -> dict[str, float | _Samples]:
+    def runtime(self, stats: StoreStats) -> Mapping[str, RuntimeValue]:
+        """`Runtime.values`."""
+        return self._runtime.values(stats)
+
+    def _message_type(self, topic: str) -> str:
+        config = self._topics.get(topic)
+        return message_type(topic, None if config is None else config.message_type)
+
+    def _expected(self) -> Iterator[CounterKey]:
+        """Counters that stand at 0 until something happens: of topics of users, and of the groups that came there."""
+        for topic in self._topics.names():
+            if not (is_retry_topic(topic) or is_dlq_topic(topic)):
+                yield names.COMMIT_NUMS, topic
+                yield names.ROLLBACK_NUMS, topic
+                yield names.DELAY_LATENCY, topic
+        for group, topic, _ in self._offsets.of_all():
+            if not (is_retry_topic(topic) or is_dlq_topic(topic) or is_system_topic(topic)):
+                yield names.DLQ_PUT_NUMS, f"{topic}@{group}"
+
+    def _gauges(self, stats: StoreStats) -> dict[str, float | Samples]:
         """Series -> its samples, as of now. Costs a look at every queue that a group has progress in, two more where
         something waits."""
         now_ms = self._clock.now_ms()
         overdue, overdue_ms, batches = self._pop.backlog(now_ms)
-        waiting: _Samples = [({"kind": "level"}, self._delay.waiting()), ({"kind": "moment"}, self._timer.waiting())]
-        gauges: dict[str, float | _Samples] = {
+        waiting: Samples = [({"kind": "level"}, self._delay.waiting()), ({"kind": "moment"}, self._timer.waiting())]
+        gauges: dict[str, float | Samples] = {
             "rocketmq_storage_size": stats.commitlog_bytes,
             "rocketmq_storage_flush_behind_bytes": stats.flush_lag_bytes,
             "rocketmq_storage_dispatch_behind_bytes": stats.dispatch_lag_bytes,
@@ -221,7 +261,7 @@ class Metrics:
             "rocketmq_half_messages": self._transactions.open_count(),
             "rocketmq_timing_messages": waiting,
         }
-        of_groups: dict[str, _Samples] = defaultdict(list)
+        of_groups: dict[str, Samples] = defaultdict(list)
         for group, topic, queues in self._offsets.of_all():
             labels = labels_of(topic, group)
             for series, value in self._of_group(group, topic, queues, now_ms).items():

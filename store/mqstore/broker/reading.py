@@ -113,6 +113,10 @@ class Reads:
         self._clock = parts.clock
         self._fetched: dict[tuple[str, str, int], Fetched] = {}
         self._fetched_lock = threading.Lock()
+        self.longest_ns = 0
+        """Of the reads for groups that found something."""
+        self.misses = 0
+        """Looks at a queue, for a group, that found nothing, those of pops included; no lock is worth one of them."""
         self._begin_lock = threading.Lock()
         self._told_lock = threading.Lock()
         self._lost_to: dict[tuple[str, str, int], int] = {}
@@ -156,8 +160,10 @@ class Reads:
             if result.messages:
                 took_ns = time.perf_counter_ns() - begin_ns
                 self._count(group, topic, queue_id, result.messages, took_ns, delivers=delivers)
-            elif result.next_offset != offset:
-                self._tell(group, topic, queue_id, offset, result)
+            else:
+                self.misses += 1
+                if result.next_offset != offset:
+                    self._tell(group, topic, queue_id, offset, result)
         self._offsets.note_pull(group, topic, queue_id, result.next_offset)
         return result
 
@@ -178,6 +184,8 @@ class Reads:
                 fetched.size += size
             fetched.reads += 1
             fetched.took_ns += took_ns
+            if took_ns > self.longest_ns:
+                self.longest_ns = took_ns
             fetched.behind_bytes = behind_bytes
             fetched.behind_ms = behind_ms
 

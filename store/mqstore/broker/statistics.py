@@ -10,17 +10,16 @@ name                                                                      key
 TOPIC_PUT_NUMS, TOPIC_PUT_SIZE                                            topic
 QUEUE_PUT_NUMS, QUEUE_PUT_SIZE (delay levels are queues, too)             topic@queueId
 GROUP_GET_NUMS, GROUP_GET_SIZE, GROUP_CK_NUMS, GROUP_ACK_NUMS             topic@group, where the message lay
+TOPIC_PUT_LATENCY (ms, of one put of 64 in each queue)                    queueId@topic
 SNDBCK_PUT_NUMS, SNDBCK2DLQ_TIMES, DLQ_PUT_NUMS                           topic@group, where it was first sent to
 GROUP_GET_LATENCY (ms), GROUP_GET_FALL_SIZE, GROUP_GET_FALL_TIME (last)   queueId@topic@group
 QUEUE_GET_NUMS, QUEUE_GET_SIZE                                            topic@queueId@group
 BROKER_PUT_NUMS, BROKER_GET_NUMS, the same ..._WITHOUT_SYSTEM_TOPIC,      "" (one for the store)
-BROKER_CK_NUMS, BROKER_ACK_NUMS
+BROKER_CK_NUMS, BROKER_ACK_NUMS, BROKER_GET_MISSES
 COMMIT_NUMS, ROLLBACK_NUMS (transactions), DELAY_LATENCY (ms late)        topic
 ========================================================================  ==============================================
 
-Puts, gets and pops are counted by `metrics.py`, what fails and what ends by the mechanism that did it. Not counted is
-RocketMQ's TOPIC_PUT_LATENCY, by queue: a put would look at the clock twice for it. What the store samples of all queues
-is `StoreStats.put_latency_ns`.
+Puts, gets and pops are counted by `metrics.py`, what fails and what ends by the mechanism that did it.
 
 A window is 7, 7 or 25 samples, taken every 10 seconds, 10 minutes or hour. Between the oldest and the newest of them
 tps is the growth of the value by the second, average its growth by the number of times it was added to.
@@ -35,7 +34,7 @@ import math
 import re
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 from types import MappingProxyType
@@ -47,6 +46,7 @@ from mqstore.clock import Clock
 __all__ = [
     "BROKER_ACK_NUMS",
     "BROKER_CK_NUMS",
+    "BROKER_GET_MISSES",
     "BROKER_GET_NUMS",
     "BROKER_GET_NUMS_WITHOUT_SYSTEM_TOPIC",
     "BROKER_PUT_NUMS",
@@ -68,10 +68,12 @@ __all__ = [
     "ROLLBACK_NUMS",
     "SNDBCK2DLQ_TIMES",
     "SNDBCK_PUT_NUMS",
+    "TOPIC_PUT_LATENCY",
     "TOPIC_PUT_NUMS",
     "TOPIC_PUT_SIZE",
     "Gauges",
     "Rate",
+    "Samples",
     "Statistics",
     "StatisticsSnapshot",
     "Total",
@@ -80,6 +82,7 @@ __all__ = [
 
 TOPIC_PUT_NUMS: Final = "TOPIC_PUT_NUMS"
 TOPIC_PUT_SIZE: Final = "TOPIC_PUT_SIZE"
+TOPIC_PUT_LATENCY: Final = "TOPIC_PUT_LATENCY"
 GROUP_GET_NUMS: Final = "GROUP_GET_NUMS"
 GROUP_GET_SIZE: Final = "GROUP_GET_SIZE"
 GROUP_GET_LATENCY: Final = "GROUP_GET_LATENCY"
@@ -92,6 +95,7 @@ QUEUE_GET_SIZE: Final = "QUEUE_GET_SIZE"
 GROUP_CK_NUMS: Final = "GROUP_CK_NUMS"
 GROUP_ACK_NUMS: Final = "GROUP_ACK_NUMS"
 BROKER_CK_NUMS: Final = "BROKER_CK_NUMS"
+BROKER_GET_MISSES: Final = "BROKER_GET_MISSES"
 BROKER_ACK_NUMS: Final = "BROKER_ACK_NUMS"
 SNDBCK_PUT_NUMS: Final = "SNDBCK_PUT_NUMS"
 SNDBCK2DLQ_TIMES: Final = "SNDBCK2DLQ_TIMES"
@@ -248,6 +252,11 @@ class Statistics:
                 total = self._totals.get((name, key), (0, 0))
                 self._totals[name, key] = (total[0] + value, total[1] + times)
 
+    def totals(self, *counters: str) -> list[Total]:
+        """Counters of the store, those without a key, as of now."""
+        with self._lock:
+            return [Total(*self._totals.get((name, ""), _NOTHING)) for name in counters]
+
     def set(self, name: str, key: str, value: int) -> None:
         """Note the last value of what is measured rather than counted: GROUP_GET_FALL_SIZE, GROUP_GET_FALL_TIME."""
         with self._lock:
@@ -294,24 +303,35 @@ class Statistics:
             lost=MappingProxyType(lost),
         )
 
-    def prometheus_text(self, gauges: Gauges | None = None) -> str:
+    def prometheus_text(
+        self,
+        gauges: Gauges | None = None,
+        *,
+        expected: Iterable[CounterKey] | None = None,
+        type_of: Callable[[str], str] | None = None,
+        more_help: Mapping[str, tuple[str, str]] = MappingProxyType({}),
+    ) -> str:
         """All series of 13 in Prometheus' text format 0.0.4, counters from here, `gauges` from the broker.
 
         `gauges` maps the name of a series to its samples (labels, value), or to one number for a series without labels.
         A value that is not a finite number is left out; of samples with equal labels the last counts. ValueError for a
-        name or a label that Prometheus would refuse.
+        name or a label that Prometheus would refuse. `expected`: counters that are told as 0 before their first event
+        (without one, their series are), or a scraper would never see them grow from 0 to 1. `type_of`: a topic's
+        `message_type`. `more_help`: series -> type and text, of gauges.
         """
-        series = _counted(self.snapshot())
+        series = _counted(self.snapshot(), expected, type_of)
         for name, samples in (gauges or {}).items():
             pairs = samples if isinstance(samples, Iterable) else [({}, samples)]
             series.setdefault(name, {}).update({_labels(name, labels): value for labels, value in pairs})
-        return "".join(_exposed(name, series[name]) for name in sorted(series))
+        helps = {**_HELP, **more_help}
+        return "".join(_exposed(name, series[name], helps.get(name)) for name in sorted(series))
 
 
 # --- Prometheus ------------------------------------------------------------------------------------------------------
 
 Gauges = Mapping[str, "float | Iterable[tuple[Mapping[str, str], float]]"]
 """Series name -> its samples as (labels, value), or one number."""
+Samples = list[tuple[dict[str, str], float]]
 _Series = dict[str, float]
 """Labels as they are written, braces included, or a suffix and labels -> value."""
 
@@ -358,12 +378,21 @@ _COUNTED: Final[dict[str, str]] = {
 """Counter -> series; keys are `topic` or `topic@group`."""
 
 
-def _counted(snapshot: StatisticsSnapshot) -> dict[str, _Series]:
+_FROM_THE_START: Final = (DLQ_PUT_NUMS, COMMIT_NUMS, ROLLBACK_NUMS)
+
+
+def _counted(
+    snapshot: StatisticsSnapshot, expected: Iterable[CounterKey] | None, type_of: Callable[[str], str] | None
+) -> dict[str, _Series]:
     series: dict[str, _Series] = {}
-    for (name, key), total in snapshot.totals.items():
+    totals = {**dict.fromkeys(expected or (), _NOTHING), **snapshot.totals}
+    for (name, key), total in totals.items():
         if name not in _COUNTED and name != DELAY_LATENCY:
             continue
-        labels = _labels("", labels_of(*key.split("@", 1)))
+        of_key = labels_of(*key.split("@", 1))
+        if type_of is not None and name in (TOPIC_PUT_NUMS, TOPIC_PUT_SIZE):
+            of_key["message_type"] = type_of(key)
+        labels = _labels("", of_key)
         if name in _COUNTED:
             series.setdefault(_COUNTED[name], {})[labels] = total.value
         if name == TOPIC_PUT_SIZE:
@@ -371,6 +400,10 @@ def _counted(snapshot: StatisticsSnapshot) -> dict[str, _Series]:
             series.setdefault("rocketmq_message_size", {}).update(_summary(labels, total.value, messages))
         if name == DELAY_LATENCY:
             series.setdefault("rocketmq_delay_message_latency", {}).update(_summary(labels, *total))
+    if expected is not None:  # of a store that knows no topic and no group yet
+        for name in _FROM_THE_START:
+            series.setdefault(_COUNTED[name], {"": 0})
+        series.setdefault("rocketmq_delay_message_latency", dict(_summary("", 0, 0)))
     for (group, topic, queue_id), lost in snapshot.lost.items():
         name = "mqstore_lost_messages_total"
         labels = _labels(name, {"topic": topic, "consumer_group": group, "queue_id": str(queue_id)})
@@ -404,12 +437,10 @@ def _labels(series: str, labels: Mapping[str, str]) -> str:
     return f"{{{inside}}}" if inside else ""
 
 
-def _exposed(name: str, samples: _Series) -> str:
+def _exposed(name: str, samples: _Series, told: tuple[str, str] | None) -> str:
     if not _NAME.fullmatch(name):
         raise ValueError(f"{name!r} is no name of a series")
-    kind, text = _HELP.get(
-        name, ("counter" if name.endswith("_total") else "gauge", f"{name}, as the broker gives it.")
-    )
+    kind, text = told or ("counter" if name.endswith("_total") else "gauge", f"{name}, as the broker gives it.")
     numbers = ((labels, _number(samples[labels])) for labels in sorted(samples))
     lines = [f"{name}{labels} {number}\n" for labels, number in numbers if number is not None]
     return "".join((f"# HELP {name} {text}\n", f"# TYPE {name} {kind}\n", *lines)) if lines else ""

@@ -14,7 +14,7 @@ from mqstore.files.segments import SegmentRun
 from mqstore.layout.scan import gather, walk
 from mqstore.options import Retention, seconds
 
-__all__ = ["expired_before"]
+__all__ = ["disk_ratio", "expired_before"]
 
 
 def expired_before(run: SegmentRun, policy: Retention, end: int, now_ms: int, known: dict[int, int]) -> int:
@@ -47,11 +47,25 @@ def expired_before(run: SegmentRun, policy: Retention, end: int, now_ms: int, kn
 
 
 def _bytes_over(run: SegmentRun, ratio: float) -> int:
-    """How many bytes too many the file system holds, as `df` counts them."""
+    """How many bytes too many the file system holds."""
+    used, total = _disk_usage(run)
+    return max(0, used - int(total * ratio))
+
+
+def disk_ratio(run: SegmentRun) -> float:
+    """How full the file system is, from 0 to 1; 0 where there is no log, as in a store that was never written to."""
+    try:
+        used, total = _disk_usage(run)
+    except FileNotFoundError:
+        return 0.0
+    return used / total if total else 0.0
+
+
+def _disk_usage(run: SegmentRun) -> tuple[int, int]:
+    """(used, total) bytes of the file system, as `df` counts them."""
     usage = os.statvfs(run.directory)
     used = (usage.f_blocks - usage.f_bfree) * usage.f_frsize
-    total = used + usage.f_bavail * usage.f_frsize
-    return max(0, used - int(total * ratio))
+    return used, used + usage.f_bavail * usage.f_frsize
 
 
 def _newest_time(run: SegmentRun, start: int, known: dict[int, int]) -> int | None:

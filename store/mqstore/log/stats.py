@@ -18,12 +18,15 @@ class Histogram:
     (1024, 4)
     """
 
-    __slots__ = ("_counts",)
+    __slots__ = ("_counts", "longest_ns")
 
     def __init__(self) -> None:
         self._counts = [0] * _BUCKETS
+        self.longest_ns = 0
 
     def add(self, nanoseconds: int) -> None:
+        if nanoseconds > self.longest_ns:
+            self.longest_ns = nanoseconds
         bucket = nanoseconds.bit_length()
         self._counts[bucket if bucket < _BUCKETS else _BUCKETS - 1] += 1
 
@@ -54,6 +57,8 @@ class StoreStats:
     """Messages appended that have a number in a queue."""
     put_bytes: int
     """Bytes appended, BLANKs included."""
+    failed_puts: int
+    """Calls that raised: what they were given was refused, or could not be stored, or not be known to be on disk."""
     gets: int
     """Messages handed out."""
     get_bytes: int
@@ -61,7 +66,9 @@ class StoreStats:
     dispatched: int
     """Messages that got a unit."""
     put_latency_ns: dict[int, int] = field(repr=False)
-    """A sample of put durations: upper bound in nanoseconds -> count."""
+    """A sample of put durations, one of 64 in each queue: upper bound in nanoseconds -> count."""
+    put_longest_ns: int
+    """The longest of that sample."""
     flush_latency_ns: dict[int, int] = field(repr=False)
     """Durations of commitlog syncs, likewise."""
     dispatch_lag_bytes: int
@@ -77,6 +84,10 @@ class StoreStats:
     segments: int
     commitlog_bytes: int
     """Bytes of segment files."""
+    disk_ratio: float
+    """How full the file system of the log is, as `df` counts it."""
+    opened_ms: int
+    """When the store was opened; wall clock."""
     queues: int
     bad_records: int
     """Records that failed verification when they were to be handed out, and were passed over."""

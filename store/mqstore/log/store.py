@@ -56,7 +56,7 @@ from mqstore.log.queueends import note_ends
 from mqstore.log.recovery import Outcome, Parts, Progress, RecoverOptions, has_unlisted, recover
 from mqstore.log.report import Finding, RecoveryReport
 from mqstore.log.reput import Dispatcher
-from mqstore.log.retention import expired_before
+from mqstore.log.retention import disk_ratio, expired_before
 from mqstore.log.shard import Limits
 from mqstore.log.splice import Splicer, SpliceResult, Undone, undo, would_undo
 from mqstore.log.stats import StoreStats
@@ -249,6 +249,7 @@ class MessageStore(StoreWriter):
         self.retention_bound: Callable[[Retention], int] | None = None
         """What a broker above still needs: `clean` deletes nothing at or behind this physical offset."""
         self._first_put_position = 0
+        self._opened_ms = self.clock.now_ms()
         self._alarm_lock = threading.RLock()
         self._dispatcher_idle = False
         self._dispatcher_wake = threading.Event()
@@ -928,7 +929,9 @@ class MessageStore(StoreWriter):
             gets=self._gets,
             get_bytes=self._get_bytes,
             dispatched=self._dispatcher.dispatched,
+            failed_puts=self._failed_puts,
             put_latency_ns=self._put_latency.buckets(),
+            put_longest_ns=self._put_latency.longest_ns,
             flush_latency_ns=self._flush_latency.buckets(),
             dispatch_lag_bytes=max(0, self._log.end - self._dispatcher.position) if self.mode == "rw" else 0,
             flush_lag_bytes=max(0, self._log.end - self._commit.flushed) if self.mode == "rw" else 0,
@@ -937,6 +940,8 @@ class MessageStore(StoreWriter):
             max_offset=self.max_offset,
             segments=len(self._run.starts),
             commitlog_bytes=len(self._run.starts) * self._run.segment_bytes,
+            disk_ratio=disk_ratio(self._run),
+            opened_ms=self._opened_ms,
             queues=len(self._queues),
             bad_records=len(self._bad),
             inbox_spliced=self._inbox.spliced,

@@ -11,10 +11,12 @@ that is already doing it for all.
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
 from itertools import pairwise
-from typing import NamedTuple, TypedDict, Unpack, cast
+from typing import Concatenate, NamedTuple, ParamSpec, TypedDict, Unpack, cast
 
 from mqstore.errors import (
     ConfigError,
@@ -57,7 +59,7 @@ from mqstore.log.outgoing import (
 )
 from mqstore.log.reader import StoreReader
 from mqstore.log.stats import Histogram
-from mqstore.log.tip import Numbered, Tip
+from mqstore.log.tip import Numbered, QueueRef, Tip
 from mqstore.native import kernel
 from mqstore.options import Durability, StoreConfig, seconds
 
@@ -67,6 +69,7 @@ MAX_QUEUE_ID = 16_383
 _NOT_IN_BATCH = (DELAY, TRAN_MSG, INNER_NUM, INNER_BASE)
 """What makes a batch illegal (store-format 2.9, 10.6)."""
 _ORDINARY = Fields()
+_P = ParamSpec("_P")
 _INNER, _CRC = b"INNER_", CRC32.encode()
 """Beginnings of names that `_copied_tail` looks at."""
 
@@ -128,6 +131,22 @@ class Outlet:
         return None if store._flush_by_default else Way(store._log, self._queue, self._tail, self._max_body)
 
 
+def _counts_failures(
+    put: Callable[Concatenate[StoreWriter, _P], SendReceipts],
+) -> Callable[Concatenate[StoreWriter, _P], SendReceipts]:
+    """As `put` and `append` do by themselves, for batches, where one more call costs nothing."""
+
+    @wraps(put)
+    def counted(self: StoreWriter, /, *args: _P.args, **options: _P.kwargs) -> SendReceipts:
+        try:
+            return put(self, *args, **options)
+        except Exception:
+            self._failed_puts += 1
+            raise
+
+    return counted
+
+
 class StoreWriter(StoreReader):
     """The putting half of `MessageStore`."""
 
@@ -140,6 +159,10 @@ class StoreWriter(StoreReader):
     def _init_writer(self) -> None:
         self._put_latency = Histogram()
         self._flush_latency = Histogram()
+        self._put_times: dict[QueueRef, list[int]] = {}
+        """Nanoseconds and number of the puts that were sampled in a queue since somebody asked."""
+        self._put_times_lock = threading.Lock()
+        self._failed_puts = 0
         self._flush_by_default = self.durability == "flush"
         self._log.group = self._commit if self._flush_by_default else None
         self._flush_timeout_s = seconds(self.config.flush_timeout, "flush_timeout")
@@ -167,30 +190,47 @@ class StoreWriter(StoreReader):
         StoreClosedError; StoreBusyError to a signal handler that interrupted a put which is just writing.
         """
         try:
-            queue = self._putters[topic][queue_id]
-        except (KeyError, TypeError):
-            queue = None
-        if queue is None:  # not inside the except: its errors are no consequence of a look-up
-            queue = self._putter(topic, queue_id)
-        sample = not queue.next_offset & 63
-        if sample:
-            begin = time.perf_counter_ns()
-        if type(body) is not bytes:
-            body = flat_body(body)
-        if len(body) > self._max_body:
-            self._refuse_body(len(body))
-        if not options:
-            receipt = self._log.append(queue, body, queue.plain_tail)
-            waits = self._flush_by_default
-        else:
-            receipt, waits = self._put_with(queue, body, **options)
-        if waits:
-            self._wait_flushed(receipt[2] + receipt[3], receipt)
-        elif self._flush_by_default:
-            self._flush_soon()
-        if sample:
-            self._put_latency.add(time.perf_counter_ns() - begin)
-        return receipt
+            try:
+                queue = self._putters[topic][queue_id]
+            except (KeyError, TypeError):
+                queue = None
+            if queue is None:  # not inside the except: its errors are no consequence of a look-up
+                queue = self._putter(topic, queue_id)
+            sample = not queue.next_offset & 63
+            if sample:
+                begin = time.perf_counter_ns()
+            if type(body) is not bytes:
+                body = flat_body(body)
+            if len(body) > self._max_body:
+                self._refuse_body(len(body))
+            if not options:
+                receipt = self._log.append(queue, body, queue.plain_tail)
+                waits = self._flush_by_default
+            else:
+                receipt, waits = self._put_with(queue, body, **options)
+            if waits:
+                self._wait_flushed(receipt[2] + receipt[3], receipt)
+            elif self._flush_by_default:
+                self._flush_soon()
+            if sample:
+                self._note_put(queue, time.perf_counter_ns() - begin)
+            return receipt
+        except Exception:
+            self._failed_puts += 1
+            raise
+
+    def _note_put(self, queue: ConsumeQueue, took_ns: int) -> None:
+        self._put_latency.add(took_ns)
+        with self._put_times_lock:
+            times = self._put_times.setdefault(queue.ref, [0, 0])
+            times[0] += took_ns
+            times[1] += 1
+
+    def take_put_times(self) -> dict[QueueRef, list[int]]:
+        """What a sample of puts took since the last call: by queue [nanoseconds, puts]."""
+        with self._put_times_lock:
+            taken, self._put_times = self._put_times, {}
+        return taken
 
     def _put_with(
         self, queue: ConsumeQueue, body: bytes, durability: Durability | None = None, **options: Unpack[MessageOptions]
@@ -240,34 +280,46 @@ class StoreWriter(StoreReader):
         """Append a record with every field given: for copies that an engine makes (delay, retry, half messages) and for
         imports. `properties` may bear reserved names; compression and transaction bits of `sys_flag` are the caller's.
         What is `copied` was taken once, and may be larger than `max_message_size` is by now. Errors as of `put`."""
-        queue = self._queue_to_put(topic, queue_id)
-        body = flat_body(body)
-        if len(body) > self._max_body and not copied:
-            self._refuse_body(len(body))
-        host = None if born_host is None else encode_host(born_host)
-        fields: Fields | None = Fields(
-            flag, sys_flag, born_timestamp_ms, host, reconsume_times, prepared_transaction_offset
-        )
-        if fields == _ORDINARY:
-            fields = None  # the quick road, with its header made once a millisecond
-        else:
-            for name, value, bits in (
-                ("flag", flag, 32),
-                ("sys_flag", sys_flag, 32),
-                ("reconsume_times", reconsume_times, 32),
-                ("prepared_transaction_offset", prepared_transaction_offset, 64),
-                ("born_timestamp_ms", born_timestamp_ms or 0, 64),
-            ):
-                check_integer(value, bits, name)
-        waits = self._waits(durability)
-        properties = properties or {}
-        receipt = self._log.append(queue, body, self._checked_tail(queue, properties), fields, properties.get(UNIQ_KEY))
-        if waits:
-            self._wait_flushed(receipt.physical_offset + receipt.size, receipt)
-        elif self._flush_by_default:
-            self._flush_soon()
-        return receipt
+        try:
+            queue = self._queue_to_put(topic, queue_id)
+            sample = not queue.next_offset & 63
+            if sample:
+                begin = time.perf_counter_ns()
+            body = flat_body(body)
+            if len(body) > self._max_body and not copied:
+                self._refuse_body(len(body))
+            host = None if born_host is None else encode_host(born_host)
+            fields: Fields | None = Fields(
+                flag, sys_flag, born_timestamp_ms, host, reconsume_times, prepared_transaction_offset
+            )
+            if fields == _ORDINARY:
+                fields = None  # the quick road, with its header made once a millisecond
+            else:
+                for name, value, bits in (
+                    ("flag", flag, 32),
+                    ("sys_flag", sys_flag, 32),
+                    ("reconsume_times", reconsume_times, 32),
+                    ("prepared_transaction_offset", prepared_transaction_offset, 64),
+                    ("born_timestamp_ms", born_timestamp_ms or 0, 64),
+                ):
+                    check_integer(value, bits, name)
+            waits = self._waits(durability)
+            properties = properties or {}
+            receipt = self._log.append(
+                queue, body, self._checked_tail(queue, properties), fields, properties.get(UNIQ_KEY)
+            )
+            if waits:
+                self._wait_flushed(receipt.physical_offset + receipt.size, receipt)
+            elif self._flush_by_default:
+                self._flush_soon()
+            if sample:
+                self._note_put(queue, time.perf_counter_ns() - begin)
+            return receipt
+        except Exception:
+            self._failed_puts += 1
+            raise
 
+    @_counts_failures
     def put_many(
         self,
         topic: str,
@@ -303,6 +355,7 @@ class StoreWriter(StoreReader):
                 flags.append(flag)
         return self._put_flat(queue, flat, tails, flags, unique, waits, whole=False)
 
+    @_counts_failures
     def put_batch(
         self, topic: str, wire: bytes, queue_id: int = 0, *, durability: Durability | None = None
     ) -> SendReceipts:

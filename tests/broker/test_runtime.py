@@ -1,0 +1,337 @@
+"""The names of broker-semantics 13, each in the snapshot and in what is scraped, or with a reason in the docs."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mqstore.broker.broker import Broker
+from mqstore.clock import SimulatedClock
+from mqstore.errors import InvalidMessageError, StoreFullError
+from mqstore.log.store import MessageStore
+from mqstore.options import StoreConfig
+from tests.broker.test_broker import Bench
+from tests.faults import FaultyFileSystem
+
+DOCS = Path(__file__).parents[2] / "docs" / "statistics.md"
+
+# From the specification, by hand.
+COUNTERS = [
+    "TOPIC_PUT_NUMS",
+    "TOPIC_PUT_SIZE",
+    "TOPIC_PUT_LATENCY",
+    "GROUP_GET_NUMS",
+    "GROUP_GET_SIZE",
+    "GROUP_GET_LATENCY",
+    "QUEUE_PUT_NUMS",
+    "QUEUE_PUT_SIZE",
+    "QUEUE_GET_NUMS",
+    "QUEUE_GET_SIZE",
+    "GROUP_CK_NUMS",
+    "GROUP_ACK_NUMS",
+    "BROKER_CK_NUMS",
+    "BROKER_ACK_NUMS",
+    "SNDBCK_PUT_NUMS",
+    "SNDBCK2DLQ_TIMES",
+    "DLQ_PUT_NUMS",
+    "BROKER_PUT_NUMS",
+    "BROKER_GET_NUMS",
+    "BROKER_PUT_NUMS_WITHOUT_SYSTEM_TOPIC",
+    "BROKER_GET_NUMS_WITHOUT_SYSTEM_TOPIC",
+    "GROUP_GET_FALL_SIZE",
+    "GROUP_GET_FALL_TIME",
+]
+STORE = [
+    "putMessageTimesTotal",
+    "putMessageSizeTotal",
+    "putMessageAverageSize",
+    "putMessageFailedTimes",
+    "putMessageEntireTimeMax",
+    "putMessageDistributeTime",
+    "putLatency99",
+    "putLatency999",
+    "getMessageEntireTimeMax",
+    "putTps",
+    "getFoundTps",
+    "getMissTps",
+    "getTotalTps",
+    "getTransferredTps",
+    "dispatchMaxBuffer",
+    "bootTimestamp",
+]
+RUNTIME = [
+    "dispatchBehindBytes",
+    "remainHowManyDataToFlush",
+    "commitLogMaxOffset",
+    "commitLogMinOffset",
+    "commitLogDiskRatio",
+    "consumeQueueDiskRatio",
+    "earliestMessageTimeStamp",
+    "pageCacheLockTimeMills",
+    "scheduleMessageOffset_1",
+    "timerReadBehind",
+    "timerOffsetBehind",
+    "timerCongestNum",
+    "msgPutTotalToday",
+    "msgGetTotalToday",
+]
+SERIES = [
+    "messages_in_total",
+    "messages_out_total",
+    "throughput_in_total",
+    "throughput_out_total",
+    "message_size",
+    "consumer_lag_messages",
+    "consumer_lag_latency",
+    "consumer_inflight_messages",
+    "consumer_queueing_latency",
+    "consumer_ready_messages",
+    "send_to_dlq_messages_total",
+    "storage_size",
+    "storage_flush_behind_bytes",
+    "storage_dispatch_behind_bytes",
+    "storage_message_reserve_time",
+    "pop_revive_lag",
+    "pop_revive_latency",
+    "pop_checkpoint_buffer_size",
+    "half_messages",
+    "commit_messages_total",
+    "rollback_messages_total",
+    "timing_messages",
+    "delay_message_latency",
+]
+WITHOUT_MEANING = {"dispatchMaxBuffer", "pageCacheLockTimeMills"}
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path / "store")
+    bench.broker.topics.create("t", queues=1)
+    yield bench
+    bench.broker.close()
+
+
+@pytest.fixture
+def broker(bench: Bench) -> Broker:
+    return bench.broker
+
+
+@pytest.fixture(scope="module")
+def used(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
+    """A broker on which a little of everything has happened."""
+    bench = Bench(tmp_path_factory.mktemp("used") / "store")
+    broker = bench.broker
+    broker.topics.create("t", queues=1)
+    broker.put("t", b"late", delay_level=1)
+    for _ in range(4):
+        broker.put("t", b"x")
+    popped = broker.pop("g", "t", 2)
+    broker.ack("g", "t", [popped[0].receipt])
+    broker.dead_letter("g", "t", popped[1].receipt, "no")
+    broker.groups.create("q", retry_max_times=1)
+    first = broker.read("t", 0, 0, group="q").messages[0]
+    broker.send_back("q", first.physical_offset, delay=0)
+    [copy] = broker.read("%RETRY%q", 0, 0, group="q").messages
+    broker.send_back("q", copy.physical_offset)
+    bench.advance(10_000)
+    yield broker
+    broker.close()
+
+
+@pytest.mark.parametrize("name", COUNTERS)
+def test_each_counter_stands_in_the_snapshot_and_in_the_docs(used: Broker, name: str) -> None:
+    counters = used.stats().counters
+    assert name in {key[0] for key in (*counters.totals, *counters.latest)}
+    assert name in DOCS.read_text()
+
+
+@pytest.mark.parametrize("name", [*STORE, *RUNTIME])
+def test_each_name_stands_in_snapshot_and_text_or_has_a_reason_why_not(used: Broker, name: str) -> None:
+    text, docs = used.prometheus(), DOCS.read_text()
+    family = name.rstrip("1").rstrip("_")
+    assert f"`{family}" in docs
+    assert (name in used.stats().runtime) == (name not in WITHOUT_MEANING)
+    assert (f"\nmqstore_{family}" in text) == (name not in WITHOUT_MEANING)
+    assert (f"# TYPE mqstore_{family} " in text) == (name not in WITHOUT_MEANING)
+
+
+@pytest.mark.parametrize("name", SERIES)
+def test_each_series_is_scraped(used: Broker, name: str) -> None:
+    assert f"# TYPE rocketmq_{name} " in used.prometheus()
+
+
+# -- what stands at 0 from the start -----------------------------------------------------------------------------------
+
+
+def test_what_has_not_happened_yet_is_told_as_0_under_its_labels(broker: Broker) -> None:
+    """A series that begins with 1 has no increase: the first dead letter was in no alert."""
+    broker.start_of("g", "t", 0)
+    lines = broker.prometheus().splitlines()
+    topic = 'is_retry="false",is_system="false",topic="t"}'
+    assert f'rocketmq_send_to_dlq_messages_total{{consumer_group="g",{topic} 0' in lines
+    for name in ("commit_messages_total", "rollback_messages_total", "delay_message_latency_sum"):
+        assert f"rocketmq_{name}{{{topic} 0" in lines
+    assert not [line for line in lines if "%" in line and "commit" in line]
+
+
+def test_of_an_empty_store_they_are_told_without_labels(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "empty")
+    lines = bench.broker.prometheus().splitlines()
+    bench.broker.close()
+    for name in ("send_to_dlq", "commit", "rollback"):
+        assert f"rocketmq_{name}_messages_total 0" in lines
+    assert "rocketmq_delay_message_latency_count 0" in lines
+
+
+def test_the_kind_of_a_topic_is_a_label_of_what_comes_in(broker: Broker) -> None:
+    broker.topics.create("ordered", queues=1, message_type="FIFO")
+    broker.put("ordered", b"x", message_group="a")
+    broker.put("t", b"x", delay_level=1)
+    broker.put("t", b"x")
+    lines = broker.prometheus().splitlines()
+    for topic, kind, system in (
+        ("ordered", "fifo", "false"),
+        ("t", "unspecified", "false"),
+        ("SCHEDULE_TOPIC_XXXX", "delay", "true"),
+    ):
+        labels = f'is_retry="false",is_system="{system}",message_type="{kind}",topic="{topic}"'
+        assert f"rocketmq_messages_in_total{{{labels}}} 1" in lines
+        assert f"rocketmq_message_size_count{{{labels}}} 1" in lines
+
+
+# -- what the names mean -----------------------------------------------------------------------------------------------
+
+
+def test_puts_are_told_by_number_bytes_and_time(broker: Broker) -> None:
+    size = broker.put_many("t", [b"x" * 10] * 99)[0].size + broker.put("t", b"x" * 10).size
+    found = broker.stats().runtime
+    assert (found["putMessageTimesTotal"], found["putMessageSizeTotal"]) == (100, 50 * size)
+    assert found["putMessageAverageSize"] == size / 2
+    broker.put("u", b"x", queue_id=0)
+    found = broker.stats().runtime
+    times: Any = found["putMessageDistributeTime"]
+    assert sum(times.values()) == 1  # the first in its queue is of the sample; of a batch none is
+    assert 0 < found["putMessageEntireTimeMax"] <= found["putLatency99"] == found["putLatency999"]
+
+
+def test_puts_that_raise_are_counted(tmp_path: Path) -> None:
+    fs = FaultyFileSystem()
+    clock = SimulatedClock()
+    store = MessageStore(tmp_path / "s", config=StoreConfig(clock=clock, segment_bytes=1 << 16), fs=fs)
+    with Broker(store) as broker:
+        broker.topics.create("t", queues=1)
+        too_long = {"p": "x" * 40_000}
+        for put in (
+            lambda: broker.put("t", bytes(5 << 20)),
+            lambda: broker.put("t", b"x", properties=too_long),
+            lambda: broker.put("t", b"x", properties=too_long, message_group="a"),
+            lambda: broker.put_many("t", [bytes(5 << 20)]),
+        ):
+            with pytest.raises(InvalidMessageError):
+                put()
+        assert broker.stats().runtime["putMessageFailedTimes"] == 4
+        fs.fail("allocate", errno.ENOSPC)
+        while broker.stats().runtime["putMessageFailedTimes"] == 4:  # until the segment is full
+            with suppress(StoreFullError):
+                broker.put("t", bytes(6_000))
+        assert broker.stats().runtime["putMessageFailedTimes"] == 5
+        assert broker.stats().store.failed_puts == 5
+
+
+def test_how_long_puts_took_is_counted_by_queue(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_ns = iter(range(0, 10**15, 1_500_000))  # each look at the clock 1.5 ms after the last
+    monkeypatch.setattr("mqstore.log.writer.time.perf_counter_ns", lambda: next(now_ns))
+    broker.topics.create("u", queues=2)
+    for _ in range(65):
+        broker.put("u", b"x", queue_id=1)
+    broker.put("u", b"x", queue_id=0, message_group="a")
+    totals = broker.stats().counters.totals
+    assert totals["TOPIC_PUT_LATENCY", "1@u"] == (3, 2)  # one of 64
+    assert totals["TOPIC_PUT_LATENCY", "0@u"] == (1, 1)
+    broker.topics.create("v", queues=1)
+    broker.put("v", b"x", delay_level=1)
+    broker.put("u", b"x", queue_id=0)
+    assert broker.stats().counters.totals["TOPIC_PUT_LATENCY", "0@u"] == (1, 1)
+    assert broker.stats().runtime["putMessageEntireTimeMax"] == 1.5
+
+
+def test_rates_are_over_10_60_and_600_seconds(bench: Bench, broker: Broker) -> None:
+    assert broker.stats().runtime["putTps"] == (0.0, 0.0, 0.0)
+    broker.start_of("g", "t", 0)
+    for number in (100, 20, 0):
+        if number:
+            broker.put_many("t", [b"x"] * number)
+        bench.advance(10_000)
+    found = broker.stats().runtime
+    assert found["putTps"] == (0.0, 4.0, 4.0)
+    assert found["getFoundTps"] == found["getMissTps"] == (0.0, 0.0, 0.0)
+    broker.read("t", 0, 0, 10, group="g")
+    broker.pop("h", "t", 5)
+    for _ in range(3):
+        broker.read("t", 0, 120, group="g")
+    broker.topics.create("empty", queues=2)
+    broker.pop("h", "empty", 1)
+    bench.advance(10_000)
+    found = broker.stats().runtime
+    assert found["getFoundTps"][0] == 0.2
+    assert found["getTransferredTps"][0] == 1.5
+    assert found["getMissTps"][0] == 0.5  # a pop looks into both queues
+    assert found["getTotalTps"][0] == 0.7
+    assert found["getMessageEntireTimeMax"] > 0
+    for _ in range(70):
+        bench.advance(10_000)
+    assert broker.stats().runtime["putTps"] == (0.0, 0.0, 0.0)
+
+
+def test_today_begins_at_midnight(bench: Bench, broker: Broker) -> None:
+    def today() -> tuple[object, object]:
+        found = broker.stats().runtime
+        return found["msgPutTotalToday"], found["msgGetTotalToday"]
+
+    at = time.localtime(bench.clock.now_ms() / 1000)
+    left_s = 86_400 - (at.tm_hour * 3600 + at.tm_min * 60 + at.tm_sec)
+    broker.put_many("t", [b"x"] * 5)
+    broker.pop("g", "t", 2)
+    assert today() == (5, 2)
+    bench.clock.advance((left_s + 3700) * 1000)  # also where the clocks are changed that night
+    bench.advance(1)
+    assert today() == (0, 0)
+    broker.put("t", b"x")
+    assert today() == (1, 0)
+
+
+def test_the_log_is_told_by_its_ends_its_age_and_its_disk(bench: Bench, broker: Broker) -> None:
+    opened_ms = broker.stats().runtime["bootTimestamp"]
+    assert broker.stats().runtime["earliestMessageTimeStamp"] == -1
+    bench.clock.advance(5_000)
+    size = broker.put("t", b"x").size
+    found = broker.stats().runtime
+    assert (found["commitLogMinOffset"], found["commitLogMaxOffset"]) == (0, size)
+    assert found["earliestMessageTimeStamp"] == bench.clock.now_ms() == opened_ms + 5_000
+    assert 0 < found["commitLogDiskRatio"] == found["consumeQueueDiskRatio"] <= 1
+    assert found["remainHowManyDataToFlush"] == broker.stats().store.flush_lag_bytes > 0
+    assert found["dispatchBehindBytes"] == size
+
+
+def test_delay_levels_and_timer_are_told_by_how_far_they_are(bench: Bench, broker: Broker) -> None:
+    broker.put("t", b"x", delay_level=3)
+    broker.put("t", b"x", delay=100)
+    found = broker.stats().runtime
+    assert (found["timerCongestNum"], found["timerOffsetBehind"], found["timerReadBehind"]) == (1, 1, 0)
+    bench.advance(1_000)
+    found = broker.stats().runtime
+    assert found["scheduleMessageOffset_3"] == "0,1"
+    assert (found["timerCongestNum"], found["timerOffsetBehind"], found["timerReadBehind"]) == (1, 0, 0)
+    assert 'mqstore_scheduleMessageOffset{level="3",of="max"} 1' in broker.prometheus().splitlines()
+    bench.clock.advance(130_000)  # nobody keeps house
+    assert 29 <= int(str(broker.stats().runtime["timerReadBehind"])) <= 31
+    bench.settle()
+    found = broker.stats().runtime
+    assert (found["timerCongestNum"], found["timerReadBehind"]) == (0, 0)
+    assert found["scheduleMessageOffset_3"] == "1,1"
