@@ -36,7 +36,7 @@ from mqstore.broker.names import check_user_topic
 from mqstore.broker.offsets import OffsetTable
 from mqstore.broker.parts import Mechanism, Parts, Pin, delete_group, open_parts
 from mqstore.broker.pop import Delivery, PopService
-from mqstore.broker.reading import ReadResult, Reads
+from mqstore.broker.reading import Loss, ReadResult, Reads
 from mqstore.broker.retention import RetentionService
 from mqstore.broker.retry import Retries, RetryFields
 from mqstore.broker.road import SendOptions
@@ -467,6 +467,12 @@ class Broker:
     def dead_letter(self, group: str, topic: str, receipt: str, reason: str) -> None:
         """Move a delivery to the group's dead letters and settle it."""
         self._pop.dead_letter(group, topic, receipt, reason)
+
+    def take_losses(self, group: str) -> tuple[Loss, ...]:
+        """What the group, popping, has lost since somebody last asked: messages that retention took before they were
+        popped, or before they were settled. Each is told once, to whoever asks first; a consumer with an interceptor
+        for `on_offset_reset` asks by itself. `stats().counters.lost` is the sum. Who reads has it in the result."""
+        return self._reads.take_losses(group)
 
     def pending(self, group: str) -> list[Any]:
         """Deliveries of the group that are in flight."""

@@ -202,6 +202,8 @@ class PopTables(Desk):
         """A delivery's message is gone before it was settled: retention was told not to wait, or it is damaged."""
         topic, group, queue_id = state.key
         self.parts.statistics.lost(group, topic, queue_id, 1)
+        self.reads.note_loss(group, topic, queue_id, offset, offset + 1)
+        self.waiters.wake_one(topic, queue_id, group)  # nobody may come otherwise, to be told
         _log.error(
             "%s: message %d of %s/%d, popped by group %s and not acknowledged, can no longer be read",
             self.store.path,

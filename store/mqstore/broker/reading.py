@@ -24,6 +24,7 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from datetime import datetime
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -44,7 +45,7 @@ from mqstore.log.reader import Bound, GetResult
 if TYPE_CHECKING:
     from mqstore.broker.parts import Parts
 
-__all__ = ["Fetched", "ReadResult", "ReadStatus", "Reads", "Start"]
+__all__ = ["Fetched", "Loss", "ReadResult", "ReadStatus", "Reads", "Start"]
 
 _log = logging.getLogger("mqstore")
 
@@ -68,6 +69,8 @@ OnReset = Callable[[str, str, int, int], object]
 _HOT = (262_144, 32)
 _COLD = (65_536, 8)
 _RAM_PERCENT = 40
+_LOSSES_KEPT = 1_024
+"""Losses of a popping group that wait for somebody to ask; older ones were logged and counted."""
 
 
 class ReadResult(NamedTuple):
@@ -82,6 +85,16 @@ class ReadResult(NamedTuple):
     """Of the next message to come."""
     lost: int
     """Messages between the offset asked for and `min_offset` that retention, expiry or a purge took."""
+
+
+class Loss(NamedTuple):
+    """Messages that a popping group will never get."""
+
+    queue: QueueRef
+    old: int
+    """The first of them; where the group was, if it was beyond the end."""
+    new: int
+    """Where it goes on: behind the last of them, or at the end."""
 
 
 class Fetched:
@@ -121,6 +134,8 @@ class Reads:
         self._told_lock = threading.Lock()
         self._lost_to: dict[tuple[str, str, int], int] = {}
         """(group, topic, queue id) -> below which offset its losses are counted."""
+        self._losses: dict[str, deque[Loss]] = {}
+        """Of groups that pop, until they are asked for."""
 
     def read(
         self,
@@ -163,7 +178,9 @@ class Reads:
             else:
                 self.misses += 1
                 if result.next_offset != offset:
-                    self._tell(group, topic, queue_id, offset, result)
+                    moved_from = self._tell(group, topic, queue_id, offset, result)
+                    if moved_from is not None and not delivers:
+                        self.note_loss(group, topic, queue_id, moved_from, result.next_offset)
         self._offsets.note_pull(group, topic, queue_id, result.next_offset)
         return result
 
@@ -242,14 +259,16 @@ class Reads:
             total += size
         return found.messages, found.next_offset
 
-    def _tell(self, group: str, topic: str, queue_id: int, offset: int, result: ReadResult) -> None:
-        """Count what the group lost, each message once; log an offset that the queue never had (3.4, P13)."""
+    def _tell(self, group: str, topic: str, queue_id: int, offset: int, result: ReadResult) -> int | None:
+        """Count what the group lost, each message once; log an offset that the queue never had (3.4, P13). The first of
+        what is lost, or that offset; None: neither."""
         if result.lost:
             key = (group, topic, queue_id)
             with self._told_lock:  # several members may come with the same old offset
-                uncounted = result.min_offset - max(offset, 0, self._lost_to.get(key, 0))
+                first = max(offset, 0, self._lost_to.get(key, 0))
+                uncounted = result.min_offset - first
                 if uncounted <= 0:
-                    return
+                    return None
                 self._lost_to[key] = result.min_offset
             self._statistics.lost(group, topic, queue_id, uncounted)
             _log.warning(
@@ -261,7 +280,8 @@ class Reads:
                 offset,
                 result.min_offset,
             )
-        elif offset > result.max_offset:
+            return first
+        if offset > result.max_offset:
             _log.error(
                 "group %s is at %d of %s/%d, which ends at %d: it goes on from there",
                 group,
@@ -270,6 +290,25 @@ class Reads:
                 queue_id,
                 result.max_offset,
             )
+            return offset
+        return None
+
+    def note_loss(self, group: str, topic: str, queue_id: int, old: int, new: int) -> None:
+        """Keep for `take_losses`: a pop has no result to say it in, and calls nobody under its locks."""
+        queue = QueueRef(topic, queue_id)
+        with self._told_lock:
+            losses = self._losses.setdefault(group, deque(maxlen=_LOSSES_KEPT))
+            # Of what was in flight each message is missed by itself.
+            if losses and losses[-1].queue == queue and losses[-1].new == old < new:
+                old = losses.pop().old
+            losses.append(Loss(queue, old, new))
+
+    def take_losses(self, group: str) -> tuple[Loss, ...]:
+        """What the group lost by popping since the last call."""
+        if group not in self._losses:
+            return ()
+        with self._told_lock:
+            return tuple(self._losses.pop(group, ()))
 
     # -- bounds -----------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from mqstore.errors import ConfigError
@@ -59,7 +60,9 @@ class Interceptor:
         """These queues are consumed here no longer."""
 
     def on_offset_reset(self, queue: QueueRef, old: int, new: int) -> None:
-        """Offset `old` does not exist (any more): it goes on at `new`."""
+        """Offset `old` does not exist (any more): it goes on at `new`. Between them lies what the group has lost, if
+        `new` is behind `old`. Where queues belong to nobody (`SimpleConsumer`, mode "pop") one member of the group is
+        told of each loss, when it next looks for messages, and of no `Broker.reset`."""
 
     def on_timeout(self, message: Message, stack: str) -> None:
         """A handler has had a message for longer than `consume_timeout`; where it is now."""
@@ -102,6 +105,10 @@ class Interceptors:
                 hook(*arguments)
             except Exception:
                 _log.exception("an interceptor's %s failed", getattr(hook, "__qualname__", hook))
+
+    def loss_teller(self) -> Callable[[QueueRef, int, int], None] | None:
+        """What tells `on_offset_reset`; None where nobody listens, and the news is left to other members."""
+        return partial(self.tell, self.on_offset_reset) if self.on_offset_reset else None
 
     def sending(self, message: OutgoingMessage) -> OutgoingMessage:
         """What is to be sent in place of `message`. Raises what a hook raises."""

@@ -137,7 +137,15 @@ class PopEngine:
         self._limits = limits
         self._timeout_ms = consume_timeout_ms
         self._clock = broker.store.clock
-        self._source = PopSource(broker, group, client_id, ordered=ordered, start=start, skip_acked=parallel_groups)
+        self._source = PopSource(
+            broker,
+            group,
+            client_id,
+            ordered=ordered,
+            start=start,
+            skip_acked=parallel_groups,
+            on_loss=handling.hooks.loss_teller(),
+        )
         self._subscriptions: Mapping[str, Subscription] = {}
         self._others = len(workers.all) - 1
         self._pace_ms = _WORTH_MS

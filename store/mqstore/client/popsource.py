@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import random
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from mqstore.broker.broker import Broker, Start
 from mqstore.broker.filters import Filter
@@ -24,6 +24,7 @@ from mqstore.client.progress import check_start
 from mqstore.client.waits import Waits
 from mqstore.client.wanted import Wanted
 from mqstore.errors import ConfigError, GroupInUseError, MQStoreError, StoreClosedError, TopicNotFoundError
+from mqstore.log.commitlog import QueueRef
 
 __all__ = ["PopSource"]
 
@@ -54,9 +55,11 @@ class PopSource:
         ordered: bool = False,
         start: Start = "earliest",
         skip_acked: bool = False,
+        on_loss: Callable[[QueueRef, int, int], object] | None = None,
     ) -> None:
         """`start`: where the group begins in a topic in which it never was; ConfigError for what is none. `skip_acked`:
-        as in `Broker.pop`."""
+        as in `Broker.pop`. `on_loss`: who looks tells it of each loss of the group that nobody was told of (queue,
+        first lost, where it goes on); must not raise."""
         check_start(start)
         self.waits = Waits(broker, group, order=ordered)
         """Of those who found nothing. Rung when topics come, when what is wanted changes, and at the end."""
@@ -69,6 +72,7 @@ class PopSource:
         self._mode = Mode("pop", ordered, by_group=skip_acked)
         self._start = start
         self._skip_acked = skip_acked
+        self._on_loss = on_loss
         self._lock = threading.Lock()
         """Of what is wanted, of membership, and of whose turn it is."""
         self._topics: Topics = []
@@ -211,6 +215,9 @@ class PopSource:
                 self.waits.pass_on(turn)
             self.give_back(found)
             raise
+        if self._on_loss is not None:
+            for loss in self._broker.take_losses(self._group):
+                self._on_loss(*loss)
         if failure is not None and not found:
             raise failure
         return found

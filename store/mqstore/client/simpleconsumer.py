@@ -118,7 +118,9 @@ class SimpleConsumer:
         if topics is not None and not isinstance(topics, Mapping):
             raise ConfigError(f"topics is a mapping of names to tags, {{'orders': '*'}}, not {topics!r:.80}")
         subscriptions = {topic: wanted(broker, topic, tags) for topic, tags in (topics or {}).items()}
-        self._source = PopSource(broker, group, self.client_id, ordered=ordered, start=start)
+        self._source = PopSource(
+            broker, group, self.client_id, ordered=ordered, start=start, on_loss=self._hooks.loss_teller()
+        )
         try:
             self._source.check_mode()
             self._prepare_group(retry)

@@ -1,0 +1,177 @@
+"""What a group that pops loses to retention its consumers are told, each loss once (broker-semantics 3.4, P13)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mqstore import Interceptor, QueueRef, Retention, SimulatedClock, StoreConfig, aio
+from tests.client.popsupport import Bench, advance
+from tests.client.test_pop_push import BOTH, Push
+
+Told = list[tuple[QueueRef, int, int]]
+Q = QueueRef("t", 0)
+POLICY: dict[str, Any] = {"segment_bytes": 4096, "retention": Retention(age=60, unconsumed="drop")}
+
+
+class Witness(Interceptor):
+    def __init__(self) -> None:
+        self.told: Told = []
+
+    def on_offset_reset(self, queue: QueueRef, old: int, new: int) -> None:
+        self.told.append((queue, old, new))
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path / "store", **POLICY)
+    bench.store.create_topic("t", queues=1)
+    yield bench
+    bench.store.close()
+
+
+def put_and_lose(bench: Bench) -> int:
+    """100 messages, of which retention takes all but those of the last segment; the first that is left."""
+    bench.store.put_many("t", [bytes(100)] * 100)
+    for _ in range(3):
+        bench.advance(30)
+    return bench.broker.min_offset("t", 0)
+
+
+def stats_lost(bench: Bench, group: str = "g") -> int:
+    return sum(lost for (name, *_), lost in bench.broker.stats().counters.lost.items() if name == group)
+
+
+@BOTH
+def test_a_simple_consumer_is_told_what_its_group_lost(bench: Bench, ordered: bool) -> None:
+    """It stood in `stats()` and in the log alone: consumers by queue were told, those by pop were not."""
+    witness = Witness()
+    consumer = bench.consumer(ordered=ordered, interceptors=[witness])
+    first = put_and_lose(bench)
+    [delivery] = consumer.receive(wait=0)
+    delivery.ack()
+    assert delivery.message.offset == first > 0
+    assert witness.told == [(Q, 0, first)]
+    assert stats_lost(bench) == first
+    consumer.receive(5, wait=0)
+    assert witness.told == [(Q, 0, first)]
+    consumer.close()
+
+
+@BOTH
+def test_a_push_consumer_is_told_what_its_group_lost(bench: Bench, ordered: bool) -> None:
+    witness = Witness()
+    push = Push(bench, ordered=ordered, interceptors=[witness])
+    push.go()
+    push.consumer.pause()
+    first = put_and_lose(bench)
+    assert witness.told == []
+    push.consumer.resume()
+    push.go()
+    assert len(push.seen) == 100 - first < 100
+    assert witness.told == [(Q, 0, first)]
+    push.consumer.stop()
+
+
+def test_a_consumer_with_coroutines_is_told(tmp_path: Path) -> None:
+    witness, clock = Witness(), SimulatedClock()
+
+    async def test() -> int:
+        config = StoreConfig(clock=clock, **POLICY)
+        async with aio.open(tmp_path / "s", config=config) as store:
+            await store.create_topic("t", queues=1)
+            async with store.simple_consumer("g", {"t": "*"}, interceptors=[witness]) as consumer:
+                await store.put_many("t", [bytes(100)] * 100)
+                for _ in range(3):
+                    await asyncio.to_thread(advance, store.sync.broker, clock, 30_000)
+                [delivery] = await consumer.receive(wait=0)
+                return delivery.message.offset
+
+    first = asyncio.run(test())
+    assert witness.told == [(Q, 0, first)]
+
+
+def test_of_several_members_one_is_told(bench: Bench) -> None:
+    witness = Witness()
+    deaf = bench.consumer()
+    members = [bench.consumer(interceptors=[witness]) for _ in range(2)]
+    first = put_and_lose(bench)
+    for member in (deaf, *members):
+        member.receive(wait=0)
+    assert witness.told == [(Q, 0, first)]
+    for member in (deaf, *members):
+        member.close()
+
+
+def test_each_loss_is_told_by_itself(bench: Bench) -> None:
+    witness = Witness()
+    consumer = bench.consumer(interceptors=[witness])
+    first = put_and_lose(bench)
+    while found := consumer.receive(32, wait=0):
+        for each in found:
+            each.ack()
+    second = put_and_lose(bench)
+    consumer.receive(wait=0)
+    assert second > 100
+    assert witness.told == [(Q, 0, first), (Q, 100, second)]
+    assert stats_lost(bench) == first + second - 100
+    consumer.close()
+
+
+def test_what_was_popped_and_is_gone_before_it_comes_again_is_told(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Retention keeps what is in flight; damage may take it all the same, and one who waits for messages is woken."""
+    witness = Witness()
+    consumer = bench.consumer(interceptors=[witness], visibility=1)
+    bench.put(*[b"x"] * 5)
+    assert len(consumer.receive(5, wait=0)) == 5
+    tables = bench.broker._pop._tables
+    monkeypatch.setattr(tables, "message", lambda key, offset: None)
+    monkeypatch.setattr(bench.broker._pop._standard, "_messages", lambda key, offsets: [None] * len(offsets))
+    called: list[bool] = []
+    consumer.when_ready(lambda: called.append(True))
+    bench.advance(2)
+    assert called
+    consumer.receive(wait=0)
+    assert witness.told == [(Q, 0, 5)]
+    assert stats_lost(bench) == 5
+    consumer.close()
+
+
+def test_an_offset_beyond_the_end_is_told(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    bench.broker.groups.create("g")
+    bench.put(b"a")
+    bench.broker.offsets.commit("g", "t", 0, 99)
+    witness = Witness()
+    consumer = bench.consumer(interceptors=[witness])
+    with caplog.at_level(logging.ERROR, "mqstore"):
+        assert consumer.receive(wait=0) == []
+    assert witness.told == [(Q, 99, 1)]
+    consumer.close()
+
+
+def test_who_pops_without_a_consumer_asks(bench: Bench) -> None:
+    bench.broker.start_of("g", "t", 0)
+    bench.broker.start_of("reads", "t", 0)
+    first = put_and_lose(bench)
+    assert bench.broker.take_losses("g") == ()
+    bench.broker.pop("g", "t")
+    [loss] = bench.broker.take_losses("g")
+    assert (loss.queue, loss.old, loss.new) == (Q, 0, first)
+    assert bench.broker.take_losses("g") == ()
+    bench.broker.read("t", 0, 0, group="reads")  # is told in the result
+    assert bench.broker.take_losses("reads") == ()
+
+
+def test_what_nobody_asks_for_does_not_pile_up(bench: Bench) -> None:
+    for i in range(0, 6000, 2):
+        bench.broker._reads.note_loss("g", "t", 0, i, i + 1)
+    found = bench.broker.take_losses("g")
+    assert len(found) == 1024
+    assert (found[-1].old, found[-1].new) == (5998, 5999)
