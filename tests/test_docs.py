@@ -48,6 +48,18 @@ def test_the_examples_of_a_page_run_one_after_the_other_in_one_directory_and_onc
             _type(code, f"{page.name}-{number}{again}")
 
 
+MECHANISMS = (
+    *("any-delay", "delay-levels", "filters", "offsets", "ordered-pop", "pop", "queue-locks", "reading", "retention"),
+    *("retry-and-dead-letters", "topics-and-groups", "transactions"),
+)
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_the_page_of_a_mechanism_says_what_is_guaranteed(name: str) -> None:
+    text = (ROOT / "docs" / f"{name}.md").read_text()
+    assert re.search(r"^## Guarantees( and limits)?\n\n- ", text, re.M)
+
+
 def test_a_clock_that_is_moved_never_gets_the_directory_of_the_other_examples() -> None:
     assert [code for page in PAGES for code in _examples(page) if "SimulatedClock(" in code and '"mq"' in code] == []
 
