@@ -4,7 +4,7 @@
     timer       timercheck, timer log, timer topic                         5
     in flight   consumerOrderInfo.json, pop log, consumerOffset.json       8.10, 9
     halves      half topic, op topic                                       11
-    lag         offsets beside the ends of queues                          2.6, 13
+    lag         offsets and pop log beside the ends of queues              2.6, 13
     pins        all of these: whose record keeps the front of the log      2.6
 
 What a running broker knows and has not written yet is not seen: commits of the last seconds, mostly. What is shown was
