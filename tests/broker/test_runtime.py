@@ -189,6 +189,19 @@ def test_of_an_empty_store_they_are_told_without_labels(tmp_path: Path) -> None:
     assert "rocketmq_delay_message_latency_count 0" in lines
 
 
+def test_of_very_many_topics_only_those_that_are_consumed_are_told_as_0(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scrape is not to grow by three lines for each of a hundred thousand idle topics."""
+    monkeypatch.setattr("mqstore.broker.metrics._ALL_TOPICS", 2)
+    for name in ("idle", "consumed"):
+        broker.topics.create(name, queues=1)
+    broker.start_of("g", "consumed", 0)
+    text = broker.prometheus()
+    assert 'topic="consumed"} 0' in text
+    assert "idle" not in text
+
+
 def test_the_kind_of_a_topic_is_a_label_of_what_comes_in(broker: Broker) -> None:
     broker.topics.create("ordered", queues=1, message_type="FIFO")
     broker.put("ordered", b"x", message_group="a")

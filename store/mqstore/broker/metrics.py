@@ -48,6 +48,8 @@ _log = logging.getLogger("mqstore")
 
 _PAGE_UNITS = 65_536
 _NS_A_MS = 1_000_000
+_ALL_TOPICS = 1_000
+"""With more topics than that, those that no group consumes have no zeros in each scrape."""
 
 _Item = tuple[str, str, int, int]
 """Name, key, value, times."""
@@ -235,12 +237,16 @@ class Metrics:
 
     def _expected(self) -> Iterator[CounterKey]:
         """Counters that stand at 0 until something happens: of topics of users, and of the groups that came there."""
-        for topic in self._topics.names():
-            if not (is_retry_topic(topic) or is_dlq_topic(topic)):
-                yield names.COMMIT_NUMS, topic
-                yield names.ROLLBACK_NUMS, topic
-                yield names.DELAY_LATENCY, topic
-        for group, topic, _ in self._offsets.of_all():
+        topics = [name for name in self._topics.names() if not (is_retry_topic(name) or is_dlq_topic(name))]
+        pairs = [(topic, group) for group, topic, _ in self._offsets.of_all()]
+        if len(topics) > _ALL_TOPICS:
+            consumed = {topic for topic, _ in pairs}
+            topics = [topic for topic in topics if topic in consumed]
+        for topic in topics:
+            yield names.COMMIT_NUMS, topic
+            yield names.ROLLBACK_NUMS, topic
+            yield names.DELAY_LATENCY, topic
+        for topic, group in pairs:
             if not (is_retry_topic(topic) or is_dlq_topic(topic) or is_system_topic(topic)):
                 yield names.DLQ_PUT_NUMS, f"{topic}@{group}"
 
