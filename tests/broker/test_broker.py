@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from mqstore.errors import (
     TopicNotFoundError,
 )
 from mqstore.log.commitlog import QueueRef
-from mqstore.options import Retention
+from mqstore.options import Durability, Retention
 from tests.faults import FaultyFileSystem
 from tests.holding import new_threads
 from tests.log.support import Unsynced, open_store
@@ -391,6 +392,52 @@ def test_a_mechanism_that_fails_shows_and_goes_on_when_the_cause_is_gone(tmp_pat
 
     assert broker.stats().errors == {}
     broker.close()
+
+
+def settling_calls(broker: Broker) -> dict[str, Callable[..., object]]:
+    """Each call that says what became of a delivery, with one of its own; to be given a durability or none."""
+    for n in range(7):
+        broker.put("t", b"%d" % n)
+    receipts = [each.receipt for each in broker.pop("g", "t", 6, durability="append")]
+    [last] = broker.read("t", 0, 6).messages
+    broker.store.flush()
+    return {
+        "ack": partial(broker.ack, "g", "t", receipts[:1]),
+        "change_invisible": partial(broker.change_invisible, "g", "t", receipts[1], 600),
+        "renew": partial(broker.renew, "g", "t", receipts[2], 600),
+        "nack": partial(broker.nack, "g", "t", receipts[3]),
+        "release": partial(broker.release, "g", "t", receipts[4:5]),
+        "dead_letter": partial(broker.dead_letter, "g", "t", receipts[5], "x"),
+        "send_back": partial(broker.send_back, "g", last.physical_offset),
+        "send_back, to the dead letters": partial(broker.send_back, "g", last.physical_offset, delay_level=-1),
+    }
+
+
+@pytest.mark.parametrize(("of_store", "of_call"), [("flush", None), ("append", "flush"), ("flush", "append")])
+def test_what_became_of_a_delivery_is_as_durable_as_a_put(
+    tmp_path: Path, of_store: Durability, of_call: Durability | None
+) -> None:
+    """`ack` waited for the disk, where the store or the call says so; the others never did, and could not be told to.
+    A power cut then took what they had promised: a delivery that was kept for an hour came at once, what was nacked
+    for two hours with it, and a dead letter was a message again."""
+    store = open_store(tmp_path / "store", durability=of_store, clock=SimulatedClock(), segment_bytes=1 << 16)
+    with Broker(store) as broker:
+        broker.topics.create("t", queues=1)
+        behind = {}
+        for name, call in settling_calls(broker).items():
+            call(**({} if of_call is None else {"durability": of_call}))
+            behind[name] = broker.store.stats().flush_lag_bytes > 0
+            broker.store.flush()
+        assert behind == dict.fromkeys(behind, of_call == "append")
+
+
+def test_a_durability_that_there_is_not_changes_nothing(bench: Bench) -> None:
+    bench.broker.topics.create("t", queues=1)
+    for name, call in settling_calls(bench.broker).items():
+        end = bench.broker.store.max_offset
+        with pytest.raises(ConfigError, match="durability"):
+            call(durability="soon")
+        assert bench.broker.store.max_offset == end, name
 
 
 def test_puts_that_do_not_wait_say_when_they_are_on_disk(tmp_path: Path) -> None:

@@ -177,10 +177,10 @@ def test_what_is_settled_while_others_are_renewed_is_not_lost(held: Held, monkey
     delivery = held.take("a")
     renew = held.bench.broker.renew
 
-    def late(*arguments: Any) -> str:
+    def late(*arguments: Any, **options: Any) -> str:
         held.bench.broker.ack("g", "t", [delivery.receipt])
         held.renewer.remove("a")
-        return renew(*arguments)
+        return renew(*arguments, **options)
 
     monkeypatch.setattr(held.bench.broker, "renew", late)
     held.pass_time(41)

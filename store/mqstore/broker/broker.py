@@ -448,25 +448,39 @@ class Broker:
         InvalidReceiptError for what is no receipt of this group and topic."""
         self._pop.ack(group, topic, receipts, durability)
 
-    def change_invisible(self, group: str, topic: str, receipt: str, invisible: Duration) -> str:
+    def change_invisible(
+        self, group: str, topic: str, receipt: str, invisible: Duration, *, durability: Durability | None = None
+    ) -> str:
         """Make a delivery visible again in `invisible` seconds from now; the receipt that replaces the given one."""
-        return self._pop.change_invisible(group, topic, receipt, _ms(invisible, "invisible"))
+        return self._pop.change_invisible(group, topic, receipt, _ms(invisible, "invisible"), durability)
 
-    def renew(self, group: str, topic: str, receipt: str, invisible: Duration) -> str:
+    def renew(
+        self, group: str, topic: str, receipt: str, invisible: Duration, *, durability: Durability | None = None
+    ) -> str:
         """As `change_invisible`, for a delivery still being worked on: the receipt stays good, and is returned."""
-        return self._pop.renew(group, topic, receipt, _ms(invisible, "invisible"))
+        return self._pop.renew(group, topic, receipt, _ms(invisible, "invisible"), durability)
 
-    def nack(self, group: str, topic: str, receipt: str, delay: Duration | None = None) -> str | None:
+    def nack(
+        self,
+        group: str,
+        topic: str,
+        receipt: str,
+        delay: Duration | None = None,
+        *,
+        durability: Durability | None = None,
+    ) -> str | None:
         """Give a delivery back as failed: it comes again after `delay`, None: by the group's retry policy."""
-        return self._pop.nack(group, topic, receipt, None if delay is None else _ms(delay, "delay"))
+        return self._pop.nack(group, topic, receipt, None if delay is None else _ms(delay, "delay"), durability)
 
-    def release(self, group: str, topic: str, receipts: Sequence[str]) -> None:
+    def release(self, group: str, topic: str, receipts: Sequence[str], *, durability: Durability | None = None) -> None:
         """Give deliveries back unseen: they come again at once, the attempt not counted."""
-        self._pop.release(group, topic, receipts)
+        self._pop.release(group, topic, receipts, durability)
 
-    def dead_letter(self, group: str, topic: str, receipt: str, reason: str) -> None:
+    def dead_letter(
+        self, group: str, topic: str, receipt: str, reason: str, *, durability: Durability | None = None
+    ) -> None:
         """Move a delivery to the group's dead letters and settle it."""
-        self._pop.dead_letter(group, topic, receipt, reason)
+        self._pop.dead_letter(group, topic, receipt, reason, durability)
 
     def take_losses(self, group: str) -> tuple[Loss, ...]:
         """What the group, popping, has lost since somebody last asked: messages that retention took before they were
@@ -489,6 +503,7 @@ class Broker:
         delay: Duration | None = None,
         max_reconsume: int | None = None,
         reason: str | None = None,
+        durability: Durability | None = None,
     ) -> SendReceipt:
         """Have a message that failed come again, to this group alone: after `delay`, by level, or (level 0) by the
         group's policy; to its dead letters when its attempts are used up, or `delay_level` is negative."""
@@ -499,6 +514,7 @@ class Broker:
             delay_ms=None if delay is None else _ms(delay, "delay"),
             max_reconsume=max_reconsume,
             reason=reason,
+            durability=durability,
         )
 
     def dead_letters(self, group: str) -> DeadLetters:

@@ -380,34 +380,59 @@ class PopService:
         if late:
             raise expired(late)
 
-    def release(self, group: str, topic: str, receipts: Sequence[str] | str) -> None:
-        """Give deliveries back unseen: popped again before anything new, the attempt not counted. Errors as `ack`."""
+    def release(
+        self, group: str, topic: str, receipts: Sequence[str] | str, durability: Durability | None = None
+    ) -> None:
+        """Give deliveries back unseen: popped again before anything new, the attempt not counted. Durability and errors
+        as of `ack`, here and in the calls below."""
+        waits = self._waits(durability)
         late = self._each_queue(group, topic, receipts, self._standard.give_back, self._fifo.give_back)
+        if waits:
+            self._store.flush()
         if late:
             raise expired(late)
 
-    def change_invisible(self, group: str, topic: str, receipt: str, invisible_ms: int) -> str:
+    def change_invisible(
+        self, group: str, topic: str, receipt: str, invisible_ms: int, durability: Durability | None = None
+    ) -> str:
         """Let a delivery become visible in `invisible_ms` (0 to 12 h) from now; the receipt that takes the place of the
         given one. Errors as `ack`, and ConfigError for the time."""
-        return self._change(group, topic, receipt, invisible_ms, renew=False)
+        return self._change(group, topic, receipt, invisible_ms, durability, renew=False)
 
-    def renew(self, group: str, topic: str, receipt: str, invisible_ms: int) -> str:
+    def renew(
+        self, group: str, topic: str, receipt: str, invisible_ms: int, durability: Durability | None = None
+    ) -> str:
         """As `change_invisible`, but the given receipt stays good, and is what is returned (grpc-server 6.4)."""
-        return self._change(group, topic, receipt, invisible_ms, renew=True)
+        return self._change(group, topic, receipt, invisible_ms, durability, renew=True)
 
-    def _change(self, group: str, topic: str, receipt: str, invisible_ms: int, *, renew: bool) -> str:
+    def _change(
+        self, group: str, topic: str, receipt: str, invisible_ms: int, durability: Durability | None, *, renew: bool
+    ) -> str:
+        waits = self._waits(durability)
         _check_delay(invisible_ms)
         claim = claim_of(receipt)
         state = self._state_of(group, topic, claim)
         with state.lock:
-            return self._kind(claim).change(state, claim, invisible_ms, renew=renew)
+            changed = self._kind(claim).change(state, claim, invisible_ms, renew=renew)
+        if waits:
+            self._store.flush()
+        return changed
 
-    def nack(self, group: str, topic: str, receipt: str, delay_ms: int | None = None) -> str | None:
+    def nack(
+        self, group: str, topic: str, receipt: str, delay_ms: int | None = None, durability: Durability | None = None
+    ) -> str | None:
         """Give a delivery back as failed: its message comes again in `delay_ms`, None: as the group's policy says for
         this attempt. The last attempt ends as a dead letter, and None is returned; else the receipt that takes the
         place of the given one. Errors as `ack`, and ConfigError for the time."""
+        waits = self._waits(durability)
         if delay_ms is not None:
             _check_delay(delay_ms)
+        failed = self._fail(group, topic, receipt, delay_ms)
+        if waits:
+            self._store.flush()
+        return failed
+
+    def _fail(self, group: str, topic: str, receipt: str, delay_ms: int | None) -> str | None:
         claim = claim_of(receipt)
         state = self._state_of(group, topic, claim)
         config = self._parts.groups.need(group)
@@ -420,13 +445,18 @@ class PopService:
             delay_ms = min(config.delay_ms(attempt), _MAX_INVISIBLE_MS) if delay_ms is None else delay_ms
             return kind.change(state, claim, delay_ms, failed=True)
 
-    def dead_letter(self, group: str, topic: str, receipt: str, reason: str) -> None:
+    def dead_letter(
+        self, group: str, topic: str, receipt: str, reason: str, durability: Durability | None = None
+    ) -> None:
         """Move a delivery's message to the group's dead letters and settle it. Errors as `ack`; settled before:
         ReceiptExpiredError."""
+        waits = self._waits(durability)
         claim = claim_of(receipt)
         state = self._state_of(group, topic, claim)
         with state.lock:
             self._kind(claim).bury(state, claim, reason)
+        if waits:
+            self._store.flush()
 
     def _kind(self, claim: Claim) -> StandardQueues | FifoQueues:
         return self._fifo if claim.fifo else self._standard
@@ -487,11 +517,11 @@ class PopService:
                 )
         return state
 
-    @staticmethod
-    def _waits(durability: Durability) -> bool:
-        if durability not in ("append", "flush"):
+    def _waits(self, durability: Durability | None) -> bool:
+        """Whether a call is to wait for the disk, once it has let go of its locks; None: as the store does."""
+        if durability not in (None, "append", "flush"):
             raise ConfigError(f"durability must be 'append' or 'flush', not {durability!r}")
-        return durability == "flush"
+        return durability == "flush" or (durability is None and self._flush_by_default)
 
     # -- what is in flight ------------------------------------------------------------------------------------------
 

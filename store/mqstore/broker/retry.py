@@ -13,8 +13,9 @@
     DLQ_ORIGIN_*           the dead letter          where replay sends it
 
 The copy is in the log before the caller settles the original: a crash between the two makes a second copy, it never
-takes the only one. No copy waits for the disk either: whatever settles the original is written behind it, or flushes
-the log first. Not idempotent, for the same reason.
+takes the only one. Nor does a power cut: whatever settles the original is written behind the copy, or flushes the log
+first. So only `send_back` waits for the disk, as a put does, since to its caller the copy is all there is. Not
+idempotent, for the same reason.
 
 Knows nothing of consumers, and of the delay services only the properties that lead there (4.2, 5.2).
 """
@@ -121,12 +122,14 @@ class Retries:
         delay_ms: int | None = None,
         max_reconsume: int | None = None,
         reason: str | None = None,
+        durability: Durability | None = None,
     ) -> SendReceipt:
         """Give back the message at `physical_offset` (bytes), which `group` failed to consume (6.1).
 
         `delay_level` 0: by the group's policy; > 0: that level; < 0: dead-letter now. `delay_ms` stands in for a level.
-        `max_reconsume` replaces the group's limit, 0 is legal. `reason` is what a dead letter is labelled with. The
-        receipt is that of the copy as stored, a delayed one's in the topic where it waits.
+        `max_reconsume` replaces the group's limit, 0 is legal. `reason` is what a dead letter is labelled with.
+        `durability` is that of the copy, as of any put. The receipt is that of the copy as stored, a delayed one's in
+        the topic where it waits.
 
         Raises, nothing written: ConfigError, GroupNotFoundError, NotPermittedError (the topic is not writable),
         LookupError (no readable message there); and whatever a put does.
@@ -138,7 +141,7 @@ class Retries:
         limit = config.retry_max_times if max_reconsume is None else max_reconsume
         times = message.reconsume_times
         if delay_level < 0 or times >= limit or config.retry_queues <= 0:
-            receipt = self.dead_letter(message, group, reason or _why(delay_level, times, limit))
+            receipt = self.dead_letter(message, group, reason or _why(delay_level, times, limit), durability=durability)
             parts.statistics.add(SNDBCK2DLQ_TIMES, _key(message, group))
             return receipt
         topic = retry_topic(group)
@@ -151,11 +154,11 @@ class Retries:
         try:
             parts.offsets.begin(group, topic, queue_id)
             receipt = parts.road.copy(
-                message, topic, queue_id, properties, reconsume_times=_next(times), durability="append"
+                message, topic, queue_id, properties, reconsume_times=_next(times), durability=durability
             )
         except InvalidMessageError as error:
             # Its own properties leave no room for the marks of a retry. No later try will fare better.
-            receipt = self.dead_letter(message, group, f"cannot be retried: {error}")
+            receipt = self.dead_letter(message, group, f"cannot be retried: {error}", durability=durability)
             parts.statistics.add(SNDBCK2DLQ_TIMES, _key(message, group))
             return receipt
         parts.statistics.add(SNDBCK_PUT_NUMS, _key(message, group))
@@ -169,12 +172,14 @@ class Retries:
         *,
         origin_topic: str | None = None,
         reconsume_times: int | None = None,
+        durability: Durability | None = "append",
     ) -> SendReceipt:
         """File a copy of `message` in `%DLQ%group`, which comes into being with 1 queue, readable and writable (6.1).
 
         `origin_topic`: where a replay sends it; None: its RETRY_TOPIC, else the topic it was sent to.
-        `reconsume_times`: of the copy; None: one more than the message's. `reason` is cut to 1024 bytes, and left out
-        with other marks when the message's own properties leave no room: what we would add is no reason to refuse.
+        `reconsume_times`: of the copy; None: one more than the message's. `durability`: None as the store's. `reason`
+        is cut to 1024 bytes, and left out with other marks when the message's own properties leave no room: what we
+        would add is no reason to refuse.
         Raises NotPermittedError when the topic was made unwritable, and whatever a put does.
         """
         topic = dlq_topic(group)
@@ -190,15 +195,21 @@ class Retries:
             properties = {name: value.replace("\x01", " ") for name, value in properties.items()}
         times = _next(message.reconsume_times) if reconsume_times is None else reconsume_times
         try:
-            receipt = self._put_letter(topic, queue_id, message, properties, times)
+            receipt = self._put_letter(topic, queue_id, message, properties, times, durability)
         except InvalidMessageError:  # not the properties but the record is too long, as far as we can help it
             _shed(properties, 0)
-            receipt = self._put_letter(topic, queue_id, message, properties, times)
+            receipt = self._put_letter(topic, queue_id, message, properties, times, durability)
         self._parts.statistics.add(DLQ_PUT_NUMS, f"{came_from}@{group}")
         return receipt
 
     def _put_letter(
-        self, topic: str, queue_id: int, message: Message, properties: Mapping[str, str], reconsume_times: int
+        self,
+        topic: str,
+        queue_id: int,
+        message: Message,
+        properties: Mapping[str, str],
+        reconsume_times: int,
+        durability: Durability | None,
     ) -> SendReceipt:
         return self._parts.road.append(  # not `copy`, which would give an origin back to one that has no room for it
             topic,
@@ -210,7 +221,7 @@ class Retries:
             born_timestamp_ms=message.born_timestamp_ms,
             born_host=message.born_host,
             reconsume_times=reconsume_times,
-            durability="append",
+            durability=durability,
         )
 
     def put_retry(

@@ -118,7 +118,8 @@ class Renewer(Generic[Key]):
 
     def _renew(self, key: Key, held: _Held, now_ms: int) -> None:
         try:
-            self._broker.renew(self._group, held.topic, held.receipt, self._loan_ms / 1000)
+            # Not waited for, whatever the store does: a power cut that takes it takes us, for whom it is.
+            self._broker.renew(self._group, held.topic, held.receipt, self._loan_ms / 1000, durability="append")
         except (ReceiptExpiredError, InvalidReceiptError) as error:
             if self.remove(key):  # else it was settled meanwhile
                 _log.warning("group %s: %s was lost before its handler ended: %s", self._group, key, error)
