@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -533,9 +534,43 @@ def popped_table(*keys: tuple[str, str, int]) -> OrderInfoTable:
     return table
 
 
+def past(_topic: str, _group: str, _queue_id: int) -> int:
+    """The group has moved on, everywhere."""
+    return 1_000_000
+
+
+def not_past(_topic: str, _group: str, _queue_id: int) -> int | None:
+    return None
+
+
+def clean_late(table: OrderInfoTable, committed: Callable[[str, str, int], int | None]) -> int:
+    return table.clean(T0 + 30 * DAY, {"t": 4}.get, {"g"}.__contains__, committed)
+
+
+def test_what_counts_attempts_of_a_message_that_is_not_settled_is_not_idle() -> None:
+    """After a weekend a poison message had all its attempts again."""
+    popped, noted = popped_table(KEY), OrderInfoTable()
+    noted.note_attempt("g", "t", 0, 5, 16, T0)
+    for table in (popped, noted):
+        assert clean_late(table, not_past) == 0
+    assert popped.update(None, *KEY, T0 + 30 * DAY, INV, [0], T0 + 30 * DAY).per_offset == {0: 1}
+    assert noted.attempts("g", "t", 0) == {5: 16}
+    assert clean_late(noted, lambda *_: 5) == 0
+    assert clean_late(noted, lambda *_: 6) == 1
+
+
+def test_what_counts_nothing_any_more_is_idle() -> None:
+    acked, released = popped_table(KEY), popped_table(KEY)
+    for offset in acked.records()[KEY].offsets:
+        acked.commit_and_next(*KEY, offset, T0, 0)
+    released.release(*KEY, released.records()[KEY].offsets, T0, T0)
+    for table in (acked, released):
+        assert clean_late(table, not_past) == 1
+
+
 def test_cleaning_drops_what_has_no_topic_no_group_or_no_queue() -> None:
     table = popped_table(("t", "g", 0), ("t", "g", 4), ("gone", "g", 0), ("t", "nobody", 0))
-    dropped = table.clean(T0, {"t": 4}.get, {"g"}.__contains__)
+    dropped = table.clean(T0, {"t": 4}.get, {"g"}.__contains__, past)
     assert dropped == 3
     assert list(table.records()) == [("t", "g", 0)]
     assert list(table.as_json()["table"]) == ["t@g"]
@@ -544,7 +579,7 @@ def test_cleaning_drops_what_has_no_topic_no_group_or_no_queue() -> None:
 @pytest.mark.parametrize(("age", "kept"), [(DAY, 1), (DAY + 1, 0)])
 def test_a_record_idle_for_more_than_a_day_is_dropped(age: int, kept: int) -> None:
     table = popped_table(KEY)
-    table.clean(T0 + age, {"t": 4}.get, {"g"}.__contains__)
+    table.clean(T0 + age, {"t": 4}.get, {"g"}.__contains__, past)
     assert len(table.records()) == kept
 
 
@@ -552,15 +587,15 @@ def test_a_record_whose_message_is_still_invisible_is_not_idle() -> None:
     """Renewed for two days by a receiver that works on: dropping it would let the queue be popped again."""
     table = popped_table(KEY)
     table.update_next_visible_time(*KEY, 0, T0, T0 + 2 * DAY + 1)
-    assert table.clean(T0 + 2 * DAY, {"t": 4}.get, {"g"}.__contains__) == 0
+    assert table.clean(T0 + 2 * DAY, {"t": 4}.get, {"g"}.__contains__, past) == 0
     assert table.check_block(None, *KEY, INV, T0 + 2 * DAY)
-    assert table.clean(T0 + 2 * DAY + 1, {"t": 4}.get, {"g"}.__contains__) == 1
+    assert table.clean(T0 + 2 * DAY + 1, {"t": 4}.get, {"g"}.__contains__, past) == 1
 
 
 def test_keys_of_another_form_are_kept_and_empty_entries_are_not() -> None:
     table = OrderInfoTable()
     table.load({"table": {"a@b@c": {}, "alone": {"0": {"o": [1], "l": 5}}, "t@g": {}}})
-    table.clean(T0 + 3 * DAY, {}.get, set().__contains__)
+    table.clean(T0 + 3 * DAY, {}.get, set().__contains__, past)
     assert set(table.as_json()["table"]) == {"a@b@c", "alone"}
 
 
@@ -572,7 +607,7 @@ def test_a_batch_popped_while_cleaning_asks_about_its_topic_stays() -> None:
         table.update(None, *KEY, T0 + 1, INV, [0, 1], T0 + 1)
         return None
 
-    assert table.clean(T0 + 1, read_queues, lambda group: True) == 0
+    assert table.clean(T0 + 1, read_queues, lambda group: True, past) == 0
     assert table.commit_and_next(*KEY, 0, T0 + 1, 0) == 1
 
 
@@ -690,7 +725,7 @@ def test_any_json_is_read_or_refused_and_what_is_read_works(value: Any) -> None:
     table.check_block(None, *KEY, INV, T0)
     table.lock_free_ms(*KEY, T0)
     table.commit_and_next(*KEY, 1, 1, 1)
-    table.clean(T0, {"t": 4}.get, {"g"}.__contains__)
+    table.clean(T0, {"t": 4}.get, {"g"}.__contains__, past)
     reload(table)
     table.update(None, *KEY, T0, INV, [1, 2], T0)
 
@@ -723,7 +758,7 @@ def test_the_version_grows_with_every_change_and_only_then() -> None:
         lambda: table.note_attempt("g", "t", 0, 1, 1, T0),
         lambda: table.drop_attempts("g", "t", 0, 2),
         lambda: table.restore(*KEY, OrderInfo((1,), T0, INV, T0)),
-        lambda: table.clean(T0, {}.get, set().__contains__),
+        lambda: table.clean(T0, {}.get, set().__contains__, past),
     ]
     versions = [table.version]
     for change_it in changes:
@@ -734,7 +769,7 @@ def test_the_version_grows_with_every_change_and_only_then() -> None:
     table.check_block(None, *KEY, INV, T0)
     table.clear_block(*KEY)
     table.drop_attempts("g", "t", 0, 2)
-    table.clean(T0, {}.get, set().__contains__)
+    table.clean(T0, {}.get, set().__contains__, past)
     assert table.version == versions[-1]
 
 

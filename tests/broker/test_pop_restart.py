@@ -17,6 +17,7 @@ from tests.broker.popsupport import PopBench
 
 RETRY = pop_retry_topic("g", "t")
 INVISIBLE_MS = 60_000
+DAY_MS = 86_400_000
 
 
 @pytest.fixture
@@ -280,6 +281,37 @@ def test_attempts_reach_their_end_across_restarts(bench: PopBench, restart: Any)
         bench.settle()
     assert [dead.body for dead in bench.read(dlq_topic("g"))] == [b"0"]
     assert offsets(bench.pop(order=True)) == [1]
+
+
+def test_attempts_are_counted_on_after_a_weekend(bench: PopBench, restart: Any) -> None:
+    """Order info that nobody had touched for a day was dropped at the next save: after each weekend a message on which
+    every consumer fails had all its attempts again, and its queue stood still for as long."""
+    bench.parts.groups.create("g", retry_max_times=2)
+    bench.parts.groups.create("orderly")
+    bench.put("t", 2)
+    bench.service.note_attempt("orderly", "t", 0, 0, 16)
+    for _ in range(2):
+        bench.pop(order=True, invisible_ms=1_000)
+        bench.advance(1_000)
+    bench.advance(10_000)
+    restart()
+    bench.clock.advance(2 * DAY_MS)
+
+    bench.put("u", 1)
+    bench.pop(topic="u", order=True)  # something that has the file written
+    bench.advance(30_000)
+
+    assert bench.service.attempts("orderly", "t", 0) == {0: 16}
+    assert [delivery.attempt for delivery in bench.pop(order=True)] == [3]
+    bench.advance(60_000)
+    assert [dead.body for dead in bench.read(dlq_topic("g"))] == [b"0"]
+
+    bench.parts.offsets.commit("orderly", "t", 0, 1)
+    bench.parts.groups.delete("g")
+    bench.parts.groups.create("g")
+    bench.pop(topic="u", order=True)
+    bench.advance(2 * DAY_MS)
+    assert [key for key in bench.service._orders.records() if key[0] == "t"] == []
 
 
 def test_a_released_ordered_message_is_not_counted_across_a_restart(bench: PopBench, restart: Any) -> None:

@@ -43,7 +43,7 @@ NO_COMMIT: Final = -2
 BATCH_MAX: Final = 63
 """Most offsets in one record: Java's shift of the bitmap wraps at 64, and bit 63 is its sign (9.1)."""
 IDLE_MS: Final = 86_400_000
-"""A record not popped again for longer than this is dropped (9.4)."""
+"""A record not popped again for longer than this is dropped (9.4), unless it holds attempts that are still to count."""
 
 _I32_MAX, _I64_MAX = 2**31 - 1, 2**63 - 1
 
@@ -169,6 +169,10 @@ class OrderInfo:
             if offset in index
         }
         return {offset: n for offset, n in now.items() if n}
+
+    def counts_from(self, committed: int) -> bool:
+        """Whether the next delivery of any message from offset `committed` on would count an attempt by this record."""
+        return bool(self.redelivered(None, [offset for offset in self.unacked() if offset >= committed]))
 
     def as_json(self) -> dict[str, Any]:
         """The entry of the file (9.6); members without a value are left out."""
@@ -443,22 +447,40 @@ class OrderInfoTable:
 
     # --- the file (9.4, 9.6) ---------------------------------------------------------------------------------------
 
-    def clean(self, now_ms: int, read_queues: Callable[[str], int | None], has_group: Callable[[str], bool]) -> int:
+    def clean(
+        self,
+        now_ms: int,
+        read_queues: Callable[[str], int | None],
+        has_group: Callable[[str], bool],
+        committed: Callable[[str, str, int], int | None],
+    ) -> int:
         """Drop what nobody will ask for again (9.4), before the file is written; how many records went.
 
-        `read_queues(topic)` is None for a topic that is gone. Unlike RocketMQ a record stays, however old, while one of
-        its messages is invisible: its receiver still works on it, and dropping the record would break the order.
+        `read_queues(topic)` is None for a topic that is gone; `committed(topic, group, queue_id)` its progress.
+        Unlike RocketMQ a record stays, however old, while one of its messages is invisible: its receiver still works
+        on it, and dropping the record would break the order. And while it counts attempts of a message that is not
+        settled: a group that rests over a weekend must not give a poison message all its attempts anew. There is one
+        such record a queue, and it goes when the queue moves on.
         """
         with self._lock:
             seen = [
                 (key, parts, dict(queues)) for key, queues in self._queues.items() if len(parts := key.split("@")) == 2
             ]
-            idle = {id(record) for _, _, queues in seen for record in queues.values() if _idle(record, now_ms)}
-        # The callbacks take locks of their own (topics, groups), so they are asked with ours open.
+            records = [record for _, _, queues in seen for record in queues.values()]
+            idle = {id(record): _copy(record) for record in records if _idle(record, now_ms)}
+        # The callbacks take locks of their own (topics, groups, offsets), so they are asked with ours open.
         dropped = 0
         for key, (topic, group), queues in seen:
             limit = (read_queues(topic) if has_group(group) else None) or 0
-            gone = {queue_id: record for queue_id, record in queues.items() if queue_id >= limit or id(record) in idle}
+            gone = {
+                queue_id: record
+                for queue_id, record in queues.items()
+                if queue_id >= limit
+                or (
+                    (old := idle.get(id(record))) is not None
+                    and not old.counts_from(committed(topic, group, queue_id) or 0)
+                )
+            }
             with self._lock:
                 dropped += self._drop(key, gone)
         return dropped

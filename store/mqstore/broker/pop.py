@@ -284,7 +284,7 @@ class PopService:
         self._routes = {}
 
     def _in_order(self, topic: str, group: str) -> bool:
-        """Whether the group popped the topic in order, or counts attempts of its messages, of late (9.4)."""
+        """Whether the group popped the topic in order, or has attempts of its messages counted (9.4)."""
         return any(key[:2] == (topic, group) for key in self._orders.records())
 
     # -- waiting ----------------------------------------------------------------------------------------------------

@@ -176,7 +176,12 @@ class PopKeeper:
                 if record.counts_attempts:
                     committed = parts.offsets.committed(group, topic, queue_id)
                     orders.drop_attempts(group, topic, queue_id, committed or 0)
-            orders.clean(now_ms, self._read_queues, lambda group: parts.groups.get(group) is not None)
+            orders.clean(
+                now_ms,
+                self._read_queues,
+                lambda group: parts.groups.get(group) is not None,
+                lambda topic, group, queue_id: parts.offsets.committed(group, topic, queue_id),
+            )
             version, looked_to, value = orders.version, self._looked_to, orders.as_json()
             self._store.flush()
             self._file.save(value)
