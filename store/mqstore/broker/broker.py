@@ -123,8 +123,8 @@ class Broker:
         self.groups: GroupTable = parts.groups
         self.offsets: OffsetTable = parts.offsets
         self._clock = parts.clock
-        self._locks = QueueLocks(parts.clock)
-        self._members = Members(parts.clock)
+        self._locks = QueueLocks(parts.clock, self._check_open)
+        self._members = Members(parts.clock, self._check_open)
         self._retries = Retries(parts)
         self._reads = Reads(parts)
         self._async_puts = AsyncPuts(store)
@@ -252,10 +252,12 @@ class Broker:
 
     def min_offset(self, topic: str, queue_id: int) -> int:
         """Offset of the first message that still counts; `max_offset` of an empty queue."""
+        self._check_open()
         return self._reads.min_offset(topic, queue_id)
 
     def max_offset(self, topic: str, queue_id: int) -> int:
         """Offset of the next message to come."""
+        self._check_open()
         return self._reads.max_offset(topic, queue_id)
 
     def offset_for_time(
@@ -317,6 +319,7 @@ class Broker:
 
     def committed(self, group: str, topic: str, queue_id: int) -> int | None:
         """Where the group goes on; None: it never committed."""
+        self._check_open()
         return self.offsets.committed(group, topic, queue_id)
 
     def commit(
@@ -345,6 +348,7 @@ class Broker:
     def start_of(self, group: str, topic: str, queue_id: int, start: Start | None = None) -> int:
         """Where the group goes on, or begins if it never committed (`start`; None: as the group says); the latter is
         committed at once."""
+        self._check_open()
         return self._reads.first_position(group, topic, queue_id, start)
 
     def reset(self, group: str, topic: str, queue_id: int | None, to: int | Start) -> dict[QueueRef, int]:
@@ -374,6 +378,7 @@ class Broker:
 
     def attempts(self, group: str, topic: str, queue_id: int) -> dict[int, int]:
         """Failed attempts of an orderly group, by offset."""
+        self._check_open()
         return self._pop.attempts(group, topic, queue_id)
 
     def note_attempt(self, group: str, topic: str, queue_id: int, offset: int, attempts: int) -> None:
@@ -385,7 +390,7 @@ class Broker:
 
     @property
     def members(self) -> Members:
-        """Who consumes, and what: `register`, `unregister`, `members`, `on_change`."""
+        """Who consumes, and what: `register`, `unregister`, `members`, `on_change`. One may leave a closed store."""
         return self._members
 
     @property
@@ -490,6 +495,7 @@ class Broker:
 
     def pending(self, group: str) -> list[Any]:
         """Deliveries of the group that are in flight."""
+        self._check_open()
         return self._pop.pending(group)
 
     # -- failures ---------------------------------------------------------------------------------------------------
@@ -519,6 +525,7 @@ class Broker:
 
     def dead_letters(self, group: str) -> DeadLetters:
         """What the group gave up: list, replay, purge."""
+        self._check_open()
         return DeadLetters(self._parts, group)
 
     # -- transactions -----------------------------------------------------------------------------------------------
@@ -554,7 +561,8 @@ class Broker:
         return self._metrics.prometheus()
 
     def _check_open(self) -> None:
-        """What is only noted in memory would be written by nobody."""
+        """For calls that the store does not refuse by itself once it is closed. What is only noted in memory would be
+        written by nobody, and what is only read there is not what others have made of it since."""
         if self._closed or self.store.closed:
             raise StoreClosedError(
                 f"{self.store.path} was closed (or this process was forked from its owner); open it again"

@@ -72,8 +72,10 @@ class QueueLocks:
     (True, 'c2')
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, check_open: Callable[[], object] = lambda: None) -> None:
+        """`check_open` raises when there is no store any more: another process may grant its locks by then."""
         self._clock = clock
+        self._check_open = check_open
         self._mutex = threading.Lock()
         self._leases: dict[str, dict[QueueRef, _Lease]] = {}
         self.on_release: list[Callable[[str], None]] = []
@@ -84,7 +86,9 @@ class QueueLocks:
         return bool(self.try_lock_batch(group, (queue,), client_id))
 
     def try_lock_batch(self, group: str, queues: Iterable[QueueRef], client_id: str) -> set[QueueRef]:
-        """`try_lock` for each of `queues`, all at one moment; those that `client_id` holds now, perhaps not all."""
+        """`try_lock` for each of `queues`, all at one moment; those that `client_id` holds now, perhaps not all.
+        StoreClosedError."""
+        self._check_open()
         wanted = [as_queue(queue) for queue in queues]  # runs the caller's iterator: not under the mutex
         with self._mutex:
             # Read under the mutex: an older reading would date a renewal before the take-over that it follows.

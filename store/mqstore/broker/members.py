@@ -80,8 +80,10 @@ class Members:
     ['c1', 'c2']
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, check_open: Callable[[], object] = lambda: None) -> None:
+        """`check_open` raises when there is no store any more, in which a member could consume."""
         self._clock = clock
+        self._check_open = check_open
         self._lock = threading.Lock()
         self._groups: dict[str, dict[str, Member]] = {}
         self._version = 0
@@ -93,8 +95,9 @@ class Members:
 
         False tells a consumer that has just started that another one already goes by its client id (A2.7).
         Raises ConfigError for an empty client id, `GroupInUseError` and `SubscriptionConflictError` as the module's
-        table says.
+        table says, StoreClosedError.
         """
+        self._check_open()
         if not client_id or not isinstance(client_id, str):
             raise ConfigError(f"a client id is a str that is not empty, not {client_id!r}")
         wanted = {topic: (kind, _normal(kind, text)) for topic, (kind, text) in subscriptions.items()}

@@ -51,6 +51,7 @@ from mqstore.errors import (
     FlushTimeoutError,
     InvalidMessageError,
     MQStoreError,
+    StoreClosedError,
     TransactionStateError,
 )
 from mqstore.layout.properties import (
@@ -538,8 +539,10 @@ class Transactions:
 
         It gets the half message (its topic is REAL_TOPIC) and answers True: commit, False: roll back, None: unknown,
         NOT_ASKED: unknown, and this does not count as one of the 15 times. What it raises is logged and counts as None.
-        Halves that waited for somebody to ask are due at once.
+        Halves that waited for somebody to ask are due at once. StoreClosedError: nobody will ask any more.
         """
+        if callback is not None and self._store.closed:
+            raise StoreClosedError(f"{self._store.path} was closed; open it again")
         with self._lock:
             if callback is None:
                 self._callbacks.pop(producer_group, None)

@@ -811,6 +811,8 @@ class PullConsumer:
         try:
             if self._joined:
                 self._renew()  # what others have by now must not be committed
+        except StoreClosedError:
+            pass  # nobody else in this process has it then, and the commit below says what becomes of it
         except MQStoreError as error:  # its seat is another's
             _log.warning("group %s: nothing is committed of %s: %s", self.group, _named(self._positions), error)
             self._lost |= self._positions.keys()
