@@ -109,7 +109,7 @@ class StandardQueues:
     def _released(self, state: QueueState, ask: Ask, room: int) -> list[Message]:
         """Messages that were given back. One that is gone, or that the filter refuses now, is settled."""
         found: list[Message] = []
-        for offset in sorted(state.released)[:room]:
+        for offset in state.first_released(room):
             message = self._tables.message(state.key, offset)
             if message is not None and (ask.filter is None or ask.filter.accepts(message)):
                 found.append(message)

@@ -222,7 +222,7 @@ class Timeline(Timed):
 class QueueState(Lending):
     """One (topic, group, queue). Fields are read and written under `lock`, by whoever holds it."""
 
-    __slots__ = ("ahead_size", "backoff_ms", "revived")
+    __slots__ = ("_free", "ahead_size", "backoff_ms", "revived")
 
     def __init__(self, key: QueueKey) -> None:
         self.key = key
@@ -232,6 +232,8 @@ class QueueState(Lending):
         self.written = None
         self.in_flight = {}
         self.released = {}
+        self._free: list[int] = []
+        """A heap of the offsets in `released`, and of some that have left it."""
         self.revived: dict[int, None] = {}
         self.timeline = Timeline()
         self._batches = 0
@@ -305,11 +307,27 @@ class QueueState(Lending):
             if self.in_flight.get(offset) is batch:
                 del self.in_flight[offset]
                 self.released[offset] = batch
+                heappush(self._free, offset)
+        if len(self._free) > _COMPACT_FROM + 2 * len(self.released):
+            self._free = sorted(self.released)  # which is a heap
+
+    def first_released(self, count: int) -> list[int]:
+        """The first `count` of what was given back, ascending, at a cost that does not grow with what there is. They
+        stay released until they are popped or settled."""
+        found: list[int] = []
+        while self._free and len(found) < count:
+            offset = heappop(self._free)
+            if offset in self.released and offset not in found[-1:]:  # given back twice it may be in there twice
+                found.append(offset)
+        for offset in found:
+            heappush(self._free, offset)
+        return found
 
     def clear(self, cursor: int) -> None:
         """Forget all deliveries; go on at `cursor`."""
         self.in_flight.clear()
         self.released.clear()
+        self._free.clear()
         self.revived.clear()
         self.timeline = Timeline()
         self._batches = 0
