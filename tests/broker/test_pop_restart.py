@@ -695,3 +695,131 @@ def test_a_store_with_durability_flush_pops_what_is_on_disk(tmp_path: Path) -> N
         bench.settle()
         bench.parts.store.flush()  # as the flusher does: nobody sees what a crash could take back
         assert sorted(d.message.body for d in bench.pop(n=5)) == [b"1", b"2"]
+
+
+# -- a wall clock that was wrong --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["running", "close", "kill"])
+def set_back(request: pytest.FixtureRequest, bench: PopBench) -> Any:
+    """Sets the wall clock back, with the store open or between two openings."""
+
+    def set_back(duration_ms: int) -> None:
+        if request.param != "running":
+            (bench.close if request.param == "close" else bench.kill)()
+        bench.clock.set_wall(bench.now_ms - duration_ms)
+        if request.param != "running":
+            bench.open()
+
+    return set_back
+
+
+def test_a_batch_popped_by_a_clock_a_day_ahead_blocks_its_queue_no_longer(bench: PopBench, set_back: Any) -> None:
+    """It blocked the queue until that day was over."""
+    bench.put("t", 2)
+    bench.clock.set_wall(bench.now_ms + DAY_MS)
+    [early] = bench.pop(order=True, invisible_ms=INVISIBLE_MS, local=False)
+    bench.advance(20_000)  # and the order info file says so
+    set_back(DAY_MS)
+    assert bench.service.pending("g") == []
+    [delivery] = bench.pop(order=True, local=False)
+    assert (delivery.message.body, delivery.attempt) == (b"0", 2)
+    with pytest.raises(ReceiptExpiredError):
+        bench.ack(early)
+    assert bench.pop(order=True) == []
+    bench.advance(7_000)  # the log is read from that batch on by now, and the order info file still has the one before
+    bench.kill()
+    bench.reopen()
+    bench.settle()
+    assert bench.pop(order=True) == []  # blocked for its minute, and still by the same receipt
+    bench.ack(delivery)
+    assert offsets(bench.pop(order=True)) == [1]
+
+
+def test_what_was_popped_by_a_clock_a_day_ahead_comes_again(bench: PopBench, set_back: Any) -> None:
+    bench.put("t", 3)
+    bench.clock.set_wall(bench.now_ms + DAY_MS)
+    early = bench.pop(n=3, local=False)
+    bench.ack(early[0])
+    bench.service.nack("g", "t", early[1].receipt, 120_000)
+    bench.settle()
+    set_back(DAY_MS)
+    bench.settle()
+    assert [(copy.body, copy.reconsume_times) for copy in bench.read(RETRY)] == [(b"1", 1), (b"2", 1)]
+    assert bench.committed() == 3
+    with pytest.raises(ReceiptExpiredError):
+        bench.ack(early[2])
+
+
+def test_the_last_attempt_by_a_clock_a_day_ahead_ends_as_a_dead_letter(bench: PopBench, set_back: Any) -> None:
+    bench.parts.groups.create("g", retry_max_times=0)
+    bench.put("t", 2)
+    bench.clock.set_wall(bench.now_ms + DAY_MS)
+    bench.pop(order=True, local=False)
+    set_back(DAY_MS)
+    bench.settle()
+    assert [dead.body for dead in bench.read(dlq_topic("g"))] == [b"0"]
+    assert offsets(bench.pop(order=True)) == [1]
+
+
+@pytest.mark.parametrize("order", [False, True])
+def test_a_clock_set_back_by_less_than_the_invisible_time_ends_nothing(
+    bench: PopBench, set_back: Any, order: bool
+) -> None:
+    """The receiver may well be at work: it has the message for as much longer."""
+    bench.put("t", 1)
+    [delivery] = bench.pop(order=order, invisible_ms=INVISIBLE_MS, local=False)
+    set_back(INVISIBLE_MS)
+    bench.advance(2 * INVISIBLE_MS - 1)
+    assert bench.pop(order=order) == []
+    assert len(bench.service.pending("g")) == 1
+    bench.advance(1)
+    assert [again.attempt for again in bench.pop(order=order)] == [2]
+    with pytest.raises(ReceiptExpiredError):
+        bench.ack(delivery)
+
+
+@pytest.mark.parametrize("order", [False, True])
+@pytest.mark.parametrize("verb", ["renew", "change_invisible", "nack"])
+def test_what_is_changed_after_a_clock_was_set_back_goes_by_the_new_time(
+    bench: PopBench, set_back: Any, order: bool, verb: str
+) -> None:
+    """Popped for twelve hours, by a clock six hours ahead: it could not become visible before those six were over."""
+    bench.put("t", 1)
+    [delivery] = bench.pop(order=order, invisible_ms=DAY_MS // 2, local=False)
+    set_back(DAY_MS // 4)
+    receipt = getattr(bench.service, verb)("g", "t", delivery.receipt, 5_000)
+    bench.advance(4_999)
+    assert bench.pop(order=order) == []
+    if verb == "change_invisible":
+        bench.ack(delivery._replace(receipt=receipt))
+        assert bench.committed() == 1
+        return
+    bench.kill()
+    bench.reopen()
+    bench.settle()
+    assert bench.pop(order=order) == []
+    bench.advance(1)
+    assert [again.attempt for again in bench.pop(order=order)] == [2]
+
+
+def test_who_waits_for_a_queue_is_told_when_the_clock_was_set_back(bench: PopBench) -> None:
+    bench.put("t", 1)
+    bench.clock.set_wall(bench.now_ms + DAY_MS)
+    bench.pop(order=True)
+    told: list[bool] = []
+    bench.service.add_waiter("g", "t", -1, None, told.append, order=True)
+    bench.settle()
+    assert told == []
+    bench.clock.set_wall(bench.now_ms - DAY_MS)
+    bench.settle()
+    assert told == [True]
+
+
+def test_small_steps_back_add_up(bench: PopBench) -> None:
+    bench.put("t", 1)
+    bench.pop(invisible_ms=1_000)
+    for _ in range(5):
+        bench.clock.set_wall(bench.now_ms - 900)
+        bench.settle()
+    assert len(bench.read(RETRY)) == 1

@@ -370,7 +370,7 @@ def _note_order(view: PopView, key: QueueKey, record: OrderInfo, committed: int,
             view.orders.append(OrderView(group, topic, queue_id, 0, (), (), {}, None, attempts))
         return
     unacked = tuple(offset for offset in record.unacked() if offset >= committed)
-    invisible = {offset: at_ms for offset in unacked if (at_ms := record.visible_at(offset)) > now_ms}
+    invisible = {offset: record.visible_at(offset) for offset in unacked if not record.is_visible(offset, now_ms)}
     if record.pop_time_ms == 0:  # of a RocketMQ that kept no pop times: nobody can say
         invisible = {}
     next_ms = min(invisible.values(), default=None)

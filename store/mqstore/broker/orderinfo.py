@@ -33,6 +33,7 @@ from itertools import pairwise
 from typing import Any, Final, NamedTuple, NoReturn
 
 from mqstore.broker import receipts
+from mqstore.broker.poptime import is_visible
 
 __all__ = ["BATCH_MAX", "ILLEGAL", "NO_COMMIT", "Counts", "OrderInfo", "OrderInfoTable", "check_order_info"]
 
@@ -118,6 +119,10 @@ class OrderInfo:
         """When a message of the batch becomes visible."""
         return (self.visible_ms or {}).get(offset, self.pop_time_ms + (self.invisible_ms or 0))
 
+    def is_visible(self, offset: int, now_ms: int) -> bool:
+        """Whether that delivery is over."""
+        return is_visible(self.pop_time_ms, self.visible_at(offset), now_ms)
+
     def unacked(self) -> list[int]:
         return [offset for i, offset in enumerate(self.offsets) if not self.acked >> i & 1]
 
@@ -127,9 +132,7 @@ class OrderInfo:
             return False
         if not self.invisible_ms or self.invisible_ms <= 0:
             self.invisible_ms = invisible_ms
-        default = self.pop_time_ms + self.invisible_ms
-        changed = self.visible_ms or {}
-        return any(now_ms < changed.get(offset, default) for offset in self.unacked())
+        return not all(self.is_visible(offset, now_ms) for offset in self.unacked())
 
     def next_offset(self) -> int:
         """First unacked offset, one past the last when there is none, NO_COMMIT for an empty batch."""
@@ -150,10 +153,8 @@ class OrderInfo:
             return now_ms
         if not self.invisible_ms or self.invisible_ms <= 0:
             return None
-        default = self.pop_time_ms + self.invisible_ms
-        changed = self.visible_ms or {}
-        times = (changed.get(offset, default) for offset in unacked)
-        return next((time for time in times if now_ms < time), now_ms)
+        times = (self.visible_at(offset) for offset in unacked if not self.is_visible(offset, now_ms))
+        return next(times, now_ms)
 
     def redelivered(self, attempt_id: str | None, offsets: Sequence[int]) -> dict[int, int]:
         """Redeliveries of a batch `offsets` that is popped after this one, those with any."""

@@ -11,6 +11,7 @@
     popquick       its fields, where compiled code hands out and takes back single messages
     poplog         how records look
     poptables      all states, locks, who is due when
+    poptime        pop times and visible times, by a clock that may be set back
     popstandard    redelivery by copies             popfifo    redelivery by reading again
     popreplay      start-up                         popkeep    how long the log is, consumerOrderInfo.json
 
@@ -38,6 +39,7 @@ from mqstore.broker.popreplay import Replay
 from mqstore.broker.popstandard import StandardQueues
 from mqstore.broker.popstate import Counts, QueueKey, QueueState, Standing
 from mqstore.broker.poptables import DeadLetter, PopTables
+from mqstore.broker.poptime import SAME_MOMENT_MS
 from mqstore.broker.retention import physical_of
 from mqstore.errors import ConfigError, InvalidReceiptError, NotPermittedError
 from mqstore.native import kernel
@@ -103,6 +105,8 @@ class PopService:
         self._rng = rng
         self._wake = wake
         self._flush_by_default = parts.store.durability == "flush"
+        self._latest_ms: float = math.inf
+        """The wall clock's latest time since it was set back; at first nobody knows what became of it while closed."""
         self._routes: dict[tuple[str, str], _Route] = {}
         file = ConfigFile(
             parts.store.path / "config" / "consumerOrderInfo.json",
@@ -544,9 +548,9 @@ class PopService:
         if record is not None:
             now_ms = self._clock.now_ms()
             found += [
-                Pending(topic, queue_id, offset, record.pop_time_ms, at_ms, True)
+                Pending(topic, queue_id, offset, record.pop_time_ms, record.visible_at(offset), True)
                 for offset in record.unacked()
-                if offset >= state.cursor and (at_ms := record.visible_at(offset)) > now_ms
+                if offset >= state.cursor and not record.is_visible(offset, now_ms)
             ]
         return found
 
@@ -632,6 +636,10 @@ class PopService:
     def run_once(self, now_ms: int) -> int | None:
         """Redeliver what is visible again, keep the log short and the order info on disk; when to come again."""
         failure: Exception | None = None
+        if now_ms < self._latest_ms - SAME_MOMENT_MS:
+            self._tables.follow_clock(now_ms)
+            self._latest_ms = now_ms
+        self._latest_ms = max(self._latest_ms, now_ms)
         for state in self._tables.due(now_ms):
             try:
                 self._visit(state, now_ms)

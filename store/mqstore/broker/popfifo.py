@@ -22,8 +22,9 @@ from collections.abc import Iterable
 from mqstore.broker.orderinfo import BATCH_MAX, OrderInfo
 from mqstore.broker.popask import Ask, Claim, Delivery, expired
 from mqstore.broker.poplog import ACK, GIVE, LOCAL, REVIVE, deltas_text, fifo_members
-from mqstore.broker.popstate import Batch, QueueState, Standing, pop_time
+from mqstore.broker.popstate import Batch, QueueState, Standing
 from mqstore.broker.poptables import PopTables, origin_of
+from mqstore.broker.poptime import pop_time
 from mqstore.errors import InvalidMessageError, InvalidReceiptError
 from mqstore.log.message import Message
 
@@ -186,15 +187,14 @@ class FifoQueues:
             return claim.text
         now_ms = self._tables.clock.now_ms()
         visible_ms = now_ms + invisible_ms
-        invisible_ms = max(0, visible_ms - record.pop_time_ms)
+        # Negative where the pop time is ahead of the clock, which was set back since.
+        invisible_ms = visible_ms - record.pop_time_ms
         self._log.put_change(batch.name, claim.offset, record.pop_time_ms, invisible_ms, failed=failed)
         batch.note_failed(claim.offset, failed)
-        self._orders.update_next_visible_time(
-            *state.key, claim.offset, record.pop_time_ms, record.pop_time_ms + invisible_ms
-        )
+        self._orders.update_next_visible_time(*state.key, claim.offset, record.pop_time_ms, visible_ms)
         self._tables.announce(state, visible_ms)
-        start, queue_id = record.offsets[0], claim.queue_id
-        return f"{start} {record.pop_time_ms} {invisible_ms} 999 {claim.mark} mqstore {queue_id} {claim.offset}"
+        head = f"{record.offsets[0]} {record.pop_time_ms} {max(0, invisible_ms)} 999"
+        return f"{head} {claim.mark} mqstore {claim.queue_id} {claim.offset}"
 
     def attempt(self, state: QueueState, claim: Claim) -> int:
         """Which delivery of its message this is, from 1. ReceiptExpiredError when it came too late."""
@@ -218,7 +218,7 @@ class FifoQueues:
         """Where the group stands, with `record` for its last batch."""
         cursor = state.cursor
         left = [offset for offset in record.unacked() if offset >= cursor]
-        again = [offset for offset in left if record.visible_at(offset) <= now_ms]
+        again = [offset for offset in left if record.is_visible(offset, now_ms)]
         behind = max(cursor, record.offsets[-1] + 1) if record.offsets else cursor
         ready = again[0] if again else behind
         return Standing(left[0] if left else behind, ready, behind, len(left) - len(again), len(again))
@@ -241,7 +241,7 @@ class FifoQueues:
         """Have the housekeeper come when the next message becomes visible."""
         record = self._tables.order(state)
         if record is not None:
-            times = [at_ms for offset in record.unacked() if (at_ms := record.visible_at(offset)) > now_ms]
+            times = [record.visible_at(offset) for offset in record.unacked() if not record.is_visible(offset, now_ms)]
             if times:
                 self._tables.announce(state, min(times))
 
@@ -253,7 +253,7 @@ class FifoQueues:
         for i, offset in enumerate(record.offsets):
             if offset < state.cursor or record.acked >> i & 1 or record.released >> i & 1:
                 continue
-            if record.visible_at(offset) > now_ms:
+            if not record.is_visible(offset, now_ms):
                 continue
             attempt = self._attempt_of(record, offset)
             if attempt < limit:

@@ -31,6 +31,7 @@ from mqstore.broker.popjava import JavaTakeover
 from mqstore.broker.poplog import ACK, CHANGE, GIVE, LOCAL, POP, RESET, REVIVE, Record, deltas_text
 from mqstore.broker.popstate import Batch, QueueKey, QueueState
 from mqstore.broker.poptables import PopTables
+from mqstore.broker.poptime import SAME_MOMENT_MS
 
 __all__ = ["Replay"]
 
@@ -194,8 +195,10 @@ class Replay:
         state.cursor = offsets[0]
         # The file may be newer than the batches we come to: written after its batch was logged, or by a Java broker. By
         # the pop time, unless a clock was set back: what begins behind the file's batch was popped after it, and so was
-        # all that the log has behind that.
-        newer = there is not None and there.pop_time_ms > batch.pop_time_ms and there.offsets[-1] >= offsets[0]
+        # all that the log has behind that; and where the file's pop time is ahead of the clock only the log can tell,
+        # which holds all of our own batches.
+        latest_ms, popped_ms = self._tables.clock.now_ms() + SAME_MOMENT_MS, batch.pop_time_ms
+        newer = there is not None and popped_ms < there.pop_time_ms <= latest_ms and there.offsets[-1] >= offsets[0]
         if newer and state.key not in self._in_order:
             return
         self._in_order.add(state.key)

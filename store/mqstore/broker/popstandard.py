@@ -18,8 +18,9 @@ from operator import attrgetter
 from mqstore.broker.names import is_retry_topic, pop_retry_topic
 from mqstore.broker.popask import Ask, Claim, Delivery, expired
 from mqstore.broker.poplog import ACK, GIVE, LOCAL, REVIVE, deltas_text
-from mqstore.broker.popstate import Batch, QueueKey, QueueState, pop_time
+from mqstore.broker.popstate import Batch, QueueKey, QueueState
 from mqstore.broker.poptables import PopTables, origin_of
+from mqstore.broker.poptime import pop_time
 from mqstore.errors import InvalidMessageError
 from mqstore.layout.properties import DELAY
 from mqstore.log.message import Message, stored_bytes
@@ -178,7 +179,8 @@ class StandardQueues:
         batch = self._need(state, claim)
         now_ms = self._tables.clock.now_ms()
         pop_time_ms = claim.pop_time_ms if renew else pop_time(now_ms, claim.pop_time_ms)
-        invisible_ms = max(0, now_ms + invisible_ms - pop_time_ms)
+        # Negative where the pop time is ahead of the clock, which was set back since.
+        invisible_ms = now_ms + invisible_ms - pop_time_ms
         self._log.put_change(batch.name, claim.offset, pop_time_ms, invisible_ms, failed=failed)
         state.change(batch, claim.offset, pop_time_ms, invisible_ms)
         batch.note_failed(claim.offset, failed)
@@ -186,7 +188,8 @@ class StandardQueues:
         self._tables.announce(state, pop_time_ms + invisible_ms)
         if renew:
             return claim.text
-        return f"{claim.offset} {pop_time_ms} {invisible_ms} 0 {claim.mark} mqstore {claim.queue_id} {claim.offset}"
+        shown_ms = max(0, invisible_ms)
+        return f"{claim.offset} {pop_time_ms} {shown_ms} 0 {claim.mark} mqstore {claim.queue_id} {claim.offset}"
 
     def attempt(self, state: QueueState, claim: Claim) -> int:
         """Which delivery of its message this is, from 1. ReceiptExpiredError when it came too late."""
@@ -260,7 +263,7 @@ class StandardQueues:
             (offset, batch)
             for batch in dict.fromkeys(batches)
             for offset in batch.open_offsets()
-            if state.in_flight.get(offset) is batch and batch.visible_at(offset) <= now_ms
+            if state.in_flight.get(offset) is batch and batch.is_visible(offset, now_ms)
         ]
         due.sort(key=lambda pair: pair[0])
         group = self._tables.parts.groups.get(state.key.group)

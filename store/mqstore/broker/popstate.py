@@ -27,22 +27,14 @@ from typing import NamedTuple
 
 from mqstore.broker.poplog import queue_head
 from mqstore.broker.popquick import Lending, Lent, Timed
+from mqstore.broker.poptime import is_visible
 from mqstore.log.message import Message
 
-__all__ = ["Batch", "Counts", "QueueKey", "QueueState", "Standing", "Timeline", "pop_time"]
+__all__ = ["Batch", "Counts", "QueueKey", "QueueState", "Standing", "Timeline"]
 
 _COMPACT_FROM = 1_024
 _REVIVED_KEPT = 65_536
 """Redelivered offsets that are remembered, to tell who acknowledges too late from who does it twice."""
-
-
-_SAME_MOMENT_MS = 1_000
-
-
-def pop_time(now_ms: int, last_ms: int) -> int:
-    """Now, or just behind `last_ms` if that is now: the pop time is what tells two deliveries of a message apart. After
-    a clock was set back it is now again: the past is not to hold messages invisible."""
-    return last_ms + 1 if now_ms <= last_ms < now_ms + _SAME_MOMENT_MS else now_ms
 
 
 class QueueKey(NamedTuple):
@@ -124,6 +116,11 @@ class Batch(Lent):
     def visible_at(self, offset: int) -> int:
         pop_time_ms, invisible_ms = self.times(offset)
         return pop_time_ms + invisible_ms
+
+    def is_visible(self, offset: int, now_ms: int) -> bool:
+        """Whether that delivery is over."""
+        pop_time_ms, invisible_ms = self.times(offset)
+        return is_visible(pop_time_ms, pop_time_ms + invisible_ms, now_ms)
 
     def bit(self, offset: int) -> int:
         """The mask of one message; ValueError if it is none of the batch."""
@@ -376,8 +373,20 @@ class QueueState(Lending):
         batches = self.in_flight.values() if self.backoff_ms else self.timeline.due(now_ms)
         for batch in dict.fromkeys(batches):
             for offset in batch.open_offsets():
-                if self.in_flight.get(offset) is batch and (at_ms := batch.visible_at(offset)) <= now_ms:
-                    yield at_ms
+                if self.in_flight.get(offset) is batch and batch.is_visible(offset, now_ms):
+                    yield batch.visible_at(offset)
+
+    def follow_clock(self, now_ms: int) -> bool:
+        """The clock was set back: enter in the timeline, as due, what is over by that; whether there is anything."""
+        over = [
+            batch
+            for batch in dict.fromkeys(self.in_flight.values())
+            for offsets in [batch.open_offsets() if batch.moved else (batch.start,)]
+            if any(batch.visible_at(offset) > now_ms and batch.is_visible(offset, now_ms) for offset in offsets)
+        ]
+        for batch in over:
+            self.timeline.add(now_ms, batch)
+        return bool(over)
 
     # -- positions --------------------------------------------------------------------------------------------------
 

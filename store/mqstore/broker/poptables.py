@@ -234,7 +234,7 @@ class PopTables(Desk):
         offsets = [min(state.in_flight)] if state.in_flight else []
         record = self.order(state)
         if record is not None:
-            offsets += [o for o in record.unacked() if o >= state.cursor and record.visible_at(o) > now_ms]
+            offsets += [o for o in record.unacked() if o >= state.cursor and not record.is_visible(o, now_ms)]
         return min(offsets, default=None)
 
     # -- messages ---------------------------------------------------------------------------------------------------
@@ -263,6 +263,13 @@ class PopTables(Desk):
                 self._promised_ms = at_ms
         if early:
             self._wake()
+
+    def follow_clock(self, now_ms: int) -> None:
+        """The clock was set back, or may have been: have the queues looked at whose deliveries are over by that."""
+        for state in list(self.states.values()):
+            with state.lock:
+                if not state.gone and (state.follow_clock(now_ms) or state.fifo is not None):
+                    self.announce(state, now_ms)
 
     def due(self, now_ms: int) -> list[QueueState]:
         """The queues that asked to be looked at by now."""
