@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
@@ -392,6 +393,57 @@ def test_a_mechanism_that_fails_shows_and_goes_on_when_the_cause_is_gone(tmp_pat
 
     assert broker.stats().errors == {}
     broker.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda broker: broker.groups.alter("g", consume_enable=False), NotPermittedError),
+        (lambda broker: broker.groups.forbid("g", "t"), NotPermittedError),
+        (lambda broker: broker.delete_group("g"), GroupNotFoundError),
+        (lambda broker: broker.topics.alter("t", perm=2), NotPermittedError),
+        (lambda broker: broker.topics.delete("t", force=True), TopicNotFoundError),
+    ],
+)
+def test_who_waits_to_pop_is_told_that_there_is_nothing_to_wait_for(
+    bench: Bench, change: Callable[[Broker], object], error: type[Exception]
+) -> None:
+    """Only of a topic that was deleted. Of a group that was deleted or disabled who waited heard when his time was
+    over; and if a message came first his pop made the deleted group anew."""
+    broker = bench.broker
+    broker.topics.create("t", queues=1)
+    broker.groups.create("g")
+    raised: list[Exception] = []
+
+    def receive() -> None:
+        try:
+            broker.pop("g", "t", poll=3600)
+        except Exception as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=receive, daemon=True)
+    thread.start()
+    while thread.is_alive() and not broker._waiters.parked:
+        time.sleep(0.001)
+    change(broker)
+    thread.join(5)
+
+    assert [type(each) for each in raised] == [error]
+    assert (broker.groups.get("g") is None) == (error is GroupNotFoundError)
+
+
+def test_who_is_called_back_is_called_when_his_group_changed(bench: Bench) -> None:
+    broker = bench.broker
+    broker.topics.create("t", queues=1)
+    told: list[str] = []
+    for group in ("g", "h"):
+        broker.groups.create(group)
+        broker.add_pop_waiter(group, "t", lambda worth, group=group: told.append(group))  # type: ignore[misc]
+    broker.groups.alter("g", consume_enable=False)
+    bench.settle()
+    assert told == ["g"]
+    with pytest.raises(NotPermittedError):
+        broker.add_pop_waiter("g", "t", lambda worth: None)
 
 
 def test_a_broker_that_was_closed_answers_nothing(tmp_path: Path) -> None:

@@ -327,6 +327,19 @@ def test_wake_all(hall: Hall) -> None:
     assert sorted(hall.woken()) == ["a", "b", "c"]
 
 
+def test_wake_group(hall: Hall) -> None:
+    hall.park("a", ANY_QUEUE, group="g")
+    hall.park("b", 3, topic="u", group="g", also=["t"])
+    hall.park("other", ANY_QUEUE, group="h")
+    hall.park("reader", 3, offset=9)
+    hall.waiters.wake_group("g")
+    assert sorted(hall.woken()) == ["a", "b"]
+    seen = hall.waiters.seen("u")
+    hall.waiters.wake_group("g")
+    hall.park("late", ANY_QUEUE, topic="u", seen=seen, group="g")
+    assert hall.woken() == ["late"]
+
+
 def test_a_woken_waiter_that_cannot_be_removed_any_more_says_so(hall: Hall) -> None:
     waiter = hall.park("w", group="g")
     hall.put()

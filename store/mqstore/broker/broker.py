@@ -163,13 +163,15 @@ class Broker:
             self._housekeeper.add(name, mechanism.run_once)
         store.enter_topics_by(self._enter_topics)
         self.topics.on_change.append(self._topic_changed)
+        self.groups.on_change.append(self._waiters.wake_group)  # behind pop's, which forgets what it knew of the group
         self.put = parts.road.put
         if store.config.clock is None:
             self._housekeeper.start()
 
     def _topic_changed(self, topic: str) -> None:
-        if self.topics.get(topic) is None:
-            self._waiters.wake_all(topic)  # who waits finds that it is gone, and says so
+        config = self.topics.get(topic)
+        if config is None or not config.readable:
+            self._waiters.wake_all(topic)  # who waits finds that it is gone, or not to be read, and says so
 
     def _enter_topics(self, wanted: Mapping[str, int]) -> None:
         """Enter the topics of a bundle that Spark has left in the store's inbox, unless they are there (spark B6)."""

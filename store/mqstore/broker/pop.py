@@ -41,7 +41,7 @@ from mqstore.broker.popstate import Counts, QueueKey, QueueState, Standing
 from mqstore.broker.poptables import DeadLetter, PopTables
 from mqstore.broker.poptime import SAME_MOMENT_MS
 from mqstore.broker.retention import physical_of
-from mqstore.errors import ConfigError, InvalidReceiptError, NotPermittedError
+from mqstore.errors import ConfigError, GroupNotFoundError, InvalidReceiptError, NotPermittedError
 from mqstore.native import kernel
 from mqstore.options import Durability, Duration
 
@@ -193,6 +193,8 @@ class PopService:
             left_ms = end_ms - self._clock.monotonic_ms()
             if left_ms <= 0 or not self.wait_for(group, topic, queue_id, filter, order, left_ms / 1000):
                 break
+            if self._parts.groups.get(group) is None:  # to look for messages would make it anew
+                raise GroupNotFoundError(f"group {group!r} was deleted while a pop waited for its messages")
         if found and waits:
             self._store.flush()
         return found
@@ -318,6 +320,8 @@ class PopService:
         """Have `callback(worth_a_pop)` called once, by the housekeeper, when a pop by `group` may find something, or at
         `deadline_ms` (monotonic). Of several that wait one is called for each message; who then does not pop has to
         pass it on with `Waiters.wake_one`. Errors as of `Waiters.add_waiter` and `pop`."""
+        if (group, topic) not in self._routes:  # a group that this makes is news, and nobody is to be woken by that
+            self._route(group, topic)
         also = self._also(group, topic, order)
         waiter = self._waiters.add_waiter(
             topic, queue_id, None, filter, callback, deadline_ms, group=group, also=also, at_once=at_once

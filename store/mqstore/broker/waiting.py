@@ -118,6 +118,8 @@ class Waiters:
         self._parked = 0
         self._news: dict[str, int] = {}
         """What `seen` shows: moves with each growth of a topic, and with each wake-up that found nobody."""
+        self._group_news = 0
+        """The same of groups, of which one that is about to wait has left no name yet: it counts for every topic."""
         self._heap: list[tuple[int, int, Waiter | _Bucket]] = []
         self._stale = 0
         self._serial = count()
@@ -248,6 +250,16 @@ class Waiters:
             self._news[topic] = self._news.get(topic, 0) + 1
             for bucket in self._buckets_of(topic):
                 self._release(bucket, len(bucket.waiters))
+        self._tell()
+
+    def wake_group(self, group: str) -> None:
+        """Wake whoever waits to receive for `group`: it was altered, or is being deleted."""
+        with self._lock:
+            self._group_news += 1
+            for topic in list(self._topics):
+                for bucket in self._buckets_of(topic):
+                    if bucket.group == group:
+                        self._release(bucket, len(bucket.waiters))
         self._tell()
 
     # -- as a mechanism ---------------------------------------------------------------------------------------------
@@ -448,7 +460,7 @@ class Waiters:
     # -- under the lock ---------------------------------------------------------------------------------------------
 
     def _news_of(self, topics: Iterable[str]) -> int:
-        return sum(self._news.get(topic, 0) for topic in topics)
+        return self._group_news + sum(self._news.get(topic, 0) for topic in topics)
 
     def _buckets_of(self, topic: str, queue_ids: Iterable[int] | None = None) -> list[_Bucket]:
         """Of these queues, in that order; None: of all. A list, for who wakes changes what it came from."""
