@@ -446,6 +446,19 @@ def test_who_is_called_back_is_called_when_his_group_changed(bench: Bench) -> No
         broker.add_pop_waiter("g", "t", lambda worth: None)
 
 
+def test_no_member_broadcasts_in_a_group_that_may_not(bench: Bench) -> None:
+    """Only the push consumer of this library asked: what registers for a remote client was let in."""
+    members, subscriptions = bench.broker.members, {"t": ("TAG", "*")}
+    bench.broker.groups.create("g", consume_broadcast_enable=False)
+    with pytest.raises(NotPermittedError, match="'g' may not broadcast; alter it: consume_broadcast_enable=True"):
+        members.register("c", "g", subscriptions, Mode("queue", broadcasting=True))
+    assert members.members("g") == []
+    assert members.register("c", "g", subscriptions, Mode("queue"))
+    assert members.register("c", "new", subscriptions, Mode("queue", broadcasting=True))
+    bench.broker.groups.alter("g", consume_broadcast_enable=True)
+    assert members.register("c", "g", subscriptions, Mode("queue", broadcasting=True))
+
+
 def test_a_broker_that_was_closed_answers_nothing(tmp_path: Path) -> None:
     """Ten calls went on: one granted locks, of queues that another process may have by then; one made members; others
     told how far a group had come until the store was closed."""

@@ -141,6 +141,12 @@ def test_a_subscription_is_checked_when_it_is_made(bench: PushBench) -> None:
         consumer.start()
 
 
+def test_a_group_that_may_not_broadcast_says_so_when_the_consumer_is_made(bench: PushBench) -> None:
+    bench.broker.groups.create("g", consume_broadcast_enable=False)
+    with pytest.raises(mqstore.NotPermittedError, match="'g' may not broadcast"):
+        PushConsumer(bench.broker, "g", model="broadcasting", client_id="c")
+
+
 def test_members_must_agree(bench: PushBench) -> None:
     bench.consumer(tags="A || B")
     bench.consumer(tags="B||A")

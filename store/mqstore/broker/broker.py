@@ -30,7 +30,7 @@ from mqstore.broker.filters import Filter, parse_filter
 from mqstore.broker.groups import GroupTable
 from mqstore.broker.housekeeper import Housekeeper
 from mqstore.broker.locks import QueueLocks
-from mqstore.broker.members import Members
+from mqstore.broker.members import Members, Mode
 from mqstore.broker.metrics import Metrics
 from mqstore.broker.names import check_user_topic
 from mqstore.broker.offsets import OffsetTable
@@ -124,7 +124,7 @@ class Broker:
         self.offsets: OffsetTable = parts.offsets
         self._clock = parts.clock
         self._locks = QueueLocks(parts.clock, self._check_open)
-        self._members = Members(parts.clock, self._check_open)
+        self._members = Members(parts.clock, self._may_join)
         self._retries = Retries(parts)
         self._reads = Reads(parts)
         self._async_puts = AsyncPuts(store)
@@ -569,6 +569,13 @@ class Broker:
             raise StoreClosedError(
                 f"{self.store.path} was closed (or this process was forked from its owner); open it again"
             )
+
+    def _may_join(self, group: str, mode: Mode) -> None:
+        """For who registers, be it a consumer of this process or one that a server stands for."""
+        self._check_open()
+        known = self.groups.get(group)
+        if mode.broadcasting and known is not None:
+            known.check_broadcast()
 
     def _keepers(self) -> list[Mechanism]:
         return [each for each in self._mechanisms.values() if each is not self._retention]

@@ -280,6 +280,11 @@ class GroupConfig:
             return "level", _LEVEL_OF_FIRST_SEND_BACK + times
         return "ms", self.retry_policy.next_delay_ms(times)
 
+    def check_broadcast(self) -> None:
+        """NotPermittedError unless members may want every message for themselves."""
+        if not self.consume_broadcast_enable:
+            raise NotPermittedError(f"group {self.name!r} may not broadcast; alter it: consume_broadcast_enable=True")
+
     def as_json(self) -> dict[str, Any]:
         """The entry of `subscriptionGroup.json`."""
         entry = {**self.unknown, "groupName": self.name}

@@ -6,6 +6,7 @@ refuses before anything changed::
 
     another member of the group consumes in another mode        GroupInUseError
     another member of the group subscribes to something else    SubscriptionConflictError
+    the group's settings forbid it (told by `may_join`)          NotPermittedError
 
 Members that subscribe differently would each be given queues of topics that they do not read, and would commit what
 they never saw. A member that is alone may register again with another mode or other subscriptions.
@@ -80,10 +81,10 @@ class Members:
     ['c1', 'c2']
     """
 
-    def __init__(self, clock: Clock, check_open: Callable[[], object] = lambda: None) -> None:
-        """`check_open` raises when there is no store any more, in which a member could consume."""
+    def __init__(self, clock: Clock, may_join: Callable[[str, Mode], object] = lambda group, mode: None) -> None:
+        """`may_join` raises for who may not consume in a group in that mode, whoever its other members are."""
         self._clock = clock
-        self._check_open = check_open
+        self._may_join = may_join
         self._lock = threading.Lock()
         self._groups: dict[str, dict[str, Member]] = {}
         self._version = 0
@@ -95,9 +96,9 @@ class Members:
 
         False tells a consumer that has just started that another one already goes by its client id (A2.7).
         Raises ConfigError for an empty client id, `GroupInUseError` and `SubscriptionConflictError` as the module's
-        table says, StoreClosedError.
+        table says, NotPermittedError for broadcasting where the group's settings forbid it, StoreClosedError.
         """
-        self._check_open()
+        self._may_join(group, mode)
         if not client_id or not isinstance(client_id, str):
             raise ConfigError(f"a client id is a str that is not empty, not {client_id!r}")
         wanted = {topic: (kind, _normal(kind, text)) for topic, (kind, text) in subscriptions.items()}

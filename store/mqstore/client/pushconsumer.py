@@ -47,7 +47,7 @@ from mqstore.client.processqueue import Limits, QueueInfo
 from mqstore.client.progress import GroupProgress, LocalProgress, Progress, Start, check_start
 from mqstore.client.wanted import wanted
 from mqstore.client.workers import Workers
-from mqstore.errors import ConfigError, GroupInUseError, NotPermittedError, StoreClosedError
+from mqstore.errors import ConfigError, GroupInUseError, StoreClosedError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
 from mqstore.options import Duration, seconds
@@ -339,9 +339,9 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         known = self._broker.groups.get(self.group)
         if known is None:
             check_group(self.group)
-        elif self._mode.broadcasting and not known.consume_broadcast_enable:
-            raise NotPermittedError(f"group {self.group!r} may not broadcast; alter it: consume_broadcast_enable=True")
-        elif known.orderly != self._mode.ordered and not self._mode.broadcasting:
+        elif self._mode.broadcasting:
+            known.check_broadcast()
+        elif known.orderly != self._mode.ordered:
             raise ConfigError(
                 f"group {self.group!r} was made to consume {'in order' if known.orderly else 'without order'}: give "
                 f"ordered={known.orderly}, use another group, or alter it: broker.groups.alter({self.group!r}, "
