@@ -12,6 +12,7 @@ import pytest
 from mqstore.broker import popkeep
 from mqstore.broker.filters import parse_filter
 from mqstore.broker.names import POP_LOG_GROUP, POP_LOG_TOPIC, dlq_topic, pop_retry_topic
+from mqstore.broker.popstate import QueueState
 from mqstore.errors import InvalidReceiptError, ReceiptExpiredError
 from tests.broker.popsupport import PopBench
 
@@ -576,6 +577,26 @@ def test_the_pop_log_is_pinned_from_the_replay_position_on(bench: PopBench) -> N
     [pin] = bench.service.pins()
     assert pin.physical_offset == bench.read(POP_LOG_TOPIC)[2].physical_offset
     assert (pin.topic, pin.queue_id, pin.group) == (POP_LOG_TOPIC, 0, POP_LOG_GROUP)
+
+
+def test_batches_that_are_put_again_are_looked_for_once(bench: PopBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that was released was looked at for each batch of it, under the lock of the queue."""
+    monkeypatch.setattr(popkeep, "_REPLAY_RECORDS", 1)
+    bench.put("t", 60)
+    given = [delivery for _ in range(20) for delivery in bench.pop(n=2, local=False)]
+    held = bench.pop(n=20, local=False)
+    bench.release(*given)
+    looks = []
+    oldest = QueueState.oldest
+    monkeypatch.setattr(QueueState, "oldest", lambda state: [oldest(state), looks.append(state)][0])
+    bench.settle()
+    assert len(looks) <= 3
+    monkeypatch.undo()
+    bench.advance(10_000)
+    bench.kill()
+    bench.reopen()
+    assert [pending.offset for pending in bench.service.pending("g")] == offsets(held)
+    assert offsets(bench.pop(n=32)) == offsets(given)[:32]
 
 
 def test_old_batches_are_put_again_so_that_a_replay_stays_short(

@@ -129,8 +129,8 @@ class PopKeeper:
         for state in list(self._tables.states.values()):
             with state.lock:
                 self._tables.order(state)
-                while budget and (oldest := state.oldest()) is not None and oldest.name < bound:
-                    self._put_anew(state, oldest)
+                for batch in state.named_before(bound, budget):
+                    self._put_anew(state, batch)
                     budget -= 1
                 oldest = state.oldest()
                 if oldest is not None:

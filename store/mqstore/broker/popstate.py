@@ -22,7 +22,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
-from itertools import islice, repeat
+from itertools import islice, repeat, takewhile
 from typing import NamedTuple
 
 from mqstore.broker.poplog import queue_head
@@ -417,6 +417,14 @@ class QueueState(Lending):
         if self.fifo is not None and self.fifo.left:
             batches.append(self.fifo)
         return min(batches, key=lambda batch: batch.name, default=None)
+
+    def named_before(self, bound: int, count: int) -> list[Batch]:
+        """The first `count` of the batches with something unsettled whose record lies before log position `bound`."""
+        found = {batch for batch in self.released.values() if batch.left and batch.name < bound}
+        found.update(takewhile(lambda batch: batch.name < bound, self.in_flight.values()))
+        if self.fifo is not None and self.fifo.left and self.fifo.name < bound:
+            found.add(self.fifo)
+        return sorted(found, key=lambda batch: batch.name)[:count]
 
     # -- reading ahead ----------------------------------------------------------------------------------------------
 
