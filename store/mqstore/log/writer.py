@@ -161,7 +161,7 @@ class StoreWriter(StoreReader):
         self._flush_latency = Histogram()
         self._put_times: dict[QueueRef, list[int]] = {}
         """Nanoseconds and number of the puts that were sampled in a queue since somebody asked."""
-        self._put_times_lock = threading.Lock()
+        self._put_times_lock = threading.RLock()  # a signal handler may put in the middle of it
         self._failed_puts = 0
         self._flush_by_default = self.durability == "flush"
         self._log.group = self._commit if self._flush_by_default else None
