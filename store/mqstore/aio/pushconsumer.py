@@ -32,9 +32,9 @@ from typing import Any, TypeVar, overload
 
 from mqstore.aio.bridge import Bridge, uncancelled
 from mqstore.client import pushconsumer, workers
+from mqstore.client.handlers import check_handler, check_has_run
 from mqstore.client.progress import Start
 from mqstore.client.pushconsumer import ConsumerStats
-from mqstore.errors import ConfigError
 from mqstore.log.commitlog import QueueRef
 from mqstore.options import Duration, seconds
 
@@ -87,7 +87,8 @@ class _Run(workers.Awaited):
         _worker.set(self.worker)
         result = self.handler(*self.arguments)
         if inspect.isawaitable(result):
-            await result
+            result = await result
+        check_has_run(result)
 
     # -- on any thread ----------------------------------------------------------------------------------------------
 
@@ -238,8 +239,7 @@ class PushConsumer(AbstractAsyncContextManager["PushConsumer"]):
         self, topic: str, handler: H, /, *, tags: str, sql: str | None, max_uncommitted: int | None
     ) -> H:
         self._bridge.check()
-        if not callable(handler):
-            raise ConfigError(f"a handler is something to call, not {handler!r:.100}")
+        check_handler(handler, coroutines=True)
         self.sync.subscribe(
             topic, partial(self._on_worker, handler), tags=tags, sql=sql, max_uncommitted=max_uncommitted
         )

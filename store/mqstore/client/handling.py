@@ -1,6 +1,7 @@
 """Calling a handler, and what its end means (client-semantics A6.3, A6.4, B.6).
 
     returns                    None                     done
+    returns what did not run   Failure("retry")         again, as for an exception (handlers.py)
     Retry(delay)               Failure("retry", delay)  again
     Reject(reason)             Failure("reject")        to the dead letters
     BatchFailure(failed)       Failure("retry", failed) those again, the rest is done
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from mqstore.broker.statistics import Statistics
+from mqstore.client.handlers import check_has_run
 from mqstore.client.interceptors import Interceptors, Settled
 from mqstore.client.outcome import BatchFailure, Reject, Retry
 from mqstore.client.workers import Awaited, Flow, Worker
@@ -136,9 +138,12 @@ class Handling:
         begin = time.perf_counter()
         try:
             if self.hooks.around_consume:
-                self.hooks.consuming(lambda: handler(argument, *more), messages)
+                # Looked at inside, so that hooks see it fail.
+                self.hooks.consuming(lambda: check_has_run(handler(argument, *more)), messages)
             elif isinstance(result := handler(argument, *more), Awaited):
                 return self._rest(worker, subscription, messages, begin, result)
+            else:
+                check_has_run(result)
         except Exception as error:
             worker.end()
             took_ms = (time.perf_counter() - begin) * 1000  # without that of reporting

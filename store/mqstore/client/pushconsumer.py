@@ -13,7 +13,6 @@ positions on disk, or deliveries. What handlers do after its time is up counts f
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 import os
@@ -38,6 +37,7 @@ from mqstore.broker.statistics import Rate, StatisticsSnapshot
 from mqstore.client.allocation import Strategy, strategy_named
 from mqstore.client.assignment import Assignment
 from mqstore.client.concurrent import ConcurrentService
+from mqstore.client.handlers import check_handler
 from mqstore.client.handling import CONSUME_FAILED, CONSUME_OK, CONSUME_US, PULL, Handling, OnError, Subscription
 from mqstore.client.interceptors import Interceptor, Interceptors
 from mqstore.client.membership import Membership, check_client_id
@@ -180,8 +180,9 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         strategy           who has which queues: "avg", "circle", "consistent_hash" or a function
         on_error           told (exception, message) of what handlers raise, and of what goes wrong behind the scenes
 
-    A handler that returns is done with its message, whatever it returns. It raises `Retry(delay)`, `Reject(reason)`, of
-    a batch `BatchFailure(failed)`; any other exception is logged, and the message comes again.
+    A handler that returns is done with its message, whatever it returns; only a coroutine or a generator, of which
+    nothing has run, is a failure. It raises `Retry(delay)`, `Reject(reason)`, of a batch `BatchFailure(failed)`; any
+    other exception is logged, and the message comes again.
 
     >>> import mqstore, tempfile, threading
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
@@ -417,10 +418,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
     def _subscribe_here(
         self, topic: str, handler: H, /, *, tags: str, sql: str | None, max_uncommitted: int | None
     ) -> H:
-        if not callable(handler):
-            raise ConfigError(f"a handler is something to call, not {handler!r:.100}")
-        if inspect.iscoroutinefunction(handler):
-            raise ConfigError(f"{handler!r:.100} is a coroutine function; those are for mqstore.aio")
+        check_handler(handler)
         _, expression = wanted(self._broker, topic, tags, sql).expression
         kind: Literal["TAG", "SQL92"] = "TAG" if sql is None else "SQL92"
         if max_uncommitted is not None:

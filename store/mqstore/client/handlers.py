@@ -1,0 +1,71 @@
+"""Telling handlers that would not run from those that do (client-semantics A6.4, B.6).
+
+                             before it is called       what comes back of a call
+    coroutine function       refused, but by aio       a coroutine: aio awaits it, elsewhere it has not run
+    generator function       refused                   a generator: has not run
+    what returns one of them is not to be seen         likewise
+    anything else            taken                     not looked at
+
+Who calls such a function has an object in hand and nothing done: a message that was acknowledged for that is lost.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from mqstore.errors import ConfigError
+
+__all__ = ["check_handler", "check_has_run"]
+
+
+def check_handler(handler: object, *, coroutines: bool = False) -> None:
+    """ConfigError for what is not to be called, or would do nothing when it is. `coroutines`: they are awaited."""
+    if not callable(handler):
+        raise ConfigError(f"a handler is something to call, not {handler!r:.100}")
+    if not coroutines and _is(handler, _makes_coroutines):
+        raise ConfigError(f"{handler!r:.100} is a coroutine function; those are for mqstore.aio")
+    if _is(handler, inspect.isasyncgenfunction) or (
+        _is(handler, inspect.isgeneratorfunction) and not _is(handler, _makes_coroutines)
+    ):
+        raise ConfigError(
+            f"{handler!r:.100} has a `yield`, which makes it a generator function: nothing of it would run when it is "
+            f"called. Have the handler do its work and return"
+        )
+
+
+def _is(handler: Callable[..., object], test: Callable[[Any], bool]) -> bool:
+    """Of a function, a method, or an object that is called by a method of its class; partials of these, too."""
+    while isinstance(handler, partial):
+        handler = handler.func
+    return test(handler) or test(getattr(type(handler), "__call__", None))  # noqa: B004  (of its class, not its own)
+
+
+def _makes_coroutines(function: Any) -> bool:
+    if inspect.iscoroutinefunction(function):
+        return True
+    code = getattr(function, "__code__", None)  # a generator function under `types.coroutine` makes what is awaited
+    return bool(getattr(code, "co_flags", 0) & inspect.CO_ITERABLE_COROUTINE)
+
+
+def check_has_run(result: object) -> None:
+    """TypeError if what a handler returned is work that was not begun."""
+    if result is None:
+        return
+    if inspect.isawaitable(result):
+        what, advice = (
+            "something to await",
+            "Handlers that are coroutines are for mqstore.aio; asyncio.run(...) runs one",
+        )
+    elif isinstance(result, Generator | AsyncGenerator):
+        what, advice = "a generator", "A handler does its work and returns: loop over the generator in it"
+    else:
+        return
+    shown = f"{result!r:.100}"
+    if isinstance(result, Coroutine | Generator):
+        with suppress(Exception):  # of one that runs elsewhere, or will not end
+            result.close()  # or Python warns of it, at some other place
+    raise TypeError(f"the handler returned {what} that nobody runs, {shown}: its message was not handled. {advice}")

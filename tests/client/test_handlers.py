@@ -1,0 +1,252 @@
+"""Handlers that do not run when they are called: messages were acknowledged, and nothing had been done with them."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+import types
+import warnings
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mqstore
+from mqstore import ConfigError, Interceptor, aio
+from mqstore.client.handlers import check_handler, check_has_run
+from mqstore.client.pushconsumer import PushConsumer
+from tests.client.pushsupport import PushBench
+from tests.client.test_aio import with_store
+
+AGAIN = mqstore.RetryPolicy(2, [0])
+ENGINES: list[dict[str, Any]] = [
+    {},
+    {"batch_size": 3},
+    {"ordered": True},
+    {"ordered": True, "batch_size": 3},
+    {"mode": "pop"},
+    {"mode": "pop", "batch_size": 3},
+    {"mode": "pop", "ordered": True},
+    {"model": "broadcasting", "client_id": "me"},
+]
+
+
+async def coroutine(given: object) -> None: ...
+
+
+def generator(given: object) -> Iterator[None]:
+    yield
+
+
+async def async_generator(given: object) -> AsyncIterator[None]:
+    yield
+
+
+@types.coroutine
+def old_coroutine(given: object) -> Any:
+    yield
+
+
+class Awaited:
+    def __await__(self) -> Any:
+        yield
+
+
+class Methods:
+    async def coroutine(self, given: object) -> None: ...
+
+    def generator(self, given: object) -> Iterator[None]:
+        yield
+
+    @classmethod
+    async def of_class(cls, given: object) -> None: ...
+
+    @staticmethod
+    async def static(given: object) -> None: ...
+
+    async def async_generator(self, given: object) -> AsyncIterator[None]:
+        yield
+
+    def plain(self, given: object) -> None: ...
+
+
+def called_by(method: Callable[..., object]) -> Any:
+    """An object whose class has `method` as `__call__`."""
+    return type("Callable", (), {"__call__": method})()
+
+
+COROUTINES = [
+    coroutine,
+    old_coroutine,
+    Methods().coroutine,
+    Methods.of_class,
+    Methods.static,
+    functools.partial(coroutine),
+    called_by(Methods.coroutine),
+    functools.partial(called_by(Methods.coroutine)),
+]
+GENERATORS = [
+    generator,
+    async_generator,
+    Methods().generator,
+    Methods().async_generator,
+    functools.partial(generator),
+    functools.partial(async_generator),
+    called_by(Methods.generator),
+    called_by(Methods.async_generator),
+    functools.partial(called_by(Methods.generator)),
+]
+PLAIN = [print, lambda given: None, Methods().plain, functools.partial(print, end=""), called_by(Methods.plain), list]
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[PushBench]:
+    bench = PushBench(tmp_path)
+    yield bench
+    bench.close()
+
+
+# --- what is to be seen before ---------------------------------------------------------------------------------------
+
+
+def test_what_can_be_seen_not_to_run_is_refused(bench: PushBench) -> None:
+    consumer = PushConsumer(bench.broker, "g")
+    for handler in COROUTINES:
+        with pytest.raises(ConfigError, match=r"mqstore\.aio"):
+            consumer.subscribe("t", handler)
+    for handler in GENERATORS:
+        with pytest.raises(ConfigError, match="yield"):
+            consumer.subscribe("t", handler)
+        with pytest.raises(ConfigError, match="yield"):
+            consumer.subscribe("t")(handler)
+    for handler in PLAIN:
+        consumer.subscribe("t", handler)
+
+
+def test_of_those_aio_refuses_what_it_cannot_await(tmp_path: Path) -> None:
+    for handler in (*COROUTINES, *PLAIN):
+        check_handler(handler, coroutines=True)
+
+    async def test(store: aio.Store) -> None:
+        consumer = await store.push_consumer("g")
+        for handler in GENERATORS:
+            with pytest.raises(ConfigError, match="yield"):
+                consumer.subscribe("t", handler)
+        for handler in COROUTINES:
+            consumer.subscribe("t", handler)
+
+    with_store(test, tmp_path)
+
+
+# --- what is not -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("made", [coroutine, generator, async_generator, old_coroutine, lambda given: Awaited()])
+@pytest.mark.parametrize("options", ENGINES)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_work_that_comes_back_instead_of_having_been_done_is_a_failure(
+    bench: PushBench, options: dict[str, Any], made: Callable[..., object], wrapped: bool
+) -> None:
+    """The lag went to 0 with every message acknowledged and none handled."""
+    told: list[BaseException] = []
+    outcomes: list[str] = []
+    around: list[BaseException] = []
+
+    class Told(Interceptor):
+        def on_settle(self, message: mqstore.Message, outcome: Any, seconds: float) -> None:
+            outcomes.append(outcome)
+
+    class Around(Told):
+        def around_consume(self, call: Callable[[], None], messages: Any) -> None:
+            try:
+                call()
+            except Exception as error:
+                around.append(error)
+                raise
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        broadcasts = "model" in options
+        bench.consumer(
+            lambda given: made(given),
+            retry=None if broadcasts else AGAIN,
+            interceptors=[Around() if wrapped else Told()],
+            on_error=lambda error, message: told.append(error),
+            **options,
+        )
+        bench.put(b"a", b"b", b"c")
+        bench.advance(5)
+        gc.collect()
+    assert bool(around) == wrapped
+    assert "ack" not in outcomes
+    assert outcomes.count("dlq") == 3
+    assert all("nobody runs" in str(error) for error in told)
+    assert told
+    if not broadcasts:
+        assert sorted(bench.dead()) == [b"a", b"b", b"c"]
+
+
+def test_what_is_said_tells_what_to_do() -> None:
+    for made, advice in ((coroutine, r"asyncio\.run"), (generator, "loop over"), (async_generator, "loop over")):
+        with pytest.raises(TypeError, match=advice):
+            check_has_run(made(None))
+    for value in (None, False, 17, "x", [], iter([]), asyncio):
+        check_has_run(value)
+
+
+def test_a_generator_that_does_not_want_to_be_closed_is_a_failure_like_others() -> None:
+    def stubborn() -> Iterator[int]:
+        try:
+            yield 1
+        except GeneratorExit:
+            yield 2
+
+    begun = stubborn()
+    next(begun)
+    with pytest.raises(TypeError, match="a generator"):
+        check_has_run(begun)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_aio_awaits_what_comes_back_and_no_more(tmp_path: Path, waits: bool) -> None:
+    ran: list[str] = []
+    told: list[str] = []
+
+    async def handle(message: mqstore.Message) -> None:
+        ran.append(message.text())
+
+    async def forgets(message: mqstore.Message) -> Coroutine[Any, Any, None]:
+        return handle(message)
+
+    def hands_on(message: mqstore.Message) -> Awaitable[None]:
+        return handle(message)
+
+    class Around(Interceptor):
+        def around_consume(self, call: Callable[[], None], messages: Any) -> None:
+            call()
+
+    async def test(store: aio.Store) -> None:
+        consumer = await store.push_consumer(
+            "g",
+            retry=mqstore.RetryPolicy(1, [0]),
+            interceptors=[Around()] if waits else [],
+            on_error=lambda error, message: told.append(str(error)),
+        )
+        consumer.subscribe("forgets", forgets)
+        consumer.subscribe("generates", lambda message: async_generator(message))
+        consumer.subscribe("hands_on", hands_on)
+        consumer.subscribe("object", called_by(lambda self, message: handle(message)))
+        async with consumer:
+            for topic in ("forgets", "generates", "hands_on", "object"):
+                await store.put(topic, topic.encode())
+            while len(ran) + await store.dead_letters("g").count() < 4:
+                await asyncio.sleep(0.005)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with_store(test, tmp_path)
+        gc.collect()
+    assert sorted(ran) == ["hands_on", "object"]
+    assert len(told) == 2
