@@ -16,7 +16,6 @@ from mqstore.client.handling import (
     PULL,
     Failure,
     Handling,
-    LogLimit,
     Subscription,
 )
 from mqstore.client.interceptors import Interceptor, Interceptors
@@ -217,18 +216,8 @@ def test_the_same_error_again_and_again_is_logged_once_in_a_while(
     handling.call(Worker(), Subscription("t", raising(KeyError("y"))), given)
     lines = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert [record.exc_info[0] for record in lines if record.exc_info] == [ValueError, KeyError]
-    assert "t/0, offset 0, attempt 1" in lines[0].getMessage()
+    assert "t/0, offset 0 and 2 more: the handler failed, attempt 1: ValueError: x" in lines[0].getMessage()
     assert len(told) == 7  # on_error hears of each
-
-
-def test_lines_that_were_held_back_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr("mqstore.client.handling.time.monotonic", lambda: now)
-    limit = LogLimit(every_s=10)
-    assert [limit("a") for _ in range(3)] == [0, None, None]
-    now = 110.0
-    assert limit("a") == 2
-    assert limit("a") is None
 
 
 def test_counters_are_of_messages_and_their_time(handle: Handle, given: list[Message]) -> None:

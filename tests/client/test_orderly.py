@@ -1161,7 +1161,7 @@ def test_what_fails_a_broadcasting_member_holds_up_its_own_queue_and_is_passed_o
     assert [call.body for call in bench.calls if call.member == "b"] == ["0", "1"]
     assert bench.letters() == []
     assert bench.broker.attempts("g", "t", 0) == {}
-    assert "t/0, offset 0 is passed over: attempt 3 failed: ValueError: no" in caplog.text
+    assert "t/0, offset 0: it is passed over: attempt 3 failed: ValueError: no" in caplog.text
 
 
 def test_what_a_broadcasting_member_rejects_is_passed_over_at_once(bench: Bench) -> None:

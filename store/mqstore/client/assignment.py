@@ -29,7 +29,7 @@ from mqstore.broker.filters import Filter
 from mqstore.broker.names import is_retry_topic
 from mqstore.broker.reading import ReadResult
 from mqstore.broker.waiting import Waiter
-from mqstore.client.handling import Handling, LogLimit, Subscription
+from mqstore.client.handling import Handling, Subscription
 from mqstore.client.membership import Membership
 from mqstore.client.processqueue import Limits, ProcessQueue, QueueInfo
 from mqstore.client.progress import Progress, place
@@ -123,7 +123,6 @@ class Assignment:
         self._stirred = False
         self._division: Timer | None = None
         """When shares are looked at again."""
-        self._limit = LogLimit()
         self._full_times = 0
 
     # -- life -------------------------------------------------------------------------------------------------------
@@ -147,7 +146,7 @@ class Assignment:
         except StoreClosedError:
             pass
         except Exception as error:
-            self._handling.report(error)
+            self._handling.report(error, f"what is done every {period_ms / 1000:g} s failed")
         self._workers.later(period_ms, partial(self._every, period_ms, work))
 
     def subscribe(self, subscriptions: Mapping[str, Subscription]) -> None:
@@ -216,7 +215,7 @@ class Assignment:
         except StoreClosedError:
             return
         except Exception as error:
-            self._handling.report(error)
+            self._handling.report(error, "dividing the queues failed, again in a second")
             if isinstance(error, GroupInUseError | SubscriptionConflictError):
                 self._lose(self._owned(()))  # we were given up, and are not let in again: they are others' now
             self._workers.later(UNBALANCED_MS, self.stir)
@@ -258,8 +257,8 @@ class Assignment:
         try:
             begin = self.progress.begin(ref) if offset is None else offset
         except MQStoreError as error:
-            if not isinstance(error, StoreClosedError) and self._limit(("begin", ref, type(error))) is not None:
-                self._handling.report(error)
+            if not isinstance(error, StoreClosedError):
+                self._handling.report(error, "cannot be begun yet", ref)
             self.membership.give([ref])
             return False
         queue = ProcessQueue(ref, begin, self._clock.monotonic_ms(), self._limits)
@@ -444,9 +443,9 @@ class Assignment:
         queue.asked = 0, 0
         if isinstance(error, TopicNotFoundError | NotPermittedError | ConfigError):
             self.stir()  # it was deleted or altered: the share says so
-        held = self._limit((queue.queue, type(error)))
-        if held is not None:
-            _log.error("group %s: %s/%d cannot be read", self.group, *queue.queue, exc_info=error)
+        self._handling.log.say(
+            logging.ERROR, "cannot be read, again in a second", at=queue.queue, error=error, traceback=True
+        )
         self._workers.later(PULL_FAILED_MS, partial(self._submit_pull, queue))
 
     def _take_in(
@@ -615,8 +614,8 @@ class Assignment:
             self.progress.commit(queue.queue, offset)
             queue.committed = offset
         except MQStoreError as error:  # closing, or the topic has gone: the messages come again, as they may
-            if self._limit(("commit", queue.queue)) is not None:
-                _log.warning("group %s: %s/%d: offset %d not committed: %s", self.group, *queue.queue, offset, error)
+            what = f"offset {offset} is not committed"
+            self._handling.log.say(logging.WARNING, what, at=queue.queue, error=error, like="commit")
 
     def subscription_of(self, queue: ProcessQueue, message: Message) -> Subscription | None:
         """Who handles a message; None: nobody any more."""

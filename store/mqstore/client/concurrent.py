@@ -33,8 +33,6 @@ from mqstore.log.message import Message
 
 __all__ = ["ConcurrentService"]
 
-_log = logging.getLogger("mqstore")
-
 SEND_BACK_AGAIN_MS = 5_000
 NOBODY_AGAIN_MS = 1_000
 """When to look again whether anybody handles what nobody did: by then its queue is gone, as a rule."""
@@ -138,7 +136,9 @@ class ConcurrentService:
         try:
             yield from self._handle(chunk, worker)
         except Exception as error:  # no handler's: memory has run out, say. What was in hand would lie here for ever
-            self._handling.report(error)
+            self._handling.report(
+                error, "what is to be done around handlers failed; the queue is begun again", queue.queue
+            )
             self._workers.later(NOBODY_AGAIN_MS, partial(self.assignment.begin_again, queue))
         finally:
             worker.is_cancelled = None
@@ -170,11 +170,8 @@ class ConcurrentService:
             ended = handling.call(worker, subscription, batch)
             failure, call_ms = ended if isinstance(ended, tuple) else (yield from ended)
             if worker.lapsed == worker.calls:
-                _log.warning(
-                    "group %s: a handler ended after consume_timeout; its result does not count: %s/%d, offset %d",
-                    self._group,
-                    *batch[0].queue,
-                    batch[0].offset,
+                handling.log.say(
+                    logging.WARNING, "a handler ended after consume_timeout; its result does not count", at=batch
                 )
             elif queue.dropped:  # it comes again, to whoever has the queue now
                 pass
@@ -213,12 +210,8 @@ class ConcurrentService:
             return
         for message in failed:
             if self._broadcasting:
-                _log.warning(
-                    "group %s: %s/%d, offset %d failed and is passed over: broadcasting has no retries",
-                    self._group,
-                    *message.queue,
-                    message.offset,
-                )
+                what = "it failed, and is passed over: broadcasting has no retries"
+                self._handling.log.say(logging.WARNING, what, at=message)
                 self._end(queue, message, "dlq", took_ms)
             else:
                 self._send_back(queue, message, failure, took_ms)
@@ -237,7 +230,7 @@ class ConcurrentService:
             return
         except Exception as error:
             # It stays here, and holds the position: what cannot be sent back is not let go of.
-            self._handling.report(error, message)
+            self._handling.report(error, "it failed and cannot be sent back, here again in 5 s", message)
             self._later(_Chunk(queue, [message]), SEND_BACK_AGAIN_MS)
             return
         self._end(queue, message, "dlq" if is_dlq_topic(receipt.queue.topic) else "retry", took_ms)
@@ -248,7 +241,7 @@ class ConcurrentService:
             try:
                 return self._broker.send_back(self._group, offset, delay=failure.delay_s, reason=reason)
             except ConfigError as error:  # longer than the store delays anything, say: that will not change
-                self._handling.report(error, message)
+                self._handling.report(error, "it comes again as the retry policy says", message)
         return self._broker.send_back(self._group, offset, reason=reason)
 
     def _end(self, queue: ProcessQueue, message: Message, outcome: Settled, took_ms: float) -> None:
@@ -303,15 +296,9 @@ class ConcurrentService:
         if not messages:  # it has just ended
             return
         stack = worker.stack()
+        what = f"has been in its handler for {self._timeout_ms / 1000:g} s; it is sent back"
+        self._handling.log.say(logging.ERROR, what, at=messages, like=stack, stack=stack)
         for message in messages:
-            _log.error(
-                "group %s: %s/%d, offset %d has been in its handler for %g s; it is sent back. The handler is at\n%s",
-                self._group,
-                *message.queue,
-                message.offset,
-                self._timeout_ms / 1000,
-                stack,
-            )
             self._handling.hooks.tell(self._handling.hooks.on_timeout, message, stack)
             if self._broadcasting:
                 self._end(chunk.queue, message, "dlq", self._timeout_ms)
@@ -330,7 +317,7 @@ class ConcurrentService:
         except StoreClosedError:
             return
         except Exception as error:
-            self._handling.report(error, message)
+            self._handling.report(error, "its handler hangs and it cannot be sent back, again in 5 s", message)
             self._workers.later(SEND_BACK_AGAIN_MS, partial(self._give_up, queue, message))
             return
         outcome: Settled = "dlq" if is_dlq_topic(receipt.queue.topic) else "retry"

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,9 +23,11 @@ from typing import Any, Final, Literal
 from mqstore.broker.statistics import Statistics
 from mqstore.client.handlers import check_has_run
 from mqstore.client.interceptors import Interceptors, Settled
+from mqstore.client.limitedlog import text_of
 from mqstore.client.outcome import BatchFailure, Reject, Retry
 from mqstore.client.workers import Awaited, Flow, Worker
 from mqstore.clock import Clock
+from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
 
 __all__ = [
@@ -37,12 +38,9 @@ __all__ = [
     "PULL_US",
     "Failure",
     "Handling",
-    "LogLimit",
     "OnError",
     "Subscription",
 ]
-
-_log = logging.getLogger("mqstore")
 
 # RocketMQ's names for these are CONSUME_OK_TPS, CONSUME_FAILED_TPS, CONSUME_RT, PULL_TPS and PULL_RT (A10.2).
 CONSUME_OK: Final = "CONSUME_OK"
@@ -80,31 +78,6 @@ class Failure:
     """Of a batch; None: all."""
 
 
-class LogLimit:
-    """Lets the first of many alike lines through, then one every so often (A14.8).
-
-    >>> limit = LogLimit(every_s=3600)
-    >>> limit("topic"), limit("topic"), limit("another")
-    (0, None, 0)
-    """
-
-    def __init__(self, every_s: float = 10.0) -> None:
-        self._every_s = every_s
-        self._said: dict[object, tuple[float, int]] = {}
-        self._lock = threading.Lock()
-
-    def __call__(self, what: object) -> int | None:
-        """How many lines about `what` were held back since the last; None: hold this one back, too."""
-        now = time.monotonic()
-        with self._lock:
-            last, held = self._said.get(what, (float("-inf"), 0))
-            if now - last < self._every_s:
-                self._said[what] = (last, held + 1)
-                return None
-            self._said[what] = (now, 0)
-            return held
-
-
 class Handling:
     """A consumer's handlers, with everything that is to happen around each call."""
 
@@ -120,12 +93,12 @@ class Handling:
         """`batch`: handlers take sequences of messages, else one."""
         self.group = group
         self.hooks = interceptors
+        self.log = interceptors.log
+        """For all that is said of messages."""
         self.statistics = Statistics(clock)
         """By topic: the counters below."""
         self._batch = batch
-        self._clock = clock
         self._on_error = on_error
-        self._limit = LogLimit()
 
     def call(
         self, worker: Worker, subscription: Subscription, messages: Sequence[Message], *more: Any
@@ -166,46 +139,34 @@ class Handling:
         if isinstance(error, Retry):
             delay_s = _of(error, "delay_s")
             sane = isinstance(delay_s, int | float) and 0 <= delay_s < math.inf
-            return Failure("retry", _text(error), delay_s if sane else None)
+            return Failure("retry", text_of(error), delay_s if sane else None)
         if isinstance(error, Reject):
-            return Failure("reject", _text(_of(error, "reason") or "") or "rejected by its handler")
+            return Failure("reject", text_of(_of(error, "reason") or "") or "rejected by its handler")
         if isinstance(error, BatchFailure):
             failed = _among(messages, _of(error, "failed"))
             if failed is not None:
-                return Failure("retry", _text(error), failed=failed)
-            self.report(
-                ValueError("BatchFailure names messages that were not in the batch; all of it is taken for failed"),
-                messages[0],
-            )
-            return Failure("retry", _text(error))
+                return Failure("retry", text_of(error), failed=failed)
+            wrong = ValueError("BatchFailure names messages that were not in the batch")
+            self.report(wrong, "all of the batch is taken for failed", messages[0])
+            return Failure("retry", text_of(error))
         first = messages[0]
-        held = self._limit((subscription.topic, type(error)))
-        if held is not None:
-            _log.error(
-                "group %s: the handler of %s failed at %s/%d, offset %d, attempt %d%s",
-                self.group,
-                subscription.topic,
-                *first.queue,
-                first.offset,
-                first.attempt,
-                f" ({held} more like this were not logged)" if held else "",
-                exc_info=error,
-            )
+        what = f"the handler failed, attempt {first.attempt}"
+        self.log.say(logging.ERROR, what, at=messages, error=error, like="the handler failed", traceback=True)
         self._tell(error, first)
-        return Failure("retry", f"{type(error).__name__}: {_text(error)}")
+        return Failure("retry", f"{type(error).__name__}: {text_of(error)}")
 
-    def report(self, error: BaseException, message: Message | None = None) -> None:
-        """Something that no caller can be told of: to the log and to `on_error`."""
-        _log.error("group %s: %s: %s", self.group, type(error).__name__, _text(error))
-        self._tell(error, message)
+    def report(self, error: BaseException, what: str, at: Message | QueueRef | None = None) -> None:
+        """Something that no caller can be told of: `what` went wrong where, to the log and to `on_error`."""
+        self.log.say(logging.ERROR, what, at=at, error=error)
+        self._tell(error, at if isinstance(at, Message) else None)
 
     def _tell(self, error: BaseException, message: Message | None) -> None:
         if self._on_error is None:
             return
         try:
             self._on_error(error, message)
-        except Exception:
-            _log.exception("group %s: on_error failed", self.group)
+        except Exception as failed:
+            self.log.say(logging.ERROR, "on_error failed", at=message, error=failed, traceback=True)
 
     def settled(self, messages: Sequence[Message], outcome: Settled, took_ms: float) -> None:
         """Count these messages of one topic, and tell the interceptors."""
@@ -234,14 +195,6 @@ def _of(error: Exception, name: str) -> Any:
         return getattr(error, name, None)
     except Exception:
         return None
-
-
-def _text(what: object) -> str:
-    """As text; of an exception that cannot even say what it is: its name."""
-    try:
-        return str(what)
-    except Exception:
-        return f"{type(what).__name__} (it cannot be shown)"
 
 
 def _among(messages: Sequence[Message], named: object) -> tuple[Message, ...] | None:

@@ -2,9 +2,9 @@
 
     before_send --> stored --> after_send          on_receive --> around_consume(handler) --> on_settle
 
-Hooks run in the order in which the interceptors were given. What one raises is logged and stops nothing, except in
-`before_send`, which may so forbid a message to be sent, and in `around_consume`, where what the handler raised passes.
-A hook that nobody overrides costs nothing.
+Hooks run in the order in which the interceptors were given. What one raises is logged, not for every message
+(limitedlog.py), and stops nothing, except in `before_send`, which may so forbid a message to be sent, and in
+`around_consume`, where what the handler raised passes. A hook that nobody overrides costs nothing.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
+from mqstore.client.limitedlog import LimitedLog
 from mqstore.errors import ConfigError
 from mqstore.log.commitlog import QueueRef, SendReceipt
 from mqstore.log.message import Message
 from mqstore.log.outgoing import OutgoingMessage
 
 __all__ = ["Interceptor", "Interceptors", "Settled"]
-
-_log = logging.getLogger("mqstore")
 
 Settled = Literal["ack", "retry", "dlq"]
 """What became of a message: done, to come again, given up."""
@@ -86,7 +85,8 @@ class Interceptors:
     on_offset_reset: tuple[Callable[[QueueRef, int, int], None], ...]
     on_timeout: tuple[Callable[[Message, str], None], ...]
 
-    def __init__(self, interceptors: Sequence[Interceptor] = ()) -> None:
+    def __init__(self, interceptors: Sequence[Interceptor] = (), log: LimitedLog | None = None) -> None:
+        """`log`: that of whose interceptors they are."""
         if not isinstance(interceptors, Sequence):
             raise ConfigError(f"interceptors is a list of them, not {interceptors!r:.80}")
         for each in interceptors:
@@ -94,6 +94,7 @@ class Interceptors:
                 raise ConfigError(f"{each!r:.80} is not made from a class derived from mqstore.Interceptor")
         for name in self.__annotations__:
             setattr(self, name, tuple(_hooks(interceptors, name)))
+        self.log = LimitedLog() if log is None else log
 
     def __bool__(self) -> bool:
         return any(getattr(self, name) for name in self.__annotations__)
@@ -103,8 +104,11 @@ class Interceptors:
         for hook in hooks:
             try:
                 hook(*arguments)
-            except Exception:
-                _log.exception("an interceptor's %s failed", getattr(hook, "__qualname__", hook))
+            except Exception as error:
+                self._report(_name(hook), arguments[0], error)
+
+    def _report(self, name: str, at: object, error: Exception) -> None:
+        self.log.say(logging.ERROR, f"an interceptor's {name} failed", at=at, error=error, traceback=True)
 
     def loss_teller(self) -> Callable[[QueueRef, int, int], None] | None:
         """What tells `on_offset_reset`; None where nobody listens, and the news is left to other members."""
@@ -122,8 +126,8 @@ class Interceptors:
         for hook in self.on_receive:
             try:
                 kept = {(message.queue, message.offset) for message in hook(list(messages))}
-            except Exception:
-                _log.exception("an interceptor's %s failed", getattr(hook, "__qualname__", hook))
+            except Exception as error:
+                self._report(_name(hook), messages, error)
             else:
                 messages = [message for message in messages if (message.queue, message.offset) in kept]
         return messages
@@ -155,11 +159,15 @@ class Interceptors:
             inner()
         except Exception as error:
             if error is not raised:
-                _log.exception("an interceptor's around_consume failed")
+                self._report("around_consume", messages, error)
         if not called:
             handle()
         elif raised is not None:
             raise raised
+
+
+def _name(hook: Callable[..., object]) -> str:
+    return str(getattr(hook, "__qualname__", hook))
 
 
 def _around(

@@ -45,8 +45,6 @@ from mqstore.options import Duration, seconds
 
 __all__ = ["BatchTx", "OrderlyService"]
 
-_log = logging.getLogger("mqstore")
-
 LOCK_LATE_MS = 100
 SUSPEND_MS = 1_000
 SUSPEND_MIN_MS, SUSPEND_MAX_MS = 10, 30_000
@@ -189,7 +187,7 @@ class OrderlyService:
             # Not a handler's: something could not be noted, the group has gone. Nothing is lost by waiting, and a task
             # that just ended would leave its queue to nobody.
             if not isinstance(error, StoreClosedError):
-                self._handling.report(error)
+                self._handling.report(error, "what is to be done around handlers failed, again in 5 s", queue.queue)
             for key in self._open_in(queue):
                 self._close(key)
             queue.rollback()
@@ -287,7 +285,7 @@ class OrderlyService:
             return SUSPEND_MS
         batch = self._cut(queue, batch, len(batch))
         why = f"a retry of topic {batch[0].topic!r}, to which nobody of group {self._group!r} subscribes any more"
-        self._handling.report(ConfigError(why), batch[0])
+        self._handling.report(ConfigError(why), "it comes again", batch[0])
         return self._failed(task, batch, Failure("retry", why), 0.0)
 
     def _suffix(
@@ -299,7 +297,7 @@ class OrderlyService:
         good = batch[: len(batch) - len(names)]
         if names != [message.offset for message in batch[len(good) :]]:
             why = "BatchFailure of an ordered consumer must name the end of the batch; all of it is taken for failed"
-            self._handling.report(ValueError(why), batch[0])
+            self._handling.report(ValueError(why), "it comes again", batch[0])
             return batch, Failure("retry", why), took_ms
         each_ms = took_ms / len(batch)
         if good and self.assignment.settle_taken(queue, good):
@@ -335,8 +333,8 @@ class OrderlyService:
         if failure.kind != "reject":
             why = f"attempt {message.attempt} failed: {why}"
         if self._broadcasting:
-            _log.warning(
-                "group %s: %s/%d, offset %d is passed over: %s", self._group, *message.queue, message.offset, why
+            self._handling.log.say(
+                logging.WARNING, f"it is passed over: {why}", at=message, like=("passed over", failure.kind)
             )
         else:
             try:
@@ -344,7 +342,7 @@ class OrderlyService:
             except StoreClosedError:
                 return False
             except Exception as error:
-                self._handling.report(error, message)
+                self._handling.report(error, "no dead letter can be made of it", message)
                 if isinstance(error, MQStoreError) or not isinstance(error, LookupError):
                     return False
                 # Retention took it while we tried: no later try will find it, and it has expired for everybody.
@@ -437,7 +435,7 @@ class OrderlyService:
             f"group {self._group!r}: {len(opened.messages)} messages of {topic!r} from "
             f"{queue.queue.topic}/{queue.queue.queue_id} were left open, and come again: {why}"
         )
-        self._handling.report(error, opened.messages[0])
+        self._handling.report(error, "it comes again", opened.messages[0])
         return error
 
     def _open_in(self, queue: ProcessQueue) -> list[tuple[ProcessQueue, str]]:
@@ -485,15 +483,8 @@ class OrderlyService:
         if not messages:
             return
         stack = worker.stack()
-        _log.error(
-            "group %s: %s/%d, offset %d has been in its handler for %g s, and everything behind it waits. The handler "
-            "is at\n%s",
-            self._group,
-            *messages[0].queue,
-            messages[0].offset,
-            self._timeout_ms / 1000,
-            stack,
-        )
+        what = f"has been in its handler for {self._timeout_ms / 1000:g} s, and everything behind it waits"
+        self._handling.log.say(logging.ERROR, what, at=messages, like=stack, stack=stack)
         for message in messages:
             self._handling.hooks.tell(self._handling.hooks.on_timeout, message, stack)
 

@@ -48,8 +48,6 @@ from mqstore.log.commitlog import QueueRef
 
 __all__ = ["PopEngine"]
 
-_log = logging.getLogger("mqstore")
-
 LOAN_MS = 60_000
 HOLD_MS = 20_000
 """No more is fetched than is likely to be begun within this time, so that next to nothing is ever renewed unbegun."""
@@ -166,7 +164,7 @@ class PopEngine:
         self._settlings: dict[_Settling, None] = {}
         """Those that wait to be tried again."""
         self._renewer: Renewer[_Item] = Renewer(
-            broker, group, LOAN_MS, on_end=self._time_is_up, on_lost=lambda item: None
+            broker, group, LOAN_MS, on_end=self._time_is_up, on_lost=lambda item: None, log=handling.log
         )
         self._renew_ms: int | None = None
         """When the renewer's timer is due."""
@@ -296,7 +294,7 @@ class PopEngine:
                 self._end_fetch(token)
                 return
             except Exception as error:
-                self._handling.report(error)
+                self._handling.report(error, "fetching failed, again in a second")
                 self._source.give_back(found)
                 self._end_fetch(token)
                 self._workers.later(FETCH_AGAIN_MS, self._rouse)
@@ -375,7 +373,8 @@ class PopEngine:
                 try:
                     self._ack(topic, out)
                 except MQStoreError as error:  # it comes again, and is left out again
-                    _log.warning("group %s: %s, left out, could not be acknowledged: %s", self._group, out[0], error)
+                    what = "left out by an interceptor, and could not be acknowledged"
+                    self._handling.log.say(logging.WARNING, what, at=[item.message for item in out], error=error)
                 self._forget(out)
 
     # -- a worker at a unit -----------------------------------------------------------------------------------------
@@ -492,11 +491,8 @@ class PopEngine:
             for item in live:
                 item.state = "ended"
         if len(live) < len(batch):
-            _log.warning(
-                "group %s: a handler ended after consume_timeout or stop; its result does not count: %s",
-                self._group,
-                batch[0],
-            )
+            what = "a handler ended after consume_timeout or stop; its result does not count"
+            self._handling.log.say(logging.WARNING, what, at=[item.message for item in batch])
         return live
 
     # -- settling ---------------------------------------------------------------------------------------------------
@@ -545,7 +541,9 @@ class PopEngine:
                 late = set(error.receipts) if len(items) > 1 else {items[0].delivery.receipt}
                 told = [item for item in items if item.delivery.receipt not in late]
                 outcome = "ack"  # those of the call that were in time
-                _log.warning("group %s: handled too late, it comes again: %s", self._group, error)
+                self._handling.log.say(
+                    logging.WARNING, "handled too late, it comes again", at=items[0].message, error=error
+                )
                 if settling.line is not None:  # to another, and what stands behind it after it
                     self._release(_next(settling.line.items, len(settling.line.items)))
             except StoreClosedError:
@@ -553,9 +551,11 @@ class PopEngine:
                 return False
             except Exception as error:
                 if last:
-                    _log.error("group %s: %s is not settled, and comes again: %s", self._group, items[0], error)
+                    self._handling.log.say(
+                        logging.ERROR, "it is not settled, and comes again", at=items[0].message, error=error
+                    )
                     return False
-                self._handling.report(error, items[0].message)
+                self._handling.report(error, "it cannot be settled yet", items[0].message)
                 self._try_again(settling)
                 return False
             settling.steps.popleft()
@@ -590,7 +590,9 @@ class PopEngine:
             try:
                 self._broker.release(self._group, topic, [item.delivery.receipt for item in each])
             except MQStoreError as error:
-                _log.warning("group %s: %s could not be given back: %s", self._group, each[0], error)
+                self._handling.log.say(
+                    logging.WARNING, "could not be given back", at=[item.message for item in each], error=error
+                )
         self._forget(items)
 
     def _forget(self, items: Sequence[_Item]) -> None:
@@ -641,14 +643,9 @@ class PopEngine:
             self._renew_on(item)
             return
         stack = worker.stack()
-        _log.error(
-            "group %s: %s has been in its handler for %g s%s. The handler is at\n%s",
-            self._group,
-            item,
-            self._timeout_ms / 1000,
-            "" if self._ordered else "; it comes again",
-            stack,
-        )
+        then = "and its queue waits" if self._ordered else "and comes again"
+        what = f"has been in its handler for {self._timeout_ms / 1000:g} s, {then}"
+        self._handling.log.say(logging.ERROR, what, at=item.message, like=stack, stack=stack)
         self._handling.hooks.tell(self._handling.hooks.on_timeout, item.message, stack)
         if self._ordered:
             self._renew_on(item)

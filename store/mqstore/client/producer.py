@@ -40,6 +40,7 @@ from mqstore.broker.selection import RoundRobin
 from mqstore.broker.transactions import TransactionHandle
 from mqstore.broker.uniquekey import new_unique_key
 from mqstore.client.interceptors import Interceptor, Interceptors
+from mqstore.client.limitedlog import LimitedLog
 from mqstore.client.sendrules import check_limits, check_options, check_size, one_of, options_of
 from mqstore.client.submitter import Submitter
 from mqstore.client.transaction import Checker, GroupChecks, Transaction, checks_of
@@ -78,7 +79,6 @@ _BUSY_MAX_S: Final = 1.0
 """Pauses before another attempt: they double from the first to the second (A1.5)."""
 _MAX_LINGER_S: Final = 30
 _MAX_LINGER_BYTES: Final = 2 << 20
-_COMPLAINT_MS: Final = 10_000
 
 _MISUSE = (ConfigError, InvalidMessageError, NotPermittedError, StoreClosedError, TopicNotFoundError)
 """What `send_oneway` raises all the same."""
@@ -174,7 +174,8 @@ class Producer:
         self._for_send = broker.topics.for_send
         self._turns = RoundRobin()
         self._selector = selector
-        self._hooks = Interceptors(interceptors)
+        self._log = LimitedLog(f"producer {group!r}", broker.store.clock)
+        self._hooks = Interceptors(interceptors, self._log)
         self._hooked = bool(self._hooks.before_send or self._hooks.after_send)
         self._checks: GroupChecks = checks_of(broker.transactions, group)
         self._checker = checker
@@ -183,7 +184,6 @@ class Producer:
         self._closing = threading.Event()
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._complained_ms: int | None = None
         threaded = broker.store.config.clock is None
         self._pause: Callable[[float], object] = self._closing.wait if threaded else _no_pause
         self._submitter: Submitter[_Load] = Submitter(
@@ -238,7 +238,8 @@ class Producer:
         except _MISUSE:
             raise
         except (MQStoreError, OSError) as error:
-            _log.warning("a message to %r was not stored, or not as durably as asked: %s", topic, error)
+            what = "a message was not stored, or not as durably as asked"
+            self._log.say(logging.WARNING, what, at=topic, error=error)
 
     def _send_told(self, ready: _Ready, options: SendOptions) -> SendReceipt:
         """Append a message, and tell the hooks how it went."""
@@ -580,13 +581,9 @@ class Producer:
         return None
 
     def _complain(self, failures: Sequence[BaseException]) -> None:
-        """Log that futures failed, for whoever has let them go; not more often than every 10 s."""
-        now_ms = self._clock.monotonic_ms()
-        if self._complained_ms is None or now_ms - self._complained_ms >= _COMPLAINT_MS:
-            self._complained_ms = now_ms
-            _log.warning(
-                "producer %r: %d submitted messages failed, the first: %s", self.group, len(failures), failures[0]
-            )
+        """Log that futures failed, for whoever has let them go."""
+        what = f"{len(failures)} submitted messages failed, the first"
+        self._log.say(logging.WARNING, what, error=failures[0], like="submitted", times=len(failures))
 
     def run_once(self, now_ms: int | None = None) -> int | None:
         """Write what was submitted and is due, for who owns the clock; when to come again (wall ms), None: when
@@ -680,6 +677,7 @@ class Producer:
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)
             self._tell(ready.message, None, error)
+        self._log.close()
         if left:
             _log.error("producer %r: %d submitted messages were not stored in %g s", self.group, len(left), timeout_s)
 

@@ -38,6 +38,7 @@ from mqstore.broker.reading import ReadResult
 from mqstore.broker.waiting import Waiter
 from mqstore.client.allocation import Strategy, strategy_named
 from mqstore.client.interceptors import Interceptor, Interceptors
+from mqstore.client.limitedlog import LimitedLog
 from mqstore.client.membership import Membership, check_client_id
 from mqstore.client.progress import Start, check_start, place
 from mqstore.client.wanted import Wanted, wanted
@@ -193,7 +194,8 @@ class PullConsumer:
         self._interval_ms = seconds(auto_commit_interval, "auto_commit_interval") * 1000
         self._start = start
         self._fetch_max = fetch_max
-        self._hooks = Interceptors(interceptors)
+        self._log = LimitedLog(f"group {group}", broker.store.clock)
+        self._hooks = Interceptors(interceptors, self._log)
         self._seat = Membership(
             broker, group, self.client_id, Mode("queue"), strategy_named(strategy), self._shares_changed
         )
@@ -805,6 +807,7 @@ class PullConsumer:
             if done:
                 self._come_back()
             self._leave()
+        self._log.close()
 
     def _leave(self) -> None:
         """Give everything away, and be no member."""

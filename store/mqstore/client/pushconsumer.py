@@ -40,6 +40,7 @@ from mqstore.client.concurrent import ConcurrentService
 from mqstore.client.handlers import check_handler
 from mqstore.client.handling import CONSUME_FAILED, CONSUME_OK, CONSUME_US, PULL, Handling, OnError, Subscription
 from mqstore.client.interceptors import Interceptor, Interceptors
+from mqstore.client.limitedlog import LimitedLog
 from mqstore.client.membership import Membership, check_client_id
 from mqstore.client.orderly import BatchTx, OrderlyService
 from mqstore.client.poppush import PopEngine
@@ -268,9 +269,9 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         clock = broker.store.clock
         self._workers = Workers(f"mqstore-{group}", clock, number, threads=broker.store.config.clock is None)
         self._workers.on_exit = self._exited
-        self._handling = Handling(
-            group, clock, batch=batch_size > 1, interceptors=Interceptors(interceptors), on_error=on_error
-        )
+        self._log = LimitedLog(f"group {group}", clock)
+        hooks = Interceptors(interceptors, self._log)
+        self._handling = Handling(group, clock, batch=batch_size > 1, interceptors=hooks, on_error=on_error)
         self._retry = retry
         self._mode = Mode(mode, ordered, broadcasting, parallel_groups)
         check_start(start)
@@ -479,6 +480,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
 
     def _sample(self) -> None:
         self._handling.statistics.run_once(0)
+        self._log.tell_held()
         self._workers.later(_SAMPLE_MS, self._sample)
 
     def _check_usable(self) -> None:
@@ -525,6 +527,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
             try:
                 self._engine.close()
             finally:
+                self._log.close()
                 with self._lock:
                     self._state = "stopped"
                 self._stopped.set()

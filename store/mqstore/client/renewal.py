@@ -19,11 +19,10 @@ from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 from mqstore.broker.broker import Broker
+from mqstore.client.limitedlog import LimitedLog
 from mqstore.errors import InvalidReceiptError, MQStoreError, ReceiptExpiredError
 
 __all__ = ["Renewer"]
-
-_log = logging.getLogger("mqstore")
 
 AGAIN_MS = 1_000
 
@@ -73,12 +72,14 @@ class Renewer(Generic[Key]):
         *,
         on_end: Callable[[Key], object],
         on_lost: Callable[[Key], object],
+        log: LimitedLog | None = None,
     ) -> None:
         self._broker = broker
         self._group = group
         self._loan_ms = loan_ms
         self._on_end = on_end
         self._on_lost = on_lost
+        self._log = LimitedLog(f"group {group}") if log is None else log
         self._lock = threading.Lock()
         self._held: dict[Key, _Held] = {}
 
@@ -122,11 +123,14 @@ class Renewer(Generic[Key]):
             self._broker.renew(self._group, held.topic, held.receipt, self._loan_ms / 1000, durability="append")
         except (ReceiptExpiredError, InvalidReceiptError) as error:
             if self.remove(key):  # else it was settled meanwhile
-                _log.warning("group %s: %s was lost before its handler ended: %s", self._group, key, error)
+                self._say(held, f"{key} was lost before its handler ended", "lost", error)
                 self._on_lost(key)
         except MQStoreError as error:
-            _log.warning("group %s: %s could not be renewed, again in a second: %s", self._group, key, error)
+            self._say(held, f"{key} could not be renewed, again in a second", "not renewed", error)
             held.try_ms = now_ms + AGAIN_MS
         else:
             held.expires_ms = now_ms + self._loan_ms
             held.try_ms = held.expires_ms - self._loan_ms // 3
+
+    def _say(self, held: _Held, what: str, like: str, error: MQStoreError) -> None:
+        self._log.say(logging.WARNING, what, at=held.topic, error=error, like=like)

@@ -1,0 +1,169 @@
+"""Lines in the log that may come by the thousand (client-semantics A14.8).
+
+    group billing: orders/3, offset 17: the handler failed, attempt 2: KeyError: 'id' (41 more like this were held back)
+    whose          where                what                           the error      how many since the last one
+
+Of lines that are alike the first is logged, then one every 10 s, and how many were held back is told: by the next one,
+by `tell_held` of who looks after it now and then, at the end by `close`. Alike is what says the same of the same topic,
+with an error of the same type that was raised at the same line of code: a mistake that does no harm must not hide
+another one that does.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Collection
+from types import TracebackType
+from typing import Final
+
+from mqstore.clock import Clock, SystemClock
+from mqstore.log.commitlog import QueueRef
+from mqstore.log.message import Message
+
+__all__ = ["LimitedLog", "text_of"]
+
+_log = logging.getLogger("mqstore")
+
+EVERY_MS: Final = 10_000
+_KINDS_MAX: Final = 1_000
+"""Kinds of lines that are kept count of. Nobody has so many, unless code is made as it goes."""
+
+
+class _Kind:
+    """Lines that are alike."""
+
+    __slots__ = ("every_ms", "held", "level", "line", "said_ms")
+
+    def __init__(self, level: int, line: str, said_ms: int, every_ms: float) -> None:
+        self.level = level
+        self.line = line
+        """The last that was logged."""
+        self.said_ms = said_ms
+        self.every_ms = every_ms
+        self.held = 0
+
+
+class LimitedLog:
+    """The lines of one consumer or producer. Thread-safe.
+
+    >>> import logging, sys
+    >>> from mqstore.clock import SimulatedClock
+    >>> clock, logger = SimulatedClock(), logging.getLogger("mqstore")
+    >>> handler = logging.StreamHandler(sys.stdout)
+    >>> logger.addHandler(handler)
+    >>> log = LimitedLog("group billing", clock)
+    >>> for offset in range(3):
+    ...     log.say(logging.ERROR, f"offset {offset} is bad", at="orders", like="bad")
+    group billing: orders: offset 0 is bad
+    >>> clock.advance(10_000)
+    >>> for offset in range(3, 8):
+    ...     log.say(logging.ERROR, f"offset {offset} is bad", at="orders", like="bad")
+    group billing: orders: offset 3 is bad (2 more like this were held back)
+    >>> log.close()
+    group billing: 4 more were held back like this: orders: offset 3 is bad
+    >>> logger.removeHandler(handler)
+    """
+
+    def __init__(self, owner: str = "", clock: Clock | None = None) -> None:
+        self._prefix = f"{owner}: " if owner else ""
+        self._clock = clock or SystemClock()
+        self._lock = threading.Lock()
+        self._kinds: dict[object, _Kind] = {}
+
+    def say(
+        self,
+        level: int,
+        what: str,
+        *,
+        at: object = None,
+        error: BaseException | None = None,
+        like: object = None,
+        traceback: bool = False,
+        stack: str = "",
+        times: int = 1,
+        once: bool = False,
+    ) -> None:
+        """Log `what`, unless a line like it was of late.
+
+        at          where: a Message, a QueueRef, several of these, a topic
+        like        what makes lines alike, beside topic and error; None: `what`
+        traceback   with that of `error`
+        stack       where a thread is, to stand below the line
+        times       so many that happened, of which this line tells
+        once        never again, but how many there were is told at the end
+        """
+        topic, where = _where(at)
+        key = (what if like is None else like, topic, type(error), None if error is None else _raised_at(error))
+        now_ms = self._clock.monotonic_ms()
+        with self._lock:
+            kind = self._kinds.get(key)
+            if kind is not None and now_ms - kind.said_ms < kind.every_ms:
+                kind.held += times
+                return
+            is_full = kind is None and len(self._kinds) >= _KINDS_MAX
+        if is_full:
+            self.close()
+        line = f"{where}: {what}" if where else what
+        if error is not None:
+            line = f"{line}: {type(error).__name__}: {text_of(error)}"
+        new = _Kind(level, line, now_ms, math.inf if once else EVERY_MS)
+        with self._lock:
+            before, self._kinds[key] = self._kinds.get(key), new
+        held = f" ({before.held} more like this were held back)" if before is not None and before.held else ""
+        below = f". It is at\n{stack}" if stack else ""
+        _log.log(level, "%s%s%s%s", self._prefix, line, held, below, exc_info=error if traceback else None)
+
+    def tell_held(self) -> None:
+        """Say how many lines were held back of what is not going on any more. To be called now and then."""
+        now_ms = self._clock.monotonic_ms()
+        with self._lock:
+            over = [key for key, kind in self._kinds.items() if now_ms - kind.said_ms >= kind.every_ms]
+        self._tell(over)
+
+    def close(self) -> None:
+        """The same of everything. What comes later is logged again."""
+        with self._lock:
+            keys = list(self._kinds)
+        self._tell(keys)
+
+    def _tell(self, keys: Collection[object]) -> None:
+        with self._lock:
+            kinds = [kind for key in keys if (kind := self._kinds.pop(key, None)) is not None and kind.held]
+        for kind in kinds:
+            _log.log(kind.level, "%s%d more were held back like this: %s", self._prefix, kind.held, kind.line)
+
+
+def _where(at: object) -> tuple[str, str]:
+    """The topic, and how the place is shown."""
+    if isinstance(at, Message):
+        topic, queue = at.topic, at.queue
+        retried = "" if queue.topic == topic else f" (of {topic})"
+        return topic, f"{queue.topic}/{queue.queue_id}, offset {at.offset}{retried}"
+    if isinstance(at, QueueRef):
+        return at.topic, f"{at.topic}/{at.queue_id}"
+    if isinstance(at, str):
+        return at, at
+    if isinstance(at, Collection) and at:
+        topic, first = _where(next(iter(at)))
+        return topic, f"{first} and {len(at) - 1} more" if first and len(at) > 1 else first
+    return "", ""
+
+
+def _raised_at(error: BaseException) -> tuple[str, int] | None:
+    """File and line of the innermost frame."""
+    trace: TracebackType | None = error.__traceback__
+    if trace is None:
+        return None
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace.tb_frame.f_code.co_filename, trace.tb_lineno
+
+
+def text_of(what: object) -> str:
+    """As text; of an exception that cannot even say what it is: its name."""
+    try:
+        return str(what)
+    except Exception:
+        return f"{type(what).__name__} (it cannot be shown)"

@@ -1,0 +1,268 @@
+"""What an operator reads: no line a thousand times, no line without its place, none that hides another (A14.8)."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mqstore
+from mqstore import Interceptor, QueueRef, SimulatedClock
+from mqstore.client.limitedlog import _KINDS_MAX, EVERY_MS, LimitedLog
+from tests.client.pushsupport import PushBench
+
+NUMBER = 200
+FAST: dict[str, Any] = {"retry": mqstore.RetryPolicy(1, [0])}
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[PushBench]:
+    bench = PushBench(tmp_path)
+    yield bench
+    bench.close()
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def failed(kind: type[Exception] = ValueError, text: str = "bad") -> Exception:
+    """An exception that was raised."""
+    try:
+        raise kind(text)
+    except Exception as error:
+        return error
+
+
+# --- by itself -------------------------------------------------------------------------------------------------------
+
+
+def test_of_lines_that_are_alike_one_comes_every_ten_seconds_and_tells_of_the_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    clock = SimulatedClock()
+    log = LimitedLog("group g", clock)
+    for i in range(5):
+        log.say(logging.ERROR, f"try {i}", at=QueueRef("t", 3), error=failed(), like="try")
+        clock.advance(EVERY_MS // 4)
+    assert lines(caplog) == [
+        "group g: t/3: try 0: ValueError: bad",
+        "group g: t/3: try 4: ValueError: bad (3 more like this were held back)",
+    ]
+
+
+def test_another_place_in_the_code_another_type_another_topic_are_not_alike(caplog: pytest.LogCaptureFixture) -> None:
+    """Of two ValueErrors that a handler raised, the second, which mattered, was never seen."""
+    log = LimitedLog("", SimulatedClock())
+    for _ in range(2):
+        for error in (failed(), failed(KeyError), ValueError("never raised")):
+            log.say(logging.ERROR, "failed", at="t", error=error)
+        try:
+            int("a")
+        except ValueError as error:
+            log.say(logging.ERROR, "failed", at="t", error=error)
+        log.say(logging.ERROR, "failed", at="u", error=failed())
+    assert len(lines(caplog)) == 5
+
+
+def test_the_last_ones_are_told_of_at_the_end_or_when_it_is_over(caplog: pytest.LogCaptureFixture) -> None:
+    clock = SimulatedClock()
+    log = LimitedLog("group g", clock)
+    for _ in range(3):
+        log.say(logging.WARNING, "a", at="t")
+    log.say(logging.WARNING, "b", at="t")
+    caplog.clear()
+    log.tell_held()
+    assert lines(caplog) == []
+    clock.advance(EVERY_MS)
+    log.tell_held()
+    assert lines(caplog) == ["group g: 2 more were held back like this: t: a"]
+    log.say(logging.WARNING, "c", times=4)
+    log.say(logging.WARNING, "c", times=4)
+    caplog.clear()
+    log.close()
+    log.close()
+    assert lines(caplog) == ["group g: 4 more were held back like this: c"]
+
+
+def test_what_is_told_once_is_not_told_again(caplog: pytest.LogCaptureFixture) -> None:
+    clock = SimulatedClock()
+    log = LimitedLog("", clock)
+    for _ in range(3):
+        log.say(logging.WARNING, "once", once=True)
+        clock.advance(10 * EVERY_MS)
+        log.tell_held()
+    log.close()
+    assert lines(caplog) == ["once", "2 more were held back like this: once"]
+
+
+def test_kinds_without_end_take_no_memory_without_end() -> None:
+    log = LimitedLog("", SimulatedClock())
+    for i in range(3 * _KINDS_MAX):
+        log.say(logging.DEBUG, f"kind {i}")
+    assert len(log._kinds) <= _KINDS_MAX
+
+
+def test_what_cannot_be_shown_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Mute(Exception):  # noqa: N818
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    LimitedLog().say(logging.ERROR, "failed", error=Mute())
+    assert lines(caplog) == ["failed: Mute: Mute (it cannot be shown)"]
+
+
+# --- consumers -------------------------------------------------------------------------------------------------------
+
+
+class Failing(Interceptor):
+    """Every hook of a consumer fails."""
+
+    def on_receive(self, messages: Any) -> Any:
+        raise KeyError("hook")
+
+    def around_consume(self, call: Callable[[], None], messages: Any) -> None:
+        raise KeyError("hook")
+
+    def on_settle(self, message: Any, outcome: Any, seconds: float) -> None:
+        raise KeyError("hook")
+
+    def on_timeout(self, message: Any, stack: str) -> None:
+        raise KeyError("hook")
+
+
+def bad(given: Any) -> None:
+    raise ValueError("bad")
+
+
+def failing_listener(error: BaseException, message: object) -> None:
+    raise KeyError("listener")
+
+
+@pytest.mark.parametrize("mode", ["queue", "pop"])
+@pytest.mark.parametrize("ordered", [False, True])
+def test_hooks_and_listeners_that_fail_for_each_message_do_not_fill_the_disk(
+    bench: PushBench, mode: Any, ordered: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """2,000 messages made 2,000 tracebacks of each, without the topic, without the group."""
+    consumer = bench.consumer(
+        bad, mode=mode, ordered=ordered, interceptors=[Failing()], on_error=failing_listener, **FAST
+    )
+    bench.put(*[b"x"] * NUMBER)
+    bench.settle()
+    consumer.stop()
+    found = lines(caplog)
+    assert len(found) <= 12
+    for name in ("Failing.on_settle failed", "around_consume failed", "on_error failed", "the handler failed"):
+        [first] = [line for line in found if name in line and "held back" not in line]
+        assert first.startswith("group g: t/0, offset 0")
+        [held] = [line for line in found if name in line and "held back" in line]
+        assert held.startswith(f"group g: {NUMBER - 1} more were held back like this: t/0, offset 0")
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_what_broadcasting_passes_over_is_told_with_its_place_and_not_each(
+    bench: PushBench, ordered: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def rejects(message: Any) -> None:
+        raise mqstore.Reject("bad")
+
+    consumer = bench.consumer(rejects, model="broadcasting", client_id="me", ordered=ordered)
+    bench.put(*[b"x"] * NUMBER)
+    bench.settle()
+    consumer.stop()
+    assert [line for line in lines(caplog) if line.startswith("group g: t/0, offset 0: ")]
+    assert len(lines(caplog)) == 2
+    assert f"{NUMBER - 1} more were held back" in lines(caplog)[1]
+
+
+def test_a_disk_that_is_full_is_told_of_once_with_topic_and_queue(
+    bench: PushBench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "no space left")
+
+    def retries(message: Any) -> None:
+        raise mqstore.Retry
+
+    told: list[object] = []
+    monkeypatch.setattr(bench.broker, "send_back", full)
+    bench.consumer(retries, on_error=lambda error, message: told.append(message))
+    bench.put(*[b"x"] * NUMBER)
+    bench.settle()
+    [line] = lines(caplog)
+    assert line.startswith("group g: t/0, offset 0: ")
+    assert "OSError: [Errno 28] no space left" in line
+    assert len(told) == NUMBER  # who is told by a call hears of each
+
+
+@pytest.mark.parametrize("mode", ["queue", "pop"])
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_batch_that_hangs_shows_its_stack_once(
+    tmp_path: Path, mode: Any, ordered: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """500 messages of one call made 500 stacks."""
+    let_go, told = threading.Event(), threading.Semaphore(0)
+
+    def hangs_here(batch: Any) -> None:
+        let_go.wait(30)
+
+    class Told(Interceptor):
+        def on_timeout(self, message: Any, stack: str) -> None:
+            told.release()
+
+    with mqstore.open(tmp_path) as store:
+        store.create_topic("t", queues=1)
+        store.put_many("t", [b"x"] * 20)
+        consumer = store.push_consumer(
+            "g", workers=1, mode=mode, ordered=ordered, batch_size=20, consume_timeout=0.1, interceptors=[Told()]
+        )
+        consumer.subscribe("t", hangs_here)
+        with consumer:
+            for _ in range(20):
+                assert told.acquire(timeout=20)
+            let_go.set()
+    [first] = [line for line in lines(caplog) if "in hangs_here" in line]
+    assert first.startswith("group g: t/0, offset 0")
+    assert "has been in its handler for 0.1 s" in first
+
+
+def test_harmless_failures_do_not_hide_a_serious_one(bench: PushBench, caplog: pytest.LogCaptureFixture) -> None:
+    def handle(message: Any) -> None:
+        if message.body == b"serious":
+            raise ValueError("the database is gone")
+        raise ValueError("not a number")
+
+    consumer = bench.consumer(handle, **FAST)
+    bench.put(*[b"harmless"] * 50, b"serious")
+    bench.settle()
+    assert [line.rpartition(": ")[2] for line in lines(caplog)] == ["not a number", "the database is gone"]
+    bench.advance(30)
+    assert [line for line in lines(caplog) if "49 more" in line]  # without another failure, and without a stop
+    caplog.clear()
+    consumer.stop()
+    assert lines(caplog) == []
+
+
+# --- producers -------------------------------------------------------------------------------------------------------
+
+
+def test_oneway_messages_that_are_not_stored_are_counted_not_listed(
+    bench: PushBench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    producer = mqstore.Producer(bench.broker, "p")
+
+    def busy(*args: object, **kwargs: object) -> None:
+        raise mqstore.StoreBusyError("busy")
+
+    monkeypatch.setattr(producer, "_append", busy)
+    for _ in range(NUMBER):
+        producer.send_oneway("t", b"x")
+    producer.close()
+    first, held = lines(caplog)
+    assert first.startswith("producer 'p': t: a message was not stored")
+    assert f"{NUMBER - 1} more were held back" in held
