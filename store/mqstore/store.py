@@ -47,7 +47,7 @@ from mqstore.log.reader import to_ms
 from mqstore.log.report import Finding, RecoveryReport
 from mqstore.log.stats import StoreStats
 from mqstore.log.store import MessageStore
-from mqstore.options import Durability, Duration, Profile, StoreConfig
+from mqstore.options import Durability, Duration, Profile, StoreConfig, seconds
 from mqstore.queue import Queue
 
 __all__ = ["Store"]
@@ -72,9 +72,16 @@ def _remember(store: Store) -> None:
 
 @atexit.register
 def _close_all() -> None:
-    for store in list(_open):
-        if not store.closed:
-            store.close(_EXIT_S)
+    stores = [store for store in list(_open) if not store.closed]
+    until = time.monotonic() + _EXIT_S  # for all of them: who has several waits no longer
+    for store in stores:
+        store._halt()
+    for store in stores:
+        store._close(_EXIT_S, until)
+
+
+def _in_time(end: Callable[[float], object], until: float) -> None:
+    end(max(0.0, until - time.monotonic()))
 
 
 class Store(AbstractContextManager["Store"]):
@@ -525,29 +532,46 @@ class Store(AbstractContextManager["Store"]):
         self.log.flush()
 
     def close(self, timeout: Duration = 30) -> None:
-        """Stop its consumers, then its producers; write every table, give the directory back. Fine to call twice. In a
-        forked child it does nothing: all of it is the parent's."""
+        """Stop its consumers, then its producers; write every table, give the directory back. From the call on no
+        handler begins, and those that run have `timeout` seconds, all together; so have the producers then. Fine to
+        call twice. In a forked child it does nothing: all of it is the parent's."""
+        timeout_s = seconds(timeout, "timeout")
+        until = time.monotonic() + timeout_s
+        self._halt()
+        self._close(timeout_s, until)
+
+    def _halt(self) -> None:
+        """Have push consumers begin nothing any more, before any is waited for: one that hangs must not leave the
+        others to go on."""
         if os.getpid() != self._pid:  # locks may be held by threads that are not here
             return
-        ends: list[Callable[[], object]] = []
-        for consumer in tuple(self._consumers):
-            if isinstance(consumer, PushConsumer):
-                ends.append(partial(consumer.stop, timeout))
-            elif isinstance(consumer, PullConsumer):
-                ends.append(partial(consumer.close, done=False))  # nobody said of its last messages that they are done
-            else:
-                ends.append(consumer.close)
-        ends += [partial(producer.close, timeout) for producer in tuple(self._producers)]
+        self._end_all(consumer._halt for consumer in tuple(self._consumers) if isinstance(consumer, PushConsumer))
+
+    def _close(self, timeout_s: float, until: float) -> None:
+        """After `_halt`; handlers are waited for until then (`time.monotonic`)."""
+        if os.getpid() != self._pid:
+            return
+        consumers = tuple(self._consumers)
+        self._end_all(partial(_in_time, each.stop, until) for each in consumers if isinstance(each, PushConsumer))
+        for each in consumers:
+            if isinstance(each, PullConsumer):
+                self._end_all([partial(each.close, done=False)])  # nobody said of its last messages that they are done
+            elif isinstance(each, SimpleConsumer):
+                self._end_all([each.close])
+        until = time.monotonic() + timeout_s  # not what handlers have left: what was submitted is to be stored
+        self._end_all(partial(_in_time, producer.close, until) for producer in tuple(self._producers))
+        if self._broker is not None:
+            self._broker.close(timeout_s)
+        else:
+            self.log.close(timeout_s)
+        _open.pop(self, None)
+
+    def _end_all(self, ends: Iterable[Callable[[], object]]) -> None:
         for end in ends:
             try:
                 end()
             except Exception:  # a listener's, or a full disk: the store is closed all the same
                 _log.exception("%s: not all was well while closing", self.path)
-        if self._broker is not None:
-            self._broker.close(timeout)
-        else:
-            self.log.close(timeout)
-        _open.pop(self, None)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -6,15 +6,21 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
+import textwrap
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import mqstore
 import mqstore.aio
 from mqstore import Message, StoreClosedError
+from tests.client.popsupport import until
 
 
 def push_consumer(store: mqstore.Store) -> mqstore.PushConsumer:
@@ -194,3 +200,113 @@ def test_a_forked_child_hangs_at_no_lock_that_another_thread_had(tmp_path: Path)
         finally:
             let_go.set()
             holder.join()
+
+
+# --- several consumers -----------------------------------------------------------------------------------------------
+
+
+class Crowd:
+    """Consumers whose handlers hang, and one that is at many messages."""
+
+    def __init__(self, store: mqstore.Store, hung: int, options: dict[str, Any]) -> None:
+        self.let_go = threading.Event()
+        self.begun = 0
+        hang = threading.Semaphore(0)
+
+        def hangs(message: Message) -> None:
+            hang.release()
+            self.let_go.wait(60)
+
+        def goes_on(message: Message) -> None:
+            self.begun += 1
+            self.let_go.wait(0.002)
+
+        store.put_many("busy", [b"x"] * 20_000, queue_id=0)
+        store.put("t", b"x")
+        for i in range(hung):
+            consumer = store.push_consumer(f"hung{i}", workers=1, **options)
+            consumer.subscribe("t", hangs)
+            consumer.start()
+        self.busy = store.push_consumer("busy", workers=1, **options)
+        self.busy.subscribe("busy", goes_on)
+        self.busy.start()
+        for _ in range(hung):
+            assert hang.acquire(timeout=20)
+        until(lambda: self.begun)
+
+
+@pytest.mark.parametrize("options", [{}, {"ordered": True}, {"mode": "pop"}, {"mode": "pop", "ordered": True}])
+def test_a_store_waits_once_for_all_that_hangs_and_meanwhile_nothing_begins(
+    tmp_path: Path, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each had the whole timeout, one after the other, and those whose turn had not come went on with new messages."""
+    store = mqstore.open(tmp_path / "s")
+    crowd = Crowd(store, 4, options)
+    begin, begun = time.monotonic(), crowd.begun
+    store.close(0.7)
+    took_s = time.monotonic() - begin
+    crowd.let_go.set()
+    assert crowd.begun <= begun + 50  # on their way while `close` is called
+    assert 0.6 < took_s < 2.5
+    assert caplog.text.count("handlers still run") == 4  # of the four that do; the other one has ended in time
+
+
+def test_a_process_ends_once_for_all_its_stores(tmp_path: Path) -> None:
+    """With four consumers in handlers that hung it took 20 s."""
+    program = """
+        import sys, threading, mqstore, mqstore.store
+        mqstore.store._EXIT_S = 1.0
+        begun = threading.Semaphore(0)
+        def hangs(message):
+            begun.release()
+            threading.Event().wait()
+        for i in range(6):
+            if i % 3 == 0:
+                store = mqstore.open(f"{sys.argv[1]}/{i}")
+                store.put("t", b"x")
+            consumer = store.push_consumer(f"g{i}", workers=1)
+            consumer.subscribe("t", hangs)
+            consumer.start()
+        for _ in range(6):
+            assert begun.acquire(timeout=20)
+        import time
+        print(time.time(), flush=True)
+    """
+    ran = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)], check=True, timeout=60, capture_output=True
+    )
+    assert time.time() - float(ran.stdout) < 4
+
+
+def test_what_is_submitted_is_stored_however_long_handlers_hang(tmp_path: Path) -> None:
+    store = mqstore.open(tmp_path / "s")
+    crowd = Crowd(store, 1, {})
+    producer = store.producer(linger=30)
+    future = producer.submit("late", b"x")
+    store.close(0.2)
+    crowd.let_go.set()
+    assert future.result(0).queue.topic == "late"
+
+
+def test_an_aio_store_waits_once_for_its_consumers_and_those_of_its_sync_twin(tmp_path: Path) -> None:
+    async def run() -> tuple[float, int, int]:
+        store = await mqstore.aio.open(tmp_path / "s")
+        crowd = await asyncio.to_thread(Crowd, store.sync, 2, {})
+        begun = asyncio.Event()
+
+        async def handle(message: Message) -> None:
+            begun.set()
+            await asyncio.sleep(600)
+
+        consumer = await store.push_consumer("g")
+        consumer.subscribe("t", handle)
+        await consumer.start()
+        await begun.wait()
+        begin, before = time.monotonic(), crowd.begun
+        await store.close(1.5)
+        crowd.let_go.set()
+        return time.monotonic() - begin, before, crowd.begun
+
+    took_s, before, after = asyncio.run(run())
+    assert after <= before + 50
+    assert took_s < 2.8

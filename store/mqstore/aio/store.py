@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from datetime import datetime
@@ -488,11 +489,15 @@ class Store(AbstractAsyncContextManager["Store"]):
             await uncancelled(self._end)
 
     async def _close(self, timeout_s: float) -> None:
+        until = time.monotonic() + timeout_s
         try:
-            await asyncio.gather(*(consumer.stop(timeout_s) for consumer in builtins.list(self._consumers)))
+            await asyncio.gather(
+                self._bridge.finish(self.sync._halt),  # those that were made by way of `sync`, too
+                *(consumer.stop(timeout_s) for consumer in builtins.list(self._consumers)),
+            )
         finally:
             try:
-                await self._bridge.finish(partial(self.sync.close, timeout_s))
+                await self._bridge.finish(partial(self.sync._close, timeout_s, until))
             finally:
                 self._bridge.close()
 

@@ -496,6 +496,14 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         again (monotonic ms). `Broker.run_once` comes first."""
         return self._workers.run_once()
 
+    def _halt(self) -> None:
+        """Start no handler any more, and wait for none: for who stops several, and is to call `stop` of each next."""
+        with self._lock:
+            if self._state != "running":
+                return
+        self._engine.halt()
+        self._workers.halt()
+
     def stop(self, timeout: Duration = 30) -> bool:
         """Start no handler any more, wait up to `timeout` seconds for those that run, give everything back. True: all
         of them have ended, progress is on disk, no thread is left. Again is harmless. From a handler it does not wait
@@ -518,8 +526,9 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
             self._engine.halt()
             ended = self._workers.stop(timeout_s)
             if not ended:
+                # Not how long: of several that are stopped one behind the other the last has what the first have left.
                 _log.error(
-                    "group %s: handlers still run after %g s; what they do counts for nothing", self.group, timeout_s
+                    "group %s: handlers still run, and the time is up: what they do counts for nothing", self.group
                 )
         finally:
             # Whatever it was that ended the waiting, Ctrl-C say: its queues are others' from now on.

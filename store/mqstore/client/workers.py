@@ -400,13 +400,18 @@ class Workers:
         except Empty:
             return turns
 
-    def stop(self, timeout_s: float) -> bool:
-        """Run what was submitted, then no more; whether all threads have ended. One that does not is left behind, as a
-        daemon: Python cannot interrupt it."""
+    def halt(self) -> None:
+        """Run what was submitted, then no more. Waits for nothing; `stop` does."""
         with self._changed:
-            self._stopping = True
+            halted, self._stopping = self._stopping, True
             self._changed.notify()
-        self._dismiss()
+        if not halted:
+            self._dismiss()
+
+    def stop(self, timeout_s: float) -> bool:
+        """`halt`, and wait; whether all threads have ended. One that does not is left behind, as a daemon: Python
+        cannot interrupt it."""
+        self.halt()
         end = time.monotonic() + min(timeout_s, threading.TIMEOUT_MAX / 2)
         here = threading.current_thread()
         for thread in self._threads:
