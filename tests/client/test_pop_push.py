@@ -198,18 +198,27 @@ def test_handlers_say_when_it_comes_again_or_never(bench: Bench, ordered: bool) 
 
 
 @BOTH
-def test_the_delay_that_a_handler_wishes_is_bounded(bench: Bench, ordered: bool) -> None:
+def test_the_delay_that_a_handler_wishes_is_bounded(
+    bench: Bench, ordered: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing said that 24 h had become 12."""
+
     def act(message: Message) -> None:
         if message.attempt == 1:
             raise Retry(delay=1e6)
 
     push = Push(bench, act, ordered=ordered)
-    bench.put(b"a")
+    bench.put(b"a", queue_id=0)
+    push.advance(0)
+    assert "t/0, offset 0: it was to come again in 1e+06 s" in caplog.text
     most_s = 30 if ordered else 12 * 3600
     push.advance(most_s - 1)
     assert len(push.seen) == 1
     push.advance(1)
     assert push.seen[1:] == [(b"a", 2)]
+    bench.put(b"b")
+    push.advance(60)
+    assert caplog.text.count("come again in") == 1
 
 
 @BOTH

@@ -2,7 +2,8 @@
 
     verb                 by `with`, at its end            then
     ack                  a clean one                      done
-    nack(delay)          Retry(delay); it goes no farther comes again after `delay`, None: as the retry policy says
+    nack(delay)          Retry(delay); it goes no farther comes again after `delay`, None: as the retry policy says.
+                                                          Of more than 12 h the verb is ConfigError, Retry is 12 h
     nack()               another Exception, which passes  comes again, as the retry policy says
     reject(reason)       Reject(reason); no farther       a dead letter
     (release)            Ctrl-C, SystemExit, which pass   comes again at once, as if nobody had had it
@@ -25,7 +26,8 @@ from typing import Any, Literal
 from mqstore.broker import pop
 from mqstore.broker.broker import Broker
 from mqstore.client.interceptors import Settled
-from mqstore.client.outcome import Reject, Retry
+from mqstore.client.limitedlog import LimitedLog
+from mqstore.client.outcome import Reject, Retry, retry_delay, shortened
 from mqstore.client.shown import shown
 from mqstore.errors import ConfigError, MQStoreError, ReceiptExpiredError
 from mqstore.log.message import Message
@@ -44,12 +46,13 @@ Verb = Literal["ack", "nack", "reject", "release"]
 class Lender:
     """What loans know of where they come from."""
 
-    __slots__ = ("broker", "group", "monotonic_ms", "told")
+    __slots__ = ("broker", "group", "log", "monotonic_ms", "told")
 
     def __init__(self, broker: Broker, group: str, told: Callable[[Any, Settled], None] | None = None) -> None:
         """`told` hears of each loan that was settled."""
         self.broker = broker
         self.group = group
+        self.log = LimitedLog(f"group {group}", broker.store.clock)
         self.monotonic_ms = broker.store.clock.monotonic_ms
         self.told = told
 
@@ -143,7 +146,9 @@ class Loan:
             return False
         # What was asked for is done, or its failure raised.
         if isinstance(error, Retry):
-            self.nack(error.delay_s)
+            lender = self._lender
+            # Here and not in `nack`, whose caller is there to be told that he asks for too much.
+            self.nack(shortened(retry_delay(error), _LONGEST_S, lender.log, as_delivered(self._delivery)))
             return True
         if isinstance(error, Reject):
             self.reject(error.reason)

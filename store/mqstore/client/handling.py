@@ -14,7 +14,6 @@ Knows neither queues nor receipts: what becomes of a failure is the business of 
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from mqstore.broker.statistics import Statistics
 from mqstore.client.handlers import check_has_run
 from mqstore.client.interceptors import Interceptors, Settled
 from mqstore.client.limitedlog import text_of
-from mqstore.client.outcome import BatchFailure, Reject, Retry
+from mqstore.client.outcome import BatchFailure, Reject, Retry, retry_delay
 from mqstore.client.workers import Awaited, Flow, Worker
 from mqstore.clock import Clock
 from mqstore.log.commitlog import QueueRef
@@ -137,9 +136,7 @@ class Handling:
     def _failure(self, error: Exception, subscription: Subscription, messages: Sequence[Message]) -> Failure:
         # The exception is the user's, a class of his own perhaps: whatever it lacks, its messages have failed.
         if isinstance(error, Retry):
-            delay_s = _of(error, "delay_s")
-            sane = isinstance(delay_s, int | float) and 0 <= delay_s < math.inf
-            return Failure("retry", text_of(error), delay_s if sane else None)
+            return Failure("retry", text_of(error), retry_delay(error))
         if isinstance(error, Reject):
             return Failure("reject", text_of(_of(error, "reason") or "") or "rejected by its handler")
         if isinstance(error, BatchFailure):

@@ -36,6 +36,7 @@ from mqstore.broker.broker import Broker
 from mqstore.broker.names import is_retry_topic
 from mqstore.client.assignment import Assignment
 from mqstore.client.handling import Failure, Handling, Subscription
+from mqstore.client.outcome import shortened
 from mqstore.client.processqueue import ProcessQueue
 from mqstore.client.shown import as_sent, shown
 from mqstore.client.workers import Flow, Worker, Workers
@@ -325,7 +326,7 @@ class OrderlyService:
         self._note(task, again)
         self._handling.settled(again, "retry", took_ms)
         queue.again(again)
-        return AGAIN_MS if stuck else self._pause_ms(failure, again[0].attempt)
+        return AGAIN_MS if stuck else self._pause_ms(failure, again[0])
 
     def _bury(self, queue: ProcessQueue, message: Message, failure: Failure, took_ms: float) -> bool:
         """Give a message up: a dead letter, then settled. In that order a crash makes two letters, never none."""
@@ -368,14 +369,15 @@ class OrderlyService:
             live = {queue: counts for queue, counts in self._failed_here.items() if not queue.dropped}
             self._failed_here = {**live, task.queue: failed}
 
-    def _pause_ms(self, failure: Failure, attempt: int) -> int:
-        if failure.delay_s is not None:
-            wait_ms = int(failure.delay_s * 1000)
+    def _pause_ms(self, failure: Failure, first: Message) -> int:
+        delay_s = shortened(failure.delay_s, SUSPEND_MAX_MS / 1000, self._handling.log, first)
+        if delay_s is not None:
+            wait_ms = int(delay_s * 1000)
         elif self._suspend_ms is not None:
             wait_ms = self._suspend_ms
         else:
             policy = self._broker.groups.need(self._group).retry_policy
-            wait_ms = SUSPEND_MS if policy.kind == "levels" else policy.delay_ms(attempt)
+            wait_ms = SUSPEND_MS if policy.kind == "levels" else policy.delay_ms(first.attempt)
         return min(max(wait_ms, SUSPEND_MIN_MS), SUSPEND_MAX_MS)
 
     # -- transactions -----------------------------------------------------------------------------------------------

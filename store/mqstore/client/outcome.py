@@ -11,18 +11,22 @@ These three are no errors of the store: who catches `MQStoreError` in a handler 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable
 
+from mqstore.client.limitedlog import LimitedLog
 from mqstore.log.message import Message
 from mqstore.options import Duration, seconds
 
-__all__ = ["BatchFailure", "Reject", "Retry"]
+__all__ = ["BatchFailure", "Reject", "Retry", "retry_delay", "shortened"]
 
 
 class Retry(Exception):  # noqa: N818  (an order, no error)
     """Deliver this message again: after `delay` seconds (or a timedelta), None: as the retry policy says. The attempt
-    counts. In an ordered consumer its queue is suspended meanwhile, 0.01 to 30 seconds.
+    counts. In an ordered push consumer its queue is suspended meanwhile, 0.01 to 30 seconds. What is on loan (mode
+    "pop", simple consumers, `store.queue`) comes again in 12 hours at most. A longer delay is the longest there is, and
+    the log says so once.
 
     ConfigError for a delay that is no number of seconds, negative or endless.
 
@@ -58,6 +62,26 @@ class BatchFailure(Exception):  # noqa: N818
     def __init__(self, failed: Iterable[Message]) -> None:
         self.failed = tuple(failed)
         super().__init__(f"{len(self.failed)} messages of a batch failed")
+
+
+def retry_delay(error: Retry) -> float | None:
+    """Seconds, None: as the retry policy says. The exception may be of the user's own class: whatever it lacks."""
+    try:
+        delay_s = getattr(error, "delay_s", None)
+    except Exception:
+        return None
+    sane = isinstance(delay_s, int | float) and 0 <= delay_s < math.inf
+    return delay_s if sane else None
+
+
+def shortened(delay_s: float | None, longest_s: float, log: LimitedLog, message: Message) -> float | None:
+    """What comes of the delay of a `Retry` where there is a longest one. Refusing it would leave its message to nobody:
+    who could be told has raised it, and is gone."""
+    if delay_s is None or delay_s <= longest_s:
+        return delay_s
+    what = f"it was to come again in {delay_s:g} s; the longest delay here is {longest_s:g} s"
+    log.say(logging.WARNING, what, at=message, like="shortened", once=True)
+    return longest_s
 
 
 def _finite(delay: Duration) -> float:

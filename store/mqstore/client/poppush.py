@@ -38,6 +38,7 @@ from mqstore.broker.broker import Broker, Start
 from mqstore.client.delivery import as_delivered, fail
 from mqstore.client.handling import Ended, Failure, Handling, Subscription
 from mqstore.client.interceptors import Settled
+from mqstore.client.outcome import shortened
 from mqstore.client.popsource import PopSource
 from mqstore.client.processqueue import Limits, QueueInfo
 from mqstore.client.renewal import Renewer
@@ -521,10 +522,10 @@ class PopEngine:
         if failure.kind == "reject":
             self._broker.dead_letter(self._group, delivery.topic, delivery.receipt, failure.reason)
             return "dlq"
-        delay_s = failure.delay_s
-        if delay_s is not None:
-            least_s, most_s = (SUSPEND_MIN_S, SUSPEND_MAX_S) if self._ordered else (0.0, DELAY_MAX_S)
-            delay_s = min(max(delay_s, least_s), most_s)
+        most_s = SUSPEND_MAX_S if self._ordered else DELAY_MAX_S
+        delay_s = shortened(failure.delay_s, most_s, self._handling.log, item.message)
+        if delay_s is not None and self._ordered:
+            delay_s = max(delay_s, SUSPEND_MIN_S)
         outcome = fail(self._broker, self._group, delivery, failure.reason, delay_s)
         if line is not None and outcome == "retry":
             self._release(_next(line.items, len(line.items)))
