@@ -556,6 +556,27 @@ def test_a_broker_that_is_closed_under_a_consumer_leaves_one_that_can_be_stopped
         assert sum(store.broker.lag("g").values()) == 1
 
 
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+@pytest.mark.parametrize("mode", ["queue", "pop"])
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_handler_that_ends_the_process_ends_run(
+    broker: Broker, error: BaseException, mode: Any, ordered: bool
+) -> None:
+    """`run` came back as if somebody had asked the consumer to stop, and the process ended with 0."""
+
+    def handle(message: Message) -> None:
+        raise error
+
+    consumer = PushConsumer(broker, "g", workers=2, mode=mode, ordered=ordered)
+    consumer.subscribe("t", handle)
+    broker.put("t", b"x")
+    with pytest.raises(type(error)) as caught:
+        consumer.run()
+    assert caught.value is error
+    assert sum(broker.lag("g").values()) == 1
+    assert "stopped" in repr(consumer)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_run_with_progress_on_disk(tmp_path: Path, number: signal.Signals) -> None:
     code = """

@@ -265,6 +265,8 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         self._wishes: SimpleQueue[None] = SimpleQueue()
         """To stop. Not an event: a signal may come in the middle of a wait for it, and its lock is not reentrant."""
         self._all_ended = False
+        self._left: BaseException | None = None
+        """The SystemExit or KeyboardInterrupt of a handler."""
         self._starts_with_topic = False
         clock = broker.store.clock
         self._workers = Workers(f"mqstore-{group}", clock, number, threads=broker.store.config.clock is None)
@@ -545,7 +547,8 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
 
     def run(self, stop_timeout: Duration = 30) -> bool:
         """Start, wait for SIGINT or SIGTERM (in the main thread; else for a `stop` from elsewhere), stop; what `stop`
-        says. A second signal does what it did before."""
+        says. A second signal does what it did before. SystemExit of a handler, which stops the consumer, is raised here
+        then, and KeyboardInterrupt likewise: the process is to end with the code that was asked for."""
         restore: list[Callable[[], object]] = []
 
         def wish(number: int, frame: FrameType | None) -> None:
@@ -571,11 +574,14 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         finally:
             for each in restore:
                 each()
+        if self._left is not None:
+            raise self._left
         return ended
 
     def _exited(self, error: BaseException) -> None:
         """A handler raised SystemExit or KeyboardInterrupt: its messages are not settled, and that is the end."""
         _log.error("group %s: a handler raised %r: the consumer stops", self.group, error)
+        self._left = self._left or error
         self._engine.halt()  # before another worker begins the next message
         if self._broker.store.config.clock is not None:
             self.stop()
