@@ -658,17 +658,45 @@ def test_of_a_batch_only_what_failed_comes_again(bench: Bench) -> None:
 # -- in order ---------------------------------------------------------------------------------------------------------
 
 
-def test_in_order_what_stands_behind_a_failure_is_not_done_either(bench: Bench) -> None:
+@pytest.mark.parametrize("options", [{}, {"parallel_groups": True}])
+def test_in_order_what_stands_behind_a_failure_is_not_done_either(bench: Bench, options: dict[str, Any]) -> None:
+    def act(given: Any) -> None:
+        if given[0].attempt == 1 and len(given) == 3:
+            raise BatchFailure(given[1:])
+
+    push = Push(bench, act, ordered=True, batch_size=3, **options)
+    bench.put(b"0", b"1", b"2", b"3", queue_id=0)
+    push.advance(10)
+    assert push.bodies() == [b"0", b"1", b"2", b"1", b"2", b"3"]
+    assert dict(push.seen[3:]) == {b"1": 2, b"2": 2, b"3": 1}
+    assert lag(bench) == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"parallel_groups": True}])
+def test_a_failure_that_is_not_the_end_of_its_batch_fails_it_all(bench: Bench, options: dict[str, Any]) -> None:
+    """What stood before it was acknowledged, and nobody was told, while consumers by queue did as is documented."""
+    told: list[tuple[str, Any]] = []
+
     def act(given: Any) -> None:
         failed = [message for message in given if message.body == b"1" and message.attempt == 1]
         if failed:
             raise BatchFailure(failed)
 
-    push = Push(bench, act, ordered=True, batch_size=3)
+    push = Push(
+        bench,
+        act,
+        ordered=True,
+        batch_size=3,
+        on_error=lambda error, message: told.append((str(error), message.body)),
+        **options,
+    )
     bench.put(b"0", b"1", b"2", b"3", queue_id=0)
     push.advance(10)
-    assert push.bodies() == [b"0", b"1", b"2", b"1", b"2", b"3"]
-    assert dict(push.seen[3:]) == {b"1": 2, b"2": 2, b"3": 1}
+    assert push.bodies() == [b"0", b"1", b"2", b"0", b"1", b"2", b"3"]
+    assert dict(push.seen[3:]) == {b"0": 2, b"1": 2, b"2": 2, b"3": 1}
+    [(text, body)] = told
+    assert "must name the end of the batch" in text
+    assert body == b"0"
     assert lag(bench) == 0
 
 

@@ -152,6 +152,13 @@ class Handling:
         self._tell(error, first)
         return Failure("retry", f"{type(error).__name__}: {text_of(error)}")
 
+    def not_the_end(self, first: Message) -> Failure:
+        """A BatchFailure left out what stands behind one that failed. In order that cannot be done, so nothing of what
+        it says is relied on."""
+        why = "BatchFailure of an ordered consumer must name the end of the batch; all of it is taken for failed"
+        self.report(ValueError(why), "it comes again", first)
+        return Failure("retry", why)
+
     def report(self, error: BaseException, what: str, at: Message | QueueRef | None = None) -> None:
         """Something that no caller can be told of: `what` went wrong where, to the log and to `on_error`."""
         self.log.say(logging.ERROR, what, at=at, error=error)

@@ -297,9 +297,7 @@ class OrderlyService:
         names = sorted({message.offset for message in failure.failed or ()})
         good = batch[: len(batch) - len(names)]
         if names != [message.offset for message in batch[len(good) :]]:
-            why = "BatchFailure of an ordered consumer must name the end of the batch; all of it is taken for failed"
-            self._handling.report(ValueError(why), "it comes again", batch[0])
-            return batch, Failure("retry", why), took_ms
+            return batch, self._handling.not_the_end(batch[0]), took_ms
         each_ms = took_ms / len(batch)
         if good and self.assignment.settle_taken(queue, good):
             self._handling.settled(good, "ack", each_ms * len(good))

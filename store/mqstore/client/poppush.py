@@ -446,8 +446,8 @@ class PopEngine:
             if not self._end(batch):
                 return
             failed = _failed_of(batch, failure)
-            if failed:  # what stands behind a failure is not done either
-                failed = batch[batch.index(failed[0]) :]
+            if failed != batch[len(batch) - len(failed) :]:
+                failure, failed = self._handling.not_the_end(batch[0].message), batch
             good = batch[: len(batch) - len(failed)]
             each_ms = took_ms / len(batch)
             settling = _Settling(line)
