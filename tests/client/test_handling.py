@@ -14,6 +14,7 @@ from mqstore.client.handling import (
     CONSUME_OK,
     CONSUME_US,
     PULL,
+    PULL_US,
     Failure,
     Handling,
     Subscription,
@@ -233,11 +234,12 @@ def test_counters_are_of_messages_and_their_time(handle: Handle, given: list[Mes
     handling.settled(given[2:], "dlq", 1.0)
     handling.pulled("t", 3, 2.0)
     totals = handling.statistics.snapshot().totals
-    assert {name: totals[name, "t"] for name in (CONSUME_OK, CONSUME_FAILED, CONSUME_US, PULL)} == {
+    assert {name: totals[name, "t"] for name in (CONSUME_OK, CONSUME_FAILED, CONSUME_US, PULL, PULL_US)} == {
         CONSUME_OK: (2, 1),
         CONSUME_FAILED: (2, 2),
         CONSUME_US: (5_000, 4),
         PULL: (3, 1),
+        PULL_US: (2_000, 1),
     }
     assert settled == [(0, "ack", 0.003), (1, "ack", 0.003), (2, "retry", 0.001), (2, "dlq", 0.001)]
 

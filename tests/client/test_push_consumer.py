@@ -275,6 +275,40 @@ def test_stats_show_what_was_done_and_what_is_left(bench: PushBench) -> None:
     assert (stats.group, stats.client_id) == ("g", consumer.client_id)
 
 
+@pytest.mark.parametrize("mode", ["queue", "pop"])
+def test_averages_outlast_the_minute(bench: PushBench, mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five minutes after the last message a handler took 0.0 ms; and how long pulls took was counted for nobody."""
+    consumer = bench.consumer(lambda message: time.sleep(0.002), mode=mode, workers=1)
+    counted = consumer._handling.pulled
+    monkeypatch.setattr(consumer._handling, "pulled", lambda topic, messages, took_ms: counted(topic, messages, 4.0))
+    bench.put(*[b"x"] * 5)
+    assert (consumer.stats().topics.get("t"), bench.settle()) != (None, None)
+    for idle_s in (
+        0,
+        10,
+        300,
+        900,
+        4_000,
+    ):  # before there is a sample, in the minute, before the hour's first, in it, later
+        bench.advance(idle_s)
+        stats = consumer.stats().topics["t"]
+        assert 2 <= stats.handler_ms < 1_000
+        assert stats.pull_ms == 4.0
+    assert stats.ok_per_s == 0
+
+
+def test_averages_are_of_the_last_minute_while_there_is_something_in_it(bench: PushBench) -> None:
+    consumer = bench.consumer(workers=1)
+    for took_ms in (100.0, 2.0):
+        consumer._handling.counted("t", 1, took_ms)
+        bench.advance(20)
+        assert consumer.stats().topics["t"].handler_ms == took_ms
+        bench.advance(70)
+    for idle_s in (0, 590, 7_000):
+        bench.advance(idle_s)
+        assert consumer.stats().topics["t"].handler_ms == 51
+
+
 # --- threads -------------------------------------------------------------------------------------------------------
 
 

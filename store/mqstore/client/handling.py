@@ -48,6 +48,7 @@ CONSUME_US: Final = "CONSUME_US"
 """Microseconds in handlers; the times it was added to are messages."""
 PULL: Final = "PULL"
 PULL_US: Final = "PULL_US"
+"""Microseconds in pulls that found messages."""
 
 OnError = Callable[[BaseException, Message | None], object]
 Ended = tuple["Failure | None", float]
@@ -175,7 +176,7 @@ class Handling:
     def settled(self, messages: Sequence[Message], outcome: Settled, took_ms: float) -> None:
         """Count these messages of one topic, and tell the interceptors."""
         name = CONSUME_OK if outcome == "ack" else CONSUME_FAILED
-        self._count(name, CONSUME_US, messages[0].topic, len(messages), took_ms)
+        self._count(name, messages[0].topic, len(messages), took_ms)
         if not self.hooks.on_settle:
             return
         for message in messages:
@@ -183,14 +184,14 @@ class Handling:
 
     def counted(self, topic: str, ok: int, took_ms: float) -> None:
         """Count so many messages that were handled well, when nobody wants to be told of each."""
-        self._count(CONSUME_OK, CONSUME_US, topic, ok, took_ms)
+        self._count(CONSUME_OK, topic, ok, took_ms)
 
     def pulled(self, topic: str, messages: int, took_ms: float) -> None:
         """Count a pull that found messages."""
-        self._count(PULL, PULL_US, topic, messages, took_ms)
+        self.statistics.add_many(((PULL, topic, messages, 1), (PULL_US, topic, int(took_ms * 1000), 1)))
 
-    def _count(self, name: str, time_name: str, topic: str, messages: int, took_ms: float) -> None:
-        self.statistics.add_many(((name, topic, messages, 1), (time_name, topic, int(took_ms * 1000), messages)))
+    def _count(self, name: str, topic: str, messages: int, took_ms: float) -> None:
+        self.statistics.add_many(((name, topic, messages, 1), (CONSUME_US, topic, int(took_ms * 1000), messages)))
 
 
 def _of(error: Exception, name: str) -> Any:

@@ -33,12 +33,21 @@ from mqstore.broker.groups import GroupConfig, RetryPolicy
 from mqstore.broker.localoffsets import LOCAL_OFFSETS, LocalOffsets
 from mqstore.broker.members import Mode
 from mqstore.broker.names import check_group, retry_topic
-from mqstore.broker.statistics import Rate, StatisticsSnapshot
+from mqstore.broker.statistics import CounterKey, Rate, StatisticsSnapshot, Total
 from mqstore.client.allocation import Strategy, strategy_named
 from mqstore.client.assignment import Assignment
 from mqstore.client.concurrent import ConcurrentService
 from mqstore.client.handlers import check_handler
-from mqstore.client.handling import CONSUME_FAILED, CONSUME_OK, CONSUME_US, PULL, Handling, OnError, Subscription
+from mqstore.client.handling import (
+    CONSUME_FAILED,
+    CONSUME_OK,
+    CONSUME_US,
+    PULL,
+    PULL_US,
+    Handling,
+    OnError,
+    Subscription,
+)
 from mqstore.client.interceptors import Interceptor, Interceptors
 from mqstore.client.limitedlog import LimitedLog
 from mqstore.client.membership import Membership, check_client_id
@@ -78,13 +87,16 @@ class TopicStats:
     failed: int
     """Attempts that failed, timed out, or were rejected."""
     ok_per_s: float
-    """Rates and averages are those of the last minute."""
+    """Rates are of the last minute, 0.0 when nothing happened in it. Averages are then of the last hour, and
+    until there is one since the start."""
     failed_per_s: float
     handler_ms: float
     """Spent on a message."""
     pulled: int
     """Messages that came, handled or not."""
     pulled_per_s: float
+    pull_ms: float
+    """Spent on looking into a queue, when something came of it: in mode "pop", into all that were looked into then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -645,16 +657,27 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
 def _topic_stats(counted: StatisticsSnapshot, topic: str) -> TopicStats:
     minute = counted.minute
     none = Rate(0, 0, 0)
-    took = minute.get((CONSUME_US, topic), none)
     return TopicStats(
         ok=counted.total(CONSUME_OK, topic),
         failed=counted.total(CONSUME_FAILED, topic),
         ok_per_s=minute.get((CONSUME_OK, topic), none).tps,
         failed_per_s=minute.get((CONSUME_FAILED, topic), none).tps,
-        handler_ms=took.average / 1000,
+        handler_ms=_average_ms(counted, CONSUME_US, topic),
         pulled=counted.total(PULL, topic),
         pulled_per_s=minute.get((PULL, topic), none).tps,
+        pull_ms=_average_ms(counted, PULL_US, topic),
     )
+
+
+def _average_ms(counted: StatisticsSnapshot, name: str, topic: str) -> float:
+    """Of the shortest window in which something was added: who looks at a consumer that has been idle for a while wants
+    to know how long its handlers take, not that they did nothing (A10.2)."""
+    windows: Sequence[Mapping[CounterKey, Rate | Total]] = (counted.minute, counted.hour, counted.totals)
+    for window in windows:
+        found = window.get((name, topic))
+        if found is not None and found.times:
+            return found.value / found.times / 1000
+    return 0.0
 
 
 def _one_of(name: str, value: str, choices: Iterable[str]) -> str:
