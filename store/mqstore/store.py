@@ -552,7 +552,10 @@ class Store(AbstractContextManager["Store"]):
         if os.getpid() != self._pid:
             return
         consumers = tuple(self._consumers)
-        self._end_all(partial(_in_time, each.stop, until) for each in consumers if isinstance(each, PushConsumer))
+        pushing = [each for each in consumers if isinstance(each, PushConsumer)]
+        # Those at nothing first: their progress is not to wait, unsaved, for a handler of another that hangs.
+        pushing.sort(key=lambda each: each._engine.running())
+        self._end_all(partial(_in_time, each.stop, until) for each in pushing)
         for each in consumers:
             if isinstance(each, PullConsumer):
                 self._end_all([partial(each.close, done=False)])  # nobody said of its last messages that they are done

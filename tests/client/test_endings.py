@@ -310,3 +310,33 @@ def test_an_aio_store_waits_once_for_its_consumers_and_those_of_its_sync_twin(tm
     took_s, before, after = asyncio.run(run())
     assert after <= before + 50
     assert took_s < 2.8
+
+
+def test_who_is_at_nothing_is_closed_before_what_hangs_is_waited_for(tmp_path: Path) -> None:
+    """A process that is killed while it waits for one handler has the progress of the others on disk."""
+    store = mqstore.open(tmp_path / "s")
+    revoked: list[bool] = []
+
+    class Idle(mqstore.Interceptor):
+        def on_revoke(self, queues: frozenset[mqstore.QueueRef]) -> None:
+            revoked.append(hangs())
+
+    before = [store.push_consumer(f"idle{i}", workers=1, interceptors=[Idle()]) for i in range(4)]
+    for consumer in before:
+        consumer.subscribe("nothing", print)
+        consumer.start()
+    store.create_topic("nothing", queues=1)
+    until(lambda: all(consumer.assignment() for consumer in before))
+    crowd = Crowd(store, 3, {})
+    closing = threading.Thread(target=store.close, args=(20,))
+
+    def hangs() -> bool:
+        return not crowd.let_go.is_set()
+
+    closing.start()
+    try:
+        until(lambda: len(revoked) == 4)
+    finally:
+        crowd.let_go.set()
+    closing.join(30)
+    assert revoked == [True] * 4
