@@ -209,6 +209,28 @@ def test_a_generator_that_does_not_want_to_be_closed_is_a_failure_like_others() 
         check_has_run(begun)
 
 
+def test_hooks_that_nobody_awaits_are_refused(bench: PushBench) -> None:
+    """`async def on_settle` never ran, and neither did an `on_error` that is a coroutine."""
+
+    class Settles(Interceptor):
+        async def on_settle(self, message: object, outcome: object, seconds: float) -> None: ...
+
+    class Around(Interceptor):
+        async def around_consume(self, call: object, messages: object) -> None: ...
+
+    class Receives(Interceptor):
+        def on_receive(self, messages: list[Any]) -> Any:
+            yield from messages
+
+    for wrong in (Settles(), Around()):
+        with pytest.raises(ConfigError, match="plain function"):
+            PushConsumer(bench.broker, "g", interceptors=[wrong])
+    for handler in COROUTINES:
+        with pytest.raises(ConfigError, match="on_error"):
+            PushConsumer(bench.broker, "g", on_error=handler)
+    PushConsumer(bench.broker, "g", interceptors=[Receives()], on_error=print)
+
+
 @pytest.mark.parametrize("waits", [False, True])
 def test_aio_awaits_what_comes_back_and_no_more(tmp_path: Path, waits: bool) -> None:
     ran: list[str] = []

@@ -19,7 +19,7 @@ from typing import Any
 
 from mqstore.errors import ConfigError
 
-__all__ = ["check_handler", "check_has_run"]
+__all__ = ["check_handler", "check_has_run", "check_plain"]
 
 
 def check_handler(handler: object, *, coroutines: bool = False) -> None:
@@ -35,6 +35,12 @@ def check_handler(handler: object, *, coroutines: bool = False) -> None:
             f"{handler!r:.100} has a `yield`, which makes it a generator function: nothing of it would run when it is "
             f"called. Have the handler do its work and return"
         )
+
+
+def check_plain(what: str, function: Callable[..., object]) -> None:
+    """ConfigError for a coroutine function where nobody awaits, in aio neither: it would never run."""
+    if _is(function, _makes_coroutines) or _is(function, inspect.isasyncgenfunction):
+        raise ConfigError(f"{what} is called as it is, so it must be a plain function, not {function!r:.100}")
 
 
 def _is(handler: Callable[..., object], test: Callable[[Any], bool]) -> bool:

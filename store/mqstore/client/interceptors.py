@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
+from mqstore.client.handlers import check_plain
 from mqstore.client.limitedlog import LimitedLog
 from mqstore.errors import ConfigError
 from mqstore.log.commitlog import QueueRef, SendReceipt
@@ -93,7 +94,10 @@ class Interceptors:
             if not isinstance(each, Interceptor):
                 raise ConfigError(f"{each!r:.80} is not made from a class derived from mqstore.Interceptor")
         for name in self.__annotations__:
-            setattr(self, name, tuple(_hooks(interceptors, name)))
+            hooks = _hooks(interceptors, name)
+            for hook in hooks:
+                check_plain(f"an interceptor's {name}", hook)
+            setattr(self, name, tuple(hooks))
         self.log = LimitedLog() if log is None else log
 
     def __bool__(self) -> bool:

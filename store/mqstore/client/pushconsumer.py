@@ -37,7 +37,7 @@ from mqstore.broker.statistics import CounterKey, Rate, StatisticsSnapshot, Tota
 from mqstore.client.allocation import Strategy, strategy_named
 from mqstore.client.assignment import Assignment
 from mqstore.client.concurrent import ConcurrentService
-from mqstore.client.handlers import check_handler
+from mqstore.client.handlers import check_handler, check_plain
 from mqstore.client.handling import (
     CONSUME_FAILED,
     CONSUME_OK,
@@ -237,6 +237,8 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         interceptors: Sequence[Interceptor] = (),
         on_error: OnError | None = None,
     ) -> None:
+        if on_error is not None:
+            check_plain("on_error", on_error)
         broadcasting = _one_of("model", model, ("clustering", "broadcasting")) == "broadcasting"
         pops = _one_of("mode", mode, ("queue", "pop")) == "pop"
         if broadcasting and client_id is None:
