@@ -283,7 +283,8 @@ class Queue:
 
     def get_many(self, max_items: int, timeout: Duration | None = 0) -> list[Task]:
         """Up to `max_items` items at once; waits up to `timeout` seconds for a first (None: for ever), [] if none
-        comes. Each is settled by itself."""
+        comes. Each is settled by itself. Of an ordered queue at most 32, and then no more until all of them are
+        settled: what fails comes again before what follows them, and without those of them that are done."""
         if type(max_items) is not int or max_items < 1:
             raise ConfigError(f"max_items is {max_items!r}; give a number from 1")
         tasks: list[Task] = []
@@ -321,7 +322,11 @@ class Queue:
                     if shut == "all":
                         raise QueueShutDown(f"queue {self.name!r} was shut down")
                     expires_at = self._lender.monotonic_ms() / 1000 + loan_s
-                    found = self._broker.pop(self.name, self.name, count, invisible=loan_s, order=self._ordered)
+                    # Of an ordered batch what was acknowledged behind an item that comes again is done.
+                    ordered = self._ordered
+                    found = self._broker.pop(
+                        self.name, self.name, count, invisible=loan_s, order=ordered, skip_acked=ordered
+                    )
                 except BaseException:
                     if turn is not None:  # for an item that another object of this queue may have
                         self._waits.pass_on(turn)

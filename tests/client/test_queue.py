@@ -562,6 +562,40 @@ def test_an_ordered_queue_gives_a_batch_in_order(bench: Bench) -> None:
     assert [task.value for task in tasks + rest] == [b"%d" % i for i in range(50)]
 
 
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_what_was_done_behind_a_failed_item_of_an_ordered_batch_stays_done(bench: Bench, one_by_one: bool) -> None:
+    """The whole batch came again, acknowledged or not: work that was done was done once more."""
+    queue = bench.queue(ordered=True, retry=RetryPolicy(5, [10]))
+    queue.put_many([b"a", b"b", b"c", b"d"])
+    a, b, c = queue.get_many(3)
+    b.ack()
+    c.nack()
+    a.nack()
+    assert queue.get_many(3) == []  # nothing passes what waits for its next attempt
+    bench.advance(10)
+    again = []
+    while not queue.empty():
+        tasks = [queue.get_nowait()] if one_by_one else queue.get_many(4)
+        for task in tasks:
+            again.append((task.value, task.attempt))
+            task.ack()
+    assert again == [(b"a", 2), (b"c", 2), (b"d", 1)]
+
+
+def test_what_was_done_behind_a_failed_item_stays_done_after_a_restart(bench: Bench) -> None:
+    queue = bench.queue(ordered=True, retry=RetryPolicy(5, [10]))
+    queue.put_many([b"a", b"b", b"c"])
+    a, b, c = queue.get_many(3)
+    b.ack()
+    c.reject("bad")
+    a.nack()
+    bench.broker.close()
+    bench.open()
+    bench.advance(10)
+    assert taken(bench.queue(ordered=True)) == [b"a"]
+    assert bench.broker.committed("jobs", "jobs", 0) == 3
+
+
 # -- items -----------------------------------------------------------------------------------------------------------
 
 
