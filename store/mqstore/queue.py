@@ -390,12 +390,15 @@ class Queue:
 
     def join(self, timeout: Duration | None = None) -> bool:
         """Wait until nothing is ready, on loan, waiting for another attempt, or put with a delay; False: `timeout`
-        seconds have passed. Of delayed items it knows those that were put by this object; others count once due."""
+        seconds have passed, or an immediate `shutdown` left items here. Of delayed items it knows those that were put
+        by this object; others count once due."""
         end = None if timeout is None else time.monotonic() + seconds(timeout, "timeout")
         with self._changed:
             self._waiting += 1
             try:
                 while self._is_coming() or self.qsize():
+                    if self._shut == "all":  # what is here nobody takes any more
+                        return False
                     left = _LOOK_S if end is None else end - time.monotonic()
                     if left <= 0:
                         return False

@@ -476,6 +476,19 @@ def test_join_waits_for_the_last_item(tmp_path: Path) -> None:
     with_store(test, tmp_path)
 
 
+def test_join_does_not_wait_for_what_an_immediate_shutdown_left_there(tmp_path: Path) -> None:
+    async def test(store: aio.Store) -> None:
+        queue = await store.queue("jobs")
+        await queue.put(b"x")
+        joining = asyncio.create_task(queue.join())
+        await queue.qsize()
+        await queue.shutdown(immediate=True)
+        assert await joining is False
+        assert await queue.join() is False
+
+    with_store(test, tmp_path)
+
+
 def test_a_delayed_item_comes_when_it_is_due(tmp_path: Path) -> None:
     clock = SimulatedClock()
 

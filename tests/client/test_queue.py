@@ -714,6 +714,24 @@ def test_immediate_shutdown_gives_nothing_more_and_loses_nothing(bench: Bench) -
     assert taken(bench.queue()) == [b"a"]
 
 
+def test_join_does_not_wait_for_what_an_immediate_shutdown_left_there(broker: Broker) -> None:
+    """Nobody takes it any more: it waited for ever, where the standard library's returns."""
+    queue = Queue(broker, "jobs")
+    queue.put_many([b"a", b"b"])
+    task = queue.get()
+    joining = in_thread(queue.join)
+    queue.shutdown()
+    time.sleep(0.01)
+    assert joining[0].is_alive()  # what is there may still be taken
+    queue.shutdown(immediate=True)
+    assert ended(*joining) is False
+    assert queue.join() is False
+    task.ack()
+    with Queue(broker, "jobs") as other:
+        other.get().ack()
+    assert queue.join() is True
+
+
 @pytest.mark.parametrize("immediate", [False, True])
 def test_shutdown_wakes_who_waits(broker: Broker, immediate: bool) -> None:
     queue = Queue(broker, "jobs", maxsize=1)

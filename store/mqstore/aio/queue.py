@@ -89,6 +89,11 @@ class _Told(queue.Queue):
         if self.on_settled is not None:
             self.on_settled()
 
+    @property
+    def left(self) -> bool:
+        """Whether nobody takes any more what is there."""
+        return self._shut == "all"
+
     def check_open(self) -> None:
         if self._shut:
             raise QueueShutDown(f"queue {self.name!r} was shut down")
@@ -288,7 +293,7 @@ class Queue:
                 if await self._bridge.call(partial(self.sync.join, 0)):
                     return True
                 left_s = _LOOK_S if end is None else end - time.monotonic()
-                if left_s <= 0:
+                if left_s <= 0 or self.sync.left:
                     return False
                 await asyncio.wait((news,), timeout=min(left_s, _LOOK_S))
             finally:
