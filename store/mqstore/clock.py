@@ -13,7 +13,23 @@ __all__ = ["SYSTEM_CLOCK", "Clock", "SimulatedClock", "SystemClock"]
 
 
 class Clock(Protocol):
-    """Where a store reads the time."""
+    """Where a store reads the time.
+
+    Any object with these two will do:
+
+    >>> class Late:  # an hour behind
+    ...     def now_ms(self):
+    ...         return SYSTEM_CLOCK.now_ms() - 3_600_000
+    ...
+    ...     def monotonic_ms(self):
+    ...         return SYSTEM_CLOCK.monotonic_ms()
+    >>> import mqstore, tempfile
+    >>> config = mqstore.StoreConfig(clock=Late())
+    >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder, config=config) as store:
+    ...     receipt = store.put("t", b"")
+    ...     SYSTEM_CLOCK.now_ms() - receipt.store_timestamp_ms >= 3_600_000
+    True
+    """
 
     def now_ms(self) -> int:
         """Wall-clock time, milliseconds since the epoch. May step backwards."""
@@ -23,7 +39,13 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """The machine's clocks."""
+    """The machine's clocks.
+
+    >>> clock = SystemClock()
+    >>> before = clock.monotonic_ms()
+    >>> before <= clock.monotonic_ms(), abs(clock.now_ms() - time.time() * 1000) < 60_000
+    (True, True)
+    """
 
     __slots__ = ()
 

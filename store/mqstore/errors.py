@@ -52,7 +52,16 @@ __all__ = [
 
 
 class ResultCode(IntEnum):
-    """RocketMQ's numbers for what went wrong, for tooling that knows them (broker-semantics 0.3)."""
+    """RocketMQ's numbers for what went wrong, for tooling that knows them (broker-semantics 0.3).
+
+    >>> import mqstore, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
+    ...     try:
+    ...         store.put("a b", b"")
+    ...     except mqstore.MQStoreError as error:
+    ...         print(error.code.name, int(error.code))
+    MESSAGE_ILLEGAL 13
+    """
 
     SUCCESS = 0
     SYSTEM_ERROR = 1
@@ -75,7 +84,94 @@ class ResultCode(IntEnum):
 
 
 class MQStoreError(Exception):
-    """The root of everything below."""
+    """The root of everything below.
+
+    >>> import json, mqstore, pathlib, tempfile
+    >>> def told(call, *args, **options):
+    ...     try:
+    ...         call(*args, **options)
+    ...     except mqstore.MQStoreError as error:
+    ...         print(type(error).__name__)
+
+    What is asked for:
+
+    >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
+    ...     told(store.put, "a b", b"")  # no topic has a blank in its name
+    ...     told(store.put, "SCHEDULE_TOPIC_XXXX", b"")  # the engine's own
+    ...     told(store.create_topic, "t", queues=0)
+    ...     told(store.simple_consumer, "g", {"t": "paid|refunded"})
+    ...     told(store.read, "nowhere", 0, 0)
+    ...     told(store.broker.delete_group, "nobody")
+    ...     store.create_topic("t")
+    ...     _ = store.broker.groups.create("g")
+    ...     told(store.broker.reset, "g", "t", 0, 99)
+    InvalidMessageError
+    NotPermittedError
+    ConfigError
+    FilterError
+    TopicNotFoundError
+    GroupNotFoundError
+    OffsetOutOfRangeError
+
+    Who else is there:
+
+    >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
+    ...     member = store.simple_consumer("g", {"t": "paid"})
+    ...     told(store.simple_consumer, "g", {"t": "created"})
+    ...     other = store.pull_consumer("g")
+    ...     other.subscribe("t")
+    ...     told(other.poll, 0)
+    ...     told(mqstore.open, folder)
+    ...     with mqstore.open(folder, "r") as reader:
+    ...         told(reader.put, "t", b"")
+    SubscriptionConflictError
+    GroupInUseError
+    StoreLockedError
+    ReadOnlyStoreError
+
+    What is on loan, and how a transaction ends:
+
+    >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
+    ...     queue = store.queue("jobs", maxsize=1)
+    ...     told(queue.get_nowait)
+    ...     queue.put(b"a")
+    ...     told(queue.put_nowait, b"b")
+    ...     queue.shutdown()
+    ...     told(queue.put, b"b")
+    ...     broker = store.broker
+    ...     [delivery] = broker.pop("jobs", "jobs")
+    ...     _ = broker.nack("jobs", "jobs", delivery.receipt)
+    ...     told(broker.ack, "jobs", "jobs", [delivery.receipt])
+    ...     told(broker.ack, "jobs", "jobs", ["a receipt"])
+    ...     half = broker.transactions.begin("jobs", b"b", producer_group="till")
+    ...     broker.transactions.end(half, "rollback")
+    ...     told(broker.transactions.end, half, "commit")
+    QueueEmpty
+    QueueFull
+    QueueShutDown
+    ReceiptExpiredError
+    InvalidReceiptError
+    TransactionStateError
+
+    What a directory holds:
+
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     told(mqstore.open, folder, "r")
+    ...     mqstore.open(folder).close()
+    ...     manifest = pathlib.Path(folder, "mqstore.json")
+    ...     newer = json.loads(manifest.read_text()) | {"schema": 99}
+    ...     _ = manifest.write_text(json.dumps(newer))
+    ...     told(mqstore.open, folder)
+    ...     _ = manifest.write_text("{")
+    ...     told(mqstore.open, folder)
+    ...     told(mqstore.TEXT.decode, bytes([255]))
+    NotAStoreError
+    UnsupportedStoreError
+    CorruptStoreError
+    FormatError
+    >>> told(reader.read, "t", 0, 0)
+    StoreClosedError
+    """
 
     code: ResultCode = ResultCode.SYSTEM_ERROR
     receipts: Sequence[object] = ()
@@ -250,7 +346,35 @@ class StoreIOError(MQStoreError, OSError):
 
 
 class SendError(MQStoreError):
-    """A message could not be stored, or not as durably as asked."""
+    """A message could not be stored, or not as durably as asked.
+
+    What to do about it:
+
+    >>> import errno, mqstore
+    >>> def after(error):
+    ...     try:
+    ...         raise error
+    ...     except mqstore.StoreBusyError:
+    ...         return "the same call once more, in a moment"
+    ...     except mqstore.FlushTimeoutError:
+    ...         return "it is stored, and will be on disk; again only if twice does no harm"
+    ...     except mqstore.FlushFailedError:
+    ...         return "look at the disk, open the store again"
+    ...     except mqstore.StoreFullError:
+    ...         return "make room"
+    ...     except mqstore.SendError:
+    ...         return "what all of them are"
+    ...     except mqstore.StoreIOError:  # no SendError: reading may meet it, too
+    ...         return "the system's word: " + error.strerror
+    >>> after(mqstore.StoreBusyError("a put is being interrupted"))
+    'the same call once more, in a moment'
+    >>> after(mqstore.FlushTimeoutError("not within 5 s")), after(mqstore.FlushFailedError("fsync failed"))
+    ('it is stored, and will be on disk; again only if twice does no harm', 'look at the disk, open the store again')
+    >>> after(mqstore.StoreFullError(errno.ENOSPC, "No space left on device", "commitlog/0", "put"))
+    'make room'
+    >>> after(mqstore.StoreIOError(errno.EIO, "Input/output error", "commitlog/0", "read"))
+    "the system's word: Input/output error"
+    """
 
 
 class FlushTimeoutError(SendError, TimeoutError):
@@ -294,7 +418,21 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 class UncommittedBatchError(MQStoreError):
     """A handler of an ordered consumer left more messages open than `max_uncommitted`, or for too long: they were
-    rolled back, and come again (client-semantics A7.6)."""
+    rolled back, and come again (client-semantics A7.6).
+
+    >>> import mqstore, tempfile
+    >>> told = queue.SimpleQueue()
+    >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
+    ...     consumer = store.push_consumer("g", ordered=True, on_error=lambda error, message: told.put(error))
+    ...     _ = consumer.subscribe("t", lambda messages, tx: None, max_uncommitted=1)  # never commits
+    ...     _ = store.put("t", b"a")
+    ...     with consumer:
+    ...         try:
+    ...             raise told.get(timeout=30)
+    ...         except mqstore.UncommittedBatchError:
+    ...             print("comes again")
+    comes again
+    """
 
 
 class QueueEmpty(MQStoreError, queue.Empty):  # noqa: N818  (as the standard library's, which it is)

@@ -91,6 +91,9 @@ class Retention:
     """When whole commitlog segments may go, oldest first, never the one being written (store-format 8.3).
 
     Without consumer groups above it, the message store drops what passes either limit; `None` means no such limit.
+
+    >>> Retention().age, Retention(age=None, max_bytes=100 << 20).max_bytes  # all of 100 MiB, however old
+    (datetime.timedelta(days=3), 104857600)
     """
 
     age: Duration | None = timedelta(hours=72)

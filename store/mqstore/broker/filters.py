@@ -47,7 +47,14 @@ _JAVA_BLANKS = "".join(map(chr, range(0x21)))  # what String.trim removes, no mo
 
 
 class Filter(UnitFilter, Protocol):
-    """What a subscription lets through. Immutable and shared between threads."""
+    """What a subscription lets through. Immutable and shared between threads.
+
+    >>> paid = parse_filter("paid || refunded")
+    >>> paid.matches({"TAGS": "paid"}), paid.matches({"TAGS": "created"})
+    (True, False)
+    >>> parse_filter("price > 5", "SQL92").matches({"price": "7"})
+    True
+    """
 
     @property
     def expression(self) -> str:

@@ -232,7 +232,14 @@ _OWN_MEMBERS = frozenset({*_MEMBERS, "groupName", "retryMaxTimes", "groupRetryPo
 
 @dataclass(frozen=True, slots=True)
 class GroupConfig:
-    """What is set for a consumer group (broker-semantics 1.4)."""
+    """What is set for a consumer group (broker-semantics 1.4).
+
+    >>> import mqstore, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
+    ...     group = store.broker.groups.create("billing", retry_policy=mqstore.RetryPolicy(3, [5, 60]))
+    ...     group.name, group.orderly, group.max_attempts, group.retry_policy.delay(2)
+    ('billing', False, 3, 60.0)
+    """
 
     name: str
     consume_enable: bool = True

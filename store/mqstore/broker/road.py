@@ -60,7 +60,16 @@ __all__ = ["DelayedReceipt", "Road", "SendOptions"]
 
 class SendOptions(PutOptions, total=False):
     """What a put takes beside topic, body and queue id, more than `MessageStore.put` does; at most one of the first
-    four. `compressed`: the body is a zlib stream already, and is inflated for whoever reads it."""
+    four. `compressed`: the body is a zlib stream already, and is inflated for whoever reads it.
+
+    >>> import mqstore, tempfile
+    >>> options: SendOptions = {"tag": "paid", "message_group": "customer-7"}
+    >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
+    ...     receipt = store.put("orders", b"o-1", **options)
+    ...     [message] = store.read(*receipt.queue, receipt.offset)
+    ...     message.tag, message.message_group
+    ('paid', 'customer-7')
+    """
 
     message_group: str | None
     delay: Duration | None

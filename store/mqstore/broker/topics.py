@@ -81,7 +81,14 @@ def _nothing() -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class TopicConfig:
-    """What is set for a topic (broker-semantics 1.1)."""
+    """What is set for a topic (broker-semantics 1.1).
+
+    >>> import mqstore, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
+    ...     topic = store.broker.topics.create("orders", queues=8, message_type="FIFO")
+    ...     topic.name, topic.write_queues, topic.writable, topic.message_type
+    ('orders', 8, True, 'FIFO')
+    """
 
     name: str
     read_queues: int = 4

@@ -18,7 +18,21 @@ __all__ = ["BYTES", "JSON", "TEXT", "Codec"]
 
 
 class Codec(Protocol):
-    """Turns items to bytes and back."""
+    """Turns items to bytes and back.
+
+    >>> class Numbers:
+    ...     def encode(self, item):
+    ...         return b"%d" % item
+    ...
+    ...     def decode(self, body):
+    ...         return int(body)
+    >>> import mqstore, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
+    ...     queue = store.queue("numbers", codec=Numbers())
+    ...     queue.put(7)
+    ...     queue.get().value
+    7
+    """
 
     def encode(self, item: Any) -> bytes:
         """The bytes to store; InvalidMessageError (or any ValueError, TypeError) for an item that has none."""

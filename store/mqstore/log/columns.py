@@ -34,6 +34,10 @@ class Binary:
     """Variable-length values laid end to end: value i is `data[offsets[i]:offsets[i + 1]]`. Arrow's large binary.
 
     `valid` marks values that are there at all; None: all are.
+
+    >>> texts = Binary(np.array([0, 2, 2, 5]), np.frombuffer(b"abcde", np.uint8))
+    >>> len(texts), texts[2], texts.tolist()
+    (3, b'cde', [b'ab', b'', b'cde'])
     """
 
     offsets: _Int64s
@@ -58,7 +62,15 @@ Column = npt.NDArray[Any] | Binary | list[dict[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Columns(Mapping[str, Column]):
-    """Arrays of equal length by column name. `next_offset`: the queue offset to go on at."""
+    """Arrays of equal length by column name. `next_offset`: the queue offset to go on at.
+
+    >>> import mqstore, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
+    ...     _ = store.put_many("t", [b"a", b"bc"], queue_id=0)
+    ...     columns = store.read_columns("t", 0, 0, 100, columns=("queue_offset", "body"))
+    ...     columns["queue_offset"].tolist(), columns["body"].tolist(), columns.count, columns.next_offset
+    ([0, 1], [b'a', b'bc'], 2, 2)
+    """
 
     arrays: dict[str, Column]
     count: int

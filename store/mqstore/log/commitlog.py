@@ -78,6 +78,12 @@ class SendReceipt(tuple[QueueRef, int, int, int, int, bytes, "str | None"]):
     """Where a message went. `unique_key` is the same in every copy of it; the rest is the address of this copy.
 
     An immutable value. A bare tuple underneath, because a put has no time for anything with an `__init__`.
+
+    >>> import mqstore, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
+    ...     receipt = store.put("orders", b"o-1", queue_id=2)
+    ...     store.get(receipt.message_id).body, receipt.topic, receipt.queue_id, receipt.offset
+    (b'o-1', 'orders', 2, 0)
     """
 
     __slots__ = ()

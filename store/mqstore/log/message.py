@@ -48,6 +48,13 @@ class Message(Located):
 
     `offset` is the queue offset, `attempt` counts deliveries from 1, `properties` holds what the user set.
     Bytes come as `body` (inflated when they were stored compressed); `body_view` gives the stored bytes uncopied.
+
+    >>> import mqstore, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
+    ...     receipt = store.put("orders", b'{"id": 7}', tag="paid", keys=["o-7"], properties={"shop": "3"})
+    ...     [message] = store.read(*receipt.queue, receipt.offset)
+    ...     message.json()["id"], message.tag, message.keys, message.properties["shop"], message.attempt
+    (7, 'paid', ('o-7',), '3', 1)
     """
 
     __slots__ = ()

@@ -72,6 +72,12 @@ class OutgoingMessage:
 
     What stands behind the star says where it goes, and when: for a producer and its interceptors. A put of many to one
     queue has that from the call, and refuses a message that asks for something else.
+
+    >>> import mqstore, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store, store.producer() as producer:
+    ...     messages = [b"a", mqstore.OutgoingMessage(b"b", topic="mails", tag="new")]
+    ...     [receipt.topic for receipt in producer.send_many("orders", messages)]
+    ['orders', 'mails']
     """
 
     body: Body

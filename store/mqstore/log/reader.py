@@ -81,7 +81,16 @@ _LOOK_AHEAD_UNITS = 256
 
 @dataclass(frozen=True, slots=True)
 class GetResult:
-    """What a read found. `next_offset` is where to go on; bounds are those at the time of the read (10.1)."""
+    """What a read found. `next_offset` is where to go on; bounds are those at the time of the read (10.1).
+
+    >>> import mqstore, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
+    ...     _ = store.put_many("t", [b"a", b"b", b"c"], queue_id=0)
+    ...     found = store.log.get("t", 0, 1)
+    ...     end = store.log.get("t", 0, found.next_offset)
+    ...     found.status, [message.body for message in found.messages], end.status, end.next_offset
+    ('FOUND', [b'b', b'c'], 'OFFSET_OVERFLOW_ONE', 3)
+    """
 
     status: Literal[
         "FOUND",

@@ -26,7 +26,17 @@ Kind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is not as it should be: `length` bytes at `position` of `file` (a path below the store)."""
+    """One thing that is not as it should be: `length` bytes at `position` of `file` (a path below the store).
+
+    >>> finding = Finding("bad_record", "commitlog/00000000000000000000", 4096, 200, "the checksum is another")
+    >>> print(f"{finding.kind}: {finding.length} bytes from {finding.position} on")
+    bad_record: 200 bytes from 4096 on
+    >>> import mqstore, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
+    ...     _ = store.put("t", b"hello")
+    ...     list(store.verify())  # each would be one
+    []
+    """
 
     kind: Kind
     file: str
@@ -41,7 +51,11 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Bytes [start, stop) of `file` that no longer count."""
+    """Bytes [start, stop) of `file` that no longer count.
+
+    >>> Cut("commitlog/00000000000000000000", 4096, 4300, "torn tail").as_dict()
+    {'file': 'commitlog/00000000000000000000', 'from': 4096, 'to': 4300, 'reason': 'torn tail'}
+    """
 
     file: str
     start: int
@@ -67,6 +81,14 @@ class RecoveryReport:
     """What an opening found and did (store-format 9.8). Offsets and lengths in bytes.
 
     `changed` is False when the store was in order: a second recovery of the same directory always says so.
+
+    >>> import mqstore, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with mqstore.open(folder) as store:
+    ...         _ = store.put("t", b"hello")
+    ...     with mqstore.open(folder) as store:
+    ...         store.recovery.clean_shutdown, store.recovery.changed, store.recovery.findings
+    (True, False, [])
     """
 
     clean_shutdown: bool = True

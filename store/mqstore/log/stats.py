@@ -51,7 +51,15 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """A snapshot. Counters run from opening; lags and sizes are as of now, in bytes."""
+    """A snapshot. Counters run from opening; lags and sizes are as of now, in bytes.
+
+    >>> import mqstore, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
+    ...     _ = store.put_many("t", [b"a", b"b"])
+    ...     stats = store.stats()
+    ...     stats.puts, stats.put_bytes == stats.max_offset, stats.errors
+    (2, True, {})
+    """
 
     puts: int
     """Messages appended that have a number in a queue."""

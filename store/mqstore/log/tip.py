@@ -19,7 +19,15 @@ __all__ = ["Numbered", "QueueRef", "Tip", "as_queue"]
 
 
 class QueueRef(NamedTuple):
-    """One queue of a topic."""
+    """One queue of a topic.
+
+    >>> import mqstore, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
+    ...     receipt = store.put("orders", b"", queue_id=3)
+    ...     topic, queue_id = receipt.queue
+    ...     receipt.queue, receipt.queue == ("orders", 3), store.log.offsets(topic, queue_id)
+    (QueueRef(topic='orders', queue_id=3), True, (0, 1))
+    """
 
     topic: str
     queue_id: int
