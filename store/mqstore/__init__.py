@@ -31,6 +31,7 @@ from mqstore.broker.filters import Filter
 from mqstore.broker.groups import GroupConfig, RetryPolicy, backoff, exponential
 from mqstore.broker.road import SendOptions
 from mqstore.broker.topics import TopicConfig
+from mqstore.client.allocation import fixed_queues
 from mqstore.client.codecs import BYTES, JSON, TEXT, Codec
 from mqstore.client.delivery import Delivery
 from mqstore.client.interceptors import Interceptor
@@ -175,6 +176,7 @@ __all__ = [
     "backoff",
     "cancelled",
     "exponential",
+    "fixed_queues",
     "open",
 ]
 

@@ -116,7 +116,7 @@ class Queue:
                     set when it comes into being, the same for all afterwards
         retry       when a failed item comes again, and after how many attempts it is a dead letter; None: what the
                     queue has, for a new one 17 attempts with pauses from 1 s to 2 h
-        codec       `BYTES` (default), `TEXT`, `JSON`, or an object with `encode` and `decode`
+        codec       `BYTES` (default, and None), `TEXT`, `JSON`, or an object with `encode` and `decode`
         maxsize     `put` waits while so many items are not done; 0: no limit
 
     Raises ConfigError for a name of more than 120 characters, for options that cannot be, for a topic that is none of
@@ -141,11 +141,12 @@ class Queue:
         visibility: Duration = 60,
         retry: RetryPolicy | None = None,
         ordered: bool = False,
-        codec: Codec = BYTES,
+        codec: Codec | None = BYTES,
         maxsize: int = 0,
     ) -> None:
         if not isinstance(name, str):
             raise ConfigError(f"the name of a queue is a str, not {name!r:.80}")
+        codec = BYTES if codec is None else codec
         if not (callable(getattr(codec, "encode", None)) and callable(getattr(codec, "decode", None))):
             raise ConfigError(f"a codec has encode and decode, as mqstore.TEXT; {codec!r:.80} has not")
         if len(name) > _MAX_NAME:

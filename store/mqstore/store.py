@@ -358,7 +358,7 @@ class Store(AbstractContextManager["Store"]):
         visibility: Duration = 60,
         retry: RetryPolicy | None = None,
         ordered: bool = False,
-        codec: Codec = BYTES,
+        codec: Codec | None = BYTES,
         maxsize: int = 0,
     ) -> Queue:
         """A persistent queue with the verbs of `queue.Queue`; see `Queue`."""

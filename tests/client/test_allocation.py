@@ -11,8 +11,8 @@ from mqstore.client.allocation import (
     Strategy,
     avg,
     circle,
-    config,
     consistent_hash,
+    fixed_queues,
     on_ring,
     strategy_named,
 )
@@ -110,8 +110,8 @@ def test_a_client_that_is_no_member_has_nothing(strategy: Strategy) -> None:
     assert list(strategy("stranger", queues(8), members(3))) == []
 
 
-def test_config_gives_its_own_queues_as_far_as_they_are_there() -> None:
-    mine = config([QueueRef("T", 9), QueueRef("T", 1), QueueRef("U", 0)])
+def test_fixed_queues_are_had_as_far_as_they_are_there() -> None:
+    mine = fixed_queues([QueueRef("T", 9), QueueRef("T", 1), QueueRef("U", 0)])
 
     assert list(mine("c", queues(4), ["a"])) == [QueueRef("T", 1)]
     assert list(mine("c", [QueueRef("U", 0), QueueRef("U", 1)], ["a"])) == [QueueRef("U", 0)]
@@ -121,7 +121,7 @@ def test_a_strategy_is_a_name_or_a_function() -> None:
     assert strategy_named("avg") is avg
     assert strategy_named("circle") is circle
     assert strategy_named("consistent_hash") is consistent_hash
-    own = config([])
+    own = fixed_queues([])
     assert strategy_named(own) is own
     wrong: object
     for wrong in ("AVG", "machine_room", None, 3):

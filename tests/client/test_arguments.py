@@ -10,7 +10,6 @@ import pytest
 
 import mqstore
 from mqstore import ConfigError, InvalidMessageError
-from mqstore.client.allocation import config as fixed
 
 Case = tuple[Callable[[Any], object], type[Exception], str]
 
@@ -36,7 +35,7 @@ def _lent(store: Any) -> Any:
 REFUSED: list[Case] = [
     (lambda s: s.queue(5), ConfigError, "not 5"),
     (lambda s: s.queue(None), ConfigError, "not None"),
-    (lambda s: s.queue("jobs", codec=None), ConfigError, "codec .*TEXT.*None"),
+    (lambda s: s.queue("jobs", codec=5), ConfigError, "codec .*TEXT.*5"),
     (lambda s: s.queue("jobs", codec="json"), ConfigError, "codec .*'json'"),
     (lambda s: s.queue("waiting").get(timeout="soon"), ConfigError, "timeout .*'soon'"),
     (lambda s: s.queue("jobs", visibility=None), ConfigError, "visibility .*None"),
@@ -50,6 +49,9 @@ REFUSED: list[Case] = [
     (lambda s: s.producer(compress_over=-1), ConfigError, "compress_over .*-1"),
     (lambda s: s.producer(linger="long"), ConfigError, "linger .*'long'"),
     (lambda s: s.producer(timeout=[]), ConfigError, r"timeout .*\[\]"),
+    (lambda s: s.pull_consumer("billing", strategy="fixed"), ConfigError, r"mqstore\.fixed_queues\(queues\)"),
+    (lambda s: s.push_consumer("DEFAULT_CONSUMER"), ConfigError, "DEFAULT_CONSUMER.*a name of its own"),
+    (lambda s: s.simple_consumer("DEFAULT_CONSUMER", {"orders": "*"}), ConfigError, "a name of its own"),
     (lambda s: s.pull_consumer("billing").assign("orders"), ConfigError, "pair .*'orders'"),
     (lambda s: s.pull_consumer("billing").assign(5), ConfigError, "pair .*5"),
     (lambda s: s.pull_consumer("billing").assign(("orders", "0")), ConfigError, "pair .*'0'"),
@@ -60,7 +62,7 @@ REFUSED: list[Case] = [
     (lambda s: _assigned(s).poll("soon"), ConfigError, "timeout.*'soon'"),
     (lambda s: s.dead_letters(5), ConfigError, "group .*int"),
     (lambda s: s.broker.locks.try_lock_batch("billing", ["orders"], "me"), ConfigError, "pair .*'orders'"),
-    (lambda s: fixed(["orders"]), ConfigError, "pair .*'orders'"),
+    (lambda s: mqstore.fixed_queues(["orders"]), ConfigError, "pair .*'orders'"),
     (lambda s: s.put("orders", b"x", keys=5), InvalidMessageError, "keys .*5"),
     (lambda s: s.put("orders", b"x", properties=["a"]), InvalidMessageError, r"properties .*\['a'\]"),
     (lambda s: s.producer().send("orders", b"x", keys=5), InvalidMessageError, "keys .*5"),

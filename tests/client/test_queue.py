@@ -599,6 +599,12 @@ def test_what_was_done_behind_a_failed_item_stays_done_after_a_restart(bench: Be
 # -- items -----------------------------------------------------------------------------------------------------------
 
 
+def test_no_codec_is_bytes(bench: Bench) -> None:
+    queue = bench.queue(codec=None)
+    queue.put(b"a")
+    assert taken(queue) == [b"a"]
+
+
 def test_items_of_a_codec(bench: Bench) -> None:
     queue = bench.queue(codec=mqstore.JSON)
     queue.put({"page": 7})

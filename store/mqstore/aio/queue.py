@@ -141,14 +141,14 @@ class Queue:
         visibility: Duration = 60,
         retry: RetryPolicy | None = None,
         ordered: bool = False,
-        codec: Codec = BYTES,
+        codec: Codec | None = BYTES,
         maxsize: int = 0,
     ) -> None:
         """On the store's thread."""
         self.name = name
         self._bridge = bridge
         self._puts = puts
-        self._codec = codec
+        self._codec = BYTES if codec is None else codec
         self._maxsize = maxsize
         self.sync = _Told(
             broker, name, visibility=visibility, retry=retry, ordered=ordered, codec=codec, maxsize=maxsize

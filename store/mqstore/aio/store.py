@@ -285,7 +285,7 @@ class Store(AbstractAsyncContextManager["Store"]):
         visibility: Duration = 60,
         retry: RetryPolicy | None = None,
         ordered: bool = False,
-        codec: Codec = BYTES,
+        codec: Codec | None = BYTES,
         maxsize: int = 0,
     ) -> Made[Queue]:
         """As `mqstore.Store.queue`: `await store.queue(name)`, or `async with store.queue(name) as queue`, which shuts

@@ -57,6 +57,7 @@ START_GROUP = "CID_RMQ_SYS_START"
 that name that was deleted."""
 
 MAX_GROUP = 120
+_NO_GROUP = "DEFAULT_CONSUMER"
 _SYSTEM_TOPICS = frozenset(
     {
         SCHEDULE_TOPIC,
@@ -135,4 +136,6 @@ def check_group(group: object) -> str:
         raise ConfigError(f"a group is a str, not {type(group).__name__}")
     if not _USER_NAME.fullmatch(group) or len(group) > MAX_GROUP:
         raise ConfigError(f"group {group[:150]!r}: a group is 1 to {MAX_GROUP} letters, digits, '_' and '-'")
+    if group == _NO_GROUP:
+        raise ConfigError(f"group {group!r} is RocketMQ's word for having none; give it a name of its own")
     return group

@@ -5,7 +5,7 @@
     "circle"            one after the other, in turns                                   0,3,6  1,4,7  2,5
     "consistent_hash"   a ring with 10 points a member: few queues move when members    uneven
                         come and go
-    config(queues)      these, whoever else there is
+    fixed_queues(...)   these, whoever else there is (RocketMQ's CONFIG)
 
 Every member calls its strategy with the same sorted queues and the same sorted members, so that their shares fit
 together with nobody talking to anybody. RocketMQ's strategies for machine rooms are not built: there are no rooms. Who
@@ -24,7 +24,7 @@ from mqstore.errors import ConfigError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.tip import as_queue
 
-__all__ = ["STRATEGIES", "Strategy", "avg", "circle", "config", "consistent_hash", "strategy_named"]
+__all__ = ["STRATEGIES", "Strategy", "avg", "circle", "consistent_hash", "fixed_queues", "strategy_named"]
 
 Strategy = Callable[[str, Sequence[QueueRef], Sequence[str]], Sequence[QueueRef]]
 """(my client id, the queues of one topic, the members) -> my queues. Queues and members are sorted, without repeats and
@@ -79,12 +79,21 @@ def _point(text: str) -> int:
     return int.from_bytes(hashlib.md5(text.encode(), usedforsecurity=False).digest()[:4], "big")
 
 
-def config(queues: Iterable[QueueRef]) -> Strategy:
-    """A strategy that always has `queues`, as far as there are such. Nobody checks that the members' lists fit
-    together: of two who list a queue one gets its lock, and a queue that nobody lists is not consumed.
+def fixed_queues(queues: Iterable[QueueRef | tuple[str, int]]) -> Strategy:
+    """For `strategy=`: this member has `queues`, as far as there are such, whoever else is there. Nobody checks that
+    the members' lists fit together: of two who list a queue one gets its lock, and a queue that nobody lists is not
+    consumed. ConfigError for what is no queue.
 
-    >>> config([QueueRef("t", 1)])("a", [QueueRef("t", 0), QueueRef("t", 1)], ["a", "b"])
+    >>> fixed_queues([("t", 1)])("a", [QueueRef("t", 0), QueueRef("t", 1)], ["a", "b"])
     [QueueRef(topic='t', queue_id=1)]
+    >>> import mqstore, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
+    ...     store.create_topic("orders", queues=2)
+    ...     with store.pull_consumer("billing", strategy=mqstore.fixed_queues([("orders", 1)])) as consumer:
+    ...         consumer.subscribe("orders")
+    ...         _ = consumer.poll(0)
+    ...         consumer.assignment()
+    frozenset({QueueRef(topic='orders', queue_id=1)})
     """
     fixed = frozenset(as_queue(queue) for queue in queues)
     return lambda client_id, there, members: [queue for queue in there if queue in fixed]
@@ -100,7 +109,7 @@ def strategy_named(strategy: object) -> Strategy:
     found = STRATEGIES.get(strategy) if isinstance(strategy, str) else None
     if found is None:
         raise ConfigError(
-            f"strategy {strategy!r}: there are {', '.join(map(repr, STRATEGIES))}; or give config(queues), or a "
-            f"function (client_id, queues, members) -> queues"
+            f"strategy {strategy!r}: there are {', '.join(map(repr, STRATEGIES))}; or give "
+            f"mqstore.fixed_queues(queues), or a function (client_id, queues, members) -> queues"
         )
     return found
