@@ -1,0 +1,267 @@
+"""State machine: push consumers in mode "pop", standard, in order, and with message groups side by side. Random puts,
+failures, members that come and go, pauses and kills, and from inside of handlers the same by other members.
+
+The model knows messages: how often each is to fail, how often it was begun, and what became of it. It asserts
+client-semantics A15: nothing is lost, and nothing comes twice but for a crash (1), calls of a queue or message group
+never overlap, and none begins before its predecessors are settled (3), who always fails is handled `ATTEMPTS` times and
+is one dead letter (5), and when `stop` returns nothing is running or lent (8). What was settled is in the log by then,
+so that a kill at any moment brings none of it again: progress in a file is not what pop goes on from.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from mqstore import Message, QueueRef, Reject, Retry, RetryPolicy
+from tests.client.popsupport import Bench
+from tests.client.test_pop_push import Push
+
+QUEUES = 2
+ATTEMPTS = 3
+REJECTS = -1
+SOME = settings(
+    max_examples=25,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
+    phases=(Phase.explicit, Phase.generate),  # to shorten a story takes minutes
+)
+
+
+@dataclass
+class Fate:
+    """What the model knows of one message."""
+
+    lane: tuple[object, ...]
+    """What it keeps its order in."""
+    place: tuple[QueueRef, int]
+    fails: int
+    """How often its handler fails."""
+    inside: str
+    """What else happens while its handler runs."""
+    begun: int = 0
+    over: bool = False
+    loose: bool = False
+    """A kill came between: of what was lent the attempt may count."""
+
+
+class Standard(RuleBasedStateMachine):
+    ordered = False
+    parallel_groups = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp(prefix="mqstore-pop-push-"))
+        self.bench = Bench(self.folder / "store")
+        self.bench.store.create_topic("t", queues=QUEUES)
+        self.fates: list[Fate] = []
+        self.living: list[Push] = []
+        self.running: list[Push] = []
+        """Who is in a handler, the innermost last."""
+        self.busy: list[tuple[object, ...]] = []
+        self.wrong: list[str] = []
+        self.paused = False
+        self.join()
+
+    # -- the handler ------------------------------------------------------------------------------------------------
+
+    def handle(self, push: Push, message: Message) -> None:
+        body = int(message.body)
+        fate = self.fates[body]
+        if fate.over:
+            self.wrong.append(f"{body} came again when it was over")
+        fate.begun += 1
+        if message.attempt != fate.begun and not fate.loose:
+            self.wrong.append(f"{body} is begun the {fate.begun}. time, as attempt {message.attempt}")
+        if self.ordered:
+            if fate.lane in self.busy:
+                self.wrong.append(f"{body} overlaps another of {fate.lane}")
+            if any(not each.over for each in self.fates[:body] if each.lane == fate.lane):
+                self.wrong.append(f"{body} was begun before its predecessors were over")
+        self.running.append(push)
+        self.busy.append(fate.lane)
+        try:
+            self.happen(fate.inside)
+        finally:
+            self.running.remove(push)
+            self.busy.remove(fate.lane)
+        last = message.attempt >= ATTEMPTS
+        if fate.fails == REJECTS:
+            fate.over = True
+            raise Reject("no")
+        if message.attempt <= fate.fails:
+            fate.over = last
+            raise Retry(2) if body % 2 else ValueError("again")
+        fate.over = True
+
+    def happen(self, inside: str) -> None:
+        """Once, and not within what happens already."""
+        if len(self.running) > 1:
+            return
+        match inside:
+            case "others run":
+                self.others_run()
+            case "join" if len(self.living) < 4:
+                self.join()
+                self.others_run()
+            case "leave":
+                idle = [each for each in self.living if each not in self.running]
+                if idle:
+                    self.stop(idle[-1])
+            case "time":
+                self.bench.clock.advance(25_000)
+                for push in self.living:
+                    push.consumer._workers.run_once()  # timers have a thread of their own: loans are renewed
+                self.others_run()
+
+    def others_run(self) -> None:
+        for push in list(self.living):
+            if push not in self.running:
+                push.go()
+
+    # -- what may happen --------------------------------------------------------------------------------------------
+
+    @rule(
+        group=st.sampled_from([None, "a", "b", "c"]),
+        fails=st.sampled_from([0, 0, 0, 1, 2, ATTEMPTS, REJECTS]),
+        inside=st.sampled_from(["", "", "", "others run", "join", "leave", "time"]),
+        count=st.integers(1, 4),
+    )
+    def put(self, group: str | None, fails: int, inside: str, count: int) -> None:
+        for _ in range(count):
+            body = len(self.fates)
+            receipt = self.bench.store.put("t", b"%d" % body, message_group=group)
+            lane = (receipt.queue, group) if self.parallel_groups else (receipt.queue,)
+            self.fates.append(Fate(lane, (receipt.queue, receipt.offset), fails, inside))
+
+    @precondition(lambda self: len(self.living) < 3)
+    @rule(prefetch=st.sampled_from([2, 5, 1000]))
+    def join(self, prefetch: int = 1000) -> None:
+        push = Push(
+            self.bench,
+            lambda message: self.handle(push, message),
+            ordered=self.ordered,
+            parallel_groups=self.parallel_groups,
+            prefetch=prefetch,
+            retry=RetryPolicy(ATTEMPTS, [1, 3]),
+            start=False,
+        )
+        push.consumer.start()
+        if self.paused:
+            push.consumer.pause()
+        self.living.append(push)
+
+    @precondition(lambda self: self.living)
+    @rule(pick=st.integers(0, 9))
+    def leave(self, pick: int) -> None:
+        self.stop(self.living[pick % len(self.living)])
+
+    def stop(self, push: Push) -> None:
+        self.living.remove(push)
+        if not push.consumer.stop():
+            self.wrong.append("a stop did not end")
+        if push.engine._items:
+            self.wrong.append("what was lent is kept by who has stopped")
+        if not (self.living or self.running) and self.bench.broker.pending("g"):
+            self.wrong.append("something is on loan, and nobody is there")
+
+    @rule()
+    def pause(self) -> None:
+        self.paused = True
+        for push in self.living:
+            push.consumer.pause()
+
+    @rule()
+    def resume(self) -> None:
+        self.paused = False
+        for push in self.living:
+            push.consumer.resume()
+
+    @rule()
+    def kill(self) -> None:
+        for push in self.living:
+            push.engine.halt()
+        self.bench.kill()
+        self.bench.open()
+        self.living.clear()
+        for fate in self.fates:
+            fate.loose = fate.loose or not fate.over
+        self.join()
+
+    @precondition(lambda self: self.living)
+    @rule(pick=st.integers(0, 9), seconds=st.sampled_from([0, 0.5, 3, 25, 70]))
+    def advance(self, pick: int, seconds: float) -> None:
+        self.living[pick % len(self.living)].advance(seconds)
+
+    # -- what holds -------------------------------------------------------------------------------------------------
+
+    @invariant()
+    def nothing_is_wrong(self) -> None:
+        assert self.wrong == []
+
+    @invariant()
+    def positions(self) -> None:
+        """A15.2. Without order what failed lies in the retry topic as well."""
+        committed = {QueueRef("t", i): self.bench.broker.committed("g", "t", i) or 0 for i in range(QUEUES)}
+        for body, fate in enumerate(self.fates):
+            queue, offset = fate.place
+            if not (fate.over or fate.begun or fate.loose) or (self.ordered and not fate.over and not fate.loose):
+                assert committed[queue] <= offset, f"{body} was passed over"
+
+    def teardown(self) -> None:
+        try:
+            self.drain()
+        finally:
+            self.bench.store.close()
+            shutil.rmtree(self.folder)
+
+    def drain(self) -> None:
+        """Let everything come to its end."""
+        if not self.living:
+            self.join()
+        self.resume()
+        for _ in range(400):
+            for push in list(self.living):
+                push.advance(1)
+            if not sum(self.bench.store.lag("g").values()):
+                break
+        self.nothing_is_wrong()
+        letters = Counter(int(letter.body) for letter in self.bench.store.dead_letters("g"))
+        assert not any(self.bench.store.lag("g").values())
+        assert self.bench.broker.pending("g") == []
+        for body, fate in enumerate(self.fates):
+            assert fate.over or (fate.loose and letters[body]), f"{body} was lost"
+            assert letters[body] <= 1
+            if not fate.loose:
+                expected = 1 if fate.fails == REJECTS else min(fate.fails + 1, ATTEMPTS)
+                assert fate.begun == expected
+                assert letters[body] == (fate.fails in (REJECTS, ATTEMPTS))
+        for push in list(self.living):
+            self.stop(push)
+        self.nothing_is_wrong()
+
+
+class InOrder(Standard):
+    ordered = True
+
+
+class SideBySide(Standard):
+    ordered = True
+    parallel_groups = True
+
+
+TestStandard = Standard.TestCase
+TestStandard.settings = SOME
+TestInOrder = InOrder.TestCase
+TestInOrder.settings = SOME
+TestSideBySide = SideBySide.TestCase
+TestSideBySide.settings = SOME
