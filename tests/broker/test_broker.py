@@ -198,6 +198,28 @@ def test_reading_by_offset_with_commits(bench: Bench) -> None:
     assert bench.broker.lag("g") == {QueueRef("t", 0): 5}
 
 
+def test_a_commit_says_where_a_group_is_and_a_reset_stays_until_it_was_heard_of(bench: Bench) -> None:
+    """The vector of client-semantics A15.12, at the door that consumers commit by: the last one counts, also if it is
+    less; after a reset, which is the engine's freeze, late ones do not; of a group that is deleted nothing is known."""
+    broker = bench.broker
+    broker.topics.create("t", queues=1)
+    broker.put_many("t", [b""] * 1_100, queue_id=0)
+    for offset in (1024, 1023):
+        broker.commit("g", "t", 0, offset)
+    assert broker.committed("g", "t", 0) == 1023
+
+    broker.reset("g", "t", 0, 7)
+    broker.commit("g", "t", 0, 1024)
+    assert broker.committed("g", "t", 0) == 7
+    found = broker.read("t", 0, 1024, 1, group="g")  # by who has not heard of it
+    assert (found.messages, found.next_offset) == ([], 7)
+    broker.commit("g", "t", 0, 8)
+    assert broker.committed("g", "t", 0) == 8
+
+    broker.delete_group("g")
+    assert broker.committed("g", "t", 0) is None
+
+
 def test_a_commit_by_who_does_not_hold_the_lock_is_refused(bench: Bench) -> None:
     broker = bench.broker
     broker.topics.create("t", queues=1)

@@ -21,6 +21,8 @@ from mqstore.log.message import Message
 from tests.client.pushsupport import PushBench, engine_of, pulls
 
 PREFETCH = 6
+RECORD = 1_000
+"""More bytes than any message here has."""
 ATTEMPTS = 3
 RETRY = "%RETRY%g"
 Copy = tuple[str, int, int]
@@ -46,9 +48,15 @@ class Push(RuleBasedStateMachine):
         self.wrong = False
         """A handler was given what it did not ask for."""
 
-    @initialize(queues=st.integers(1, 3), batch_size=st.sampled_from([1, 1, 3]), total=st.sampled_from([None, 1, 4, 7]))
-    def begin(self, queues: int, batch_size: int, total: int | None) -> None:
+    @initialize(
+        queues=st.integers(1, 3),
+        batch_size=st.sampled_from([1, 1, 3]),
+        total=st.sampled_from([None, 1, 4, 7]),
+        size=st.sampled_from([1, 700, 1 << 20]),
+    )
+    def begin(self, queues: int, batch_size: int, total: int | None, size: int) -> None:
         self.total = total
+        self.size = size
         self.batch_size = batch_size
         self.queues = queues
         self.bench = PushBench(self.folder, queues=queues)
@@ -94,13 +102,15 @@ class Push(RuleBasedStateMachine):
         tag=st.sampled_from("aaab"),
         fails=st.sampled_from([0, 0, 0, 1, 2, 5, 9]),
         number=st.integers(1, 9),
+        padding=st.sampled_from([0, 0, 100, 500]),
         data=st.data(),
     )
-    def put(self, tag: str, fails: int, number: int, data: st.DataObject) -> None:
+    def put(self, tag: str, fails: int, number: int, padding: int, data: st.DataObject) -> None:
         queue_id = data.draw(st.integers(0, self.queues - 1))
         for _ in range(number):
             body = len(self.sent)
-            receipt = self.bench.broker.put("t", b"%d" % body, queue_id=queue_id, tag=tag)
+            receipt = self.bench.broker.put("t", b"%d" % body + b" " * padding, queue_id=queue_id, tag=tag)
+            assert receipt.size < RECORD
             self.sent[body] = ((*receipt.queue, receipt.offset), tag, fails)
 
     @precondition(lambda self: len(self.living) < 3)
@@ -110,6 +120,7 @@ class Push(RuleBasedStateMachine):
             self.handle,
             tags="a",
             prefetch=PREFETCH,
+            prefetch_bytes=self.size,
             prefetch_total=self.total,
             batch_size=self.batch_size,
             retry=RetryPolicy(ATTEMPTS, delays=[1, 3]),
@@ -229,12 +240,15 @@ class Push(RuleBasedStateMachine):
         assert self.caches_are_bounded()
 
     def caches_are_bounded(self) -> bool:
-        """A15.6, and prefetch_total. A queue may hold one message, whatever there is elsewhere."""
+        """A15.6, and prefetch_total. A queue may hold one message, whatever there is elsewhere, and whatever its size:
+        no pull asks for more bytes than there is room for, so what is over is a message at most."""
         for consumer in self.living:
             engine = engine_of(consumer)
             cached = {queue: len(queue) for queue in (*engine._queues.values(), *engine._leaving.values())}
             of_topic = [number for queue, number in cached.items() if queue.queue.topic == "t"]
             if max(cached.values(), default=0) > PREFETCH:
+                return False
+            if any(queue.held()[1] - queue.asked[1] >= self.size + RECORD for queue in cached):
                 return False
             if self.total is not None and sum(number - 1 for number in of_topic if number) > self.total:
                 return False
