@@ -589,9 +589,7 @@ class PopService:
             record = self._tables.order(state)
             if record is not None:
                 return self._fifo.standing(state, record, self._clock.now_ms())
-            ready = next(iter(state.first_released(1)), state.cursor)
-            first = state.advance() if state.cursor >= 0 else state.cursor
-            return Standing(first, ready, state.cursor, len(state.in_flight), len(state.released))
+            return state.standing()
 
     def backlog(self, now_ms: int) -> tuple[int, int, int]:
         """(deliveries that wait to be put up again, milliseconds that the first of them has waited, batches with a

@@ -404,9 +404,8 @@ class QueueState(Lending):
 
     def standing(self) -> Standing:
         """Where the group stands, in a queue that is not consumed in order."""
-        released = self.released
-        ready = min(released) if released else self.cursor
-        return Standing(self.advance(), ready, self.cursor, len(self.in_flight), len(released))
+        ready = next(iter(self.first_released(1)), self.cursor)
+        return Standing(self.advance(), ready, self.cursor, len(self.in_flight), len(self.released))
 
     def oldest(self) -> Batch | None:
         """The batch that was popped first of those that have something unsettled."""
