@@ -553,6 +553,13 @@ def test_an_interceptor_that_fails_stops_nothing(bench: Bench, caplog: pytest.Lo
     bench.put(b"a")
     assert taken(consumer) == [b"a"]
     assert caplog.text.count("Broken.on_") == 2
+    assert all("group g" in line for line in caplog.messages if "Broken.on_" in line)
+    bench.put(b"b")
+    bench.put(b"c")
+    assert taken(consumer) == [b"b", b"c"]
+    assert caplog.text.count("Broken.on_") == 2
+    consumer.close()
+    assert "more were held back" in caplog.text
 
 
 # -- waiting ----------------------------------------------------------------------------------------------------------

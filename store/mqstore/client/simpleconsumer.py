@@ -29,6 +29,7 @@ from mqstore.broker.broker import Broker, Start
 from mqstore.broker.groups import RetryPolicy
 from mqstore.client.delivery import Delivery, Lender, loan_seconds
 from mqstore.client.interceptors import Interceptor, Interceptors, Settled
+from mqstore.client.limitedlog import LimitedLog
 from mqstore.client.membership import check_client_id
 from mqstore.client.popsource import PopSource
 from mqstore.client.waits import Wait
@@ -111,8 +112,9 @@ class SimpleConsumer:
         """By which the group knows this consumer."""
         self._broker = broker
         self._loan_s = loan_seconds(visibility)
-        self._hooks = Interceptors(interceptors)
         self._clock = broker.store.clock
+        self._log = LimitedLog(f"group {group}", self._clock)
+        self._hooks = Interceptors(interceptors, self._log)
         self._changing = threading.Lock()
         self._lender = Lender(broker, group, self._settled if self._hooks.on_settle else None)
         if topics is not None and not isinstance(topics, Mapping):
@@ -271,6 +273,7 @@ class SimpleConsumer:
         """Receive nothing more, and leave the group; who waits in `receive` gets []. What was received may still be
         settled, and comes again if it is not. Again is harmless."""
         self._source.leave()
+        self._log.close()
 
     def __enter__(self) -> SimpleConsumer:
         return self
