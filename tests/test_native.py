@@ -213,13 +213,24 @@ _BUFFER = bytes(200)
         ("encode", (bytes(88), [b"a"], b"", [1 << 70], 0, 0), OverflowError),
         ("encode", (bytes(88), ["a"], b"", None, 0, 0), TypeError),
         ("encode", (bytes(88), [b"a"], b"", None, 1 << 70, 0), OverflowError),
-        ("copy_parts", ([], 0, b"", 0, 0, [], []), TypeError),
-        ("copy_parts", ((), 0, b"", 0, 0, [], [], []), TypeError),
-        ("copy_parts", ([], 0, "", 0, 0, [], [], []), TypeError),
-        ("copy_parts", ([], 0, b"", 0, 0, [], (), []), TypeError),
-        ("copy_parts", ([], -1, b"", 0, 0, [], [], []), ValueError),
-        ("copy_parts", ([], 0, b"", -1, 0, [], [], []), ValueError),
-        ("copy_parts", ([], 0, b"", 0, 1 << 70, [], [], []), OverflowError),
+        ("copy_parts", ([], 0, {}, 0, 0, [], [], []), TypeError),
+        ("copy_parts", ((), 0, {}, 0, 0, [], [], [], []), TypeError),
+        ("copy_parts", ([], 0, b"", 0, 0, [], [], [], []), TypeError),
+        ("copy_parts", ([], 0, {}, 0, 0, [], [], (), []), TypeError),
+        ("copy_parts", ([], -1, {}, 0, 0, [], [], [], []), ValueError),
+        ("copy_parts", ([], 0, {}, -1, 0, [], [], [], []), ValueError),
+        ("copy_parts", ([], 0, {}, 0, 1 << 70, [], [], [], []), OverflowError),
+        ("restore", ([], 0, b"m", {}, ()), TypeError),
+        ("restore", ((), 0, b"m", {}, (), []), TypeError),
+        ("restore", ([], 0, b"", {}, (), []), TypeError),
+        ("restore", ([], 0, b"m", {}, ("n",), []), TypeError),
+        ("restore", ([], 0, b"m", [], (), []), TypeError),
+        ("restore", ([], -1, b"m", {}, (), []), ValueError),
+        ("restore", ([], "0", b"m", {}, (), []), TypeError),
+        ("identify", ([], (b"n",)), TypeError),
+        ("identify", ((), (b"n",), b"o"), TypeError),
+        ("identify", ([], (1,), b"o"), TypeError),
+        ("identify", ([], b"n", b"o"), TypeError),
     ],
 )
 def test_bad_arguments_are_refused(function: str, arguments: tuple[Any, ...], error: type[Exception]) -> None:
@@ -381,10 +392,42 @@ def test_a_staged_record_that_changed_in_memory_gets_no_new_checksum() -> None:
     "copy", [None, (), (1, 2, 3), ("message", "to", 0, b""), (kernel and kernel.Located, "to", 0, b"")]
 )
 def test_what_is_no_copy_is_left_to_python(copy: Any) -> None:
-    lists: tuple[list[bytes], list[bytes], list[bytes]] = [], [], []
-    assert kernel.copy_parts([copy], 0, b"t", 88, 1000, *lists) == (0, 1000)
-    assert kernel.copy_parts([], 5, b"t", 88, 1000, *lists) == (0, 1000)
-    assert lists == ([], [], [])
+    lists: tuple[list[Any], ...] = [], [], [], []
+    assert kernel.copy_parts([copy], 0, {"to": {0: None}}, 88, 1000, *lists) == (0, 1000)
+    assert kernel.copy_parts([], 5, {}, 88, 1000, *lists) == (0, 1000)
+    assert lists == ([], [], [], [])
+    assert kernel.identify([copy], (b"n",), b"o") == []
+    assert kernel.restore([copy], 0, b"m", {}, (), []) == 0
+
+
+class Odd:
+    """No queue as `StoreWriter` knows them."""
+
+    def __init__(self, plain_tail: object) -> None:
+        self.plain_tail = plain_tail
+
+
+@compiled
+def test_queues_and_ways_that_are_odd_are_left_to_python(tmp_path: Path) -> None:
+    with MessageStore(tmp_path / "s") as store:
+        store.put("t", b"body", 0, tag="a")
+        message = store.read("t", 0, 0, 1)[0]
+        for putters in ({}, {"to": 1}, {"to": {}}, {"to": {0: Odd("")}}, {"to": {0: Odd(b"1")}}):
+            lists: tuple[list[Any], ...] = [], [], [], []
+            assert kernel.copy_parts([(message, "to", 0, b"")], 0, putters, 88, 1000, *lists) == (0, 1000)
+            assert lists == ([], [], [], [])
+        with pytest.raises(AttributeError, match="plain_tail"):
+            kernel.copy_parts([(message, "to", 0, b"")], 0, {"to": {0: object()}}, 88, 1000, [], [], [], [])
+        for topic, queue_id in (([], 0), ("to", []), ("to", "0"), (b"to", 0)):
+            assert kernel.copy_parts([(message, topic, queue_id, b"")], 0, {"to": {0: 1}}, 88, 1, [], [], [], []) == (
+                0,
+                1,
+            )
+        for way in (1, ("to", 0), ("to", 0, "end")):
+            assert kernel.restore([message], 0, b"m", {message.encoded_properties: way}, (), []) == 0
+        copies: list[Any] = []
+        assert kernel.restore([message], 0, b"\2m", {message.encoded_properties: ("to", 3, b"end")}, (), copies) == 1
+        assert copies == [(message, "to", 3, b"end")]
 
 
 # --- a put ---

@@ -125,34 +125,59 @@ long long located_size(Located *message)
     return size;
 }
 
-static PyObject *located_message_id(Located *self, void *closure)
+Py_ssize_t message_id_of(const uint8_t *record, char *text)
 {
     static const char digits[] = "0123456789ABCDEF";
-    Py_buffer view;
-    Parts parts;
-    if (open_record(self, &view, &parts) < 0)
-        return NULL;
-    const uint8_t *record = (const uint8_t *)view.buf + self->start;
     uint32_t flags = get32(record + SYS_FLAG_AT);
     const uint8_t *host = record + STORE_TIMESTAMP_AT + 8 + extra_of(flags & BORN_HOST_V6);
     int host_bytes = flags & STORE_HOST_V6 ? IPV6_BYTES : IPV4_BYTES, length = 0;
-    char text[2 * (IPV6_BYTES + 8)];
     for (int i = 0; i < host_bytes + 8; i++) {
         uint8_t byte = i < host_bytes ? host[i] : record[PHYSICAL_OFFSET_AT + i - host_bytes];
         text[length++] = digits[byte >> 4];
         text[length++] = digits[byte & 15];
     }
+    return length;
+}
+
+static PyObject *located_message_id(Located *self, void *closure)
+{
+    char text[MAX_ID];
+    Py_buffer view;
+    Parts parts;
+    if (open_record(self, &view, &parts) < 0)
+        return NULL;
+    Py_ssize_t length = message_id_of((const uint8_t *)view.buf + self->start, text);
     PyBuffer_Release(&view);
     return PyUnicode_FromStringAndSize(text, length);
 }
 
-int located_plain(Located *message, PyObject **head, PyObject **body)
+int near_record(Near *near, Located *message, Parts *parts)
 {
-    Py_buffer view;
-    Parts parts;
-    if (open_record(message, &view, &parts) < 0)
+    if (near->stretch && near->stretch == message->stretch) {
+        if (message->start >= 0 && message->start <= near->view.len - MIN_RECORD_BYTES &&
+            parts_of(near->view.buf, near->view.len, message->start, parts))
+            return 0;
+    }
+    near_close(near);
+    if (open_record(message, &near->view, parts) < 0)
         return -1;
-    const char *data = view.buf;
+    near->stretch = Py_NewRef(message->stretch);
+    return 0;
+}
+
+void near_close(Near *near)
+{
+    if (near->stretch)
+        PyBuffer_Release(&near->view);
+    Py_CLEAR(near->stretch);
+}
+
+int located_plain(Located *message, Near *near, PyObject **head, PyObject **body)
+{
+    Parts parts;
+    if (near_record(near, message, &parts) < 0)
+        return -1;
+    const char *data = near->view.buf;
     uint32_t flags = get32((const uint8_t *)data + message->start + SYS_FLAG_AT), transaction = flags & TRANSACTION_MASK;
     int plain = !(flags & (BORN_HOST_V6 | STORE_HOST_V6)) && (!transaction || transaction == TRANSACTION_COMMIT);
     if (plain) {
@@ -164,14 +189,15 @@ int located_plain(Located *message, PyObject **head, PyObject **body)
             plain = -1;
         }
     }
-    PyBuffer_Release(&view);
     return plain;
 }
 
 static PyObject *located_plain_parts(Located *self, PyObject *nothing)
 {
     PyObject *head, *body;
-    int plain = located_plain(self, &head, &body);
+    Near near = {0};
+    int plain = located_plain(self, &near, &head, &body);
+    near_close(&near);
     if (plain <= 0)
         return plain < 0 ? NULL : Py_NewRef(Py_None);
     return Py_BuildValue("NN", head, body);

@@ -10,7 +10,7 @@
 #include <string.h>
 
 /* Counted up with every change of what a function takes or gives; store/mqstore/native.py has the same number. */
-#define NATIVE_VERSION 5
+#define NATIVE_VERSION 6
 
 #if !defined(__x86_64__) || !defined(__GNUC__)
 #error "built for x86-64 by GCC or Clang only; elsewhere mqstore runs on Python and numpy"
@@ -149,6 +149,8 @@ PyObject *native_assemble(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_read_at(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_lengths(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_encode(PyObject *, PyObject *const *, Py_ssize_t);
+PyObject *native_restore(PyObject *, PyObject *const *, Py_ssize_t);
+PyObject *native_identify(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_copy_parts(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_renumber(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_read_units(PyObject *, PyObject *const *, Py_ssize_t);
@@ -189,8 +191,22 @@ typedef struct {
 
 /* The bytes of its record, -1 with an exception. */
 long long located_size(Located *message);
+
+/* The buffer that the last of several records lies in, held for the next one. Begin with {0}. */
+typedef struct {
+    PyObject *stretch;
+    Py_buffer view;
+} Near;
+
+/* Hold the buffer of a record, and find its parts: 0, or -1 with an exception. */
+int near_record(Near *near, Located *message, Parts *parts);
+void near_close(Near *near);
 /* What stands before the body, and the body as stored, of a record with two IPv4 hosts that no transaction holds back: 1; 0
    for any other, and nothing is set; -1 with an exception. */
-int located_plain(Located *message, PyObject **head, PyObject **body);
+int located_plain(Located *message, Near *near, PyObject **head, PyObject **body);
+
+enum { MAX_ID = 2 * (IPV6_BYTES + 8) };
+/* The offset message id of a record whose parts were found; how many characters. */
+Py_ssize_t message_id_of(const uint8_t *record, char *text);
 
 #endif

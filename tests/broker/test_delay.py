@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mqstore.broker.delay import DelayService, _Restorer, deliver_time_ms, restored
+from mqstore.broker.delay import DelayService, _parted, deliver_time_ms, restored
 from mqstore.broker.names import HALF_TOPIC, SCHEDULE_GROUP, SCHEDULE_TOPIC, dlq_topic
 from mqstore.broker.parts import Parts
 from mqstore.broker.retry import Retries
@@ -372,23 +372,24 @@ _pieces = st.lists(
 )
 
 
+def restored_or_why_not(properties: bytes) -> tuple[str, int, bytes] | str:
+    try:
+        return restored(properties)
+    except ValueError as error:
+        return str(error)
+
+
 @given(blobs=st.lists(st.tuples(_pieces, st.sampled_from(("", "\x02", "junk", "junk\x02"))), max_size=8))
 def test_restoring_by_known_ends_gives_what_restoring_piece_by_piece_gives(
     blobs: list[tuple[list[tuple[str, str]], str]],
 ) -> None:
-    restorer = _Restorer()
     for pieces, end in blobs:
         blob = ("".join(f"{name}\x01{value}\x02" for name, value in pieces) + end).encode()
-        try:
-            wanted: object = restored(blob)
-        except ValueError as error:
-            wanted = str(error)
-        for _ in range(2):
-            try:
-                found: object = restorer(blob)
-            except ValueError as error:
-                found = str(error)
-            assert found == wanted
+        wanted = restored_or_why_not(blob)
+        begin, rest = _parted(blob)
+        assert begin + rest == blob
+        found = restored_or_why_not(rest)
+        assert wanted == (found if isinstance(found, str) else (*found[:2], begin + found[2]))
         if isinstance(wanted, tuple):
             before, after = decode_properties(blob), decode_properties(wanted[2])
             gone = {"DELAY", "TIMER_DELIVER_MS", "TIMER_DELAY_SEC", "__CRC32#"}

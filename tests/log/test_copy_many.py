@@ -11,6 +11,7 @@ import pytest
 
 from mqstore.errors import InvalidMessageError, StoreFullError
 from mqstore.layout import encode
+from mqstore.layout.dispatch import SCHEDULE_TOPIC
 from mqstore.layout.properties import decode_properties, encode_properties
 from mqstore.log import commitlog
 from mqstore.log.message import Message
@@ -34,7 +35,7 @@ SOURCES: list[dict[str, Any]] = [
 
 
 def filled(path: Path, **options: Any) -> MessageStore:
-    store = open_store(path, segment_bytes=1 << 14, **options)
+    store = open_store(path, **{"segment_bytes": 1 << 14, **options})
     for n, fields in enumerate(SOURCES * 2):
         store.append("from", 0, b"body %d" % n * n, properties={"KEYS": f"k{n}", "TAGS": "t"}, **fields)
     return store
@@ -99,6 +100,7 @@ def test_runs_to_one_queue_with_others_among_them(tmp_path: Path, seed: int) -> 
         b"INNER_NUM\x017\x02",
         b"a\x01INNER_\x02",
         b"a\x01__CRC32#1234567890\x02",
+        b"__CRC32#\x011234567890\x02",
         b"k\x01" + b"v" * 900 + b"\x02",
     ]
     draw = random.Random(seed)
@@ -142,15 +144,17 @@ def test_as_many_as_go_together_are_stored_and_counted(tmp_path: Path) -> None:
 
 
 def test_what_is_wrong_with_a_copy_is_raised_when_it_is_the_first(tmp_path: Path) -> None:
-    store = filled(tmp_path / "s")
+    store = filled(tmp_path / "s", segment_bytes=1 << 20)
     good = copies_of(store)[:3]
     message = good[0][0]
+    store.append(SCHEDULE_TOPIC, 0, b"", properties={"DELAY": "1"})
     end = store.max_offset
     bad = [
         (message, "to", -1, b""),
         (message, "../x", 0, b""),
         (message, "to", 0, b"x\x01" + b"y" * 32_766 + b"\x02"),
         (message, "to", 0, b"INNER_NUM\x01many\x02"),
+        (message, SCHEDULE_TOPIC, 0, b"DELAY\x01many\x02"),
     ]
     for copy in bad:
         with pytest.raises(InvalidMessageError):

@@ -34,7 +34,10 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from heapq import heapify, heappop, heappush
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -61,6 +64,7 @@ from mqstore.layout.properties import (
 )
 from mqstore.log.message import Message
 from mqstore.log.outgoing import Copy
+from mqstore.native import kernel
 
 __all__ = ["DelayService", "check_delay_offsets", "deliver_time_ms", "restored"]
 
@@ -75,7 +79,7 @@ _SAVE_MS = 10_000
 _VERSION_STEP = 200
 """Deliveries for which RocketMQ counts the file's version up by one (0.4)."""
 _UNKNOWN_LEVEL_MS = 1_000
-_MEMO_ENTRIES = 4096
+_MEMO_ENTRIES = 1024
 _LOGGED_UNITS = 10
 
 
@@ -97,8 +101,9 @@ _REAL_TOPIC, _REAL_QID = REAL_TOPIC.encode(), REAL_QID.encode()
 _NO_WAIT = f"{WAIT}\x01false".encode()
 _LEVEL = re.compile("[1-9][0-9]{0,8}")
 _INTEGER = re.compile(rb"[+-]?[0-9]{1,10}")
-_TOUCHED = re.compile(rb"\x02(?:" + rb"|".join(map(re.escape, (*_REMOVED, _REAL_TOPIC, _REAL_QID))) + rb")\x01")
-"""A name, behind an 02, that `restored` does more about than to copy it."""
+_NAMES = tuple(name + NAME_END for name in (*_REMOVED, _REAL_TOPIC, _REAL_QID))
+"""What begins a pair that `restored` does more about than to copy it."""
+_TOUCHED = re.compile(rb"(?:\A|\x02)(?:" + rb"|".join(map(re.escape, _NAMES)) + rb")")
 _DELAY_PIECE = b"\x02" + DELAY.encode() + NAME_END
 
 
@@ -129,27 +134,19 @@ def restored(properties: bytes) -> tuple[str, int, bytes]:
     return topic.decode(), int(queue_id), PAIR_END.join(kept)
 
 
-class _Restorer:
-    """`restored`, quicker: the engine writes DELAY and what it adds last (4.2), so few different ends follow upon many
-    different beginnings, and a beginning without any name that matters is taken over as it is."""
+_restored_end = lru_cache(_MEMO_ENTRIES)(restored)
 
-    def __init__(self) -> None:
-        self._ends: dict[bytes, tuple[str, int, bytes]] = {}
 
-    def __call__(self, properties: bytes) -> tuple[str, int, bytes]:
-        at = properties.rfind(_DELAY_PIECE) + 1
-        begin, end = properties[:at], properties[at:]
-        known = self._ends.get(end)
-        if known is None:
-            known = restored(properties)
-            if len(self._ends) >= _MEMO_ENTRIES:
-                self._ends.clear()
-            if not _TOUCHED.search(PAIR_END + begin):
-                self._ends[end] = known[0], known[1], known[2][at:]
-            return known
-        if begin and _TOUCHED.search(PAIR_END + begin):
-            return restored(properties)
-        return known[0], known[1], begin + known[2]
+def _parted(properties: bytes) -> tuple[bytes, bytes]:
+    """(a beginning that the copy has as well, the rest, which is to be restored). The engine writes DELAY and what it
+    adds last (4.2), so few different rests follow upon many different beginnings.
+
+    >>> _parted(b"TAGS\\x01a\\x02DELAY\\x013\\x02REAL_TOPIC\\x01orders\\x02REAL_QID\\x012\\x02")
+    (b'TAGS\\x01a\\x02', b'DELAY\\x013\\x02REAL_TOPIC\\x01orders\\x02REAL_QID\\x012\\x02')
+    """
+    at = properties.rfind(_DELAY_PIECE) + 1
+    begin = properties[:at]
+    return (b"", properties) if _TOUCHED.search(begin) else (begin, properties[at:])
 
 
 # -- delivering ------------------------------------------------------------------------------------------------------
@@ -212,7 +209,6 @@ class DelayService:
         self._clock = parts.clock
         self._wake = wake
         self._dead_letter = dead_letter
-        self._restored = _Restorer()
         self.errors: dict[int, str] = {}
         """By level: what hinders its delivery right now."""
         self.problems: list[str] = []
@@ -491,23 +487,35 @@ class DelayService:
         progress follows what was stored."""
         copies: list[Copy] = []
         settled: dict[str, int] = {}
-        for message in messages:
-            reason, home = "", None
+        ways: dict[bytes, tuple[str, int, bytes]] = {}
+        at = 0
+        while at < len(messages):
+            if kernel is not None and ways:  # the same, for those that are restored as one before them was
+                at += kernel.restore(messages, at, _DELAY_PIECE, ways, _NAMES, copies)
+                if at == len(messages):
+                    break
+            message = messages[at]
+            at += 1
+            reason, home, settles = "", None, False
+            begin, end = _parted(message.encoded_properties)
             try:
-                topic, queue_id, properties = self._restored(message.encoded_properties)
+                topic, queue_id, rest = _restored_end(end)
             except ValueError as error:
                 reason = f"a delayed message that cannot be restored: {error}"
             else:
                 queues = settled.get(topic)
                 if queues is None:
                     queues = settled[topic] = self._road.settled_queues(topic)
-                home = queue_id if queue_id < queues else self._road.home(message, topic, queue_id)
+                settles = queue_id < queues
+                home = queue_id if settles else self._road.home(message, topic, queue_id)
             if home is not None and topic != HALF_TOPIC:
-                queue_id = home
+                properties = begin + rest
                 if rolled:
                     properties = level_properties(properties, level.number, times[message.offset])
-                    topic, queue_id = TIMER_TOPIC, 0
-                copies.append((message, topic, queue_id, properties))
+                    topic, home = TIMER_TOPIC, 0
+                elif settles:  # whoever sent it, and when
+                    ways[end] = topic, home, rest
+                copies.append((message, topic, home, properties))
                 continue
             self._copy(level, copies, times, rolled=rolled)
             if reason:
@@ -550,14 +558,11 @@ class DelayService:
         """Count how late these were delivered."""
         now_ms = self._clock.now_ms()
         sums: dict[str, list[int]] = {}
-        for message, topic, _, _ in copies:
-            late = sums.get(topic)
-            if late is None:
-                late = sums[topic] = [0, 0]
-            due_ms = times[message.offset]
-            if 0 < due_ms < now_ms:
-                late[0] += now_ms - due_ms
-            late[1] += 1
+        for topic, run in groupby(copies, itemgetter(1)):
+            due_ms = [times[copy[0].offset] for copy in run]
+            late = sums.setdefault(topic, [0, 0])
+            late[0] += sum([now_ms - due for due in due_ms if 0 < due < now_ms])
+            late[1] += len(due_ms)
         self._statistics.add_many((DELAY_LATENCY, topic, late_ms, count) for topic, (late_ms, count) in sums.items())
 
     def _done(self, level: _Level, message: Message) -> None:

@@ -27,7 +27,9 @@ from mqstore.broker.topics import TopicConfig, TopicTable
 from mqstore.clock import Clock
 from mqstore.errors import InvalidMessageError
 from mqstore.layout.properties import (
+    NAME_END,
     ORIGIN_MESSAGE_ID,
+    PAIR_END,
     SHARDINGKEY,
     TIMER_OUT_MS,
     UNIQ_KEY,
@@ -53,6 +55,7 @@ from mqstore.log.outgoing import (
 )
 from mqstore.log.store import MessageStore
 from mqstore.log.writer import MAX_QUEUE_ID, PutOptions
+from mqstore.native import kernel
 from mqstore.options import Durability, Duration, StoreConfig, seconds
 
 __all__ = ["DelayedReceipt", "Road", "SendOptions"]
@@ -276,7 +279,7 @@ class Road:
         """As `copy`, for messages that may not be delayed once more, many at once: the first of `copies`, as many as go
         together in one piece; how many, at least one. Stores all of these or, if it raises, none; raises for the first.
         """
-        return self._store.copy_many([_identified(copy) for copy in copies])
+        return self._store.copy_many(_identified(copies))
 
     def route(
         self, topic: str, queue_id: int, properties: Mapping[str, str], sys_flag: int = 0
@@ -298,14 +301,19 @@ def _queues_read(config: TopicConfig | None) -> int:
     return MAX_QUEUE_ID + 1 if config is None else max(config.read_queues, 1)
 
 
-_UNIQUE = re.compile(rb"(?:\A|\x02)(?:" + f"{UNIQ_KEY}|{ORIGIN_MESSAGE_ID}".encode() + rb")\x01[^\x02]")
-_UNIQUE_NAME, _ORIGIN_NAME = UNIQ_KEY.encode() + b"\x01", ORIGIN_MESSAGE_ID.encode() + b"\x01"
+_IDENTITIES = UNIQ_KEY.encode() + NAME_END, ORIGIN_MESSAGE_ID.encode() + NAME_END
+_UNIQUE = re.compile(rb"(?:\A|\x02)(?:" + b"|".join(_IDENTITIES) + rb")[^\x02]")
 
 
-def _identified(copy: Copy) -> Copy:
-    """`copy` with properties by which all copies of its message are known as one."""
-    message, topic, queue_id, properties = copy
-    named = properties.find(_UNIQUE_NAME) >= 0 or properties.find(_ORIGIN_NAME) >= 0
-    if named and _UNIQUE.search(properties) is not None:
-        return copy
-    return message, topic, queue_id, b"".join((properties, _ORIGIN_NAME, message.message_id.encode(), b"\x02"))
+def _identified(copies: Sequence[Copy]) -> list[Copy]:
+    """`copies` with properties by which all copies of a message are known as one."""
+    known: list[Copy] = []
+    if kernel is not None and type(copies) is list:
+        known = kernel.identify(copies, _IDENTITIES, _IDENTITIES[1])
+    for copy in copies[len(known) :]:
+        message, topic, queue_id, properties = copy
+        if not _UNIQUE.search(properties):
+            identity = b"".join((properties, _IDENTITIES[1], message.message_id.encode(), PAIR_END))
+            copy = message, topic, queue_id, identity
+        known.append(copy)
+    return known

@@ -32,7 +32,6 @@ from mqstore.layout.dispatch import SCHEDULE_TOPIC
 from mqstore.layout.encode import lengths_of
 from mqstore.layout.hosts import encode_host
 from mqstore.layout.properties import (
-    CRC32,
     DELAY,
     INNER_BASE,
     INNER_NUM,
@@ -70,8 +69,7 @@ _NOT_IN_BATCH = (DELAY, TRAN_MSG, INNER_NUM, INNER_BASE)
 """What makes a batch illegal (store-format 2.9, 10.6)."""
 _ORDINARY = Fields()
 _P = ParamSpec("_P")
-_INNER, _CRC = b"INNER_", CRC32.encode()
-"""Beginnings of names that `_copied_tail` looks at."""
+_INNER = b"INNER_"
 
 
 class MessageOptions(TypedDict, total=False):
@@ -388,28 +386,20 @@ class StoreWriter(StoreReader):
         heads: list[bytes] = []
         bodies: list[bytes] = []
         tails: list[bytes] = []
-        last: tuple[str, int] | None = None
         while (at := len(heads)) < len(copies):
+            if kernel is not None and type(copies) is list:
+                # The same, for as many as are ordinary and go to queues that were put to before.
+                count, room = kernel.copy_parts(copies, at, self._putters, overhead, room, queues, heads, bodies, tails)
+                if count:
+                    continue
             message, topic, queue_id, properties = copies[at]
             try:
-                if last is None or topic is not last[0] or queue_id != last[1]:
-                    queue = self._queue_to_put(topic, queue_id)
-                    last = topic, queue_id
-                    begin, is_read = queue.plain_tail[:-2], queue.topic == SCHEDULE_TOPIC
-                if kernel is not None and not is_read and type(copies) is list:
-                    count, room = kernel.copy_parts(copies, at, begin, overhead, room, heads, bodies, tails)
-                    if count:  # the same, for as many as are ordinary and go to one queue
-                        queues += [queue] * count
-                        continue
+                queue = self._queue_to_put(topic, queue_id)
                 parts = message.plain_parts()
                 if parts is None:
                     break
                 head, body = parts
-                size = len(properties)
-                if is_read or size > MAX_PROPERTIES_BYTES or properties.find(_INNER) >= 0 or properties.find(_CRC) >= 0:
-                    tail = self._copied_tail(queue, properties)
-                else:  # the same, three calls less
-                    tail = b"".join((begin, size.to_bytes(2, "big"), properties))
+                tail = self._copied_tail(queue, properties)
             except InvalidMessageError:
                 if heads:
                     break

@@ -1,0 +1,248 @@
+/* Stored messages on their way to other queues: restored, known as one, taken apart. A copy is a tuple as `Copy` of
+   store/mqstore/log/outgoing.py says: message, topic, queue id, properties. */
+
+#define _GNU_SOURCE
+#include "native.h"
+
+/* Whether a pair of `properties` begins with one of `names`, bytes that end in 01; `filled`: and has a value. */
+static bool bears_one_of(const char *properties, Py_ssize_t size, PyObject *names, bool filled)
+{
+    for (const char *at = properties, *end = properties + size; at < end;) {
+        const char *stop = memchr(at, 2, (size_t)(end - at));
+        stop = stop ? stop : end;
+        for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names); i++) {
+            PyObject *name = PyTuple_GET_ITEM(names, i);
+            Py_ssize_t bytes = PyBytes_GET_SIZE(name);
+            if (stop - at >= bytes + filled && !memcmp(at, PyBytes_AS_STRING(name), (size_t)bytes))
+                return true;
+        }
+        at = stop + 1;
+    }
+    return false;
+}
+
+static bool are_bytes(PyObject *names)
+{
+    bool so = PyTuple_Check(names);
+    for (Py_ssize_t i = 0; so && i < PyTuple_GET_SIZE(names); i++)
+        so = PyBytes_Check(PyTuple_GET_ITEM(names, i));
+    return so;
+}
+
+static bool is_copy(PyObject *copy)
+{
+    return PyTuple_Check(copy) && PyTuple_GET_SIZE(copy) == 4 && PyObject_TypeCheck(PyTuple_GET_ITEM(copy, 0), &LocatedType) &&
+           PyBytes_CheckExact(PyTuple_GET_ITEM(copy, 3));
+}
+
+/* Takes the reference to `properties`, which may be NULL. */
+static PyObject *copy_of(PyObject *message, PyObject *topic, PyObject *queue_id, PyObject *properties)
+{
+    PyObject *copy = properties ? PyTuple_Pack(4, message, topic, queue_id, properties) : NULL;
+    Py_XDECREF(properties);
+    return copy;
+}
+
+/* Where the last `mark` in the data stands, -1 for none. */
+static Py_ssize_t last_of(const char *data, Py_ssize_t size, const char *mark, Py_ssize_t mark_bytes)
+{
+    for (Py_ssize_t at = size - mark_bytes; at >= 0; at--)
+        if (data[at] == mark[0] && !memcmp(data + at, mark, (size_t)mark_bytes))
+            return at;
+    return -1;
+}
+
+/* restore(messages, first, mark, ways, names, copies) -> count
+
+   Of a list of messages as many, from index `first` on, as are restored by `ways`: their copies are appended to `copies`.
+   The properties of a message end behind the first byte of the last `mark` in them, and `ways` has for such an end a topic,
+   a queue id, and the end that the copy has. What stands before it is taken over; a message that has one of `names` there is
+   left to Python. */
+PyObject *native_restore(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (!has_arguments("restore", nargs, 6))
+        return NULL;
+    if (!PyList_Check(args[0]) || !PyBytes_Check(args[2]) || !PyBytes_GET_SIZE(args[2]) || !PyDict_Check(args[3]) ||
+        !are_bytes(args[4]) || !PyList_Check(args[5])) {
+        PyErr_SetString(PyExc_TypeError, "restore takes a list, an index, bytes, a dict, a tuple of bytes and a list");
+        return NULL;
+    }
+    Py_ssize_t first = PyLong_AsSsize_t(args[1]), i = first;
+    if (first == -1 && PyErr_Occurred())
+        return NULL;
+    if (first < 0)
+        return PyErr_Format(PyExc_ValueError, "restore: a negative index");
+    PyObject *known_end = NULL, *way = NULL; /* of the message before, whose end is often the same */
+    Near near = {0};
+    bool failed = false;
+    for (; i < PyList_GET_SIZE(args[0]); i++) {
+        PyObject *message = PyList_GET_ITEM(args[0], i);
+        Parts parts;
+        if (!PyObject_TypeCheck(message, &LocatedType))
+            break;
+        if ((failed = near_record(&near, (Located *)message, &parts) < 0))
+            break;
+        const char *properties = (const char *)near.view.buf + parts.properties;
+        Py_ssize_t size = (Py_ssize_t)parts.properties_size;
+        Py_ssize_t begin = last_of(properties, size, PyBytes_AS_STRING(args[2]), PyBytes_GET_SIZE(args[2])) + 1;
+        if (!known_end || PyBytes_GET_SIZE(known_end) != size - begin ||
+            memcmp(PyBytes_AS_STRING(known_end), properties + begin, (size_t)(size - begin))) {
+            Py_XSETREF(known_end, PyBytes_FromStringAndSize(properties + begin, size - begin));
+            way = known_end ? PyDict_GetItemWithError(args[3], known_end) : NULL;
+            if ((failed = !way && PyErr_Occurred()))
+                break;
+        }
+        if (!way || !PyTuple_Check(way) || PyTuple_GET_SIZE(way) != 3 || !PyBytes_Check(PyTuple_GET_ITEM(way, 2)) ||
+            bears_one_of(properties, begin, args[4], false))
+            break;
+        const char *end = PyBytes_AS_STRING(PyTuple_GET_ITEM(way, 2));
+        Py_ssize_t end_bytes = PyBytes_GET_SIZE(PyTuple_GET_ITEM(way, 2));
+        PyObject *stored = PyBytes_FromStringAndSize(NULL, begin + end_bytes);
+        if (stored) {
+            memcpy(PyBytes_AS_STRING(stored), properties, (size_t)begin);
+            memcpy(PyBytes_AS_STRING(stored) + begin, end, (size_t)end_bytes);
+        }
+        PyObject *copy = copy_of(message, PyTuple_GET_ITEM(way, 0), PyTuple_GET_ITEM(way, 1), stored);
+        failed = !copy || PyList_Append(args[5], copy) < 0;
+        Py_XDECREF(copy);
+        if (failed)
+            break;
+    }
+    Py_XDECREF(known_end);
+    near_close(&near);
+    return failed ? NULL : PyLong_FromSsize_t(i - first);
+}
+
+/* identify(copies, names, origin) -> the first of these copies, up to one that is none, each with a property by which it is
+   known: it has one of `names`, with a value, or gets its message's id behind `origin`. */
+PyObject *native_identify(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (!has_arguments("identify", nargs, 3))
+        return NULL;
+    if (!PyList_Check(args[0]) || !are_bytes(args[1]) || !PyBytes_Check(args[2])) {
+        PyErr_SetString(PyExc_TypeError, "identify takes a list, a tuple of bytes and bytes");
+        return NULL;
+    }
+    PyObject *known = PyList_New(0);
+    Near near = {0};
+    bool failed = !known;
+    for (Py_ssize_t i = 0; !failed && i < PyList_GET_SIZE(args[0]); i++) {
+        PyObject *copy = PyList_GET_ITEM(args[0], i);
+        if (!is_copy(copy))
+            break;
+        PyObject *message = PyTuple_GET_ITEM(copy, 0), *properties = PyTuple_GET_ITEM(copy, 3);
+        const char *data = PyBytes_AS_STRING(properties);
+        Py_ssize_t size = PyBytes_GET_SIZE(properties), name = PyBytes_GET_SIZE(args[2]);
+        if (bears_one_of(data, size, args[1], true)) {
+            failed = PyList_Append(known, copy) < 0;
+            continue;
+        }
+        char id[MAX_ID];
+        Parts parts;
+        if ((failed = near_record(&near, (Located *)message, &parts) < 0))
+            break;
+        Py_ssize_t id_bytes = message_id_of((const uint8_t *)near.view.buf + ((Located *)message)->start, id);
+        PyObject *longer = PyBytes_FromStringAndSize(NULL, size + name + id_bytes + 1);
+        if (longer) {
+            char *to = PyBytes_AS_STRING(longer);
+            memcpy(to, data, (size_t)size);
+            memcpy(to + size, PyBytes_AS_STRING(args[2]), (size_t)name);
+            memcpy(to + size + name, id, (size_t)id_bytes);
+            to[size + name + id_bytes] = 2;
+        }
+        PyObject *made = copy_of(message, PyTuple_GET_ITEM(copy, 1), PyTuple_GET_ITEM(copy, 2), longer);
+        failed = !made || PyList_Append(known, made) < 0;
+        Py_XDECREF(made);
+    }
+    near_close(&near);
+    if (failed)
+        Py_CLEAR(known);
+    return known;
+}
+
+static PyObject *plain_tail_name;
+
+/* What begins a tail of a queue in `putters`, {topic: {queue id: queue}}: its `plain_tail` without the length of the
+   properties. A new reference and the queue, borrowed; NULL without an exception where Python has to look. */
+static PyObject *begin_of(PyObject *putters, PyObject *topic, PyObject *queue_id, PyObject **queue)
+{
+    static const char read_again[] = SCHEDULE_TOPIC; /* the properties of its records have to be readable */
+    PyObject *queues = PyUnicode_CheckExact(topic) ? PyDict_GetItemWithError(putters, topic) : NULL;
+    *queue = queues && PyDict_Check(queues) && PyLong_CheckExact(queue_id) ? PyDict_GetItemWithError(queues, queue_id) : NULL;
+    PyObject *tail = *queue ? PyObject_GetAttr(*queue, plain_tail_name) : NULL;
+    if (tail && (!PyBytes_Check(tail) || PyBytes_GET_SIZE(tail) < 2 ||
+                 memmem(PyBytes_AS_STRING(tail), (size_t)PyBytes_GET_SIZE(tail), read_again, sizeof read_again - 1)))
+        Py_CLEAR(tail);
+    return tail;
+}
+
+/* copy_parts(copies, first, putters, overhead, room, queues, heads, bodies, tails) -> (count, room)
+
+   Of a list of copies as many, from index `first` on, as are ordinary and go to queues in `putters`: what
+   `StoreWriter.copy_many` does for each. Their queues and parts are appended to the four lists, a tail being the queue's
+   `plain_tail` with the length of the properties, and these. `room` is what is left of it after `overhead`, body and tail
+   of each. */
+PyObject *native_copy_parts(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    static const char inner[] = "INNER_", crc[] = "__CRC32#";
+    if (!has_arguments("copy_parts", nargs, 9))
+        return NULL;
+    if (!PyList_Check(args[0]) || !PyDict_Check(args[2]) || !PyList_Check(args[5]) || !PyList_Check(args[6]) ||
+        !PyList_Check(args[7]) || !PyList_Check(args[8])) {
+        PyErr_SetString(PyExc_TypeError, "copy_parts takes a list, an index, a dict, two numbers and four lists");
+        return NULL;
+    }
+    Py_ssize_t first = PyLong_AsSsize_t(args[1]), i = first;
+    long long overhead = PyLong_AsLongLong(args[3]), room = PyLong_AsLongLong(args[4]);
+    if (PyErr_Occurred())
+        return NULL;
+    if (first < 0 || overhead < 0) {
+        PyErr_SetString(PyExc_ValueError, "copy_parts: a negative number");
+        return NULL;
+    }
+    if (!plain_tail_name && !(plain_tail_name = PyUnicode_InternFromString("plain_tail")))
+        return NULL;
+    PyObject *topic = NULL, *queue_id = NULL, *queue = NULL, *begin = NULL;
+    Near near = {0};
+    for (; i < PyList_GET_SIZE(args[0]); i++) {
+        PyObject *copy = PyList_GET_ITEM(args[0], i);
+        if (!is_copy(copy))
+            break;
+        if (PyTuple_GET_ITEM(copy, 1) != topic || PyTuple_GET_ITEM(copy, 2) != queue_id) {
+            topic = PyTuple_GET_ITEM(copy, 1);
+            queue_id = PyTuple_GET_ITEM(copy, 2);
+            Py_XSETREF(begin, begin_of(args[2], topic, queue_id, &queue));
+            if (!begin)
+                break;
+        }
+        const char *data = PyBytes_AS_STRING(PyTuple_GET_ITEM(copy, 3));
+        Py_ssize_t size = PyBytes_GET_SIZE(PyTuple_GET_ITEM(copy, 3)), named = PyBytes_GET_SIZE(begin) - 2;
+        if (size > MAX_PROPERTIES_BYTES || memmem(data, (size_t)size, inner, sizeof inner - 1) ||
+            memmem(data, (size_t)size, crc, sizeof crc - 1))
+            break;
+        PyObject *head, *body;
+        if (located_plain((Located *)PyTuple_GET_ITEM(copy, 0), &near, &head, &body) <= 0)
+            break;
+        long long left = room - overhead - PyBytes_GET_SIZE(body) - named - 2 - size;
+        PyObject *tail = left < 0 ? NULL : PyBytes_FromStringAndSize(NULL, named + 2 + size);
+        bool kept = false;
+        if (tail) {
+            char *to = PyBytes_AS_STRING(tail);
+            memcpy(to, PyBytes_AS_STRING(begin), (size_t)named);
+            to[named] = (char)(size >> 8);
+            to[named + 1] = (char)size;
+            memcpy(to + named + 2, data, (size_t)size);
+            kept = PyList_Append(args[5], queue) == 0 && PyList_Append(args[6], head) == 0 &&
+                   PyList_Append(args[7], body) == 0 && PyList_Append(args[8], tail) == 0;
+        }
+        Py_DECREF(head);
+        Py_DECREF(body);
+        Py_XDECREF(tail);
+        if (!kept)
+            break;
+        room = left;
+    }
+    Py_XDECREF(begin);
+    near_close(&near);
+    return PyErr_Occurred() ? NULL : Py_BuildValue("nL", i - first, room);
+}
