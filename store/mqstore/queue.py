@@ -33,6 +33,7 @@ from mqstore.broker.pop import MAX_BATCH, Delivery
 from mqstore.client.codecs import BYTES, Codec
 from mqstore.client.delivery import Lender, Loan, as_delivered, loan_seconds
 from mqstore.client.interceptors import Settled
+from mqstore.client.limitedlog import LimitedLog
 from mqstore.client.waits import Wait, Waits
 from mqstore.errors import (
     ConfigError,
@@ -170,7 +171,8 @@ class Queue:
         """Threads that wait for that."""
         self._waits = Waits(broker, name, order=ordered)
         """Of the threads in `get`."""
-        self._lender = Lender(broker, name, self._settled)
+        self._log = LimitedLog(f"group {name}", broker.store.clock)
+        self._lender = Lender(broker, name, self._log, self._settled)
         self._coming: tuple[int, str] | None = None
         """Of the delayed item put here that comes last: when (wall ms), and its unique key."""
         self._last = threading.local()
@@ -456,6 +458,7 @@ class Queue:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.shutdown(immediate=True)
+        self._log.close()  # not in `shutdown`: a signal handler may come while its lock is held
 
     def __repr__(self) -> str:
         return f"<Queue {self.name!r} on {str(self._broker.store.path)!r}>"

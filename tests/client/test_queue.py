@@ -458,6 +458,23 @@ def test_a_worker_may_say_when_it_comes_again_or_never(bench: Bench) -> None:
     assert [letter.properties["dlq_reason"] for letter in queue.dead_letters] == ["no such page"]
 
 
+def test_a_pause_that_is_too_long_is_shortened_and_how_often_is_told_at_the_end(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    with bench.queue() as queue:
+        for body in b"a", b"b", b"c":
+            queue.put(body)
+        for task in queue.get_many(3):
+            with task:
+                raise mqstore.Retry(delay=13 * 3600)
+        assert caplog.text.count("the longest delay here is 43200 s") == 1
+        bench.advance(12 * 3600)
+        assert taken(queue) == [b"a", b"b", b"c"]
+        caplog.clear()
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("group jobs: 2 more were held back like this")
+
+
 def test_a_dead_letter_tells_the_last_error(bench: Bench) -> None:
     queue = bench.queue(retry=RetryPolicy(1))
     queue.put(b"a")

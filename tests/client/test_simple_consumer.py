@@ -562,6 +562,18 @@ def test_an_interceptor_that_fails_stops_nothing(bench: Bench, caplog: pytest.Lo
     assert "more were held back" in caplog.text
 
 
+def test_pauses_that_were_too_long_are_told_at_the_end(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    consumer = bench.consumer()
+    for body in b"a", b"b":
+        bench.put(body)
+    for delivery in consumer.receive(2, wait=0):
+        with delivery:
+            raise mqstore.Retry(delay=13 * 3600)
+    assert caplog.text.count("the longest delay here is 43200 s") == 1
+    consumer.close()
+    assert "group g: 1 more were held back like this" in caplog.text
+
+
 # -- waiting ----------------------------------------------------------------------------------------------------------
 
 

@@ -48,11 +48,13 @@ class Lender:
 
     __slots__ = ("broker", "group", "log", "monotonic_ms", "told")
 
-    def __init__(self, broker: Broker, group: str, told: Callable[[Any, Settled], None] | None = None) -> None:
-        """`told` hears of each loan that was settled."""
+    def __init__(
+        self, broker: Broker, group: str, log: LimitedLog, told: Callable[[Any, Settled], None] | None = None
+    ) -> None:
+        """`told` hears of each loan that was settled. Whose `log` it is closes it."""
         self.broker = broker
         self.group = group
-        self.log = LimitedLog(f"group {group}", broker.store.clock)
+        self.log = log
         self.monotonic_ms = broker.store.clock.monotonic_ms
         self.told = told
 
