@@ -37,7 +37,7 @@ from mqstore.broker.popfifo import FifoQueues
 from mqstore.broker.popkeep import PopKeeper
 from mqstore.broker.popreplay import Replay
 from mqstore.broker.popstandard import StandardQueues
-from mqstore.broker.popstate import Counts, QueueKey, QueueState, Standing
+from mqstore.broker.popstate import MAX_BATCH, Counts, QueueKey, QueueState, Standing
 from mqstore.broker.poptables import DeadLetter, PopTables
 from mqstore.broker.poptime import SAME_MOMENT_MS
 from mqstore.broker.retention import physical_of
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_BATCH", "Delivery", "Pending", "PopService"]
 
-MAX_BATCH = 32
 """Most messages of one pop (8.1): a batch's bitmap has room for no more than 63."""
 _MIN_INVISIBLE_MS, _MAX_INVISIBLE_MS = 100, 12 * 3_600_000
 _RETRY_PERCENT = 20

@@ -21,7 +21,7 @@ needs none, but it stays the queue's last batch: by it receipts of older ones ar
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from mqstore.broker.names import POP_LOG_GROUP, POP_LOG_TOPIC
@@ -29,7 +29,7 @@ from mqstore.broker.orderinfo import OrderInfo
 from mqstore.broker.popfifo import FifoQueues
 from mqstore.broker.popjava import JavaTakeover
 from mqstore.broker.poplog import ACK, CHANGE, GIVE, LOCAL, POP, RESET, REVIVE, Record, deltas_text
-from mqstore.broker.popstate import Batch, QueueKey, QueueState
+from mqstore.broker.popstate import MAX_BATCH, Batch, QueueKey, QueueState
 from mqstore.broker.poptables import PopTables
 from mqstore.broker.poptime import SAME_MOMENT_MS
 
@@ -37,7 +37,6 @@ __all__ = ["Replay"]
 
 _log = logging.getLogger("mqstore")
 
-_BATCH_MAX = 32
 _LOOK_BACK = 16_384
 """Records before the replay position that are asked what was redelivered: whoever acknowledges it is told, for as long
 as that can be known."""
@@ -104,10 +103,8 @@ class Replay:
         tables = self._tables
         for state in list(tables.states.values()):
             self._settle_position(state)
-        for (topic, group, queue_id), record in tables.orders.records().items():
-            if record.pop_time_ms == 0 or not record.offsets or tables.parts.groups.get(group) is None:
-                continue
-            state = self._state(QueueKey(topic, group, queue_id))
+        for key, record in self._in_file():
+            state = self._state(key)
             if state.fifo is None and (record.unacked() or record.offsets[-1] < state.cursor):
                 state.fifo = _unnamed(record)
             if state.fifo is not None:
@@ -179,8 +176,8 @@ class Replay:
                 key.group,
             )
             state, ordered = self._state(key), sorted(lost)
-            for at in range(0, len(lost), _BATCH_MAX):
-                offsets = ordered[at : at + _BATCH_MAX]
+            for at in range(0, len(lost), MAX_BATCH):
+                offsets = ordered[at : at + MAX_BATCH]
                 start, stop = offsets[0], offsets[-1] + 1
                 deltas = [offset - start for offset in offsets]
                 value = {"t": key.topic, "c": key.group, "q": key.queue_id, "so": start, "pt": now_ms, "it": 0}
@@ -360,21 +357,26 @@ class Replay:
                 }
                 self._tables.orders.restore(*state.key, record)
 
+    def _in_file(self) -> Iterator[tuple[QueueKey, OrderInfo]]:
+        """The FIFO batches of groups that there are, as the file knows them."""
+        tables = self._tables
+        for (topic, group, queue_id), record in tables.orders.records().items():
+            if record.pop_time_ms != 0 and record.offsets and tables.parts.groups.get(group) is not None:
+                yield QueueKey(topic, group, queue_id), record
+
     def _adopt(self, now_ms: int) -> None:
         """Take over the FIFO batches that the file knows: mark what is settled by now, name the others in the log."""
         tables = self._tables
         tables.orders.cut(lambda topic, queue_id: (tables.store.offsets_or_none(topic, queue_id) or (0, 0))[1])
-        for (topic, group, queue_id), record in tables.orders.records().items():
-            if record.pop_time_ms == 0 or not record.offsets or tables.parts.groups.get(group) is None:
-                continue
-            state = tables.state(QueueKey(topic, group, queue_id))
+        for key, record in self._in_file():
+            state = tables.state(key)
             if state.cursor < 0:
                 tables.open(state)
             # The file is older than the table: what lies before `committed` was acknowledged since.
             for i, offset in enumerate(record.offsets):
                 if offset < state.cursor:
                     record.acked |= 1 << i
-            tables.orders.restore(topic, group, queue_id, record)
+            tables.orders.restore(*key, record)
             if state.fifo is None and record.unacked():
                 self._fifo.put_anew(state)
             elif state.fifo is None and record.offsets[-1] < state.cursor:

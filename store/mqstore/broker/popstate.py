@@ -30,8 +30,10 @@ from mqstore.broker.popquick import Lending, Lent, Timed
 from mqstore.broker.poptime import is_visible
 from mqstore.log.message import Message
 
-__all__ = ["Batch", "Counts", "QueueKey", "QueueState", "Standing", "Timeline"]
+__all__ = ["MAX_BATCH", "Batch", "Counts", "QueueKey", "QueueState", "Standing", "Timeline"]
 
+MAX_BATCH = 32
+"""Messages of one pop."""
 _COMPACT_FROM = 1_024
 _REVIVED_KEPT = 65_536
 """Redelivered offsets that are remembered, to tell who acknowledges too late from who does it twice."""
