@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 
 from mqstore import native
 from mqstore.clock import SimulatedClock
-from mqstore.errors import FormatError
+from mqstore.errors import FormatError, StoreIOError
 from mqstore.layout import record as record_module
 from mqstore.layout.record import check_record, encode_record
 from mqstore.layout.scan import gather
@@ -30,7 +31,8 @@ from mqstore.log.commitlog import SendReceipt
 from mqstore.log.shard import Window
 from mqstore.log.splice import _patch
 from mqstore.log.store import MessageStore
-from mqstore.options import StoreConfig
+from mqstore.options import Durability, StoreConfig
+from tests.faults import FaultyFileSystem
 
 ROOT = Path(__file__).resolve().parents[1]
 kernel: Any = native.kernel
@@ -433,12 +435,15 @@ def test_queues_and_ways_that_are_odd_are_left_to_python(tmp_path: Path) -> None
 # --- a put ---
 
 
-def log_of(folder: Path, puts: list[tuple[int, bytes, dict[str, Any]]], host: str | None) -> tuple[bytes, list[Any]]:
+def log_of(
+    folder: Path, puts: list[tuple[int, bytes, dict[str, Any]]], host: str | None, durability: Durability
+) -> tuple[bytes, list[Any]]:
     """The commitlog that these puts make, and their receipts."""
     clock = SimulatedClock(1_700_000_000_000)
-    config = StoreConfig(clock=clock, segment_bytes=4096, **({"store_host": host} if host else {}))
+    options: Any = {"store_host": host} if host else {}
+    config = StoreConfig(clock=clock, segment_bytes=4096, **options)
     receipts: list[Any] = []
-    with MessageStore(folder, config=config) as store:
+    with MessageStore(folder, durability=durability, config=config) as store:
         for queue_id, body, options in puts:
             receipts.append(tuple(store.put("topic", body, queue_id, **options)))
             clock.advance(len(body) % 3)
@@ -456,14 +461,59 @@ def log_of(folder: Path, puts: list[tuple[int, bytes, dict[str, Any]]], host: st
         max_size=12,
     ),
     st.sampled_from([None, "[2001:db8::1]:9"]),
+    st.sampled_from(["append", "flush"]),
 )
 def test_a_compiled_put_writes_what_a_put_of_python_writes(
-    tmp_path_factory: pytest.TempPathFactory, puts: list[tuple[int, bytes, dict[str, Any]]], host: str | None
+    tmp_path_factory: pytest.TempPathFactory,
+    puts: list[tuple[int, bytes, dict[str, Any]]],
+    host: str | None,
+    durability: Durability,
 ) -> None:
-    ours = log_of(tmp_path_factory.mktemp("compiled"), puts, host)
+    ours = log_of(tmp_path_factory.mktemp("compiled"), puts, host, durability)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(commitlog_module, "kernel", None)
-        assert log_of(tmp_path_factory.mktemp("python"), puts, host) == ours
+        assert log_of(tmp_path_factory.mktemp("python"), puts, host, durability) == ours
+
+
+@compiled
+def test_a_put_that_syncs_is_written_by_a_call_and_a_long_one_by_python(tmp_path: Path) -> None:
+    with MessageStore(tmp_path, durability="flush") as store:
+        store.put("t", b"a")
+        queue, log = store._putters["t"][0], store._log
+        assert log._put(queue, b"b", queue.plain_tail, None).offset == 1
+        assert log._put(queue, bytes(1 << 14), queue.plain_tail, None) is None
+        store.put("t", bytes(1 << 14))
+        assert [len(message.body) for message in store.read("t")] == [1, 1, 1 << 14]
+    fs = FaultyFileSystem()
+    with MessageStore(tmp_path, durability="flush", fs=fs) as store:
+        store.put("t", b"c")
+        queue, log = store._putters["t"][0], store._log
+        assert log._put(queue, b"d", queue.plain_tail, None) is None, "this file system is to see what is written"
+
+
+@compiled
+@pytest.mark.parametrize("written", [0, 50])
+def test_a_call_that_fails_is_made_again_by_python_which_says_why(tmp_path: Path, written: int) -> None:
+    with MessageStore(tmp_path, durability="flush") as store:
+        receipt = store.put("t", b"a")
+        end = receipt.physical_offset + receipt.size
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (end + written, before[1]))
+        try:
+            with pytest.raises(StoreIOError, match="File too large"):
+                store.put("t", b"b" * 100)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert (store.max_offset, store.offsets("t")) == (end, (0, 1))
+        log = store._log
+        with open("/dev/full", "wb") as full:
+            real, log._fd = log._fd, full.fileno()
+            assert store.put("t", b"c").offset == 1
+            log._fd = real
+        assert store.put("t", b"d").offset == 2
+    with MessageStore(tmp_path, mode="r") as store:
+        assert [message.body for message in store.read("t")] == [b"a", b"c", b"d"]
+        assert list(store.verify()) == []
 
 
 @compiled

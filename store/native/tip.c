@@ -7,6 +7,7 @@
 #include <stddef.h>
 #include <structmember.h>
 #include <time.h>
+#include <unistd.h>
 
 /* --- a queue, as far as a put is concerned --- */
 
@@ -52,10 +53,14 @@ PyTypeObject NumberedType = {
 
 /* --- the end of the log --- */
 
+/* Bytes of a record that is written by a call. */
+enum { MOST_CALLED = 16384 };
+
 typedef struct {
     PyObject_HEAD
     long long end, alarm, base, limit;
     bool plain;           /* the checksum covers the whole record: what is done here */
+    int fd;               /* of the segment of `mapping`; -1: nothing but that is to be written to */
     PyObject *mapping;    /* of the segment that `end` lies in; used only while limit > -1 */
     PyObject *group;      /* GroupCommit, or None */
     PyObject *acquire, *release;
@@ -87,8 +92,6 @@ static void tip_dealloc(Tip *self)
     tip_clear(self);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
-
-static PyObject *busy_name;
 
 /* Nanoseconds since the epoch; -1 with an exception. */
 static long long now_of(Tip *self)
@@ -167,19 +170,12 @@ int tip_store(PyObject *tip, Numbered *queue, const char *body, Py_ssize_t body_
     if (!self->plain || !self->acquire || !self->release || !self->time_ns || !is_host(self->born_host) ||
         !is_host(self->store_host))
         return 0;
-    if (self->group && self->group != Py_None) {
-        /* A put that syncs alone is written by a system call instead. */
-        PyObject *busy = PyObject_GetAttr(self->group, busy_name);
-        if (!busy)
-            return -1;
-        int is_busy = PyObject_IsTrue(busy);
-        Py_DECREF(busy);
-        if (is_busy <= 0)
-            return is_busy;
-    }
+    /* Where every put waits for its sync: by a call, for a page that is stored to through the mapping is made read-only by
+       each sync, which costs more than the sync, and faults again. */
+    bool by_call = self->group && self->group != Py_None;
     Py_ssize_t size = BORN_HOST_AT + PyBytes_GET_SIZE(self->born_host) + 8 + PyBytes_GET_SIZE(self->store_host) + 16 +
                       body_size + tail_size;
-    if (size > INT32_MAX)
+    if (size > INT32_MAX || (by_call && (self->fd < 0 || size > MOST_CALLED)))
         return 0;
 
     /* Not waited for: waiting lets others run, and is for Python to do. Ours already (a signal handler's put): granted. */
@@ -200,16 +196,19 @@ int tip_store(PyObject *tip, Numbered *queue, const char *body, Py_ssize_t body_
         self->mapping != Py_None && PyObject_GetBuffer(self->mapping, &view, PyBUF_WRITABLE) == 0) {
         long long position = self->end, at = position - self->base;
         if (at >= 0 && at <= view.len - size) {
-            uint8_t *record = (uint8_t *)view.buf + at;
+            uint8_t called[MOST_CALLED], *record = by_call ? called : (uint8_t *)view.buf + at;
             *stored = (Stored){queue->next_offset, position, size, now_ns / 1000000 - (now_ns % 1000000 < 0)};
             size_t width =
                 header_of(self, queue, record, (uint32_t)size, position, stored->now_ms, (uint32_t)body_size);
             memcpy(record + width, body, (size_t)body_size);
             memcpy(record + width + body_size, tail, (size_t)tail_size);
             put32(record + CHECKSUM_AT, crc32c_record(record, (size_t)size));
-            queue->next_offset++;
-            self->end = position + size;
-            done = true;
+            /* An error, or less than all: Python writes over it, or says why not. */
+            done = !by_call || pwrite(self->fd, record, (size_t)size, at) == size;
+            if (done) {
+                queue->next_offset++;
+                self->end = position + size;
+            }
         }
         PyBuffer_Release(&view);
     }
@@ -277,6 +276,7 @@ static PyMemberDef tip_members[] = {
     {"_base", T_LONGLONG, offsetof(Tip, base), 0, NULL},
     {"_limit", T_LONGLONG, offsetof(Tip, limit), 0, NULL},
     {"_whole_record", T_BOOL, offsetof(Tip, plain), 0, NULL},
+    {"_fd", T_INT, offsetof(Tip, fd), 0, NULL},
     {"_mapping", T_OBJECT, offsetof(Tip, mapping), 0, NULL},
     {"group", T_OBJECT, offsetof(Tip, group), 0, NULL},
     {"_acquire", T_OBJECT, offsetof(Tip, acquire), 0, NULL},
@@ -291,12 +291,11 @@ static PyMemberDef tip_members[] = {
 
 static PyObject *tip_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    busy_name = busy_name ? busy_name : PyUnicode_InternFromString("busy");
-    if (!busy_name)
-        return NULL;
     Tip *self = (Tip *)type->tp_alloc(type, 0);
-    if (self)
+    if (self) {
         self->limit = -1;
+        self->fd = -1;
+    }
     return (PyObject *)self;
 }
 

@@ -19,7 +19,7 @@ fault that reads ahead, or a long write, fills the cache with folios of up to me
 mapping makes the whole folio dirty, so that a sync of one record writes all of it. Random means folios of one page.
 For the same reason zeros are written page by page (`zero`), and `write` exists: the kernel tracks by block what
 `pwrite` changes, whatever the folio, and the page needn't be made writable again after each sync, so that it is the
-faster way in for a lone writer that syncs every record. It is coherent with the mappings. A long write leaves large
+faster way in for writers that sync every record. It is coherent with the mappings. A long write leaves large
 folios, which nobody stores to again: the kernel rounds down, so the page it ends in is a folio of its own.
 """
 
@@ -100,6 +100,11 @@ class _File:
         self._fs = fs
         self.fd = -1
         self.fd = fs.open(path, flags, mode)
+
+    @property
+    def raw_fd(self) -> int:
+        """For compiled code, which calls the system by itself; -1 where a file system is to see every call."""
+        return self.fd if type(self._fs) is FileSystem else -1
 
     def __del__(self) -> None:
         if self.fd >= 0:
@@ -508,14 +513,18 @@ class SegmentRun:
             segment = self._by_start[offset - offset % self.segment_bytes]
         if offset + len(data) > segment.end:
             raise ValueError(f"{len(data)} bytes at {offset} cross the end of {segment!r}")
-        file = segment.file or self._open(segment)
+        file = self.file(segment)
         self._fs.pwrite(file.fd, data, offset - segment.start)
+
+    def file(self, segment: Segment) -> _File:
+        """Its descriptor, which stays open for as long as it is referred to."""
+        return segment.file or self._open(segment)
 
     def read_ahead(self, segment: Segment, start: int, stop: int) -> None:
         """For who is about to read bytes [start, stop) of a segment: a mapping for writing reads nothing ahead
         by itself, but waits for every page (see the module). Nothing to do for others."""
         if segment.writable:
-            file = segment.file or self._open(segment)
+            file = self.file(segment)
             self._fs.read_ahead(file.fd, start, stop - start)
 
     def populate(self, segment: Segment, position: int, length: int) -> bool:
@@ -562,7 +571,7 @@ class SegmentRun:
                 if mapping is not None and segment.writable:
                     mapping.flush()
             try:
-                file = segment.file or self._open(segment)
+                file = self.file(segment)
             except FileNotFoundError:
                 if self._by_start.get(segment.start) is segment:
                     raise

@@ -306,6 +306,8 @@ class CommitLog(Tip):
 
     def _enter(self, segment: Segment) -> None:
         self._mapping = self.run.mapping(segment)
+        self._file = None if self.group is None else self.run.file(segment)
+        self._fd = -1 if self._file is None else self._file.raw_fd
         self._base = segment.start
         self._limit = segment.start + self.run.segment_bytes - BLANK_BYTES
 

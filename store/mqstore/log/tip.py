@@ -75,6 +75,8 @@ class Tip:
     _limit: int
     """A record must end at or before this position, so that a BLANK always fits behind it."""
     _mapping: mmap.mmap | None
+    _fd: int
+    """Of the same segment, for `_put` where every put waits for its sync; -1: it leaves those to Python."""
     _whole_record: bool
     """Whether the checksum is that over the whole record: `_put` knows no other."""
     _acquire: Callable[..., bool]
