@@ -36,9 +36,6 @@ RuntimeValue = int | float | str | tuple[float, float, float] | Mapping[float, i
 _PERIOD_MS: Final = 10_000
 _SPANS: Final = (1, 6, 60)
 """10, 60 and 600 s, in periods."""
-_SLOT_MS: Final = 1_000
-"""Of the timer."""
-
 LEVEL_OFFSETS: Final = "scheduleMessageOffset_"
 """Followed by the number of a delay level."""
 _SERVES: Final = {SCHEDULE_TOPIC: "delay", TIMER_TOPIC: "delay", HALF_TOPIC: "transaction"}
@@ -135,8 +132,6 @@ class Runtime:
             samples = list(self._samples)
             put_today, got_today = self._today()
         rates = {field: _rates(samples, i) for i, field in enumerate(_Counted._fields)}
-        now_ms = self._clock.now_ms()
-        bounds = self._store.offsets_or_none(TIMER_TOPIC, 0)
         levels = {f"{LEVEL_OFFSETS}{level}": f"{at},{end}" for level, (at, end) in self._delay.progress().items()}
         found, missed = rates["found"], rates["missed"]
         values: dict[str, RuntimeValue] = {
@@ -163,8 +158,8 @@ class Runtime:
             "consumeQueueDiskRatio": stats.disk_ratio,
             "earliestMessageTimeStamp": self._earliest_ms(stats.min_offset),
             **levels,
-            "timerReadBehind": self._timer_behind_s(now_ms),
-            "timerOffsetBehind": max(0, bounds[1] - max(bounds[0], self._timer._queue_offset)) if bounds else 0,
+            "timerReadBehind": self._timer.behind_ms(self._clock.now_ms()) // 1000,
+            "timerOffsetBehind": self._timer.unplaced(),
             "timerCongestNum": self._timer.waiting(),
             "msgPutTotalToday": put_today,
             "msgGetTotalToday": got_today,
@@ -176,12 +171,6 @@ class Runtime:
             return self._store.at(physical_offset).store_timestamp_ms
         except LookupError:  # none, or none that can be read
             return -1
-
-    def _timer_behind_s(self, now_ms: int) -> int:
-        """How long ago the slot was over that is being read, or is to be read next."""
-        timer = self._timer
-        slot_ms = timer._next_ms if timer._reading is None else timer._read_ms
-        return 0 if slot_ms is None else max(0, now_ms - slot_ms - _SLOT_MS) // 1000
 
 
 def runtime_series(values: Mapping[str, RuntimeValue]) -> dict[str, float | Samples]:
