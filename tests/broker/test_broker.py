@@ -636,6 +636,16 @@ def test_sql_given_as_a_choice_of_tags_is_refused(bench: Bench) -> None:
     assert caught.value.position == 7
 
 
+@pytest.mark.parametrize(("tags", "position"), [("a|b", 1), ("a || b|c", 6), ("a|", 1), ("a|||b", 3), ("|", 0)])
+def test_a_choice_of_tags_with_a_single_bar_is_refused_where_the_bar_is(bench: Bench, tags: str, position: int) -> None:
+    bench.broker.put("t", b"x")
+
+    with pytest.raises(FilterError, match="single bar") as caught:
+        bench.broker.pop("g", "t", filter=tags)
+
+    assert caught.value.position == position
+
+
 def test_with_unconsumed_drop_what_the_engine_is_to_deliver_still_comes(tmp_path: Path) -> None:
     bench = Bench(tmp_path / "store", retention=Retention(age=60, max_bytes=None, unconsumed="drop"))
     broker = bench.broker

@@ -59,6 +59,7 @@ from mqstore.log.commitlog import QueueRef, SendReceipt
 from mqstore.log.outgoing import Body, OutgoingMessage
 from mqstore.log.stats import StoreStats
 from mqstore.log.store import MessageStore
+from mqstore.log.tagfilter import refuse_single_bar
 from mqstore.options import Durability, Duration, seconds
 
 __all__ = ["Broker"]
@@ -644,13 +645,12 @@ class _OrderlyLocks:
 def as_filter(given: Filter | str | None) -> Filter | None:
     """A filter as callers name it: an expression over tags, a parsed filter, or None for everything.
 
-    FilterError for text that looks like SQL, or has a single bar, as in "paid|refunded": taken for the name of a tag it
-    would match nothing, and pass over all. A tag that a Java client has given such a name SQL92 finds.
+    FilterError for text that looks like SQL, or has a single bar. A tag that a Java client has given such a name SQL92
+    finds.
     """
     if not isinstance(given, str):
         return given
-    if "|" in given.replace("||", ""):
-        raise FilterError(f"{given!r}: `||` stands between tags, and no tag has a single bar", given.index("|"))
+    refuse_single_bar(given)
     at = next((i for i, c in enumerate(given) if c in "<>='\"()"), None)
     if at is not None:
         raise FilterError(f"{given!r} is no choice of tags; for SQL92: Broker.filter(expression, 'SQL92')", at)
