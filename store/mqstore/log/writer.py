@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from itertools import pairwise
-from typing import Concatenate, NamedTuple, ParamSpec, TypedDict, Unpack, cast
+from typing import Concatenate, NamedTuple, ParamSpec, TypedDict, TypeVar, Unpack, cast
 
 from mqstore.errors import (
     ConfigError,
@@ -69,6 +69,7 @@ _NOT_IN_BATCH = (DELAY, TRAN_MSG, INNER_NUM, INNER_BASE)
 """What makes a batch illegal (store-format 2.9, 10.6)."""
 _ORDINARY = Fields()
 _P = ParamSpec("_P")
+_R = TypeVar("_R")
 _INNER = b"INNER_"
 
 
@@ -130,12 +131,12 @@ class Outlet:
 
 
 def _counts_failures(
-    put: Callable[Concatenate[StoreWriter, _P], SendReceipts],
-) -> Callable[Concatenate[StoreWriter, _P], SendReceipts]:
-    """As `put` and `append` do by themselves, for batches, where one more call costs nothing."""
+    put: Callable[Concatenate[StoreWriter, _P], _R],
+) -> Callable[Concatenate[StoreWriter, _P], _R]:
+    """As `put` does by itself, for what is not as hot: one more call costs nothing there."""
 
     @wraps(put)
-    def counted(self: StoreWriter, /, *args: _P.args, **options: _P.kwargs) -> SendReceipts:
+    def counted(self: StoreWriter, /, *args: _P.args, **options: _P.kwargs) -> _R:
         try:
             return put(self, *args, **options)
         except Exception:
@@ -259,6 +260,7 @@ class StoreWriter(StoreReader):
             raise InvalidMessageError(wrong, "properties")
         return tail
 
+    @_counts_failures
     def append(
         self,
         topic: str,
@@ -278,44 +280,35 @@ class StoreWriter(StoreReader):
         """Append a record with every field given: for copies that an engine makes (delay, retry, half messages) and for
         imports. `properties` may bear reserved names; compression and transaction bits of `sys_flag` are the caller's.
         What is `copied` was taken once, and may be larger than `max_message_size` is by now. Errors as of `put`."""
-        try:
-            queue = self._queue_to_put(topic, queue_id)
-            sample = not queue.next_offset & 63
-            if sample:
-                begin = time.perf_counter_ns()
-            body = flat_body(body)
-            if len(body) > self._max_body and not copied:
-                self._refuse_body(len(body))
-            host = None if born_host is None else encode_host(born_host)
-            fields: Fields | None = Fields(
-                flag, sys_flag, born_timestamp_ms, host, reconsume_times, prepared_transaction_offset
-            )
-            if fields == _ORDINARY:
-                fields = None  # the quick road, with its header made once a millisecond
-            else:
-                for name, value, bits in (
-                    ("flag", flag, 32),
-                    ("sys_flag", sys_flag, 32),
-                    ("reconsume_times", reconsume_times, 32),
-                    ("prepared_transaction_offset", prepared_transaction_offset, 64),
-                    ("born_timestamp_ms", born_timestamp_ms or 0, 64),
-                ):
-                    check_integer(value, bits, name)
-            waits = self._waits(durability)
-            properties = properties or {}
-            receipt = self._log.append(
-                queue, body, self._checked_tail(queue, properties), fields, properties.get(UNIQ_KEY)
-            )
-            if waits:
-                self._wait_flushed(receipt.physical_offset + receipt.size, receipt)
-            elif self._flush_by_default:
-                self._flush_soon()
-            if sample:
-                self._note_put(queue, time.perf_counter_ns() - begin)
-            return receipt
-        except Exception:
-            self._failed_puts += 1
-            raise
+        queue = self._queue_to_put(topic, queue_id)
+        sample = not queue.next_offset & 63
+        if sample:
+            begin = time.perf_counter_ns()
+        body = flat_body(body)
+        if len(body) > self._max_body and not copied:
+            self._refuse_body(len(body))
+        host = None if born_host is None else encode_host(born_host)
+        fields: Fields | None = Fields(
+            flag, sys_flag, born_timestamp_ms, host, reconsume_times, prepared_transaction_offset
+        )
+        if fields == _ORDINARY:
+            fields = None  # the quick road, with its header made once a millisecond
+        else:
+            for name, value, bits in (
+                ("flag", flag, 32),
+                ("sys_flag", sys_flag, 32),
+                ("reconsume_times", reconsume_times, 32),
+                ("prepared_transaction_offset", prepared_transaction_offset, 64),
+                ("born_timestamp_ms", born_timestamp_ms or 0, 64),
+            ):
+                check_integer(value, bits, name)
+        waits = self._waits(durability)
+        properties = properties or {}
+        receipt = self._log.append(queue, body, self._checked_tail(queue, properties), fields, properties.get(UNIQ_KEY))
+        self._after_put(receipt if waits else None)
+        if sample:
+            self._note_put(queue, time.perf_counter_ns() - begin)
+        return receipt
 
     @_counts_failures
     def put_many(
@@ -488,11 +481,7 @@ class StoreWriter(StoreReader):
         except MQStoreError as error:
             error.receipts = receipts
             raise
-        if waits:
-            last = receipts[-1]
-            self._wait_flushed(last.physical_offset + last.size, last)
-        elif self._flush_by_default:
-            self._flush_soon()
+        self._after_put(receipts[-1] if waits else None)
         return receipts
 
     def _cuts(self, bodies: list[bytes], tails: list[bytes] | bytes, room: int) -> list[int]:
@@ -573,6 +562,13 @@ class StoreWriter(StoreReader):
             raise
         self._flush_latency.add(time.perf_counter_ns() - begin)
         return end
+
+    def _after_put(self, awaited: SendReceipt | None) -> None:
+        """What `put` and `Outlet.put` do in place: wait until `awaited` is on disk, or have it flushed soon."""
+        if awaited is not None:
+            self._wait_flushed(awaited.physical_offset + awaited.size, awaited)
+        elif self._flush_by_default:
+            self._flush_soon()
 
     def _wait_flushed(self, position: int, receipt: SendReceipt | None) -> None:
         if not self._commit.wait_until(position, self._flush_timeout_s):
