@@ -33,6 +33,7 @@ from mqstore.log.store import MessageStore
 from mqstore.options import Profile, StoreConfig
 from tests.crash.campaign import Campaign
 from tests.crash.recording import Event, RecordingFileSystem, build_image
+from tests.log.support import kill
 
 QUEUES = [("orders", 0), ("orders", 1), ("clicks", 0)]
 
@@ -69,12 +70,6 @@ def open_store(path: Path, mode: Literal["rw", "r"], profile: Profile, fs: FileS
     )
     config = StoreConfig(clock=SimulatedClock(), **sizes)
     return MessageStore(path, mode, profile=profile, config=config, fs=fs)
-
-
-def kill(store: MessageStore) -> None:
-    """What the system does for a dead process: locks and descriptors are given back, nothing else happens."""
-    store._closed = True
-    store._release()
 
 
 def run_script(seed: int, folder: Path) -> Script:

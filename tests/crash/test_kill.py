@@ -24,6 +24,7 @@ from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
 from tests.faults import Crash, FaultyFileSystem
+from tests.log.support import kill
 
 SIZES = {"segment_bytes": 8192, "consumequeue_units": 32, "index_slots": 16, "index_entries": 128}
 QUEUES = 3
@@ -232,8 +233,7 @@ def test_dying_at_any_change_loses_nothing(tmp_path: Path, offset: int) -> None:
             act(path, fs, acknowledged, opened)
         fs.heal()
         for store in opened:  # what the system does for a dead process: locks and descriptors are given back
-            store._closed = True
-            store._release()
+            kill(store)
         with MessageStore(path, config=StoreConfig(clock=SimulatedClock()), fs=REAL) as store:
             assert store.recovery.findings == [], f"killed at change {nth}"
             there = held(store)

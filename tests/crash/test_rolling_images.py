@@ -36,7 +36,7 @@ from mqstore.options import Retention, StoreConfig
 from tests.broker.support import settle
 from tests.crash.campaign import Campaign
 from tests.crash.recording import Event, RecordingFileSystem, build_image
-from tests.log.support import Unsynced
+from tests.log.support import Unsynced, kill
 
 S, DAY = 1_000, 86_400_000
 LEVELS_MS = (1_000, 20 * DAY)
@@ -93,8 +93,7 @@ class Broker:
         self.store.close()
 
     def kill(self) -> None:
-        self.store._closed = True
-        self.store._release()
+        kill(self.store)
 
 
 def spied(broker: Broker, fs: RecordingFileSystem) -> Broker:

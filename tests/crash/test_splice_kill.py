@@ -16,7 +16,7 @@ from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
 from tests.faults import Crash, FaultyFileSystem
-from tests.log.splicesupport import Row, shown, stage
+from tests.log.splicesupport import Row, bodies, stage
 
 SIZES = {"segment_bytes": 16_384, "consumequeue_units": 64, "index_slots": 8, "index_entries": 64}
 ROWS = [Row(b"%04d" % i + b"x" * (i * 37 % 900), "t", i % 2) for i in range(80)]
@@ -24,10 +24,6 @@ ROWS = [Row(b"%04d" % i + b"x" * (i * 37 % 900), "t", i % 2) for i in range(80)]
 
 def opened(path: Path, fs: FileSystem = REAL) -> MessageStore:
     return MessageStore(path, config=StoreConfig(clock=SimulatedClock(), **SIZES), fs=fs)
-
-
-def bodies(store: MessageStore) -> list[bytes]:
-    return sorted(body for queue in shown(store).values() for body in queue)
 
 
 def act(path: Path, shard: Path, fs: FileSystem, done: list[str], stores: list[MessageStore]) -> None:

@@ -29,7 +29,7 @@ from mqstore.options import StoreConfig
 from tests.broker.support import advance
 from tests.crash.campaign import Campaign
 from tests.crash.recording import Event, RecordingFileSystem, build_image
-from tests.log.support import Unsynced
+from tests.log.support import Unsynced, kill
 
 TIMERLOG_SEGMENT = 6 * 52 + 16
 S, HOUR, DAY = 1_000, 3_600_000, 86_400_000
@@ -108,8 +108,7 @@ def run_script(seed: int, folder: Path) -> Script:
             parts, timer = start()
         elif choice < 0.66:
             fs.observe()
-            parts.store._closed = True
-            parts.store._release()
+            kill(parts.store)
             parts, timer = start()
         else:
             for _ in range(rng.randrange(1, 5)):
@@ -119,8 +118,7 @@ def run_script(seed: int, folder: Path) -> Script:
         timer.close()
         parts.store.close()
     else:
-        parts.store._closed = True
-        parts.store._release()
+        kill(parts.store)
     fs.mark(("time", clock.now_ms()))
     fs.dispose()
     return script

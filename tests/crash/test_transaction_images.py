@@ -32,6 +32,7 @@ from mqstore.options import Durability
 from tests.broker.support import advance, clock_of, new_parts, settle
 from tests.crash.campaign import Campaign
 from tests.crash.recording import Event, RecordingFileSystem, build_image
+from tests.log.support import kill
 
 
 @dataclass
@@ -43,11 +44,6 @@ class Script:
     outcomes: dict[str, str] = field(default_factory=dict)
     places: dict[str, int] = field(default_factory=dict)
     """Of committed messages: physical offset."""
-
-
-def kill(parts: Parts) -> None:
-    parts.store._closed = True
-    parts.store._release()
 
 
 def run_script(seed: int, folder: Path) -> Script:
@@ -106,13 +102,13 @@ def run_script(seed: int, folder: Path) -> Script:
                 parts.offsets.close()
                 parts.store.close()
             else:
-                kill(parts)
+                kill(parts.store)
             parts = new_parts(root, fs=fs, clock=clock)
             transactions = Transactions(parts, lambda: None)
             durability = "flush"  # what recovery has found is on disk from then on
         if durability == "flush":
             fs.mark(("flushed",))
-    kill(parts)
+    kill(parts.store)
     fs.dispose()
     return script
 
@@ -181,7 +177,7 @@ def check_seed(seed: int, tmp: Path) -> None:
     if rng.random() < 0.5:
         parts.offsets.save()
     clock = clock_of(parts)
-    kill(parts)
+    kill(parts.store)
     parts = new_parts(image, clock=clock)
     transactions = Transactions(parts, lambda: None)
     assert still <= {handle.transaction_id for handle in transactions.open_transactions()}

@@ -16,7 +16,7 @@ from mqstore.layout.properties import encode_properties
 from mqstore.layout.record import encode_record
 from mqstore.log.store import MessageStore
 
-__all__ = ["Row", "bundle", "put_one_by_one", "shown", "stage", "staged"]
+__all__ = ["Row", "bodies", "bundle", "put_one_by_one", "shown", "stage", "staged"]
 
 BORN_MS = 1_600_000_000_000
 
@@ -146,3 +146,8 @@ def shown(store: MessageStore) -> dict[tuple[str, int], list[bytes]]:
             assert [message.offset for message in messages] == list(range(first, first + len(messages)))
             found[topic, ref.queue_id] = [message.body for message in messages]
     return found
+
+
+def bodies(store: MessageStore) -> list[bytes]:
+    """Those of all queues, sorted."""
+    return sorted(body for queue in shown(store).values() for body in queue)

@@ -13,7 +13,7 @@ from mqstore.files.filesystem import FileSystem, StrPath
 from mqstore.log.store import MessageStore
 from mqstore.options import Durability, Profile, StoreConfig
 
-__all__ = ["EXPORTED", "HEADER", "SEGMENT", "Unsynced", "as_ours", "files", "flip", "open_store", "units_of"]
+__all__ = ["EXPORTED", "HEADER", "SEGMENT", "Unsynced", "as_ours", "files", "flip", "kill", "open_store", "units_of"]
 
 SEGMENT = 4096
 HEADER = 91
@@ -55,6 +55,12 @@ def open_store(
     small = {"segment_bytes": SEGMENT, "consumequeue_units": 8, "index_slots": 16, "index_entries": 32} if new else {}
     chosen = StoreConfig(**{**small, "clock": SimulatedClock(), **config})
     return MessageStore(path, mode, profile=profile, durability=durability, config=chosen, fs=fs or Unsynced())
+
+
+def kill(store: MessageStore) -> None:
+    """What the system does for a dead process: locks and descriptors are given back, nothing else happens."""
+    store._closed = True
+    store._release()
 
 
 def flip(path: Path, position: int, bit: int = 0) -> None:

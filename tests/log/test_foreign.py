@@ -29,6 +29,7 @@ from mqstore.layout.scan import gather, walk
 from mqstore.log.recovery import RecoverOptions
 from mqstore.log.repair import recover_store
 from mqstore.log.walk import walk_queue
+from tests.log.support import files
 
 NAMES = ("light", "batch", "addresses", "rocksdb")
 SMALL = StoreConfig(index_slots=53, index_entries=200)
@@ -52,21 +53,17 @@ def units(path: Path, topic: str, queue_id: int) -> list[Unit]:
         return cast(list[Unit], found)
 
 
-def tree(path: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
-
-
 def crash(path: Path) -> None:
     (path / "abort").write_text("1")
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_sound_store_is_found_sound_and_told_of(foreign: Callable[[str], Path], name: str) -> None:
-    before = tree(foreign(name))
+    before = files(foreign(name))
     with opened(foreign(name)) as store:
         assert list(store.verifier().findings()) == []
         assert len(store.foreign()) == (name != "light")
-    assert tree(foreign(name)) == before
+    assert files(foreign(name)) == before
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -76,11 +73,11 @@ def test_recovery_leaves_it_as_it_is(foreign: Callable[[str], Path], name: str, 
     path = foreign(name)
     if crashed:
         crash(path)
-    before = tree(path)
+    before = files(path)
     report = recover_store(path, RecoverOptions(full=full), config=SMALL)
     assert report.findings == []
     assert report.rebuilt.units == (12 if name == "rocksdb" else 0)  # of files: there were none
-    after = tree(path)
+    after = files(path)
     for file in before:
         if file.startswith(("commitlog", "consumequeue", "batchconsumequeue", "compaction")):
             assert after[file] == before[file], file
@@ -223,11 +220,11 @@ def test_such_a_code_is_damage_where_there_are_no_files_for_addresses(foreign: C
 
 def test_queues_in_files_are_built_beside_rocksdb(foreign: Callable[[str], Path]) -> None:
     path = foreign("rocksdb")
-    kept = {name: data for name, data in tree(path).items() if name.startswith("consumequeue")}
+    kept = {name: data for name, data in files(path).items() if name.startswith("consumequeue")}
     with opened(path, "rw") as store:
         for (topic, queue_id), line in said(path).items():
             assert [message.physical_offset for message in store.iter(topic, queue_id)] == line["messages"]
-    assert kept.items() <= tree(path).items()
+    assert kept.items() <= files(path).items()
 
 
 @pytest.mark.parametrize("folder", ["consumerOffsets", "topics", "rdb/config-storage-1"])

@@ -26,14 +26,10 @@ from mqstore.log.inspect import inspect_store
 from mqstore.log.store import MessageStore
 from mqstore.log.txn import TXN_FILE
 from tests.faults import Crash, FaultyFileSystem
-from tests.log.splicesupport import Row, bundle, shown
+from tests.log.splicesupport import Row, bodies, bundle, shown
 from tests.log.support import files, open_store
 
 ONE, TWO = [Row(b"1"), Row(b"2", queue_id=1)], [Row(b"3"), Row(b"4", "clicks")]
-
-
-def bodies(store: object) -> list[bytes]:
-    return sorted(body for queue in shown(store).values() for body in queue)  # type: ignore[arg-type]
 
 
 def test_opening_takes_up_what_waits_and_removes_it(tmp_path: Path) -> None:

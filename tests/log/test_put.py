@@ -39,7 +39,7 @@ from mqstore.layout.checkpoint import Checkpoint, encode
 from mqstore.layout.encode import lengths_of
 from mqstore.log import commitlog as commitlog_module
 from tests.faults import FaultyFileSystem
-from tests.log.support import HEADER, SEGMENT, Unsynced, files, open_store, units_of
+from tests.log.support import HEADER, SEGMENT, Unsynced, files, kill, open_store, units_of
 
 PROFILES = ["mqstore", "rocketmq"]
 V1, V2, BLANK = -626843481, -626843477, -875286124
@@ -108,12 +108,6 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 ]
 SURROGATE = ("tag", "keys", "properties")
 """UTF-8 cannot hold a lone surrogate: the encoder finds that, and names the properties as a whole."""
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Any:
-    with open_store(tmp_path / "store") as opened:
-        yield opened
 
 
 def put_one(store: MessageStore, topic: Any = "topic", body: Any = b"x", queue_id: Any = 0, **options: Any) -> None:
@@ -965,8 +959,7 @@ def test_what_an_interrupted_call_has_written_never_becomes_messages(
         if end in ("copy_many", "kill") and again:
             store.put("t", b"")  # killed before that, it would be a crash in the middle of a put
             expected.append(b"")
-        store._closed = True
-        store._release()
+        kill(store)
     with open_store(tmp_path / "s") as reopened:
         assert [m.body for m in reopened.read("t")] == expected
         assert sum(len(reopened.read(topic)) for topic in reopened.topics()) == len(expected)

@@ -32,12 +32,6 @@ UNIT = struct.Struct(">qiq")
 T0 = 1_700_000_000_000
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Any:
-    with open_store(tmp_path / "store") as opened:
-        yield opened
-
-
 def bodies(messages: Any) -> list[bytes]:
     return [message.body for message in messages]
 

@@ -29,7 +29,7 @@ from mqstore.log.scanner import least_plausible, sort_out
 from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
 from tests.faults import Crash, FaultyFileSystem
-from tests.log.support import SEGMENT, files, flip, open_store, units_of
+from tests.log.support import SEGMENT, files, flip, kill, open_store, units_of
 
 PROFILES = ("mqstore", "rocketmq")
 VOID = (0, 0x7FFF_FFFF, 0)
@@ -90,12 +90,6 @@ def make(path: Path, profile: str = "mqstore", *, count: int = 80, crash: bool =
     else:
         store.close()
     return Made(path, profile, receipts)
-
-
-def kill(store: MessageStore) -> None:
-    """What the system does for a dead process: locks and descriptors are given back, nothing else happens."""
-    store._closed = True
-    store._release()
 
 
 def snapshot(root: Path) -> dict[str, tuple[bytes, int, int]]:

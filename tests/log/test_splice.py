@@ -45,7 +45,7 @@ from mqstore.log.txn import TXN_FILE, Intent, IntentWatch, TxnState
 from mqstore.options import Profile, Retention
 from tests.faults import CHANGES, FaultyFileSystem
 from tests.log.splicesupport import Row, described, put_one_by_one, shown, stage, staged, write
-from tests.log.support import SEGMENT, files, flip, open_store
+from tests.log.support import SEGMENT, files, flip, kill, open_store
 
 ROWS = [Row(b"row %04d " % i * (1 + i % 9), "orders" if i % 3 else "clicks", i % 2) for i in range(60)]
 PROFILES: list[Profile] = ["mqstore", "rocketmq"]
@@ -837,8 +837,7 @@ def crash_in_a_splice(root: Path, shard: Path, profile: Profile = "mqstore", seg
     store._splicer._take_back = lambda *_: None  # type: ignore[method-assign]  # the dead do nothing
     with pytest.raises(Killed):
         store.splice([shard], app="a", version=3, progress=Halfway(die))
-    store._closed = True
-    store._release()
+    kill(store)
     return end
 
 
@@ -954,8 +953,7 @@ def test_an_intent_from_the_backup_of_a_damaged_file_is_not_acted_on(tmp_path: P
     store = open_store(root)
     store.splice([shard], app="a", version=0)
     held = shown(store)
-    store._closed = True  # killed
-    store._release()
+    kill(store)
     assert "intent" in json.loads((root / f"{TXN_FILE}.bak").read_text())
     (root / TXN_FILE).write_bytes(b"")
     with open_store(root, "r") as reader:

@@ -17,7 +17,7 @@ import mqstore as library
 from mqstore import StoreConfig
 from mqstore.layout.record import COMPRESSED
 from tests.conftest import GOLDEN_NAMES, GoldenStore
-from tests.log.support import open_store
+from tests.log.support import flip, open_store
 from tests.tools.support import mqstore, process
 
 Golden = Callable[[str], GoldenStore]
@@ -112,20 +112,12 @@ def ten(tmp_path: Path) -> Path:
     return tmp_path / "ten"
 
 
-def flip(path: Path, position: int) -> None:
-    with open(path / "commitlog" / f"{0:020d}", "r+b") as file:
-        file.seek(position)
-        byte = file.read(1)
-        file.seek(position)
-        file.write(bytes([byte[0] ^ 1]))
-
-
 @pytest.mark.parametrize("victims", [[0], [4], [9], [8, 9], [3, 4, 9], list(range(9)), list(range(10))], ids=str)
 def test_damage_costs_only_the_messages_it_hit(ten: Path, victims: list[int]) -> None:
     """Also at the end of a queue, where a reader beside a writer would wait for the record to become whole."""
     whole = lines(mqstore("export", ten).stdout)
     for i in victims:
-        flip(ten, whole[i]["physical_offset"] + 100)
+        flip(ten / "commitlog" / f"{0:020d}", whole[i]["physical_offset"] + 100)
 
     result = mqstore("export", ten, "--json")
 
