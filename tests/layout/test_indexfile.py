@@ -142,6 +142,19 @@ def test_a_query_finds_a_message_inside_its_second_and_stops_at_older_ones() -> 
     assert query_entries(VECTOR_BYTES, 4, key, 0, 1700000000122, 10) == []
 
 
+@pytest.mark.parametrize("java_diff", [0, 3, 3600])
+def test_the_first_entry_was_stored_when_its_file_begins_whatever_a_java_broker_counted(java_diff: int) -> None:
+    """In its second and later files RocketMQ counts entry 1 from the end of the file before (6.3): a query by time then
+    took it for a message stored `java_diff` seconds later, and did not find it."""
+    begin_ms, unique = 1700000000123, VECTOR[0][0]
+    buf = bytearray(VECTOR_BYTES)
+    struct.pack_into(">i", buf, 40 + 4 * 4 + 20 * 1 + 12, java_diff)
+
+    assert query_entries(buf, 4, unique, begin_ms, begin_ms, 10) == [1024]
+    assert query_entries(buf, 4, unique, begin_ms - 9_000_000, begin_ms, 10) == [1024]
+    assert query_entries(buf, 4, unique, begin_ms + 1000, begin_ms + 9_000_000, 10) == []
+
+
 def test_the_header_goes_both_ways() -> None:
     header = IndexHeader.decode(VECTOR_BYTES)
 

@@ -301,6 +301,8 @@ def query_entries(buf: ReadableBuffer, slots: int, key_hash: int, begin_ms: int,
             stored_hash, physical_offset, seconds, previous = _ENTRY.unpack_from(view, table + ENTRY_BYTES * number)
             if seconds < 0:
                 break
+            if number == 1:
+                seconds = 0  # RocketMQ counts that one from the end of the file before (6.3)
             time = header.begin_timestamp_ms + _SECOND_MS * seconds
             if time < earliest:
                 break  # what follows is older still
