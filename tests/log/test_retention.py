@@ -14,9 +14,12 @@ from typing import Any
 import pytest
 
 from mqstore import FlushFailedError, MessageStore, OffsetOutOfRangeError, Retention, SimulatedClock, StoreIOError
+from mqstore.layout.consumequeue import VOID_UNIT
 from mqstore.log import retention as retention_module
+from mqstore.log.recovery import RecoverOptions
+from mqstore.log.repair import recover_store
 from tests.faults import FaultyFileSystem
-from tests.log.support import SEGMENT, open_store
+from tests.log.support import SEGMENT, Unsynced, open_store
 
 DAY_MS = 86_400_000
 PER_SEGMENT = 4
@@ -180,6 +183,29 @@ def test_a_queue_all_of_whose_messages_are_gone_keeps_its_numbers(tmp_path: Path
             assert store.put("old", b"new").offset == 20
             assert [m.body for m in store.read("old", 0, 20)] == [b"new"]
             assert list(store.verify()) == []
+
+
+@pytest.mark.parametrize("kept_segments", [9, 8, 7])
+def test_a_queue_that_lost_its_first_file_is_built_once_and_for_all(tmp_path: Path, kept_segments: int) -> None:
+    """Slots before the first record that is left are those of records that retention took, so they are void (4.3). They
+    were zeros where later files of the queue were still there, and each second recovery changed them."""
+    with open_store(tmp_path / "s") as store:
+        fill(store)
+        store.drop_before((10 - kept_segments) * SEGMENT)
+        low, high = store.offsets("t", 0)
+    assert 0 < low < 8
+    first = tmp_path / "s" / "consumequeue" / "t" / "0" / f"{0:020d}"
+    lost = first.read_bytes()
+    first.unlink()
+
+    reports = [recover_store(tmp_path / "s", RecoverOptions(), fs=Unsynced()) for _ in range(2)]
+
+    assert [report.changed for report in reports] == [True, False]
+    assert reports[0].rebuilt.units == 8 - low
+    assert first.read_bytes() == VOID_UNIT * low + lost[20 * low :]
+    with open_store(tmp_path / "s") as store:
+        check_front(store, kept_segments)
+        assert store.offsets("t", 0) == (low, high)
 
 
 def test_a_segment_that_cannot_be_deleted_is_told_and_tried_again(tmp_path: Path) -> None:

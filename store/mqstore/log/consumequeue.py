@@ -238,6 +238,10 @@ class ConsumeQueue(Queue):
                 count = min(offset - first, _CHUNK_UNITS)
                 self._pwrite(first, VOID_UNIT * count)
                 first += count
+        else:
+            segment, index = divmod(offset, self._table.units_per_segment)
+            if index and segment not in self._starts:  # a lost file; what it first pointed at was gone before
+                self._pwrite(offset - index, VOID_UNIT * index)
         self._pwrite(offset, units)
 
     def _pwrite(self, offset: int, data: bytes | memoryview) -> None:
