@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -216,6 +217,59 @@ def test_a_value_of_the_wrong_type_is_found_and_mended(tmp_path: Path) -> None:
     assert done.exit_code == 0
 
 
+@pytest.mark.parametrize("name", ["config/topics.json", "mqstore.json", "config/spark/txn.json"])
+def test_a_json_file_put_back_from_its_backup_is_a_change(tmp_path: Path, name: str) -> None:
+    """It was moved aside and written anew, and the report said that nothing was changed, and of the manifest nothing at
+    all."""
+    with library.open(tmp_path / "s", config=CONFIG) as store:
+        store.create_topic("jobs", queues=1)
+    file = tmp_path / "s" / name
+    good = b'{"apps": {}, "version": 1}' if name.endswith("txn.json") else file.read_bytes()
+    file.parent.mkdir(exist_ok=True)
+    file.with_name(f"{file.name}.bak").write_bytes(good)
+    file.write_bytes(b"{")
+    before = snapshot(tmp_path / "s")
+
+    planned = mqstore_json("recover", tmp_path / "s", "--dry-run", exit_code=1)
+    assert snapshot(tmp_path / "s") == before
+    done = mqstore_json("recover", tmp_path / "s", exit_code=1)
+
+    for report in (planned, done):
+        assert report["changed"]
+        assert [(finding["kind"], finding["file"]) for finding in report["findings"]] == [("bad_json", name)]
+    assert json.loads(file.read_bytes()) == json.loads(good)
+    again = mqstore_json("recover", tmp_path / "s")
+    assert (again["changed"], again["findings"]) == (False, [])
+
+
+def test_rebuilding_config_and_index_together_tells_of_both(hundred: tuple[Path, list[SendReceipt]]) -> None:
+    path, _ = hundred
+    (path / "config").mkdir()
+    (path / "config" / "topics.json").write_bytes(b"{")
+
+    for options, dry_run in ((["--dry-run"], True), (["--yes"], False)):
+        report = mqstore_json(
+            "recover", path, "--rebuild", "config", "--rebuild", "index", *options, exit_code=1 if dry_run else 0
+        )
+        check_shape(report)
+        assert report["changed"]
+        assert len(report["config"]) == 1
+        assert "config/topics.json" in report["config"][0]
+    assert not (path / "config" / "topics.json").exists()
+
+
+@pytest.mark.parametrize("options", [[], ["--dry-run"]])
+@pytest.mark.parametrize("what", ["a file", "nothing"])
+def test_what_holds_no_store_is_3_and_is_said_plainly(tmp_path: Path, what: str, options: list[str]) -> None:
+    if what == "a file":
+        (tmp_path / "s").write_bytes(b"x")
+
+    result = mqstore("recover", tmp_path / "s", *options)
+
+    assert result.exit_code == 3
+    assert "s is a file" in result.stderr if what == "a file" else result.stderr.endswith("s holds no store\n")
+
+
 @pytest.mark.parametrize("lost", ["one copy", "both copies"])
 @pytest.mark.parametrize("name", ["config/spark/txn.json", "local_offsets/caches/prices.json"])
 def test_json_files_outside_of_config_are_found_and_mended(tmp_path: Path, name: str, lost: str) -> None:
@@ -274,5 +328,6 @@ def test_for_people_it_says_what_was_done(hundred: tuple[Path, list[SendReceipt]
     assert "would be changed" in plan.stdout
     assert "bad_record: commitlog/" in run.stdout
     assert "rebuilt 1" in run.stdout or "rebuilt 9" in run.stdout
-    assert "is in order; nothing to do" in again.stdout
+    assert "nothing to do" not in again.stdout  # the damage is still there
+    assert "does not mend what is listed above" in again.stdout
     assert (plan.exit_code, run.exit_code, again.exit_code) == (1, 1, 1)

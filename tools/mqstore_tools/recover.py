@@ -88,8 +88,9 @@ def recover(
     for name, folder in (("--keep-cut", keep_cut), ("--salvage", salvage)):
         if folder is not None and _within(folder, directory / "commitlog", directory / "consumequeue"):
             raise click.UsageError(f"{name} must not lie among the store's own files")
+    config_done: list[str] | None = None
     if "config" in rebuild:
-        done = _rebuild_config(directory, dry_run=dry_run, yes=yes)
+        done = config_done = _rebuild_config(directory, dry_run=dry_run, yes=yes)
         if done is None:
             note("nothing was changed")
             ctx.exit(FINDINGS)
@@ -120,9 +121,11 @@ def recover(
             )
     finally:
         logging.getLogger("mqstore").setLevel(logging.NOTSET)
+    report.changed |= bool(config_done)
     orphans, profile, foreign = _afterwards(directory)
     if json_output:
-        print_json({**report.as_dict(), "orphan_levels": orphans, "dry_run": dry_run})
+        config = {} if config_done is None else {"config": config_done}
+        print_json({**report.as_dict(), **config, "orphan_levels": orphans, "dry_run": dry_run})
     else:
         _show(report, dry_run=dry_run)
         for level, waiting in orphans.items():
@@ -199,6 +202,10 @@ def _show(report: RecoveryReport, *, dry_run: bool) -> None:
         )
     if report.salvaged:
         print(f"salvaged {report.salvaged} records")
-    state = "would be changed" if dry_run else "was changed"
-    verdict = state if report.changed else "is in order; nothing to do"
+    if report.changed:
+        verdict = "would be changed" if dry_run else "was changed"
+    elif report.findings:
+        verdict = "is left as it is: this does not mend what is listed above"
+    else:
+        verdict = "is in order; nothing to do"
     console().print(f"{report.messages} records verified, the log ends at {report.log_end}; the store {verdict}")

@@ -43,7 +43,7 @@ from portalocker.exceptions import AlreadyLocked, LockException
 from portalocker.portalocker import FlockLocker
 
 from mqstore.clock import SYSTEM_CLOCK, Clock
-from mqstore.errors import MQStoreError, StoreFullError, StoreLockedError, raise_os_error
+from mqstore.errors import MQStoreError, StoreFullError, StoreIOError, StoreLockedError, raise_os_error
 from mqstore.files.filesystem import FILE_MODE, REAL, FileSystem
 
 __all__ = ["WriterLock", "refuse_beside_writer", "writer_alive"]
@@ -316,6 +316,10 @@ def writer_alive(root: str | os.PathLike[str], fs: FileSystem = REAL) -> bool:
             fd = fs.open(path, os.O_RDONLY | os.O_NONBLOCK)
         except FileNotFoundError:
             return False
+        except StoreIOError as error:
+            if error.errno != errno.ENOTDIR:
+                raise
+            return False  # a file, of which whoever opens it says so
         try:
             return _byte_holder(fd) is not None
         except OSError as error:

@@ -366,9 +366,7 @@ def resolve(
         raise NotAStoreError(f"{root} is no store: it holds {some} but neither {MANIFEST} nor commitlog/")
     else:
         if not (writer and create):
-            raise NotAStoreError(
-                f"{root} holds no store" + ("; open it with create=True to make one" if writer else "")
-            )
+            raise NotAStoreError(f"{root} holds no store")
         chosen = profile or "mqstore"
         if chosen not in _SIZES:
             raise ConfigError(f"profile must be 'mqstore' or 'rocketmq', not {profile!r}")

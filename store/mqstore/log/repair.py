@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ from mqstore.files.lock import WriterLock, writer_alive
 from mqstore.layout.record import Checksum
 from mqstore.log import manifest as manifests
 from mqstore.log.recovery import Progress, RecoverOptions
-from mqstore.log.report import RecoveryReport
+from mqstore.log.report import Finding, RecoveryReport
 from mqstore.log.store import MessageStore
-from mqstore.log.verify import bad_json, json_tables
+from mqstore.log.verify import bad_json, json_files, json_tables
 from mqstore.options import Profile, StoreConfig
 
 __all__ = ["rebuild_config", "recover_store"]
@@ -42,17 +42,24 @@ def recover_store(
     StoreLockedError while a writer has the store, else as `mqstore.open`.
     """
     options = replace(options, full=True)
+    root = Path(path)
     if options.dry_run:
         if writer_alive(path, fs):
             raise StoreLockedError(f"a writer has {os.fspath(path)} open; what it is writing cannot be judged")
         with MessageStore(path, "r", config=config, fs=fs) as store:
             report = store.plan_recovery(options, progress)
-            report.findings += bad_json(Path(path), json_checks, fs)
+            _report_json(report, bad_json(root, json_files(root, json_checks), fs))
             return report
     with MessageStore(path, create=False, config=config, fs=fs, recover_options=options, progress=progress) as store:
         report = store.recovery
-        report.findings += bad_json(Path(path), json_checks, fs, mend=True)
+        _report_json(report, bad_json(root, json_files(root, json_checks), fs, mend=True))
         return report
+
+
+def _report_json(report: RecoveryReport, found: Iterable[tuple[Finding, bool]]) -> None:
+    for finding, mended in found:
+        report.findings.append(finding)
+        report.changed |= mended
 
 
 def rebuild_config(

@@ -369,6 +369,7 @@ class MessageStore(StoreWriter):
         for problem in self._txn.problems:  # its backup knows one version less: that one could be spliced twice
             _log.warning("%s: %s", self.path, problem)
             self.recovery.findings.append(Finding("bad_json", TXN_FILE, 0, 0, problem))
+            self.recovery.changed = True
         # Of a queue whose records retention took nobody but its files knew where it ended. Without them its numbers
         # begin anew, of which the log shows nothing.
         lost = outcome.report.scanned_from is not None and self._have_queues_lost()

@@ -11,7 +11,7 @@ the log (`units`, `straight`) afterwards.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from mqstore.layout.record import Checksum
 from mqstore.layout.scan import content_end
 from mqstore.log.consumequeue import ConsumeQueue, QueueTable
 from mqstore.log.index import Index
+from mqstore.log.manifest import MANIFEST
 from mqstore.log.names import is_path_safe
 from mqstore.log.report import Finding, Kind
 from mqstore.log.scanner import MAX_SLOT, Bad, End, Good, scan_log, sort_out
@@ -148,20 +149,27 @@ def json_tables(root: Path, checks: Mapping[str, Check]) -> Iterator[tuple[str, 
             yield name, checks.get(name, check)
 
 
-def bad_json(root: Path, checks: Mapping[str, Check], fs: FileSystem, *, mend: bool = False) -> Iterator[Finding]:
-    """The store's JSON files that do not decode, or fail the check of their name. With `mend`, which only the writer
-    may ask for, one whose backup is good is replaced by it."""
-    manifest: list[tuple[str, Check | None]] = [("mqstore.json", None)] if (root / "mqstore.json.bak").exists() else []
-    for name, check in [*manifest, *json_tables(root, checks)]:
+def json_files(root: Path, checks: Mapping[str, Check]) -> list[tuple[str, Check | None]]:
+    """As `json_tables`, with the manifest, if there are two copies of it: without a good one no store is opened."""
+    manifest: list[tuple[str, Check | None]] = [(MANIFEST, None)] if (root / f"{MANIFEST}.bak").exists() else []
+    return [*manifest, *json_tables(root, checks)]
+
+
+def bad_json(
+    root: Path, files: Iterable[tuple[str, Check | None]], fs: FileSystem, *, mend: bool = False
+) -> Iterator[tuple[Finding, bool]]:
+    """Those of `json_files` that do not decode, or fail their check; and whether a good backup stands in for them. With
+    `mend`, which only the writer may ask for, they are replaced by it."""
+    for name, check in files:
         try:
             _, problems = load_json(root / name, writer=mend, fs=fs, root=root, check=check)
         except CorruptStoreError as error:
-            yield Finding("bad_json", name, error.position or 0, 0, str(error))
+            yield Finding("bad_json", name, error.position or 0, 0, str(error)), False
         except (MQStoreError, OSError) as error:
-            yield Finding("bad_json", name, 0, 0, str(error))
+            yield Finding("bad_json", name, 0, 0, str(error)), False
         else:
             for problem in problems:
-                yield Finding("bad_json", name, 0, 0, problem)
+                yield Finding("bad_json", name, 0, 0, problem), True
 
 
 class Verifier:
@@ -440,4 +448,5 @@ class Verifier:
 
     def json_files(self) -> Iterator[Finding]:
         """JSON files that do not decode, or say what they cannot mean."""
-        return bad_json(self._root, self._json_checks, self._fs)
+        found = bad_json(self._root, json_files(self._root, self._json_checks), self._fs)
+        return (finding for finding, _ in found)
