@@ -401,6 +401,16 @@ def test_a_field_that_its_bits_cannot_hold_is_refused(store: MessageStore, field
     assert (caught.value.field, store.max_offset) == (field, 0)
 
 
+@pytest.mark.parametrize("sys_flag", [0x80, 0x81, 0xC0])
+def test_a_batch_in_one_record_is_refused(store: MessageStore, sys_flag: int) -> None:
+    """Only queues of another kind list such records (store-format 2.9): it took a number of its queue, and nobody ever
+    saw it."""
+    with pytest.raises(InvalidMessageError) as caught:
+        store.append("t", 0, b"x", sys_flag=sys_flag)
+    assert (caught.value.field, store.max_offset) == ("sys_flag", 0)
+    assert store.put("t", b"next").offset == 0
+
+
 def test_the_crc_property_of_another_record_is_left_out(store: MessageStore) -> None:
     """It once was stored as it came. The record then failed its own check: it could not be read, and the next
     recovery took it, and all behind it, for a torn tail."""

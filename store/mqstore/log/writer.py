@@ -40,7 +40,7 @@ from mqstore.layout.properties import (
     UNIQ_KEY,
     decode_properties,
 )
-from mqstore.layout.record import BLANK_BYTES, MAGIC_V1, MAGIC_V2, MAX_TOPIC_BYTES_V1, unreadable_number
+from mqstore.layout.record import BLANK_BYTES, INNER_BATCH, MAGIC_V1, MAGIC_V2, MAX_TOPIC_BYTES_V1, unreadable_number
 from mqstore.log.commitlog import ALLOWANCE, CommitLog, Fields, SendReceipt, SendReceipts
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.names import check_topic
@@ -302,6 +302,8 @@ class StoreWriter(StoreReader):
                 ("born_timestamp_ms", born_timestamp_ms or 0, 64),
             ):
                 check_integer(value, bits, name)
+            if sys_flag & INNER_BATCH:
+                raise InvalidMessageError("a batch in one record is not written: no queue would list it", "sys_flag")
         waits = self._waits(durability)
         properties = properties or {}
         receipt = self._log.append(queue, body, self._checked_tail(queue, properties), fields, properties.get(UNIQ_KEY))
