@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -256,6 +257,19 @@ def test_rebuilding_config_and_index_together_tells_of_both(hundred: tuple[Path,
         assert len(report["config"]) == 1
         assert "config/topics.json" in report["config"][0]
     assert not (path / "config" / "topics.json").exists()
+
+
+@pytest.mark.parametrize("options", [[], ["--rebuild", "config", "--yes"]])
+def test_beside_a_writer_a_plan_is_refused_as_the_recovery_is_naming_the_holder(
+    tmp_path: Path, options: list[str]
+) -> None:
+    with library.MessageStore(tmp_path / "s", config=CONFIG):
+        plan = mqstore("recover", tmp_path / "s", *options, "--dry-run")
+        run = mqstore("recover", tmp_path / "s", *options)
+
+    assert (plan.exit_code, run.exit_code) == (3, 3)
+    assert f"process {os.getpid()}" in plan.stderr
+    assert plan.stderr == run.stderr
 
 
 @pytest.mark.parametrize("options", [[], ["--dry-run"]])

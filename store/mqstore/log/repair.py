@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from mqstore.clock import SYSTEM_CLOCK
-from mqstore.errors import CorruptStoreError, NotAStoreError, StoreLockedError
+from mqstore.errors import CorruptStoreError, NotAStoreError
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.files.jsonfile import NO_CHECKS, Check, load_json, set_aside_json
-from mqstore.files.lock import WriterLock, writer_alive
+from mqstore.files.lock import WriterLock, refuse_beside_writer
 from mqstore.layout.record import Checksum
 from mqstore.log import manifest as manifests
 from mqstore.log.recovery import Progress, RecoverOptions
@@ -44,8 +44,7 @@ def recover_store(
     options = replace(options, full=True)
     root = Path(path)
     if options.dry_run:
-        if writer_alive(path, fs):
-            raise StoreLockedError(f"a writer has {os.fspath(path)} open; what it is writing cannot be judged")
+        refuse_beside_writer(path, fs)  # what it is writing cannot be judged
         with MessageStore(path, "r", config=config, fs=fs) as store:
             report = store.plan_recovery(options, progress)
             _report_json(report, bad_json(root, json_files(root, json_checks), fs))
@@ -81,8 +80,7 @@ def rebuild_config(
         raise NotAStoreError(f"{root} is no store: it has neither {manifests.MANIFEST} nor commitlog/")
     lock = WriterLock(root, "mqstore recover", fs=fs)
     if dry_run:
-        if writer_alive(root, fs):
-            raise StoreLockedError(f"a writer has {root} open")
+        refuse_beside_writer(root, fs)
     else:
         lock.acquire()
     try:
