@@ -137,6 +137,33 @@ def spoil(manifest: Path, damage: str, content: dict[str, Any]) -> None:
         )
 
 
+@pytest.mark.parametrize("damage", ["missing", "empty", "garbage", "no JSON object"])
+def test_opening_for_writing_puts_the_manifest_back_from_its_backup_and_says_so(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of every JSON file (store-format 11.2). The damaged one stayed, unsaid, and its backup was the only copy."""
+    root = tmp_path / "s"
+    open_store(root).close()
+    manifest = root / "mqstore.json"
+    good = manifest.read_bytes()
+    (root / "mqstore.json.bak").write_bytes(good)
+    spoil(manifest, damage, json.loads(good))
+    spoilt = None if damage == "missing" else manifest.read_bytes()
+    with open_store(root, "r"):  # who only reads changes nothing
+        assert (manifest.read_bytes() if manifest.exists() else None) == spoilt
+
+    with open_store(root) as store:
+        assert [(finding.kind, finding.file) for finding in store.recovery.findings] == [("bad_json", "mqstore.json")]
+        assert store.recovery.changed
+
+    assert "mqstore.json.bak was taken" in caplog.text
+    assert manifest.read_bytes() == (root / "mqstore.json.bak").read_bytes() == good
+    aside = [path.read_bytes() for path in root.glob("mqstore.json.corrupt-*")]
+    assert aside == ([] if spoilt is None else [spoilt])
+    with open_store(root) as store:
+        assert (store.recovery.findings, store.recovery.changed) == ([], False)
+
+
 @pytest.mark.parametrize("damage", ["empty", "garbage", "other JSON", "no JSON object", "a key missing"])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_manifest_without_any_copy_that_decodes_names_the_command_that_mends_it(

@@ -342,6 +342,10 @@ class MessageStore(StoreWriter):
         clean = not self._abort.exists()
         self._abort.set(os.getpid())
         self._build(writable=True)
+        mended: list[tuple[str, str]] = []
+        if self.manifest.problems:  # there is one good copy of it: make it two again
+            _, problems = load_json(self.path / manifests.MANIFEST, writer=True, fs=fs, root=self.path)
+            mended += [(manifests.MANIFEST, problem) for problem in problems]
         if created or (self.manifest.has_file and self.manifest.delay_levels != self._stored_delay_levels()):
             manifests.save(self.manifest, self.path, fs)
         self._prepare_folders(created)
@@ -366,9 +370,11 @@ class MessageStore(StoreWriter):
         )
         self.recovery = outcome.report
         self._report_undone(undone)
-        for problem in self._txn.problems:  # its backup knows one version less: that one could be spliced twice
+        # The backup of this one knows one version less: that one could be spliced twice.
+        mended += [(TXN_FILE, problem) for problem in self._txn.problems]
+        for name, problem in mended:
             _log.warning("%s: %s", self.path, problem)
-            self.recovery.findings.append(Finding("bad_json", TXN_FILE, 0, 0, problem))
+            self.recovery.findings.append(Finding("bad_json", name, 0, 0, problem))
             self.recovery.changed = True
         # Of a queue whose records retention took nobody but its files knew where it ended. Without them its numbers
         # begin anew, of which the log shows nothing.
