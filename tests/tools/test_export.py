@@ -7,6 +7,7 @@ import ipaddress
 import json
 import os
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -198,3 +199,33 @@ def test_hostile_text_is_ascii_on_the_way_and_whole_on_arrival(tmp_path: Path) -
     [message] = lines(result.stdout)
     assert (message["tags"], message["keys"], message["properties"][evil]) == (evil, evil, evil)
     assert base64.b64decode(message["body"]).decode() == evil
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_an_output_that_is_a_link_is_written_where_it_leads(ten: Path, tmp_path: Path, there: bool) -> None:
+    """The link was replaced by a file; where it led to another file system, the whole export was in vain."""
+    (tmp_path / "elsewhere").mkdir()
+    target, link = tmp_path / "elsewhere" / "all.jsonl", tmp_path / "link"
+    link.symlink_to(target)
+    if there:
+        target.write_text("old")
+
+    assert mqstore("export", ten, "--output", link).exit_code == 0
+
+    assert link.is_symlink()
+    assert len(target.read_text().splitlines()) == 10
+    assert [path.name for path in target.parent.iterdir()] == ["all.jsonl"]
+
+
+def test_an_output_that_is_no_file_is_written_and_not_replaced(ten: Path, tmp_path: Path) -> None:
+    """`--output /dev/null` of who may do so put a file in the place of the device."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)  # 10 lines fit the pipe
+    try:
+        assert mqstore("export", ten, "--output", pipe).exit_code == 0
+        assert len(os.read(reader, 1 << 16).splitlines()) == 10
+    finally:
+        os.close(reader)
+
+    assert stat.S_ISFIFO(pipe.stat().st_mode)

@@ -198,17 +198,20 @@ def _lines(output: Path | None, directory: Path) -> Iterator[TextIO]:
 @contextmanager
 def _target(output: Path, directory: Path) -> Iterator[str]:
     """A file to write. It gets its name only when all of it is there, so that no half of it is taken for whole."""
-    folder = output.resolve().parent
-    if folder == directory.resolve() or directory.resolve() in folder.parents:
+    if output.exists() and not output.is_file():
+        yield str(output)  # a device or a pipe: to rename a file over it would take it away
+        return
+    target = output.resolve()
+    if directory.resolve() in target.parents:
         raise click.UsageError("--output must not lie in the store's directory")
-    fd, temporary = tempfile.mkstemp(prefix=f".{output.name}.", dir=folder)
+    fd, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     try:
         try:
             yield temporary
             os.fsync(fd)
         finally:
             os.close(fd)
-        os.replace(temporary, output)
+        os.replace(temporary, target)
     except BaseException:
         with suppress(FileNotFoundError):
             os.unlink(temporary)
