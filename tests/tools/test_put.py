@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,6 +52,55 @@ def test_many_lines_in_many_chunks(tmp_path: Path) -> None:
 
     assert "put 2500 messages to orders/0, offsets 0..2499" in result.stdout
     assert bodies(tmp_path / "s") == text.splitlines()
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_lines_that_were_stored_before_one_that_cannot_be_are_told(tmp_path: Path, options: list[str]) -> None:
+    """Only the error was told, and whoever mended the input and put it again had the first lines twice."""
+    text = b"".join(b"%d\n" % i for i in range(2500)) + b"x" * ((4 << 20) + 1)
+
+    result = mqstore("put", tmp_path / "s", "orders", "-", *options, stdin=text)
+
+    stored = bodies(tmp_path / "s")
+    assert result.exit_code == 2
+    assert stored == text.splitlines()[: len(stored)]
+    assert stored
+    first, error = result.stderr.splitlines()
+    assert first == f"the first {len(stored)} lines were stored, none behind them:"
+    assert "line 2501" in error
+    assert len(result.stdout.splitlines()) == (len(stored) if options else 0)
+
+
+def test_lines_of_a_chunk_that_found_the_disk_full_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: library.MessageStore, topic: str, *arguments: Any, **options: Any) -> None:
+        error = library.StoreFullError(28, "No space left on device", "commitlog", "allocate")
+        error.receipts = [self.put(topic, b"0"), self.put(topic, b"1")]
+        raise error
+
+    monkeypatch.setattr(library.MessageStore, "put_many", full)
+
+    result = mqstore("put", tmp_path / "s", "orders", "-", "--json", stdin=b"0\n1\n2\n")
+
+    assert result.exit_code == 3
+    assert "the first 2 lines were stored" in result.stderr
+    assert [json.loads(line)["queue_offset"] for line in result.stdout.splitlines()] == [0, 1]
+
+
+def test_an_interrupt_tells_how_many_lines_were_stored(tmp_path: Path) -> None:
+    with process("put", tmp_path / "s", "orders", "-", "--json", stdin=subprocess.PIPE) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdin.write(b"".join(b"%d\n" % i for i in range(1000)) + b"one more\n")
+        child.stdin.flush()
+        for _ in range(1000):
+            child.stdout.readline()
+        child.send_signal(signal.SIGINT)
+        assert child.stderr is not None
+        told = child.stderr.read()
+
+    assert child.returncode == 130
+    assert told == b"the first 1000 lines were stored, none behind them:\n"
+    assert len(bodies(tmp_path / "s")) == 1000
 
 
 def test_no_line_no_message(tmp_path: Path) -> None:

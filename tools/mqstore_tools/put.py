@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 import click
 
@@ -14,6 +14,7 @@ from mqstore import (
     ConfigError,
     Durability,
     InvalidMessageError,
+    MQStoreError,
     NotAStoreError,
     OutgoingMessage,
     SendReceipt,
@@ -125,14 +126,25 @@ def put(
     total = 0
     first: SendReceipt | None = None
     last: SendReceipt | None = None
+
+    def took(receipts: Sequence[SendReceipt]) -> None:
+        nonlocal total, first, last
+        total += len(receipts)
+        first, last = first or receipts[0], receipts[-1]
+        if json_output:
+            for receipt in receipts:
+                print(as_json(_receipt(receipt)))
+
     with MessageStore(directory, create=create, durability=durability) as store:
-        for chunk in _chunks(bodies):
-            receipts = store.put_many(topic, [message(data) for data in chunk], queue_id)
-            total += len(receipts)
-            first, last = first or receipts[0], receipts[-1]
-            if json_output:
-                for receipt in receipts:
-                    print(as_json(_receipt(receipt)))
+        try:
+            for chunk in _chunks(bodies):
+                took(store.put_many(topic, [message(data) for data in chunk], queue_id))
+        except (Exception, KeyboardInterrupt) as error:
+            if isinstance(error, MQStoreError) and error.receipts:
+                took(cast(Sequence[SendReceipt], error.receipts))
+            if body == "-":  # or they would be put again with the rest
+                note(f"the first {total} lines were stored, none behind them:")
+            raise
         if total == 0:
             note("no line, no message")
         elif not json_output and first is not None and last is not None:
