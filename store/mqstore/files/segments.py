@@ -330,6 +330,13 @@ class SegmentRun:
                 segment.length = min(segment.length, segment.size)
         return changed
 
+    def map_anew(self) -> None:
+        """Have each segment mapped again when it is asked for: behind a cut, files of the same names may be others."""
+        assert not self.writable, "a writer's segments are its own"
+        with self._lock:
+            for segment in self._by_start.values():
+                self._let_go(segment)
+
     def _list(self, problems: list[LoadProblem]) -> list[Segment]:
         """Segments by what names and lengths the folder has; `length` as found, even if greater than `size`."""
         try:

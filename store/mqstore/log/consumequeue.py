@@ -51,6 +51,8 @@ class ConsumeQueue(Queue):
         "_last_path",
         "_starts",
         "_table",
+        "cut_to",
+        "cuts",
         "directory",
         "max_offset",
         "min_offset",
@@ -69,6 +71,9 @@ class ConsumeQueue(Queue):
         self.min_offset = 0
         self.max_offset = 0
         self.next_offset = 0
+        self.cuts = 0
+        """How often a reader has seen the end move back, and `cut_to` where to the last time."""
+        self.cut_to = 0
         self.ref = QueueRef(topic, queue_id)
         self.magic = MAGIC_V1
         self.plain_tail = b""
@@ -167,7 +172,18 @@ class ConsumeQueue(Queue):
                 return
 
     def refresh(self) -> None:
-        """Look for units that another process has published since (store-format 8.5)."""
+        """Look for units that another process has published since, or taken back (store-format 8.5)."""
+        with self._table.news_lock:  # of two threads each would add what both have found
+            known = self.max_offset
+            if known > self.first_offset() and self.units(known - 1, 1)["size"][0] <= 0:
+                self.load(exact=False)  # cut, or its file is gone: retention may take that once there is a next one
+                if self.max_offset < known:
+                    self.min_offset = min(self.min_offset, self.max_offset)
+                    self.cut_to = self.max_offset
+                    self.cuts += 1
+            self._grow()
+
+    def _grow(self) -> None:
         per = self._table.units_per_segment
         while True:
             segment = self.max_offset // per
@@ -376,6 +392,8 @@ class QueueTable:
         self._file_mode = file_mode
         self._queues: dict[tuple[str, int], ConsumeQueue] = {}
         self._lock = threading.Lock()
+        self.news_lock = threading.RLock()
+        """Of readers: for who moves the end of a queue."""
         self._dirty: set[str] = set()
         self._dirty_directories: set[str] = set()
         self._made_directories: set[str] = set()

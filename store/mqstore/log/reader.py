@@ -74,6 +74,8 @@ _SCAN_UNITS = 800
 _COMPILED_UNITS = 4096
 """Units read at once: their messages keep them all."""
 _FOLLOW_MIN_S, _FOLLOW_MAX_S = 0.001, 0.1
+_FOLLOW_LOOK_S = 1.0
+"""Who follows looks so often whether the end has moved back."""
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _BLOCK_UNITS = 4096
 _LOOK_AHEAD_UNITS = 256
@@ -913,7 +915,8 @@ class StoreReader:
         """Messages of one queue in order, or with `queue_id` None of all queues of the topic merged by store time.
 
         `start`: a word, a time, or (one queue) an offset; `stop`: the offset to end before. With `follow` it waits for
-        more, for ever; of several queues it then yields what has come, merged within each round.
+        more, for ever; of several queues it then yields what has come, merged within each round. Where a writer has
+        had to cut what a reader had seen already, following goes on there, and the log says so.
         """
         if queue_id is not None:
             yield from self._iter_queue(self._queue(topic, queue_id), start, stop, follow, tags)
@@ -921,7 +924,14 @@ class StoreReader:
         if isinstance(start, int) or stop is not None:
             raise InvalidMessageError("start and stop as offsets belong to one queue: give queue_id=", "start")
         positions = {ref: self._start_of(self._queue(*ref), start) for ref in self.queues(topic)}
+        cuts = {ref: self._queue(*ref).cuts for ref in positions}
         while True:
+            for ref in positions if follow else ():
+                queue = self._queue(*ref)
+                if queue.cuts != cuts.setdefault(ref, 0):
+                    cuts[ref] = queue.cuts
+                    if positions[ref] > queue.cut_to:
+                        positions[ref] = self._back_to_cut(queue, positions[ref])
             begun = dict(positions)
             rounds = [self._round(ref, positions, tags) for ref in positions]
             yield from merge(*rounds, key=lambda m: (m.store_timestamp_ms, m.physical_offset))
@@ -947,7 +957,7 @@ class StoreReader:
             time.sleep(pause)  # at least once: what is there beyond a position may not be readable yet
             pause = min(2 * pause, _FOLLOW_MAX_S)
             polls += 1
-            if any(self._queue(*ref, offset).max_offset > offset for ref, offset in positions.items()):
+            if any(self._queue(*ref, offset).max_offset != offset for ref, offset in positions.items()):
                 return
             # To another process a new queue is a new folder, which is not looked for at every turn.
             if (self.mode == "rw" or polls % 10 == 0) and any(ref not in positions for ref in self.queues(topic)):
@@ -968,9 +978,15 @@ class StoreReader:
         """Messages of `queue`; the value at the end is the offset behind all that was looked at."""
         position = self._start_of(queue, start)
         size = 32
+        cuts = queue.cuts
         while stop is None or position < stop:
             want = size if stop is None else min(size, stop - position)
             result = self.get(queue.topic, queue.queue_id, position, want, tags=tags)
+            if follow and queue.cuts != cuts:
+                cuts = queue.cuts
+                if position > queue.cut_to:
+                    position = self._back_to_cut(queue, position)
+                    continue
             if result.status in ("OFFSET_TOO_SMALL", "OFFSET_OVERFLOW_BADLY"):
                 raise OffsetOutOfRangeError(
                     f"offset {position} of {queue.topic}/{queue.queue_id} is not between "
@@ -993,8 +1009,20 @@ class StoreReader:
                 if queue.max_offset > position:
                     time.sleep(_FOLLOW_MAX_S)  # its record cannot be read yet
                 else:
-                    self._wait_for(queue, position, 60.0)
+                    self._wait_for(queue, position, _FOLLOW_LOOK_S)
         return position
+
+    def _back_to_cut(self, queue: ConsumeQueue, position: int) -> int:
+        """Where who follows goes on after the end of `queue` has moved back (8.5)."""
+        _log.warning(
+            "%s: the log was cut: %s/%d ended at %d and not behind %d; following goes on there",
+            self.path,
+            queue.topic,
+            queue.queue_id,
+            queue.cut_to,
+            position,
+        )
+        return queue.cut_to
 
 
 def _said(physical: int, size: int) -> int:

@@ -473,7 +473,10 @@ class MessageStore(StoreWriter):
                 self._dispatcher.catch_up()
             return
         if queue is not None:
+            cuts = queue.cuts
             queue.refresh()
+            if queue.cuts != cuts:
+                self._run.map_anew()
         now = time.monotonic()
         if queue is None or now >= self._next_listing:
             self._next_listing = now + 1.0
