@@ -7,6 +7,12 @@
 
 static PyMethodDef functions[] = {
     FUNCTION(walk, "walk(buffer, start, end, limit) -> (positions, stop)"),
+    FUNCTION(sweep, 
+             "sweep(buffer, start, stop, base, limit, checksums, populated, longs, ints) -> "
+             "(count, stop, topics, tails, populated)"),
+    FUNCTION(list,
+             "list(buffer, limit, count, base, longs, ints, prefixes, out, has_unit, units) -> "
+             "(rows, queues, entry_row, entry_hash), or None"),
     FUNCTION(gather, "gather(buffer, positions, width, out)"),
     FUNCTION(join, "join(buffer, starts, sizes, out)"),
     FUNCTION(measure, "measure(buffer, positions, topic, ok, table) -> bool"),

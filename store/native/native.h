@@ -40,6 +40,8 @@ enum {
     COMPRESSED = 0x01,
     TRANSACTION_MASK = 0x0C,
     TRANSACTION_COMMIT = 0x08,
+    TRANSACTION_ROLLBACK = 0x0C,
+    INNER_BATCH = 0x80,
     IPV4_BYTES = 8,
     IPV6_BYTES = 20,
     IPV6_EXTRA = 12,
@@ -70,6 +72,8 @@ static inline bool is_magic(uint32_t magic) { return magic == MAGIC_V1 || magic 
 uint32_t crc32c(uint32_t crc, const uint8_t *data, size_t n);
 /* Of a whole record, its checksum field read as zero (2.10). `n` is at least 12. */
 uint32_t crc32c_record(const uint8_t *record, size_t n);
+/* Of three of them, or fewer, side by side. */
+void crc32c_records(const uint8_t *const *records, const size_t *sizes, int count, uint32_t *sums);
 /* 0, or -1 with an exception where the processor has no instruction for it. */
 int crc32c_init(void);
 
@@ -138,6 +142,8 @@ static inline void fetch_at(const uint8_t *data, int64_t length, int64_t at, int
 
 /* --- the functions and types of the module, by file --- */
 
+PyObject *native_sweep(PyObject *, PyObject *const *, Py_ssize_t);
+PyObject *native_list(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_walk(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_gather(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_join(PyObject *, PyObject *const *, Py_ssize_t);

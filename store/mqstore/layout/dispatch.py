@@ -51,7 +51,8 @@ from mqstore.layout.record import (
     body_length_at,
     store_timestamp_at,
 )
-from mqstore.layout.scan import Headers
+from mqstore.layout.scan import Headers, Run
+from mqstore.native import kernel
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -60,6 +61,7 @@ __all__ = [
     "FEW_RECORDS",
     "LIGHT_PREFIX",
     "SCHEDULE_TOPIC",
+    "Listed",
     "Output",
     "Rows",
     "as_kept",
@@ -97,6 +99,25 @@ _FEW = 8
 """Distinct properties are worth finding when records share them at least this many to one."""
 
 
+# Rows of the table that `kernel.list` fills.
+_LISTED_ROWS = 7
+_TAGS_CODE, _ROW, _SLOT, _QUEUE_TOPIC, _QUEUE_NUMBER, _QUEUE_END, _QUEUE_FOLLOWS = range(_LISTED_ROWS)
+
+
+class Listed(NamedTuple):
+    """The records of a stretch that one queue lists, in log order."""
+
+    topic: str
+    queue_id: int
+    rows: _Int64s
+    """Which they are, of `Rows`."""
+    queue_offset: _Int64s
+    units: npt.NDArray[np.void]
+    """As an array of `UNIT_DTYPE`."""
+    follow: bool
+    """Their queue offsets are consecutive."""
+
+
 class Output(NamedTuple):
     """What a stretch of log gives to write: units by queue, then index entries."""
 
@@ -129,6 +150,8 @@ class Rows:
     """False for prepared and rollback records, which no queue lists."""
     entry_row: _Int64s
     entry_hash: _Int32s
+    queues: list[Listed] | None = None
+    """What `by_queue` gives, if it is known."""
 
     def __len__(self) -> int:
         return self.records
@@ -147,8 +170,23 @@ class Rows:
         units["tags_code"] = self.tags_code[rows]
         return units
 
+    def listed(self) -> list[Listed]:
+        """What each queue has of them, in order of topic and queue id."""
+        if self.queues is None:
+            self.queues = [
+                Listed(topic, queue_id, chosen, self.queue_offset[chosen], self.units(chosen), self._follow(chosen))
+                for topic, queue_id, chosen in self._by_queue()
+            ]
+        return self.queues
+
+    def _follow(self, chosen: _Int64s) -> bool:
+        return bool((np.diff(self.queue_offset[chosen]) == 1).all())
+
     def by_queue(self) -> list[tuple[str, int, _Int64s]]:
         """(topic, queue id, indices of its rows that have a unit, in log order) for each queue."""
+        return self._by_queue() if self.queues is None else [each[:3] for each in self.queues]
+
+    def _by_queue(self) -> list[tuple[str, int, _Int64s]]:
         chosen = np.flatnonzero(self.has_unit)
         if not len(chosen):
             return []
@@ -169,7 +207,7 @@ class Rows:
         """What to write for these records."""
         at = self.entry_row
         return Output(
-            [(t, q, self.queue_offset[chosen], self.units(chosen).tobytes()) for t, q, chosen in self.by_queue()],
+            [(each.topic, each.queue_id, each.queue_offset, each.units.tobytes()) for each in self.listed()],
             self.entry_hash,
             self.physical_offset[at],
             self.store_timestamp_ms[at],
@@ -191,12 +229,16 @@ def rows_of(
     view = memoryview(buf)
     count = len(headers)
     topics, topic = topics_of(view, headers)
+    if headers.run is not None and not batch_topics and SCHEDULE_TOPIC not in topics:
+        listed = _listed(view, headers, headers.run, base, topics, topic)
+        if listed is not None:
+            return listed
     transaction = headers.sys_flag & TRANSACTION_MASK
     has_unit = (transaction == 0) | (transaction == TRANSACTION_COMMIT)
     has_unit &= headers.sys_flag & INNER_BATCH == 0
     if batch_topics:
         has_unit &= ~np.isin(topic, [i for i, name in enumerate(topics) if name in batch_topics])
-    prefixes = np.array([java_hash(f"{name}#") for name in topics], np.int32)
+    prefixes = np.array([_prefix(name) for name in topics], np.int32)
     tags, named, entry_row, entry_hash = _tags_and_entries(view, headers, prefixes, topic)
     indexed = (transaction != TRANSACTION_ROLLBACK)[entry_row]
     if not indexed.all():
@@ -219,6 +261,47 @@ def rows_of(
         entry_hash=entry_hash,
     )
     return _with_light(rows, view, headers, named) if len(named) else rows
+
+
+def _listed(view: memoryview, headers: Headers, run: Run, base: int, topics: list[str], topic: _Int64s) -> Rows | None:
+    """`rows_of` by compiled parts; None for what takes more patience."""
+    assert kernel is not None
+    count = len(headers)
+    empty = run.spares.empty
+    out, has_unit, units = (
+        empty((_LISTED_ROWS, count), np.int64),
+        empty((count,), np.bool_),
+        empty((count,), UNIT_DTYPE),
+    )
+    prefixes = np.array([_prefix(name) for name in topics], np.int32)
+    limit = run.longs.shape[1]
+    found = kernel.list(
+        *(view, limit, count, base, run.longs, run.ints, prefixes, out, has_unit, units.view(np.uint8)),
+    )
+    if found is None:
+        return None
+    _, number, entry_row, entry_hash = found
+    queues = []
+    start = 0
+    for which, queue_id, end, follow in out[_QUEUE_TOPIC:, :number].T.tolist():
+        rows, slots = out[_ROW, start:end], out[_SLOT, start:end]
+        queues.append(Listed(topics[which], queue_id, rows, slots, units[start:end], bool(follow)))
+        start = end
+    return Rows(
+        records=count,
+        topics=topics,
+        topic=topic,
+        queue_id=headers.queue_id,
+        queue_offset=headers.queue_offset,
+        physical_offset=headers.positions + base,
+        size=headers.size,
+        tags_code=out[_TAGS_CODE],
+        store_timestamp_ms=headers.store_timestamp_ms,
+        has_unit=has_unit,
+        entry_row=np.frombuffer(entry_row, np.int64),
+        entry_hash=np.frombuffer(entry_hash, np.int32),
+        queues=queues,
+    )
 
 
 def light_queues(topic: str, queue_id: int, properties: bytes) -> list[tuple[str, int, int]]:
@@ -286,6 +369,9 @@ def topics_of(view: memoryview, headers: Headers) -> tuple[list[str], _Int64s]:
     count = len(headers)
     if not count:
         return [], np.zeros(0, np.int64)
+    known = headers.topics()
+    if known is not None:
+        return [name.decode("utf-8", "surrogateescape") for name in known[0]], known[1].astype(np.int64)
     starts, sizes = headers.topic_position, headers.topic_size
     size = int(sizes[0])
     if bool((sizes == size).all()):

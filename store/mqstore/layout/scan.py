@@ -5,6 +5,7 @@ knows thousands of them by their fixed fields and lengths, and never makes a Pyt
 it. It knows no file, segment or store: positions are relative to the buffer that was passed in, and what lies at a
 physical offset is the caller's sum. The byte table is that of `record`, and so are all constants.
 
+    read_run     consecutive records that verify: the next four, in one pass where there are compiled parts
     walk         starts of consecutive records, by following totalSize
     gather       their fields as arrays, each made when first asked for
     topic_is     whether they bear a topic
@@ -26,7 +27,7 @@ import sys
 import zlib
 from functools import cached_property
 from itertools import pairwise, repeat
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import crc32c
 import numpy as np
@@ -37,6 +38,7 @@ from mqstore.layout import record as _record
 from mqstore.layout.hosts import IPV4_BYTES, IPV6_BYTES
 from mqstore.layout.properties import CRC32, CRC_TAIL_BYTES, MAX_PROPERTIES_BYTES, decode_crc_tail
 from mqstore.layout.record import IPV6_EXTRA, MAGIC_V1, MAGIC_V2, MIN_RECORD_BYTES, Checksum, check_record
+from mqstore.layout.spares import Spares
 from mqstore.native import kernel
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ __all__ = [
     "find_next",
     "gather",
     "ordinary_bodies",
+    "read_run",
     "records_hold",
     "topic_is",
     "verify",
@@ -106,6 +109,12 @@ _PATIENCE = 16  # times the range that `find_next` reads before it distrusts lar
 _PAGE_BYTES = 4096
 _WORTH_LINKING = 16  # a run of fewer records is verified one by one
 
+# Rows of the two tables that `kernel.sweep` fills: 64 and 32 bits.
+_LONG_ROWS: Final = 7
+_POSITION, _QUEUE_OFFSET, _STORE_TIMESTAMP, _PROPERTIES, _PROPERTIES_SIZE, _TOPIC_FIRST, _TOPIC_SIZE = range(_LONG_ROWS)
+_INT_ROWS: Final = 5
+_SIZE_ROW, _QUEUE_ID, _SYS_FLAG, _TOPIC, _TAIL = range(_INT_ROWS)
+
 
 def _bytes_of(buf: ReadableBuffer) -> memoryview:
     view = memoryview(buf)
@@ -154,6 +163,73 @@ def walk(buf: ReadableBuffer, start: int, end: int, max_records: int | None = No
             sizes = np.diff(found[-_WORTH_SPECULATING:])
             stretch = min(4 * stretch, _STRETCH_LAST) if not len(sizes) or (sizes != sizes[0]).any() else _STRETCH_FIRST
     return (np.concatenate(parts) if parts else np.empty(0, np.int64)), position
+
+
+def read_run(
+    buf: ReadableBuffer,
+    start: int,
+    stop: int,
+    base: int,
+    checksum: Checksum,
+    limit: int,
+    *,
+    checksums: bool = True,
+    met: int = 0,
+    spares: Spares | None = None,
+) -> tuple[Headers, int, int]:
+    """The records that follow each other from `start` on, begin before `stop`, and verify, at most `limit`.
+
+    `base` is the physical offset of byte 0 of `buf`: where a record says it lies, there it has to lie. All of 9.2 is
+    asked of it but for row 7, with `checksums` False but for rows 6 and 8 as well. Returns their headers; where the
+    last one ends, which is where one that does not verify begins if they are fewer than `limit`; and how far the pages
+    of the buffer, a mapping, have been brought in, which the next call is given as `met`.
+    `spares`: of who reads stretch after stretch.
+    """
+    view = _bytes_of(buf)
+    if kernel is None:
+        headers, end = _read_run(view, start, stop, base, checksum, limit, checksums=checksums)
+        return headers, end, met
+    spares = Spares() if spares is None else spares
+    longs, ints = spares.empty((_LONG_ROWS, limit), np.int64), spares.empty((_INT_ROWS, limit), np.int32)
+    whole = checksums and checksum == "crc32c-record"
+    count, end, topics, tails, met = kernel.sweep(view, start, stop, base, limit, whole, met, longs, ints)
+    good = count
+    if checksums and not whole:
+        holds = verify(view, Headers(view, longs[_POSITION, :count], run=Run(longs, ints, topics, spares)), checksum)
+        good = count if bool(holds.all()) else int(holds.argmin())
+    elif checksums and tails:
+        for row in np.flatnonzero(ints[_TAIL, :count]).tolist():
+            begin, size = int(longs[_POSITION, row]), int(ints[_SIZE_ROW, row])
+            if not _tail_holds(view, begin, begin + size, int(longs[_PROPERTIES_SIZE, row])):
+                good = row
+                break
+    if good < count:
+        end, count = int(longs[_POSITION, good]), good
+        topics = int(ints[_TOPIC, :good].max(initial=-1)) + 1
+    if count < limit // 4:  # who keeps a few does not keep the room for many
+        longs, ints = longs[:, :count].copy(), ints[:, :count].copy()
+    return Headers(view, longs[_POSITION, :count], run=Run(longs, ints, topics, spares)), end, met
+
+
+def _read_run(
+    view: memoryview, start: int, stop: int, base: int, checksum: Checksum, limit: int, *, checksums: bool
+) -> tuple[Headers, int]:
+    """As `read_run`, step by step."""
+    positions, end = walk(view, start, len(view), limit)
+    if len(positions) and positions[-1] >= stop:
+        inside = int(np.searchsorted(positions, stop))
+        positions, end = positions[:inside], int(positions[inside])
+    headers = gather(view, positions)
+    good = headers.ok & (headers.physical_offset == headers.positions + base)
+    count = len(good) if bool(good.all()) else int(np.argmin(good))
+    if checksums:
+        if count < len(positions):
+            headers = gather(view, positions[:count])
+        holds = verify(view, headers, checksum)
+        count = count if bool(holds.all()) else int(np.argmin(holds))
+    if count < len(positions):
+        return gather(view, positions[:count]), int(positions[count])
+    return headers, end
 
 
 def _uniform_run(view: memoryview, start: int, end: int, limit: int) -> tuple[int, int]:
@@ -265,6 +341,17 @@ def _column(view: memoryview, positions: _Int64s, dtype: str) -> npt.NDArray[np.
     return everywhere[positions].astype(kind.newbyteorder("="))
 
 
+class Run(NamedTuple):
+    """What `kernel.sweep` has told of consecutive records, all of them ok: tables with a column a record, more than
+    there are records, and how many distinct topics it met."""
+
+    longs: _Int64s
+    ints: _Int32s
+    topics: int
+    spares: Spares
+    """For what is made of them."""
+
+
 class Headers:
     """The fields of many records as numpy arrays, each made when first asked for and then kept.
 
@@ -278,13 +365,19 @@ class Headers:
     The columns own their memory, but this object holds the buffer: drop it before closing a mapping.
     """
 
-    def __init__(self, buf: ReadableBuffer, positions: npt.ArrayLike, topic: bytes | None = None) -> None:
+    def __init__(
+        self, buf: ReadableBuffer, positions: npt.ArrayLike, topic: bytes | None = None, run: Run | None = None
+    ) -> None:
         self._view = _bytes_of(buf)
+        self.run = run
+        """What is known of them if `read_run` has found them; `positions` are then its."""
         self._expected_topic = topic
         self.known_topic: bytes | None = None
         """The expected topic once it is known that all records bear it."""
         self.positions: _Int64s = np.ascontiguousarray(positions, np.int64)
-        if len(self.positions):
+        if run is not None:
+            self._take_run(run, len(self.positions))
+        elif len(self.positions):
             low, high = int(self.positions.min()), int(self.positions.max())
             if low < 0 or high + MIN_RECORD_BYTES > len(self._view):
                 raise ValueError(f"no record can start at {low if low < 0 else high} in {len(self._view)} bytes")
@@ -414,6 +507,22 @@ class Headers:
         """8 or 20: address and port, from position 56 + born_host_size."""
         return np.where(self.sys_flag & _record.STORE_HOST_V6, IPV6_BYTES, IPV4_BYTES).astype(np.int32)
 
+    def _take_run(self, run: Run, count: int) -> None:
+        longs, ints = run.longs[:, :count], run.ints[:, :count]
+        self.queue_offset, self.store_timestamp_ms = longs[_QUEUE_OFFSET], longs[_STORE_TIMESTAMP]
+        self.properties_position, self.properties_size = longs[_PROPERTIES], longs[_PROPERTIES_SIZE]
+        self.size, self.queue_id, self.sys_flag = ints[_SIZE_ROW], ints[_QUEUE_ID], ints[_SYS_FLAG]
+        self.ok = np.ones(count, np.bool_)
+
+    def topics(self) -> tuple[list[bytes], _Int32s] | None:
+        """Distinct topics, in order of appearance, and the index of each record's; None: nobody has looked."""
+        run = self.run
+        if run is None:
+            return None
+        starts, sizes = run.longs[_TOPIC_FIRST, : run.topics].tolist(), run.longs[_TOPIC_SIZE, : run.topics].tolist()
+        names = [self._view[at : at + size].tobytes() for at, size in zip(starts, sizes, strict=True)]
+        return names, run.ints[_TOPIC, : len(self)]
+
     def take_parts(self, table: npt.NDArray[np.int64]) -> None:
         """What somebody else has found who looked: all records are ok and bear the expected topic; the six columns that
         `_parts` has behind that."""
@@ -486,7 +595,7 @@ class Headers:
         properties = topics + (len(topic) + 2)
         return np.ones(count, np.bool_), body, body_size, topics, topic_size, properties, properties_size
 
-    @property
+    @cached_property
     def ok(self) -> _Bools:
         return self._parts[0]
 
@@ -512,11 +621,11 @@ class Headers:
         """Bytes of the UTF-8 topic."""
         return self._parts[4]
 
-    @property
+    @cached_property
     def properties_position(self) -> _Int64s:
         return self._parts[5]
 
-    @property
+    @cached_property
     def properties_size(self) -> _Int64s:
         return self._parts[6]
 
@@ -718,9 +827,10 @@ def content_end(buf: ReadableBuffer, start: int = 0, end: int | None = None) -> 
     high = len(data) if end is None else end
     while high > start:
         low = max(start, high - _BLOCK_BYTES)
-        found = np.flatnonzero(data[low:high] != 0)  # a copy: numpy counts, then looks, and a writer may be at it
-        if len(found):
-            return low + int(found[-1]) + 1
+        if data[low:high].any():
+            found = np.flatnonzero(data[low:high] != 0)  # a copy: numpy counts, then looks, and a writer may be at it
+            if len(found):
+                return low + int(found[-1]) + 1
         high = low
     return start
 

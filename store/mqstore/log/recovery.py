@@ -38,7 +38,7 @@ from mqstore.files.filesystem import FileSystem
 from mqstore.files.segments import LoadProblem, SegmentRun
 from mqstore.layout.checkpoint import Checkpoint, min_timestamp
 from mqstore.layout.consumequeue import UNIT_DTYPE, VOID_SIZE, is_void
-from mqstore.layout.dispatch import Rows
+from mqstore.layout.dispatch import Listed, Rows
 from mqstore.layout.record import MIN_RECORD_BYTES, Checksum, check_record, decode_record
 from mqstore.layout.scan import content_end
 from mqstore.log.consumequeue import ConsumeQueue, QueueTable
@@ -497,6 +497,7 @@ class _Recovery:
         total = run.end - read_from
         end = read_from
         tail = ""
+        blank = False
         for event in scan_log(run, read_from, parts.checksum):
             if isinstance(event, Good):
                 self._take(event, start, index_from)
@@ -516,6 +517,7 @@ class _Recovery:
             else:
                 end = event.position
                 tail = event.detail
+                blank = not tail
         self.report.log_end = end
         if end < watermark and not self.options.truncate:
             name, at = self._where(end)
@@ -523,7 +525,7 @@ class _Recovery:
                 Finding("lost_tail", name, at, watermark - end, f"the log once reached {watermark} and was synced")
             )
         self._salvage()
-        self._cut(end, tail)
+        self._cut(end, tail, blank=blank)
         self._finish_queues(start, end)
         self._finish_index(doomed_index, end)
         if self.writing and not parts.clean and parts.checkpoint.flushed is not None:
@@ -561,14 +563,15 @@ class _Recovery:
         self.last_store_timestamp_ms = int(rows.store_timestamp_ms[len(rows) - 1])
         if good.end > start:  # a stretch lies within one segment, and `start` begins one
             self.report.messages += len(rows)
-            for topic, queue_id, chosen in rows.by_queue():
+            for listed in rows.listed():
+                topic, queue_id = listed.topic, listed.queue_id
                 if queue_id < 0 or not is_path_safe(topic):
-                    name, at = self._where(int(rows.physical_offset[chosen[0]]))
+                    name, at = self._where(int(rows.physical_offset[listed.rows[0]]))
                     self.report.findings.append(
                         Finding("unsafe_name", name, at, 0, f"topic {topic!r}, queue {queue_id} can be no folder")
                     )
                     continue
-                self._take_queue(self.parts.queues.create(topic, queue_id), rows, chosen, start)
+                self._take_queue(self.parts.queues.create(topic, queue_id), rows, listed, start)
         if len(rows.entry_row):
             physical = rows.physical_offset[rows.entry_row]
             wanted = physical >= index_from
@@ -576,18 +579,21 @@ class _Recovery:
                 stamps = rows.store_timestamp_ms[rows.entry_row[wanted]]
                 self.index_entries.append((rows.entry_hash[wanted], physical[wanted], stamps))
 
-    def _take_queue(self, queue: ConsumeQueue, rows: Rows, chosen: npt.NDArray[np.int64], start: int) -> None:
-        offsets = rows.queue_offset[chosen]
-        physical = rows.physical_offset[chosen]
+    def _take_queue(self, queue: ConsumeQueue, rows: Rows, listed: Listed, start: int) -> None:
+        chosen, offsets = listed.rows, listed.queue_offset
         expected = self.next_slot.get(queue)
-        if expected is None:
-            least = least_plausible(offsets, physical)
-            expected, self.last_seen[queue] = first_slot_in_range(queue, start, least)
-        runs, odd = sort_out(expected, self.last_seen[queue], offsets, physical)
-        for i in odd:
-            name, at = self._where(int(physical[i]))
-            detail = f"queueOffset {offsets[i]} of {queue.topic}/{queue.queue_id} does not follow those around it"
-            self.report.findings.append(Finding("bad_record", name, at, int(rows.size[chosen[i]]), detail))
+        if listed.follow and expected == offsets[0]:
+            runs: list[tuple[int, int]] = [(0, len(offsets))]
+        else:
+            physical = rows.physical_offset[chosen]
+            if expected is None:
+                least = least_plausible(offsets, physical)
+                expected, self.last_seen[queue] = first_slot_in_range(queue, start, least)
+            runs, odd = sort_out(expected, self.last_seen[queue], offsets, physical)
+            for i in odd:
+                name, at = self._where(int(physical[i]))
+                detail = f"queueOffset {offsets[i]} of {queue.topic}/{queue.queue_id} does not follow those around it"
+                self.report.findings.append(Finding("bad_record", name, at, int(rows.size[chosen[i]]), detail))
         for low, high in runs:
             slot = int(offsets[low])
             if expected is None:
@@ -596,11 +602,12 @@ class _Recovery:
                 if queue not in self.next_slot and start > self.first:
                     self._doubt_gap(queue, expected, slot)
                 self._void(queue, expected, slot)
-            self._repair(queue, slot, rows.units(chosen[low:high]))
+            self._repair(queue, slot, listed.units[low:high])
             expected = slot + high - low
             self.next_slot[queue] = expected
             # Not of what got no slot: its own number is lost, and the next record's jumps by it.
-            self.last_seen[queue] = int(physical[high - 1]) + int(rows.size[chosen[high - 1]])
+            last = chosen[high - 1]
+            self.last_seen[queue] = int(rows.physical_offset[last]) + int(rows.size[last])
 
     def _doubt_gap(self, queue: ConsumeQueue, low: int, high: int) -> None:
         """No unit where the queue enters the range that is read: were these records lost to damage, or the units of
@@ -613,19 +620,21 @@ class _Recovery:
         """Make slots [first, first + len) hold `units`. What differs is written, and counted; so is, uncounted, what
         may never have been synced."""
         found = queue.units(first, len(units))
-        units = queue.as_kept(found, units)
-        wrong = found != units
-        count = int(np.count_nonzero(wrong))
-        if count:
-            self.report.rebuilt.units += count
-            self.touched.add(queue)
-            self.report.changed = True
+        low, high = 0, len(units)
+        if self.unsynced_from > 0 or (found.view(np.uint32) != units.view(np.uint32)).any():
+            units = queue.as_kept(found, units)
+            wrong = found != units
+            count = int(np.count_nonzero(wrong))
+            if count:
+                self.report.rebuilt.units += count
+                self.touched.add(queue)
+                self.report.changed = True
+            at = np.flatnonzero(wrong | (units["physical_offset"] >= self.unsynced_from))
+            low, high = (int(at[0]), int(at[-1]) + 1) if len(at) else (0, 0)
         if not self.writing:
             return
-        at = np.flatnonzero(wrong | (units["physical_offset"] >= self.unsynced_from))
-        if len(at):
-            low, high = int(at[0]), int(at[-1]) + 1
-            queue.write(first + low, units[low:high].tobytes())
+        if low < high:
+            queue.write(first + low, units[low:high].view(np.uint8).data)
             self.parts.queues.note_names(queue.directory)
         queue.publish(first + len(units))
 
@@ -722,13 +731,12 @@ class _Recovery:
         fs.sync_directory(folder)
         return str(path)
 
-    def _cut(self, end: int, tail: str) -> None:
-        """Zeros from `end` to the end of its segment, no segments behind (9.6)."""
+    def _cut(self, end: int, tail: str, *, blank: bool) -> None:
+        """Zeros from `end` to the end of its segment, where they are `blank` already; no segments behind (9.6)."""
         run, report = self.parts.run, self.report
         segment = run.find(end)
         if segment is not None:
-            buffer = run.mapping(segment)
-            used = content_end(buffer, end - segment.start)
+            used = 0 if blank else content_end(run.mapping(segment), end - segment.start)
             if used > end - segment.start:
                 name, at = self._where(end)
                 if not any(cut.file == name and cut.start == at for cut in report.truncated):

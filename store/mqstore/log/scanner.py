@@ -11,7 +11,7 @@ mappings only; at most one stretch of headers is in memory at a time, however lo
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -20,7 +20,8 @@ import numpy.typing as npt
 
 from mqstore.files.segments import Segment, SegmentRun
 from mqstore.layout.record import MIN_RECORD_BYTES, Checksum, check_record
-from mqstore.layout.scan import Headers, content_end, find_next, gather, verify, walk
+from mqstore.layout.scan import Headers, content_end, find_next, read_run
+from mqstore.layout.spares import Spares
 
 __all__ = [
     "MAX_SLOT",
@@ -73,21 +74,6 @@ class End:
 Event = Good | Bad | End
 
 
-def _verified(
-    buffer: mmap.mmap, positions: np.ndarray, base: int, checksum: Checksum, *, checksums: bool
-) -> tuple[Headers, int]:
-    """Headers of `positions`, and how many of them verify before the first that does not."""
-    headers = gather(buffer, positions)
-    good = headers.ok & (headers.physical_offset == headers.positions + base) & (headers.topic_size > 0)
-    if checksums:
-        if not good.all():
-            positions = positions[: int(np.argmin(good))]
-            headers = gather(buffer, positions)
-            good = good[: len(positions)]
-        good = good & verify(buffer, headers, checksum)
-    return headers, len(good) if bool(good.all()) else int(np.argmin(good))
-
-
 def first_good_in(
     run: SegmentRun, segment: Segment, start: int, checksum: Checksum, before: int | None = None
 ) -> int | None:
@@ -103,9 +89,12 @@ def scan_log(run: SegmentRun, start: int, checksum: Checksum, *, checksums: bool
 
     `checksums` False trusts bytes as dispatch does: lengths, magic and the record's own offset are still checked.
     """
-    return join_segments(
-        run, start, checksum, lambda segment, at: scan_segment(run, segment, at, checksum, checksums=checksums)
-    )
+    blank: set[int] = set()
+
+    def read(segment: Segment, at: int) -> Generator[Good | Bad, None, int]:
+        return scan_segment(run, segment, at, checksum, checksums=checksums, blank=blank)
+
+    return join_segments(run, start, checksum, read, blank)
 
 
 def scan_segment(
@@ -116,12 +105,14 @@ def scan_segment(
     *,
     stop: int | None = None,
     checksums: bool = True,
+    blank: set[int] | None = None,
 ) -> Generator[Good | Bad, None, int]:
     """What a segment holds of records that begin in `[start, stop)`, counted from its own start; `stop` None: to its
     end. `start` is where a record should begin.
 
     Returns where it ended: at or behind `stop` the next record should begin there, the size of a segment says that
-    this one is full; below both, nothing that verifies begins in `[there, stop)`.
+    this one is full; below both, nothing that verifies begins in `[there, stop)`. A physical offset from which on there
+    were nothing but zeros is added to `blank`.
     """
     base = segment.start
     buffer = run.mapping(segment)
@@ -129,29 +120,26 @@ def scan_segment(
     run.read_ahead(segment, start, stop)
     at = start
     doubted = -1
+    met = 0
+    spares = Spares()
     while at < stop:
-        positions, end = walk(buffer, at, len(buffer), _BATCH)
-        more = len(positions) == _BATCH
-        if len(positions) and positions[-1] >= stop:
-            inside = int(np.searchsorted(positions, stop))
-            positions, end = positions[:inside], int(positions[inside])
-        if len(positions):
-            headers, count = _verified(buffer, positions, base, checksum, checksums=checksums)
-            bad_at = int(positions[count]) if count < len(positions) else None
-            if count:
-                if count < len(headers):
-                    headers = gather(buffer, positions[:count])
-                at = end if bad_at is None else bad_at
-                yield Good(segment, base, buffer, headers, base + at)
-            if bad_at is None:
-                at = end
-                if more:
-                    continue
+        headers, at, met = read_run(
+            buffer, at, stop, base, checksum, _BATCH, checksums=checksums, met=met, spares=spares
+        )
+        if len(headers):
+            many = len(headers) == _BATCH
+            yield Good(segment, base, buffer, headers, base + at)
+            del headers  # its memory is for the one after the next
+            if many:
+                continue
         if at >= stop:
             break
         check = check_record(buffer, at, len(buffer), base + at, checksum)
         if check.status == "blank":
             return run.segment_bytes
+        if blank is not None and stop == len(buffer) and content_end(buffer, at) == at:
+            blank.add(base + at)
+            break
         # Not a record. Is there one behind?
         found = find_next(buffer, at + 1, len(buffer), base, checksum, stop)
         if found is None:
@@ -166,12 +154,17 @@ def scan_segment(
 
 
 def join_segments(
-    run: SegmentRun, start: int, checksum: Checksum, read: Callable[[Segment, int], Generator[T | Bad, None, int]]
+    run: SegmentRun,
+    start: int,
+    checksum: Checksum,
+    read: Callable[[Segment, int], Generator[T | Bad, None, int]],
+    blank: Collection[int] = (),
 ) -> Iterator[T | Bad | End]:
     """What `read` tells of each segment from physical offset `start` on, and what lies between: segments that are
     missing, or hold nothing any more from some place on. The last event is an `End`.
 
-    `read(segment, position)` is `scan_segment`, or who knows already what that would say, and returns as it does.
+    `read(segment, position)` is `scan_segment`, or who knows already what that would say, and returns as it does. Where
+    it adds to `blank` is not looked at again.
     """
     position = start
     doubted = -1
@@ -210,7 +203,7 @@ def join_segments(
             detail = ""  # what lies behind is none of a reader's business
         elif short and at >= len(buffer):
             detail = f"the file ends after {len(buffer)} of {run.segment_bytes} bytes"
-        elif content_end(buffer, at) == at:
+        elif here in blank or content_end(buffer, at) == at:
             detail = ""
         else:
             detail = check_record(buffer, at, len(buffer), here, checksum).detail

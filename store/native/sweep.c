@@ -1,0 +1,459 @@
+/* The log read from one record to the next, and what queues and index should know of it: for recovery, verification and
+   dispatch. Counterparts: `scan.read_run`, and `dispatch.rows_of` with `Rows.by_queue`.
+
+   Fed damaged bytes on purpose: a record counts only when its lengths add up within the room there is, and every length is
+   read once, for another process may be writing there. */
+
+#include "native.h"
+
+/* Topics met so far, by hash. Most logs change topic seldom: the one before is compared first, and the table made when there
+   is a second one. */
+typedef struct {
+    const uint8_t *data;
+    int32_t *slots; /* number + 1, 0 for none */
+    uint32_t mask;
+    int64_t count, last;
+    int64_t *first, *size; /* by number: where it stands for the first time */
+} Topics;
+
+static uint32_t hash_of(const uint8_t *at, int64_t size)
+{
+    uint32_t hash = 2166136261u;
+    for (int64_t i = 0; i < size; i++)
+        hash = (hash ^ at[i]) * 16777619u;
+    return hash ^ hash >> 15;
+}
+
+static bool is_topic(const Topics *topics, int64_t number, int64_t at, int64_t size)
+{
+    return topics->size[number] == size && !memcmp(topics->data + topics->first[number], topics->data + at, (size_t)size);
+}
+
+/* Its number, a new one for a new topic; -1 when memory is lacking. There is room for `limit` of them. */
+static int64_t number_of(Topics *topics, int64_t at, int64_t size, int64_t limit)
+{
+    if (topics->count && is_topic(topics, topics->last, at, size))
+        return topics->last;
+    if (topics->count && !topics->slots) {
+        uint32_t room = 4;
+        while (room < 2 * (uint64_t)limit)
+            room *= 2;
+        if (!(topics->slots = calloc(room, sizeof *topics->slots)))
+            return -1;
+        topics->mask = room - 1;
+        topics->slots[hash_of(topics->data + topics->first[0], topics->size[0]) & topics->mask] = 1;
+    }
+    if (topics->slots) {
+        uint32_t slot = hash_of(topics->data + at, size) & topics->mask;
+        for (; topics->slots[slot]; slot = (slot + 1) & topics->mask)
+            if (is_topic(topics, topics->slots[slot] - 1, at, size))
+                return topics->last = topics->slots[slot] - 1;
+        topics->slots[slot] = (int32_t)topics->count + 1;
+    }
+    topics->first[topics->count] = at;
+    topics->size[topics->count] = size;
+    return topics->last = topics->count++;
+}
+
+/* Rows of the tables that `sweep` fills, `limit` items each; `scan.RUN_*` names them in this order. */
+enum { POSITION, QUEUE_OFFSET, STORE_TIMESTAMP, PROPERTIES, PROPERTIES_SIZE, TOPIC_FIRST, TOPIC_SIZE, LONG_ROWS };
+enum { SIZE, QUEUE_ID, SYS_FLAG, TOPIC, TAIL, INT_ROWS };
+
+enum { SIDE_BY_SIDE = 3 }; /* what `crc32c_records` takes at once */
+
+/* The pages of a mapping come in as they are met, by an interrupt for each sixteen or so, which costs as much again as it
+   takes: what was fetched ahead stops before a page that is not there. So they are met a stretch at a time, and not all at
+   once: what has to come from a disk then comes while what is there is read. */
+enum { STRETCH = 1 << 20, COME_TOGETHER = 1 << 16 };
+
+/* Meet the stretch that begins at `from`; where it ends. */
+static int64_t meet(const uint8_t *data, int64_t length, int64_t from)
+{
+    int64_t end = length - from > STRETCH ? from + STRETCH : length;
+    for (int64_t at = from; at < end; at += COME_TOGETHER)
+        (void)*(const volatile uint8_t *)(data + at);
+    return end;
+}
+
+/* sweep(buffer, start, stop, base, limit, checksums, populated, longs, ints) -> (count, stop, topics, tails, populated)
+
+   The records that follow each other from `start` on and begin before `stop`, `limit` at most, up to the first that is none,
+   does not lie where it says (`base` is the physical offset of the buffer's start), or, with `checksums`, does not hold what
+   its CRC-32C says. Into the tables goes what the enums name; `topics` distinct ones were met, TOPIC says which, in order of
+   appearance. `tails`: how many seem to have a CRC tail, those that TAIL marks: Python must look at them (2.5). */
+PyObject *native_sweep(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (!has_arguments("sweep", nargs, 9))
+        return NULL;
+    int64_t at = PyLong_AsLongLong(args[1]), stop = PyLong_AsLongLong(args[2]), base = PyLong_AsLongLong(args[3]);
+    int64_t limit = PyLong_AsLongLong(args[4]);
+    int64_t populated = PyLong_AsLongLong(args[6]);
+    int checksums = PyObject_IsTrue(args[5]);
+    if (PyErr_Occurred())
+        return NULL;
+    PyObject *result = NULL;
+    Buffers held = {0};
+    Py_buffer *view, *longs, *ints;
+    Topics topics = {0};
+    if (!(view = hold(&held, args[0], 1, -1, false, "buffer")))
+        goto done;
+    if (at < 0 || at > stop || stop > view->len || limit < 0 || limit > INT32_MAX) {
+        PyErr_Format(PyExc_ValueError, "%lld records of %lld..%lld do not lie within a buffer of %zd bytes", (long long)limit,
+                     (long long)at, (long long)stop, view->len);
+        goto done;
+    }
+    if (!(longs = hold(&held, args[7], 8, LONG_ROWS * limit, true, "longs")) ||
+        !(ints = hold(&held, args[8], 4, INT_ROWS * limit, true, "ints")))
+        goto done;
+    const uint8_t *data = view->buf;
+    int64_t length = view->len, count = 0, tails = 0;
+    int64_t *l = longs->buf;
+    int32_t *n = ints->buf;
+    topics.data = data;
+    topics.first = l + TOPIC_FIRST * limit;
+    topics.size = l + TOPIC_SIZE * limit;
+    bool full = false, more = true;
+    PyThreadState *others = PyEval_SaveThread();
+    while (more) {
+        if (at >= populated && at < length)
+            populated = meet(data, length, at);
+        const uint8_t *record[SIDE_BY_SIDE];
+        Parts parts[SIDE_BY_SIDE];
+        size_t sizes[SIDE_BY_SIDE];
+        int together = 0;
+        for (int64_t next = at; together < SIDE_BY_SIDE; together++) {
+            more = next < stop && next <= length - MIN_RECORD_BYTES && count + together < limit &&
+                   parts_of(data, length, next, &parts[together]) &&
+                   (int64_t)(get64(data + next + PHYSICAL_OFFSET_AT) - (uint64_t)base) == next;
+            if (!more)
+                break;
+            record[together] = data + next;
+            sizes[together] = (size_t)parts[together].size;
+            next += parts[together].size;
+        }
+        uint32_t sums[SIDE_BY_SIDE];
+        if (checksums)
+            crc32c_records(record, sizes, together, sums);
+        for (int i = 0; i < together; i++, count++) {
+            if (checksums && sums[i] != get32(record[i] + CHECKSUM_AT)) {
+                more = false;
+                break;
+            }
+            const Parts *p = &parts[i];
+            uint32_t flags = get32(record[i] + SYS_FLAG_AT);
+            int64_t topic = number_of(&topics, p->topic, p->topic_size, limit);
+            if (topic < 0) {
+                full = true;
+                more = false;
+                break;
+            }
+            /* The host before it may have moved it. The record is long enough for both: `parts_of` has looked. */
+            int64_t stamp_at = STORE_TIMESTAMP_AT + (flags & BORN_HOST_V6 ? IPV6_EXTRA : 0);
+            bool tail = p->properties_size >= CRC_TAIL_BYTES &&
+                        !memcmp(record[i] + p->size - CRC_TAIL_BYTES, "__CRC32#", 8);
+            l[POSITION * limit + count] = at;
+            l[QUEUE_OFFSET * limit + count] = (int64_t)get64(record[i] + QUEUE_OFFSET_AT);
+            l[STORE_TIMESTAMP * limit + count] = (int64_t)get64(record[i] + stamp_at);
+            l[PROPERTIES * limit + count] = p->properties;
+            l[PROPERTIES_SIZE * limit + count] = p->properties_size;
+            n[SIZE * limit + count] = (int32_t)p->size;
+            n[QUEUE_ID * limit + count] = (int32_t)get32(record[i] + QUEUE_ID_AT);
+            n[SYS_FLAG * limit + count] = (int32_t)flags;
+            n[TOPIC * limit + count] = (int32_t)topic;
+            n[TAIL * limit + count] = tail;
+            tails += tail;
+            at += p->size;
+        }
+    }
+    PyEval_RestoreThread(others);
+    if (full)
+        PyErr_NoMemory();
+    else
+        result = Py_BuildValue("LLLLL", (long long)count, (long long)at, (long long)topics.count, (long long)tails,
+                               (long long)populated);
+done:
+    free(topics.slots);
+    let_go(&held);
+    return result;
+}
+
+/* --- what queues and index should know of records that `sweep` has read --- */
+
+/* Java's hash, going on from `hash`; false for what is not ASCII, which Python decodes. */
+static bool java_hash(const uint8_t *at, int64_t size, uint32_t *hash)
+{
+    uint32_t value = *hash, seen = 0;
+    for (int64_t i = 0; i < size; i++) {
+        value = value * 31 + at[i];
+        seen |= at[i];
+    }
+    *hash = value;
+    return seen < 0x80;
+}
+
+/* Index entries, as many as there are. */
+typedef struct {
+    int64_t *row;
+    int32_t *hash;
+    size_t count, room;
+} Entries;
+
+static bool note_entry(Entries *entries, int64_t row, uint32_t hash)
+{
+    if (entries->count == entries->room) {
+        size_t room = entries->room ? 2 * entries->room : 1024;
+        int64_t *rows = realloc(entries->row, room * sizeof *rows);
+        if (rows)
+            entries->row = rows;
+        int32_t *hashes = rows ? realloc(entries->hash, room * sizeof *hashes) : NULL;
+        if (!hashes)
+            return false;
+        entries->hash = hashes;
+        entries->room = room;
+    }
+    int32_t value = (int32_t)hash;
+    /* Math.abs leaves the smallest number negative, and 0 is put in its place (6.2). */
+    entries->hash[entries->count] = value == INT32_MIN ? 0 : value < 0 ? -value : value;
+    entries->row[entries->count++] = row;
+    return true;
+}
+
+typedef struct {
+    const uint8_t *at;
+    int64_t size; /* 0 for none: a value has a byte at least */
+} Value;
+
+/* The values that queues and index ask for, of several pairs of a name the last one (2.4). False when the record may name light
+   queues. */
+static bool find_values(const uint8_t *at, int64_t size, Value *tags, Value *unique, Value *keys)
+{
+    enum { INNER_MULTI_DISPATCH_BYTES = 20 };
+    for (const uint8_t *stop = at + size, *end; at < stop; at = end + 1) {
+        end = memchr(at, 2, (size_t)(stop - at));
+        end = end ? end : stop;
+        const uint8_t *separator = end - at >= SMALLEST_PAIR - 1 ? memchr(at, 1, (size_t)(end - at)) : NULL;
+        if (!separator || separator == at || separator == end - 1)
+            continue;
+        int64_t name = separator - at;
+        Value value = {separator + 1, end - separator - 1};
+        if (name == INNER_MULTI_DISPATCH_BYTES)
+            return false;
+        if (name == 4 && !memcmp(at, "TAGS", 4))
+            *tags = value;
+        else if (name == 4 && !memcmp(at, "KEYS", 4))
+            *keys = value;
+        else if (name == 8 && !memcmp(at, "UNIQ_KEY", 8))
+            *unique = value;
+    }
+    return true;
+}
+
+/* Queues met so far: as `Topics`, by topic and queue id. */
+typedef struct {
+    int32_t *slots;
+    uint64_t *keys;
+    int64_t *sizes;
+    uint32_t mask;
+    int64_t count, last;
+} Queues;
+
+static uint32_t slot_of(uint64_t key, uint32_t mask) { return (uint32_t)(key * 0x9E3779B97F4A7C15u >> 32) & mask; }
+
+static int64_t queue_of(Queues *queues, uint64_t key, int64_t limit)
+{
+    if (queues->count && queues->keys[queues->last] == key)
+        return queues->last;
+    if (queues->count && !queues->slots) {
+        uint32_t room = 4;
+        while (room < 2 * (uint64_t)limit)
+            room *= 2;
+        if (!(queues->slots = calloc(room, sizeof *queues->slots)))
+            return -1;
+        queues->mask = room - 1;
+        queues->slots[slot_of(queues->keys[0], queues->mask)] = 1;
+    }
+    if (queues->slots) {
+        uint32_t slot = slot_of(key, queues->mask);
+        for (; queues->slots[slot]; slot = (slot + 1) & queues->mask)
+            if (queues->keys[queues->slots[slot] - 1] == key)
+                return queues->last = queues->slots[slot] - 1;
+        queues->slots[slot] = (int32_t)queues->count + 1;
+    }
+    queues->keys[queues->count] = key;
+    return queues->last = queues->count++;
+}
+
+typedef struct {
+    uint64_t key;
+    int64_t number;
+} Order;
+
+static int by_key(const void *a, const void *b)
+{
+    uint64_t left = ((const Order *)a)->key, right = ((const Order *)b)->key;
+    return (left > right) - (left < right);
+}
+
+/* Rows of the table that `list` fills; `dispatch.LISTED_*` names them in this order. */
+enum { TAGS_CODE, ROW, SLOT, QUEUE_TOPIC, QUEUE_NUMBER, QUEUE_END, QUEUE_FOLLOWS, LISTED_ROWS };
+enum { UNIT_BYTES = 20 };
+
+/* list(buffer, limit, count, base, longs, ints, prefixes, out, has_unit, units) -> (rows, queues, entry_row, entry_hash), or None
+
+   Of `count` records that `sweep` has read into tables of `limit`: the tags code of each, whether it has a unit, and by queue,
+   in order of topic and queue id, ROW of those that have one, SLOT their queue offsets, and their units; of each of the `queues`
+   its topic, id, the end of its `rows`, and whether their slots follow each other. Entries: int64 and int32, as bytearrays;
+   `prefixes` are the int32 hashes of what stands before the keys of each topic. `out` has `count` items a row.
+
+   None: a record is of a kind that Python looks at with more patience, or a tag or key not ASCII. */
+PyObject *native_list(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (!has_arguments("list", nargs, 10))
+        return NULL;
+    int64_t limit = PyLong_AsLongLong(args[1]), count = PyLong_AsLongLong(args[2]), base = PyLong_AsLongLong(args[3]);
+    if (PyErr_Occurred())
+        return NULL;
+    PyObject *result = NULL;
+    Buffers held = {0};
+    Py_buffer *view, *longs, *ints, *prefixes, *out, *units, *has_unit;
+    Queues queues = {0};
+    Entries entries = {0};
+    Order *order = NULL;
+    int32_t *queue_of_row = NULL;
+    if (count < 0 || count > limit || limit > INT32_MAX) {
+        PyErr_Format(PyExc_ValueError, "%lld records of %lld", (long long)count, (long long)limit);
+        return NULL;
+    }
+    if (!(view = hold(&held, args[0], 1, -1, false, "buffer")) ||
+        !(longs = hold(&held, args[4], 8, LONG_ROWS * limit, false, "longs")) ||
+        !(ints = hold(&held, args[5], 4, INT_ROWS * limit, false, "ints")) ||
+        !(prefixes = hold(&held, args[6], 4, -1, false, "prefixes")) ||
+        !(out = hold(&held, args[7], 8, LISTED_ROWS * count, true, "out")) ||
+        !(has_unit = hold(&held, args[8], 1, count, true, "has_unit")) ||
+        !(units = hold(&held, args[9], 1, UNIT_BYTES * count, true, "units")))
+        goto done;
+    const uint8_t *data = view->buf;
+    const int64_t *l = longs->buf;
+    const int32_t *n = ints->buf, *prefix = prefixes->buf;
+    int64_t *o = out->buf, topics = prefixes->len / 4;
+    uint8_t *listed = has_unit->buf;
+    bool full = false, plain = true;
+    PyThreadState *others = PyEval_SaveThread();
+    queues.keys = malloc(((size_t)count + 1) * sizeof *queues.keys);
+    queues.sizes = calloc((size_t)count + 1, sizeof *queues.sizes);
+    queue_of_row = malloc(((size_t)count + 1) * sizeof *queue_of_row);
+    full = !queues.keys || !queues.sizes || !queue_of_row;
+    /* Of most records the properties are short, or none; those of a stream without keys are often the same. */
+    const uint8_t *before = NULL;
+    int64_t before_size = 0, before_code = 0;
+    for (int64_t i = 0; i < count && plain && !full; i++) {
+        uint32_t flags = (uint32_t)n[SYS_FLAG * limit + i], transaction = flags & TRANSACTION_MASK;
+        int64_t topic = n[TOPIC * limit + i], at = l[PROPERTIES * limit + i], size = l[PROPERTIES_SIZE * limit + i];
+        int64_t code = 0;
+        /* What was read has been compared with the room; tables of somebody else's making might say anything. */
+        if (flags & INNER_BATCH || topic < 0 || topic >= topics || at < 0 || size < 0 || at > view->len || size > view->len - at) {
+            plain = false;
+            break;
+        }
+        if (size && size == before_size && !memcmp(before, data + at, (size_t)size))
+            code = before_code;
+        else if (size) {
+            Value tags = {0}, unique = {0}, keys = {0};
+            uint32_t hash = 0;
+            if (!find_values(data + at, size, &tags, &unique, &keys) || !java_hash(tags.at, tags.size, &hash)) {
+                plain = false;
+                break;
+            }
+            code = (int32_t)hash;
+            bool indexed = transaction != TRANSACTION_ROLLBACK;
+            if (unique.size) {
+                hash = (uint32_t)prefix[topic];
+                plain = java_hash(unique.at, unique.size, &hash);
+                full = indexed && !note_entry(&entries, i, hash);
+            }
+            for (int64_t from = 0; keys.size && plain && !full && from < keys.size;) {
+                const uint8_t *space = memchr(keys.at + from, ' ', (size_t)(keys.size - from));
+                int64_t word = (space ? space - keys.at : keys.size) - from;
+                if (word) {
+                    hash = (uint32_t)prefix[topic];
+                    plain = java_hash(keys.at + from, word, &hash);
+                    full = indexed && !note_entry(&entries, i, hash);
+                }
+                from += word + 1;
+            }
+            before = data + at;
+            before_size = unique.size || keys.size ? 0 : size;
+            before_code = code;
+        }
+        o[TAGS_CODE * count + i] = code;
+        listed[i] = !transaction || transaction == TRANSACTION_COMMIT;
+        if (listed[i]) {
+            int64_t number = queue_of(&queues, (uint64_t)topic << 32 | (uint32_t)n[QUEUE_ID * limit + i], count);
+            if (number < 0) {
+                full = true;
+                break;
+            }
+            queue_of_row[i] = (int32_t)number;
+            queues.sizes[number]++;
+        }
+    }
+    int64_t rows = 0;
+    if (plain && !full && !(order = malloc(((size_t)queues.count + 1) * sizeof *order)))
+        full = true;
+    if (plain && !full) {
+        for (int64_t i = 0; i < queues.count; i++)
+            order[i] = (Order){queues.keys[i], i};
+        qsort(order, (size_t)queues.count, sizeof *order, by_key);
+        for (int64_t i = 0; i < queues.count; i++) {
+            int64_t size = queues.sizes[order[i].number];
+            queues.sizes[order[i].number] = rows; /* from here on: where its next row goes */
+            rows += size;
+            o[QUEUE_TOPIC * count + i] = (int64_t)(order[i].key >> 32);
+            o[QUEUE_NUMBER * count + i] = (int32_t)order[i].key;
+            o[QUEUE_END * count + i] = rows;
+        }
+        uint8_t *unit = units->buf;
+        for (int64_t i = 0; i < count; i++) {
+            if (!listed[i])
+                continue;
+            int64_t to = queues.sizes[queue_of_row[i]]++;
+            o[ROW * count + to] = i;
+            o[SLOT * count + to] = l[QUEUE_OFFSET * limit + i];
+            put64(unit + UNIT_BYTES * to, (uint64_t)l[POSITION * limit + i] + (uint64_t)base);
+            put32(unit + UNIT_BYTES * to + 8, (uint32_t)n[SIZE * limit + i]);
+            put64(unit + UNIT_BYTES * to + 12, (uint64_t)o[TAGS_CODE * count + i]);
+        }
+        for (int64_t i = 0, at = 0; i < queues.count; i++) {
+            int64_t end = o[QUEUE_END * count + i];
+            bool follows = true;
+            for (at++; at < end; at++)
+                follows = follows && (uint64_t)o[SLOT * count + at] - (uint64_t)o[SLOT * count + at - 1] == 1;
+            o[QUEUE_FOLLOWS * count + i] = follows;
+        }
+    }
+    PyEval_RestoreThread(others);
+    if (full)
+        PyErr_NoMemory();
+    else if (!plain)
+        result = Py_NewRef(Py_None);
+    else {
+        PyObject *entry_row = PyByteArray_FromStringAndSize((char *)entries.row, (Py_ssize_t)(entries.count * 8));
+        PyObject *entry_hash = PyByteArray_FromStringAndSize((char *)entries.hash, (Py_ssize_t)(entries.count * 4));
+        if (entry_row && entry_hash)
+            result = Py_BuildValue("LLNN", (long long)rows, (long long)queues.count, entry_row, entry_hash);
+        else {
+            Py_XDECREF(entry_row);
+            Py_XDECREF(entry_hash);
+        }
+    }
+done:
+    free(queues.slots);
+    free(queues.keys);
+    free(queues.sizes);
+    free(queue_of_row);
+    free(order);
+    free(entries.row);
+    free(entries.hash);
+    let_go(&held);
+    return result;
+}

@@ -1,0 +1,273 @@
+"""Consecutive records read in one pass, and what queues and index are told of them: by compiled parts as by numpy.
+
+Every log here is read both ways and compared in full, whole and with each kind of damage. Without compiled parts both
+ways are the same one, and the model of `check_record` is what remains.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mqstore.layout.dispatch import Rows, rows_of
+from mqstore.layout.record import Checksum, check_record, encode_blank, encode_record
+from mqstore.layout.scan import Headers, read_run
+from mqstore.layout.spares import Spares
+from mqstore.native import kernel
+from tests.without import compiled_parts_left_out
+
+CHECKSUMS: list[Checksum] = ["crc32c-record", "crc32-body"]
+BASE = 1 << 33
+DELAYS = (1000, 5000)
+COLUMNS = (
+    *("positions", "size", "magic", "checksum", "queue_id", "flag", "queue_offset", "physical_offset", "sys_flag"),
+    *("store_timestamp_ms", "body_position", "body_size", "topic_position", "topic_size", "properties_position"),
+    *("properties_size", "ok"),
+)
+V6 = bytes(range(20))
+PROPERTIES = (
+    b"",
+    b"TAGS\x01a\x02",
+    b"TAGS\x01a",
+    b"KEYS\x01k1  k2 \x02UNIQ_KEY\x01u 1\x02TAGS\x01polygenelubricants\x02",
+    b"KEYS\x01 \x02",
+    b"TAGS\x01a\x02TAGS\x01b\x02KEYS\x01x\x02KEYS\x01y z",
+    b"TAGS\x01\x02UNIQ_KEY\x01v\x01w\x02\x02\x01\x01\x02",
+    b"TAGS\x01\xe8\xae\xa2\x02",
+    b"KEYS\x01\xff\x02",
+    b"UNIQ_KEY\x01\xf0\x9f\x98\x80\x02",
+    b"INNER_MULTI_DISPATCH\x01%LMQ%q,r\x02INNER_MULTI_QUEUE_OFFSET\x014,5\x02",
+    b"twentylettersofaname\x01v\x02",
+    b"DELAY\x012\x02TAGS\x01a\x02",
+    b"x\x01" + b"y" * 300 + b"\x02",
+    b"a\x01b\x02__CRC32#\x011150232550\x02",
+    b"__CRC32#\x01wrong\x02",
+    b"v\x01" + b"_" * 11 + b"__CRC32#\x01115023255\x02",
+)
+RECORDS = st.fixed_dictionaries(
+    {"body": st.one_of(st.binary(max_size=30), st.integers(0, 2000).map(bytes))},
+    optional={
+        "topic": st.sampled_from(["a", "b", "orders", "SCHEDULE_TOPIC_XXXX", b"\xff\xfe", "t" * 127, "t" * 200]),
+        "queue_id": st.sampled_from([0, 1, 7, -1, 2**31 - 1]),
+        "queue_offset": st.integers(-(2**63), 2**63 - 1),
+        "store_timestamp_ms": st.integers(-(2**63), 2**63 - 1),
+        "properties": st.sampled_from(PROPERTIES),
+        "sys_flag": st.sampled_from([0, 1, 4, 8, 0xC, 0x80, 0x40]),
+        "born_host": st.just(V6),
+        "store_host": st.just(V6),
+    },
+)
+
+
+def encoded(rows: list[dict[str, Any]], checksum: Checksum = "crc32c-record", **more: Any) -> tuple[bytes, list[int]]:
+    """Records side by side, as they lie from `BASE` on, and where each starts."""
+    data, starts = bytearray(), []
+    for i, row in enumerate(rows):
+        fields: dict[str, Any] = {"topic": "orders", "queue_id": 3, "queue_offset": i, "store_timestamp_ms": 1_000 + i}
+        fields |= {"born_timestamp_ms": 7, "physical_offset": BASE + len(data), "checksum": checksum}
+        starts.append(len(data))
+        data += encode_record(**(fields | more | row))
+    return bytes(data), starts
+
+
+def columns_of(headers: Headers) -> dict[str, list[Any]]:
+    return {name: getattr(headers, name).tolist() for name in COLUMNS}
+
+
+def told(rows: Rows) -> dict[str, Any]:
+    """All that a `Rows` says; the names of topics in place of their numbers."""
+    found = {
+        name: getattr(rows, name).tolist()
+        for name in (
+            *("queue_id", "queue_offset", "physical_offset", "size", "tags_code", "store_timestamp_ms", "has_unit"),
+            *("entry_row", "entry_hash"),
+        )
+    }
+    found |= {"records": rows.records, "topics": rows.topics, "topic": rows.topic.tolist()}
+    found["by_queue"] = [(topic, queue_id, chosen.tolist()) for topic, queue_id, chosen in rows.by_queue()]
+    found["listed"] = [
+        (each.topic, each.queue_id, each.rows.tolist(), each.queue_offset.tolist(), each.units.tobytes(), each.follow)
+        for each in rows.listed()
+    ]
+    output = rows.output()
+    found["output"] = [(topic, queue_id, list(offsets), units) for topic, queue_id, offsets, units in output.queues]
+    found["last"] = output.last_store_timestamp_ms
+    return found
+
+
+def everything(data: bytes, start: int, stop: int, checksum: Checksum, limit: int, checksums: bool) -> list[Any]:
+    """All runs of a log: after each, the next one begins a byte further, so that damage is looked at from all sides."""
+    found = []
+    at = start
+    while at < stop:
+        headers, end, _ = read_run(data, at, stop, BASE, checksum, limit, checksums=checksums)
+        rows = rows_of(data, headers, BASE, DELAYS)
+        found.append((at, end, columns_of(headers), told(rows)))
+        assert rows.by_queue() is not None
+        at = end if len(headers) else max(end, at + 1)
+    return found
+
+
+def check_both(data: bytes, start: int, stop: int, checksum: Checksum, limit: int, checksums: bool = True) -> list[Any]:
+    found = everything(data, start, stop, checksum, limit, checksums)
+    with compiled_parts_left_out():
+        assert found == everything(data, start, stop, checksum, limit, checksums)
+    return found
+
+
+@pytest.mark.parametrize("checksum", CHECKSUMS)
+@settings(deadline=None)
+@given(st.data())
+def test_any_log_is_read_alike(checksum: Checksum, data: st.DataObject) -> None:
+    rows = data.draw(st.lists(RECORDS, max_size=12))
+    log, starts = encoded(rows, checksum)
+    log += data.draw(st.sampled_from([b"", bytes(200), encode_blank(100), b"\x01" * 120]))
+    limit = data.draw(st.sampled_from([1, 2, 3, 4, 5, 100]))
+    stop = data.draw(st.sampled_from([len(log), *starts]))
+    check_both(log, 0, stop, checksum, limit, checksums=data.draw(st.booleans()))
+
+
+@pytest.mark.parametrize("checksum", CHECKSUMS)
+@settings(deadline=None, max_examples=100)
+@given(st.data())
+def test_damaged_logs_are_read_alike(checksum: Checksum, data: st.DataObject) -> None:
+    rows = data.draw(st.lists(RECORDS, min_size=1, max_size=8))
+    log, starts = encoded(rows, checksum)
+    damaged = bytearray(log)
+    for _ in range(data.draw(st.integers(1, 3))):
+        begin = data.draw(st.sampled_from(starts)) + data.draw(st.integers(0, 130))
+        kind = data.draw(st.sampled_from(["flip", "zeros", "cut", "size", "offset", "copy", "any"]))
+        begin = min(begin, len(damaged) - 1)
+        if kind == "flip":
+            damaged[begin] ^= 1 << data.draw(st.integers(0, 7))
+        elif kind == "zeros":
+            end = min(len(damaged), begin + data.draw(st.integers(1, 600)))
+            damaged[begin:end] = bytes(end - begin)
+        elif kind == "cut":
+            damaged = damaged[: max(1, begin)]
+        elif kind in ("size", "offset"):
+            at = data.draw(st.sampled_from(starts))
+            if at + 40 <= len(damaged):
+                shape, place = (">i", at) if kind == "size" else (">q", at + 28)
+                low = -(1 << 8 * struct.calcsize(shape) - 1)
+                value = data.draw(st.one_of(st.integers(-2, 3000), st.integers(low, ~low)))
+                struct.pack_into(shape, damaged, place, value)
+        elif kind == "copy":  # a stale record, whole but for its place
+            other = data.draw(st.sampled_from(starts))
+            damaged = damaged[:begin] + log[other : other + 400] + damaged[begin:]
+        else:
+            damaged[begin : begin + 4] = data.draw(st.binary(min_size=4, max_size=4))
+    check_both(bytes(damaged), 0, len(damaged), checksum, data.draw(st.sampled_from([1, 3, 50])))
+
+
+@pytest.mark.parametrize("checksum", CHECKSUMS)
+def test_a_run_ends_before_each_flipped_bit(checksum: Checksum) -> None:
+    """Of every byte of a record, the first, second and third of those whose checksums are computed side by side."""
+    log, starts = encoded([{"body": bytes(20 + i), "properties": b"TAGS\x01a\x02"} for i in range(7)], checksum)
+    for which in (2, 3, 4):
+        for place in range(starts[which], starts[which + 1]):
+            damaged = bytearray(log)
+            damaged[place] ^= 1 << place % 8
+            headers, end, _ = read_run(bytes(damaged), 0, len(log), BASE, checksum, 100)
+            model = check_record(damaged, starts[which], len(log), BASE + starts[which], checksum)
+            if checksum == "crc32c-record":
+                assert model.status == "bad"
+            if model.status == "bad":
+                assert (len(headers), end) == (which, starts[which]), place
+            else:
+                assert len(headers) == 7, place
+
+
+@pytest.mark.parametrize("sizes", [[5000, 10, 0, 900, 900, 901], [0, 0, 3000, 3000, 0], [767, 768, 769, 1536, 2000, 1]])
+def test_long_and_short_records_lie_side_by_side(sizes: list[int]) -> None:
+    random = np.random.default_rng(7)
+    log, starts = encoded([{"body": random.bytes(size)} for size in sizes])
+    headers, end, _ = read_run(log, 0, len(log), BASE, "crc32c-record", 100)
+    assert (headers.positions.tolist(), end) == (starts, len(log))
+    for place in random.integers(0, len(log), 300).tolist():
+        damaged = bytearray(log)
+        damaged[place] ^= 0x10
+        _, end, _ = read_run(bytes(damaged), 0, len(log), BASE, "crc32c-record", 100)
+        assert end == max(start for start in starts if start <= place)
+
+
+@pytest.mark.parametrize("topics", [1, 2, 40])
+@pytest.mark.parametrize("queues", [1, 3, 40])
+def test_many_queues_are_told_apart(topics: int, queues: int) -> None:
+    random = np.random.default_rng(topics * 100 + queues)
+    rows = []
+    for _ in range(300):
+        topic, queue = random.integers(topics), random.integers(queues)
+        rows.append({"topic": f"topic-{topic}", "queue_id": int(queue), "body": b"", "properties": PROPERTIES[3]})
+    log, _ = encoded(rows)
+    [(_, _, _, found)] = check_both(log, 0, len(log), "crc32c-record", 1000)
+    assert len(found["entry_hash"]) == 3 * 300
+    assert [row for _, _, chosen in found["by_queue"] for row in chosen] != []
+
+
+@pytest.mark.parametrize("gap", [0, 1, -1, 1 << 62])
+def test_consecutive_slots_are_known_for_such(gap: int) -> None:
+    log, _ = encoded([{"body": b"", "queue_offset": i + (gap if i > 4 else 0)} for i in range(9)])
+    [(_, _, _, found)] = check_both(log, 0, len(log), "crc32c-record", 100)
+    [(_, _, _, _, _, follow)] = found["listed"]
+    assert follow is (gap == 0)
+
+
+def test_batch_topics_have_no_units() -> None:
+    log, _ = encoded([{"body": b"", "topic": name} for name in ("a", "b", "a")])
+    headers, _, _ = read_run(log, 0, len(log), BASE, "crc32c-record", 100)
+    assert [topic for topic, _, _ in rows_of(log, headers, BASE, DELAYS, {"a"}).by_queue()] == ["b"]
+
+
+def test_stretches_that_somebody_keeps_are_not_written_over() -> None:
+    """Memory is used again for the next stretch, but only if nobody looks at the last one any more."""
+    log, starts = encoded([{"body": bytes(i), "topic": f"t{i % 3}"} for i in range(100)])
+    spares = Spares()
+    kept = []
+    at = 0
+    while at < len(log):
+        headers, at, _ = read_run(log, at, len(log), BASE, "crc32c-record", 10, spares=spares)
+        kept.append((headers, rows_of(log, headers, BASE, DELAYS)))
+    assert [place for headers, _ in kept for place in headers.positions.tolist()] == starts
+    offsets = [slot for _, rows in kept for each in rows.listed() for slot in each.queue_offset.tolist()]
+    assert sorted(offsets) == list(range(100))
+    physical = [place for _, rows in kept for each in rows.listed() for place in each.units["physical_offset"].tolist()]
+    assert sorted(physical) == [BASE + start for start in starts]
+
+
+@pytest.mark.skipif(kernel is None, reason="no compiled parts")
+def test_bad_arguments_are_refused() -> None:
+    assert kernel is not None
+    log, _ = encoded([{"body": b"x"}] * 3)
+    longs, ints = np.zeros((7, 4), np.int64), np.zeros((5, 4), np.int32)
+    for start, stop, limit in ((-1, 5, 4), (5, 4, 4), (0, len(log) + 1, 4), (0, len(log), 5), (0, len(log), -1)):
+        with pytest.raises(ValueError, match=r"do not lie within|expected"):
+            kernel.sweep(log, start, stop, BASE, limit, True, 0, longs, ints)
+    count, *_ = kernel.sweep(log, 0, len(log), BASE, 4, True, 0, longs, ints)
+    assert count == 3
+    prefixes, out, units = np.zeros(1, np.int32), np.zeros((7, 3), np.int64), np.zeros(60, np.uint8)
+    given = (longs, ints, prefixes, out, np.zeros(3, np.bool_), units)
+    assert kernel.list(log, 4, 3, BASE, *given)[:2] == (3, 1)
+    for limit, count in ((4, 4), (4, -1), (3, 3), (2, 3)):
+        with pytest.raises(ValueError, match=r"records of|expected"):
+            kernel.list(log, limit, count, BASE, *given)
+    for table, row, value in (
+        (longs, 3, len(log)),
+        (longs, 3, -1),
+        (longs, 4, 1 << 40),
+        (longs, 4, -1),
+        (ints, 3, 1),
+        (ints, 3, -1),
+    ):
+        before = table[row, 1]
+        table[row, 1] = value
+        longs[4, 1] = max(int(longs[4, 1]), 1) if table is longs and row == 3 else longs[4, 1]
+        assert kernel.list(log, 4, 3, BASE, *given) is None
+        table[row, 1] = before
+        longs[4, 1] = 0
+    assert kernel.list(log, 4, 3, BASE, *given) is not None
