@@ -55,7 +55,8 @@ static int64_t number_of(Topics *topics, int64_t at, int64_t size, int64_t limit
     return topics->last = topics->count++;
 }
 
-/* Rows of the tables that `sweep` fills, `limit` items each; `scan.RUN_*` names them in this order. */
+/* Rows of the tables that `sweep` fills, each as long as there is room; layout/scan.py names them in this order. Best of a
+   length that is no power of two: else they meet in few lines of the cache. */
 enum { POSITION, QUEUE_OFFSET, STORE_TIMESTAMP, PROPERTIES, PROPERTIES_SIZE, TOPIC_FIRST, TOPIC_SIZE, LONG_ROWS };
 enum { SIZE, QUEUE_ID, SYS_FLAG, TOPIC, TAIL, INT_ROWS };
 
@@ -73,6 +74,49 @@ static int64_t meet(const uint8_t *data, int64_t length, int64_t from)
     for (int64_t at = from; at < end; at += COME_TOGETHER)
         (void)*(const volatile uint8_t *)(data + at);
     return end;
+}
+
+/* content_end(buffer, start, end) -> the position behind the last byte in the range that is not zero; `start` without one. */
+PyObject *native_content_end(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (!has_arguments("content_end", nargs, 3))
+        return NULL;
+    int64_t start = PyLong_AsLongLong(args[1]), end = PyLong_AsLongLong(args[2]);
+    if (PyErr_Occurred())
+        return NULL;
+    Py_buffer view;
+    if (PyObject_GetBuffer(args[0], &view, PyBUF_SIMPLE) < 0)
+        return NULL;
+    if (start < 0 || start > end || end > view.len) {
+        PyErr_Format(PyExc_ValueError, "the range %lld..%lld does not lie within a buffer of %zd bytes", (long long)start,
+                     (long long)end, view.len);
+        PyBuffer_Release(&view);
+        return NULL;
+    }
+    const uint8_t *data = view.buf;
+    PyThreadState *others = end - start >= LONG_BYTES ? PyEval_SaveThread() : NULL;
+    for (bool blank = true; blank && end > start;) {
+        int64_t begin = end - start > STRETCH ? end - STRETCH : start;
+        meet(data, end, begin);
+        for (uint64_t words[16]; blank && end - begin >= (int64_t)sizeof words;) {
+            uint64_t any = 0;
+            memcpy(words, data + end - sizeof words, sizeof words);
+            for (size_t i = 0; i < sizeof words / sizeof *words; i++)
+                any |= words[i];
+            blank = !any;
+            end -= any ? 0 : (int64_t)sizeof words;
+        }
+        while (blank && end > begin) {
+            blank = !data[end - 1];
+            end -= blank;
+        }
+    }
+    while (end > start && !data[end - 1])
+        end--;
+    if (others)
+        PyEval_RestoreThread(others);
+    PyBuffer_Release(&view);
+    return PyLong_FromLongLong(end);
 }
 
 /* sweep(buffer, start, stop, base, limit, checksums, populated, longs, ints) -> (count, stop, topics, tails, populated)
@@ -102,16 +146,22 @@ PyObject *native_sweep(PyObject *module, PyObject *const *args, Py_ssize_t nargs
                      (long long)at, (long long)stop, view->len);
         goto done;
     }
-    if (!(longs = hold(&held, args[7], 8, LONG_ROWS * limit, true, "longs")) ||
-        !(ints = hold(&held, args[8], 4, INT_ROWS * limit, true, "ints")))
+    if (!(longs = hold(&held, args[7], 8, -1, true, "longs")) ||
+        !(ints = hold(&held, args[8], 4, INT_ROWS * (longs->len / 8 / LONG_ROWS), true, "ints")))
         goto done;
+    const int64_t room = longs->len / 8 / LONG_ROWS;
+    if (limit > room) {
+        PyErr_Format(PyExc_ValueError, "longs: expected room for %lld records, got that for %lld", (long long)limit,
+                     (long long)room);
+        goto done;
+    }
     const uint8_t *data = view->buf;
     int64_t length = view->len, count = 0, tails = 0;
     int64_t *l = longs->buf;
     int32_t *n = ints->buf;
     topics.data = data;
-    topics.first = l + TOPIC_FIRST * limit;
-    topics.size = l + TOPIC_SIZE * limit;
+    topics.first = l + TOPIC_FIRST * room;
+    topics.size = l + TOPIC_SIZE * room;
     bool full = false, more = true;
     PyThreadState *others = PyEval_SaveThread();
     while (more) {
@@ -151,16 +201,16 @@ PyObject *native_sweep(PyObject *module, PyObject *const *args, Py_ssize_t nargs
             int64_t stamp_at = STORE_TIMESTAMP_AT + (flags & BORN_HOST_V6 ? IPV6_EXTRA : 0);
             bool tail = p->properties_size >= CRC_TAIL_BYTES &&
                         !memcmp(record[i] + p->size - CRC_TAIL_BYTES, "__CRC32#", 8);
-            l[POSITION * limit + count] = at;
-            l[QUEUE_OFFSET * limit + count] = (int64_t)get64(record[i] + QUEUE_OFFSET_AT);
-            l[STORE_TIMESTAMP * limit + count] = (int64_t)get64(record[i] + stamp_at);
-            l[PROPERTIES * limit + count] = p->properties;
-            l[PROPERTIES_SIZE * limit + count] = p->properties_size;
-            n[SIZE * limit + count] = (int32_t)p->size;
-            n[QUEUE_ID * limit + count] = (int32_t)get32(record[i] + QUEUE_ID_AT);
-            n[SYS_FLAG * limit + count] = (int32_t)flags;
-            n[TOPIC * limit + count] = (int32_t)topic;
-            n[TAIL * limit + count] = tail;
+            l[POSITION * room + count] = at;
+            l[QUEUE_OFFSET * room + count] = (int64_t)get64(record[i] + QUEUE_OFFSET_AT);
+            l[STORE_TIMESTAMP * room + count] = (int64_t)get64(record[i] + stamp_at);
+            l[PROPERTIES * room + count] = p->properties;
+            l[PROPERTIES_SIZE * room + count] = p->properties_size;
+            n[SIZE * room + count] = (int32_t)p->size;
+            n[QUEUE_ID * room + count] = (int32_t)get32(record[i] + QUEUE_ID_AT);
+            n[SYS_FLAG * room + count] = (int32_t)flags;
+            n[TOPIC * room + count] = (int32_t)topic;
+            n[TAIL * room + count] = tail;
             tails += tail;
             at += p->size;
         }
@@ -294,7 +344,7 @@ static int by_key(const void *a, const void *b)
     return (left > right) - (left < right);
 }
 
-/* Rows of the table that `list` fills; `dispatch.LISTED_*` names them in this order. */
+/* Rows of the table that `list` fills; layout/dispatch.py names them in this order. */
 enum { TAGS_CODE, ROW, SLOT, QUEUE_TOPIC, QUEUE_NUMBER, QUEUE_END, QUEUE_FOLLOWS, LISTED_ROWS };
 enum { UNIT_BYTES = 20 };
 
@@ -303,7 +353,7 @@ enum { UNIT_BYTES = 20 };
    Of `count` records that `sweep` has read into tables of `limit`: the tags code of each, whether it has a unit, and by queue,
    in order of topic and queue id, ROW of those that have one, SLOT their queue offsets, and their units; of each of the `queues`
    its topic, id, the end of its `rows`, and whether their slots follow each other. Entries: int64 and int32, as bytearrays;
-   `prefixes` are the int32 hashes of what stands before the keys of each topic. `out` has `count` items a row.
+   `prefixes` are the int32 hashes of what stands before the keys of each topic. The rows of `out` are as long as there is room.
 
    None: a record is of a kind that Python looks at with more patience, or a tag or key not ASCII. */
 PyObject *native_list(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
@@ -328,10 +378,16 @@ PyObject *native_list(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         !(longs = hold(&held, args[4], 8, LONG_ROWS * limit, false, "longs")) ||
         !(ints = hold(&held, args[5], 4, INT_ROWS * limit, false, "ints")) ||
         !(prefixes = hold(&held, args[6], 4, -1, false, "prefixes")) ||
-        !(out = hold(&held, args[7], 8, LISTED_ROWS * count, true, "out")) ||
+        !(out = hold(&held, args[7], 8, -1, true, "out")) ||
         !(has_unit = hold(&held, args[8], 1, count, true, "has_unit")) ||
         !(units = hold(&held, args[9], 1, UNIT_BYTES * count, true, "units")))
         goto done;
+    const int64_t room = out->len / 8 / LISTED_ROWS;
+    if (count > room) {
+        PyErr_Format(PyExc_ValueError, "out: expected room for %lld records, got that for %lld", (long long)count,
+                     (long long)room);
+        goto done;
+    }
     const uint8_t *data = view->buf;
     const int64_t *l = longs->buf;
     const int32_t *n = ints->buf, *prefix = prefixes->buf;
@@ -385,7 +441,7 @@ PyObject *native_list(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
             before_size = unique.size || keys.size ? 0 : size;
             before_code = code;
         }
-        o[TAGS_CODE * count + i] = code;
+        o[TAGS_CODE * room + i] = code;
         listed[i] = !transaction || transaction == TRANSACTION_COMMIT;
         if (listed[i]) {
             int64_t number = queue_of(&queues, (uint64_t)topic << 32 | (uint32_t)n[QUEUE_ID * limit + i], count);
@@ -408,27 +464,27 @@ PyObject *native_list(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
             int64_t size = queues.sizes[order[i].number];
             queues.sizes[order[i].number] = rows; /* from here on: where its next row goes */
             rows += size;
-            o[QUEUE_TOPIC * count + i] = (int64_t)(order[i].key >> 32);
-            o[QUEUE_NUMBER * count + i] = (int32_t)order[i].key;
-            o[QUEUE_END * count + i] = rows;
+            o[QUEUE_TOPIC * room + i] = (int64_t)(order[i].key >> 32);
+            o[QUEUE_NUMBER * room + i] = (int32_t)order[i].key;
+            o[QUEUE_END * room + i] = rows;
         }
         uint8_t *unit = units->buf;
         for (int64_t i = 0; i < count; i++) {
             if (!listed[i])
                 continue;
             int64_t to = queues.sizes[queue_of_row[i]]++;
-            o[ROW * count + to] = i;
-            o[SLOT * count + to] = l[QUEUE_OFFSET * limit + i];
+            o[ROW * room + to] = i;
+            o[SLOT * room + to] = l[QUEUE_OFFSET * limit + i];
             put64(unit + UNIT_BYTES * to, (uint64_t)l[POSITION * limit + i] + (uint64_t)base);
             put32(unit + UNIT_BYTES * to + 8, (uint32_t)n[SIZE * limit + i]);
-            put64(unit + UNIT_BYTES * to + 12, (uint64_t)o[TAGS_CODE * count + i]);
+            put64(unit + UNIT_BYTES * to + 12, (uint64_t)o[TAGS_CODE * room + i]);
         }
         for (int64_t i = 0, at = 0; i < queues.count; i++) {
-            int64_t end = o[QUEUE_END * count + i];
+            int64_t end = o[QUEUE_END * room + i];
             bool follows = true;
             for (at++; at < end; at++)
-                follows = follows && (uint64_t)o[SLOT * count + at] - (uint64_t)o[SLOT * count + at - 1] == 1;
-            o[QUEUE_FOLLOWS * count + i] = follows;
+                follows = follows && (uint64_t)o[SLOT * room + at] - (uint64_t)o[SLOT * room + at - 1] == 1;
+            o[QUEUE_FOLLOWS * room + i] = follows;
         }
     }
     PyEval_RestoreThread(others);

@@ -51,7 +51,7 @@ from mqstore.layout.record import (
     body_length_at,
     store_timestamp_at,
 )
-from mqstore.layout.scan import Headers, Run
+from mqstore.layout.scan import ROW_SPACE, Headers, Run
 from mqstore.native import kernel
 
 if TYPE_CHECKING:
@@ -269,7 +269,7 @@ def _listed(view: memoryview, headers: Headers, run: Run, base: int, topics: lis
     count = len(headers)
     empty = run.spares.empty
     out, has_unit, units = (
-        empty((_LISTED_ROWS, count), np.int64),
+        empty((_LISTED_ROWS, count + ROW_SPACE), np.int64),
         empty((count,), np.bool_),
         empty((count,), UNIT_DTYPE),
     )
@@ -295,7 +295,7 @@ def _listed(view: memoryview, headers: Headers, run: Run, base: int, topics: lis
         queue_offset=headers.queue_offset,
         physical_offset=headers.positions + base,
         size=headers.size,
-        tags_code=out[_TAGS_CODE],
+        tags_code=out[_TAGS_CODE, :count],
         store_timestamp_ms=headers.store_timestamp_ms,
         has_unit=has_unit,
         entry_row=np.frombuffer(entry_row, np.int64),

@@ -114,6 +114,9 @@ _LONG_ROWS: Final = 7
 _POSITION, _QUEUE_OFFSET, _STORE_TIMESTAMP, _PROPERTIES, _PROPERTIES_SIZE, _TOPIC_FIRST, _TOPIC_SIZE = range(_LONG_ROWS)
 _INT_ROWS: Final = 5
 _SIZE_ROW, _QUEUE_ID, _SYS_FLAG, _TOPIC, _TAIL = range(_INT_ROWS)
+ROW_SPACE: Final = 72
+"""Items left free behind each row of such a table: rows that begin powers of two apart would meet in one line of the
+cache."""
 
 
 def _bytes_of(buf: ReadableBuffer) -> memoryview:
@@ -190,7 +193,8 @@ def read_run(
         headers, end = _read_run(view, start, stop, base, checksum, limit, checksums=checksums)
         return headers, end, met
     spares = Spares() if spares is None else spares
-    longs, ints = spares.empty((_LONG_ROWS, limit), np.int64), spares.empty((_INT_ROWS, limit), np.int32)
+    room = limit + ROW_SPACE
+    longs, ints = spares.empty((_LONG_ROWS, room), np.int64), spares.empty((_INT_ROWS, room), np.int32)
     whole = checksums and checksum == "crc32c-record"
     count, end, topics, tails, met = kernel.sweep(view, start, stop, base, limit, whole, met, longs, ints)
     good = count
@@ -823,8 +827,12 @@ def content_end(buf: ReadableBuffer, start: int = 0, end: int | None = None) -> 
     >>> content_end(b"ab\\0c\\0\\0"), content_end(b"ab\\0c\\0\\0", 4), content_end(b"ab\\0c", 0, 3)
     (4, 4, 2)
     """
-    data = np.frombuffer(_bytes_of(buf), np.uint8)
-    high = len(data) if end is None else end
+    view = _bytes_of(buf)
+    high = len(view) if end is None else end
+    if kernel is not None and start <= high:
+        last: int = kernel.content_end(view, start, high)
+        return last
+    data = np.frombuffer(view, np.uint8)
     while high > start:
         low = max(start, high - _BLOCK_BYTES)
         if data[low:high].any():
