@@ -279,3 +279,32 @@ def test_a_stretch_keeps_what_it_says_while_the_next_one_is_read(tmp_path: Path)
         events = [event for event in scan_log(reader._run, 0, reader.manifest.checksum) if isinstance(event, Good)]
     found = np.concatenate([event.headers.positions + event.base for event in events])
     assert found.tolist() == places
+
+
+def test_queue_files_are_on_their_way_to_the_disk_when_they_are_full(tmp_path: Path) -> None:
+    """Each is synced once, in the end, when all the others are being written too."""
+    make(tmp_path, "mqstore")
+    (tmp_path / "checkpoint").unlink()
+    begun: list[str] = []
+    synced: list[str] = []
+
+    class Noting(Unsynced):
+        def write_back(self, fd: int) -> None:
+            assert not [path for path in synced if "/consumequeue/" in path]
+            begun.append(self.path_of(fd))
+            super().write_back(fd)
+
+        def fdatasync(self, fd: int) -> None:
+            synced.append(self.path_of(fd))
+
+    with open_store(tmp_path, fs=Noting()) as store:
+        full = [
+            f"{queue.directory}/{name}"
+            for queue in store._queues
+            for name in queue.list_files()
+            if int(name) // UNIT_BYTES + store._queues.units_per_segment <= queue.max_offset
+        ]
+    assert len(full) > 3
+    assert sorted(begun) == sorted(full)
+    files_of_queues = [path for path in synced if "/consumequeue/" in path]
+    assert sorted(files_of_queues) == sorted(str(path) for path in tmp_path.glob("consumequeue/*/*/*"))

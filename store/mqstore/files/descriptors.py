@@ -82,6 +82,14 @@ class DescriptorCache:
         finally:
             self._give_back(entry)
 
+    def write_back(self, path: str) -> None:
+        """Have the system begin to write what is dirty of the file: a hint, before `fdatasync`."""
+        entry = self._take(path)
+        try:
+            self._fs.write_back(entry.fd)
+        finally:
+            self._give_back(entry)
+
     def fdatasync(self, path: str) -> None:
         """Make what was written to the file durable, through whichever descriptor. An error is final."""
         entry = self._take(path)

@@ -277,6 +277,13 @@ class ConsumeQueue(Queue):
             table.note_dirty(path)
             done += length
 
+    def write_back(self, start: int, end: int) -> None:
+        """For who wrote units [start, end) and goes on behind them, to `sync` in the end: let the system begin with the
+        files that are full by now."""
+        per = self._table.units_per_segment
+        for segment in range(start // per, end // per):
+            self._table.descriptors.write_back(self._path(segment))
+
     def publish(self, end: int) -> None:
         """Units below `end` may be read."""
         if self.max_offset == self.min_offset == 0 and not self.next_offset:

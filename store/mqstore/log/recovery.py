@@ -635,6 +635,7 @@ class _Recovery:
             return
         if low < high:
             queue.write(first + low, units[low:high].view(np.uint8).data)
+            queue.write_back(first + low, first + high)
             self.parts.queues.note_names(queue.directory)
         queue.publish(first + len(units))
 
