@@ -144,6 +144,7 @@ static inline void fetch_at(const uint8_t *data, int64_t length, int64_t at, int
 
 PyObject *native_sweep(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_content_end(PyObject *, PyObject *const *, Py_ssize_t);
+PyObject *native_data_end(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_list(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_walk(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_gather(PyObject *, PyObject *const *, Py_ssize_t);

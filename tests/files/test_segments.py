@@ -15,6 +15,7 @@ import pytest
 from mqstore.errors import StoreFullError, StoreIOError
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.files.segments import LoadProblem, SegmentRun, segment_name
+from mqstore.native import kernel
 from tests.faults import Crash, FaultyFileSystem
 from tests.holding import held, linux_only, mapped_files
 
@@ -929,7 +930,60 @@ def test_only_what_a_mapping_for_writing_shows_is_read_ahead(folder: Path) -> No
 
     run = open_run(folder, fs=Noting())
     first, second = run.create(0), run.create(SIZE)
+    run.write(SIZE, b"x" * SIZE)
     for segment in (first, second):
         run.mapping(segment)
         run.read_ahead(segment, 100, SIZE - 50)
     assert asked == [(100, SIZE - 150)]
+
+
+@pytest.mark.parametrize("how", ["mapping", "call"])
+@pytest.mark.parametrize("synced", [False, True])
+def test_what_is_told_of_a_file_without_reading_it_is_never_less_than_there_is(
+    tmp_path: Path, how: str, synced: bool
+) -> None:
+    """Bytes that are in memory only count, be they stored behind blocks that were never written to."""
+    size = 1 << 20
+    run = SegmentRun(tmp_path / "log", tmp_path / "tmp", size, writable=True)
+    segment = run.create(0)
+    assert 0 <= run.data_end(segment, 0) <= size
+    for position in (0, 100, 5 * 4096 + 1, 700_000, size - 1):
+        if how == "mapping":
+            run.mapping(segment)[position] = 1
+        else:
+            run.write(position, b"\x01")
+        if synced:
+            run.sync(position, position + 1)
+        for start in (0, position // 2, position):
+            assert position < run.data_end(segment, start) <= size
+    assert run.data_end(segment, size) == size
+
+
+@pytest.mark.skipif(kernel is None, reason="nobody asks without compiled parts")
+def test_a_file_that_is_gone_is_not_asked(tmp_path: Path) -> None:
+    run = SegmentRun(tmp_path / "log", tmp_path / "tmp", 1 << 20, writable=True)
+    run.create(0)
+    reader = SegmentRun(tmp_path / "log", tmp_path / "tmp", 1 << 20, writable=False)
+    reader.load()
+    [segment] = reader.segments()
+    os.unlink(segment.path)
+    assert reader.data_end(segment, 10) == 1 << 20
+
+
+@pytest.mark.skipif(kernel is None, reason="nobody asks without compiled parts")
+def test_zeros_that_were_never_written_are_not_read(tmp_path: Path) -> None:
+    """They may be most of a segment, and would fill as much memory."""
+    run = SegmentRun(tmp_path / "log", tmp_path / "tmp", 1 << 20, writable=True)
+    segment = run.create(0)
+    run.write(0, b"x" * 10_000)
+    run.sync(0, 10_000)
+    assert kernel is not None
+    with open(segment.path, "rb") as file:
+        end = kernel.data_end(file.fileno(), 0, 1 << 20)
+        assert end == run.data_end(segment, 0)
+        if os.lseek(file.fileno(), 0, os.SEEK_HOLE) < 1 << 20:  # a file system that tells
+            assert end in (12_288, 1 << 20)  # the latter for one that is not believed
+        assert kernel.data_end(file.fileno(), 5000, 6000) == 6000
+    assert kernel.data_end(-1, 5, 100) == 100
+    with pytest.raises(TypeError):
+        kernel.data_end(0, 5)

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from mqstore.clock import SimulatedClock
+from mqstore.files.segments import Segment, SegmentRun
 from mqstore.layout.consumequeue import UNIT_BYTES
-from mqstore.layout.scan import content_end
 from mqstore.log import recovery
 from mqstore.log.recovery import RecoverOptions
-from mqstore.log.scanner import Good, scan_log
+from mqstore.log.scanner import Good, scan_log, used_end
 from mqstore.log.store import MessageStore
 from mqstore.options import Profile, StoreConfig
 from tests.log.support import SEGMENT, Unsynced, files, open_store
@@ -262,12 +262,12 @@ def test_the_zeros_at_the_end_of_the_log_are_read_once(tmp_path: Path, monkeypat
     make(tmp_path, "mqstore")
     looks: list[int] = []
 
-    def look(buffer: Any, start: int = 0) -> int:
+    def look(run: SegmentRun, segment: Segment, start: int = 0) -> int:
         looks.append(start)
-        return content_end(buffer, start)
+        return used_end(run, segment, start)
 
     for module in ("scanner", "recovery"):
-        monkeypatch.setattr(f"mqstore.log.{module}.content_end", look)
+        monkeypatch.setattr(f"mqstore.log.{module}.used_end", look)
     with open_store(tmp_path) as store:
         end = store.max_offset
     assert looks == [end % SEGMENT]

@@ -19,7 +19,7 @@ def test_a_record_that_is_finished_during_the_scan_is_no_damage(
     there, and the second one then seemed to lie behind damage."""
     with mqstore.MessageStore(tmp_path, config=StoreConfig(segment_bytes=1 << 14, clock=SimulatedClock())) as writer:
         writer.put("orders", b"before")
-        look = scanner.content_end
+        look = scanner.used_end
         looks = 0
 
         def look_later(*arguments: object) -> int:
@@ -29,7 +29,7 @@ def test_a_record_that_is_finished_during_the_scan_is_no_damage(
                 writer.put_many("orders", [b"meanwhile", b"and this"])
             return look(*arguments)  # type: ignore[arg-type]  # passed through
 
-        monkeypatch.setattr(scanner, "content_end", look_later)
+        monkeypatch.setattr(scanner, "used_end", look_later)
         with mqstore.MessageStore(tmp_path, "r") as reader:
             events = list(scan_log(reader._run, 0, reader.manifest.checksum))
 

@@ -36,6 +36,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mqstore.errors import raise_os_error
+from mqstore.native import kernel
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -184,6 +185,15 @@ class FileSystem:
             with contextlib.suppress(OSError):
                 for step in range(position, position + length, _READ_AHEAD_STEP):
                     os.posix_fadvise(fd, step, _READ_AHEAD_STEP, os.POSIX_FADV_WILLNEED)
+
+    def data_end(self, fd: int, start: int, end: int) -> int:
+        """A position in [start, end] behind which the file system knows of nothing up to `end`, so that zeros are read
+        there: holes, and blocks that were never written to. It may be `end` in any case. Moves the descriptor's own
+        position, which nobody here goes by."""
+        if kernel is None or start >= end:
+            return end
+        position: int = kernel.data_end(fd, start, end)
+        return position
 
     def write_back(self, fd: int) -> None:
         """Have the system begin to write what is dirty of a file, for who will sync it later: files whose turns come

@@ -38,6 +38,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from mqstore.errors import MQStoreError
 from mqstore.files.filesystem import FILE_MODE, REAL, FileSystem
 
 __all__ = ["NAME_DIGITS", "LoadProblem", "Segment", "SegmentRun", "segment_name"]
@@ -527,11 +528,21 @@ class SegmentRun:
         """Its descriptor, which stays open for as long as it is referred to."""
         return segment.file or self._open(segment)
 
+    def data_end(self, segment: Segment, start: int) -> int:
+        """A position in a segment, `start` or behind it, from which on there are zeros to its end, for all that can be
+        told without reading them. They may be most of the last one, and to look at them would bring all into memory."""
+        try:
+            file = segment.file or _File(self._fs, segment.path, os.O_RDONLY)
+        except (OSError, MQStoreError):  # removed meanwhile, or no descriptor left: a mapping needs neither
+            return segment.length
+        return self._fs.data_end(file.fd, start, segment.length)
+
     def read_ahead(self, segment: Segment, start: int, stop: int) -> None:
         """For who is about to read bytes [start, stop) of a segment: a mapping for writing reads nothing ahead
         by itself, but waits for every page (see the module). Nothing to do for others."""
         if segment.writable:
             file = self.file(segment)
+            stop = min(stop, self.data_end(segment, start))
             self._fs.read_ahead(file.fd, start, stop - start)
 
     def populate(self, segment: Segment, position: int, length: int) -> bool:

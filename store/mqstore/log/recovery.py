@@ -40,12 +40,11 @@ from mqstore.layout.checkpoint import Checkpoint, min_timestamp
 from mqstore.layout.consumequeue import UNIT_DTYPE, VOID_SIZE, is_void
 from mqstore.layout.dispatch import Listed, Rows
 from mqstore.layout.record import MIN_RECORD_BYTES, Checksum, check_record, decode_record
-from mqstore.layout.scan import content_end
 from mqstore.log.consumequeue import ConsumeQueue, QueueTable
 from mqstore.log.index import Index, IndexFile
 from mqstore.log.names import is_path_safe
 from mqstore.log.report import Cut, Finding, RecoveryReport
-from mqstore.log.scanner import Bad, End, Good, least_plausible, scan_log, sort_out
+from mqstore.log.scanner import Bad, End, Good, least_plausible, scan_log, sort_out, used_end
 from mqstore.log.verify import Wanted, index_faults
 
 __all__ = [
@@ -737,7 +736,7 @@ class _Recovery:
         run, report = self.parts.run, self.report
         segment = run.find(end)
         if segment is not None:
-            used = 0 if blank else content_end(run.mapping(segment), end - segment.start)
+            used = 0 if blank else used_end(run, segment, end - segment.start)
             if used > end - segment.start:
                 name, at = self._where(end)
                 if not any(cut.file == name and cut.start == at for cut in report.truncated):
@@ -753,7 +752,7 @@ class _Recovery:
         # A segment that begins at the end is kept when it is the only one, so that the log remembers where it is.
         doomed = [s for s in run.segments() if s.start >= end and s.start != run.starts[0]]
         for extra in doomed:
-            used = content_end(run.mapping(extra))
+            used = used_end(run, extra)
             name, _ = self._where(extra.start)
             if used and not any(cut.file == name for cut in report.truncated):
                 report.truncated.append(Cut(name, 0, used, "torn_tail"))

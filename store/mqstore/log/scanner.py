@@ -35,6 +35,7 @@ __all__ = [
     "scan_log",
     "scan_segment",
     "sort_out",
+    "used_end",
 ]
 
 T = TypeVar("T")
@@ -82,6 +83,12 @@ def first_good_in(
     buffer = run.mapping(segment)
     found = find_next(buffer, start, len(buffer), segment.start, checksum, before)
     return None if found is None else segment.start + found
+
+
+def used_end(run: SegmentRun, segment: Segment, start: int = 0) -> int:
+    """The position behind the last byte in a segment, from `start` on, that is not zero; `start` when there is none."""
+    buffer = run.mapping(segment)
+    return content_end(buffer, start, max(start, min(len(buffer), run.data_end(segment, start))))
 
 
 def scan_log(run: SegmentRun, start: int, checksum: Checksum, *, checksums: bool = True) -> Iterator[Event]:
@@ -137,7 +144,7 @@ def scan_segment(
         check = check_record(buffer, at, len(buffer), base + at, checksum)
         if check.status == "blank":
             return run.segment_bytes
-        if blank is not None and stop == len(buffer) and content_end(buffer, at) == at:
+        if blank is not None and stop == len(buffer) and used_end(run, segment, at) == at:
             blank.add(base + at)
             break
         # Not a record. Is there one behind?
@@ -203,7 +210,7 @@ def join_segments(
             detail = ""  # what lies behind is none of a reader's business
         elif short and at >= len(buffer):
             detail = f"the file ends after {len(buffer)} of {run.segment_bytes} bytes"
-        elif here in blank or content_end(buffer, at) == at:
+        elif here in blank or used_end(run, segment, at) == at:
             detail = ""
         else:
             detail = check_record(buffer, at, len(buffer), here, checksum).detail

@@ -27,13 +27,12 @@ from mqstore.layout.checkpoint import Checkpoint
 from mqstore.layout.consumequeue import UNIT_BYTES, is_void
 from mqstore.layout.dispatch import Rows
 from mqstore.layout.record import Checksum
-from mqstore.layout.scan import content_end
 from mqstore.log.consumequeue import ConsumeQueue, QueueTable
 from mqstore.log.index import Index
 from mqstore.log.manifest import MANIFEST
 from mqstore.log.names import is_path_safe
 from mqstore.log.report import Finding, Kind
-from mqstore.log.scanner import MAX_SLOT, Bad, End, Good, scan_log, sort_out
+from mqstore.log.scanner import MAX_SLOT, Bad, End, Good, scan_log, sort_out, used_end
 from mqstore.log.txn import TXN_FILE, TxnState
 
 __all__ = ["Gap", "IndexTally", "Verifier", "Wanted", "index_faults", "json_tables", "tally_index"]
@@ -320,7 +319,7 @@ class Verifier:
         else:
             behind = [segment for segment in self._run.segments() if segment.start >= end.position]
             for segment in [] if behind and self._has_writer() else behind:
-                if used := content_end(self._run.mapping(segment)):
+                if used := used_end(self._run, segment):
                     name, _ = self._where(segment.start)
                     yield Finding("torn_tail", name, 0, used, "the log ends before it, and what it holds is no record")
 
