@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mqstore.layout.dispatch import Rows, rows_of
+from mqstore.layout.javahash import index_hash, java_hash
 from mqstore.layout.record import Checksum, check_record, encode_blank, encode_record
 from mqstore.layout.scan import Headers, read_run
 from mqstore.layout.spares import Spares
@@ -47,6 +48,8 @@ PROPERTIES = (
     b"x\x01" + b"y" * 300 + b"\x02",
     b"a\x01b\x02__CRC32#\x011150232550\x02",
     b"__CRC32#\x01wrong\x02",
+    b"__CRC32#\x011150232550\x02",  # nothing but that
+    b"__CRC32#\x010000000000\x02",
     b"v\x01" + b"_" * 11 + b"__CRC32#\x01115023255\x02",
 )
 RECORDS = st.fixed_dictionaries(
@@ -210,12 +213,42 @@ def test_many_queues_are_told_apart(topics: int, queues: int) -> None:
     assert [row for _, _, chosen in found["by_queue"] for row in chosen] != []
 
 
+def test_the_hash_that_has_no_absolute_value_is_zero() -> None:
+    """Math.abs leaves -2 ** 31 as it is, and 0 is put in its place (6.2)."""
+    rest = (2**31 - java_hash("orders#" + "<" * 7)) % 2**32
+    key = ""
+    for _ in range(7):  # "<" is 60, and the digits to base 31 are added to such
+        rest, digit = divmod(rest, 31)
+        key = chr(60 + digit) + key
+    assert java_hash(f"orders#{key}") == -(2**31)
+    log, _ = encoded([{"body": b"", "properties": f"KEYS\x01{key} k\x02UNIQ_KEY\x01{key}\x02".encode()}])
+    [(_, _, _, found)] = check_both(log, 0, len(log), "crc32c-record", 9)
+    assert found["entry_hash"] == [0, 0, index_hash("orders#k")]
+
+
+@pytest.mark.parametrize("before", [b"", b"a\x01b\x02"])
+def test_a_crc_tail_that_does_not_fit_ends_a_run(before: bytes) -> None:
+    """Though the checksum over the whole record fits."""
+    log, _ = encoded([{"body": b"x", "properties": before + b"__CRC32#\x010000000000\x02"}])
+    [(_, end, columns, _), *_] = check_both(log, 0, len(log), "crc32c-record", 9)
+    assert (end, columns["positions"]) == (0, [])
+
+
 @pytest.mark.parametrize("gap", [0, 1, -1, 1 << 62])
 def test_consecutive_slots_are_known_for_such(gap: int) -> None:
     log, _ = encoded([{"body": b"", "queue_offset": i + (gap if i > 4 else 0)} for i in range(9)])
     [(_, _, _, found)] = check_both(log, 0, len(log), "crc32c-record", 100)
     [(_, _, _, _, _, follow)] = found["listed"]
     assert follow is (gap == 0)
+
+
+def test_a_time_that_no_delay_can_be_added_to_is_no_error() -> None:
+    """A damaged one, of profile `rocketmq`: numpy warned of what it did to a single number."""
+    stamp = 2**63 - 1
+    row = {"body": b"", "topic": "SCHEDULE_TOPIC_XXXX", "store_timestamp_ms": stamp, "properties": b"DELAY\x012\x02"}
+    log, _ = encoded([row])
+    [(_, _, _, found)] = check_both(log, 0, len(log), "crc32c-record", 9)
+    assert found["tags_code"] == [stamp + DELAYS[1] - 2**64]
 
 
 def test_batch_topics_have_no_units() -> None:

@@ -483,7 +483,8 @@ def _deliver_times(
     for row, blob in zip(rows.tolist(), blobs, strict=True):
         delay_ms = _delay_ms(blob, delay_table_ms)
         if delay_ms is not None:
-            tags[row] = headers.store_timestamp_ms[row] + delay_ms
+            # Of arrays, which wrap in silence where a damaged time is near the end of all.
+            tags[row : row + 1] = headers.store_timestamp_ms[row : row + 1] + delay_ms
 
 
 _LONGEST_DELAY_MS = 10 * 366 * 86_400_000

@@ -193,10 +193,10 @@ def read_run(
         headers, end = _read_run(view, start, stop, base, checksum, limit, checksums=checksums)
         return headers, end, met
     spares = Spares() if spares is None else spares
-    room = limit + ROW_SPACE
+    room = min(limit, max(0, stop - start) // MIN_RECORD_BYTES + 1) + ROW_SPACE
     longs, ints = spares.empty((_LONG_ROWS, room), np.int64), spares.empty((_INT_ROWS, room), np.int32)
     whole = checksums and checksum == "crc32c-record"
-    count, end, topics, tails, met = kernel.sweep(view, start, stop, base, limit, whole, met, longs, ints)
+    count, end, topics, tails, met = kernel.sweep(view, start, stop, base, min(limit, room), whole, met, longs, ints)
     good = count
     if checksums and not whole:
         holds = verify(view, Headers(view, longs[_POSITION, :count], run=Run(longs, ints, topics, spares)), checksum)

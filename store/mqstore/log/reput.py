@@ -2,9 +2,9 @@
 
     position --- records ---> end        everything below `position` has its units; readers see units, never the log
 
-It runs in passes, each over what was appended since the last: walk, gather, units by queue, index entries, wake who
-waits. The one message that somebody waits for takes the same steps without arrays (`dispatch.few`). Who calls it does
-not matter, a background thread or a reader that wants to see its own put: one lock, one order.
+It runs in passes, each over what was appended since the last: read, units by queue, index entries, wake who waits.
+The one message that somebody waits for takes the same steps without arrays (`dispatch.few`). Who calls it does not
+matter, a background thread or a reader that wants to see its own put: one lock, one order.
 A put never waits for it. If a write fails, nothing is lost: `position` stays, and the next pass does it again.
 """
 
@@ -22,7 +22,8 @@ import numpy.typing as npt
 from mqstore.layout.consumequeue import UNIT_BYTES
 from mqstore.layout.dispatch import Output, few
 from mqstore.layout.record import Checksum, check_record
-from mqstore.layout.scan import find_next, gather, walk
+from mqstore.layout.scan import find_next, read_run
+from mqstore.layout.spares import Spares
 from mqstore.log.commitlog import CommitLog
 from mqstore.log.consumequeue import ConsumeQueue, QueueTable
 from mqstore.log.index import Index
@@ -101,9 +102,10 @@ class Dispatcher:
             return 0
         with self._lock:
             begin = self.position
+            spares = Spares()
             try:
                 while self.position < self._end_of():
-                    self._pass(self._end_of())
+                    self._pass(self._end_of(), spares)
             except Exception as error:
                 self.error = error
                 raise
@@ -119,7 +121,7 @@ class Dispatcher:
             _log.debug("dispatch is behind: %s", error)
         return self.error is None
 
-    def _pass(self, end: int) -> None:
+    def _pass(self, end: int, spares: Spares) -> None:
         """One stretch: the rest of a segment, or `_BATCH` records of it."""
         run = self._log.run
         segment = run.find(self.position)
@@ -136,13 +138,19 @@ class Dispatcher:
         if output is not None:
             self._write(output, base + stop_at)
             return
-        positions, stop = walk(buffer, self.position - base, stop_at, _BATCH)
-        if len(positions):
-            headers = gather(buffer, positions)
-            if not headers.ok.all():
-                headers = gather(buffer, positions[headers.ok])
+        headers, stop, _ = read_run(
+            memoryview(buffer)[:stop_at],
+            self.position - base,
+            stop_at,
+            base,
+            self._checksum,
+            _BATCH,
+            checksums=False,
+            spares=spares,
+        )
+        if len(headers):
             self._write(queues.rows_of(buffer, headers, base).output(), base + stop)
-            if stop >= stop_at or len(positions) == _BATCH:
+            if stop >= stop_at or len(headers) == _BATCH:
                 return
         check = check_record(buffer, stop, len(buffer), base + stop, self._checksum)
         if check.status == "blank" or stop >= len(buffer):
