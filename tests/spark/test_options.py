@@ -44,6 +44,7 @@ def test_names_are_taken_in_any_case_and_what_spark_adds_is_passed_over() -> Non
         ("maxRowsPerBatch", "7", "max_rows_per_batch", 7),
         ("filter", "a > 3", "filter", "a > 3"),
         ("keys", "k1,k2", "keys", ("k1", "k2")),
+        ("tags", "*", "tags", "*"),
     ],
 )
 def test_values_become_what_they_mean(name: str, text: str, field: str, value: Any) -> None:
@@ -68,6 +69,13 @@ def test_values_become_what_they_mean(name: str, text: str, field: str, value: A
         ({"startingOffsets": '{"a": {"x": 1}}'}, "option startingOffsets"),
         ({"startingOffsets": '{"a": {"0": -3}}'}, "option startingOffsets"),
         ({"startingOffsets": '{"a": {"b": {"c": {"0": 1}}}}'}, "option startingOffsets"),
+        ({"startingOffsets": '{"a": {"00": 1}}'}, r"option startingOffsets='.*': '00' is no queue id"),
+        ({"startingOffsets": '{"a": {"\\u0663": 1}}'}, "option startingOffsets"),
+        ({"endingOffsets": '{"s": {"a": {"01": 1}}}'}, "option endingOffsets"),
+        ({"assign": "{}"}, r'option assign=.*it names nothing; JSON \{"topic": \[queue id, ...\]\}'),
+        ({"tags": "a|b"}, r"option tags='a\|b': .*no tag has a single bar; `A \|\| B`, or `\*`"),
+        ({"subExpression": "a || *"}, r"option subExpression='a \|\| \*': .*'\*' stands for every tag"),
+        ({"tags": " || "}, r"option tags=' \|\| ': it names nothing"),
         ({"startingTimestamp": "yesterday"}, "ISO 8601"),
         ({"filter": "a >"}, "option filter='a >': "),
         ({"paths": '["a"]'}, "path and paths both say"),

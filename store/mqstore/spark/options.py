@@ -12,6 +12,7 @@ from typing import Any, Final, Literal
 from mqstore.broker import sql92
 from mqstore.broker.names import check_group, is_system_group
 from mqstore.errors import ConfigError
+from mqstore.log.tagfilter import parse_tags
 from mqstore.spark.optiontable import (
     YES_NO,
     Option,
@@ -32,6 +33,8 @@ View = Literal["messages", "queues", "segments", "groups", "delay", "traffic", "
 Offsets = Literal["earliest", "latest"] | dict[str, Any]
 """A word, or the parsed JSON: topic -> queue id -> offset, with several stores one level more."""
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_QUEUE_ID: Final = re.compile("0|[1-9][0-9]{0,9}")
+"""As queues are looked up. Another spelling of a number would name none of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +143,17 @@ def _sql(text: str) -> str:
     return text
 
 
+def _tags(text: str) -> str:
+    if not text.replace("|", "").strip():
+        raise ValueError("it names nothing")
+    parse_tags(text, "")
+    return text
+
+
 def _assign(text: str) -> dict[str, list[int]]:
     value = json.loads(text)
+    if value == {}:
+        raise ValueError("it names nothing")
     if not isinstance(value, dict) or not all(
         isinstance(ids, list) and ids and all(type(i) is int and i >= 0 for i in ids) for ids in value.values()
     ):
@@ -159,8 +171,10 @@ def _offsets(text: str) -> Offsets:
         for key, inner in value.items():
             if isinstance(inner, dict):
                 check(inner, depth + 1)
-            elif depth < 2 or not key.isdecimal() or type(inner) is not int or inner < -2:
+            elif depth < 2 or type(inner) is not int or inner < -2:
                 raise ValueError("not that form")
+            elif not _QUEUE_ID.fullmatch(key):
+                raise ValueError(f"{key!r} is no queue id")
 
     value = json.loads(text)
     check(value, 1)
@@ -271,7 +285,7 @@ _TABLE: Final = (
         "*",
         "`A || B`, or `*`",
         "only messages with these tags, by hash before a record is looked at, then exactly",
-        text,
+        _tags,
         ("subExpression",),
     ),
     Option("filter", "filter", "", "an SQL92 expression", "over properties, evaluated in the task", _sql),
