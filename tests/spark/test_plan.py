@@ -164,6 +164,48 @@ def test_what_is_gone_fails_unless_told_otherwise(tmp_path: Path) -> None:
     assert planned(path, subscribe="t,u", failOnDataLoss="false") == {("t", 0): (low, 40)}
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"assign": '{"t":[0,9]}'}, "the topic 't', queue 9, which option assign names"),
+        ({"assign": '{"no":[0]}'}, "the topic 'no', which option assign names"),
+        ({"startingOffsets": '{"t":{"0":5,"9":-2}}'}, "the topic 't', queue 9, which option startingOffsets names"),
+        ({"startingOffsets": '{"no":{"0":5}}'}, "the topic 'no', which option startingOffsets names"),
+        ({"startingOffsets": '{"PATH":{"no":{"0":5}}}'}, "the topic 'no', which option startingOffsets names"),
+        ({"subscribe": "t", "endingOffsets": '{"t":{"2":-1}}'}, "'t', queue 2, which option endingOffsets names"),
+        ({"subscribe": "t,no"}, "the topic 'no', which option subscribe names"),
+    ],
+)
+def test_a_queue_that_an_option_names_has_to_be_there(store: Path, given: dict[str, str], says: str) -> None:
+    """Offsets of a topic, or of a queue, that was misspelt were passed over, and its messages read from the oldest."""
+    given = {name: value.replace("PATH", str(store)) for name, value in given.items()}
+    with pytest.raises(TopicNotFoundError, match=says + r".* \(failOnDataLoss=false"):
+        planned(store, **given)
+    planned(store, **given, failOnDataLoss="false")
+    if "startingOffsets" in given:  # a start by time wins, and counts on nothing
+        planned(store, **given, startingTimestamp="0")
+
+
+def test_offsets_by_store_name_queues_of_that_store(tmp_path: Path) -> None:
+    for name, queue_id in (("a", 0), ("b", 1)):
+        write_store(tmp_path / name, [Odd(queue_id=queue_id)] * 10)
+    given = {"paths": json.dumps({name: str(tmp_path / name) for name in "ab"})}
+    plan(SourceOptions.parse({**given, "startingOffsets": '{"b":{"t":{"1":3}}}', "assign": '{"t":[0,1]}'}))
+    with pytest.raises(TopicNotFoundError, match="store 'a' has not the topic 't', queue 1, which option starting"):
+        plan(SourceOptions.parse({**given, "startingOffsets": '{"a":{"t":{"1":3}}}'}))
+
+
+def test_a_topic_without_a_message_is_there(tmp_path: Path) -> None:
+    """A query of it failed, as of one that no store has."""
+    path = write_store(tmp_path / "s", many(8))
+    with offline(path) as desk:
+        desk.parts.topics.create("empty", queues=2)
+    for wanted in ({"subscribe": "empty"}, {"assign": '{"empty":[1]}'}, {"startingOffsets": '{"empty":{"1":0}}'}):
+        assert ("empty", 1) not in planned(path, **wanted)
+    with pytest.raises(TopicNotFoundError, match="'empty', queue 2"):
+        planned(path, assign='{"empty":[2]}')
+
+
 def test_only_what_is_on_disk_can_be_asked_for(tmp_path: Path) -> None:
     config = StoreConfig(segment_bytes=1 << 16, clock=SimulatedClock())  # so nothing is flushed but by us
     with MessageStore(tmp_path / "s", config=config) as store:
@@ -274,9 +316,10 @@ def test_a_store_without_queues_is_read_by_its_log(tmp_path: Path) -> None:
     with MessageStore(path, "r") as store:
         end = log_end(store)
     (path / "consumequeue").rename(tmp_path / "aside")
-    [[piece]] = plan(SourceOptions.parse({"path": str(path)}))
-    assert isinstance(piece, LogSlice)
-    assert piece.stop == end
+    for wanted in ({}, {"subscribe": "t"}):  # which topics it has nobody knows before
+        [[piece]] = plan(SourceOptions.parse({"path": str(path), **wanted}))
+        assert isinstance(piece, LogSlice)
+        assert piece.stop == end
 
 
 # -- filters -----------------------------------------------------------------------------------------------------------

@@ -340,13 +340,23 @@ def test_a_topic_that_is_counted_on_must_be_there_when_a_stream_begins(world: Wo
     world.append(0, "t", 0, 10)
     path = world.folder / "s0"
     given = {name: value.replace("PATH", str(path)) for name, value in given.items()}
-    with pytest.raises(TopicNotFoundError, match=r"no store has the topic 'no', .*failOnDataLoss=false"):
+    with pytest.raises(TopicNotFoundError, match=r"the topic 'no', .*failOnDataLoss=false"):
         StreamProgress(options(path, **given)).initial()
     StreamProgress(options(path, **given, failOnDataLoss="false")).initial()
     # A start by time wins over one by offsets, which then count on nothing.
     if "assign" not in given:
         StreamProgress(options(path, **given, startingTimestamp="0")).initial()
     # Later it is for the checkpoint to say what is missing.
+    assert StreamProgress(options(path, **given)).latest(at(path, "t", 0, 10)) == at(path, "t", 0, 10)
+
+
+@pytest.mark.parametrize("given", [{"assign": '{"t":[0,9]}'}, {"startingOffsets": '{"t":{"9":3}}'}])
+def test_a_queue_that_is_counted_on_must_be_there_when_a_stream_begins(world: World, given: dict[str, str]) -> None:
+    world.append(0, "t", 0, 10)
+    path = world.folder / "s0"
+    with pytest.raises(TopicNotFoundError, match=r"the topic 't', queue 9, .*failOnDataLoss=false"):
+        StreamProgress(options(path, **given)).initial()
+    StreamProgress(options(path, **given, failOnDataLoss="false")).initial()
     assert StreamProgress(options(path, **given)).latest(at(path, "t", 0, 10)) == at(path, "t", 0, 10)
 
 

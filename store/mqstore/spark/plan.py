@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
@@ -48,6 +48,7 @@ from mqstore.spark.windows import WINDOW_BYTES
 
 __all__ = [
     "Bounds",
+    "Counted",
     "LogSlice",
     "Narrowing",
     "QueueSlice",
@@ -72,7 +73,6 @@ __all__ = [
     "queues_of",
     "stores_of",
     "survey",
-    "topics_in",
     "weigh",
     "weigh_log",
 ]
@@ -429,24 +429,28 @@ def weigh_log(name: StoreName, start: int, stop: int) -> Weighed:
     return Weighed(LogSlice(name, start, stop), 1 / _PARTITION_BYTES)
 
 
-def plan(options: SourceOptions, narrowing: Narrowing | None = None, *, by_region: bool = False) -> list[list[Slice]]:
+def plan(
+    options: SourceOptions, narrowing: Narrowing | None = None, *, by_region: bool = False, resumed: bool = False
+) -> list[list[Slice]]:
     """The partitions of a query. [] if there is nothing to read. As `survey`."""
-    return [*partitions(survey(options, narrowing, by_region=by_region), options.min_partitions)]
+    return [*partitions(survey(options, narrowing, by_region=by_region, resumed=resumed), options.min_partitions)]
 
 
-def survey(options: SourceOptions, narrowing: Narrowing | None = None, *, by_region: bool = False) -> list[Weighed]:
+def survey(
+    options: SourceOptions, narrowing: Narrowing | None = None, *, by_region: bool = False, resumed: bool = False
+) -> list[Weighed]:
     """What a query reads, weighed. `by_region`: queues that share a log in alternation, for who reads every record; of
-    each queue in order, as ever.
+    each queue in order, as ever. `resumed`: it begins where an earlier run ended, in queues that may be gone by now.
 
-    Raises TopicNotFoundError for a topic that no store has, OffsetOutOfRangeError for messages that are gone (both only
-    with `fail_on_data_loss`), ConfigError, and what opening a store raises.
+    Raises TopicNotFoundError for a topic or queue that is named and that no store has, OffsetOutOfRangeError for
+    messages that are gone (both only with `fail_on_data_loss`), ConfigError, and what opening a store raises.
     """
     narrowing = narrowing or Narrowing()
     stores = stores_of(options)
     check_ids(options, stores)
     starts = Starts(options, "earliest", several=len(stores) > 1)
     found: list[Weighed] = []
-    missing = set(options.topics or options.assign or ())
+    counted = Counted(options, offsets=not resumed)
     for name in stores:
         try:
             store = open_store(name)
@@ -456,12 +460,13 @@ def survey(options: SourceOptions, narrowing: Narrowing | None = None, *, by_reg
             continue
         with store:
             queues = queues_of(store)
-            missing -= {queue.topic for queue in queues}
             if (queues or options.scan == "queue") and store.has_unlisted():
                 warn_once(f"mqstore: {left_by_crash(name)}; a query does not see them")
             if options.scan == "log" or (options.scan == "auto" and not queues):
+                counted.found_all(name)
                 found += _log_slices(store, name, options, narrowing)
                 continue
+            counted.find(name, store, queues)
             starts.open(name, store)
             # What is damaged keeps its row with `keep`, whatever its keys were.
             by_key = KeyIndex(store, options.keys) if options.keys and options.on_corrupt != "keep" else None
@@ -477,19 +482,101 @@ def survey(options: SourceOptions, narrowing: Narrowing | None = None, *, by_reg
             elif by_region and not options.keys:
                 mine = _by_region(store, mine)
             found += mine
-    if missing and options.fail_on_data_loss and options.scan != "log":
-        raise TopicNotFoundError(
-            f"no store has the topic {', '.join(map(repr, sorted(missing)))} (failOnDataLoss=false reads what there is)"
-        )
+    if options.fail_on_data_loss:
+        counted.check("failOnDataLoss=false reads what there is")
     starts.check()
     return found
 
 
-def topics_in(offsets: str | dict[str, Any] | None) -> set[str]:
-    """The topics that offsets in JSON name."""
+class _Named(NamedTuple):
+    """A topic, or a queue of it, that an option names; in one store, or in any."""
+
+    option: str
+    store: str | None
+    topic: str
+    queue_id: int | None
+
+
+class Counted:
+    """The topics and queues that a query counts on, since its options name them: to read nothing of one that is
+    misspelt, or to read it from its oldest message where an offset was given, looks as if all were well.
+
+    A queue is there once it has had a message, or if the topic is entered with that many queues.
+    """
+
+    def __init__(self, options: SourceOptions, *, offsets: bool = True) -> None:
+        """`offsets`: those that the options have are of queues which have to be there."""
+        self._left = [_Named("subscribe", None, topic, None) for topic in options.topics or ()]
+        for topic, ids in (options.assign or {}).items():
+            self._left += [_Named("assign", None, topic, queue_id) for queue_id in ids]
+        by_time = options.starting_timestamp_ms is not None or options.starting_group is not None
+        if offsets and not by_time:
+            self._left += _named_by("startingOffsets", options.starting_offsets)
+        if offsets and options.ending_timestamp_ms is None:
+            self._left += _named_by("endingOffsets", options.ending_offsets)
+        self._topics: set[tuple[str | None, str]] = set()
+        """(store or None, topic) that are there."""
+
+    def find(self, name: StoreName, store: MessageStore, queues: Iterable[ConsumeQueue]) -> None:
+        """Strike off what this store has, of whose queues these had a message."""
+        if not self._left:
+            return
+        refs = {queue.ref for queue in queues}
+        self._topics |= {(each, ref.topic) for ref in refs for each in (None, name.id)}
+        left = [each for each in self._left if not (_is_in(each, name) and _among(each, refs))]
+        if any(_is_in(each, name) for each in left):
+            table = open_parts(store).topics
+            configs = {topic: config for topic in {each.topic for each in left} if (config := table.get(topic))}
+            self._topics |= {(each, topic) for topic in configs for each in (None, name.id)}
+            sizes = {topic: max(config.read_queues, config.write_queues) for topic, config in configs.items()}
+            left = [e for e in left if not (_is_in(e, name) and (e.queue_id or 0) < sizes.get(e.topic, 0))]
+        self._left = left
+
+    def found_all(self, name: StoreName) -> None:
+        """Of a store that is read by its log nobody knows the topics before they are read."""
+        self._left = [each for each in self._left if not _is_in(each, name)]
+
+    def missing(self, *but: str) -> list[_Named]:
+        """What no store has, without what these options name."""
+        return [each for each in self._left if each.option not in but]
+
+    def check(self, remedy: str, *but: str) -> None:
+        """TopicNotFoundError for what is `missing`."""
+        missing = self.missing(*but)
+        if missing:
+            option, store = missing[0].option, missing[0].store
+            same = [self._said(each) for each in missing if (each.option, each.store) == (option, store)]
+            who = "no store has" if store is None else f"store {store!r} has not"
+            raise TopicNotFoundError(
+                f"{who} the topic {'; '.join(dict.fromkeys(same))}, which option {option} names ({remedy})"
+            )
+
+    def _said(self, each: _Named) -> str:
+        known = each.queue_id is not None and (each.store, each.topic) in self._topics
+        return f"{each.topic!r}, queue {each.queue_id}" if known else repr(each.topic)
+
+
+def _is_in(named: _Named, name: StoreName) -> bool:
+    return named.store is None or named.store == name.id
+
+
+def _among(named: _Named, refs: Collection[QueueRef]) -> bool:
+    if named.queue_id is None:
+        return any(ref.topic == named.topic for ref in refs)
+    return QueueRef(named.topic, named.queue_id) in refs
+
+
+def _named_by(option: str, offsets: str | dict[str, Any] | None) -> list[_Named]:
+    """The queues that offsets in JSON name."""
     if not isinstance(offsets, dict):
-        return set()
-    return {topic for named in (offsets.values() if _has_stores(offsets) else [offsets]) for topic in named}
+        return []
+    by_store = offsets.items() if _has_stores(offsets) else [(None, offsets)]
+    return [
+        _Named(option, store, topic, int(queue_id))
+        for store, topics in by_store
+        for topic, queues in topics.items()
+        for queue_id in queues
+    ]
 
 
 def check_ids(options: SourceOptions, stores: Sequence[StoreName]) -> None:

@@ -32,7 +32,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-from mqstore.broker.parts import open_parts
 from mqstore.errors import ConfigError, MQStoreError, NotAStoreError, OffsetOutOfRangeError, TopicNotFoundError
 from mqstore.log.published import publish
 from mqstore.log.store import MessageStore
@@ -40,6 +39,7 @@ from mqstore.spark.options import SourceOptions
 from mqstore.spark.pacing import Costs, Limit, admit, costs_of
 from mqstore.spark.plan import (
     Bounds,
+    Counted,
     Slice,
     SlicedStore,
     Starts,
@@ -56,7 +56,6 @@ from mqstore.spark.plan import (
     partitions,
     queues_of,
     stores_of,
-    topics_in,
     weigh,
     weigh_log,
 )
@@ -87,7 +86,7 @@ def look(options: SourceOptions, *, first: bool = False) -> Snapshot:
     """The stores as they are now, each opened and closed again. `first`: and where a new stream begins.
 
     ConfigError, OffsetOutOfRangeError for a start that is gone; with `first` NotAStoreError for a store that is not
-    there and TopicNotFoundError for a topic that `assign` or the offsets name and no store has, unless data loss is
+    there and TopicNotFoundError for a queue that `assign` or the offsets name and no store has, unless data loss is
     allowed: later what is absent is for `advance` to judge. A topic that is only subscribed to may come yet.
     """
     names = stores_of(options)
@@ -98,7 +97,7 @@ def look(options: SourceOptions, *, first: bool = False) -> Snapshot:
     bounds: dict[Key, Bounds] = {}
     starts: Offsets = {}
     absent = []
-    missing = _named(options).union(options.topics or ()) if first and not by_log else set()
+    counted = Counted(options)
     for name in names:
         try:
             store = open_store(name)
@@ -116,7 +115,7 @@ def look(options: SourceOptions, *, first: bool = False) -> Snapshot:
             queues = queues_of(store)
             if first:
                 begin.open(name, store)
-                missing = _not_in(store, missing.difference(queue.topic for queue in queues))
+                counted.find(name, store, queues)
             for queue in chosen(queues, options):
                 key = Key(name.id, *queue.ref)
                 bounds[key] = bounds_of(store, queue, options)
@@ -124,32 +123,18 @@ def look(options: SourceOptions, *, first: bool = False) -> Snapshot:
                     starts[key] = begin.of(queue, bounds[key])
     if first:
         begin.check()
-        _tell_missing(options, missing)
+        if not by_log:
+            _tell_missing(options, counted)
     return Snapshot(bounds, starts, frozenset(absent))
 
 
-def _named(options: SourceOptions) -> set[str]:
-    """The topics that the options count on."""
-    by_offsets = options.starting_timestamp_ms is None and options.starting_group is None
-    return {*(options.assign or ()), *(topics_in(options.starting_offsets) if by_offsets else ())}
-
-
-def _not_in(store: MessageStore, topics: set[str]) -> set[str]:
-    """Those that the store does not have, without a message either."""
-    if not topics:
-        return topics
-    entered = open_parts(store).topics
-    return {topic for topic in topics if entered.get(topic) is None}
-
-
-def _tell_missing(options: SourceOptions, missing: set[str]) -> None:
-    """TopicNotFoundError for topics that the options count on; a warning for those that may come yet."""
-    named = missing & _named(options) if options.fail_on_data_loss else set()
-    text = f"no store has the topic {', '.join(map(repr, sorted(named or missing)))}"
-    if named:
-        raise TopicNotFoundError(f"{text}, which option startingOffsets or assign names (failOnDataLoss=false waits)")
-    if missing:
-        warn_once(f"{text}: the stream waits for it; see that it is spelled right")
+def _tell_missing(options: SourceOptions, counted: Counted) -> None:
+    """TopicNotFoundError for topics and queues that the options count on; a warning for those that may come yet."""
+    if options.fail_on_data_loss:
+        counted.check("failOnDataLoss=false waits for it", "subscribe")
+    if missing := sorted({each.topic for each in counted.missing()}):
+        names = ", ".join(map(repr, missing))
+        warn_once(f"no store has the topic {names}: the stream waits for it; see that it is spelled right")
 
 
 # -- loss --------------------------------------------------------------------------------------------------------------

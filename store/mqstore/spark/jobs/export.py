@@ -311,7 +311,7 @@ class _Job:
         """What no run has exported yet. ConfigError, as `check`."""
         self.check(before)
         self.selection.check_queues()  # a run that goes on says scan=queue
-        return self._resumed(before).queue_tasks()
+        return self._resumed(before).queue_tasks(resumed=True)
 
     def passed_over(self, before: dict[str, Any]) -> list[list[QueueSlice]]:
         """What no run has exported and this one leaves out, since it lies before its start bound. It is noted as if it
@@ -329,7 +329,7 @@ class _Job:
         else:
             times_ms = (plain.times_ms[0], time_ms)
         older = replace(chosen.with_options(keys=None), offsets=offsets, times_ms=times_ms)
-        return older.queue_tasks()
+        return older.queue_tasks(resumed=True)
 
     def _resumed(self, before: dict[str, Any]) -> Selection:
         """The selection, from where the last run ended."""

@@ -189,18 +189,19 @@ class Selection:
         """The same with other fields of `SourceOptions`; `given` stays as it was."""
         return replace(self, options=replace(self.options, **values))
 
-    def tasks(self, *, by_region: bool = False) -> list[list[Slice]]:
+    def tasks(self, *, by_region: bool = False, resumed: bool = False) -> list[list[Slice]]:
         """The messages cut into tasks, as `plan.plan` does."""
         if self.options.scan == "log" and (self.offsets, self.times_ms) != ((0, _LAST), (-_LAST, _LAST)):
             raise ConfigError("scan=log reads whole logs and knows no offsets and times of queues: use scan=queue")
         offsets = self.offsets[0], self.offsets[1] - 1
         times_ms = self.times_ms[0], self.times_ms[1] if self.times_ms[1] == _LAST else self.times_ms[1] - 1
-        return plan(self.options, Narrowing(offsets=offsets, times_ms=times_ms), by_region=by_region)
+        narrowing = Narrowing(offsets=offsets, times_ms=times_ms)
+        return plan(self.options, narrowing, by_region=by_region, resumed=resumed)
 
-    def queue_tasks(self, *, by_region: bool = False) -> list[list[QueueSlice]]:
+    def queue_tasks(self, *, by_region: bool = False, resumed: bool = False) -> list[list[QueueSlice]]:
         """As `tasks`, for a job that goes by queues. ConfigError for a store that has records and no queues."""
         found: list[list[QueueSlice]] = []
-        for task in self.tasks(by_region=by_region):
+        for task in self.tasks(by_region=by_region, resumed=resumed):
             found.append([])
             for piece in task:
                 if isinstance(piece, LogSlice):
