@@ -141,6 +141,26 @@ def test_a_wrong_schema_says_so_before_a_task_starts(spark: Any, store: Path, sc
         spark.read.format("mqstore").schema(schema).load(str(store)).collect()
 
 
+def test_a_schema_that_rows_cannot_have_is_refused(spark: Any, store: Path) -> None:
+    """One without a column gave no rows, whatever was in the store; of one that has a column twice a view ended in
+    Spark's own words, and messages in a task."""
+    from pyspark.errors import AnalysisException
+    from pyspark.sql.types import MapType, StringType, StructField, StructType
+
+    text = StringType()
+    topic = StructField("topic", text)
+    for fields, view, says in (
+        ([], "messages", "schema: it has no column"),
+        ([], "queues", "schema: it has no column"),
+        ([topic, topic], "messages", "schema: column 'topic' is there twice"),
+        ([topic, topic], "queues", "schema: column 'topic' is there twice"),
+        ([StructField("properties", MapType(text, text, False))], "messages", "map<string,string>, of values that can"),
+    ):
+        reader = spark.read.format("mqstore").schema(StructType(fields)).option("view", view)
+        with pytest.raises(AnalysisException, match=f"ConfigError: .*{says}"):
+            reader.load(str(store)).count()
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -148,6 +168,7 @@ def test_a_wrong_schema_says_so_before_a_task_starts(spark: Any, store: Path, sc
         ({"scan": "fast"}, "option scan='fast'"),
         ({"columns": "bodies"}, "no column 'bodies'"),
         ({"view": "queues", "columns": "body"}, "the view queues has no 'body'; there are store, topic"),
+        ({"view": "queues", "columns": "topic,topic"}, "a column is named twice in topic, topic"),
     ],
 )
 def test_a_wrong_option_is_refused_at_load(spark: Any, store: Path, options: dict[str, str], says: str) -> None:

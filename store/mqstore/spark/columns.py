@@ -46,6 +46,7 @@ __all__ = [
     "arrow_schema",
     "as_markdown",
     "check_columns",
+    "check_once",
     "default_columns",
     "table_of",
 ]
@@ -122,6 +123,11 @@ def check_columns(columns: Sequence[str] | None, *, keep: bool = False) -> tuple
     unknown = [name for name in columns if name not in known]
     if unknown:
         raise ConfigError(f"no column {', '.join(map(repr, unknown))}; there are {', '.join(known)}")
+    return check_once(columns)
+
+
+def check_once(columns: Sequence[str]) -> tuple[str, ...]:
+    """`columns` if none is there twice. ConfigError."""
     if len(set(columns)) < len(columns):
         raise ConfigError(f"a column is named twice in {', '.join(columns)}")
     return tuple(columns)

@@ -48,7 +48,7 @@ except ImportError as error:  # pragma: no cover
     raise ImportError("mqstore on Spark needs pyspark 4.1 or later: pip install 'mqstore[spark]'") from error
 
 from mqstore.errors import ConfigError
-from mqstore.spark.columns import COLUMNS, check_columns, default_columns
+from mqstore.spark.columns import COLUMNS, check_columns, check_once, default_columns
 from mqstore.spark.options import SOURCE_OPTIONS, SourceOptions
 from mqstore.spark.plan import Narrowing, Slice, StoreName, partitions, stores_of, survey
 from mqstore.spark.sinkoptions import ONLY_FOR_WRITING, SINK_OPTIONS, SinkOptions
@@ -146,7 +146,7 @@ def _columns_of(options: SourceOptions) -> list[str]:
                 f"option columns: the view {options.view} has no {', '.join(map(repr, unknown))}; there are "
                 f"{', '.join(known)}"
             )
-        return list(options.columns or known)
+        return list(known if options.columns is None else check_once(options.columns))
     keep = options.on_corrupt == "keep"
     if options.columns is None:
         return [name for name in default_columns(keep=keep) if options.include_properties or name != "properties"]
@@ -179,7 +179,13 @@ def _check_schema(options: SourceOptions, schema: StructType) -> Any:
     every = VIEWS[options.view].columns if options.view != "messages" else default_columns(keep=True)
     known = {field.name: field.dataType for field in _struct(options, every).fields}
     body_as: str = options.body_as
+    if not schema.fields:
+        raise ConfigError("schema: it has no column, and what has no column has no rows; queue_offset costs least")
+    seen: set[str] = set()
     for field in schema.fields:
+        if field.name in seen:
+            raise ConfigError(f"schema: column {field.name!r} is there twice")
+        seen.add(field.name)
         if field.name not in known:
             raise ConfigError(f"schema: no column {field.name!r}; there are {', '.join(known)}")
         if not field.nullable:
@@ -187,10 +193,9 @@ def _check_schema(options: SourceOptions, schema: StructType) -> Any:
         if field.name == "body" and field.dataType in (BinaryType(), StringType()) and options.view == "messages":
             body_as = "string" if field.dataType == StringType() else "binary"
         elif field.dataType != known[field.name]:
-            raise ConfigError(
-                f"schema: column {field.name!r} is {known[field.name].simpleString()}, not "
-                f"{field.dataType.simpleString()}"
-            )
+            said, has = field.dataType.simpleString(), known[field.name].simpleString()
+            inner = ", of values that can be null (valueContainsNull)" if said == has else f", not {said}"
+            raise ConfigError(f"schema: column {field.name!r} is {has}{inner}")
     return body_as
 
 
