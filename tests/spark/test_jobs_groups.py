@@ -17,7 +17,7 @@ from mqstore import MessageStore, SimulatedClock
 from mqstore.broker.deadletters import DeadLetters
 from mqstore.broker.offline import offline
 from mqstore.errors import ConfigError
-from mqstore.spark import dlq_report, lag_report, select, trace
+from mqstore.spark import dlq_report, dlq_resend, lag_report, select, trace
 from mqstore.spark.jobs.dlq import dlq_plan
 from mqstore.spark.jobs.lag import lag_plan
 from mqstore.spark.jobs.trace import trace_plan
@@ -208,6 +208,28 @@ def test_letters_can_be_chosen(letters: Path) -> None:
     with pytest.raises(ConfigError, match="samples=-1"):
         dlq_report(None, letters, samples=-1)
     assert dlq_plan(letters).queues == 2
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"start": 2},
+        {"stop": 2},
+        {"start": 1, "stop": 3},
+        {"where": "DLQ_ORIGIN_TOPIC = 'payments'"},
+        {"where": "KEYS in ('k-1', 'k-4')", "start": 1},
+        {"where": "KEYS = 'nobody'"},
+    ],
+)
+def test_the_letters_that_are_counted_are_those_that_would_be_sent(letters: Path, given: dict[str, Any]) -> None:
+    """Queue offsets and a filter were passed over: the report was of all letters, before a resend of some."""
+    chosen = select(letters, **given)
+    sent = dlq_resend(None, chosen, dry_run=True)
+
+    report = dlq_report(None, chosen)
+
+    assert (report.total, report.total < 9) == (sent.resent, True)
+    assert sum(row.count for row in report.rows) == report.total
 
 
 def test_a_group_without_dead_letters_is_known_and_one_that_has_only_letters_too(letters: Path, tmp_path: Path) -> None:

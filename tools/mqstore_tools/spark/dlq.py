@@ -54,7 +54,8 @@ Examples:
 def report(given: Given, groups: tuple[str, ...], samples: int, reasons: int) -> None:
     """Count the dead letters of STORES by group and by the topic that they came from: how many, how old, why.
 
-    --topics names topics that they came from, --from and --to when they were filed; --where does not count here.
+    --topics names topics that they came from, --from and --to when they were filed, --where tests their properties:
+    with the same words `resend` sends these.
     """
     with usable():
         from mqstore.spark.jobs.dlq import dlq_plan, dlq_report

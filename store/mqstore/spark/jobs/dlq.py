@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from mqstore.broker import sql92
 from mqstore.broker.deadletters import DeadLetters
 from mqstore.broker.inspect import group_names
 from mqstore.broker.names import DLQ_PREFIX, is_dlq_topic
@@ -94,8 +95,9 @@ def dlq_report(
 ) -> DeadLetterReport:
     """Dead letters of `groups` (all), with the newest `samples` and most frequent `reasons` of each group and topic.
 
-    `spark`: a session, or None to run here. Of a selection, bounds in time count, and topics name where letters came
-    from. Raises ConfigError, also for a group that no store knows, and what opening a store raises.
+    `spark`: a session, or None to run here. A selection says which, as for `dlq_resend`: bounds are of when letters
+    were filed, or where, topics name where they came from, and a filter tests their properties. Raises ConfigError,
+    also for a group that no store knows, and what opening a store raises.
     """
     for name, value in (("samples", samples), ("reasons", reasons)):
         if type(value) is not int or value < 0:
@@ -159,7 +161,9 @@ def _look(
     found: dict[tuple[str, str | None], _Heap] = {}
     latest: dict[tuple[str, str | None], list[Message]] = {}
     start_ms, stop_ms = selection.times_ms
-    origins = selection.options.topics
+    first, behind = selection.offsets
+    origins, where = selection.options.topics, selection.options.filter
+    matches = None if where is None else sql92.compile(where).matches
     one = np.ones(1, np.int64)
     with open_store(name) as store:
         parts = open_parts(store)
@@ -172,6 +176,8 @@ def _look(
                 properties = letter.stored_properties()
                 origin = properties.get(DLQ_ORIGIN_TOPIC) or properties.get(RETRY_TOPIC)
                 if origins is not None and origin not in origins:
+                    continue
+                if not first <= letter.offset < behind or (matches is not None and not matches(properties)):
                     continue
                 heap = found.setdefault((group, origin), _Heap())
                 heap.count += 1
