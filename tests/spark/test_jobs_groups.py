@@ -213,6 +213,45 @@ def test_letters_can_be_chosen(letters: Path) -> None:
 @pytest.mark.parametrize(
     "given",
     [
+        {"where": "a = 1"},
+        {"start": 5},
+        {"stop": datetime(2026, 1, 1, tzinfo=UTC)},
+        {"options": {"tags": "A"}},
+        {"options": {"startingOffsets": "latest"}},
+    ],
+)
+def test_what_would_choose_messages_is_not_passed_over_by_who_looks_at_groups(
+    letters: Path, given: dict[str, Any]
+) -> None:
+    """They told of all messages, whatever had been asked for."""
+    chosen = select(letters, **given)
+    for job in (lag_report, lag_plan, lambda *stores: trace(*stores, "k-1"), trace_plan):
+        with pytest.raises(ConfigError, match="this job does not go by it; leave it out"):
+            job(*([chosen] if job in (lag_plan, trace_plan) else [None, chosen]))
+    for job in (lambda *stores: trace(*stores, "k-1"), trace_plan):  # goes everywhere
+        with pytest.raises(ConfigError, match="option subscribe: this job"):
+            job(
+                *([select(letters, topics="orders")] if job is trace_plan else [None, select(letters, topics="orders")])
+            )
+
+
+def test_lag_is_that_of_the_queues_that_are_assigned(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with broker(path, SimulatedClock(T0)) as running:
+        running.topics.create("orders", queues=2)
+        for queue_id in (0, 1):
+            running.put("orders", b"x", queue_id=queue_id)
+            running.offsets.commit("g", "orders", queue_id, 0)
+    assigned = {"assign": '{"orders": [1]}'}
+
+    assert [row.queue_id for row in lag_report(None, select(path, options=assigned)).queues] == [1]
+    rows = view_batch("groups", StoreName("s", str(path)), SourceOptions.parse({"path": str(path), **assigned}))
+    assert rows.column("queue_id").to_pylist() == [1]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
         {"start": 2},
         {"stop": 2},
         {"start": 1, "stop": 3},

@@ -119,7 +119,7 @@ def _groups(store: MessageStore, options: SourceOptions) -> Iterator[tuple[Any, 
     pops = pop_view(parts, now_ms)
     for group in group_names(parts):
         for lag in lag_of(parts, group, pops):
-            if not wanted(lag.topic):
+            if not wanted(lag.topic) or (options.assign is not None and lag.queue_id not in options.assign[lag.topic]):
                 continue
             behind = None if lag.oldest_ms is None else max(0, now_ms - lag.oldest_ms) // 1000
             yield (

@@ -51,7 +51,7 @@ def rebuild(given: Given, what: tuple[Any, ...], dest: str | None, shuffle: Any)
 
     The log is never written. In place the stores are locked meanwhile, and refused while a writer has one open; what is
     built equals what was there, file by file, stays as it was. After a crash the next opening of the store finishes.
-    Topics, bounds and --where do not count: whole logs are read.
+    Whole logs are read: topics, bounds and --where are refused.
     """
     with usable():
         from mqstore.spark.jobs import rebuild as job

@@ -29,7 +29,7 @@ def trace(given: Given, key: str, scan_log: bool) -> None:
     """Find every copy of the messages of STORES that bear KEY, or whose unique key or message id it is: in topics,
     delays, retries and dead letters, in the order in which they were stored.
 
-    Exit code 1 if there is none. --topics, --where and bounds do not count here.
+    Exit code 1 if there is none. It goes everywhere: --topics, --where and bounds are refused.
     """
     with usable():
         from mqstore.spark.jobs.trace import trace as follow

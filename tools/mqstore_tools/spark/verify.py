@@ -40,7 +40,7 @@ def verify(given: Given, no_index: bool, max_errors: int) -> None:
     """Check every record, unit, index entry and JSON file of STORES, checksums included, in ranges of 64 MiB.
 
     Changes nothing, and may run beside writers. Exit code 1 when anything is found, or a store cannot be opened;
-    docs/recovery.md tells what each finding means. Topics, bounds and --where do not count: whole logs are read.
+    docs/recovery.md tells what each finding means. Whole logs are read: topics, bounds and --where are refused.
     """
     with usable():
         from mqstore.spark.jobs import verify as job

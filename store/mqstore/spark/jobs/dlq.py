@@ -122,7 +122,7 @@ def dlq_plan(stores: Stores | Selection) -> Plan:
 
 def _checked(stores: Stores | Selection) -> Selection:
     chosen = select(stores)
-    check_followed(chosen, "topics", "filter")
+    check_followed(chosen, "topics", "filter", bounds=True)
     return chosen
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from mqstore.broker.inspect import group_names, lag_of, pop_view
 from mqstore.broker.parts import open_parts
 from mqstore.errors import ConfigError
-from mqstore.spark.jobs.shape import Plan, Progress, Selection, Shaped, Stores, check_known, run, select
+from mqstore.spark.jobs.shape import Plan, Progress, Selection, Shaped, Stores, check_followed, check_known, run, select
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import StoreName, is_wanted, open_store
 
@@ -103,7 +103,7 @@ def lag_report(
     By what is on disk: a running broker writes its groups' progress every few seconds. Raises ConfigError for a group
     or topic that no store knows and for what is no report; what opening a store raises.
     """
-    chosen = select(stores, topics=topics)
+    chosen = _checked(stores, topics)
     wanted = None if groups is None else tuple(dict.fromkeys(groups))
     before = None if previous is None else _earlier(previous)
     work = partial(_look, _options(chosen.options), wanted)
@@ -127,8 +127,14 @@ def lag_report(
 
 def lag_plan(stores: Stores | Selection, *, topics: str | Sequence[str] | None = None) -> Plan:
     """What `lag_report` would look at: queues, and none of their messages."""
-    chosen = select(stores, topics=topics)
+    chosen = _checked(stores, topics)
     return Plan.of_stores(chosen, is_wanted(_options(chosen.options)))
+
+
+def _checked(stores: Stores | Selection, topics: str | Sequence[str] | None) -> Selection:
+    chosen = select(stores, topics=topics)
+    check_followed(chosen, "topics", "topic_pattern", "assign", "include_system_topics")
+    return chosen
 
 
 def _options(options: SourceOptions) -> SourceOptions:
@@ -153,7 +159,7 @@ class _Seen:
 
 
 def _look(options: SourceOptions, groups: tuple[str, ...] | None, name: StoreName) -> _Seen:
-    wanted = is_wanted(options)
+    wanted, assign = is_wanted(options), options.assign
     with open_store(name) as store:
         parts = open_parts(store)
         now_ms = parts.clock.now_ms()
@@ -175,7 +181,9 @@ def _look(options: SourceOptions, groups: tuple[str, ...] | None, name: StoreNam
             )
             for group in (known if groups is None else sorted({*known} & {*groups}))
             for lag in lag_of(parts, group, pops)
-            if wanted(lag.topic) and lag.committed is not None  # without progress there is nothing to be behind of
+            if lag.committed is not None  # without progress there is nothing to be behind of
+            and wanted(lag.topic)
+            and (assign is None or lag.queue_id in assign[lag.topic])
         ]
         # Known is a topic that has messages, one that was made and has none yet, and one that a group has committed on.
         topics = {*store.topics(), *parts.topics.names(), *(row.topic for row in rows)}

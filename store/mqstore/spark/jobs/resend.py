@@ -123,7 +123,7 @@ def dlq_resend(
     before it are done.
     """
     chosen = select(stores) if where is None else select(stores, where=where)
-    check_followed(chosen, "topics", "filter")
+    check_followed(chosen, "topics", "filter", bounds=True)
     where = chosen.options.filter
     if where is not None:
         sql92.compile(where)

@@ -284,10 +284,13 @@ def _paths(stores: Stores) -> list[str] | dict[str, str]:
     return [local_path(path) for path in stores]
 
 
-def check_followed(selection: Selection, *followed: str) -> None:
-    """ConfigError for options of the source that a job does not go by, but for the fields that it does: one that was to
-    leave messages out must not be passed over."""
+def check_followed(selection: Selection, *followed: str, bounds: bool = False) -> None:
+    """ConfigError for options of the source that a job does not go by, but for the fields that it does, and unless it
+    goes by `bounds` for these: what was to leave messages out must not be passed over."""
     options, unset = selection.options, SourceOptions()
+    plain = Selection(options)
+    if not bounds and (selection.offsets, selection.times_ms) != (plain.offsets, plain.times_ms):
+        raise ConfigError("start and stop (--from, --to): this job does not go by it; leave it out")
     ignored = [
         name
         for name, option in OPTIONS.items()

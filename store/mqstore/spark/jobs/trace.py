@@ -38,7 +38,7 @@ from mqstore.layout.properties import DLQ_ORIGIN_TOPIC, DLQ_REASON, REAL_TOPIC, 
 from mqstore.log.message import Message
 from mqstore.log.store import MessageStore
 from mqstore.spark.arrow import cut
-from mqstore.spark.jobs.shape import Plan, Progress, Selection, Shaped, Stores, run, select
+from mqstore.spark.jobs.shape import Plan, Progress, Selection, Shaped, Stores, check_followed, run, select
 from mqstore.spark.keyindex import answered, bears
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import StoreName, bounds_of_log, open_store
@@ -104,11 +104,11 @@ def trace(
 ) -> Trace:
     """Every copy of the messages that bear `key` (one of their keys, or their unique key), or whose id it is.
 
-    `spark`: a session, or None to run here. Topics and bounds of a selection do not count: a trace goes everywhere.
-    Raises ConfigError for a key that cannot be one, and for one that very many messages bear.
+    `spark`: a session, or None to run here. A trace goes everywhere. Raises ConfigError for a key that cannot be one,
+    for one that very many messages bear, and for a selection that names more than stores.
     """
     _check(key)
-    chosen = select(stores)
+    chosen = _everywhere(stores)
     names = chosen.stores()
     terms = [key]
     if _ID.fullmatch(key):
@@ -124,7 +124,13 @@ def trace(
 
 def trace_plan(stores: Stores | Selection) -> Plan:
     """What `trace` would look into, at most."""
-    return Plan.of_stores(select(stores), lambda topic: True)
+    return Plan.of_stores(_everywhere(stores), lambda topic: True)
+
+
+def _everywhere(stores: Stores | Selection) -> Selection:
+    chosen = select(stores)
+    check_followed(chosen)
+    return chosen
 
 
 def _check(key: str) -> None:
