@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import shutil
 import subprocess
+import sys
 import zipfile
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -254,6 +256,51 @@ def test_a_job_runs_from_the_command(command: Callable[..., Any], stores: dict[s
 def test_a_running_session_is_given_back(spark: Any) -> None:
     assert session("other", {"spark.master": "local[1]"}) is spark
     assert ship(spark.sparkContext) is False
+
+
+@pytest.mark.parametrize(
+    ("java", "options", "code", "says"),
+    [
+        ("exit 1", (), 3, r"Spark did not start with the Java of \S+/java, .*: Spark needs Java 17 or later: set JAVA"),
+        (None, ("--master", "sparc://host"), 3, r"Spark did not start with .* spark.master=sparc://host; .* knows"),
+        (
+            None,
+            ("--master", "local[0]"),
+            2,
+            r"Spark did not start with spark.master=local\[0\].*: Asked to run locally w",
+        ),
+        (
+            None,
+            ("--conf", "spark.sql.shuffle.partitions=x"),
+            2,
+            r"spark.sql.shuffle.partitions=x.*: .*be a/an 'int' value",
+        ),
+    ],
+)
+def test_a_session_that_does_not_start_says_with_what_and_why(
+    spark: Any,
+    stores: dict[str, Path],
+    tmp_path: Path,
+    java: str | None,
+    options: tuple[str, ...],
+    code: int,
+    says: str,
+) -> None:
+    """An old Java, or a master of another spelling, were told of as faults of ours, behind a traceback."""
+    del spark  # says whether there is one
+    environment = dict(os.environ)
+    if java is not None:
+        program = tmp_path / "java" / "bin" / "java"
+        program.parent.mkdir(parents=True)
+        program.write_text(f"#!/bin/sh\n{java}\n")
+        program.chmod(0o755)
+        environment["JAVA_HOME"] = str(tmp_path / "java")
+    call = [sys.executable, "-m", "mqstore_tools.main", "spark", "lag", str(stores["a"]), *options]
+    done = subprocess.run(call, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=170)
+
+    assert done.returncode == code, done.stderr
+    assert re.match(f"mqstore spark lag: .*{says}", done.stderr.splitlines()[-1]), done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_session_without_a_context_is_refused() -> None:

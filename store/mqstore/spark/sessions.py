@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
-from mqstore.errors import MQStoreError
+from mqstore.errors import ConfigError, MQStoreError
 from mqstore.spark import java, register
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from pyspark.sql import SparkSession
 
 __all__ = ["SparkMissingError", "session"]
 
+_THROWN: Final = re.compile(r"(?:Caused by|): (?:[\w$]+\.)+[\w$]+: ")
 _NO_PYSPARK: Final = "Spark jobs need pyspark 4.1 or later: pip install 'mqstore[spark]'"
 
 _QUIET: Final = {
@@ -45,7 +49,8 @@ def session(app: str | None = None, conf: Mapping[str, str] | None = None) -> Sp
     only, times in UTC, few shuffle partitions on this machine; whatever `conf` says instead is kept. `JAVA_HOME` is set
     if Java is found elsewhere, and the format `mqstore` is registered.
 
-    The session that this process has already is given back, if it has one. Raises SparkMissingError.
+    The session that this process has already is given back, if it has one. Raises SparkMissingError, also for a Java
+    with which Spark does not start, and ConfigError for settings with which it does not.
     """
     missing = []
     try:
@@ -75,6 +80,30 @@ def session(app: str | None = None, conf: Mapping[str, str] | None = None) -> Sp
     for name, value in (settings | given).items():
         builder = builder.config(name, value)
     logging.getLogger("SQLQueryContextLogger").setLevel(logging.CRITICAL)  # prints the stack of a failing query
-    spark = builder.getOrCreate()
-    register(spark)
+    try:
+        spark = builder.getOrCreate()
+        register(spark)  # reads settings that nobody has looked at until then
+    except (ImportError, MQStoreError):
+        raise
+    except Exception as error:
+        raise _unstarted(error, home, {**settings, **given}, given) from error
     return spark
+
+
+def _unstarted(
+    error: Exception, home: Path | None, settings: Mapping[str, str], given: Mapping[str, str]
+) -> MQStoreError:
+    """What to tell of a session that Spark did not start. Java says itself why it ends, on stderr."""
+    names = dict.fromkeys(["spark.master", *given])
+    said = ", ".join(f"{name}={settings[name]}" for name in names if name in settings)
+    condition = getattr(error, "getCondition", lambda: None)()
+    if condition == "JAVA_GATEWAY_EXITED":
+        return SparkMissingError(
+            f"Spark did not start with the Java of {home}, {said}; what it said stands above: {java.MISSING}; or give "
+            "a master and settings that it knows"
+        )
+    # Of an error in Java the first line says who called, and the last cause what is wrong.
+    lines = [line for line in str(error).splitlines() if line.strip() and not line.startswith("An error occurred")]
+    causes = [line for line in lines if line.startswith("Caused by: ")]
+    text = _THROWN.sub("", [*lines[:1], *causes][-1]) if lines else repr(error)
+    return ConfigError(f"Spark did not start with {said}: {text}")
