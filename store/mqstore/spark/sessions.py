@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["SparkMissingError", "session"]
 
 _THROWN: Final = re.compile(r"(?:Caused by|): (?:[\w$]+\.)+[\w$]+: ")
+_SECRET: Final = re.compile("(?i)secret|password|token|access.?key")
+"""Names of settings whose values Spark does not show either."""
 _NO_PYSPARK: Final = "Spark jobs need pyspark 4.1 or later: pip install 'mqstore[spark]'"
 
 _QUIET: Final = {
@@ -95,7 +97,9 @@ def _unstarted(
 ) -> MQStoreError:
     """What to tell of a session that Spark did not start. Java says itself why it ends, on stderr."""
     names = dict.fromkeys(["spark.master", *given])
-    said = ", ".join(f"{name}={settings[name]}" for name in names if name in settings)
+    said = ", ".join(
+        f"{name}={'...' if _SECRET.search(name) else settings[name]}" for name in names if name in settings
+    )
     condition = getattr(error, "getCondition", lambda: None)()
     if condition == "JAVA_GATEWAY_EXITED":
         return SparkMissingError(
