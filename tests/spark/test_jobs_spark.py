@@ -265,9 +265,9 @@ def test_a_running_session_is_given_back(spark: Any) -> None:
         (None, ("--master", "sparc://host"), 3, r"Spark did not start with .* spark.master=sparc://host; .* knows"),
         (
             None,
-            ("--master", "local[0]"),
+            ("--master", "local[0]", "--conf", "spark.my.password=hush"),
             2,
-            r"Spark did not start with spark.master=local\[0\].*: Asked to run locally w",
+            r"Spark did not start with spark.master=local\[0\], spark.my.password=\.\.\.: Asked to run locally w",
         ),
         (
             None,

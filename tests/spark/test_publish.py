@@ -1058,6 +1058,31 @@ def test_a_bundle_that_was_refused_is_not_said_to_be_in(root: Path) -> None:
             write(options, "a", 3, ONE)
 
 
+@pytest.mark.parametrize("query", [True, False])
+def test_who_had_a_bundle_refused_hands_over_nothing_until_that_is_settled(root: Path, query: bool) -> None:
+    """A stream went on behind a batch that its owner had put aside: its rows were missing, and nobody was told."""
+    options = options_of(root, target="inbox")
+
+    def hand_over(app: str, version: int) -> None:
+        shards = stage(options, app, version, [batch_of(ONE)])
+        commit(options, Commit(app, version, shards, query=query))
+
+    with MessageStore(root, config=StoreConfig(clock=SimulatedClock(1))) as owner:
+        hand_over("a", 3)
+        (root / "inbox" / "a-3" / "bundle.json").write_text("{")
+        owner.take_inbox()
+
+        with pytest.raises(
+            ConfigError, match=r"refused/a-3 holds version 3 of 'a'.*reason\.txt.*go on without its rows"
+        ):
+            hand_over("a", 4)
+        hand_over("b", 4)
+        shutil.rmtree(root / "inbox" / "refused" / "a-3")
+        hand_over("a", 4)
+        owner.take_inbox()
+        assert (owner.spliced_version("a"), owner.spliced_version("b")) == (4, 4)
+
+
 @pytest.mark.parametrize("target", ["store", "set", "inbox"])
 def test_who_writes_what_is_in_already_is_told(
     target: str, root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -644,13 +644,7 @@ def _into_inbox(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
     newest = max(last, *waiting, -1)
     if wanted.version in waiting:
         return _already(root, wanted, newest)
-    refused = root / _INBOX / "refused" / target.name
-    if last != wanted.version and fs.exists(refused):
-        raise ConfigError(
-            f"{refused} holds version {wanted.version} of {wanted.app!r}, which was handed over before, and refused by "
-            "the store's owner; reason.txt in it says why. To write it again delete that folder, or take another "
-            "txnAppId if a later version is in"
-        )
+    _refuse_behind_refused(root, wanted, last, fs)
     if last >= wanted.version or (wanted.query and newest > wanted.version):
         return _already(root, wanted, newest)
     if not wanted.shards:
@@ -695,10 +689,23 @@ def _into_inbox(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
     return Published(False, wanted.records)
 
 
-def _waiting_in(root: Path, app: str, fs: FileSystem) -> frozenset[int]:
+def _refuse_behind_refused(root: Path, wanted: Commit, last: int, fs: FileSystem) -> None:
+    """ConfigError where the owner has put aside a bundle of this application: it was told that it is in, and its rows
+    are missing. `last`: the version that is in; one that came twice is no loss."""
+    lost = _waiting_in(root / _INBOX, wanted.app, fs, "refused") - {last}
+    if lost and (wanted.remembered or wanted.version in lost):
+        first = wanted.version if wanted.version in lost else min(lost)
+        raise ConfigError(
+            f"{root / _INBOX / 'refused' / f'{wanted.app}-{first}'} holds version {first} of {wanted.app!r}, which was "
+            "handed over before, and refused by the store's owner; reason.txt in it says why. To write it again, or to "
+            "go on without its rows, delete that folder; another txnAppId writes it though a later version is in"
+        )
+
+
+def _waiting_in(root: Path, app: str, fs: FileSystem, folder: str = _INBOX) -> frozenset[int]:
     """The versions of an application that lie in the inbox."""
     try:
-        names = fs.scandir_directories(root / _INBOX)
+        names = fs.scandir_directories(root / folder)
     except FileNotFoundError:
         return frozenset()
     rests = (name.removeprefix(f"{app}-") for name in names if name.startswith(f"{app}-"))
