@@ -57,7 +57,16 @@ def sql(spark: Any, stores: Stores | Selection, query: str) -> Any:
     chosen = select(stores)
     named = set(_WORD.findall(query.lower()))
     wanted = tuple(name for name in (_MESSAGES, *VIEWS) if name in named)
-    _create(spark, chosen, wanted, columns_of(query, keep=chosen.options.on_corrupt == "keep"))
+    columns = columns_of(query, keep=chosen.options.on_corrupt == "keep")
+    _create(spark, chosen, wanted, columns)
+    try:
+        return spark.sql(query)
+    except Exception as error:
+        condition = getattr(error, "getCondition", lambda: None)()
+        if columns is None or not str(condition).startswith("UNRESOLVED_COLUMN"):
+            raise
+    # Misspelt, and Spark suggests columns that it has; or named in a way that `columns_of` misses.
+    _create(spark, chosen, wanted, None)
     return spark.sql(query)
 
 
