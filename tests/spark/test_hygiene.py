@@ -21,7 +21,7 @@ from mqstore.spark.plan import StoreName, plan
 from mqstore.spark.tasks import read_slices
 from mqstore.spark.views import VIEWS, view_batch
 from tests.holding import held, linux_only, open_files
-from tests.spark.support import Odd, many, rows_of, write_store
+from tests.spark.support import SEGMENT, Odd, many, rows_of, write_store
 
 NAMES = ("topic", "queue_id", "queue_offset", "body")
 
@@ -170,6 +170,31 @@ def test_damage_stops_no_view_and_shows_in_a_read_as_an_error_of_ours(
         found = query(path, onCorrupt=on_corrupt, failOnDataLoss="false")
         assert len([row for row in found if row["body"] is not None]) <= 73
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_a_query_leaves_out_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With onCorrupt=skip, and failOnDataLoss=false, a query had fewer rows, and nobody knew."""
+    path = write_store(tmp_path / "s", [Odd(body=bytes(1000))] * 40)
+    log = path / "commitlog" / f"{SEGMENT:020d}"
+    data = bytearray(log.read_bytes())
+    for at in (500, 1500):
+        data[at] ^= 1
+    log.write_bytes(data)
+    given = SourceOptions.parse({"path": str(path), "onCorrupt": "skip", "failOnDataLoss": "false"})
+    slices = [piece for group in plan(given) for piece in group]
+    (path / "commitlog" / f"{0:020d}").unlink()
+
+    found = rows_of(read_slices(given, NAMES, "binary", slices))
+
+    removed = 40 - 2 - sum(row["topic"] == "t" for row in found)
+    assert removed > 0
+    told = [
+        record.message for record in caplog.records if record.levelname == "WARNING" and "left out" in record.message
+    ]
+    assert told == [
+        f"mqstore: {path}: 2 damaged messages were left out (onCorrupt=skip)",
+        f"mqstore: {path}: {removed + 1} messages that retention has deleted were left out (failOnDataLoss=false)",
+    ]
 
 
 def test_readers_beside_a_writer_and_its_retention(tmp_path: Path) -> None:

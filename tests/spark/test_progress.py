@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from mqstore import ConfigError, MessageStore, MQStoreError, NotAStoreError, OffsetOutOfRangeError, TopicNotFoundError
 from mqstore.broker.offline import offline
 from mqstore.broker.parts import open_parts
+from mqstore.spark import telling
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.pacing import Limit
 from mqstore.spark.plan import Bounds
@@ -606,6 +607,23 @@ def test_the_first_of_several_losses_is_told_and_the_others_are_counted(world: W
     start = {"v": 1, "s": {str(world.folder / "s0"): {"t": {"0": 0, "1": 0, "2": 0}}}}
     with pytest.raises(OffsetOutOfRangeError, match=r"queue 0: .*lost\. 2 more queues have lost messages"):
         StreamProgress(options(world.folder / "s0")).latest(start)
+
+
+def test_losses_that_are_allowed_are_told_once(
+    world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody heard of them: with failOnDataLoss=false a stream just had fewer messages."""
+    monkeypatch.setattr(telling, "_told", set())
+    world.append(0, "t", 0, 40)
+    world.retain(0)
+    path = world.folder / "s0"
+    low = world.low((str(path), "t", 0, 0))
+    lenient = StreamProgress(options(path, failOnDataLoss="false"))
+    for _ in range(3):
+        lenient.latest(at(path, "t", 0, 2))
+    [told] = [text for text in caplog.messages if "lost" in text]
+    assert f"t, queue 0: the stream goes on at offset 2, but the oldest that is kept is {low}" in told
+    assert told.endswith(f"{low - 2} messages are lost; passed over, as failOnDataLoss=false has it")
 
 
 def test_a_queue_that_went_back_fails_the_stream_or_is_read_from_its_end(world: World) -> None:

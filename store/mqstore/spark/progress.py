@@ -146,7 +146,7 @@ _SHOWN = 5
 
 @dataclass(slots=True)
 class _Losses:
-    """What is found to be lost: sentences, each with the error that it makes. `settle` fails for them, or does not."""
+    """What is found to be lost: sentences, each with the error that it makes. `settle` fails for them, or tells."""
 
     found: list[tuple[str, Callable[[str], MQStoreError], str]] = field(default_factory=list)
 
@@ -186,10 +186,13 @@ class _Losses:
         self.found.append((f"{key}: {where}; the stream wants it from offset {wanted}", NotAStoreError, remedy))
 
     def settle(self, options: SourceOptions) -> None:
-        if self.found and options.fail_on_data_loss:
-            text, error, remedy = self.found[0]
-            more = f". {len(self.found) - 1} more queues have lost messages" if len(self.found) > 1 else ""
+        if not self.found:
+            return
+        text, error, remedy = self.found[0]
+        more = f". {len(self.found) - 1} more queues have lost messages" if len(self.found) > 1 else ""
+        if options.fail_on_data_loss:
             raise error(f"{text}{more}{remedy}")
+        warn_once(f"{text}{more}; passed over, as failOnDataLoss=false has it")
 
 
 def _count(key: Key, number: int) -> str:

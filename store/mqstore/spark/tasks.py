@@ -7,6 +7,7 @@ keeps nothing when it is done. Between plan and task retention may have deleted 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any, Literal, TypeGuard
@@ -15,11 +16,12 @@ from mqstore.broker.names import SCHEDULE_TOPIC
 from mqstore.errors import OffsetOutOfRangeError
 from mqstore.spark.columns import ColumnReader
 from mqstore.spark.options import SourceOptions
-from mqstore.spark.plan import LogSlice, QueueSlice, Slice, is_wanted, open_sliced, open_store
+from mqstore.spark.plan import LogSlice, QueueSlice, Slice, StoreName, is_wanted, open_sliced, open_store
 from mqstore.spark.rows import Piece, Policy
 
 __all__ = ["policy_of", "read_pieces", "read_slices"]
 
+_log = logging.getLogger("mqstore")
 _SMALL_UNITS = 64
 """Slices up to this size are read together: alone each costs most of a millisecond, however few messages it has."""
 _TOGETHER = 64
@@ -51,8 +53,10 @@ def read_slices(
     OffsetOutOfRangeError for messages that are gone, with `fail_on_data_loss`; CorruptRecordError and others as
     `ColumnReader` has it.
     """
+    counted_elsewhere = policy is not None
     policy = policy or policy_of(options)
     for (name, by_time), pieces in groupby(slices, key=lambda piece: (piece.store, _is_by_time(piece))):
+        before = policy.corrupt, policy.removed
         narrowed = options.tags is None and not by_time
         with (
             open_sliced(name) as store,
@@ -78,6 +82,20 @@ def read_slices(
                     if isinstance(piece, QueueSlice):
                         store.load(piece.topic, piece.queue_id)
                     yield from _read(reader, options, piece, policy)
+        if not counted_elsewhere:
+            _tell_left_out(options, policy, name, before)
+
+
+def _tell_left_out(options: SourceOptions, policy: Policy, name: StoreName, before: tuple[int, int]) -> None:
+    """Log what a query has fewer rows for, as it was told to: nobody else says so."""
+    corrupt, removed = policy.corrupt - before[0], policy.removed - before[1]
+    if corrupt and options.on_corrupt == "skip":
+        _log.warning("mqstore: %s: %d damaged messages were left out (onCorrupt=skip)", name.id, corrupt)
+    if removed:
+        what = "segments of messages" if options.scan == "log" else "messages"
+        _log.warning(
+            "mqstore: %s: %d %s that retention has deleted were left out (failOnDataLoss=false)", name.id, removed, what
+        )
 
 
 def _is_by_time(piece: Slice) -> bool:
