@@ -21,6 +21,7 @@ from mqstore.layout.properties import encode_properties
 from mqstore.spark import publish
 from mqstore.spark.jobs.compact import compact
 from mqstore.spark.jobs.dedup import dedup
+from mqstore.spark.jobs.export import export_parquet
 from mqstore.spark.jobs.replay import replay, replay_plan
 from mqstore.spark.jobs.rewrite import Pace
 from mqstore.spark.jobs.shape import select
@@ -126,6 +127,31 @@ def test_a_store_without_queues_is_not_copied_as_if_it_had_no_messages(store: Pa
     with pytest.raises(ConfigError, match=r"s has records, and no consume queues .* `mqstore recover`"):
         job(None, store, str(tmp_path / "t"))
     assert not (tmp_path / "t").exists()
+
+
+@pytest.mark.parametrize("lost", ["orders", "orders/0"])
+@pytest.mark.parametrize("job", [replay, compact, dedup, export_parquet])
+def test_a_store_that_lost_some_queues_is_not_copied_without_their_messages(
+    tmp_path: Path, job: Any, lost: str
+) -> None:
+    """It was, with a warning in the log: what has an id is never copied again."""
+    source = write_store(tmp_path / "s", many(40))
+    before = messages(source)
+    shutil.rmtree(source / "consumequeue" / lost)
+
+    for chosen in (source, select(source, options={"scan": "queue"})):
+        with pytest.raises(
+            ConfigError, match=r"s have lost files since it was closed: open it .* `mqstore recover` it"
+        ):
+            job(None, chosen, str(tmp_path / "t"))
+    assert not (tmp_path / "t").exists()
+    with MessageStore(source):
+        pass
+
+    job(None, source, str(tmp_path / "t"))
+    assert messages(source) == before
+    if job is not export_parquet:
+        assert messages(tmp_path / "t") == before
 
 
 @pytest.mark.parametrize("job", [replay, compact, dedup])

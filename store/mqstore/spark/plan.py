@@ -63,6 +63,7 @@ __all__ = [
     "dispatched",
     "has_all",
     "has_records",
+    "have_queues_lost",
     "is_wanted",
     "left_by_crash",
     "mean_size",
@@ -226,6 +227,11 @@ def open_sliced(store: StoreName) -> SlicedStore:
 def has_records(store: MessageStore) -> bool:
     """Whether anything is in the log, listed or not."""
     return not isinstance(next(scan_log(store._run, store.min_offset, store._checksum, checksums=False)), End)
+
+
+def have_queues_lost(store: MessageStore) -> bool:
+    """Whether queues lack files, or ends, that they had when the store was closed. Opening warns of it."""
+    return store.clean_shutdown and store._have_queues_lost()
 
 
 def left_by_crash(name: StoreName) -> str:

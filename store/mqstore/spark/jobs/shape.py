@@ -35,6 +35,7 @@ from mqstore.spark.plan import (
     Slice,
     StoreName,
     has_records,
+    have_queues_lost,
     is_wanted,
     left_by_crash,
     open_store,
@@ -211,8 +212,9 @@ class Selection:
 
     def check_queues(self, *, whole: bool = False) -> None:
         """ConfigError for a store that has records and no queues, for a job that sets scan=queue itself; as
-        `queue_tasks`, it does not mind where the user has said that. With `whole` also for a store whose queues a crash
-        left behind its log, for a job that would never come back for the rest."""
+        `queue_tasks`, it does not mind where the user has said that. For one that lost some of its queues, too: opening
+        it brings them back, and who notes how far he has come would pass over them. With `whole` also for a store whose
+        queues a crash left behind its log, for a job that would never come back for the rest."""
         for name in self.stores():
             try:
                 store = open_store(name)
@@ -221,6 +223,11 @@ class Selection:
             with store:
                 if self.options.scan == "auto" and not queues_of(store) and has_records(store):
                     raise _no_queues(name)
+                if have_queues_lost(store):
+                    raise ConfigError(
+                        f"queues of {name.path} have lost files since it was closed: open it for writing once, or "
+                        "`mqstore recover` it; until then a copy would lack messages"
+                    )
                 if whole and store.has_unlisted():
                     raise ConfigError(f"{left_by_crash(name)}; a copy would lack them")
 
