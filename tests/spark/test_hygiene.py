@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 import mqstore
 from mqstore import MessageStore, StoreConfig
 from mqstore.errors import CorruptStoreError, OffsetOutOfRangeError
+from mqstore.spark import replay
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import StoreName, plan
 from mqstore.spark.tasks import read_slices
@@ -170,6 +172,27 @@ def test_damage_stops_no_view_and_shows_in_a_read_as_an_error_of_ours(
         found = query(path, onCorrupt=on_corrupt, failOnDataLoss="false")
         assert len([row for row in found if row["body"] is not None]) <= 73
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_damage_is_told_with_the_store_that_it_is_in(tmp_path: Path) -> None:
+    """Of a fleet nobody knew which store the byte was in."""
+    for name in "abc":
+        write_store(tmp_path / name, many(20))
+    log = tmp_path / "b" / "commitlog" / f"{0:020d}"
+    data = bytearray(log.read_bytes())
+    data[1000] ^= 1
+    log.write_bytes(data)
+    says = rf"^{re.escape(str(tmp_path / 'b'))}: commitlog/0+ at byte \d+: .*onCorrupt 'skip'"
+    fleet = f"{tmp_path}/[abc]"
+    for options in ({"scan": "queue"}, {"scan": "log"}):
+        with pytest.raises(CorruptStoreError, match=says):
+            query(Path(fleet), **options)
+    given = SourceOptions.parse({"path": fleet, "view": "traffic"})
+    with pytest.raises(CorruptStoreError, match=says):
+        view_batch("traffic", StoreName("b", str(tmp_path / "b")), given)
+    with pytest.raises(CorruptStoreError, match=says) as caught:
+        replay(None, fleet, tmp_path / "t")
+    assert caught.value.file == f"commitlog/{0:020d}"
 
 
 def test_what_a_query_leaves_out_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -18,6 +18,7 @@ from mqstore.spark.columns import ColumnReader
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import LogSlice, QueueSlice, Slice, StoreName, is_wanted, open_sliced, open_store
 from mqstore.spark.rows import Piece, Policy
+from mqstore.spark.telling import of_store
 
 __all__ = ["policy_of", "read_pieces", "read_slices"]
 
@@ -59,6 +60,7 @@ def read_slices(
         before = policy.corrupt, policy.removed
         narrowed = options.tags is None and not by_time
         with (
+            of_store(name.path),
             open_sliced(name) as store,
             ColumnReader(
                 store,
@@ -122,6 +124,7 @@ def read_pieces(
     be done with before the next one is asked for. Raises as `read_slices`."""
     for name, pieces in groupby(slices, key=lambda piece: piece.store):
         with (
+            of_store(name.path),
             open_store(name) as store,
             ColumnReader(
                 store, (), tags=options.tags, where=options.filter, keys=options.keys, policy=policy

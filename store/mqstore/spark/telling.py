@@ -21,9 +21,9 @@ from collections.abc import Iterator
 from contextlib import ContextDecorator, contextmanager
 from types import TracebackType
 
-from mqstore.errors import MQStoreError, StoreIOError
+from mqstore.errors import CorruptStoreError, MQStoreError, StoreIOError
 
-__all__ = ["plain_errors", "readable", "warn_once"]
+__all__ = ["of_store", "plain_errors", "readable", "warn_once"]
 
 _HIDE = "SPARK_HIDE_TRACEBACK"
 _log = logging.getLogger("mqstore")
@@ -63,6 +63,19 @@ def readable(path: str) -> Iterator[None]:
         raise StoreIOError(
             error.errno, f"permission denied; let the user that Spark runs as read {path} and all in it", place, "read"
         ) from None
+
+
+@contextmanager
+def of_store(path: str) -> Iterator[None]:
+    """Around reading one store of perhaps many: damage is told with the store that it is in."""
+    try:
+        yield
+    except CorruptStoreError as error:
+        if path in str(error):
+            raise
+        named = CorruptStoreError(f"{path}: {error}", error.file, error.position)
+        named.repair = error.repair  # the text has it already
+        raise named from None
 
 
 def warn_once(text: str) -> None:

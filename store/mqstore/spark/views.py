@@ -23,6 +23,7 @@ from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import StoreName, is_wanted, open_store
 from mqstore.spark.tally import Tally
 from mqstore.spark.tasks import policy_of
+from mqstore.spark.telling import of_store
 
 __all__ = ["VIEWS", "view_batch"]
 
@@ -51,7 +52,7 @@ class ViewTable:
 def view_batch(view: str, store: StoreName, options: SourceOptions) -> Any:
     """The rows of one store, as a record batch with all columns of the view."""
     table = VIEWS[view]
-    with open_store(store) as opened:
+    with of_store(store.path), open_store(store) as opened:
         rows = [(store.id, *row) for row in table.rows(opened, options)]
     columns = zip(*rows, strict=True) if rows else [()] * len(table.columns)
     arrays = [pa.array([*values], field.type) for values, field in zip(columns, table.schema, strict=True)]
