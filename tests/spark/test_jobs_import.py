@@ -266,6 +266,20 @@ def test_folders_of_json_are_columns(tmp_path: Path) -> None:
     assert ("'a/b'" in reason, count, done.messages) == (True, 1, 3)
 
 
+@pytest.mark.parametrize("format_", ["parquet", "csv", "json"])
+def test_names_of_folders_that_look_like_numbers_stay_as_they_are(tmp_path: Path, format_: str) -> None:
+    """Topic 007 of an export came back as 7, and 0x10 as 16."""
+    names = ["007", "0x10", "42", "1e5", "nan", "00", "0", "2024-01-01", "99999999999999999999"]
+    for name in names:
+        write(tmp_path / "in" / f"topic={name}", format_, [{"body": name}])
+    for number, order in enumerate(((), ("body",), ("topic",))):
+        dest = tmp_path / f"to-{number}"
+        mapping = {"body": "body", "topic": "topic"}
+        import_rows(None, tmp_path / "in", dest, format=format_, mapping=mapping, order=order)
+        found = {topic: copy.body.decode() for (topic, _), copies in messages(dest).items() for copy in copies}
+        assert found == {name: name for name in names}, order
+
+
 def test_files_whose_columns_differ_in_kind_cannot_be_sorted_together(tmp_path: Path) -> None:
     write(tmp_path / "in", "json", [{"body": "1", "n": 1}], "1")
     write(tmp_path / "in", "json", [{"body": "2", "n": "x"}], "2")

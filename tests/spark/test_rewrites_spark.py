@@ -143,3 +143,22 @@ def test_expressions_make_messages_and_rows_are_sorted(spark: Any, rows: Path, t
     assert bodies(tmp_path / "t") == [b'{"id":%d,"text":"text %d"}' % (i, i % 10) for i in reversed(range(20))]
     assert not (tmp_path / "t" / "_staging").exists()
     assert import_rows(spark, rows, tmp_path / "t", mapping=mapping, order="id desc", queues=1).already
+
+
+@pytest.mark.parametrize("kind", ["parquet", "json", "csv"])
+def test_names_of_folders_that_look_like_numbers_stay_as_they_are(spark: Any, tmp_path: Path, kind: str) -> None:
+    """Spark takes 007 for 7, and 1e5 for 100000.0."""
+    names = ["007", "1e5", "42"]
+    for name in names:
+        folder = tmp_path / "in" / f"topic={name}" / "n=5"
+        folder.mkdir(parents=True)
+        if kind == "parquet":
+            pq.write_table(pa.table({"text": [name]}), folder / "f.parquet")
+        else:
+            (folder / f"f.{kind}").write_text(f'{{"text": "{name}"}}\n' if kind == "json" else f"text\n{name}\n")
+    mapping = {"body": "concat(text, '.', n + 1)", "topic": "topic"}
+
+    import_rows(spark, tmp_path / "in", tmp_path / "t", format=kind, mapping=mapping, order="topic")
+
+    found = {topic: copy.body for (topic, _), copies in messages(tmp_path / "t").items() for copy in copies}
+    assert found == {name: f"{name}.6".encode() for name in names}

@@ -55,6 +55,7 @@ __all__ = ["Format", "ImportPlan", "ImportReport", "import_plan", "import_rows"]
 
 Format = Literal["parquet", "json", "csv", "delta"]
 _FORMATS: Final = ("parquet", "json", "csv", "delta")
+_NUMBER: Final = re.compile("0|[1-9][0-9]{0,17}")
 _PROPERTY: Final = "properties."
 _NULL: Final = "__HIVE_DEFAULT_PARTITION__"
 _ROWS = 8192
@@ -294,7 +295,7 @@ class _Job:
             there = _json_columns(files[0], wanted, until_found=True)
             if not there:
                 raise ConfigError(f"{files[0]} has no rows, and the columns are those of the first file: leave it out")
-            folders = {name: value.type for name, value in _partition(files[0], _base(paths)).items()}
+            folders = {each.name: each.type for each in _folders(files, _base(paths))}
             schema = pa.schema({**folders, **there})
         else:
             schema = _dataset(files, format, _base(paths), ()).schema
@@ -360,7 +361,8 @@ class _Job:
             if self.format != "json":
                 return _dataset(self.files, self.format, base, self.mapping.values()).to_table()
             names = [*dict.fromkeys([*self.mapping.values(), *(each.removesuffix(" desc") for each in self.order)])]
-            batches = [batch for path in self.files for batch in _json_rows(path, base, names)]
+            kinds = _folders(self.files, base)
+            batches = [batch for path in self.files for batch in _json_rows(path, base, names, kinds)]
             return pa.concat_tables([pa.Table.from_batches([each]) for each in batches], promote_options="permissive")
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
             raise ConfigError(f"{', '.join(self.source)} cannot be read as {self.format}: {error}") from error
@@ -385,6 +387,12 @@ def _by_spark(spark: Any, job: _Job, names: Mapping[str, str], out: str) -> None
     if job.format == "csv":
         reader = reader.option("header", "true")
     frame = reader.load([*job.source])
+    texts = {each.name for each in _folders(job.files, _base(job.source)) if each.type == pa.string()}
+    if texts:  # Spark would take 007 for 7
+        schema = frame.schema.jsonValue()
+        for each in schema["fields"]:
+            each["type"] = "string" if each["name"] in texts else each["type"]
+        frame = reader.schema(type(frame.schema).fromJson(schema)).load([*job.source])
     if job.order:
         frame = frame.orderBy(*(_by(frame, each) for each in job.order))
     columns = []
@@ -458,7 +466,12 @@ def _dataset(files: Sequence[str], format: str, base: str, columns: Any) -> Any:
                 null_values=[""],
             )
             how = ds.CsvFileFormat(convert_options=convert)
-        return ds.dataset([*files], format=how, partitioning=ds.partitioning(flavor="hive"), partition_base_dir=base)
+        return ds.dataset(
+            [*files],
+            format=how,
+            partitioning=ds.partitioning(_folders(files, base), flavor="hive"),
+            partition_base_dir=base,
+        )
     except (pa.ArrowInvalid, OSError) as error:
         raise ConfigError(f"{files[0]} cannot be read as {format}: {error}") from error
 
@@ -521,19 +534,34 @@ def _untimed(kind: Any) -> Any:
 
 
 def _partition(path: str, base: str) -> dict[str, Any]:
-    """The columns that a file has by its name=value folders, as Arrow takes them; the value is that of all rows."""
+    """The columns that a file has by its name=value folders; the value is that of all rows. A number is what is spelled
+    as one: a topic 007 is not 7."""
     named = [part.partition("=") for part in Path(os.path.relpath(path, base)).parent.parts if "=" in part]
     texts = {name: None if value == _NULL else unquote(value) for name, _, value in named}
-    numbers = {
-        name: int(text) for name, text in texts.items() if text is not None and re.fullmatch("[0-9]{1,18}", text)
-    }
+    numbers = {name: int(text) for name, text in texts.items() if text is not None and _NUMBER.fullmatch(text)}
     return {name: pa.scalar(value) for name, value in {**texts, **numbers}.items()}
 
 
-def _json_rows(path: str, base: str, names: Sequence[str]) -> Iterator[Any]:
-    """The columns `names` of a file, or of its folders; null where neither has one. Raises as `_json_columns`."""
+def _folders(files: Sequence[str], base: str) -> Any:
+    """The types of such columns, of all files together: text, unless all are numbers. What Arrow and Spark take for
+    numbers and times by themselves is more."""
+    kinds: dict[str, set[Any]] = {}
+    for path in files:
+        for name, value in _partition(path, base).items():
+            kinds.setdefault(name, set()).add(value.type)
+    number, null = pa.int64(), pa.null()
+    return pa.schema(
+        [(name, number if number in each <= {number, null} else pa.string()) for name, each in kinds.items()]
+    )
+
+
+def _json_rows(path: str, base: str, names: Sequence[str], kinds: Any = None) -> Iterator[Any]:
+    """The columns `names` of a file, or of its folders; null where neither has one. `kinds`: as of `_folders`, for who
+    puts those of several files together. Raises as `_json_columns`."""
     there = _json_columns(path, names)
     folders = {name: value for name, value in _partition(path, base).items() if name not in there}
+    if kinds is not None:
+        folders = {name: value.cast(kinds.field(name).type) for name, value in folders.items()}
     # Each name is asked for, as rows that have none of these columns would not be counted.
     schema = pa.schema([(name, there.get(name, pa.null())) for name in names])
     for block in _blocks(path):
