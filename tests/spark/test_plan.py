@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import tempfile
@@ -39,9 +40,12 @@ from mqstore.spark.plan import (
     plan,
     stores_of,
 )
+from mqstore.spark.progress import StreamProgress
 from mqstore.spark.sets import SET_FILE
+from mqstore.spark.tasks import read_slices
+from mqstore.spark.views import view_batch
 from tests.log.support import open_store
-from tests.spark.support import Odd, crashed_store, log_end, many, odd_records, write_store
+from tests.spark.support import Odd, crashed_store, log_end, many, odd_records, rows_of, write_store
 
 T0 = 1_700_000_000_000
 
@@ -270,6 +274,27 @@ def test_paths_are_absolute_also_of_stores_with_names(tmp_path: Path, monkeypatc
 
     for spelled in ({"paths": '{"one": "a"}'}, {"path": "."}, {"path": "../" + tmp_path.name}, {"paths": '["."]'}):
         assert stores_of(SourceOptions.parse(spelled)) == [StoreName("one", store)]
+
+
+def test_a_store_whose_path_is_no_text_is_read_under_an_id_that_is(tmp_path: Path) -> None:
+    """A glob finds such; its rows ended in a traceback, since a column is text."""
+    write_store(tmp_path / "s", many(8))
+    try:
+        (tmp_path / "s").rename(os.fsdecode(os.fsencode(tmp_path) + b"/s\xff"))
+    except OSError:
+        pytest.skip("this file system takes text only")
+    options = SourceOptions.parse({"path": f"{tmp_path}/s*"})
+
+    [name] = stores_of(options)
+    assert (name.id, os.fsencode(name.path)) == (f"{tmp_path}/s\\xff", os.fsencode(tmp_path) + b"/s\xff")
+    [slices] = plan(options)
+    rows = rows_of(read_slices(options, ("store", "topic"), "binary", slices))
+    assert (len(rows), {row["store"] for row in rows}) == (9, {name.id})
+    assert {*view_batch("queues", name, options).column("store").to_pylist()} == {name.id}
+    stream = StreamProgress(options.for_stream())
+    end = stream.latest(stream.latest(stream.initial()))
+    assert json.loads(json.dumps(end)) == end
+    assert [*end["s"]] == [name.id]
 
 
 def test_a_store_that_is_gone_is_data_lost(tmp_path: Path) -> None:

@@ -177,7 +177,8 @@ def _members(path: str) -> Iterator[StoreName]:
         yield from (StoreName(name, os.path.join(place, where)) for name, where in manifest["stores"].items())
     else:
         # A checkpoint keeps positions by ids: a store that is named in another way next time is to be the same one.
-        yield StoreName(place, place)
+        # It goes into columns and checkpoints, which are text: bytes of a path that are none show as \xff.
+        yield StoreName(os.fsencode(place).decode("utf-8", "backslashreplace"), place)
 
 
 def open_store(store: StoreName) -> MessageStore:
