@@ -18,7 +18,8 @@ def ordered(frame: DataFrame, *, key: str = "sharding_key", by: Sequence[str]) -
 
     A task writes the rows of its partition in their order, and what it wrote goes into the log as one block: so the
     messages of a key follow each other in a queue as `by` says. Across tasks Spark knows no order. Use it last before
-    `write`: what comes after it may move rows. Rows without a key all meet in one partition, which may become large.
+    `write`: what comes after it may move rows, but for a `drop` of columns that a message does not have. Rows without a
+    key all meet in one partition, which may become large.
 
     ConfigError for a column that is not there, and for no `by`.
     """

@@ -1,0 +1,95 @@
+"""The examples of the pages on writing, and for people who know Kafka, run as they are printed. Those of other pages
+are run where what they are about is tested."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mqstore
+from mqstore import MessageStore
+
+pytestmark = pytest.mark.spark
+DOCS = Path(__file__).parent.parent.parent / "docs"
+
+
+def blocks(page: str, folder: Path) -> list[tuple[str, str]]:
+    """(language, code) of the examples of a page, their files below `folder`: Spark stands elsewhere."""
+    found = re.findall(r"^```(py|sql)\n(.*?)^```", (DOCS / page).read_text(), re.S | re.M)
+    return [(kind, re.sub(r"""(["'])var/""", rf"\1{folder}/var/", code)) for kind, code in found]
+
+
+def rows(path: Path) -> list[tuple[str, str | None, bytes]]:
+    """(topic, key, body) of all messages, in the order of the log."""
+    with MessageStore(path, "r") as store:
+        found = [m for topic in store.topics() for ref in store.queues(topic) for m in store.iter(*ref)]
+        return [
+            (m.topic, m.keys[0] if m.keys else None, m.body) for m in sorted(found, key=lambda m: m.physical_offset)
+        ]
+
+
+def test_the_examples_for_people_who_know_kafka_run(
+    spark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with mqstore.open(tmp_path / "var/mq") as store:
+        store.log.put_many("orders", [b"%d" % i for i in range(30)], queue_id=0)
+        store.log.put_many("orders", [b"other"] * 2, queue_id=1)
+        store.log.put_many("payments", [b"p"] * 3, queue_id=0)
+    (_, view), (_, batch), (_, stream), (_, write), (_, both) = blocks("spark-for-kafka-users.md", tmp_path)
+    typed: dict[str, Any] = {"spark": spark}
+
+    spark.read.format("mqstore").load(str(tmp_path / "var/mq")).createOrReplaceTempView("messages")
+    spark.sql(view)
+    assert spark.sql("select max(`offset`), count(`value`) from kafka_like where topic = 'orders'").first() == (29, 32)
+    exec(compile(batch, "batch", "exec"), typed)
+    assert typed["df"].count() == 7 + 2 + 3
+    exec(compile(stream, "stream", "exec"), typed)
+    typed["query"].awaitTermination()
+    assert spark.read.parquet(str(tmp_path / "var/out")).count() == 32  # orders
+    typed["df"] = spark.sql(
+        "select encode('k', 'utf-8') as key, encode('v', 'utf-8') as value, array(named_struct('key', 'h', 'value', "
+        "encode('x', 'utf-8'))) as headers union all select null, null, null"
+    )
+    exec(compile(write, "write", "exec"), typed)
+    assert rows(tmp_path / "var/mq")[-1] == ("orders", "k", b"v")
+    compile(both, "both", "exec")  # there is no Kafka here
+    capsys.readouterr()
+
+
+def test_the_examples_of_writing_run(spark: Any, tmp_path: Path) -> None:
+    first, (_, each_batch), (_, stream), (_, copy), (_, order) = blocks("spark-writing.md", tmp_path)
+    typed: dict[str, Any] = {"spark": spark}
+
+    typed["orders"] = spark.sql("select '7' as order_id, 'paid' as status, 'me' as customer")
+    exec(compile(first[1], "first", "exec"), typed)
+    assert rows(tmp_path / "var/mq") == [("orders", "7", b'{"order_id":"7","status":"paid","customer":"me"}')]
+
+    with MessageStore(tmp_path / "source") as store:
+        store.put_many("orders", [b"%d" % i for i in range(5)], queue_id=0)
+    reader = spark.readStream.format("mqstore").option("startingOffsets", "earliest").option("columns", "topic,body")
+    typed["orders"] = reader.load(str(tmp_path / "source"))
+    for number, code in enumerate((each_batch, stream, copy)):
+        checkpoint = code.replace("var/checkpoint", f"var/checkpoint-{number}")
+        exec(compile(checkpoint.replace("10 seconds", "0 seconds"), "stream", "exec"), typed)
+        try:
+            typed["query"].processAllAvailable()
+        finally:
+            typed["query"].stop()
+        assert len(rows(tmp_path / "var/mq")) == 1 + 5 * min(number + 1, 2)
+    assert Counter(rows(tmp_path / "var/copy")) == Counter(rows(tmp_path / "var/mq"))
+
+    typed["events"] = spark.range(40).selectExpr(
+        "cast(id as string) as body",
+        "'events' as topic",
+        "concat('k', id % 3) as sharding_key",
+        "40 - id as event_time",
+    )
+    exec(compile(order, "order", "exec"), typed)
+    written = [int(body) for topic, _, body in rows(tmp_path / "var/mq") if topic == "events"]
+    assert [[i for i in written if i % 3 == key] for key in range(3)] == [
+        [i for i in reversed(range(40)) if i % 3 == key] for key in range(3)
+    ]
