@@ -343,6 +343,13 @@ def test_without_a_place_for_them_the_first_refused_row_ends_it_and_leaves_nothi
     assert tree(tmp_path / "t") == {}
 
 
+def test_a_remedy_is_called_as_an_import_calls_it(tmp_path: Path) -> None:
+    """The command was told of an option of Spark's sink, which it does not have."""
+    export_parquet(None, write_store(tmp_path / "s", many(8)), tmp_path / "out", topics="t")
+    with pytest.raises(InvalidMessageError, match=r"or validate=False \(--no-validate\); refused=DIR"):
+        import_rows(None, tmp_path / "out", tmp_path / "t")
+
+
 def test_refused_rows_are_known_by_their_number_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importing, "_TASK_BYTES", 500)
     monkeypatch.setattr(importing, "_ROWS", 3)

@@ -732,7 +732,8 @@ def _find_bad(encoder: Callable[[], Encoder], rows: Any, first: int, bad: dict[i
             pass
     except InvalidMessageError as error:
         if len(rows) == 1:
-            bad[first] = str(error).partition(", ")[2] or str(error)
+            said = str(error).partition(", ")[2] or str(error)
+            bad[first] = said.replace("validate=false", "validate=False (--no-validate)")
             return
         half = len(rows) // 2
         _find_bad(encoder, rows.slice(0, half), first, bad)
