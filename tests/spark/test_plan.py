@@ -265,6 +265,19 @@ def test_a_store_has_one_id_however_its_path_is_spelled(tmp_path: Path, monkeypa
     assert named(paths='{"x": "a/", "y": "./a"}') == [StoreName("x", store), StoreName("y", store)]  # ids as given
 
 
+@pytest.mark.parametrize("lax", ["true", "false"])
+def test_an_id_is_of_one_store(tmp_path: Path, lax: str) -> None:
+    """A set, or a glob, under an id was no store; with failOnDataLoss=false nothing was read of it."""
+    write_store(tmp_path / "a", [])
+    (tmp_path / SET_FILE).write_text(json.dumps({"version": 1, "stores": {"one": "a"}}))
+    for where, says in ((tmp_path, "a store set, whose stores have ids of their own"), (tmp_path / "*", "a glob")):
+        given = {"paths": json.dumps({"x": str(where)}), "failOnDataLoss": lax}
+        with pytest.raises(ConfigError, match=f"the id 'x' is given to .* which is {says}.*an array"):
+            plan(SourceOptions.parse(given))
+    (tmp_path / "[a]").symlink_to(tmp_path / "a")  # looks like one, and is none
+    assert plan(SourceOptions.parse({"paths": json.dumps({"x": str(tmp_path / "[a]")})}))
+
+
 def test_paths_are_absolute_also_of_stores_with_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Executors of a cluster, which stand in folders of their own, did not find stores with ids, nor those of a set,
     whose paths were relative; stores without a name they found."""

@@ -42,7 +42,7 @@ from mqstore.log.scanner import Bad, End, scan_log
 from mqstore.log.store import MessageStore
 from mqstore.spark.keyindex import KeyIndex
 from mqstore.spark.options import SourceOptions
-from mqstore.spark.sets import read_set
+from mqstore.spark.sets import SET_FILE, read_set
 from mqstore.spark.telling import readable, warn_once
 from mqstore.spark.windows import WINDOW_BYTES
 
@@ -143,7 +143,7 @@ class Bounds(NamedTuple):
 def stores_of(options: SourceOptions) -> list[StoreName]:
     """The stores that the options name, in their order. ConfigError: a glob fits none, an id stands twice."""
     if isinstance(options.paths, dict):
-        found = [StoreName(name, os.path.abspath(_local(path))) for name, path in options.paths.items()]
+        found = [_named(name, os.path.abspath(_local(path))) for name, path in options.paths.items()]
     else:
         found = [store for path in options.paths for store in _stores_at(_local(path))]
     ids = [store.id for store in found]
@@ -153,6 +153,18 @@ def stores_of(options: SourceOptions) -> list[StoreName]:
             f"two stores have the id {', '.join(map(repr, twice))}; give ids: paths={{'id': 'path', ...}}"
         )
     return found
+
+
+def _named(name: str, path: str) -> StoreName:
+    """A store under the id that it was given. What is many would be taken for a store that is gone."""
+    several = ""
+    if not os.path.isdir(path):
+        several = "a glob" if glob.has_magic(path) else ""
+    elif os.path.exists(os.path.join(path, SET_FILE)):
+        several = "a store set, whose stores have ids of their own"
+    if several:
+        raise ConfigError(f"option paths: the id {name!r} is given to {path}, which is {several}: name it in an array")
+    return StoreName(name, path)
 
 
 def _local(path: str) -> str:
