@@ -72,6 +72,8 @@ def test_values_become_what_they_mean(name: str, text: str, field: str, value: A
         ({"startingOffsets": '{"a": {"00": 1}}'}, r"option startingOffsets='.*': '00' is no queue id"),
         ({"startingOffsets": '{"a": {"\\u0663": 1}}'}, "option startingOffsets"),
         ({"endingOffsets": '{"s": {"a": {"01": 1}}}'}, "option endingOffsets"),
+        ({"assign": '{"a":[0],"a":[1]}'}, r"option assign=.*: 'a' is there twice; JSON"),
+        ({"startingOffsets": '{"a":{"0":1,"0":2}}'}, r"option startingOffsets=.*: '0' is there twice"),
         ({"assign": "{}"}, r'option assign=.*it names nothing; JSON \{"topic": \[queue id, ...\]\}'),
         ({"tags": "a|b"}, r"option tags='a\|b': .*no tag has a single bar; `A \|\| B`, or `\*`"),
         ({"subExpression": "a || *"}, r"option subExpression='a \|\| \*': .*'\*' stands for every tag"),
@@ -127,6 +129,15 @@ def test_a_query_says_where_its_stores_are(tmp_path: Path) -> None:
     for wrong in ("[]", "{}", '"a"', "[1]", "a,b"):
         with pytest.raises(ConfigError, match="a JSON array of paths"):
             SourceOptions.parse({"paths": wrong})
+
+
+def test_an_id_that_stands_twice_is_refused(tmp_path: Path) -> None:
+    """JSON lets the last one win: of a fleet's catalogue a store was left out, and nobody knew."""
+    twice = '{"a": "/x", "b": "/y", "a": "/z"}'
+    (tmp_path / "fleet.json").write_text(twice)
+    for given in ({"paths": twice}, {"pathsFile": str(tmp_path / "fleet.json")}):
+        with pytest.raises(ConfigError, match=rf"option {next(iter(given))}=.*: 'a' is there twice"):
+            SourceOptions.parse(given)
 
 
 def test_the_table_and_the_fields_are_one() -> None:

@@ -150,8 +150,22 @@ def _tags(text: str) -> str:
     return text
 
 
+def _parsed(text: str) -> Any:
+    """JSON; ValueError where a name stands twice, of which the last one would win."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in found:
+                raise ValueError(f"{name!r} is there twice")
+            found[name] = value
+        return found
+
+    return json.loads(text, object_pairs_hook=once)
+
+
 def _assign(text: str) -> dict[str, list[int]]:
-    value = json.loads(text)
+    value = _parsed(text)
     if value == {}:
         raise ValueError("it names nothing")
     if not isinstance(value, dict) or not all(
@@ -176,7 +190,7 @@ def _offsets(text: str) -> Offsets:
             elif not _QUEUE_ID.fullmatch(key):
                 raise ValueError(f"{key!r} is no queue id")
 
-    value = json.loads(text)
+    value = _parsed(text)
     check(value, 1)
     found: dict[str, Any] = value
     return found
@@ -218,7 +232,7 @@ def _one_path(value: str) -> list[str]:
 
 
 def _paths(text: str) -> dict[str, str] | list[str]:
-    value = json.loads(text)
+    value = _parsed(text)
     names = value if isinstance(value, list) else [*value.values()] if isinstance(value, dict) else []
     if not names or not all(isinstance(name, str) and name for name in names):
         raise ValueError("not that form")
