@@ -142,7 +142,7 @@ def put(
         except (Exception, KeyboardInterrupt) as error:
             if isinstance(error, MQStoreError) and error.receipts:
                 took(cast(Sequence[SendReceipt], error.receipts))
-            if body == "-":  # or they would be put again with the rest
+            if body == "-" and total:  # or they would be put again with the rest
                 note(f"the first {total} lines were stored, none behind them:")
             raise
         if total == 0:
