@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from mqstore.layout.dispatch import Rows, rows_of
 from mqstore.layout.javahash import index_hash, java_hash
 from mqstore.layout.record import Checksum, check_record, encode_blank, encode_record
-from mqstore.layout.scan import Headers, read_run
+from mqstore.layout.scan import Headers, content_end, read_run
 from mqstore.layout.spares import Spares
 from mqstore.native import kernel
 from tests.without import compiled_parts_left_out
@@ -273,6 +273,22 @@ def test_stretches_that_somebody_keeps_are_not_written_over() -> None:
     assert sorted(physical) == [BASE + start for start in starts]
 
 
+def test_one_byte_that_is_not_zero_is_found_wherever_it_stands() -> None:
+    for size in (1, 127, 128, 300):
+        for place in range(size):
+            data = bytearray(size)
+            data[place] = 1 << place % 8
+            found = [content_end(data, start) for start in (0, place, size)]
+            assert found == [place + 1, place + 1, size]
+            if place + 1 < size:
+                assert content_end(data, place + 1) == place + 1
+            assert content_end(data, 0, place) == 0
+    far = bytearray(5 << 20)
+    for place in (0, (1 << 20) - 1, 1 << 20, (4 << 20) + 77, len(far) - 1):
+        far[place] = 1
+        assert content_end(far) == place + 1
+
+
 @pytest.mark.skipif(kernel is None, reason="no compiled parts")
 def test_bad_arguments_are_refused() -> None:
     assert kernel is not None
@@ -281,6 +297,9 @@ def test_bad_arguments_are_refused() -> None:
     for start, stop, limit in ((-1, 5, 4), (5, 4, 4), (0, len(log) + 1, 4), (0, len(log), 5), (0, len(log), -1)):
         with pytest.raises(ValueError, match=r"do not lie within|expected"):
             kernel.sweep(log, start, stop, BASE, limit, True, 0, longs, ints)
+    for start, end in ((-1, 5), (5, 4), (0, len(log) + 1)):
+        with pytest.raises(ValueError, match="does not lie within"):
+            kernel.content_end(log, start, end)
     count, *_ = kernel.sweep(log, 0, len(log), BASE, 4, True, 0, longs, ints)
     assert count == 3
     prefixes, out, units = np.zeros(1, np.int32), np.zeros((7, 3), np.int64), np.zeros(60, np.uint8)
