@@ -1,6 +1,5 @@
 /* Bytes of files, read: the counterpart of looking at them through a mapping. */
 
-#define _GNU_SOURCE
 #include "native.h"
 
 #include <errno.h>
