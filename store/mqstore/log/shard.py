@@ -23,7 +23,9 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -188,8 +190,8 @@ class Shard:
         counts: dict[QueueKey, int] = {}
         records = largest = done = 0
         remembered: list[Groups] = []
-        buffer = np.empty(self.window_bytes(), np.uint8).data
-        for window in self.windows(lambda _: buffer):
+        buffers = cycle([np.empty(self.window_bytes(), np.uint8).data for _ in range(2)])
+        for window in self.windows(lambda _: next(buffers)):
             self._check_heads(window, done)
             groups = by_queue(window)
             self._check_tails(window, groups, done)
@@ -217,19 +219,27 @@ class Shard:
 
     def windows(self, take: Callable[[int], memoryview]) -> Iterator[Window]:
         """All records in order, in stretches. `take(n)` gives the buffer for the next one, of `n` bytes at least, which
-        the receiver may change. FormatError when records, size or CRC are not what `shard.json` says: at the end at the
-        latest. StoreIOError when the file cannot be read."""
+        the receiver may change; it is asked before the stretch before is handed out, for the next is read meanwhile.
+        FormatError when records, size or CRC are not what `shard.json` says: at the end at the latest. StoreIOError
+        when the file cannot be read."""
         fd = _open(self.file, self.fs, "shard")
         index = None
+        reader = ThreadPoolExecutor(1, "mqstore-shard")
         try:
             index = _Index(self) if self.index is not None else None
             found = self.fs.size(fd)
             if found != self.bytes:
                 _refuse(self.file, f"it has {found} bytes, shard.json says {self.bytes}", "bytes")
-            done, crc, wanted = 0, 0, self.window_bytes()
-            while done < self.bytes:
-                data = take(wanted)
-                length = self.fs.read_into(fd, data[: min(wanted, self.bytes - done)], done)
+            crc, wanted = 0, self.window_bytes()
+
+            def read(position: int) -> tuple[memoryview, Future[int]]:
+                buffer = take(wanted)
+                room = buffer[: min(wanted, self.bytes - position)]
+                return buffer, reader.submit(self.fs.read_into, fd, room, position)
+
+            done, coming = 0, read(0) if self.bytes else None
+            while coming is not None:
+                data, length = coming[0], coming[1].result()
                 crcs = None
                 if index is None:
                     positions, stop = walk(data, 0, length)
@@ -237,6 +247,7 @@ class Shard:
                     positions, stop, crcs = index.take(length)
                 if not len(positions):
                     _refuse(self.file, "no whole record starts here", "record", done)
+                coming = read(done + stop) if done + stop < self.bytes else None
                 headers = gather(data, positions)
                 if index is not None and (positions + headers.size != np.append(positions[1:], stop)).any():
                     _refuse(self.file, "sizes differ from those of records.idx", "record", done)
@@ -248,6 +259,7 @@ class Shard:
             if index is not None:
                 index.check()
         finally:
+            reader.shutdown()  # first: it reads from the file, into a buffer
             self.fs.close(fd)
             if index is not None:
                 index.close()

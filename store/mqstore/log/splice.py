@@ -70,8 +70,8 @@ if TYPE_CHECKING:
 __all__ = ["SpliceResult", "Splicer", "Undone", "undo", "would_undo"]
 
 _log = logging.getLogger("mqstore")
-_BUFFERS = 3
-"""Windows in memory: one being made, one waiting, one being written."""
+_BUFFERS = 4
+"""Windows in memory: one being read, one being made, one waiting, one being written."""
 _REMEMBERED = 8 << 20
 """Records whose queue is kept from check to copy, two bytes each."""
 _PATCHED_TO = STORE_TIMESTAMP_AT_V4 + 8
