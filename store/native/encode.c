@@ -177,18 +177,30 @@ PyObject *native_renumber(PyObject *module, PyObject *const *args, Py_ssize_t na
         goto done;
     const int64_t *at = positions->buf;
     PyThreadState *others = PyEval_SaveThread();
-    for (; i < count; i++) {
-        if (at[i] < 0 || at[i] > data->len - MIN_RECORD_BYTES)
-            break;
-        uint8_t *record = (uint8_t *)data->buf + at[i];
-        int64_t size = (int32_t)get32(record);
-        int64_t moved = get32(record + SYS_FLAG_AT) & BORN_HOST_V6 ? IPV6_EXTRA : 0;
-        if (size < MIN_RECORD_BYTES + moved || size > data->len - at[i])
-            break;
-        put64(record + QUEUE_OFFSET_AT, ((const uint64_t *)offsets->buf)[i]);
-        put64(record + PHYSICAL_OFFSET_AT, ((const uint64_t *)places->buf)[i]);
-        put64(record + STORE_TIMESTAMP_AT + moved, (uint64_t)timestamp);
-        put32(record + CHECKSUM_AT, crc32c_record(record, (size_t)size));
+    for (bool whole = true; whole && i < count;) {
+        const uint8_t *records[SIDE_BY_SIDE];
+        size_t sizes[SIDE_BY_SIDE];
+        int together = 0;
+        for (; i < count && together < SIDE_BY_SIDE; i++) {
+            whole = at[i] >= 0 && at[i] <= data->len - MIN_RECORD_BYTES;
+            if (!whole)
+                break;
+            uint8_t *record = (uint8_t *)data->buf + at[i];
+            int64_t size = (int32_t)get32(record);
+            int64_t moved = get32(record + SYS_FLAG_AT) & BORN_HOST_V6 ? IPV6_EXTRA : 0;
+            whole = size >= MIN_RECORD_BYTES + moved && size <= data->len - at[i];
+            if (!whole)
+                break;
+            put64(record + QUEUE_OFFSET_AT, ((const uint64_t *)offsets->buf)[i]);
+            put64(record + PHYSICAL_OFFSET_AT, ((const uint64_t *)places->buf)[i]);
+            put64(record + STORE_TIMESTAMP_AT + moved, (uint64_t)timestamp);
+            records[together] = record;
+            sizes[together++] = (size_t)size;
+        }
+        uint32_t sums[SIDE_BY_SIDE];
+        crc32c_records(records, sizes, together, sums);
+        for (int k = 0; k < together; k++)
+            put32((uint8_t *)data->buf + at[i - together + k] + CHECKSUM_AT, sums[k]);
     }
     PyEval_RestoreThread(others);
     if (i < count)

@@ -72,7 +72,8 @@ static inline bool is_magic(uint32_t magic) { return magic == MAGIC_V1 || magic 
 uint32_t crc32c(uint32_t crc, const uint8_t *data, size_t n);
 /* Of a whole record, its checksum field read as zero (2.10). `n` is at least 12. */
 uint32_t crc32c_record(const uint8_t *record, size_t n);
-/* Of three of them, or fewer, side by side. */
+/* Of several of them, or fewer, side by side. */
+enum { SIDE_BY_SIDE = 3 };
 void crc32c_records(const uint8_t *const *records, const size_t *sizes, int count, uint32_t *sums);
 /* 0, or -1 with an exception where the processor has no instruction for it. */
 int crc32c_init(void);

@@ -263,11 +263,25 @@ PyObject *native_records_hold(PyObject *module, PyObject *const *args, Py_ssize_
     const uint8_t *data = view->buf;
     uint8_t *holds = out->buf;
     PyThreadState *others = PyEval_SaveThread();
-    for (Py_ssize_t i = 0; i < count; i++) {
-        if (i + NEXT < count)
-            fetch_at(data, view->len, at[i + NEXT], size[i + NEXT]);
-        holds[i] = at[i] >= 0 && size[i] >= QUEUE_ID_AT && at[i] <= view->len && size[i] <= view->len - at[i] &&
-                   crc32c_record(data + at[i], (size_t)size[i]) == claimed[i];
+    for (Py_ssize_t i = 0; i < count;) {
+        const uint8_t *records[SIDE_BY_SIDE];
+        size_t bytes[SIDE_BY_SIDE];
+        Py_ssize_t rows[SIDE_BY_SIDE];
+        int together = 0;
+        for (; i < count && together < SIDE_BY_SIDE; i++) {
+            if (i + NEXT < count)
+                fetch_at(data, view->len, at[i + NEXT], size[i + NEXT]);
+            holds[i] = at[i] >= 0 && size[i] >= QUEUE_ID_AT && at[i] <= view->len && size[i] <= view->len - at[i];
+            if (holds[i]) {
+                records[together] = data + at[i];
+                bytes[together] = (size_t)size[i];
+                rows[together++] = i;
+            }
+        }
+        uint32_t sums[SIDE_BY_SIDE];
+        crc32c_records(records, bytes, together, sums);
+        for (int k = 0; k < together; k++)
+            holds[rows[k]] = sums[k] == claimed[rows[k]];
     }
     PyEval_RestoreThread(others);
     result = Py_NewRef(Py_None);

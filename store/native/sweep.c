@@ -60,8 +60,6 @@ static int64_t number_of(Topics *topics, int64_t at, int64_t size, int64_t limit
 enum { POSITION, QUEUE_OFFSET, STORE_TIMESTAMP, PROPERTIES, PROPERTIES_SIZE, TOPIC_FIRST, TOPIC_SIZE, LONG_ROWS };
 enum { SIZE, QUEUE_ID, SYS_FLAG, TOPIC, TAIL, INT_ROWS };
 
-enum { SIDE_BY_SIDE = 3 }; /* what `crc32c_records` takes at once */
-
 /* The pages of a mapping come in as they are met, by an interrupt for each sixteen or so, which costs as much again as it
    takes: what was fetched ahead stops before a page that is not there. So they are met a stretch at a time, and not all at
    once: what has to come from a disk then comes while what is there is read. */

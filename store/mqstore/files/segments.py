@@ -524,6 +524,13 @@ class SegmentRun:
         file = self.file(segment)
         self._fs.pwrite(file.fd, data, offset - segment.start)
 
+    def write_back(self, offset: int) -> None:
+        """Have the system begin to write the segment of `offset`, which is synced later (`FileSystem.write_back`)."""
+        segment = self.find(offset)
+        if segment is not None:
+            file = self.file(segment)
+            self._fs.write_back(file.fd)
+
     def file(self, segment: Segment) -> _File:
         """Its descriptor, which stays open for as long as it is referred to."""
         return segment.file or self._open(segment)

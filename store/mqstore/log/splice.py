@@ -525,6 +525,7 @@ class _Sink:
                 self._make_room(offset)
                 stop = int(ends[last - 1])
                 self._run.write(offset, window.data[at:stop])
+                self._run.write_back(offset)
                 self._written = offset + stop - at
                 at = stop
         except BaseException:
