@@ -15,12 +15,20 @@ import numpy.typing as npt
 __all__ = ["Spares"]
 
 _KEPT = 8
-_OURS = 3
-"""References to an array that is spare: the list, the loop, and the call that counts."""
+_Cell = list[npt.NDArray[Any]]
+
+
+def _references(cell: _Cell) -> int:
+    """To the one array in a cell."""
+    return sys.getrefcount(cell[0])
+
+
+_ALONE = _references([np.empty(1)])
+"""To an array that is nowhere but in its cell. Counted, for versions of Python differ in what they count of a call."""
 
 
 class Spares:
-    """For one thread. `empty` is `numpy.empty`: who asks writes before reading.
+    """`empty` is `numpy.empty`: who asks writes before reading.
 
     >>> spares = Spares()
     >>> first = spares.empty((2, 1000), np.int64)
@@ -34,14 +42,22 @@ class Spares:
     """
 
     def __init__(self) -> None:
-        self._arrays: list[npt.NDArray[Any]] = []
+        self._cells: list[_Cell] = []
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """An array of that shape and kind, of any content."""
-        for array in self._arrays:
-            if array.shape == shape and array.dtype == dtype and sys.getrefcount(array) == _OURS:
+        for _ in range(len(self._cells)):
+            try:
+                cell = self._cells.pop(0)  # so that no other thread looks at it meanwhile
+            except IndexError:
+                break
+            spare = cell[0].shape == shape and cell[0].dtype == dtype and _references(cell) == _ALONE
+            array = cell[0]
+            self._cells.append(cell)
+            if spare:
                 return array
+            del array
         made: npt.NDArray[Any] = np.empty(shape, dtype)
-        self._arrays.append(made)
-        del self._arrays[:-_KEPT]
+        self._cells.append([made])
+        del self._cells[:-_KEPT]
         return made
