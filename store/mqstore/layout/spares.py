@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 __all__ = ["Spares"]
 
-_KEPT = 8
+_KEPT = 16
 _Cell = list[npt.NDArray[Any]]
 
 

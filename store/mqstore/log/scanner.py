@@ -13,6 +13,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Collection, Generator, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -22,6 +23,8 @@ from mqstore.files.segments import Segment, SegmentRun
 from mqstore.layout.record import MIN_RECORD_BYTES, Checksum, check_record
 from mqstore.layout.scan import Headers, content_end, find_next, read_run
 from mqstore.layout.spares import Spares
+from mqstore.log.ahead import Ahead
+from mqstore.native import kernel
 
 __all__ = [
     "MAX_SLOT",
@@ -125,38 +128,44 @@ def scan_segment(
     buffer = run.mapping(segment)
     stop = len(buffer) if stop is None else min(stop, len(buffer))
     run.read_ahead(segment, start, stop)
+    spares = Spares()
+
+    def read(at: int, met: int) -> tuple[Headers, int, int]:
+        return read_run(buffer, at, stop, base, checksum, _BATCH, checksums=checksums, met=met, spares=spares)
+
     at = start
     doubted = -1
     met = 0
-    spares = Spares()
-    while at < stop:
-        headers, at, met = read_run(
-            buffer, at, stop, base, checksum, _BATCH, checksums=checksums, met=met, spares=spares
-        )
-        if len(headers):
-            many = len(headers) == _BATCH
-            yield Good(segment, base, buffer, headers, base + at)
-            del headers  # its memory is for the one after the next
-            if many:
+    with Ahead[tuple[Headers, int, int]]("mqstore-scanner") as ahead:
+        while at < stop:
+            headers, at, met = ahead.result() if ahead.begun else read(at, met)
+            if len(headers):
+                many = len(headers) == _BATCH
+                if many and at < stop and kernel is not None:
+                    # Compiled code reads the next one on another processor, while this one is dealt with.
+                    ahead.begin(partial(read, at, met))
+                yield Good(segment, base, buffer, headers, base + at)
+                del headers  # its memory is for another one
+                if many:
+                    continue
+            if at >= stop:
+                break
+            check = check_record(buffer, at, len(buffer), base + at, checksum)
+            if check.status == "blank":
+                return run.segment_bytes
+            if blank is not None and stop == len(buffer) and used_end(run, segment, at) == at:
+                blank.add(base + at)
+                break
+            # Not a record. Is there one behind?
+            found = find_next(buffer, at + 1, len(buffer), base, checksum, stop)
+            if found is None:
+                break
+            if at != doubted and check_record(buffer, at, len(buffer), base + at, checksum).status != "bad":
+                # Another process's writer has finished it since we looked, and gone on to the one behind.
+                doubted = at
                 continue
-        if at >= stop:
-            break
-        check = check_record(buffer, at, len(buffer), base + at, checksum)
-        if check.status == "blank":
-            return run.segment_bytes
-        if blank is not None and stop == len(buffer) and used_end(run, segment, at) == at:
-            blank.add(base + at)
-            break
-        # Not a record. Is there one behind?
-        found = find_next(buffer, at + 1, len(buffer), base, checksum, stop)
-        if found is None:
-            break
-        if at != doubted and check_record(buffer, at, len(buffer), base + at, checksum).status != "bad":
-            # Another process's writer has finished it since we looked, and gone on to the one behind.
-            doubted = at
-            continue
-        yield Bad("bad_record", base + at, base + found, check.detail)
-        at = found
+            yield Bad("bad_record", base + at, base + found, check.detail)
+            at = found
     return at
 
 

@@ -23,8 +23,9 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -47,6 +48,7 @@ from mqstore.layout.record import (
     unreadable_number,
 )
 from mqstore.layout.scan import Headers, gather, records_hold, walk
+from mqstore.log.ahead import Ahead
 from mqstore.log.names import check_topic
 from mqstore.options import Profile
 
@@ -222,24 +224,29 @@ class Shard:
         the receiver may change; it is asked before the stretch before is handed out, for the next is read meanwhile.
         FormatError when records, size or CRC are not what `shard.json` says: at the end at the latest. StoreIOError
         when the file cannot be read."""
-        fd = _open(self.file, self.fs, "shard")
-        index = None
-        reader = ThreadPoolExecutor(1, "mqstore-shard")
-        try:
-            index = _Index(self) if self.index is not None else None
+        with ExitStack() as held:
+            fd = _open(self.file, self.fs, "shard")
+            held.callback(self.fs.close, fd)
+            index = None
+            if self.index is not None:
+                index = _Index(self)
+                held.callback(index.close)
             found = self.fs.size(fd)
             if found != self.bytes:
                 _refuse(self.file, f"it has {found} bytes, shard.json says {self.bytes}", "bytes")
-            crc, wanted = 0, self.window_bytes()
+            ahead = held.enter_context(Ahead[int]("mqstore-shard"))
+            wanted = self.window_bytes()
 
-            def read(position: int) -> tuple[memoryview, Future[int]]:
+            def begin(position: int) -> memoryview:
                 buffer = take(wanted)
                 room = buffer[: min(wanted, self.bytes - position)]
-                return buffer, reader.submit(self.fs.read_into, fd, room, position)
+                ahead.begin(partial(self.fs.read_into, fd, room, position))
+                return buffer
 
-            done, coming = 0, read(0) if self.bytes else None
+            done = crc = 0
+            coming = begin(0) if self.bytes else None
             while coming is not None:
-                data, length = coming[0], coming[1].result()
+                data, length = coming, ahead.result()
                 crcs = None
                 if index is None:
                     positions, stop = walk(data, 0, length)
@@ -247,7 +254,7 @@ class Shard:
                     positions, stop, crcs = index.take(length)
                 if not len(positions):
                     _refuse(self.file, "no whole record starts here", "record", done)
-                coming = read(done + stop) if done + stop < self.bytes else None
+                coming = begin(done + stop) if done + stop < self.bytes else None
                 headers = gather(data, positions)
                 if index is not None and (positions + headers.size != np.append(positions[1:], stop)).any():
                     _refuse(self.file, "sizes differ from those of records.idx", "record", done)
@@ -258,11 +265,6 @@ class Shard:
                 _refuse(self.file, f"its CRC-32C is {crc}, shard.json says {self.crc32c}: it is damaged", "crc32c")
             if index is not None:
                 index.check()
-        finally:
-            reader.shutdown()  # first: it reads from the file, into a buffer
-            self.fs.close(fd)
-            if index is not None:
-                index.close()
 
     def _check_heads(self, window: Window, base: int) -> None:
         """What a put would have checked, of all records of a window at once; and their CRCs, if the shard tells."""

@@ -1,0 +1,61 @@
+"""One call made ahead of its turn, in a thread of its own: for reading, which waits for the disk or runs compiled code,
+and so lets what was read before be dealt with meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from types import TracebackType
+from typing import Generic, TypeVar
+
+__all__ = ["Ahead"]
+
+_T = TypeVar("_T")
+
+
+class Ahead(Generic[_T]):
+    """To be used in a `with`, at whose end nothing runs any more. By one thread at a time.
+
+    >>> with Ahead[int]("mqstore-example") as ahead:
+    ...     ahead.begin(lambda: 6 * 7)
+    ...     ahead.result(), ahead.begun
+    (42, False)
+    """
+
+    def __init__(self, name: str) -> None:
+        """`name`: of the thread, which there is from the first call on."""
+        self._name = name
+        self._threads: ThreadPoolExecutor | None = None
+        self._call: Callable[[], _T] | None = None
+        self._future: Future[_T] | None = None
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is a call whose result was not taken."""
+        return self._call is not None
+
+    def begin(self, call: Callable[[], _T]) -> None:
+        """Have it made. Only when the one before was taken."""
+        assert self._call is None
+        self._call = call
+        with suppress(RuntimeError):  # no more threads: the interpreter is ending, or the system has no room for one
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(1, self._name)
+            self._future = self._threads.submit(call)
+
+    def result(self) -> _T:
+        """What it gave, or raised; where there is no thread it is made now."""
+        assert self._call is not None
+        call, future = self._call, self._future
+        self._call = self._future = None
+        return call() if future is None else future.result()
+
+    def __enter__(self) -> Ahead[_T]:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._threads is not None:
+            self._threads.shutdown()

@@ -1,0 +1,81 @@
+"""A call made ahead: what it gives, raises, and when; and that reading goes on where there can be no thread."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from mqstore.log.ahead import Ahead
+from mqstore.log.store import MessageStore
+
+
+def test_it_runs_before_it_is_asked_for_in_a_thread_of_its_own() -> None:
+    made = threading.Event()
+    with Ahead[str]("reader") as ahead:
+        ahead.begin(lambda: [made.set(), threading.current_thread().name][1])  # type: ignore[func-returns-value]
+        assert made.wait(10)
+        assert ahead.begun
+        assert ahead.result().startswith("reader")
+        assert not ahead.begun
+
+
+def test_an_error_comes_when_the_result_is_asked_for() -> None:
+    with Ahead[int]("reader") as ahead:
+        ahead.begin(lambda: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            ahead.result()
+        ahead.begin(lambda: 2)
+        assert ahead.result() == 2
+
+
+def test_at_its_end_nothing_runs_any_more() -> None:
+    begun, may_end, ended = threading.Event(), threading.Event(), []
+
+    def call() -> None:
+        begun.set()
+        may_end.wait(10)
+        ended.append(True)
+
+    with Ahead[None]("reader") as ahead:
+        ahead.begin(call)
+        begun.wait(10)
+        threading.Timer(0.05, may_end.set).start()
+    assert ended == [True]
+
+
+def test_without_a_thread_it_is_made_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", refuse)
+    made = []
+    with Ahead[None]("reader") as ahead:
+        ahead.begin(lambda: made.append(1))
+        assert made == []
+        ahead.result()
+        assert made == [1]
+
+
+def test_a_store_is_verified_while_the_interpreter_ends(tmp_path: Path) -> None:
+    with MessageStore(tmp_path / "s") as store:
+        store.put_many("t", [b"body"] * 20_000)
+    script = """
+        import atexit, sys
+        from mqstore.log.store import MessageStore
+
+        def verify():
+            with MessageStore(sys.argv[1], mode="r") as store:
+                print(list(store.verify()), store.offsets("t"))
+
+        atexit.register(verify)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), tmp_path / "s"], capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.stderr) == ("[] (0, 20000)\n", "")
