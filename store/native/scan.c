@@ -321,6 +321,33 @@ static inline bool has_inner(const uint8_t *at, int64_t size)
     return false;
 }
 
+/* find_inner(buffer, starts, sizes, out): in which of the stretches, properties of records, "INNER_" stands (bool). */
+PyObject *native_find_inner(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (!has_arguments("find_inner", nargs, 4))
+        return NULL;
+    PyObject *result = NULL;
+    Buffers held = {0};
+    Py_buffer *view, *starts, *sizes, *out;
+    if (!(view = hold(&held, args[0], 1, -1, false, "buffer")) || !(starts = hold(&held, args[1], 8, -1, false, "starts")))
+        goto done;
+    Py_ssize_t count = starts->len / 8, i = 0;
+    if (!(sizes = hold(&held, args[2], 8, count, false, "sizes")) || !(out = hold(&held, args[3], 1, count, true, "out")))
+        goto done;
+    const int64_t *at = starts->buf, *size = sizes->buf;
+    PyThreadState *others = PyEval_SaveThread();
+    for (; i < count && at[i] >= 0 && size[i] >= 0 && at[i] <= view->len && size[i] <= view->len - at[i]; i++)
+        ((uint8_t *)out->buf)[i] = has_inner((const uint8_t *)view->buf + at[i], size[i]);
+    PyEval_RestoreThread(others);
+    if (i < count)
+        PyErr_Format(PyExc_IndexError, "%lld bytes at %lld of %zd", (long long)size[i], (long long)at[i], view->len);
+    else
+        result = Py_NewRef(Py_None);
+done:
+    let_go(&held);
+    return result;
+}
+
 /* A record that verifies in full by a checksum over the whole (9.2; without `checksum` but for that), and is none of the
    rare kinds that Python looks at with more patience: of the schedule topic with an odd DELAY, or with a property
    INNER_..., which need readable numbers, or with something like a CRC tail. Its size; 0 for all else. */

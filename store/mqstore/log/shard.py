@@ -50,6 +50,7 @@ from mqstore.layout.record import (
 from mqstore.layout.scan import Headers, gather, records_hold, walk
 from mqstore.log.ahead import Ahead
 from mqstore.log.names import check_topic
+from mqstore.native import kernel
 from mqstore.options import Profile
 
 __all__ = ["WINDOW_BYTES", "Groups", "Limits", "QueueKey", "Shard", "Window", "by_queue", "index_entries"]
@@ -313,10 +314,7 @@ class Shard:
         if len(tailed):
             at = base + int(headers.positions[tailed[0]])
             _refuse(self.file, f"the property {CRC32} is the log's own", "properties", at)
-        doubtful = (
-            np.searchsorted(headers.positions, _places_of_inner(np.frombuffer(data, np.uint8, window.stop)), "right")
-            - 1
-        )
+        doubtful = _rows_with_inner(window)
         if SCHEDULE_TOPIC in topics:
             delayed = np.array([topic == SCHEDULE_TOPIC for topic in topics])
             doubtful = np.concatenate((doubtful, np.flatnonzero(delayed[groups.group])))
@@ -360,6 +358,21 @@ class _Index:
         """At the end: whether it is the file that shard.json means."""
         if self._crc != self._shard.index or self._shard.fs.size(self._fd) != self._done * _ENTRY.itemsize:
             _refuse(self._path, f"it is not the index that shard.json means ({self._shard.index})", "index")
+
+
+def _rows_with_inner(window: Window) -> npt.NDArray[np.int64]:
+    """Of the records whose properties may have one of the two reserved names; some of these may be there twice."""
+    headers = window.headers
+    if kernel is None:
+        places = _places_of_inner(np.frombuffer(window.data, np.uint8, window.stop))
+        return np.searchsorted(headers.positions, places, "right") - 1
+    starts, sizes = (
+        np.ascontiguousarray(column, np.int64) for column in (headers.properties_position, headers.properties_size)
+    )
+    # What is longer than its record was refused by then.
+    found = np.empty(len(starts), np.bool_)
+    kernel.find_inner(window.data, starts, sizes, found)
+    return np.flatnonzero(found)
 
 
 def _places_of_inner(data: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
