@@ -23,6 +23,7 @@ __all__ = [
     "StoreConfig",
     "delay_table_ms",
     "seconds",
+    "waits_for_disk",
 ]
 
 Duration = float | timedelta
@@ -38,6 +39,20 @@ DEFAULT_DELAY_LEVELS = "1s 5s 10s 30s 1m 2m 3m 4m 5m 6m 7m 8m 9m 10m 20m 30m 1h 
 _INT_MAX = 0x7FFF_FFFF
 _UNIT_MS = {"s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 _LEVEL = re.compile(r"(\d{1,9})([smhd])")
+
+
+def waits_for_disk(durability: Durability | None, by_default: bool) -> bool:
+    """Whether a call of this durability waits until what it stored is on disk; None: as its store does `by_default`.
+    Raises ConfigError for what is no durability.
+
+    >>> waits_for_disk(None, True), waits_for_disk("append", True)
+    (True, False)
+    """
+    if durability is None:
+        return by_default
+    if durability not in ("append", "flush"):
+        raise ConfigError(f"durability must be 'append' or 'flush', not {durability!r}")
+    return durability == "flush"
 
 
 def seconds(duration: Duration, name: str) -> float:

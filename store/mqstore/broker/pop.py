@@ -43,7 +43,7 @@ from mqstore.broker.poptime import SAME_MOMENT_MS
 from mqstore.broker.retention import physical_of
 from mqstore.errors import ConfigError, GroupNotFoundError, InvalidReceiptError, NotPermittedError
 from mqstore.native import kernel
-from mqstore.options import Durability, Duration
+from mqstore.options import Durability, Duration, waits_for_disk
 
 if TYPE_CHECKING:
     from mqstore.broker.parts import Parts, Wake
@@ -526,9 +526,7 @@ class PopService:
 
     def _waits(self, durability: Durability | None) -> bool:
         """Whether a call is to wait for the disk, once it has let go of its locks; None: as the store does."""
-        if durability not in (None, "append", "flush"):
-            raise ConfigError(f"durability must be 'append' or 'flush', not {durability!r}")
-        return durability == "flush" or (durability is None and self._flush_by_default)
+        return waits_for_disk(durability, self._flush_by_default)
 
     # -- what is in flight ------------------------------------------------------------------------------------------
 

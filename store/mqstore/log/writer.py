@@ -19,7 +19,6 @@ from itertools import pairwise
 from typing import Concatenate, NamedTuple, ParamSpec, TypedDict, TypeVar, Unpack, cast
 
 from mqstore.errors import (
-    ConfigError,
     FlushFailedError,
     FlushTimeoutError,
     InvalidMessageError,
@@ -60,7 +59,7 @@ from mqstore.log.reader import StoreReader
 from mqstore.log.stats import Histogram
 from mqstore.log.tip import Numbered, QueueRef, Tip
 from mqstore.native import kernel
-from mqstore.options import Durability, StoreConfig, seconds
+from mqstore.options import Durability, StoreConfig, seconds, waits_for_disk
 
 __all__ = ["MAX_QUEUE_ID", "Outlet", "StoreWriter", "Way"]
 
@@ -541,9 +540,7 @@ class StoreWriter(StoreReader):
         )
 
     def _waits(self, durability: Durability | None) -> bool:
-        if durability not in (None, "append", "flush"):
-            raise ConfigError(f"durability must be 'append' or 'flush', not {durability!r}")
-        return durability == "flush" or (durability is None and self._flush_by_default)
+        return waits_for_disk(durability, self._flush_by_default)
 
     # -- durability -------------------------------------------------------------------------------------------------
 
