@@ -36,7 +36,7 @@ class Spares:
     >>> second = spares.empty((2, 1000), np.int64)
     >>> np.shares_memory(row, second)
     False
-    >>> where, row, second = second.ctypes.data, None, None
+    >>> where, second = second.ctypes.data, None
     >>> spares.empty((2, 1000), np.int64).ctypes.data == where
     True
     """
