@@ -169,7 +169,6 @@ def test_the_byte_limit_counts_whole_records_but_never_refuses_the_first(
         (None, "abcdef"),
         ("", "abcdef"),
         (" ", "abcdef"),
-        ("||", "abcdef"),
         ("Aa", "a"),
         ("BB", "b"),
         ("Aa||BB", "ab"),
@@ -217,6 +216,17 @@ def test_a_star_cannot_be_joined_with_tags(store: MessageStore, tags: str) -> No
         with pytest.raises(FilterError, match="single bar") as raised:
             store.read("t", tags=bars)
         assert bars[raised.value.position] == "|"
+
+
+@pytest.mark.parametrize(("tags", "at"), [("||", 0), ("  || ", 2), ("||||", 0), (" ||  || ", 1)])
+def test_bars_without_a_tag_between_them_are_refused(tmp_path: Path, tags: str, at: int) -> None:
+    """They passed everything. RocketMQ refuses "||", too (broker-semantics 10.1)."""
+    with open_store(tmp_path / "s") as store:
+        store.put("t", b"a", tag="x")
+        with pytest.raises(FilterError, match="no tag between the bars") as raised:
+            store.read("t", 0, 0, 10, tags=tags)
+        assert raised.value.position == at
+        assert len(store.read("t", 0, 0, 10, tags=" ")) == 1
 
 
 def test_delay_units_are_never_filtered_by_tag(store: MessageStore) -> None:

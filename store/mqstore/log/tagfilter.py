@@ -67,11 +67,13 @@ def parse_tags(expression: str | None, topic: str) -> TagFilter | None:
     if expression is None:
         return None
     tags = frozenset(piece.strip() for piece in expression.split("||")) - {""}
+    refuse_single_bar(expression)
+    if not tags and expression.strip():
+        raise FilterError(f"tags {expression!r}: there is no tag between the bars", expression.find("|"))
     if not tags or "*" in tags:
         if len(tags) > 1:
             raise FilterError(f"tags {expression!r}: '*' stands for every tag and cannot be joined with others", 0)
         return None
-    refuse_single_bar(expression)
     if topic == SCHEDULE_TOPIC:
         raise FilterError(f"tags {expression!r}: units of {SCHEDULE_TOPIC} bear times, not tags; read them with '*'", 0)
     return TagFilter(tags)

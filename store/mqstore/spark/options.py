@@ -144,7 +144,7 @@ def _sql(text: str) -> str:
 
 
 def _tags(text: str) -> str:
-    if not text.replace("|", "").strip():
+    if not text.strip():
         raise ValueError("it names nothing")
     parse_tags(text, "")
     return text
