@@ -77,7 +77,7 @@ def test_values_become_what_they_mean(name: str, text: str, field: str, value: A
         ({"assign": "{}"}, r'option assign=.*it names nothing; JSON \{"topic": \[queue id, ...\]\}'),
         ({"tags": "a|b"}, r"option tags='a\|b': .*no tag has a single bar; `A \|\| B`, or `\*`"),
         ({"subExpression": "a || *"}, r"option subExpression='a \|\| \*': .*'\*' stands for every tag"),
-        ({"tags": " || "}, r"option tags=' \|\| ': it names nothing"),
+        ({"tags": " || "}, r"option tags=' \|\| ': .*no tag between the bars"),
         ({"startingTimestamp": "yesterday"}, "ISO 8601"),
         ({"filter": "a >"}, "option filter='a >': "),
         ({"paths": '["a"]'}, "path and paths both say"),
