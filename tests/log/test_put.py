@@ -34,11 +34,13 @@ from mqstore import (
     StoreFullError,
     StoreIOError,
 )
+from mqstore.files.segments import Segment, SegmentRun
 from mqstore.layout.batch import encode_batch
 from mqstore.layout.checkpoint import Checkpoint, encode
 from mqstore.layout.encode import lengths_of
 from mqstore.log import commitlog as commitlog_module
 from tests.faults import FaultyFileSystem
+from tests.holding import open_files
 from tests.log.support import HEADER, SEGMENT, Unsynced, files, kill, open_store, units_of
 
 PROFILES = ["mqstore", "rocketmq"]
@@ -804,6 +806,42 @@ def test_a_put_of_a_signal_handler_in_the_middle_of_another(
         assert {r.offset: r.physical_offset for r in receipts} == {k: m.physical_offset for k, m in found.items()}
         assert [found[r.offset].body[:1] for r in receipts[1 : 1 + len(bodies)]] == [body[:1] for body in bodies]
         assert list(store.verify()) == []
+
+
+@pytest.mark.parametrize("bodies", [[b"handler"], [bytes(3000)] * 4])
+@pytest.mark.parametrize("call", ["mapping", "file"])
+@pytest.mark.parametrize("filled", [0, 1])
+def test_a_put_of_a_signal_handler_while_a_segment_is_entered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, filled: int, call: str, bodies: list[bytes]
+) -> None:
+    """The one that was interrupted went on with the places of one segment and the mapping of another: no put came to an
+    end any more."""
+    with open_store(tmp_path / "s", durability="flush") as store:
+        receipts = [store.put("t", bytes(3000)) for _ in range(filled)]
+        real = getattr(SegmentRun, call)
+
+        def interrupted(run: SegmentRun, segment: Segment) -> Any:
+            if run is store._run:
+                monkeypatch.undo()
+                receipts.extend(store.put("t", body) for body in bodies)
+            return real(run, segment)
+
+        monkeypatch.setattr(SegmentRun, call, interrupted)
+        receipts.append(store.put("t", bytes(3000)))
+        receipts.append(store.put("t", b"behind"))
+        assert [r.offset for r in receipts] == [*range(len(receipts))]
+        if bodies == [b"handler"]:
+            assert len(store._run.starts) == filled + 1
+        assert [m.physical_offset for m in store.read("t")] == [r.physical_offset for r in receipts]
+        assert list(store.verify()) == []
+
+
+def test_a_store_that_was_closed_holds_no_descriptor(tmp_path: Path) -> None:
+    """The log kept that of its last segment, for as long as somebody had the store."""
+    store = open_store(tmp_path / "s", durability="flush")
+    store.put("t", b"x")
+    store.close()
+    assert not [name for name in open_files() if name.startswith(str(tmp_path))]
 
 
 def test_a_put_of_a_signal_handler_in_the_middle_of_a_system_call_is_refused(

@@ -283,6 +283,9 @@ class CommitLog(Tip):
         self._holder: int | None = None
         """The thread that keeps puts waiting (`hold`)."""
         self._mapping = None
+        self._file: object = None
+        """Keeps `_fd` open."""
+        self._fd = -1
         self._base = 0
         self._limit = -1
         self._writing = False
@@ -305,9 +308,15 @@ class CommitLog(Tip):
                 self._enter(segment)
 
     def _enter(self, segment: Segment) -> None:
-        self._mapping = self.run.mapping(segment)
-        self._file = None if self.group is None else self.run.file(segment)
-        self._fd = -1 if self._file is None else self._file.raw_fd
+        mapping = self.run.mapping(segment)
+        file = None if self.group is None else self.run.file(segment)
+        fd = -1 if file is None else file.raw_fd
+        if self.end > segment.end:
+            return  # a signal handler has put meanwhile, and gone on to where the log goes on now
+        # No call between these, nor the last reference to a file: a handler's put must not find half of them.
+        _before, self._file = self._file, file
+        self._mapping = mapping
+        self._fd = fd
         self._base = segment.start
         self._limit = segment.start + self.run.segment_bytes - BLANK_BYTES
 
@@ -655,5 +664,5 @@ class CommitLog(Tip):
 
     def _refuse(self, error: MQStoreError) -> None:
         self.failed = error
-        self._mapping = None
-        self._limit = -1
+        self._limit = self._fd = -1
+        self._mapping = self._file = None
