@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 
@@ -60,6 +65,52 @@ def test_without_a_thread_it_is_made_when_it_is_asked_for(monkeypatch: pytest.Mo
         assert made == []
         ahead.result()
         assert made == [1]
+
+
+def test_a_call_for_which_there_was_no_thread_is_not_made_again_by_a_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waited in the executor: made then, it read over what had been changed in the same memory meanwhile."""
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        monkeypatch.setattr(threading.Thread, "start", start)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    made = []
+    with Ahead[None]("reader") as ahead:
+        for number in range(3):
+            ahead.begin(partial(made.append, number))
+            ahead.result()
+    assert made == [0, 1, 2]
+
+
+def test_its_end_may_come_in_its_own_thread() -> None:
+    """Where the garbage collector happens to find who was reading, and does so no more."""
+    abandoned, ended = threading.Event(), threading.Event()
+
+    def call() -> None:
+        abandoned.wait(10)
+        gc.collect()
+        ended.set()
+
+    def read() -> Iterator[None]:
+        with Ahead[None]("reader") as ahead:
+            ahead.begin(call)
+            yield
+
+    errors: list[object] = []
+    gc.disable()
+    try:
+        with patch.object(sys, "unraisablehook", errors.append):
+            reader = SimpleNamespace(steps=read())
+            next(reader.steps)
+            reader.itself = reader
+            del reader
+            abandoned.set()
+            assert ended.wait(10)
+    finally:
+        gc.enable()
+    assert errors == []
 
 
 def test_a_store_is_verified_while_the_interpreter_ends(tmp_path: Path) -> None:

@@ -39,10 +39,14 @@ class Ahead(Generic[_T]):
         """Have it made. Only when the one before was taken."""
         assert self._call is None
         self._call = call
-        with suppress(RuntimeError):  # no more threads: the interpreter is ending, or the system has no room for one
-            if self._threads is None:
-                self._threads = ThreadPoolExecutor(1, self._name)
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(1, self._name)
+        try:
             self._future = self._threads.submit(call)
+        except RuntimeError:  # no more threads: the interpreter is ending, or the system has no room for one
+            # The call may wait there for a thread that comes later, when it has long been made.
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            self._threads = None
 
     def result(self) -> _T:
         """What it gave, or raised; where there is no thread it is made now."""
@@ -58,4 +62,5 @@ class Ahead(Generic[_T]):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._threads is not None:
-            self._threads.shutdown()
+            with suppress(RuntimeError):  # this is the thread itself: the garbage collector runs anywhere
+                self._threads.shutdown()
