@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -82,6 +84,33 @@ def test_a_call_for_which_there_was_no_thread_is_not_made_again_by_a_later_one(m
             ahead.begin(partial(made.append, number))
             ahead.result()
     assert made == [0, 1, 2]
+
+
+def test_a_forked_child_makes_its_calls_itself() -> None:
+    """The thread is not there, and who waited for it waited for ever."""
+    begun, may_end = threading.Event(), threading.Event()
+
+    def call() -> int:
+        begun.set()
+        may_end.wait(10)
+        return 1
+
+    with Ahead[int]("reader") as ahead:
+        ahead.begin(call)
+        begun.wait(10)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(30)
+            may_end = threading.Event()
+            may_end.set()
+            given = [ahead.result()]
+            ahead.begin(lambda: 2)
+            given.append(ahead.result())
+            ahead.__exit__(None, None, None)
+            os._exit(0 if given == [1, 2] else 1)
+        may_end.set()
+        assert os.waitpid(child, 0) == (child, 0)
+        assert ahead.result() == 1
 
 
 def test_its_end_may_come_in_its_own_thread() -> None:

@@ -3,6 +3,7 @@ and so lets what was read before be dealt with meanwhile."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -27,6 +28,8 @@ class Ahead(Generic[_T]):
         """`name`: of the thread, which there is from the first call on."""
         self._name = name
         self._threads: ThreadPoolExecutor | None = None
+        self._process = 0
+        """Of the thread: a fork leaves it behind."""
         self._call: Callable[[], _T] | None = None
         self._future: Future[_T] | None = None
 
@@ -39,8 +42,8 @@ class Ahead(Generic[_T]):
         """Have it made. Only when the one before was taken."""
         assert self._call is None
         self._call = call
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(1, self._name)
+        if self._threads is None or self._process != os.getpid():
+            self._threads, self._process = ThreadPoolExecutor(1, self._name), os.getpid()
         try:
             self._future = self._threads.submit(call)
         except RuntimeError:  # no more threads: the interpreter is ending, or the system has no room for one
@@ -53,7 +56,7 @@ class Ahead(Generic[_T]):
         assert self._call is not None
         call, future = self._call, self._future
         self._call = self._future = None
-        return call() if future is None else future.result()
+        return call() if future is None or self._process != os.getpid() else future.result()
 
     def __enter__(self) -> Ahead[_T]:
         return self
