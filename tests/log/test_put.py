@@ -39,6 +39,7 @@ from mqstore.layout.batch import encode_batch
 from mqstore.layout.checkpoint import Checkpoint, encode
 from mqstore.layout.encode import lengths_of
 from mqstore.log import commitlog as commitlog_module
+from mqstore.options import Durability
 from tests.faults import FaultyFileSystem
 from tests.holding import open_files
 from tests.log.support import HEADER, SEGMENT, Unsynced, files, kill, open_store, units_of
@@ -834,6 +835,30 @@ def test_a_put_of_a_signal_handler_while_a_segment_is_entered(
             assert len(store._run.starts) == filled + 1
         assert [m.physical_offset for m in store.read("t")] == [r.physical_offset for r in receipts]
         assert list(store.verify()) == []
+
+
+@pytest.mark.parametrize("durability", ["append", "flush"])
+@pytest.mark.parametrize("call", ["create", "mapping"])
+def test_a_store_that_a_signal_handler_has_closed_while_a_segment_is_entered_takes_no_put(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, durability: Durability
+) -> None:
+    """This one and all later ones were stored, in files that might be another process's by then."""
+    store = open_store(tmp_path / "s", durability=durability)
+    real = getattr(SegmentRun, call)
+
+    def interrupted(run: SegmentRun, where: Any) -> Any:
+        result = real(run, where)
+        if run is store._run:
+            monkeypatch.undo()
+            store.close()
+        return result
+
+    monkeypatch.setattr(SegmentRun, call, interrupted)
+    for _ in range(2):
+        with pytest.raises(StoreClosedError):
+            store.put("t", b"x")
+    with open_store(tmp_path / "s") as store:
+        assert store.max_offset == 0
 
 
 def test_a_store_that_was_closed_holds_no_descriptor(tmp_path: Path) -> None:

@@ -311,8 +311,9 @@ class CommitLog(Tip):
         mapping = self.run.mapping(segment)
         file = None if self.group is None else self.run.file(segment)
         fd = -1 if file is None else file.raw_fd
+        self._check_failed()  # once more: a signal handler may have closed the store meanwhile
         if self.end > segment.end:
-            return  # a signal handler has put meanwhile, and gone on to where the log goes on now
+            return  # or it has put, and gone on to where the log goes on now
         # No call between these, nor the last reference to a file: a handler's put must not find half of them.
         _before, self._file = self._file, file
         self._mapping = mapping
@@ -519,9 +520,7 @@ class CommitLog(Tip):
         while self._holder is not None:
             self._refuse_holder()
             self._let_in.wait(_LOOK_S)
-        if self.failed is not None:
-            # One of its own for each caller: raised again and again, one error would gather all their frames.
-            raise type(self.failed)(*self.failed.args)
+        self._check_failed()
         if self._writing:
             raise StoreBusyError("put by a signal handler that interrupted a put which is just writing; put it later")
         if size > self.max_record_bytes:
@@ -565,8 +564,7 @@ class CommitLog(Tip):
             while self._holder is not None:
                 self._refuse_holder()
                 self._let_in.wait(_LOOK_S)
-            if self.failed is not None:
-                raise type(self.failed)(*self.failed.args)
+            self._check_failed()
             if self._soiled > self.end:
                 self.settle()
             self._holder = threading.get_ident()
@@ -649,6 +647,11 @@ class CommitLog(Tip):
     def is_writing(self) -> bool:
         """Whether this very thread is in the middle of a put: a signal handler asks."""
         return self._writing and self._lock._is_owned()  # type: ignore[attr-defined]  # as in `append`
+
+    def _check_failed(self) -> None:
+        if self.failed is not None:
+            # One of its own for each caller: raised again and again, one error would gather all their frames.
+            raise type(self.failed)(*self.failed.args)
 
     def poison(self, error: MQStoreError) -> None:
         """Refuse every later put: a sync failed (store-format 8.1), or the store was closed."""
