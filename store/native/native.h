@@ -187,8 +187,8 @@ typedef struct {
     long long offset, position, size, now_ms;
 } Stored;
 
-/* One ordinary record, as `CommitLog.append` would: 1 when it is stored, 0 when Python must do it and nothing has changed,
-   -1 with an exception. `tip` is a Tip. */
+/* One ordinary record, as `CommitLog.append` would: 1 when it is stored, 0 when Python must do it and nothing that counts has
+   changed, -1 with an exception. `tip` is a Tip. */
 int tip_store(PyObject *tip, Numbered *queue, const char *body, Py_ssize_t body_size, const char *tail, Py_ssize_t tail_size,
               Stored *stored);
 

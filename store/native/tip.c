@@ -1,7 +1,8 @@
 /* The hot path of a put: one record stored at the end of the log, whole, in one call that nothing interrupts.
 
    `Tip` is the base of `CommitLog`, `Numbered` that of a queue: their numbers are C integers, their rules are those of
-   `CommitLog.append`, which does whatever this declines. Declining means to return None with nothing changed. */
+   `CommitLog.append`, which does whatever this declines. Declining means to return None with nothing changed that counts:
+   behind the end there may be the beginning of a record, where a call could not write all of it. */
 
 #include "native.h"
 #include <stddef.h>
