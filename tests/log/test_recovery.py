@@ -270,6 +270,139 @@ def test_whole_records_behind_a_torn_one_beyond_the_watermark_are_cut_and_kept_a
         assert store.max_offset == again.physical_offset + again.size
 
 
+def spoil_last(made: Made) -> tuple[Path, int, bytes]:
+    """Flip a bit in the body of the last record: (its file, its position there, the bytes that it is now)."""
+    last = made.receipts[-1]
+    at = last.physical_offset % SEGMENT
+    path = made.segment(last.physical_offset - at)
+    flip(path, at + 93)
+    return path, at, path.read_bytes()[at : at + last.size]
+
+
+def kept_bytes(report: RecoveryReport) -> dict[str, bytes]:
+    """What the files in `kept` hold, by the position that begins their names."""
+    return {Path(name).name: Path(name).read_bytes() for name in report.kept}
+
+
+@pytest.mark.parametrize("way", ["open", "recover", "keep-cut", "salvage"])
+def test_a_lost_tail_is_kept_aside_before_it_is_cut(clean: Made, tmp_path: Path, way: str) -> None:
+    """One flipped bit in the last record of a store that was closed: it was zeroed, and nothing had a copy (P7)."""
+    path, at, raw = spoil_last(clean)
+    start = clean.receipts[-1].physical_offset
+    if way == "open":
+        with clean.open() as store:
+            report = store.recovery
+    elif way == "salvage":
+        report = clean.recover(salvage=tmp_path / "out")
+    else:
+        report = clean.recover(keep_cut=tmp_path / "out" if way == "keep-cut" else None)
+    assert kinds(report) == ["lost_tail"]
+    assert [(cut.file, cut.start, cut.stop) for cut in report.truncated] == [
+        (f"commitlog/{path.name}", at, at + len(raw))
+    ]
+    assert not any(path.read_bytes()[at:])
+    aside = [Path(name) for name in report.kept if Path(name).name.startswith(f"{start:020d}")]
+    folders = {"keep-cut": {tmp_path / "out"}, "salvage": {tmp_path / "out", clean.path / "cut"}}
+    assert {each.parent for each in aside} == folders.get(way, {clean.path / "cut"})
+    assert all(each.read_bytes() == raw for each in aside)
+    settle(clean)
+
+
+def test_what_is_kept_of_a_lost_tail_has_the_zeros_that_it_ended_in(tmp_path: Path) -> None:
+    with open_store(tmp_path / "s") as store:
+        store.put("t", b"a")
+        last = store.put("t", bytes(300))
+    path = tmp_path / "s/commitlog" / f"{0:020d}"
+    flip(path, last.physical_offset + 95)
+    raw = path.read_bytes()[last.physical_offset : last.physical_offset + last.size]
+    with open_store(tmp_path / "s") as store:
+        assert list(kept_bytes(store.recovery).values()) == [raw]
+
+
+def test_salvage_saves_the_records_around_a_lost_tail(clean: Made, tmp_path: Path) -> None:
+    path, at, raw = spoil_last(clean)
+    last = clean.receipts[-1]
+    around = clean.in_segment(last.physical_offset // SEGMENT)[:-1]
+    whole = path.read_bytes()[:at]
+    report = clean.recover(salvage=tmp_path / "saved")
+    assert {each.name: each.read_bytes() for each in (tmp_path / "saved").iterdir()} == {
+        f"{last.physical_offset:020d}-damaged": raw,
+        f"{last.physical_offset - at:020d}-records": whole,
+    }
+    assert report.salvaged == len(around) > 0
+
+
+@pytest.mark.parametrize("damage", ["torn", "torn among whole ones", "junk in a segment behind", "truncate"])
+def test_each_range_that_is_cut_lies_where_it_was_asked_for(crashed: Made, tmp_path: Path, damage: str) -> None:
+    last = crashed.receipts[-1]
+    at = last.physical_offset % SEGMENT
+    path = crashed.segment(last.physical_offset - at)
+    zero(path, at + 60, at + last.size)  # a torn one, which nothing whole follows
+    if damage == "torn among whole ones":
+        bad = crashed.receipts[72].physical_offset
+        flip(crashed.segment(bad // SEGMENT * SEGMENT), bad % SEGMENT + 95)
+    elif damage == "truncate":
+        bad = crashed.in_segment(1)[2].physical_offset
+        flip(crashed.segment(SEGMENT), bad % SEGMENT + 93)
+    elif damage == "junk in a segment behind":
+        crashed.segment(last.physical_offset - at + SEGMENT).write_bytes((b"junk" * SEGMENT)[:SEGMENT])
+    before = {f"commitlog/{each.name}": each.read_bytes() for each in (crashed.path / "commitlog").iterdir()}
+
+    report = crashed.recover(keep_cut=tmp_path / "kept", truncate=damage == "truncate")
+
+    copies = {int(name[:20]): data for name, data in kept_bytes(report).items()}
+    cuts = {int(cut.file[-20:]) + cut.start: before[cut.file][cut.start : cut.stop] for cut in report.truncated}
+    assert copies == cuts
+    # Nothing but what is told was taken: put back, it is what was there.
+    for name, data in before.items():
+        after = crashed.path / name
+        now = bytearray(after.read_bytes() if after.exists() else SEGMENT)
+        for cut in report.truncated:
+            if cut.file == name:
+                now[cut.start : cut.stop] = data[cut.start : cut.stop]
+        assert bytes(now) == data, name
+    assert not (crashed.path / "cut").exists()
+    settle(crashed)
+
+
+@pytest.mark.parametrize("truncate", [False, True], ids=["lost tail", "truncate"])
+def test_a_copy_is_not_written_over_when_a_killed_recovery_is_run_again(tmp_path: Path, truncate: bool) -> None:
+    """The second run finds part of it cut, and would have put that in place of the whole."""
+    damaged = make(tmp_path / "damaged")
+    bad = damaged.in_segment(1)[2] if truncate else damaged.receipts[-1]
+    at = bad.physical_offset % SEGMENT
+    flip(damaged.segment(bad.physical_offset - at), at + 93)
+    raw = damaged.segment(bad.physical_offset - at).read_bytes()
+    wanted = {
+        raw[at : at + bad.size],
+        b"".join(
+            raw[r.physical_offset % SEGMENT :][: r.size]
+            for r in damaged.in_segment(bad.physical_offset // SEGMENT)
+            if r is not bad
+        ),
+    }
+    config = StoreConfig(clock=SimulatedClock(), **SIZES)
+    nth = 0
+    while True:
+        nth += 1
+        copy, saved = tmp_path / f"killed-{nth}", tmp_path / f"saved-{nth}"
+        shutil.copytree(damaged.path, copy)
+        options = RecoverOptions(full=True, truncate=truncate, salvage=saved, keep_cut=saved / "cut")
+        fs = FaultyFileSystem()
+        fs.crash(nth, torn=nth % 2 == 0)
+        try:
+            recover_store(copy, options, config=config, fs=fs)
+        except Crash:
+            pass
+        else:
+            break
+        recover_store(copy, options, config=config)
+        found = {each.read_bytes() for each in saved.iterdir() if each.is_file()}
+        assert wanted <= found, f"killed before change {nth}"
+        shutil.rmtree(copy)
+    assert nth > 10
+
+
 def test_stale_bytes_behind_a_cut_do_not_come_back(crashed: Made) -> None:
     """RocketMQ lowers its write position and leaves the bytes: a record of equal length put there joined up with the
     old ones behind it, which a restart then took for its own (store-format 9.6, 14 row 8)."""

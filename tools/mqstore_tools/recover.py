@@ -42,7 +42,7 @@ Examples:
     "--keep-cut",
     metavar="OUT",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Directory for whole records that are cut, in place of DIR/cut.",
+    help="Copy all that is cut to directory OUT, in place of DIR/cut.",
 )
 @click.option(
     "--salvage",

@@ -8,7 +8,7 @@ consume queues and index in line with it:
     ----------- S ===== scanned ===== E        everything in [S, E) gets its unit; beyond E there will be zeros
 
                      bad bytes at p
-    nothing whole behind               E = p                      torn_tail (lost_tail when p < F)
+    nothing whole behind               E = p                      torn_tail (lost_tail when p < F: it goes to cut/)
     whole records behind,  p >= F      E = p, they go to cut/     torn_tail
     whole records behind,  p <  F      reported, passed over      bad_record
 
@@ -23,10 +23,11 @@ From here on it counts as durable, so whatever lies beyond the old watermarks is
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -76,9 +77,9 @@ class RecoverOptions:
     truncate: bool = False
     """Cut at the first damage, as the Java broker would, instead of passing over it."""
     keep_cut: Path | None = None
-    """Folder for whole records that are cut; None: `cut/` under the root."""
+    """Folder for all bytes that are cut; None: `cut/` under the root, without a torn tail that holds nothing whole."""
     salvage: Path | None = None
-    """Folder for a raw copy of each damaged range, and of every whole record in the segments around them."""
+    """Folder for a raw copy of each damaged range, cut or not, and of every whole record in the segments around it."""
     rebuild_index: bool = False
     """Build the index anew even if nothing seems wrong with it."""
 
@@ -216,6 +217,7 @@ class _Recovery:
         self.touched: set[ConsumeQueue] = set()
         self.index_entries: list[Wanted] = []
         self.salvage_segments: set[int] = set()
+        self.salvaged_names: set[str] = set()
         self.last_record = -1
         self.last_store_timestamp_ms = 0
         # Units of records at or beyond this were perhaps never synced. After a clean end all were.
@@ -497,6 +499,7 @@ class _Recovery:
         end = read_from
         tail = ""
         blank = False
+        torn: Bad | None = None
         for event in scan_log(run, read_from, parts.checksum):
             if isinstance(event, Good):
                 self._take(event, start, index_from)
@@ -506,10 +509,7 @@ class _Recovery:
             elif isinstance(event, Bad):
                 if event.start >= watermark or self.options.truncate:
                     end = event.start
-                    tail = event.detail
-                    if self.options.truncate and self.options.salvage is not None:
-                        self._note_damage(event)
-                    self._keep(end, event.end)
+                    torn = event
                     break
                 self._note_damage(event)
                 end = event.end
@@ -523,8 +523,17 @@ class _Recovery:
             report.findings.append(
                 Finding("lost_tail", name, at, watermark - end, f"the log once reached {watermark} and was synced")
             )
+        cuts, damaged = self._plan_cut(end, torn, blank=blank)
+        if self.options.salvage is not None:
+            if torn is not None and self.options.truncate:
+                self._note_damage(torn)
+            for begin, stop in damaged:
+                self._copy_damaged(begin, stop)
+            self.salvage_segments.update(begin - begin % run.segment_bytes for begin, _ in cuts)
         self._salvage()
-        self._cut(end, tail, blank=blank)
+        # Of a torn record alone nothing was promised. What was synced, or is whole, may be its only copy.
+        keep = torn is not None or end < watermark or self.options.keep_cut is not None
+        self._cut(end, cuts, self._why_cut(torn, tail), keep=keep)
         self._finish_queues(start, end)
         self._finish_index(doomed_index, end)
         if self.writing and not parts.clean and parts.checkpoint.flushed is not None:
@@ -652,10 +661,16 @@ class _Recovery:
         known = any((f.kind, f.file, f.position) == (bad.kind, name, at) for f in self.report.findings)
         if not known:  # by the listing of segments
             self.report.findings.append(Finding(bad.kind, name, at, bad.end - bad.start, bad.detail))
-        if self.options.salvage is not None and self.writing:
-            self.report.kept.append(self._copy(self.options.salvage, bad.start, bad.end, "damaged"))
-            size = self.parts.run.segment_bytes
-            self.salvage_segments.update((bad.start - bad.start % size, bad.end - bad.end % size))
+        self._copy_damaged(bad.start, bad.end)
+
+    def _copy_damaged(self, start: int, stop: int) -> None:
+        """For `salvage`: the raw bytes of [start, stop). The records around them follow (`_salvage`)."""
+        size = self.parts.run.segment_bytes
+        name = f"{start:020d}-damaged"
+        if self.options.salvage is not None and self.writing and name not in self.salvaged_names:
+            self.salvaged_names.add(name)
+            self.report.kept.append(self._copy(self.options.salvage, start, stop, name))
+            self.salvage_segments.update((start - start % size, stop - stop % size))
 
     def _salvage(self) -> None:
         """Copy the whole records of damaged segments, one chain of raw records a segment."""
@@ -666,84 +681,135 @@ class _Recovery:
             segment = self.parts.run.find(start)
             if segment is None:
                 continue
-            records = []
+            count = 0
+            ranges: list[tuple[int, int]] = []
             for event in scan_log(self.parts.run, start, self.parts.checksum):
                 if isinstance(event, End) or (isinstance(event, Good) and event.base != start):
                     break
                 if isinstance(event, Good):
-                    ends = event.headers.positions + event.headers.size
-                    pairs = zip(event.headers.positions.tolist(), ends.tolist(), strict=True)
-                    records += [event.buffer[a:b] for a, b in pairs]
-            fs = self.parts.fs
-            _make_folder(folder, fs)
-            path = folder / f"{start:020d}-records"
-            fd = fs.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-            try:
-                fs.pwrite(fd, b"".join(records), 0)
-                fs.fdatasync(fd)
-            finally:
-                fs.close(fd)
-            fs.sync_directory(folder)
-            self.report.kept.append(str(path))
-            self.report.salvaged += len(records)
+                    count += len(event.headers)
+                    ranges.append((start + int(event.headers.positions[0]), event.end))
+            if count:
+                self.report.kept.append(self._save(folder, f"{start:020d}-records", ranges))
+                self.report.salvaged += count
 
-    def _keep(self, end: int, good_from: int) -> None:
-        """Copy whole records that lie behind the cut to `cut/`, one file a stretch."""
+    def _left_behind(self, position: int, *, blank: bool) -> list[tuple[int, int]]:
+        """What there is at `position` and behind it that is not zeros, one range a segment; with `blank` nothing in
+        the segment of `position`. A record that begins a range is in it whole, even if it ends in zeros."""
+        run = self.parts.run
+        found = []
+        for segment in run.segments():
+            if segment.end <= position or (blank and segment.start <= position):
+                continue
+            at = max(position - segment.start, 0)
+            stop = used_end(run, segment, at)
+            if stop > at:
+                buffer = run.mapping(segment)
+                claimed = check_record(buffer, at, len(buffer), segment.start + at, self.parts.checksum).size
+                found.append((segment.start + at, segment.start + min(max(stop, at + claimed), len(buffer))))
+        return found
+
+    def _plan_cut(
+        self, end: int, torn: Bad | None, *, blank: bool
+    ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """(the ranges from `end` on that are not zeros, one a segment; those in them that hold no whole record)."""
+        cuts = self._left_behind(end, blank=blank)
+        if torn is None:
+            return cuts, cuts
         size = self.parts.run.segment_bytes
-        stretches: dict[int, int] = {}
-        for event in scan_log(self.parts.run, good_from, self.parts.checksum):
+        whole_to: dict[int, int] = {}
+        damaged = [(torn.start, torn.end)]
+        for event in scan_log(self.parts.run, torn.end, self.parts.checksum):
             if isinstance(event, Good):
-                stretches[event.base] = event.end
-        for base, stop in sorted(stretches.items()):
-            start = max(end, base)
-            name, at = self._where(start)
-            reason = "truncate" if self.options.truncate else "torn_tail"
-            self.report.truncated.append(Cut(name, at, at + stop - start, reason))
-            if self.writing:
-                folder = self.options.keep_cut or self.parts.root / "cut"
-                stamp = str(self.parts.clock.now_ms())
-                self.report.kept.append(self._copy(folder, start, min(stop, base + size), stamp))
+                whole_to[event.base] = event.end
+            elif isinstance(event, Bad):
+                damaged.append((event.start, event.end))
+            else:
+                damaged += self._left_behind(event.position, blank=not event.detail)
+        # A whole record may end in zeros.
+        return [(begin, max(stop, whole_to.get(begin - begin % size, 0))) for begin, stop in cuts], damaged
 
-    def _copy(self, folder: Path, start: int, stop: int, suffix: str) -> str:
-        """Copy bytes [start, stop) of the log, as far as files hold them, to `folder`; the file's path."""
+    def _why_cut(self, torn: Bad | None, tail: str) -> str:
+        if torn is not None:
+            return "truncate" if self.options.truncate else "torn_tail"
+        return f"torn_tail: {tail}" if tail else "torn_tail"
+
+    def _copy(self, folder: Path, start: int, stop: int, name: str) -> str:
+        """Copy bytes [start, stop) of the log, as far as files hold them, to a file in `folder`; its path."""
+        return self._save(folder, name, [(start, stop)])
+
+    def _save(self, folder: Path, name: str, ranges: Sequence[tuple[int, int]]) -> str:
+        """Copy `ranges` of the log, one behind the other, to a file in `folder`; its path. What lies there under that
+        name is left alone, and used if it is the same: the run that made it may have been killed when it had begun to
+        cut, and hold what is gone by now."""
         fs = self.parts.fs
+        for number in itertools.count(1):
+            path = folder / (name if number == 1 else f"{name}.{number}")
+            if not path.exists():
+                break
+            if self._is_copy(path, ranges):
+                return str(path)
         _make_folder(folder, fs)
-        path = folder / f"{start:020d}-{suffix}"
-        fd = fs.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        unfinished = folder / f"{name}.tmp"
+        fd = fs.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         try:
-            position = start
-            while position < stop:
-                segment = self.parts.run.find(position)
-                if segment is None:
-                    position += self.parts.run.segment_bytes - position % self.parts.run.segment_bytes
-                    continue
-                buffer = self.parts.run.mapping(segment)
-                at = position - segment.start
-                data = buffer[at : min(len(buffer), at + min(stop - position, _COPY_BYTES))]
-                if not data:
-                    position = segment.start + self.parts.run.segment_bytes
-                    continue
-                fs.pwrite(fd, data, position - start)
-                position += len(data)
+            for at, data in self._bytes_of(ranges):
+                fs.pwrite(fd, data, at)
             fs.fdatasync(fd)
         finally:
             fs.close(fd)
+        fs.replace(unfinished, path)
         fs.sync_directory(folder)
         return str(path)
 
-    def _cut(self, end: int, tail: str, *, blank: bool) -> None:
-        """Zeros from `end` to the end of its segment, where they are `blank` already; no segments behind (9.6)."""
+    def _is_copy(self, path: Path, ranges: Sequence[tuple[int, int]]) -> bool:
+        """Whether a file is what `_save` would write. Only `ranges` that no file holds are not looked at."""
+        fs = self.parts.fs
+        fd = fs.open(path, os.O_RDONLY)
+        try:
+            end = 0
+            for at, data in self._bytes_of(ranges):
+                end = at + len(data)
+                if fs.pread(fd, len(data), at) != data:
+                    return False
+            return fs.size(fd) == end
+        finally:
+            fs.close(fd)
+
+    def _bytes_of(self, ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, bytes]]:
+        """(position in a copy of `ranges`, bytes there), as far as files hold them."""
+        run = self.parts.run
+        before = 0
+        for start, stop in ranges:
+            position = start
+            while position < stop:
+                segment = run.find(position)
+                buffer = b"" if segment is None else run.mapping(segment)
+                at = position % run.segment_bytes
+                data = buffer[at : min(len(buffer), at + min(stop - position, _COPY_BYTES))]
+                if data:
+                    yield before + position - start, data
+                position += len(data) or run.segment_bytes - at
+            before += stop - start
+
+    def _cut(self, end: int, cuts: Sequence[tuple[int, int]], why: str, *, keep: bool) -> None:
+        """Zeros from `end` to the end of its segment, unless there are; no segments behind (9.6). `cuts` tells what
+        is not zeros; with `keep` it is copied first."""
         run, report = self.parts.run, self.report
+        for begin, stop in cuts:
+            name, at = self._where(begin)
+            # What a record led to says nothing of the segments behind.
+            reason = why if begin == end else why.partition(":")[0]
+            report.truncated.append(Cut(name, at, at + stop - begin, reason))
+            if keep and self.writing:
+                folder = self.options.keep_cut or self.parts.root / "cut"
+                stamp = self.parts.clock.now_ms()
+                report.kept.append(self._copy(folder, begin, stop, f"{begin:020d}-{stamp}"))
+        report.changed |= bool(cuts)
         segment = run.find(end)
         if segment is not None:
-            used = 0 if blank else used_end(run, segment, end - segment.start)
-            if used > end - segment.start:
-                name, at = self._where(end)
-                if not any(cut.file == name and cut.start == at for cut in report.truncated):
-                    report.truncated.append(Cut(name, at, used, f"torn_tail: {tail}" if tail else "torn_tail"))
-                report.changed = True
-                if self.writing:
-                    run.zero(end)
+            if self.writing and any(begin < segment.end for begin, _ in cuts):
+                run.zero(end)
             report.changed |= segment.length < segment.size
         for problem in self.problems:
             if problem.kind == "empty_segment" and end <= problem.position < run.end:
@@ -751,11 +817,6 @@ class _Recovery:
                 report.changed = True
         # A segment that begins at the end is kept when it is the only one, so that the log remembers where it is.
         doomed = [s for s in run.segments() if s.start >= end and s.start != run.starts[0]]
-        for extra in doomed:
-            used = used_end(run, extra)
-            name, _ = self._where(extra.start)
-            if used and not any(cut.file == name for cut in report.truncated):
-                report.truncated.append(Cut(name, 0, used, "torn_tail"))
         report.changed |= bool(doomed)
         if self.writing:
             if doomed:

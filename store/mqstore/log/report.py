@@ -99,7 +99,7 @@ class RecoveryReport:
     findings: list[Finding] = field(default_factory=list)
     rebuilt: Rebuilt = field(default_factory=Rebuilt)
     kept: list[str] = field(default_factory=list)
-    """Files that hold a copy of whole records that were cut."""
+    """Files that hold a copy of what was cut, or of what `recover --salvage` saved."""
     salvaged: int = 0
     """Whole records copied out by `recover --salvage`."""
     messages: int = 0
