@@ -1158,6 +1158,8 @@ def test_a_dry_run_writes_nothing_and_says_what_the_real_one_does(
         "truncated",
         "findings",
         "rebuilt",
+        "kept",
+        "salvaged",
         "messages",
     ):
         assert getattr(planned, name) == getattr(done, name), name

@@ -138,6 +138,32 @@ def test_salvage_copies_out_what_truncate_then_cuts(hundred: tuple[Path, list[Se
     assert mqstore_json("verify", path)["ok"]
 
 
+@pytest.mark.parametrize("damaged", [40, 99], ids=["middle", "end"])
+def test_a_plan_tells_what_will_be_salvaged(
+    hundred: tuple[Path, list[SendReceipt]], tmp_path: Path, damaged: int
+) -> None:
+    """It said 0, whatever the run then saved."""
+    path, receipts = hundred
+    flip(path, receipts[damaged])
+    segment = receipts[damaged].physical_offset >> 14
+    around = sum(receipt.physical_offset >> 14 == segment for receipt in receipts) - 1
+    options = ("--salvage", tmp_path / "saved", "--keep-cut", tmp_path / "kept")
+
+    told = mqstore("recover", path, *options, "--dry-run").stdout
+    planned = mqstore_json("recover", path, *options, "--dry-run", exit_code=1)
+    assert not (tmp_path / "saved").exists()
+    done = mqstore_json("recover", path, *options, exit_code=1)
+
+    assert planned["salvaged"] == done["salvaged"] == around
+    saved = [kept for kept in done["kept"] if "saved" in kept]
+    assert [kept for kept in planned["kept"] if "saved" in kept] == saved
+    assert sorted(str(each) for each in (tmp_path / "saved").iterdir()) == sorted(saved)
+    # The names of the others end with the time.
+    assert [k.rpartition("-")[0] for k in planned["kept"]] == [k.rpartition("-")[0] for k in done["kept"]]
+    assert f"would salvage {around} records" in told
+    assert f"would keep {saved[0]}" in told
+
+
 def test_the_index_is_rebuilt_alone_when_asked(hundred: tuple[Path, list[SendReceipt]]) -> None:
     path, _ = hundred
 

@@ -193,7 +193,7 @@ def _show(report: RecoveryReport, *, dry_run: bool) -> None:
     for finding in report.findings:
         print(finding_line(finding))
     for path in report.kept:
-        print(safe(f"kept {path}"))
+        print(safe(f"{'would keep' if dry_run else 'kept'} {path}"))
     rebuilt = report.rebuilt
     if rebuilt.units or rebuilt.index_entries or rebuilt.consume_queues:
         print(
@@ -201,7 +201,7 @@ def _show(report: RecoveryReport, *, dry_run: bool) -> None:
             f"{rebuilt.index_entries} index entries"
         )
     if report.salvaged:
-        print(f"salvaged {report.salvaged} records")
+        print(f"{'would salvage' if dry_run else 'salvaged'} {report.salvaged} records")
     if report.changed:
         verdict = "would be changed" if dry_run else "was changed"
     elif report.findings:

@@ -667,7 +667,7 @@ class _Recovery:
         """For `salvage`: the raw bytes of [start, stop). The records around them follow (`_salvage`)."""
         size = self.parts.run.segment_bytes
         name = f"{start:020d}-damaged"
-        if self.options.salvage is not None and self.writing and name not in self.salvaged_names:
+        if self.options.salvage is not None and name not in self.salvaged_names:
             self.salvaged_names.add(name)
             self.report.kept.append(self._copy(self.options.salvage, start, stop, name))
             self.salvage_segments.update((start - start % size, stop - stop % size))
@@ -675,7 +675,7 @@ class _Recovery:
     def _salvage(self) -> None:
         """Copy the whole records of damaged segments, one chain of raw records a segment."""
         folder = self.options.salvage
-        if folder is None or not self.writing:
+        if folder is None:
             return
         for start in sorted(self.salvage_segments):
             segment = self.parts.run.find(start)
@@ -741,7 +741,7 @@ class _Recovery:
     def _save(self, folder: Path, name: str, ranges: Sequence[tuple[int, int]]) -> str:
         """Copy `ranges` of the log, one behind the other, to a file in `folder`; its path. What lies there under that
         name is left alone, and used if it is the same: the run that made it may have been killed when it had begun to
-        cut, and hold what is gone by now."""
+        cut, and hold what is gone by now. With `dry_run` only the path is told."""
         fs = self.parts.fs
         for number in itertools.count(1):
             path = folder / (name if number == 1 else f"{name}.{number}")
@@ -749,6 +749,8 @@ class _Recovery:
                 break
             if self._is_copy(path, ranges):
                 return str(path)
+        if not self.writing:
+            return str(path)
         _make_folder(folder, fs)
         unfinished = folder / f"{name}.tmp"
         fd = fs.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
@@ -801,7 +803,7 @@ class _Recovery:
             # What a record led to says nothing of the segments behind.
             reason = why if begin == end else why.partition(":")[0]
             report.truncated.append(Cut(name, at, at + stop - begin, reason))
-            if keep and self.writing:
+            if keep:
                 folder = self.options.keep_cut or self.parts.root / "cut"
                 stamp = self.parts.clock.now_ms()
                 report.kept.append(self._copy(folder, begin, stop, f"{begin:020d}-{stamp}"))

@@ -99,7 +99,8 @@ class RecoveryReport:
     findings: list[Finding] = field(default_factory=list)
     rebuilt: Rebuilt = field(default_factory=Rebuilt)
     kept: list[str] = field(default_factory=list)
-    """Files that hold a copy of what was cut, or of what `recover --salvage` saved."""
+    """Files that hold a copy of what was cut, or of what `recover --salvage` saved; of a dry run those that would. The
+    name of a copy of what was cut ends with the time."""
     salvaged: int = 0
     """Whole records copied out by `recover --salvage`."""
     messages: int = 0
