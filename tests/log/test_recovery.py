@@ -743,6 +743,45 @@ def test_wrong_units_are_found_by_verify_and_rebuilt_by_recover(clean: Made, wro
     settle(clean)
 
 
+@pytest.mark.parametrize("left", ["records", "none"])
+@pytest.mark.parametrize("state", ["dead", "void"])
+def test_a_bad_unit_before_the_first_record_is_mended(tmp_path: Path, state: str, left: str) -> None:
+    """Retention had taken the records of the first slots. One that is changed points into the log: `verify` said so for
+    ever, `recover` found nothing to do, and the queue began with that slot."""
+    path = tmp_path / "s"
+    with open_store(path, consumequeue_units=8) as store:
+        for n in range(18):
+            store.put("t", b"%03d" % n + bytes(890), n % 2 if left == "records" or n < 8 else 1)
+        store.flush()
+        store.dispatch()
+        store.drop_before(2 * SEGMENT)
+        low, high = store.offsets("t", 0)
+        first = [m.body for m in store.iter("t", 0)][:1]
+    assert low == 4
+    file = path / "consumequeue/t/0" / f"{0:020d}"
+    assert file.exists()
+    void = struct.pack(">qiq", *VOID)
+    sound = (void * low if state == "void" else file.read_bytes()[: 20 * low]) + file.read_bytes()[20 * low :]
+    file.write_bytes(sound)
+    # The log begins at 8 Ki; a bit of this byte is worth 64 Ki at least.
+    flip(file, 5)
+    flip(file, 2 * 20 + 5)
+    with open_store(path, "r") as store:
+        assert [(f.kind, f.position) for f in store.verify()] == [("bad_unit", 0), ("bad_unit", 40)]
+
+    planned = recover_store(path, RecoverOptions(dry_run=True))
+    reports = [recover_store(path, EVERYTHING) for _ in range(2)]
+
+    assert [report.changed for report in (planned, *reports)] == [True, True, False]
+    assert planned.rebuilt == reports[0].rebuilt
+    assert (reports[0].rebuilt.units, reports[0].rebuilt.consume_queues) == (2, 1)
+    assert file.read_bytes() == void + sound[20:40] + void + sound[60:]
+    with open_store(path) as store:
+        assert list(store.verify()) == []
+        assert store.offsets("t", 0) == (low, high)
+        assert [m.body for m in store.iter("t", 0)][:1] == first
+
+
 def test_a_queue_file_that_a_power_cut_left_short_gets_its_length_again(crashed: Made) -> None:
     path = sorted((crashed.path / "consumequeue" / "orders" / "0").iterdir())[-1]
     before = originals(crashed)

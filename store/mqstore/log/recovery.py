@@ -606,6 +606,8 @@ class _Recovery:
             slot = int(offsets[low])
             if expected is None:
                 expected = slot
+            if queue not in self.next_slot:
+                self._mend_front(queue, min(slot, expected), start)
             if slot > expected:
                 if queue not in self.next_slot and start > self.first:
                     self._doubt_gap(queue, expected, slot)
@@ -616,6 +618,16 @@ class _Recovery:
             # Not of what got no slot: its own number is lost, and the next record's jumps by it.
             last = chosen[high - 1]
             self.last_seen[queue] = int(rows.physical_offset[last]) + int(rows.size[last])
+
+    def _mend_front(self, queue: ConsumeQueue, stop: int, start: int) -> None:
+        """Slots before `stop` are those of records that retention took. What points into the log all the same is of
+        none: a queue whose first file begins with it would begin there (4.6)."""
+        if start > self.first:
+            return  # such a unit may have its record before the range that is read
+        for at, units in queue.chunks(queue.first_offset(), min(stop, queue.max_offset)):
+            wrong = np.flatnonzero((units["physical_offset"] >= self.first) & ~is_void(units))
+            for group in np.split(wrong, np.flatnonzero(np.diff(wrong) > 1) + 1) if len(wrong) else []:
+                self._void(queue, at + int(group[0]), at + int(group[-1]) + 1)
 
     def _doubt_gap(self, queue: ConsumeQueue, low: int, high: int) -> None:
         """No unit where the queue enters the range that is read: were these records lost to damage, or the units of
@@ -832,6 +844,7 @@ class _Recovery:
             if first is None:
                 found, seen = first_slot_in_range(queue, start, None)
                 first = queue.max_offset if found is None else found
+                self._mend_front(queue, first, start)
             zero_from = given_out(queue, first, seen, end)
             if zero_from > first:
                 self._void(queue, first, zero_from)
