@@ -541,6 +541,39 @@ def test_a_short_last_segment_is_extended_and_cut_as_a_torn_tail(crashed: Made) 
     settle(crashed)
 
 
+@pytest.mark.parametrize("behind", [False, True], ids=["", "empty file behind"])
+@pytest.mark.parametrize(
+    "length", ["in a header", "in a record", "behind a record", "in zeros", "in the blank", "torn"]
+)
+def test_a_plan_tells_of_a_short_last_segment_what_the_run_does(
+    crashed: Made, tmp_path: Path, length: str, behind: bool
+) -> None:
+    """It judged a record by where the file ended, while the run extends the file first: it told other reasons."""
+    last = crashed.receipts[-1]
+    if length == "in the blank":  # a segment that was full
+        last = crashed.last_of(1)
+        for each in sorted((crashed.path / "commitlog").iterdir())[2:]:
+            each.unlink()
+    at = last.physical_offset % SEGMENT
+    path = crashed.segment(last.physical_offset - at)
+    sizes = {"in a header": at + 6, "in a record": at + 40, "behind a record": at + last.size}
+    os.truncate(path, sizes.get(length, at + last.size + 8))
+    if length == "torn":  # before a whole one
+        flip(path, crashed.receipts[-2].physical_offset % SEGMENT + 93)
+    if behind:
+        crashed.segment(last.physical_offset - at + SEGMENT).touch()
+    options = {"keep_cut": tmp_path / "kept", "salvage": tmp_path / "saved"}
+    before = snapshot(crashed.path)
+
+    planned = crashed.recover(dry_run=True, **options)
+    assert snapshot(crashed.path) == before
+    done = crashed.recover(**options)
+
+    assert planned.as_dict() | {"seconds": 0} == done.as_dict() | {"seconds": 0}
+    assert "segment_size" in kinds(done)
+    settle(crashed)
+
+
 @pytest.mark.parametrize("length", [0, 1, 90, SEGMENT - 1])
 def test_another_segment_too_short_is_a_bad_range(clean: Made, length: int) -> None:
     os.truncate(clean.segment(SEGMENT), length)

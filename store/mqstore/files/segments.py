@@ -41,9 +41,11 @@ from typing import NamedTuple
 from mqstore.errors import MQStoreError
 from mqstore.files.filesystem import FILE_MODE, REAL, FileSystem
 
-__all__ = ["NAME_DIGITS", "LoadProblem", "Segment", "SegmentRun", "segment_name"]
+__all__ = ["EXTENDED", "NAME_DIGITS", "LoadProblem", "Segment", "SegmentRun", "segment_name"]
 
 NAME_DIGITS = 20
+EXTENDED = "; extended with zeros"
+"""What `load` adds to the detail of a short last file, as a writer."""
 _PAGE_BYTES = 4096
 
 _LINUX = sys.platform == "linux"
@@ -116,9 +118,10 @@ class _File:
 class Segment:
     """One file of a run. `start`, `end`: its range in the stream. `length`: bytes of it that the file really holds
     (less than `size` only for a damaged one). `mapping` is None until `SegmentRun.mapping` makes it, and becomes None
-    again when the run lets go of it; `writable` says what kind it is. Take a reference before use."""
+    again when the run lets go of it; `writable` says what kind it is, `in_memory` that it is of no file
+    (`extend_in_memory`). Take a reference before use."""
 
-    __slots__ = ("end", "file", "length", "mapping", "path", "size", "start", "writable")
+    __slots__ = ("end", "file", "in_memory", "length", "mapping", "path", "size", "start", "writable")
 
     def __init__(self, start: int, size: int, length: int, path: str) -> None:
         self.start = start
@@ -128,6 +131,7 @@ class Segment:
         self.path = path
         self.mapping: mmap.mmap | None = None
         self.writable = False
+        self.in_memory = False
         self.file: _File | None = None
 
     def __repr__(self) -> str:
@@ -331,6 +335,22 @@ class SegmentRun:
                 segment.length = min(segment.length, segment.size)
         return changed
 
+    def extend_in_memory(self) -> None:
+        """Show a short last segment as a writer's `load` would leave it, for who plans what a writer would do: a copy
+        with zeros behind, which takes as much memory as the file has bytes."""
+        assert not self.writable, "a writer extends the file"
+        last = self.last
+        if last is None or last.length >= last.size or self.limit is not None:
+            return
+        there = self.mapping(last)
+        whole = mmap.mmap(-1, last.size)
+        for at in range(0, last.length, _SCAN_BYTES):
+            part = there[at : at + _SCAN_BYTES]
+            whole[at : at + len(part)] = part
+        with self._lock:
+            self._let_go(last)
+            last.mapping, last.length, last.in_memory = whole, last.size, True
+
     def map_anew(self) -> None:
         """Have each segment mapped again when it is asked for: behind a cut, files of the same names may be others."""
         assert not self.writable, "a writer's segments are its own"
@@ -377,7 +397,7 @@ class SegmentRun:
         else:
             if is_last and self.writable:
                 self._extend(segment)
-                detail += "; extended with zeros"
+                detail += EXTENDED
             problems.append(LoadProblem(segment.path, "segment_size", segment.start + length, size - length, detail))
 
     def _extend(self, segment: Segment) -> None:
@@ -502,7 +522,7 @@ class SegmentRun:
                     return mapping  # dropped, but the name was still there: for this caller alone
                 segment.mapping = mapping
                 segment.writable = wanted
-            if segment.writable:
+            if segment.writable or segment.in_memory:
                 self._mapped.pop(segment.start, None)
             else:
                 self._mapped[segment.start] = segment
@@ -538,6 +558,8 @@ class SegmentRun:
     def data_end(self, segment: Segment, start: int) -> int:
         """A position in a segment, `start` or behind it, from which on there are zeros to its end, for all that can be
         told without reading them. They may be most of the last one, and to look at them would bring all into memory."""
+        if segment.in_memory:
+            return segment.length
         try:
             file = segment.file or _File(self._fs, segment.path, os.O_RDONLY)
         except (OSError, MQStoreError):  # removed meanwhile, or no descriptor left: a mapping needs neither
@@ -739,6 +761,7 @@ class SegmentRun:
         self._mapped.pop(segment.start, None)
         segment.mapping = None
         segment.writable = False
+        segment.in_memory = False
         segment.file = None
 
     def _set(self, segments: list[Segment]) -> None:

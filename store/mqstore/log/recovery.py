@@ -36,7 +36,7 @@ import numpy.typing as npt
 
 from mqstore.clock import Clock
 from mqstore.files.filesystem import FileSystem
-from mqstore.files.segments import LoadProblem, SegmentRun
+from mqstore.files.segments import EXTENDED, LoadProblem, SegmentRun
 from mqstore.layout.checkpoint import Checkpoint, min_timestamp
 from mqstore.layout.consumequeue import UNIT_DTYPE, VOID_SIZE, is_void
 from mqstore.layout.dispatch import Listed, Rows
@@ -266,10 +266,13 @@ class _Recovery:
                 self.report.findings.append(Finding("segment_size", name, 0, 0, problem.detail))
         elif problem.kind == "segment_size":
             position = problem.position % run.segment_bytes or run.segment_bytes
-            self.report.findings.append(Finding("segment_size", name, position, problem.length, problem.detail))
+            detail = problem.detail
             # A last one that is short is extended; a surplus, which begins at its segment's end, stays.
             if run.starts and run.starts[-1] < problem.position < run.end:
                 self.report.changed = True
+                if not run.writable:
+                    detail += EXTENDED
+            self.report.findings.append(Finding("segment_size", name, position, problem.length, detail))
         elif problem.kind == "segment_name":
             self.report.findings.append(Finding("segment_size", name, 0, 0, problem.detail))
         elif problem.kind == "missing_segment":

@@ -427,6 +427,7 @@ class MessageStore(StoreWriter):
         assert self.mode == "r"
         assert options.dry_run
         self._queues.load(exact=True)
+        self._run.extend_in_memory()
         parts = self._parts(clean=self.clean_shutdown, has_checkpoint=self._has_checkpoint)
         self.recovery = recover(parts, self._load_problems, options, progress).report
         if self._pending is not None:
