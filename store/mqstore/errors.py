@@ -378,7 +378,8 @@ class SendError(MQStoreError):
 
 
 class FlushTimeoutError(SendError, TimeoutError):
-    """Stored and visible, but not known to be on disk within `flush_timeout`. `receipt` tells where it is."""
+    """Stored and visible, but not known to be on disk within `flush_timeout`, or since no descriptor was free for it
+    (`__cause__` is a StoreIOError then). `receipt` tells where it is."""
 
     code = ResultCode.FLUSH_DISK_TIMEOUT
 

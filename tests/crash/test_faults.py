@@ -17,8 +17,16 @@ from pathlib import Path
 import pytest
 
 from mqstore.clock import SimulatedClock
-from mqstore.errors import FlushFailedError, MQStoreError, ReadOnlyStoreError, StoreFullError, StoreIOError
+from mqstore.errors import (
+    FlushFailedError,
+    FlushTimeoutError,
+    MQStoreError,
+    ReadOnlyStoreError,
+    StoreFullError,
+    StoreIOError,
+)
 from mqstore.files.filesystem import REAL, FileSystem
+from mqstore.log.commitlog import SendReceipt
 from mqstore.log.store import MessageStore
 from mqstore.options import Durability, StoreConfig
 from tests.faults import FaultyFileSystem
@@ -69,6 +77,9 @@ class Run:
         for _ in range(6):
             try:
                 return self.attempt()
+            except FlushTimeoutError as error:
+                self.errors.append(error)
+                self.acknowledged += error.receipt is not None  # stored: not to be put again
             except FlushFailedError as error:
                 self.errors.append(error)
                 # Stored or not, nobody knows; a program that must know looks for it.
@@ -132,8 +143,10 @@ def test_one_failing_call_is_a_named_error_and_harms_nothing(
         run = Run(path, fs)
         run.through()
         for error in run.errors:
-            # A sync that could not even open its file is one that failed.
-            if operation not in ("fdatasync", "sync_directory") and not isinstance(error, FlushFailedError):
+            # A sync that could not open its file is not known to have been made, or failed half-way.
+            if operation not in ("fdatasync", "sync_directory") and not isinstance(
+                error, FlushFailedError | FlushTimeoutError
+            ):
                 assert isinstance(error, StoreFullError | StoreIOError), f"{operation} {nth}: {error!r}"
                 wanted = (errno.ENOSPC, errno.EDQUOT)
                 assert isinstance(error, StoreFullError) == (number in wanted), f"{operation} {nth}: {error!r}"
@@ -160,6 +173,33 @@ def test_a_failed_sync_of_the_log_poisons_until_the_store_is_opened_again(tmp_pa
         assert written
         assert store.offsets("t") == (0, 2)
         store.put("t", body_of(2), keys="k2", durability="flush")
+    check(path, 3)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
+def test_a_sync_that_finds_no_descriptor_free_is_made_when_there_is_one(tmp_path: Path, number: int) -> None:
+    """Nothing was synced, so the system has dropped nothing; the store took no more puts until opened anew (P8)."""
+    path = tmp_path / "store"
+    fs = FaultyFileSystem()
+    with MessageStore(path, config=config(), fs=fs) as store:
+        first = store.put("t", body_of(0), keys="k0")
+        fs.fail("open", number, path_part="commitlog", times=None)
+        for _ in range(2):
+            with pytest.raises(FlushTimeoutError) as caught:
+                store.flush()
+            assert isinstance(caught.value.__cause__, StoreIOError)
+            assert caught.value.__cause__.errno == number
+        with pytest.raises(FlushTimeoutError) as caught:
+            store.put("t", body_of(1), keys="k1", durability="flush")
+        receipt = caught.value.receipt
+        assert isinstance(receipt, SendReceipt)
+        assert receipt.physical_offset == first.physical_offset + first.size
+        synced = [call for call in fs.calls if call.operation == "fdatasync" and "commitlog/" in call.path]
+        fs.heal()
+        store.flush()
+        assert len([c for c in fs.calls if c.operation == "fdatasync" and "commitlog/" in c.path]) > len(synced)
+        store.put("t", body_of(2), keys="k2", durability="flush")
+    assert not (path / "abort").exists()
     check(path, 3)
 
 

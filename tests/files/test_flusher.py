@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import signal
 import threading
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from mqstore.errors import FlushFailedError
+from mqstore.files.filesystem import SyncNotBegunError
 from mqstore.files.flusher import GroupCommit
 
 LIMIT_S = 60  # how long a test waits for what must happen before it says that it did not
@@ -307,6 +309,25 @@ def test_a_failed_sync_is_final_for_all_now_and_later() -> None:
         commit.raise_if_failed()
     assert len(disk.calls) == 2, "a failed sync must not be tried again"
     assert commit.wait_until(10, 0) is True, "what was durable before stays so"
+
+
+def test_a_sync_that_did_not_begin_fails_who_led_and_the_next_in_line_tries_again() -> None:
+    disk = Disk()
+    disk.errors[1] = SyncNotBegunError(errno.EMFILE, "Too many open files", "0", "open")
+    commit = GroupCommit(disk.sync)
+    disk.hold()
+    target = disk.append()
+    leader = Caller(lambda: commit.wait_until(target, None))
+    disk.wait_for_sync()
+    followers = [Caller(lambda: commit.wait_until(target, None)), Caller(commit.sync_now)]
+    wait_for_line(commit, 2)
+
+    disk.let_go()
+
+    assert leader.outcome() is disk.errors[1]
+    assert [follower.outcome() for follower in followers] == [True, True]
+    assert commit.failure is None
+    assert commit.flushed == target
 
 
 def test_poison_stops_those_in_line_and_the_sync_that_is_under_way() -> None:

@@ -35,13 +35,13 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from mqstore.errors import raise_os_error
+from mqstore.errors import StoreIOError, raise_os_error
 from mqstore.native import kernel
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-__all__ = ["DIRECTORY_MODE", "FILE_MODE", "REAL", "FileSystem"]
+__all__ = ["DIRECTORY_MODE", "FILE_MODE", "REAL", "FileSystem", "SyncNotBegunError"]
 
 #: What store-format 1.1 gives files and folders unless options say otherwise.
 FILE_MODE = 0o600
@@ -106,6 +106,10 @@ def _allocate(fd: int, length: int) -> bool:
                 raise
             return False
         return True
+
+
+class SyncNotBegunError(StoreIOError):
+    """No descriptor was free to sync by. The system was asked for nothing, so it has dropped nothing: try again."""
 
 
 class FileSystem:

@@ -32,6 +32,7 @@ from itertools import zip_longest
 from typing import NoReturn
 
 from mqstore.errors import FlushFailedError
+from mqstore.files.filesystem import SyncNotBegunError
 
 __all__ = ["GroupCommit"]
 
@@ -58,7 +59,7 @@ class GroupCommit:
     `sync(flushed)` is called by one thread at a time with the present watermark. It makes durable all that had been
     appended when it was called, and returns the new watermark. Whatever `Exception` it raises is final (store-format
     8.1): `failure` holds it, and from then on whoever needs a sync gets `FlushFailedError`. A `KeyboardInterrupt`
-    that hits the leader says nothing about the disk: the next in line takes over.
+    that hits the leader says nothing about the disk: the next in line takes over, as after a `SyncNotBegunError`.
 
     >>> appended = 100
     >>> commit = GroupCommit(lambda flushed: appended)
@@ -93,6 +94,7 @@ class GroupCommit:
         False when another thread's sync has not covered it within `timeout_s` seconds (None: no limit): stored,
         durability unknown. A sync that runs in this very thread can't be given up, so a call may last longer.
         `FlushFailedError` when a sync failed, now or earlier, unless the target was covered before that.
+        `SyncNotBegunError` when this thread could not even begin one.
         """
         return self.flushed >= target or self._join(target, timeout_s)
 
@@ -144,6 +146,8 @@ class GroupCommit:
             self._round = this_round = self._round + 1
             try:
                 end = self._sync(self.flushed)
+            except SyncNotBegunError:
+                raise  # to this caller; the next in line tries for itself
             except BaseException as error:
                 self._judge(error, before)
                 raise

@@ -38,8 +38,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from mqstore.errors import MQStoreError
-from mqstore.files.filesystem import FILE_MODE, REAL, FileSystem
+from mqstore.errors import MQStoreError, StoreIOError
+from mqstore.files.filesystem import FILE_MODE, REAL, FileSystem, SyncNotBegunError
 
 __all__ = ["EXTENDED", "NAME_DIGITS", "LoadProblem", "Segment", "SegmentRun", "segment_name"]
 
@@ -49,6 +49,8 @@ EXTENDED = "; extended with zeros"
 _PAGE_BYTES = 4096
 
 _LINUX = sys.platform == "linux"
+_TOO_MANY_OPEN = (errno.EMFILE, errno.ENFILE)
+_OPEN_AHEAD = 4
 _OFFSET_END = 1 << 63  # offsets are i64; 20 digits could say more
 _SCAN_BYTES = 1 << 20
 _ZEROS = bytes(_SCAN_BYTES)
@@ -593,7 +595,8 @@ class SegmentRun:
         """Make the bytes [start, end) durable, and the names of the segments that hold them.
 
         One fdatasync a segment: with the kernel's own list of dirty pages it beats naming the range (RWF_DSYNC,
-        msync), which must walk or copy it. An error is final (store-format 8.1): never call again."""
+        msync), which must walk or copy it. An error is final (store-format 8.1): never call again; but for
+        `SyncNotBegunError`, after which nothing is other than before."""
         last = self.last
         if (
             _LINUX
@@ -609,22 +612,33 @@ class SegmentRun:
 
     def _sync_many(self, start: int, end: int) -> None:
         assert self.writable, "only a writer syncs"
-        for segment in self.segments():
-            if segment.end <= start or segment.start >= end:
-                continue
+        wanted = [segment for segment in self.segments() if segment.end > start and segment.start < end]
+        try:
+            # Those that a put leaves behind, and no more: a recovery syncs all there are, one by one.
+            opened = {segment.start: self._file_to_sync(segment) for segment in wanted[:_OPEN_AHEAD]}
+        except StoreIOError as error:
+            if error.errno not in _TOO_MANY_OPEN:
+                raise
+            raise SyncNotBegunError(error.errno, error.strerror or "", error.filename, error.operation) from error
+        for segment in wanted:
             if not _LINUX:
                 # Elsewhere a sync of the file need not include what was stored through a mapping.
                 mapping = segment.mapping
                 if mapping is not None and segment.writable:
                     mapping.flush()
-            try:
-                file = self.file(segment)
-            except FileNotFoundError:
-                if self._by_start.get(segment.start) is segment:
-                    raise
-                continue  # dropped a moment ago
-            self._fs.fdatasync(file.fd)
+            file = opened.pop(segment.start, None) or self._file_to_sync(segment)
+            if file is not None:
+                self._fs.fdatasync(file.fd)
         self.sync_folder()
+
+    def _file_to_sync(self, segment: Segment) -> _File | None:
+        """Its descriptor; None when it was dropped a moment ago."""
+        try:
+            return self.file(segment)
+        except FileNotFoundError:
+            if self._by_start.get(segment.start) is segment:
+                raise
+            return None
 
     def sync_folder(self) -> None:
         """Make names durable: which segments there are. Nothing to do: no call."""

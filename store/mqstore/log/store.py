@@ -38,7 +38,7 @@ from mqstore.errors import (
 )
 from mqstore.files.abort import AbortMark
 from mqstore.files.descriptors import DescriptorCache
-from mqstore.files.filesystem import REAL, FileSystem
+from mqstore.files.filesystem import REAL, FileSystem, SyncNotBegunError
 from mqstore.files.flusher import GroupCommit
 from mqstore.files.jsonfile import NO_CHECKS, Check, load_json
 from mqstore.files.lock import WriterLock, writer_alive
@@ -693,7 +693,11 @@ class MessageStore(StoreWriter):
         thorough_ms = int(seconds(self.config.flush_thorough, "flush_thorough") * 1000)
         last = self._due_ms.setdefault("thorough", now + thorough_ms)
         if end > flushed and (wanted or now >= last or end // 4096 - flushed // 4096 >= self.config.flush_pages):
-            self._commit.sync_now()
+            try:
+                self._commit.sync_now()
+            except SyncNotBegunError:
+                self._flush_wanted |= wanted
+                raise
             self._flushed()
         if now >= last:
             self._due_ms["thorough"] = now + thorough_ms

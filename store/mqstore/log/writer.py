@@ -25,6 +25,7 @@ from mqstore.errors import (
     MQStoreError,
     ReadOnlyStoreError,
 )
+from mqstore.files.filesystem import SyncNotBegunError
 from mqstore.files.flusher import GroupCommit
 from mqstore.layout.batch import decode_batch
 from mqstore.layout.dispatch import SCHEDULE_TOPIC
@@ -554,6 +555,8 @@ class StoreWriter(StoreReader):
         end = self._log.end
         try:
             self._run.sync(flushed, max(end, self._sync_to))
+        except SyncNotBegunError:
+            raise
         except Exception as error:
             self._log.poison(
                 FlushFailedError(f"a sync of {self.path} failed ({error}); close the store and open it again")
@@ -570,7 +573,11 @@ class StoreWriter(StoreReader):
             self._flush_soon()
 
     def _wait_flushed(self, position: int, receipt: SendReceipt | None) -> None:
-        if not self._commit.wait_until(position, self._flush_timeout_s):
+        try:
+            done = self._commit.wait_until(position, self._flush_timeout_s)
+        except SyncNotBegunError as error:  # to raise this would say that nothing was stored
+            raise FlushTimeoutError(f"stored, but not known to be on disk yet: {error}", receipt) from error
+        if not done:
             raise FlushTimeoutError(
                 f"stored, but not known to be on disk after {self._flush_timeout_s} s (flush_timeout)", receipt
             )
