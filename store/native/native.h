@@ -119,6 +119,8 @@ typedef struct {
 /* An argument as a buffer: C-contiguous, of `count` items of `width` bytes; `count` -1 takes any. NULL with an exception. */
 Py_buffer *hold(Buffers *held, PyObject *object, Py_ssize_t width, Py_ssize_t count, bool writable, const char *name);
 void let_go(Buffers *held);
+/* The same of one buffer alone, that [start, end) lies within: to be released. */
+bool hold_range(PyObject *object, int64_t start, int64_t end, Py_buffer *view);
 /* Whether a function got as many arguments as it takes; else there is an exception. */
 bool has_arguments(const char *name, Py_ssize_t got, Py_ssize_t wanted);
 

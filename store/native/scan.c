@@ -36,6 +36,18 @@ bool has_arguments(const char *name, Py_ssize_t got, Py_ssize_t wanted)
     return got == wanted;
 }
 
+bool hold_range(PyObject *object, int64_t start, int64_t end, Py_buffer *view)
+{
+    if (PyObject_GetBuffer(object, view, PyBUF_SIMPLE) < 0)
+        return false;
+    if (start >= 0 && start <= end && end <= view->len)
+        return true;
+    PyErr_Format(PyExc_ValueError, "the range %lld..%lld does not lie within a buffer of %zd bytes", (long long)start,
+                 (long long)end, view->len);
+    PyBuffer_Release(view);
+    return false;
+}
+
 /* walk(buffer, start, end, limit) -> (positions, stop): the int64 positions as a bytearray. `scan.walk` says the rest. */
 PyObject *native_walk(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -45,14 +57,8 @@ PyObject *native_walk(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     if (PyErr_Occurred())
         return NULL;
     Py_buffer view;
-    if (PyObject_GetBuffer(args[0], &view, PyBUF_SIMPLE) < 0)
+    if (!hold_range(args[0], start, end, &view))
         return NULL;
-    if (start < 0 || start > end || end > view.len) {
-        PyErr_Format(PyExc_ValueError, "the range %lld..%lld does not lie within a buffer of %zd bytes", (long long)start,
-                     (long long)end, view.len);
-        PyBuffer_Release(&view);
-        return NULL;
-    }
     const uint8_t *data = view.buf;
     int64_t *found = NULL;
     size_t count = 0, room = 0;

@@ -83,14 +83,8 @@ PyObject *native_content_end(PyObject *module, PyObject *const *args, Py_ssize_t
     if (PyErr_Occurred())
         return NULL;
     Py_buffer view;
-    if (PyObject_GetBuffer(args[0], &view, PyBUF_SIMPLE) < 0)
+    if (!hold_range(args[0], start, end, &view))
         return NULL;
-    if (start < 0 || start > end || end > view.len) {
-        PyErr_Format(PyExc_ValueError, "the range %lld..%lld does not lie within a buffer of %zd bytes", (long long)start,
-                     (long long)end, view.len);
-        PyBuffer_Release(&view);
-        return NULL;
-    }
     const uint8_t *data = view.buf;
     PyThreadState *others = end - start >= LONG_BYTES ? PyEval_SaveThread() : NULL;
     for (bool blank = true; blank && end > start;) {

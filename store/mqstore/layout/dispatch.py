@@ -229,8 +229,9 @@ def rows_of(
     view = memoryview(buf)
     count = len(headers)
     topics, topic = topics_of(view, headers)
+    prefixes = np.array([_prefix(name) for name in topics], np.int32)
     if headers.run is not None and not batch_topics and SCHEDULE_TOPIC not in topics:
-        listed = _listed(view, headers, headers.run, base, topics, topic)
+        listed = _listed(view, headers, headers.run, base, topics, topic, prefixes)
         if listed is not None:
             return listed
     transaction = headers.sys_flag & TRANSACTION_MASK
@@ -238,7 +239,6 @@ def rows_of(
     has_unit &= headers.sys_flag & INNER_BATCH == 0
     if batch_topics:
         has_unit &= ~np.isin(topic, [i for i, name in enumerate(topics) if name in batch_topics])
-    prefixes = np.array([_prefix(name) for name in topics], np.int32)
     tags, named, entry_row, entry_hash = _tags_and_entries(view, headers, prefixes, topic)
     indexed = (transaction != TRANSACTION_ROLLBACK)[entry_row]
     if not indexed.all():
@@ -263,7 +263,9 @@ def rows_of(
     return _with_light(rows, view, headers, named) if len(named) else rows
 
 
-def _listed(view: memoryview, headers: Headers, run: Run, base: int, topics: list[str], topic: _Int64s) -> Rows | None:
+def _listed(
+    view: memoryview, headers: Headers, run: Run, base: int, topics: list[str], topic: _Int64s, prefixes: _Int32s
+) -> Rows | None:
     """`rows_of` by compiled parts; None for what takes more patience."""
     assert kernel is not None
     count = len(headers)
@@ -273,7 +275,6 @@ def _listed(view: memoryview, headers: Headers, run: Run, base: int, topics: lis
         empty((count,), np.bool_),
         empty((count,), UNIT_DTYPE),
     )
-    prefixes = np.array([_prefix(name) for name in topics], np.int32)
     limit = run.longs.shape[1]
     found = kernel.list(
         *(view, limit, count, base, run.longs, run.ints, prefixes, out, has_unit, units.view(np.uint8)),
