@@ -6,11 +6,12 @@ and do. What the store held is known from the receipts of its puts, never from t
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,25 @@ def zero(path: Path, start: int, stop: int | None = None) -> None:
         stop = os.fstat(file.fileno()).st_size if stop is None else stop
         file.seek(start)
         file.write(bytes(stop - start))
+
+
+def killed_recoveries(
+    damaged: Made, config: StoreConfig, options: Callable[[int], RecoverOptions], step: int
+) -> Iterator[tuple[int, Path]]:
+    """(n, copy of a store whose recovery by `options(n)` was killed before its n-th change): for n by `step`, as long
+    as there is one."""
+    for nth in itertools.count(step, step):
+        copy = damaged.path.with_name(f"killed-{nth}")
+        shutil.copytree(damaged.path, copy)
+        fs = FaultyFileSystem()
+        fs.crash(nth, torn=nth % 2 == 0)
+        try:
+            recover_store(copy, options(nth), config=config, fs=fs)
+        except Crash:
+            yield nth, copy
+            shutil.rmtree(copy)
+        else:
+            return
 
 
 def settle(made: Made) -> None:
@@ -383,23 +403,16 @@ def test_a_copy_is_not_written_over_when_a_killed_recovery_is_run_again(tmp_path
     }
     config = StoreConfig(clock=SimulatedClock(), **SIZES)
     nth = 0
-    while True:
-        nth += 1
-        copy, saved = tmp_path / f"killed-{nth}", tmp_path / f"saved-{nth}"
-        shutil.copytree(damaged.path, copy)
-        options = RecoverOptions(full=True, truncate=truncate, salvage=saved, keep_cut=saved / "cut")
-        fs = FaultyFileSystem()
-        fs.crash(nth, torn=nth % 2 == 0)
-        try:
-            recover_store(copy, options, config=config, fs=fs)
-        except Crash:
-            pass
-        else:
-            break
-        recover_store(copy, options, config=config)
+
+    def options(nth: int) -> RecoverOptions:
+        saved = tmp_path / f"saved-{nth}"
+        return RecoverOptions(full=True, truncate=truncate, salvage=saved, keep_cut=saved / "cut")
+
+    for nth, copy in killed_recoveries(damaged, config, options, step=1):
+        recover_store(copy, options(nth), config=config)
+        saved = tmp_path / f"saved-{nth}"
         found = {each.read_bytes() for each in saved.iterdir() if each.is_file()}
         assert wanted <= found, f"killed before change {nth}"
-        shutil.rmtree(copy)
     assert nth > 10
 
 
@@ -1272,24 +1285,12 @@ def test_recover_may_be_killed_before_every_change_and_run_again(tmp_path: Path,
     whole = recover_store(tmp_path / "whole", options, config=config)
     expected = {k: v for k, v in files(tmp_path / "whole").items() if k.startswith(("commitlog", "consumequeue"))}
     nth = 0
-    while True:
-        nth += 9
-        copy = tmp_path / f"killed-{nth}"
-        shutil.copytree(damaged.path, copy)
-        fs = FaultyFileSystem()
-        fs.crash(nth, torn=nth % 2 == 0)
-        try:
-            recover_store(copy, options, config=config, fs=fs)
-        except Crash:
-            pass
-        else:
-            break
+    for nth, copy in killed_recoveries(damaged, config, lambda _: options, step=9):
         again = recover_store(copy, options, config=config)
         found = {k: v for k, v in files(copy).items() if k.startswith(("commitlog", "consumequeue"))}
         assert found == expected, f"killed before change {nth}"
         assert not recover_store(copy, options, config=config).changed
         assert again.log_end == whole.log_end
-        shutil.rmtree(copy)
     assert nth > 20
 
 

@@ -684,7 +684,7 @@ class _Recovery:
         name = f"{start:020d}-damaged"
         if self.options.salvage is not None and name not in self.salvaged_names:
             self.salvaged_names.add(name)
-            self.report.kept.append(self._copy(self.options.salvage, start, stop, name))
+            self.report.kept.append(self._save(self.options.salvage, name, [(start, stop)]))
             self.salvage_segments.update((start - start % size, stop - stop % size))
 
     def _salvage(self) -> None:
@@ -748,10 +748,6 @@ class _Recovery:
         if torn is not None:
             return "truncate" if self.options.truncate else "torn_tail"
         return f"torn_tail: {tail}" if tail else "torn_tail"
-
-    def _copy(self, folder: Path, start: int, stop: int, name: str) -> str:
-        """Copy bytes [start, stop) of the log, as far as files hold them, to a file in `folder`; its path."""
-        return self._save(folder, name, [(start, stop)])
 
     def _save(self, folder: Path, name: str, ranges: Sequence[tuple[int, int]]) -> str:
         """Copy `ranges` of the log, one behind the other, to a file in `folder`; its path. What lies there under that
@@ -821,7 +817,7 @@ class _Recovery:
             if keep:
                 folder = self.options.keep_cut or self.parts.root / "cut"
                 stamp = self.parts.clock.now_ms()
-                report.kept.append(self._copy(folder, begin, stop, f"{begin:020d}-{stamp}"))
+                report.kept.append(self._save(folder, f"{begin:020d}-{stamp}", [(begin, stop)]))
         report.changed |= bool(cuts)
         segment = run.find(end)
         if segment is not None:
