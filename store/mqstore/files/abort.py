@@ -40,9 +40,14 @@ class AbortMark:
 
     def set(self, pid: int) -> None:
         """Leave the mark, over the one that a crash left. A crash in here leaves it too, be it empty."""
-        fd = self._fs.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, self._file_mode)
+        text = b"%d" % pid
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
+        # Not without need: to free a block that was written takes ext4 a millisecond.
+        if self.exists() and self._fs.size(self._path) > len(text):
+            flags |= os.O_TRUNC
+        fd = self._fs.open(self._path, flags, self._file_mode)
         try:
-            self._fs.pwrite(fd, b"%d" % pid, 0)
+            self._fs.pwrite(fd, text, 0)
             self._fs.fdatasync(fd)
         finally:
             self._fs.close(fd)
