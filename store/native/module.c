@@ -13,6 +13,7 @@ static PyMethodDef functions[] = {
     FUNCTION(list,
              "list(buffer, limit, count, base, longs, ints, prefixes, out, has_unit, units) -> "
              "(rows, queues, entry_row, entry_hash), or None"),
+    FUNCTION(meet, "meet(buffer, start, end)"),
     FUNCTION(content_end, "content_end(buffer, start, end) -> position"),
     FUNCTION(gather, "gather(buffer, positions, width, out)"),
     FUNCTION(join, "join(buffer, starts, sizes, out)"),

@@ -74,6 +74,25 @@ static int64_t meet(const uint8_t *data, int64_t length, int64_t from)
     return end;
 }
 
+/* meet(buffer, start, end): the pages of a range of a mapping come in, for a `sweep` to follow. */
+PyObject *native_meet(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (!has_arguments("meet", nargs, 3))
+        return NULL;
+    int64_t at = PyLong_AsLongLong(args[1]), end = PyLong_AsLongLong(args[2]);
+    if (PyErr_Occurred())
+        return NULL;
+    Py_buffer view;
+    if (!hold_range(args[0], at, end, &view))
+        return NULL;
+    PyThreadState *others = PyEval_SaveThread();
+    while (at < end)
+        at = meet(view.buf, end, at);
+    PyEval_RestoreThread(others);
+    PyBuffer_Release(&view);
+    Py_RETURN_NONE;
+}
+
 /* content_end(buffer, start, end) -> the position behind the last byte in the range that is not zero; `start` without one. */
 PyObject *native_content_end(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {

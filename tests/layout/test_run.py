@@ -298,8 +298,9 @@ def test_bad_arguments_are_refused() -> None:
         with pytest.raises(ValueError, match=r"do not lie within|expected"):
             kernel.sweep(log, start, stop, BASE, limit, True, 0, longs, ints)
     for start, end in ((-1, 5), (5, 4), (0, len(log) + 1)):
-        with pytest.raises(ValueError, match="does not lie within"):
-            kernel.content_end(log, start, end)
+        for function in (kernel.content_end, kernel.meet):
+            with pytest.raises(ValueError, match="does not lie within"):
+                function(log, start, end)
     count, *_ = kernel.sweep(log, 0, len(log), BASE, 4, True, 0, longs, ints)
     assert count == 3
     prefixes, out, units = np.zeros(1, np.int32), np.zeros((7, 3), np.int64), np.zeros(60, np.uint8)

@@ -568,13 +568,14 @@ class SegmentRun:
             return segment.length
         return self._fs.data_end(file.fd, start, segment.length)
 
-    def read_ahead(self, segment: Segment, start: int, stop: int) -> None:
+    def read_ahead(self, segment: Segment, start: int, stop: int) -> int:
         """For who is about to read bytes [start, stop) of a segment: a mapping for writing reads nothing ahead
-        by itself, but waits for every page (see the module). Nothing to do for others."""
+        by itself, but waits for every page (see the module). Nothing to do for others. Where in it zeros begin that go
+        on to the end, as `data_end` tells."""
+        stop = min(stop, self.data_end(segment, start))
         if segment.writable:
-            file = self.file(segment)
-            stop = min(stop, self.data_end(segment, start))
-            self._fs.read_ahead(file.fd, start, stop - start)
+            self._fs.read_ahead(self.file(segment).fd, start, stop - start)
+        return stop
 
     def populate(self, segment: Segment, position: int, length: int) -> bool:
         """Fault in the pages of [position, position + length) of a segment for writing, ahead of the writer, while

@@ -43,6 +43,7 @@ __all__ = [
 
 T = TypeVar("T")
 _BATCH = 8192
+_MOST_MET = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +128,7 @@ def scan_segment(
     base = segment.start
     buffer = run.mapping(segment)
     stop = len(buffer) if stop is None else min(stop, len(buffer))
-    run.read_ahead(segment, start, stop)
+    used = run.read_ahead(segment, start, stop)
     spares = Spares()
 
     def read(at: int, met: int) -> tuple[Headers, int, int]:
@@ -135,15 +136,25 @@ def scan_segment(
 
     at = start
     doubted = -1
-    met = 0
+    met = length = 0
     with Ahead[tuple[Headers, int, int]]("mqstore-scanner") as ahead:
         while at < stop:
-            headers, at, met = ahead.result() if ahead.begun else read(at, met)
+            if kernel is not None and ahead.begun:
+                # As a rule it is still being read. Meanwhile the pages behind it come in, about as many as it takes.
+                near = max(met, at + length)
+                far = min(near + length, near + _MOST_MET, used)
+                if near < far:
+                    kernel.meet(buffer, near, far)
+                headers, at, met = ahead.result()
+                met = max(met, far)
+            else:
+                headers, at, met = read(at, met)
             if len(headers):
                 many = len(headers) == _BATCH
                 if many and at < stop and kernel is not None:
                     # Compiled code reads the next one on another processor, while this one is dealt with.
                     ahead.begin(partial(read, at, met))
+                    length = at - int(headers.positions[0])
                 yield Good(segment, base, buffer, headers, base + at)
                 del headers  # its memory is for another one
                 if many:
