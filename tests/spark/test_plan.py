@@ -503,6 +503,29 @@ def test_partitions_share_nothing_lose_nothing_and_are_about_equal(queues: list[
     assert len(groups) <= max(whole, least)
 
 
+@pytest.mark.parametrize(
+    ("weight", "slots", "number"),
+    [
+        (2.6, 1, 3),
+        (2.6, 2, 2),  # one round, of 1.3 each, not a second one with a third task beside nothing
+        (3.1, 2, 4),
+        (2.6, 3, 3),
+        (2.6, 4, 4),
+        (2.6, 8, 5),  # of half the weight, rather than leave slots empty
+        (0.9, 8, 1),
+        (0.3, 2, 1),
+        (9.0, 4, 8),
+        (11.0, 4, 12),
+    ],
+)
+def test_who_runs_many_at_once_has_all_of_them_work_to_the_end(weight: float, slots: int, number: int) -> None:
+    found = [Weighed(QueueSlice(StoreName("s", "s"), "t", 0, 0, 1_000_000), weight / 1_000_000)]
+    shares = [sum(piece.stop - piece.start for piece in group) for group in partitions(found, 1, slots)]
+    assert len(shares) == number
+    assert max(shares) - min(shares) <= 2
+    assert len([*partitions(found, 20, slots)]) == 20  # what the user asks for
+
+
 @pytest.fixture
 def small_regions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_REGION_BYTES", 4096)

@@ -82,6 +82,8 @@ _ENGINES = (RETRY_PREFIX, DLQ_PREFIX, LIGHT_PREFIX)
 """Beginnings of names that are the engine's. What a light queue lists is in its own topic as well."""
 _PARTITION_BYTES = 128 << 20
 _PARTITION_MESSAGES = 500_000
+_LEAST_PARTITION = 0.5
+"""Of the usual one: what is still worth a task."""
 _MARGIN_MS = 60_000
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _LAST = (1 << 63) - 1
@@ -449,10 +451,16 @@ def weigh_log(name: StoreName, start: int, stop: int) -> Weighed:
 
 
 def plan(
-    options: SourceOptions, narrowing: Narrowing | None = None, *, by_region: bool = False, resumed: bool = False
+    options: SourceOptions,
+    narrowing: Narrowing | None = None,
+    *,
+    by_region: bool = False,
+    resumed: bool = False,
+    slots: int = 1,
 ) -> list[list[Slice]]:
-    """The partitions of a query. [] if there is nothing to read. As `survey`."""
-    return [*partitions(survey(options, narrowing, by_region=by_region, resumed=resumed), options.min_partitions)]
+    """The partitions of a query, for who runs so many of them at once. [] if there is nothing to read. As `survey`."""
+    found = survey(options, narrowing, by_region=by_region, resumed=resumed)
+    return [*partitions(found, options.min_partitions, slots)]
 
 
 def survey(
@@ -867,12 +875,16 @@ def _readable_end(store: MessageStore, start: int) -> int:
     return end
 
 
-def partitions(found: Sequence[Weighed], least: int) -> Iterator[list[Slice]]:
-    """Slices by partitions of about equal weight, in their order."""
+def partitions(found: Sequence[Weighed], least: int, slots: int = 1) -> Iterator[list[Slice]]:
+    """Slices by partitions of about equal weight, in their order: `least` at least. Of more than one of `slots` there
+    are as many as run in full rounds, of half to one and a half of the usual weight."""
     total = sum(each.weight for each in found)
     if not total:
         return
     number = max(least, -int(-total // 1))
+    if slots > 1:
+        rounds = max(1, round(total / slots))
+        number = max(least, 1, min(rounds * slots, int(total / _LEAST_PARTITION)))
     group: list[Slice] = []
     room, left = (full := total / number), total
     for weighed in found:

@@ -16,7 +16,7 @@ from mqstore.broker.names import SCHEDULE_TOPIC
 from mqstore.errors import OffsetOutOfRangeError
 from mqstore.spark.columns import ColumnReader
 from mqstore.spark.options import SourceOptions
-from mqstore.spark.plan import LogSlice, QueueSlice, Slice, StoreName, is_wanted, open_sliced, open_store
+from mqstore.spark.plan import LogSlice, QueueSlice, Slice, StoreName, is_wanted, open_sliced
 from mqstore.spark.rows import Piece, Policy
 from mqstore.spark.telling import of_store
 
@@ -125,12 +125,13 @@ def read_pieces(
     for name, pieces in groupby(slices, key=lambda piece: piece.store):
         with (
             of_store(name.path),
-            open_store(name) as store,
+            open_sliced(name) as store,
             ColumnReader(
                 store, (), tags=options.tags, where=options.filter, keys=options.keys, policy=policy
             ) as reader,
         ):
             for piece in pieces:
+                store.load(piece.topic, piece.queue_id)
                 for each in reader.pieces(piece.topic, piece.queue_id, piece.start, piece.stop):
                     _check_loss(options, policy, piece)
                     yield piece, each

@@ -43,8 +43,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from mqstore.errors import ConfigError, MQStoreError, NotAStoreError
+from mqstore.files.filesystem import REAL
 from mqstore.spark.columns import check_columns, default_columns
-from mqstore.spark.jobs.shape import Plan, Progress, Selection, Shaped, Stores, local_path, run, select
+from mqstore.spark.jobs.shape import Plan, Progress, Selection, Shaped, Stores, local_path, run, select, slots_of
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import QueueSlice, StoreName, open_sliced
 from mqstore.spark.progress import look
@@ -120,7 +121,7 @@ def export_parquet(
     if txn is not None and _checked(txn)[1] <= before["txns"].get(txn[0], -(1 << 63)):
         return ExportResult(job.dest, None, True, 0, 0, 0, 0, 0, time.monotonic() - started, before["ends"])
     noted, before = before["ends"], job.cut_back(before)
-    tasks, passed = job.tasks(before), job.passed_over(before)
+    tasks, passed = job.tasks(before, slots_of(spark)), job.passed_over(before)
     if not tasks and txn is None and noted == before["ends"]:
         return ExportResult(job.dest, None, False, 0, 0, 0, 0, 0, time.monotonic() - started, before["ends"])
     places = {name.id: place for name in job.selection.stores() if (place := _place(name)) is not None}
@@ -307,11 +308,11 @@ class _Job:
                 queues[str(key.queue_id)] = bounds.top
         return {**before, "ends": ends}
 
-    def tasks(self, before: dict[str, Any]) -> list[list[QueueSlice]]:
+    def tasks(self, before: dict[str, Any], slots: int = 1) -> list[list[QueueSlice]]:
         """What no run has exported yet. ConfigError, as `check`."""
         self.check(before)
         self.selection.check_queues()  # a run that goes on says scan=queue
-        return self._resumed(before).queue_tasks(resumed=True)
+        return self._resumed(before).queue_tasks(resumed=True, slots=slots)
 
     def passed_over(self, before: dict[str, Any]) -> list[list[QueueSlice]]:
         """What no run has exported and this one leaves out, since it lies before its start bound. It is noted as if it
@@ -473,6 +474,7 @@ class _Files:
             writer = pq.ParquetWriter(path, schema, compression=self._job.compression, use_dictionary=again)
         table = pa.Table.from_batches(batches)
         writer.write_table(table, row_group_size=len(table))
+        _sync(path, begin=True)
         self._rows[target] = self._rows.get(target, 0) + len(table)
         self._open[folder] = writer, path, target
 
@@ -546,11 +548,14 @@ def _publish(job: _Job, manifest: dict[str, Any], written: Sequence[_Written]) -
         _sync(each)
 
 
-def _sync(path: str) -> None:
-    """Have a file, or the names in a folder, on disk."""
+def _sync(path: str, *, begin: bool = False) -> None:
+    """Have a file, or the names in a folder, on disk; or `begin` with what there is of a file that grows."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        if begin:
+            REAL.write_back(descriptor)
+        else:
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

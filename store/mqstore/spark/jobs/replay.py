@@ -40,7 +40,7 @@ from mqstore.spark.jobs.rewrite import (
     queue_selection,
     sinks_of,
 )
-from mqstore.spark.jobs.shape import Bound, Progress, Selection, Stores, select
+from mqstore.spark.jobs.shape import Bound, Progress, Selection, Stores, select, slots_of
 
 __all__ = ["REPLAY_ID", "REPLAY_STORE_TIME", "replay", "replay_plan"]
 
@@ -148,7 +148,7 @@ class _Asked:
         tasks = living(chosen.tasks())
         to = prepare(chosen, sinks, tasks, wishes)
         parts = parts_of(tasks, to, self.route)
-        at_once = 1 if spark is None else max(1, min(len(parts), spark.sparkContext.defaultParallelism))
+        at_once = max(1, min(len(parts), slots_of(spark)))
         rewrite = Rewrite(
             chosen.options,
             to,

@@ -59,6 +59,7 @@ __all__ = [
     "local_path",
     "run",
     "select",
+    "slots_of",
 ]
 
 Stores = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, str | os.PathLike[str]]
@@ -190,19 +191,19 @@ class Selection:
         """The same with other fields of `SourceOptions`; `given` stays as it was."""
         return replace(self, options=replace(self.options, **values))
 
-    def tasks(self, *, by_region: bool = False, resumed: bool = False) -> list[list[Slice]]:
+    def tasks(self, *, by_region: bool = False, resumed: bool = False, slots: int = 1) -> list[list[Slice]]:
         """The messages cut into tasks, as `plan.plan` does."""
         if self.options.scan == "log" and (self.offsets, self.times_ms) != ((0, _LAST), (-_LAST, _LAST)):
             raise ConfigError("scan=log reads whole logs and knows no offsets and times of queues: use scan=queue")
         offsets = self.offsets[0], self.offsets[1] - 1
         times_ms = self.times_ms[0], self.times_ms[1] if self.times_ms[1] == _LAST else self.times_ms[1] - 1
         narrowing = Narrowing(offsets=offsets, times_ms=times_ms)
-        return plan(self.options, narrowing, by_region=by_region, resumed=resumed)
+        return plan(self.options, narrowing, by_region=by_region, resumed=resumed, slots=slots)
 
-    def queue_tasks(self, *, by_region: bool = False, resumed: bool = False) -> list[list[QueueSlice]]:
+    def queue_tasks(self, *, by_region: bool = False, resumed: bool = False, slots: int = 1) -> list[list[QueueSlice]]:
         """As `tasks`, for a job that goes by queues. ConfigError for a store that has records and no queues."""
         found: list[list[QueueSlice]] = []
-        for task in self.tasks(by_region=by_region, resumed=resumed):
+        for task in self.tasks(by_region=by_region, resumed=resumed, slots=slots):
             found.append([])
             for piece in task:
                 if isinstance(piece, LogSlice):
@@ -353,6 +354,14 @@ class Failure:
         for name, value in self.attributes.items():
             setattr(found, name, value)
         return found
+
+
+def slots_of(spark: Any) -> int:
+    """How many tasks run at once in a session; 1 without one, and where it does not say: `run` refuses such."""
+    try:
+        return 1 if spark is None else max(1, int(spark.sparkContext.defaultParallelism))
+    except Exception:
+        return 1
 
 
 def run(

@@ -27,7 +27,7 @@ from mqstore.errors import ConfigError
 from mqstore.layout.properties import KEYS
 from mqstore.options import seconds
 from mqstore.spark.arrow import cut, text
-from mqstore.spark.jobs.shape import Plan, Progress, Selection, Shaped, Stores, run, select
+from mqstore.spark.jobs.shape import Plan, Progress, Selection, Shaped, Stores, run, select, slots_of
 from mqstore.spark.options import SourceOptions, interval_ms
 from mqstore.spark.plan import QueueSlice, open_store
 from mqstore.spark.rows import OnCorrupt, Piece
@@ -158,7 +158,7 @@ def traffic_report(
         raise ConfigError(f"top={top!r} is no number from 0 on")
     chosen = select(stores, topics=topics)
     work = partial(_count, _reading(chosen), length_ms, bool(top))
-    parts = run(spark, _tasks(chosen), work, progress, "mqstore traffic")
+    parts = run(spark, _tasks(chosen, slots_of(spark)), work, progress, "mqstore traffic")
     tallies: dict[Queue, Tally] = {}
     keys = HeavyHitters()
     for part in parts:
@@ -213,14 +213,14 @@ def _checked_by(by: Sequence[str]) -> tuple[str, ...]:
 # -- what is read ------------------------------------------------------------------------------------------------------
 
 
-def _tasks(selection: Selection) -> list[list[QueueSlice]]:
+def _tasks(selection: Selection, slots: int = 1) -> list[list[QueueSlice]]:
     """Slices of queues; of retry topics as well, if no topics are named."""
     options = selection.options
     if options.scan == "log":
         raise ConfigError("option scan=log: traffic is counted by queues: use scan=queue")
     if options.topics or options.assign or options.topic_pattern or options.include_system_topics:
-        return selection.queue_tasks(by_region=True)
-    tasks = selection.with_options(include_system_topics=True).queue_tasks(by_region=True)
+        return selection.queue_tasks(by_region=True, slots=slots)
+    tasks = selection.with_options(include_system_topics=True).queue_tasks(by_region=True, slots=slots)
     kept = [[piece for piece in task if _counts(piece.topic)] for task in tasks]
     return [task for task in kept if task]
 
