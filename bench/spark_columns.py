@@ -18,13 +18,14 @@ import random
 import struct
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from mqstore import MessageStore, OutgoingMessage, StoreConfig
-from mqstore.layout.record import check_record, decode_record
+from mqstore.layout.record import Record, check_record, decode_record
 from mqstore.log.message import row_of
+from mqstore.log.tip import QueueRef
 from mqstore.spark.columns import ColumnReader
 from mqstore.spark.rows import Policy
 
@@ -55,23 +56,25 @@ def _refs(store: MessageStore) -> list[Any]:
     return [ref for topic in store.topics() for ref in store.queues(topic)]
 
 
+def decoded(store: MessageStore, ref: QueueRef, low: int, high: int, *, verify: bool = False) -> Iterator[Record]:
+    """The records of a part of a queue, one by one."""
+    for physical, _, _ in struct.iter_unpack(">qiq", store._queues.get(*ref).read(low, high - low)):  # type: ignore[union-attr]
+        segment = store._run.find(physical)
+        assert segment is not None
+        buffer, at = store._run.mapping(segment), physical - segment.start
+        if verify:
+            assert check_record(buffer, at, len(buffer), physical, store.manifest.checksum).status == "ok"
+        yield decode_record(buffer, at)
+
+
 def decode(store: MessageStore, every: bool, verify: bool = False) -> int:
     count = 0
     for ref in _refs(store):
-        rows: list[Any] = []
-        low, high = store.offsets(*ref)
-        for physical, _, _ in struct.iter_unpack(">qiq", store._queues.get(*ref).read(low, high - low)):  # type: ignore[union-attr]
-            segment = store._run.find(physical)
-            assert segment is not None
-            buffer, at = store._run.mapping(segment), physical - segment.start
-            if verify:
-                assert check_record(buffer, at, len(buffer), physical, store.manifest.checksum).status == "ok"
-            record = decode_record(buffer, at)
-            if every:
-                rows.append((*record, record.properties))
-            else:
-                rows.append((ref.topic, ref.queue_id, record.queue_offset, record.body))
-        count += len(rows)
+        records = decoded(store, ref, *store.offsets(*ref), verify=verify)
+        if every:
+            count += len([(*record, record.properties) for record in records])
+        else:
+            count += len([(ref.topic, ref.queue_id, record.queue_offset, record.body) for record in records])
     return count
 
 
