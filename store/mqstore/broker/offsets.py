@@ -134,6 +134,12 @@ class OffsetTable:
                 f"offset {offset} of queue {queue_id} of {topic!r}: an offset lies in 0..{_OFFSET_MAX}, "
                 f"a queue id in 0..{_QUEUE_ID_MAX}"
             )
+        self.note(group, topic, queue_id, offset)
+        if durability == "flush":
+            self.save()
+
+    def note(self, group: str, topic: str, queue_id: int, offset: int) -> None:
+        """`commit` of numbers that are the engine's own."""
         with self._lock:
             if not self.resets or (group, topic, queue_id) not in self.resets:
                 try:
@@ -141,8 +147,6 @@ class OffsetTable:
                 except KeyError:
                     self._queues_of(group, topic)[queue_id] = offset
                 self._changes += 1
-        if durability == "flush":
-            self.save()
 
     def begin(self, group: str, topic: str, queue_id: int) -> None:
         """Let a group that has no progress in a queue have it at the queue's first message: what waits there for it is

@@ -64,7 +64,7 @@ _CHUNKS = 4
 class _Route:
     """Where the messages of one topic are, for one group."""
 
-    __slots__ = ("group", "max_attempts", "queues", "quick", "retries")
+    __slots__ = ("choices", "group", "max_attempts", "queues", "quick", "retries")
 
     def __init__(
         self,
@@ -81,6 +81,8 @@ class _Route:
         self.queues = queues
         self.retries = retries
         """(mark, state) of the retry topics that exist."""
+        self.choices = len(queues) > 1 or bool(retries)
+        """Whether there is anything to be chosen by chance."""
 
 
 class PopService:
@@ -172,7 +174,7 @@ class PopService:
             # Looked up each time: the topic may have been altered while we waited.
             route = self._routes.get((group, topic)) or self._route(group, topic)
             now_ms, limit = self._clock.now_ms(), route.max_attempts
-            lucky = int(self._rng() * 100)
+            lucky = int(self._rng() * 100) if route.choices else 0
             quick = route.quick and (lucky >= _RETRY_PERCENT or not route.retries)
             if quick and n == 1 and filter is None and not order:
                 # As `_pop` for one message, as long as there is nothing to it.

@@ -89,7 +89,7 @@ class PopTables(Desk):
             self._tip, self._queue, self._pop_tail, self._max_body = pop
             self._ack_tail = ack.tail
             self._resets = self.offsets.resets
-            self._commit = self.offsets.commit
+            self._commit = self.offsets.note
             self._batch, self._delivery = Batch, Delivery
 
     # -- states -----------------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ class PopTables(Desk):
         committed = state.advance()
         if committed != state.written:
             topic, group, queue_id = state.key
-            self.offsets.commit(group, topic, queue_id, committed)
+            self.offsets.note(group, topic, queue_id, committed)
             state.written = committed
 
     def ready(self, state: QueueState, start: Start | None) -> bool:
