@@ -112,6 +112,7 @@ class Plan(Shaped):
     bytes: int
     """Of records, about: of a large queue a few records are looked at."""
     tasks: int
+    """Without a session whose slots are to be filled (`slots_of`)."""
 
     @classmethod
     def of_slices(cls, tasks: Sequence[Sequence[Slice]]) -> Plan:
