@@ -249,12 +249,20 @@ def test_a_put_that_waits_for_the_disk_does_not_hold_up_the_loop(
 def test_a_loop_of_puts_lets_others_have_their_turn(tmp_path: Path) -> None:
     async def test(store: aio.Store) -> None:
         queue = await store.queue("q")
-        other = asyncio.create_task(queue.get())
-        for _ in range(1_000_000):  # on a busy machine it takes a while until the dispatcher runs
+        turns = 0
+
+        async def other() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        waiting, others = asyncio.create_task(queue.get()), asyncio.create_task(other())
+        for _ in range(20_000):
             await queue.put(b"x")
-            if other.done():
-                return
-        raise AssertionError("nobody else had a turn")
+        others.cancel()
+        assert turns >= 20_000 // 1000
+        assert (await waiting).value == b"x"
 
     with_store(test, tmp_path)
 

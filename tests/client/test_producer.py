@@ -48,7 +48,7 @@ from mqstore.client.producer import Producer
 from mqstore.client.submitter import Submitter
 from mqstore.client.transaction import Transaction
 from mqstore.layout.record import COMPRESSED, COMPRESSION_TYPE_MASK, COMPRESSION_ZLIB
-from tests.client.popsupport import advance, ended, in_thread
+from tests.client.popsupport import advance, ended, in_thread, until
 from tests.faults import FaultyFileSystem
 from tests.log.support import open_store
 
@@ -1008,6 +1008,7 @@ def test_close_while_others_submit_and_wait_for_room(broker: Broker) -> None:
 
     threads = [in_thread(work) for _ in range(4)]
     assert gate.arrived.wait(WAIT_S)
+    until(lambda: len(accepted) == 4)
     closer = in_thread(producer.close)
     for thread, outcome in threads:
         assert isinstance(ended(thread, outcome), StoreClosedError)  # though nothing moves yet
