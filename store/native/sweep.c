@@ -63,7 +63,7 @@ enum { SIZE, QUEUE_ID, SYS_FLAG, TOPIC, TAIL, INT_ROWS };
 /* The pages of a mapping come in as they are met, by an interrupt for each sixteen or so, which costs as much again as it
    takes: what was fetched ahead stops before a page that is not there. So they are met a stretch at a time, and not all at
    once: what has to come from a disk then comes while what is there is read. */
-enum { STRETCH = 1 << 20, COME_TOGETHER = 1 << 16 };
+enum { STRETCH = 1 << 20, COME_TOGETHER = 1 << 16, MUCH_BYTES = 1 << 22 };
 
 /* Meet the stretch that begins at `from`; where it ends. */
 static int64_t meet(const uint8_t *data, int64_t length, int64_t from)
@@ -174,7 +174,9 @@ PyObject *native_sweep(PyObject *module, PyObject *const *args, Py_ssize_t nargs
     topics.first = l + TOPIC_FIRST * room;
     topics.size = l + TOPIC_SIZE * room;
     bool full = false, more = true;
-    PyThreadState *others = PyEval_SaveThread();
+    /* What was put a moment ago is read sooner than another thread would give the interpreter back: beside one that puts
+       without pause that takes milliseconds. */
+    PyThreadState *others = checksums || stop - at >= MUCH_BYTES ? PyEval_SaveThread() : NULL;
     while (more) {
         if (at >= populated && at < length)
             populated = meet(data, length, at);
@@ -226,7 +228,8 @@ PyObject *native_sweep(PyObject *module, PyObject *const *args, Py_ssize_t nargs
             at += p->size;
         }
     }
-    PyEval_RestoreThread(others);
+    if (others)
+        PyEval_RestoreThread(others);
     if (full)
         PyErr_NoMemory();
     else

@@ -18,6 +18,7 @@ import pytest
 from mqstore import MessageStore, SimulatedClock, StoreConfig, StoreFullError
 from mqstore.layout.hosts import encode_host
 from mqstore.layout.record import encode_record
+from mqstore.layout.spares import Spares
 from mqstore.log.recovery import RecoverOptions
 from mqstore.log.repair import recover_store
 from tests.conftest import GOLDEN_NAMES, GoldenStore
@@ -387,3 +388,27 @@ def test_who_waits_is_told_of_what_came_before_the_disk_was_full(tmp_path: Path)
         assert grown == [1]
         fs.heal()
         assert store.offsets("t") == (0, 3)
+
+
+def test_who_reads_beside_a_writer_without_pause_waits_for_what_was_there(tmp_path: Path) -> None:
+    with open_store(tmp_path / "s") as store:
+        store.put("t", b"0")
+        # A writer that has always put another one when a pass is over.
+        store._dispatcher.listeners.append(lambda *_: store.put("t", b"more") if store.stats().puts < 1000 else None)
+        assert [message.body for message in store.read("t", 0, 0, 1)] == [b"0"]
+        assert store.stats().puts < 10
+
+
+def test_who_has_the_dispatcher_for_long_does_the_work_of_who_waits_for_it(tmp_path: Path) -> None:
+    with open_store(tmp_path / "s") as store:
+        store.put("t", b"0")
+        dispatcher = store._dispatcher
+        dispatcher._lock.acquire()
+        reader = threading.Thread(target=dispatcher.run_once)
+        reader.start()
+        try:
+            dispatcher._pass(dispatcher._end_of(), Spares())  # and takes it again, before anybody else has it
+            reader.join(20)
+            assert not reader.is_alive()
+        finally:
+            dispatcher._lock.release()

@@ -33,6 +33,7 @@ __all__ = ["Dispatcher", "slot_runs"]
 
 _log = logging.getLogger("mqstore")
 _BATCH = 8192
+_TURN_S = 0.01
 
 
 def slot_runs(end: int, offsets: npt.NDArray[np.int64] | Sequence[int]) -> list[tuple[int, int]]:
@@ -97,20 +98,26 @@ class Dispatcher:
         self._unsafe: set[str] = set()
 
     def run_once(self) -> int:
-        """Dispatch what has been appended since; bytes done. Raises what writing units or index entries raised."""
-        if self.position >= self._end_of():
-            return 0
-        with self._lock:
-            begin = self.position
-            spares = Spares()
+        """Dispatch what has been appended before this call, and maybe more; bytes done. Raises what writing units or
+        index entries raised."""
+        end = self._end_of()  # not where it is by then: beside who puts without pause that comes never
+        done = 0
+        spares = Spares()
+        while self.position < end:
+            if not self._lock.acquire(timeout=_TURN_S):
+                continue  # who has it does our work, but may take it again before we get it
             try:
-                while self.position < self._end_of():
+                begin = self.position
+                while self.position < end:
                     self._pass(self._end_of(), spares)
+                done += self.position - begin
+                self.error = None
             except Exception as error:
                 self.error = error
                 raise
-            self.error = None
-            return self.position - begin
+            finally:
+                self._lock.release()
+        return done
 
     def catch_up(self) -> bool:
         """As `run_once`, for a reader: what hinders dispatch is noted and shows in `stats()`, what is dispatched can
