@@ -317,6 +317,31 @@ def test_a_failed_sync_is_final(tmp_path: Path) -> None:
         log.write()
 
 
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
+@pytest.mark.parametrize("operation", ["open", "sync_directory"])
+def test_a_sync_that_finds_no_descriptor_free_is_made_by_the_next_write(
+    tmp_path: Path, operation: str, number: int
+) -> None:
+    """Nothing was synced, so nothing was dropped; the timer did nothing more until the store was opened again (P8)."""
+    fs = FaultyFileSystem()
+    log = new_log(tmp_path, fs)
+    positions = [log.append(unit) for unit in units(4)]
+    log.write()
+    # So many that the first segments are written, and their descriptors given back, before the sync begins.
+    positions += [log.append(UNIT) for _ in range(20)]
+    if operation == "open":
+        written = 6  # each segment but the first is opened to be written to; next are those that the sync opens
+        fs.fail("open", number, nth=written, times=None, path_part="timerlog")
+    else:
+        fs.fail("sync_directory", number, times=None, path_part="timerlog")
+    with pytest.raises(StoreIOError):
+        log.write()
+    assert log.written == positions[3] + UNIT_BYTES
+    fs.heal()
+    log.write()
+    assert [position for position, _ in all_of(reloaded(tmp_path, 0, log.end))] == positions
+
+
 def test_a_write_with_nothing_new_touches_no_file(tmp_path: Path) -> None:
     fs = FaultyFileSystem()
     log = new_log(tmp_path, fs)

@@ -177,13 +177,16 @@ def test_a_failed_sync_of_the_log_poisons_until_the_store_is_opened_again(tmp_pa
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
-def test_a_sync_that_finds_no_descriptor_free_is_made_when_there_is_one(tmp_path: Path, number: int) -> None:
+@pytest.mark.parametrize("operation", ["open", "sync_directory"])
+def test_a_sync_that_finds_no_descriptor_free_is_made_when_there_is_one(
+    tmp_path: Path, operation: str, number: int
+) -> None:
     """Nothing was synced, so the system has dropped nothing; the store took no more puts until opened anew (P8)."""
     path = tmp_path / "store"
     fs = FaultyFileSystem()
     with MessageStore(path, config=config(), fs=fs) as store:
         first = store.put("t", body_of(0), keys="k0")
-        fs.fail("open", number, path_part="commitlog", times=None)
+        fs.fail(operation, number, path_part="commitlog", times=None)
         for _ in range(2):
             with pytest.raises(FlushTimeoutError) as caught:
                 store.flush()

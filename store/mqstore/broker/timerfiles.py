@@ -59,7 +59,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mqstore.errors import FlushFailedError
-from mqstore.files.filesystem import FileSystem
+from mqstore.files.filesystem import FileSystem, SyncNotBegunError
 from mqstore.files.segments import SegmentRun
 
 __all__ = [
@@ -323,6 +323,8 @@ class TimerLog:
             at = stop
         try:
             run.sync(self._written, self.end)
+        except SyncNotBegunError:
+            raise
         except OSError as error:
             self._failed = error
             raise

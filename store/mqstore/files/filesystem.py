@@ -109,7 +109,8 @@ def _allocate(fd: int, length: int) -> bool:
 
 
 class SyncNotBegunError(StoreIOError):
-    """No descriptor was free to sync by. The system was asked for nothing, so it has dropped nothing: try again."""
+    """No descriptor was free to sync by, be it the first or the last of several. Those that were made succeeded, and of
+    the others the system knows nothing, so it has dropped nothing: try again, all of it."""
 
 
 class FileSystem:

@@ -597,7 +597,7 @@ class SegmentRun:
 
         One fdatasync a segment: with the kernel's own list of dirty pages it beats naming the range (RWF_DSYNC,
         msync), which must walk or copy it. An error is final (store-format 8.1): never call again; but for
-        `SyncNotBegunError`, after which nothing is other than before."""
+        `SyncNotBegunError`."""
         last = self.last
         if (
             _LINUX
@@ -617,20 +617,20 @@ class SegmentRun:
         try:
             # Those that a put leaves behind, and no more: a recovery syncs all there are, one by one.
             opened = {segment.start: self._file_to_sync(segment) for segment in wanted[:_OPEN_AHEAD]}
+            for segment in wanted:
+                if not _LINUX:
+                    # Elsewhere a sync of the file need not include what was stored through a mapping.
+                    mapping = segment.mapping
+                    if mapping is not None and segment.writable:
+                        mapping.flush()
+                file = opened.pop(segment.start, None) or self._file_to_sync(segment)
+                if file is not None:
+                    self._fs.fdatasync(file.fd)
+            self.sync_folder()
         except StoreIOError as error:
-            if error.errno not in _TOO_MANY_OPEN:
+            if error.errno not in _TOO_MANY_OPEN or error.operation == "fdatasync":
                 raise
             raise SyncNotBegunError(error.errno, error.strerror or "", error.filename, error.operation) from error
-        for segment in wanted:
-            if not _LINUX:
-                # Elsewhere a sync of the file need not include what was stored through a mapping.
-                mapping = segment.mapping
-                if mapping is not None and segment.writable:
-                    mapping.flush()
-            file = opened.pop(segment.start, None) or self._file_to_sync(segment)
-            if file is not None:
-                self._fs.fdatasync(file.fd)
-        self.sync_folder()
 
     def _file_to_sync(self, segment: Segment) -> _File | None:
         """Its descriptor; None when it was dropped a moment ago."""
