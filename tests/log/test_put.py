@@ -9,6 +9,7 @@ import errno
 import itertools
 import shutil
 import struct
+import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,7 @@ from mqstore import (
     MessageStore,
     OutgoingMessage,
     ReadOnlyStoreError,
+    SendReceipt,
     SimulatedClock,
     StoreBusyError,
     StoreClosedError,
@@ -838,27 +840,97 @@ def test_a_put_of_a_signal_handler_while_a_segment_is_entered(
 
 
 @pytest.mark.parametrize("durability", ["append", "flush"])
-@pytest.mark.parametrize("call", ["create", "mapping"])
-def test_a_store_that_a_signal_handler_has_closed_while_a_segment_is_entered_takes_no_put(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, durability: Durability
+@pytest.mark.parametrize("call", ["_make", "create", "mapping"])
+@pytest.mark.parametrize("filled", [0, 1])
+def test_a_signal_handler_cannot_close_a_store_while_a_segment_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, filled: int, call: str, durability: Durability
 ) -> None:
-    """This one and all later ones were stored, in files that might be another process's by then."""
-    store = open_store(tmp_path / "s", durability=durability)
-    real = getattr(SegmentRun, call)
+    """It waited for a lock that its own thread had, or left a segment behind the end; what the put then did was done in
+    files that might be another process's by then."""
+    with open_store(tmp_path / "s", durability=durability) as store:
+        for _ in range(filled):
+            store.put("t", bytes(3000))
+        real = getattr(SegmentRun, call)
 
-    def interrupted(run: SegmentRun, where: Any) -> Any:
-        result = real(run, where)
-        if run is store._run:
-            monkeypatch.undo()
-            store.close()
-        return result
+        def interrupted(run: SegmentRun, where: Any) -> Any:
+            result = real(run, where)
+            if run is store._run:
+                monkeypatch.undo()
+                with pytest.raises(StoreBusyError):
+                    store.close()
+            return result
 
-    monkeypatch.setattr(SegmentRun, call, interrupted)
-    for _ in range(2):
-        with pytest.raises(StoreClosedError):
-            store.put("t", b"x")
+        monkeypatch.setattr(SegmentRun, call, interrupted)
+        assert store.put("t", bytes(3000)).offset == filled
     with open_store(tmp_path / "s") as store:
-        assert store.max_offset == 0
+        assert store.recovery.scanned_from is None
+        assert [m.offset for m in store.read("t")] == [*range(filled + 1)]
+
+
+class Awaited:
+    """A lock that is another thread's for a while: who waits for it first sees a signal handler run."""
+
+    def __init__(self, handler: Callable[[], object]) -> None:
+        self.handler = handler
+        self.lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        handler, self.handler = self.handler, lambda: None
+        handler()
+        self.lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+
+
+def test_a_signal_handler_while_a_put_waits_for_the_segment_that_is_made_in_the_background(tmp_path: Path) -> None:
+    """Closed by it, the store was given back, and the put then made a segment in it. A put of its own was lost: the one
+    that it had interrupted made the same segment anew."""
+    with open_store(tmp_path / "s") as store:
+        first = store.put("t", bytes(3000))
+        receipts: list[SendReceipt] = []
+
+        def handler() -> None:
+            with pytest.raises(StoreBusyError):
+                store.close()
+            with pytest.raises(StoreBusyError):
+                store.put("t", bytes(3000))
+            receipts.append(store.put("t", b"fits"))
+
+        store._run._prepare_lock = Awaited(handler)  # type: ignore[assignment]
+        receipts.append(store.put("t", bytes(3000)))
+        assert [m.physical_offset for m in store.read("t")] == [r.physical_offset for r in [first, *receipts]]
+    with open_store(tmp_path / "s") as store:
+        assert store.recovery.scanned_from is None
+        assert store._run.starts == (0, store._run.segment_bytes)
+        assert list(store.verify()) == []
+
+
+@pytest.mark.parametrize("moment", ["replace", "create", "mapping"])
+@pytest.mark.parametrize("filled", [0, 1])
+def test_ctrl_c_while_a_segment_is_made_leaves_none_behind_the_end_of_a_closed_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, filled: int, moment: str
+) -> None:
+    """The next opening did not believe that it had been closed, read the log, and said that it changed the store."""
+    store = open_store(tmp_path / "s", fs=FaultyFileSystem())
+    for _ in range(filled):
+        store.put("t", bytes(3000))
+    where = type(store.fs) if moment == "replace" else SegmentRun
+    real = getattr(where, moment)
+
+    def interrupted(self: object, *arguments: Any) -> Any:
+        real(self, *arguments)
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(where, moment, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        store.put("t", bytes(3000))
+    store.close()
+    with open_store(tmp_path / "s") as store:
+        assert (store.recovery.scanned_from, store.recovery.changed) == (None, False)
+        assert store.put("t", bytes(3000)).offset == filled
+        assert [m.offset for m in store.read("t")] == [*range(filled + 1)]
 
 
 def test_a_store_that_was_closed_holds_no_descriptor(tmp_path: Path) -> None:

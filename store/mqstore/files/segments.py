@@ -460,6 +460,8 @@ class SegmentRun:
                 self._fs.replace(segment.path, path)
             except BaseException:
                 self._discard_prepared()
+                with contextlib.suppress(OSError, MQStoreError):  # Ctrl-C comes when it has its name already
+                    self._fs.unlink(path, missing_ok=True)
                 raise
             self._prepared = None
             segment.path = path

@@ -288,7 +288,7 @@ class CommitLog(Tip):
         self._fd = -1
         self._base = 0
         self._limit = -1
-        self._writing = False
+        self._writing = self._rolling = self._creating = False
 
     @property
     def min_offset(self) -> int:
@@ -521,7 +521,7 @@ class CommitLog(Tip):
             self._refuse_holder()
             self._let_in.wait(_LOOK_S)
         self._check_failed()
-        if self._writing:
+        if self._writing or self._creating:
             raise StoreBusyError("put by a signal handler that interrupted a put which is just writing; put it later")
         if size > self.max_record_bytes:
             raise InvalidMessageError(
@@ -531,17 +531,21 @@ class CommitLog(Tip):
             )
         if self._soiled > self.end:
             self.settle()
+        rolling, self._rolling = self._rolling, True
+        try:
+            return self._make_room(size)
+        finally:
+            self._rolling = rolling
+
+    def _make_room(self, size: int) -> int:
         position = self.end
         if self._mapping is None:
-            segment = self.run.find(position)
-            if segment is None:
-                segment = self.run.create(position)
-            self._enter(segment)
+            self._enter(self.run.find(position) or self._create(position))
             if position + size <= self._limit:
                 return position
         start = self._base + self.run.segment_bytes
         # There already when an earlier roll got so far and no further: no descriptor for its mapping, or Ctrl-C.
-        segment = self.run.find(start) or self.run.create(start)
+        segment = self.run.find(start) or self._create(start)
         if position < start:  # else the segment is full to its end: recovered that way, or of such a roll
             blank = encode_blank(start - position)
             if self.end == position:  # no call from here on, as in `append`
@@ -552,6 +556,14 @@ class CommitLog(Tip):
         if self.end == start:
             self._enter(segment)
         return start
+
+    def _create(self, start: int) -> Segment:
+        # A signal handler's put that needs one, too, is refused: it would wait for us, or make the same.
+        self._creating = True
+        try:
+            return self.run.create(start)
+        finally:
+            self._creating = False
 
     # -- holding ----------------------------------------------------------------------------------------------------
 
@@ -645,8 +657,9 @@ class CommitLog(Tip):
 
     @property
     def is_writing(self) -> bool:
-        """Whether this very thread is in the middle of a put: a signal handler asks."""
-        return self._writing and self._lock._is_owned()  # type: ignore[attr-defined]  # as in `append`
+        """Whether this very thread is in the middle of a put that writes, or makes room: a signal handler asks."""
+        busy = self._writing or self._rolling
+        return busy and self._lock._is_owned()  # type: ignore[attr-defined]  # as in `append`
 
     def _check_failed(self) -> None:
         if self.failed is not None:

@@ -1039,6 +1039,8 @@ class MessageStore(StoreWriter):
         if self._log.end > self._commit.flushed:
             self._commit.sync_now()
         try:
+            # Ctrl-C in a put may have left a segment behind the end, which opening would take for another log's.
+            self._run.drop_from(max(self._log.end, self._run.min_offset + 1))
             self._dispatcher.run_once()
             self._dispatcher.put_pending()
         except OSError as error:
