@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mqstore.clock import SimulatedClock
 from mqstore.errors import CorruptStoreError, FormatError, StoreFullError, StoreIOError
 from mqstore.files import jsonfile
-from mqstore.files.jsonfile import decode_json, encode_json, load_json, save_json, set_aside_json
+from mqstore.files.jsonfile import check_backup, decode_json, encode_json, load_json, save_json, set_aside_json
 from tests.faults import CHANGES, Crash, FaultyFileSystem
 
 NOW_MS = 1_700_000_000_000
@@ -531,6 +531,20 @@ def test_a_file_that_cannot_be_read_is_not_taken_for_bad(tmp_path: Path, monkeyp
     with pytest.raises(StoreIOError, match="more than the 7"):
         load_json(path, writer=True)
     assert names(tmp_path) == ["x.json", "x.json.bak"]
+
+
+def test_a_damaged_backup_is_told_of_and_by_a_writer_replaced(tmp_path: Path) -> None:
+    path = put(tmp_path, GOOD, b"bad")
+    what = check_backup(path, writer=False)
+    assert what is not None
+    assert names(tmp_path) == ["x.json", "x.json.bak"]
+    assert (check_backup(path, writer=True, clock=SimulatedClock(NOW_MS)) or "").startswith(what)
+    assert names(tmp_path) == ["x.json", "x.json.bak", f"x.json.bak.corrupt-{NOW_MS}"]
+    assert path.with_name("x.json.bak").read_bytes() == GOOD
+    assert check_backup(path, writer=True) is None
+    path.with_name("x.json.bak").unlink()
+    assert check_backup(path, writer=True) is None
+    assert names(tmp_path) == ["x.json", f"x.json.bak.corrupt-{NOW_MS}"]
 
 
 def test_repair_moves_the_bad_ones_aside_and_keeps_the_good(tmp_path: Path) -> None:

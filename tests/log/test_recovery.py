@@ -1434,6 +1434,29 @@ def test_a_json_file_whose_backup_is_good_is_mended_by_a_recovery(tmp_path: Path
     assert recover_store(made.path, EVERYTHING, config=config, json_checks=checks).findings == []
 
 
+@pytest.mark.parametrize("text", ['{"n": "five"}', "{", ""])
+def test_a_damaged_backup_of_a_good_json_file_is_told_of_and_mended(tmp_path: Path, text: str) -> None:
+    """Nobody looked at it: that there was one good copy left showed when that was damaged, too."""
+    made = make(tmp_path / "s")
+    folder = made.path / "config"
+    folder.mkdir(exist_ok=True)
+    (folder / "x.json").write_text('{"n": 5}')
+    (folder / "x.json.bak").write_text(text)
+    checks = {"config/x.json": refuse_strings}
+    config = StoreConfig(clock=SimulatedClock(), **SIZES)
+    with made.open("r") as store:
+        assert [(f.kind, f.file) for f in store.verifier(checks).findings()] == [("bad_json", "config/x.json.bak")]
+    dry = recover_store(made.path, RecoverOptions(full=True, dry_run=True), config=config, json_checks=checks)
+    assert ([f.file for f in dry.findings], dry.changed) == (["config/x.json.bak"], True)
+    assert (folder / "x.json.bak").read_text() == text
+    report = recover_store(made.path, EVERYTHING, config=config, json_checks=checks)
+    assert ([f.file for f in report.findings], report.changed) == (["config/x.json.bak"], True)
+    assert (folder / "x.json").read_text() == (folder / "x.json.bak").read_text() == '{"n": 5}'
+    assert [path.read_text() for path in folder.glob("*.corrupt-*")] == [text]
+    again = recover_store(made.path, EVERYTHING, config=config, json_checks=checks)
+    assert (again.findings, again.changed) == ([], False)
+
+
 def test_a_value_of_the_wrong_type_is_mended_when_it_is_asked_for(tmp_path: Path) -> None:
     """`--rebuild config` judged by less than those who would not load the file, and found nothing to do."""
     made = make(tmp_path / "s")

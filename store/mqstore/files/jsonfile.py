@@ -40,7 +40,17 @@ from mqstore.clock import SYSTEM_CLOCK, Clock
 from mqstore.errors import CorruptStoreError, FormatError, MQStoreError
 from mqstore.files.filesystem import FILE_MODE, REAL, FileSystem
 
-__all__ = ["NO_CHECKS", "Check", "LoadedJson", "decode_json", "encode_json", "load_json", "save_json", "set_aside_json"]
+__all__ = [
+    "NO_CHECKS",
+    "Check",
+    "LoadedJson",
+    "check_backup",
+    "decode_json",
+    "encode_json",
+    "load_json",
+    "save_json",
+    "set_aside_json",
+]
 
 #: More is refused with StoreIOError before it is read: offsets of 100,000 queues for ten groups are a tenth of it.
 JSON_BYTES_MAX = 256 << 20
@@ -192,6 +202,30 @@ def save_json(
         _remove_quietly(main + ".tmp", fs)
         raise
     fs.sync_directory(os.path.dirname(main) or ".")
+
+
+def check_backup(
+    path: str | os.PathLike[str],
+    *,
+    writer: bool,
+    fs: FileSystem = REAL,
+    clock: Clock = SYSTEM_CLOCK,
+    check: Check | None = None,
+) -> str | None:
+    """For who looks for damage: what is wrong with the ``.bak`` of a `path` that loaded well. Loading does not look at
+    it, and the next save replaces it. A `writer` does so now: it is moved aside, and the value of `path` put in its
+    place."""
+    main = os.fspath(path)
+    backup = main + ".bak"
+    fault = _read(backup, fs, check).fault
+    if fault is None:
+        return None
+    problem = f"{backup} is damaged ({fault}); {main} is good"
+    if writer:
+        problem += f"; it was moved to {_move_aside(backup, fs, clock)}, the good one's value put in its place"
+        _back_up(main, fs, stat.S_IMODE(fs.stat(main).st_mode))
+        fs.sync_directory(os.path.dirname(main) or ".")
+    return problem
 
 
 def set_aside_json(

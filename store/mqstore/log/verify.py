@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from mqstore.errors import CorruptStoreError, MQStoreError
 from mqstore.files.filesystem import FileSystem
-from mqstore.files.jsonfile import Check, load_json
+from mqstore.files.jsonfile import Check, check_backup, load_json
 from mqstore.files.lock import writer_alive
 from mqstore.files.segments import LoadProblem, SegmentRun
 from mqstore.layout.checkpoint import Checkpoint
@@ -157,18 +157,23 @@ def json_files(root: Path, checks: Mapping[str, Check]) -> list[tuple[str, Check
 def bad_json(
     root: Path, files: Iterable[tuple[str, Check | None]], fs: FileSystem, *, mend: bool = False
 ) -> Iterator[tuple[Finding, bool]]:
-    """Those of `json_files` that do not decode, or fail their check; and whether a good backup stands in for them. With
-    `mend`, which only the writer may ask for, they are replaced by it."""
+    """Those of `json_files`, and their backups, that do not decode or fail their check; and whether a good copy stands
+    in for them. With `mend`, which only the writer may ask for, they are replaced by it."""
     for name, check in files:
+        problem = None
         try:
-            _, problems = load_json(root / name, writer=mend, fs=fs, root=root, check=check)
+            value, problems = load_json(root / name, writer=mend, fs=fs, root=root, check=check)
+            if value is not None and not problems:
+                problem = check_backup(root / name, writer=mend, fs=fs, check=check)
         except CorruptStoreError as error:
             yield Finding("bad_json", name, error.position or 0, 0, str(error)), False
         except (MQStoreError, OSError) as error:
             yield Finding("bad_json", name, 0, 0, str(error)), False
         else:
-            for problem in problems:
-                yield Finding("bad_json", name, 0, 0, problem), True
+            for each in problems:
+                yield Finding("bad_json", name, 0, 0, each), True
+            if problem is not None:
+                yield Finding("bad_json", f"{name}.bak", 0, 0, problem), True
 
 
 class Verifier:
