@@ -56,6 +56,49 @@ def test_at_its_end_nothing_runs_any_more() -> None:
     assert ended == [True]
 
 
+@pytest.mark.parametrize("asked", [False, True])
+def test_ctrl_c_does_not_end_the_wait_for_its_end(asked: bool) -> None:
+    """The call went on with a descriptor, a file's by then that was opened meanwhile. Python takes a thread for ended
+    once Ctrl-C has interrupted a wait for it."""
+    begun, may_end, ended = threading.Event(), threading.Event(), []
+
+    def call() -> None:
+        begun.set()
+        may_end.wait(10)
+        ended.append(True)
+
+    def interrupt() -> None:
+        for _ in range(3):
+            may_end.wait(0.05)
+            signal.pthread_kill(main, signal.SIGINT)
+        may_end.wait(0.05)
+        may_end.set()
+
+    def handle(*_: object) -> None:
+        if reading:
+            raise KeyboardInterrupt
+
+    def read() -> None:
+        with Ahead[None]("reader") as ahead:
+            ahead.begin(call)
+            begun.wait(10)
+            interrupting.start()
+            if asked:
+                ahead.result()
+
+    main, reading = threading.get_ident(), True
+    interrupting = threading.Thread(target=interrupt)
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            read()
+        reading = False
+        assert ended == [True]
+    finally:
+        interrupting.join()
+        signal.signal(signal.SIGINT, before)
+
+
 def test_without_a_thread_it_is_made_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise RuntimeError("can't start new thread")

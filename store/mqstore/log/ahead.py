@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from types import TracebackType
 from typing import Generic, TypeVar
@@ -32,6 +32,7 @@ class Ahead(Generic[_T]):
         """Of the thread: a fork leaves it behind."""
         self._call: Callable[[], _T] | None = None
         self._future: Future[_T] | None = None
+        """Of the call, until it is made."""
 
     @property
     def begun(self) -> bool:
@@ -41,7 +42,7 @@ class Ahead(Generic[_T]):
     def begin(self, call: Callable[[], _T]) -> None:
         """Have it made. Only when the one before was taken."""
         assert self._call is None
-        self._call = call
+        self._call, self._future = call, None
         if self._threads is None or self._process != os.getpid():
             self._threads, self._process = ThreadPoolExecutor(1, self._name), os.getpid()
         try:
@@ -55,8 +56,14 @@ class Ahead(Generic[_T]):
         """What it gave, or raised; where there is no thread it is made now."""
         assert self._call is not None
         call, future = self._call, self._future
-        self._call = self._future = None
-        return call() if future is None or self._process != os.getpid() else future.result()
+        self._call = None
+        if future is None or self._process != os.getpid():
+            return call()
+        try:
+            return future.result()
+        finally:
+            if future.done():  # else Ctrl-C: the end will wait for it
+                self._future = None
 
     def __enter__(self) -> Ahead[_T]:
         return self
@@ -65,5 +72,12 @@ class Ahead(Generic[_T]):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._threads is not None:
-            with suppress(RuntimeError):  # this is the thread itself: the garbage collector runs anywhere
-                self._threads.shutdown()
+            try:
+                with suppress(RuntimeError):  # this is the thread itself: the garbage collector runs anywhere
+                    self._threads.shutdown()
+            except BaseException:
+                # Ctrl-C. What the call works with will be given back, and Python may take its thread for ended now.
+                while self._future is not None and not self._future.done():
+                    with suppress(KeyboardInterrupt):
+                        wait([self._future])
+                raise
