@@ -206,6 +206,26 @@ def test_a_sync_that_finds_no_descriptor_free_is_made_when_there_is_one(
     check(path, 3)
 
 
+@pytest.mark.parametrize("operation", ["open", "sync_directory"])
+def test_queues_that_find_no_descriptor_free_to_sync_by_are_synced_later(tmp_path: Path, operation: str) -> None:
+    """Their sync passed for failed, and was never made again: the store could not be closed cleanly any more."""
+    path = tmp_path / "store"
+    fs = FaultyFileSystem()
+    with MessageStore(path, config=config(), fs=fs) as store:
+        store.put("t", body_of(0), keys="k0", durability="flush")
+        store.dispatch()
+        for file in list(store._queues._dirty):
+            store._descriptors.forget(file)
+        fs.fail(operation, errno.EMFILE, path_part="consumequeue", times=None)
+        assert not store._sync_units()
+        assert "units" in store.stats().errors
+        fs.heal()
+        assert store._sync_units()
+    check(path, 1)
+    with MessageStore(path, config=config()) as store:
+        assert store.clean_shutdown
+
+
 @pytest.mark.parametrize("length", [0, 1, 19, 100])
 def test_short_writes_are_continued(tmp_path: Path, length: int) -> None:
     for nth in range(1, 40, 4):

@@ -15,7 +15,6 @@ its own.
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 from collections import OrderedDict
@@ -24,14 +23,12 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from mqstore.errors import StoreClosedError, StoreIOError
-from mqstore.files.filesystem import REAL, FileSystem
+from mqstore.files.filesystem import REAL, TOO_MANY_OPEN, FileSystem
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 __all__ = ["DescriptorCache"]
-
-_TOO_MANY_OPEN = (errno.EMFILE, errno.ENFILE)
 
 
 class _Entry:
@@ -154,7 +151,7 @@ class DescriptorCache:
         try:
             return self._fs.open(path, self._flags)
         except StoreIOError as error:
-            if error.errno not in _TOO_MANY_OPEN:
+            if error.errno not in TOO_MANY_OPEN:
                 raise
         # The process is out of descriptors, and we may be the one who hoards them.
         with self._lock:

@@ -41,11 +41,14 @@ from mqstore.native import kernel
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-__all__ = ["DIRECTORY_MODE", "FILE_MODE", "REAL", "FileSystem", "SyncNotBegunError"]
+__all__ = ["DIRECTORY_MODE", "FILE_MODE", "REAL", "TOO_MANY_OPEN", "FileSystem", "SyncNotBegunError", "is_not_begun"]
 
 #: What store-format 1.1 gives files and folders unless options say otherwise.
 FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
+
+#: No descriptor is free, of the process or of the system.
+TOO_MANY_OPEN = (errno.EMFILE, errno.ENFILE)
 
 StrPath = str | os.PathLike[str]
 
@@ -111,6 +114,11 @@ def _allocate(fd: int, length: int) -> bool:
 class SyncNotBegunError(StoreIOError):
     """No descriptor was free to sync by, be it the first or the last of several. Those that were made succeeded, and of
     the others the system knows nothing, so it has dropped nothing: try again, all of it."""
+
+
+def is_not_begun(error: OSError) -> bool:
+    """Whether an error of syncing one file after the other is what `SyncNotBegunError` says."""
+    return isinstance(error, StoreIOError) and error.errno in TOO_MANY_OPEN and error.operation != "fdatasync"
 
 
 class FileSystem:

@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mqstore.errors import MQStoreError, StoreIOError
-from mqstore.files.filesystem import FILE_MODE, REAL, FileSystem, SyncNotBegunError
+from mqstore.files.filesystem import FILE_MODE, REAL, FileSystem, SyncNotBegunError, is_not_begun
 
 __all__ = ["EXTENDED", "NAME_DIGITS", "LoadProblem", "Segment", "SegmentRun", "segment_name"]
 
@@ -49,7 +49,6 @@ EXTENDED = "; extended with zeros"
 _PAGE_BYTES = 4096
 
 _LINUX = sys.platform == "linux"
-_TOO_MANY_OPEN = (errno.EMFILE, errno.ENFILE)
 _OPEN_AHEAD = 4
 _OFFSET_END = 1 << 63  # offsets are i64; 20 digits could say more
 _SCAN_BYTES = 1 << 20
@@ -630,9 +629,9 @@ class SegmentRun:
                     self._fs.fdatasync(file.fd)
             self.sync_folder()
         except StoreIOError as error:
-            if error.errno not in _TOO_MANY_OPEN or error.operation == "fdatasync":
+            if not is_not_begun(error):
                 raise
-            raise SyncNotBegunError(error.errno, error.strerror or "", error.filename, error.operation) from error
+            raise SyncNotBegunError(error.errno or 0, error.strerror or "", error.filename, error.operation) from error
 
     def _file_to_sync(self, segment: Segment) -> _File | None:
         """Its descriptor; None when it was dropped a moment ago."""

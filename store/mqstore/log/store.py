@@ -38,7 +38,7 @@ from mqstore.errors import (
 )
 from mqstore.files.abort import AbortMark
 from mqstore.files.descriptors import DescriptorCache
-from mqstore.files.filesystem import REAL, FileSystem, SyncNotBegunError
+from mqstore.files.filesystem import REAL, FileSystem, SyncNotBegunError, is_not_begun
 from mqstore.files.flusher import GroupCommit
 from mqstore.files.jsonfile import NO_CHECKS, Check, load_json
 from mqstore.files.lock import WriterLock, writer_alive
@@ -722,9 +722,9 @@ class MessageStore(StoreWriter):
         )
 
     def _sync_units(self) -> bool:
-        """Make units and index entries durable; whether they are. A failed sync is not tried again: the system may have
-        dropped what it could not write, and a second sync would not know. Until the store is opened anew, and builds
-        them from the log, nothing claims them."""
+        """Make units and index entries durable; whether they are. A failed sync is not tried again, but for want of a
+        descriptor: the system may have dropped what it could not write, and a second sync would not know. Until the
+        store is opened anew, and builds them from the log, nothing claims them."""
         with self._units_lock:  # who finds another at it must not return before that one is done
             if self._units_doubtful:
                 return False
@@ -732,9 +732,10 @@ class MessageStore(StoreWriter):
                 self._queues.sync()
                 self._index.sync()
             except OSError as error:
-                self._units_doubtful = True
+                self._units_doubtful = not is_not_begun(error)
                 self._background_error("units", error)
                 return False
+            self._errors.pop("units", None)
             return True
 
     def _write_checkpoint(
@@ -892,10 +893,9 @@ class MessageStore(StoreWriter):
         # With the records go the last witnesses of their numbers but the units: a queue that a power cut took them from
         # would count from 0 again.
         if len(starts) > 1 and starts[1] <= bound and not self._sync_units():
-            raise FlushFailedError(
-                f"{self.path}: consume queues may not be on disk ({self._errors.get('units')}), so no segment is "
-                "deleted: close the store and open it again"
-            )
+            advice = ": close the store and open it again" if self._units_doubtful else ""
+            why = f"consume queues may not be on disk ({self._errors.get('units')}), so no segment is deleted"
+            raise FlushFailedError(f"{self.path}: {why}{advice}")
         try:
             return self._run.drop_before(bound)
         finally:  # what is gone is gone, even if the next one could not be deleted
