@@ -114,6 +114,14 @@ def test_offsets_are_read_in_both_dialects(golden: Golden, files: dict[str, str]
     assert found["problems"] == []
 
 
+def test_half_messages_that_cannot_be_placed_are_told_in_one_line(golden: Golden) -> None:
+    """A line for each, and all of them twice, once for each section that asks, pushed the store off the screen."""
+    told = [line for line in mqstore("inspect", golden("rolled").path).stderr.splitlines() if "half message" in line]
+
+    assert len(told) == 1
+    assert "18 half messages do not say where they go and are passed over, the first at 0" in told[0]
+
+
 def test_an_unreadable_config_file_is_a_problem_and_hides_nothing_else(golden: Golden) -> None:
     path = golden("clean").path
     (path / "config").mkdir()

@@ -31,6 +31,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -465,15 +466,14 @@ def _lag(parts: Parts, group: str, topic: str, queue_id: int, pops: PopView) -> 
 # -- pins --------------------------------------------------------------------------------------------------------------
 
 
-def oldest_pin(parts: Parts, levels: Iterable[LevelView], timer: TimerView) -> Pin | None:
+def oldest_pin(parts: Parts, transactions: Transactions, levels: Iterable[LevelView], timer: TimerView) -> Pin | None:
     """What keeps the front of the log, by what is on disk; None when nothing does."""
-    return min(_pins(parts, levels, timer), default=None, key=lambda pin: pin.physical_offset)
+    return min(_pins(parts, transactions, levels, timer), default=None, key=lambda pin: pin.physical_offset)
 
 
-def _pins(parts: Parts, levels: Iterable[LevelView], timer: TimerView) -> Iterator[Pin]:
+def _pins(parts: Parts, transactions: Transactions, levels: Iterable[LevelView], timer: TimerView) -> Iterator[Pin]:
     store = parts.store
-    yield from all_pins(parts, [])
-    yield from Transactions(parts, _nothing).pins()
+    yield from all_pins(parts, [transactions])
     for view in levels:
         physical = physical_of(store, SCHEDULE_TOPIC, view.level - 1, view.offset) if view.waiting else None
         if physical is not None:
@@ -557,9 +557,10 @@ def _sections(parts: Parts, now_ms: int, tell: Callable[[str, Callable[[], Any],
     tell("timer", look_at_timer, _EMPTY["timer"])
     tell("in_flight", look_at_pops, [])
     tell("order_info", lambda: [_order_row(view) for view in pops.orders], [])
-    tell("transactions", lambda: _transactions(parts), _EMPTY["transactions"])
+    transactions = cache(lambda: Transactions(parts, _nothing))  # once: it tells what it could not read
+    tell("transactions", lambda: _transactions(parts, transactions()), _EMPTY["transactions"])
     tell("dead_letters", lambda: _dead_letters(parts), {})
-    tell("oldest_pin", lambda: _pin_row(parts.store, oldest_pin(parts, levels, timer)), None)
+    tell("oldest_pin", lambda: _pin_row(parts.store, oldest_pin(parts, transactions(), levels, timer)), None)
 
 
 def _order_row(view: OrderView) -> dict[str, Any]:
@@ -572,7 +573,7 @@ def _order_row(view: OrderView) -> dict[str, Any]:
     }
 
 
-def _transactions(parts: Parts) -> dict[str, Any]:
+def _transactions(parts: Parts, transactions: Transactions) -> dict[str, Any]:
     store = parts.store
     low, high = store.offsets_or_none(TRANS_CHECK_TOPIC, 0) or (0, 0)
     newest = []
@@ -588,7 +589,7 @@ def _transactions(parts: Parts) -> dict[str, Any]:
                 "store_timestamp_ms": message.store_timestamp_ms,
             }
         )
-    return {"open": Transactions(parts, _nothing).open_count(), "given_up": high - low, "newest_given_up": newest}
+    return {"open": transactions.open_count(), "given_up": high - low, "newest_given_up": newest}
 
 
 def _dead_letters(parts: Parts) -> dict[str, int]:

@@ -207,9 +207,18 @@ class Transactions:
             halves = _halves_of(message)
             done.update(halves)
             self._ops.append((message.offset, max(halves, default=-1)))
-        for message in self._messages(HALF_TOPIC, self._half_done, half_end):
-            if message.offset not in done:
-                self._recover(message, done)
+        nowhere = [
+            message.offset
+            for message in self._messages(HALF_TOPIC, self._half_done, half_end)
+            if message.offset not in done and not self._recover(message, done)
+        ]
+        if nowhere:
+            _log.error(
+                "%s: %d half messages do not say where they go and are passed over, the first at %d",
+                self._store.path,
+                len(nowhere),
+                nowhere[0],
+            )
         heapify(self._due)
 
     def _span(self, topic: str) -> tuple[int, int]:
@@ -225,19 +234,15 @@ class Transactions:
                 return
             offset = result.next_offset
 
-    def _recover(self, message: Message, done: set[int]) -> None:
+    def _recover(self, message: Message, done: set[int]) -> bool:
+        """False when nobody can tell where it goes."""
         properties = message.stored_properties()
         before = _number(properties.get(TRAN_PREPARED_QUEUE_OFFSET))
         if before is not None and before in done:
-            return  # RocketMQ's copy of a half that has ended
+            return True  # RocketMQ's copy of a half that has ended
         topic = properties.get(REAL_TOPIC)
         if topic is None or _number(properties.get(REAL_QID)) is None:
-            _log.error(
-                "%s: the half message at %d does not say where it goes and is passed over",
-                self._store.path,
-                message.offset,
-            )
-            return
+            return False
         handle = TransactionHandle(
             message.unique_key, topic, properties.get(PGROUP, ""), message.offset, message.physical_offset
         )
@@ -248,6 +253,7 @@ class Transactions:
         self._open[message.offset] = half
         self._by_id[handle.transaction_id] = half
         self._due.append((half.next_ms, message.offset))
+        return True
 
     # -- beginning --------------------------------------------------------------------------------------------------
 
