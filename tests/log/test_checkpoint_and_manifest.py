@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import struct
 from collections.abc import Callable
@@ -25,7 +26,8 @@ from mqstore import (
 from mqstore.files.filesystem import REAL
 from mqstore.layout.checkpoint import decode, encode
 from mqstore.log.queueends import QueueEnds, forget_ends, load_ends, note_ends
-from mqstore.log.repair import rebuild_config
+from mqstore.log.recovery import RecoverOptions
+from mqstore.log.repair import rebuild_config, recover_store
 from tests.conftest import GoldenStore
 from tests.faults import FaultyFileSystem
 from tests.log.support import SEGMENT, files, open_store
@@ -553,6 +555,28 @@ def test_a_field_that_cannot_be_is_named_and_mended_and_the_others_stay(tmp_path
         assert after["delay_levels"] == "1s 2s"
     with open_store(tmp_path / "s") as store:
         assert store.read("t", 0, receipt.offset)[0].body == b"x"
+
+
+def test_files_that_are_all_cut_to_one_page_do_not_contradict_a_manifest(tmp_path: Path) -> None:
+    """Each store was refused, with the advice to rebuild its manifest. Of queues that wrote the same one again; of
+    segments it took the page for their size, and lost where they had been."""
+    for name, folder, kept in (("queues", "consumequeue", 300), ("segments", "commitlog", 84)):
+        root = tmp_path / name
+        with open_store(root, segment_bytes=16384, consumequeue_units=1000) as store:
+            for n in range(300):
+                store.put(f"t-{n % 2}", bytes(100))
+        cut = [path for path in (root / folder).rglob("0*") if path.is_file()]
+        assert len(cut) > 1
+        for path in cut:
+            os.truncate(path, 4096)
+
+        report = recover_store(root, RecoverOptions())
+
+        assert [finding.kind for finding in report.findings].count("segment_size") >= len(cut)
+        with MessageStore(root, "r") as store:
+            assert (store.manifest.commitlog_segment_bytes, store.manifest.consumequeue_segment_bytes) == (16384, 20000)
+            found = sum(len(list(store.iter(topic))) for topic in store.topics())
+            assert found == kept
 
 
 @pytest.mark.parametrize("surplus", [1, 20, 4096])

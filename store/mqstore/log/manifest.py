@@ -302,19 +302,29 @@ def kept_of(value: Any) -> dict[str, Any]:
 def contradiction_of(manifest: Manifest, root: Path, fs: FileSystem) -> str:
     """How the sizes in a manifest differ from those of all files; "" when they may be right. Opened with wrong sizes,
     a sound store would look cut short, and be cut."""
-    lengths = [length for name, length in _files(root / "commitlog", fs) if len(name) == 20 and name.isdigit()]
-    if _differ(lengths, manifest.commitlog_segment_bytes):
+    segments = sorted((name, length) for name, length in _files(root / "commitlog", fs) if _is_segment(name))
+    lengths = [length for _, length in segments]
+    distances = {int(behind) - int(name) for (name, _), (behind, _) in itertools.pairwise(segments)}
+    # Those that lie where they should and are all cut to one length are damaged, too.
+    cut = distances == {manifest.commitlog_segment_bytes} and max(lengths) < manifest.commitlog_segment_bytes
+    if not cut and _differ(lengths, manifest.commitlog_segment_bytes):
         return f"commitlog_segment_bytes is {manifest.commitlog_segment_bytes}, but no segment has that length"
     lengths = []
     for topic in _folders(root / "consumequeue", fs)[:8]:
         for queue in _folders(root / "consumequeue" / topic, fs)[:8]:
             found = _files(root / "consumequeue" / topic / queue, fs)[:8]
-            lengths += [length for name, length in found if len(name) == 20 and name.isdigit()]
+            lengths += [length for name, length in found if _is_segment(name)]
             if manifest.consumequeue_segment_bytes in lengths:
                 return ""  # enough, and thousands of stores may be waiting to be opened
-    if _differ(lengths, manifest.consumequeue_segment_bytes):
+    # A length that no size can be is damage, be it of all files.
+    possible = any(length and length % UNIT_BYTES == 0 for length in lengths)
+    if possible and _differ(lengths, manifest.consumequeue_segment_bytes):
         return f"consumequeue_segment_bytes is {manifest.consumequeue_segment_bytes}, but no queue file has that length"
     return ""
+
+
+def _is_segment(name: str) -> bool:
+    return len(name) == 20 and name.isdigit()
 
 
 def _differ(lengths: list[int], wanted: int) -> bool:
