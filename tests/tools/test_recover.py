@@ -138,6 +138,16 @@ def test_salvage_copies_out_what_truncate_then_cuts(hundred: tuple[Path, list[Se
     assert mqstore_json("verify", path)["ok"]
 
 
+def test_a_path_of_links_in_a_circle_is_told_plainly(tmp_path: Path) -> None:
+    """With --salvage or --keep-cut it was a traceback."""
+    (tmp_path / "s").symlink_to(tmp_path / "s")
+
+    for option in ("--salvage", "--keep-cut"):
+        result = mqstore("recover", tmp_path / "s", option, tmp_path / "saved")
+        assert result.exit_code == 3
+        assert "should not happen" not in result.stderr
+
+
 @pytest.mark.parametrize("damaged", [40, 99], ids=["middle", "end"])
 def test_a_plan_tells_what_will_be_salvaged(
     hundred: tuple[Path, list[SendReceipt]], tmp_path: Path, damaged: int

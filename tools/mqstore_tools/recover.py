@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -157,8 +158,9 @@ def _afterwards(directory: Path) -> tuple[dict[int, int], str, list[str]]:
 
 
 def _within(folder: Path, *parents: Path) -> bool:
-    inner = folder.resolve()
-    return any(inner == parent.resolve() or parent.resolve() in inner.parents for parent in parents)
+    # `Path.resolve` raises where links lead in a circle; here the opening tells of that.
+    inner = Path(os.path.realpath(folder))
+    return any(outer in (inner, *inner.parents) for outer in (Path(os.path.realpath(each)) for each in parents))
 
 
 def _rebuild_config(directory: Path, *, dry_run: bool, yes: bool) -> list[str] | None:
