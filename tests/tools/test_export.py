@@ -229,3 +229,14 @@ def test_an_output_that_is_no_file_is_written_and_not_replaced(ten: Path, tmp_pa
         os.close(reader)
 
     assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+@pytest.mark.parametrize("options", [[], ["--format", "parquet"]], ids=["jsonl", "parquet"])
+def test_an_output_for_which_there_is_no_room_is_named(ten: Path, options: list[str]) -> None:
+    if options:
+        pytest.importorskip("pyarrow")
+    result = mqstore("export", ten, "--output", "/dev/full", *options)
+
+    assert result.exit_code == 3
+    assert "'/dev/full'" in result.stderr

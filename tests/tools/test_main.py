@@ -212,6 +212,17 @@ def test_what_a_terminal_has_no_letters_for_is_escaped(tmp_path: Path, monkeypat
     assert b"\\u043a\\u043b\\u044e\\u0447" in out
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+def test_a_standard_output_that_is_full_is_not_taken_for_the_store(tmp_path: Path) -> None:
+    """The message was stored, and all that was told is that no space is left on a device."""
+    with open("/dev/full", "wb") as full:
+        child = process("put", tmp_path / "s", "orders", "hello", stdout=full)
+        _, err = child.communicate()
+
+    assert (child.returncode, b"'standard output'" in err) == (3, True)
+    assert mqstore("get", tmp_path / "s", "--topic", "orders").exit_code == 0
+
+
 def test_an_interrupt_is_130_and_prints_no_more_than_what_was_stored(tmp_path: Path) -> None:
     child = process("put", tmp_path / "s", "orders", "-", stdin=subprocess.PIPE)
     assert child.stdin is not None

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 import click
 
-from mqstore import Finding, FormatError, Message, MessageStore, QueueRef
+from mqstore import Finding, FormatError, Message, MessageStore, MQStoreError, QueueRef
 from mqstore.files.quiet import QUIET
 from mqstore.layout.compression import MissingPackageError
 from mqstore.log.walk import walk_queue
@@ -105,7 +105,7 @@ def export(
                 assert output is not None
                 names = None if columns is None else [name.strip() for name in columns.split(",")]
                 batches = _batches(store, refs, from_offset, names, tell)
-                with _target(output, directory) as path, _parquet(path, next(batches)) as write:
+                with _named(output), _target(output, directory) as path, _parquet(path, next(batches)) as write:
                     for batch in batches:
                         batch = batch[: None if max_messages is None else max_messages - count]
                         write(batch)
@@ -191,8 +191,19 @@ def _lines(output: Path | None, directory: Path) -> Iterator[TextIO]:
     if output is None:
         yield sys.stdout
         return
-    with _target(output, directory) as path, open(path, "w", encoding="ascii", newline="\n") as file:
+    with _named(output), _target(output, directory) as path, open(path, "w", encoding="ascii", newline="\n") as file:
         yield file
+
+
+@contextmanager
+def _named(output: Path) -> Iterator[None]:
+    """A write that fails does not say of which file it was: of a full disk a person would look at the store's."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or isinstance(error, (MQStoreError, BrokenPipeError)):
+            raise
+        raise OSError(error.errno, error.strerror, str(output)) from error
 
 
 @contextmanager
@@ -201,8 +212,8 @@ def _target(output: Path, directory: Path) -> Iterator[str]:
     if output.exists() and not output.is_file():
         yield str(output)  # a device or a pipe: to rename a file over it would take it away
         return
-    target = output.resolve()
-    if directory.resolve() in target.parents:
+    target = Path(os.path.realpath(output))
+    if Path(os.path.realpath(directory)) in target.parents:
         raise click.UsageError("--output must not lie in the store's directory")
     fd, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     try:

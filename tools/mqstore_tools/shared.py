@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import sys
@@ -55,6 +56,8 @@ _USAGE_ERRORS = (
     TopicNotFoundError,
 )
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -75,6 +78,9 @@ class StoreCommand(click.Command):
         except _USAGE_ERRORS as error:
             self._fail(ctx, error, WRONG_USAGE)
         except (MQStoreError, OSError) as error:
+            if isinstance(error, OSError) and error.filename is None and error.errno in _FULL:
+                # A stream has no name to tell; of a full disk without one a person would think the store's.
+                error = OSError(error.errno, error.strerror, "standard output")
             self._fail(ctx, error, UNUSABLE)
         except LookupError as error:
             # `at` and `get_by_id` say so when nothing lies where they were asked to look.
