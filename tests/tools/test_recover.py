@@ -14,6 +14,7 @@ import pytest
 import mqstore as library
 from mqstore import SendReceipt, SimulatedClock, StoreConfig
 from tests.conftest import GOLDEN_NAMES, GoldenStore
+from tests.tools.brokers import broker
 from tests.tools.support import mqstore, mqstore_json, process, snapshot
 
 Golden = Callable[[str], GoldenStore]
@@ -381,3 +382,34 @@ def test_for_people_it_says_what_was_done(hundred: tuple[Path, list[SendReceipt]
     assert "nothing to do" not in again.stdout  # the damage is still there
     assert "does not mend what is listed above" in again.stdout
     assert (plan.exit_code, run.exit_code, again.exit_code) == (1, 1, 1)
+
+
+LOOKING = [
+    *(("inspect",), ("lag",), ("topics",), ("groups",), ("offsets", "show"), ("delay",), ("dlq",)),
+    *(("consume", "orders", "--group", "billing", "--dry-run"), ("topics", "create", "new", "--dry-run")),
+]
+
+
+def test_a_store_that_lost_what_a_group_had_consumed_can_be_looked_at_and_put_to(tmp_path: Path) -> None:
+    """Until a broker had been there once, each of these said that the store was opened for reading: the group's offset
+    lies behind the end now, and who only reads it tried to write down that it is lowered."""
+    path = tmp_path / "s"
+    with broker(path) as running:
+        running.topics.create("orders", queues=1)
+        running.put_many("orders", [bytes(1000)] * 100)
+        running.commit("billing", "orders", 0, 100)
+    (path / "commitlog" / f"{1 << 16:020d}").unlink()
+    assert mqstore("recover", path).exit_code == 1
+    before = snapshot(path)
+
+    for verb, *rest in LOOKING:
+        words = [rest.pop(0)] if verb in ("offsets", "topics") and rest else []
+        result = mqstore(verb, *words, path, *rest)
+        assert (result.exit_code, "for reading" in result.stderr) == (0, False), result.output
+    [lag] = mqstore_json("lag", path)["groups"]
+
+    assert snapshot(path) == before
+    assert lag["messages"] == 0
+    assert mqstore("put", path, "orders", "next").exit_code == 0
+    with broker(path) as running:
+        assert [delivery.message.body for delivery in running.pop("billing", "orders")] == [b"next"]

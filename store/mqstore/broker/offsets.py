@@ -100,9 +100,11 @@ class OffsetTable:
         self._published = PublishedFiles(store.path, fs)
         self._fold()
         # At once: once the queue has grown past a number that was lowered here, the file's would pass for a good one,
-        # and a crash before the next save would have the group skip what came between (P3).
-        self.save()
-        self._published.settle()
+        # and a crash before the next save would have the group skip what came between (P3). Who reads lowers it for
+        # himself, each time, until a broker does it for good.
+        if store.mode == "rw":
+            self.save()
+            self._published.settle()
         self._noted = None
 
     # -- committed --------------------------------------------------------------------------------------------------
