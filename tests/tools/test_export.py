@@ -84,6 +84,21 @@ def test_what_a_crash_left_in_no_queue_is_told_of(tmp_path: Path) -> None:
     assert "crash" not in mqstore("export", tmp_path / "s").stderr
 
 
+@pytest.mark.parametrize("name", ["clean", "crashed"])
+def test_a_java_store_without_its_queues_is_not_taken_for_an_empty_one(golden: Golden, name: str) -> None:
+    """Nothing was exported and nothing was said; `get` and `tail` knew no such topic. Only ours note their queues."""
+    path = golden(name).path
+    shutil.rmtree(path / "consumequeue")
+
+    for words in (("export", path), ("get", path, "--topic", "orders"), ("tail", path, "--topic", "orders")):
+        assert "no queue lists what is in the log" in mqstore(*words).stderr
+    mqstore("recover", path)
+
+    result = mqstore("export", path)
+    assert "no queue lists" not in result.stderr
+    assert len(lines(result.stdout)) > 400
+
+
 def test_the_selection_narrows_what_is_exported(golden: Golden) -> None:
     store = golden("clean")
     of_queue = [m for m in store.of("message") if (m["topic"], m["queue_id"]) == ("orders", 1)]

@@ -57,6 +57,7 @@ from mqstore.log.recovery import Outcome, Parts, Progress, RecoverOptions, has_u
 from mqstore.log.report import Finding, RecoveryReport
 from mqstore.log.reput import Dispatcher
 from mqstore.log.retention import disk_ratio, expired_before
+from mqstore.log.scanner import End, scan_log
 from mqstore.log.shard import Limits
 from mqstore.log.splice import Splicer, SpliceResult, Undone, undo, would_undo
 from mqstore.log.stats import StoreStats
@@ -322,8 +323,21 @@ class MessageStore(StoreWriter):
                 "until it is opened for writing, or `mqstore recover` was at work",
                 self.path,
             )
+        elif self._have_no_queues() and not writer_alive(self.path, self.fs):
+            _log.warning(
+                "%s: no queue lists what is in the log, and nothing can be read by queue, until it is opened for "
+                "writing, or `mqstore recover` was at work",
+                self.path,
+            )
         for queue in self._queues:
             self._bound(queue)
+
+    def _have_no_queues(self) -> bool:
+        """Whether the log holds records, and no queue is there: what a Java broker's directory says nothing of."""
+        if len(self._queues) or self._queues.in_rocksdb or self._queues.batch_topics:
+            return False
+        first = next(scan_log(self._run, self._run.min_offset, self._checksum, checksums=False))
+        return not isinstance(first, End)
 
     def _have_queues_lost(self) -> bool:
         """Whether queues have not the files or ends that the last clean close noted."""
