@@ -212,6 +212,27 @@ def test_what_a_terminal_has_no_letters_for_is_escaped(tmp_path: Path, monkeypat
     assert b"\\u043a\\u043b\\u044e\\u0447" in out
 
 
+def test_an_interrupt_while_a_command_is_loaded_is_130(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It was 1, findings, and half a second before that a traceback."""
+
+    def interrupted(_: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mqstore_tools.main.importlib.import_module", interrupted)
+
+    result = mqstore("verify", tmp_path)
+
+    assert (result.exit_code, result.output) == (130, "")
+
+
+def test_what_takes_long_to_load_is_loaded_where_an_interrupt_is_minded() -> None:
+    code = "import sys, mqstore_tools.main; print({'mqstore', 'numpy', 'rich'} & {*sys.modules})"
+    path = os.pathsep.join(str(Path(__file__).parents[2] / folder) for folder in ("store", "tools"))
+    environment = {**os.environ, "PYTHONPATH": path}
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert child.stdout == "set()\n"
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
 def test_a_standard_output_that_is_full_is_not_taken_for_the_store(tmp_path: Path) -> None:
     """The message was stored, and all that was told is that no space is left on a device."""

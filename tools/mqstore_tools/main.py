@@ -1,4 +1,7 @@
-"""The entry point: `mqstore SUB-COMMAND ...`. Each sub-command is a module, imported when it is asked for."""
+"""The entry point: `mqstore SUB-COMMAND ...`. Each sub-command is a module, imported when it is asked for.
+
+The library is imported then, too, not with this module: that takes half a second, in which Ctrl-C would be a traceback.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,10 @@ import io
 import logging
 import os
 import sys
+from importlib import metadata
+from typing import Any
 
 import click
-
-from mqstore import native
-from mqstore_tools.render import EscapingHandler
 
 __all__ = ["COMMANDS", "cli", "main"]
 
@@ -52,6 +54,20 @@ class _LazyGroup(click.Group):
         assert isinstance(command, click.Command)
         return command
 
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:  # click would say 1, which is "findings"
+            ctx.exit(130)
+
+
+def _tell_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted and not ctx.resilient_parsing:
+        from mqstore import native
+
+        click.echo(f"mqstore, version {metadata.version('mqstore')} ({native.described()})")
+        ctx.exit()
+
 
 @click.group(
     "mqstore",
@@ -61,8 +77,13 @@ class _LazyGroup(click.Group):
 Exit codes: 0 fine, 1 findings, 2 wrong usage, 3 the directory cannot be opened.
 `mqstore COMMAND --help` tells more, with examples.""",
 )
-@click.version_option(
-    package_name="mqstore", prog_name="mqstore", message=f"%(prog)s, version %(version)s ({native.described()})"
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_tell_version,
+    help="Show the version and exit.",
 )
 @click.pass_context
 def cli(ctx: click.Context) -> None:
@@ -71,6 +92,8 @@ def cli(ctx: click.Context) -> None:
     Only put, produce, consume, recover and demo change anything, and what is called create, alter, delete, reset,
     cancel, replay or purge; all others read, also beside a running writer.
     """
+    from mqstore_tools.render import EscapingHandler
+
     logger = logging.getLogger("mqstore")
     handler = EscapingHandler(logging.WARNING)
     logger.addHandler(handler)
