@@ -310,15 +310,24 @@ def test_beside_a_writer_a_plan_is_refused_as_the_recovery_is_naming_the_holder(
 
 
 @pytest.mark.parametrize("options", [[], ["--dry-run"]])
-@pytest.mark.parametrize("what", ["a file", "nothing"])
-def test_what_holds_no_store_is_3_and_is_said_plainly(tmp_path: Path, what: str, options: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("a file", "s is a file; a store is a directory\n"),
+        ("an empty folder", "s holds no store\n"),
+        ("nothing", "s holds no store: there is no such directory\n"),  # a path that was mistyped, mostly
+    ],
+)
+def test_what_holds_no_store_is_3_and_is_said_plainly(tmp_path: Path, what: str, told: str, options: list[str]) -> None:
     if what == "a file":
         (tmp_path / "s").write_bytes(b"x")
+    elif what == "an empty folder":
+        (tmp_path / "s").mkdir()
 
     result = mqstore("recover", tmp_path / "s", *options)
 
     assert result.exit_code == 3
-    assert "s is a file" in result.stderr if what == "a file" else result.stderr.endswith("s holds no store\n")
+    assert result.stderr.endswith(told)
 
 
 @pytest.mark.parametrize("lost", ["one copy", "both copies"])

@@ -376,7 +376,8 @@ def resolve(
         raise NotAStoreError(f"{root} is no store: it holds {some} but neither {MANIFEST} nor commitlog/")
     else:
         if not (writer and create):
-            raise NotAStoreError(f"{root} holds no store")
+            why = "" if os.path.lexists(root) else ": there is no such directory"
+            raise NotAStoreError(f"{root} holds no store{why}")
         chosen = profile or "mqstore"
         if chosen not in _SIZES:
             raise ConfigError(f"profile must be 'mqstore' or 'rocketmq', not {profile!r}")
