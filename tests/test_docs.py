@@ -48,6 +48,17 @@ def test_the_examples_of_a_page_run_one_after_the_other_in_one_directory_and_onc
             _type(code, f"{page.name}-{number}{again}")
 
 
+def test_the_examples_of_all_pages_run_in_one_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So they are typed by who reads on. One page closed a topic that the next puts to; others shared a topic or a
+    group that they wanted to be different."""
+    monkeypatch.chdir(tmp_path)
+    first = [ROOT / "README.md", ROOT / "docs" / "tutorial.md"]
+
+    for page in [*first, *(page for page in PAGES if page not in first)]:
+        for number, code in enumerate(SHARING[page]):
+            _type(code, f"{page.name}-{number}")
+
+
 MECHANISMS = (
     *("any-delay", "delay-levels", "filters", "offsets", "ordered-pop", "pop", "queue-locks", "reading", "retention"),
     *("retry-and-dead-letters", "topics-and-groups", "transactions"),
