@@ -257,7 +257,9 @@ class Verifier:
         for problem in self._problems:
             if problem.kind == "missing_segment":
                 continue  # found again by the scan, with the records around it
-            at = problem.position % self._run.segment_bytes if problem.kind == "segment_size" else 0
+            at = 0
+            if problem.kind == "segment_size":  # a surplus begins at its segment's end
+                at = problem.position % self._run.segment_bytes or self._run.segment_bytes
             name = "commitlog/" + os.path.basename(problem.file)
             yield Finding("segment_size", name, at, problem.length, problem.detail)
         for name in self._queues.unsafe_names:
