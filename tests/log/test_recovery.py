@@ -925,6 +925,27 @@ def test_units_that_are_not_of_the_queue_do_not_count_as_numbers_given_out(tmp_p
         assert [m.offset for m in reader.iter("t", 0)] == [0, 1, 2, receipt.offset]
 
 
+@pytest.mark.parametrize("left", ["records", "none"])
+@pytest.mark.parametrize("unit", [b"\1" * 20, bytes(20)], ids=["used", "zeros"])
+def test_a_queue_file_from_far_away_costs_neither_time_nor_room(clean: Made, unit: bytes, left: str) -> None:
+    """Who looked at what lay before it never came to an end, and who zeroed it made all the files in between."""
+    stray = clean.path / "consumequeue" / ("orders" if left == "records" else "gone") / "0" / f"{160 << 40:020d}"
+    stray.parent.mkdir(parents=True, exist_ok=True)
+    (stray.parent / f"{0:020d}").touch()
+    os.truncate(stray.parent / f"{0:020d}", 160)
+    stray.write_bytes(unit * 8)
+    before = {path.name for path in stray.parent.iterdir()}
+    with clean.open("r") as store:
+        assert set(kinds(store.verify())) == ({"bad_unit"} if any(unit) else set())
+    report = clean.recover()
+    assert report.changed == any(unit)
+    assert {path.name for path in stray.parent.iterdir()} == before
+    with clean.open("r") as store:
+        assert list(store.verify()) == []
+        assert held(store, clean) == list(range(80))
+    settle(clean)
+
+
 @pytest.mark.parametrize(
     ("expected", "offsets", "physical", "runs", "odd"),
     [

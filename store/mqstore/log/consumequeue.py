@@ -157,14 +157,11 @@ class ConsumeQueue(Queue):
         `dispatched` may have reached the disk in any order, and who read past a hole would miss what recovery will
         fill it with (store-format 8.5)."""
         low = self.max_offset
-        while low > self.first_offset():
-            count = min(4096, low - self.first_offset())
-            units = self.units(low - count, count)
+        for low, units in self.held_before(self.max_offset, 4096):
             older = np.flatnonzero((units["physical_offset"] < dispatched) & (units["size"] > 0) & ~is_void(units))
             if len(older):
-                low += int(older[-1]) + 1 - count
+                low += int(older[-1]) + 1
                 break
-            low -= count
         for at, units in self.chunks(low, self.max_offset):
             holes = np.flatnonzero(units["size"] <= 0)
             if len(holes):
@@ -239,6 +236,22 @@ class ConsumeQueue(Queue):
             yield start, self.units(start, count)
             start += count
 
+    def held(self, start: int, stop: int) -> Iterator[tuple[int, npt.NDArray[np.void]]]:
+        """As `chunks`, of what files hold: between two of them there may be room for more than there is time to read."""
+        per = self._table.units_per_segment
+        for segment in self._starts:
+            yield from self.chunks(max(start, segment * per), min(stop, (segment + 1) * per))
+
+    def held_before(self, stop: int, most: int) -> Iterator[tuple[int, npt.NDArray[np.void]]]:
+        """As `held`, from slot `stop` back to the first one, at most `most` units at a time."""
+        per = self._table.units_per_segment
+        for segment in reversed(self._starts):
+            high = min(stop, (segment + 1) * per)
+            while high > segment * per:
+                count = min(most, high - segment * per)
+                high -= count
+                yield high, self.units(high, count)
+
     def write(self, offset: int, units: bytes | memoryview) -> None:
         """Put `units` at `offset`; a repeat of what stands there is harmless. Slots that this skips become void.
 
@@ -301,8 +314,7 @@ class ConsumeQueue(Queue):
         removed = 0
         if not self._starts:
             return 0
-        end = (self._starts[-1] + 1) * self._table.units_per_segment
-        for at, units in self.chunks(max(offset, self.first_offset()), end):
+        for at, units in self.held(offset, (self._starts[-1] + 1) * self._table.units_per_segment):
             used = np.flatnonzero((units["physical_offset"] != 0) | (units["size"] != 0) | (units["tags_code"] != 0))
             if len(used):
                 low, high = int(used[0]), int(used[-1]) + 1

@@ -160,15 +160,12 @@ def first_slot_in_range(queue: ConsumeQueue, start: int, least: int | None) -> t
     if not queue.list_files() or (least is not None and least < queue.first_offset()):
         return (None if least is not None else queue.max_offset), 0
     slot = queue.max_offset if least is None else min(queue.max_offset, least)
-    while slot > queue.first_offset():
-        count = min(1024, slot - queue.first_offset())
-        units = queue.units(slot - count, count)
+    for slot, units in queue.held_before(slot, 1024):
         older = np.flatnonzero((units["physical_offset"] < start) & (units["size"] > 0))
         if len(older):
             live = older[~is_void(units)[older]]
             seen = int(units["physical_offset"][live[-1]]) if len(live) else 0
-            return slot - count + int(older[-1]) + 1, max(0, seen)
-        slot -= count
+            return slot + int(older[-1]) + 1, max(0, seen)
     return slot, 0
 
 
@@ -437,15 +434,11 @@ class _Recovery:
 
     def _last_physical(self, queue: ConsumeQueue) -> tuple[int, int, int]:
         """(physical offset, size, slot) of the queue's newest unit that is a message; (-1, 0, -1) without one."""
-        end = queue.max_offset
-        while end > queue.first_offset():
-            count = min(64, end - queue.first_offset())
-            units = queue.units(end - count, count)
+        for at, units in queue.held_before(queue.max_offset, 64):
             live = np.flatnonzero((units["size"] > 0) & ~is_void(units))
             if len(live):
                 i = int(live[-1])
-                return int(units["physical_offset"][i]), int(units["size"][i]), end - count + i
-            end -= count
+                return int(units["physical_offset"][i]), int(units["size"][i]), at + i
         return -1, 0, -1
 
     def _last_units_hold(self, mark: int, end: int | None) -> bool:
@@ -627,7 +620,7 @@ class _Recovery:
         none: a queue whose first file begins with it would begin there (4.6)."""
         if start > self.first:
             return  # such a unit may have its record before the range that is read
-        for at, units in queue.chunks(queue.first_offset(), min(stop, queue.max_offset)):
+        for at, units in queue.held(queue.first_offset(), min(stop, queue.max_offset)):
             wrong = np.flatnonzero((units["physical_offset"] >= self.first) & ~is_void(units))
             for group in np.split(wrong, np.flatnonzero(np.diff(wrong) > 1) + 1) if len(wrong) else []:
                 self._void(queue, at + int(group[0]), at + int(group[-1]) + 1)

@@ -379,7 +379,7 @@ class Verifier:
     def _front(self, queue: ConsumeQueue, stop: int) -> Iterator[Finding]:
         """Units before the queue's first record must be those of records that retention took."""
         begin = self._begin
-        for at, units in queue.chunks(queue.first_offset(), min(stop, queue.max_offset)):
+        for at, units in queue.held(queue.first_offset(), min(stop, queue.max_offset)):
             physical = units["physical_offset"]
             wrong = (physical >= begin) & (physical < self._until) & ~is_void(units)
             yield from self._ranges(queue, "bad_unit", at, wrong, "the unit's record is not in the log")
@@ -415,7 +415,8 @@ class Verifier:
         if known is None:
             yield from self._front(queue, queue.max_offset)  # no record of this queue is in the log
         elif not self._live:
-            yield from self._no_record(queue, known, queue.max_offset)
+            for at, units in queue.held(known, queue.max_offset):
+                yield from self._ranges(queue, "bad_unit", at, ~is_void(units), "the unit's record is not in the log")
 
     def _ranges(
         self, queue: ConsumeQueue, kind: Kind, first: int, wrong: npt.NDArray[np.bool_], detail: str
