@@ -30,7 +30,7 @@ from mqstore.log.scanner import least_plausible, sort_out
 from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
 from tests.faults import Crash, FaultyFileSystem
-from tests.log.support import SEGMENT, files, flip, kill, open_store, units_of
+from tests.log.support import HEADER, SEGMENT, files, flip, kill, open_store, units_of
 
 PROFILES = ("mqstore", "rocketmq")
 VOID = (0, 0x7FFF_FFFF, 0)
@@ -925,6 +925,34 @@ def test_units_that_are_not_of_the_queue_do_not_count_as_numbers_given_out(tmp_p
         assert [m.offset for m in reader.iter("t", 0)] == [0, 1, 2, receipt.offset]
 
 
+@pytest.mark.parametrize("segment", [0, 1], ids=["first", "later"])
+@pytest.mark.parametrize("number", [5, 8, 16])
+def test_what_recovery_makes_of_a_wild_queue_offset_is_what_verify_asks_for(
+    tmp_path: Path, number: int, segment: int
+) -> None:
+    """Verify took a large record for room in which others were lost, and a queue to begin wherever its first record
+    says: it believed numbers that recovery did not, called the slots of all that followed damaged, and no recovery
+    helped."""
+    path = tmp_path / "store"
+    with open_store(path, profile="rocketmq") as store:
+        receipts = [store.put("t", bytes(4003 - HEADER)) for _ in range(20)]
+        store.dispatch()
+        store.flush()
+        store.drop_before(2 * SEGMENT)
+    bad = receipts[2 + 4 * segment]
+    with open(path / "commitlog" / f"{bad.physical_offset:020d}", "r+b") as file:
+        file.seek(bad.physical_offset % SEGMENT + 20)
+        file.write(number.to_bytes(8, "big"))
+    made = Made(path, "rocketmq", receipts)
+    with MessageStore(path, "r") as reader:
+        assert sorted(kinds(reader.verify())) == ["bad_record", "bad_unit"]
+    assert kinds(made.recover()) == ["bad_record"]
+    with MessageStore(path, "r") as reader:
+        assert kinds(reader.verify()) == ["bad_record"]
+        assert [m.offset for m in reader.iter("t")] == [n for n in range(2, 20) if n != bad.offset]
+    settle(made)
+
+
 @pytest.mark.parametrize("left", ["records", "none"])
 @pytest.mark.parametrize("unit", [b"\1" * 20, bytes(20)], ids=["used", "zeros"])
 def test_a_queue_file_from_far_away_costs_neither_time_nor_room(clean: Made, unit: bytes, left: str) -> None:
@@ -958,12 +986,14 @@ def test_a_queue_file_from_far_away_costs_neither_time_nor_room(clean: Made, uni
         (None, [1 << 40, 1, 2], [0, 100, 200], [(1, 3)], [0]),
         (None, [-5, 1, 2], [0, 100, 200], [(1, 3)], [0]),
         (5, [2, 5], [0, 100], [(1, 2)], [0]),
+        (0, [0, 2], [0, 100], [(0, 1)], [1]),  # a record itself is no room
     ],
 )
 def test_slots_are_told_from_nonsense(
     expected: int | None, offsets: list[int], physical: list[int], runs: list[tuple[int, int]], odd: list[int]
 ) -> None:
-    assert sort_out(expected, 0, np.array(offsets), np.array(physical)) == (runs, odd)
+    sizes = np.full(len(offsets), 100, np.int32)
+    assert sort_out(expected, 0, np.array(offsets), np.array(physical), sizes) == (runs, odd)
 
 
 def test_the_least_plausible_number_leaves_out_what_cannot_be() -> None:

@@ -237,7 +237,7 @@ class ConsumeQueue(Queue):
             start += count
 
     def held(self, start: int, stop: int) -> Iterator[tuple[int, npt.NDArray[np.void]]]:
-        """As `chunks`, of what files hold: between two of them there may be room for more than there is time to read."""
+        """As `chunks`, of what files hold: between two of them there may be more than there is time to read."""
         per = self._table.units_per_segment
         for segment in self._starts:
             yield from self.chunks(max(start, segment * per), min(stop, (segment + 1) * per))

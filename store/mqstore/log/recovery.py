@@ -45,13 +45,21 @@ from mqstore.log.consumequeue import ConsumeQueue, QueueTable
 from mqstore.log.index import Index, IndexFile
 from mqstore.log.names import is_path_safe
 from mqstore.log.report import Cut, Finding, RecoveryReport
-from mqstore.log.scanner import Bad, End, Good, least_plausible, scan_log, sort_out, used_end
+from mqstore.log.scanner import (
+    Bad,
+    End,
+    Good,
+    first_slot_in_range,
+    least_plausible,
+    scan_log,
+    sort_out,
+    used_end,
+)
 from mqstore.log.verify import Wanted, index_faults
 
 __all__ = [
     "Progress",
     "RecoverOptions",
-    "first_slot_in_range",
     "given_out",
     "has_unlisted",
     "recover",
@@ -148,25 +156,6 @@ def has_unlisted(parts: Parts) -> bool:
                 if queue is None or int(rows.queue_offset[chosen].max()) >= queue.max_offset:
                     return True
     return False
-
-
-def first_slot_in_range(queue: ConsumeQueue, start: int, least: int | None) -> tuple[int | None, int]:
-    """(the first slot whose unit is none of a record below `start`, where the record before that slot ends).
-
-    Units grow along the queue, so this looks backwards from its end, or from the least number seen if that is
-    lower. Where no file reaches that far back there is no such slot: the queue begins with the first number seen,
-    None.
-    """
-    if not queue.list_files() or (least is not None and least < queue.first_offset()):
-        return (None if least is not None else queue.max_offset), 0
-    slot = queue.max_offset if least is None else min(queue.max_offset, least)
-    for slot, units in queue.held_before(slot, 1024):
-        older = np.flatnonzero((units["physical_offset"] < start) & (units["size"] > 0))
-        if len(older):
-            live = older[~is_void(units)[older]]
-            seen = int(units["physical_offset"][live[-1]]) if len(live) else 0
-            return slot + int(older[-1]) + 1, max(0, seen)
-    return slot, 0
 
 
 def given_out(queue: ConsumeQueue, first: int, seen: int, end: int) -> int:
@@ -593,7 +582,7 @@ class _Recovery:
             if expected is None:
                 least = least_plausible(offsets, physical)
                 expected, self.last_seen[queue] = first_slot_in_range(queue, start, least)
-            runs, odd = sort_out(expected, self.last_seen[queue], offsets, physical)
+            runs, odd = sort_out(expected, self.last_seen[queue], offsets, physical, rows.size[chosen])
             for i in odd:
                 name, at = self._where(int(physical[i]))
                 detail = f"queueOffset {offsets[i]} of {queue.topic}/{queue.queue_id} does not follow those around it"

@@ -20,10 +20,12 @@ import numpy as np
 import numpy.typing as npt
 
 from mqstore.files.segments import Segment, SegmentRun
+from mqstore.layout.consumequeue import is_void
 from mqstore.layout.record import MIN_RECORD_BYTES, Checksum, check_record
 from mqstore.layout.scan import Headers, content_end, find_next, read_run
 from mqstore.layout.spares import Spares
 from mqstore.log.ahead import Ahead
+from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.native import kernel
 
 __all__ = [
@@ -33,6 +35,7 @@ __all__ = [
     "Event",
     "Good",
     "first_good_in",
+    "first_slot_in_range",
     "join_segments",
     "least_plausible",
     "scan_log",
@@ -271,13 +274,37 @@ def least_plausible(offsets: npt.NDArray[np.int64], physical: npt.NDArray[np.int
     return int(offsets[np.abs(offsets - middle) <= room].min(initial=middle))
 
 
+def first_slot_in_range(queue: ConsumeQueue, start: int, least: int | None) -> tuple[int | None, int]:
+    """(the first slot whose unit is none of a record below `start`, where the record before that slot ends).
+
+    Units grow along the queue, so this looks backwards from its end, or from the least number seen if that is
+    lower. Where no file reaches that far back there is no such slot: the queue begins with the first number seen,
+    None.
+    """
+    if not queue.list_files() or (least is not None and least < queue.first_offset()):
+        return (None if least is not None else queue.max_offset), 0
+    slot = end = queue.max_offset if least is None else min(queue.max_offset, least)
+    for slot, units in queue.held_before(end, 1024):
+        older = np.flatnonzero((units["physical_offset"] < start) & (units["size"] > 0))
+        if len(older):
+            live = older[~is_void(units)[older]]
+            seen = sum(units[live[-1]].tolist()[:2]) if len(live) else 0
+            return slot + int(older[-1]) + 1, max(0, min(seen, start))
+    return slot, 0
+
+
 def sort_out(
-    expected: int | None, seen: int, offsets: npt.NDArray[np.int64], physical: npt.NDArray[np.int64]
+    expected: int | None,
+    seen: int,
+    offsets: npt.NDArray[np.int64],
+    physical: npt.NDArray[np.int64],
+    sizes: npt.NDArray[np.int32],
 ) -> tuple[list[tuple[int, int]], list[int]]:
-    """Tell slots from nonsense among the queueOffsets of one queue's records, which lie at `physical` in the log.
+    """Tell slots from nonsense among the queueOffsets of one queue's records, which lie at `physical` in the log and have
+    these `sizes`.
 
     Returns (index ranges of consecutive slots, in order; indices of the records that can have none). `expected` is the
-    slot behind the last record before these, which lies below `seen`; None when there is none to go by. A number that
+    slot behind the last record before these, which ends at `seen`; None when there is none to go by. A number that
     was given out already, one that jumps further than lost records could explain, or one that later records contradict,
     is nonsense: profile `rocketmq` has no checksum over it (2.10). To believe it would void the slots of the rest.
     """
@@ -294,7 +321,8 @@ def sort_out(
     least_behind = np.append(np.minimum.accumulate(wanted[::-1])[::-1], MAX_SLOT).tolist()
     runs: list[tuple[int, int]] = []
     odd: list[int] = []
-    for i, (offset, at) in enumerate(zip(offsets.tolist(), physical.tolist(), strict=True)):
+    ends = (physical + sizes).tolist()
+    for i, (offset, at, end) in enumerate(zip(offsets.tolist(), physical.tolist(), ends, strict=True)):
         if expected is None:
             follows = 0 <= offset <= least_behind[i + 1] and offset < MAX_SLOT
         else:
@@ -307,5 +335,5 @@ def sort_out(
             runs[-1] = (runs[-1][0], i + 1)
         else:
             runs.append((i, i + 1))
-        expected, seen = offset + 1, at
+        expected, seen = offset + 1, end
     return runs, odd

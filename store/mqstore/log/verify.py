@@ -32,7 +32,17 @@ from mqstore.log.index import Index
 from mqstore.log.manifest import MANIFEST
 from mqstore.log.names import is_path_safe
 from mqstore.log.report import Finding, Kind
-from mqstore.log.scanner import MAX_SLOT, Bad, End, Good, scan_log, sort_out, used_end
+from mqstore.log.scanner import (
+    MAX_SLOT,
+    Bad,
+    End,
+    Good,
+    first_slot_in_range,
+    least_plausible,
+    scan_log,
+    sort_out,
+    used_end,
+)
 from mqstore.log.txn import TXN_FILE, TxnState
 
 __all__ = ["Gap", "IndexTally", "Verifier", "Wanted", "index_faults", "json_tables", "tally_index"]
@@ -345,36 +355,44 @@ class Verifier:
             offsets = rows.queue_offset[chosen]
             physical = rows.physical_offset[chosen]
             expected = self._next_slot.get(queue)
-            runs, odd = sort_out(expected, self._last_seen.get(queue, 0), offsets, physical)
+            if expected is None:
+                expected, self._last_seen[queue] = self._first_slot(queue, least_plausible(offsets, physical))
+            runs, odd = sort_out(expected, self._last_seen[queue], offsets, physical, rows.size[chosen])
             for i in odd:
                 name, at = self._where(int(physical[i]))
                 detail = f"queueOffset {offsets[i]} of {topic}/{queue_id} does not follow those around it"
                 yield Finding("bad_record", name, at, int(rows.size[chosen[i]]), detail)
             for low, high in runs:
                 first = int(offsets[low])
-                if expected is None:
-                    yield from self._front(queue, first)
-                elif first > expected:
+                if queue not in self._next_slot:
+                    yield from self._front(queue, first if expected is None else min(first, expected))
+                if expected is not None and first > expected:
                     self.gaps.append((topic, queue_id, expected, first))
                     yield from self._no_record(queue, expected, first)
                 yield from self.compare(topic, queue_id, first, rows.units(chosen[low:high]))
                 expected = first + high - low
                 self._next_slot[queue] = expected
-                self._last_seen[queue] = int(physical[high - 1])
+                last = chosen[high - 1]
+                self._last_seen[queue] = int(rows.physical_offset[last]) + int(rows.size[last])
+
+    def _first_slot(self, queue: ConsumeQueue, least: int) -> tuple[int | None, int]:
+        """As recovery finds it; but a writer's retention may be taking the files that tell."""
+        return (None, 0) if self._live else first_slot_in_range(queue, self._begin, least)
 
     def follows(self, topic: str, queue_id: int, first: int) -> bool:
         """Whether a run of records of a queue that begins with queue offset `first` goes on where it stands."""
-        expected = self._next_slot.get(self._queues.create(topic, queue_id))
+        queue = self._queues.create(topic, queue_id)
+        expected = self._next_slot[queue] if queue in self._next_slot else self._first_slot(queue, first)[0]
         return first == expected if expected is not None else 0 <= first < MAX_SLOT
 
-    def straight(self, topic: str, queue_id: int, first: int, stop: int, last_physical: int) -> Iterator[Finding]:
+    def straight(self, topic: str, queue_id: int, first: int, stop: int, last_end: int) -> Iterator[Finding]:
         """As `units`, for a run `[first, stop)` of queue offsets that `follows` and whose units were compared; its last
-        record lies at `last_physical`."""
+        record ends at `last_end`."""
         queue = self._queues.create(topic, queue_id)
         if queue not in self._next_slot:
             yield from self._front(queue, first)
         self._next_slot[queue] = stop
-        self._last_seen[queue] = last_physical
+        self._last_seen[queue] = last_end
 
     def _front(self, queue: ConsumeQueue, stop: int) -> Iterator[Finding]:
         """Units before the queue's first record must be those of records that retention took."""

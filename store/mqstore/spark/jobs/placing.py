@@ -22,8 +22,7 @@ import numpy.typing as npt
 
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.layout.consumequeue import UNIT_BYTES, UNIT_DTYPE, VOID_UNIT
-from mqstore.log.recovery import first_slot_in_range
-from mqstore.log.scanner import Good, least_plausible, scan_segment, sort_out
+from mqstore.log.scanner import Good, first_slot_in_range, least_plausible, scan_segment, sort_out
 from mqstore.log.store import MessageStore
 from mqstore.spark.jobs.ranges import QueueKey
 
@@ -35,7 +34,7 @@ _CHUNK_UNITS = 1 << 16
 
 @dataclass(slots=True)
 class Slots:
-    """Where a queue stands: the next slot, the place of its last record, and how it began."""
+    """Where a queue stands: the next slot, where its last record ends, and how it began."""
 
     next: int | None
     seen: int
@@ -159,7 +158,7 @@ class Placer:
         if slots is None:
             slots = first_slots(self._store, self._log_start, key, least_plausible(offsets, physical))
             self.placed[key] = slots
-        runs, odd = sort_out(slots.next, slots.seen, offsets, physical)
+        runs, odd = sort_out(slots.next, slots.seen, offsets, physical, units["size"])
         slots.odd += len(odd)
         for low, high in runs:
             first = int(offsets[low])

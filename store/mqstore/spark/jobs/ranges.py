@@ -100,7 +100,7 @@ P = TypeVar("P", bound=Piece)
 
 @dataclass(slots=True)
 class QueuePart:
-    """Of the records of a queue in a range: offsets, place and time of the first and the last."""
+    """Of the records of a queue in a range: offsets and times, where the first begins and the last ends."""
 
     first: int
     """Smallest queue offset."""
@@ -108,7 +108,7 @@ class QueuePart:
     """Behind the greatest."""
     count: int
     first_physical: int
-    last_physical: int
+    last_end: int
     first_ms: int
     last_ms: int
     straight: bool = True
@@ -262,7 +262,7 @@ def _take_queue(
         part.breaks += breaks
     part.first, part.stop = min(part.first, low), max(part.stop, high + 1)
     part.count += len(offsets)
-    part.last_physical, part.last_ms = int(physical[-1]), int(stamps[-1])
+    part.last_end, part.last_ms = int(physical[-1]) + int(rows.size[chosen[-1]]), int(stamps[-1])
     if not part.straight:
         return
     for finding in take_run(topic, queue_id, low, rows.units(chosen)):

@@ -62,8 +62,8 @@ from mqstore.layout.indexfile import IndexHeader, file_bytes, put_entries
 from mqstore.log.checkpoint import CheckpointFile
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.names import is_path_safe
-from mqstore.log.recovery import first_slot_in_range, given_out, watermark_of
-from mqstore.log.scanner import End
+from mqstore.log.recovery import given_out, watermark_of
+from mqstore.log.scanner import End, first_slot_in_range
 from mqstore.log.store import MessageStore
 from mqstore.log.txn import IntentWatch
 from mqstore.spark.jobs.placing import Placer, Slots, UnitFiles, first_slots, stretches
@@ -605,7 +605,7 @@ class _Joiner:
         for key, found in parts.items():
             slots = first_slots(self._store, self._log_start, key, found[0].first)
             if key not in doubted and is_straight(found) and slots.next in (None, found[0].first):
-                slots.first, slots.next, slots.seen = found[0].first, found[-1].stop, found[-1].last_physical
+                slots.first, slots.next, slots.seen = found[0].first, found[-1].stop, found[-1].last_end
                 straight[key] = slots
         return straight, parts.keys() - straight.keys()
 

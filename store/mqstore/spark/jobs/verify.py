@@ -377,7 +377,7 @@ class _Joiner:
                 crooked.add((topic, queue_id))
                 continue
             last = queue[-1]
-            yield from self.verifier.straight(topic, queue_id, queue[0].first, last.stop, last.last_physical)
+            yield from self.verifier.straight(topic, queue_id, queue[0].first, last.stop, last.last_end)
             for part in queue:
                 yield from part.findings
                 self._unlisted += part.unlisted
