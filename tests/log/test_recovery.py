@@ -953,6 +953,30 @@ def test_what_recovery_makes_of_a_wild_queue_offset_is_what_verify_asks_for(
     settle(made)
 
 
+def test_a_message_behind_a_wild_queue_offset_is_not_lost_by_a_second_crash(tmp_path: Path) -> None:
+    """One recovery read the whole log, believed 3 and not the 2 behind it; the next message got 4. The recovery after
+    it read the end only, believed the 2 and not the 4, and no queue listed that message any more."""
+    path = tmp_path / "store"
+    store = open_store(path, profile="rocketmq")
+    receipts = [store.put("t", bytes(size)) for size in (2000, 3900, 2000)]
+    kill(store)
+    with open(path / "commitlog" / f"{SEGMENT:020d}", "r+b") as file:
+        file.seek(20)
+        file.write((3).to_bytes(8, "big"))
+    store = open_store(path)
+    assert [m.physical_offset for m in store.iter("t")] == [0, SEGMENT]
+    receipts.append(store.put("t", b"next"))
+    store.dispatch()
+    kill(store)
+    with open_store(path) as store:
+        assert [(m.offset, m.physical_offset) for m in store.iter("t")] == [
+            (0, 0),
+            (3, SEGMENT),
+            (4, receipts[-1].physical_offset),
+        ]
+        assert store.recovery.rebuilt.units == 0
+
+
 @pytest.mark.parametrize("left", ["records", "none"])
 @pytest.mark.parametrize("unit", [b"\1" * 20, bytes(20)], ids=["used", "zeros"])
 def test_a_queue_file_from_far_away_costs_neither_time_nor_room(clean: Made, unit: bytes, left: str) -> None:

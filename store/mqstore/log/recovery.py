@@ -581,6 +581,8 @@ class _Recovery:
             physical = rows.physical_offset[chosen]
             if expected is None:
                 least = least_plausible(offsets, physical)
+                if start > self.first:
+                    self._doubt_numbers(queue, least, start)
                 expected, self.last_seen[queue] = first_slot_in_range(queue, start, least)
             runs, odd = sort_out(expected, self.last_seen[queue], offsets, physical, rows.size[chosen])
             for i in odd:
@@ -613,6 +615,13 @@ class _Recovery:
             wrong = np.flatnonzero((units["physical_offset"] >= self.first) & ~is_void(units))
             for group in np.split(wrong, np.flatnonzero(np.diff(wrong) > 1) + 1) if len(wrong) else []:
                 self._void(queue, at + int(group[0]), at + int(group[-1]) + 1)
+
+    def _doubt_numbers(self, queue: ConsumeQueue, least: int, start: int) -> None:
+        """Does a slot from `least` on lead to a record before the range that is read? Then it takes all records to
+        tell who is right, as it did when that unit was written."""
+        for _, units in queue.held(least, queue.max_offset):
+            if ((units["physical_offset"] < start) & (units["size"] > 0) & ~is_void(units)).any():
+                raise _WholeLogNeededError
 
     def _doubt_gap(self, queue: ConsumeQueue, low: int, high: int) -> None:
         """No unit where the queue enters the range that is read: were these records lost to damage, or the units of

@@ -300,8 +300,7 @@ def sort_out(
     physical: npt.NDArray[np.int64],
     sizes: npt.NDArray[np.int32],
 ) -> tuple[list[tuple[int, int]], list[int]]:
-    """Tell slots from nonsense among the queueOffsets of one queue's records, which lie at `physical` in the log and have
-    these `sizes`.
+    """Tell slots from nonsense among the queueOffsets of one queue's records, which lie at `physical` in the log.
 
     Returns (index ranges of consecutive slots, in order; indices of the records that can have none). `expected` is the
     slot behind the last record before these, which ends at `seen`; None when there is none to go by. A number that
