@@ -375,6 +375,9 @@ def test_copies_do_not_go_among_the_stores_own_files(hundred: tuple[Path, list[S
 
     assert mqstore("recover", path, "--salvage", path / "commitlog").exit_code == 2
     assert mqstore("recover", path, "--keep-cut", path / "consumequeue" / "x").exit_code == 2
+    # Opening empties this one, and fails when it holds a folder.
+    assert mqstore("recover", path, "--keep-cut", path / "tmp").exit_code == 2
+    assert mqstore("recover", path, "--salvage", path / "tmp" / "x").exit_code == 2
 
 
 def test_for_people_it_says_what_was_done(hundred: tuple[Path, list[SendReceipt]]) -> None:

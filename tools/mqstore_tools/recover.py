@@ -87,7 +87,7 @@ def recover(
     Exit code 1 when something was found that a recovery cannot bring back, or with --dry-run: that there is work to do.
     """
     for name, folder in (("--keep-cut", keep_cut), ("--salvage", salvage)):
-        if folder is not None and _within(folder, directory / "commitlog", directory / "consumequeue"):
+        if folder is not None and _within(folder, *(directory / name for name in _OWN)):
             raise click.UsageError(f"{name} must not lie among the store's own files")
     config_done: list[str] | None = None
     if "config" in rebuild:
@@ -142,6 +142,8 @@ def recover(
         ctx.exit(FINDINGS)
 
 
+_OWN = ("commitlog", "consumequeue", "index", "inbox", "tmp")
+"""Folders whose files the store takes for its own; the last one it empties."""
 _DAMAGE = ("bad_record", "missing_segment", "segment_size")
 
 
