@@ -377,7 +377,8 @@ class Verifier:
 
     def _first_slot(self, queue: ConsumeQueue, least: int) -> tuple[int | None, int]:
         """As recovery finds it; but a writer's retention may be taking the files that tell."""
-        return (None, 0) if self._live else first_slot_in_range(queue, self._begin, least)
+        found = first_slot_in_range(queue, self._begin, least)
+        return (None, 0) if found[0] != least and self._has_writer() else found
 
     def follows(self, topic: str, queue_id: int, first: int) -> bool:
         """Whether a run of records of a queue that begins with queue offset `first` goes on where it stands."""
