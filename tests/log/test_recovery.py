@@ -645,6 +645,15 @@ def test_a_zero_length_last_segment_is_removed(clean: Made) -> None:
     settle(clean)
 
 
+def test_a_plan_tells_of_empty_files_in_the_order_of_the_run(clean: Made) -> None:
+    end = (clean.end // SEGMENT + 1) * SEGMENT
+    for start in (end, end + SEGMENT):
+        clean.segment(start).touch()
+    plan = clean.recover(dry_run=True)
+    assert [cut.file for cut in plan.truncated] == [f"commitlog/{start:020d}" for start in (end, end + SEGMENT)]
+    assert clean.recover().truncated == plan.truncated
+
+
 def test_segments_of_zeros_behind_the_end_are_removed(crashed: Made) -> None:
     start = (crashed.end // SEGMENT + 1) * SEGMENT
     for i in range(2):

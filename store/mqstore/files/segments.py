@@ -290,11 +290,13 @@ class SegmentRun:
         problems: list[LoadProblem] = []
         found = self._list(problems)
         if self.writable:
+            at = len(problems)
             while found and found[-1].length == 0:
                 segment = found.pop()
                 self._fs.unlink(segment.path, missing_ok=True)
                 self._names_changed += 1
-                problems.append(LoadProblem(segment.path, "empty_segment", segment.start, 0, "empty last file removed"))
+                gone = LoadProblem(segment.path, "empty_segment", segment.start, 0, "empty last file removed")
+                problems.insert(at, gone)
             self.sync_folder()
         for segment in found:
             self._check_length(segment, segment is found[-1], problems)
