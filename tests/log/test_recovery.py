@@ -962,6 +962,24 @@ def test_what_recovery_makes_of_a_wild_queue_offset_is_what_verify_asks_for(
     settle(made)
 
 
+def test_a_queue_that_recovery_let_begin_with_a_wild_queue_offset_begins_there_for_the_next_one(tmp_path: Path) -> None:
+    """Nothing told against the number when the queue had no file yet. Then it had one, which began with a void slot
+    in a log that begins at 0: the next recovery made the number nonsense."""
+    path = tmp_path / "store"
+    store = open_store(path, profile="rocketmq")
+    receipts = [store.put("t", bytes(2000)) for _ in range(3)]
+    kill(store)
+    with open(path / "commitlog" / f"{0:020d}", "r+b") as file:
+        file.seek(20)
+        file.write((1).to_bytes(8, "big"))
+    made = Made(path, "rocketmq", receipts)
+    assert kinds(made.recover()) == ["bad_record"]
+    with MessageStore(path, "r") as reader:
+        assert kinds(reader.verify()) == ["bad_record"]
+        assert [m.physical_offset for m in reader.iter("t")] == [0, receipts[2].physical_offset]
+    settle(made)
+
+
 def test_a_message_behind_a_wild_queue_offset_is_not_lost_by_a_second_crash(tmp_path: Path) -> None:
     """One recovery read the whole log, believed 3 and not the 2 behind it; the next message got 4. The recovery after
     it read the end only, believed the 2 and not the 4, and no queue listed that message any more."""

@@ -278,16 +278,18 @@ def first_slot_in_range(queue: ConsumeQueue, start: int, least: int | None) -> t
     """(the first slot whose unit is none of a record below `start`, where the record before that slot ends).
 
     Units grow along the queue, so this looks backwards from its end, or from the least number seen if that is
-    lower. Where no file reaches that far back there is no such slot: the queue begins with the first number seen,
-    None.
+    lower. A void unit below that one counts as such a record's: an earlier recovery let the queue begin behind it.
+    Where no file reaches that far back there is no such slot: the queue begins with the first number seen, None.
     """
     if not queue.list_files() or (least is not None and least < queue.first_offset()):
         return (None if least is not None else queue.max_offset), 0
     slot = end = queue.max_offset if least is None else min(queue.max_offset, least)
     for slot, units in queue.held_before(end, 1024):
-        older = np.flatnonzero((units["physical_offset"] < start) & (units["size"] > 0))
+        void = is_void(units)
+        passed = (units["physical_offset"] < start) & (units["size"] > 0)
+        older = np.flatnonzero(passed | void if least is not None else passed)
         if len(older):
-            live = older[~is_void(units)[older]]
+            live = older[~void[older]]
             seen = sum(units[live[-1]].tolist()[:2]) if len(live) else 0
             return slot + int(older[-1]) + 1, max(0, min(seen, start))
     return slot, 0
