@@ -28,6 +28,7 @@ from mqstore.broker.parts import open_parts
 from mqstore.broker.receipts import recall_handle
 from mqstore.broker.retention import worth_rolling
 from mqstore.broker.timerfiles import Slot, TimerWheel
+from mqstore.broker.transactions import Transactions
 from mqstore.clock import SimulatedClock
 from mqstore.errors import InvalidMessageError, StoreFullError
 from mqstore.files.filesystem import FileSystem
@@ -768,7 +769,8 @@ def test_a_pass_is_logged_once_and_the_pins_show_what_is_so(bench: Bench, caplog
         parts = open_parts(store)
         view = inspect.timer_view(parts)
         assert (view.waiting, view.physical_offset) == (5, first.physical_offset)
-        offline_pin = inspect.oldest_pin(parts, inspect.delay_levels(parts), view)
+        transactions = Transactions(parts, lambda: None)
+        offline_pin = inspect.oldest_pin(parts, transactions, inspect.delay_levels(parts), view)
         assert offline_pin is not None
         assert offline_pin.physical_offset == first.physical_offset
 

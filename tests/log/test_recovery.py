@@ -630,6 +630,18 @@ def test_a_missing_middle_segment_is_a_bad_range(clean: Made) -> None:
         assert store.put("orders", b"next").physical_offset == clean.end
 
 
+def test_a_segment_made_ahead_that_is_removed_is_told_of(golden: Callable[[str], Any]) -> None:
+    java = golden("crashed")  # its broker had made one more
+    planned = recover_store(java.path, RecoverOptions(full=True, dry_run=True))
+    before = {file.name for file in (java.path / "commitlog").iterdir()}
+    done = recover_store(java.path, RecoverOptions(full=True))
+    gone = before - {file.name for file in (java.path / "commitlog").iterdir()}
+    assert len(gone) == 1
+    for report in (planned, done):
+        assert [(cut.file, cut.reason) for cut in report.truncated] == [(f"commitlog/{min(gone)}", "unused file")]
+    assert not recover_store(java.path, RecoverOptions(full=True)).changed
+
+
 def test_a_zero_length_last_segment_is_removed(clean: Made) -> None:
     extra = clean.segment((clean.end // SEGMENT + 1) * SEGMENT)
     extra.touch()

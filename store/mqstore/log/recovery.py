@@ -822,6 +822,8 @@ class _Recovery:
         # A segment that begins at the end is kept when it is the only one, so that the log remembers where it is.
         doomed = [s for s in run.segments() if s.start >= end and s.start != run.starts[0]]
         report.changed |= bool(doomed)
+        told = {begin - begin % run.segment_bytes for begin, _ in cuts}
+        report.truncated += [Cut(self._where(s.start)[0], 0, 0, "unused file") for s in doomed if s.start not in told]
         if self.writing:
             if doomed:
                 run.drop_from(doomed[0].start)
