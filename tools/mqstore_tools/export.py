@@ -18,7 +18,7 @@ from mqstore.files.quiet import QUIET
 from mqstore.layout.compression import MissingPackageError
 from mqstore.log.walk import walk_queue
 from mqstore_tools.render import as_json, finding_line, note, print_json, progress
-from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument
+from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, within
 from mqstore_tools.shown import export_row
 
 __all__ = ["export"]
@@ -213,7 +213,7 @@ def _target(output: Path, directory: Path) -> Iterator[str]:
         yield str(output)  # a device or a pipe: to rename a file over it would take it away
         return
     target = Path(os.path.realpath(output))
-    if Path(os.path.realpath(directory)) in target.parents:
+    if within(output, directory):
         raise click.UsageError("--output must not lie in the store's directory")
     fd, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     try:

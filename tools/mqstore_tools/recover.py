@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +20,15 @@ from mqstore.log.repair import rebuild_config, recover_store
 from mqstore.log.report import Rebuilt
 from mqstore_tools.opened import looking
 from mqstore_tools.render import console, finding_line, note, print_json, progress, safe
-from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, index_options, java_config, json_option
+from mqstore_tools.shared import (
+    FINDINGS,
+    StoreCommand,
+    directory_argument,
+    index_options,
+    java_config,
+    json_option,
+    within,
+)
 
 __all__ = ["recover"]
 
@@ -87,7 +94,7 @@ def recover(
     Exit code 1 when something was found that a recovery cannot bring back, or with --dry-run: that there is work to do.
     """
     for name, folder in (("--keep-cut", keep_cut), ("--salvage", salvage)):
-        if folder is not None and _within(folder, *(directory / name for name in _OWN)):
+        if folder is not None and within(folder, *(directory / name for name in _OWN)):
             raise click.UsageError(f"{name} must not lie among the store's own files")
     config_done: list[str] | None = None
     if "config" in rebuild:
@@ -157,12 +164,6 @@ def _afterwards(directory: Path) -> tuple[dict[int, int], str, list[str]]:
             return orphans, parts.store.manifest.profile, parts.store.foreign()
     except (MQStoreError, OSError):  # what is damaged in config/ is no concern of a recovery of the log
         return {}, "", []
-
-
-def _within(folder: Path, *parents: Path) -> bool:
-    # `Path.resolve` raises where links lead in a circle; here the opening tells of that.
-    inner = Path(os.path.realpath(folder))
-    return any(outer in (inner, *inner.parents) for outer in (Path(os.path.realpath(each)) for each in parents))
 
 
 def _rebuild_config(directory: Path, *, dry_run: bool, yes: bool) -> list[str] | None:

@@ -41,6 +41,7 @@ __all__ = [
     "index_options",
     "java_config",
     "json_option",
+    "within",
 ]
 
 FINDINGS, WRONG_USAGE, UNUSABLE, INTERRUPTED, READER_GONE = 1, 2, 3, 130, 141
@@ -142,3 +143,10 @@ def index_options(command: F) -> F:
 def java_config(index_slots: int | None, index_entries: int | None) -> StoreConfig:
     """The options of `index_options` as the library takes them."""
     return StoreConfig(index_slots=index_slots, index_entries=index_entries)
+
+
+def within(path: Path, *folders: Path) -> bool:
+    """Whether a path is one of these, or lies below it, by whatever links."""
+    # `Path.resolve` raises where links lead in a circle; here who opens it tells of that.
+    inner = Path(os.path.realpath(path))
+    return any(outer in (inner, *inner.parents) for outer in (Path(os.path.realpath(each)) for each in folders))

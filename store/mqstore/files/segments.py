@@ -41,7 +41,7 @@ from typing import NamedTuple
 from mqstore.errors import MQStoreError, StoreIOError
 from mqstore.files.filesystem import FILE_MODE, REAL, FileSystem, SyncNotBegunError, is_not_begun
 
-__all__ = ["EXTENDED", "NAME_DIGITS", "LoadProblem", "Segment", "SegmentRun", "segment_name"]
+__all__ = ["EXTENDED", "NAME_DIGITS", "LoadProblem", "Segment", "SegmentRun", "segment_name", "segment_start"]
 
 NAME_DIGITS = 20
 EXTENDED = "; extended with zeros"
@@ -68,7 +68,7 @@ def segment_name(start: int) -> str:
     return f"{start:0{NAME_DIGITS}d}"
 
 
-def _start_of(name: str) -> int | None:
+def segment_start(name: str) -> int | None:
     """The offset that a file name says; None for names that are no segment's (Unicode digits are none)."""
     return int(name) if len(name) == NAME_DIGITS and name.isascii() and name.isdigit() else None
 
@@ -93,6 +93,10 @@ class LoadProblem(NamedTuple):
     position: int
     length: int
     detail: str
+
+    def place(self, segment_bytes: int) -> int:
+        """Where in its file a ``segment_size`` begins; a surplus does at the segment's end."""
+        return self.position % segment_bytes or segment_bytes
 
 
 class _File:
@@ -369,7 +373,7 @@ class SegmentRun:
             return []
         found = []
         for name, length in files:
-            start = _start_of(name)
+            start = segment_start(name)
             if start is None:
                 continue
             path = str(self.directory / name)
@@ -571,14 +575,13 @@ class SegmentRun:
             return segment.length
         return self._fs.data_end(file.fd, start, segment.length)
 
-    def read_ahead(self, segment: Segment, start: int, stop: int) -> int:
+    def read_ahead(self, segment: Segment, start: int, stop: int) -> None:
         """For who is about to read bytes [start, stop) of a segment: a mapping for writing reads nothing ahead
-        by itself, but waits for every page (see the module). Nothing to do for others. Where in it zeros begin that go
-        on to the end, as `data_end` tells."""
-        stop = min(stop, self.data_end(segment, start))
+        by itself, but waits for every page (see the module). Nothing to do for others."""
         if segment.writable:
-            self._fs.read_ahead(self.file(segment).fd, start, stop - start)
-        return stop
+            file = self.file(segment)
+            stop = min(stop, self.data_end(segment, start))
+            self._fs.read_ahead(file.fd, start, stop - start)
 
     def populate(self, segment: Segment, position: int, length: int) -> bool:
         """Fault in the pages of [position, position + length) of a segment for writing, ahead of the writer, while

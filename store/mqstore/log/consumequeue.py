@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from mqstore.files.descriptors import DescriptorCache
 from mqstore.files.filesystem import FileSystem
+from mqstore.files.segments import segment_start
 from mqstore.layout.consumequeue import UNIT, UNIT_BYTES, UNIT_DTYPE, VOID_UNIT, is_void
 from mqstore.layout.dispatch import Rows, as_kept, rows_of
 from mqstore.layout.record import MAGIC_V1
@@ -117,8 +118,9 @@ class ConsumeQueue(Queue):
         there = os.path.isdir(self.directory)
         lengths = dict(table.fs.scandir_files(self.directory)) if exact and there else {}
         for name in lengths or (table.fs.scandir(self.directory) if there else []):
-            if len(name) == 20 and name.isascii() and name.isdigit() and int(name) % table.segment_bytes == 0:
-                starts.append(int(name) // table.segment_bytes)
+            start = segment_start(name)
+            if start is not None and start % table.segment_bytes == 0:
+                starts.append(start // table.segment_bytes)
                 if lengths and lengths[name] < table.segment_bytes:
                     table.short_files.append((os.path.join(self.directory, name), lengths[name]))
         self._starts = sorted(starts)

@@ -28,6 +28,7 @@ from mqstore.clock import Clock
 from mqstore.errors import ConfigError, CorruptStoreError, NotAStoreError, UnsupportedStoreError
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.files.jsonfile import load_json, save_json
+from mqstore.files.segments import segment_start
 from mqstore.layout.consumequeue import UNIT_BYTES
 from mqstore.layout.indexfile import slots_entries_from_length
 from mqstore.layout.record import Checksum
@@ -112,7 +113,7 @@ class Manifest:
 
 def segment_names(directory: Path, fs: FileSystem = REAL) -> list[str]:
     """Names of 20 digits in `directory`, sorted; [] when it is absent."""
-    return [n for n in _listdir(directory, fs) if len(n) == 20 and n.isascii() and n.isdigit()]
+    return [name for name in _listdir(directory, fs) if segment_start(name) is not None]
 
 
 def _sizes_of_new(profile: Profile, config: StoreConfig) -> tuple[int, int, int, int, int]:
@@ -144,7 +145,7 @@ def _sizes_of_files(
     for topic in _folders(root / "consumequeue", fs):
         for queue in _folders(root / "consumequeue" / topic, fs):
             for name, length in fs.scandir_files(root / "consumequeue" / topic / queue):
-                if len(name) == 20 and name.isdigit():
+                if segment_start(name) is not None:
                     queue_lengths[length] = queue_lengths.get(length, 0) + 1
         if sum(queue_lengths.values()) > 64:
             break
@@ -302,9 +303,10 @@ def kept_of(value: Any) -> dict[str, Any]:
 def contradiction_of(manifest: Manifest, root: Path, fs: FileSystem) -> str:
     """How the sizes in a manifest differ from those of all files; "" when they may be right. Opened with wrong sizes,
     a sound store would look cut short, and be cut."""
-    segments = sorted((name, length) for name, length in _files(root / "commitlog", fs) if _is_segment(name))
-    lengths = [length for _, length in segments]
-    distances = {int(behind) - int(name) for (name, _), (behind, _) in itertools.pairwise(segments)}
+    found = [(segment_start(name), length) for name, length in _files(root / "commitlog", fs)]
+    segments = {start: length for start, length in found if start is not None}
+    lengths = list(segments.values())
+    distances = {behind - start for start, behind in itertools.pairwise(sorted(segments))}
     # Those that lie where they should and are all cut to one length are damaged, too.
     cut = distances == {manifest.commitlog_segment_bytes} and max(lengths) < manifest.commitlog_segment_bytes
     if not cut and _differ(lengths, manifest.commitlog_segment_bytes):
@@ -312,8 +314,8 @@ def contradiction_of(manifest: Manifest, root: Path, fs: FileSystem) -> str:
     lengths = []
     for topic in _folders(root / "consumequeue", fs)[:8]:
         for queue in _folders(root / "consumequeue" / topic, fs)[:8]:
-            found = _files(root / "consumequeue" / topic / queue, fs)[:8]
-            lengths += [length for name, length in found if _is_segment(name)]
+            files = _files(root / "consumequeue" / topic / queue, fs)[:8]
+            lengths += [length for name, length in files if segment_start(name) is not None]
             if manifest.consumequeue_segment_bytes in lengths:
                 return ""  # enough, and thousands of stores may be waiting to be opened
     # A length that no size can be is damage, be it of all files.
@@ -321,10 +323,6 @@ def contradiction_of(manifest: Manifest, root: Path, fs: FileSystem) -> str:
     if possible and _differ(lengths, manifest.consumequeue_segment_bytes):
         return f"consumequeue_segment_bytes is {manifest.consumequeue_segment_bytes}, but no queue file has that length"
     return ""
-
-
-def _is_segment(name: str) -> bool:
-    return len(name) == 20 and name.isdigit()
 
 
 def _differ(lengths: list[int], wanted: int) -> bool:

@@ -251,9 +251,9 @@ class _Recovery:
             else:
                 self.report.findings.append(Finding("segment_size", name, 0, 0, problem.detail))
         elif problem.kind == "segment_size":
-            position = problem.position % run.segment_bytes or run.segment_bytes
+            position = problem.place(run.segment_bytes)
             detail = problem.detail
-            # A last one that is short is extended; a surplus, which begins at its segment's end, stays.
+            # A last one that is short is extended; a surplus stays.
             if run.starts and run.starts[-1] < problem.position < run.end:
                 self.report.changed = True
                 if not run.writable:

@@ -131,7 +131,7 @@ def scan_segment(
     base = segment.start
     buffer = run.mapping(segment)
     stop = len(buffer) if stop is None else min(stop, len(buffer))
-    used = run.read_ahead(segment, start, stop)
+    run.read_ahead(segment, start, stop)
     spares = Spares()
 
     def read(at: int, met: int) -> tuple[Headers, int, int]:
@@ -139,7 +139,7 @@ def scan_segment(
 
     at = start
     doubted = -1
-    met = length = 0
+    met = length = used = 0
     with Ahead[tuple[Headers, int, int]]("mqstore-scanner") as ahead:
         while at < stop:
             if kernel is not None and ahead.begun:
@@ -157,6 +157,7 @@ def scan_segment(
                 if many and at < stop and kernel is not None:
                     # Compiled code reads the next one on another processor, while this one is dealt with.
                     ahead.begin(partial(read, at, met))
+                    used = used or min(stop, run.data_end(segment, at))
                     length = at - int(headers.positions[0])
                 yield Good(segment, base, buffer, headers, base + at)
                 del headers  # its memory is for another one

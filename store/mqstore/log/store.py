@@ -334,10 +334,11 @@ class MessageStore(StoreWriter):
 
     def _have_no_queues(self) -> bool:
         """Whether the log holds records, and no queue is there: what a Java broker's directory says nothing of."""
-        if len(self._queues) or self._queues.in_rocksdb or self._queues.batch_topics:
-            return False
-        first = next(scan_log(self._run, self._run.min_offset, self._checksum, checksums=False))
-        return not isinstance(first, End)
+        return not (len(self._queues) or self._queues.in_rocksdb or self._queues.batch_topics) and self._has_records()
+
+    def _has_records(self) -> bool:
+        """Whether anything is in the log, listed or not."""
+        return not isinstance(next(scan_log(self._run, self._run.min_offset, self._checksum, checksums=False)), End)
 
     def _have_queues_lost(self) -> bool:
         """Whether queues have not the files or ends that the last clean close noted."""

@@ -267,9 +267,7 @@ class Verifier:
         for problem in self._problems:
             if problem.kind == "missing_segment":
                 continue  # found again by the scan, with the records around it
-            at = 0
-            if problem.kind == "segment_size":  # a surplus begins at its segment's end
-                at = problem.position % self._run.segment_bytes or self._run.segment_bytes
+            at = problem.place(self._run.segment_bytes) if problem.kind == "segment_size" else 0
             name = "commitlog/" + os.path.basename(problem.file)
             yield Finding("segment_size", name, at, problem.length, problem.detail)
         for name in self._queues.unsafe_names:
@@ -368,7 +366,7 @@ class Verifier:
                     yield from self._front(queue, first if expected is None else min(first, expected))
                 if expected is not None and first > expected:
                     self.gaps.append((topic, queue_id, expected, first))
-                    yield from self._no_record(queue, expected, first)
+                    yield from self._no_record(queue, queue.chunks(expected, min(first, queue.max_offset)))
                 yield from self.compare(topic, queue_id, first, rows.units(chosen[low:high]))
                 expected = first + high - low
                 self._next_slot[queue] = expected
@@ -420,8 +418,10 @@ class Verifier:
             yield from self._ranges(queue, "missing_units", first, wrong & missing, "no unit for a record of the log")
             yield from self._ranges(queue, "bad_unit", first, wrong & ~missing, "the unit differs from its record")
 
-    def _no_record(self, queue: ConsumeQueue, low: int, high: int) -> Iterator[Finding]:
-        for at, units in queue.chunks(low, min(high, queue.max_offset)):
+    def _no_record(
+        self, queue: ConsumeQueue, stretches: Iterable[tuple[int, npt.NDArray[np.void]]]
+    ) -> Iterator[Finding]:
+        for at, units in stretches:
             yield from self._ranges(queue, "bad_unit", at, ~is_void(units), "the unit's record is not in the log")
 
     def tails(self) -> Iterator[Finding]:
@@ -434,8 +434,7 @@ class Verifier:
         if known is None:
             yield from self._front(queue, queue.max_offset)  # no record of this queue is in the log
         elif not self._live:
-            for at, units in queue.held(known, queue.max_offset):
-                yield from self._ranges(queue, "bad_unit", at, ~is_void(units), "the unit's record is not in the log")
+            yield from self._no_record(queue, queue.held(known, queue.max_offset))
 
     def _ranges(
         self, queue: ConsumeQueue, kind: Kind, first: int, wrong: npt.NDArray[np.bool_], detail: str

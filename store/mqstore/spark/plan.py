@@ -62,7 +62,6 @@ __all__ = [
     "chosen",
     "dispatched",
     "has_all",
-    "has_records",
     "have_queues_lost",
     "is_wanted",
     "left_by_crash",
@@ -237,11 +236,6 @@ def open_sliced(store: StoreName) -> SlicedStore:
     """As `open_store`, to read slices."""
     with readable(store.path):
         return SlicedStore(store.path, "r", fs=QUIET)
-
-
-def has_records(store: MessageStore) -> bool:
-    """Whether anything is in the log, listed or not."""
-    return not isinstance(next(scan_log(store._run, store.min_offset, store._checksum, checksums=False)), End)
 
 
 def have_queues_lost(store: MessageStore) -> bool:

@@ -34,7 +34,6 @@ from mqstore.spark.plan import (
     QueueSlice,
     Slice,
     StoreName,
-    has_records,
     have_queues_lost,
     is_wanted,
     left_by_crash,
@@ -223,7 +222,7 @@ class Selection:
             except NotAStoreError:
                 continue  # what that means is for planning to say
             with store:
-                if self.options.scan == "auto" and not queues_of(store) and has_records(store):
+                if self.options.scan == "auto" and not queues_of(store) and store._has_records():
                     raise _no_queues(name)
                 if have_queues_lost(store):
                     raise ConfigError(
@@ -358,11 +357,17 @@ class Failure:
 
 
 def slots_of(spark: Any) -> int:
-    """How many tasks run at once in a session; 1 without one, and where it does not say: `run` refuses such."""
+    """How many tasks run at once in a session; 1 without one. ConfigError, as `run`, for one that runs none."""
+    return 1 if spark is None else max(1, int(_context_of(spark).defaultParallelism))
+
+
+def _context_of(spark: Any) -> Any:
     try:
-        return 1 if spark is None else max(1, int(spark.sparkContext.defaultParallelism))
-    except Exception:
-        return 1
+        return spark.sparkContext
+    except Exception as error:
+        raise ConfigError(
+            "jobs need a session with a SparkContext, not one of Spark Connect: run them where the driver is"
+        ) from error
 
 
 def run(
@@ -414,12 +419,7 @@ def _counted(function: Callable[[T], R], done: Any, task: T) -> R | Failure:
 
 
 def _in_spark(spark: Any, tasks: Sequence[T], function: Callable[[T], R], report: Progress, title: str) -> list[Any]:
-    try:
-        context = spark.sparkContext
-    except Exception as error:
-        raise ConfigError(
-            "jobs need a session with a SparkContext, not one of Spark Connect: run them where the driver is"
-        ) from error
+    context = _context_of(spark)
     ship(context)
     done = context.accumulator(0)
     with described(context, title):
