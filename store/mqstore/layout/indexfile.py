@@ -184,7 +184,7 @@ def put_entries(
     number = np.arange(header.next_entry, header.next_entry + count)
     # Puts into the same slot one behind the other, each chained to the one before, the first to what the slot holds.
     slot = key_hash % slots
-    order = np.argsort(slot, kind="stable")
+    order = _stable_order(slot)
     slot, number_by_slot = slot[order], number[order]
     opens = np.ones(count, np.bool_)
     opens[1:] = slot[1:] != slot[:-1]
@@ -221,6 +221,13 @@ def put_entries(
         view[:HEADER_BYTES] = header.encode()
     slot_table[slot[closes]] = number_by_slot[closes]
     return count
+
+
+def _stable_order(slot: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """As a stable argsort of numbers in 0..2147483647. By halves: 16 bits numpy sorts by digits, six times as fast for
+    both as it merges what is wider."""
+    by_low = np.argsort(slot.astype(np.uint16), kind="stable")
+    return by_low[np.argsort((slot >> 16).astype(np.uint16)[by_low], kind="stable")]
 
 
 def _put_few(

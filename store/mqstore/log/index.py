@@ -12,6 +12,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Sequence
 from datetime import datetime
@@ -78,6 +79,7 @@ class IndexFile:
         "_length",
         "_mapped",
         "_mapping",
+        "_order",
         "dirty",
         "fd",
         "path",
@@ -93,6 +95,7 @@ class IndexFile:
         self._mapped = mapped
         self._mapping: mmap.mmap | None = None
         self._final_header: IndexHeader | None = None
+        self._order: tuple[int, bool] | None = None  # of so many entries, whether they ascend
         self.path = path
         self.writable = writable
         self.dirty = False
@@ -150,6 +153,28 @@ class IndexFile:
         table = self._table(count)
         hashes, places = table["key_hash"].astype(np.int32), table["physical_offset"].astype(np.int64)
         return hashes, places, table["seconds"].astype(np.int64)
+
+    def between(
+        self, used: int, count: int, low: int, high: int
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """(number, key hash, physical offset, timeDiff) of the entries of records in `[low, high]`, among the first
+        `used`. Numbers begin with 0; the rest as `entries` has it."""
+        table = self._table(count)[:used]
+        places = table["physical_offset"]
+        if self._ascends(places):
+            numbers = np.arange(bisect_left(places, low), bisect_right(places, high))
+            some = table[numbers[0] : numbers[-1] + 1] if len(numbers) else table[:0]
+        else:
+            numbers = np.flatnonzero((places >= low) & (places <= high))
+            some = table[numbers]
+        hashes, found = some["key_hash"].astype(np.int32), some["physical_offset"].astype(np.int64)
+        return numbers, hashes, found, some["seconds"].astype(np.int64)
+
+    def _ascends(self, places: npt.NDArray[np.int64]) -> bool:
+        """Whether entries are in the order of their records, as they are in every file that is whole."""
+        if self._order is None or self._order[0] != len(places):
+            self._order = len(places), not len(places) or bool((places[1:] >= places[:-1]).all())
+        return self._order[1]
 
     def lies_outside(self, count: int, low: int, high: int) -> bool:
         """Whether no entry is of a record in `[low, high]`, judged by the ends; False where header and entries do not

@@ -51,6 +51,9 @@ __all__ = ["Gap", "IndexTally", "Verifier", "Wanted", "index_faults", "json_tabl
 Wanted = tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]
 """Index entries that the log asks for: (key hash, physical offset, store timestamp in ms)."""
 
+_ENTRIES_TALLIED = 1 << 20
+"""At once, 20 bytes each: a log may ask for many more than memory holds."""
+
 Gap = tuple[str, int, int, int]
 """Queue offsets whose records are lost: (topic, queue id, first, the one behind the last)."""
 
@@ -104,38 +107,45 @@ def tally_index(index: Index, wanted: Sequence[Wanted]) -> IndexTally:
     if not len(physical):
         return tally
     asked = _fingerprints(hashes, physical)
-    order = np.argsort(physical, kind="stable")
-    physical, stamps = physical[order], stamps[order]
+    if (physical[1:] < physical[:-1]).any():
+        order = np.argsort(physical, kind="stable")
+        physical, stamps = physical[order], stamps[order]
     low, high = int(physical[0]), int(physical[-1])
     there = [np.zeros(0, np.uint64)]
+    matched = 0
     for file in index.files:
         header = file.header
         if file.lies_outside(index.entries_per_file, low, high):
             continue
-        keys, places, diffs = file.entries(index.entries_per_file)
-        places = places[: header.next_entry - 1]  # beside a writer there are more by now, and its end is of the last
-        here = np.flatnonzero((places >= low) & (places <= high))
+        last = header.next_entry - 2  # beside a writer there are more by now, and its end is of the last
+        here, keys, places, diffs = file.between(last + 1, index.entries_per_file, low, high)
         if not len(here):
             continue
-        last = len(places) - 1
-        keys, places = keys[here], places[here]
         there.append(_fingerprints(keys, places))
-        at = np.searchsorted(physical, places)
-        known = physical[at] == places
-        times = stamps[at]
+        # In a whole index what comes next is what is asked for next, and there is nothing to search.
+        met = slice(matched, matched + len(places))
+        if np.array_equal(physical[met], places):
+            known, times = np.ones(len(places), np.bool_), stamps[met]
+            matched += len(places)
+        else:
+            at = np.searchsorted(physical, places)
+            known, times = physical[at] == places, stamps[at]
         seconds = (
             np.maximum(times - header.begin_timestamp_ms, 0) // 1000 if header.begin_timestamp_ms > 0 else times * 0
         )
-        wrong = known & (np.minimum(seconds, 0x7FFF_FFFF) != diffs[here])
+        wrong = known & (np.minimum(seconds, 0x7FFF_FFFF) != diffs)
         wrong &= here != 0  # RocketMQ counts that one from the end of the file before (6.3)
         if wrong.any():
             tally.wrong_times[file.name] = int(np.count_nonzero(wrong))
         begins, ends = known & (here == 0), known & (here == last)
         if (times[begins] != header.begin_timestamp_ms).any() or (times[ends] != header.end_timestamp_ms).any():
             tally.wrong_ends.add(file.name)
-    found = np.unique(np.concatenate(there))
+    found = np.concatenate(there)
+    if np.array_equal(found, asked):
+        return tally
     tally.missing = len(asked)
     if len(found):
+        found.sort()
         at = np.searchsorted(found, asked)
         at[at == len(found)] = 0
         tally.missing = int(np.count_nonzero(found[at] != asked))
@@ -233,6 +243,7 @@ class Verifier:
         self._next_slot: dict[ConsumeQueue, int] = {}
         self._last_seen: dict[ConsumeQueue, int] = {}
         self._entries_wanted: list[Wanted] = []
+        self._entries_tallied = IndexTally()
         # Beside a writer the first segment may have come since the listing; an unfinished splice may hide it.
         self._is_empty = not run.starts and not live and not unfinished
         once = max(checkpoint.flushed or 0, checkpoint.clean_end or 0)
@@ -245,12 +256,17 @@ class Verifier:
         yield from self._log()
         yield from self.tails()
         yield from self._index_findings
-        wanted = self._entries_wanted
-        if self._has_writer():
-            wanted = [part for each in wanted if (part := self._among_indexed(each)) is not None]
+        self._tally()
         yield from self._index.check(live=self._live)
-        yield from index_faults(self._index, wanted)
+        yield from self._entries_tallied.findings(self._index)
         yield from self.json_files()
+
+    def _tally(self) -> None:
+        """Hold the index against what the log has asked of it so far."""
+        wanted, self._entries_wanted = self._entries_wanted, []
+        if wanted and self._has_writer():
+            wanted = [part for each in wanted if (part := self._among_indexed(each)) is not None]
+        self._entries_tallied.add(tally_index(self._index, wanted))
 
     def _has_writer(self) -> bool:
         """Whether a writer is at work by now: it may have come since we began, and what it puts is not judged. For
@@ -293,6 +309,7 @@ class Verifier:
         if not starts:
             return
         first = starts[0]
+        waiting = 0
         for event in scan_log(self._run, first, self._checksum):
             if isinstance(event, Good):
                 rows = self.rows_of(event)
@@ -303,6 +320,10 @@ class Verifier:
                 wanted = self.wanted_of(rows)
                 if wanted is not None:
                     self._entries_wanted.append(wanted)
+                    waiting += len(wanted[0])
+                    if waiting > _ENTRIES_TALLIED:
+                        self._tally()
+                        waiting = 0
             elif isinstance(event, Bad):
                 yield self.bad(event)
             elif isinstance(event, End):
