@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from mqstore import MessageStore
@@ -89,6 +89,7 @@ def recovered(path: Path) -> tuple[dict[str, bytes], list[bytes]]:
 @settings(
     max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
+@example(which=0, changes=[(0, 0.0, 0.0, "remove"), (2618, 0.0, 0.0, "flip")], range_bytes=300)
 @given(which=st.integers(0, 1), changes=damages(), range_bytes=st.integers(300, 9_000))
 def test_whatever_is_damaged_rebuilding_makes_what_recovery_makes(
     masters: list[Path],
@@ -200,6 +201,28 @@ def test_after_retention_a_lost_queue_begins_with_void_units_as_the_engine_makes
         low, high = store.offsets("t", 0)
         assert 0 < low < high == 75
         assert store.read("t", 0, low)[0].offset == low
+
+
+def test_units_before_the_log_that_point_into_it_become_void_as_recovery_makes_them(tmp_path: Path) -> None:
+    mine, theirs, apart = (tmp_path / name for name in ("mine", "theirs", "apart"))
+    for path in (mine, theirs, apart):
+        write_store(path, [Odd(body=b"%d" % i) for i in range(300)], segment_bytes=6_000)
+        for segment in sorted((path / "commitlog").iterdir())[:4]:
+            segment.unlink()
+        with MessageStore(path, "r") as store:
+            assert store.offsets("t", 0)[0] >= 128, "both files lie before the log"
+        queue = path / "consumequeue" / "t" / "0"
+        for name, slot in ((0, 3), (0, 4), (0, 63), (64, 5)):
+            file = queue / f"{name * 20:020d}"
+            data = bytearray(file.read_bytes())
+            data[slot * 20 : slot * 20 + 8] = (1 << 40).to_bytes(8, "big")
+            file.write_bytes(data)
+
+    assert built(mine)[0] == recovered(theirs)[0]
+    report = rebuild(None, apart, dest=tmp_path / "dest")
+
+    assert below(tmp_path / "dest", "consumequeue") == below(mine, "consumequeue")
+    assert [(q.changed, q.void) for q in report.queues if q.topic == "t"] == [(4, 0)]
 
 
 def test_messages_lost_to_damage_keep_their_queue_offsets(tmp_path: Path) -> None:

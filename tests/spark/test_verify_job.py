@@ -58,9 +58,8 @@ def one_process(path: Path) -> tuple[list[Told], int, int]:
 def in_ranges(path: Path, range_bytes: int) -> tuple[list[Told], int, int]:
     """As `verify` does it, with all ranges in one task."""
     name = StoreName("s", str(path))
-    tasks, _, errors = job._cut([name], range_bytes, deep=True)
-    pieces = [piece for task in tasks for piece in task]
-    outcomes = job._read(pieces, deep=True, max_errors=1 << 30)
+    ranges, files, _, errors = job._cut([name], range_bytes, deep=True)
+    outcomes = job._read([*ranges, *files], deep=True, max_errors=1 << 30)
     [checked] = job._join([job._Joining(name, True, 1 << 30, outcomes)])
     assert (errors, checked.row.error, checked.row.unlisted) == ({}, None, 0)
     return told(checked.findings), checked.row.messages, checked.row.bytes
@@ -262,8 +261,7 @@ def test_segments_that_nobody_has_read_are_read_when_the_store_is_joined(tmp_pat
     """A writer rolls on between the planning of a job and its end."""
     path = write_store(tmp_path / "s", many(200), segment_bytes=6_000)
     name = StoreName("s", str(path))
-    tasks, _, _ = job._cut([name], 1_000, deep=False)
-    ranges = [piece for task in tasks for piece in task]
+    ranges, _, _, _ = job._cut([name], 1_000, deep=False)
 
     outcomes = job._read(ranges[: len(ranges) // 2], deep=True, max_errors=100)
     [checked] = job._join([job._Joining(name, True, 100, outcomes)])

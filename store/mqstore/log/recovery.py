@@ -53,6 +53,7 @@ from mqstore.log.scanner import (
     least_plausible,
     scan_log,
     sort_out,
+    strays_in_front,
     used_end,
 )
 from mqstore.log.verify import Wanted, index_faults
@@ -607,14 +608,10 @@ class _Recovery:
             self.last_seen[queue] = int(rows.physical_offset[last]) + int(rows.size[last])
 
     def _mend_front(self, queue: ConsumeQueue, stop: int, start: int) -> None:
-        """Slots before `stop` are those of records that retention took. What points into the log all the same is of
-        none: a queue whose first file begins with it would begin there (4.6)."""
         if start > self.first:
             return  # such a unit may have its record before the range that is read
-        for at, units in queue.held(queue.first_offset(), min(stop, queue.max_offset)):
-            wrong = np.flatnonzero((units["physical_offset"] >= self.first) & ~is_void(units))
-            for group in np.split(wrong, np.flatnonzero(np.diff(wrong) > 1) + 1) if len(wrong) else []:
-                self._void(queue, at + int(group[0]), at + int(group[-1]) + 1)
+        for low, high in [*strays_in_front(queue, stop, self.first)]:
+            self._void(queue, low, high)
 
     def _doubt_numbers(self, queue: ConsumeQueue, least: int, start: int) -> None:
         """Does a slot from `least` on lead to a record before the range that is read? Then it takes all records to

@@ -41,6 +41,7 @@ __all__ = [
     "scan_log",
     "scan_segment",
     "sort_out",
+    "strays_in_front",
     "used_end",
 ]
 
@@ -294,6 +295,16 @@ def first_slot_in_range(queue: ConsumeQueue, start: int, least: int | None) -> t
             seen = sum(units[live[-1]].tolist()[:2]) if len(live) else 0
             return slot + int(older[-1]) + 1, max(0, min(seen, start))
     return slot, 0
+
+
+def strays_in_front(queue: ConsumeQueue, stop: int, start: int) -> Iterator[tuple[int, int]]:
+    """Slots before `stop` are those of records that retention took. Of these the runs [low, high) whose units point
+    behind `start`, where the log begins, all the same: they are of no record, and a queue whose first file begins with
+    one would begin there (4.6). They are to become void."""
+    for at, units in queue.held(queue.first_offset(), min(stop, queue.max_offset)):
+        wrong = np.flatnonzero((units["physical_offset"] >= start) & ~is_void(units))
+        for group in np.split(wrong, np.flatnonzero(np.diff(wrong) > 1) + 1) if len(wrong) else []:
+            yield at + int(group[0]), at + int(group[-1]) + 1
 
 
 def sort_out(

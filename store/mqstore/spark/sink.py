@@ -39,6 +39,7 @@ from mqstore.spark.publish import Commit, Plan, abort, commit, make_member, plan
 from mqstore.spark.sinkoptions import APP_NAME, SinkOptions
 from mqstore.spark.staging import ShardInfo, transaction_folder, write_shards
 from mqstore.spark.telling import plain_errors
+from mqstore.spark.workers import settle
 
 __all__ = ["BATCH_PROPERTY", "QUERY_PROPERTY", "Staged", "batch_writer", "stream_writer"]
 
@@ -214,6 +215,7 @@ class _Batches:
 
     @plain_errors()
     def write(self, iterator: Iterator[Any]) -> WriterCommitMessage:
+        settle()
         return self._write.stage(iterator)
 
     @plain_errors()
@@ -229,6 +231,7 @@ class _Batches:
 class _Rows(_Batches):
     @plain_errors()
     def write(self, iterator: Iterator[Any]) -> WriterCommitMessage:
+        settle()
         return self._write.stage(_batches(iterator, self._write.schema))
 
 

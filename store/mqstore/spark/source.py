@@ -55,6 +55,7 @@ from mqstore.spark.sinkoptions import ONLY_FOR_WRITING, SINK_OPTIONS, SinkOption
 from mqstore.spark.tasks import read_slices
 from mqstore.spark.telling import plain_errors, warn_once
 from mqstore.spark.views import VIEWS, view_batch
+from mqstore.spark.workers import settle
 
 __all__ = ["MQStoreDataSource", "register_source"]
 
@@ -253,6 +254,7 @@ class MQStoreReader(DataSourceReader):
         return [_Partition(slices) for slices in partitions(found, self._options.min_partitions)]
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
+        settle()
         if partition is None or partition.value is None:
             return
         with plain_errors():

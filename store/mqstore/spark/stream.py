@@ -37,6 +37,7 @@ from mqstore.spark.plan import Slice
 from mqstore.spark.progress import StreamProgress
 from mqstore.spark.tasks import read_slices
 from mqstore.spark.telling import plain_errors
+from mqstore.spark.workers import settle
 
 __all__ = ["MQStoreStreamReader", "RefusedStream", "stream_reader"]
 
@@ -70,6 +71,7 @@ class MQStoreStreamReader(DataSourceStreamReader):
         return [_StreamPartition(slices) for slices in self._progress.partitions(start, end)]
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
+        settle()
         if partition is None or partition.value is None:  # of a batch that is empty
             return
         with plain_errors():

@@ -105,6 +105,10 @@ class UnitFiles:
         data = self._fs.pread(self._file(topic, queue_id, segment), self._segment_bytes, 0)
         return np.frombuffer(data, UNIT_DTYPE)
 
+    def write_back(self, topic: str, queue_id: int, segment: int) -> None:
+        """Have the system begin to write a file that is synced later."""
+        self._fs.write_back(self._file(topic, queue_id, segment))
+
     def sync(self, topic: str, queue_id: int, segment: int) -> None:
         self._fs.fdatasync(self._file(topic, queue_id, segment))
 

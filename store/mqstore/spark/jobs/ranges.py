@@ -57,7 +57,9 @@ __all__ = [
 ]
 
 RANGE_BYTES = 64 << 20
-"""Of a log, read by one task: a task costs as much as 10 to 20 MiB of it."""
+"""Of a log, read in one go."""
+TASK_BYTES = 512 << 20
+"""Most that a task reads: so much is read anew when one is lost."""
 MAX_ERRORS = 100
 """Findings of a range that are told; of more, only how many."""
 _STORE_BYTES = 1 << 20
@@ -175,19 +177,25 @@ def cut_ranges(
     return ranges
 
 
-def bundles(pieces: Iterable[P], task_bytes: int = RANGE_BYTES) -> list[list[P]]:
-    """Pieces by tasks, in order: what is small goes together, as small segments and small stores do."""
-    found: list[list[P]] = []
-    room = 0
+def bundles(pieces: Iterable[P], tasks: int, range_bytes: int = RANGE_BYTES) -> list[list[P]]:
+    """Pieces by tasks, in order: so many `tasks` of about equal weight, but none of less than RANGE_BYTES, as small
+    segments and small stores go together, and none of much more than TASK_BYTES. `range_bytes`: ranges that were cut
+    smaller than usual are to be tasks of their own."""
+    weighed: list[tuple[P, int]] = []
     store = None
     for piece in pieces:
-        weight = piece.weight + (_STORE_BYTES if piece.store != store else 0)
-        if not found or room < weight:
+        weighed.append((piece, piece.weight + (_STORE_BYTES if piece.store != store else 0)))
+        store = piece.store
+    even = -(-sum(weight for _, weight in weighed) // tasks)
+    size = range_bytes if range_bytes < RANGE_BYTES else min(max(RANGE_BYTES, even), TASK_BYTES)
+    found: list[list[P]] = []
+    room = 0
+    for piece, weight in weighed:
+        if not found or room < weight / 2:  # without it the task is nearer to its size
             found.append([])
-            room = max(task_bytes, weight)
+            room = size
         found[-1].append(piece)
         room -= weight
-        store = piece.store
     return found
 
 

@@ -7,8 +7,8 @@
                   more from the front, in log order: way `order`. Where that is much of a log, way `shuffle`:
         segment task  their records, in the stretches in which recovery would read them
         queue task    a queue: its stretches as Spark has sorted them, to their slots
-    store task    slots that no record tells, before the first and behind the last; comparison with what was there
-    index task    an index file: its hash chains are sequential
+    last tasks    of a store: slots that no record tells, before the first and behind the last; comparison with what was
+                  there. Beside them, of an index file: all of it, as its hash chains are sequential
     driver        in place: what differs is renamed into the store
 
 All three ways end in the same files: `order` and `shuffle` give the same stretches to the same `Placer`. Ranges write
@@ -63,7 +63,7 @@ from mqstore.log.checkpoint import CheckpointFile
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.names import is_path_safe
 from mqstore.log.recovery import given_out, watermark_of
-from mqstore.log.scanner import End, first_slot_in_range
+from mqstore.log.scanner import End, first_slot_in_range, strays_in_front
 from mqstore.log.store import MessageStore
 from mqstore.log.txn import IntentWatch
 from mqstore.spark.jobs.placing import Placer, Slots, UnitFiles, first_slots, stretches
@@ -80,7 +80,7 @@ from mqstore.spark.jobs.ranges import (
     is_straight,
     read_range,
 )
-from mqstore.spark.jobs.shape import Plan, Progress, Selection, Shaped, Stores, run
+from mqstore.spark.jobs.shape import Plan, Progress, Selection, Shaped, Stores, run, tasks_for
 from mqstore.spark.jobs.shuffle import Row, shuffle
 from mqstore.spark.jobs.verify import plan_verify, whole_stores
 from mqstore.spark.plan import StoreName, open_store
@@ -109,6 +109,9 @@ _ENTRY = np.dtype([("hash", "<i4"), ("physical", "<i8"), ("stamp", "<i8")])
 """An index entry on its way from a range to its file."""
 _JOINED_FASTER = 4
 """Times that ranges are joined faster than they are read, at least."""
+_UNIT_WEIGHT = 4 * UNIT_BYTES
+_ENTRY_WEIGHT = 4 * _ENTRY.itemsize
+"""What it takes to finish a unit, and an index entry, in bytes of a log that are read in that time."""
 _READ_AGAIN_BYTES = 4 * RANGE_BYTES
 """Of a log, by one task, rather than shuffle: that takes Spark about as long as reading this does."""
 _SENT = np.dtype([("slot", "<i8"), ("unit", UNIT_DTYPE)])
@@ -197,11 +200,11 @@ def rebuild(
     with ExitStack() as held:
         works = [_prepare(name, asked, dest, sorting, len(names) > 1, held) for name in names]
         found = _read_ranges(spark, works, range_bytes, progress)
-        joins = bundles(_Joining(work, found[work.name]) for work in works)
-        joined = [each for task in run(spark, joins, _join, title="mqstore rebuild: stores") for each in task]
-        joined = _sort_queues(spark, joined)
-        files = [file for each in joined for file in each.index]
-        run(spark, files, _build_index, title="mqstore rebuild: index")
+        joins = bundles((_Joining(work, found[work.name]) for work in works), tasks_for(spark))
+        there = spark if len(joins) > 1 else None  # one task is over sooner than it is sent
+        joined = [each for task in run(there, joins, _join, title="mqstore rebuild: stores") for each in task]
+        _sort_queues(spark, joined)
+        joined = _finish(spark, joined)
         rows = [_publish(each) for each in joined]
     return RebuildReport(
         dest=None if dest is None else os.fspath(dest),
@@ -371,7 +374,7 @@ def _read_ranges(
     for work in works:
         with open_store(work.name) as store:
             ranges += [_Piece(work, each) for each in cut_ranges(store, work.name, range_bytes)]
-    tasks = bundles(ranges, min(range_bytes, RANGE_BYTES))
+    tasks = bundles(ranges, tasks_for(spark), range_bytes)
     found: dict[StoreName, list[RangeResult]] = {work.name: [] for work in works}
     for outcome in run(spark, tasks, _build_ranges, progress, "mqstore rebuild: ranges"):
         for result in outcome:
@@ -471,10 +474,15 @@ class _IndexPart:
 
 @dataclass(frozen=True, slots=True)
 class _IndexFile:
+    store: StoreName
     path: str
     slots: int
     capacity: int
     parts: tuple[_IndexPart, ...]
+
+    @property
+    def weight(self) -> int:
+        return sum(part.stop - part.start for part in self.parts) * _ENTRY_WEIGHT
 
 
 @dataclass(slots=True)
@@ -504,7 +512,7 @@ class _Joined:
 
     @property
     def weight(self) -> int:
-        return sum(slots.next or 0 for _, slots in self.placed.values()) * UNIT_BYTES
+        return sum((slots.next or 0) - (slots.first or 0) for _, slots in self.placed.values()) * _UNIT_WEIGHT
 
 
 def _is_usable(key: QueueKey) -> bool:
@@ -516,19 +524,30 @@ def _join(jobs: Sequence[_Joining]) -> list[_Joined]:
     for job in jobs:
         with open_store(job.store) as store:
             store._queues.load(exact=True)
-            each = _Joiner(store, job).join()
-            if not each.unsorted:
-                _Finisher(store, each).finish()
-            joined.append(each)
+            joined.append(_Joiner(store, job).join())
     return joined
 
 
-def _finish(jobs: Sequence[_Joined]) -> list[_Joined]:
+def _finish(spark: Any, joined: Sequence[_Joined]) -> list[_Joined]:
+    """The same, with all files of queues and index made."""
+    files = [file for each in joined for file in each.index]
+    tasks: list[Sequence[_IndexFile | _Joined]] = [
+        *bundles(joined, tasks_for(spark)),
+        *bundles(files, tasks_for(spark)),
+    ]
+    outcomes = run(spark, tasks, _finish_some, title="mqstore rebuild: queues and index")
+    return [each for task in outcomes for each in task]
+
+
+def _finish_some(jobs: Sequence[_IndexFile | _Joined]) -> list[_Joined]:
     for job in jobs:
+        if isinstance(job, _IndexFile):
+            _build_index(job)
+            continue
         with open_store(job.store) as store:
             store._queues.load(exact=True)
             _Finisher(store, job).finish()
-    return [*jobs]
+    return [job for job in jobs if isinstance(job, _Joined)]
 
 
 class _Joiner:
@@ -660,7 +679,7 @@ class _Joiner:
                 room -= stop - start
                 start = stop
         return [
-            _IndexFile(str(self._work.index / str(number)), slots, entries, tuple(parts))
+            _IndexFile(self._work.name, str(self._work.index / str(number)), slots, entries, tuple(parts))
             for number, parts in enumerate(files)
         ]
 
@@ -686,8 +705,16 @@ class _Finisher:
             UnitFiles(self._work.queues, self._segment_bytes) as ours,
             UnitFiles(self._work.sorted, self._segment_bytes) as theirs,
         ):
+            built: list[tuple[UnitFiles, QueueKey, list[int]]] = []
             for key, (way, slots) in sorted(joined.placed.items()):
-                joined.queues.append(self._finish(theirs if key in joined.apart else ours, *key, way, slots))
+                files = theirs if key in joined.apart else ours
+                row, fresh = self._finish(files, *key, way, slots)
+                joined.queues.append(row)
+                built.append((files, key, fresh))
+            for files, key, fresh in built:  # all of them are on their way to the disk by now
+                for segment in fresh:
+                    files.sync(*key, segment)
+                    joined.queue_files.append((str(files.path(*key, segment)), files.name(*key, segment)))
         joined.row = replace(
             joined.row,
             odd_records=sum(slots.odd for _, slots in joined.placed.values()),
@@ -697,8 +724,11 @@ class _Finisher:
         )
         joined.placed = {}
 
-    def _finish(self, files: UnitFiles, topic: str, queue_id: int, way: Way, slots: Slots) -> RebuiltQueue:
-        """Fill what lies before the first record and behind the last, and note which files are other than before."""
+    def _finish(
+        self, files: UnitFiles, topic: str, queue_id: int, way: Way, slots: Slots
+    ) -> tuple[RebuiltQueue, list[int]]:
+        """Fill what lies before the first record and behind the last. The queue's row, and which of its files are
+        other than before."""
         queue = self._store._queues.create(topic, queue_id)
         first, stop, begin = slots.first, slots.next, slots.begin
         seen = slots.seen
@@ -714,10 +744,17 @@ class _Finisher:
             files.write(topic, queue_id, low * files.per, queue.read(low * files.per, begin - low * files.per))
             files.void(topic, queue_id, begin, first)
             slots.void += first - begin
+        strays = [*strays_in_front(queue, first if begin is None else begin, self._joined.log_start)]
+        below = {segment for at, behind in strays for segment in range(at // files.per, -(-behind // files.per))}
+        for segment in sorted(each for each in below if each < low):
+            files.write(topic, queue_id, segment * files.per, queue.read(segment * files.per, files.per))
+        for at, behind in strays:
+            files.void(topic, queue_id, at, behind)
         files.void(topic, queue_id, stop, end)
         slots.void += end - stop
         queue.correct_min(self._joined.log_start)
-        return RebuiltQueue(
+        changed, fresh = self._compare(files, queue, low)
+        row = RebuiltQueue(
             store=self._work.name.id,
             topic=topic,
             queue_id=queue_id,
@@ -725,16 +762,17 @@ class _Finisher:
             old_max=queue.max_offset,
             new_min=end if slots.first is None else first,
             new_max=end,
-            changed=self._compare(files, queue, low),
+            changed=changed,
             void=slots.void,
             way=way,
         )
+        return row, fresh
 
     # -- against what was there
 
-    def _compare(self, files: UnitFiles, queue: ConsumeQueue, low: int) -> int:
-        """Note what is to be published: of segments below `low` the old files, from there on the fresh ones where they
-        differ; the others go. How many units differ."""
+    def _compare(self, files: UnitFiles, queue: ConsumeQueue, low: int) -> tuple[int, list[int]]:
+        """How many units differ; and what is to be published: of segments below `low` the old files, where there is no
+        fresh one, and from there on the fresh ones where they differ. The others go."""
         key = (queue.topic, queue.queue_id)
         in_place = self._work.dest is None
         fresh = files.segments(*key)
@@ -743,7 +781,7 @@ class _Finisher:
         changed = 0
         for segment in sorted({*fresh, *old}):
             found = queue.units(segment * files.per, files.per)
-            if segment < low:
+            if segment < low and segment not in fresh:
                 if not in_place:
                     files.write(*key, segment * files.per, found.tobytes())
             elif segment in fresh:
@@ -761,11 +799,10 @@ class _Finisher:
                 changed += used
                 if used and in_place:
                     files.write(*key, segment * files.per, bytes(UNIT_BYTES))
-        for segment in files.segments(*key):
-            if segment not in same:
-                files.sync(*key, segment)
-                self._joined.queue_files.append((str(files.path(*key, segment)), files.name(*key, segment)))
-        return changed
+        wanted_files = [segment for segment in files.segments(*key) if segment not in same]
+        for segment in wanted_files:
+            files.write_back(*key, segment)
+        return changed, wanted_files
 
     def _is_whole(self, name: str) -> bool:
         """Whether the store has that file, at its full length."""
@@ -798,8 +835,8 @@ class _Segment:
     weight: int
 
 
-def _sort_queues(spark: Any, joined: Sequence[_Joined]) -> list[_Joined]:
-    """Let Spark sort what is unsorted, put it into its slots, and finish those stores."""
+def _sort_queues(spark: Any, joined: Sequence[_Joined]) -> None:
+    """Let Spark sort what is unsorted, and put it into its slots."""
     jobs: list[_Sorting] = []
     owners: list[tuple[_Joined, QueueKey]] = []
     pieces: list[_Segment] = []
@@ -810,10 +847,10 @@ def _sort_queues(spark: Any, joined: Sequence[_Joined]) -> list[_Joined]:
             jobs.append(_Sorting(each.work, numbers, each.log_start, each.log_end))
             owners += [(each, key) for key in each.unsorted]
     if not jobs:
-        return [*joined]
+        return
     sorted_queues = shuffle(
         spark,
-        bundles(pieces),
+        bundles(pieces, tasks_for(spark)),
         partial(_scatter, jobs),
         partial(_gather, jobs),
         len(owners),
@@ -822,11 +859,6 @@ def _sort_queues(spark: Any, joined: Sequence[_Joined]) -> list[_Joined]:
     for number, slots in sorted_queues:
         each, key = owners[number]
         each.placed[key] = "shuffle", slots
-    unfinished = bundles(each for each in joined if each.unsorted)
-    done = {
-        each.store: each for task in run(spark, unfinished, _finish, title="mqstore rebuild: stores") for each in task
-    }
-    return [done.get(each.store, each) for each in joined]
 
 
 def _scatter(jobs: Sequence[_Sorting], pieces: Sequence[_Segment]) -> Iterator[Row]:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from mqstore.errors import MQStoreError
 from mqstore.spark.jobs.shape import Failure, described
+from mqstore.spark.workers import settle
 
 __all__ = ["Row", "shuffle"]
 
@@ -62,6 +63,7 @@ def shuffle(
 
 
 def _scatter(function: Callable[[T], Iterator[Row]], task: T) -> Iterator[Row]:
+    settle()
     try:
         yield from function(task)
     except (MQStoreError, OSError) as error:
@@ -69,6 +71,7 @@ def _scatter(function: Callable[[T], Iterator[Row]], task: T) -> Iterator[Row]:
 
 
 def _gather(function: Callable[[Iterator[Row]], Iterator[R]], given: Iterator[Any]) -> Iterator[R | Failure]:
+    settle()
     rows = (tuple(row) for row in given)
     first = next(rows, None)
     if first is None:

@@ -45,7 +45,7 @@ from mqstore.spark.jobs.ranges import (
     is_straight,
     read_range,
 )
-from mqstore.spark.jobs.shape import Plan, Progress, Selection, Shaped, Stores, run, select
+from mqstore.spark.jobs.shape import Plan, Progress, Selection, Shaped, Stores, run, select, tasks_for
 from mqstore.spark.plan import StoreName, dispatched, open_store
 
 __all__ = [
@@ -140,7 +140,9 @@ def verify(
     if max_errors < 1:
         raise ConfigError(f"max_errors={max_errors} would tell nothing of what is found; give at least 1")
     names = chosen.stores()
-    tasks, ends, errors = _cut(names, range_bytes, deep)
+    ranges, files, ends, errors = _cut(names, range_bytes, deep)
+    number = tasks_for(spark)
+    tasks: list[_Task] = [*bundles(ranges, number, range_bytes), *bundles(files, number)]
     outcomes = run(spark, tasks, partial(_read, deep=deep, max_errors=max_errors), progress, "mqstore verify: ranges")
     found: dict[StoreName, list[_Outcome]] = {name: [] for name in names if name not in errors}
     for outcome in (each for task in outcomes for each in task):
@@ -151,14 +153,16 @@ def verify(
     jobs = [
         _Joining(name, deep, max_errors, parts, ends.get(name)) for name, parts in found.items() if name not in errors
     ]
-    joined = run(spark, bundles(jobs), _join, title="mqstore verify: stores")
+    joins = bundles(jobs, number)
+    there = spark if len(joins) > 1 else None  # one task is over sooner than it is sent
+    joined = run(there, joins, _join, title="mqstore verify: stores")
     return _report(names, {each.name: each for task in joined for each in task}, errors)
 
 
 def _cut(
     names: Sequence[StoreName], range_bytes: int, deep: bool
-) -> tuple[list[_Task], dict[StoreName, int], dict[StoreName, str]]:
-    """Tasks; where to end in stores that a writer is at; and why some stores have none."""
+) -> tuple[list[LogRange], list[_IndexFile], dict[StoreName, int], dict[StoreName, str]]:
+    """What to read; where to end in stores that a writer is at; and why some stores have none."""
     ranges: list[LogRange] = []
     files: list[_IndexFile] = []
     ends: dict[StoreName, int] = {}
@@ -174,7 +178,7 @@ def _cut(
             raise
         except (MQStoreError, OSError) as error:
             errors[name] = str(error)
-    return [*bundles(ranges, min(range_bytes, RANGE_BYTES)), *bundles(files)], ends, errors
+    return ranges, files, ends, errors
 
 
 def plan_verify(stores: Stores | Selection, *, range_bytes: int = RANGE_BYTES) -> Plan:
@@ -186,7 +190,7 @@ def plan_verify(stores: Stores | Selection, *, range_bytes: int = RANGE_BYTES) -
         with open_store(name) as store:
             ranges += cut_ranges(store, name, range_bytes)
     size = sum(each.high - each.low for each in ranges)
-    return Plan(plan.stores, plan.queues, plan.messages, size, len(bundles(ranges, min(range_bytes, RANGE_BYTES))))
+    return Plan(plan.stores, plan.queues, plan.messages, size, len(bundles(ranges, tasks_for(None), range_bytes)))
 
 
 def whole_stores(stores: Stores | Selection, job: str) -> Selection:
