@@ -141,15 +141,15 @@ def zero(path: Path, start: int, stop: int | None = None) -> None:
 
 
 def killed_recoveries(
-    damaged: Made, config: StoreConfig, options: Callable[[int], RecoverOptions], step: int
+    damaged: Made, config: StoreConfig, options: Callable[[int], RecoverOptions], step: int, *, torn: bool = True
 ) -> Iterator[tuple[int, Path]]:
     """(n, copy of a store whose recovery by `options(n)` was killed before its n-th change): for n by `step`, as long
-    as there is one."""
+    as there is one. With `torn` every second time half of that change is there, even of one within a sector."""
     for nth in itertools.count(step, step):
         copy = damaged.path.with_name(f"killed-{nth}")
         shutil.copytree(damaged.path, copy)
         fs = FaultyFileSystem()
-        fs.crash(nth, torn=nth % 2 == 0)
+        fs.crash(nth, torn=torn and nth % 2 == 0)
         try:
             recover_store(copy, options(nth), config=config, fs=fs)
         except Crash:
@@ -1168,6 +1168,35 @@ def test_a_store_without_a_checkpoint_is_read_from_its_beginning(tmp_path: Path,
                 assert store.recovery.scanned_from == 0
             assert held(store, made) == list(range(80))
         settle(made)
+
+
+@pytest.mark.parametrize("state", ["missing", "short", "zeros", "garbage"])
+@pytest.mark.parametrize("profile", PROFILES)
+def test_where_a_store_ended_cleanly_is_not_forgotten_by_a_kill_though_the_checkpoint_is_lost(
+    tmp_path: Path, profile: str, state: str
+) -> None:
+    """Else the abort mark would turn damage into a torn tail, and cut what is whole behind it."""
+    made = make(tmp_path / "s", profile)
+    bad = made.in_segment(1)[2]
+    n = made.receipts.index(bad)
+    flip(made.segment(SEGMENT), bad.physical_offset % SEGMENT + 91 + 2)
+    if state == "missing":
+        (made.path / "checkpoint").unlink()
+    else:
+        (made.path / "checkpoint").write_bytes(
+            {"short": b"\1" * 20, "zeros": bytes(4096), "garbage": b"\xa5" * 4096}[state]
+        )
+    config = StoreConfig(clock=SimulatedClock(), **SIZES)
+    kills = 0
+    for nth, copy in killed_recoveries(made, config, lambda nth: RecoverOptions(), 1, torn=False):
+        kills += 1
+        killed = Made(copy, profile, made.receipts)
+        with killed.open() as store:
+            if store.recovery.scanned_from == 0:  # it had not got far
+                assert kinds(store.recovery) == ["bad_record"], nth
+            assert store.recovery.truncated == []
+            assert held(store, killed) == [i for i in range(80) if i != n]
+    assert kills > 10
 
 
 def test_a_checkpoint_that_a_java_broker_changed_loses_its_extension_only(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ consume queues and index in line with it:
 
 Every step may be repeated: until the end the `abort` mark stands, and a kill in between lets the next opening derive
 the same again. Two things would be forgotten with the process, so the checkpoint gets them before the first change: F
-of a store that ended cleanly, and from where units and entries are in doubt (`_begin`). With `dry_run` nothing is
+of a store that ended cleanly, and from where units and entries are in doubt (`_begin`; where there is no checkpoint the
+store has it noted before it sets the mark). With `dry_run` nothing is
 written and the report says what would be.
 
 What a killed process left may be in the page cache alone, and after a failed fsync it is there as if it were on disk.
@@ -65,6 +66,7 @@ __all__ = [
     "has_unlisted",
     "recover",
     "watermark_of",
+    "written_end",
 ]
 
 _log = logging.getLogger("mqstore")
@@ -173,6 +175,15 @@ def given_out(queue: ConsumeQueue, first: int, seen: int, end: int) -> int:
         if len(beyond):
             return at + int(beyond[0])
     return max(first, queue.max_offset)
+
+
+def written_end(run: SegmentRun, start: int, checksum: Checksum) -> int:
+    """The end of a log that ended cleanly, as lengths alone lead to it from `start`, where a segment begins: a record
+    whose bytes do not verify had been written."""
+    end = start
+    for event in scan_log(run, start, checksum, checksums=False):
+        end = event.position if isinstance(event, End) else event.end
+    return end
 
 
 class _WholeLogNeededError(Exception):
@@ -358,12 +369,8 @@ class _Recovery:
         checkpoint = parts.checkpoint
         if checkpoint.flushed is not None:
             return max(checkpoint.flushed, checkpoint.clean_end or 0) if parts.clean else checkpoint.flushed
-        end = start
         if parts.clean:
-            # The end of the log, as lengths alone lead to it: a record whose bytes do not verify had been written.
-            for event in scan_log(parts.run, start, parts.checksum, checksums=False):
-                end = event.position if isinstance(event, End) else event.end
-            return end
+            return written_end(parts.run, start, parts.checksum)
         stamp = checkpoint.physic_msg_timestamp_ms
         if stamp <= 0:
             return self.first

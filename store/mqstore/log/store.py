@@ -53,7 +53,7 @@ from mqstore.log.consumequeue import ConsumeQueue, QueueTable
 from mqstore.log.inbox import CreateTopics, Inbox
 from mqstore.log.index import Index
 from mqstore.log.queueends import note_ends
-from mqstore.log.recovery import Outcome, Parts, Progress, RecoverOptions, has_unlisted, recover
+from mqstore.log.recovery import Outcome, Parts, Progress, RecoverOptions, has_unlisted, recover, written_end
 from mqstore.log.report import Finding, RecoveryReport
 from mqstore.log.reput import Dispatcher
 from mqstore.log.retention import disk_ratio, expired_before
@@ -355,6 +355,7 @@ class MessageStore(StoreWriter):
         fs = self.fs
         created = not self.manifest.exists
         clean = not self._abort.exists()
+        had_checkpoint = self._note_watermark() if clean and not created else None
         self._abort.set(os.getpid())
         self._build(writable=True)
         mended: list[tuple[str, str]] = []
@@ -366,7 +367,10 @@ class MessageStore(StoreWriter):
         self._prepare_folders(created)
         self._load_problems = self._run.load()
         self._has_checkpoint = self._checkpoint.load()
-        clean = clean and self._checkpoint.current.clean_end != -1  # somebody took `abort` away
+        if had_checkpoint is not None:
+            self._has_checkpoint = had_checkpoint
+        else:
+            clean = clean and self._checkpoint.current.clean_end != -1  # somebody took `abort` away
         self._txn.load()
         undone = undo(self._txn, self._run, self._checksum, self._checkpoint.current.flushed)
         if undone.start is not None:
@@ -459,6 +463,27 @@ class MessageStore(StoreWriter):
     def _stored_delay_levels(self) -> str:
         value, _ = load_json(self.path / manifests.MANIFEST, writer=False, fs=self.fs)
         return str(value.get("delay_levels")) if isinstance(value, dict) else ""
+
+    def _note_watermark(self) -> bool | None:
+        """Of a store that ended cleanly, and whose checkpoint says nothing: note how far it was written, and return
+        whether there was a checkpoint. With the mark, and without this, it looks like one whose first writer was killed
+        before it synced anything, and what is whole behind damage would be cut. None: nothing was to be noted."""
+        checkpoint = CheckpointFile(self.path, self.fs, self.config.file_mode)
+        there = checkpoint.load()
+        known = checkpoint.current
+        if known.flushed is not None or known.physic_msg_timestamp_ms > 0:
+            return None
+        self._build(writable=False)
+        try:
+            self._run.load()
+            if not self._run.starts or self._intents.pending() is not None:  # who spliced did not end cleanly
+                return None
+            start = self._run.min_offset
+            end = written_end(self._run, start, self._checksum)
+            checkpoint.save(replace(known, flushed=end, dispatched=start, clean_end=-1))
+        finally:
+            self._run.close()
+        return there
 
     def _prepare_folders(self, created: bool) -> None:
         fs = self.fs
