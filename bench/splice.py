@@ -122,7 +122,7 @@ def copy(shards: list[Path], folder: Path, profile: Profile) -> Took:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Splicing beside copying.")
-    parser.add_argument("--mib", type=int, default=300)
+    parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--profile", choices=("mqstore", "rocketmq"), default="mqstore")
     parser.add_argument("--uniform", action="store_true")
