@@ -150,7 +150,11 @@ def test_whatever_is_damaged_ranges_of_any_size_find_what_one_process_finds(
     shutil.copytree(masters[which], path)
     damage(path, changes)
 
-    assert in_ranges(path, range_bytes) == one_process(path)
+    found = one_process(path)
+    assert in_ranges(path, range_bytes) == found
+    with pytest.MonkeyPatch.context() as patch:  # the index held against some records at a time
+        patch.setattr("mqstore.log.verify._ENTRIES_TALLIED", range_bytes % 50)
+        assert one_process(path) == found
 
     shutil.rmtree(path)
 
