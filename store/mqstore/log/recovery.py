@@ -14,9 +14,8 @@ consume queues and index in line with it:
 
 Every step may be repeated: until the end the `abort` mark stands, and a kill in between lets the next opening derive
 the same again. Two things would be forgotten with the process, so the checkpoint gets them before the first change: F
-of a store that ended cleanly, and from where units and entries are in doubt (`_begin`; where there is no checkpoint the
-store has it noted before it sets the mark). With `dry_run` nothing is
-written and the report says what would be.
+of a store that ended cleanly, and from where units and entries are in doubt (`_begin`; where the checkpoint is lost the
+store notes F before it sets the mark). With `dry_run` nothing is written and the report says what would be.
 
 What a killed process left may be in the page cache alone, and after a failed fsync it is there as if it were on disk.
 From here on it counts as durable, so whatever lies beyond the old watermarks is written again, not just synced.
@@ -615,6 +614,7 @@ class _Recovery:
             self.last_seen[queue] = int(rows.physical_offset[last]) + int(rows.size[last])
 
     def _mend_front(self, queue: ConsumeQueue, stop: int, start: int) -> None:
+        """Slots before `stop` are of records that retention took."""
         if start > self.first:
             return  # such a unit may have its record before the range that is read
         for low, high in [*strays_in_front(queue, stop, self.first)]:

@@ -56,7 +56,7 @@ from mqstore.files.abort import AbortMark
 from mqstore.files.filesystem import FILE_MODE, REAL, FileSystem
 from mqstore.files.lock import WriterLock, refuse_beside_writer
 from mqstore.files.quiet import QUIET
-from mqstore.layout.consumequeue import UNIT_BYTES, UNIT_DTYPE
+from mqstore.layout.consumequeue import UNIT_BYTES, UNIT_DTYPE, VOID_UNIT
 from mqstore.layout.dispatch import Rows
 from mqstore.layout.indexfile import IndexHeader, file_bytes, put_entries
 from mqstore.log.checkpoint import CheckpointFile
@@ -736,20 +736,19 @@ class _Finisher:
             begin, seen = first_slot_in_range(queue, self._joined.log_start, None)
             first = stop = queue.max_offset if begin is None else begin
         end = given_out(queue, stop, seen, self._joined.log_end)
-        low = (first if begin is None else begin) // files.per
+        front = first if begin is None else begin
+        low = front // files.per
+        # Retention took the records of what is in front, but their numbers stay given out.
+        strays = [*strays_in_front(queue, front, self._joined.log_start)]
+        below = {segment for at, behind in strays for segment in range(at // files.per, -(-behind // files.per))}
+        for segment in sorted(each for each in below if each < low):
+            files.write(topic, queue_id, segment * files.per, _kept(queue, segment * files.per, files.per, strays))
         if begin is None:
             files.void(topic, queue_id, low * files.per, first)
         else:
-            # Retention took the records of these, but their numbers stay given out.
-            files.write(topic, queue_id, low * files.per, queue.read(low * files.per, begin - low * files.per))
+            files.write(topic, queue_id, low * files.per, _kept(queue, low * files.per, begin % files.per, strays))
             files.void(topic, queue_id, begin, first)
             slots.void += first - begin
-        strays = [*strays_in_front(queue, first if begin is None else begin, self._joined.log_start)]
-        below = {segment for at, behind in strays for segment in range(at // files.per, -(-behind // files.per))}
-        for segment in sorted(each for each in below if each < low):
-            files.write(topic, queue_id, segment * files.per, queue.read(segment * files.per, files.per))
-        for at, behind in strays:
-            files.void(topic, queue_id, at, behind)
         files.void(topic, queue_id, stop, end)
         slots.void += end - stop
         queue.correct_min(self._joined.log_start)
@@ -810,6 +809,16 @@ class _Finisher:
             return os.path.getsize(Path(self._work.name.path, name)) == self._segment_bytes
         except FileNotFoundError:
             return False
+
+
+def _kept(queue: ConsumeQueue, first: int, count: int, strays: Sequence[tuple[int, int]]) -> bytes:
+    """Units of a queue as they are, but for `strays`, which become void."""
+    units = bytearray(queue.read(first, count))
+    for low, high in strays:
+        low, high = max(low - first, 0), min(high - first, count)
+        if low < high:
+            units[low * UNIT_BYTES : high * UNIT_BYTES] = VOID_UNIT * (high - low)
+    return bytes(units)
 
 
 # -- queues that Spark sorts -------------------------------------------------------------------------------------------
