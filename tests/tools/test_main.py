@@ -244,6 +244,17 @@ def test_a_standard_output_that_is_full_is_not_taken_for_the_store(tmp_path: Pat
     assert mqstore("get", tmp_path / "s", "--topic", "orders").exit_code == 0
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+@pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("inspect", "--help"), ("spark", "--help")])
+def test_what_is_printed_without_a_command_says_in_a_line_that_the_output_is_full(arguments: tuple[str, ...]) -> None:
+    with open("/dev/full", "wb") as full:
+        child = process(*arguments, stdout=full)
+        _, err = child.communicate()
+
+    assert child.returncode == 3
+    assert err == b"mqstore: [Errno 28] No space left on device: 'standard output'\n"
+
+
 def test_an_interrupt_is_130_and_prints_no_more_than_what_was_stored(tmp_path: Path) -> None:
     child = process("put", tmp_path / "s", "orders", "-", stdin=subprocess.PIPE)
     assert child.stdin is not None

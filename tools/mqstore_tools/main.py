@@ -109,7 +109,12 @@ def cli(ctx: click.Context) -> None:
 def main() -> None:
     """Run the command; does not return."""
     _furnish_streams()
-    cli.main(prog_name="mqstore")
+    try:
+        cli.main(prog_name="mqstore")
+    except OSError as error:  # help and version are printed before there is a command that would tell
+        sys.stdout = None  # Python would try, and complain, once more at its end
+        click.echo(f"mqstore: {OSError(error.errno, error.strerror, error.filename or 'standard output')}", err=True)
+        sys.exit(3)
 
 
 def _furnish_streams() -> None:
