@@ -363,7 +363,7 @@ class Verifier:
 
     def units(self, rows: Rows, only: Collection[tuple[str, int]] | None = None) -> Iterator[Finding]:
         """The records of a stretch, those before them having been taken; of `only` these (topic, queue id)."""
-        for topic, queue_id, chosen in rows.by_queue():
+        for topic, queue_id, chosen, offsets, units, _ in rows.listed():
             if only is not None and (topic, queue_id) not in only:
                 continue
             if queue_id < 0 or not is_path_safe(topic):
@@ -371,7 +371,6 @@ class Verifier:
                 yield Finding("unsafe_name", name, at, 0, f"topic {topic!r}, queue {queue_id} can be no folder")
                 continue
             queue = self._queues.create(topic, queue_id)
-            offsets = rows.queue_offset[chosen]
             physical = rows.physical_offset[chosen]
             expected = self._next_slot.get(queue)
             if expected is None:
@@ -388,7 +387,7 @@ class Verifier:
                 if expected is not None and first > expected:
                     self.gaps.append((topic, queue_id, expected, first))
                     yield from self._no_record(queue, queue.chunks(expected, min(first, queue.max_offset)))
-                yield from self.compare(topic, queue_id, first, rows.units(chosen[low:high]))
+                yield from self.compare(topic, queue_id, first, units[low:high])
                 expected = first + high - low
                 self._next_slot[queue] = expected
                 last = chosen[high - 1]

@@ -31,7 +31,7 @@ import numpy as np
 
 from mqstore.errors import ConfigError
 from mqstore.files.segments import Segment
-from mqstore.layout.dispatch import Rows
+from mqstore.layout.dispatch import Listed, Rows
 from mqstore.layout.record import check_record
 from mqstore.log.names import is_path_safe
 from mqstore.log.report import Finding
@@ -240,8 +240,8 @@ def read_range(
         result.bytes += rows.record_bytes
         result.entries += len(rows.entry_row)
         take_rows(rows)
-        for topic, queue_id, chosen in rows.by_queue():
-            _take_queue(result, rows, topic, queue_id, chosen, take_run, max_errors)
+        for listed in rows.listed():
+            _take_queue(result, rows, listed, take_run, max_errors)
 
 
 def _first_in(store: MessageStore, segment: Segment, piece: LogRange) -> int | None:
@@ -249,17 +249,14 @@ def _first_in(store: MessageStore, segment: Segment, piece: LogRange) -> int | N
     return None if found is None else found - segment.start
 
 
-def _take_queue(
-    result: RangeResult, rows: Rows, topic: str, queue_id: int, chosen: np.ndarray, take_run: TakeRun, max_errors: int
-) -> None:
-    offsets = rows.queue_offset[chosen]
+def _take_queue(result: RangeResult, rows: Rows, listed: Listed, take_run: TakeRun, max_errors: int) -> None:
+    topic, queue_id, chosen, offsets, units, follow = listed
+    begin, last = int(chosen[0]), int(chosen[-1])
     low, high = int(offsets[0]), int(offsets[-1])
-    steps = np.diff(offsets) != 1
-    breaks = int(np.count_nonzero(steps))
-    physical, stamps = rows.physical_offset[chosen], rows.store_timestamp_ms[chosen]
+    breaks = 0 if follow else int(np.count_nonzero(np.diff(offsets) != 1))
     part = result.queues.get((topic, queue_id))
     if part is None:
-        part = QueuePart(low, low, 0, int(physical[0]), 0, int(stamps[0]), 0)
+        part = QueuePart(low, low, 0, int(rows.physical_offset[begin]), 0, int(rows.store_timestamp_ms[begin]), 0)
         result.queues[topic, queue_id] = part
     else:
         breaks += low != part.stop
@@ -270,10 +267,11 @@ def _take_queue(
         part.breaks += breaks
     part.first, part.stop = min(part.first, low), max(part.stop, high + 1)
     part.count += len(offsets)
-    part.last_end, part.last_ms = int(physical[-1]) + int(rows.size[chosen[-1]]), int(stamps[-1])
+    part.last_end = int(rows.physical_offset[last]) + int(rows.size[last])
+    part.last_ms = int(rows.store_timestamp_ms[last])
     if not part.straight:
         return
-    for finding in take_run(topic, queue_id, low, rows.units(chosen)):
+    for finding in take_run(topic, queue_id, low, units):
         if len(part.findings) < max_errors:
             part.findings.append(finding)
         else:
