@@ -20,11 +20,13 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
+from bench.spark_source import measure
 from mqstore.layout.hosts import LOCAL_HOST
 from mqstore.layout.properties import encode_properties
 from mqstore.layout.record import MAGIC_V1, header_struct, record_bytes
@@ -134,14 +136,13 @@ def bench_write(rows: int, rounds: int) -> None:
             "map('colour', 'blue') as properties",
         ).write.parquet(parquet)
         frame = spark.read.parquet(parquet)
-        best = dict.fromkeys(("mqstore", "mqstore_rows"), float("inf"))
-        for _ in range(rounds + 1):  # the first is for warming up
-            for name in best:
-                target = Path(folder) / "target"
-                start = time.perf_counter()
-                frame.write.format(name).mode("append").option("topic", _TOPIC).save(str(target))
-                best[name] = min(best[name], time.perf_counter() - start)
-                shutil.rmtree(target)
+        target = Path(folder) / "target"
+
+        def write(name: str) -> None:
+            frame.write.format(name).mode("append").option("topic", _TOPIC).save(str(target))
+
+        sides = {name: partial(write, name) for name in ("mqstore", "mqstore_rows")}
+        best = measure(sides, rounds, 1, tidy=lambda: shutil.rmtree(target))
         print(f"\nwrite: {rows:,} rows to a new store, local[2]")
         for name, seconds in best.items():
             print(f"  {name:14} {seconds:6.2f} s {rows / seconds / 1e6:6.2f} M/s")

@@ -20,12 +20,11 @@ import argparse
 import os
 import shutil
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from bench.spark_columns import make
+from bench.spark_source import Side, measure
 from mqstore import MessageStore
 from mqstore.spark import rebuild, session, verify
 
@@ -50,7 +49,7 @@ def built(spark: Any, path: Path) -> None:
     rebuild(spark, path, dest=path.with_name("built"))
 
 
-def on_one_processor(side: Callable[[], None]) -> None:
+def on_one_processor(side: Side) -> None:
     """What threads it starts run there, too."""
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(allowed)})
@@ -70,7 +69,7 @@ def main() -> None:
         path = Path(folder) / "s"
         make(path, given.messages)
         spark = None if given.without_spark else session("bench", _CONF)
-        sides: dict[str, Callable[[], None]] = {
+        sides: dict[str, Side] = {
             "verify, one process": lambda: one_process(path),
             "verify, tasks one by one": lambda: checked(None, path),
             "rebuild, tasks one by one": lambda: built(None, path),
@@ -81,14 +80,7 @@ def main() -> None:
         if spark is not None:
             sides["verify, two tasks"] = lambda: checked(spark, path)
             sides["rebuild, two tasks"] = lambda: built(spark, path)
-        best = dict.fromkeys(sides, float("inf"))
-        for number in range(-2, given.rounds):
-            for name, side in sides.items():
-                start = time.perf_counter()
-                side()
-                if number >= 0:
-                    best[name] = min(best[name], time.perf_counter() - start)
-                shutil.rmtree(path.with_name("built"), ignore_errors=True)
+        best = measure(sides, given.rounds, 2, tidy=lambda: shutil.rmtree(path.with_name("built"), ignore_errors=True))
         size = sum(file.stat().st_size for file in (path / "commitlog").iterdir())
         print(f"{given.messages:,} messages, {size >> 20} MiB of segments")
         for name, seconds in best.items():

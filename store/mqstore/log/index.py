@@ -147,18 +147,15 @@ class IndexFile:
         self.writable = False
         self.close()
 
-    def entries(self, count: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """(key hash, physical offset, timeDiff) of all entries, in the order they were put; `count` is the file's
-        capacity."""
-        table = self._table(count)
-        hashes, places = table["key_hash"].astype(np.int32), table["physical_offset"].astype(np.int64)
-        return hashes, places, table["seconds"].astype(np.int64)
+    def places(self, count: int) -> npt.NDArray[np.int64]:
+        """The physical offset of each entry, in the order they were put; `count` is the file's capacity."""
+        return self._table(count)["physical_offset"].astype(np.int64)
 
     def between(
         self, used: int, count: int, low: int, high: int
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """(number, key hash, physical offset, timeDiff) of the entries of records in `[low, high]`, among the first
-        `used`. Numbers begin with 0; the rest as `entries` has it."""
+        `used`, in the order they were put. Numbers begin with 0; `count` is the file's capacity."""
         table = self._table(count)[:used]
         places = table["physical_offset"]
         if self._ascends(places):

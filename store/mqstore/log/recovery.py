@@ -617,7 +617,7 @@ class _Recovery:
         """Slots before `stop` are of records that retention took."""
         if start > self.first:
             return  # such a unit may have its record before the range that is read
-        for low, high in [*strays_in_front(queue, stop, self.first)]:
+        for low, high in strays_in_front(queue, stop, self.first):
             self._void(queue, low, high)
 
     def _doubt_numbers(self, queue: ConsumeQueue, least: int, start: int) -> None:
@@ -943,7 +943,7 @@ class _Recovery:
         newest = max((f.header.end_physical_offset for f in kept if f.header.next_entry > 1), default=-1)
         known = 0
         for file in reversed(kept):
-            _, physical, _ = file.entries(self.parts.index.entries_per_file)
+            physical = file.places(self.parts.index.entries_per_file)
             known += int(np.count_nonzero(physical == newest))
             if len(physical) and int(physical[0]) < newest:
                 break

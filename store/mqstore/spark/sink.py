@@ -118,6 +118,7 @@ class _Write:
     # -- in a task ---------------------------------------------------------------------------------------------------
 
     def stage(self, batches: Iterable[Any]) -> Staged:
+        settle()
         context = TaskContext.get()
         assert context is not None, "write() runs in a task"
         app, version = self._identity(context.getLocalProperty)
@@ -215,7 +216,6 @@ class _Batches:
 
     @plain_errors()
     def write(self, iterator: Iterator[Any]) -> WriterCommitMessage:
-        settle()
         return self._write.stage(iterator)
 
     @plain_errors()
@@ -231,7 +231,6 @@ class _Batches:
 class _Rows(_Batches):
     @plain_errors()
     def write(self, iterator: Iterator[Any]) -> WriterCommitMessage:
-        settle()
         return self._write.stage(_batches(iterator, self._write.schema))
 
 

@@ -141,9 +141,9 @@ def stretches(
         if not isinstance(event, Good):
             continue
         rows = store.rows_of(event.buffer, event.headers, event.base)
-        for topic, queue_id, chosen in rows.by_queue():
+        for topic, queue_id, _, offsets, units, _ in rows.listed():
             if (topic, queue_id) in wanted:
-                yield (topic, queue_id), rows.queue_offset[chosen], rows.units(chosen)
+                yield (topic, queue_id), offsets, units
 
 
 class Placer:

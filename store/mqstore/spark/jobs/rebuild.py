@@ -80,7 +80,7 @@ from mqstore.spark.jobs.ranges import (
     is_straight,
     read_range,
 )
-from mqstore.spark.jobs.shape import Plan, Progress, Selection, Shaped, Stores, run, tasks_for
+from mqstore.spark.jobs.shape import Plan, Progress, Selection, Shaped, Stores, join, run, tasks_for
 from mqstore.spark.jobs.shuffle import Row, shuffle
 from mqstore.spark.jobs.verify import plan_verify, whole_stores
 from mqstore.spark.plan import StoreName, open_store
@@ -201,8 +201,7 @@ def rebuild(
         works = [_prepare(name, asked, dest, sorting, len(names) > 1, held) for name in names]
         found = _read_ranges(spark, works, range_bytes, progress)
         joins = bundles((_Joining(work, found[work.name]) for work in works), tasks_for(spark))
-        there = spark if len(joins) > 1 else None  # one task is over sooner than it is sent
-        joined = [each for task in run(there, joins, _join, title="mqstore rebuild: stores") for each in task]
+        joined = join(spark, joins, _join, "mqstore rebuild: stores")
         _sort_queues(spark, joined)
         joined = _finish(spark, joined)
         rows = [_publish(each) for each in joined]
@@ -531,10 +530,8 @@ def _join(jobs: Sequence[_Joining]) -> list[_Joined]:
 def _finish(spark: Any, joined: Sequence[_Joined]) -> list[_Joined]:
     """The same, with all files of queues and index made."""
     files = [file for each in joined for file in each.index]
-    tasks: list[Sequence[_IndexFile | _Joined]] = [
-        *bundles(joined, tasks_for(spark)),
-        *bundles(files, tasks_for(spark)),
-    ]
+    number = tasks_for(spark)
+    tasks: list[Sequence[_IndexFile | _Joined]] = [*bundles(joined, number), *bundles(files, number)]
     outcomes = run(spark, tasks, _finish_some, title="mqstore rebuild: queues and index")
     return [each for task in outcomes for each in task]
 

@@ -45,7 +45,7 @@ from mqstore.spark.jobs.ranges import (
     is_straight,
     read_range,
 )
-from mqstore.spark.jobs.shape import Plan, Progress, Selection, Shaped, Stores, run, select, tasks_for
+from mqstore.spark.jobs.shape import Plan, Progress, Selection, Shaped, Stores, join, run, select, tasks_for
 from mqstore.spark.plan import StoreName, dispatched, open_store
 
 __all__ = [
@@ -153,10 +153,8 @@ def verify(
     jobs = [
         _Joining(name, deep, max_errors, parts, ends.get(name)) for name, parts in found.items() if name not in errors
     ]
-    joins = bundles(jobs, number)
-    there = spark if len(joins) > 1 else None  # one task is over sooner than it is sent
-    joined = run(there, joins, _join, title="mqstore verify: stores")
-    return _report(names, {each.name: each for task in joined for each in task}, errors)
+    joined = join(spark, bundles(jobs, number), _join, "mqstore verify: stores")
+    return _report(names, {each.name: each for each in joined}, errors)
 
 
 def _cut(
