@@ -10,8 +10,8 @@ Every side does the whole of it:
     verify    `MessageStore.verify`; `verify(None)`, the tasks one after the other here; `verify(spark)` on local[2]
     rebuild   queues and index into a directory of their own: `rebuild(None)` and `rebuild(spark)`
 
-Goals: verify with two tasks at least 1.6 times one process, rebuild 1.5 times. One process may read ahead on a second
-processor; `one processor` is the same held to one, where the system knows how.
+Goals: verify with two tasks at least 1.6 times one process, rebuild 1.5 times. One process reads ahead on a second
+processor if it has one, which a task does not; `one processor` is the same held to one, where the system knows how.
 """
 
 from __future__ import annotations

@@ -360,7 +360,7 @@ static int by_key(const void *a, const void *b)
 
 /* Rows of the table that `list` fills; layout/dispatch.py names them in this order. */
 enum { TAGS_CODE, ROW, SLOT, QUEUE_TOPIC, QUEUE_NUMBER, QUEUE_END, QUEUE_FOLLOWS, LISTED_ROWS };
-enum { UNIT_BYTES = 20 };
+enum { UNIT_BYTES = 20, CACHE_LINE = 64, SOON = 16 };
 
 /* list(buffer, limit, count, base, longs, ints, prefixes, out, has_unit, units) -> (rows, queues, entry_row, entry_hash), or None
 
@@ -420,6 +420,11 @@ PyObject *native_list(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         uint32_t flags = (uint32_t)n[SYS_FLAG * limit + i], transaction = flags & TRANSACTION_MASK;
         int64_t topic = n[TOPIC * limit + i], at = l[PROPERTIES * limit + i], size = l[PROPERTIES_SIZE * limit + i];
         int64_t code = 0;
+        if (i + SOON < count) { /* they lie far from each other: wait for several at once */
+            uintptr_t soon = (uintptr_t)data + (uintptr_t)l[PROPERTIES * limit + i + SOON];
+            __builtin_prefetch((const void *)soon);
+            __builtin_prefetch((const void *)(soon + CACHE_LINE));
+        }
         /* What was read has been compared with the room; tables of somebody else's making might say anything. */
         if (flags & INNER_BATCH || topic < 0 || topic >= topics || at < 0 || size < 0 || at > view->len || size > view->len - at) {
             plain = false;

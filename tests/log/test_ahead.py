@@ -18,7 +18,8 @@ from unittest.mock import patch
 
 import pytest
 
-from mqstore.log.ahead import Ahead
+from mqstore.log import ahead as module
+from mqstore.log.ahead import Ahead, stay_alone
 from mqstore.log.store import MessageStore
 
 
@@ -54,6 +55,17 @@ def test_at_its_end_nothing_runs_any_more() -> None:
         begun.wait(10)
         threading.Timer(0.05, may_end.set).start()
     assert ended == [True]
+
+
+def test_in_a_process_that_stays_alone_it_runs_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_alone", False)  # and what it is set to now is undone
+    stay_alone()
+    order = []
+    with Ahead[threading.Thread]("reader") as ahead:
+        ahead.begin(lambda: [order.append("made"), threading.current_thread()][1])  # type: ignore[func-returns-value, return-value]
+        order.append("asked")
+        assert ahead.result() is threading.current_thread()
+    assert order == ["asked", "made"]
 
 
 @pytest.mark.parametrize("asked", [False, True])

@@ -30,7 +30,7 @@ def ranges(count: int, weight: int = RANGE_BYTES, store: str = "s") -> list[Work
         (ranges(15), 4, [4, 4, 4, 3]),  # two tasks for each of two slots
         (ranges(15), 100, [1] * 15),  # no task is too small to be worth it
         (ranges(3), 4, [1, 1, 1]),
-        (ranges(64), 2, [8] * 8),  # nor so large that much is lost with it
+        (ranges(64), 2, [16] * 4),  # nor so large that much is lost with it
         (ranges(100, MIB), 4, [63, 37]),
         ([each for i in range(200) for each in ranges(1, 0, str(i))], 4, [64, 64, 64, 8]),  # to open one weighs, too
         (ranges(2, 4 * TASK_BYTES), 4, [1, 1]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Iterator
 from types import ModuleType
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from mqstore.log.ahead import Ahead
 from mqstore.spark.jobs.shape import run
 from mqstore.spark.workers import settle
 
@@ -45,6 +47,13 @@ def late(_: int) -> int:
     return os.getpid()
 
 
+def reader(_: int) -> bool:
+    """Whether a thread of its own reads ahead."""
+    with Ahead[threading.Thread]("reader") as ahead:
+        ahead.begin(threading.current_thread)
+        return ahead.result() is not threading.current_thread()
+
+
 def by_worker(rounds: list[Seen]) -> list[list[Seen]]:
     found: dict[int, list[Seen]] = {}
     for seen in rounds:
@@ -62,10 +71,11 @@ def context(spark: Any) -> Iterator[Any]:
     spark.sparkContext.parallelize(range(8), 8).map(collect_again).collect()
 
 
-def test_outside_of_a_worker_nothing_is_frozen() -> None:
+def test_outside_of_a_worker_nothing_is_frozen_and_threads_read_ahead() -> None:
     before = gc.get_freeze_count()
     settle()
     assert gc.get_freeze_count() == before
+    assert run(None, [0], reader) == [True]
 
 
 @pytest.mark.spark
@@ -95,3 +105,8 @@ def test_modules_that_come_later_are_frozen_by_the_next_task(spark: Any, context
     after = {seen.worker: seen.frozen for seen in (run(spark, [Cycle()], look)[0] for _ in range(8))}
 
     assert after[worker] > before[worker]
+
+
+@pytest.mark.spark
+def test_tasks_that_share_the_processors_read_nothing_ahead(spark: Any, context: Any) -> None:
+    assert run(spark, [0, 1], reader) == [False, False]

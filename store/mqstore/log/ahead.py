@@ -10,9 +10,17 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Generic, TypeVar
 
-__all__ = ["Ahead"]
+__all__ = ["Ahead", "stay_alone"]
 
 _T = TypeVar("_T")
+_alone = False
+
+
+def stay_alone() -> None:
+    """From now on this process makes each call in its turn: it is one of as many as there are processors, and a second
+    thread would take the time of another one."""
+    global _alone
+    _alone = True
 
 
 class Ahead(Generic[_T]):
@@ -43,6 +51,8 @@ class Ahead(Generic[_T]):
         """Have it made. Only when the one before was taken."""
         assert self._call is None
         self._call, self._future = call, None
+        if _alone:
+            return
         if self._threads is None or self._process != os.getpid():
             self._threads, self._process = ThreadPoolExecutor(1, self._name), os.getpid()
         try:

@@ -1,4 +1,7 @@
-"""What makes a Python worker of Spark quick between tasks. Knows no pyspark.
+"""What makes a Python worker of Spark quick, within tasks and between. Knows no pyspark.
+
+Spark runs as many tasks at once as it has been given processors, so one that reads ahead in a second thread takes the
+other's time, and a tenth more for the two to take turns.
 
 A worker serves one task after the other, and collects garbage after each, which looks at every object that the imported
 modules have made: with numpy, pyarrow and pyspark some 30 ms for a task of nothing, ten times what the rest of it
@@ -9,6 +12,8 @@ from __future__ import annotations
 
 import gc
 import sys
+
+from mqstore.log.ahead import stay_alone
 
 __all__ = ["settle"]
 
@@ -24,6 +29,7 @@ def settle() -> None:
     """
     global _known
     if len(sys.modules) > _known and _is_worker():
+        stay_alone()
         gc.freeze()
         _known = len(sys.modules)
 

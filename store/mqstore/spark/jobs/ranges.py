@@ -58,7 +58,7 @@ __all__ = [
 
 RANGE_BYTES = 64 << 20
 """Of a log, read in one go."""
-TASK_BYTES = 512 << 20
+TASK_BYTES = 1 << 30
 """Most that a task reads: so much is read anew when one is lost."""
 MAX_ERRORS = 100
 """Findings of a range that are told; of more, only how many."""

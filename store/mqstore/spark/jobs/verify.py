@@ -31,7 +31,7 @@ from mqstore.layout.dispatch import Rows
 from mqstore.log.report import Finding
 from mqstore.log.scanner import Bad, End, Good, scan_segment
 from mqstore.log.store import MessageStore
-from mqstore.log.verify import Gap, IndexTally, Wanted, tally_index
+from mqstore.log.verify import Gap, IndexTally, Verifier, Wanted, tally_index
 from mqstore.spark.jobs.ranges import (
     MAX_ERRORS,
     RANGE_BYTES,
@@ -230,11 +230,12 @@ def _read(task: _Task, deep: bool, max_errors: int) -> list[_Outcome]:
         outcomes.append(outcome := _Outcome(name))
         try:
             with open_store(name) as store:
+                check = partial(check_range, store, store.verifier(), deep=deep, max_errors=max_errors)
                 for piece in pieces:
                     with suppress(FileNotFoundError):  # retention: what is left is read when the store is joined
                         if isinstance(piece, _IndexFile):
                             outcome.findings += _check_index_file(store, piece.file)
-                        elif (result := check_range(store, piece, deep=deep, max_errors=max_errors)) is not None:
+                        elif (result := check(piece)) is not None:
                             outcome.results.append(result)
         except (MQStoreError, OSError) as error:
             outcome.error = str(error)
@@ -242,11 +243,16 @@ def _read(task: _Task, deep: bool, max_errors: int) -> list[_Outcome]:
 
 
 def check_range(
-    store: MessageStore, piece: LogRange, start: int | None = None, *, deep: bool = True, max_errors: int = MAX_ERRORS
+    store: MessageStore,
+    verifier: Verifier,
+    piece: LogRange,
+    start: int | None = None,
+    *,
+    deep: bool = True,
+    max_errors: int = MAX_ERRORS,
 ) -> RangeResult | None:
     """Check the records of a range, their units, and with `deep` their index entries; None when retention has taken
-    them. `start` as of `read_range`."""
-    verifier = store.verifier()
+    them. `verifier`: of the store; `start` as of `read_range`."""
     wanted: list[Wanted] = []
 
     def take_rows(rows: Rows) -> None:
@@ -395,7 +401,9 @@ class _Joiner:
                 yield from self.verifier.units(self.verifier.rows_of(event), crooked)
 
     def _read_again(self, piece: LogRange, start: int) -> RangeResult | None:
-        return check_range(self._store, piece, start, deep=self._job.deep, max_errors=self._job.max_errors)
+        return check_range(
+            self._store, self.verifier, piece, start, deep=self._job.deep, max_errors=self._job.max_errors
+        )
 
 
 # -- reports -----------------------------------------------------------------------------------------------------------
@@ -428,9 +436,10 @@ def verified_ranges(store: MessageStore) -> Iterator[tuple[RangeResult, int, str
     """The ranges of an open store as they fit together, each with how much is wrong in it, and what first: bytes that
     are no record, wrong units, keys that the index lacks."""
     name = StoreName(str(store.path), str(store.path))
-    results = [result for piece in cut_ranges(store, name) if (result := check_range(store, piece)) is not None]
-    stitcher = Stitcher(store, name, results, partial(check_range, store))
     verifier = store.verifier()
+    pieces = cut_ranges(store, name)
+    results = [result for piece in pieces if (result := check_range(store, verifier, piece)) is not None]
+    stitcher = Stitcher(store, name, results, partial(check_range, store, verifier))
     for event in stitcher.events() if results else ():
         if not isinstance(event, SegmentParts):
             continue
