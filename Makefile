@@ -4,7 +4,8 @@
 #   make test    everything that must hold: formatting, lints, types, import arrows, tests, doctests, coverage
 #   make lint    the same without the tests
 #   make bench   mqstore beside its peers, ratios with their spread (BENCH="put --quick" chooses)
-#   make spark   the tests that need pyspark and Java, in an environment of their own (about 10 minutes)
+#   make spark   the tests that need pyspark and Java, in an environment of their own (3 minutes once that is there)
+#   make spark-alone  those that start a Spark of their own: clusters, the tutorials as typed in (4 minutes)
 #   make interop  both engines on one store, ours and Apache RocketMQ's (needs a JDK, Maven; ROCKETMQ=5.4.0 takes another)
 #   make crash   more crash images than `make test` tries: N=100000 of them
 #   make sanitize  tests of the compiled parts under the address and undefined-behaviour sanitizers (needs gcc)
@@ -26,7 +27,7 @@ ROCKETMQ ?= 5.3.3
 JOBS  ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench spark interop crash sanitize docs clean
+.PHONY: help demo test lint bench spark spark-alone interop crash sanitize docs clean
 
 help:
 	@sed -n 's/^#   make/  make/p' Makefile
@@ -51,7 +52,11 @@ bench: $(VENV)/stamp-bench
 # Not with the others: pyspark alone is half a gigabyte.
 spark:
 	@$(MAKE) --no-print-directory VENV=.venv-spark .venv-spark/stamp-spark
-	MQSTORE_REQUIRE_SPARK=1 .venv-spark/bin/python -m pytest --durations=5 tests/spark
+	MQSTORE_REQUIRE_SPARK=1 .venv-spark/bin/python -m pytest --durations=5 -m "not spark_alone" tests/spark
+
+spark-alone:
+	@$(MAKE) --no-print-directory VENV=.venv-spark .venv-spark/stamp-spark
+	MQSTORE_REQUIRE_SPARK=1 .venv-spark/bin/python -m pytest --durations=5 -m spark_alone tests/spark
 
 interop: $(VENV)/stamp-dev var/rocketmq-$(ROCKETMQ)/fetched
 	MQSTORE_ROCKETMQ=var/rocketmq-$(ROCKETMQ) $(BIN)/python -m pytest -n 2 --durations=5 tests/interop

@@ -16,6 +16,8 @@ import pytest
 
 from mqstore.spark import java
 
+BRIEF = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+"""Options for a Java that does not live long."""
 _QUIET = {
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
@@ -23,6 +25,7 @@ _QUIET = {
     "spark.driver.bindAddress": "127.0.0.1",
     "spark.driver.host": "127.0.0.1",
     "spark.driver.memory": "1g",
+    "spark.driver.extraJavaOptions": BRIEF,
     "spark.default.parallelism": "2",
     "spark.sql.shuffle.partitions": "2",
     "spark.sql.session.timeZone": "UTC",
@@ -48,21 +51,49 @@ def bare_python(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "bin" / "python")
 
 
+def spark_home(folder: Path) -> Path:
+    """Spark as it is installed, but for where a cluster's workers write, and that its Pythons read pyspark and py4j
+    where they are compiled, not from archives: half a second for each of the processes that every stream starts."""
+    import py4j
+    import pyspark
+
+    home = Path(pyspark.__file__).parent
+    folder.mkdir()
+    for each in home.iterdir():
+        if each.name not in ("python", "work"):
+            (folder / each.name).symlink_to(each)
+    for archive in (home / "python" / "lib").iterdir():
+        package = py4j if archive.name.startswith("py4j") else pyspark
+        (folder / "python" / "lib" / archive.name).mkdir(parents=True)
+        (folder / "python" / "lib" / archive.name / package.__name__).symlink_to(Path(package.__file__).parent)
+    return folder
+
+
 @pytest.fixture(scope="session")
-def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A session with two threads. Our modules are importable in its workers, our source is not registered."""
+def spark_environment(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """pyspark and Java are there, and set up for whoever starts a Spark here: our modules are importable."""
     try:
-        from pyspark.sql import SparkSession
+        import pyspark
     except ImportError:
         _unavailable("no pyspark: pip install 'mqstore[spark]'")
+    del pyspark
     home = java.find()
     if home is None:
         _unavailable(java.MISSING)
     root = Path(__file__).parent.parent.parent
     os.environ["JAVA_HOME"] = str(home)
+    os.environ["SPARK_HOME"] = str(spark_home(tmp_path_factory.mktemp("home") / "spark"))
     os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
     os.environ["PYSPARK_PYTHON"] = sys.executable
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # each Python would start a thread that waits busily for work
     os.environ["PYTHONPATH"] = os.pathsep.join([str(root / "store"), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+@pytest.fixture(scope="session")
+def spark(spark_environment: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A session with two threads. Our source is not registered."""
+    from pyspark.sql import SparkSession
+
     logging.getLogger("SQLQueryContextLogger").setLevel(logging.CRITICAL)  # a failing query prints its stack
     builder = SparkSession.builder.master("local[2]").appName("mqstore tests")
     for name, value in _QUIET.items():

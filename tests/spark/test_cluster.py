@@ -26,10 +26,10 @@ from mqstore import MessageStore
 from mqstore.spark import java, rebuild
 from tests.log.support import files, flip
 from tests.spark import speculation_job
-from tests.spark.conftest import _unavailable
+from tests.spark.conftest import BRIEF, _unavailable, spark_home
 from tests.spark.support import many, write_store
 
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.spark_alone, pytest.mark.timeout(1200)]
 ROOT = Path(__file__).parent.parent.parent
 LIMIT_S = 900
 """Nothing waits longer for a process."""
@@ -43,6 +43,8 @@ SETTINGS = [
     "spark.executor.memory=512m",
     "spark.executor.cores=1",
     "spark.sql.shuffle.partitions=2",
+    f"spark.driver.extraJavaOptions={BRIEF}",
+    f"spark.executor.extraJavaOptions={BRIEF}",
 ]
 
 
@@ -66,24 +68,19 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def environment(python: str, folder: Path, *paths: Path) -> dict[str, str]:
     """For processes of Spark: the package only where `paths` have it, all that is written below `folder`."""
-    import pyspark
-
-    home = folder / "home"  # the package itself, but where a cluster's workers may write
-    home.mkdir()
-    for each in Path(pyspark.__file__).parent.iterdir():
-        if each.name != "work":
-            (home / each.name).symlink_to(each)
     kept = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "LANG", "TMPDIR")}
     return {
         **kept,
         "JAVA_HOME": str(java.find()),
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "PYSPARK_PYTHON": python,
-        "SPARK_HOME": str(home),
+        "OPENBLAS_NUM_THREADS": "1",
+        "SPARK_HOME": str(spark_home(folder / "home")),
         "SPARK_LOCAL_IP": "127.0.0.1",
         "SPARK_LOCAL_DIRS": str(folder / "local"),
         "SPARK_WORKER_DIR": str(folder / "work"),
         "SPARK_DAEMON_MEMORY": "256m",
+        "SPARK_DAEMON_JAVA_OPTS": BRIEF,
     }
 
 

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-import os
-import re
 import shutil
-import subprocess
-import sys
 import zipfile
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -268,51 +264,6 @@ def test_a_running_session_is_given_back(spark: Any) -> None:
     assert ship(spark.sparkContext) is False
 
 
-@pytest.mark.parametrize(
-    ("java", "options", "code", "says"),
-    [
-        ("exit 1", (), 3, r"Spark did not start with the Java of \S+/java, .*: Spark needs Java 17 or later: set JAVA"),
-        (None, ("--master", "sparc://host"), 3, r"Spark did not start with .* spark.master=sparc://host; .* knows"),
-        (
-            None,
-            ("--master", "local[0]", "--conf", "spark.my.password=hush"),
-            2,
-            r"Spark did not start with spark.master=local\[0\], spark.my.password=\.\.\.: Asked to run locally w",
-        ),
-        (
-            None,
-            ("--conf", "spark.sql.shuffle.partitions=x"),
-            2,
-            r"spark.sql.shuffle.partitions=x.*: .*be a/an 'int' value",
-        ),
-    ],
-)
-def test_a_session_that_does_not_start_says_with_what_and_why(
-    spark: Any,
-    stores: dict[str, Path],
-    tmp_path: Path,
-    java: str | None,
-    options: tuple[str, ...],
-    code: int,
-    says: str,
-) -> None:
-    """An old Java, or a master of another spelling, were told of as faults of ours, behind a traceback."""
-    del spark  # says whether there is one
-    environment = dict(os.environ)
-    if java is not None:
-        program = tmp_path / "java" / "bin" / "java"
-        program.parent.mkdir(parents=True)
-        program.write_text(f"#!/bin/sh\n{java}\n")
-        program.chmod(0o755)
-        environment["JAVA_HOME"] = str(tmp_path / "java")
-    call = [sys.executable, "-m", "mqstore_tools.main", "spark", "lag", str(stores["a"]), *options]
-    done = subprocess.run(call, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=170)
-
-    assert done.returncode == code, done.stderr
-    assert re.match(f"mqstore spark lag: .*{says}", done.stderr.splitlines()[-1]), done.stderr
-    assert "Traceback" not in done.stderr
-
-
 def test_a_session_without_a_context_is_refused() -> None:
     class Connect:
         @property
@@ -321,44 +272,6 @@ def test_a_session_without_a_context_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="Spark Connect"):
         run(Connect(), [1], double)
-
-
-_SCRIPT = """
-import sys
-sys.path[:0] = {paths!r}
-from mqstore.spark import session, traffic_report
-from mqstore.spark.shipping import ship
-conf = {{"spark.master": "local[1]", "spark.driver.memory": "512m", "spark.sql.shuffle.partitions": "1"}}
-spark = session("mine", conf)
-assert spark.conf.get("spark.sql.session.timeZone") == "UTC"
-assert spark.sparkContext.uiWebUrl is None
-shipped = ship(spark.sparkContext)
-total = traffic_report(spark, {store!r}, topics="orders", top=0).total.messages
-print("found", shipped, total)
-spark.stop()
-"""
-
-
-def test_a_session_of_ours_is_quiet_and_ships_what_workers_lack(
-    spark: Any, stores: dict[str, Path], tmp_path: Path, bare_python: str
-) -> None:
-    """The driver has the package by its own path, which workers do not inherit."""
-    del spark  # says whether there is one
-    root = Path(__file__).parents[2]
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "JAVA_HOME")}
-    environment["PYSPARK_PYTHON"] = bare_python
-    if os.environ.get("JAVA_HOME"):
-        environment["JAVA_HOME"] = os.environ["JAVA_HOME"]
-    code = _SCRIPT.format(paths=[str(root / "store")], store=str(stores["a"]))
-    run_ = subprocess.run(
-        [bare_python, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=170
-    )
-
-    assert run_.returncode == 0, run_.stderr
-    assert run_.stdout == "found True 30\n"
-    # Before the settings are read Java and Spark say hello; at the end Python's daemon may complain of a closed pipe.
-    said = run_.stderr.partition('log level to "ERROR".\n')[2]
-    assert not [mark for mark in (" INFO ", " WARN ", "[Stage") if mark in said], run_.stderr
 
 
 def test_the_archive_has_the_library_and_nothing_else(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +19,7 @@ from mqstore.spark import java
 _ROOT = Path(__file__).parent.parent.parent
 _EXTRAS = ("grpc", "grpc_status", "google.rpc", "pandas", "yaml", "zstandard")
 
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.spark_alone, pytest.mark.usefixtures("spark_environment"), pytest.mark.timeout(600)]
 
 
 def _missing() -> list[str]:
@@ -34,8 +33,7 @@ def _missing() -> list[str]:
     return found
 
 
-def test_each_order_comes_once_however_often_it_runs(spark: Any, tmp_path: Path) -> None:
-    del spark  # says whether there is one
+def test_each_order_comes_once_however_often_it_runs(tmp_path: Path) -> None:
     if missing := _missing():
         pytest.skip(f"no {', '.join(missing)}: pip install 'pyspark[pipelines]'")
     import pyspark

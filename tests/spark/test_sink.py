@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -539,36 +537,3 @@ def test_a_continuous_trigger_is_refused_rather_than_its_rows_passed_over() -> N
     stream.commit([])  # such a batch
     with pytest.raises(ConfigError, match=r"continuous.*processingTime.*availableNow"):
         stream.commit([None, None])
-
-
-# -- tasks that are tried again ----------------------------------------------------------------------------------------
-
-_RETRIES = """
-import os, sys
-from pyspark.sql import SparkSession
-spark = SparkSession.builder.master("local[1,3]").getOrCreate()
-
-def once(rows):
-    from pyspark import TaskContext
-    for i, row in enumerate(rows):
-        if TaskContext.get().attemptNumber() == 0 and TaskContext.get().partitionId() == 1 and i == 15:
-            raise OSError("the first attempt dies, with rows on their way")
-        yield (str(row), "t")
-
-spark.conf.set("spark.sql.execution.arrow.maxRecordsPerBatch", "5")
-frame = spark.createDataFrame(spark.sparkContext.range(0, 40, 1, 2).mapPartitions(once), "body string, topic string")
-frame.write.format("mqstore").mode("append").option("maxRowsPerShard", "5").save(sys.argv[1])
-spark.stop()
-"""
-
-
-def test_of_a_task_that_is_tried_again_only_the_last_attempt_counts(spark: Any, tmp_path: Path) -> None:
-    """In a Spark of its own: how often tasks are tried is a matter of the master. `spark` has set the environment."""
-    done = subprocess.run(
-        [sys.executable, "-c", _RETRIES, str(tmp_path / "s")], capture_output=True, text=True, timeout=150, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-
-    assert "the first attempt dies" in done.stderr
-    assert sorted(bodies(tmp_path / "s")) == texts(0, 40)
-    assert not (tmp_path / "s" / "_staging").exists()

@@ -7,14 +7,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 _ROOT = Path(__file__).parent.parent.parent
 _BLOCK = re.compile(r"^```(py|sh)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark_alone, pytest.mark.usefixtures("spark_environment")]
 
 
 def _script(page: str) -> str:
@@ -42,8 +41,7 @@ SAYS = {
 
 @pytest.mark.timeout(1300)
 @pytest.mark.parametrize("page", SAYS)
-def test_every_block_runs_and_runs_again(spark: Any, tmp_path: Path, page: str) -> None:
-    del spark  # says whether there is one, and has set the environment; the page makes its own
+def test_every_block_runs_and_runs_again(tmp_path: Path, page: str) -> None:
     path = os.pathsep.join([str(_ROOT / "store"), str(_ROOT / "tools")])
     for says in SAYS[page]:
         done = subprocess.run(

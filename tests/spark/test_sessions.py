@@ -1,0 +1,133 @@
+"""What takes a Spark of its own: a session that we make, one that does not start, tasks that are tried again."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.spark.staged import bodies
+from tests.spark.support import many, write_store
+
+pytestmark = [pytest.mark.spark_alone, pytest.mark.usefixtures("spark_environment")]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """30 messages in each of two topics."""
+    return write_store(tmp_path_factory.mktemp("stores") / "a", many(60))
+
+
+_SCRIPT = """
+import sys
+sys.path[:0] = {paths!r}
+from mqstore.spark import session, traffic_report
+from mqstore.spark.shipping import ship
+conf = {{"spark.master": "local[1]", "spark.driver.memory": "512m", "spark.sql.shuffle.partitions": "1"}}
+spark = session("mine", conf)
+assert spark.conf.get("spark.sql.session.timeZone") == "UTC"
+assert spark.sparkContext.uiWebUrl is None
+shipped = ship(spark.sparkContext)
+total = traffic_report(spark, {store!r}, topics="orders", top=0).total.messages
+print("found", shipped, total)
+spark.stop()
+"""
+
+
+def test_a_session_of_ours_is_quiet_and_ships_what_workers_lack(store: Path, tmp_path: Path, bare_python: str) -> None:
+    """The driver has the package by its own path, which workers do not inherit."""
+    root = Path(__file__).parents[2]
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "JAVA_HOME", "SPARK_HOME")
+    }
+    environment["PYSPARK_PYTHON"] = bare_python
+    if os.environ.get("JAVA_HOME"):
+        environment["JAVA_HOME"] = os.environ["JAVA_HOME"]
+    code = _SCRIPT.format(paths=[str(root / "store")], store=str(store))
+    run_ = subprocess.run(
+        [bare_python, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=170
+    )
+
+    assert run_.returncode == 0, run_.stderr
+    assert run_.stdout == "found True 30\n"
+    # Before the settings are read Java and Spark say hello; at the end Python's daemon may complain of a closed pipe.
+    said = run_.stderr.partition('log level to "ERROR".\n')[2]
+    assert not [mark for mark in (" INFO ", " WARN ", "[Stage") if mark in said], run_.stderr
+
+
+@pytest.mark.parametrize(
+    ("java", "options", "code", "says"),
+    [
+        ("exit 1", (), 3, r"Spark did not start with the Java of \S+/java, .*: Spark needs Java 17 or later: set JAVA"),
+        (None, ("--master", "sparc://host"), 3, r"Spark did not start with .* spark.master=sparc://host; .* knows"),
+        (
+            None,
+            ("--master", "local[0]", "--conf", "spark.my.password=hush"),
+            2,
+            r"Spark did not start with spark.master=local\[0\], spark.my.password=\.\.\.: Asked to run locally w",
+        ),
+        (
+            None,
+            ("--conf", "spark.sql.shuffle.partitions=x"),
+            2,
+            r"spark.sql.shuffle.partitions=x.*: .*be a/an 'int' value",
+        ),
+    ],
+)
+def test_a_session_that_does_not_start_says_with_what_and_why(
+    store: Path,
+    tmp_path: Path,
+    java: str | None,
+    options: tuple[str, ...],
+    code: int,
+    says: str,
+) -> None:
+    """An old Java, or a master of another spelling, were told of as faults of ours, behind a traceback."""
+    environment = dict(os.environ)
+    if java is not None:
+        program = tmp_path / "java" / "bin" / "java"
+        program.parent.mkdir(parents=True)
+        program.write_text(f"#!/bin/sh\n{java}\n")
+        program.chmod(0o755)
+        environment["JAVA_HOME"] = str(tmp_path / "java")
+    call = [sys.executable, "-m", "mqstore_tools.main", "spark", "lag", str(store), *options]
+    done = subprocess.run(call, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=170)
+
+    assert done.returncode == code, done.stderr
+    assert re.match(f"mqstore spark lag: .*{says}", done.stderr.splitlines()[-1]), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+_RETRIES = """
+import os, sys
+from pyspark.sql import SparkSession
+spark = SparkSession.builder.master("local[1,3]").getOrCreate()
+
+def once(rows):
+    from pyspark import TaskContext
+    for i, row in enumerate(rows):
+        if TaskContext.get().attemptNumber() == 0 and TaskContext.get().partitionId() == 1 and i == 15:
+            raise OSError("the first attempt dies, with rows on their way")
+        yield (str(row), "t")
+
+spark.conf.set("spark.sql.execution.arrow.maxRecordsPerBatch", "5")
+frame = spark.createDataFrame(spark.sparkContext.range(0, 40, 1, 2).mapPartitions(once), "body string, topic string")
+frame.write.format("mqstore").mode("append").option("maxRowsPerShard", "5").save(sys.argv[1])
+spark.stop()
+"""
+
+
+def test_of_a_task_that_is_tried_again_only_the_last_attempt_counts(tmp_path: Path) -> None:
+    """How often tasks are tried is a matter of the master."""
+    done = subprocess.run(
+        [sys.executable, "-c", _RETRIES, str(tmp_path / "s")], capture_output=True, text=True, timeout=150, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+    assert "the first attempt dies" in done.stderr
+    assert sorted(bodies(tmp_path / "s")) == sorted(map(str, range(40)))
+    assert not (tmp_path / "s" / "_staging").exists()
