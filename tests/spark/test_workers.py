@@ -8,6 +8,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -110,3 +111,28 @@ def test_modules_that_come_later_are_frozen_by_the_next_task(spark: Any, context
 @pytest.mark.spark
 def test_tasks_that_share_the_processors_read_nothing_ahead(spark: Any, context: Any) -> None:
     assert run(spark, [0, 1], reader) == [False, False]
+
+
+@pytest.mark.spark
+def test_planning_freezes_what_is_imported(spark: Any, tmp_path: Path) -> None:
+    """Workers that plan are used again, too, and collect after each call."""
+    from mqstore.spark.source import MQStoreDataSource
+
+    class Frozen(MQStoreDataSource):
+        @classmethod
+        def name(cls) -> str:
+            return "frozen"
+
+        def schema(self) -> Any:
+            raise RuntimeError(f"{gc.get_freeze_count()} frozen to make it")
+
+        def reader(self, schema: Any) -> Any:
+            super().reader(schema)
+            raise RuntimeError(f"{gc.get_freeze_count()} frozen to read")
+
+    spark.dataSource.register(Frozen)
+    frame = spark.read.format("frozen")
+    with pytest.raises(Exception, match=r"\d{5} frozen to make it"):
+        frame.load(str(tmp_path))
+    with pytest.raises(Exception, match=r"\d{5} frozen to read"):
+        frame.schema("topic string").load(str(tmp_path)).collect()

@@ -77,6 +77,7 @@ class MQStoreDataSource(DataSource):
 
     @plain_errors()
     def __init__(self, options: Any) -> None:
+        settle()
         super().__init__(options)
         self._raw = dict(options)
         if ONLY_FOR_WRITING.isdisjoint(name.lower() for name in self._raw):
@@ -113,6 +114,7 @@ class MQStoreDataSource(DataSource):
 
     @plain_errors()
     def reader(self, schema: StructType) -> DataSourceReader:
+        settle()
         options = self._given.for_batch()
         body_as = _check_schema(options, schema)
         return MQStoreReader(options, [field.name for field in schema.fields], body_as)
@@ -120,6 +122,7 @@ class MQStoreDataSource(DataSource):
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
         from mqstore.spark.stream import RefusedStream, stream_reader
 
+        settle()
         try:
             options = self._given.for_stream()
             return stream_reader(options, [field.name for field in schema.fields], _check_schema(options, schema))
@@ -129,11 +132,13 @@ class MQStoreDataSource(DataSource):
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
         from mqstore.spark.sink import batch_writer
 
+        settle()
         return batch_writer(self._raw, schema, overwrite)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> Any:
         from mqstore.spark.sink import stream_writer
 
+        settle()
         return stream_writer(self._raw, schema, overwrite)
 
 
