@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -353,6 +354,30 @@ def test_what_a_writer_puts_meanwhile_is_not_judged(tmp_path: Path, closed: bool
     after = verify(None, tmp_path / "s")
     assert (after.ok, after.findings) == (True, ())
     assert after.messages > 300
+
+
+def test_a_writer_that_comes_while_a_task_is_at_it_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store was closed when the task opened it; what is put into its last segment has no unit and no entry yet."""
+    path = write_store(tmp_path / "s", many(100))
+    check = job.check_range
+    with ExitStack() as held:
+
+        def come(store: MessageStore, verifier: Any, piece: Any, *given: Any, **options: Any) -> Any:
+            if piece.low > 0 and not held._exit_callbacks:  # type: ignore[attr-defined]
+                writer = held.enter_context(open_store(path))  # dispatches nothing by itself
+                for i in range(20):
+                    writer.put("t", b"x", keys=[f"new-{i}"])
+            return check(store, verifier, piece, *given, **options)
+
+        monkeypatch.setattr(job, "check_range", come)
+        name = StoreName("s", str(path))
+        [outcome] = job._read(job._cut([name], 5_000, True)[0], True, 100)
+
+    assert outcome.error is None
+    assert sum(result.records for result in outcome.results) > 101
+    with MessageStore(path, "r") as store:
+        assert [part.findings for result in outcome.results for part in result.queues.values() if part.findings] == []
+        assert [finding for result in outcome.results for finding in result.index.findings(store._index)] == []
 
 
 @pytest.mark.parametrize("options", [{"range_bytes": 0}, {"max_errors": 0}])

@@ -45,7 +45,7 @@ from mqstore.log.scanner import (
 )
 from mqstore.log.txn import TXN_FILE, TxnState
 
-__all__ = ["Gap", "IndexTally", "Verifier", "Wanted", "index_faults", "json_tables", "tally_index"]
+__all__ = ["Gap", "IndexTally", "Verifier", "Wanted", "index_faults", "json_tables"]
 
 
 Wanted = tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]
@@ -264,9 +264,7 @@ class Verifier:
     def _tally(self) -> None:
         """Hold the index against what the log has asked of it so far."""
         wanted, self._entries_wanted = self._entries_wanted, []
-        if wanted and self._has_writer():
-            wanted = [part for each in wanted if (part := self._among_indexed(each)) is not None]
-        self._entries_tallied.add(tally_index(self._index, wanted))
+        self._entries_tallied.add(self.tally(wanted))
 
     def _has_writer(self) -> bool:
         """Whether a writer is at work by now: it may have come since we began, and what it puts is not judged. For
@@ -490,6 +488,12 @@ class Verifier:
         hashes, physical, stamps = wanted
         inside = (physical >= files[0].begin_physical_offset) & (physical < files[-1].end_physical_offset)
         return (hashes[inside], physical[inside], stamps[inside]) if inside.any() else None
+
+    def tally(self, wanted: Sequence[Wanted]) -> IndexTally:
+        """What the index has of these entries, all of `wanted_of`."""
+        if wanted and self._has_writer():
+            wanted = [part for each in wanted if (part := self._among_indexed(each)) is not None]
+        return tally_index(self._index, wanted)
 
     def json_files(self) -> Iterator[Finding]:
         """JSON files that do not decode, or say what they cannot mean."""

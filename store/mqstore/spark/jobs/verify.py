@@ -31,7 +31,7 @@ from mqstore.layout.dispatch import Rows
 from mqstore.log.report import Finding
 from mqstore.log.scanner import Bad, End, Good, scan_segment
 from mqstore.log.store import MessageStore
-from mqstore.log.verify import Gap, IndexTally, Verifier, Wanted, tally_index
+from mqstore.log.verify import Gap, IndexTally, Verifier, Wanted
 from mqstore.spark.jobs.ranges import (
     MAX_ERRORS,
     RANGE_BYTES,
@@ -263,7 +263,7 @@ def check_range(
         store, piece, take_run=verifier.compare, take_rows=take_rows, start=start, max_errors=max_errors
     )
     if result is not None:
-        result.index = tally_index(store._index, wanted)
+        result.index = verifier.tally(wanted)
     return result
 
 
