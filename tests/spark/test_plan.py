@@ -345,7 +345,7 @@ def test_a_log_scan_goes_to_the_end_of_what_is_dispatched(store: Path) -> None:
     [[piece]] = plan(SourceOptions.parse({"path": str(store), "scan": "log"}))
     assert isinstance(piece, LogSlice)
     assert (piece.start, piece.stop) == (0, end)
-    with pytest.raises(ConfigError, match=r"knows no bounds of queues \(starting_timestamp_ms\): use scan=queue"):
+    with pytest.raises(ConfigError, match=r"knows no bounds of queues: leave startingTimestamp=5 out, or give"):
         plan(SourceOptions.parse({"path": str(store), "scan": "log", "startingTimestamp": "5"}))
 
 

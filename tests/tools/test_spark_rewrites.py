@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
+import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from mqstore.spark.jobs.resend import ResendReport
 from mqstore.spark.jobs.rewrite import RewriteReport
 from tests.spark.copies import fail, members, messages, tree
 from tests.spark.support import many, write_store
-from tests.tools.support import mqstore, mqstore_json
+from tests.tools.support import mqstore, mqstore_json, process
 
 HERE = ("--master", "none")
 PAGE = Path(__file__).parent.parent.parent / "docs" / "spark-rewrites.md"
@@ -219,3 +222,19 @@ def test_the_commands_of_the_page_run_one_after_the_other_and_once_more(
     assert messages(tmp_path / "backup" / "mq") == messages(tmp_path / "var" / "mq")
     with MessageStore("var/latest", "r") as store:
         assert sum(store.offsets(*ref)[1] for ref in store.queues("orders")) == 4
+
+
+def test_a_mirror_that_goes_on_ends_with_ctrl_c_and_tells_what_it_did(store: Path, tmp_path: Path) -> None:
+    call = ["spark", "mirror", store, tmp_path / "t", "--checkpoint", tmp_path / "cp", "--continuous", "--json", *HERE]
+    with process(*call) as running:
+        try:
+            deadline = time.monotonic() + 60
+            while running.poll() is None and not (tmp_path / "cp").exists() and time.monotonic() < deadline:
+                time.sleep(0.05)
+            running.send_signal(signal.SIGINT)
+            said, errors = running.communicate(timeout=60)
+        finally:
+            running.kill()
+
+    assert running.returncode == 0, errors.decode()
+    assert json.loads(said)["messages"] == sum(map(len, messages(tmp_path / "t").values())) == 41

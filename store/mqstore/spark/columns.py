@@ -122,14 +122,14 @@ def check_columns(columns: Sequence[str] | None, *, keep: bool = False) -> tuple
     known = default_columns(keep=True)
     unknown = [name for name in columns if name not in known]
     if unknown:
-        raise ConfigError(f"no column {', '.join(map(repr, unknown))}; there are {', '.join(known)}")
+        raise ConfigError(f"columns: no column {', '.join(map(repr, unknown))}; there are {', '.join(known)}")
     return check_once(columns)
 
 
 def check_once(columns: Sequence[str]) -> tuple[str, ...]:
     """`columns` if none is there twice. ConfigError."""
     if len(set(columns)) < len(columns):
-        raise ConfigError(f"a column is named twice in {', '.join(columns)}")
+        raise ConfigError(f"columns: a column is named twice in {', '.join(columns)}; leave one out")
     return tuple(columns)
 
 

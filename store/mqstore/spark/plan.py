@@ -95,7 +95,13 @@ _REGION_MESSAGES = 4096
 _MOST_SLICES = 100_000
 _TAGGED = 0.25
 """What messages weigh of which a tag is asked: their units are read, and the records of some."""
-_FOR_QUEUES = ("ending_offsets", "starting_timestamp_ms", "ending_timestamp_ms", "starting_group", "assign")
+_FOR_QUEUES = {
+    "ending_offsets": "endingOffsets",
+    "starting_timestamp_ms": "startingTimestamp",
+    "ending_timestamp_ms": "endingTimestamp",
+    "starting_group": "startingGroup",
+    "assign": "assign",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +184,9 @@ def _stores_at(path: str) -> Iterator[StoreName]:
         return
     found = [each for each in sorted(glob.glob(path)) if os.path.isdir(each)]
     if not found:
-        raise ConfigError(f"no folder fits the glob {path!r}")
+        raise ConfigError(
+            f"no folder fits the glob {path!r}: give one that finds stores where the query is planned, or their paths"
+        )
     for each in found:
         yield from _members(each)
 
@@ -405,12 +413,17 @@ def bounds_of(store: MessageStore, queue: ConsumeQueue, options: SourceOptions) 
 
 def bounds_of_log(store: MessageStore, options: SourceOptions) -> Bounds:
     """Of what queues list; ConfigError for options that only queues can follow."""
-    refused = [name for name in _FOR_QUEUES if getattr(options, name) != getattr(SourceOptions(), name)]
+    refused = {
+        option: getattr(options, name)
+        for name, option in _FOR_QUEUES.items()
+        if getattr(options, name) != getattr(SourceOptions(), name)
+    }
     if isinstance(options.starting_offsets, dict):
-        refused.append("starting_offsets")
+        refused["startingOffsets"] = options.starting_offsets
     if refused:
+        given = ", ".join(f"{option}={value}" for option, value in refused.items())
         raise ConfigError(
-            f"scan=log reads whole logs and knows no bounds of queues ({', '.join(refused)}): use scan=queue"
+            f"option scan='log' reads whole logs and knows no bounds of queues: leave {given} out, or give scan=queue"
         )
     low, listed = store.min_offset, dispatched(store)
     # Queues may have listed more once: a topic that is deleted leaves its records in the log.
@@ -624,7 +637,8 @@ def _asked(offsets: str | dict[str, Any], store_id: str, ref: QueueRef, default:
         offsets = offsets.get(store_id, {})
     elif several:
         raise ConfigError(
-            "with several stores, offsets have the store's id on top: {store: {topic: {queue id: offset}}}"
+            f"options startingOffsets, endingOffsets: with several stores, {offsets} needs the store's id on top: "
+            "{store: {topic: {queue id: offset}}}"
         )
     assert isinstance(offsets, dict)
     return int(offsets.get(ref.topic, {}).get(str(ref.queue_id), default))
@@ -666,7 +680,8 @@ class Starts:
         """After the last store: ConfigError for a group that none of them knows."""
         if self._options.starting_group is not None and not self._knowing:
             raise ConfigError(
-                f"option startingGroup={self._options.starting_group!r}: no store knows progress of that group"
+                f"option startingGroup={self._options.starting_group!r}: no store knows progress of that group; "
+                "`mqstore spark lag` lists those that there are, and without the option reading begins at the oldest"
             )
 
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import click
@@ -16,6 +21,25 @@ __all__ = ["mirror"]
 
 _PLANNED = ("max_messages", "max_bytes", "rename", "queues", "spread", "system", "target")
 """Options that say what is read, and what may be refused; the others are of the run alone."""
+
+
+@contextmanager
+def _until_asked(continuous: bool) -> Iterator[threading.Event]:
+    """Set by the first Ctrl-C: the batch that is at work is finished, and told of. The second one interrupts."""
+    asked = threading.Event()
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        asked.set()
+
+    if not continuous:
+        yield asked
+        return
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @click.command(
@@ -36,7 +60,11 @@ Examples:
     metavar="DIR",
     help="Where it is kept how far the mirror is; a folder of its own, outside of stores.",
 )
-@click.option("--continuous", is_flag=True, help="Go on until Ctrl-C; without it, end when there is no more.")
+@click.option(
+    "--continuous",
+    is_flag=True,
+    help="Go on until Ctrl-C, and finish the batch then; without it, end when there is no more.",
+)
 @click.option("--interval", "interval_s", type=float, default=1.0, show_default=True, help="Seconds between two looks.")
 @click.option("--max-messages", type=click.IntRange(1), metavar="N", help="Of a batch.")
 @click.option("--max-bytes", type=click.IntRange(1), metavar="N", help="Of a batch.")
@@ -60,9 +88,12 @@ def mirror(given: Given, dest: str, checkpoint: str, continuous: bool, **how: An
     if given.dry_run:
         given.print_plan(mirror_plan(chosen, dest, checkpoint, **{name: how[name] for name in _PLANNED}))
         return
-    with given.session() as spark:
-        trigger = "continuous" if continuous else "available-now"
-        done = run(spark, chosen, dest, checkpoint, trigger=trigger, **how).to_dict()  # type: ignore[arg-type]
+    if continuous:
+        how["trigger"] = "continuous"
+    with given.running("copying") as (spark, report), _until_asked(continuous) as asked:
+        done = run(
+            spark, chosen, dest, checkpoint, stop=asked.is_set, wait=asked.wait, progress=report, **how
+        ).to_dict()
     if given.json_output:
         print_json(done)
     elif not done["batches"]:

@@ -24,7 +24,7 @@ Examples:
 @job_options
 def shell(given: Given) -> None:
     """Start Python with `spark`, a session, and a frame for each view of STORES: `messages`, `queues`, `segments`,
-    `groups`, `delay` and `traffic`, which `spark.sql` knows by these names too. Options narrow `messages`.
+    `groups`, `delay`, `traffic` and `verify`, which `spark.sql` knows by these names too. Options narrow `messages`.
     """
     with usable():
         from mqstore.spark.jobs.shape import Plan

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from mqstore_tools.render import as_json, body_text, console, note, table
+from mqstore_tools.render import as_json, body_text, console, note, progress, table
 from mqstore_tools.shared import StoreCommand
 from mqstore_tools.spark.common import Given, job_options, spark_errors, usable
 
@@ -42,7 +42,8 @@ Examples:
 )
 @click.option("--max-rows", type=click.IntRange(1), default=1000, show_default=True, help="Print no more than these.")
 def sql(given: Given, query: str, out: str | None, format_: str, max_rows: int) -> None:
-    """Run QUERY, in Spark's SQL, over the views `messages`, `queues`, `segments`, `groups`, `delay` and `traffic`.
+    """Run QUERY, in Spark's SQL, over the views `messages`, `queues`, `segments`, `groups`, `delay`, `traffic` and
+    `verify`.
 
     Options narrow `messages`. With --json one object a line, bodies in base64. Name the columns that you want: what a
     query does not name is not read.
@@ -56,7 +57,7 @@ def sql(given: Given, query: str, out: str | None, format_: str, max_rows: int) 
     if given.dry_run:
         given.print_plan(Plan.of_slices(chosen.tasks()))
         return
-    with given.running("asking") as (spark, _), spark_errors():
+    with given.session() as spark, progress("asking", of_bytes=False), spark_errors():
         frame = ask(spark, chosen, query)
         if out is not None:
             frame.write.format(format_).mode("errorifexists").save(str(Path(out).absolute()))

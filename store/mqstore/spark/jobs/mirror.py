@@ -112,7 +112,7 @@ def mirror(
     system: bool = False,
     target: str = "store",
     stop: Callable[[], bool] = lambda: False,
-    wait: Callable[[float], None] = time.sleep,
+    wait: Callable[[float], object] = time.sleep,
     progress: Progress | None = None,
 ) -> MirrorReport:
     """Copy into `dest` what is in `src` and was not copied before: until there is no more (`available-now`: of what is

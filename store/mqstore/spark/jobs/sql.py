@@ -45,15 +45,15 @@ def columns_of(query: str, *, keep: bool = False) -> tuple[str, ...] | None:
 
 
 def create_views(spark: Any, stores: Stores | Selection) -> tuple[str, ...]:
-    """Make `messages` and each small table (`queues`, `segments`, `groups`, `delay`, `traffic`) a temporary view of the
-    session; their names. Raises ConfigError, and what Spark raises."""
+    """Make `messages` and each small table (`queues`, `segments`, `groups`, `delay`, `traffic`, `verify`) a temporary
+    view of the session; their names. Raises ConfigError, and what Spark raises."""
     return _create(spark, select(stores), (_MESSAGES, *VIEWS), None)
 
 
 def sql(spark: Any, stores: Stores | Selection, query: str) -> Any:
     """The frame of a query over temporary views of `stores`: `messages`, `queues`, `segments`, `groups`, `delay`,
-    `traffic`. The views stay until the session ends, or the next query over other stores; `messages` has the columns
-    that this query names. Raises ConfigError, and what Spark raises."""
+    `traffic`, `verify`. The views stay until the session ends, or the next query over other stores; `messages` has the
+    columns that this query names. Raises ConfigError, and what Spark raises."""
     chosen = select(stores)
     named = set(_WORD.findall(query.lower()))
     wanted = tuple(name for name in (_MESSAGES, *VIEWS) if name in named)
