@@ -33,8 +33,11 @@ def _script(page: str) -> str:
 
 SAYS = {
     "spark-tutorial.md": (["10000 orders in the lake"], ["20000 orders in the lake"]),
-    # Of 500 orders each 50th is broken and each 10th not paid; one of each 25 was sent twice.
-    "spark-recipes.md": (["510 can be read, 10 cannot", "40 orders wait", "490 orders, each once"],) * 2,
+    # Of 500 orders each 50th is broken and each 10th, so all of these, not paid; one of each 25 was sent twice.
+    "spark-recipes.md": (
+        ["510 can be read, 10 cannot", "40 orders wait", "490 orders, each once", "450 orders paid within ten minutes"],
+    )
+    * 2,
 }
 """What a page prints when it is typed in, and when it is typed in once more."""
 
