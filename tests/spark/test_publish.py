@@ -356,6 +356,47 @@ def test_of_two_attempts_only_the_one_that_is_named_counts(root: Path) -> None:
     assert (sorted(bodies(root)), staged(root)) == (ONE, [])
 
 
+@pytest.mark.parametrize("target", ["store", "set", "inbox"])
+@pytest.mark.parametrize("when", ["before", "between", "behind"])
+def test_of_two_attempts_at_once_the_one_that_loses_may_die_at_any_step(
+    target: str, when: str, root: Path, tmp_path: Path
+) -> None:
+    """A task is tried twice at once where one is slow. The slow one is killed before the quick one is done, between
+    that and the commit, or behind the commit, which it knows nothing of; what it leaves is litter."""
+    for nth in range(1, 1000):
+        where = tmp_path / f"killed-{nth}"
+        if target != "set":
+            shutil.copytree(root, where)
+        options = options_of(where, target=target)
+        fs = FaultyFileSystem()
+        fs.crash(nth, torn=nth % 2 == 0)
+
+        def lose(options: Any = options, fs: FaultyFileSystem = fs) -> None:
+            with contextlib.suppress(Crash):
+                stage(options, "a", 1, [batch_of(TWO)], attempt=0, fs=fs)
+
+        if when == "before":
+            lose()
+        shards = stage(options, "a", 1, [batch_of(ONE)], attempt=1)
+        if when == "between":
+            lose()
+        commit(options, Commit("a", 1, shards))
+        if when == "behind":
+            lose()
+        if target == "inbox":
+            with MessageStore(where) as owner:
+                owner.take_inbox()
+        assert sorted(set_bodies(where) if target == "set" else bodies(where)) == ONE, nth
+        clean_target(where, 0)
+        assert staged(where) == []
+        assert sorted(set_bodies(where) if target == "set" else bodies(where)) == ONE, nth
+        shutil.rmtree(where)
+        if not fs.crashed:
+            break
+    assert not fs.crashed
+    assert nth > 10
+
+
 def test_delayed_messages_come_when_they_are_due(tmp_path: Path) -> None:
     clock = SimulatedClock(1_700_000_000_000)
     options = options_of(tmp_path / "s", queues="1")
