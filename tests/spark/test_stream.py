@@ -134,15 +134,21 @@ def test_a_kill_between_log_and_commit_replays_the_batch_at_every_point(query: Q
     more have come; nothing is left out behind it."""
     query.append(5)
     query.run(maxMessagesPerTrigger="4")
+    replayed = []
     for _ in range(3):
         last = query.batches() - 1
-        end, rows = query.offset(last), query.sink.get(last)
+        end, rows = query.offset(last), query.sink.pop(last)
+        done = {batch: sorted(rows) for batch, rows in query.sink.items()}
         query.uncommit()
         query.append(3, 3)
         query.run(maxMessagesPerTrigger="4")
         assert query.offset(last) == end
-        assert sorted(query.sink[last]) == sorted(rows or [])
+        assert sorted(query.sink[last]) == sorted(rows)  # nothing is there that did not come again
+        assert {batch: sorted(query.sink[batch]) for batch in done} == done
         assert all(len(rows) <= 4 for rows in query.sink.values())
+        replayed.append(len(rows))
+    assert replayed[0] == 0  # the pin
+    assert min(replayed[1:]) > 0
     assert query.read() == {("t", 0): [*range(5, 14)], ("t", 1): [*range(9)]}
 
 
