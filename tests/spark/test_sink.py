@@ -7,6 +7,7 @@ keeps its query and number, that `abort` follows a commit that raised.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from datetime import UTC, datetime, timedelta
@@ -15,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from mqstore import ConfigError, MessageStore
+import mqstore
+from mqstore import ConfigError, MessageStore, SimulatedClock, StoreConfig
 from tests.spark.staged import bodies, manifest, set_bodies
 
 pytestmark = pytest.mark.spark
@@ -165,6 +167,28 @@ def test_an_empty_frame_makes_an_empty_set(spark: Any, tmp_path: Path) -> None:
     assert manifest(tmp_path / "set")["stores"] == {}
 
 
+def test_a_batch_for_a_store_that_is_open_is_taken_in_by_its_owner(spark: Any, tmp_path: Path) -> None:
+    """By itself, while it works; a version that came twice counts once, whether the owner has come to it or not."""
+    path = tmp_path / "s"
+    with mqstore.open(path) as owner:
+        owner.put("t", b"mine")
+        for start, version in ((0, "1"), (0, "1"), (10, "2")):
+            job = writer(numbers(spark, start, start + 10), target="inbox", queues="3", txnAppId="job")
+            job.option("txnVersion", version).save(str(path))
+
+        def found() -> list[str]:
+            return sorted(message.body.decode() for ref in owner.queues("t") for message in owner.iter(*ref))
+
+        deadline = time.monotonic() + 30
+        while (os.listdir(path / "inbox") or len(found()) < 21) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert found() == sorted([*texts(0, 20), "mine"])
+        assert (os.listdir(path / "inbox"), owner.stats().inbox_refused) == ([], 0)
+        owner.put("t", b"more")  # nobody else has the store
+
+    assert sorted(bodies(path)) == sorted([*texts(0, 20), "mine", "more"])
+
+
 # -- what goes wrong ---------------------------------------------------------------------------------------------------
 
 
@@ -236,8 +260,6 @@ def test_spark_refuses_save_modes_that_ask_whether_something_is_there(spark: Any
 
 
 def test_an_owner_that_is_in_the_way_is_named(spark: Any, tmp_path: Path) -> None:
-    import os
-
     job = writer(numbers(spark, 0, 5), lockTimeout="10ms", topic="u")
     with MessageStore(tmp_path / "s") as owner:
         owner.put("t", b"mine")
@@ -391,6 +413,40 @@ def test_a_stream_that_is_stopped_and_started_writes_each_row_once(lines: Lines,
     else:
         applications = json.loads((path / "config" / "spark" / "txn.json").read_text())["apps"]
         assert {name: each["version"] for name, each in applications.items()} == {query.id: 1}
+
+
+def test_a_stream_into_a_store_that_is_open_writes_each_row_once(lines: Lines, tmp_path: Path) -> None:
+    """Batches that are done again while their bundle waits, and when its owner has taken it in."""
+    path = tmp_path / "s"
+    with MessageStore(path, config=StoreConfig(clock=SimulatedClock(1_700_000_000_000))) as owner:
+
+        def found() -> list[str]:
+            owner.dispatch()
+            return sorted(message.body.decode() for ref in owner.queues("t") for message in owner.iter(*ref))
+
+        owner.put("t", b"mine")
+        lines.add(0, 10)
+        query = lines.run(path, target="inbox")
+        assert found() == ["mine"]  # with that clock it takes in when it is told
+        assert owner.take_inbox() == 1
+        assert found() == sorted([*texts(0, 10), "mine"])
+
+        lines.add(10, 15)
+        lines.run(path, target="inbox")
+        for taken in (1, 0):
+            lines.forget_last_commit()
+            again = lines.run(path, target="inbox")
+            assert [each["batchId"] for each in again.recentProgress] == [1]
+            assert owner.take_inbox() == taken
+
+        lines.add(15, 20)
+        lines.run(path, target="inbox")
+        assert owner.take_inbox() == 1
+        assert found() == sorted([*texts(0, 20), "mine"])
+        assert (owner.spliced_version(query.id), owner.stats().inbox_refused) == (2, 0)
+        assert (os.listdir(path / "inbox"), (path / "_staging").exists()) == ([], False)
+
+    assert sorted(bodies(path)) == sorted([*texts(0, 20), "mine"])
 
 
 def test_a_stream_whose_checkpoint_was_put_back_stops_rather_than_pass_over_rows(lines: Lines, tmp_path: Path) -> None:
