@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ import pytest
 
 import mqstore
 from mqstore import MessageStore, StoreConfig
-from mqstore.errors import CorruptStoreError, OffsetOutOfRangeError
+from mqstore.errors import CorruptStoreError
+from mqstore.log.commitlog import QueueRef
 from mqstore.spark import replay
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import StoreName, plan
@@ -116,62 +117,293 @@ def test_where_the_address_space_is_limited_bytes_are_read(tmp_path: Path) -> No
 # -- damage and retention ----------------------------------------------------------------------------------------------
 
 
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What is done to a store, and which of its messages that hits: `unlisted` are no longer in their queues, which a
+    query takes for the end of a queue or for retention; of `damaged` a queue tells, and the log has something else."""
+
+    apply: Callable[[Path], None]
+    unlisted: Callable[[Row], bool] = lambda row: False
+    damaged: Callable[[Row], bool] = lambda row: False
+
+    def __str__(self) -> str:
+        return self.apply.__name__
+
+
+def in_t0(row: Row) -> bool:
+    return (row["topic"], row["queue_id"]) == ("t", 0)
+
+
+def in_first_segment(row: Row) -> bool:
+    return bool(row["physical_offset"] < SEGMENT)
+
+
+def change(file: Path, at: int, data: bytes) -> None:
+    old = file.read_bytes()
+    file.write_bytes(old[:at] + data + old[at + len(data) :])
+
+
+def queue_file(path: Path) -> Path:
+    return path / "consumequeue" / "t" / "0" / f"{0:020d}"
+
+
+def first_segment(path: Path) -> Path:
+    return path / "commitlog" / f"{0:020d}"
+
+
 def cut_queue(path: Path) -> None:
-    file = path / "consumequeue" / "t" / "0" / f"{0:020d}"
-    file.write_bytes(file.read_bytes()[:50])
+    queue_file(path).write_bytes(queue_file(path).read_bytes()[:50])
 
 
 def spoil_queue(path: Path) -> None:
-    file = path / "consumequeue" / "t" / "0" / f"{0:020d}"
-    file.write_bytes(b"\xff" * 100 + file.read_bytes()[100:])
+    change(queue_file(path), 0, b"\xff" * 100)
 
 
 def point_past_the_end(path: Path) -> None:
-    file = path / "consumequeue" / "t" / "0" / f"{0:020d}"
-    data = bytearray(file.read_bytes())
-    data[20:40] = (1 << 40).to_bytes(8, "big") + (200).to_bytes(4, "big") + bytes(8)
-    file.write_bytes(data)
+    change(queue_file(path), 20, (1 << 40).to_bytes(8, "big"))
+
+
+def spoil_body(path: Path) -> None:
+    place = int.from_bytes(queue_file(path).read_bytes()[60:68], "big")
+    change(first_segment(path), place + 90, b"\xff")
 
 
 def spoil_segment(path: Path) -> None:
-    file = path / "commitlog" / f"{0:020d}"
-    file.write_bytes(b"\xff" * file.stat().st_size)
+    change(first_segment(path), 0, b"\xff" * SEGMENT)
 
 
 def cut_segment(path: Path) -> None:
-    file = path / "commitlog" / f"{0:020d}"
-    file.write_bytes(file.read_bytes()[:333])
+    first_segment(path).write_bytes(first_segment(path).read_bytes()[:CUT])
 
 
 def lose_segment(path: Path) -> None:
-    (path / "commitlog" / f"{0:020d}").unlink()
+    first_segment(path).unlink()
 
 
 def lose_queues(path: Path) -> None:
     shutil.rmtree(path / "consumequeue")
 
 
-DAMAGES = [cut_queue, spoil_queue, point_past_the_end, spoil_segment, cut_segment, lose_segment, lose_queues]
+CUT = 333
+DAMAGES = [
+    Damage(cut_queue, unlisted=lambda row: in_t0(row) and row["queue_offset"] >= 2),
+    Damage(spoil_queue, unlisted=lambda row: in_t0(row) and row["queue_offset"] < 5),
+    Damage(point_past_the_end, damaged=lambda row: in_t0(row) and row["queue_offset"] == 1),
+    Damage(spoil_body, damaged=lambda row: in_t0(row) and row["queue_offset"] == 3),
+    Damage(spoil_segment, damaged=in_first_segment),
+    Damage(cut_segment, damaged=lambda row: in_first_segment(row) and row["physical_offset"] + row["size"] > CUT),
+    Damage(lose_segment, unlisted=in_first_segment),
+    Damage(lose_queues, unlisted=lambda row: True),
+]
+IN_LOG = (spoil_body, spoil_segment, cut_segment, lose_segment)
+PLACES = (*NAMES, "physical_offset", "size", "store_timestamp")
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_stops_no_view_and_shows_in_a_read_as_an_error_of_ours(
-    tmp_path: Path, damage: Callable[[Path], None]
+def messages(path: Path, **options: str) -> list[Row]:
+    given = SourceOptions.parse({"path": str(path), "includeSystemTopics": "true", **options})
+    columns = (*PLACES, "error") if options.get("onCorrupt") == "keep" else PLACES
+    found = rows_of(batch for slices in plan(given) for batch in read_slices(given, columns, "binary", slices))
+    return sorted(found, key=place_of)
+
+
+def place_of(row: Row) -> tuple[str, int, int]:
+    """Of bytes that hold no record a scan of the log knows none."""
+    return row["topic"] or "", row["queue_id"] or 0, row["queue_offset"] or 0
+
+
+def view_of(path: Path, view: str, **options: str) -> list[Row]:
+    options = {"path": str(path), "view": view, "includeSystemTopics": "true", **options}
+    batch = view_batch(view, StoreName("s", str(path)), SourceOptions.parse(options))
+    batch.validate(full=True)
+    return [
+        {name: value for name, value in row.items() if name not in ("modified", "lag_seconds")}
+        for row in batch.to_pylist()
+    ]
+
+
+def by_queue(rows: list[Row]) -> dict[tuple[str, int], list[Row]]:
+    found: dict[tuple[str, int], list[Row]] = {}
+    for row in rows:
+        found.setdefault((row["topic"], row["queue_id"]), []).append(row)
+    return found
+
+
+@dataclass(frozen=True)
+class Undamaged:
+    path: Path
+    messages: list[Row]
+    views: dict[str, list[Row]]
+
+
+@pytest.fixture(scope="module")
+def undamaged(tmp_path_factory: pytest.TempPathFactory) -> Undamaged:
+    """A store of three segments, with a group that has got to offset 4 of t, queue 0, and a message that waits."""
+    path = write_store(
+        tmp_path_factory.mktemp("undamaged") / "s", [*many(60), *[Odd(topic="u", body=bytes(3000))] * 12]
+    )
+    with mqstore.open(path) as store:
+        store.broker.groups.create("g")
+        store.commit_offset("g", QueueRef("t", 0), 4)
+        store.put("u", b"later", delay_level=18)
+    whole = Undamaged(path, messages(path), {view: view_of(path, view) for view in VIEWS})
+    assert len(whole.messages) == 74
+    assert all(whole.views.values())
+    return whole
+
+
+@pytest.fixture(params=DAMAGES, ids=str)
+def damage(request: pytest.FixtureRequest) -> Damage:
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def damaged(undamaged: Undamaged, damage: Damage, tmp_path: Path) -> Iterator[Path]:
+    """The store, damaged; reading it must leave it so."""
+    path = tmp_path / "s"
+    shutil.copytree(undamaged.path, path)
+    damage.apply(path)
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    yield path
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+
+
+SAYS = r": commitlog/\d{20} at byte \d+: .*onCorrupt 'skip'"
+
+
+@pytest.mark.parametrize("scan", ["auto", "queue", "log"])
+def test_a_query_of_a_damaged_store_fails_or_has_all_that_was_not_hit(
+    damaged: Path, damage: Damage, undamaged: Undamaged, scan: str
 ) -> None:
-    path = write_store(tmp_path / "s", [*many(60), *[Odd(topic="u", body=bytes(3000))] * 12])
-    damage(path)
-    before = sorted(tmp_path.rglob("*"))
-    for view in VIEWS:
-        options = SourceOptions.parse({"path": str(path), "view": view, "onCorrupt": "skip"})
-        view_batch(view, StoreName("s", str(path)), options).validate(full=True)
-        with contextlib.suppress(CorruptStoreError):  # of those that look at records
-            view_batch(view, StoreName("s", str(path)), SourceOptions.parse({"path": str(path), "view": view}))
-    with contextlib.suppress(CorruptStoreError, OffsetOutOfRangeError):
-        assert len(query(path)) <= 73
-    for on_corrupt in ("skip", "keep"):
-        found = query(path, onCorrupt=on_corrupt, failOnDataLoss="false")
-        assert len([row for row in found if row["body"] is not None]) <= 73
-    assert sorted(tmp_path.rglob("*")) == before
+    by_log = scan == "log" or (scan == "auto" and damage.apply is lose_queues)
+    applies = not by_log or damage.apply in IN_LOG  # a scan of the log does not ask the queues
+    listed = [row for row in undamaged.messages if not (applies and damage.unlisted(row))]
+    left = [row for row in listed if not (applies and damage.damaged(row))]
+
+    if left == listed:
+        assert messages(damaged, scan=scan) == left
+    else:
+        with pytest.raises(CorruptStoreError, match=re.escape(str(damaged)) + SAYS):
+            messages(damaged, scan=scan)
+    for loss in ("true", "false"):
+        assert messages(damaged, scan=scan, onCorrupt="skip", failOnDataLoss=loss) == left
+    kept = messages(damaged, scan=scan, onCorrupt="keep")
+    assert [{name: row[name] for name in PLACES} for row in kept if row["error"] is None] == left
+    told = [row for row in kept if row["error"] is not None]
+    assert {row["body"] for row in told} <= {None}
+    assert bool(told) == (left != listed)
+    if not by_log:
+        assert [place_of(row) for row in told] == [place_of(row) for row in listed if row not in left]
+
+
+def test_traffic_of_a_damaged_store_fails_or_counts_all_that_was_not_hit(
+    damaged: Path, damage: Damage, undamaged: Undamaged
+) -> None:
+    listed = [row for row in undamaged.messages if not damage.unlisted(row)]
+    left = [row for row in listed if not damage.damaged(row)]
+
+    if left == listed:
+        found = view_of(damaged, "traffic")
+    else:
+        with pytest.raises(CorruptStoreError, match=re.escape(str(damaged)) + SAYS):
+            view_of(damaged, "traffic")
+        found = view_of(damaged, "traffic", onCorrupt="skip")
+    assert {(row["topic"], row["queue_id"]): (row["messages"], row["bytes"], row["size_max"]) for row in found} == {
+        ref: (len(rows), sum(sizes := [len(row["body"]) for row in rows]), max(sizes))
+        for ref, rows in by_queue(left).items()
+    }
+    hit = by_queue([row for row in undamaged.messages if row not in left])
+    whole = undamaged.views["traffic"]
+    assert [row for row in whole if (row["topic"], row["queue_id"]) not in hit] == [
+        row for row in found if (row["topic"], row["queue_id"]) not in hit
+    ]
+
+
+def test_the_view_of_queues_is_of_what_a_damaged_store_lists(
+    damaged: Path, damage: Damage, undamaged: Undamaged
+) -> None:
+    """Records are not looked at but for their times, which are those of the first and of the last that can be read."""
+    expected = []
+    for row in undamaged.views["queues"]:
+        listed = [
+            each for each in by_queue(undamaged.messages)[row["topic"], row["queue_id"]] if not damage.unlisted(each)
+        ]
+        times = [each["store_timestamp"] for each in listed if not damage.damaged(each)]
+        high = listed[-1]["queue_offset"] + 1 if listed else row["max_offset"]
+        expected.append(
+            {
+                **row,
+                "min_offset": listed[0]["queue_offset"] if listed else high,
+                "max_offset": high,
+                "messages": len(listed),
+                "bytes": sum(each["size"] for each in listed),
+                "first_store_timestamp": times[0] if times else None,
+                "last_store_timestamp": times[-1] if times else None,
+            }
+        )
+    assert view_of(damaged, "queues") == (expected if damage.apply is not lose_queues else [])
+
+
+def test_the_view_of_segments_is_of_what_can_be_read_of_a_damaged_log(
+    damaged: Path, damage: Damage, undamaged: Undamaged
+) -> None:
+    """Checksums are not compared for it."""
+    first, *others = undamaged.views["segments"]
+    seed, t, *_ = sorted(undamaged.messages, key=lambda row: row["physical_offset"])
+    none = {"used_bytes": 0, "messages": 0, "first_store_timestamp": None, "last_store_timestamp": None}
+    two = {"used_bytes": seed["size"] + t["size"], "messages": 2, "last_store_timestamp": t["store_timestamp"]}
+    expected = {spoil_segment: [{**first, **none}], cut_segment: [{**first, **two}], lose_segment: []}
+    assert view_of(damaged, "segments") == [*expected.get(damage.apply, [first]), *others]
+
+
+def test_groups_and_what_waits_are_told_of_a_damaged_store(damaged: Path, damage: Damage, undamaged: Undamaged) -> None:
+    """What a group has lost is what its queue no longer lists from its offset on."""
+    t0, t1 = undamaged.views["groups"]
+    listed = [row for row in undamaged.messages if in_t0(row) and not damage.unlisted(row)]
+    ahead = [row for row in listed if row["queue_offset"] >= 4]
+    high = listed[-1]["queue_offset"] + 1 if listed else t0["max_offset"]
+    expected = {
+        **t0,
+        "max_offset": high,
+        "lag": len(ahead),
+        "lost": max(0, high - 4 - len(ahead)),
+        "oldest_store_timestamp": ahead[0]["store_timestamp"] if ahead and not damage.damaged(ahead[0]) else None,
+    }
+    if damage.apply is lose_queues:
+        nothing = {"max_offset": 0, "lag": 0, "lost": 0, "oldest_store_timestamp": None}
+        assert view_of(damaged, "groups") == [{**t0, **nothing}]
+        assert view_of(damaged, "delay") == []
+    else:
+        assert view_of(damaged, "groups") == [expected, t1]
+        assert view_of(damaged, "delay") == undamaged.views["delay"]
+
+
+def test_the_view_of_verify_tells_of_damage_in_the_range_that_it_is_in(
+    damaged: Path, damage: Damage, undamaged: Undamaged
+) -> None:
+    """Of bytes that are no record up to the end of a segment only the other ranges' rows are looked at."""
+    first, *others = undamaged.views["verify"]
+    assert {row["errors"] for row in (first, *others)} == {0}
+    kind = {
+        cut_queue: r"missing_units at 40 of consumequeue/t/0/",
+        spoil_queue: r"bad_unit at 0 of consumequeue/t/0/",
+        point_past_the_end: r"bad_unit at 20 of consumequeue/t/0/",
+        spoil_body: r"bad_record at \d+ of commitlog/0{20}: ",
+        lose_queues: r"missing_units at 0 of consumequeue/seed/0/",
+    }
+    found = view_of(damaged, "verify")
+    if damage.apply in kind:
+        assert found[0]["errors"] > 0
+        assert re.match(kind[damage.apply], found[0]["first_error"])
+        assert [(row["file"], row["first"], row["end"]) for row in found] == [
+            (row["file"], row["first"], row["end"]) for row in (first, *others)
+        ]
+    if damage.apply is lose_queues:
+        assert all(row["errors"] > 0 for row in found)
+    else:
+        assert found[-len(others) :] == others
 
 
 def test_damage_is_told_with_the_store_that_it_is_in(tmp_path: Path) -> None:
