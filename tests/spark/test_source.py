@@ -480,6 +480,33 @@ def test_messages_that_retention_takes_between_plan_and_task(spark: Any, tmp_pat
     assert 0 < sum(batch.num_rows for batch in lenient[0].read(lenient[1][0])) < 100
 
 
+@pytest.mark.parametrize("scan", ["auto", "queue", "log"])
+def test_a_store_without_messages_reads_as_no_rows(spark: Any, tmp_path: Path, scan: str) -> None:
+    """Its plan has no partition: then Spark runs a task all the same, and gives it a partition of nothing."""
+    from mqstore.spark.source import MQStoreDataSource
+
+    MessageStore(tmp_path / "s").close()
+    source = MQStoreDataSource({"path": str(tmp_path / "s"), "scan": scan})
+    assert source.reader(source.schema()).partitions() == []
+
+    frame = load(spark, tmp_path / "s", scan=scan)
+
+    assert frame.columns == load(spark, tmp_path / "s").columns != []
+    assert (frame.collect(), frame.where("topic = 't'").count()) == ([], 0)
+
+
+def test_a_reader_copes_with_a_partition_of_nothing(store: Path) -> None:
+    from pyspark.sql.datasource import InputPartition
+
+    from mqstore.spark.source import MQStoreDataSource
+
+    for view in ("messages", "queues"):
+        source = MQStoreDataSource({"path": str(store), "view": view})
+        reader = source.reader(source.schema())
+        assert [*reader.read(reader.partitions()[0])] != []
+        assert [[*reader.read(nothing)] for nothing in (None, InputPartition(None))] == [[], []]
+
+
 # -- registration ------------------------------------------------------------------------------------------------------
 
 
