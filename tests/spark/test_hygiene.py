@@ -383,7 +383,6 @@ def test_groups_and_what_waits_are_told_of_a_damaged_store(damaged: Path, damage
 def test_the_view_of_verify_tells_of_damage_in_the_range_that_it_is_in(
     damaged: Path, damage: Damage, undamaged: Undamaged
 ) -> None:
-    """Of bytes that are no record up to the end of a segment only the other ranges' rows are looked at."""
     first, *others = undamaged.views["verify"]
     assert {row["errors"] for row in (first, *others)} == {0}
     kind = {
@@ -392,11 +391,14 @@ def test_the_view_of_verify_tells_of_damage_in_the_range_that_it_is_in(
         point_past_the_end: r"bad_unit at 20 of consumequeue/t/0/",
         spoil_body: r"bad_record at \d+ of commitlog/0{20}: ",
         lose_queues: r"missing_units at 0 of consumequeue/seed/0/",
+        spoil_segment: r"bad_record at 0 of commitlog/0{20}: ",
+        cut_segment: r"segment_size at 212 of commitlog/0{20}: ",
     }
     found = view_of(damaged, "verify")
     if damage.apply in kind:
         assert found[0]["errors"] > 0
         assert re.match(kind[damage.apply], found[0]["first_error"])
+    if damage.apply in kind and damage.apply not in (spoil_segment, cut_segment):
         assert [(row["file"], row["first"], row["end"]) for row in found] == [
             (row["file"], row["first"], row["end"]) for row in (first, *others)
         ]

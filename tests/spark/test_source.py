@@ -495,6 +495,7 @@ def test_a_store_without_messages_reads_as_no_rows(spark: Any, tmp_path: Path, s
     assert (frame.collect(), frame.where("topic = 't'").count()) == ([], 0)
 
 
+@pytest.mark.usefixtures("spark_environment")
 def test_a_reader_copes_with_a_partition_of_nothing(store: Path) -> None:
     from pyspark.sql.datasource import InputPartition
 

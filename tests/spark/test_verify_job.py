@@ -430,3 +430,23 @@ def test_the_view_has_a_row_for_each_range_and_says_what_is_wrong_in_it(tmp_path
     assert {row["store"] for row in rows} == {"s"}
     for row, behind in pairwise(rows):
         assert row["end"] == behind["first"]
+
+
+def test_the_ranges_of_the_view_know_of_every_stretch_that_is_no_record(tmp_path: Path) -> None:
+    """Up to the end of a segment, of a whole one, and where the log should have ended: a row each, as the job finds."""
+    path = write_store(tmp_path / "s", [*many(60), *[Odd(topic="u", body=bytes(3000))] * 12])
+    segments = [name for name in sorted(os.listdir(path / "commitlog")) if name.isdigit()]
+    assert len(segments) == 3
+    for number, begin in ((0, 0), (0, 5000), (1, 0), (1, 3100), (2, 0), (2, 3100), (1, None)):
+        damaged = tmp_path / f"{number}-{begin}"
+        shutil.copytree(path, damaged)
+        file = damaged / "commitlog" / segments[number]
+        if begin is None:
+            file.unlink()
+        else:
+            file.write_bytes(file.read_bytes()[:begin] + b"\xff" * (SEGMENT - begin))
+        with MessageStore(damaged, "r") as store:
+            wrong = [said for _, errors, said in job.verified_ranges(store) if errors]
+        of_log = [each for each in verify(None, damaged).findings if each.file.startswith("commitlog")]
+        assert wrong == [f"{each.kind} at {each.position} of {each.file}: {each.detail}" for each in of_log]
+        assert len(wrong) == 1

@@ -18,6 +18,7 @@ Reads only, takes no lock, and may run beside a writer. Knows no Spark: `shape.r
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -434,18 +435,32 @@ def _report(
 
 def verified_ranges(store: MessageStore) -> Iterator[tuple[RangeResult, int, str | None]]:
     """The ranges of an open store as they fit together, each with how much is wrong in it, and what first: bytes that
-    are no record, wrong units, keys that the index lacks."""
+    are no record, up to where the next one begins or the log should have ended; wrong units; keys that the index
+    lacks."""
     name = StoreName(str(store.path), str(store.path))
     verifier = store.verifier()
     pieces = cut_ranges(store, name)
     results = [result for piece in pieces if (result := check_range(store, verifier, piece)) is not None]
     stitcher = Stitcher(store, name, results, partial(check_range, store, verifier))
+    fitting: list[RangeResult] = []
+    outside: list[tuple[int, Finding]] = []
     for event in stitcher.events() if results else ():
-        if not isinstance(event, SegmentParts):
-            continue
-        for result in event.results:
-            of_index = list(result.index.findings(store._index))
-            of_queues = (finding for part in result.queues.values() for finding in part.findings)
-            first = next(chain(map(verifier.bad, result.bads), of_queues, of_index), None)
-            told = None if first is None else f"{first.kind} at {first.position} of {first.file}: {first.detail}"
-            yield result, result.errors + len(of_index), told
+        if isinstance(event, SegmentParts):
+            fitting += event.results
+        elif isinstance(event, Bad):
+            outside.append((event.start, verifier.bad(event)))
+        else:
+            outside += [(event.position, finding) for finding in verifier.end(event)]
+    within = {bad.start for result in fitting for bad in result.bads}
+    starts = [result.range.base + result.range.low for result in fitting]
+    behind: dict[int, list[Finding]] = {}
+    for position, finding in outside:
+        if position not in within:  # it belongs to the range that it begins in, or lies behind
+            behind.setdefault(max(0, bisect_right(starts, position) - 1), []).append(finding)
+    for number, result in enumerate(fitting):
+        of_index = list(result.index.findings(store._index))
+        of_queues = (finding for part in result.queues.values() for finding in part.findings)
+        more = behind.get(number, [])
+        first = next(chain(map(verifier.bad, result.bads), more, of_queues, of_index), None)
+        told = None if first is None else f"{first.kind} at {first.position} of {first.file}: {first.detail}"
+        yield result, result.errors + len(more) + len(of_index), told
