@@ -61,8 +61,13 @@ def test_in_a_process_that_stays_alone_it_runs_when_it_is_asked_for(monkeypatch:
     monkeypatch.setattr(module, "_alone", False)  # and what it is set to now is undone
     stay_alone()
     order = []
+
+    def made() -> threading.Thread:
+        order.append("made")
+        return threading.current_thread()
+
     with Ahead[threading.Thread]("reader") as ahead:
-        ahead.begin(lambda: [order.append("made"), threading.current_thread()][1])  # type: ignore[func-returns-value, return-value]
+        ahead.begin(made)
         order.append("asked")
         assert ahead.result() is threading.current_thread()
     assert order == ["asked", "made"]

@@ -360,13 +360,14 @@ def test_a_writer_that_comes_while_a_task_is_at_it_is_noticed(tmp_path: Path, mo
     """The store was closed when the task opened it; what is put into its last segment has no unit and no entry yet."""
     path = write_store(tmp_path / "s", many(100))
     check = job.check_range
+    writers: list[MessageStore] = []
     with ExitStack() as held:
 
         def come(store: MessageStore, verifier: Any, piece: Any, *given: Any, **options: Any) -> Any:
-            if piece.low > 0 and not held._exit_callbacks:  # type: ignore[attr-defined]
-                writer = held.enter_context(open_store(path))  # dispatches nothing by itself
+            if piece.low > 0 and not writers:
+                writers.append(held.enter_context(open_store(path)))  # dispatches nothing by itself
                 for i in range(20):
-                    writer.put("t", b"x", keys=[f"new-{i}"])
+                    writers[0].put("t", b"x", keys=[f"new-{i}"])
             return check(store, verifier, piece, *given, **options)
 
         monkeypatch.setattr(job, "check_range", come)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, Literal
@@ -97,15 +97,20 @@ class SourceOptions:
         if self.starting_group is not None and self.starting_timestamp_ms is not None:
             raise ConfigError("options startingGroup and startingTimestamp exclude each other; give one of them")
 
+    def set_among(self, names: Iterable[str]) -> dict[str, Any]:
+        """Those of these options that are other than by default, with their values."""
+        plain = SourceOptions()
+        values = ((name, getattr(self, OPTIONS[name].field), getattr(plain, OPTIONS[name].field)) for name in names)
+        return {name: value for name, value, default in values if value != default}
+
     def for_batch(self) -> SourceOptions:
         """These, for `spark.read`. ConfigError for what only a stream can do, and a view cannot."""
         if self.view != "messages":
-            for name in CHOOSING:
-                if getattr(self, OPTIONS[name].field) != getattr(SourceOptions(), OPTIONS[name].field):
-                    raise ConfigError(
-                        f"option {name} chooses messages, and the view {self.view} is of all that a queue or a store "
-                        "has: leave it out, and choose rows by where()"
-                    )
+            for name in self.set_among(CHOOSING):
+                raise ConfigError(
+                    f"option {name} chooses messages, and the view {self.view} is of all that a queue or a store "
+                    "has: leave it out, and choose rows by where()"
+                )
         return self._only_for("batch", "spark.read", "spark.readStream")
 
     def for_stream(self) -> SourceOptions:
@@ -122,9 +127,8 @@ class SourceOptions:
         return self._only_for("stream", "spark.readStream", "spark.read")
 
     def _only_for(self, kind: str, here: str, there: str) -> SourceOptions:
-        for name, only in _ONLY.items():
-            if only != kind and getattr(self, OPTIONS[name].field) != getattr(SourceOptions(), OPTIONS[name].field):
-                raise ConfigError(f"option {name} is for {there}, not for {here}: leave it out")
+        for name in self.set_among(name for name, only in _ONLY.items() if only != kind):
+            raise ConfigError(f"option {name} is for {there}, not for {here}: leave it out")
         return self
 
 

@@ -95,13 +95,7 @@ _REGION_MESSAGES = 4096
 _MOST_SLICES = 100_000
 _TAGGED = 0.25
 """What messages weigh of which a tag is asked: their units are read, and the records of some."""
-_FOR_QUEUES = {
-    "ending_offsets": "endingOffsets",
-    "starting_timestamp_ms": "startingTimestamp",
-    "ending_timestamp_ms": "endingTimestamp",
-    "starting_group": "startingGroup",
-    "assign": "assign",
-}
+_FOR_QUEUES = ("endingOffsets", "startingTimestamp", "endingTimestamp", "startingGroup", "assign")
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,11 +407,7 @@ def bounds_of(store: MessageStore, queue: ConsumeQueue, options: SourceOptions) 
 
 def bounds_of_log(store: MessageStore, options: SourceOptions) -> Bounds:
     """Of what queues list; ConfigError for options that only queues can follow."""
-    refused = {
-        option: getattr(options, name)
-        for name, option in _FOR_QUEUES.items()
-        if getattr(options, name) != getattr(SourceOptions(), name)
-    }
+    refused = options.set_among(_FOR_QUEUES)
     if isinstance(options.starting_offsets, dict):
         refused["startingOffsets"] = options.starting_offsets
     if refused:
