@@ -83,6 +83,7 @@ from mqstore.log.message import Message
 from mqstore.log.outgoing import Body, OutgoingMessage
 from mqstore.log.reader import GetResult
 from mqstore.log.report import Cut, Finding, RecoveryReport
+from mqstore.log.snapshot import SnapshotPlan, SnapshotReport
 from mqstore.log.stats import StoreStats
 from mqstore.log.store import MessageStore
 from mqstore.options import Durability, Duration, Profile, Retention, StoreConfig
@@ -156,6 +157,8 @@ __all__ = [
     "SendReceipt",
     "SimpleConsumer",
     "SimulatedClock",
+    "SnapshotPlan",
+    "SnapshotReport",
     "Store",
     "StoreBusyError",
     "StoreClosedError",

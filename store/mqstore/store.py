@@ -45,6 +45,7 @@ from mqstore.log.message import Message
 from mqstore.log.outgoing import Body, OutgoingMessage
 from mqstore.log.reader import to_ms
 from mqstore.log.report import Finding, RecoveryReport
+from mqstore.log.snapshot import SnapshotReport, snapshot_store
 from mqstore.log.stats import StoreStats
 from mqstore.log.store import MessageStore
 from mqstore.options import Durability, Duration, Profile, StoreConfig, seconds
@@ -524,6 +525,41 @@ class Store(AbstractContextManager["Store"]):
     def verify(self) -> Iterator[Finding]:
         """Check every record, unit and index entry; changes nothing (store-format 9.7)."""
         return self.log.verifier(CONFIG_CHECKS).findings()
+
+    def snapshot(
+        self,
+        target: str | PathLike[str],
+        *,
+        link: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> SnapshotReport:
+        """Copy the store as it is now to the folder `target`, which must not exist or be empty, while it goes on being
+        used. The copy is a store that was closed cleanly, and has been read back: `findings` of the report says what is
+        wrong with it, nothing as a rule. What is lent comes again in it, as after a crash. `link`: closed segments get
+        a second name (hard links) in place of a copy. `progress(bytes done, bytes in all)`.
+
+        After an error nothing of it is left. Raises ConfigError for a target that is in the way, StoreLockedError when
+        another call is at it, StoreFullError, StoreIOError, StoreBusyError when topics change all the time.
+
+        >>> import mqstore, tempfile
+        >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(f"{folder}/mq") as store:
+        ...     receipt = store.put("orders", b"hello")
+        ...     report = store.snapshot(f"{folder}/monday")
+        ...     with mqstore.open(f"{folder}/monday", "r") as copy:
+        ...         report.messages, report.findings, [m.body for m in copy.read(*receipt.queue, 0)]
+        (1, [], [b'hello'])
+        """
+        self.log._check_open()
+        if self._broker is not None:
+            self._broker.save()
+        return snapshot_store(
+            self.path,
+            target,
+            link=link,
+            config=self.log.config,
+            progress=progress,
+            json_checks=CONFIG_CHECKS,
+        )
 
     def flush(self) -> None:
         """Return once everything put before is on disk."""

@@ -12,6 +12,7 @@ import pytest
 from mqstore.errors import ReadOnlyStoreError, StoreFullError, StoreIOError
 from mqstore.files import filesystem
 from mqstore.files.filesystem import REAL, FileSystem
+from mqstore.files.quiet import QUIET
 from tests.faults import Call, Crash, FaultyFileSystem
 
 NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL
@@ -311,3 +312,75 @@ def test_after_a_crash_nothing_happens_any_more(tmp_path: Path, fs: FaultyFileSy
         fs.unlink(tmp_path / "a")
     fs.close(fd)
     assert (tmp_path / "a").read_bytes() == left
+
+
+@pytest.mark.parametrize("some", [None, 0, 3])
+def test_a_copy_is_whole_whatever_of_it_the_system_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, some: int | None
+) -> None:
+    """All at once, nothing, or three bytes and then no more."""
+    content = bytes(range(256)) * 5000 + bytes(1 << 20)
+    (tmp_path / "a").write_bytes(content)
+    with open(tmp_path / "a", "ab") as file:
+        file.truncate(len(content) + (1 << 20))
+    if some is not None:
+        calls: list[int] = []
+
+        def partly(source: int, target: int, count: int, at: int, to: int) -> int:
+            calls.append(count)
+            if some == 0 or len(calls) > 1:
+                raise OSError(errno.EXDEV, "not here")
+            return os.pwrite(target, os.pread(source, some, at), to)
+
+        monkeypatch.setattr(os, "copy_file_range", partly, raising=False)
+    source = REAL.open(tmp_path / "a", os.O_RDONLY)
+    for length in (0, 5, len(content) - 9, len(content) + 100, 1 << 40):
+        target = REAL.open(tmp_path / str(length), NEW)
+        REAL.truncate_sparse(target, len(content) + (1 << 20))
+        REAL.copy(source, target, length)
+        REAL.close(target)
+        expected = (content + bytes(1 << 20))[:length]
+        assert (tmp_path / str(length)).read_bytes() == expected + bytes(len(content) + (1 << 20) - len(expected))
+    REAL.close(source)
+
+
+def test_a_copy_that_fails_says_whose_fault_it_is(tmp_path: Path, fs: FaultyFileSystem) -> None:
+    (tmp_path / "a").write_bytes(b"x" * 5000)
+    source, target = fs.open(tmp_path / "a", os.O_RDONLY), fs.open(tmp_path / "b", NEW)
+    fs.fail("pread", errno.EIO)
+    with pytest.raises(StoreIOError) as unreadable:
+        fs.copy(source, target, 5000)
+    assert unreadable.value.filename == str(tmp_path / "a")
+    fs.fail("pwrite", errno.ENOSPC)
+    with pytest.raises(StoreFullError) as full:
+        fs.copy(source, target, 5000)
+    assert full.value.filename == str(tmp_path / "b")
+    fs.close(source)
+    fs.close(target)
+
+
+def test_times_are_those_of_the_other_file(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"")
+    os.utime(tmp_path / "a", ns=(10**18 + 1, 10**18 + 2))
+    fd = REAL.open(tmp_path / "b", NEW)
+    REAL.set_times(fd, REAL.stat(tmp_path / "a"))
+    REAL.close(fd)
+    found = (tmp_path / "b").stat()
+    assert (found.st_atime_ns, found.st_mtime_ns) == (10**18 + 1, 10**18 + 2)
+    fd = QUIET.open(tmp_path / "b", os.O_RDONLY)
+    with pytest.raises(ReadOnlyStoreError):
+        QUIET.set_times(fd, found)
+    QUIET.close(fd)
+
+
+def test_a_tree_goes_with_its_links_and_not_with_what_they_lead_to(tmp_path: Path) -> None:
+    (tmp_path / "tree" / "deep" / "er").mkdir(parents=True)
+    (tmp_path / "tree" / "deep" / "a").write_text("a")
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "b").write_text("b")
+    (tmp_path / "tree" / "folder").symlink_to(tmp_path / "kept")
+    (tmp_path / "tree" / "file").symlink_to(tmp_path / "kept" / "b")
+    REAL.remove_tree(tmp_path / "tree")
+    REAL.remove_tree(tmp_path / "tree")
+    assert os.listdir(tmp_path) == ["kept"]
+    assert (tmp_path / "kept" / "b").read_text() == "b"

@@ -987,3 +987,64 @@ def test_zeros_that_were_never_written_are_not_read(tmp_path: Path) -> None:
     assert kernel.data_end(-1, 5, 100) == 100
     with pytest.raises(TypeError):
         kernel.data_end(0, 5)
+
+
+# --- second names -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["write", "map", "zero", "extend", "older"])
+def test_what_has_a_second_name_is_not_written_to(folder: Path, way: str) -> None:
+    filled(folder, 2).close()
+    start = 0 if way == "older" else SIZE
+    path, kept = folder / segment_name(start), folder.parent / "kept"
+    fill = path.read_bytes()[:1]
+    if way == "extend":
+        path.write_bytes(fill * 100)
+    os.link(path, kept)
+    before, times = kept.read_bytes(), kept.stat().st_mtime_ns
+
+    run = open_run(folder)
+    segment = run.find(start)
+    assert segment is not None
+    if way in ("write", "older"):
+        run.write(start + 2, b"other")
+    elif way == "map":
+        run.mapping(segment)[2:7] = b"other"
+    elif way == "zero":
+        run.zero(start + 2)
+    run.sync(0, 2 * SIZE)
+
+    rest = {"zero": bytes(SIZE - 2), "extend": fill * 98 + bytes(SIZE - 100)}.get(way, b"other" + fill * (SIZE - 7))
+    assert bytes(run.mapping(segment)) == path.read_bytes() == fill * 2 + rest
+    assert kept.read_bytes() == before
+    assert kept.stat().st_mtime_ns == times
+    assert path.stat().st_nlink == 1
+    assert names(folder.parent / "tmp") == []
+
+
+def test_what_has_a_second_name_is_read_and_synced_as_it_is(folder: Path) -> None:
+    filled(folder, 3).close()
+    path = folder / segment_name(0)
+    os.link(path, folder.parent / "kept")
+    run = open_run(folder)
+    segment = run.find(0)
+    assert segment is not None
+    assert run.mapping(segment)[0] == 1
+    run.sync(0, run.end)
+    assert path.stat().st_nlink == 2
+
+
+def test_no_room_for_a_copy_of_its_own_changes_nothing(folder: Path) -> None:
+    filled(folder, 1).close()
+    os.link(folder / segment_name(0), folder.parent / "kept")
+    fs = FaultyFileSystem()
+    run = open_run(folder, fs=fs)
+    for operation in ("allocate", "pwrite", "replace"):
+        fs.fail(operation, errno.ENOSPC)
+        with pytest.raises(StoreFullError):
+            run.write(2, b"other")
+        assert (folder.parent / "kept").stat().st_nlink == 2
+        assert names(folder.parent / "tmp") == []
+    run.write(2, b"other")
+    assert (folder.parent / "kept").read_bytes() == b"\1" * SIZE
+    assert (folder / segment_name(0)).read_bytes()[:8] == b"\1\1other\1"

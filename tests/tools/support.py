@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from click.testing import CliRunner, Result
 
 from mqstore_tools.main import cli
 
-__all__ = ["SHOULD_NOT_REACH_A_SCREEN", "mqstore", "mqstore_json", "process", "snapshot"]
+__all__ = ["SHOULD_NOT_REACH_A_SCREEN", "mqstore", "mqstore_json", "process", "seen_on_a_terminal", "snapshot"]
 
 #: Control characters other than the line end, C1 controls, and the overrides that turn text around.
 SHOULD_NOT_REACH_A_SCREEN = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -48,10 +50,26 @@ def process(*arguments: object, **options: Any) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         command,
         env=environment,
-        stderr=subprocess.PIPE,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        **{"stdout": subprocess.PIPE, **options},
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},
     )
+
+
+def seen_on_a_terminal(*arguments: object, **options: Any) -> tuple[int, bytes, bytes]:
+    """The command as a process whose stderr is a terminal: its exit code, its stdout, what the terminal was sent."""
+    ours, theirs = pty.openpty()
+    running = process(*arguments, stderr=theirs, **options)
+    os.close(theirs)
+    seen = b""
+    try:
+        with suppress(OSError):  # when the other end is gone
+            while more := os.read(ours, 4096):
+                seen += more
+        out, _ = running.communicate()
+    finally:
+        running.kill()
+        os.close(ours)
+    return running.returncode, out, seen
 
 
 def snapshot(root: Path) -> dict[str, tuple[Any, ...]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pty
 import shlex
 import signal
 import subprocess
@@ -20,7 +19,7 @@ import pytest
 import mqstore as library
 from mqstore_tools.handled import _environment
 from tests.tools.brokers import behind
-from tests.tools.support import mqstore, mqstore_json, process, snapshot
+from tests.tools.support import mqstore, mqstore_json, process, seen_on_a_terminal, snapshot
 
 MODES = ("push", "pull", "pop")
 LIMIT_S = 60
@@ -220,23 +219,7 @@ def test_what_is_still_in_a_buffer_is_not_done(store: Path, mode: str) -> None:
 
 
 def test_a_status_line_is_for_terminals_alone(store: Path) -> None:
-    ours, theirs = pty.openpty()
-    child = plain_process("consume", store, "orders", "--group", "g", "--idle-exit", "1.5", stderr=theirs, stdin=theirs)
-    os.close(theirs)
-    try:
-        seen = b""
-        while True:
-            try:
-                more = os.read(ours, 4096)
-            except OSError:  # the other end is gone
-                break
-            if not more:
-                break
-            seen += more
-        out, _ = child.communicate(timeout=LIMIT_S)
-    finally:
-        child.kill()
-        os.close(ours)
+    _, out, seen = seen_on_a_terminal("consume", store, "orders", "--group", "g", "--idle-exit", "1.5")
 
     assert len(bodies(out.decode())) == 10
     assert b"left" not in out

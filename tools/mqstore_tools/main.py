@@ -27,6 +27,7 @@ COMMANDS = (
     "inspect",
     "verify",
     "recover",
+    "snapshot",
     "export",
     "topics",
     "groups",
@@ -89,7 +90,7 @@ Exit codes: 0 fine, 1 findings, 2 wrong usage, 3 the directory cannot be opened.
 def cli(ctx: click.Context) -> None:
     """Look at, check, mend, fill and empty message stores: directories of mqstore or of a RocketMQ broker.
 
-    Only put, produce, consume, recover and demo change anything, and what is called create, alter, delete, reset,
+    Only put, produce, consume, recover and demo change a store, and what is called create, alter, delete, reset,
     cancel, replay or purge; all others read, also beside a running writer.
     """
     from mqstore_tools.render import EscapingHandler

@@ -49,6 +49,7 @@ from mqstore.log.commitlog import QueueRef, SendReceipt
 from mqstore.log.message import Message
 from mqstore.log.outgoing import Body, OutgoingMessage
 from mqstore.log.report import Finding, RecoveryReport
+from mqstore.log.snapshot import SnapshotReport
 from mqstore.log.stats import StoreStats
 from mqstore.options import Durability, Duration, Profile, StoreConfig, seconds
 
@@ -472,6 +473,17 @@ class Store(AbstractAsyncContextManager["Store"]):
         """As `mqstore.Store.verify`, for `async for`. It is at it for as long as it takes to find some: calls of this
         store wait meanwhile. To check a large store open it a second time, with mode "r"."""
         return Pages(self._bridge, self.sync.verify)
+
+    async def snapshot(
+        self,
+        target: str | PathLike[str],
+        *,
+        link: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> SnapshotReport:
+        """As `mqstore.Store.snapshot`, in a thread of its own: nobody waits meanwhile, and cancelled it goes on to its
+        end. `progress` is called in that thread."""
+        return await asyncio.to_thread(self.sync.snapshot, target, link=link, progress=progress)
 
     async def flush(self) -> None:
         """As `mqstore.Store.flush`."""

@@ -60,6 +60,9 @@ _UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.E
 
 _ZEROS = bytes(1 << 20)
 
+#: Bytes that the system may copy in one call: between two of them a signal is heard.
+_COPY_STEP = 64 << 20
+
 if sys.platform == "darwin":
     import fcntl
 
@@ -207,6 +210,20 @@ class FileSystem:
             return end
         position: int = kernel.data_end(fd, start, end)
         return position
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Write the first `length` bytes of one descriptor's file to the same places of another's, a new one, without
+        those behind them that the file system knows to be zeros. A file system that both lie on may do it without
+        moving a byte."""
+        end = self.data_end(source, 0, min(length, self.size(source)))
+        done = 0
+        while done < end and (some := self._copy_some(source, target, done, end - done)):
+            done += some
+        # What is left the system cannot copy, or there is an error: now it will say whose it is.
+        buffer = memoryview(bytearray(min(end - done, len(_ZEROS))))
+        while done < end and (some := self.read_into(source, buffer[: end - done], done)):
+            self.pwrite(target, buffer[:some], done)
+            done += some
 
     def write_back(self, fd: int) -> None:
         """Have the system begin to write what is dirty of a file, for who will sync it later: files whose turns come
@@ -383,6 +400,13 @@ class FileSystem:
         """Length of a descriptor's or a path's file in bytes."""
         return self.stat(file).st_size
 
+    def set_times(self, fd: int, found: os.stat_result) -> None:
+        """Give a file the times of another."""
+        try:
+            os.utime(fd, ns=(found.st_atime_ns, found.st_mtime_ns))
+        except OSError as error:
+            self._fail(error, fd, "utime")
+
     def exists(self, path: StrPath) -> bool:
         """Whether the name leads to something. An error other than "no such file" raises: unknown is not absent."""
         try:
@@ -408,7 +432,29 @@ class FileSystem:
         finally:
             self.close(fd)
 
+    # -- whole folders, likewise --------------------------------------------------------------------------------------
+
+    def remove_tree(self, path: StrPath) -> None:
+        """Delete a folder with all that is in it; links are removed, not followed. Fine if it is not there, or goes
+        meanwhile."""
+        with contextlib.suppress(FileNotFoundError):
+            for name in self.scandir(path):
+                child = os.path.join(path, name)
+                with contextlib.suppress(FileNotFoundError):
+                    if stat.S_ISDIR(os.lstat(child).st_mode):
+                        self.remove_tree(child)
+                    else:
+                        self.unlink(child)
+            self.rmdir(path)
+
     # -- beneath ----------------------------------------------------------------------------------------------------
+
+    def _copy_some(self, source: int, target: int, position: int, length: int) -> int:
+        """One copy by the system: how many bytes, 0 where it does not do that. Tests shorten it."""
+        if sys.platform == "linux":
+            with contextlib.suppress(OSError):
+                return os.copy_file_range(source, target, min(length, _COPY_STEP), position, position)
+        return 0
 
     def _pwrite_some(self, fd: int, data: memoryview, position: int) -> int:
         """One pwrite: how many bytes went out, at least one (of a write that had any). Tests shorten it."""

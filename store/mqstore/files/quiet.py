@@ -94,6 +94,9 @@ class QuietFileSystem(FileSystem):
     def rmdir(self, path: StrPath) -> None:
         self._refuse(path, "rmdir")
 
+    def set_times(self, fd: int, found: os.stat_result) -> None:
+        self._refuse(self.path_of(fd), "utime")
+
     def _refuse(self, path: StrPath, operation: str) -> NoReturn:
         self._fail(OSError(errno.EROFS, "opened only to be looked at"), path, operation)
 

@@ -372,20 +372,9 @@ class Inbox:
     def _tidy(self, folder: Path) -> None:
         """Delete what is done with, or leave it to a later sweep: nobody has to wait for that."""
         try:
-            self._delete(folder)
+            self._fs.remove_tree(folder)
             self._undeletable.discard(folder)
         except OSError as error:
             if folder not in self._undeletable:  # told once, not with every look
                 _log.warning("%s is done with and cannot be deleted: %s", folder, error)
             self._undeletable.add(folder)
-
-    def _delete(self, folder: Path) -> None:
-        """Remove a folder and what it holds; links in it go, what they lead to stays."""
-        fs = self._fs
-        for name in fs.scandir(folder):
-            path = folder / name
-            if not os.path.islink(path) and os.path.isdir(path):
-                self._delete(path)
-            else:
-                fs.unlink(path, missing_ok=True)
-        fs.rmdir(folder)

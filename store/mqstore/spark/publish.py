@@ -67,7 +67,6 @@ from mqstore.spark.staging import (
     clean,
     discard,
     make_folders,
-    remove_tree,
     transaction_folder,
     write_file,
 )
@@ -627,7 +626,7 @@ def _delete_members(root: Path, before: Mapping[str, Any], fs: FileSystem) -> No
         path = Path(str(where))
         if path.parts[:1] == (MEMBERS,) and len(path.parts) == 2:
             try:
-                remove_tree(root / path, fs)
+                fs.remove_tree(root / path)
             except OSError as error:
                 _log.warning("%s: an overwritten store stays on disk: %s; mqstore spark clean", root / path, error)
 

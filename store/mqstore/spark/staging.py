@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -48,7 +47,6 @@ __all__ = [
     "discard",
     "leftovers",
     "make_folders",
-    "remove_tree",
     "transaction_folder",
     "write_file",
     "write_shards",
@@ -183,7 +181,7 @@ class ShardWriter:
         """Leave nothing behind, if that can be had."""
         self._close(sync=False)
         with suppress(OSError):
-            remove_tree(self.folder, self._fs)
+            self._fs.remove_tree(self.folder)
 
     def _close(self, *, sync: bool) -> None:
         while self._fds:
@@ -241,23 +239,9 @@ def write_shards(
 # -- taking away -------------------------------------------------------------------------------------------------------
 
 
-def remove_tree(path: Path, fs: FileSystem = REAL) -> None:
-    """Delete a folder with all that is in it; links are removed, not followed. Fine if it is not there, or goes
-    meanwhile."""
-    with suppress(FileNotFoundError):
-        for name in fs.scandir(path):
-            child = path / name
-            with suppress(FileNotFoundError):
-                if stat.S_ISDIR(os.lstat(child).st_mode):
-                    remove_tree(child, fs)
-                else:
-                    fs.unlink(child)
-        fs.rmdir(path)
-
-
 def discard(root: Path, app: str, version: int, fs: FileSystem = REAL, *, writer: str = "") -> None:
     """Delete what (app, version) has staged, of all its attempts and writers, or of one writer."""
-    remove_tree(transaction_folder(root, app, version, writer), fs)
+    fs.remove_tree(transaction_folder(root, app, version, writer))
     with suppress(OSError):  # it is not empty, or never was
         fs.rmdir(transaction_folder(root, app, version))
     with suppress(OSError):
@@ -305,7 +289,7 @@ def clean(
     old = [each for each in leftovers(root, clock=clock, named=named, members=members) if each.age_s >= ttl_s]
     if not dry_run:
         for each in old:
-            remove_tree(Path(each.path), fs)
+            fs.remove_tree(each.path)
         with suppress(OSError):
             fs.rmdir(root / STAGING)
     return old

@@ -43,13 +43,14 @@ import pyarrow.json as pajson
 import pyarrow.parquet as pq
 
 from mqstore.errors import ConfigError, InvalidMessageError
+from mqstore.files.filesystem import REAL
 from mqstore.spark import publish
 from mqstore.spark.encode import Encoded, Encoder
 from mqstore.spark.inputs import INPUTS
 from mqstore.spark.jobs.rewrite import app_of, remove_if_empty
 from mqstore.spark.jobs.shape import Progress, Shaped, run
 from mqstore.spark.sinkoptions import SinkOptions
-from mqstore.spark.staging import STAGING, ShardInfo, make_folders, remove_tree, transaction_folder, write_shards
+from mqstore.spark.staging import STAGING, ShardInfo, make_folders, transaction_folder, write_shards
 
 __all__ = ["Format", "ImportPlan", "ImportReport", "import_plan", "import_rows"]
 
@@ -153,7 +154,7 @@ def import_rows(
         if shards:
             published = publish.commit(options, publish.Commit(job.app, 0, shards, writer=job.writer))
     finally:
-        remove_tree(folder)
+        REAL.remove_tree(folder)
         if published is None:
             publish.abort(options, job.app, 0, writer=job.writer)
         remove_if_empty(str(folder.parent))
@@ -161,7 +162,7 @@ def import_rows(
             remove_if_empty(options.path)
         if job.refused is not None:
             # What a killed run has left goes with the first that succeeds.
-            remove_tree(job.refused_staging if published is None else job.refused_staging.parent)
+            REAL.remove_tree(job.refused_staging if published is None else job.refused_staging.parent)
             remove_if_empty(str(job.refused_staging.parent))
             remove_if_empty(job.refused)
     topics: Counter[str] = Counter()

@@ -33,6 +33,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from mqstore.errors import ConfigError
+from mqstore.files.filesystem import REAL
 from mqstore.layout.pairs import Pairs
 from mqstore.layout.properties import KEYS, SHARDINGKEY, TAGS, UNIQ_KEY
 from mqstore.log.manifest import MANIFEST
@@ -53,7 +54,7 @@ from mqstore.spark.plan import QueueSlice, StoreName, open_store, stores_of
 from mqstore.spark.rows import Piece
 from mqstore.spark.sets import SET_FILE
 from mqstore.spark.sinkoptions import SinkOptions
-from mqstore.spark.staging import STAGING, make_folders, remove_tree
+from mqstore.spark.staging import STAGING, make_folders
 from mqstore.spark.tasks import policy_of, read_pieces
 
 __all__ = ["Found", "Judge", "Rows", "TopicChange", "check_fields", "check_new", "last_of_each", "sifted"]
@@ -225,7 +226,7 @@ def sifted(
             title=f"{title}: copying",
         )
     finally:
-        remove_tree(folder)
+        REAL.remove_tree(folder)
         remove_if_empty(str(folder.parent))
         if made:
             remove_if_empty(options.path)

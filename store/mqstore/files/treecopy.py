@@ -1,0 +1,131 @@
+"""A directory made from another, file by file as its owner picks them, and on disk when that one says so.
+
+Knows nothing of what the files mean. Modes are the original's, and times of what is copied whole.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from mqstore.files.filesystem import DIRECTORY_MODE, FILE_MODE, REAL, FileSystem
+
+__all__ = ["TreeCopy"]
+
+_UNSYNCED: Final = 16
+"""Files that the system may be writing side by side."""
+
+
+class TreeCopy:
+    """`target`, which is made, and gets what `file`, `content` and `link` are told to bring from `source`. Names are
+    paths within the two. `source_fs`: what to look at `source` through; `on_bytes(count)` hears of what is written.
+    Errors are those of `FileSystem`; a name that is there already is FileExistsError.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     source, target = Path(folder, "a"), Path(folder, "b")
+    ...     source.mkdir()
+    ...     _ = (source / "x").write_bytes(b"hello")
+    ...     fd = os.open(source / "x", os.O_RDONLY)
+    ...     with TreeCopy(source, target) as copy:
+    ...         copy.file("deep/er", fd)
+    ...         copy.sync()
+    ...     os.close(fd)
+    ...     (target / "deep" / "er").read_bytes()
+    b'hello'
+    """
+
+    def __init__(
+        self,
+        source: Path,
+        target: Path,
+        *,
+        fs: FileSystem = REAL,
+        source_fs: FileSystem = REAL,
+        on_bytes: Callable[[int], object] = lambda count: None,
+    ) -> None:
+        self._source = source
+        self._target = target
+        self._fs = fs
+        self._source_fs = source_fs
+        self._on_bytes = on_bytes
+        self._unsynced: deque[int] = deque()
+        self._folders: dict[str, None] = {}
+        self.folder("")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        while self._unsynced:
+            self._fs.close(self._unsynced.popleft())
+
+    def folder(self, name: str) -> None:
+        """Make a folder, and those above it."""
+        if name in self._folders:
+            return
+        if name:
+            self.folder(os.path.dirname(name))
+        self._fs.mkdir(self._target / name, self._mode_of(name, DIRECTORY_MODE) | 0o700, exist_ok=True)
+        self._folders[name] = None
+
+    def content(self, name: str, content: bytes) -> None:
+        """A file whose content was read before; the original may be gone."""
+        fd = self._create(name, self._mode_of(name, FILE_MODE))
+        self._fs.pwrite(fd, content, 0)
+        self._on_bytes(len(content))
+        self._sync_some()
+
+    def file(self, name: str, source: int, length: int | None = None, *, allocate: bool = False) -> None:
+        """A copy of an open file, as long as that; of the first `length` bytes, if that is given, with zeros behind.
+        `allocate`: it may be written through a mapping later, so it needs its disk blocks now."""
+        found = self._source_fs.stat(source)
+        length = found.st_size if length is None else length
+        fd = self._create(name, stat.S_IMODE(found.st_mode))
+        (self._fs.allocate if allocate else self._fs.truncate_sparse)(fd, found.st_size)
+        self._fs.copy(source, fd, length)
+        self._fs.set_times(fd, found)
+        self._fs.write_back(fd)
+        self._on_bytes(length)
+        self._sync_some()
+
+    def link(self, name: str) -> None:
+        """The same file by a second name. Both directories must lie on one file system."""
+        self.folder(os.path.dirname(name))
+        self._fs.link(self._source / name, self._target / name)
+
+    def sync(self) -> None:
+        """Return once all that was brought, and the directory itself, is on disk."""
+        self._sync_some(0)
+        for name in self._folders:
+            self._fs.sync_directory(self._target / name)
+        self._fs.sync_directory(self._target.parent)
+
+    def _create(self, name: str, mode: int) -> int:
+        self.folder(os.path.dirname(name))
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        fd = self._fs.open(self._target / name, flags, mode | 0o600)
+        self._unsynced.append(fd)
+        return fd
+
+    def _sync_some(self, left: int = _UNSYNCED) -> None:
+        """Of the descriptors that it was written by, for they hear of errors that came while the system wrote."""
+        while len(self._unsynced) > left:
+            fd = self._unsynced.popleft()
+            try:
+                self._fs.fdatasync(fd)
+            finally:
+                self._fs.close(fd)
+
+    def _mode_of(self, name: str, otherwise: int) -> int:
+        with suppress(FileNotFoundError):
+            return stat.S_IMODE(self._source_fs.stat(self._source / name).st_mode)
+        return otherwise

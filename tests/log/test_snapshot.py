@@ -1,0 +1,773 @@
+"""A snapshot is a store at one moment: all from before, a prefix of what comes meanwhile. It is whole, or not there."""
+
+from __future__ import annotations
+
+import base64
+import errno
+import itertools
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mqstore import (
+    ConfigError,
+    MessageStore,
+    MQStoreError,
+    NotAStoreError,
+    Retention,
+    SnapshotPlan,
+    SnapshotReport,
+    StoreBusyError,
+    StoreConfig,
+    StoreIOError,
+    StoreLockedError,
+)
+from mqstore.files.lock import WriterLock
+from mqstore.files.treecopy import TreeCopy
+from mqstore.log import snapshot as module
+from mqstore.log.recovery import RecoverOptions
+from mqstore.log.repair import recover_store
+from mqstore.log.snapshot import plan_snapshot, snapshot_store
+from tests.conftest import GOLDEN_NAMES, GoldenStore
+from tests.crash.recording import RecordingFileSystem, build_image
+from tests.faults import CHANGES, Crash, FaultyFileSystem
+from tests.log.splicesupport import Row, bodies, bundle
+from tests.log.support import SEGMENT, Unsynced, files, flip, kill, open_store, units_of
+
+Golden = Callable[[str], GoldenStore]
+Bounds = dict[tuple[str, int], tuple[int, int]]
+
+
+def taken(root: Path, target: Path, **options: object) -> SnapshotReport:
+    return snapshot_store(root, target, **{"fs": Unsynced(), **options})  # type: ignore[arg-type]
+
+
+def states(root: Path) -> dict[str, tuple[bytes, int, int, int]]:
+    """Every file with what must not change of a store that is only looked at."""
+    found = {}
+    for name, content in files(root).items():
+        stat = (root / name).stat()
+        found[name] = content, stat.st_mtime_ns, stat.st_ino, stat.st_nlink
+    return found
+
+
+def told(path: Path) -> dict[tuple[str, int], list[tuple[int, int, bytes]]]:
+    """(offset, physical offset, record) of all that the queues of a store list."""
+    with open_store(path, "r") as store:
+        return {
+            (ref.topic, ref.queue_id): [(m.offset, m.physical_offset, m.record_bytes()) for m in store.iter(*ref)]
+            for topic in store.topics()
+            for ref in store.queues(topic)
+        }
+
+
+def bounds(path: Path) -> Bounds:
+    with open_store(path, "r") as store:
+        return {
+            (ref.topic, ref.queue_id): store.offsets(*ref) for topic in store.topics() for ref in store.queues(topic)
+        }
+
+
+def sound(path: Path) -> None:
+    """Closed cleanly, and nothing is wrong with it."""
+    with open_store(path, "r") as store:
+        assert store.clean_shutdown
+        assert list(store.verifier().findings()) == []
+
+
+def put(store: MessageStore, numbers: Iterator[int] | range, topic: str = "orders") -> None:
+    for i in numbers:
+        store.put(topic, b"%05d" % i * 20, queue_id=i % 3, keys=f"k{i}", tag="even" if i % 2 == 0 else "odd")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Two hundred messages over eight segments, closed cleanly."""
+    with open_store(tmp_path / "mq") as store:
+        put(store, range(200))
+    return tmp_path / "mq"
+
+
+# -- what is in it -----------------------------------------------------------------------------------------------------
+
+
+def test_a_store_at_rest_is_copied_and_stays_as_it_is(root: Path, tmp_path: Path) -> None:
+    (root / "config").mkdir(exist_ok=True)
+    (root / "config" / "mine.json").write_text('{"a": 1}')
+    (root / "local_offsets" / "one").mkdir(parents=True)
+    (root / "local_offsets" / "one" / "g.json").write_text("{}")
+    before = states(root)
+
+    report = taken(root, tmp_path / "copy")
+
+    assert states(root) == before
+    assert (report.messages, report.findings, report.truncated) == (200, [], [])
+    assert report.plan.writer_alive is False
+    assert told(tmp_path / "copy") == told(root)
+    sound(tmp_path / "copy")
+    copied = files(tmp_path / "copy")
+    for name in before:
+        if name.startswith(("commitlog", "consumequeue", "config", "local_offsets", "mqstore.json")):
+            assert copied[name] == before[name][0], name
+    with open_store(tmp_path / "copy", "r") as store:
+        assert [m.body[:5] for m in store.find("orders", key="k77")] == [b"00077"]
+    assert sorted(os.listdir(tmp_path)) == ["copy", "mq"]
+
+
+def test_a_segment_keeps_its_times_and_its_mode(root: Path, tmp_path: Path) -> None:
+    segment = f"commitlog/{0:020d}"
+    os.utime(root / segment, ns=(10**18, 10**18))
+    os.chmod(root / segment, 0o640)
+    taken(root, tmp_path / "copy")
+    found = (tmp_path / "copy" / segment).stat()
+    assert (found.st_mtime_ns, found.st_mode & 0o777) == (10**18, 0o640)
+
+
+def test_copy_and_original_go_on_apart_and_bear_one_id(root: Path, tmp_path: Path) -> None:
+    taken(root, tmp_path / "copy")
+    with open_store(root) as store, open_store(tmp_path / "copy") as copy:
+        assert store.manifest.store_id == copy.manifest.store_id != ""
+        put(store, range(200, 260))
+        put(copy, range(900, 1000))
+    for path, count in ((root, 260), (tmp_path / "copy", 300)):
+        sound(path)
+        assert sum(map(len, told(path).values())) == count
+
+
+@pytest.mark.parametrize("name", GOLDEN_NAMES)
+def test_a_store_of_the_java_engine(golden: Golden, tmp_path: Path, name: str) -> None:
+    java = golden(name)
+    with open_store(java.path, "r") as store:
+        shape = store.manifest
+    report = taken(java.path, tmp_path / "copy")
+    assert report.plan.writer_alive is False
+    expected: dict[tuple[str, int], list[tuple[int, int, bytes]]] = {}
+    for line in java.of("message"):
+        expected.setdefault((line["topic"], line["queue_id"]), []).append(
+            (line["queue_offset"], line["physical_offset"], base64.b64decode(line["body"]))
+        )
+    with open_store(tmp_path / "copy", "r") as store:
+        found = {
+            (ref.topic, ref.queue_id): [(m.offset, m.physical_offset, m.body) for m in store.iter(*ref)]
+            for topic in store.topics()
+            for ref in store.queues(topic)
+        }
+        assert {key: value for key, value in found.items() if value} == expected
+        assert store.manifest == shape  # the index, which is not copied, has the shape it had
+        for line in java.of("key")[:40]:
+            by_key = store.find(line["topic"], key=line["key"], limit=10_000)
+            by_unique_key = store.find(line["topic"], unique_key=line["key"], limit=10_000)
+            assert {m.physical_offset for m in by_key + by_unique_key} >= set(line["physical_offsets"])
+    sound(tmp_path / "copy")
+    assert not (tmp_path / "copy" / "mqstore.json").exists()
+
+
+@pytest.mark.parametrize("name", ["light", "batch", "addresses", "rocksdb"])
+def test_what_only_a_java_broker_keeps_goes_with_it(
+    foreign: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory, name: str
+) -> None:
+    target = tmp_path_factory.mktemp("snapshots") / "copy"
+    before = files(foreign(name))
+    report = taken(foreign(name), target, config=StoreConfig(index_slots=53, index_entries=200))
+    assert report.findings == []
+    after = files(target)
+    kept = [each for each in before if each.startswith(("batchconsumequeue", "consumequeue", "config/"))]
+    assert kept
+    assert {each: after[each] for each in kept} == {each: before[each] for each in kept}
+
+
+def test_rocksdb_that_is_in_use_is_left_and_told_of(
+    foreign: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    target = tmp_path_factory.mktemp("snapshots") / "copy"
+    lock = WriterLock(foreign("rocksdb"), "a broker")
+    lock.acquire()
+    try:
+        report = taken(foreign("rocksdb"), target, config=StoreConfig(index_slots=53, index_entries=200))
+    finally:
+        lock.release()
+    assert report.plan.left == (
+        "consumequeue/: RocksDB, which a broker has open",
+        "compaction: not a part of the store",
+    )
+    assert not (target / "consumequeue" / "CURRENT").exists()
+    assert report.messages == 12
+
+
+def test_numbers_of_a_queue_that_retention_emptied_go_on(tmp_path: Path) -> None:
+    with open_store(tmp_path / "mq", retention=Retention(age=None, max_bytes=SEGMENT)) as store:
+        for _ in range(5):
+            store.put("rare", b"x")
+        put(store, range(200))
+        store.dispatch()
+        store.flush()
+        store.clean()
+        assert store.offsets("rare", 0) == (5, 5)
+        taken(store.path, tmp_path / "copy")
+    with open_store(tmp_path / "copy") as copy:
+        assert copy.put("rare", b"y").offset == 5
+
+
+def test_a_crashed_store_is_copied_as_its_next_opening_would_have_it(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "mq")
+    put(store, range(100))
+    end = store.max_offset
+    kill(store)
+    with open(tmp_path / "mq" / "commitlog" / f"{end // SEGMENT * SEGMENT:020d}", "r+b") as file:
+        file.seek(end % SEGMENT)
+        file.write(b"\0\0\1\0half a record")
+    report = taken(tmp_path / "mq", tmp_path / "copy")
+    assert report.messages == 100
+    assert report.findings == []  # nothing was promised of it
+    assert [cut.start for cut in report.truncated] == [end % SEGMENT]
+    assert report.log_end == end
+    with open_store(tmp_path / "mq"):
+        pass
+    assert told(tmp_path / "copy") == told(tmp_path / "mq")
+    sound(tmp_path / "copy")
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_damage_is_copied_and_told(root: Path, tmp_path: Path, live: bool) -> None:
+    with open_store(root, "r") as store:
+        (hit,) = store.find("orders", key="k50")
+    flip(root / "commitlog" / f"{hit.physical_offset // SEGMENT * SEGMENT:020d}", hit.physical_offset % SEGMENT + 95)
+    if live:
+        with open_store(root):
+            report = taken(root, tmp_path / "copy")
+    else:
+        report = taken(root, tmp_path / "copy")
+    assert [finding.kind for finding in report.findings] == ["bad_record"]
+    assert report.messages == 199
+    with open_store(tmp_path / "copy", "r") as copy:
+        assert sum(1 for queue in range(3) for _ in copy.iter("orders", queue)) == 199
+
+
+def test_a_json_file_that_is_bad_is_told_by_its_name_in_the_copy(root: Path, tmp_path: Path) -> None:
+    (root / "config").mkdir(exist_ok=True)
+    (root / "config" / "consumerOffset.json").write_text("{")
+    (root / "config" / "consumerOffset.json.bak").write_text("{}")
+    (finding,) = taken(root, tmp_path / "copy").findings
+    assert finding.kind == "bad_json"
+    assert str(tmp_path / "copy" / "config") in finding.detail
+    assert (root / "config" / "consumerOffset.json").read_text() == "{"
+
+
+def test_what_is_no_part_of_a_store_is_left_and_told_of(root: Path, tmp_path: Path) -> None:
+    for i in range(10):
+        (root / f"note{i}").write_text("mine")
+    (root / "cut").mkdir()
+    plan = plan_snapshot(root, tmp_path / "copy")
+    assert plan.left[0] == "cut: not a part of the store"
+    assert plan.left[-1] == "and 3 more"
+    taken(root, tmp_path / "copy")
+    assert not (tmp_path / "copy" / "note0").exists()
+
+
+# -- beside a writer ---------------------------------------------------------------------------------------------------
+
+
+def test_beside_a_writer_all_that_had_been_put_is_in_it_and_what_comes_meanwhile_is_a_prefix(tmp_path: Path) -> None:
+    """A writer in another process puts numbered messages and says which are in; segments roll and are dropped."""
+    script = (
+        "import sys, mqstore\n"
+        "config = mqstore.StoreConfig(segment_bytes=1 << 16, consumequeue_units=64,\n"
+        "    retention=mqstore.Retention(age=None, max_bytes=1 << 20))\n"
+        "with mqstore.MessageStore(sys.argv[1], config=config) as store:\n"
+        "    for i in range(1 << 60):\n"
+        "        store.put('orders', b'%08d' % i * 10, queue_id=i % 3, keys=f'k{i}')\n"
+        "        if i % 100 == 0: print(i, flush=True)\n"
+        "        if i % 5000 == 0: store.clean()\n"
+    )
+    root = tmp_path / "mq"
+    writer = subprocess.Popen([sys.executable, "-c", script, str(root)], stdout=subprocess.PIPE, text=True)
+    said = itertools.count(0, 100)
+    newest = 0
+    assert writer.stdout is not None
+    lines = writer.stdout
+
+    def listen() -> None:
+        nonlocal newest
+        for line, _ in zip(lines, said, strict=False):
+            newest = int(line)
+
+    listener = threading.Thread(target=listen)
+    listener.start()
+    try:
+        while newest < 2000:
+            time.sleep(0.01)
+        for round_ in range(8):
+            known = newest
+            target = tmp_path / f"copy{round_}"
+            report = snapshot_store(root, target, link=round_ % 2 == 0)
+            assert report.plan.writer_alive
+            assert report.findings == []
+            assert report.truncated == []
+            sound(target)
+            found = [int(record[2][88:96]) for _, records in sorted(told(target).items()) for record in records]
+            assert sorted(found) == list(range(min(found), max(found) + 1))
+            assert max(found) >= known
+            for (_, queue_id), records in told(target).items():
+                assert [offset * 3 + queue_id for offset, _, _ in records] == [int(r[2][88:96]) for r in records]
+    finally:
+        writer.kill()
+        writer.wait()
+        listener.join()
+        lines.close()
+    with MessageStore(root) as store:
+        assert store.recovery.findings == [] or {f.kind for f in store.recovery.findings} == {"torn_tail"}
+
+
+@contextmanager
+def hooked(monkeypatch: pytest.MonkeyPatch, name: str, act: Callable[[int], None]) -> Iterator[list[int]]:
+    """Let `act(n)` happen before the n-th call of a method of the source."""
+    calls: list[int] = []
+    real = getattr(module._Source, name)
+
+    def wrapped(self: object, *arguments: object, **named: object) -> object:
+        calls.append(len(calls))
+        act(calls[-1])
+        return real(self, *arguments, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module._Source, name, wrapped)
+        yield calls
+
+
+def test_a_splice_between_the_looks_is_recorded_if_it_is_in(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [Row(b"spliced")]
+    with open_store(root) as store:
+
+        def splice(call: int) -> None:
+            if call == 0:
+                bundle(root, "job", 0, [rows])
+                assert store.take_inbox() == 1
+
+        with hooked(monkeypatch, "_written_end", splice) as calls:
+            taken(root, tmp_path / "copy")
+        assert len(calls) == 2
+    with open_store(tmp_path / "copy") as copy:
+        assert bodies(copy).count(b"spliced") == 1
+        assert copy.splice([], app="job", version=0).already  # what it has it will not take again
+
+
+def test_a_topic_made_between_the_looks_is_in_the_table_if_a_record_names_it(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = root / "config" / "topics.json"
+    with open_store(root) as store:
+
+        def make(call: int) -> None:
+            if call == 0:
+                table.parent.mkdir(exist_ok=True)
+                table.write_text('{"topicConfigTable": {}}')
+                store.put("new", b"x")
+
+        with hooked(monkeypatch, "_written_end", make):
+            taken(root, tmp_path / "copy")
+    assert files(tmp_path / "copy")["config/topics.json"] == table.read_bytes()
+    assert ("new", 0) in bounds(tmp_path / "copy")
+
+
+class Looking(FaultyFileSystem):
+    """Calls `look` before each change."""
+
+    look: Callable[[], None] | None = None
+
+    def _enter(self, operation: str, *arguments: Any, **named: Any) -> bool:
+        if operation in CHANGES and self.look is not None:
+            self.look()
+        return super()._enter(operation, *arguments, **named)
+
+
+def test_at_each_step_of_a_splice_all_of_it_is_in_or_waits(root: Path, tmp_path: Path) -> None:
+    rows = [Row(b"%d" % i * 40, queue_id=i % 2) for i in range(40)]
+    before = told(root)
+    fs = Looking()
+    copies: list[Path] = []
+
+    def look() -> None:
+        target = tmp_path / f"copy{len(copies)}"
+        copies.append(target)
+        assert taken(root, target).findings == []
+
+    with open_store(root, fs=fs) as store:
+        bundle(root, "job", 0, [rows])
+        fs.look = look
+        assert store.take_inbox() == 1
+        fs.look = None
+    after = told(root)
+    kinds = set()
+    for copy in copies:
+        sound(copy)
+        waits = (copy / "inbox" / "job-0").exists()
+        assert told(copy) in (before, after)
+        kinds.add((waits, told(copy) == after))
+        with open_store(copy):
+            pass
+        assert told(copy) == after
+    assert kinds == {(True, False), (True, True), (False, True)}
+
+
+def test_a_bundle_that_waits_waits_in_the_copy_too(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_store(root) as store:
+        bundle(root, "job", 0, [[Row(b"first")], [Row(b"second")]])
+        (root / "inbox" / ".job-1").mkdir()
+        waiting = files(root / "inbox")
+
+        def take(call: int) -> None:
+            assert store.take_inbox() == 1 - call
+
+        with hooked(monkeypatch, "_copy_bulk", take):  # it is gone before its turn comes, and was a part of the moment
+            report = taken(root, tmp_path / "copy")
+        assert report.plan.bundles == 1
+        assert files(tmp_path / "copy" / "inbox") == waiting
+        assert bodies(store)[-2:] == [b"first", b"second"]
+    with open_store(tmp_path / "copy") as copy:
+        assert bodies(copy)[-2:] == [b"first", b"second"]
+    assert told(tmp_path / "copy") == told(root)
+
+
+def test_who_opens_the_store_meanwhile_makes_it_begin_again(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def come(call: int) -> None:
+        if call == 0:
+            with open_store(root) as store:
+                put(store, range(500, 520))
+
+    real = module._Source._copy_bulk
+
+    def copied(self: module._Source, copy: TreeCopy, moment: module._Moment) -> None:
+        real(self, copy, moment)
+        come(len(seen))
+        seen.append(moment)
+
+    seen: list[module._Moment] = []
+    monkeypatch.setattr(module._Source, "_copy_bulk", copied)
+    report = taken(root, tmp_path / "copy")
+    assert len(seen) == 2
+    assert report.messages == 220
+    assert told(tmp_path / "copy") == told(root)
+
+
+def test_a_store_that_never_rests_is_busy(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_TRIES", 3)
+    monkeypatch.setattr(module, "_PAUSE_S", 0.0)
+    topics = root / "config" / "topics.json"
+    topics.parent.mkdir(exist_ok=True)
+    with (
+        open_store(root),
+        hooked(monkeypatch, "_written_end", lambda call: (topics.write_text(str(call)), None)[1]) as calls,
+        pytest.raises(StoreBusyError, match="try again"),
+    ):
+        taken(root, tmp_path / "copy")
+    assert len(calls) == 3
+    assert os.listdir(tmp_path) == ["mq"]
+
+
+def test_what_retention_takes_meanwhile_is_the_oldest(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_store(root, retention=Retention(age=None, max_bytes=SEGMENT)) as store:
+
+        def clean(call: int) -> None:
+            if call == 0:
+                store.dispatch()
+                store.clean()
+
+        real = TreeCopy.file
+
+        def copied(self: TreeCopy, name: str, *arguments: Any, **named: Any) -> None:
+            real(self, name, *arguments, **named)
+            if name.startswith("commitlog"):
+                clean(len(seen))
+                seen.append(name)
+
+        seen: list[str] = []
+        monkeypatch.setattr(TreeCopy, "file", copied)
+        report = taken(root, tmp_path / "copy")
+        assert len(seen) == 1  # the last one; it was the writer's, who kept no other
+        assert report.plan.log_start == 0
+        with open_store(tmp_path / "copy", "r") as copy:
+            assert copy.min_offset == store.min_offset > 0
+    assert report.findings == []
+    sound(tmp_path / "copy")
+
+
+# -- links -------------------------------------------------------------------------------------------------------------
+
+
+def links(root: Path) -> list[int]:
+    return [path.stat().st_nlink for path in sorted((root / "commitlog").glob("0*"))]
+
+
+def test_with_link_closed_segments_are_shared_and_the_last_one_is_not(root: Path, tmp_path: Path) -> None:
+    before = told(root)
+    report = taken(root, tmp_path / "copy", link=True)
+    count = len(links(root))
+    assert (report.plan.segments, report.plan.linked) == (count, count - 1)
+    assert links(root) == links(tmp_path / "copy") == [2] * (count - 1) + [1]
+    with open_store(root) as store, open_store(tmp_path / "copy") as copy:
+        put(store, range(200, 230))
+        put(copy, range(900, 960))
+    for path in (root, tmp_path / "copy"):
+        sound(path)
+        assert {key: value[: len(before[key])] for key, value in told(path).items()} == before
+
+
+@pytest.mark.parametrize("cut", ["mq", "copy"])
+def test_who_cuts_into_a_shared_segment_takes_a_copy_of_it(root: Path, tmp_path: Path, cut: str) -> None:
+    with open_store(root, "r") as store:
+        (hit,) = store.find("orders", key="k50")
+    taken(root, tmp_path / "copy", link=True)
+    segment = f"commitlog/{hit.physical_offset // SEGMENT * SEGMENT:020d}"
+    flip(root / segment, hit.physical_offset % SEGMENT + 95)  # a bad disk: both have it
+    other = tmp_path / ("copy" if cut == "mq" else "mq")
+    before = files(other)
+    report = recover_store(tmp_path / cut, RecoverOptions(truncate=True), fs=Unsynced())
+    assert report.log_end == hit.physical_offset
+    with open_store(tmp_path / cut) as store:
+        put(store, range(700, 800))
+    assert files(other) == before
+    sound(tmp_path / cut)
+    assert links(tmp_path / cut)[hit.physical_offset // SEGMENT] == 1
+
+
+def test_a_shared_last_segment_is_not_appended_to(tmp_path: Path) -> None:
+    """Whoever made the second name, and of whichever segment."""
+    with open_store(tmp_path / "mq") as store:
+        put(store, range(10))
+    name = f"commitlog/{0:020d}"
+    os.link(tmp_path / "mq" / name, tmp_path / "kept")
+    kept = (tmp_path / "kept").read_bytes()
+    with open_store(tmp_path / "mq") as store:
+        put(store, range(10, 20))
+        store.flush()
+    assert (tmp_path / "kept").read_bytes() == kept
+    assert (tmp_path / "mq" / name).stat().st_nlink == 1
+    sound(tmp_path / "mq")
+    assert sum(map(len, told(tmp_path / "mq").values())) == 20
+
+
+def test_links_need_one_file_system(root: Path, tmp_path: Path) -> None:
+    elsewhere = Path("/dev/shm")
+    if not elsewhere.is_dir() or elsewhere.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("there is no second file system here")
+    target = elsewhere / f"mqstore-test-{os.getpid()}" / "copy"
+    with pytest.raises(ConfigError, match="another file system"):
+        taken(root, target, link=True)
+    assert not target.parent.exists()
+
+
+# -- the target --------------------------------------------------------------------------------------------------------
+
+
+def test_targets_that_are_in_the_way_are_refused_before_anything_is_made(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "a").write_text("a")
+    (tmp_path / "file").write_text("a")
+    (tmp_path / "way").symlink_to(root)
+    before = files(tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for target, why in (
+        ("full", "is there already"),
+        ("file", "is there already"),
+        ("link", "is there already"),
+        ("mq", "lies in the store"),
+        ("mq/copy", "lies in the store"),
+        ("way/copy", "lies in the store"),
+        (".", "above the store"),
+    ):
+        for call in (taken, plan_snapshot):
+            with pytest.raises(ConfigError, match=why):
+                call(root, tmp_path / target)
+    (tmp_path / "link").unlink()
+    assert files(tmp_path) == before
+    with pytest.raises(NotAStoreError):
+        taken(tmp_path / "full", tmp_path / "copy")
+    assert sorted(os.listdir(tmp_path)) == ["file", "full", "mq", "way"]
+
+
+def test_an_empty_folder_and_one_whose_parents_are_not_there_will_do(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for target in (tmp_path / "empty", tmp_path / "a" / "b" / "c"):
+        taken(root, target)
+        assert told(target) == told(root)
+
+
+def test_a_relative_target(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    report = taken(Path("mq"), Path("copy"))
+    assert report.plan.snapshot == str(tmp_path / "copy")
+    assert told(tmp_path / "copy") == told(root)
+
+
+def test_somebody_elses_folder_of_that_name_is_not_removed(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "copy.partial").mkdir()
+    (tmp_path / "copy.partial" / "thesis.txt").write_text("years of work")
+    with pytest.raises(ConfigError, match=r"thesis\.txt"):
+        taken(root, tmp_path / "copy")
+    assert (tmp_path / "copy.partial" / "thesis.txt").read_text() == "years of work"
+
+
+def test_two_at_one_target_do_not_meet(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "copy.partial").mkdir()
+    lock = WriterLock(tmp_path / "copy.partial", "another")
+    lock.acquire()
+    try:
+        with pytest.raises(StoreLockedError):
+            taken(root, tmp_path / "copy")
+    finally:
+        lock.release()
+    taken(root, tmp_path / "copy")
+    assert sorted(os.listdir(tmp_path)) == ["copy", "mq"]
+
+
+def test_a_plan_says_what_will_be_done_and_does_nothing(root: Path, tmp_path: Path) -> None:
+    before = states(root)
+    plan = plan_snapshot(root, tmp_path / "copy")
+    assert states(root) == before
+    assert os.listdir(tmp_path) == ["mq"]
+    report = taken(root, tmp_path / "copy")
+    free = report.plan.free_bytes
+    assert report.plan == replace(plan, free_bytes=free)
+    assert plan.segments == len(links(root))
+    assert plan.log_end == len(links(root)) * SEGMENT  # of a store at rest: its files
+    assert plan.as_dict().keys() == set(SnapshotPlan.__dataclass_fields__)
+    assert set(report.as_dict()) == {*plan.as_dict(), "messages", "findings", "truncated", "seconds"}
+
+
+def test_progress_grows_to_the_whole(root: Path, tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    taken(root, tmp_path / "copy", progress=lambda done, total: seen.append((done, total)))
+    done = [each for each, _ in seen]
+    assert done == sorted(done)
+    assert len({total for _, total in seen}) == 1
+    assert 0.9 * seen[-1][1] <= done[-1] <= seen[-1][1]
+
+
+# -- errors, kills, power cuts -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def few(tmp_path: Path) -> Path:
+    """A store of some files of each kind."""
+    root = tmp_path / "mq"
+    store = open_store(root)
+    put(store, range(30))
+    (root / "config").mkdir(exist_ok=True)
+    (root / "config" / "topics.json").write_text('{"topicConfigTable": {}}')
+    kill(store)
+    bundle(root, "job", 0, [[Row(b"waits")]])
+    return root
+
+
+def _names(root: Path) -> list[str]:
+    """The files of a copy; that of the index bears the time."""
+    return sorted(name if not name.startswith("index") else "index" for name in files(root))
+
+
+def changes(root: Path, target: Path) -> int:
+    fs = FaultyFileSystem()
+    taken(root, target, fs=fs, link=True)
+    return len(fs.changes())
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_killed_at_any_change_there_is_a_whole_one_or_none_and_the_next_call_makes_it(
+    few: Path, tmp_path: Path, part: int
+) -> None:
+    count = changes(few, tmp_path / "first")
+    before = files(few)
+    assert count > 100
+    for nth in range(1 + part, count + 1, 4):
+        target = tmp_path / f"copy{nth}"
+        fs = FaultyFileSystem()
+        fs.crash(nth, torn=nth % 3 == 0)
+        with pytest.raises(Crash):
+            taken(few, target, fs=fs, link=True)
+        if target.exists():
+            assert _names(target) == _names(tmp_path / "first")
+            sound(target)
+        else:
+            taken(few, target, link=True)
+        assert len(units_of(target, "orders", 0)) == 10
+        assert not target.with_name(f"{target.name}.partial").exists() or target.exists()
+        assert files(few) == before
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_after_an_error_at_any_change_nothing_is_left(few: Path, tmp_path: Path, part: int) -> None:
+    count = changes(few, tmp_path / "first")
+    before = files(few)
+    for nth in range(1 + part, count + 1, 4):
+        target = tmp_path / f"copy{nth}"
+        fs = FaultyFileSystem()
+        fs.fail(CHANGES, errno.EIO, nth=nth)
+        try:
+            taken(few, target, fs=fs)
+        except StoreIOError:
+            assert not target.exists() or told(target)  # the last sync: it is there, and perhaps not for good
+        else:
+            sound(target)
+        assert files(few) == before
+        partial = target.with_name(f"{target.name}.partial")
+        if partial.exists():  # the error was one of removing it
+            taken(few, tmp_path / "again") if target.exists() else taken(few, target)
+            if not target.exists():
+                assert not partial.exists()
+
+
+def test_a_full_disk_leaves_nothing(root: Path, tmp_path: Path) -> None:
+    fs = FaultyFileSystem()
+    fs.fail("pwrite", errno.ENOSPC, nth=8, times=None, path_part=".partial")
+    with pytest.raises(MQStoreError, match="No space left"):
+        taken(root, tmp_path / "copy", fs=fs)
+    assert os.listdir(tmp_path) == ["mq"]
+
+
+@pytest.mark.parametrize("crashed", [False, True])
+def test_a_power_cut_leaves_a_whole_one_or_none_and_all_of_it_once_the_call_has_returned(
+    root: Path, tmp_path: Path, crashed: bool
+) -> None:
+    if crashed:
+        kill(open_store(root))
+    bundle(root, "job", 0, [[Row(b"waits")]])
+    (root / "config").mkdir(exist_ok=True)
+    (root / "config" / "topics.json").write_text('{"topicConfigTable": {}}')
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    fs = RecordingFileSystem(disk)
+    try:
+        snapshot_store(root, disk / "copy", fs=fs)
+    finally:
+        fs.dispose()
+    expected = files(disk / "copy")
+    renamed = next(
+        i
+        for i, event in enumerate(fs.events)
+        if event.kind == "names" and any(name == "copy" and node is not None for _, name, node in event.operands)
+    )
+    done = next(i for i, event in enumerate(fs.events) if i > renamed and event.kind == "sync_folder")
+    for seed in range(12):
+        image = tmp_path / f"image{seed}"
+        build_image(fs.events[: (done if seed % 2 else renamed) + 1], random.Random(seed), image)
+        assert (image / "copy").exists() or not seed % 2
+        if (image / "copy").exists():
+            found = files(image / "copy")
+            assert {name: found.get(name) for name in expected if name != "lock"} == {
+                name: content for name, content in expected.items() if name != "lock"
+            }

@@ -1,0 +1,120 @@
+"""`mqstore snapshot`: a copy of a store, also of one in use. `mqstore.log.snapshot` makes it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import click
+
+from mqstore.broker.configchecks import CONFIG_CHECKS
+from mqstore.log.snapshot import SnapshotPlan, SnapshotReport, plan_snapshot, snapshot_store
+from mqstore_tools.render import console, finding_line, note, print_json, progress, safe, show_bytes
+from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, index_options, java_config, json_option
+
+__all__ = ["snapshot"]
+
+
+@click.command(
+    cls=StoreCommand,
+    short_help="Copy a store, also one in use, as it is at one moment.",
+    epilog="""\b
+Examples:
+  mqstore snapshot var/mq /backup/mq-monday
+  mqstore snapshot var/mq /backup/mq-monday --dry-run      # how much, and is there room?
+  mqstore snapshot var/mq var/mq-now --link && mqstore spark export var/mq-now out.parquet""",
+)
+@directory_argument
+@click.argument("destination", metavar="DEST", type=click.Path(path_type=Path))
+@click.option(
+    "--link",
+    is_flag=True,
+    help="Give closed segments a second name in place of a copy: no space, little time, the same file system.",
+)
+@click.option("--dry-run", is_flag=True, help="Only say what would be copied.")
+@index_options
+@json_option
+@click.pass_context
+def snapshot(
+    ctx: click.Context,
+    directory: Path,
+    destination: Path,
+    link: bool,
+    dry_run: bool,
+    index_slots: int | None,
+    index_entries: int | None,
+    json_output: bool,
+) -> None:
+    """Copy the store in DIR to DEST, a folder that does not exist yet, while others use it.
+
+    DEST becomes a store that was closed cleanly and holds all that had been put, committed and created when the command
+    was started. It has been read back, every checksum, before it gets its name: there is a whole DEST or none. Messages
+    that were lent or popped at that moment come again in it, as after a crash. Exit code 1 when something is wrong with
+    what was copied, which DEST then has as well; see docs/recovery.md.
+    """
+    config = java_config(index_slots, index_entries)
+    if dry_run:
+        plan = plan_snapshot(directory, destination, link=link, config=config)
+        if json_output:
+            print_json({"dry_run": True, "plan": plan.as_dict()})
+        else:
+            _show_plan(plan)
+        return
+    logging.getLogger("mqstore").setLevel(logging.ERROR)  # its warnings are the findings, which are told below
+    try:
+        with progress("copying and verifying") as report_progress:
+            report = snapshot_store(
+                directory,
+                destination,
+                link=link,
+                config=config,
+                progress=report_progress,
+                json_checks=CONFIG_CHECKS,
+            )
+    finally:
+        logging.getLogger("mqstore").setLevel(logging.NOTSET)
+    if json_output:
+        print_json({"dry_run": False, **report.as_dict()})
+    else:
+        _show(report)
+    if report.findings:
+        ctx.exit(FINDINGS)
+
+
+def _show_plan(plan: SnapshotPlan) -> None:
+    room = "" if plan.bytes <= plan.free_bytes else "; that is more than there may be room for"
+    print(
+        safe(
+            f"would copy {plan.store} ({'in use' if plan.writer_alive else 'not in use'}) to {plan.snapshot}: "
+            f"{_amount(plan)}; {show_bytes(plan.free_bytes)} are free there{room}"
+        )
+    )
+    _tell_left(plan)
+
+
+def _show(report: SnapshotReport) -> None:
+    for finding in report.findings:
+        print(finding_line(finding))
+    for cut in report.truncated:
+        print(safe(f"not copied: {cut.file} [{cut.start}, {cut.stop}): {cut.reason}"))
+    _tell_left(report.plan)
+    console().print(
+        safe(
+            f"{report.plan.snapshot}: {_amount(report.plan)}; {report.messages} records verified, the log ends at "
+            f"{report.log_end}"
+        )
+    )
+
+
+def _amount(plan: SnapshotPlan) -> str:
+    parts = [f"{show_bytes(plan.bytes)} in {plan.files} files"]
+    if plan.linked:
+        parts.append(f"{plan.linked} of {plan.segments} segments by a second name")
+    if plan.bundles:
+        parts.append(f"{plan.bundles} bundles that wait in the inbox")
+    return ", ".join(parts)
+
+
+def _tell_left(plan: SnapshotPlan) -> None:
+    for text in plan.left:
+        note(f"not copied: {text}")
