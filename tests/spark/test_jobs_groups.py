@@ -17,9 +17,10 @@ from mqstore import MessageStore, SimulatedClock
 from mqstore.broker.deadletters import DeadLetters
 from mqstore.broker.offline import offline
 from mqstore.errors import ConfigError
-from mqstore.spark import dlq_report, dlq_resend, lag_report, select, trace
+from mqstore.spark import dlq_report, lag_report, select, trace
 from mqstore.spark.jobs.dlq import dlq_plan
 from mqstore.spark.jobs.lag import lag_plan
+from mqstore.spark.jobs.resend import resend_plan
 from mqstore.spark.jobs.trace import trace_plan
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import StoreName
@@ -263,11 +264,11 @@ def test_lag_is_that_of_the_queues_that_are_assigned(tmp_path: Path) -> None:
 def test_the_letters_that_are_counted_are_those_that_would_be_sent(letters: Path, given: dict[str, Any]) -> None:
     """Queue offsets and a filter were passed over: the report was of all letters, before a resend of some."""
     chosen = select(letters, **given)
-    sent = dlq_resend(None, chosen, dry_run=True)
+    sent = resend_plan(chosen)
 
     report = dlq_report(None, chosen)
 
-    assert (report.total, report.total < 9) == (sent.resent, True)
+    assert (report.total, report.total < 9) == (sent.messages, True)
     assert sum(row.count for row in report.rows) == report.total
 
 

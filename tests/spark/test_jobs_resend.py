@@ -17,7 +17,7 @@ from mqstore.errors import ConfigError, CorruptStoreError, FilterError, InvalidM
 from mqstore.layout.properties import encode_properties
 from mqstore.spark.jobs import resend
 from mqstore.spark.jobs.dlq import dlq_report
-from mqstore.spark.jobs.resend import dlq_resend
+from mqstore.spark.jobs.resend import dlq_resend, resend_plan
 from mqstore.spark.jobs.shape import select
 from tests.spark.copies import fail, tree
 from tests.spark.support import Odd, write_store
@@ -122,10 +122,10 @@ def test_groups_topics_and_times_choose_too(store: Path) -> None:
 
     with pytest.raises(ConfigError, match="no store knows the group 'nobody'; there are 'audit', 'billing'"):
         dlq_resend(None, store, groups=["nobody", "audit"])
-    assert dlq_resend(None, store, groups=["audit"], dry_run=True).stores[0].groups == {"audit": 3}
-    assert dlq_resend(None, select(store, topics="orders"), dry_run=True).stores[0].groups == {"billing": 6}
+    assert resend_plan(store, groups=["audit"]).letters[0].groups == {"audit": 3}
+    assert resend_plan(select(store, topics="orders")).letters[0].groups == {"billing": 6}
     late = select(store, start=datetime(2100, 1, 1, tzinfo=UTC))
-    assert dlq_resend(None, late, dry_run=True).stores[0].others == 9
+    assert resend_plan(late).letters[0].others == 9
 
 
 def test_all_may_be_sent_to_another_topic_or_to_their_group_alone(store: Path) -> None:
@@ -153,10 +153,19 @@ def test_of_two_letters_of_one_message_the_first_is_sent_but_a_new_failure_is_a_
 def test_a_dry_run_counts_and_writes_nothing(store: Path) -> None:
     before = tree(store)
 
-    found = dlq_resend(None, store, dry_run=True)
+    found = resend_plan(store)
 
-    assert (found.resent, found.dry_run, found.stores[0].topics) == (6, True, {"orders": 6})
+    assert (found.stores, found.queues, found.messages, found.tasks) == (1, 1, 6, 1)
+    assert found.letters[0].topics == {"orders": 6}
     assert tree(store) == before
+    with MessageStore(store) as opened:
+        end = opened.max_offset
+    done = dlq_resend(None, store)
+    assert done.stores == found.letters
+    with MessageStore(store, "r") as opened:
+        all_there_are = [each for ref in opened.queues("orders") for each in opened.iter(*ref)]
+    new = [each.size for each in all_there_are if each.physical_offset >= end]
+    assert (len(new), sum(new)) == (found.messages, found.bytes)
 
 
 # -- crashes -----------------------------------------------------------------------------------------------------------

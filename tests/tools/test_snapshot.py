@@ -40,11 +40,21 @@ def test_a_copy_is_made_and_told(store: Path, tmp_path: Path) -> None:
 
 
 def test_a_copy_is_used_like_the_original(store: Path, tmp_path: Path) -> None:
-    mqstore("snapshot", store, tmp_path / "copy")
+    with library.open(store) as opened:
+        opened.create_topic("late", queues=1)
+        opened.put("late", b"a moment", delay=1.5)
+        opened.put("late", b"a level", delay_level=1)
+        opened.broker.run_once()
+        mqstore("snapshot", store, tmp_path / "copy")
+        assert opened.offsets("late", 0) == (0, 0)
     with library.open(tmp_path / "copy") as copy:
         task = copy.queue("jobs").get(timeout=5)
         assert task.value == b"one"
         task.ack()
+        until = time.monotonic() + 60
+        while copy.offsets("late", 0)[1] < 2 and time.monotonic() < until:
+            time.sleep(0.02)
+        assert sorted(message.body for message in copy.read("late", 0, 0)) == [b"a level", b"a moment"]
     with library.open(store) as original:
         assert original.queue("jobs").get(timeout=5).value == b"one"
 

@@ -194,8 +194,10 @@ def test_dead_letters_are_counted_and_sent(tmp_path: Path) -> None:
     shown = mqstore("spark", "dlq", "resend", tmp_path / "s", "--where", "dlq_reason = 'timeout'", *HERE)
     rest = mqstore_json("spark", "dlq", "resend", tmp_path / "s", "--group", "billing", *HERE)
 
-    assert set(dry) == {*ResendReport.__dataclass_fields__}
-    assert (dry["resent"], dry["dry_run"]) == (4, True)
+    assert dry["dry_run"] is True
+    assert set(dry["plan"]) == {"stores", "queues", "messages", "bytes", "tasks", "letters"}
+    assert (dry["plan"]["messages"], dry["plan"]["letters"][0]["topics"]) == (4, {"orders": 4})
+    assert set(rest) == {*ResendReport.__dataclass_fields__}
     assert "orders" in shown.stdout
     assert (rest["resent"], rest["stores"][0]["topics"]) == (2, {"orders": 2})
     assert mqstore("spark", "dlq", "resend", tmp_path / "s", "--to-topic", "%DLQ%x", *HERE).exit_code == 2

@@ -59,8 +59,8 @@ _TRIES: Final = 100
 _PAUSE_S: Final = 0.02
 _STARTS: Final = 3
 _SMALL: Final = ("config", "local_offsets")
-_BULK: Final = ("timerwheel", "timerlog", "batchconsumequeue", "consumequeue_ext", "consumequeue")
-"""The wheel before the log that it points into."""
+_BULK: Final = ("timerlog", "batchconsumequeue", "consumequeue_ext", "consumequeue")
+_WHEEL: Final = "timerwheel"
 _DEFINITIONS: Final = ("config/topics.json", "config/subscriptionGroup.json", TXN_FILE)
 _UNTOLD: Final = frozenset(
     {*("lock", "tmp", "index", "_staging", "inbox", "serve.json", "serve.sock"), "abort.bak", "checkpoint.bak"}
@@ -396,10 +396,12 @@ class _Source:
         """The files below a folder, of each folder the last names first. Those of RocksDB are for nobody but RocksDB to
         copy while it is at work."""
         path = self.root / folder
+        if not path.is_dir():
+            return
         try:
             files = self._fs.scandir_files(path)
             folders = self._fs.scandir_directories(path)
-        except (FileNotFoundError, NotADirectoryError):
+        except FileNotFoundError:
             return
         rocksdb = rocksdb or any(name == "CURRENT" for name, _ in files)
         if rocksdb and writer_alive(self.root, self._fs):
@@ -411,10 +413,11 @@ class _Source:
             yield _File(f"{folder}/{name}", length, rocksdb)
 
     def _bulk_files(self) -> Iterator[_File]:
+        # Ours is made anew at each opening; a Java broker believes what it finds. Before the log that it points into.
+        if self._manifest.profile == "rocketmq" and (self.root / _WHEEL).is_file():
+            yield _File(_WHEEL, self._fs.size(self.root / _WHEEL), False)
         for folder in _BULK:
-            # Ours is made anew at each opening; a Java broker believes what it finds.
-            if folder != "timerwheel" or self._manifest.profile == "rocketmq":
-                yield from self._files(folder)
+            yield from self._files(folder)
         for folder in _SMALL:
             yield from (each for each in self._files(folder) if each.rocksdb)
 
@@ -431,7 +434,7 @@ class _Source:
         sizes += [each.length for each in self._bulk_files()]
         linked = sum(self._is_linked(segment, moment) for segment in moment.segments)
         sizes += [_used(segment, moment) for segment in moment.segments if not self._is_linked(segment, moment)]
-        known = {*_UNTOLD, *_SMALL, *_BULK, "commitlog", *moment.small}
+        known = {*_UNTOLD, *_SMALL, *_BULK, _WHEEL, "commitlog", *moment.small}
         for name in self._fs.scandir(self.root):
             if name not in known:
                 self._leave(f"{name}: not a part of the store")

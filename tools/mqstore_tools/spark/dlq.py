@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import click
@@ -95,26 +94,29 @@ def resend(given: Given, groups: tuple[str, ...], to_topic: str | None) -> None:
     that.
     """
     with usable():
-        from mqstore.spark.jobs.resend import dlq_resend
+        from mqstore.spark.jobs.resend import dlq_resend, resend_plan
     chosen = given.select()
-    with given.running("sending") if not given.dry_run else nullcontext((None, None)) as (spark, progress):
-        found = dlq_resend(
-            spark,
-            chosen,
-            to=to_topic or "origin",
-            groups=groups or None,
-            dry_run=given.dry_run,
-            progress=progress,
-        ).to_dict()
+    to, picked = to_topic or "origin", groups or None
+    if given.dry_run:
+        plan = resend_plan(chosen, to=to, groups=picked)
+        if given.json_output:
+            given.print_plan(plan)
+        else:
+            _show_letters(plan.to_dict()["letters"], "would be sent>")
+        return
+    with given.running("sending") as (spark, progress):
+        found = dlq_resend(spark, chosen, to=to, groups=picked, progress=progress).to_dict()
     if given.json_output:
         print_json(found)
-        return
-    columns = ("store", "would be sent>" if given.dry_run else "sent>", "before>", "doubles>", "others>")
-    rows = [
-        (each["store"], each["resent"], each["before"], each["doubles"], each["others"]) for each in found["stores"]
-    ]
+    else:
+        _show_letters(found["stores"], "sent>")
+
+
+def _show_letters(stores: list[dict[str, Any]], sent: str) -> None:
+    columns = ("store", sent, "before>", "doubles>", "others>")
+    rows = [(each["store"], each["resent"], each["before"], each["doubles"], each["others"]) for each in stores]
     console().print(table("dead letters", columns, rows))
-    topics = [(each["store"], topic, count) for each in found["stores"] for topic, count in each["topics"].items()]
+    topics = [(each["store"], topic, count) for each in stores for topic, count in each["topics"].items()]
     if topics:
         console().print(table("", ("store", "topic", "letters>"), topics))
 

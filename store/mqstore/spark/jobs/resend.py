@@ -30,7 +30,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -55,11 +55,11 @@ from mqstore.log.store import MessageStore
 from mqstore.log.txn import TXN_FILE, read_txn
 from mqstore.spark.encode import Encoded
 from mqstore.spark.jobs.dlq import groups_of
-from mqstore.spark.jobs.shape import Progress, Selection, Shaped, Stores, check_followed, check_known, run, select
+from mqstore.spark.jobs.shape import Plan, Progress, Selection, Shaped, Stores, check_followed, check_known, run, select
 from mqstore.spark.plan import StoreName, open_store
 from mqstore.spark.staging import ShardInfo, discard, make_folders, transaction_folder, write_shards
 
-__all__ = ["DLQ_RESENT", "ResendReport", "StoreResend", "dlq_resend"]
+__all__ = ["DLQ_RESENT", "ResendPlan", "ResendReport", "StoreResend", "dlq_resend", "resend_plan"]
 
 DLQ_RESENT: Final = "DLQ_RESENT"
 """Property of a copy: group and offset of the dead letter that it is of."""
@@ -78,7 +78,7 @@ class StoreResend(Shaped):
 
     store: str
     resent: int
-    """With `dry_run`: that would be."""
+    """In a plan: that would be."""
     topics: Mapping[str, int]
     """By the topic they are sent to."""
     groups: Mapping[str, int]
@@ -96,8 +96,16 @@ class ResendReport(Shaped):
     """What `dlq_resend` has done."""
 
     resent: int
-    dry_run: bool
     stores: tuple[StoreResend, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ResendPlan(Plan):
+    """What `dlq_resend` would send: of letters not what would be read, for all are, but `messages` and `bytes` of new
+    records, out of how many `queues` of letters."""
+
+    letters: tuple[StoreResend, ...]
+    """Store by store."""
 
 
 def dlq_resend(
@@ -107,7 +115,6 @@ def dlq_resend(
     *,
     to: str = "origin",
     groups: Iterable[str] | None = None,
-    dry_run: bool = False,
     lock_timeout_s: float = 30.0,
     progress: Progress | None = None,
 ) -> ResendReport:
@@ -115,13 +122,54 @@ def dlq_resend(
 
     `where`: an SQL92 expression over their properties. `groups`: only what these gave up. A selection says the rest:
     topics that they came from, when they were filed, and no other option. `spark`: a session, or None to run here.
-    `dry_run` writes nothing.
 
     A second run sends nothing again. Letters that are sent at the front of a group's are let go of, as by a replay.
     Raises ConfigError for a group that no store knows, NotPermittedError, TopicNotFoundError, InvalidMessageError for a
     letter that cannot be sent: then nothing of any store is; StoreLockedError for a store that is open, when the stores
     before it are done.
     """
+    job, names = _job_of(stores, where, to, groups, dry_run=False)
+    staged: list[_Staged] = []
+    done: list[StoreResend] = []
+    try:
+        staged = _stage_all(spark, job, names, progress)
+        for name, each in zip(names, staged, strict=True):
+            _publish(name, each, job.writer, lock_timeout_s)
+            done.append(each.report)
+    finally:
+        for number, name in enumerate(names):
+            if number >= len(done):
+                with suppress(MQStoreError):  # a store that does not read has nothing staged
+                    run_there = staged[number].run if staged else _next_run(name)
+                    discard(Path(name.path), _APP, run_there, writer=job.writer)
+    return ResendReport(sum(each.resent for each in done), tuple(done))
+
+
+def resend_plan(
+    stores: Stores | Selection,
+    where: str | None = None,
+    *,
+    to: str = "origin",
+    groups: Iterable[str] | None = None,
+    progress: Progress | None = None,
+) -> ResendPlan:
+    """What `dlq_resend` would send now. Reads every letter; writes nothing. Raises as that does, but for locks."""
+    job, names = _job_of(stores, where, to, groups, dry_run=True)
+    staged = _stage_all(None, job, names, progress)
+    return ResendPlan(
+        stores=len(names),
+        queues=sum(len(each.letters) for each in staged),
+        messages=sum(each.report.resent for each in staged),
+        bytes=sum(each.bytes for each in staged),
+        tasks=len(names),
+        letters=tuple(each.report for each in staged),
+    )
+
+
+def _job_of(
+    stores: Stores | Selection, where: str | None, to: str, groups: Iterable[str] | None, *, dry_run: bool
+) -> tuple[_Job, Sequence[StoreName]]:
+    """What was asked for, checked, and of which stores."""
     chosen = select(stores) if where is None else select(stores, where=where)
     check_followed(chosen, "topics", "filter", bounds=True)
     where = chosen.options.filter
@@ -129,25 +177,14 @@ def dlq_resend(
         sql92.compile(where)
     if type(to) is not str or not to or is_dlq_topic(to):
         raise ConfigError(f"to={to!r}: give 'origin', or a topic that is none of dead letters")
-    names = chosen.stores()
-    job = _Job(chosen, where, None if to == "origin" else to, None if groups is None else frozenset(groups), dry_run)
-    staged: list[_Staged] = []
-    done: list[StoreResend] = []
-    try:
-        staged = run(spark, names, partial(_stage, job), progress, "mqstore dlq resend")
-        check_known("group", job.groups or (), (name for each in staged for name in each.known))
-        for name, each in zip(names, staged, strict=True):
-            if not dry_run:
-                _publish(name, each, job.writer, lock_timeout_s)
-            done.append(each.report)
-    finally:
-        if not dry_run:
-            for number, name in enumerate(names):
-                if number >= len(done):
-                    with suppress(MQStoreError):  # a store that does not read has nothing staged
-                        run_there = staged[number].run if staged else _next_run(name)
-                        discard(Path(name.path), _APP, run_there, writer=job.writer)
-    return ResendReport(sum(each.resent for each in done), dry_run, tuple(done))
+    picked = None if groups is None else frozenset(groups)
+    return _Job(chosen, where, None if to == "origin" else to, picked, dry_run), chosen.stores()
+
+
+def _stage_all(spark: Any, job: _Job, names: Sequence[StoreName], progress: Progress | None) -> list[_Staged]:
+    staged = run(spark, names, partial(_stage, job), progress, "mqstore dlq resend")
+    check_known("group", job.groups or (), (name for each in staged for name in each.known))
+    return staged
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +208,8 @@ class _Staged:
     """Those that are sent, by group."""
     behind: bool
     """Letters that an earlier run has sent still stand at the front: it was killed before it let go of them."""
+    bytes: int
+    """Of the copies."""
     report: StoreResend
     known: frozenset[str]
     """All groups of the store."""
@@ -275,8 +314,7 @@ def _stage(job: _Job, name: StoreName) -> _Staged:
                     topics[topic] += 1
                     groups[group] += 1
                     _extend(sent, letter.offset)
-                    if not job.dry_run:
-                        yield topic, queue_id, _record(letter, topic, queue_id, properties, f"{group}:{letter.offset}")
+                    yield topic, queue_id, _record(letter, topic, queue_id, properties, f"{group}:{letter.offset}")
                 if sent:
                     letters[group] = sent
 
@@ -284,10 +322,12 @@ def _stage(job: _Job, name: StoreName) -> _Staged:
         pieces = _pieces(copies())
         profile = store.manifest.profile
         known = frozenset(groups_of(parts))
-        shards = [] if job.dry_run else [*write_shards(pieces, folder, 0, 0, profile=profile)]
+        shards: list[ShardInfo] = []
         if job.dry_run:
-            for _ in pieces:
-                pass
+            size = sum(int(piece.sizes.sum()) for piece in pieces)
+        else:
+            shards += write_shards(pieces, folder, 0, 0, profile=profile)
+            size = sum(shard.bytes for shard in shards)
     report = StoreResend(
         name.id,
         topics.total(),
@@ -297,7 +337,7 @@ def _stage(job: _Job, name: StoreName) -> _Staged:
         counts["doubles"],
         counts["others"],
     )
-    return _Staged(number, tuple(shards), letters, behind, report, known)
+    return _Staged(number, tuple(shards), letters, behind, size, report, known)
 
 
 def _wanted(job: _Job, letters: DeadLetters, before: Ranges, counts: Counter[str]) -> Iterator[tuple[Message, bool]]:
