@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import json
 import shutil
+import threading
+import time
 import zipfile
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -220,6 +222,34 @@ def test_a_query_is_printed_or_written(
     assert written.exit_code == 0
     assert spark.read.parquet(str(tmp_path / "rows")).count() == 2
     assert command("spark", "sql", stores["a"], "select 1 where 1 = 2").stderr == "no rows\n"
+
+
+def sleeping(gate: str, number: int) -> int:
+    while number and not Path(gate).exists():
+        time.sleep(0.01)
+    return number
+
+
+def test_how_far_a_query_is_is_counted_in_tasks_of_its_stages(spark: Any, tmp_path: Path) -> None:
+    """Two of four wait for a file; the tasks of a stage that has not begun are not known yet."""
+    from mqstore_tools.spark.sql import _tasks_of
+
+    gate = tmp_path / "gate"
+    tasks = _tasks_of(spark)
+    assert tasks() == (0, 0)
+    numbers = spark.sparkContext.parallelize([0, 0, 1, 1], 4)
+    counted: list[list[int]] = []
+    running = threading.Thread(target=lambda: counted.append(numbers.map(partial(sleeping, str(gate))).collect()))
+    running.start()
+    try:
+        until = time.monotonic() + 60
+        while tasks() != (2, 4) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert tasks() == (2, 4)
+    finally:
+        gate.touch()
+        running.join()
+    assert counted == [[0, 0, 1, 1]]
 
 
 def test_a_query_that_is_wrong_is_told_in_one_line(command: Callable[..., Any], stores: dict[str, Path]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from mqstore.spark.jobs.traffic import traffic_report
 from mqstore_tools.main import cli
 from mqstore_tools.spark import COMMANDS, spark
 from tests.tools.brokers import broker, clock_now
-from tests.tools.support import mqstore, mqstore_json, snapshot
+from tests.tools.support import mqstore, mqstore_json, seen_on_a_terminal, snapshot
 
 THERE = [name for name in COMMANDS if name in spark.list_commands(click.Context(spark))]
 HERE = ("--master", "none")
@@ -90,6 +91,15 @@ def test_every_command_has_help_with_an_example_and_explains_its_options(name: s
 def test_the_report_of_dead_letters_is_what_dlq_means(store: Path) -> None:
     assert mqstore_json("spark", "dlq", store, *HERE) == mqstore_json("spark", "dlq", "report", store, *HERE)
     assert "mqstore spark dlq report" in mqstore("spark", "dlq", "report", "--help").stdout
+
+
+@pytest.mark.parametrize("name", ["export", "lag", "traffic", "trace", "dlq", "verify"])
+def test_a_terminal_sees_how_far_a_job_is(name: str, store: Path, tmp_path: Path) -> None:
+    call = arguments(name, store, tmp_path)
+    code, out, seen = seen_on_a_terminal(*call, "--json", *HERE)
+    assert code == 0
+    assert json.loads(out)
+    assert re.search(rb"[a-z]ing .*[ m](\d+)/\1\b", seen, re.DOTALL), seen  # a bar that has come to its end
 
 
 # -- plans, and no Spark -----------------------------------------------------------------------------------------------

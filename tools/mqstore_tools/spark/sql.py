@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Callable
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
@@ -57,7 +58,7 @@ def sql(given: Given, query: str, out: str | None, format_: str, max_rows: int) 
     if given.dry_run:
         given.print_plan(Plan.of_slices(chosen.tasks()))
         return
-    with given.session() as spark, progress("asking", of_bytes=False), spark_errors():
+    with given.session() as spark, progress("asking", _tasks_of(spark), of_bytes=False), spark_errors():
         frame = ask(spark, chosen, query)
         if out is not None:
             frame.write.format(format_).mode("errorifexists").save(str(Path(out).absolute()))
@@ -68,6 +69,19 @@ def sql(given: Given, query: str, out: str | None, format_: str, max_rows: int) 
     _print(names, rows[:max_rows], json_output=given.json_output)
     if len(rows) > max_rows:
         note(f"and more; --max-rows prints more than {max_rows}, --out all of them")
+
+
+def _tasks_of(spark: Any) -> Callable[[], tuple[int, int]]:
+    """How far the stages are that Spark is at now: (tasks done, tasks)."""
+    tracker = spark.sparkContext.statusTracker()
+
+    def count() -> tuple[int, int]:
+        stages = [
+            found for number in tracker.getActiveStageIds() if (found := tracker.getStageInfo(number)) is not None
+        ]
+        return sum(each.numCompletedTasks for each in stages), sum(each.numTasks for each in stages)
+
+    return count
 
 
 def _print(names: list[str], rows: list[Any], *, json_output: bool) -> None:
