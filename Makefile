@@ -6,6 +6,7 @@
 #   make bench   mqstore beside its peers, ratios with their spread (BENCH="put --quick" chooses)
 #   make spark   the tests that need pyspark and Java, in an environment of their own (3 minutes once that is there)
 #   make spark-alone  those that start a Spark of their own: clusters, the tutorials as typed in (4 minutes)
+#   make spark-bench  Spark's reads, writes and jobs beside what they replace, each ratio beside its goal (half an hour)
 #   make interop  both engines on one store, ours and Apache RocketMQ's (needs a JDK, Maven; ROCKETMQ=5.4.0 takes another)
 #   make crash   more crash images than `make test` tries: N=100000 of them
 #   make sanitize  tests of the compiled parts under the address and undefined-behaviour sanitizers (needs gcc)
@@ -27,7 +28,7 @@ ROCKETMQ ?= 5.3.3
 JOBS  ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench spark spark-alone interop crash sanitize docs clean
+.PHONY: help demo test lint bench spark spark-alone spark-bench interop crash sanitize docs clean
 
 help:
 	@sed -n 's/^#   make/  make/p' Makefile
@@ -57,6 +58,12 @@ spark:
 spark-alone:
 	@$(MAKE) --no-print-directory VENV=.venv-spark .venv-spark/stamp-spark
 	MQSTORE_REQUIRE_SPARK=1 .venv-spark/bin/python -m pytest --durations=5 -m spark_alone tests/spark
+
+spark-bench:
+	@$(MAKE) --no-print-directory VENV=.venv-spark .venv-spark/stamp-spark
+	@set -e; for name in spark_columns spark_source spark_stream "spark_sink --spark" splice spark_jobs spark_verify spark_plan; do \
+		.venv-spark/bin/python -m bench.$$name; \
+	done
 
 interop: $(VENV)/stamp-dev var/rocketmq-$(ROCKETMQ)/fetched
 	MQSTORE_ROCKETMQ=var/rocketmq-$(ROCKETMQ) $(BIN)/python -m pytest -n 2 --durations=5 tests/interop

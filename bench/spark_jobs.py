@@ -1,6 +1,6 @@
 """What work kept inside the tasks saves: jobs beside the same through DataFrames (S5 and S14 of the design).
 
-    python -m bench.spark_jobs [--messages N] [--rounds N] [--warm-ups N] [--master local[2]]
+    python -m bench.spark_jobs [--messages N] [--rounds N] [--master local[2]]
 
 Needs pyspark and Java. One session, page cache warm, wall time, the best of some rounds in which every side has its
 turn, after two that do not count.
@@ -19,11 +19,12 @@ from __future__ import annotations
 import argparse
 import shutil
 import tempfile
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bench.goals import ROUNDS, measure, report
 from bench.spark_columns import make
 from mqstore.spark import export_parquet, select, session, traffic_report
 
@@ -81,38 +82,30 @@ SIDES: dict[str, Side] = {
     "traffic, groupBy": traffic_frame,
 }
 RATIOS = (
-    ("S5", "export, frame.write", "export, in the task"),
-    ("S5 by topic", "export by topic, frame.write", "export by topic, in the task"),
-    ("S14", "traffic, groupBy", "traffic, in the task"),
-    ("S14 with keys", "traffic, groupBy", "traffic with frequent keys"),
+    ("S5", "export, frame.write", "export, in the task", 3),
+    ("S5", "export by topic, frame.write", "export by topic, in the task", 3),
+    ("S14", "traffic, groupBy", "traffic, in the task", 3),
+    ("S14", "traffic, groupBy", "traffic with frequent keys", None),
 )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--messages", type=int, default=1_000_000)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--warm-ups", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--master", default="local[2]")
     given = parser.parse_args()
     spark = session("mqstore bench", {"spark.master": given.master, "spark.sql.shuffle.partitions": "2"})
     with tempfile.TemporaryDirectory() as folder:
         store, out = Path(folder, "s"), Path(folder, "out")
         make(store, given.messages)
-        best = dict.fromkeys(SIDES, float("inf"))
-        for turn in range(given.warm_ups + given.rounds):
-            for name, side in SIDES.items():
-                start = time.perf_counter()
-                side(spark, store, out)
-                took = time.perf_counter() - start
-                shutil.rmtree(out, ignore_errors=True)
-                if turn >= given.warm_ups:
-                    best[name] = min(best[name], took)
+        sides = {name: partial(side, spark, store, out) for name, side in SIDES.items()}
+        best = measure(sides, given.rounds, tidy=lambda: shutil.rmtree(out, ignore_errors=True))
     print(f"{given.messages:,} messages, {given.master}, best of {given.rounds}")
     for name, seconds in best.items():
         print(f"  {name:30} {seconds:7.2f} s  {given.messages / seconds / 1e6:6.2f} M/s")
-    for name, slow, fast in RATIOS:
-        print(f"  {name:30} {best[slow] / best[fast]:7.1f}x")
+    for number, slow, fast, goal in RATIOS:
+        report(number, f"{slow}, time / {fast}", best[slow] / best[fast], goal)
     spark.stop()
 
 

@@ -18,7 +18,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from bench.spark_source import Side, measure, report
+from bench.goals import ROUNDS, Side, measure, report
 from mqstore import MessageStore, StoreConfig
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import plan
@@ -51,7 +51,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--stores", type=int, default=1000)
     parser.add_argument("--queues", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "fleet"
@@ -66,7 +66,7 @@ def main() -> None:
             "bounds": lambda: bounds(folder),
             "listed": lambda: listed(folder),
         }
-        best = measure(sides, given.rounds, 0)
+        best = measure(sides, given.rounds)
     print(f"{given.stores:,} stores of {given.queues} queues")
     for side, seconds in best.items():
         print(f"  {side:8} {seconds:6.2f} s  {seconds / given.stores * 1000:6.2f} ms a store")

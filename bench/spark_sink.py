@@ -8,8 +8,8 @@
     write       with --spark: the same frame to a new store, by Arrow writers and by row writers; local[2], all of a
                 job with its commit, the clock on the wall. Goal: at least 1.8 times as fast
 
-Rows as in the measurements behind the design: bodies of 100 to 300 bytes, a tag, a key, one property more. Processor
-time (encode), the best of some rounds in which every side has its turn.
+Rows as in the measurements behind the design: bodies of 100 to 300 bytes, a tag, a key, one property more. The best of
+some rounds in which every side has its turn, after two.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from bench.spark_source import measure
+from bench.goals import ROUNDS, measure, report
 from mqstore.layout.hosts import LOCAL_HOST
 from mqstore.layout.properties import encode_properties
 from mqstore.layout.record import MAGIC_V1, header_struct, record_bytes
@@ -96,15 +96,10 @@ SIDES: dict[str, Callable[[list[pa.RecordBatch]], int]] = {
 
 def bench_encode(rows: int, rounds: int) -> None:
     given = batches(rows)
-    best = dict.fromkeys(SIDES, float("inf"))
-    size = 0
-    for _ in range(rounds):
-        for name, side in SIDES.items():
-            start = time.process_time()
-            made = side(given)
-            best[name] = min(best[name], time.process_time() - start)
-            assert made == size or not size, "the sides made records of different sizes"
-            size = made
+    sizes = {name: side(given) for name, side in SIDES.items()}
+    size = sizes["encode"]
+    assert {*sizes.values()} == {size}, "the sides made records of different sizes"
+    best = measure({name: partial(side, given) for name, side in SIDES.items()}, rounds)
     print(f"\nencode: {rows:,} rows, {size / rows:.0f} bytes a record")
     for name, seconds in best.items():
         print(f"  {name:10} {rows / seconds / 1e6:6.2f} M/s {size / seconds / (1 << 20):7.0f} MiB/s")
@@ -142,18 +137,18 @@ def bench_write(rows: int, rounds: int) -> None:
             frame.write.format(name).mode("append").option("topic", _TOPIC).save(str(target))
 
         sides = {name: partial(write, name) for name in ("mqstore", "mqstore_rows")}
-        best = measure(sides, rounds, 1, tidy=lambda: shutil.rmtree(target))
+        best = measure(sides, rounds, tidy=lambda: shutil.rmtree(target))
         print(f"\nwrite: {rows:,} rows to a new store, local[2]")
         for name, seconds in best.items():
             print(f"  {name:14} {seconds:6.2f} s {rows / seconds / 1e6:6.2f} M/s")
-        print(f"  Arrow / rows: {best['mqstore_rows'] / best['mqstore']:.2f}")
+        report("S8", "a write by Arrow, of the rate of one by rows", best["mqstore_rows"] / best["mqstore"], 1.8)
     spark.stop()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=300_000)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--spark", action="store_true", help="the write inside Spark as well")
     given = parser.parse_args()
     bench_encode(given.rows, given.rounds)

@@ -21,11 +21,11 @@ import os
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from bench.goals import ROUNDS, WARM_UPS, Side, measure, report
 from bench.spark_columns import decoded, make
 from mqstore import MessageStore
 from mqstore.log.tip import QueueRef
@@ -36,7 +36,6 @@ from mqstore.spark.sessions import session
 
 FOUR = "topic,queue_id,queue_offset,body"
 TAGS = ["rare", *"ABC" * 33]
-Side = Callable[[], object]
 
 
 def tuple_source(decode: bool) -> Any:
@@ -86,29 +85,6 @@ def tuple_source(decode: bool) -> Any:
             return Reader(options, options.columns is None)
 
     return Tuples
-
-
-def measure(sides: Mapping[str, Side], rounds: int, warm: int, tidy: Side = lambda: None) -> dict[str, float]:
-    """The best time of each side, in seconds. `tidy` comes after each, and does not count."""
-    best = dict.fromkeys(sides, float("inf"))
-    for number in range(warm + rounds):
-        for name, side in sides.items():
-            begin = time.perf_counter()
-            side()
-            if number >= warm:
-                best[name] = min(best[name], time.perf_counter() - begin)
-            tidy()
-    return best
-
-
-def report(number: str, what: str, ratio: float, goal: float | None, *, most: bool = False) -> None:
-    if goal is None:
-        print(f"{number:4} {what:64} {ratio:7.2f}")
-        return
-    met = ratio <= goal if most else ratio >= goal
-    print(
-        f"{number:4} {what:64} {ratio:7.2f}   wanted {'<=' if most else '>='} {goal:<5} {'met' if met else 'NOT met'}"
-    )
 
 
 def one_process(path: Path) -> int:
@@ -237,7 +213,7 @@ def main() -> None:
         load = os.getloadavg()[0]
         print(f"{rows:,} rows, {os.cpu_count()} processors, load {load:.1f}" + " (busy!)" * (load > 1))
         try:
-            questions(spark, path, Path(folder), *((2, 1) if given.quick else (5, 2)))
+            questions(spark, path, Path(folder), *((2, 1) if given.quick else (ROUNDS, WARM_UPS)))
         finally:
             spark.stop()
 

@@ -25,8 +25,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from bench.goals import ROUNDS, WARM_UPS, Side, measure, report
 from bench.spark_columns import make
-from bench.spark_source import TAGS, Side, measure, report
+from bench.spark_source import TAGS
 from mqstore.spark.sessions import session
 
 _BATCH = 16
@@ -79,7 +80,7 @@ def batch_ms(spark: Any, stream: Any, checkpoint: Path, batches: int) -> float:
     return statistics.median(each["durationMs"]["triggerExecution"] for each in done)
 
 
-def small_batches(spark: Any, path: Path, folder: Path, batches: int) -> None:
+def small_batches(spark: Any, path: Path, folder: Path, batches: int, rounds: int) -> None:
     spark.conf.set("spark.sql.streaming.numRecentProgressUpdates", str(2 * (_WARM + batches)))
     ours = (
         spark.readStream.format("mqstore")
@@ -90,7 +91,7 @@ def small_batches(spark: Any, path: Path, folder: Path, batches: int) -> None:
     spark.dataSource.register(nothing_source())
     nothing = spark.readStream.format("nothing").load()
     best = dict.fromkeys(("rate", "nothing", "ours"), math.inf)
-    for turn in range(3):
+    for turn in range(rounds):
         for name, stream in zip(best, (rate, nothing, ours), strict=True):
             best[name] = min(best[name], batch_ms(spark, stream, folder / f"{name}-{turn}", batches))
     print("     a batch:", ", ".join(f"{name} {ms:.0f} ms" for name, ms in best.items()))
@@ -99,7 +100,7 @@ def small_batches(spark: Any, path: Path, folder: Path, batches: int) -> None:
     report("S10", "that one / of the rate source", best["nothing"] / best["rate"], None)
 
 
-def whole_store(spark: Any, path: Path, folder: Path, rounds: int) -> None:
+def whole_store(spark: Any, path: Path, folder: Path, rounds: int, warm_ups: int) -> None:
     target = folder / "target"
 
     def by_stream() -> None:
@@ -122,7 +123,7 @@ def whole_store(spark: Any, path: Path, folder: Path, rounds: int) -> None:
         frame.write.format("mqstore").mode("append").option("validate", "false").save(str(target))
 
     sides: dict[str, Side] = {"batch": by_batch, "stream": by_stream}
-    times = measure(sides, rounds, 1)
+    times = measure(sides, rounds, warm_ups)
     report("S11", "store to store by a stream, of the rate of a batch write", times["batch"] / times["stream"], 0.5)
 
 
@@ -139,8 +140,8 @@ def main() -> None:
         load = os.getloadavg()[0]
         print(f"{rows:,} rows, {os.cpu_count()} processors, load {load:.1f}" + " (busy!)" * (load > 1))
         try:
-            small_batches(spark, folder / "s", folder, 15 if given.quick else 40)
-            whole_store(spark, folder / "s", folder, 1 if given.quick else 3)
+            small_batches(spark, folder / "s", folder, *((15, 2) if given.quick else (40, ROUNDS)))
+            whole_store(spark, folder / "s", folder, *((1, 1) if given.quick else (ROUNDS, WARM_UPS)))
         finally:
             spark.stop()
 

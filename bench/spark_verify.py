@@ -23,8 +23,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from bench.goals import ROUNDS, Side, measure, report
 from bench.spark_columns import make
-from bench.spark_source import Side, measure
 from mqstore import MessageStore
 from mqstore.spark import rebuild, session, verify
 
@@ -62,7 +62,7 @@ def on_one_processor(side: Side) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--messages", type=int, default=12_000_000)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--without-spark", action="store_true", help="only the sides of one process")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -80,20 +80,20 @@ def main() -> None:
         if spark is not None:
             sides["verify, two tasks"] = lambda: checked(spark, path)
             sides["rebuild, two tasks"] = lambda: built(spark, path)
-        best = measure(sides, given.rounds, 2, tidy=lambda: shutil.rmtree(path.with_name("built"), ignore_errors=True))
+        best = measure(sides, given.rounds, tidy=lambda: shutil.rmtree(path.with_name("built"), ignore_errors=True))
         size = sum(file.stat().st_size for file in (path / "commitlog").iterdir())
         print(f"{given.messages:,} messages, {size >> 20} MiB of segments")
         for name, seconds in best.items():
             print(f"  {name:26} {seconds:6.2f} s  {size / seconds / (1 << 20):5.0f} MiB/s")
         if spark is not None:
-            for goal, one, two in (
-                ("S12", "verify, one process", "verify, two tasks"),
-                ("S12", "verify, one processor", "verify, two tasks"),
-                ("S13", "rebuild, tasks one by one", "rebuild, two tasks"),
-                ("S13", "rebuild, one processor", "rebuild, two tasks"),
+            for number, one, two, goal in (
+                ("S12", "verify, one processor", "verify, two tasks", 1.6),
+                ("S12", "verify, one process", "verify, two tasks", None),
+                ("S13", "rebuild, one processor", "rebuild, two tasks", 1.5),
+                ("S13", "rebuild, tasks one by one", "rebuild, two tasks", None),
             ):
                 if one in best:
-                    print(f"  {goal} {one} / two tasks: {best[one] / best[two]:.2f}")
+                    report(number, f"{one}, time / that of two tasks", best[one] / best[two], goal)
             spark.stop()
 
 

@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 from crc32c import crc32c
 
+from bench.goals import ROUNDS, WARM_UPS, report
 from mqstore import MessageStore
 from mqstore.layout.properties import encode_properties
 from mqstore.layout.record import encode_record
@@ -123,7 +124,7 @@ def copy(shards: list[Path], folder: Path, profile: Profile) -> Took:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Splicing beside copying.")
     parser.add_argument("--mib", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--profile", choices=("mqstore", "rocketmq"), default="mqstore")
     parser.add_argument("--uniform", action="store_true")
     parser.add_argument("--no-index", action="store_true")
@@ -138,23 +139,22 @@ def main() -> None:
         ]
         amount = sum((shard / "records.bin").stat().st_size for shard in shards)
         ratios = []
-        for number in range(options.rounds + 1):
+        for number in range(options.rounds + WARM_UPS):
             took: dict[str, Took] = {}
             for side in (splice, copy) if number % 2 else (copy, splice):
                 folder = root / "round"
                 folder.mkdir()
                 took[side.__name__] = side(shards, folder, options.profile)
                 shutil.rmtree(folder)
-            if number:  # the first one warms up
+            if number >= WARM_UPS:
                 ratios.append(took["copy"].wall / took["splice"].wall)
                 rates = [
                     f"{name} {amount / each.wall / (1 << 20):.0f} MiB/s ({each.processor:.2f} s of a processor)"
                     for name, each in took.items()
                 ]
                 print(f"{', '.join(rates)}: {ratios[-1]:.2f}")
-        print(
-            f"splice has {statistics.median(ratios):.2f} of the rate of copying ({min(ratios):.2f}..{max(ratios):.2f})"
-        )
+        spread = f"({min(ratios):.2f}..{max(ratios):.2f})"
+        report("S9", f"splice, of the rate of copying, the median {spread}", statistics.median(ratios), 0.5)
 
 
 if __name__ == "__main__":
