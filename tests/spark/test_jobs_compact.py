@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import mqstore
 from mqstore import MessageStore, SimulatedClock
 from mqstore.errors import ConfigError
 from mqstore.layout.properties import encode_properties
@@ -239,6 +242,51 @@ def test_equal_bodies_are_found(tmp_path: Path) -> None:
     dedup(None, path, str(tmp_path / "out"), by="body", topics="t")
 
     assert bodies(tmp_path / "out") == [b"same", b"other", b""]
+
+
+def test_members_of_json_bodies_are_keys(tmp_path: Path) -> None:
+    """1 and "1" differ, order in an object does not; what is no JSON, or lacks the member, has no key."""
+    values = [
+        {"order": {"id": 1}, "n": 1},
+        {"order": {"id": "1"}, "n": 2},
+        {"order": {"id": 1}, "n": 3},
+        {"order": {"id": {"a": 1, "b": [2]}}, "n": 4},
+        {"order": {"id": {"b": [2], "a": 1}}, "n": 5},
+        {"order": {"id": None}, "n": 6},
+        {"order": {"id": None}, "n": 7},
+        {"order": 1, "n": 8},
+        {"order": 1, "n": 9},
+        [{"order": {"id": 1}}],
+    ]
+    others = [b"", b"{", b'{"order": {"id": 1}', b"\xff", b"[" * 100_000, b"null"]
+    with mqstore.open(tmp_path / "s") as store:
+        store.create_topic("t", queues=1)
+        for value in values:
+            store.put("t", json.dumps(value).encode())
+        for body in others:
+            store.put("t", body)
+        squeezed = json.dumps({"order": {"id": 1}, "n": 10}).encode()
+        store.put("t", zlib.compress(squeezed), compressed="zlib")
+
+    dedup(None, tmp_path / "s", str(tmp_path / "first"), by="body.order.id", window=None)
+    compact(None, tmp_path / "s", str(tmp_path / "last"), key="body.order.id")
+
+    def numbers(path: Path) -> list[int]:
+        plain = [zlib.decompress(body) if body[:1] == b"x" else body for body in bodies(path)]
+        return [json.loads(body)["n"] for body in plain if b'"n"' in body]
+
+    assert numbers(tmp_path / "first") == [1, 2, 4, 6, 7, 8, 9]
+    assert numbers(tmp_path / "last") == [2, 5, 6, 7, 8, 9, 10]
+    for path in (tmp_path / "first", tmp_path / "last"):
+        assert [body for body in bodies(path) if body in others] == others
+
+
+@pytest.mark.parametrize("name", ["body.", "body..a", "body.a.", "body.a..b"])
+def test_a_member_without_a_name_is_refused(tmp_path: Path, name: str) -> None:
+    path = write_store(tmp_path / "s", [odd("a", b"1")])
+    with pytest.raises(ConfigError, match=r"body\.NAME for a member"):
+        dedup(None, path, str(tmp_path / "out"), by=name)
+    assert not (tmp_path / "out").exists()
 
 
 def test_of_a_doubled_property_the_last_counts(tmp_path: Path) -> None:

@@ -28,7 +28,8 @@ Examples:
     default="keys",
     show_default=True,
     metavar="NAMES",
-    help="What makes the key: keys, tags, unique_key, sharding_key, body, or names of properties, with commas.",
+    help="What makes the key: keys, tags, unique_key, sharding_key, body, body.NAME for a member of a JSON body, or "
+    "names of properties, with commas.",
 )
 @click.option("--no-tombstones", is_flag=True, help="A message without a body is one as any other.")
 @click.option(

@@ -24,6 +24,7 @@ def _window(value: Any) -> float | str:
 Examples:
   mqstore spark dedup var/mq var/clean --topics orders
   mqstore spark dedup var/mq var/clean --by body,order_id --window 10m
+  mqstore spark dedup var/mq var/clean --by body.order.id --topics orders
   mqstore spark dedup 'fleet/*' var/one --window ever""",
 )
 @job_options

@@ -91,10 +91,11 @@ def compact(
     """Copy into `dest`, a new store or (`target="set"`) a new set, of each topic and key the message that `keep` says
     (`"latest"`), in the order in which they lie in their queues. `spark`: a session, or None to run here.
 
-    `key`: `keys`, `tags`, `unique_key`, `sharding_key`, `body`, or the name of a property; several make one key.
-    `tombstones`: an empty body takes away its key, and goes itself when it is older than `retention` (seconds, or a
-    timedelta; None: never); False: it is a message as any other. Run again with the same arguments, or the same `id`,
-    it does nothing.
+    `key`: `keys`, `tags`, `unique_key`, `sharding_key`, `body`, `body.NAME` (a member of a JSON body, with dots one of
+    its members), or the name of a property; several make one key. `tombstones`: an empty body takes away its key, and
+    goes itself when it is older than `retention` (seconds, or a timedelta; None: never); False: it is a message as any
+    other, as where the key is of bodies, of which it has none. Run again with the same arguments, or the same `id`, it
+    does nothing.
 
     Raises ConfigError for arguments and for a target that is not new, and as `replay`.
     """

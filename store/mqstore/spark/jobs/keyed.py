@@ -17,6 +17,7 @@ All files lie in a folder under the target's `_staging`, which goes with the job
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import secrets
 import zlib
@@ -34,6 +35,7 @@ import pyarrow.compute as pc
 
 from mqstore.errors import ConfigError
 from mqstore.files.filesystem import REAL
+from mqstore.layout.compression import inflate
 from mqstore.layout.pairs import Pairs
 from mqstore.layout.properties import KEYS, SHARDINGKEY, TAGS, UNIQ_KEY
 from mqstore.log.manifest import MANIFEST
@@ -70,7 +72,9 @@ _PROPERTY: Final[Mapping[str, str]] = {
     "unique_key": UNIQ_KEY,
     "sharding_key": SHARDINGKEY,
 }
-"""Columns that are properties; any other name is that of a property, but for `body`."""
+"""Columns that are properties; any other name is that of a property, but for `body` and what begins with `_MEMBER`."""
+_MEMBER: Final = "body."
+"""In front of the way to a member of a JSON body, with dots: `body.customer.id`."""
 _SCHEMA: Final = pa.schema(
     [
         ("key", pa.binary()),
@@ -125,11 +129,17 @@ class Found:
 def check_fields(what: str, fields: str | Sequence[str]) -> tuple[str, ...]:
     """Names of fields that make a key. ConfigError."""
     names = tuple(name.strip() for name in fields.split(",")) if isinstance(fields, str) else tuple(fields)
-    if not names or any(not name or "\x01" in name or "\x02" in name for name in names):
+    if not names or any(not name or "\x01" in name or "\x02" in name or not all(_way(name)) for name in names):
         raise ConfigError(
-            f"{what}={fields!r}: give one or more of {', '.join(_PROPERTY)}, body, or names of properties, with commas"
+            f"{what}={fields!r}: give one or more of {', '.join(_PROPERTY)}, body, body.NAME for a member of a JSON "
+            "body, or names of properties, with commas"
         )
     return names
+
+
+def _way(name: str) -> list[str]:
+    """The members that lead to a value in a JSON body; none for other fields."""
+    return name.removeprefix(_MEMBER).split(".") if name.startswith(_MEMBER) else []
 
 
 def check_new(options: SinkOptions, app: str, version: int) -> None:
@@ -327,10 +337,27 @@ def _field(found: Piece, name: str) -> Any:
         bodies = cut(found.buffer, headers.body_position, headers.body_position + headers.body_size)
         digests = [hashlib.blake2b(body.as_buffer(), digest_size=20).hexdigest() for body in bodies]
         return pa.array(digests, pa.string()).cast(pa.binary())
+    if way := _way(name):
+        return pa.array([_member(found, row, way) for row in range(len(found))], pa.binary())
     pairs = found.pairs
     named = _named(pairs, _PROPERTY.get(name, name).encode())
     values = cut(pairs.data, pairs.value[named], pairs.value[named] + pairs.value_size[named])
     return spread(values, pairs.blob[named], len(found)) if len(named) else pa.nulls(len(found), pa.binary())
+
+
+def _member(found: Piece, row: int, way: Sequence[str]) -> bytes | None:
+    """A member of a message's body as JSON, so that 1 and "1" differ; None where the body is no JSON that has it."""
+    headers = found.headers
+    assert headers is not None
+    start = int(headers.body_position[row])
+    stored = bytes(found.buffer[start : start + int(headers.body_size[row])])
+    try:
+        value = json.loads(inflate(int(headers.sys_flag[row]), stored))
+    except (ValueError, RecursionError):  # FormatError is one
+        return None
+    for name in way:
+        value = value.get(name) if isinstance(value, dict) else None
+    return None if value is None else json.dumps(value, sort_keys=True).encode()
 
 
 def _named(pairs: Pairs, name: bytes) -> npt.NDArray[np.intp]:
