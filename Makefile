@@ -6,6 +6,7 @@
 #   make bench   mqstore beside its peers, ratios with their spread (BENCH="put --quick" chooses)
 #   make spark   the tests that need pyspark and Java, in an environment of their own (3 minutes once that is there)
 #   make spark-alone  those that start a Spark of their own: clusters, the tutorials as typed in (4 minutes)
+#   make delta   Delta tables imported, and written by streams, in an environment of their own (needs Maven)
 #   make spark-bench  Spark's reads, writes and jobs beside what they replace, each ratio beside its goal (half an hour)
 #   make interop  both engines on one store, ours and Apache RocketMQ's (needs a JDK, Maven; ROCKETMQ=5.4.0 takes another)
 #   make crash   more crash images than `make test` tries: N=100000 of them
@@ -28,7 +29,7 @@ ROCKETMQ ?= 5.3.3
 JOBS  ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench spark spark-alone spark-bench interop crash sanitize docs clean
+.PHONY: help demo test lint bench spark spark-alone spark-bench delta interop crash sanitize docs clean
 
 help:
 	@sed -n 's/^#   make/  make/p' Makefile
@@ -59,6 +60,17 @@ spark-alone:
 	@$(MAKE) --no-print-directory VENV=.venv-spark .venv-spark/stamp-spark
 	MQSTORE_REQUIRE_SPARK=1 .venv-spark/bin/python -m pytest --durations=5 -m spark_alone tests/spark
 
+# Delta knows no newer Spark than this one.
+delta: var/delta/fetched
+	@$(MAKE) --no-print-directory VENV=.venv-delta .venv-delta/stamp-spark
+	.venv-delta/bin/python -m pip --disable-pip-version-check --quiet install 'pyspark==4.2.0'
+	MQSTORE_REQUIRE_SPARK=1 MQSTORE_DELTA=var/delta .venv-delta/bin/python -m pytest --durations=5 tests/spark/test_delta.py
+
+var/delta/fetched: tests/spark/delta.xml
+	mvn --batch-mode --quiet --file $< dependency:copy-dependencies -DincludeScope=runtime -DoutputDirectory=$(CURDIR)/$(@D) \
+		-DexcludeGroupIds=org.apache.spark,org.apache.hadoop,org.scala-lang,org.apache.parquet,org.apache.logging.log4j,org.slf4j,com.fasterxml.jackson.core,com.fasterxml.jackson.datatype,commons-logging,com.github.luben,org.xerial.snappy
+	@touch $@
+
 spark-bench:
 	@$(MAKE) --no-print-directory VENV=.venv-spark .venv-spark/stamp-spark
 	@set -e; for name in spark_columns spark_source spark_stream "spark_sink --spark" splice spark_jobs spark_verify spark_plan; do \
@@ -84,7 +96,7 @@ docs: $(VENV)/stamp-core
 	else cp $(VENV)/commands.md docs/commands.md; echo "docs/commands.md was stale; it has been written anew"; exit 1; fi
 
 clean:
-	rm -rf $(VENV) .venv-spark .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .benchmarks build dist var store/mqstore/_native.*
+	rm -rf $(VENV) .venv-spark .venv-delta .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .benchmarks build dist var store/mqstore/_native.*
 
 # --- environments ------------------------------------------------------------------------------------------------------
 # One environment, filled as far as a target needs. A stamp holds the files that it was made for, so that a checkout
