@@ -359,17 +359,22 @@ def test_a_copy_that_fails_says_whose_fault_it_is(tmp_path: Path, fs: FaultyFile
     fs.close(target)
 
 
-def test_times_are_those_of_the_other_file(tmp_path: Path) -> None:
+def test_mode_and_times_are_those_of_the_other_file(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"")
+    os.chmod(tmp_path / "a", 0o446)
     os.utime(tmp_path / "a", ns=(10**18 + 1, 10**18 + 2))
     fd = REAL.open(tmp_path / "b", NEW)
-    REAL.set_times(fd, REAL.stat(tmp_path / "a"))
+    REAL.take_after(fd, REAL.stat(tmp_path / "a"))
     REAL.close(fd)
     found = (tmp_path / "b").stat()
-    assert (found.st_atime_ns, found.st_mtime_ns) == (10**18 + 1, 10**18 + 2)
+    assert (found.st_mode & 0o777, found.st_atime_ns, found.st_mtime_ns) == (0o646, 10**18 + 1, 10**18 + 2)
+    (tmp_path / "c").mkdir(mode=0o555)
+    (tmp_path / "d").mkdir()
+    REAL.take_after(tmp_path / "d", REAL.stat(tmp_path / "c"))
+    assert (tmp_path / "d").stat().st_mode & 0o777 == 0o755
     fd = QUIET.open(tmp_path / "b", os.O_RDONLY)
     with pytest.raises(ReadOnlyStoreError):
-        QUIET.set_times(fd, found)
+        QUIET.take_after(fd, found)
     QUIET.close(fd)
 
 
@@ -380,7 +385,8 @@ def test_a_tree_goes_with_its_links_and_not_with_what_they_lead_to(tmp_path: Pat
     (tmp_path / "kept" / "b").write_text("b")
     (tmp_path / "tree" / "folder").symlink_to(tmp_path / "kept")
     (tmp_path / "tree" / "file").symlink_to(tmp_path / "kept" / "b")
-    REAL.remove_tree(tmp_path / "tree")
-    REAL.remove_tree(tmp_path / "tree")
+    (tmp_path / "top").symlink_to(tmp_path / "kept")
+    for name in ("tree", "tree", "top"):
+        REAL.remove_tree(tmp_path / name)
     assert os.listdir(tmp_path) == ["kept"]
     assert (tmp_path / "kept" / "b").read_text() == "b"

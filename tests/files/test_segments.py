@@ -992,46 +992,34 @@ def test_zeros_that_were_never_written_are_not_read(tmp_path: Path) -> None:
 # --- second names -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["write", "map", "zero", "extend", "older"])
-def test_what_has_a_second_name_is_not_written_to(folder: Path, way: str) -> None:
+@pytest.mark.parametrize("more", [0, 100])
+def test_a_file_with_a_second_name_is_copied_before_it_is_cut(folder: Path, more: int) -> None:
     filled(folder, 2).close()
-    start = 0 if way == "older" else SIZE
-    path, kept = folder / segment_name(start), folder.parent / "kept"
-    fill = path.read_bytes()[:1]
-    if way == "extend":
-        path.write_bytes(fill * 100)
+    path, kept = folder / segment_name(0), folder.parent / "kept"
+    with open(path, "ab") as file:
+        file.write(b"x" * more)  # surplus is nobody's, and stays
+    os.chmod(path, 0o640)
     os.link(path, kept)
     before, times = kept.read_bytes(), kept.stat().st_mtime_ns
 
-    run = open_run(folder)
-    segment = run.find(start)
-    assert segment is not None
-    if way in ("write", "older"):
-        run.write(start + 2, b"other")
-    elif way == "map":
-        run.mapping(segment)[2:7] = b"other"
-    elif way == "zero":
-        run.zero(start + 2)
-    run.sync(0, 2 * SIZE)
-
-    rest = {"zero": bytes(SIZE - 2), "extend": fill * 98 + bytes(SIZE - 100)}.get(way, b"other" + fill * (SIZE - 7))
-    assert bytes(run.mapping(segment)) == path.read_bytes() == fill * 2 + rest
-    assert kept.read_bytes() == before
-    assert kept.stat().st_mtime_ns == times
-    assert path.stat().st_nlink == 1
-    assert names(folder.parent / "tmp") == []
-
-
-def test_what_has_a_second_name_is_read_and_synced_as_it_is(folder: Path) -> None:
-    filled(folder, 3).close()
-    path = folder / segment_name(0)
-    os.link(path, folder.parent / "kept")
-    run = open_run(folder)
+    run = open_run(folder, fs=(fs := FaultyFileSystem()))
     segment = run.find(0)
     assert segment is not None
-    assert run.mapping(segment)[0] == 1
-    run.sync(0, run.end)
-    assert path.stat().st_nlink == 2
+    held = run.mapping(segment)
+    run.own(2)
+    run.zero(2)
+
+    assert bytes(run.mapping(segment)[:SIZE]) == path.read_bytes()[:SIZE] == b"\1\1" + bytes(SIZE - 2)
+    assert bytes(held[:SIZE]) == b"\1" * SIZE
+    assert (kept.read_bytes(), kept.stat().st_mtime_ns) == (before, times)
+    assert (path.stat().st_nlink, path.stat().st_size, path.stat().st_mode & 0o777) == (1, SIZE + more, 0o640)
+    assert names(folder.parent / "tmp") == []
+    identity = path.stat().st_ino
+    done = [call.operation for call in fs.changes()]
+    assert done.index("sync_directory", done.index("replace")) < len(done) - done[::-1].index("pwrite")
+    run.own(2)
+    run.own(5 * SIZE)  # where there is none
+    assert path.stat().st_ino == identity
 
 
 def test_no_room_for_a_copy_of_its_own_changes_nothing(folder: Path) -> None:
@@ -1042,9 +1030,8 @@ def test_no_room_for_a_copy_of_its_own_changes_nothing(folder: Path) -> None:
     for operation in ("allocate", "pwrite", "replace"):
         fs.fail(operation, errno.ENOSPC)
         with pytest.raises(StoreFullError):
-            run.write(2, b"other")
+            run.own(2)
         assert (folder.parent / "kept").stat().st_nlink == 2
         assert names(folder.parent / "tmp") == []
-    run.write(2, b"other")
-    assert (folder.parent / "kept").read_bytes() == b"\1" * SIZE
-    assert (folder / segment_name(0)).read_bytes()[:8] == b"\1\1other\1"
+    run.own(2)
+    assert (folder / segment_name(0)).stat().st_nlink == 1

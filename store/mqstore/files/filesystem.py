@@ -400,12 +400,16 @@ class FileSystem:
         """Length of a descriptor's or a path's file in bytes."""
         return self.stat(file).st_size
 
-    def set_times(self, fd: int, found: os.stat_result) -> None:
-        """Give a file the times of another."""
+    def take_after(self, file: int | StrPath, found: os.stat_result) -> None:
+        """Give a file or folder the mode and the times of another, and its owner where that is allowed. The owner may
+        read and write it in any case."""
         try:
-            os.utime(fd, ns=(found.st_atime_ns, found.st_mtime_ns))
+            if os.geteuid() == 0:
+                os.chown(file, found.st_uid, found.st_gid)
+            os.chmod(file, stat.S_IMODE(found.st_mode) | (0o700 if stat.S_ISDIR(found.st_mode) else 0o600))
+            os.utime(file, ns=(found.st_atime_ns, found.st_mtime_ns))
         except OSError as error:
-            self._fail(error, fd, "utime")
+            self._fail(error, file, "take_after")
 
     def exists(self, path: StrPath) -> bool:
         """Whether the name leads to something. An error other than "no such file" raises: unknown is not absent."""
@@ -435,16 +439,14 @@ class FileSystem:
     # -- whole folders, likewise --------------------------------------------------------------------------------------
 
     def remove_tree(self, path: StrPath) -> None:
-        """Delete a folder with all that is in it; links are removed, not followed. Fine if it is not there, or goes
-        meanwhile."""
+        """Delete a folder with all that is in it, or a file; links are removed, not followed. Fine if it is not there,
+        or goes meanwhile."""
         with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISDIR(os.lstat(path).st_mode):
+                self.unlink(path)
+                return
             for name in self.scandir(path):
-                child = os.path.join(path, name)
-                with contextlib.suppress(FileNotFoundError):
-                    if stat.S_ISDIR(os.lstat(child).st_mode):
-                        self.remove_tree(child)
-                    else:
-                        self.unlink(child)
+                self.remove_tree(os.path.join(path, name))
             self.rmdir(path)
 
     # -- beneath ----------------------------------------------------------------------------------------------------

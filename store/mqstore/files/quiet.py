@@ -94,8 +94,8 @@ class QuietFileSystem(FileSystem):
     def rmdir(self, path: StrPath) -> None:
         self._refuse(path, "rmdir")
 
-    def set_times(self, fd: int, found: os.stat_result) -> None:
-        self._refuse(self.path_of(fd), "utime")
+    def take_after(self, file: int | StrPath, found: os.stat_result) -> None:
+        self._refuse(self.path_of(file) if isinstance(file, int) else file, "take_after")
 
     def _refuse(self, path: StrPath, operation: str) -> NoReturn:
         self._fail(OSError(errno.EROFS, "opened only to be looked at"), path, operation)

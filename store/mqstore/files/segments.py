@@ -11,8 +11,6 @@ Knows nothing of what the bytes mean, how far they are written, or when to sync;
   goes for descriptors: `sync` may be using one while the segment is retired.
 * What is written through a mapping has its disk blocks beforehand, so that a full disk is an error of `create` or
   `prepare` and never a SIGBUS.
-* A file that has a second name belongs to a snapshot as well (`log/snapshot.py`): before anything is written into it,
-  what is in it goes to a file of its own (`_own`).
 * The last segment of a writer is mapped for writing, and the one before it until the next is prepared, for its end
   may still be written; all others read-only, so that a stray store can't damage what was long durable.
 
@@ -410,7 +408,6 @@ class SegmentRun:
             problems.append(LoadProblem(segment.path, "segment_size", segment.start + length, size - length, detail))
 
     def _extend(self, segment: Segment) -> None:
-        self._own(segment)
         file = _File(self._fs, segment.path, os.O_RDWR)
         self._give_length(file.fd)
         self._fs.fdatasync(file.fd)
@@ -482,26 +479,26 @@ class SegmentRun:
             self._retire(older)
         return segment
 
-    def _make(self, start: int, length: int = 0) -> Segment:
-        """A file of full length, or `length`, in the tmp folder, synced: a name that is renamed before its length is
-        durable could come back short after a power cut. Nothing stays behind when it fails."""
+    def _make(self, start: int) -> Segment:
+        """A file of full length in the tmp folder, synced: a name that is renamed before its length is durable
+        could come back short after a power cut. Nothing stays behind when it fails."""
         fs = self._fs
         path = str(self._tmp_directory / f"{segment_name(start)}.{next(_tmp_numbers)}")
         fs.mkdir(self._tmp_directory, self._folder_mode(), exist_ok=True)
         try:
             file = _File(fs, path, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._file_mode)
-            self._give_length(file.fd, length)
+            self._give_length(file.fd)
             fs.fdatasync(file.fd)
         except BaseException:
             fs.unlink(path, missing_ok=True)
             raise
         return Segment(start, self.segment_bytes, self.segment_bytes, path)
 
-    def _give_length(self, fd: int, length: int = 0) -> None:
+    def _give_length(self, fd: int) -> None:
         if self._sparse:
-            self._fs.truncate_sparse(fd, length or self.segment_bytes)
+            self._fs.truncate_sparse(fd, self.segment_bytes)
         else:
-            self._fs.allocate(fd, length or self.segment_bytes)
+            self._fs.allocate(fd, self.segment_bytes)
 
     def _make_folder(self) -> None:
         # Synced even when it is there: whoever made it may have been killed before it was durable. Once it holds a
@@ -551,7 +548,6 @@ class SegmentRun:
         segment = self.last
         if segment is None or not segment.start <= offset:
             segment = self._by_start[offset - offset % self.segment_bytes]
-            self._own(segment)
         if offset + len(data) > segment.end:
             raise ValueError(f"{len(data)} bytes at {offset} cross the end of {segment!r}")
         file = self.file(segment)
@@ -672,7 +668,6 @@ class SegmentRun:
         if segment is None:
             return 0
         fs = self._fs
-        self._own(segment)
         file = _File(fs, segment.path, os.O_RDWR)
         if sys.platform == "linux":
             os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead, no large folios: see the module
@@ -696,6 +691,31 @@ class SegmentRun:
             position += len(chunk)
         fs.fdatasync(file.fd)
         return written
+
+    def own(self, offset: int) -> None:
+        """Before a cut at `offset`: if the file there has a second name, as that of a snapshot has (`log/snapshot.py`),
+        give this run a copy of it. For who opens a store: nobody has a mapping yet that will be written through."""
+        assert self.writable, "only a writer cuts"
+        segment, fs = self.find(offset), self._fs
+        if segment is None or fs.stat(segment.path).st_nlink < 2:
+            return
+        path = str(self._tmp_directory / f"{segment_name(segment.start)}.{next(_tmp_numbers)}")
+        source = _File(fs, segment.path, os.O_RDONLY)
+        found = fs.stat(source.fd)
+        fs.mkdir(self._tmp_directory, self._folder_mode(), exist_ok=True)
+        try:
+            target = _File(fs, path, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._file_mode)
+            fs.allocate(target.fd, found.st_size)
+            fs.copy(source.fd, target.fd, found.st_size)
+            fs.take_after(target.fd, found)
+            fs.fdatasync(target.fd)
+            fs.replace(path, segment.path)
+        except BaseException:
+            fs.unlink(path, missing_ok=True)
+            raise
+        fs.sync_directory(self.directory)
+        with self._lock:
+            self._let_go(segment)
 
     def finish(self, offset: int) -> None:
         """The run goes on at `offset`: the segment that holds it gets its full length, and files without a byte from
@@ -749,29 +769,7 @@ class SegmentRun:
 
     # -- beneath ----------------------------------------------------------------------------------------------------
 
-    def _own(self, segment: Segment) -> None:
-        """See to it that the file of a segment has no other name, before it is written to."""
-        fs = self._fs
-        if fs.stat(segment.path).st_nlink < 2:
-            return
-        source = _File(fs, segment.path, os.O_RDONLY)
-        copy = self._make(segment.start, fs.size(source.fd))
-        try:
-            target = _File(fs, copy.path, os.O_RDWR)
-            fs.copy(source.fd, target.fd, segment.length)
-            fs.set_times(target.fd, fs.stat(source.fd))
-            fs.fdatasync(target.fd)
-            fs.replace(copy.path, segment.path)
-        except BaseException:
-            fs.unlink(copy.path, missing_ok=True)
-            raise
-        fs.sync_directory(self.directory)
-        with self._lock:
-            self._let_go(segment)
-
     def _map(self, segment: Segment, *, writable: bool) -> mmap.mmap:
-        if writable:
-            self._own(segment)
         file = _File(self._fs, segment.path, os.O_RDWR if writable else os.O_RDONLY)
         mapping = self._fs.map(file.fd, segment.length, writable=writable)
         if writable and hasattr(mmap, "MADV_RANDOM"):
@@ -784,8 +782,6 @@ class SegmentRun:
         with self._lock:
             if segment.file is not None:
                 return segment.file
-            if segment is self.last:
-                self._own(segment)
             file = _File(self._fs, segment.path, os.O_RDWR)
             if segment.start in self._starts[-2:]:
                 segment.file = file

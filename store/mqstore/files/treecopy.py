@@ -1,12 +1,11 @@
 """A directory made from another, file by file as its owner picks them, and on disk when that one says so.
 
-Knows nothing of what the files mean. Modes are the original's, and times of what is copied whole.
+Knows nothing of what the files mean. Modes and times are the original's, and the owner where that is allowed.
 """
 
 from __future__ import annotations
 
 import os
-import stat
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from mqstore.files.filesystem import DIRECTORY_MODE, FILE_MODE, REAL, FileSystem
+from mqstore.files.filesystem import REAL, FileSystem
 
 __all__ = ["TreeCopy"]
 
@@ -74,13 +73,15 @@ class TreeCopy:
             return
         if name:
             self.folder(os.path.dirname(name))
-        self._fs.mkdir(self._target / name, self._mode_of(name, DIRECTORY_MODE) | 0o700, exist_ok=True)
+        self._fs.mkdir(self._target / name, exist_ok=True)
         self._folders[name] = None
 
     def content(self, name: str, content: bytes) -> None:
         """A file whose content was read before; the original may be gone."""
-        fd = self._create(name, self._mode_of(name, FILE_MODE))
+        fd = self._create(name)
         self._fs.pwrite(fd, content, 0)
+        with suppress(FileNotFoundError):
+            self._fs.take_after(fd, self._source_fs.stat(self._source / name))
         self._on_bytes(len(content))
         self._sync_some()
 
@@ -89,10 +90,10 @@ class TreeCopy:
         `allocate`: it may be written through a mapping later, so it needs its disk blocks now."""
         found = self._source_fs.stat(source)
         length = found.st_size if length is None else length
-        fd = self._create(name, stat.S_IMODE(found.st_mode))
+        fd = self._create(name)
         (self._fs.allocate if allocate else self._fs.truncate_sparse)(fd, found.st_size)
         self._fs.copy(source, fd, length)
-        self._fs.set_times(fd, found)
+        self._fs.take_after(fd, found)
         self._fs.write_back(fd)
         self._on_bytes(length)
         self._sync_some()
@@ -105,14 +106,16 @@ class TreeCopy:
     def sync(self) -> None:
         """Return once all that was brought, and the directory itself, is on disk."""
         self._sync_some(0)
-        for name in self._folders:
+        for name in reversed(self._folders):
+            with suppress(FileNotFoundError):
+                self._fs.take_after(self._target / name, self._source_fs.stat(self._source / name))
             self._fs.sync_directory(self._target / name)
         self._fs.sync_directory(self._target.parent)
 
-    def _create(self, name: str, mode: int) -> int:
+    def _create(self, name: str) -> int:
         self.folder(os.path.dirname(name))
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-        fd = self._fs.open(self._target / name, flags, mode | 0o600)
+        fd = self._fs.open(self._target / name, flags)
         self._unsynced.append(fd)
         return fd
 
@@ -124,8 +127,3 @@ class TreeCopy:
                 self._fs.fdatasync(fd)
             finally:
                 self._fs.close(fd)
-
-    def _mode_of(self, name: str, otherwise: int) -> int:
-        with suppress(FileNotFoundError):
-            return stat.S_IMODE(self._source_fs.stat(self._source / name).st_mode)
-        return otherwise

@@ -817,6 +817,7 @@ class _Recovery:
         segment = run.find(end)
         if segment is not None:
             if self.writing and any(begin < segment.end for begin, _ in cuts):
+                run.own(end)
                 run.zero(end)
             report.changed |= segment.length < segment.size
         for problem in self.problems:

@@ -1,0 +1,259 @@
+"""What a store is at one moment, while others use it: what of its files a copy takes (spark B4.9; see `snapshot.py`).
+
+    first    everything small, read to memory: manifest, checkpoint, `config/`, `local_offsets/`; and copied to a folder
+             aside: the bundles that wait in the inbox, the timer's files
+    then     where the log ends: behind the last whole record, or where a splice under way began
+    again    what must not have changed in between, else all of it once more: the tables of topics and groups and the
+             record of splices, by the identity of their files, since what was done may be undone
+    and then there is time for the bulk: queues, and the segments below that end. Behind it `has_changed` tells whether
+             somebody else has opened the store since
+
+Progress is as old as the log or older, as after any crash: what it lags behind comes again, nothing is skipped. A topic
+that a record names is in the table; a bundle is recorded as in, or waits.
+
+Only looks at the store.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from mqstore.clock import SYSTEM_CLOCK
+from mqstore.errors import StoreBusyError
+from mqstore.files.filesystem import FileSystem
+from mqstore.files.jsonfile import JSON_BYTES_MAX, decode_json, encode_json
+from mqstore.files.lock import writer_alive
+from mqstore.files.quiet import QUIET
+from mqstore.files.segments import Segment, SegmentRun
+from mqstore.layout.checkpoint import decode
+from mqstore.log import manifest as manifests
+from mqstore.log.inbox import inbox_state
+from mqstore.log.scanner import Bad, End, scan_log
+from mqstore.log.txn import TXN_FILE, IntentWatch, TxnState
+from mqstore.options import StoreConfig
+
+__all__ = ["Found", "Moment", "Original"]
+
+_PATIENCE_S: Final = 10.0
+_PAUSE_S: Final = 0.02
+_SMALL: Final = ("config", "local_offsets")
+_TIMER: Final = ("timerlog", "timerwheel")
+_BULK: Final = ("batchconsumequeue", "consumequeue_ext", "consumequeue")
+_DEFINITIONS: Final = ("config/topics.json", "config/subscriptionGroup.json", TXN_FILE)
+_UNTOLD: Final = frozenset(
+    {*("lock", "tmp", "index", "_staging", "inbox", "serve.json", "serve.sock"), "abort.bak", "checkpoint.bak"}
+)
+"""What nobody misses, is made anew, or has a rule of its own."""
+
+
+class Found(NamedTuple):
+    """A file. `name`: its path within the store."""
+
+    name: str
+    length: int
+    rocksdb: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """`live`: somebody had the store open for writing. `small`: contents by name. `end`: where the log ends; of a store
+    without a writer where its files do. `segments`: those that hold it, ascending. `bundles`: those that wait.
+    `aside`: what was copied while looking."""
+
+    live: bool
+    small: Mapping[str, bytes]
+    end: int
+    segments: tuple[Segment, ...]
+    bundles: tuple[str, ...]
+    aside: tuple[Found, ...]
+    identity: object
+
+    def length_of(self, segment: Segment) -> int | None:
+        """How much of a segment counts; None: whatever its file holds."""
+        return min(segment.length, self.end - segment.start) if self.live else None
+
+    def is_done(self, segment: Segment) -> bool:
+        """Whether a segment is whole, and has one behind it that records have come to: nobody writes to it any more."""
+        return segment is not self.segments[-1] and segment.length == segment.size
+
+
+class Original:
+    """The store at `root`. Opening it raises what opening for reading does."""
+
+    def __init__(self, root: Path, config: StoreConfig) -> None:
+        self.root = root
+        self.left: list[str] = []
+        """A sentence for each thing in the directory that is not taken and that somebody may miss."""
+        self._fs: FileSystem = QUIET
+        self.manifest = manifests.resolve(
+            root, writer=False, create=False, profile=None, config=config, clock=SYSTEM_CLOCK, fs=QUIET
+        )
+        config = replace(config, retention=None)
+        if not self.manifest.has_file:  # the index files alone tell their shape, and they are not copied
+            slots, entries = self.manifest.index_slots, self.manifest.index_entries
+            config = replace(config, index_slots=slots, index_entries=entries)
+        self.config = config
+        """For who opens the copy."""
+        self._run = SegmentRun(
+            root / "commitlog", root / "tmp", self.manifest.commitlog_segment_bytes, fs=QUIET, writable=False
+        )
+        self._intents = IntentWatch(root, QUIET)
+        self._alone: frozenset[str] = frozenset()
+
+    # -- looking ----------------------------------------------------------------------------------------------------
+
+    def moment(self, bring: Callable[[list[Found]], None] | None = None) -> Moment:
+        """Look until nothing that matters changed from the beginning of the look to its end. `bring` copies what has to
+        be copied while it lasts, with every look anew; None: nothing is copied. Raises StoreBusyError."""
+        begun = time.monotonic()
+        while (found := self._look(bring)) is None:
+            if (took := time.monotonic() - begun) > _PATIENCE_S:
+                raise StoreBusyError(
+                    f"{self.root}: its topics, groups or splices have changed whenever they were looked at, for "
+                    f"{took:.0f} s: try again when it is calmer"
+                )
+            time.sleep(_PAUSE_S)
+        return found
+
+    def _look(self, bring: Callable[[list[Found]], None] | None) -> Moment | None:
+        live = writer_alive(self.root, self._fs)
+        identity = self._identity(live)
+        definitions = [self._stat(name) for name in _DEFINITIONS]
+        small = dict(self._read_small())
+        alone, before = frozenset(name for name in small if name.removesuffix(".bak") not in small), self._alone
+        if alone - before:  # a Java broker removes a file before it renames the new one to it
+            self._alone = alone
+            return None
+        # One that comes later had not been promised; one that is taken in changes the record of splices.
+        bundles = inbox_state(self.root, self._fs).waiting
+        aside = [*self._aside(bundles)]
+        try:
+            if bring is not None:
+                bring(aside)
+        except FileNotFoundError:
+            return None
+        pending = self._intents.pending() if live else None
+        self._run.limit = None if pending is None else pending.start
+        self._run.load()
+        if pending is not None and TXN_FILE in small:
+            # The log ends where that began, so in the copy nothing of it is to be undone.
+            state = TxnState.from_json(decode_json(small[TXN_FILE]))
+            small[TXN_FILE] = encode_json(replace(state, intent=None).as_json())
+        end = self._written_end(small.get("checkpoint", b"")) if live else self._run.end
+        segments = tuple(segment for segment in self._run.segments() if segment.start < end)
+        if definitions != [self._stat(name) for name in _DEFINITIONS]:
+            return None
+        return Moment(live, small, end, segments, bundles, tuple(aside), identity)
+
+    def has_changed(self, moment: Moment) -> bool:
+        """Whether somebody else has opened the store for writing since: what is there may be another log by now."""
+        came = not moment.live and writer_alive(self.root, self._fs)
+        return came or self._identity(moment.live) != moment.identity
+
+    def _identity(self, live: bool) -> object:
+        """What a writer that comes changes first: the file that it locks. Where there is none, all that shows one."""
+        lock = self._stat("lock"), self._read("lock")
+        return lock if live else (*lock, self._read("abort"), self._read("checkpoint"))
+
+    def _stat(self, name: str) -> tuple[int, int, int] | None:
+        with suppress(FileNotFoundError):
+            found = self._fs.stat(self.root / name)
+            return found.st_ino, found.st_mtime_ns, found.st_size
+        return None
+
+    def _written_end(self, checkpoint: bytes) -> int:
+        """Behind the last whole record of a log that somebody is writing: at worst the next one is half there."""
+        last = self._run.last
+        if last is None:
+            return 0
+        flushed = decode(checkpoint).flushed
+        starts = [last.start] if flushed is None or not last.start < flushed < last.end else [flushed, last.start]
+        for start in starts:
+            end = start
+            for event in scan_log(self._run, start, self.manifest.checksum):
+                if isinstance(event, Bad) and event.start == start != last.start:
+                    break  # the checkpoint is wrong, or the disk is
+                end = event.position if isinstance(event, End) else event.end
+            else:
+                return end
+        return end
+
+    # -- files ------------------------------------------------------------------------------------------------------
+
+    def open(self, name: str) -> int:
+        """A descriptor to read a file by. FileNotFoundError when it is gone."""
+        return self._fs.open(self.root / name, os.O_RDONLY | os.O_NONBLOCK)
+
+    def close(self, fd: int) -> None:
+        self._fs.close(fd)
+
+    def bulk(self) -> Iterator[Found]:
+        """What may be copied at leisure, beside the segments."""
+        for folder in _BULK:
+            yield from self._files(folder)
+        for folder in _SMALL:
+            yield from (each for each in self._files(folder) if each.rocksdb)
+
+    def tell_left(self, moment: Moment) -> None:
+        """Note what lies in the directory and is not taken."""
+        known = {*_UNTOLD, *_SMALL, *_TIMER, *_BULK, "commitlog", *moment.small}
+        for name in self._fs.scandir(self.root):
+            if name not in known:
+                self._leave(f"{name}: not a part of the store")
+        if refused := inbox_state(self.root, self._fs).refused:
+            self._leave(f"inbox/refused: bundles that could not be spliced, {len(refused)} of them")
+
+    def _read_small(self) -> Iterator[tuple[str, bytes]]:
+        names = [manifests.MANIFEST, f"{manifests.MANIFEST}.bak", "checkpoint", "abort", manifests.GUARD]
+        for folder in _SMALL:
+            names += [each.name for each in self._files(folder) if not (each.rocksdb or each.name.endswith(".tmp"))]
+        for name in names:
+            content = self._read(name)
+            if content is not None:
+                yield name, content
+
+    def _read(self, name: str) -> bytes | None:
+        with suppress(FileNotFoundError):
+            return self._fs.read_whole(self.root / name, JSON_BYTES_MAX)
+        return None
+
+    def _aside(self, bundles: tuple[str, ...]) -> Iterator[Found]:
+        for name in bundles:
+            yield from self._files(f"inbox/{name}")
+        yield from self._files("timerlog")
+        # Ours is made anew at each opening; a Java broker believes what it finds.
+        if self.manifest.profile == "rocketmq" and (self.root / "timerwheel").is_file():
+            yield Found("timerwheel", self._fs.size(self.root / "timerwheel"), False)
+
+    def _files(self, folder: str, rocksdb: bool = False) -> Iterator[Found]:
+        """The files below a folder, but not below links in it, which may lead in a circle. Those of RocksDB are for
+        nobody but RocksDB to copy while it is at work."""
+        path = self.root / folder
+        if not path.is_dir():
+            return
+        try:
+            files = self._fs.scandir_files(path)
+            folders = self._fs.scandir_directories(path)
+        except FileNotFoundError:
+            return
+        rocksdb = rocksdb or any(name == "CURRENT" for name, _ in files)
+        if rocksdb and writer_alive(self.root, self._fs):
+            self._leave(f"{folder}/: RocksDB, which a broker has open")
+            return
+        for name in folders:
+            if os.path.islink(path / name):
+                self._leave(f"{folder}/{name}: a link to a folder")
+            else:
+                yield from self._files(f"{folder}/{name}", rocksdb)
+        for name, length in files:
+            yield Found(f"{folder}/{name}", length, rocksdb)
+
+    def _leave(self, sentence: str) -> None:
+        if sentence not in self.left:
+            self.left.append(sentence)
