@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -24,6 +23,7 @@ from mqstore_tools.shared import (
     FINDINGS,
     StoreCommand,
     directory_argument,
+    findings_told,
     index_options,
     java_config,
     json_option,
@@ -116,19 +116,15 @@ def recover(
         salvage=salvage,
         rebuild_index="index" in rebuild,
     )
-    logging.getLogger("mqstore").setLevel(logging.ERROR)  # its warnings are the findings, which are told below
-    try:
-        with progress("recovering") as report_progress:
-            report = recover_store(
-                directory,
-                options,
-                config=java_config(index_slots, index_entries),
-                progress=report_progress,
-                json_checks=CONFIG_CHECKS,
-                fs=QUIET if dry_run else REAL,
-            )
-    finally:
-        logging.getLogger("mqstore").setLevel(logging.NOTSET)
+    with progress("recovering") as report_progress, findings_told():
+        report = recover_store(
+            directory,
+            options,
+            config=java_config(index_slots, index_entries),
+            progress=report_progress,
+            json_checks=CONFIG_CHECKS,
+            fs=QUIET if dry_run else REAL,
+        )
     report.changed |= bool(config_done)
     orphans, profile, foreign = _afterwards(directory)
     if json_output:

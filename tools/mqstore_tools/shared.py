@@ -9,11 +9,13 @@
 from __future__ import annotations
 
 import errno
+import logging
 import math
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,6 +40,7 @@ __all__ = [
     "NumberRange",
     "StoreCommand",
     "directory_argument",
+    "findings_told",
     "index_options",
     "java_config",
     "json_option",
@@ -143,6 +146,17 @@ def index_options(command: F) -> F:
 def java_config(index_slots: int | None, index_entries: int | None) -> StoreConfig:
     """The options of `index_options` as the library takes them."""
     return StoreConfig(index_slots=index_slots, index_entries=index_entries)
+
+
+@contextmanager
+def findings_told() -> Iterator[None]:
+    """Around work whose warnings in the log are findings, which the command tells by itself."""
+    log = logging.getLogger("mqstore")
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(logging.NOTSET)
 
 
 def within(path: Path, *folders: Path) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import click
@@ -10,7 +9,15 @@ import click
 from mqstore.broker.configchecks import CONFIG_CHECKS
 from mqstore.log.snapshot import SnapshotPlan, SnapshotReport, plan_snapshot, snapshot_store
 from mqstore_tools.render import console, finding_line, note, print_json, progress, safe, show_bytes
-from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, index_options, java_config, json_option
+from mqstore_tools.shared import (
+    FINDINGS,
+    StoreCommand,
+    directory_argument,
+    findings_told,
+    index_options,
+    java_config,
+    json_option,
+)
 
 __all__ = ["snapshot"]
 
@@ -61,19 +68,10 @@ def snapshot(
         else:
             _show_plan(plan)
         return
-    logging.getLogger("mqstore").setLevel(logging.ERROR)  # its warnings are the findings, which are told below
-    try:
-        with progress("copying and verifying") as report_progress:
-            report = snapshot_store(
-                directory,
-                destination,
-                link=link,
-                config=config,
-                progress=report_progress,
-                json_checks=CONFIG_CHECKS,
-            )
-    finally:
-        logging.getLogger("mqstore").setLevel(logging.NOTSET)
+    with progress("copying and verifying") as report_progress, findings_told():
+        report = snapshot_store(
+            directory, destination, link=link, config=config, progress=report_progress, json_checks=CONFIG_CHECKS
+        )
     if json_output:
         print_json({"dry_run": False, **report.as_dict()})
     else:
