@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import logging
 import multiprocessing
 import os
 import random
@@ -62,7 +61,7 @@ from mqstore.log.inspect import inspect_store
 from mqstore.log.recovery import RecoverOptions
 from mqstore.log.repair import recover_store
 from mqstore_tools import render
-from mqstore_tools.shared import FINDINGS, NumberRange, StoreCommand, json_option
+from mqstore_tools.shared import FINDINGS, NumberRange, StoreCommand, findings_told, json_option
 
 __all__ = ["Source", "demo", "line_count", "queue_of", "read_sources"]
 
@@ -684,7 +683,7 @@ class _Demo:
         flips, orphan, queue_id, damaged = self._flip_three(copy)
         before, *_ = self._verify(copy)
         begin = time.perf_counter()
-        with render.progress("recovering") as progress, _quiet():
+        with render.progress("recovering") as progress, findings_told():
             report = recover_store(copy, RecoverOptions(), progress=progress)
         seconds = time.perf_counter() - begin
         after, *_ = self._verify(copy)
@@ -814,18 +813,6 @@ class _Demo:
             ],
             "seconds": seconds,
         }
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """The library warns of the damage that we did ourselves and tell in our own words."""
-    logger = logging.getLogger("mqstore")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
 
 
 def _mb(size: float) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,14 @@ from mqstore.broker.inspect import inspect_broker
 from mqstore.log.inspect import inspect_store
 from mqstore_tools.opened import show_ms
 from mqstore_tools.render import console, note, print_json, progress, show_bytes, table, when
-from mqstore_tools.shared import StoreCommand, directory_argument, index_options, java_config, json_option
+from mqstore_tools.shared import (
+    StoreCommand,
+    directory_argument,
+    findings_told,
+    index_options,
+    java_config,
+    json_option,
+)
 
 __all__ = ["inspect"]
 
@@ -43,11 +49,8 @@ def inspect(directory: Path, index_slots: int | None, index_entries: int | None,
     config = java_config(index_slots, index_entries)
     with progress("reading the log") as report:
         found = inspect_store(directory, config=config, progress=report)
-    logging.getLogger("mqstore").setLevel(logging.ERROR)  # its warnings are the problems, which are told below
-    try:
+    with findings_told():
         found["broker"] = inspect_broker(directory, config=config)
-    finally:
-        logging.getLogger("mqstore").setLevel(logging.NOTSET)
     if json_output:
         print_json(found)
     else:

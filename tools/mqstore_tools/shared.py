@@ -152,11 +152,12 @@ def java_config(index_slots: int | None, index_entries: int | None) -> StoreConf
 def findings_told() -> Iterator[None]:
     """Around work whose warnings in the log are findings, which the command tells by itself."""
     log = logging.getLogger("mqstore")
+    before = log.level
     log.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        log.setLevel(logging.NOTSET)
+        log.setLevel(before)
 
 
 def within(path: Path, *folders: Path) -> bool:
