@@ -390,6 +390,51 @@ def test_a_checkpoint_belongs_to_one_mirror(store: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
+    ("name", "texts", "remedy"),
+    [
+        ("metadata.json", ("", "[]", "3", "{}", "[" * 200_000), "or begin anew"),
+        ("offsets/0", ("", "[]", "3", "{}", '{"start": {}, "end": 5}', '{"end": {}}', "[" * 200_000), "or begin anew"),
+        ("commits/0", ("", "[]", "3", '{"written": "x"}', '{"written": -1}', "[" * 200_000), "delete this file"),
+    ],
+)
+def test_a_damaged_checkpoint_is_told_with_its_file_and_the_way_out(
+    store: Path, tmp_path: Path, name: str, texts: tuple[str, ...], remedy: str
+) -> None:
+    """What was JSON, and no object with the right members, ended in `please report it`, or said nothing but `end`."""
+    mirror(None, store, tmp_path / "t", tmp_path / "cp")
+    file = tmp_path / "cp" / name
+    sound = file.read_bytes()
+    for text in texts:
+        file.write_text(text)
+        for job in (mirror_plan, partial(mirror, None)):
+            with pytest.raises(ConfigError, match=rf"cp/{name}, of the checkpoint, is damaged \(.*\): .*{remedy}"):
+                job(store, tmp_path / "t", tmp_path / "cp")  # type: ignore[operator]
+
+    file.write_bytes(sound)
+    assert mirror(None, store, tmp_path / "t", tmp_path / "cp").batches == 0
+
+
+@pytest.mark.parametrize("member", ["id", "initial"])
+def test_a_checkpoint_that_lacks_a_member_is_told_with_its_file(store: Path, tmp_path: Path, member: str) -> None:
+    mirror(None, store, tmp_path / "t", tmp_path / "cp")
+    file = tmp_path / "cp" / "metadata.json"
+    metadata = json.loads(file.read_text())
+    for wrong in (None, 3, []):
+        file.write_text(json.dumps({**metadata, member: wrong}))
+        with pytest.raises(ConfigError, match=r"cp/metadata\.json, of the checkpoint, is damaged \(.*or begin anew"):
+            mirror(None, store, tmp_path / "t", tmp_path / "cp")
+
+
+def test_a_batch_whose_damaged_commit_was_deleted_is_not_copied_twice(store: Path, tmp_path: Path) -> None:
+    """As the error of a damaged one advises."""
+    mirror(None, store, tmp_path / "t", tmp_path / "cp")
+    (tmp_path / "cp" / "commits" / "0").unlink()
+
+    assert mirror(None, store, tmp_path / "t", tmp_path / "cp").messages == 0
+    assert messages(tmp_path / "t") == messages(store)
+
+
+@pytest.mark.parametrize(
     ("place", "says"),
     [
         ("s/cp", "checkpoint .*s/cp and source .*s lie in one another"),

@@ -279,12 +279,13 @@ class _Checkpoint:
         self._written: int | None = None
         if numbers:
             self.next = numbers[-1]
-            self._last = _read(path / "offsets" / str(self.next))
+            self._last = _read(path / "offsets" / str(self.next), _are_bounds)
             commits = _numbers(path / "commits")
             self._undone = self.next not in commits
             self.next += not self._undone
             if commits:
-                self._written = _read(path / "commits" / str(max(commits))).get("written")
+                done = _read(path / "commits" / str(max(commits)), _is_commit, _DONE_AGAIN)
+                self._written = done.get("written")
 
     @classmethod
     @contextmanager
@@ -392,6 +393,8 @@ def _metadata(path: Path, options: SinkOptions) -> dict[str, Any]:
                 f"{path} is the checkpoint of a mirror with {name} {metadata.get(name)!r}, not {value!r}: give another "
                 "folder"
             )
+    if type(metadata.get("id")) is not str or not metadata["id"] or type(metadata.get("initial")) is not dict:
+        raise _damaged(path / _METADATA, ValueError("it lacks what a mirror writes there"))
     return metadata
 
 
@@ -399,9 +402,32 @@ def _numbers(folder: Path) -> set[int]:
     return {int(each.name) for each in folder.iterdir() if each.name.isdecimal()}
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _are_bounds(value: dict[str, Any]) -> bool:
+    """What the offsets say is for `decode_offset` to judge."""
+    return all(type(value.get(name)) is dict for name in ("start", "end"))
+
+
+def _is_commit(value: dict[str, Any]) -> bool:
+    return "written" not in value or (type(value["written"]) is int and value["written"] >= 0)
+
+
+_BEGIN_ANEW: Final = (
+    "bring it back as it was; or begin anew, with another checkpoint and source options for where (startingOffsets, "
+    "...), or with another target, too, for all that there is"
+)
+_DONE_AGAIN: Final = "delete this file: the batch is done again, and what the target has of it is not copied twice"
+
+
+def _read(path: Path, right: Callable[[dict[str, Any]], bool] = bool, remedy: str = _BEGIN_ANEW) -> dict[str, Any]:
+    """A file of the checkpoint, of which `right` says whether it has the right members. ConfigError for another one."""
     try:
-        value: dict[str, Any] = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ConfigError(f"{path} does not read: {error}; the checkpoint is damaged") from error
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:  # not JSON, or 100,000 brackets
+        raise _damaged(path, error, remedy) from error
+    if not isinstance(value, dict) or not right(value):
+        raise _damaged(path, ValueError("it lacks what a mirror writes there"), remedy)
     return value
+
+
+def _damaged(path: Path, error: Exception, remedy: str = _BEGIN_ANEW) -> ConfigError:
+    return ConfigError(f"{path}, of the checkpoint, is damaged ({error}): {remedy}")
