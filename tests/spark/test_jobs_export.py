@@ -470,13 +470,50 @@ def test_an_export_into_a_store_is_refused(store: Path) -> None:
             export_parquet(None, store, dest)
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"version": 2}', '{"version": 1, "number": 1}'])
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[]", '{"version": 2}', '{"version": 1, "number": 1}', "[" * 200_000], ids=range(6)
+)
 def test_a_folder_that_is_no_export_is_left_alone(store: Path, tmp_path: Path, text: str) -> None:
     (tmp_path / "out" / "export=00000001").mkdir(parents=True)
     (tmp_path / "out" / "export=00000001" / "_manifest.json").write_text(text)
 
     with pytest.raises(ConfigError):
         export_parquet(None, store, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "member",
+    [
+        {"ends": {"s": 5}},
+        {"ends": {"s": {"t": [0]}}},
+        {"ends": {"s": {"t": {"0": "x"}}}},
+        {"ends": {"s": {"t": {"0": -1}}}},
+        {"ends": {"s": {"t": {"00": 1}}}},
+        {"ends": {"s": {"t": {"a": 1}}}},
+        {"txns": {"a": "b"}},
+        {"txns": {"a": None}},
+        {"stores": 5},
+        {"stores": {"s": 5}},
+        {"stores": {"s": {"path": "s"}}},
+        {"stores": {"s": {"path": "s", "store_id": 3}}},
+        {"number": "1"},
+        {"number": -1},
+        {"shape": []},
+    ],
+    ids=str,
+)
+def test_a_damaged_manifest_is_told_with_its_file_and_the_way_out(
+    store: Path, tmp_path: Path, member: dict[str, Any]
+) -> None:
+    """Only the outermost objects were looked at: what was wrong in them ended in `please report it`."""
+    export_parquet(None, {"s": store}, tmp_path / "out", topics="t", txn=("a", 1))
+    path = tmp_path / "out" / "export=00000001" / "_manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **member}))
+
+    says = rf"_manifest\.json is no manifest of an export, or damaged \(.*{next(iter(member))} is not.*bring it back"
+    for job in (check_export, export_plan, partial(export_parquet, None, txn=("a", 2))):
+        with pytest.raises(ConfigError, match=says):
+            job({"s": store}, tmp_path / "out")  # type: ignore[operator]
 
 
 # -- stopped -----------------------------------------------------------------------------------------------------------

@@ -27,13 +27,23 @@ from mqstore.spark.optiontable import (
 )
 from mqstore.spark.rows import OnCorrupt
 
-__all__ = ["CHOOSING", "OPTIONS", "SOURCE_OPTIONS", "Offsets", "Option", "SourceOptions", "as_markdown", "interval_ms"]
+__all__ = [
+    "CHOOSING",
+    "OPTIONS",
+    "QUEUE_ID",
+    "SOURCE_OPTIONS",
+    "Offsets",
+    "Option",
+    "SourceOptions",
+    "as_markdown",
+    "interval_ms",
+]
 
 View = Literal["messages", "queues", "segments", "groups", "delay", "traffic", "verify"]
 Offsets = Literal["earliest", "latest"] | dict[str, Any]
 """A word, or the parsed JSON: topic -> queue id -> offset, with several stores one level more."""
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-_QUEUE_ID: Final = re.compile("0|[1-9][0-9]{0,9}")
+QUEUE_ID: Final = re.compile("0|[1-9][0-9]{0,9}")
 """As queues are looked up. Another spelling of a number would name none of them."""
 
 
@@ -191,7 +201,7 @@ def _offsets(text: str) -> Offsets:
                 check(inner, depth + 1)
             elif depth < 2 or type(inner) is not int or inner < -2:
                 raise ValueError("not that form")
-            elif not _QUEUE_ID.fullmatch(key):
+            elif not QUEUE_ID.fullmatch(key):
                 raise ValueError(f"{key!r} is no queue id")
 
     value = _parsed(text)

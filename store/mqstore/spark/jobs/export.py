@@ -30,7 +30,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -46,7 +46,7 @@ from mqstore.errors import ConfigError, MQStoreError, NotAStoreError
 from mqstore.files.filesystem import REAL
 from mqstore.spark.columns import check_columns, default_columns
 from mqstore.spark.jobs.shape import Plan, Progress, Selection, Shaped, Stores, local_path, run, select, slots_of
-from mqstore.spark.options import SourceOptions
+from mqstore.spark.options import QUEUE_ID, SourceOptions
 from mqstore.spark.plan import QueueSlice, StoreName, open_sliced
 from mqstore.spark.progress import look
 from mqstore.spark.tasks import policy_of, read_slices
@@ -177,7 +177,7 @@ def check_export(
 
 def read_manifest(dest: str | os.PathLike[str]) -> dict[str, Any]:
     """The newest manifest in `dest`; one that says nothing (number 0) where there is none. ConfigError for what is no
-    manifest."""
+    manifest, or a damaged one."""
     try:
         found = sorted(name for name in os.listdir(dest) if name.startswith(_FOLDER))
     except FileNotFoundError:
@@ -189,14 +189,38 @@ def read_manifest(dest: str | os.PathLike[str]) -> dict[str, Any]:
                 value: dict[str, Any] = json.load(file)
             if value["version"] != 1:
                 raise ConfigError(f"{path} is of version {value['version']!r}; this mqstore knows 1")
-            if {type(value[key]) for key in ("ends", "txns", "shape")} != {dict} or type(value["number"]) is not int:
-                raise TypeError("a member is not what it should be")
+            for member, right in _MEMBERS.items():
+                if not right(value[member] if member != "stores" else value.get(member, {})):
+                    raise ValueError(f"{member} is not what it should be")
             return value
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             if isinstance(error, MQStoreError):
                 raise
-            raise ConfigError(f"{path} is no manifest of an export ({error!r}); give another folder") from error
+            raise ConfigError(
+                f"{path} is no manifest of an export, or damaged ({error!r}): bring it back as it was, or give another "
+                "folder, to which all is exported"
+            ) from error
     return {"version": 1, "number": 0, "shape": {}, "ends": {}, "txns": {}}
+
+
+def _each(right: Callable[[Any], bool], name: Callable[[str], object] = lambda _: True) -> Callable[[Any], bool]:
+    """Whether something is an object whose names and values are right."""
+    return lambda value: type(value) is dict and all(name(key) and right(each) for key, each in value.items())
+
+
+def _is_place(value: Any) -> bool:
+    return _each(lambda each: type(each) is str)(value) and value.keys() >= {"path", "store_id"}
+
+
+_MEMBERS: Final[Mapping[str, Callable[[Any], bool]]] = {
+    "number": lambda value: type(value) is int and value > 0,
+    "shape": lambda value: type(value) is dict,
+    # A queue id in another spelling, or an offset below 0, would pass over messages or export them again.
+    "ends": _each(_each(_each(lambda end: type(end) is int and end >= 0, QUEUE_ID.fullmatch))),
+    "txns": _each(lambda version: type(version) is int),
+    "stores": _each(_is_place),
+}
+"""What runs go by in a manifest. `stores` may be absent."""
 
 
 def _checked(txn: Sequence[Any]) -> Sequence[Any]:
