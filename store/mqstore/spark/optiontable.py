@@ -31,6 +31,8 @@ __all__ = [
 GIVEN_BY_SPARK: Final = frozenset({"owner", "provider", "location"})
 """What `CREATE TABLE ... USING` adds; nobody asked for it."""
 YES_NO: Final = "true or false"
+_SHOWN: Final = 200
+"""Characters of a value in a message: JSON may name each queue of a fleet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +46,13 @@ class Option:
     accepts: str
     meaning: str
     parse: Callable[[str], Any]
-    """Raises ValueError for a value that does not fit."""
+    """Raises ValueError for a value that does not fit, RecursionError for one that is nested too deeply."""
     aliases: tuple[str, ...] = ()
+
+
+def _shown(value: str) -> str:
+    """For a message; of what is long, the beginning."""
+    return repr(value) if len(value) <= _SHOWN else f"{value[:_SHOWN]!r}... ({len(value)} characters)"
 
 
 class OptionTable:
@@ -75,9 +82,13 @@ class OptionTable:
             said[option.field] = name
             try:
                 values[option.field] = option.parse(value)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 called = option.name if name.lower() == option.name.lower() else name
-                raise ConfigError(f"option {called}={value!r}: {error}; {option.accepts}") from error
+                deep = isinstance(error, RecursionError)  # of json or re; its traceback is as long as that
+                why = "it is nested too deeply" if deep else str(error)
+                raise ConfigError(f"option {called}={_shown(value)}: {why}; {option.accepts}") from (
+                    None if deep else error
+                )
         return values
 
     def nearest(self, name: str) -> str:
