@@ -118,6 +118,14 @@ def test_a_long_value_is_shown_by_its_beginning() -> None:
     assert len(str(caught.value)) < 400
 
 
+@pytest.mark.parametrize("name", ["maxRowsPerBatch", "maxBytesPerBatch"])
+def test_a_batch_is_not_larger_than_arrow_can_address(name: str) -> None:
+    """Arrow counts the bytes of a column of a batch in 32 bits, which a larger one overflowed."""
+    parse(**{name: str(1 << 30)})
+    with pytest.raises(ConfigError, match=rf"option {name}='1073741825': too large; a number from 1 to 1073741824$"):
+        parse(**{name: str((1 << 30) + 1)})
+
+
 @pytest.mark.parametrize(
     "given",
     [

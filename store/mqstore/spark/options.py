@@ -45,6 +45,9 @@ Offsets = Literal["earliest", "latest"] | dict[str, Any]
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 QUEUE_ID: Final = re.compile("0|[1-9][0-9]{0,9}")
 """As queues are looked up. Another spelling of a number would name none of them."""
+_BATCH_MAX: Final = 1 << 30
+"""Arrow counts the bytes of a column of a batch in 32 bits (`arrow.laid`). Half of them: a batch may have as much again
+in bodies that were stored compressed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,14 +414,21 @@ _TABLE: Final = (
         "at least so many tasks, if there are as many messages; large queues are cut, small ones put together",
         count(1),
     ),
-    Option("maxRowsPerBatch", "max_rows_per_batch", "20000", "a number from 1", "rows of an Arrow batch", count(1)),
+    Option(
+        "maxRowsPerBatch",
+        "max_rows_per_batch",
+        "20000",
+        f"a number from 1 to {_BATCH_MAX}",
+        "rows of an Arrow batch",
+        count(1, _BATCH_MAX),
+    ),
     Option(
         "maxBytesPerBatch",
         "max_bytes_per_batch",
         "8388608",
-        "a number from 1",
+        f"a number from 1 to {_BATCH_MAX}",
         "bytes of an Arrow batch; it has one message at least",
-        count(1),
+        count(1, _BATCH_MAX),
     ),
     Option(
         "view",
