@@ -50,11 +50,11 @@ except ImportError as error:  # pragma: no cover
 from mqstore.errors import ConfigError
 from mqstore.spark.columns import COLUMNS, check_columns, check_once, default_columns
 from mqstore.spark.options import SOURCE_OPTIONS, SourceOptions
-from mqstore.spark.plan import Narrowing, Slice, StoreName, partitions, stores_of, survey
+from mqstore.spark.plan import Narrowing, Slice, StoreName, partitions, survey
 from mqstore.spark.sinkoptions import ONLY_FOR_WRITING, SINK_OPTIONS, SinkOptions
 from mqstore.spark.tasks import read_slices
 from mqstore.spark.telling import plain_errors, warn_once
-from mqstore.spark.views import VIEWS, view_batch
+from mqstore.spark.views import VIEWS, view_batch, view_stores
 from mqstore.spark.workers import settle
 
 __all__ = ["MQStoreDataSource", "register_source"]
@@ -252,7 +252,7 @@ class MQStoreReader(DataSourceReader):
     def partitions(self) -> list[InputPartition]:
         if self._options.view != "messages":
             # By name, not by number: a plan is used again, and of a glob or a set there may be others by then.
-            return [_Partition(name) for name in stores_of(self._options)]
+            return [_Partition(name) for name in view_stores(self._options)]
         found = survey(self._options, self._narrowing, by_region=True)
         if {*default_columns()} <= {*self._columns} and sum(each.weight for each in found) > _MUCH:
             warn_once(_ALL_COLUMNS)

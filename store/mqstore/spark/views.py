@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from mqstore.broker.inspect import delay_levels, group_names, lag_of, pop_view, timer_view
 from mqstore.broker.parts import open_parts
+from mqstore.errors import NotAStoreError
 from mqstore.layout.consumequeue import is_message
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.scanner import Good, scan_log
@@ -20,13 +21,14 @@ from mqstore.log.store import MessageStore
 from mqstore.spark.columns import ColumnReader
 from mqstore.spark.jobs.verify import verified_ranges
 from mqstore.spark.options import SourceOptions
-from mqstore.spark.plan import StoreName, is_wanted, open_store
+from mqstore.spark.plan import Counted, StoreName, is_wanted, open_store, queues_of, stores_of
 from mqstore.spark.tally import Tally
 from mqstore.spark.tasks import policy_of
-from mqstore.spark.telling import of_store
+from mqstore.spark.telling import of_store, warn_once
 
-__all__ = ["VIEWS", "view_batch"]
+__all__ = ["VIEWS", "view_batch", "view_stores"]
 
+_BY_QUEUE: Final = ("queues", "traffic")
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _ARROW: Final = {
     "string": pa.string(),
@@ -49,11 +51,35 @@ class ViewTable:
         return pa.schema([(name, _ARROW[kind]) for name, kind in self.columns.items()])
 
 
+def view_stores(options: SourceOptions) -> list[StoreName]:
+    """The stores that a view is of. TopicNotFoundError for a topic or queue that is named and that no store has, as a
+    query of messages has it; of `groups` it may have been deleted, and a group's progress be there still."""
+    names = stores_of(options)
+    if options.view in _BY_QUEUE and options.fail_on_data_loss:
+        counted = Counted(options)
+        for name in names:
+            if counted.missing():  # opening them all is work
+                with open_store(name) as store:
+                    counted.find(name, store, queues_of(store))
+        counted.check("failOnDataLoss=false reads what there is")
+    return names
+
+
 def view_batch(view: str, store: StoreName, options: SourceOptions) -> Any:
-    """The rows of one store, as a record batch with all columns of the view."""
+    """The rows of one store, as a record batch with all columns of the view. None, and a warning, of one that is gone
+    where that is allowed (`failOnDataLoss=false`), else NotAStoreError."""
     table = VIEWS[view]
-    with of_store(store.path), open_store(store) as opened:
-        rows = [(store.id, *row) for row in table.rows(opened, options)]
+    rows: list[tuple[Any, ...]] = []
+    with of_store(store.path):
+        try:
+            opened = open_store(store)
+        except NotAStoreError as error:
+            if options.fail_on_data_loss:
+                raise
+            warn_once(f"mqstore: {error}; with failOnDataLoss=false the view {view} has no row of it")
+        else:
+            with opened:
+                rows = [(store.id, *row) for row in table.rows(opened, options)]
     columns = zip(*rows, strict=True) if rows else [()] * len(table.columns)
     arrays = [pa.array([*values], field.type) for values, field in zip(columns, table.schema, strict=True)]
     return pa.RecordBatch.from_arrays(arrays, schema=table.schema)
