@@ -150,6 +150,52 @@ def test_a_small_table_refuses_what_chooses_messages(given: dict[str, str]) -> N
         parse(view="traffic", **given).for_batch()
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"scan": "log"},
+        {"includeProperties": "false"},
+        {"bodyAs": "string"},
+        {"decompress": "false"},
+        {"minPartitions": "8"},
+        {"pushDown": "true"},
+    ],
+)
+def test_a_small_table_refuses_what_says_how_messages_are_read(given: dict[str, str]) -> None:
+    """It was accepted, and did nothing."""
+    parse(**given).for_batch()
+
+    for view in VIEWS:
+        with pytest.raises(
+            ConfigError, match=rf"says how messages are read, and the view {view} has none: leave it out"
+        ):
+            parse(view=view, **given).for_batch()
+
+
+def test_what_every_small_table_of_one_session_is_given_is_taken() -> None:
+    """`mqstore spark sql` gives its options to all of them."""
+    for view in VIEWS:
+        given = parse(view=view, interval="5m", onCorrupt="keep", failOnDataLoss="false", verify="false", subscribe="a")
+        assert given.for_batch() is given
+
+
+@pytest.mark.parametrize("given", [{"pushDown": "true"}, {"interval": "5m"}])
+def test_a_stream_refuses_what_it_cannot_go_by(given: dict[str, str]) -> None:
+    """It was accepted, and did nothing."""
+    parse(**given).for_batch()
+    with pytest.raises(ConfigError, match=rf"option {next(iter(given))} is for spark\.read, not for spark\.readStream"):
+        parse(**given).for_stream()
+
+
+def test_properties_are_not_both_named_and_left_out() -> None:
+    """They were there."""
+    says = "options columns and includeProperties=false contradict each other: columns names properties, leave one out"
+    with pytest.raises(ConfigError, match=says):
+        parse(columns="topic,properties", includeProperties="false")
+    parse(columns="topic", includeProperties="false")
+    parse(columns="topic,properties", includeProperties="true")
+
+
 def test_a_query_says_where_its_stores_are(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no store: give \.load\(PATH\), .*; to write, \.save\(PATH\)"):
         SourceOptions.parse({})

@@ -12,6 +12,7 @@ import pytest
 from mqstore import MessageStore
 from mqstore.broker.parts import open_parts
 from mqstore.errors import NotAStoreError, TopicNotFoundError
+from mqstore.spark import create_views, select
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import StoreName
 from mqstore.spark.views import VIEWS, view_batch, view_stores
@@ -70,6 +71,52 @@ def test_who_names_no_topic_opens_no_store_to_plan(fleet: Path, monkeypatch: pyt
     monkeypatch.setattr("mqstore.spark.views.open_store", None)
     options = SourceOptions.parse({"path": f"{fleet}/[ab]", "view": "queues"})
     assert [name.path for name in view_stores(options)] == [str(fleet / name) for name in "ab"]
+
+
+# -- SQL ---------------------------------------------------------------------------------------------------------------
+
+
+class Session:
+    """What `create_views` uses of Spark's: checks options as a query does, and keeps them by view."""
+
+    def __init__(self) -> None:
+        self.read = self
+        self.given: dict[str, str] = {}
+        self.views: dict[str, SourceOptions] = {}
+
+    def format(self, name: str) -> Any:
+        assert name == "mqstore"
+        self.given = {}
+        return self
+
+    def options(self, **given: str) -> Any:
+        self.given |= {name.lower(): value for name, value in given.items()}
+        return self
+
+    def option(self, name: str, value: str) -> Any:
+        return self.options(**{name: value})
+
+    def load(self) -> Any:
+        return self
+
+    def createOrReplaceTempView(self, name: str) -> None:  # noqa: N802
+        self.views[name] = SourceOptions.parse(self.given).for_batch()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"subscribe": "t"},
+        {"tags": "a", "scan": "queue", "bodyAs": "string", "minPartitions": "8"},
+        {"includeProperties": "false", "decompress": "false", "startingOffsets": "latest"},
+        {"interval": "5m", "onCorrupt": "keep", "failOnDataLoss": "false"},
+    ],
+)
+def test_every_table_of_a_session_is_made_whatever_the_options(tmp_path: Path, given: dict[str, str]) -> None:
+    """Each is given what it can go by."""
+    spark = Session()
+    assert create_views(spark, select(tmp_path, options=given)) == ("messages", *VIEWS)
+    assert [options.view for options in spark.views.values()] == [*spark.views] == ["messages", *VIEWS]
 
 
 # -- stores that are gone ----------------------------------------------------------------------------------------------

@@ -109,6 +109,11 @@ class SourceOptions:
             raise ConfigError(f"options {' and '.join(given)} exclude each other; give one of them")
         if self.starting_group is not None and self.starting_timestamp_ms is not None:
             raise ConfigError("options startingGroup and startingTimestamp exclude each other; give one of them")
+        if not self.include_properties and "properties" in (self.columns or ()):
+            raise ConfigError(
+                "options columns and includeProperties=false contradict each other: columns names properties, leave "
+                "one out"
+            )
 
     def set_among(self, names: Iterable[str]) -> dict[str, Any]:
         """Those of these options that are other than by default, with their values."""
@@ -120,6 +125,10 @@ class SourceOptions:
         """These, for `spark.read`. ConfigError for what only a stream can do, and a view cannot."""
         if self.view != "messages":
             for name in self.set_among(CHOOSING):
+                if name in _HOW_READ:
+                    raise ConfigError(
+                        f"option {name} says how messages are read, and the view {self.view} has none: leave it out"
+                    )
                 raise ConfigError(
                     f"option {name} chooses messages, and the view {self.view} is of all that a queue or a store "
                     "has: leave it out, and choose rows by where()"
@@ -485,6 +494,7 @@ _TABLE: Final = (
 SOURCE_OPTIONS: Final = OptionTable(_TABLE)
 OPTIONS: Final[Mapping[str, Option]] = SOURCE_OPTIONS.options
 """Every option by its name."""
+_HOW_READ: Final = ("scan", "includeProperties", "bodyAs", "decompress", "minPartitions", "pushDown")
 CHOOSING: Final = (
     "tags",
     "filter",
@@ -495,12 +505,16 @@ CHOOSING: Final = (
     "endingTimestamp",
     "startingGroup",
     "readUpTo",
+    *_HOW_READ,
 )
-"""Options that choose messages of queues: the small tables do not go by them."""
+"""Options that choose messages of queues, and that say how they are read: the small tables do not go by them. What one
+of these tables goes by (`interval`, `onCorrupt`, topics) all take: a session has all of them with the same options."""
 _ONLY: Final = {
     "endingOffsets": "batch",
     "endingTimestamp": "batch",
     "view": "batch",
+    "interval": "batch",
+    "pushDown": "batch",
     "maxMessagesPerTrigger": "stream",
     "maxBytesPerTrigger": "stream",
     "commitGroup": "stream",
