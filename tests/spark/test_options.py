@@ -175,8 +175,22 @@ def test_a_small_table_refuses_what_says_how_messages_are_read(given: dict[str, 
 def test_what_every_small_table_of_one_session_is_given_is_taken() -> None:
     """`mqstore spark sql` gives its options to all of them."""
     for view in VIEWS:
-        given = parse(view=view, interval="5m", onCorrupt="keep", failOnDataLoss="false", verify="false", subscribe="a")
+        given = parse(view=view, interval="5m", onCorrupt="keep", failOnDataLoss="false", verify="false")
         assert given.for_batch() is given
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("subscribe", "a"), ("subscribePattern", "a.*"), ("assign", '{"a":[0]}'), ("includeSystemTopics", "true")],
+)
+def test_a_table_of_whole_stores_refuses_topics(name: str, value: str) -> None:
+    """It had the same rows with them as without."""
+    for view in ("queues", "groups", "traffic"):
+        parse(view=view, **{name: value}).for_batch()
+    for view in ("segments", "delay", "verify"):
+        says = rf"option {name}=.* names topics, and the view {view} is of whole stores: leave it out"
+        with pytest.raises(ConfigError, match=says):
+            parse(view=view, **{name: value}).for_batch()
 
 
 @pytest.mark.parametrize("given", [{"pushDown": "true"}, {"interval": "5m"}])

@@ -107,6 +107,9 @@ class Session:
     "given",
     [
         {"subscribe": "t"},
+        {"TOPIC": "t"},
+        {"assign": '{"t": [0]}'},
+        {"subscribePattern": "t", "includeSystemTopics": "true"},
         {"tags": "a", "scan": "queue", "bodyAs": "string", "minPartitions": "8"},
         {"includeProperties": "false", "decompress": "false", "startingOffsets": "latest"},
         {"interval": "5m", "onCorrupt": "keep", "failOnDataLoss": "false"},
@@ -117,6 +120,9 @@ def test_every_table_of_a_session_is_made_whatever_the_options(tmp_path: Path, g
     spark = Session()
     assert create_views(spark, select(tmp_path, options=given)) == ("messages", *VIEWS)
     assert [options.view for options in spark.views.values()] == [*spark.views] == ["messages", *VIEWS]
+    assert {options.topics for name, options in spark.views.items() if name in BY_TOPIC} == {
+        spark.views["messages"].topics
+    }
 
 
 # -- stores that are gone ----------------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ __all__ = [
     "SourceOptions",
     "as_markdown",
     "interval_ms",
+    "not_for",
 ]
 
 View = Literal["messages", "queues", "segments", "groups", "delay", "traffic", "verify"]
@@ -124,7 +125,12 @@ class SourceOptions:
     def for_batch(self) -> SourceOptions:
         """These, for `spark.read`. ConfigError for what only a stream can do, and a view cannot."""
         if self.view != "messages":
-            for name in self.set_among(CHOOSING):
+            for name in self.set_among(not_for(self.view)):
+                if name in _TOPICS:
+                    raise ConfigError(
+                        f"option {name}={self.set_among([name])[name]!r} names topics, and the view {self.view} is of "
+                        "whole stores: leave it out"
+                    )
                 if name in _HOW_READ:
                     raise ConfigError(
                         f"option {name} says how messages are read, and the view {self.view} has none: leave it out"
@@ -508,7 +514,9 @@ CHOOSING: Final = (
     *_HOW_READ,
 )
 """Options that choose messages of queues, and that say how they are read: the small tables do not go by them. What one
-of these tables goes by (`interval`, `onCorrupt`, topics) all take: a session has all of them with the same options."""
+of these tables goes by (`interval`, `onCorrupt`) all take: a session has all of them with the same options."""
+_TOPICS: Final = ("subscribe", "subscribePattern", "assign", "includeSystemTopics")
+_OF_STORES: Final = ("segments", "delay", "verify")
 _ONLY: Final = {
     "endingOffsets": "batch",
     "endingTimestamp": "batch",
@@ -519,6 +527,11 @@ _ONLY: Final = {
     "maxBytesPerTrigger": "stream",
     "commitGroup": "stream",
 }
+
+
+def not_for(view: View) -> tuple[str, ...]:
+    """The options that a small table does not go by, and refuses."""
+    return (*CHOOSING, *_TOPICS) if view in _OF_STORES else CHOOSING
 
 
 def as_markdown() -> str:

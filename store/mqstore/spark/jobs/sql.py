@@ -10,12 +10,12 @@ Knows no pyspark: the session it is given does.
 from __future__ import annotations
 
 import re
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from mqstore.errors import ConfigError
 from mqstore.spark.columns import default_columns
 from mqstore.spark.jobs.shape import Selection, Stores, select
-from mqstore.spark.options import CHOOSING, OPTIONS
+from mqstore.spark.options import OPTIONS, View, not_for
 from mqstore.spark.views import VIEWS
 
 __all__ = ["columns_of", "create_views", "sql"]
@@ -25,7 +25,6 @@ _WORD: Final = re.compile(r"[a-z_][a-z0-9_]*")
 _COUNT_ALL: Final = re.compile(r"\bcount\s*\(\s*\*\s*\)")
 _UNCLEAR: Final = re.compile(r"\*|\|>|--|/\*|\bnatural\b|\btable\b|\bdescribe\b|\bexcept\s*\(|\(\s*from\b")
 """What may ask for columns without naming them, or hide names."""
-_CHOOSING: Final = frozenset(alias.lower() for name in CHOOSING for alias in (name, *OPTIONS[name].aliases))
 _ALWAYS: Final = "queue_offset"
 """A frame has one column at least; this one costs nothing but its unit."""
 
@@ -79,15 +78,21 @@ def _create(
             "leave it out, and narrow what is read by topics and bounds"
         )
     given = {name: value for name, value in selection.given.items() if name.lower() not in ("columns", "view")}
-    whole = {name: value for name, value in given.items() if name.lower() not in _CHOOSING}
     for name in wanted:
         source = spark.read.format("mqstore")
         if name == _MESSAGES:
             frame = _messages(source.options(**given), selection, columns)
         else:
+            unfit = _unfit(name)
+            whole = {option: value for option, value in given.items() if option.lower() not in unfit}
             frame = source.options(**whole).option("view", name).load()
         frame.createOrReplaceTempView(name)
     return wanted
+
+
+def _unfit(view: str) -> frozenset[str]:
+    """Names, in small letters, of options that a view refuses."""
+    return frozenset(alias.lower() for name in not_for(cast(View, view)) for alias in (name, *OPTIONS[name].aliases))
 
 
 def _messages(source: Any, selection: Selection, columns: tuple[str, ...] | None) -> Any:
