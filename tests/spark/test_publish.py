@@ -804,17 +804,98 @@ def test_jobs_that_commit_at_the_same_time_wait_for_each_other(tmp_path: Path) -
     assert staged(tmp_path / "set") == []
 
 
-@pytest.mark.parametrize("content", [b"{", b"[]", b'{"version": 2, "stores": {}}', b'{"version": 1, "stores": []}'])
-def test_a_manifest_that_cannot_be_read_is_never_written_over(content: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"{",
+        b"[]",
+        b'{"version": 2, "stores": {}}',
+        b'{"version": true, "stores": {}}',
+        b'{"version": 1, "stores": []}',
+        b'{"version": 1, "stores": {"one": 5}}',
+        # Read as never written, so that its rows came in twice.
+        b'{"version": 1, "stores": {}, "recorded": {"a": "5"}}',
+        b'{"version": 1, "stores": {}, "recorded": {"a": 5.0}}',
+        b'{"version": 1, "stores": {}, "recorded": {"a": true}}',
+        b'{"version": 1, "stores": {}, "recorded": {"a": -1}}',
+        b'{"version": 1, "stores": {}, "recorded": {"a": null}}',
+        # Tracebacks, the last ones inside of tasks.
+        b'{"version": 1, "stores": {}, "more": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"version": 1, "stores": {"\\ud800": "shards/a"}}',
+        b'{"version": 1, "stores": {"one": "shards/\\ud800"}}',
+        b'{"version": 1, "stores": {"one": "shards/\\u0000"}}',
+        # Folders of others, which an overwrite took for its own.
+        b'{"version": 1, "stores": {"one": "shards/.."}}',
+        b'{"version": 1, "stores": {"one": "../other"}}',
+        b'{"version": 1, "stores": {"one": "/srv/other"}}',
+    ],
+)
+def test_a_manifest_that_is_none_is_told_of_and_neither_read_nor_written_over(content: bytes, tmp_path: Path) -> None:
+    root = tmp_path / "set"
+    options = options_of(root, target="set")
+    shards = stage(options, "a", 5, [batch_of(TWO)])
+    write(options, "a", 0, ONE)
+    (root / "mqstore-set.json").write_bytes(content)
+    before = sorted(root.glob("shards/*"))
+
+    for attempt in (
+        lambda: plan_target(options),
+        lambda: commit(options, Commit("a", 5, shards)),
+        lambda: commit(options, Commit("a", 5, shards, overwrite=True)),
+        lambda: clean_target(root, 0),
+        lambda: stores_of(SourceOptions.parse({"path": str(root)})),
+    ):
+        with pytest.raises(ConfigError, match=r"mqstore-set\.json.*(upgrade it|\.bak over it)"):
+            attempt()
+
+    assert (root / "mqstore-set.json").read_bytes() == content
+    assert sorted(root.glob("shards/*")) == before
+
+
+def test_overwriting_a_set_deletes_no_store_that_a_link_leads_to(tmp_path: Path) -> None:
+    """The sink makes no links; one that it met among its stores it followed, and emptied what it led to."""
     root = tmp_path / "set"
     options = options_of(root, target="set")
     write(options, "a", 0, ONE)
-    (root / "mqstore-set.json").write_bytes(content)
+    with MessageStore(tmp_path / "other") as store:
+        store.put("t", b"theirs")
+    (root / "shards" / "link").symlink_to(tmp_path / "other")
+    known = manifest(root)
+    known["stores"]["theirs"] = "shards/link"
+    (root / "mqstore-set.json").write_text(json.dumps(known))
+    assert sorted(set_bodies(root)) == sorted([*ONE, "theirs"])
 
-    with pytest.raises(ConfigError, match=r"mqstore-set\.json"):
-        write(options, "a", 1, TWO)
+    write(options, "a", 1, TWO, overwrite=True)
 
-    assert (root / "mqstore-set.json").read_bytes() == content
+    assert sorted(set_bodies(root)) == TWO
+    assert bodies(tmp_path / "other") == ["theirs"]
+    assert (root / "shards" / "link").is_symlink()
+
+
+def test_cleaning_a_set_keeps_a_store_that_somebody_has_put_deeper(tmp_path: Path) -> None:
+    """It went by the last part of a path, and deleted the folder that the store lay in."""
+    root = tmp_path / "set"
+    write(options_of(root, target="set"), "a", 0, ONE)
+    known = manifest(root)
+    [(name, where)] = known["stores"].items()
+    known["stores"][name] = "shards/old/kept"
+    (root / "shards" / "old").mkdir()
+    (root / where).rename(root / "shards" / "old" / "kept")
+    (root / "mqstore-set.json").write_text(json.dumps(known))
+
+    clean_target(root, 0)
+
+    assert sorted(set_bodies(root)) == ONE
+
+
+def test_deleting_the_stores_of_a_set_goes_no_way_up(tmp_path: Path) -> None:
+    """Such a manifest is refused before; what deletes does not count on it."""
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "precious").touch()
+
+    publish._delete_members(tmp_path, {"one": "shards/..", "two": "shards/."}, REAL)
+
+    assert sorted(os.listdir(tmp_path)) == ["precious", "shards"]
 
 
 def test_a_manifest_that_was_lost_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:

@@ -593,13 +593,13 @@ def _manifest(root: Path) -> dict[str, Any]:
 
 
 def _version_in(manifest: Mapping[str, Any], app: str) -> int:
-    found = manifest.get(RECORDED, {}).get(app, -1)
-    return found if type(found) is int else -1
+    return manifest.get(RECORDED, {}).get(app, -1)  # type: ignore[no-any-return]  # `read_set` looked at it
 
 
 def _named(manifest: Mapping[str, Any]) -> frozenset[str]:
-    """Folders in `MEMBERS` that a manifest names."""
-    return frozenset(Path(where).name for where in manifest["stores"].values() if Path(where).parts[:1] == (MEMBERS,))
+    """Folders in `MEMBERS` in which the stores lie that a manifest names."""
+    places = (Path(where).parts for where in manifest["stores"].values())
+    return frozenset(parts[1] for parts in places if parts[:1] == (MEMBERS,) and len(parts) > 1)
 
 
 def _move_in(root: Path, wanted: Commit, fs: FileSystem) -> list[str]:
@@ -621,10 +621,12 @@ def _move_in(root: Path, wanted: Commit, fs: FileSystem) -> list[str]:
 
 
 def _delete_members(root: Path, before: Mapping[str, Any], fs: FileSystem) -> None:
-    """The batch is in by now: what cannot be deleted is left to `clean_target`."""
+    """The batch is in by now: what cannot be deleted is left to `clean_target`. The sink makes folders: what is reached
+    by a link, or by `..`, somebody else has made, wherever it lies."""
     for where in before.values():
         path = Path(str(where))
-        if path.parts[:1] == (MEMBERS,) and len(path.parts) == 2:
+        ours = path.parts[:1] == (MEMBERS,) and len(path.parts) == 2 and path.name != ".."
+        if ours and not (root / path).is_symlink():
             try:
                 fs.remove_tree(root / path)
             except OSError as error:
