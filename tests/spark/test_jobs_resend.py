@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,14 @@ from mqstore import MessageStore
 from mqstore.broker.deadletters import DeadLetters
 from mqstore.broker.offsets import OffsetTable
 from mqstore.broker.parts import open_parts
-from mqstore.errors import ConfigError, CorruptStoreError, FilterError, InvalidMessageError, StoreLockedError
+from mqstore.errors import (
+    ConfigError,
+    CorruptStoreError,
+    FilterError,
+    InvalidMessageError,
+    StoreLockedError,
+    UnsupportedStoreError,
+)
 from mqstore.layout.properties import encode_properties
 from mqstore.spark.jobs import resend
 from mqstore.spark.jobs.dlq import dlq_report
@@ -22,6 +30,7 @@ from mqstore.spark.jobs.shape import select
 from tests.spark.copies import fail, tree
 from tests.spark.support import Odd, write_store
 from tests.tools.brokers import broker, clock_now
+from tests.tools.support import mqstore, mqstore_json
 
 
 def sent(path: Path, topic: str = "orders") -> list[tuple[bytes, str]]:
@@ -264,6 +273,56 @@ def test_a_lost_list_of_what_was_sent_is_told_and_not_taken_for_an_empty_one(sto
 
     with pytest.raises(CorruptStoreError, match="does not tell which dead letters run 0 has sent"):
         dlq_resend(None, store)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\0" * 20,
+        b'{"version": 1, "done": "0", "sent": {}, "next": {}}',
+        b'{"version": 1, "done": 0, "sent": {}}',
+        b'{"version": 1, "done": 0, "sent": {"billing": [3, 6]}, "next": {}}',
+        b'{"version": 1, "done": 0, "sent": {"billing": [["3", "6"]]}, "next": {}}',
+    ],
+)
+def test_a_damaged_list_of_what_was_sent_is_mended_by_the_command_that_the_error_names(
+    store: Path, content: bytes
+) -> None:
+    """`recover --rebuild config` said that every JSON file decodes, verify that all was well: neither looked at it. And
+    once it was moved aside, by hand, the next run refused since it was lost."""
+    dlq_resend(None, select(store, start=3))
+    path = store / "config" / "spark" / "resent.json"
+    for name in (path, path.with_name("resent.json.bak")):
+        name.write_bytes(content)
+    with pytest.raises(CorruptStoreError) as caught:
+        dlq_resend(None, store)
+    assert caught.value.repair in str(caught.value)
+    _, *command = shlex.split(caught.value.repair)
+
+    for look in (["verify"], ["recover", "--dry-run"]):
+        findings = mqstore_json(look[0], store, *look[1:], exit_code=1)["findings"]
+        assert [(each["kind"], each["file"]) for each in findings] == [("bad_json", "config/spark/resent.json")]
+    assert mqstore(*command, "--yes").exit_code == 0
+
+    assert mqstore_json("verify", store)["ok"]
+    assert dlq_resend(None, store).resent == 6  # it starts from defaults: what still lies there was never sent
+    assert left(store) == []
+    assert dlq_resend(None, store).resent == 0
+    assert json.loads(path.read_text()) == {"version": 1, "done": 1, "sent": {"billing": [[0, 6]]}, "next": {}}
+
+
+def test_a_list_of_what_was_sent_by_a_newer_program_is_refused_and_kept(store: Path) -> None:
+    """It counted as damage: the command that the error named would have moved it aside, and the letters been sent
+    twice."""
+    dlq_resend(None, store)
+    path = store / "config" / "spark" / "resent.json"
+    path.write_text('{"version": 2}')
+
+    with pytest.raises(UnsupportedStoreError, match=r"resent\.json was written by a newer mqstore .*upgrade"):
+        dlq_resend(None, store)
+
+    assert mqstore("recover", store, "--rebuild", "config", "--yes").exit_code == 3
+    assert path.read_text() == '{"version": 2}'
 
 
 def test_a_store_that_is_open_is_refused_and_nothing_stays_staged(store: Path) -> None:

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import random
+import shlex
 import shutil
 import struct
 import threading
@@ -20,7 +21,7 @@ import mqstore
 from mqstore import ConfigError, MessageStore, NotAStoreError, SimulatedClock, StoreConfig, StoreLockedError
 from mqstore.broker.broker import Broker
 from mqstore.broker.parts import open_parts
-from mqstore.errors import FormatError, MQStoreError
+from mqstore.errors import CorruptStoreError, FormatError, MQStoreError, UnsupportedStoreError
 from mqstore.files.filesystem import REAL
 from mqstore.files.lock import WriterLock
 from mqstore.layout.record import decode_record
@@ -35,6 +36,8 @@ from mqstore.spark.staging import STAGING, clean, leftovers, transaction_folder,
 from tests.crash.recording import Event, RecordingFileSystem, build_image
 from tests.faults import Crash, FaultyFileSystem
 from tests.spark.staged import batch_of, bodies, manifest, options_of, set_bodies, stage, write
+from tests.tools.support import mqstore as mqstore_command
+from tests.tools.support import mqstore_json
 
 ONE = [f"a{i}" for i in range(5)]
 TWO = [f"b{i}" for i in range(4)]
@@ -548,6 +551,58 @@ def test_an_overwrite_that_is_finished_late_takes_no_progress_from_groups_that_w
     write(options_of(root, topic="other"), "b", 0, ["x"])
 
     assert consume(99) == TWO[2:]
+
+
+WRONG_NOTES = [
+    b"\0" * 20,
+    b'{"version": 1, "ends": 5}',
+    b'{"version": 1, "app": "a", "ver": "0", "ends": {}}',
+    b'{"version": 1, "app": 5, "ver": 0, "ends": {}}',
+    b'{"version": 1, "app": "a", "ver": 0, "ends": null}',
+    b'{"version": 1, "app": "a", "ver": 0, "ends": {"t": 5}}',
+    b'{"version": 1, "app": "a", "ver": 0, "ends": {"t": {"x": 5}}}',
+    b'{"version": 1, "app": "a", "ver": 0, "ends": {"t": {"0": -5}}}',
+    b'{"version": "1"}',
+]
+
+
+@pytest.mark.parametrize("content", WRONG_NOTES)
+def test_a_damaged_note_of_an_overwrite_is_mended_by_the_command_that_the_error_names(
+    root: Path, content: bytes
+) -> None:
+    """No job could write to the store any more. `recover --rebuild config` said that every JSON file decodes, verify
+    that all was well: neither looked at this one. Where it was JSON of another shape, jobs ended in a KeyError."""
+    options = options_of(root, confirmOverwrite="true", queues="1")
+    write(options, "a", 0, ONE)
+    write(options, "a", 1, TWO, overwrite=True)
+    note = root / "config" / "spark" / "overwrite.json"
+    for path in (note, note.with_name("overwrite.json.bak")):
+        path.write_bytes(content)
+    with pytest.raises(CorruptStoreError) as caught:
+        write(options, "a", 2, ["more"])
+    assert caught.value.repair in str(caught.value)
+    _, *command = shlex.split(caught.value.repair)
+
+    for look in (["verify"], ["recover", "--dry-run"]):
+        findings = mqstore_json(look[0], root, *look[1:], exit_code=1)["findings"]
+        assert [(each["kind"], each["file"]) for each in findings] == [("bad_json", "config/spark/overwrite.json")]
+    assert mqstore_command(*command, "--yes").exit_code == 0
+
+    assert mqstore_json("verify", root)["ok"]
+    assert write(options, "a", 2, ["more"]).already is False
+    assert mqstore_command(*command).exit_code == 0
+
+
+def test_a_note_of_an_overwrite_by_a_newer_program_is_refused_and_kept(root: Path) -> None:
+    write(options_of(root), "a", 0, ONE)
+    note = root / "config" / "spark" / "overwrite.json"
+    note.write_text('{"version": 2, "ends": []}')
+
+    with pytest.raises(UnsupportedStoreError, match=r"overwrite\.json was written by a newer mqstore .*upgrade"):
+        write(options_of(root), "a", 1, TWO)
+
+    assert mqstore_command("recover", root, "--rebuild", "config", "--yes").exit_code == 3
+    assert [path.name for path in note.parent.glob("overwrite.json*")] == ["overwrite.json"]
 
 
 def test_a_kill_at_any_step_of_a_commit_to_a_store_leaves_all_or_none_and_a_second_one_ends_it(

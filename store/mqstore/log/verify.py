@@ -159,13 +159,13 @@ def index_faults(index: Index, wanted: Sequence[Wanted]) -> list[Finding]:
 
 def json_tables(root: Path, checks: Mapping[str, Check]) -> Iterator[tuple[str, Check | None]]:
     """(path within the store, what it must pass beside decoding) of the JSON files that are there, or whose backups
-    are, other than the manifest: those in `config`, that of splices, and what else the patterns in `checks` find."""
-    patterns: dict[str, Check | None] = {"config/*.json": None, TXN_FILE: TxnState.from_json}
-    for pattern, check in {**patterns, **{name: checks[name] for name in checks if "*" in name}}.items():
+    are, other than the manifest: those in `config` and `config/spark`, and what else the patterns in `checks` find."""
+    known: dict[str, Check] = {TXN_FILE: TxnState.from_json, **checks}
+    for pattern in ("config/*.json", "config/spark/*.json", *(name for name in checks if "*" in name)):
         found = {*root.glob(pattern), *(path.with_suffix("") for path in root.glob(f"{pattern}.bak"))}
         for path in sorted(found):
             name = str(path.relative_to(root))
-            yield name, checks.get(name, check)
+            yield name, known.get(name, known.get(pattern))
 
 
 def json_files(root: Path, checks: Mapping[str, Check]) -> list[tuple[str, Check | None]]:

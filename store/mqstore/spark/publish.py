@@ -30,9 +30,11 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from mqstore.broker.configchecks import OVERWRITE_FILE, check_overwrite
 from mqstore.broker.names import SCHEDULE_TOPIC, check_user_topic, is_dlq_topic, is_retry_topic, is_system_topic
 from mqstore.broker.parts import Parts, open_parts
 from mqstore.broker.topics import PERM_WRITE, TopicConfig
@@ -90,7 +92,6 @@ _log = logging.getLogger("mqstore")
 MEMBERS: Final = "shards"
 """Folder of a set in which the stores lie that the sink made. What it did not make it never deletes."""
 _INBOX: Final = "inbox"
-_OVERWRITE: Final = Path("config", "spark", "overwrite.json")
 _OURS: Final = frozenset({STAGING, MEMBERS, "lock", SET_FILE, SET_FILE + ".bak", SET_FILE + ".tmp"})
 _SEGMENT_BYTES = 64 << 20
 _JSON_BYTES_MAX = 16 << 20
@@ -521,19 +522,22 @@ def _note_overwrite(parts: Parts, root: Path, wanted: Commit, fs: FileSystem) ->
         for name in wanted.topics
         if not is_system_topic(name)
     }
-    make_folders(root / _OVERWRITE.parent, fs)
-    save_json(root / _OVERWRITE, {"version": 1, "app": wanted.app, "ver": wanted.version, "ends": ends}, fs)
+    path = root / OVERWRITE_FILE
+    make_folders(path.parent, fs)
+    note = {"version": 1, "app": wanted.app, "ver": wanted.version, "ends": ends}
+    save_json(path, note, fs, check=check_overwrite)
 
 
 def _finish_overwrite(parts: Parts, root: Path, fs: FileSystem) -> None:
     """Let the queues of a noted overwrite begin, logically, where the note says, if its messages are in."""
-    note = load_json(root / _OVERWRITE, writer=True, fs=fs, root=root).value
+    path = root / OVERWRITE_FILE
+    note = load_json(path, writer=True, fs=fs, root=root, check=partial(check_overwrite, file=path)).value
     if note is None or "ends" not in note:
         return
     if parts.store.spliced_version(note["app"]) >= note["ver"]:
         ends = {name: {int(queue_id): end for queue_id, end in each.items()} for name, each in note["ends"].items()}
         parts.offsets.bury(ends)
-    save_json(root / _OVERWRITE, {"version": 1}, fs)
+    save_json(path, {"version": 1}, fs, check=check_overwrite)
 
 
 def _queues_of(store: MessageStore, topic: str) -> Sequence[Any]:

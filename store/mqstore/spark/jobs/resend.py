@@ -27,7 +27,6 @@ A store that a process has open is refused at step 2: there `mqstore dlq replay`
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -41,6 +40,7 @@ from typing import Any, Final
 import numpy as np
 
 from mqstore.broker import sql92
+from mqstore.broker.configchecks import RESENT_FILE, check_resent
 from mqstore.broker.deadletters import DeadLetters, origin_of
 from mqstore.broker.names import DLQ_PREFIX, is_dlq_topic, is_retry_topic
 from mqstore.broker.parts import open_parts
@@ -63,7 +63,6 @@ __all__ = ["DLQ_RESENT", "ResendPlan", "ResendReport", "StoreResend", "dlq_resen
 
 DLQ_RESENT: Final = "DLQ_RESENT"
 """Property of a copy: group and offset of the dead letter that it is of."""
-RESENT_FILE: Final = os.path.join("config", "spark", "resent.json")
 _APP: Final = "dlq-resend"
 _PAGE = 1024
 _QUEUE = 0
@@ -227,12 +226,15 @@ class _Resent:
 
     @classmethod
     def of(cls, path: Path) -> _Resent:
-        """Of a store. CorruptStoreError for a file that does not read, or lacks a run."""
+        """Of a store. CorruptStoreError for a file that does not read, or lacks a run. Where `recover --rebuild config`
+        has moved a bad one aside, which it asks first, it starts from defaults: what still lies there is sent, also if
+        it was sent before."""
         recorded = read_txn(path, QUIET).version_of(_APP)
-        value = load_json(path / RESENT_FILE, writer=False, fs=QUIET, check=_check, root=path).value
+        file = path / RESENT_FILE
+        value = load_json(file, writer=False, fs=QUIET, check=partial(check_resent, file=file), root=path).value
         done = -2 if value is None else value["done"]
-        if value is None and recorded < 0:
-            return cls(-1, {})
+        if value is None and (recorded < 0 or any(file.parent.glob(f"{file.name}.*corrupt-*"))):
+            return cls(recorded, {})
         if value is None or recorded > done + bool(value["next"]):
             raise CorruptStoreError(
                 f"{path / RESENT_FILE} does not tell which dead letters run {recorded} has sent: it was lost, or is "
@@ -250,19 +252,8 @@ class _Resent:
         return {"version": 1, "done": self.last, "sent": _as_lists(self.sent), "next": _as_lists(more)}
 
 
-def _check(value: Mapping[str, Any]) -> None:
-    """ValueError for another shape."""
-    if value.get("version") != 1 or type(value.get("done")) is not int:
-        raise ValueError(f"version {value.get('version')!r} is not 1, which this program knows")
-    try:
-        _ranges_of(value["sent"])
-        _ranges_of(value["next"])
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"no letters: {error!r}") from error
-
-
 def _ranges_of(value: Mapping[str, Any]) -> dict[str, Ranges]:
-    return {group: [(int(start), int(stop)) for start, stop in ranges] for group, ranges in value.items()}
+    return {group: [(start, stop) for start, stop in ranges] for group, ranges in value.items()}
 
 
 def _as_lists(letters: Mapping[str, Ranges]) -> dict[str, list[list[int]]]:
@@ -439,11 +430,11 @@ def _publish(name: StoreName, staged: _Staged, writer: str, lock_timeout_s: floa
                 if not is_retry_topic(topic):
                     parts.topics.for_send(topic)
             make_folders((path / RESENT_FILE).parent, store.fs)
-            save_json(path / RESENT_FILE, resent.as_json(staged.letters), store.fs)
+            save_json(path / RESENT_FILE, resent.as_json(staged.letters), store.fs, check=check_resent)
             folder = transaction_folder(path, _APP, staged.run, writer)
             store.splice([folder / shard.name for shard in staged.shards], app=_APP, version=staged.run)
         after = _Resent.of(path)
-        save_json(path / RESENT_FILE, after.as_json({}), store.fs)
+        save_json(path / RESENT_FILE, after.as_json({}), store.fs, check=check_resent)
         for group, sent in after.sent.items():
             letters = DeadLetters(parts, group)
             if (front := _front(letters, sent)) is not None:
