@@ -20,6 +20,7 @@ from mqstore.broker.orderinfo import check_order_info
 from mqstore.broker.topics import check_topics
 from mqstore.errors import UnsupportedStoreError
 from mqstore.files.jsonfile import Check
+from mqstore.log.names import is_path_safe
 
 __all__ = ["CONFIG_CHECKS", "OVERWRITE_FILE", "RESENT_FILE", "check_overwrite", "check_resent"]
 
@@ -36,6 +37,8 @@ def check_overwrite(value: Mapping[str, Any], file: str | os.PathLike[str] = OVE
     if type(value.get("app")) is not str or not _is_number(value.get("ver")):
         raise ValueError(f"no overwrite: app {value.get('app')!r:.80}, ver {value.get('ver')!r:.80}")
     for topic, ends in _object(value, "ends").items():
+        if "@" in topic or not is_path_safe(topic):  # as the table of offsets has it, where these go
+            raise ValueError(f"ends: {topic!r:.80} is no topic")
         for queue_id, end in _object({topic: ends}, topic).items():
             if not (queue_id.isascii() and queue_id.isdecimal() and len(queue_id) < 11 and _is_number(end)):
                 raise ValueError(f"ends: {topic!r:.80}, queue {queue_id!r:.20}: {end!r:.80} is no offset")
