@@ -5,8 +5,8 @@
     then     where the log ends: behind the last whole record, or where a splice under way began
     again    what must not have changed in between, else all of it once more: the tables of topics and groups and the
              record of splices, by the identity of their files, since what was done may be undone
-    and then there is time for the bulk: queues, and the segments below that end. Behind it `has_changed` tells whether
-             somebody else has opened the store since
+    and then there is time for the bulk: queues, and the segments below that end, the oldest of which are held open, so
+             that retention takes none. Behind it `has_changed` tells whether somebody else has opened the store since
 
 Progress is as old as the log or older, as after any crash: what it lags behind comes again, nothing is skipped. A topic
 that a record names is in the table; a bundle is recorded as in, or waits.
@@ -17,9 +17,10 @@ Only looks at the store.
 from __future__ import annotations
 
 import os
+import resource
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -42,6 +43,8 @@ __all__ = ["Found", "Moment", "Original"]
 
 _PATIENCE_S: Final = 10.0
 _PAUSE_S: Final = 0.02
+_HELD: Final = 256
+"""Segments held open: while these are copied retention will hardly come to the next."""
 _SMALL: Final = ("config", "local_offsets")
 _TIMER: Final = ("timerlog", "timerwheel")
 _BULK: Final = ("batchconsumequeue", "consumequeue_ext", "consumequeue")
@@ -63,13 +66,14 @@ class Found(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Moment:
     """`live`: somebody had the store open for writing. `small`: contents by name. `end`: where the log ends; of a store
-    without a writer where its files do. `segments`: those that hold it, ascending. `bundles`: those that wait.
-    `aside`: what was copied while looking."""
+    without a writer where its files do. `segments`: those that hold it, ascending; `held`: descriptors of the first of
+    them, by start. `bundles`: those that wait. `aside`: what was copied while looking."""
 
     live: bool
     small: Mapping[str, bytes]
     end: int
     segments: tuple[Segment, ...]
+    held: Mapping[int, int]
     bundles: tuple[str, ...]
     aside: tuple[Found, ...]
     identity: object
@@ -108,20 +112,24 @@ class Original:
 
     # -- looking ----------------------------------------------------------------------------------------------------
 
-    def moment(self, bring: Callable[[list[Found]], None] | None = None) -> Moment:
+    def moment(self, opened: ExitStack, bring: Callable[[list[Found]], None] | None = None) -> Moment:
         """Look until nothing that matters changed from the beginning of the look to its end. `bring` copies what has to
-        be copied while it lasts, with every look anew; None: nothing is copied. Raises StoreBusyError."""
+        be copied while it lasts, with every look anew; None: nothing is copied. `opened` closes what is held open.
+        Raises StoreBusyError."""
         begun = time.monotonic()
-        while (found := self._look(bring)) is None:
+        while True:
+            with ExitStack() as held:
+                if (found := self._look(held, bring)) is not None:
+                    opened.push(held.pop_all())
+                    return found
             if (took := time.monotonic() - begun) > _PATIENCE_S:
                 raise StoreBusyError(
                     f"{self.root}: its topics, groups or splices have changed whenever they were looked at, for "
                     f"{took:.0f} s: try again when it is calmer"
                 )
             time.sleep(_PAUSE_S)
-        return found
 
-    def _look(self, bring: Callable[[list[Found]], None] | None) -> Moment | None:
+    def _look(self, opened: ExitStack, bring: Callable[[list[Found]], None] | None) -> Moment | None:
         live = writer_alive(self.root, self._fs)
         identity = self._identity(live)
         definitions = [self._stat(name) for name in _DEFINITIONS]
@@ -147,9 +155,21 @@ class Original:
             small[TXN_FILE] = encode_json(replace(state, intent=None).as_json())
         end = self._written_end(small.get("checkpoint", b"")) if live else self._run.end
         segments = tuple(segment for segment in self._run.segments() if segment.start < end)
+        try:
+            held = self._hold(segments, opened)
+        except FileNotFoundError:
+            return None
         if definitions != [self._stat(name) for name in _DEFINITIONS]:
             return None
-        return Moment(live, small, end, segments, bundles, tuple(aside), identity)
+        return Moment(live, small, end, segments, held, bundles, tuple(aside), identity)
+
+    def _hold(self, segments: tuple[Segment, ...], opened: ExitStack) -> dict[int, int]:
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        held = {}
+        for segment in segments[: _HELD if soft < 0 else min(_HELD, soft // 8)]:
+            held[segment.start] = fd = self._fs.open(segment.path, os.O_RDONLY | os.O_NONBLOCK)
+            opened.callback(self._fs.close, fd)
+        return held
 
     def has_changed(self, moment: Moment) -> bool:
         """Whether somebody else has opened the store for writing since: what is there may be another log by now."""

@@ -1,9 +1,10 @@
 """A copy of a store as of one moment, while others put to it (spark B4.9, reliability P2, P3, P7).
 
 What comes out is a store that was closed cleanly. It holds what the original would after its writer had been killed at
-a moment during the call (`moment.py`). Segments are copied from the oldest to the newest. Where retention was faster,
-it begins again with another moment, and keeps the segments that it has: whatever was put to make up for what retention
-took is then in it. Where somebody else has opened the store, and perhaps cut it, it begins all over.
+a moment during the call (`moment.py`). Segments are copied from the oldest to the newest. Should retention take one
+before its turn all the same, it begins again with another moment, and keeps the segments that it has: whatever was put
+to make up for what retention took is then in it. Where somebody else has opened the store, and perhaps cut it, it
+begins all over.
 
 Then `repair.recover_store` reads the whole copy, as after a crash. It builds the index, which is changed in place and
 hard to copy, and mends queues where the writer was just then writing. So a snapshot has been read back, every byte of
@@ -25,9 +26,8 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -130,7 +130,8 @@ def plan_snapshot(
     """What `snapshot_store` would do now; changes nothing. Raises as that does."""
     original = Original(Path(path), config or StoreConfig())
     place = _checked(original, target, link)
-    return _plan(original, original.moment(), place, link)
+    with ExitStack() as opened:
+        return _plan(original, original.moment(opened), place, link)
 
 
 def snapshot_store(
@@ -313,17 +314,18 @@ class _Making:
         original = self._original
         for _ in range(_STARTS):
             original.left.clear()
-            moment = original.moment(self._bring_aside)
-            plan = _plan(original, moment, self._place, self._link)
-            self._meter.begin(plan.bytes + plan.log_end - plan.log_start)
-            self._meter.add(sum(each.length for each in moment.aside))
-            try:
-                with self._started(moment) as copy:
-                    self._bring_rest(copy, moment)
-                    copy.sync()
-                whole = True
-            except _GoneError:
-                whole = False
+            with ExitStack() as opened:
+                moment = original.moment(opened, self._bring_aside)
+                plan = _plan(original, moment, self._place, self._link)
+                self._meter.begin(plan.bytes + plan.log_end - plan.log_start)
+                self._meter.add(sum(each.length for each in moment.aside))
+                try:
+                    with self._started(moment) as copy:
+                        self._bring_rest(copy, moment)
+                        copy.sync()
+                    whole = True
+                except _GoneError:
+                    whole = False
             if original.has_changed(moment):
                 self._kept.clear()
             elif whole:
@@ -366,20 +368,24 @@ class _Making:
             if name in self._kept:
                 self._meter.add(segment.length)
                 continue
-            if self._link and _is_linked(segment, moment):
-                self._segment(partial(copy.link, name), segment)
-            else:
-                self._segment(partial(self._file, copy, name, length, allocate=True), segment)
+            if not (self._link and _is_linked(segment, moment) and self._still(copy.link, name, segment=segment)):
+                fd = moment.held.get(segment.start)
+                if fd is not None:
+                    copy.file(name, fd, length, allocate=True)
+                elif not self._still(self._file, copy, name, length, allocate=True, segment=segment):
+                    raise _GoneError
             if moment.is_done(segment):
                 self._kept.add(name)
 
-    def _segment(self, bring: Callable[[], None], segment: Segment) -> None:
+    def _still(self, bring: Callable[..., None], *arguments: Any, segment: Segment, **named: Any) -> bool:
+        """Whether a segment was there to be brought."""
         try:
-            bring()
+            bring(*arguments, **named)
         except FileNotFoundError:
             if os.path.lexists(segment.path):
                 raise  # it is the copy's folder that is gone
-            raise _GoneError from None
+            return False
+        return True
 
     def _file(self, copy: TreeCopy, name: str, length: int | None = None, *, allocate: bool = False) -> None:
         fd = self._original.open(name)
