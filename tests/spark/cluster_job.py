@@ -2,7 +2,8 @@
 
     python cluster_job.py MASTER STORE FOLDER [NAME=VALUE ...]
 
-Reads STORE in tasks on all executors, streams it into Parquet, writes it into another store. Prints one JSON object.
+Reads STORE in tasks on all executors, streams it into Parquet, writes it into another store, streams that into a set of
+stores, and verifies both. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -24,11 +25,32 @@ def origin(_: Any) -> list[tuple[int, str]]:
     return [(os.getppid(), os.path.dirname(mqstore.__file__))]
 
 
+def stream_into_set(spark: Any, source: str, folder: str) -> list[int]:
+    """All that the source has; restarted with the same checkpoint it goes on. The batches that were done."""
+    stream = spark.readStream.format("mqstore").options(startingOffsets="earliest", minPartitions="2").load(source)
+    query = (
+        stream.select("topic", "queue_id", "body")
+        .writeStream.format("mqstore")
+        .options(target="set", checkpointLocation=f"{folder}/checkpoint-set")
+        .trigger(availableNow=True)
+        .start(f"{folder}/set")
+    )
+    query.awaitTermination()
+    return [progress["batchId"] for progress in query.recentProgress]
+
+
+def forget_last_commit(checkpoint: Path) -> None:
+    """As if the driver had been killed between the sink's commit and the entry in Spark's log."""
+    last = max((checkpoint / "commits").glob("[0-9]*"), key=lambda path: int(path.name))
+    last.unlink()
+    last.with_name(f".{last.name}.crc").unlink(missing_ok=True)
+
+
 def main(master: str, store: str, folder: str, *settings: str) -> None:
     from pyspark.sql import SparkSession
 
     import mqstore
-    from mqstore.spark import register
+    from mqstore.spark import register, verify
 
     builder = SparkSession.builder.master(master).appName("mqstore cluster test")
     for setting in settings:
@@ -57,6 +79,15 @@ def main(master: str, store: str, folder: str, *settings: str) -> None:
 
         written = frame.where("topic = 't'").select("topic", "queue_id", "tags", "body")
         written.write.format("mqstore").mode("append").save(f"{folder}/copy")
+
+        batches = [stream_into_set(spark, f"{folder}/copy", folder)]
+        more = written.selectExpr("'more' as topic", "queue_id", "concat('more ', body) as body")
+        more.write.format("mqstore").mode("append").save(f"{folder}/copy")
+        batches.append(stream_into_set(spark, f"{folder}/copy", folder))
+        forget_last_commit(Path(folder, "checkpoint-set"))
+        batches.append(stream_into_set(spark, f"{folder}/copy", folder))
+        in_set = spark.read.format("mqstore").option("columns", "topic,body").load(f"{folder}/set").collect()
+        verified = verify(spark, [f"{folder}/copy", f"{folder}/set"])
     finally:
         spark.stop()
     with mqstore.open(Path(folder, "copy"), mode="r") as copy:
@@ -69,6 +100,9 @@ def main(master: str, store: str, folder: str, *settings: str) -> None:
         "origins": sorted({where for _, where in origins}),
         "streamed": streamed,
         "written": found,
+        "batches": batches,
+        "set": [(row.topic, bytes(row.body).decode()) for row in in_set],
+        "verified": (verified.ok, verified.messages),
     }
     sys.stdout.write(json.dumps(result) + "\n")
 

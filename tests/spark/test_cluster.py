@@ -119,6 +119,12 @@ def check(found: dict[str, Any], store: Path, package: Path, origins: set[str]) 
     # Each queue in its order, for a task reads a queue from its front; and nothing twice.
     written = [tuple(each) for each in found["written"]]
     assert sorted(written) == sorted(mine)
+    # The stream into a set: each message once, after a restart for more and one for a batch that the set had already.
+    assert found["batches"] == [[0], [1], [1]]
+    texts = [bytes.fromhex(body).decode() for *_, body in mine]
+    streamed = [("t", text) for text in texts] + [("more", f"more {text}") for text in texts]
+    assert sorted(map(tuple, found["set"])) == sorted(streamed)
+    assert found["verified"] == [True, 2 * len(streamed)]  # the copy, and the set
 
 
 def test_a_local_cluster_is_sent_the_package(installed: Path, tmp_path: Path, bare_python: str) -> None:
