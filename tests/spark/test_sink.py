@@ -360,6 +360,7 @@ class Lines:
         self.spark = spark
         self.folder = folder
         self.checkpoint = folder / "checkpoint"
+        self.trigger = "availableNow"
         (folder / "in").mkdir(parents=True)
 
     def add(self, start: int, stop: int) -> None:
@@ -374,7 +375,7 @@ class Lines:
             frame.writeStream.format(format_)
             .outputMode(mode)
             .options(topic="t", checkpointLocation=str(self.checkpoint), **options)
-            .trigger(availableNow=True)
+            .trigger(**{self.trigger: True})
             .start(str(path))
         )
         query.awaitTermination(60)
@@ -392,11 +393,14 @@ def lines(spark: Any, tmp_path: Path) -> Lines:
     return Lines(spark, tmp_path / "stream")
 
 
-@pytest.mark.parametrize("target", ["store", "set"])
-def test_a_stream_that_is_stopped_and_started_writes_each_row_once(lines: Lines, tmp_path: Path, target: str) -> None:
+@pytest.mark.parametrize(("target", "trigger"), [("store", "availableNow"), ("set", "availableNow"), ("store", "once")])
+def test_a_stream_that_is_stopped_and_started_writes_each_row_once(
+    lines: Lines, tmp_path: Path, target: str, trigger: str
+) -> None:
     """And who writes is known as what Spark calls the query and the batch: the two properties are still called so."""
     path = tmp_path / "s"
     found = bodies if target == "store" else set_bodies
+    lines.trigger = trigger
     lines.add(0, 10)
     query = lines.run(path, target=target)
     lines.add(10, 15)
@@ -537,8 +541,8 @@ def test_a_stream_from_store_to_store(spark: Any, tmp_path: Path) -> None:
     assert rows_of(tmp_path / "b") == rows_of(tmp_path / "a")  # one task, and its order
 
 
+@pytest.mark.usefixtures("spark_environment")
 def test_a_task_that_is_not_told_its_batch_fails_and_says_what_to_use() -> None:
-    pytest.importorskip("pyspark")
     from mqstore.spark.sink import _Write
 
     stream = _Write(None, None, False, None, None)  # type: ignore[arg-type]
@@ -548,6 +552,7 @@ def test_a_task_that_is_not_told_its_batch_fails_and_says_what_to_use() -> None:
     assert stream._identity({"sql.streaming.queryId": "q-1", "streaming.sql.batchId": "12"}.get) == ("q-1", 12)
 
 
+@pytest.mark.usefixtures("spark_environment")
 @pytest.mark.parametrize(
     ("given", "says"),
     [
@@ -559,7 +564,6 @@ def test_a_task_that_is_not_told_its_batch_fails_and_says_what_to_use() -> None:
 def test_a_topic_that_cannot_be_is_told_as_the_option_that_it_is(
     given: dict[str, str], says: str, tmp_path: Path
 ) -> None:
-    pytest.importorskip("pyspark")
     from pyspark.sql.types import StringType, StructField, StructType
 
     from mqstore.spark.sink import batch_writer, stream_writer
@@ -569,9 +573,9 @@ def test_a_topic_that_cannot_be_is_told_as_the_option_that_it_is(
             writer_of({"path": str(tmp_path / "s"), **given}, StructType([StructField("body", StringType())]), False)
 
 
+@pytest.mark.usefixtures("spark_environment")
 def test_what_may_be_a_write_is_told_what_a_write_takes() -> None:
     """Spark makes one object for a format's options, and does not say whether it is to read or to write."""
-    pytest.importorskip("pyspark")
     from mqstore.spark.source import MQStoreDataSource
 
     for given, says in (
@@ -583,10 +587,10 @@ def test_what_may_be_a_write_is_told_what_a_write_takes() -> None:
             MQStoreDataSource(given)
 
 
+@pytest.mark.usefixtures("spark_environment")
 def test_a_continuous_trigger_is_refused_rather_than_its_rows_passed_over() -> None:
     """Spark calls `commit([None, None], epoch)` and never `write`. That was taken for a batch without tasks, and the
     checkpoint moved on."""
-    pytest.importorskip("pyspark")
     from mqstore.spark.sink import _Write
 
     stream = _Write(None, None, False, None, None)  # type: ignore[arg-type]

@@ -102,18 +102,18 @@ def query(spark: Any, tmp_path: Path) -> Iterator[Query]:
 # -- each message once -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("trigger", [{"availableNow": True}, {"processingTime": "0 seconds"}])
+@pytest.mark.parametrize("trigger", [{"availableNow": True}, {"processingTime": "0 seconds"}, {"once": True}])
 def test_stop_append_and_restart_is_exact(query: Query, trigger: dict[str, Any]) -> None:
-    """With both triggers, with a new queue and a new topic meanwhile, from the position at which it began."""
+    """With each trigger, with a new queue and a new topic meanwhile, from the position at which it began."""
     query.append(7, 7)
 
     def run() -> None:
         running = query.start(trigger)
-        if "availableNow" in trigger:
-            running.awaitTermination()
-        else:
+        if "processingTime" in trigger:
             running.processAllAvailable()
             running.stop()
+        else:
+            running.awaitTermination()
 
     run()
     assert query.read() == {}
@@ -443,7 +443,6 @@ def test_without_a_pin_spark_asks_for_a_batch_that_starts_behind_its_end(spark: 
 
 
 def reader(path: Path, **options: str) -> Any:
-    pytest.importorskip("pyspark")
     from mqstore.spark.source import MQStoreDataSource
 
     source = MQStoreDataSource({"path": str(path), **options})
