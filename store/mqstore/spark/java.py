@@ -12,9 +12,14 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["MISSING", "find"]
+__all__ = ["MISSING", "UNFIT", "find"]
 
 MISSING = "Spark needs Java 17 or later: set JAVA_HOME, or pip install 'mqstore[java]'"
+UNFIT = (
+    "Spark needs Java 17 or later: set JAVA_HOME to one; or unset JAVA_HOME, take other Javas off PATH, and "
+    "pip install 'mqstore[java]', which is looked for last"
+)
+"""Where a Java was found that does not do: the package alone would change nothing."""
 _MODULE = "--add-modules=jdk.incubator.vector"
 
 

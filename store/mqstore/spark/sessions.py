@@ -1,6 +1,6 @@
 """A Spark session for a notebook, a script or the command: Java found, quiet, and the data source known.
 
-A session that exists is left as it is: Spark has one in a process, and settings of a running one do not change.
+A session that exists keeps its settings: Spark has one in a process, and those of a running one do not change.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ def session(app: str | None = None, conf: Mapping[str, str] | None = None) -> Sp
     only, times in UTC, few shuffle partitions on this machine; whatever `conf` says instead is kept. `JAVA_HOME` is set
     if Java is found elsewhere, and the format `mqstore` is registered.
 
-    The session that this process has already is given back, if it has one. Raises SparkMissingError, also for a Java
-    with which Spark does not start, and ConfigError for settings with which it does not.
+    If this process has a session already, that is given back, with the format registered and its settings as they are.
+    Raises SparkMissingError, also for a Java with which Spark does not start, and ConfigError for settings with which
+    it does not.
     """
     missing = []
     try:
@@ -66,6 +67,7 @@ def session(app: str | None = None, conf: Mapping[str, str] | None = None) -> Sp
         raise SparkMissingError("; ".join(missing))
     running = SparkSession.getActiveSession()
     if running is not None:
+        register(running)  # whoever made it may not have, and its executors may lack the package
         return running
     given = dict(conf or {})
     settings = {"spark.app.name": app or "mqstore", **_QUIET}
@@ -103,7 +105,7 @@ def _unstarted(
     condition = getattr(error, "getCondition", lambda: None)()
     if condition == "JAVA_GATEWAY_EXITED":
         return SparkMissingError(
-            f"Spark did not start with the Java of {home}, {said}; what it said stands above: {java.MISSING}; or give "
+            f"Spark did not start with the Java of {home}, {said}; what it said stands above: {java.UNFIT}; or give "
             "a master and settings that it knows"
         )
     # Of an error in Java the first line says who called, and the last cause what is wrong.
