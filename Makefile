@@ -5,6 +5,7 @@
 #   make lint    the same without the tests
 #   make bench   mqstore beside its peers, ratios with their spread (BENCH="put --quick" chooses)
 #   make spark   the tests that need pyspark and Java, in an environment of their own (3 minutes once that is there)
+#                (PYSPARK=4.1.4 takes that version, in an environment of its own; 4.1 or later)
 #   make spark-alone  those that start a Spark of their own: clusters, the tutorials as typed in (4 minutes)
 #   make delta   Delta tables imported, and written by streams, in an environment of their own (needs Maven)
 #   make spark-bench  Spark's reads, writes and jobs beside what they replace, each ratio beside its goal (half an hour)
@@ -25,6 +26,8 @@ BIN   := $(VENV)/bin
 BENCH ?=
 N     ?= 5000
 ROCKETMQ ?= 5.3.3
+PYSPARK ?=
+SPARK_VENV := .venv-spark$(PYSPARK:%=-%)
 # One more than there are processors: tests wait for disks, other processes and clocks.
 JOBS  ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
@@ -53,17 +56,16 @@ bench: $(VENV)/stamp-bench
 
 # Not with the others: pyspark alone is half a gigabyte.
 spark:
-	@$(MAKE) --no-print-directory VENV=.venv-spark .venv-spark/stamp-spark
-	MQSTORE_REQUIRE_SPARK=1 .venv-spark/bin/python -m pytest --durations=5 -m "not spark_alone" tests/spark
+	@$(MAKE) --no-print-directory VENV=$(SPARK_VENV) $(SPARK_VENV)/stamp-spark
+	MQSTORE_REQUIRE_SPARK=1 $(SPARK_VENV)/bin/python -m pytest --durations=5 -m "not spark_alone" tests/spark
 
 spark-alone:
-	@$(MAKE) --no-print-directory VENV=.venv-spark .venv-spark/stamp-spark
-	MQSTORE_REQUIRE_SPARK=1 .venv-spark/bin/python -m pytest --durations=5 -m spark_alone tests/spark
+	@$(MAKE) --no-print-directory VENV=$(SPARK_VENV) $(SPARK_VENV)/stamp-spark
+	MQSTORE_REQUIRE_SPARK=1 $(SPARK_VENV)/bin/python -m pytest --durations=5 -m spark_alone tests/spark
 
 # Delta knows no newer Spark than this one.
 delta: var/delta/fetched
-	@$(MAKE) --no-print-directory VENV=.venv-delta .venv-delta/stamp-spark
-	.venv-delta/bin/python -m pip --disable-pip-version-check --quiet install 'pyspark==4.2.0'
+	@$(MAKE) --no-print-directory VENV=.venv-delta PYSPARK=4.2.0 .venv-delta/stamp-spark
 	MQSTORE_REQUIRE_SPARK=1 MQSTORE_DELTA=var/delta .venv-delta/bin/python -m pytest --durations=5 tests/spark/test_delta.py
 
 var/delta/fetched: tests/spark/delta.xml
@@ -72,9 +74,9 @@ var/delta/fetched: tests/spark/delta.xml
 	@touch $@
 
 spark-bench:
-	@$(MAKE) --no-print-directory VENV=.venv-spark .venv-spark/stamp-spark
+	@$(MAKE) --no-print-directory VENV=$(SPARK_VENV) $(SPARK_VENV)/stamp-spark
 	@set -e; for name in spark_columns spark_source spark_stream "spark_sink --spark" splice spark_jobs spark_verify spark_plan; do \
-		.venv-spark/bin/python -m bench.$$name; \
+		$(SPARK_VENV)/bin/python -m bench.$$name; \
 	done
 
 interop: $(VENV)/stamp-dev var/rocketmq-$(ROCKETMQ)/fetched
@@ -96,7 +98,7 @@ docs: $(VENV)/stamp-core
 	else cp $(VENV)/commands.md docs/commands.md; echo "docs/commands.md was stale; it has been written anew"; exit 1; fi
 
 clean:
-	rm -rf $(VENV) .venv-spark .venv-delta .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .benchmarks build dist var store/mqstore/_native.*
+	rm -rf $(VENV) .venv-spark .venv-spark-* .venv-delta .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .benchmarks build dist var store/mqstore/_native.*
 
 # --- environments ------------------------------------------------------------------------------------------------------
 # One environment, filled as far as a target needs. A stamp holds the files that it was made for, so that a checkout
@@ -111,11 +113,12 @@ $(VENV)/stamp-core:  EXTRA :=
 $(VENV)/stamp-dev:   EXTRA := [dev]
 $(VENV)/stamp-bench: EXTRA := [bench]
 $(VENV)/stamp-spark: EXTRA := [dev,spark]
+$(VENV)/stamp-spark: PINNED := $(PYSPARK:%=pyspark==%)
 
 $(VENV)/stamp-core $(VENV)/stamp-dev $(VENV)/stamp-bench $(VENV)/stamp-spark: $(MADE_FOR) $(BIN)/python
 	@if cat $(MADE_FOR) 2>/dev/null | cmp -s - $@; then touch $@; else \
-	echo "installing mqstore$(EXTRA) into $(VENV)"; \
-	$(PIP) install 'hatchling>=1.26' 'setuptools>=70.1' && $(PIP) install --no-build-isolation --editable '.$(EXTRA)' && \
+	echo "installing mqstore$(EXTRA) $(PINNED) into $(VENV)"; \
+	$(PIP) install 'hatchling>=1.26' 'setuptools>=70.1' && $(PIP) install --no-build-isolation --editable '.$(EXTRA)' $(PINNED) && \
 	cat $(MADE_FOR) >$@; fi
 
 # Some systems ship venv without ensurepip: then the interpreter's own pip furnishes the environment.

@@ -129,6 +129,7 @@ def test_stop_append_and_restart_is_exact(query: Query, trigger: dict[str, Any])
     }
 
 
+@pytest.mark.usefixtures("limits")
 def test_a_kill_between_log_and_commit_replays_the_batch_at_every_point(query: Query) -> None:
     """The pin, batches within a run, the last of a run. A batch that is done again has the same messages, although
     more have come; nothing is left out behind it."""
@@ -159,10 +160,12 @@ def test_a_first_batch_that_fails_loses_nothing_though_latest_moves_on(query: Qu
     query.append(4)
     query.fail_at = None
     query.run()
+    query.run()  # Spark 4.1 leaves to it what came since
     assert query.read() == {("t", 0): [*range(5, 9)]}
     assert query.sink[0] == []
 
 
+@pytest.mark.usefixtures("limits")
 def test_one_huge_and_many_tiny_queues_keep_to_the_limit(query: Query) -> None:
     query.append(200, *[1] * 20)
     progress = query.run(startingOffsets="earliest", maxOffsetsPerTrigger="50")
@@ -171,12 +174,14 @@ def test_one_huge_and_many_tiny_queues_keep_to_the_limit(query: Query) -> None:
     assert sum(map(len, query.read().values())) == 220
 
 
+@pytest.mark.usefixtures("limits")
 def test_bytes_keep_to_the_limit(query: Query) -> None:
     query.append(20, 20, size=900)
     progress = query.run(startingOffsets="earliest", maxBytesPerTrigger="10000")
     assert [each.numInputRows for each in progress] == [10, 10, 10, 10]
 
 
+@pytest.mark.usefixtures("limits")
 def test_a_stream_of_the_log_reads_the_same(query: Query) -> None:
     query.append(20, 20)
     query.run(startingOffsets="earliest", scan="log", maxMessagesPerTrigger="15")
@@ -204,6 +209,7 @@ def test_rows_are_those_of_a_batch(query: Query) -> None:
 # -- lost data ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("limits")
 def test_lost_messages_fail_the_stream_and_are_passed_over_if_so_told(query: Query) -> None:
     """Also in a batch that was logged before they were lost: it keeps its end, and has what is left."""
     query.append(80, size=300)
@@ -238,6 +244,7 @@ def test_retention_between_plan_and_task_is_judged_in_the_task(query: Query) -> 
 # -- progress as a group -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("limits")
 def test_progress_shows_as_a_group_one_batch_late(query: Query) -> None:
     def committed() -> dict[tuple[str, int], int]:
         with MessageStore(query.path, "r", fs=QUIET) as store:
@@ -259,7 +266,7 @@ def test_progress_shows_as_a_group_one_batch_late(query: Query) -> None:
 
 
 @pytest.fixture(scope="module")
-def calls(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> list[list[tuple[str, Any]]]:
+def calls(limits: None, spark: Any, tmp_path_factory: pytest.TempPathFactory) -> list[list[tuple[str, Any]]]:
     """What the reader was asked in three runs: a new query with a limit, one after an append, and one whose last batch
     has to be done again. Each call with what it was given, then what it gave."""
     folder = tmp_path_factory.mktemp("calls")
@@ -406,6 +413,7 @@ def test_spark_tells_of_another_error_than_the_one_that_making_a_reader_raised(s
     query.store.close()
 
 
+@pytest.mark.usefixtures("limits")
 def test_spark_takes_an_offset_that_is_spelled_otherwise_for_another(spark: Any, tmp_path: Path) -> None:
     """So each offset has one spelling: else there would be empty batches for ever."""
     query = Query(spark, tmp_path)
@@ -420,6 +428,7 @@ def test_spark_takes_an_offset_that_is_spelled_otherwise_for_another(spark: Any,
     query.store.close()
 
 
+@pytest.mark.usefixtures("limits")
 def test_without_a_pin_spark_asks_for_a_batch_that_starts_behind_its_end(spark: Any, tmp_path: Path) -> None:
     """What the first, empty batch is for: messages between the two would be lost."""
     query = Query(spark, tmp_path)
@@ -449,6 +458,7 @@ def reader(path: Path, **options: str) -> Any:
     return source.streamReader(schema=source.schema())
 
 
+@pytest.mark.usefixtures("limits")
 def test_a_limit_is_what_spark_says_and_not_what_the_option_says(query: Query) -> None:
     """A trigger may want all there is."""
     from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxBytes, ReadMaxRows
@@ -466,6 +476,7 @@ def test_a_limit_is_what_spark_says_and_not_what_the_option_says(query: Query) -
     assert ends == [7, 5, 30]
 
 
+@pytest.mark.usefixtures("limits")
 def test_where_pyspark_has_no_limits_a_stream_does_without(query: Query, monkeypatch: pytest.MonkeyPatch) -> None:
     """pyspark 4.1: no such module, and `latestOffset` is called with nothing."""
     from mqstore.spark import stream
