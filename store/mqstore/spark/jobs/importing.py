@@ -128,7 +128,7 @@ def import_rows(
     """Put the rows of `source` (files, folders, globs) as messages into `dest`. `spark`: a session, or None to run
     here; expressions and Delta need one.
 
-    `mapping`: what a message is made of (a column of `docs/spark-options.md`, or `properties.NAME`) -> a column of the
+    `mapping`: what a message is made of (a column of `docs/spark-writing.md`, or `properties.NAME`) -> a column of the
     files, or an SQL expression; None: columns that have such names. `topic`: where all of them go. `order`: columns to
     sort all rows by, each maybe with ` desc`. `refused`: a folder for rows that are refused. `validate=False`: as the
     sink's option. Numbers are taken as times in ms since the epoch, times without a zone as UTC.
