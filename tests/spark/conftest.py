@@ -107,7 +107,7 @@ def limits(spark_environment: None) -> None:
 
 @pytest.fixture(scope="session")
 def spark(spark_environment: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A session with two threads. Our source is not registered."""
+    """A session with two threads. Our source is not registered, until a test asks `session()` for it."""
     from pyspark.sql import SparkSession
 
     logging.getLogger("SQLQueryContextLogger").setLevel(logging.CRITICAL)  # a failing query prints its stack
