@@ -511,11 +511,6 @@ def test_a_reader_copes_with_a_partition_of_nothing(store: Path) -> None:
 # -- registration ------------------------------------------------------------------------------------------------------
 
 
-def test_the_source_is_found_without_a_call(spark: Any, store: Path) -> None:
-    """Spark imports `pyspark_mqstore`: nothing in these tests registers the source before this one."""
-    assert load(spark, store, subscribe="seed").count() == 1
-
-
 def test_registering_twice_or_once_is_harmless(spark: Any, store: Path) -> None:
     from mqstore.spark import register
 
