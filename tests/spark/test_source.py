@@ -214,6 +214,8 @@ def test_our_message_stands_at_the_top_of_what_spark_shows(spark: Any, store: Pa
 # -- filters -----------------------------------------------------------------------------------------------------------
 
 PREDICATES = [
+    "store like '%'",
+    "store like 'no such store%'",
     "topic = 't'",
     "topic in ('t', 'seed', 'u')",
     "topic <=> 't'",
@@ -264,8 +266,9 @@ def test_every_filter_gives_what_it_gives_without_push_down(pushing: Any, store:
     for number, text in enumerate(PREDICATES):
         expected = sorted(row.physical_offset for row in verdicts if row[f"p{number}"])
         for scan in ("queue", "log") if number % 4 == 0 else ("queue",):
-            frame = load(pushing, store, columns=columns, scan=scan, pushDown="true").where(text)
-            assert sorted(row.physical_offset for row in frame.collect()) == expected, (scan, text)
+            for push_down in ("true", "false") if number % 6 == 0 else ("true",):
+                frame = load(pushing, store, columns=columns, scan=scan, pushDown=push_down).where(text)
+                assert sorted(row.physical_offset for row in frame.collect()) == expected, (scan, push_down, text)
 
 
 def test_limits_joins_and_values_of_python_give_what_they_give_without_push_down(pushing: Any, store: Path) -> None:
