@@ -20,7 +20,7 @@ never committed again, so neither a set nor a store remembers it: its table woul
 owner of an inbox does, as a crash may show him a bundle twice.)
 
 A commit keeps no file of how far it has come (spark.md B12 thought of one): by the intent of its splice a kill is
-harmless, and doing a splice again from its beginning takes less than two raw copies of its bytes (`bench.splice`).
+harmless, and doing a splice again from its beginning takes about two raw copies of its bytes (`bench.splice`).
 
 `abort` may come after a commit that succeeded and then raised: it deletes what is staged, and nothing that counts lies
 there any more.
