@@ -1,8 +1,9 @@
 # The things one does here. Each target makes the virtual environment it needs; after the first time no network is used.
 #
 #   make demo    store, kill, recover, read and inspect a real workload (under a minute)
-#   make test    everything that must hold: formatting, lints, types, import arrows, tests, doctests, coverage
+#   make test    everything that must hold: formatting, lints, types, import arrows, tests, doctests
 #   make lint    the same without the tests
+#   make cover   the tests, and which lines they miss
 #   make bench   mqstore beside its peers, ratios with their spread (BENCH="put --quick" chooses)
 #   make spark   the tests that need pyspark and Java, in an environment of their own (3 minutes once that is there)
 #                (PYSPARK=4.1.4 takes that version, in an environment of its own; 4.1 or later)
@@ -27,12 +28,13 @@ BENCH ?=
 N     ?= 5000
 ROCKETMQ ?= 5.3.3
 PYSPARK ?=
+COVER ?=
 SPARK_VENV := .venv-spark$(PYSPARK:%=-%)
 # One more than there are processors: tests wait for disks, other processes and clocks.
 JOBS  ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench spark spark-alone spark-bench delta interop crash sanitize docs clean
+.PHONY: help demo test cover lint bench spark spark-alone spark-bench delta interop crash sanitize docs clean
 
 help:
 	@sed -n 's/^#   make/  make/p' Makefile
@@ -42,8 +44,12 @@ demo: $(VENV)/stamp-core
 
 # Twice what has compiled parts: with them, as everybody has it, and by Python alone.
 test: lint
-	$(BIN)/python -m pytest -n $(JOBS) --cov --cov-report=
-	MQSTORE_NATIVE=0 $(BIN)/python -m pytest -n $(JOBS) --cov --cov-append --cov-report=term tests/layout tests/log tests/broker/test_pop*.py
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(COVER:%=--cov --cov-report=)
+	MQSTORE_NATIVE=0 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(COVER:%=--cov --cov-append --cov-report=term) tests/layout tests/log tests/broker/test_pop*.py
+
+# Looking at each line makes the tests take half as long again.
+cover:
+	@$(MAKE) --no-print-directory test COVER=1
 
 lint: $(VENV)/stamp-dev
 	$(BIN)/ruff check .

@@ -33,10 +33,10 @@ from mqstore.log.splice import _patch
 from mqstore.log.store import MessageStore
 from mqstore.options import Durability, StoreConfig
 from tests.faults import FaultyFileSystem
+from tests.without import compiled
 
 ROOT = Path(__file__).resolve().parents[1]
 kernel: Any = native.kernel
-compiled = pytest.mark.skipif(kernel is None, reason=f"no compiled parts: {native.why_not}")
 
 
 def run_python(code: str, **environment: str) -> str:

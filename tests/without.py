@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Final
 from unittest import mock
 
+import pytest
+
+from mqstore import native
 from mqstore.layout import dispatch, pairs, scan
+
+compiled: Final = pytest.mark.skipif(native.kernel is None, reason=f"no compiled parts: {native.why_not}")
+"""Of tests that would hold Python against itself without them."""
 
 
 @contextmanager

@@ -13,10 +13,8 @@ from mqstore.broker.names import HALF_TOPIC, SCHEDULE_TOPIC
 from mqstore.layout.properties import decode_properties
 from mqstore.log import writer
 from mqstore.log.message import Message
-from mqstore.native import kernel
 from tests.broker.test_delay import Delays
-
-compiled = pytest.mark.skipif(kernel is None, reason="without compiled parts")
+from tests.without import compiled
 
 ENDS = [
     {"REAL_TOPIC": "orders", "REAL_QID": "0"},

@@ -23,8 +23,7 @@ from mqstore.broker.popstate import Batch, QueueKey, QueueState
 from mqstore.errors import MQStoreError
 from mqstore.native import kernel
 from tests.broker.popsupport import PopBench
-
-compiled = pytest.mark.skipif(kernel is None, reason="there are no compiled parts here")
+from tests.without import compiled
 
 FIELDS = (
     *("key", "head", "cursor", "committed", "written", "ahead_at", "ahead_from", "ahead_next", "ahead_filter"),

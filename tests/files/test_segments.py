@@ -18,6 +18,7 @@ from mqstore.files.segments import LoadProblem, SegmentRun, segment_name
 from mqstore.native import kernel
 from tests.faults import Crash, FaultyFileSystem
 from tests.holding import held, linux_only, mapped_files
+from tests.without import compiled
 
 SIZE = 16 * 1024  # a few pages
 
@@ -959,7 +960,7 @@ def test_what_is_told_of_a_file_without_reading_it_is_never_less_than_there_is(
     assert run.data_end(segment, size) == size
 
 
-@pytest.mark.skipif(kernel is None, reason="nobody asks without compiled parts")
+@compiled
 def test_a_file_that_is_gone_is_not_asked(tmp_path: Path) -> None:
     run = SegmentRun(tmp_path / "log", tmp_path / "tmp", 1 << 20, writable=True)
     run.create(0)
@@ -970,7 +971,7 @@ def test_a_file_that_is_gone_is_not_asked(tmp_path: Path) -> None:
     assert reader.data_end(segment, 10) == 1 << 20
 
 
-@pytest.mark.skipif(kernel is None, reason="nobody asks without compiled parts")
+@compiled
 def test_zeros_that_were_never_written_are_not_read(tmp_path: Path) -> None:
     """They may be most of a segment, and would fill as much memory."""
     run = SegmentRun(tmp_path / "log", tmp_path / "tmp", 1 << 20, writable=True)

@@ -24,7 +24,7 @@ from mqstore.log.scanner import Good, scan_log, used_end
 from mqstore.log.store import MessageStore
 from mqstore.options import Profile, StoreConfig
 from tests.log.support import SEGMENT, Unsynced, files, open_store
-from tests.without import compiled_parts_left_out
+from tests.without import compiled, compiled_parts_left_out
 
 COUNT = 120
 KEYS = (None, ["k"], ["k1", "k2", "订单"])
@@ -208,6 +208,7 @@ OPTIONS = (
 )
 
 
+@compiled
 @pytest.mark.parametrize("profile", ["mqstore", "rocketmq"])
 @pytest.mark.parametrize("name", DAMAGES)
 def test_what_is_done_about_damage_does_not_depend_on_compiled_parts(

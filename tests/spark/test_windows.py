@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from mqstore import MessageStore
-from mqstore.native import kernel
 from mqstore.spark.windows import Windows, lie_far_apart
 from tests.spark.support import Odd, as_exported, as_row, by_log, exported, read_all, rows_of, write_store
+from tests.without import compiled
 
 
 @pytest.fixture
@@ -97,8 +97,6 @@ def test_no_window_reaches_into_a_splice_that_is_not_in_yet(store: MessageStore)
 
 
 # -- records that lie far apart ----------------------------------------------------------------------------------------
-
-compiled = pytest.mark.skipif(kernel is None, reason="without compiled parts")
 
 
 @compiled
