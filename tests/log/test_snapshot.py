@@ -713,6 +713,21 @@ def test_who_cuts_into_a_shared_segment_takes_a_copy_of_it(root: Path, tmp_path:
     assert links(tmp_path / cut)[hit.physical_offset // SEGMENT] == 1
 
 
+@pytest.mark.parametrize("profile", ["mqstore", "rocketmq"])
+def test_an_empty_segment_behind_does_not_make_the_one_before_it_whole(tmp_path: Path, profile: Any) -> None:
+    """A Java broker makes it ahead, and who is killed when it rolls leaves it: both stores go on in the one before."""
+    with open_store(tmp_path / "mq", profile=profile) as store:
+        put(store, range(30))
+        behind = store.max_offset // SEGMENT * SEGMENT + SEGMENT
+    (tmp_path / "mq" / "commitlog" / f"{behind:020d}").write_bytes(bytes(SEGMENT))
+    before = files(tmp_path / "mq")
+    taken(tmp_path / "mq", tmp_path / "copy", link=True)
+    assert links(tmp_path / "copy")[-1] == 1
+    with open_store(tmp_path / "copy") as copy:
+        put(copy, range(900, 903))
+    assert files(tmp_path / "mq") == before
+
+
 @pytest.mark.parametrize("durability", ["append", "flush"])
 def test_a_second_name_that_others_give_costs_no_message(tmp_path: Path, durability: Any) -> None:
     """`cp -al` of a store in use, prepared segments and all: whoever writes goes on with the files that it has."""

@@ -816,9 +816,10 @@ class _Recovery:
         report.changed |= bool(cuts)
         segment = run.find(end)
         if segment is not None:
-            if self.writing and any(begin < segment.end for begin, _ in cuts):
-                run.own(end)
-                run.zero(end)
+            if self.writing:
+                run.own(end)  # the log goes on in it, even where there is nothing to cut
+                if any(begin < segment.end for begin, _ in cuts):
+                    run.zero(end)
             report.changed |= segment.length < segment.size
         for problem in self.problems:
             if problem.kind == "empty_segment" and end <= problem.position < run.end:
