@@ -728,6 +728,31 @@ def test_an_empty_segment_behind_does_not_make_the_one_before_it_whole(tmp_path:
     assert files(tmp_path / "mq") == before
 
 
+def test_a_splice_cut_short_is_undone_in_each_store_for_itself(root: Path, tmp_path: Path) -> None:
+    """Its records fill the segment that it began in, and that the log goes on in once they are gone."""
+    shard = stage(tmp_path / "shard", [Row(b"%d" % i * 40) for i in range(60)])
+    before = told(root)
+    fs = FaultyFileSystem()
+    store = open_store(root, fs=fs)
+    fs.crash(25)
+    with pytest.raises(Crash):
+        store.splice([shard], app="job", version=0)
+    fs.heal()
+    kill(store)
+    unchanged = files(root)
+    report = taken(root, tmp_path / "copy", link=True)
+    assert [finding.kind for finding in report.findings] == ["unfinished_splice"]
+    assert files(root) == unchanged
+    with open_store(tmp_path / "copy") as copy:
+        put(copy, range(900, 930))
+    assert files(root) == unchanged
+    with open_store(root):
+        pass
+    assert told(root) == before
+    assert sum(map(len, told(tmp_path / "copy").values())) == 230
+    sound(tmp_path / "copy")
+
+
 @pytest.mark.parametrize("durability", ["append", "flush"])
 def test_a_second_name_that_others_give_costs_no_message(tmp_path: Path, durability: Any) -> None:
     """`cp -al` of a store in use, prepared segments and all: whoever writes goes on with the files that it has."""

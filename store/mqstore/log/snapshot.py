@@ -14,8 +14,8 @@ its log, before it gets its name:
                           aside/     what was copied while the moment lasted; moves to store/ at the end
 
 With `link` the segments that the writer has done with are not copied but get a second name (hard links): it costs no
-space and hardly any time. A recovery that has to cut such a segment takes a copy of it first (`SegmentRun.own`), and
-nobody else writes to one; a Java broker that finds damage may.
+space and hardly any time. A recovery that has to cut such a segment, or to go on in it, takes a copy of it first
+(`SegmentRun.own`), and nobody else writes to one; a Java broker that finds damage may.
 """
 
 from __future__ import annotations
