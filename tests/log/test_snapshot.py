@@ -490,6 +490,23 @@ def test_what_root_copies_belongs_to_whom_the_store_belongs(root: Path, tmp_path
     assert {path.stat().st_uid for path in (tmp_path / "copy", *(tmp_path / "copy").rglob("*"))} == {1234}
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+@pytest.mark.parametrize("link", [False, True])
+def test_what_is_of_root_is_not_given_away(root: Path, tmp_path: Path, link: bool) -> None:
+    """Neither a file elsewhere that the store's owner put a link to, nor one of the original's that the copy shares."""
+    (tmp_path / "secret").write_text("{}")
+    (root / "config").mkdir(exist_ok=True)
+    (root / "config" / "mine.json").symlink_to(tmp_path / "secret")
+    segment = f"commitlog/{0:020d}"
+    for path in (root, *root.rglob("*")):
+        if path not in (root / segment, root / "config" / "mine.json"):
+            os.chown(path, 1234, 1234)
+    taken(root, tmp_path / "copy", link=link)
+    kept = {name for name in files(tmp_path / "copy") if (tmp_path / "copy" / name).stat().st_uid == 0}
+    assert kept == {"config/mine.json", segment}
+    assert (root / segment).stat().st_uid == 0
+
+
 def test_a_topic_made_between_the_looks_is_in_the_table_if_a_record_names_it(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

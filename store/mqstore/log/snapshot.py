@@ -294,6 +294,7 @@ class _Making:
     def run(self, json_checks: Mapping[str, Check]) -> SnapshotReport:
         """The copy, in order and on disk."""
         plan = self._bring()
+        roots = self._of_root()
         self._meter.halfway()
         recovered = recover_store(
             self._store,
@@ -306,7 +307,7 @@ class _Making:
         # Not before: whoever opens a store for writing takes in what waits.
         for name in self._fs.scandir(self._aside):
             self._fs.replace(self._aside / name, self._store / name)
-        self._give_to_owner()
+        self._give_to_owner(roots)
         self._fs.sync_directory(self._store)
         return self._report(plan, recovered)
 
@@ -394,14 +395,24 @@ class _Making:
         finally:
             self._original.close(fd)
 
-    def _give_to_owner(self) -> None:
-        """What the recovery made belongs to whom the store belongs to."""
-        owner = os.stat(self._original.root)
-        if os.geteuid() == 0 and (owner.st_uid, owner.st_gid) != (0, 0):
-            for folder, _, names in os.walk(self._store):
-                for path in (folder, *(os.path.join(folder, name) for name in names)):
-                    if os.stat(path).st_uid == 0:
-                        os.chown(path, owner.st_uid, owner.st_gid)
+    def _of_root(self) -> dict[int, str]:
+        """What is root's of the files that there are, by inode. Only root needs to know."""
+        found: dict[int, str] = {}
+        for folder, _, names in os.walk(self._store.parent) if os.geteuid() == 0 else ():
+            for path in (folder, *(os.path.join(folder, name) for name in names)):
+                status = self._fs.stat(path)
+                if status.st_uid == 0:
+                    found[status.st_ino] = path
+        return found
+
+    def _give_to_owner(self, roots: Mapping[int, str]) -> None:
+        """What the recovery made belongs to whom the store belongs to. What was root's in the original is not to be
+        given away: its bytes may be those of a file elsewhere that a link led to, or the very file be shared."""
+        owner = QUIET.stat(self._original.root)
+        if (owner.st_uid, owner.st_gid) != (0, 0):
+            for inode, path in self._of_root().items():
+                if inode not in roots:
+                    os.chown(path, owner.st_uid, owner.st_gid)
 
     def _report(self, plan: SnapshotPlan, recovered: RecoveryReport) -> SnapshotReport:
         before, after = os.fspath(self._store), os.fspath(self._place)
