@@ -135,7 +135,7 @@ def test_a_segment_keeps_its_times_and_its_mode(root: Path, tmp_path: Path) -> N
     os.chmod(root, 0o777)
     (root / "config").mkdir(exist_ok=True)
     (root / "config" / "mine.json").write_text("{}")
-    os.chmod(root / "config" / "mine.json", 0o606)
+    os.chmod(root / "config" / "mine.json", 0o6706)  # of another's program it would make one that runs as the copier
     before = os.umask(0o077)
     try:
         taken(root, tmp_path / "copy")
@@ -144,7 +144,7 @@ def test_a_segment_keeps_its_times_and_its_mode(root: Path, tmp_path: Path) -> N
     found = (tmp_path / "copy" / segment).stat()
     assert (found.st_mtime_ns, found.st_mode & 0o777) == (10**18, 0o666)
     assert (tmp_path / "copy").stat().st_mode & 0o777 == 0o777
-    assert (tmp_path / "copy" / "config" / "mine.json").stat().st_mode & 0o777 == 0o606
+    assert (tmp_path / "copy" / "config" / "mine.json").stat().st_mode & 0o7777 == 0o706
 
 
 def test_copy_and_original_go_on_apart_and_bear_one_id(root: Path, tmp_path: Path) -> None:

@@ -402,11 +402,12 @@ class FileSystem:
 
     def take_after(self, file: int | StrPath, found: os.stat_result) -> None:
         """Give a file or folder the mode and the times of another, and its owner where that is allowed. The owner may
-        read and write it in any case."""
+        read and write it in any case; who runs a file does so as himself."""
         try:
             if os.geteuid() == 0:
                 os.chown(file, found.st_uid, found.st_gid)
-            os.chmod(file, stat.S_IMODE(found.st_mode) | (0o700 if stat.S_ISDIR(found.st_mode) else 0o600))
+            folder = stat.S_ISDIR(found.st_mode)
+            os.chmod(file, stat.S_IMODE(found.st_mode) | 0o700 if folder else found.st_mode & 0o777 | 0o600)
             os.utime(file, ns=(found.st_atime_ns, found.st_mtime_ns))
         except OSError as error:
             self._fail(error, file, "take_after")
