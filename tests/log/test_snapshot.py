@@ -491,6 +491,23 @@ def test_what_root_copies_belongs_to_whom_the_store_belongs(root: Path, tmp_path
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EINVAL])
+def test_root_that_may_not_give_files_away_keeps_them(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """As in a container without CAP_CHOWN, or with an owner whom its user namespace does not know."""
+    for path in (root, *root.rglob("*")):
+        os.chown(path, 1234, 1234)
+
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "chown", refuse)
+    taken(root, tmp_path / "copy")
+    assert {path.stat().st_uid for path in (tmp_path / "copy", *(tmp_path / "copy").rglob("*"))} == {0}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 @pytest.mark.parametrize("link", [False, True])
 def test_what_is_of_root_is_not_given_away(root: Path, tmp_path: Path, link: bool) -> None:
     """Neither a file elsewhere that the store's owner put a link to, nor one of the original's that the copy shares."""

@@ -404,13 +404,22 @@ class FileSystem:
         """Give a file or folder the mode and the times of another, and its owner where that is allowed. The owner may
         read and write it in any case; who runs a file does so as himself."""
         try:
-            if os.geteuid() == 0:
-                os.chown(file, found.st_uid, found.st_gid)
+            self.give_to(file, found)
             folder = stat.S_ISDIR(found.st_mode)
             os.chmod(file, stat.S_IMODE(found.st_mode) | 0o700 if folder else found.st_mode & 0o777 | 0o600)
             os.utime(file, ns=(found.st_atime_ns, found.st_mtime_ns))
         except OSError as error:
             self._fail(error, file, "take_after")
+
+    def give_to(self, file: int | StrPath, found: os.stat_result) -> None:
+        """Give a file or folder the owner of another, where that is allowed: not to every root it is, as of a container
+        or over NFS, and not every file system has owners."""
+        if os.geteuid() == 0:
+            try:
+                os.chown(file, found.st_uid, found.st_gid)
+            except OSError as error:
+                if error.errno not in (errno.EPERM, *_UNSUPPORTED):
+                    self._fail(error, file, "chown")
 
     def exists(self, path: StrPath) -> bool:
         """Whether the name leads to something. An error other than "no such file" raises: unknown is not absent."""

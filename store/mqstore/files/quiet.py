@@ -97,6 +97,9 @@ class QuietFileSystem(FileSystem):
     def take_after(self, file: int | StrPath, found: os.stat_result) -> None:
         self._refuse(self.path_of(file) if isinstance(file, int) else file, "take_after")
 
+    def give_to(self, file: int | StrPath, found: os.stat_result) -> None:
+        self._refuse(self.path_of(file) if isinstance(file, int) else file, "chown")
+
     def _refuse(self, path: StrPath, operation: str) -> NoReturn:
         self._fail(OSError(errno.EROFS, "opened only to be looked at"), path, operation)
 

@@ -412,7 +412,7 @@ class _Making:
         if (owner.st_uid, owner.st_gid) != (0, 0):
             for inode, path in self._of_root().items():
                 if inode not in roots:
-                    os.chown(path, owner.st_uid, owner.st_gid)
+                    self._fs.give_to(path, owner)
 
     def _report(self, plan: SnapshotPlan, recovered: RecoveryReport) -> SnapshotReport:
         before, after = os.fspath(self._store), os.fspath(self._place)
