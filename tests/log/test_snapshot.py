@@ -1011,6 +1011,20 @@ def test_after_an_error_at_any_change_nothing_is_left(few: Path, tmp_path: Path,
         assert files(few) == before
 
 
+def test_an_error_of_the_original_s_disk_names_the_file(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(self: FaultyFileSystem, fd: int, *_: object) -> int:
+        self._fail(OSError(errno.EIO, os.strerror(errno.EIO)), fd, "pread")
+
+    monkeypatch.setattr(FaultyFileSystem, "_copy_some", lambda *_: 0)
+    monkeypatch.setattr(FaultyFileSystem, "read_into", read)
+    with pytest.raises(StoreIOError) as caught:
+        taken(root, tmp_path / "copy", fs=FaultyFileSystem())
+    assert caught.value.filename.startswith(f"{root}/consumequeue/orders/")
+    assert os.listdir(tmp_path) == ["mq"]
+
+
 def test_a_full_disk_leaves_nothing(root: Path, tmp_path: Path) -> None:
     fs = FaultyFileSystem()
     fs.fail("pwrite", errno.ENOSPC, nth=8, times=None, path_part=".partial")

@@ -60,6 +60,9 @@ _UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.E
 
 _ZEROS = bytes(1 << 20)
 
+#: Paths of open descriptors. These are the process's: what one file system opened another may read.
+_paths: dict[int, str] = {}
+
 #: Bytes that the system may copy in one call: between two of them a signal is heard.
 _COPY_STEP = 64 << 20
 
@@ -141,7 +144,7 @@ class FileSystem:
     """
 
     def __init__(self) -> None:
-        self._paths: dict[int, str] = {}
+        self._paths = _paths
         self._dsync_flag = _RWF_DSYNC
 
     # -- descriptors ------------------------------------------------------------------------------------------------
