@@ -864,6 +864,18 @@ def test_targets_that_are_in_the_way_are_refused_before_anything_is_made(root: P
     assert sorted(os.listdir(tmp_path)) == ["file", "full", "mq", "way"]
 
 
+@pytest.mark.parametrize("folder", ["commitlog", "consumequeue"])
+def test_a_target_in_a_folder_that_the_store_has_elsewhere_is_refused(root: Path, tmp_path: Path, folder: str) -> None:
+    (root / folder).rename(tmp_path / "elsewhere")
+    (root / folder).symlink_to(tmp_path / "elsewhere")
+    for target in ("elsewhere/copy", "elsewhere/a/b"):
+        for call in (taken, plan_snapshot):
+            with pytest.raises(ConfigError, match="lies in the store"):
+                call(root, tmp_path / target)
+    taken(root, tmp_path / "copy")
+    assert told(tmp_path / "copy") == told(root)
+
+
 def test_an_empty_folder_and_one_whose_parents_are_not_there_will_do(root: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for target in (tmp_path / "empty", tmp_path / "a" / "b" / "c"):

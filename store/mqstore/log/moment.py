@@ -90,6 +90,9 @@ class Moment:
 class Original:
     """The store at `root`. Opening it raises what opening for reading does."""
 
+    folders: Final = ("commitlog", "index", *_SMALL, *_TIMER, *_BULK)
+    """The names that its files lie under."""
+
     def __init__(self, root: Path, config: StoreConfig) -> None:
         self.root = root
         self.left: list[str] = []

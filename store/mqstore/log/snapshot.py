@@ -201,7 +201,7 @@ def _checked(original: Original, target: str | os.PathLike[str], link: bool) -> 
         place = Path(os.path.realpath(text))
     root = Path(os.path.realpath(original.root))
     real = Path(os.path.realpath(place))
-    if root == real or root in real.parents:
+    if _lies_in(real, original):
         raise ConfigError(f"{text} lies in the store itself: name a folder outside of {original.root}")
     if real in root.parents:
         raise ConfigError(f"{text} is above the store: name a folder that does not exist yet")
@@ -218,6 +218,19 @@ def _checked(original: Original, target: str | os.PathLike[str], link: bool) -> 
             if os.stat(original.root / "commitlog").st_dev != os.stat(above).st_dev:
                 raise ConfigError(f"link: {text} lies on another file system than {original.root}: leave it out")
     return place
+
+
+def _lies_in(place: Path, original: Original) -> bool:
+    """By whatever name: of a mount, or where a link of the store's leads to."""
+    folders = {_identity(original.root / name) for name in ("", *original.folders)} - {None}
+    return any(_identity(each) in folders for each in (place, *place.parents))
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    with suppress(OSError):
+        found = os.stat(path)
+        return found.st_dev, found.st_ino
+    return None
 
 
 def _existing(folder: Path) -> Path:
