@@ -883,6 +883,23 @@ def test_an_empty_folder_and_one_whose_parents_are_not_there_will_do(root: Path,
         assert told(target) == told(root)
 
 
+def test_a_folder_that_may_not_be_looked_into_is_an_error_of_ours(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "closed").mkdir()
+    real = os.listdir
+
+    def refuse(path: Any) -> list[str]:
+        if os.path.samefile(path, tmp_path / "closed"):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(path)
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    for call in (taken, plan_snapshot):
+        with pytest.raises(MQStoreError, match="closed"):
+            call(root, tmp_path / "closed")
+
+
 def test_a_relative_target(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     report = taken(Path("mq"), Path("copy"))

@@ -206,7 +206,7 @@ def _checked(original: Original, target: str | os.PathLike[str], link: bool) -> 
     if real in root.parents:
         raise ConfigError(f"{text} is above the store: name a folder that does not exist yet")
     if os.path.lexists(place):
-        if os.path.islink(place) or not place.is_dir() or os.listdir(place):
+        if os.path.islink(place) or not place.is_dir() or QUIET.scandir(place):
             raise ConfigError(f"{text} is there already: name a folder that does not exist yet, or is empty")
         if os.path.ismount(place):
             raise ConfigError(f"{text} is a mount point, which no folder can be renamed to: name one below it")
@@ -215,7 +215,7 @@ def _checked(original: Original, target: str | os.PathLike[str], link: bool) -> 
         raise ConfigError(f"{text}: {above} is no folder")
     if link:
         with suppress(FileNotFoundError):  # a store without a log
-            if os.stat(original.root / "commitlog").st_dev != os.stat(above).st_dev:
+            if QUIET.stat(original.root / "commitlog").st_dev != QUIET.stat(above).st_dev:
                 raise ConfigError(f"link: {text} lies on another file system than {original.root}: leave it out")
     return place
 
