@@ -802,6 +802,26 @@ def test_a_second_name_that_others_give_costs_no_message(tmp_path: Path, durabil
         assert [m.body[:4] for m in store.iter("orders", 0)] == [b"%04d" % i for i in range(900)]
 
 
+def test_a_reader_goes_over_to_the_copy_that_a_recovery_has_made(tmp_path: Path) -> None:
+    """Of the file that it had mapped, which is somebody else's now, it would see no message that comes."""
+    store = open_store(tmp_path / "mq")
+    put(store, range(25))
+    store.dispatch()
+    end = store.max_offset
+    kill(store)
+    segment = tmp_path / "mq" / "commitlog" / f"{end // SEGMENT * SEGMENT:020d}"
+    with open(segment, "r+b") as file:
+        file.seek(end % SEGMENT)
+        file.write(b"\0\0\1\0half a record")
+    os.link(segment, tmp_path / "other")
+    with open_store(tmp_path / "mq", "r") as reader:
+        assert len(list(reader.iter("orders", 0))) == 9
+        with open_store(tmp_path / "mq") as store:
+            put(store, range(25, 31))
+        reader._next_listing = 0
+        assert len(list(reader.iter("orders", 0))) == 11
+
+
 def test_links_to_segments_are_copied_not_linked(root: Path, tmp_path: Path) -> None:
     """A log over two disks, as docs/recovery.md has it for a broker's."""
     (tmp_path / "other").mkdir()

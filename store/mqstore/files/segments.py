@@ -126,7 +126,7 @@ class Segment:
     again when the run lets go of it; `writable` says what kind it is, `in_memory` that it is of no file
     (`extend_in_memory`). Take a reference before use."""
 
-    __slots__ = ("end", "file", "in_memory", "length", "mapping", "path", "size", "start", "writable")
+    __slots__ = ("end", "file", "in_memory", "inode", "length", "mapping", "path", "size", "start", "writable")
 
     def __init__(self, start: int, size: int, length: int, path: str) -> None:
         self.start = start
@@ -137,6 +137,7 @@ class Segment:
         self.mapping: mmap.mmap | None = None
         self.writable = False
         self.in_memory = False
+        self.inode = -1  # of the file that a reader's mapping is of
         self.file: _File | None = None
 
     def __repr__(self) -> str:
@@ -330,9 +331,9 @@ class SegmentRun:
             changed = False
             for start, old in self._by_start.items():
                 new = found.get(start)
-                if new is not None and min(new.length, new.size) == old.length:
+                if new is not None and min(new.length, new.size) == old.length and not self._is_replaced(old):
                     found[start] = old
-                else:  # removed; or completed, which only happens to what a crash had left short
+                else:  # removed; another by now (`own`); or completed, which happens only to what a crash left short
                     self._let_go(old)
                     changed = True
             if changed or len(found) != len(self._by_start):
@@ -341,6 +342,15 @@ class SegmentRun:
             for segment in found.values():
                 segment.length = min(segment.length, segment.size)
         return changed
+
+    def _is_replaced(self, segment: Segment) -> bool:
+        """Whether its name is another file's by now than the one that is mapped, which nobody writes to any more."""
+        if segment.mapping is None or segment.in_memory:
+            return False
+        try:
+            return self._fs.stat(segment.path).st_ino != segment.inode
+        except FileNotFoundError:
+            return True
 
     def extend_in_memory(self) -> None:
         """Show a short last segment as a writer's `load` would leave it, for who plans what a writer would do: a copy
@@ -772,6 +782,8 @@ class SegmentRun:
     def _map(self, segment: Segment, *, writable: bool) -> mmap.mmap:
         file = _File(self._fs, segment.path, os.O_RDWR if writable else os.O_RDONLY)
         mapping = self._fs.map(file.fd, segment.length, writable=writable)
+        if not self.writable:
+            segment.inode = self._fs.stat(file.fd).st_ino
         if writable and hasattr(mmap, "MADV_RANDOM"):
             mapping.madvise(mmap.MADV_RANDOM)
         return mapping
