@@ -32,6 +32,7 @@ from mqstore import (
     StoreConfig,
     StoreIOError,
 )
+from mqstore.files.jsonfile import encode_json
 from mqstore.files.lock import WriterLock
 from mqstore.files.treecopy import TreeCopy
 from mqstore.log import moment as looking
@@ -41,7 +42,7 @@ from mqstore.log.moment import Moment, Original
 from mqstore.log.recovery import RecoverOptions
 from mqstore.log.repair import recover_store
 from mqstore.log.snapshot import plan_snapshot, snapshot_store
-from mqstore.log.txn import TXN_FILE
+from mqstore.log.txn import TXN_FILE, Intent, TxnState
 from tests.conftest import GOLDEN_NAMES, GoldenStore
 from tests.crash.recording import RecordingFileSystem, build_image
 from tests.faults import CHANGES, Crash, FaultyFileSystem
@@ -431,6 +432,32 @@ def test_a_file_that_a_broker_is_about_to_replace_is_not_missed(
         file.read_text() if comes else '{\n  "offsetTable": {}\n}\n'
     )
     assert [finding.kind for finding in report.findings] == ([] if comes else ["bad_json"])
+
+
+def test_what_a_java_broker_put_behind_a_splice_that_was_killed_is_in_it(tmp_path: Path) -> None:
+    """It knows nothing of an intent, which then is not acted on."""
+    root = tmp_path / "mq"
+    store = open_store(root, profile="rocketmq")
+    put(store, range(20))
+    store.flush()
+    kill(store)
+    checkpoint = (root / "checkpoint").read_bytes()
+    intent = Intent("job", 0, store.max_offset, 5, {("orders", 0): 7})
+    store = open_store(root)
+    put(store, range(20, 70))
+    store.dispatch()
+    kill(store)
+    (root / TXN_FILE).parent.mkdir(parents=True)
+    (root / TXN_FILE).write_bytes(encode_json(TxnState(intent=intent).as_json()))
+    (root / "checkpoint").write_bytes(checkpoint)  # a broker leaves the fields that are ours
+    lock = WriterLock(root, "a broker")
+    lock.acquire()
+    try:
+        report = taken(root, tmp_path / "copy")
+    finally:
+        lock.release()
+    assert (report.messages, [finding.kind for finding in report.findings]) == (70, ["unfinished_splice"])
+    sound(tmp_path / "copy")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts descriptors")

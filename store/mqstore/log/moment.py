@@ -36,7 +36,7 @@ from mqstore.layout.checkpoint import decode
 from mqstore.log import manifest as manifests
 from mqstore.log.inbox import inbox_state
 from mqstore.log.scanner import Bad, End, scan_log
-from mqstore.log.txn import TXN_FILE, IntentWatch, TxnState
+from mqstore.log.txn import TXN_FILE, IntentWatch, TxnState, doubt
 from mqstore.options import StoreConfig
 
 __all__ = ["Found", "Moment", "Original"]
@@ -150,8 +150,14 @@ class Original:
         except FileNotFoundError:
             return None
         pending = self._intents.pending() if live else None
-        self._run.limit = None if pending is None else pending.start
+        self._run.limit = None
         self._run.load()
+        # Of a killed mqstore's, when a Java broker has gone on behind it: its records stay, as at an opening.
+        if pending is not None and self.manifest.profile == "rocketmq":
+            pending = None if doubt(pending, self._run, self.manifest.checksum, None, from_backup=False) else pending
+        if pending is not None:
+            self._run.limit = pending.start
+            self._run.load()
         if pending is not None and TXN_FILE in small:
             # The log ends where that began, so in the copy nothing of it is to be undone.
             state = TxnState.from_json(decode_json(small[TXN_FILE]))
