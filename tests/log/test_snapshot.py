@@ -460,6 +460,23 @@ def test_what_a_java_broker_put_behind_a_splice_that_was_killed_is_in_it(tmp_pat
     sound(tmp_path / "copy")
 
 
+@pytest.mark.parametrize("link", [False, True])
+def test_the_end_lies_before_a_segment_that_a_java_broker_made_ahead(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, link: bool
+) -> None:
+    """Or it would copy what comes meanwhile, of topics that are not in the table yet."""
+    with open_store(root) as store:
+        before, end = told(root), store.max_offset
+        (root / "commitlog" / f"{end // SEGMENT * SEGMENT + SEGMENT:020d}").write_bytes(bytes(SEGMENT))
+        with hooked(monkeypatch, "_bring_rest", lambda call: (store.put("new", b"x"), None)[1]):
+            report = taken(root, tmp_path / "copy", link=link)
+        assert store.max_offset < end // SEGMENT * SEGMENT + SEGMENT
+    assert report.plan.log_end == report.log_end == end
+    assert report.plan.linked == (len(links(tmp_path / "copy")) - 1 if link else 0)
+    assert told(tmp_path / "copy") == before
+    sound(tmp_path / "copy")
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="counts descriptors")
 def test_a_bundle_of_more_files_than_may_be_open(root: Path, tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

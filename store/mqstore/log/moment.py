@@ -35,7 +35,7 @@ from mqstore.files.segments import Segment, SegmentRun
 from mqstore.layout.checkpoint import decode
 from mqstore.log import manifest as manifests
 from mqstore.log.inbox import inbox_state
-from mqstore.log.scanner import Bad, End, scan_log
+from mqstore.log.scanner import Bad, End, scan_log, used_end
 from mqstore.log.txn import TXN_FILE, IntentWatch, TxnState, doubt
 from mqstore.options import StoreConfig
 
@@ -198,9 +198,13 @@ class Original:
 
     def _written_end(self, checkpoint: bytes) -> int:
         """Behind the last whole record of a log that somebody is writing: at worst the next one is half there."""
-        last = self._run.last
-        if last is None:
+        segments = self._run.segments()
+        # The next one may be there already; a Java broker makes it long before.
+        while len(segments) > 1 and self._is_empty(segments[-1]):
+            del segments[-1]
+        if not segments:
             return 0
+        last = segments[-1]
         flushed = decode(checkpoint).flushed
         starts = [last.start] if flushed is None or not last.start < flushed < last.end else [flushed, last.start]
         for start in starts:
@@ -212,6 +216,9 @@ class Original:
             else:
                 return end
         return end
+
+    def _is_empty(self, segment: Segment) -> bool:
+        return not any(self._run.mapping(segment)[:8]) and not used_end(self._run, segment)
 
     # -- files ------------------------------------------------------------------------------------------------------
 
