@@ -477,6 +477,19 @@ def test_the_end_lies_before_a_segment_that_a_java_broker_made_ahead(
     sound(tmp_path / "copy")
 
 
+def test_a_segment_that_is_dropped_while_it_is_looked_at(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a splice that rolled is taken back."""
+    with open_store(root) as store:
+        name = root / "commitlog" / f"{store.max_offset // SEGMENT * SEGMENT + SEGMENT:020d}"
+        name.write_bytes(bytes(SEGMENT))
+        with hooked(monkeypatch, "_written_end", lambda call: name.unlink() if call == 0 else None) as calls:
+            taken(root, tmp_path / "copy")
+    assert len(calls) == 2
+    assert told(tmp_path / "copy") == told(root)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="counts descriptors")
 def test_a_bundle_of_more_files_than_may_be_open(root: Path, tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -162,9 +162,9 @@ class Original:
             # The log ends where that began, so in the copy nothing of it is to be undone.
             state = TxnState.from_json(decode_json(small[TXN_FILE]))
             small[TXN_FILE] = encode_json(replace(state, intent=None).as_json())
-        end = self._written_end(small.get("checkpoint", b"")) if live else self._run.end
-        segments = tuple(segment for segment in self._run.segments() if segment.start < end)
         try:
+            end = self._written_end(small.get("checkpoint", b"")) if live else self._run.end
+            segments = tuple(segment for segment in self._run.segments() if segment.start < end)
             held = self._hold(segments, opened)
         except FileNotFoundError:
             return None
