@@ -39,7 +39,7 @@ from mqstore.log import moment as looking
 from mqstore.log import snapshot as module
 from mqstore.log.checkpoint import CheckpointFile
 from mqstore.log.moment import Moment, Original
-from mqstore.log.recovery import RecoverOptions
+from mqstore.log.recovery import RecoverOptions, _Recovery
 from mqstore.log.repair import recover_store
 from mqstore.log.snapshot import plan_snapshot, snapshot_store
 from mqstore.log.txn import TXN_FILE, Intent, TxnState
@@ -762,6 +762,60 @@ def test_a_log_that_is_cut_meanwhile_is_copied_anew(
     report = taken(root, tmp_path / "copy")
     assert report.findings == []
     assert told(tmp_path / "copy") == told(root)
+    sound(tmp_path / "copy")
+
+
+@pytest.mark.parametrize("at", [100, 195])
+def test_a_recovery_that_was_at_work_before_and_cuts_the_log_then_makes_it_begin_again(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    with open_store(root, "r") as store:
+        (hit,) = store.find("orders", key=f"k{at}")
+    flip(root / "commitlog" / f"{hit.physical_offset // SEGMENT * SEGMENT:020d}", hit.physical_offset % SEGMENT + 95)
+    copied: list[str] = []
+    reports: list[SnapshotReport] = []
+    real, copy = _Recovery._cut, TreeCopy.file
+
+    def cut(self: _Recovery, *arguments: Any, **named: Any) -> None:
+        def file(tree: TreeCopy, name: str, *others: Any, **more: Any) -> None:
+            copied.append(name)
+            if copied.count(f"commitlog/{2 * SEGMENT:020d}") == 1 and len(copied) < 1000:
+                copied.extend([""] * 1000)
+                real(self, *arguments, **named)
+            copy(tree, name, *others, **more)
+
+        monkeypatch.setattr(_Recovery, "_cut", real)
+        with monkeypatch.context() as patch:
+            patch.setattr(TreeCopy, "file", file)
+            reports.append(taken(root, tmp_path / "copy"))
+
+    monkeypatch.setattr(_Recovery, "_cut", cut)
+    recover_store(root, RecoverOptions(truncate=True), fs=Unsynced())
+    (report,) = reports
+    assert [finding.kind for finding in report.findings] == ["lost_tail"]  # as whoever is killed in it would leave it
+    assert report.messages == at
+    assert told(tmp_path / "copy") == told(root)
+    sound(tmp_path / "copy")
+
+
+@pytest.mark.parametrize("held", [0, 256])
+def test_a_last_segment_that_retention_takes_meanwhile_is_no_cut(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: int
+) -> None:
+    monkeypatch.setattr(looking, "_HELD", held)
+    with open_store(root, retention=Retention(age=None, max_bytes=SEGMENT)) as store:
+
+        def clean(call: int) -> None:
+            if call == 0:
+                put(store, range(200, 300))
+                store.dispatch()
+                store.flush()
+                store.clean()
+
+        with hooked(monkeypatch, "_bring_rest", clean) as calls:
+            report = taken(root, tmp_path / "copy")
+        assert len(calls) == (1 if held else 2)
+    assert report.findings == []
     sound(tmp_path / "copy")
 
 

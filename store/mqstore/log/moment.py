@@ -6,7 +6,8 @@
     again    what must not have changed in between, else all of it once more: the tables of topics and groups and the
              record of splices, by the identity of their files, since what was done may be undone
     and then there is time for the bulk: queues, and the segments below that end, the oldest of which are held open, so
-             that retention takes none. Behind it `has_changed` tells whether somebody else has opened the store since
+             that retention takes none. Behind it `has_changed` tells whether somebody else has opened the store since,
+             or who was just opening it has cut the log
 
 Progress is as old as the log or older, as after any crash: what it lags behind comes again, nothing is skipped. A topic
 that a record names is in the table; a bundle is recorded as in, or waits.
@@ -43,6 +44,7 @@ __all__ = ["Found", "Moment", "Original"]
 
 _PATIENCE_S: Final = 10.0
 _PAUSE_S: Final = 0.02
+_TAIL_BYTES: Final = 4096
 _HELD: Final = 256
 """Segments held open: while these are copied retention will hardly come to the next."""
 _SMALL: Final = ("config", "local_offsets")
@@ -77,6 +79,8 @@ class Moment:
     bundles: tuple[str, ...]
     aside: tuple[Found, ...]
     identity: object
+    tail: bytes = b""
+    """Of a log that is being written: what lies before its end."""
 
     def length_of(self, segment: Segment) -> int | None:
         """How much of a segment counts; None: whatever its file holds."""
@@ -165,12 +169,13 @@ class Original:
         try:
             end = self._written_end(small.get("checkpoint", b"")) if live else self._run.end
             segments = tuple(segment for segment in self._run.segments() if segment.start < end)
+            tail = self._tail(segments[-1], end) if live and segments else b""
             held = self._hold(segments, opened)
         except FileNotFoundError:
             return None
         if definitions != [self._stat(name) for name in _DEFINITIONS]:
             return None
-        return Moment(live, small, end, segments, held, bundles, tuple(aside), identity)
+        return Moment(live, small, end, segments, held, bundles, tuple(aside), identity, tail)
 
     def _hold(self, segments: tuple[Segment, ...], opened: ExitStack) -> dict[int, int]:
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -181,9 +186,29 @@ class Original:
         return held
 
     def has_changed(self, moment: Moment) -> bool:
-        """Whether somebody else has opened the store for writing since: what is there may be another log by now."""
+        """Whether somebody else has opened the store for writing since, or who had it was still opening it, and has cut
+        the log: what is there may be another log by now."""
         came = not moment.live and writer_alive(self.root, self._fs)
-        return came or self._identity(moment.live) != moment.identity
+        return came or self._identity(moment.live) != moment.identity or self._is_cut(moment)
+
+    def _is_cut(self, moment: Moment) -> bool:
+        if not moment.tail:
+            return False
+        last = moment.segments[-1]
+        try:
+            return self._tail(last, moment.end) != moment.tail
+        except FileNotFoundError:  # retention takes from the front
+            self._run.limit = None
+            self._run.load()
+            return self._run.min_offset <= last.start
+
+    def _tail(self, segment: Segment, end: int) -> bytes:
+        at = min(end, segment.end) - segment.start
+        fd = self._fs.open(segment.path, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            return self._fs.pread(fd, min(at, _TAIL_BYTES), max(0, at - _TAIL_BYTES))
+        finally:
+            self._fs.close(fd)
 
     def _identity(self, live: bool) -> object:
         """What a writer that comes changes first: the file that it locks. Where there is none, all that shows one."""
