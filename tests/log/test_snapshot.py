@@ -34,11 +34,13 @@ from mqstore import (
 )
 from mqstore.files.jsonfile import encode_json
 from mqstore.files.lock import WriterLock
+from mqstore.files.quiet import QUIET
 from mqstore.files.treecopy import TreeCopy
 from mqstore.log import moment as looking
 from mqstore.log import snapshot as module
 from mqstore.log.checkpoint import CheckpointFile
 from mqstore.log.moment import Moment, Original
+from mqstore.log.published import publish
 from mqstore.log.recovery import RecoverOptions, _Recovery
 from mqstore.log.repair import recover_store
 from mqstore.log.snapshot import plan_snapshot, snapshot_store
@@ -488,6 +490,34 @@ def test_a_segment_that_is_dropped_while_it_is_looked_at(
             taken(root, tmp_path / "copy")
     assert len(calls) == 2
     assert told(tmp_path / "copy") == told(root)
+
+
+def test_progress_that_its_owner_takes_over_while_it_is_looked_at_is_not_missed(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a job has published is renamed, saved elsewhere, and removed: a look in between would find it nowhere."""
+    offsets = root / "config" / "consumerOffset.json"
+    publish(root, "g", {("orders", 0): 5})
+    offsets.write_text('{"offsetTable": {}}')
+    real = type(QUIET).read_whole
+    steps: list[None] = []
+
+    def read(self: Any, path: Any, limit: int) -> bytes:
+        path = Path(path)
+        if path.name == "g.json" and not steps:
+            steps.append(None)
+            path.rename(path.with_name("g.json.taken"))
+        content = real(self, path, limit)
+        if path == offsets:
+            offsets.write_text('{"offsetTable": {"orders@g": {"0": 5}}}')
+            path.parent.joinpath("spark", "groups", "g.json.taken").unlink(missing_ok=True)
+        return content
+
+    with open_store(root):
+        monkeypatch.setattr(type(QUIET), "read_whole", read)
+        taken(root, tmp_path / "copy")
+    found = files(tmp_path / "copy")
+    assert b"orders@g" in found["config/consumerOffset.json"] or "config/spark/groups/g.json.taken" in found
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts descriptors")

@@ -140,7 +140,10 @@ class Original:
         live = writer_alive(self.root, self._fs)
         identity = self._identity(live)
         definitions = [self._stat(name) for name in _DEFINITIONS]
-        small = dict(self._read_small())
+        try:
+            small = dict(self._read_small())
+        except FileNotFoundError:
+            return None
         alone, before = frozenset(name for name in small if name.removesuffix(".bak") not in small), self._alone
         if alone - before:  # a Java broker removes a file before it renames the new one to it
             self._alone = alone
@@ -271,13 +274,16 @@ class Original:
             self._leave(f"inbox/refused: bundles that could not be spliced, {len(refused)} of them")
 
     def _read_small(self) -> Iterator[tuple[str, bytes]]:
-        names = [manifests.MANIFEST, f"{manifests.MANIFEST}.bak", "checkpoint", "abort", manifests.GUARD]
+        """FileNotFoundError when one is gone that was listed: what it said may be in another one, read before."""
+        listed = []
         for folder in _SMALL:
-            names += [each.name for each in self._files(folder) if not (each.rocksdb or each.name.endswith(".tmp"))]
-        for name in names:
+            listed += [each.name for each in self._files(folder) if not (each.rocksdb or each.name.endswith(".tmp"))]
+        for name in (manifests.MANIFEST, f"{manifests.MANIFEST}.bak", "checkpoint", "abort", manifests.GUARD):
             content = self._read(name)
             if content is not None:
                 yield name, content
+        for name in listed:
+            yield name, self._fs.read_whole(self.root / name, JSON_BYTES_MAX)
 
     def _read(self, name: str) -> bytes | None:
         with suppress(FileNotFoundError):
