@@ -44,7 +44,8 @@ from mqstore.log.published import publish
 from mqstore.log.recovery import RecoverOptions, _Recovery
 from mqstore.log.repair import recover_store
 from mqstore.log.snapshot import plan_snapshot, snapshot_store
-from mqstore.log.txn import TXN_FILE, Intent, TxnState
+from mqstore.log.splice import Splicer
+from mqstore.log.txn import TXN_FILE, Intent, TxnFile, TxnState
 from tests.conftest import GOLDEN_NAMES, GoldenStore
 from tests.crash.recording import RecordingFileSystem, build_image
 from tests.faults import CHANGES, Crash, FaultyFileSystem
@@ -709,6 +710,39 @@ def test_who_opens_the_store_meanwhile_makes_it_begin_again(
     assert len(seen) == 2
     assert report.messages == 220
     assert told(tmp_path / "copy") == told(root)
+
+
+def test_a_writer_that_comes_between_two_looks_at_the_lock_and_is_killed_is_noticed(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a store at rest whole files are copied: here with half a splice in them, and no intent."""
+    shards = [stage(tmp_path / "shard", [Row(b"half%d" % i) for i in range(8)])]
+    came: list[MessageStore] = []
+    real = looking.writer_alive
+
+    def alive(*arguments: Any) -> bool:
+        found = real(*arguments)
+        if not came:
+            came.append(open_store(root))
+        return found
+
+    def splice(call: int) -> None:
+        if call == 0:
+            with monkeypatch.context() as patch:
+                patch.setattr(Splicer, "_take_back", lambda *arguments: None)
+                patch.setattr(Splicer, "_is_recorded", lambda *arguments: False)
+                saves = iter([TxnFile.save])
+                patch.setattr(TxnFile, "save", lambda *arguments: next(saves)(*arguments))
+                with pytest.raises(StopIteration):
+                    came[0].splice(shards, app="job", version=0)
+            kill(came[0])
+
+    monkeypatch.setattr(looking, "writer_alive", alive)
+    with hooked(monkeypatch, "_bring_rest", splice) as calls:
+        report = taken(root, tmp_path / "copy")
+    assert report.messages == 200
+    assert [cut.reason for cut in report.truncated] == ["unfinished_splice"]
+    assert len(calls) == 2
 
 
 def test_a_store_that_never_rests_is_busy(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,8 +137,8 @@ class Original:
             time.sleep(_PAUSE_S)
 
     def _look(self, opened: ExitStack, bring: Callable[[list[Found]], None] | None) -> Moment | None:
+        identity = self._identity()  # first: who comes behind it is seen here, or changes it
         live = writer_alive(self.root, self._fs)
-        identity = self._identity(live)
         definitions = [self._stat(name) for name in _DEFINITIONS]
         try:
             small = dict(self._read_small())
@@ -178,7 +178,7 @@ class Original:
             return None
         if definitions != [self._stat(name) for name in _DEFINITIONS]:
             return None
-        return Moment(live, small, end, segments, held, bundles, tuple(aside), identity, tail)
+        return Moment(live, small, end, segments, held, bundles, tuple(aside), identity[:2] if live else identity, tail)
 
     def _hold(self, segments: tuple[Segment, ...], opened: ExitStack) -> dict[int, int]:
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -192,7 +192,8 @@ class Original:
         """Whether somebody else has opened the store for writing since, or who had it was still opening it, and has cut
         the log: what is there may be another log by now."""
         came = not moment.live and writer_alive(self.root, self._fs)
-        return came or self._identity(moment.live) != moment.identity or self._is_cut(moment)
+        identity = self._identity()
+        return came or (identity[:2] if moment.live else identity) != moment.identity or self._is_cut(moment)
 
     def _is_cut(self, moment: Moment) -> bool:
         if not moment.tail:
@@ -213,10 +214,9 @@ class Original:
         finally:
             self._fs.close(fd)
 
-    def _identity(self, live: bool) -> object:
-        """What a writer that comes changes first: the file that it locks. Where there is none, all that shows one."""
-        lock = self._stat("lock"), self._read("lock")
-        return lock if live else (*lock, self._read("abort"), self._read("checkpoint"))
+    def _identity(self) -> tuple[object, ...]:
+        """What a writer that comes changes first: the file that it locks, twice. Then what shows one that was there."""
+        return self._stat("lock"), self._read("lock"), self._read("abort"), self._read("checkpoint")
 
     def _stat(self, name: str) -> tuple[int, int, int] | None:
         with suppress(FileNotFoundError):
