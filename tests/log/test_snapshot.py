@@ -997,6 +997,40 @@ def test_a_reader_goes_over_to_the_copy_that_a_recovery_has_made(tmp_path: Path)
         assert len(list(reader.iter("orders", 0))) == 11
 
 
+@pytest.mark.parametrize("profile", ["mqstore", "rocketmq"])
+@pytest.mark.parametrize("left", ["a file made ahead", "a splice"])
+def test_of_a_store_at_rest_no_segment_is_shared_that_its_next_writer_goes_on_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, profile: Any, left: str
+) -> None:
+    """It need not be the last file: a Java broker makes the next one ahead, and a kill leaves half a splice."""
+    root = tmp_path / "mq"
+    store = open_store(root, profile=profile)
+    put(store, range(100))
+    store.flush()
+    if left == "a splice":
+        shards = [stage(tmp_path / "shard", [Row(b"%d" % i * 20) for i in range(100)], profile)]
+        with monkeypatch.context() as patch:
+            patch.setattr(Splicer, "_take_back", lambda *arguments: None)
+            patch.setattr(store._splicer, "_sync", lambda end: 1 // 0)
+            with pytest.raises(ZeroDivisionError):
+                store.splice(shards, app="job", version=0)
+        kill(store)
+    else:
+        end = store.max_offset
+        store.close()
+        (root / "commitlog" / f"{end // SEGMENT * SEGMENT + SEGMENT:020d}").write_bytes(bytes(SEGMENT))
+    before = files(root)
+    report = taken(root, tmp_path / "copy", link=True)
+    assert files(root) == before
+    assert links(tmp_path / "copy") == [2] * report.plan.linked + [1]
+    with open_store(root) as store, open_store(tmp_path / "copy") as copy:
+        put(store, range(100, 110))
+        put(copy, range(900, 920))
+    for path, count in ((root, 110), (tmp_path / "copy", 120)):
+        sound(path)
+        assert sum(map(len, told(path).values())) == count
+
+
 def test_links_to_segments_are_copied_not_linked(root: Path, tmp_path: Path) -> None:
     """A log over two disks, as docs/recovery.md has it for a broker's."""
     (tmp_path / "other").mkdir()

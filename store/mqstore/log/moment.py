@@ -81,6 +81,8 @@ class Moment:
     identity: object
     tail: bytes = b""
     """Of a log that is being written: what lies before its end."""
+    written: int = 0
+    """`end`, or of a store without a writer where records end in its files: the next writer goes on there or before."""
 
     def length_of(self, segment: Segment) -> int | None:
         """How much of a segment counts; None: whatever its file holds."""
@@ -88,7 +90,7 @@ class Moment:
 
     def is_done(self, segment: Segment) -> bool:
         """Whether a segment is whole, and has one behind it that records have come to: nobody writes to it any more."""
-        return segment is not self.segments[-1] and segment.length == segment.size
+        return segment is not self.segments[-1] and segment.length == segment.size and segment.end <= self.written
 
 
 class Original:
@@ -156,7 +158,8 @@ class Original:
                 bring(aside)
         except FileNotFoundError:
             return None
-        pending = self._intents.pending() if live else None
+        intent = self._intents.pending()
+        pending = intent if live else None
         self._run.limit = None
         self._run.load()
         # Of a killed mqstore's, when a Java broker has gone on behind it: its records stay, as at an opening.
@@ -170,7 +173,9 @@ class Original:
             state = TxnState.from_json(decode_json(small[TXN_FILE]))
             small[TXN_FILE] = encode_json(replace(state, intent=None).as_json())
         try:
-            end = self._written_end(small.get("checkpoint", b"")) if live else self._run.end
+            written = self._written_end(small.get("checkpoint", b""))
+            end = written if live else self._run.end
+            written = written if live or intent is None else min(written, intent.start)
             segments = tuple(segment for segment in self._run.segments() if segment.start < end)
             tail = self._tail(segments[-1], end) if live and segments else b""
             held = self._hold(segments, opened)
@@ -178,7 +183,8 @@ class Original:
             return None
         if definitions != [self._stat(name) for name in _DEFINITIONS]:
             return None
-        return Moment(live, small, end, segments, held, bundles, tuple(aside), identity[:2] if live else identity, tail)
+        identity = identity[:2] if live else identity
+        return Moment(live, small, end, segments, held, bundles, tuple(aside), identity, tail, written)
 
     def _hold(self, segments: tuple[Segment, ...], opened: ExitStack) -> dict[int, int]:
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
