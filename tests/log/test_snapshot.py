@@ -8,6 +8,7 @@ import itertools
 import os
 import random
 import resource
+import shutil
 import subprocess
 import sys
 import threading
@@ -519,6 +520,29 @@ def test_progress_that_its_owner_takes_over_while_it_is_looked_at_is_not_missed(
         taken(root, tmp_path / "copy")
     found = files(tmp_path / "copy")
     assert b"orders@g" in found["config/consumerOffset.json"] or "config/spark/groups/g.json.taken" in found
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_a_topic_that_a_java_broker_deleted_and_made_anew_is_the_new_one(tmp_path: Path, live: bool) -> None:
+    """Its queues go, and count from 0 again; its old records stay in the log."""
+    root = tmp_path / "mq"
+    with open_store(root, profile="rocketmq") as store:
+        put(store, range(90))
+        put(store, range(30), "others")
+    shutil.rmtree(root / "consumequeue" / "orders")
+    checkpoint = CheckpointFile(root, Unsynced(), 0o600)
+    checkpoint.load()
+    checkpoint.save(replace(checkpoint.current, queues=None))  # a broker keeps no such note
+    with open_store(root) as store:
+        put(store, range(500, 515))
+        store.dispatch()
+        if live:
+            report = taken(root, tmp_path / "copy")
+    if not live:
+        report = taken(root, tmp_path / "copy")
+    assert report.findings == []
+    assert told(tmp_path / "copy") == told(root)
+    assert bounds(tmp_path / "copy")["orders", 0] == (0, 5)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts descriptors")
