@@ -40,6 +40,7 @@ from mqstore.files.treecopy import TreeCopy
 from mqstore.log import moment as looking
 from mqstore.log import snapshot as module
 from mqstore.log.checkpoint import CheckpointFile
+from mqstore.log.inbox import Bundle
 from mqstore.log.moment import Moment, Original
 from mqstore.log.published import publish
 from mqstore.log.recovery import RecoverOptions, _Recovery
@@ -711,6 +712,38 @@ def test_a_bundle_that_waits_waits_in_the_copy_too(root: Path, tmp_path: Path, m
     with open_store(tmp_path / "copy") as copy:
         assert bodies(copy)[-2:] == [b"first", b"second"]
     assert told(tmp_path / "copy") == told(root)
+
+
+def test_of_many_bundles_that_wait_each_is_copied_once_however_often_it_looks(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their owner takes in one after the other: a look that copied all of them anew would never see it at rest."""
+    monkeypatch.setattr(looking, "_PATIENCE_S", 0.5)
+    brought: list[str] = []
+    real = TreeCopy.file
+    with open_store(root) as store:
+        for version in range(6):
+            bundle(root, "job", version, [[Row(b"%d" % version)]])
+
+        def file(self: TreeCopy, name: str, *arguments: Any, **named: Any) -> None:
+            real(self, name, *arguments, **named)
+            if name.endswith("bundle.json"):
+                brought.append(name)
+                version = len(brought)
+                store.splice([stage(tmp_path / f"shard{version}", [Row(b"other")])], app="other", version=version)
+                if version == 3:
+                    store._inbox._take(Bundle.load(root / "inbox" / "job-0", store.fs))
+
+        monkeypatch.setattr(TreeCopy, "file", file)
+        report = taken(root, tmp_path / "copy")
+        waiting = files(root / "inbox")
+    assert sorted(brought) == [f"inbox/job-{version}/bundle.json" for version in range(6)]
+    assert report.plan.bundles == 5
+    assert files(tmp_path / "copy" / "inbox") == waiting
+    with open_store(tmp_path / "copy") as copy:
+        found = bodies(copy)
+    assert [found.count(b"%d" % version) for version in range(6)] == [1] * 6
+    assert found.count(b"other") == 6
 
 
 def test_who_opens_the_store_meanwhile_makes_it_begin_again(

@@ -260,6 +260,11 @@ class Original:
         """A descriptor to read a file by. FileNotFoundError when it is gone."""
         return self._fs.open(self.root / name, os.O_RDONLY | os.O_NONBLOCK)
 
+    def identity_of(self, name: str) -> object:
+        """Of what bears a name. FileNotFoundError when it is gone."""
+        found = self._fs.stat(self.root / name)
+        return found.st_ino, found.st_mtime_ns
+
     def close(self, fd: int) -> None:
         self._fs.close(fd)
 

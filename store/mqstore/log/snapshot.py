@@ -303,6 +303,8 @@ class _Making:
         self._meter = _Meter(progress)
         self._kept: set[str] = set()
         """Segments that are there in full."""
+        self._bundles: dict[str, object] = {}
+        """Likewise bundles, and which ones of their names."""
 
     def run(self, json_checks: Mapping[str, Check]) -> SnapshotReport:
         """The copy, in order and on disk."""
@@ -363,12 +365,34 @@ class _Making:
         return TreeCopy(self._original.root, self._store, fs=fs, source_fs=QUIET, on_bytes=self._meter.add)
 
     def _bring_aside(self, files: list[Found]) -> None:
-        self._fs.remove_tree(self._aside)
+        """With every look; but a bundle never changes, so with many that wait each is brought once."""
+        bundles: dict[str, list[str]] = {}
+        for each in files:
+            folder = "/".join(each.name.split("/")[:2]) if each.name.startswith("inbox/") else ""
+            bundles.setdefault(folder, []).append(each.name)
+        found = {folder: self._original.identity_of(folder) for folder in bundles if folder}
         self._meter.begin(0)
-        with TreeCopy(self._original.root, self._aside, fs=self._fs, source_fs=QUIET, on_bytes=self._meter.add) as copy:
-            for each in files:
-                self._file(copy, each.name)
-            copy.sync()
+        for name in self._fs.scandir(self._aside) if self._aside.exists() else ():
+            if name != "inbox":
+                self._fs.remove_tree(self._aside / name)
+        if (inbox := self._aside / "inbox").exists():
+            for name in self._fs.scandir(inbox):
+                folder = f"inbox/{name}"
+                if folder not in found or self._bundles.get(folder) != found[folder]:
+                    self._bundles.pop(folder, None)
+                    self._fs.remove_tree(inbox / name)
+            if not found:
+                self._fs.remove_tree(inbox)
+        for folder, names in {"": [], **bundles}.items():
+            if folder in self._bundles:
+                continue
+            root = self._original.root
+            with TreeCopy(root, self._aside, fs=self._fs, source_fs=QUIET, on_bytes=self._meter.add) as copy:
+                for name in names:
+                    self._file(copy, name)
+                copy.sync()
+            if folder:
+                self._bundles[folder] = found[folder]
 
     def _bring_rest(self, copy: TreeCopy, moment: Moment) -> None:
         for name, content in moment.small.items():
