@@ -1088,6 +1088,26 @@ def test_of_a_store_at_rest_no_segment_is_shared_that_its_next_writer_goes_on_in
         assert sum(map(len, told(path).values())) == count
 
 
+def test_who_goes_on_in_a_shared_segment_that_ends_in_zeros_takes_a_copy_of_it(root: Path, tmp_path: Path) -> None:
+    """A power cut took pages of it, and left what lies in the segments behind."""
+    kill(open_store(root))
+    with open_store(root, "r") as store:
+        (hit,) = store.find("orders", key="k150")
+    at, name = hit.physical_offset % SEGMENT, f"commitlog/{hit.physical_offset // SEGMENT * SEGMENT:020d}"
+    os.truncate(root / name, at)
+    os.truncate(root / name, SEGMENT)
+    checkpoint = CheckpointFile(root, Unsynced(), 0o600)
+    checkpoint.load()
+    checkpoint.save(replace(checkpoint.current, flushed=hit.physical_offset, dispatched=0))
+    taken(root, tmp_path / "copy", link=True)
+    with open_store(root) as store, open_store(tmp_path / "copy") as copy:
+        put(store, range(150, 155))
+        put(copy, range(900, 910))
+    for path, count in ((root, 155), (tmp_path / "copy", 160)):
+        sound(path)
+        assert sum(map(len, told(path).values())) == count
+
+
 def test_links_to_segments_are_copied_not_linked(root: Path, tmp_path: Path) -> None:
     """A log over two disks, as docs/recovery.md has it for a broker's."""
     (tmp_path / "other").mkdir()
