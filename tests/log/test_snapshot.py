@@ -26,6 +26,7 @@ from mqstore import (
     MessageStore,
     MQStoreError,
     NotAStoreError,
+    ReadOnlyStoreError,
     Retention,
     SnapshotPlan,
     SnapshotReport,
@@ -590,8 +591,16 @@ def test_the_end_is_looked_for_from_what_was_flushed(
 def test_links_to_folders_are_not_followed_but_told_of(root: Path, tmp_path: Path) -> None:
     (root / "config").mkdir(exist_ok=True)
     (root / "config" / "loop").symlink_to("..")
+    (root / "config" / "nowhere.json").symlink_to("gone")
+    os.mkfifo(root / "config" / "pipe")
+    (root / "commitlog" / "notes").write_text("mine")
     report = taken(root, tmp_path / "copy")
-    assert report.plan.left == ("config/loop: a link to a folder",)
+    assert report.plan.left == (
+        "config/nowhere.json: neither a file nor a folder",
+        "config/pipe: neither a file nor a folder",
+        "config/loop: a link to a folder",
+        "commitlog/notes: no segment",
+    )
     assert not (tmp_path / "copy" / "config" / "loop").exists()
 
 
@@ -1182,6 +1191,41 @@ def test_a_target_in_a_folder_that_the_store_has_elsewhere_is_refused(root: Path
     assert told(tmp_path / "copy") == told(root)
 
 
+def test_a_plan_refuses_what_the_call_would_refuse(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of targets: a name that cannot be encoded, one without room for what is behind it meanwhile, a folder that is not
+    to be written to."""
+    for call in (plan_snapshot, taken):
+        with pytest.raises(ConfigError, match="is no name"):
+            call(root, tmp_path / "copy\ud800")
+        with pytest.raises(ConfigError, match="too long"):
+            call(root, tmp_path / ("n" * 239))
+    taken(root, tmp_path / ("n" * 238))
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    for call in (plan_snapshot, taken):
+        for target in (tmp_path / "copy", tmp_path / "a" / "copy"):
+            with pytest.raises(ReadOnlyStoreError):
+                call(root, target)
+    assert sorted(os.listdir(tmp_path)) == ["mq", "n" * 238]
+
+
+def test_parents_that_come_meanwhile_are_not_removed(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = FaultyFileSystem.mkdir
+
+    def mkdir(self: FaultyFileSystem, path: Any, *arguments: Any, **named: Any) -> None:
+        if Path(path) == tmp_path / "a" / "b":
+            (tmp_path / "a" / "b").mkdir()
+        real(self, path, *arguments, **named)
+
+    monkeypatch.setattr(FaultyFileSystem, "mkdir", mkdir)
+    monkeypatch.setattr(module, "recover_store", lambda *_, **__: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        taken(root, tmp_path / "a" / "b" / "c" / "copy", fs=FaultyFileSystem())
+    assert files(tmp_path / "a") == {}
+    assert [str(path.relative_to(tmp_path)) for path in (tmp_path / "a").rglob("*")] == ["a/b"]
+
+
 def test_an_empty_folder_and_one_whose_parents_are_not_there_will_do(root: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for target in (tmp_path / "empty", tmp_path / "a" / "b" / "c"):
@@ -1327,20 +1371,19 @@ def test_killed_at_any_change_there_is_a_whole_one_or_none_and_the_next_call_mak
 
 @pytest.mark.parametrize("part", range(4))
 def test_after_an_error_at_any_change_nothing_is_left(few: Path, tmp_path: Path, part: int) -> None:
-    count = changes(few, tmp_path / "first")
+    count = changes(few, tmp_path / "first" / "b" / "copy")
     before = files(few)
     for nth in range(1 + part, count + 1, 4):
-        target = tmp_path / f"copy{nth}"
+        target = tmp_path / f"a{nth}" / "b" / "copy"
         fs = FaultyFileSystem()
         fs.fail(CHANGES, errno.EIO, nth=nth)
         try:
             taken(few, target, fs=fs)
         except StoreIOError:
-            left = [name for name in os.listdir(tmp_path) if name.startswith(f"{target.name}.partial-")]
             if target.exists():  # what failed was to make its name durable
                 sound(target)
             else:
-                assert left == [], fs.changes()[nth - 1]
+                assert not target.parents[1].exists(), fs.changes()[nth - 1]
         else:
             sound(target)
         assert files(few) == before

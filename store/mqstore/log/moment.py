@@ -32,7 +32,7 @@ from mqstore.files.filesystem import FileSystem
 from mqstore.files.jsonfile import JSON_BYTES_MAX, decode_json, encode_json
 from mqstore.files.lock import writer_alive
 from mqstore.files.quiet import QUIET
-from mqstore.files.segments import Segment, SegmentRun
+from mqstore.files.segments import Segment, SegmentRun, segment_start
 from mqstore.layout.checkpoint import decode
 from mqstore.log import manifest as manifests
 from mqstore.log.inbox import inbox_state
@@ -49,7 +49,7 @@ _HELD: Final = 256
 """Segments held open: while these are copied retention will hardly come to the next."""
 _SMALL: Final = ("config", "local_offsets")
 _TIMER: Final = ("timerlog", "timerwheel")
-_BULK: Final = ("batchconsumequeue", "consumequeue_ext", "consumequeue")
+_BULK: Final = ("batchconsumequeue", "consumequeue", "consumequeue_ext")  # units lead into the last of these
 _DEFINITIONS: Final = ("config/topics.json", "config/subscriptionGroup.json", TXN_FILE)
 _UNTOLD: Final = frozenset(
     {*("lock", "tmp", "index", "_staging", "inbox", "serve.json", "serve.sock"), "abort.bak", "checkpoint.bak"}
@@ -281,6 +281,10 @@ class Original:
         for name in self._fs.scandir(self.root):
             if name not in known:
                 self._leave(f"{name}: not a part of the store")
+        if (log := self.root / "commitlog").is_dir():
+            for name in self._fs.scandir(log):
+                if segment_start(name) is None and f"commitlog/{name}" not in moment.small:
+                    self._leave(f"commitlog/{name}: no segment")
         if refused := inbox_state(self.root, self._fs).refused:
             self._leave(f"inbox/refused: bundles that could not be spliced, {len(refused)} of them")
 
@@ -316,10 +320,15 @@ class Original:
         if not path.is_dir():
             return
         try:
+            names = self._fs.scandir(path)
             files = self._fs.scandir_files(path)
             folders = self._fs.scandir_directories(path)
         except FileNotFoundError:
             return
+        taken = {*folders, *(name for name, _ in files)}
+        for name in names:
+            if name not in taken and os.path.lexists(path / name):  # and not gone meanwhile
+                self._leave(f"{folder}/{name}: neither a file nor a folder")
         rocksdb = rocksdb or any(name == "CURRENT" for name, _ in files)
         if rocksdb and writer_alive(self.root, self._fs):
             self._leave(f"{folder}/: RocksDB, which a broker has open")

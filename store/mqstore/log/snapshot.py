@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from mqstore.errors import ConfigError, StoreBusyError
+from mqstore.errors import ConfigError, StoreBusyError, raise_os_error
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.files.jsonfile import NO_CHECKS, Check
 from mqstore.files.quiet import QUIET
@@ -46,6 +46,7 @@ from mqstore.options import StoreConfig
 __all__ = ["SnapshotPlan", "SnapshotReport", "plan_snapshot", "snapshot_store"]
 
 _STARTS: Final = 20
+_SUFFIX: Final = ".partial-"
 _LEFT_SHOWN: Final = 8
 
 
@@ -75,7 +76,7 @@ class SnapshotPlan:
     """Bundles of Spark's that wait in the inbox, and wait in the copy, too."""
     files: int
     bytes: int
-    """To be copied; of files with holes in them all the same."""
+    """To be copied; of files with holes in them all the same. The index, which is made anew, comes on top."""
     free_bytes: int
     """What the file system of the copy has room for."""
     left: tuple[str, ...]
@@ -168,10 +169,11 @@ def snapshot_store(
     begun = time.monotonic()
     original = Original(Path(path), config or StoreConfig())
     place = _checked(original, target, link)
-    _make_parents(place.parent, fs)
-    work = place.with_name(f"{place.name}.partial-{secrets.token_hex(4)}")
-    fs.mkdir(work)
+    parents: list[Path] = []
+    work = place.with_name(place.name + _SUFFIX + secrets.token_hex(4))
     try:
+        _make_parents(place.parent, fs, parents)
+        fs.mkdir(work)
         report = _Making(original, place, work, link, progress, fs).run(json_checks)
         try:
             fs.replace(work / "store", place)
@@ -180,9 +182,12 @@ def snapshot_store(
                 raise ConfigError(f"{place} has come meanwhile, and is left as it is: name another folder") from error
             raise
         fs.sync_directory(place.parent)
+        parents.clear()
     finally:
         with suppress(OSError):  # an error that is on its way says more
             fs.remove_tree(work)
+            for folder in reversed(parents):
+                fs.rmdir(folder)
     report.seconds = time.monotonic() - begun
     return report
 
@@ -193,7 +198,11 @@ def snapshot_store(
 def _checked(original: Original, target: str | os.PathLike[str], link: bool) -> Path:
     """Where the copy is to be, as the system understands it. ConfigError for what it cannot be."""
     text = os.fspath(target)
-    if not text or "\0" in text:
+    try:
+        length = len(os.fsencode(os.path.basename(text.rstrip(os.sep))))
+    except UnicodeEncodeError:
+        length = 0
+    if not text or "\0" in text or (not length and text.strip(os.sep)):
         raise ConfigError(f"{text!r} is no name of a folder")
     head, name = os.path.split(text.rstrip(os.sep))
     place = Path(os.path.realpath(head or os.curdir), name)
@@ -213,6 +222,13 @@ def _checked(original: Original, target: str | os.PathLike[str], link: bool) -> 
     above = _existing(place)
     if not above.is_dir():
         raise ConfigError(f"{text}: {above} is no folder")
+    made_in = _existing(place.parent)
+    if not os.access(made_in, os.W_OK | os.X_OK):
+        raise_os_error(PermissionError(errno.EACCES, os.strerror(errno.EACCES)), made_in, "mkdir")
+    if length + len(_SUFFIX) + 8 > os.pathconf(made_in, "PC_NAME_MAX"):
+        raise ConfigError(
+            f"{text}: the name is too long by what a copy is called while it is made: choose a shorter one"
+        )
     if link:
         with suppress(FileNotFoundError):  # a store without a log
             if QUIET.stat(original.root / "commitlog").st_dev != QUIET.stat(above).st_dev:
@@ -240,10 +256,12 @@ def _existing(folder: Path) -> Path:
     return folder
 
 
-def _make_parents(folder: Path, fs: FileSystem) -> None:
+def _make_parents(folder: Path, fs: FileSystem, made: list[Path]) -> None:
     for name in folder.relative_to(there := _existing(folder)).parts:
         there /= name
-        fs.mkdir(there, exist_ok=True)
+        with suppress(FileExistsError):  # came meanwhile: if it is no folder, the next call says so
+            fs.mkdir(there)
+            made.append(there)
         fs.sync_directory(there.parent)
 
 
