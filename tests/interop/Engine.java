@@ -13,7 +13,9 @@ import java.util.Base64;
 import java.util.List;
 import java.util.Map;
 import java.util.Properties;
+import java.util.Set;
 import java.util.TreeMap;
+import java.util.TreeSet;
 import java.util.concurrent.ConcurrentHashMap;
 import org.apache.rocketmq.broker.BrokerController;
 import org.apache.rocketmq.common.BoundaryType;
@@ -90,6 +92,8 @@ public final class Engine {
                 return startBroker(asked);
             case "put":
                 return put(asked);
+            case "delete_topics":
+                return deleteTopics(asked);
             case "bounds":
                 return Map.of("min", store.getMinPhyOffset(), "max", store.getMaxPhyOffset());
             case "queues":
@@ -242,6 +246,15 @@ public final class Engine {
         return Map.of(
             "queue_offset", result.getAppendMessageResult().getLogicsOffset(),
             "physical_offset", result.getAppendMessageResult().getWroteOffset());
+    }
+
+    /** As a broker does it: the topic's settings, then its queues. What it had in the log stays there. */
+    private Object deleteTopics(JSONObject asked) {
+        Set<String> topics = new TreeSet<>(asked.getJSONArray("topics").toJavaList(String.class));
+        if (broker != null) {
+            topics.forEach(broker.getTopicConfigManager()::deleteTopicConfig);
+        }
+        return store.deleteTopics(topics);
     }
 
     /** Properties can be set by anybody; the method of the class that does it is not public. */

@@ -85,6 +85,10 @@ class JavaEngine:
         )
         return said["queue_offset"], said["physical_offset"]
 
+    def delete_topics(self, *topics: str) -> None:
+        """`DefaultMessageStore.deleteTopics`; in a broker the topics' settings go, too."""
+        self._ask("delete_topics", topics=topics)
+
     def bounds(self) -> tuple[int, int]:
         """Physical offsets of the log: (min, max)."""
         said = self._ask("bounds")

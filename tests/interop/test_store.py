@@ -17,6 +17,8 @@ import pytest
 
 import mqstore
 from mqstore import OutgoingMessage, SimulatedClock, StoreConfig
+from mqstore.log.recovery import RecoverOptions
+from mqstore.log.repair import recover_store
 from tests.interop.comparing import assert_same, new_store, seen_by_java, seen_by_us
 from tests.interop.javaengine import SIZES, JavaEngine, Jvm
 
@@ -174,3 +176,58 @@ def test_either_goes_on_where_the_other_stopped_or_died(path: Path, jvm: Jvm, se
         relay.engine.close()
     finally:
         relay.engine.__exit__()
+
+
+@pytest.mark.parametrize("end", ["closed", "halted"])
+def test_a_topic_that_java_deleted_and_made_anew_is_the_new_one_for_both(
+    path: Path, engine: JavaEngine, jvm: Jvm, end: str
+) -> None:
+    """Its old records stay in the log, with greater queue offsets than the new ones have."""
+
+    def fill(topic: str, numbers: range) -> None:
+        for i in numbers:
+            engine.put(topic, i % 2, b"%d " % i * 50, {"KEYS": f"k{i}"})
+
+    engine.open(path)
+    fill("others", range(60))
+    fill("orders", range(300))
+    engine.delete_topics("orders")
+    fill("others", range(60, 90))
+    fill("orders", range(500, 530))
+    wanted = seen_by_java(engine)
+    assert [row["queue_offset"] for row in wanted["orders", 0]] == list(range(15))
+    if end == "closed":
+        engine.close()
+    else:
+        engine.halt()
+    with mqstore.open(path, "r", config=StoreConfig(**SIZES)) as store:
+        assert list(store.verify()) == []
+    recovered = shutil.copytree(path, path.with_name("recovered"))
+    report = recover_store(recovered, RecoverOptions(full=True), config=StoreConfig(**SIZES))
+    assert (report.findings, report.rebuilt.units) == ([], 0)
+    for each in (path, recovered):
+        assert_same(seen_by_us(each), wanted)
+        with JavaEngine(jvm) as other:
+            other.open(each)
+            assert_same(seen_by_java(other), wanted)
+            other.close()
+
+
+def test_a_topic_that_java_deleted_is_there_again_where_records_alone_decide(path: Path, engine: JavaEngine) -> None:
+    """As after a crash of the real engine; after a clean end that looks no further than the queues there are."""
+    engine.open(path)
+    for i in range(100):
+        engine.put("orders", 0, b"%d" % i)
+    engine.delete_topics("orders")
+    engine.put("others", 0, b"last")
+    engine.close()
+    engine.open(path)
+    assert ("orders", 0) not in engine.queues()
+    engine.close()
+    recovered = shutil.copytree(path, path.with_name("recovered"))
+    recover_store(recovered, RecoverOptions(full=True), config=StoreConfig(**SIZES))
+    assert len(seen_by_us(recovered)["orders", 0]) == 100
+    (path / "abort").touch()
+    engine.open(path)
+    assert engine.queues()["orders", 0] == (0, 100)
+    engine.close()

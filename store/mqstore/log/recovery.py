@@ -43,6 +43,7 @@ from mqstore.layout.dispatch import Listed, Rows
 from mqstore.layout.record import MIN_RECORD_BYTES, Checksum, check_record, decode_record
 from mqstore.log.consumequeue import ConsumeQueue, QueueTable
 from mqstore.log.index import Index, IndexFile
+from mqstore.log.lives import Lives
 from mqstore.log.names import is_path_safe
 from mqstore.log.report import Cut, Finding, RecoveryReport
 from mqstore.log.scanner import (
@@ -155,7 +156,11 @@ def has_unlisted(parts: Parts) -> bool:
         for topic, queue_id, chosen in rows.by_queue():
             if queue_id >= 0 and is_path_safe(topic):
                 queue = parts.queues.get(topic, queue_id)
-                if queue is None or int(rows.queue_offset[chosen].max()) >= queue.max_offset:
+                if queue is None:
+                    return True
+                offsets = rows.queue_offset[chosen]
+                kept = recovery.lives.of_this(queue, offsets, rows.physical_offset[chosen])
+                if int(offsets.max() if kept is None else offsets[kept].max(initial=-1)) >= queue.max_offset:
                     return True
     return False
 
@@ -211,8 +216,7 @@ class _Recovery:
         """For each queue met in the scan: the slot behind the last record seen."""
         self.last_seen: dict[ConsumeQueue, int] = {}
         """Where that record ends, of those that got their slots."""
-        self.begins: dict[ConsumeQueue, tuple[int, int]] = {}
-        """Likewise: its first slot with a record, and where that lies, as its files had it."""
+        self.lives = Lives(parts.run, parts.checksum)
         self.touched: set[ConsumeQueue] = set()
         self.index_entries: list[Wanted] = []
         self.salvage_segments: set[int] = set()
@@ -583,10 +587,12 @@ class _Recovery:
 
     def _take_queue(self, queue: ConsumeQueue, rows: Rows, listed: Listed, start: int) -> None:
         expected = self.next_slot.get(queue)
-        if expected is None and start == self.first:
-            listed = self._of_this_life(queue, rows, listed)
-            if not len(listed.rows):
+        kept = self.lives.of_this(queue, listed.queue_offset, listed.units["physical_offset"])
+        if kept is not None:
+            if not kept.any():
                 return
+            rest = listed.rows[kept], listed.queue_offset[kept], listed.units[kept]
+            listed = Listed(queue.topic, queue.queue_id, *rest, follow=False)
         chosen, offsets = listed.rows, listed.queue_offset
         if listed.follow and expected == offsets[0]:
             runs: list[tuple[int, int]] = [(0, len(offsets))]
@@ -618,40 +624,6 @@ class _Recovery:
             # Not of what got no slot: its own number is lost, and the next record's jumps by it.
             last = chosen[high - 1]
             self.last_seen[queue] = int(rows.physical_offset[last]) + int(rows.size[last])
-
-    def _of_this_life(self, queue: ConsumeQueue, rows: Rows, listed: Listed) -> Listed:
-        """Without the records of a topic of that name that a Java broker deleted: one that is made anew counts from 0.
-        They lie before the first record that the queue lists, and bear its number or greater ones."""
-        if queue not in self.begins:
-            self.begins[queue] = self._first_listed(queue)
-        slot, place = self.begins[queue]
-        kept = (rows.physical_offset[listed.rows] >= place) | (listed.queue_offset < slot)
-        if kept.all():
-            return listed
-        offsets = listed.queue_offset[kept]
-        follow = bool((np.diff(offsets) == 1).all())
-        return listed._replace(rows=listed.rows[kept], queue_offset=offsets, units=listed.units[kept], follow=follow)
-
-    def _first_listed(self, queue: ConsumeQueue) -> tuple[int, int]:
-        """(slot, physical offset) of the queue's first unit that is a message; (0, -1) without one, or if its record is
-        not that one."""
-        for at, units in queue.held(queue.first_offset(), queue.max_offset):
-            live = np.flatnonzero((units["size"] > 0) & ~is_void(units))
-            if not len(live):
-                continue
-            slot, physical = at + int(live[0]), int(units["physical_offset"][live[0]])
-            segment = self.parts.run.find(physical) if physical >= self.first else None
-            if segment is None:
-                break
-            buffer = self.parts.run.mapping(segment)
-            place = physical - segment.start
-            if check_record(buffer, place, len(buffer), physical, self.parts.checksum).status != "ok":
-                break
-            record = decode_record(buffer, place)
-            if (record.topic, record.queue_id, record.queue_offset) != (queue.topic, queue.queue_id, slot):
-                break
-            return slot, physical
-        return 0, -1
 
     def _mend_front(self, queue: ConsumeQueue, stop: int, start: int) -> None:
         """Slots before `stop` are of records that retention took."""

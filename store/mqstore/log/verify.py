@@ -29,6 +29,7 @@ from mqstore.layout.dispatch import Rows
 from mqstore.layout.record import Checksum
 from mqstore.log.consumequeue import ConsumeQueue, QueueTable
 from mqstore.log.index import Index
+from mqstore.log.lives import Lives
 from mqstore.log.manifest import MANIFEST
 from mqstore.log.names import is_path_safe
 from mqstore.log.report import Finding, Kind
@@ -240,6 +241,7 @@ class Verifier:
         self._fs = fs
         self.gaps: list[Gap] = []
         """What the damage met so far has cost, as far as later records of the queue tell."""
+        self._lives = Lives(run, checksum)
         self._next_slot: dict[ConsumeQueue, int] = {}
         self._last_seen: dict[ConsumeQueue, int] = {}
         self._entries_wanted: list[Wanted] = []
@@ -369,6 +371,11 @@ class Verifier:
                 yield Finding("unsafe_name", name, at, 0, f"topic {topic!r}, queue {queue_id} can be no folder")
                 continue
             queue = self._queues.create(topic, queue_id)
+            kept = self._lives.of_this(queue, offsets, units["physical_offset"])
+            if kept is not None:
+                chosen, offsets, units = chosen[kept], offsets[kept], units[kept]
+                if not len(chosen):
+                    continue
             physical = rows.physical_offset[chosen]
             expected = self._next_slot.get(queue)
             if expected is None:
@@ -385,7 +392,7 @@ class Verifier:
                 if expected is not None and first > expected:
                     self.gaps.append((topic, queue_id, expected, first))
                     yield from self._no_record(queue, queue.chunks(expected, min(first, queue.max_offset)))
-                yield from self.compare(topic, queue_id, first, units[low:high])
+                yield from self._compare(queue, first, units[low:high])
                 expected = first + high - low
                 self._next_slot[queue] = expected
                 last = chosen[high - 1]
@@ -396,9 +403,16 @@ class Verifier:
         found = first_slot_in_range(queue, self._begin, least)
         return (None, 0) if found[0] != least and self._has_writer() else found
 
-    def follows(self, topic: str, queue_id: int, first: int) -> bool:
-        """Whether a run of records of a queue that begins with queue offset `first` goes on where it stands."""
+    def is_over(self, topic: str, queue_id: int, first: int, physical: int, end: int) -> bool:
+        """As `Lives.is_over`: such records are none of a queue's."""
+        return self._lives.is_over(self._queues.create(topic, queue_id), first, physical, end)
+
+    def follows(self, topic: str, queue_id: int, first: int, physical: int) -> bool:
+        """Whether a run of records of a queue that begins with queue offset `first`, at `physical`, goes on where it
+        stands."""
         queue = self._queues.create(topic, queue_id)
+        if self._lives.is_in_doubt(queue, first, physical):
+            return False
         expected = self._next_slot[queue] if queue in self._next_slot else self._first_slot(queue, first)[0]
         return first == expected if expected is not None else 0 <= first < MAX_SLOT
 
@@ -420,8 +434,18 @@ class Verifier:
             yield from self._ranges(queue, "bad_unit", at, wrong, "the unit's record is not in the log")
 
     def compare(self, topic: str, queue_id: int, first: int, wanted: npt.NDArray[np.void]) -> Iterator[Finding]:
-        """Hold the units of a queue from queue offset `first` on against those `wanted`."""
+        """Hold the units of a queue from queue offset `first` on against those `wanted`, of records that lie in that
+        order."""
         queue = self._queues.create(topic, queue_id)
+        kept = self._lives.of_this(queue, np.arange(first, first + len(wanted)), wanted["physical_offset"])
+        if kept is None:
+            yield from self._compare(queue, first, wanted)
+            return
+        at = np.flatnonzero(kept)
+        for run in np.split(at, np.flatnonzero(np.diff(at) > 1) + 1) if len(at) else []:
+            yield from self._compare(queue, first + int(run[0]), wanted[run])
+
+    def _compare(self, queue: ConsumeQueue, first: int, wanted: npt.NDArray[np.void]) -> Iterator[Finding]:
         if self._queues.in_rocksdb and not queue.max_offset:
             return
         if not self._clean or self._live:
@@ -430,7 +454,7 @@ class Verifier:
         found = queue.units(first, len(wanted))
         wrong = found != queue.as_kept(found, wanted)
         if wrong.any() and not self._live and self._has_writer():
-            yield from self.compare(topic, queue_id, first, wanted)  # without what it has put since
+            yield from self._compare(queue, first, wanted)  # without what it has put since
         elif wrong.any():
             missing = found["size"] == 0
             yield from self._ranges(queue, "missing_units", first, wrong & missing, "no unit for a record of the log")

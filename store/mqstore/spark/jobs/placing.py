@@ -2,7 +2,7 @@
 
     UnitFiles   the files: many processes may write to them at different places
     stretches   what a segment holds of some queues, in the portions that recovery would read
-    Placer      stretches to slots, from the front of a queue, by the rules of recovery: `sort_out`
+    Placer      stretches to slots, from the front of a queue, by the rules of recovery: `Lives`, `sort_out`
     Slots       where a queue stands then
 
 Whether a queue offset is nonsense shows by those beside it, so other portions could give another result. Knows no
@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.layout.consumequeue import UNIT_BYTES, UNIT_DTYPE, VOID_UNIT
+from mqstore.log.lives import Lives
 from mqstore.log.scanner import Good, first_slot_in_range, least_plausible, scan_segment, sort_out
 from mqstore.log.store import MessageStore
 from mqstore.spark.jobs.ranges import QueueKey
@@ -152,12 +153,18 @@ class Placer:
     def __init__(self, store: MessageStore, log_start: int, files: UnitFiles) -> None:
         self.placed: dict[QueueKey, Slots] = {}
         self._store = store
+        self._lives = Lives(store._run, store.manifest.checksum)
         self._log_start = log_start
         self._files = files
 
     def take(self, key: QueueKey, offsets: npt.NDArray[np.int64], units: npt.NDArray[np.void]) -> None:
         """The next stretch of a queue, as `stretches` gives it: one at least."""
         physical = units["physical_offset"].astype(np.int64)
+        kept = self._lives.of_this(self._store._queues.create(*key), offsets, physical)
+        if kept is not None:
+            if not kept.any():
+                return
+            offsets, units, physical = offsets[kept], units[kept], physical[kept]
         slots = self.placed.get(key)
         if slots is None:
             slots = first_slots(self._store, self._log_start, key, least_plausible(offsets, physical))

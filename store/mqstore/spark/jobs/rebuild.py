@@ -15,9 +15,9 @@ All three ways end in the same files: `order` and `shuffle` give the same stretc
 to a file at different places, the task of a sorted queue has its files for itself; all tasks must see one file system.
 What is written is a function of the log, and no task deletes anything, so a task may run twice, even at once.
 
-**In place** the result is what `mqstore recover` would make of queues and index (the rules are its own: `sort_out`,
-`first_slot_in_range`), except that nothing is cut and the commitlog is never written. Slots of records that retention
-took keep their units, slots of lost ones become void (4.3), and so no queue offset is given out twice (5.4).
+**In place** the result is what `mqstore recover` would make of queues and index (the rules are its own: `Lives`,
+`sort_out`, `first_slot_in_range`), except that nothing is cut and the commitlog is never written. Slots of records that
+retention took keep their units, slots of lost ones become void (4.3), and so no queue offset is given out twice (5.4).
 
 The swap replaces file by file, under the writer lock, and a file is old or new at any moment. Before the first rename
 the checkpoint is made to say "a writer was killed, and all units and entries are in doubt", after the last one it says
@@ -61,6 +61,7 @@ from mqstore.layout.dispatch import Rows
 from mqstore.layout.indexfile import IndexHeader, file_bytes, put_entries
 from mqstore.log.checkpoint import CheckpointFile
 from mqstore.log.consumequeue import ConsumeQueue
+from mqstore.log.lives import Lives
 from mqstore.log.names import is_path_safe
 from mqstore.log.recovery import given_out, watermark_of
 from mqstore.log.scanner import End, first_slot_in_range, strays_in_front
@@ -617,11 +618,15 @@ class _Joiner:
         if self._work.shuffle == "always":
             return {}, {*parts}
         doubted = self._doubted()
+        lives = Lives(self._store._run, self._store.manifest.checksum)
         straight: dict[QueueKey, Slots] = {}
         for key, found in parts.items():
-            slots = first_slots(self._store, self._log_start, key, found[0].first)
-            if key not in doubted and is_straight(found) and slots.next in (None, found[0].first):
-                slots.first, slots.next, slots.seen = found[0].first, found[-1].stop, found[-1].last_end
+            first = found[0]
+            if key in doubted or lives.is_in_doubt(self._store._queues.create(*key), first.first, first.first_physical):
+                continue  # ranges have put what may be of a topic that was deleted since
+            slots = first_slots(self._store, self._log_start, key, first.first)
+            if is_straight(found) and slots.next in (None, first.first):
+                slots.first, slots.next, slots.seen = first.first, found[-1].stop, found[-1].last_end
                 straight[key] = slots
         return straight, parts.keys() - straight.keys()
 

@@ -381,19 +381,27 @@ class _Joiner:
             self._unlisted += result.unlisted
             self._tally.add(result.index)
         crooked: set[QueueKey] = set()
-        for (topic, queue_id), queue in parts.queues().items():
-            if not is_straight(queue) or not self.verifier.follows(topic, queue_id, queue[0].first):
+        for (topic, queue_id), found in parts.queues().items():
+            queue = [
+                part
+                for part in found
+                if not self.verifier.is_over(topic, queue_id, part.first, part.first_physical, part.last_end)
+            ]
+            if not queue:
+                continue
+            first = queue[0]
+            if not is_straight(queue) or not self.verifier.follows(topic, queue_id, first.first, first.first_physical):
                 crooked.add((topic, queue_id))
                 continue
             last = queue[-1]
-            yield from self.verifier.straight(topic, queue_id, queue[0].first, last.stop, last.last_end)
+            yield from self.verifier.straight(topic, queue_id, first.first, last.stop, last.last_end)
             for part in queue:
                 yield from part.findings
                 self._unlisted += part.unlisted
         if crooked:
-            found = self._in_order(parts, crooked)
-            yield from islice(found, self._job.max_errors * len(parts.results))
-            self._unlisted += sum(1 for _ in found)
+            again = self._in_order(parts, crooked)
+            yield from islice(again, self._job.max_errors * len(parts.results))
+            self._unlisted += sum(1 for _ in again)
 
     def _in_order(self, parts: SegmentParts, crooked: set[QueueKey]) -> Iterator[Finding]:
         store = self._store
