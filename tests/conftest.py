@@ -18,6 +18,7 @@ import json
 import lzma
 import os
 import pkgutil
+import resource
 import shutil
 import tarfile
 from collections import Counter
@@ -98,6 +99,10 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], GoldenSt
 
     return unpack
 
+
+# Stores that tests have killed keep their descriptors for long, and 1,024, as many a shell has it, are soon used up.
+_soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (min(_hard, 20_000) if _hard > 0 else 20_000, _hard))
 
 _SYNCING = ("/crash/", "/files/", "/stress/")
 
