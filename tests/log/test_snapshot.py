@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -438,6 +438,29 @@ def test_a_file_that_a_broker_is_about_to_replace_is_not_missed(
         file.read_text() if comes else '{\n  "offsetTable": {}\n}\n'
     )
     assert [finding.kind for finding in report.findings] == ([] if comes else ["bad_json"])
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_backup_that_a_broker_is_just_writing_is_no_damage(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    """It writes them in place. What stays as it is, is damaged."""
+    (root / "config").mkdir(exist_ok=True)
+    file = root / "config" / "consumerOffset.json"
+    file.write_text('{"offsetTable": {"t@g": {"0": 2}}}')
+    backup = file.with_name(f"{file.name}.bak")
+    contents = iter(["", '{"offsetTa', '{"offsetTable"'] + (['{"offsetTable": {}}'] if ends else []))
+    real = Original._read_small
+
+    def read(self: Original) -> Iterator[tuple[str, bytes]]:
+        with suppress(StopIteration):
+            backup.write_text(next(contents))
+        return real(self)
+
+    monkeypatch.setattr(Original, "_read_small", read)
+    with open_store(root):
+        report = taken(root, tmp_path / "copy")
+    assert [finding.kind for finding in report.findings] == ([] if ends else ["bad_json"])
 
 
 def test_what_a_java_broker_put_behind_a_splice_that_was_killed_is_in_it(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from mqstore.clock import SYSTEM_CLOCK
-from mqstore.errors import StoreBusyError
+from mqstore.errors import FormatError, StoreBusyError
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.jsonfile import JSON_BYTES_MAX, decode_json, encode_json
 from mqstore.files.lock import writer_alive
@@ -117,7 +117,7 @@ class Original:
             root / "commitlog", root / "tmp", self.manifest.commitlog_segment_bytes, fs=QUIET, writable=False
         )
         self._intents = IntentWatch(root, QUIET)
-        self._alone: frozenset[str] = frozenset()
+        self._odd_before: frozenset[tuple[str, bytes]] = frozenset()
 
     # -- looking ----------------------------------------------------------------------------------------------------
 
@@ -146,9 +146,9 @@ class Original:
             small = dict(self._read_small())
         except FileNotFoundError:
             return None
-        alone, before = frozenset(name for name in small if name.removesuffix(".bak") not in small), self._alone
-        if alone - before:  # a Java broker removes a file before it renames the new one to it
-            self._alone = alone
+        odd, before = frozenset(self._odd(small)), self._odd_before
+        if odd - before:
+            self._odd_before = odd
             return None
         # One that comes later had not been promised; one that is taken in changes the record of splices.
         bundles = inbox_state(self.root, self._fs).waiting
@@ -185,6 +185,20 @@ class Original:
             return None
         identity = identity[:2] if live else identity
         return Moment(live, small, end, segments, held, bundles, tuple(aside), identity, tail, written)
+
+    @staticmethod
+    def _odd(small: Mapping[str, bytes]) -> Iterator[tuple[str, bytes]]:
+        """What may be otherwise in a moment: a Java broker writes a backup in place, and removes a file before it
+        renames the new one to it."""
+        for name, content in small.items():
+            if name.endswith(".bak"):
+                try:
+                    decode_json(content)
+                except FormatError:
+                    yield name, content
+                else:
+                    if name.removesuffix(".bak") not in small:
+                        yield name, b""
 
     def _hold(self, segments: tuple[Segment, ...], opened: ExitStack) -> dict[int, int]:
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
