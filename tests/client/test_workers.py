@@ -552,10 +552,14 @@ def test_without_threads_a_run_lasts_until_all_has_ended(workers: Workers) -> No
 
     for i in range(2):
         workers.submit(partial(job, i))
-    ends = [threading.Timer(0.01, places[1].end), threading.Timer(0.05, places[0].end)]
-    for timer in ends:
-        timer.start()
+
+    def end() -> None:
+        places[1].end()
+        while not done:
+            time.sleep(0.001)
+        places[0].end()
+
+    (ending := threading.Timer(0.01, end)).start()
     workers.run_once()
     assert done == [1, 0]
-    for timer in ends:
-        timer.join()
+    ending.join()
