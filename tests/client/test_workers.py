@@ -544,19 +544,20 @@ def test_without_threads_stop_waits_for_the_run_and_takes_nothing_from_it(worker
 
 def test_without_threads_a_run_lasts_until_all_has_ended(workers: Workers) -> None:
     done: list[int] = []
+    one_done = threading.Event()
     places = [Elsewhere(), Elsewhere()]
 
     def job(i: int, worker: Worker) -> Flow[None]:
         yield places[i]
         done.append(i)
+        one_done.set()
 
     for i in range(2):
         workers.submit(partial(job, i))
 
     def end() -> None:
         places[1].end()
-        while not done:
-            time.sleep(0.001)
+        one_done.wait()
         places[0].end()
 
     (ending := threading.Timer(0.01, end)).start()

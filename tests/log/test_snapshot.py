@@ -1086,6 +1086,16 @@ def test_a_reader_goes_over_to_the_copy_that_a_recovery_has_made(tmp_path: Path)
         assert len(list(reader.iter("orders", 0))) == 11
 
 
+def counts_behind(root: Path, more: range, copy: Path, others: range) -> tuple[int, ...]:
+    """How many messages each store has, both of them sound, once messages were put to both side by side."""
+    with open_store(root) as store, open_store(copy) as other:
+        put(store, more)
+        put(other, others)
+    for path in (root, copy):
+        sound(path)
+    return tuple(sum(map(len, told(path).values())) for path in (root, copy))
+
+
 @pytest.mark.parametrize("profile", ["mqstore", "rocketmq"])
 @pytest.mark.parametrize("left", ["a file made ahead", "a splice"])
 def test_of_a_store_at_rest_no_segment_is_shared_that_its_next_writer_goes_on_in(
@@ -1112,12 +1122,7 @@ def test_of_a_store_at_rest_no_segment_is_shared_that_its_next_writer_goes_on_in
     report = taken(root, tmp_path / "copy", link=True)
     assert files(root) == before
     assert links(tmp_path / "copy") == [2] * report.plan.linked + [1]
-    with open_store(root) as store, open_store(tmp_path / "copy") as copy:
-        put(store, range(100, 110))
-        put(copy, range(900, 920))
-    for path, count in ((root, 110), (tmp_path / "copy", 120)):
-        sound(path)
-        assert sum(map(len, told(path).values())) == count
+    assert counts_behind(root, range(100, 110), tmp_path / "copy", range(900, 920)) == (110, 120)
 
 
 def test_who_goes_on_in_a_shared_segment_that_ends_in_zeros_takes_a_copy_of_it(root: Path, tmp_path: Path) -> None:
@@ -1132,12 +1137,7 @@ def test_who_goes_on_in_a_shared_segment_that_ends_in_zeros_takes_a_copy_of_it(r
     checkpoint.load()
     checkpoint.save(replace(checkpoint.current, flushed=hit.physical_offset, dispatched=0))
     taken(root, tmp_path / "copy", link=True)
-    with open_store(root) as store, open_store(tmp_path / "copy") as copy:
-        put(store, range(150, 155))
-        put(copy, range(900, 910))
-    for path, count in ((root, 155), (tmp_path / "copy", 160)):
-        sound(path)
-        assert sum(map(len, told(path).values())) == count
+    assert counts_behind(root, range(150, 155), tmp_path / "copy", range(900, 910)) == (155, 160)
 
 
 def test_links_to_segments_are_copied_not_linked(root: Path, tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ class Moment:
     held: Mapping[int, int]
     bundles: tuple[str, ...]
     aside: tuple[Found, ...]
-    identity: object
+    identity: tuple[object, ...]
     tail: bytes = b""
     """Of a log that is being written: what lies before its end."""
     written: int = 0
@@ -141,7 +141,7 @@ class Original:
     def _look(self, opened: ExitStack, bring: Callable[[list[Found]], None] | None) -> Moment | None:
         identity = self._identity()  # first: who comes behind it is seen here, or changes it
         live = writer_alive(self.root, self._fs)
-        definitions = [self._stat(name) for name in _DEFINITIONS]
+        definitions = [self.identity_of(name) for name in _DEFINITIONS]
         try:
             small = dict(self._read_small())
         except FileNotFoundError:
@@ -160,14 +160,14 @@ class Original:
             return None
         intent = self._intents.pending()
         pending = intent if live else None
-        self._run.limit = None
-        self._run.load()
-        # Of a killed mqstore's, when a Java broker has gone on behind it: its records stay, as at an opening.
         if pending is not None and self.manifest.profile == "rocketmq":
-            pending = None if doubt(pending, self._run, self.manifest.checksum, None, from_backup=False) else pending
-        if pending is not None:
-            self._run.limit = pending.start
+            # Of a killed mqstore's, when a Java broker has gone on behind it: its records stay, as at an opening.
+            self._run.limit = None
             self._run.load()
+            if doubt(pending, self._run, self.manifest.checksum, None, from_backup=False):
+                pending = None
+        self._run.limit = None if pending is None else pending.start
+        self._run.load()
         if pending is not None and TXN_FILE in small:
             # The log ends where that began, so in the copy nothing of it is to be undone.
             state = TxnState.from_json(decode_json(small[TXN_FILE]))
@@ -181,9 +181,8 @@ class Original:
             held = self._hold(segments, opened)
         except FileNotFoundError:
             return None
-        if definitions != [self._stat(name) for name in _DEFINITIONS]:
+        if definitions != [self.identity_of(name) for name in _DEFINITIONS]:
             return None
-        identity = identity[:2] if live else identity
         return Moment(live, small, end, segments, held, bundles, tuple(aside), identity, tail, written)
 
     @staticmethod
@@ -212,8 +211,8 @@ class Original:
         """Whether somebody else has opened the store for writing since, or who had it was still opening it, and has cut
         the log: what is there may be another log by now."""
         came = not moment.live and writer_alive(self.root, self._fs)
-        identity = self._identity()
-        return came or (identity[:2] if moment.live else identity) != moment.identity or self._is_cut(moment)
+        told_by = slice(2 if moment.live else None)  # a writer changes the others all the time
+        return came or self._identity()[told_by] != moment.identity[told_by] or self._is_cut(moment)
 
     def _is_cut(self, moment: Moment) -> bool:
         if not moment.tail:
@@ -236,9 +235,10 @@ class Original:
 
     def _identity(self) -> tuple[object, ...]:
         """What a writer that comes changes first: the file that it locks, twice. Then what shows one that was there."""
-        return self._stat("lock"), self._read("lock"), self._read("abort"), self._read("checkpoint")
+        return self.identity_of("lock"), self._read("lock"), self._read("abort"), self._read("checkpoint")
 
-    def _stat(self, name: str) -> tuple[int, int, int] | None:
+    def identity_of(self, name: str) -> tuple[int, int, int] | None:
+        """Of what bears a name; None when it is gone."""
         with suppress(FileNotFoundError):
             found = self._fs.stat(self.root / name)
             return found.st_ino, found.st_mtime_ns, found.st_size
@@ -273,11 +273,6 @@ class Original:
     def open(self, name: str) -> int:
         """A descriptor to read a file by. FileNotFoundError when it is gone."""
         return self._fs.open(self.root / name, os.O_RDONLY | os.O_NONBLOCK)
-
-    def identity_of(self, name: str) -> object:
-        """Of what bears a name. FileNotFoundError when it is gone."""
-        found = self._fs.stat(self.root / name)
-        return found.st_ino, found.st_mtime_ns
 
     def close(self, fd: int) -> None:
         self._fs.close(fd)
