@@ -204,7 +204,10 @@ def open(
 
     Raises NotAStoreError, StoreLockedError, CorruptStoreError, UnsupportedStoreError, ConfigError.
     """
-    return Store(
+    # Built by hand: behind a call of the class a signal handler may raise, and nobody could close the store then.
+    store = Store.__new__(Store)
+    Store.__init__(
+        store,
         path,
         mode,
         create=create,
@@ -213,6 +216,7 @@ def open(
         lock_timeout=lock_timeout,
         config=config,
     )
+    return store
 
 
 def __getattr__(name: str) -> Any:

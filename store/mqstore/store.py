@@ -114,22 +114,35 @@ class Store(AbstractContextManager["Store"]):
         config: StoreConfig | None = None,
     ) -> None:
         """As `mqstore.open`."""
-        self.log = MessageStore(
-            path,
-            mode,
-            create=create,
-            profile=profile,
-            durability=durability,
-            lock_timeout=lock_timeout,
-            config=config,
-        )
-        self._broker = Broker(self.log) if mode == "rw" else None
         self._pid = os.getpid()
         self._consumers: WeakSet[PullConsumer | PushConsumer | SimpleConsumer] = WeakSet()
         self._producers: WeakSet[Producer] = WeakSet()
-        if self._broker is not None:
-            _remember(self)
-            self.put = self._broker.put  # type: ignore[method-assign]  # no time for a call that only forwards
+        self._broker: Broker | None = None
+        # Both have their name before they open anything, so that they can be closed whatever a signal handler raises.
+        self.log = MessageStore.__new__(MessageStore)
+        broker = Broker.__new__(Broker)
+        try:
+            MessageStore.__init__(
+                self.log,
+                path,
+                mode,
+                create=create,
+                profile=profile,
+                durability=durability,
+                lock_timeout=lock_timeout,
+                config=config,
+            )
+            if mode == "rw":
+                Broker.__init__(broker, self.log)
+                self._broker = broker
+                _remember(self)
+                self.put = broker.put  # type: ignore[method-assign]  # bound directly: one Python call less
+        except BaseException:
+            _open.pop(self, None)
+            if self._broker is not None:
+                broker.close()
+            self.log.close()
+            raise
 
     @property
     def broker(self) -> Broker:

@@ -17,7 +17,7 @@ import pytest
 
 import mqstore
 from mqstore import Broker, Queue, RetryPolicy, SimulatedClock, StoreConfig
-from mqstore.client import waits
+from mqstore.signalsafe import Bell
 from tests.client.popsupport import advance, ended, in_thread
 
 
@@ -152,7 +152,7 @@ def test_ctrl_c_in_the_wait_gives_the_turn_to_another(bench: Bench, monkeypatch:
     queue = bench.queue()
     called: list[str] = []
 
-    def interrupted(self: waits.Bell, timeout_s: float) -> None:
+    def interrupted(self: Bell, timeout_s: float) -> None:
         queue.when_ready(lambda: called.append("another"))
         queue.put(b"a")
         bench.advance(0)  # it is called for the one who waits
@@ -160,7 +160,7 @@ def test_ctrl_c_in_the_wait_gives_the_turn_to_another(bench: Bench, monkeypatch:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(waits.Bell, "wait", interrupted)
+        patch.setattr(Bell, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             queue.get()
     bench.advance(0)

@@ -18,9 +18,9 @@ import pytest
 import mqstore
 from mqstore import Interceptor, Message, RetryPolicy, SimpleConsumer, Store
 from mqstore.broker.members import Mode
-from mqstore.client import waits
 from mqstore.client.popsource import PopSource
 from mqstore.client.wanted import wanted
+from mqstore.signalsafe import Bell
 from tests.client.popsupport import Bench, ended, in_thread, until
 
 
@@ -700,11 +700,11 @@ def test_iterating_waits_and_gives_one_at_a_time(store: Store) -> None:
 def test_ctrl_c_in_the_wait_leaves_nothing_behind(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     consumer = store.simple_consumer("g", {"t": "*", "u": "*"})
 
-    def interrupted(self: waits.Bell, timeout_s: float) -> None:
+    def interrupted(self: Bell, timeout_s: float) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(waits.Bell, "wait", interrupted)
+        patch.setattr(Bell, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             consumer.receive()
     assert parked(store) == 0

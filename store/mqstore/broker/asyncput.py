@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from mqstore.errors import StoreClosedError
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.store import MessageStore
+from mqstore.signalsafe import Condition
 
 __all__ = ["AsyncPuts"]
 
@@ -22,7 +23,8 @@ class AsyncPuts:
 
     def __init__(self, store: MessageStore) -> None:
         self._store = store
-        self._condition = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = Condition(self._lock)
         self._waiting: list[tuple[Future[SendReceipt], SendReceipt]] = []
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -40,7 +42,7 @@ class AsyncPuts:
         if not synced:
             future.set_result(receipt)
             return future
-        with self._condition:
+        with self._lock:
             if self._closed:
                 future.set_exception(StoreClosedError(f"{self._store.path} is closing"))
                 return future
@@ -48,16 +50,16 @@ class AsyncPuts:
                 self._thread = threading.Thread(target=self._run, name="mqstore-async-put", daemon=True)
                 self._thread.start()
             self._waiting.append((future, receipt))
-            self._condition.notify()
+            self._changed.notify_all()
         return future
 
     def _run(self) -> None:
         while True:
-            with self._condition:
+            with self._lock:
                 while not self._waiting:
                     if self._closed:
                         return
-                    self._condition.wait()
+                    self._changed.wait()
                 batch, self._waiting = self._waiting, []
             try:
                 self._store.flush()
@@ -70,8 +72,8 @@ class AsyncPuts:
 
     def close(self) -> None:
         """Sync what is waiting, and take no more."""
-        with self._condition:
+        with self._lock:
             self._closed = True
-            self._condition.notify()
+            self._changed.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():  # a future's callback closes
             self._thread.join()

@@ -110,14 +110,15 @@ class Broker:
             raise ConfigError(f"{store.path} has a broker already: two would deliver everything twice")
         self.store = store
         self._closed = False
+        self._housekeeper = Housekeeper(str(store.path), store.clock)
         try:
             self._open(store)
         except BaseException:  # the store is ours, and with it the lock of its directory
+            self._housekeeper.stop(0)
             store.close()
             raise
 
     def _open(self, store: MessageStore) -> None:
-        self._housekeeper = Housekeeper(str(store.path), store.clock)
         self._parts: Parts = open_parts(store)
         parts = self._parts
         self.topics: TopicTable = parts.topics
@@ -598,15 +599,16 @@ class Broker:
         self.offsets.save()
 
     def close(self, timeout: Duration = 30) -> None:
-        """Let what runs end, write every table, close the store. Fine to call twice."""
-        if self._closed:
-            return
-        self._closed = True
+        """Let running work end, write every table, and close the store. Calling it again only closes the store, as
+        `MessageStore.close` says."""
         timeout_s = seconds(timeout, "timeout")
-        self._waiters.close()  # first: who is parked may go while the rest ends
-        if not self._housekeeper.stop(timeout_s):
-            _log.error("%s: a mechanism is still running after %s s", self.store.path, timeout_s)
         try:
+            if self._closed:
+                return
+            self._closed = True
+            self._waiters.close()  # first: who is parked may go while the rest ends
+            if not self._housekeeper.stop(timeout_s):
+                _log.error("%s: a mechanism is still running after %s s", self.store.path, timeout_s)
             self._async_puts.close()
             # Offsets last: what the others write moves them.
             for name, mechanism in reversed(self._mechanisms.items()):

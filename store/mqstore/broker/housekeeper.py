@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable
 
 from mqstore.clock import Clock
+from mqstore.signalsafe import Bell
 
 __all__ = ["Housekeeper"]
 
@@ -50,7 +51,7 @@ class Housekeeper:
         self._name = name
         self._clock = clock
         self._jobs: list[_Job] = []
-        self._event = threading.Event()
+        self._bell = Bell()
         self._stopping = False
         self._thread: threading.Thread | None = None
         self._last_ms = 0
@@ -61,8 +62,8 @@ class Housekeeper:
         def wake() -> None:
             for job in self._jobs:
                 if job.name == name:
-                    job.woken = True  # before the event: the thread clears that first and looks here then
-            self._event.set()
+                    job.woken = True  # before the bell: the thread is called first and looks here then
+            self._bell.ring()
 
         return wake
 
@@ -113,17 +114,16 @@ class Housekeeper:
 
     def _loop(self) -> None:
         while not self._stopping:
-            self._event.clear()
             due_ms = self.run_once(self._clock.now_ms())
             if due_ms is None:
-                self._event.wait()
+                self._bell.wait()
             else:
-                self._event.wait(max(0, min(due_ms - self._clock.now_ms(), _LOOK_MS)) / 1000)
+                self._bell.wait(max(0, min(due_ms - self._clock.now_ms(), _LOOK_MS)) / 1000)
 
     def stop(self, timeout_s: float) -> bool:
         """Let the running job end and start no other; whether it has ended."""
         self._stopping = True
-        self._event.set()
+        self._bell.ring()
         if self._thread is None or self._thread is threading.current_thread():
             return True
         self._thread.join(timeout_s)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
@@ -66,6 +66,8 @@ class Member:
     """Wall clock of its first registration."""
     version: int
     """Grows with each registration in the store that changed something: tells a stale one."""
+    owner: object = field(default=None, compare=False, repr=False)
+    """Consumer of this process that registered, or None."""
 
 
 class Members:
@@ -91,12 +93,15 @@ class Members:
         self.on_change: list[Callable[[str], None]] = []
         """Called with the name of a group whose members, or their subscriptions, have changed."""
 
-    def register(self, client_id: str, group: str, subscriptions: Subscriptions, mode: Mode) -> bool:
-        """Make `client_id` a member of `group`, or renew its registration; whether anything changed.
+    def register(
+        self, client_id: str, group: str, subscriptions: Subscriptions, mode: Mode, *, owner: object = None
+    ) -> bool:
+        """Make `client_id` a member of `group`, or renew its registration. Return True if anything changed.
 
-        False tells a consumer that has just started that another one already goes by its client id (A2.7).
-        Raises ConfigError for an empty client id, `GroupInUseError` and `SubscriptionConflictError` as the module's
-        table says, NotPermittedError for broadcasting where the group's settings forbid it, StoreClosedError.
+        Only the owner that registered a client id may register it again, so a call that was interrupted can be
+        repeated. Raises ConfigError for an empty client id, `GroupInUseError` if the client id has another owner
+        (A2.7), `GroupInUseError` and `SubscriptionConflictError` as the module's table says, NotPermittedError for
+        broadcasting where the group's settings forbid it, StoreClosedError.
         """
         self._may_join(group, mode)
         if not client_id or not isinstance(client_id, str):
@@ -105,19 +110,27 @@ class Members:
         with self._lock:
             members = self._groups.get(group, {})
             others = [member for name, member in members.items() if name != client_id]
-            _check_alike(group, client_id, wanted, mode, others)
             known = members.get(client_id)
+            if known is not None and known.owner is not owner:
+                raise GroupInUseError(
+                    f"group {group!r} has a member {client_id!r} already; close it first, or take another client_id"
+                )
+            _check_alike(group, client_id, wanted, mode, others)
             if known is not None and known.mode == mode and known.subscriptions == wanted:
                 return False
             self._version += 1
             since = self._clock.now_ms() if known is None else known.registered_ms
-            member = Member(client_id, mode, MappingProxyType(wanted), since, self._version)
+            member = Member(client_id, mode, MappingProxyType(wanted), since, self._version, owner)
             self._groups.setdefault(group, {})[client_id] = member
         self._tell(group)
         return True
 
+    def get(self, client_id: str, group: str) -> Member | None:
+        """Return the registration of `client_id`, None if it is no member."""
+        return self._groups.get(group, {}).get(client_id)
+
     def unregister(self, client_id: str, group: str) -> bool:
-        """Take `client_id` out of `group`; False when it was no member."""
+        """Take `client_id` out of `group`. Return False if it was no member."""
         with self._lock:
             members = self._groups.get(group, {})
             if members.pop(client_id, None) is None:

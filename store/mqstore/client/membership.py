@@ -26,12 +26,13 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
 from mqstore.broker.broker import Broker
 from mqstore.broker.members import Mode, Subscriptions
 from mqstore.broker.names import is_retry_topic
 from mqstore.client.allocation import Strategy
-from mqstore.errors import ConfigError, GroupInUseError
+from mqstore.errors import ConfigError
 from mqstore.log.commitlog import QueueRef
 
 __all__ = ["Membership", "check_client_id"]
@@ -87,8 +88,6 @@ class Membership:
         self._lock = threading.Lock()
         self._joined = False
         self._subscriptions: Subscriptions = {}
-        self._version: int | None = None
-        """Of our registration: another one means that another consumer goes by our client id."""
         self._seats = f"@{group}"
         """Leases on seats have groups and queues of their own in the table of locks, with names that no others have."""
         self._seat = QueueRef(client_id, 0)
@@ -112,49 +111,46 @@ class Membership:
         Raises, and nothing has changed: GroupInUseError when the group is consumed in another mode, or another consumer
         of this store goes by this client id; SubscriptionConflictError when the other members subscribe otherwise.
         """
-        members = self._broker.members
         self._clear_seats()  # whoever hangs is not to be agreed with
-        if not self._joined and self.client_id in members.members(self.group):
-            self._refuse_name()
-        changed = members.register(self.client_id, self.group, subscriptions, self._mode)
-        if not self._joined and not changed:  # another one came between
-            self._refuse_name()
-        self._version = self._registered()
+        changed = self._register(subscriptions)
+        for listeners, listener in self._listening():
+            if listener not in listeners:
+                listeners.append(listener)
         with self._lock:
             first, self._joined = not self._joined, True
             self._subscriptions = dict(subscriptions)
-        if first:
-            members.on_change.append(self._members_changed)
-            self._broker.topics.on_change.append(self._topic_changed)
-            self._broker.locks.on_release.append(self._lock_released)
         self._sit()
         if first or changed:
             self._on_change()  # what happened before we listened
 
-    def _refuse_name(self) -> None:
-        raise GroupInUseError(
-            f"group {self.group!r} has a member {self.client_id!r} already; close it first, or take another client_id"
-        )
+    def _register(self, subscriptions: Subscriptions) -> bool:
+        return self._broker.members.register(self.client_id, self.group, subscriptions, self._mode, owner=self)
 
-    def _registered(self) -> int | None:
-        """The version of what is registered under this client id."""
-        details = self._broker.members.details(self.group)
-        return next((member.version for member in details if member.client_id == self.client_id), None)
+    def _is_taken(self) -> bool:
+        """Return True if another consumer has registered by this client id."""
+        member = self._broker.members.get(self.client_id, self.group)
+        return member is not None and member.owner is not self
+
+    def _listening(self) -> list[tuple[list[Any], Callable[..., None]]]:
+        """Lists of listeners, and which one stands in each while this is a member."""
+        return [
+            (self._broker.members.on_change, self._members_changed),
+            (self._broker.topics.on_change, self._topic_changed),
+            (self._broker.locks.on_release, self._lock_released),
+        ]
 
     def leave(self, keep: Collection[QueueRef] = ()) -> None:
         """Give every lock back, except of `keep`, and be a member no longer. What was read must be committed before.
         Again is harmless. Who keeps a lock gives it later; else it runs out."""
         with self._lock:
-            if not self._joined:
-                return
             self._joined = False
-        self._broker.members.on_change.remove(self._members_changed)
-        self._broker.topics.on_change.remove(self._topic_changed)
-        self._broker.locks.on_release.remove(self._lock_released)
+        for listeners, listener in self._listening():
+            if listener in listeners:
+                listeners.remove(listener)
         # Locks first: those whose share grows by our leaving find them free.
         with self._lock:
             queues, self._held, self._wanted = self._held.difference(keep), set(), set()
-        if self._registered() not in (self._version, None):
+        if self._is_taken():
             return  # locks and registration are of another consumer with our client id, which has let us hang
         self._broker.locks.unlock_batch(self.group, queues, self.client_id)
         self._broker.locks.unlock_batch(self._seats, (self._seat,), self.client_id)
@@ -164,12 +160,9 @@ class Membership:
         """Keep the seat; take it again if it was taken away. Raises as `join`."""
         if self._mode.broadcasting or not self._joined:
             return
-        version = self._registered()
-        if version is None:
-            self._broker.members.register(self.client_id, self.group, self._subscriptions, self._mode)
-            self._version = self._registered()
-        elif version != self._version:
-            self._refuse_name()
+        member = self._broker.members.get(self.client_id, self.group)
+        if member is None or member.owner is not self:
+            self._register(self._subscriptions)  # raises if another consumer has taken the client id
         self._broker.locks.try_lock(self._seats, self._seat, self.client_id)
 
     def _clear_seats(self) -> None:
@@ -278,7 +271,7 @@ class Membership:
             self._held -= given
             self._wanted -= given
             left = not self._joined
-        if self._mode.broadcasting or (left and self._registered() is not None):  # another goes by our client id now
+        if self._mode.broadcasting or (left and self._is_taken()):
             return
         self._broker.locks.unlock_batch(self.group, given, self.client_id)
 

@@ -90,9 +90,9 @@ class PopSource:
         with self._lock:
             self.check_open()
             was_member = self._is_member
-            if join or was_member:
-                self._join(after)
             try:
+                if join or was_member:
+                    self._join(after)
                 for topic in after:
                     if topic not in self.wanted:
                         self._begin(topic)
@@ -100,8 +100,7 @@ class PopSource:
                 if was_member:
                     self._join(self.wanted)
                 elif join:
-                    self._broker.members.unregister(self._client_id, self._group)
-                    self._is_member = False
+                    self._part()
                 raise
             self.wanted = dict(after)
             self._topics = [(topic, each.filter) for topic, each in after.items()]
@@ -124,16 +123,16 @@ class PopSource:
             )
 
     def _join(self, after: Mapping[str, Wanted]) -> None:
-        members = self._broker.members
-        known = self._is_member or self._client_id not in members.members(self._group)
         subscriptions = {topic: each.expression for topic, each in after.items()}
-        changed = known and members.register(self._client_id, self._group, subscriptions, self._mode)
-        if not changed and not self._is_member:
-            raise GroupInUseError(
-                f"group {self._group!r} has a member {self._client_id!r} already; close it first, or take another "
-                f"client_id"
-            )
+        self._broker.members.register(self._client_id, self._group, subscriptions, self._mode, owner=self)
         self._is_member = True
+
+    def _part(self) -> None:
+        """Be no member any more. Does nothing for the client id of another consumer."""
+        member = self._broker.members.get(self._client_id, self._group)
+        if member is not None and member.owner is self:
+            self._broker.members.unregister(self._client_id, self._group)
+        self._is_member = False
 
     def _begin(self, topic: str) -> None:
         """Note where the group begins in each queue that is there: what comes from now on is found, and kept by
@@ -153,13 +152,10 @@ class PopSource:
     def leave(self) -> None:
         """Find nothing any more, and be no member. Again is harmless."""
         with self._lock:
-            closed, self.closed = self.closed, True
-        if closed:
-            return
+            self.closed = True
         if self._topic_changed in self._broker.topics.on_change:
             self._broker.topics.on_change.remove(self._topic_changed)
-        if self._is_member:
-            self._broker.members.unregister(self._client_id, self._group)
+        self._part()
         self.waits.ring()
 
     # -- what is found ----------------------------------------------------------------------------------------------

@@ -65,6 +65,7 @@ from mqstore.log.outgoing import (
     routed_properties,
 )
 from mqstore.options import Durability, Duration, seconds
+from mqstore.signalsafe import Gate
 
 __all__ = ["Producer", "Selector"]
 
@@ -181,7 +182,7 @@ class Producer:
         self._checker = checker
         self._joined = False
         self._closed = False
-        self._closing = threading.Event()
+        self._closing = Gate()
         self._pid = os.getpid()
         self._lock = threading.Lock()
         threaded = broker.store.config.clock is None
@@ -669,7 +670,7 @@ class Producer:
         try:
             left = self._submitter.close(timeout_s)
         finally:
-            self._closing.set()
+            self._closing.open()
             if joined:
                 self._checks.leave(self._broker.transactions, self._checker)
         for ready, future in left:

@@ -55,6 +55,7 @@ from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
 from mqstore.log.tip import as_queue
 from mqstore.options import Durability, Duration, seconds
+from mqstore.signalsafe import Bell
 
 __all__ = ["PullConsumer", "Ready"]
 
@@ -382,12 +383,11 @@ class PullConsumer:
                     return []
                 if goes_on:
                     continue
-                bell = threading.Event()
+                bell = Bell()
                 left_ms = min(left_ms, self._ms_to_duty())
-                wait = self._park(bell.set, None if self._threads_time_themselves else left_ms)
+                wait = self._park(bell.ring, None if self._threads_time_themselves else left_ms)
             try:
-                real_s = min(left_ms / 1000, threading.TIMEOUT_MAX)
-                bell.wait(real_s if self._threads_time_themselves else None)
+                bell.wait(left_ms / 1000 if self._threads_time_themselves else None)
             finally:
                 wait.cancel()
 

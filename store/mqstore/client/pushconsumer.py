@@ -61,6 +61,7 @@ from mqstore.errors import ConfigError, GroupInUseError, StoreClosedError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
 from mqstore.options import Duration, seconds
+from mqstore.signalsafe import Gate
 
 __all__ = ["ConsumerStats", "Engine", "Handler", "PushConsumer", "QueueStats", "TopicStats"]
 
@@ -274,7 +275,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         self._state: Literal["new", "running", "stopping", "stopped"] = "new"
         self._lock = threading.RLock()
         """Of the state and the subscriptions."""
-        self._stopped = threading.Event()
+        self._stopped = Gate()
         self._stopper: int | None = None
         self._wishes: SimpleQueue[None] = SimpleQueue()
         """To stop. Not an event: a signal may come in the middle of a wait for it, and its lock is not reentrant."""
@@ -487,7 +488,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
                 self._all_ended = True
                 self._engine.halt()
                 self._engine.close()
-                self._stopped.set()
+                self._stopped.open()
                 raise
             self._state = "running"
             self._sample()
@@ -533,7 +534,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         if state != "running":
             # Who stops it may be waiting for just this thread: for its handler, or it is the one, in a signal handler.
             if state == "stopping" and not self._workers.is_mine() and self._stopper != threading.get_ident():
-                self._stopped.wait(min(timeout_s, threading.TIMEOUT_MAX))
+                self._stopped.wait(timeout_s)
             self._wishes.put(None)
             return self._all_ended or state == "new"
         self._stopper = threading.get_ident()
@@ -555,7 +556,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
                 self._log.close()
                 with self._lock:
                     self._state = "stopped"
-                self._stopped.set()
+                self._stopped.open()
                 self._wishes.put(None)
         return ended
 

@@ -26,6 +26,7 @@ from typing import Generic, TypeVar
 
 from mqstore.clock import Clock
 from mqstore.errors import StoreClosedError
+from mqstore.signalsafe import Condition
 
 __all__ = ["Submitter"]
 
@@ -75,10 +76,10 @@ class Submitter(Generic[Load]):
         self._linger_bytes = linger_bytes
         self._turn = threading.Lock()
         """Held while a batch is taken and written: batches do not overtake each other."""
-        self._lock = threading.Lock()
-        self._work = threading.Condition(self._lock)
+        self._lock = threading.RLock()
+        self._work = Condition(self._lock)
         """The writer waits here for something that is due,"""
-        self._room = threading.Condition(self._lock)
+        self._room = Condition(self._lock)
         """and here everybody else, for a batch that is written."""
         self._line: deque[tuple[Load, int]] = deque()
         self._line_bytes = 0
@@ -133,13 +134,13 @@ class Submitter(Generic[Load]):
         self._held_bytes += size
         self._taken_in += 1
         if len(self._line) == 1 or self._line_bytes - size < self._linger_bytes <= self._line_bytes:
-            self._work.notify()
+            self._work.notify_all()
 
     def _wait_for_writer(self, timeout_s: float) -> None:
         """Under the lock: until a batch was written, or the time is over."""
         self._urgent += 1
         try:
-            self._work.notify()
+            self._work.notify_all()
             self._room.wait(timeout_s)
         finally:
             self._urgent -= 1

@@ -17,12 +17,11 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import suppress
-from queue import Empty, SimpleQueue
 
 from mqstore.broker.broker import Broker
 from mqstore.broker.filters import Filter
 from mqstore.broker.waiting import Waiter
+from mqstore.signalsafe import Bell
 
 __all__ = ["Wait", "Waits"]
 
@@ -89,22 +88,6 @@ class Wait:
         return True
 
 
-class Bell:
-    """Wakes who waits for it. Unlike an event it may be rung by a signal handler that comes in the middle of its own
-    thread's wait: an event's lock is not reentrant."""
-
-    def __init__(self) -> None:
-        self._rung: SimpleQueue[None] = SimpleQueue()
-
-    def ring(self) -> None:
-        self._rung.put(None)
-
-    def wait(self, timeout_s: float) -> None:
-        """Until it was rung, before or now, or the time is over."""
-        with suppress(Empty):
-            self._rung.get(timeout=timeout_s)
-
-
 class Waits:
     """All who wait for one group's messages by way of one object of the application's. Thread-safe."""
 
@@ -126,7 +109,7 @@ class Waits:
         bell = Bell()
         wait = self.add(topics, bell.ring, rings)
         try:
-            bell.wait(min(timeout_s, threading.TIMEOUT_MAX))
+            bell.wait(timeout_s)
         except BaseException:  # Ctrl-C, say: let another have the message
             wait.cancel()
             raise

@@ -32,6 +32,7 @@ from typing import TypeVar
 
 from mqstore.clock import Clock
 from mqstore.log.message import Message
+from mqstore.signalsafe import Condition
 
 __all__ = ["Awaited", "Flow", "Job", "Timer", "Worker", "Workers", "cancelled", "current"]
 
@@ -193,8 +194,9 @@ class Workers:
         self._threads: list[threading.Thread] = []
         self._heap: list[tuple[int, int, Timer]] = []
         self._serial = count()
-        self._changed = threading.Condition()
-        """Guards the timers, and wakes the thread that waits for them."""
+        self._timers_lock = threading.RLock()
+        self._changed = Condition(self._timers_lock)
+        """Wakes the thread that waits for timers."""
         self._stopping = False
 
     # -- work -------------------------------------------------------------------------------------------------------
@@ -207,10 +209,10 @@ class Workers:
     def later(self, delay_ms: float, call: Callable[[], object]) -> Timer:
         """Have `call` called in `delay_ms`, by the timer thread: it must not block."""
         timer = Timer(self._clock.monotonic_ms() + max(0, int(delay_ms)), call)
-        with self._changed:
+        with self._timers_lock:
             heapq.heappush(self._heap, (timer.due_ms, next(self._serial), timer))
             if self._heap[0][2] is timer:
-                self._changed.notify()
+                self._changed.notify_all()
         return timer
 
     def is_mine(self) -> bool:
@@ -344,7 +346,7 @@ class Workers:
     def _time(self) -> None:
         while True:
             self._fire()
-            with self._changed:
+            with self._timers_lock:
                 if self._stopping:
                     return
                 due_ms = self._due_ms()
@@ -360,7 +362,7 @@ class Workers:
     def _fire(self) -> None:
         now_ms = self._clock.monotonic_ms()
         due: list[Timer] = []
-        with self._changed:
+        with self._timers_lock:
             while (due_ms := self._due_ms()) is not None and due_ms <= now_ms:
                 due.append(heapq.heappop(self._heap)[2])
         for timer in due:
@@ -389,7 +391,7 @@ class Workers:
             for turn in turns:
                 if turn is not None:
                     turn()
-        with self._changed:
+        with self._timers_lock:
             return self._due_ms()
 
     def _take_turns(self) -> list[Callable[[], object] | None]:
@@ -402,9 +404,9 @@ class Workers:
 
     def halt(self) -> None:
         """Run what was submitted, then no more. Waits for nothing; `stop` does."""
-        with self._changed:
+        with self._timers_lock:
             halted, self._stopping = self._stopping, True
-            self._changed.notify()
+            self._changed.notify_all()
         if not halted:
             self._dismiss()
 
@@ -426,7 +428,7 @@ class Workers:
             with self._lock:
                 self._deserted = True
             self._dismiss()
-        with self._changed:
+        with self._timers_lock:
             self._heap.clear()  # what is left to come holds messages, and those their segments
         if ended and not any(thread.is_alive() for thread in self._threads):  # else their word to end may lie there
             self._take_turns()

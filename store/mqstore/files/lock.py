@@ -166,6 +166,7 @@ class WriterLock:
     def acquire(self, timeout_s: float = 0.0) -> None:
         """Take both locks, trying for `timeout_s` seconds when they are held elsewhere.
 
+        Call it inside the `try` whose `finally` calls `release`: a signal handler may raise behind it.
         Raises `StoreLockedError` (pid, host, since as far as known), `ReadOnlyStoreError` or `StoreIOError` when the
         file cannot be opened, FileNotFoundError when the directory is not there.
         """
@@ -183,18 +184,19 @@ class WriterLock:
             pause_ms = min(2 * pause_ms, _POLL_MS_MAX)
 
     def release(self) -> None:
-        """Give both locks back; fine when they are not held."""
+        """Give both locks back. Does nothing if they are not held, and completes a release that was interrupted."""
         with _registry_lock:
-            fd, self._fd = self._fd, None
+            fd = self._fd
             if fd is None:
                 return
-            for identity in [identity for identity, lock in _registry.items() if lock is self]:
-                del _registry[identity]
             try:
                 # Explicitly, not only by closing: a child forked by C code may still have the descriptor.
                 fcntl.fcntl(fd, fcntl.F_SETLK if _SET_BYTE is None else _SET_BYTE, _pack(fcntl.F_UNLCK))
                 _FLOCK.unlock(fd)
             finally:
+                for identity in [identity for identity, lock in _registry.items() if lock is self]:
+                    del _registry[identity]
+                self._fd = None
                 self._fs.close(fd)
 
     # -- one attempt ------------------------------------------------------------------------------------------------
@@ -209,6 +211,7 @@ class WriterLock:
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
             fd = self._fs.open(self._path, flags, self._file_mode)
             try:
+                self._fd = fd
                 self._lock(fd)
                 file = _identity(self._fs.stat(fd))
                 # Someone may have removed the file between our open and our lock; then the next writer would lock a
@@ -216,11 +219,11 @@ class WriterLock:
                 if not self._leads_to(file):
                     raise _TakenError(_Holder())
                 self._describe(fd)
+                _registry[directory] = _registry[file] = self
             except BaseException:
+                self._fd = None
                 self._fs.close(fd)  # gives back whatever was taken
                 raise
-            self._fd = fd
-            _registry[directory] = _registry[file] = self
 
     def _refuse_registered(self, identity: Identity) -> None:
         if identity in _registry:

@@ -23,7 +23,7 @@ belong to another key of equal hash. Hits are to be compared with the record (M1
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -155,7 +155,8 @@ def put_entries(
     out what is in the file already (physical offsets below endPhyOffset).
 
     Entries are stored first, then the header, then the slots: a reader that takes slot, header and entry in this order
-    never meets a number that is not there yet. Header and slots are assigned whole: `pack_into` clears what it will
+    never meets a number that is not there yet. If a signal handler raises in between, header and slots are put back, so
+    that the caller can put the same entries again. Header and slots are assigned whole: `pack_into` clears what it will
     write to, and a reader in another process that looked in between would find no entry at all.
 
     Raises ValueError for a negative hash or unequal lengths, FormatError for a short buffer or a header whose
@@ -190,7 +191,8 @@ def put_entries(
     opens[1:] = slot[1:] != slot[:-1]
     previous_by_slot = np.empty(count, np.int64)
     previous_by_slot[1:] = number_by_slot[:-1]
-    held = slot_table[slot[opens]].astype(np.int64)
+    stored = slot_table[slot[opens]]
+    held = stored.astype(np.int64)
     held[(held < 0) | (held > number_by_slot[opens])] = 0  # what no chain can have led to
     previous_by_slot[opens] = held
     closes = np.ones(count, np.bool_)
@@ -211,15 +213,20 @@ def put_entries(
     added["physical_offset"] = physical_offset
     added["seconds"] = seconds
     added["previous"][order] = previous_by_slot
-    header = begin._replace(
+    after = begin._replace(
         end_timestamp_ms=int(time[-1]),
         end_physical_offset=int(physical_offset[-1]),
         used_slots=_wrapped(begin.used_slots + int(np.count_nonzero(held == 0))),
         next_entry=header.next_entry + count,
     )
     with memoryview(buf) as view:
-        view[:HEADER_BYTES] = header.encode()
-    slot_table[slot[closes]] = number_by_slot[closes]
+        try:
+            view[:HEADER_BYTES] = after.encode()
+            slot_table[slot[closes]] = number_by_slot[closes]
+        except BaseException:
+            slot_table[slot[opens]] = stored
+            view[:HEADER_BYTES] = header.encode()
+            raise
     return count
 
 
@@ -248,6 +255,7 @@ def _put_few(
         begin = header._replace(begin_timestamp_ms=time, begin_physical_offset=physical_offset)
     opened = 0
     newest: dict[int, int] = {}  # by position of the slot
+    stored: dict[int, int] = {}
     number = header.next_entry
     at = HEADER_BYTES + SLOT_BYTES * slots + ENTRY_BYTES * number
     for key_hash, physical_offset, time in rows:
@@ -255,6 +263,7 @@ def _put_few(
         previous = newest.get(slot)
         if previous is None:
             (previous,) = _SLOT.unpack_from(buf, slot)
+            stored[slot] = previous
             if not 0 < previous <= number:  # empty, or what no chain can have led to
                 previous = 0
                 opened += 1
@@ -265,16 +274,26 @@ def _put_few(
         _ENTRY.pack_into(buf, at, key_hash, physical_offset, seconds, previous)
         number += 1
         at += ENTRY_BYTES
-    header = begin._replace(
+    after = begin._replace(
         end_timestamp_ms=time,
         end_physical_offset=physical_offset,
         used_slots=_wrapped(begin.used_slots + opened),
         next_entry=number,
     )
     with memoryview(buf) as view:
-        view[:HEADER_BYTES] = header.encode()
-        for slot, newest_number in newest.items():
-            view[slot : slot + SLOT_BYTES] = _SLOT.pack(newest_number)
+        try:
+            view[:HEADER_BYTES] = after.encode()
+            _link(view, newest)
+        except BaseException:
+            _link(view, stored)
+            view[:HEADER_BYTES] = header.encode()
+            raise
+
+
+def _link(view: memoryview, numbers: Mapping[int, int]) -> None:
+    """Let slots, named by their position, lead to the entries of these numbers."""
+    for slot, number in numbers.items():
+        view[slot : slot + SLOT_BYTES] = _SLOT.pack(number)
 
 
 def _wrapped(value: int) -> int:

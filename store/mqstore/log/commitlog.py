@@ -46,6 +46,7 @@ from mqstore.layout.record import (
 )
 from mqstore.log.tip import Numbered, QueueRef, Tip
 from mqstore.native import kernel
+from mqstore.signalsafe import Condition, is_held_here
 
 __all__ = [
     "ALLOWANCE",
@@ -279,7 +280,7 @@ class CommitLog(Tip):
         self._on_alarm = on_alarm
         self._lock = threading.RLock()
         self._acquire, self._release = self._lock.acquire, self._lock.release
-        self._let_in = threading.Condition(self._lock)
+        self._let_in = Condition(self._lock)
         self._holder: int | None = None
         """The thread that keeps puts waiting (`hold`)."""
         self._mapping = None
@@ -389,7 +390,7 @@ class CommitLog(Tip):
                 self._release()
                 return receipt
         except BaseException:
-            if self._lock._is_owned():  # type: ignore[attr-defined]  # what threading.Condition relies on, too
+            if is_held_here(self._lock):
                 self._release()
             raise
         self._release()
@@ -570,7 +571,7 @@ class CommitLog(Tip):
     def hold(self) -> int:
         """Keep every put waiting until `release`, and return the end of the log: what lies beyond it is the caller's
         to write, and nobody else's. StoreBusyError for a signal handler that interrupted a put, or a holder."""
-        if self._lock._is_owned():  # type: ignore[attr-defined]  # as in `append`
+        if is_held_here(self._lock):
             raise StoreBusyError("the log cannot be held by a signal handler that interrupted a put; do it later")
         with self._lock:
             while self._holder is not None:
@@ -659,7 +660,7 @@ class CommitLog(Tip):
     def is_writing(self) -> bool:
         """Whether this very thread is in the middle of a put that writes, or makes room: a signal handler asks."""
         busy = self._writing or self._rolling
-        return busy and self._lock._is_owned()  # type: ignore[attr-defined]  # as in `append`
+        return busy and is_held_here(self._lock)
 
     def _check_failed(self) -> None:
         if self.failed is not None:
@@ -675,7 +676,7 @@ class CommitLog(Tip):
         """As `poison`, in a forked child: the thread that held the lock at the fork is not there to give it back."""
         self._lock = threading.RLock()
         self._acquire, self._release = self._lock.acquire, self._lock.release
-        self._let_in, self._holder = threading.Condition(self._lock), None
+        self._let_in, self._holder = Condition(self._lock), None
         self._refuse(error)
 
     def _refuse(self, error: MQStoreError) -> None:

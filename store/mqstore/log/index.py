@@ -206,9 +206,9 @@ class IndexFile:
 
     def close(self) -> None:
         self._mapping = None
-        if self.fd >= 0:
-            self._fs.close(self.fd)
-            self.fd = -1
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            self._fs.close(fd)
 
 
 class Index:
@@ -240,6 +240,8 @@ class Index:
         self._sync_lock = threading.Lock()
         self.files: list[IndexFile] = []
         self._pending: list[_Entries] = []
+        self._end = 0
+        """Entries of records below this physical offset were put."""
         self.dropped_entries = 0
         """Entries given up because the disk stayed full; `mqstore recover --rebuild index` brings them back."""
 
@@ -343,11 +345,23 @@ class Index:
         hashes: npt.NDArray[np.int32] | Sequence[int],
         physical_offsets: npt.NDArray[np.int64] | Sequence[int],
         store_timestamps_ms: npt.NDArray[np.int64] | Sequence[int],
+        *,
+        end: int,
     ) -> None:
-        """Add entries, in log order. Raises StoreFullError or StoreIOError when a new file is needed and cannot be
-        made; the entries then wait and go first the next time."""
+        """Add the entries of all records below the physical offset `end`, in log order.
+
+        Entries of records below the `end` of an earlier call are left out: a pass that was interrupted is done again.
+        Raises StoreFullError or StoreIOError when a new file is needed and cannot be made. The entries then wait and go
+        first the next time.
+        """
+        if len(hashes) and physical_offsets[0] < self._end:
+            begin = bisect_left(physical_offsets, self._end)
+            hashes, physical_offsets = hashes[begin:], physical_offsets[begin:]
+            store_timestamps_ms = store_timestamps_ms[begin:]
         if len(hashes):
-            self._pending.append((hashes, physical_offsets, store_timestamps_ms))
+            # No call between these two: a signal handler cannot raise in the middle.
+            self._pending += ((hashes, physical_offsets, store_timestamps_ms),)
+            self._end = end
         while len(self._pending) > 1 and self.pending > _MAX_PENDING:
             self.dropped_entries += len(self._pending.pop(0)[0])
         self.put_pending()
@@ -357,10 +371,12 @@ class Index:
         with self._lock:
             while self._pending:
                 hashes, physical, stamps = self._pending[0]
+                count = len(hashes)
                 file = self._current()
-                done = put_entries(file.mapping, self.slots, self.entries_per_file, hashes, physical, stamps)
                 file.dirty = True
-                if done == len(hashes):
+                done = put_entries(file.mapping, self.slots, self.entries_per_file, hashes, physical, stamps)
+                # No call here: a signal handler cannot raise before the entries that are in have left the list.
+                if done == count:
                     del self._pending[0]
                 else:
                     self._pending[0] = (hashes[done:], physical[done:], stamps[done:])

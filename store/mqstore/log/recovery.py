@@ -928,7 +928,7 @@ class _Recovery:
         if self.writing:
             index.remove(doomed)
             for hashes, physical, stamps in entries:
-                index.put(hashes, physical, stamps)
+                index.put(hashes, physical, stamps, end=int(physical[-1]) + 1)
 
     def _entries_from(self, begin: int, end: int) -> list[Wanted]:
         """The entries that the records of [begin, end) ask for."""

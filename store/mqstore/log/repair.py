@@ -79,11 +79,11 @@ def rebuild_config(
     if not (root / "commitlog").is_dir() and not (root / manifests.MANIFEST).exists():
         raise NotAStoreError(f"{root} is no store: it has neither {manifests.MANIFEST} nor commitlog/")
     lock = WriterLock(root, "mqstore recover", fs=fs)
-    if dry_run:
-        refuse_beside_writer(root, fs)
-    else:
-        lock.acquire()
     try:
+        if dry_run:
+            refuse_beside_writer(root, fs)
+        else:
+            lock.acquire()
         done = _rebuild_manifest(root, dry_run=dry_run, fs=fs)
         for name, check in json_tables(root, json_checks):
             try:

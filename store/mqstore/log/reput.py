@@ -28,12 +28,12 @@ from mqstore.log.commitlog import CommitLog
 from mqstore.log.consumequeue import ConsumeQueue, QueueTable
 from mqstore.log.index import Index
 from mqstore.log.names import is_path_safe
+from mqstore.signalsafe import is_held_here
 
 __all__ = ["Dispatcher", "slot_runs"]
 
 _log = logging.getLogger("mqstore")
 _BATCH = 8192
-_TURN_S = 0.01
 
 
 def slot_runs(end: int, offsets: npt.NDArray[np.int64] | Sequence[int]) -> list[tuple[int, int]]:
@@ -91,33 +91,43 @@ class Dispatcher:
         self._index = index
         self._checksum = checksum
         self._end_of = end_of
-        self._lock = threading.Lock()
+        self._turn = threading.RLock()
+        self._lock = threading.RLock()
         self._parked: dict[ConsumeQueue, list[LockType]] = {}
         self._parked_lock = threading.Lock()
         self._closing = False
         self._unsafe: set[str] = set()
 
     def run_once(self) -> int:
-        """Dispatch what has been appended before this call, and maybe more; bytes done. Raises what writing units or
-        index entries raised."""
-        end = self._end_of()  # not where it is by then: beside who puts without pause that comes never
-        done = 0
-        spares = Spares()
-        while self.position < end:
-            if not self._lock.acquire(timeout=_TURN_S):
-                continue  # who has it does our work, but may take it again before we get it
+        """Dispatch everything appended before this call, and perhaps more. Return the number of bytes dispatched.
+
+        Called by a signal handler that interrupted a pass, it does nothing. Raises whatever writing units or index
+        entries raised.
+        """
+        if is_held_here(self._turn):
+            return 0
+        with self._turn:  # `run_again` waits for its turn, so it cannot take the lock before this thread gets it
+            return self._run()
+
+    def run_again(self) -> int:
+        """Dispatch as `run_once`, but after every thread that is waiting there: for a thread that loops."""
+        with self._turn:
+            pass
+        return self._run()
+
+    def _run(self) -> int:
+        end = self._end_of()  # fixed before waiting: beside constant puts a moving end is never reached
+        with self._lock:
+            begin = self.position
+            spares = Spares()
             try:
-                begin = self.position
                 while self.position < end:
                     self._pass(self._end_of(), spares)
-                done += self.position - begin
                 self.error = None
             except Exception as error:
                 self.error = error
                 raise
-            finally:
-                self._lock.release()
-        return done
+            return self.position - begin
 
     def catch_up(self) -> bool:
         """As `run_once`, for a reader: what hinders dispatch is noted and shows in `stats()`, what is dispatched can
@@ -169,13 +179,13 @@ class Dispatcher:
 
     def _write(self, output: Output, position: int) -> None:
         """Publish `output`, whose records end at `position`."""
-        self._dispatch(output)
+        self._dispatch(output, position)
         self.position = position
         if output.last_store_timestamp_ms is not None:
             # After the position: who reads the two in this order never has a time of records beyond it.
             self.last_store_timestamp_ms = output.last_store_timestamp_ms
 
-    def _dispatch(self, output: Output) -> None:
+    def _dispatch(self, output: Output, position: int) -> None:
         grown: list[tuple[ConsumeQueue, int]] = []
         try:
             for topic, queue_id, offsets, units in output.queues:
@@ -194,7 +204,9 @@ class Dispatcher:
                     self.dispatched += stop - start
             if len(output.entry_hash):
                 with suppress(OSError):  # they wait in memory: `put_pending` says what hinders them
-                    self._index.put(output.entry_hash, output.entry_physical_offset, output.entry_store_timestamp_ms)
+                    self._index.put(
+                        output.entry_hash, output.entry_physical_offset, output.entry_store_timestamp_ms, end=position
+                    )
         finally:  # a queue that another's full disk came behind is visible all the same
             for queue, begin in grown:
                 self._wake(queue)

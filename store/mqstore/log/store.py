@@ -65,6 +65,7 @@ from mqstore.log.txn import TXN_FILE, Intent, IntentWatch, TxnFile
 from mqstore.log.verify import Verifier
 from mqstore.log.writer import StoreWriter
 from mqstore.options import Durability, Duration, Profile, Retention, StoreConfig, delay_table_ms, seconds
+from mqstore.signalsafe import Bell, is_held_here
 
 __all__ = ["MessageStore"]
 
@@ -117,6 +118,9 @@ class MessageStore(StoreWriter):
     (b'hello', 'created', ('o-1',), 0)
     """
 
+    _closed = _released = True
+    """Nothing may be done with the store any more; everything that it held was given back. Both until it is open."""
+
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -131,7 +135,7 @@ class MessageStore(StoreWriter):
         recover_options: RecoverOptions | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self._closed = True  # until opening has succeeded
+        self._close_lock = threading.RLock()
         if mode not in ("rw", "r"):
             raise ConfigError(f"mode must be 'rw' or 'r', not {mode!r}")
         if durability not in ("append", "flush"):
@@ -160,27 +164,25 @@ class MessageStore(StoreWriter):
         if self._background or not self.path.exists():
             self._make_root()
         self._lock = WriterLock(self.path, "mqstore", clock=SYSTEM_CLOCK, fs=fs, file_mode=config.file_mode)
-        self._lock.acquire(seconds(lock_timeout, "lock_timeout"))
         try:
+            self._lock.acquire(seconds(lock_timeout, "lock_timeout"))
             # Another process may have made the store while we waited.
             self.manifest = manifests.resolve(
                 self.path, writer=True, create=create, profile=profile, config=config, clock=self.clock, fs=fs
             )
             self._open_for_writing(recover_options or RecoverOptions(), progress)
-        except BaseException:
-            if hasattr(self, "_run"):
-                self._release()
-            else:
-                self._lock.release()
-            raise
-        self._closed = False
-        _open_stores.add(self)
-        try:
+            self._closed = self._released = False
+            _open_stores.add(self)
             self._attempt("inbox", self.take_inbox)
             if self._background:
                 self._start_threads()
-        except BaseException:  # no room for another thread, say: nobody would ever give the lock back
-            self.close()
+        except BaseException:  # nobody else would ever give the lock back
+            if not self._closed:
+                self.close()
+            else:
+                if hasattr(self, "_run"):
+                    self._release()
+                self._lock.release()
             raise
 
     # -- opening ----------------------------------------------------------------------------------------------------
@@ -253,8 +255,8 @@ class MessageStore(StoreWriter):
         self._opened_ms = self.clock.now_ms()
         self._alarm_lock = threading.RLock()
         self._dispatcher_idle = False
-        self._dispatcher_wake = threading.Event()
-        self._flusher_wake = threading.Event()
+        self._dispatcher_wake = Bell()
+        self._flusher_wake = Bell()
         self._stopping = False
         self._flush_wanted = False
         self._units_doubtful = False
@@ -312,7 +314,7 @@ class MessageStore(StoreWriter):
         self._log.end = self._run.end
         self._first_listed = self._run.min_offset
         self._next_listing = 0.0
-        self._closed = False
+        self._closed = self._released = False
 
     def _load_queues(self) -> None:
         """Of a reader: find every queue, and what of it can be read."""
@@ -565,14 +567,14 @@ class MessageStore(StoreWriter):
             left = deadline - time.monotonic()
             if left <= 0 or self._closed:
                 return False
-            self._dispatcher.wait(queue, offset, left, self._dispatcher_wake.set)
+            self._dispatcher.wait(queue, offset, left, self._dispatcher_wake.ring)
 
     def attend(self, readers: int) -> None:
         """So many readers more (negative: fewer) wait for `on_growth`. While there are any, what is put becomes visible
         at once, and not when the dispatcher has let puts run for a while."""
         self._dispatcher.attend(readers)
         if readers > 0 and not self._dispatcher_idle:  # it may be in that pause
-            self._dispatcher_wake.set()
+            self._dispatcher_wake.ring()
 
     def _flushed(self) -> None:
         if self._flush_by_default and self._dispatcher_idle:
@@ -581,20 +583,20 @@ class MessageStore(StoreWriter):
     def _flush_soon(self) -> None:
         self._flush_wanted = True  # first: the flusher clears it before it looks how far to sync
         self._due_ms["flush"] = 0
-        self._flusher_wake.set()
+        self._flusher_wake.ring()
 
     def _on_alarm(self) -> None:
         """A put has passed `log.alarm`: wake whoever asked for it."""
-        if self._alarm_lock._is_owned():  # type: ignore[attr-defined]  # as in `CommitLog.append`
+        if is_held_here(self._alarm_lock):
             return  # a signal handler's put, in the middle of this: who is being woken finds its message, too
         with self._alarm_lock:
             if self._dispatcher_idle:
                 self._dispatcher_idle = False
-                self._dispatcher_wake.set()
+                self._dispatcher_wake.ring()
             end = self._log.end
             if self._background and not self._flusher_called and end >= self._flusher_mark(end):
                 self._flusher_called = True
-                self._flusher_wake.set()
+                self._flusher_wake.ring()
             self._set_alarm()
 
     def _flusher_mark(self, end: int) -> int:
@@ -623,11 +625,10 @@ class MessageStore(StoreWriter):
         retry_s = _RETRY_MIN_S
         while not self._stopping:
             try:
-                done = self._dispatcher.run_once()
+                done = self._dispatcher.run_again()
             except Exception as error:
                 self._background_error("dispatch", error)
                 wake.wait(retry_s)
-                wake.clear()
                 retry_s = min(2 * retry_s, _RETRY_MAX_S)
                 continue
             if "dispatch" in self._errors:
@@ -635,7 +636,6 @@ class MessageStore(StoreWriter):
             retry_s = _RETRY_MIN_S
             if done and not self._dispatcher.waiting:
                 wake.wait(_PACE_S)
-                wake.clear()
                 continue
             with self._alarm_lock:
                 self._dispatcher_idle = True
@@ -643,7 +643,6 @@ class MessageStore(StoreWriter):
             # A put between our pass and that line saw no alarm: look again before sleeping.
             if self._dispatcher.position >= self._visible_end():
                 wake.wait()
-            wake.clear()
             with self._alarm_lock:
                 self._dispatcher_idle = False
                 self._set_alarm()
@@ -667,7 +666,6 @@ class MessageStore(StoreWriter):
             now = self.clock.monotonic_ms()
             due = self.run_once(now)
             self._flusher_wake.wait(max(0.001, (due - self.clock.monotonic_ms()) / 1000))
-            self._flusher_wake.clear()
 
     def run_once(self, now_ms: int) -> int:
         """Do the background work that is due at `now_ms` (monotonic); when to come again. For tests that own the clock
@@ -1038,27 +1036,37 @@ class MessageStore(StoreWriter):
     # -- closing ----------------------------------------------------------------------------------------------------
 
     def close(self, timeout: Duration = 30) -> None:
-        """Dispatch, flush, write the checkpoint, give the lock back. A store whose last sync failed is released but not
-        declared clean: the next opening reads it again. Fine to call twice."""
-        if self._closed:
-            return
+        """Dispatch, flush, write the checkpoint, and give the lock back.
+
+        A store whose last sync failed, or whose closing was interrupted, is not declared clean: the next opening reads
+        the log again. Calling it again does nothing, except that it gives back whatever an interrupted call has kept.
+        """
         timeout_s = seconds(timeout, "timeout")
-        if self.mode == "rw" and self._splicer.lock._is_owned():  # type: ignore[attr-defined]
+        if self._released or is_held_here(self._close_lock):
+            return
+        if self.mode == "rw" and is_held_here(self._splicer.lock):
             raise StoreBusyError(f"{self.path} cannot be closed by a signal handler that interrupted a splice")
         if self._log.is_writing:
             raise StoreBusyError(
                 f"{self.path} cannot be closed by a signal handler that interrupted a put which is writing"
             )
+        with self._close_lock:
+            if self._closed:
+                self._release()
+            else:
+                self._close(timeout_s)
+
+    def _close(self, timeout_s: float) -> None:
         closed = StoreClosedError(f"{self.path} was closed; open it again")
-        self._closed = True
-        _open_stores.discard(self)
         try:
+            self._closed = True
+            _open_stores.discard(self)
             self._dispatcher.wake_all()
             if self.mode == "r":
                 return
             self._stopping = True
-            self._dispatcher_wake.set()
-            self._flusher_wake.set()
+            self._dispatcher_wake.ring()
+            self._flusher_wake.ring()
             for thread in self._threads:
                 thread.join(timeout_s)
             with self._splicer.lock:  # who splices sees that we are closing, and takes it back
@@ -1115,10 +1123,11 @@ class MessageStore(StoreWriter):
         finally:
             if self._lock is not None:
                 self._lock.release()
+            self._released = True
 
     def _disown(self) -> None:
         """In a forked child: never touch the parent's files again."""
-        self._closed = True
+        self._closed = self._released = True
         self._stopping = True
         self._log.disown(StoreClosedError(f"{self.path} belongs to the process that forked this one; open it here"))
 

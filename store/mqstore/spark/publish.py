@@ -581,8 +581,8 @@ def _into_set(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem, 
 def _locked_set(root: Path, timeout_s: float, fs: FileSystem) -> Iterator[None]:
     """The set's lock: as a store's, in a file of the same name."""
     lock = WriterLock(root, "mqstore", fs=fs)
-    lock.acquire(timeout_s)
     try:
+        lock.acquire(timeout_s)
         yield
     finally:
         lock.release()

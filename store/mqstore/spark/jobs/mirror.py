@@ -296,8 +296,8 @@ class _Checkpoint:
         for folder in (path, path / "offsets", path / "commits"):
             make_folders(folder)
         lock = WriterLock(path, "mqstore", fs=REAL)
-        lock.acquire(0.0)
         try:
+            lock.acquire(0.0)
             if start is not None and not _exists(path):
                 save_json(path / _METADATA, {"id": uuid.uuid4().hex, **_belongs_to(options), "initial": start})
             yield cls(path, _metadata(path, options))

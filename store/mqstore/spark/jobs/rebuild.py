@@ -350,8 +350,8 @@ def _prepare(
     """Lock the store, unless it stays as it is, and make an empty folder to work in, which goes in the end."""
     if dest is None:
         lock = WriterLock(name.path, "mqstore rebuild")
-        lock.acquire()
         held.callback(lock.release)
+        lock.acquire()
         target, root = None, Path(name.path)
         shutil.rmtree(root / _WORK, ignore_errors=True)  # of one that was killed
     else:

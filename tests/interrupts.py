@@ -1,0 +1,109 @@
+"""Raise an exception at a chosen point of a call, as a signal handler does.
+
+CPython runs signal handlers between two bytecodes, but only where the interpreter looks for signals: at the start of a
+function, behind a call of compiled code, and where a loop turns back. `run_interrupted` counts these points in all
+Python code that a call runs, the standard library included, and raises at the n-th. A test that tries every n needs no
+luck with timing.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections.abc import Callable
+from functools import cache
+from types import CodeType, FrameType
+from typing import Any
+
+__all__ = ["Interrupted", "run_interrupted"]
+
+_RESUME = dis.opmap["RESUME"]
+_LOOKS = frozenset(
+    [_RESUME, *(number for name, number in dis.opmap.items() if name.startswith(("CALL", "JUMP_BACKWARD")))]
+)
+
+
+@cache
+def _handlers(code: CodeType) -> list[tuple[int, int, int]]:
+    return [(entry.start, entry.end, entry.target) for entry in dis._parse_exception_table(code)]  # type: ignore[attr-defined]
+
+
+def _handler(code: CodeType, offset: int) -> int | None:
+    """Return where an exception at this bytecode goes; None: to the caller."""
+    return next((target for start, end, target in _handlers(code) if start <= offset < end), None)
+
+
+class Interrupted(KeyboardInterrupt):
+    """KeyboardInterrupt that a test raised, told from one that a person sent."""
+
+
+def _is_passed_over(code: CodeType) -> bool:
+    """Return True for a finalizer, and for the Python code that numpy's compiled code calls: whatever they raise is
+    dropped by their caller, or turned into an error of its own."""
+    return code.co_name in ("__del__", "_remove") or code.co_filename.endswith("numpy/_core/_internal.py")
+
+
+class _Points:
+    """Counts the points of a call and raises at one of them."""
+
+    def __init__(self, at: int) -> None:
+        self._left = at
+        self.stack: list[str] = []
+        """Where it was raised, innermost first."""
+        self._returned_to: FrameType | None = None
+
+    def trace(self, frame: FrameType, event: str, arg: object) -> Any:
+        """Global trace function: follow a frame bytecode by bytecode until the exception was raised."""
+        if self.stack or event != "call" or _is_passed_over(frame.f_code):
+            return None
+        frame.f_trace_opcodes = True
+        frame.f_trace_lines = False
+        code = frame.f_code
+        before = _RESUME
+        behind = 0
+
+        def step(frame: FrameType, event: str, arg: object) -> Any:
+            nonlocal before, behind
+            if self.stack:
+                return None
+            if event == "opcode":
+                # A call of Python code ends without a look for signals. The interpreter raises at the call, and this
+                # function behind it: a point where the two have different handlers cannot be tried.
+                looked = before in _LOOKS and self._returned_to is not frame
+                looked = looked and _handler(code, behind) == _handler(code, frame.f_lasti)
+                self._returned_to = None
+                before, behind = code.co_code[frame.f_lasti], frame.f_lasti
+                if looked:
+                    self._reach(frame)
+            elif event == "return":
+                self._returned_to = frame.f_back
+            return step
+
+        return step
+
+    def _reach(self, frame: FrameType) -> None:
+        self._left -= 1
+        if self._left < 0:
+            above: FrameType | None = frame
+            while above is not None and len(self.stack) < 12:
+                self.stack.append(f"{above.f_code.co_filename}:{above.f_lineno} {above.f_code.co_name}")
+                above = above.f_back
+            raise Interrupted
+
+
+def run_interrupted(call: Callable[[], object], at: int) -> list[str]:
+    """Run `call`, and raise `Interrupted` at point `at` of it, counted from 0.
+
+    Return the stack of that point, innermost frame first; [] if the call ended before. `Interrupted` is swallowed where
+    it leaves the call. Every other exception that leaves it is raised.
+    """
+    points = _Points(at)
+    before = sys.gettrace()
+    sys.settrace(points.trace)
+    try:
+        call()
+    except Interrupted:
+        pass
+    finally:
+        sys.settrace(before)
+    return points.stack
