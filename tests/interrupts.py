@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dis
 import sys
+import threading
 from collections.abc import Callable
 from functools import cache
 from types import CodeType, FrameType
@@ -37,10 +38,21 @@ class Interrupted(KeyboardInterrupt):
     """KeyboardInterrupt that a test raised, told from one that a person sent."""
 
 
-def _is_passed_over(code: CodeType) -> bool:
-    """Return True for a finalizer, and for the Python code that numpy's compiled code calls: whatever they raise is
-    dropped by their caller, or turned into an error of its own."""
-    return code.co_name in ("__del__", "_remove") or code.co_filename.endswith("numpy/_core/_internal.py")
+def _is_passed_over(frame: FrameType) -> bool:
+    """Return True where an exception says nothing of the code under test.
+
+    Whatever a finalizer raises, or Python code that numpy's compiled code calls, is dropped or becomes another error.
+    `Thread.start` waits in the standard library's own way, which may answer a signal with RuntimeError.
+    """
+    code = frame.f_code
+    if code.co_name in ("__del__", "_remove") or code.co_filename.endswith("numpy/_core/_internal.py"):
+        return True
+    above: FrameType | None = frame
+    while above is not None and above.f_code.co_filename == threading.__file__:
+        if above.f_code is threading.Thread.start.__code__:
+            return True
+        above = above.f_back
+    return False
 
 
 class _Points:
@@ -54,7 +66,7 @@ class _Points:
 
     def trace(self, frame: FrameType, event: str, arg: object) -> Any:
         """Global trace function: follow a frame bytecode by bytecode until the exception was raised."""
-        if self.stack or event != "call" or _is_passed_over(frame.f_code):
+        if self.stack or event != "call" or _is_passed_over(frame):
             return None
         frame.f_trace_opcodes = True
         frame.f_trace_lines = False

@@ -166,8 +166,7 @@ class Queue:
         self._loan_s = loan_seconds(visibility)
         self._shut: str = ""
         """"": open; "put": what is there may be taken; "all": nothing more."""
-        self._lock = threading.RLock()
-        self._changed = Condition(self._lock)
+        self._changed = Condition()
         """Something was settled, or the queue was shut."""
         self._waiting = 0
         """Threads that wait for that."""
@@ -208,7 +207,7 @@ class Queue:
         if self._shut:
             raise QueueShutDown(f"queue {self.name!r} was shut down")
         if self._maxsize:
-            with self._lock:
+            with self._changed:
                 self._wait_for_room(1, block, timeout)
                 self._put(body, delay)
         elif delay is None:  # as `_put`, a call less
@@ -226,7 +225,7 @@ class Queue:
         """An item was put with that delay: `join` waits for it."""
         due_ms = self._broker.store.clock.now_ms() + math.ceil(seconds(delay, "delay") * 1000)
         coming = -(-due_ms // _SLOT_MS) * _SLOT_MS, receipt.unique_key
-        with self._lock:
+        with self._changed:
             last = self._coming
             if receipt.recall_handle is not None and (last is None or coming[0] >= last[0]):
                 self._coming = coming  # of those of one second the last put comes last
@@ -252,7 +251,7 @@ class Queue:
         if self._shut:
             raise QueueShutDown(f"queue {self.name!r} was shut down")
         if self._maxsize:
-            with self._lock:
+            with self._changed:
                 self._wait_for_room(len(bodies), False, None)
                 self._broker.put_many(self.name, bodies, queue_id=0)
         else:
@@ -390,7 +389,7 @@ class Queue:
     def _settled(self, task: Task, outcome: Settled) -> None:
         # Who waits counts itself first, and looks then: it sees what was settled, or is seen here.
         if self._waiting:
-            with self._lock:
+            with self._changed:
                 self._changed.notify_all()
 
     def join(self, timeout: Duration | None = None) -> bool:
@@ -398,7 +397,7 @@ class Queue:
         seconds have passed, or an immediate `shutdown` left items here. Of delayed items it knows those that were put
         by this object; others count once due."""
         end = None if timeout is None else time.monotonic() + seconds(timeout, "timeout")
-        with self._lock:
+        with self._changed:
             self._waiting += 1
             try:
                 while self._is_coming() or self.qsize():
@@ -448,7 +447,7 @@ class Queue:
         child it does nothing."""
         if os.getpid() != self._pid:  # locks may be held by threads that are not here
             return
-        with self._lock:
+        with self._changed:
             self._shut = "all" if immediate or self._shut == "all" else "put"
             self._changed.notify_all()
         self._waits.ring()

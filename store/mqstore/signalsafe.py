@@ -12,16 +12,21 @@ that an application's thread can run:
 * Under a lock, the step that makes a change visible is one bytecode, and it comes last.
 * `RLock`, where a signal handler may call the function that it interrupts.
 
-`Bell` and `Gate` stand in for `threading.Event`, `Condition` for `threading.Condition`.
+`Bell` and `Gate` stand in for `threading.Event`, `Condition` for `threading.Condition`, `Future` for
+`concurrent.futures.Future`.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import threading
 from _thread import RLock, allocate_lock
 from contextlib import suppress
+from typing import TypeVar
 
-__all__ = ["Bell", "Condition", "Gate", "is_held_here"]
+__all__ = ["Bell", "Condition", "Future", "Gate", "is_held_here"]
+
+Result = TypeVar("Result")
 
 
 def _timeout(timeout_s: float | None) -> float:
@@ -64,40 +69,48 @@ class Bell:
         return self._lock.acquire(timeout=_timeout(timeout_s))
 
 
-class Condition:
-    """`threading.Condition` for an `RLock`, which is held once while `wait` is called. Take that lock itself by `with`.
+class Condition(RLock):  # type: ignore[misc]  # final for typeshed, not for CPython
+    """`threading.Condition` that is its own lock, taken by `with`. It is held once while `wait` is called.
 
-    >>> lock = threading.RLock()
-    >>> changed = Condition(lock)
-    >>> with lock:
+    >>> changed = Condition()
+    >>> with changed:
     ...     changed.notify_all()
     ...     changed.wait(0.001)
     False
     """
 
-    __slots__ = ("_bells", "_lock")
+    # Derived from RLock, and not made of one: so `with` runs compiled code only.
+    __slots__ = ("_bells",)
 
-    def __init__(self, lock: RLock) -> None:
-        self._lock = lock
+    def __init__(self) -> None:
         self._bells: list[Bell] = []
 
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Give the lock back, wait for `notify_all`, at most `timeout_s` seconds (None: without limit), and take the
+    def wait(self, timeout: float | None = None) -> bool:
+        """Give the lock back, wait for `notify_all`, at most `timeout` seconds (None: without limit), and take the
         lock again. Return True if it was notified."""
         bell = Bell()
         try:
             self._bells.append(bell)
-            self._lock.release()
-            return bell.wait(timeout_s)
+            self.release()
+            return bell.wait(timeout)
         finally:
-            if not is_held_here(self._lock):
-                self._lock.acquire()
+            if not is_held_here(self):
+                self.acquire()
             self._bells[:] = [each for each in self._bells if each is not bell]
 
     def notify_all(self) -> None:
         """Wake all that wait. The lock is held."""
         for bell in self._bells:
             bell.ring()
+
+
+class Future(concurrent.futures.Future[Result]):
+    """`concurrent.futures.Future` that survives Ctrl-C in `result`. The standard one stays locked for ever then, and
+    with it whichever thread sets its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._condition = Condition()  # type: ignore[assignment]
 
 
 class Gate:
@@ -110,22 +123,21 @@ class Gate:
     True
     """
 
-    __slots__ = ("_lock", "_opened", "is_open")
+    __slots__ = ("_opened", "is_open")
 
     def __init__(self) -> None:
         self.is_open = False
-        self._lock = threading.RLock()
-        self._opened = Condition(self._lock)
+        self._opened = Condition()
 
     def open(self) -> None:
         """Let everybody through, now and later. May be repeated."""
-        with self._lock:
+        with self._opened:
             self.is_open = True
             self._opened.notify_all()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until the gate is open, at most `timeout_s` seconds (None: without limit). Return True if it is."""
-        with self._lock:
+        with self._opened:
             if not self.is_open:
                 self._opened.wait(timeout_s)
             return self.is_open

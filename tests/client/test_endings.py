@@ -80,7 +80,7 @@ def test_a_queue_may_be_shut_down_by_a_signal_handler_of_a_thread_that_has_its_l
         done = threading.Event()
 
         def in_one_thread() -> None:
-            with queue._waits.lock, queue._lock:
+            with queue._waits.lock, queue._changed:
                 queue.shutdown()
             done.set()
 
@@ -184,7 +184,7 @@ def test_a_forked_child_hangs_at_no_lock_that_another_thread_had(tmp_path: Path)
         held, let_go = threading.Event(), threading.Event()
 
         def hold() -> None:
-            with store.log._dispatcher._lock, queue._waits.lock, queue._lock, consumer._lock:
+            with store.log._dispatcher._lock, queue._waits.lock, queue._changed, consumer._lock:
                 held.set()
                 let_go.wait(60)
 

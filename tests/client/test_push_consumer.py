@@ -516,7 +516,7 @@ def test_a_forked_child_closes_nothing_and_does_not_hang(tmp_path: Path, mode: A
         consumer = store.push_consumer("g", mode=mode, workers=1)
         consumer.subscribe("t", lambda message: seen.append(message.body))
         with consumer:
-            held = [consumer._lock, consumer._workers._timers_lock, consumer._engine._lock]  # type: ignore[attr-defined]
+            held = [consumer._lock, consumer._workers._changed, consumer._engine._lock]  # type: ignore[attr-defined]
             for lock in held:  # as another thread may at the moment of the fork
                 lock.acquire()
             pid = os.fork()

@@ -102,7 +102,7 @@ class _Told(queue.Queue):
         """`put(block=False)` of what is encoded, with a future for the disk."""
         self.check_open()
         options: SendOptions = {} if delay is None else {"delay": delay}
-        with self._lock:
+        with self._changed:
             self._wait_for_room(1, False, None)
             future = self._broker.put_async(self.name, body, queue_id=0, **options)
         if delay is not None:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 
 from mqstore.errors import StoreClosedError
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.store import MessageStore
-from mqstore.signalsafe import Condition
+from mqstore.signalsafe import Condition, Future
 
 __all__ = ["AsyncPuts"]
 
@@ -23,8 +22,7 @@ class AsyncPuts:
 
     def __init__(self, store: MessageStore) -> None:
         self._store = store
-        self._lock = threading.RLock()
-        self._changed = Condition(self._lock)
+        self._changed = Condition()
         self._waiting: list[tuple[Future[SendReceipt], SendReceipt]] = []
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -42,7 +40,7 @@ class AsyncPuts:
         if not synced:
             future.set_result(receipt)
             return future
-        with self._lock:
+        with self._changed:
             if self._closed:
                 future.set_exception(StoreClosedError(f"{self._store.path} is closing"))
                 return future
@@ -55,7 +53,7 @@ class AsyncPuts:
 
     def _run(self) -> None:
         while True:
-            with self._lock:
+            with self._changed:
                 while not self._waiting:
                     if self._closed:
                         return
@@ -72,7 +70,7 @@ class AsyncPuts:
 
     def close(self) -> None:
         """Sync what is waiting, and take no more."""
-        with self._lock:
+        with self._changed:
             self._closed = True
             self._changed.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():  # a future's callback closes

@@ -29,7 +29,7 @@ import os
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
 from types import TracebackType
 from typing import Any, Final, Literal, NamedTuple, NoReturn, TypeVar, Unpack, cast
 
@@ -65,7 +65,7 @@ from mqstore.log.outgoing import (
     routed_properties,
 )
 from mqstore.options import Durability, Duration, seconds
-from mqstore.signalsafe import Gate
+from mqstore.signalsafe import Future, Gate
 
 __all__ = ["Producer", "Selector"]
 

@@ -76,11 +76,8 @@ class Submitter(Generic[Load]):
         self._linger_bytes = linger_bytes
         self._turn = threading.Lock()
         """Held while a batch is taken and written: batches do not overtake each other."""
-        self._lock = threading.RLock()
-        self._work = Condition(self._lock)
-        """The writer waits here for something that is due,"""
-        self._room = Condition(self._lock)
-        """and here everybody else, for a batch that is written."""
+        self._lock = Condition()
+        """The writer waits here for something that is due, everybody else for a batch that is written."""
         self._line: deque[tuple[Load, int]] = deque()
         self._line_bytes = 0
         self._oldest_ms = 0
@@ -128,20 +125,21 @@ class Submitter(Generic[Load]):
             self._thread = thread
         if not self._line and self._linger_ms:
             self._oldest_ms = self._clock.monotonic_ms()
-        self._line.append((load, size))
+        # Calls come first: behind one a signal handler may raise, and then the load is not in, or all of it is.
+        if not self._line or self._line_bytes < self._linger_bytes <= self._line_bytes + size:
+            self._lock.notify_all()
         self._line_bytes += size
         self._held += 1
         self._held_bytes += size
         self._taken_in += 1
-        if len(self._line) == 1 or self._line_bytes - size < self._linger_bytes <= self._line_bytes:
-            self._work.notify_all()
+        self._line.append((load, size))
 
     def _wait_for_writer(self, timeout_s: float) -> None:
         """Under the lock: until a batch was written, or the time is over."""
         self._urgent += 1
         try:
-            self._work.notify_all()
-            self._room.wait(timeout_s)
+            self._lock.notify_all()
+            self._lock.wait(timeout_s)
         finally:
             self._urgent -= 1
 
@@ -175,7 +173,7 @@ class Submitter(Generic[Load]):
                     self._held -= len(batch)
                     self._held_bytes -= size
                     self._written += len(batch)
-                    self._room.notify_all()
+                    self._lock.notify_all()
         return True
 
     def _run(self) -> None:
@@ -183,12 +181,12 @@ class Submitter(Generic[Load]):
             with self._lock:
                 due_ms = self._due_in_ms()
                 if due_ms is None:
-                    if self._closed or not (self._work.wait(_IDLE_S) or self._line):
+                    if self._closed or not (self._lock.wait(_IDLE_S) or self._line):
                         self._thread = None  # the next `put` starts another
                         return
                     continue
                 if due_ms:
-                    self._work.wait(due_ms / 1000)
+                    self._lock.wait(due_ms / 1000)
                     continue
             try:
                 self._write_due(everything=False)
@@ -229,8 +227,7 @@ class Submitter(Generic[Load]):
         """Take no more, write what is in line; what was not written when the time is over, which never will be."""
         with self._lock:
             self._closed = True
-            self._work.notify_all()
-            self._room.notify_all()
+            self._lock.notify_all()
             thread = self._thread
             inside = self._writer == threading.get_ident()
         if thread is not None and not inside:
@@ -245,5 +242,5 @@ class Submitter(Generic[Load]):
             self._held -= len(left)
             self._line.clear()
             self._line_bytes = 0
-            self._room.notify_all()
+            self._lock.notify_all()
         return left

@@ -194,9 +194,8 @@ class Workers:
         self._threads: list[threading.Thread] = []
         self._heap: list[tuple[int, int, Timer]] = []
         self._serial = count()
-        self._timers_lock = threading.RLock()
-        self._changed = Condition(self._timers_lock)
-        """Wakes the thread that waits for timers."""
+        self._changed = Condition()
+        """Guards the timers, and wakes the thread that waits for them."""
         self._stopping = False
 
     # -- work -------------------------------------------------------------------------------------------------------
@@ -209,7 +208,7 @@ class Workers:
     def later(self, delay_ms: float, call: Callable[[], object]) -> Timer:
         """Have `call` called in `delay_ms`, by the timer thread: it must not block."""
         timer = Timer(self._clock.monotonic_ms() + max(0, int(delay_ms)), call)
-        with self._timers_lock:
+        with self._changed:
             heapq.heappush(self._heap, (timer.due_ms, next(self._serial), timer))
             if self._heap[0][2] is timer:
                 self._changed.notify_all()
@@ -346,7 +345,7 @@ class Workers:
     def _time(self) -> None:
         while True:
             self._fire()
-            with self._timers_lock:
+            with self._changed:
                 if self._stopping:
                     return
                 due_ms = self._due_ms()
@@ -362,7 +361,7 @@ class Workers:
     def _fire(self) -> None:
         now_ms = self._clock.monotonic_ms()
         due: list[Timer] = []
-        with self._timers_lock:
+        with self._changed:
             while (due_ms := self._due_ms()) is not None and due_ms <= now_ms:
                 due.append(heapq.heappop(self._heap)[2])
         for timer in due:
@@ -391,7 +390,7 @@ class Workers:
             for turn in turns:
                 if turn is not None:
                     turn()
-        with self._timers_lock:
+        with self._changed:
             return self._due_ms()
 
     def _take_turns(self) -> list[Callable[[], object] | None]:
@@ -404,7 +403,7 @@ class Workers:
 
     def halt(self) -> None:
         """Run what was submitted, then no more. Waits for nothing; `stop` does."""
-        with self._timers_lock:
+        with self._changed:
             halted, self._stopping = self._stopping, True
             self._changed.notify_all()
         if not halted:
@@ -428,7 +427,7 @@ class Workers:
             with self._lock:
                 self._deserted = True
             self._dismiss()
-        with self._timers_lock:
+        with self._changed:
             self._heap.clear()  # what is left to come holds messages, and those their segments
         if ended and not any(thread.is_alive() for thread in self._threads):  # else their word to end may lie there
             self._take_turns()

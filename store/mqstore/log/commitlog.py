@@ -278,9 +278,8 @@ class CommitLog(Tip):
         self.header_bytes = header_struct(len(self._born_host), len(store_host)).size
         """What stands before the body of an ordinary record."""
         self._on_alarm = on_alarm
-        self._lock = threading.RLock()
+        self._lock = Condition()
         self._acquire, self._release = self._lock.acquire, self._lock.release
-        self._let_in = Condition(self._lock)
         self._holder: int | None = None
         """The thread that keeps puts waiting (`hold`)."""
         self._mapping = None
@@ -520,7 +519,7 @@ class CommitLog(Tip):
         so that a full disk leaves everything as it was."""
         while self._holder is not None:
             self._refuse_holder()
-            self._let_in.wait(_LOOK_S)
+            self._lock.wait(_LOOK_S)
         self._check_failed()
         if self._writing or self._creating:
             raise StoreBusyError("put by a signal handler that interrupted a put which is just writing; put it later")
@@ -576,7 +575,7 @@ class CommitLog(Tip):
         with self._lock:
             while self._holder is not None:
                 self._refuse_holder()
-                self._let_in.wait(_LOOK_S)
+                self._lock.wait(_LOOK_S)
             self._check_failed()
             if self._soiled > self.end:
                 self.settle()
@@ -594,7 +593,7 @@ class CommitLog(Tip):
             self._mapping = None  # the next put finds its segment
             self._limit = -1
             self._holder = None
-            self._let_in.notify_all()
+            self._lock.notify_all()
 
     def _refuse_holder(self) -> None:
         if self._holder == threading.get_ident():
@@ -674,9 +673,9 @@ class CommitLog(Tip):
 
     def disown(self, error: MQStoreError) -> None:
         """As `poison`, in a forked child: the thread that held the lock at the fork is not there to give it back."""
-        self._lock = threading.RLock()
+        self._lock = Condition()
         self._acquire, self._release = self._lock.acquire, self._lock.release
-        self._let_in, self._holder = Condition(self._lock), None
+        self._holder = None
         self._refuse(error)
 
     def _refuse(self, error: MQStoreError) -> None:
