@@ -18,7 +18,6 @@ Only looks at the store.
 from __future__ import annotations
 
 import os
-import resource
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
@@ -30,6 +29,7 @@ from mqstore.clock import SYSTEM_CLOCK
 from mqstore.errors import FormatError, StoreBusyError
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.jsonfile import JSON_BYTES_MAX, decode_json, encode_json
+from mqstore.files.limit import free_descriptors
 from mqstore.files.lock import writer_alive
 from mqstore.files.quiet import QUIET
 from mqstore.files.segments import Segment, SegmentRun, segment_start
@@ -200,9 +200,8 @@ class Original:
                         yield name, b""
 
     def _hold(self, segments: tuple[Segment, ...], opened: ExitStack) -> dict[int, int]:
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         held = {}
-        for segment in segments[: _HELD if soft < 0 else min(_HELD, soft // 8)]:
+        for segment in segments[: min(_HELD, free_descriptors() // 8)]:
             held[segment.start] = fd = self._fs.open(segment.path, os.O_RDONLY | os.O_NONBLOCK)
             opened.callback(self._fs.close, fd)
         return held

@@ -15,7 +15,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import resource
 import threading
 import time
 import weakref
@@ -41,6 +40,7 @@ from mqstore.files.descriptors import DescriptorCache
 from mqstore.files.filesystem import REAL, FileSystem, SyncNotBegunError, is_not_begun
 from mqstore.files.flusher import GroupCommit
 from mqstore.files.jsonfile import NO_CHECKS, Check, load_json
+from mqstore.files.limit import free_descriptors
 from mqstore.files.lock import WriterLock, writer_alive
 from mqstore.files.segments import LoadProblem, SegmentRun
 from mqstore.layout.checkpoint import Checkpoint
@@ -198,9 +198,8 @@ class MessageStore(StoreWriter):
     def _build(self, *, writable: bool) -> None:
         """The parts, over the sizes of the manifest. Opens no file yet."""
         manifest, config, fs = self.manifest, self.config, self.fs
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        # A mapping may cost a descriptor; leave the program half of what it may have.
-        budget = config.max_mappings if soft < 0 else max(8, min(config.max_mappings, soft // 4))
+        # Cached descriptors and mappings; leave the program half of what is free.
+        budget = max(4, min(config.max_mappings, free_descriptors() // 4))
         tmp = self.path / "tmp"
         self._checksum = manifest.checksum
         self.delay_table_ms = delay_table_ms(manifest.delay_levels)
