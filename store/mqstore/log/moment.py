@@ -33,7 +33,7 @@ from mqstore.files.limit import free_descriptors
 from mqstore.files.lock import writer_alive
 from mqstore.files.quiet import QUIET
 from mqstore.files.segments import Segment, SegmentRun, segment_start
-from mqstore.layout.checkpoint import decode
+from mqstore.layout.checkpoint import FILE_BYTES, decode, encode
 from mqstore.log import manifest as manifests
 from mqstore.log.inbox import inbox_state
 from mqstore.log.scanner import Bad, End, scan_log, used_end
@@ -172,6 +172,11 @@ class Original:
             # The log ends where that began, so in the copy nothing of it is to be undone.
             state = TxnState.from_json(decode_json(small[TXN_FILE]))
             small[TXN_FILE] = encode_json(replace(state, intent=None).as_json())
+        if (noted := decode(self._read("checkpoint") or b"").log_start) is not None:
+            # As of the listing, since retention moves the note before it deletes segments.
+            small["checkpoint"] = encode(replace(decode(small.get("checkpoint", b"")), log_start=noted)).ljust(
+                FILE_BYTES, b"\0"
+            )
         try:
             written = self._written_end(small.get("checkpoint", b""))
             end = written if live else self._run.end
