@@ -93,7 +93,7 @@ _MAP_OPTIONS: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13)
 
 def _find_map_over() -> Callable[[int, int, int, int], int] | None:
     """mmap of the system for Python before 3.13: (address, length, protection, descriptor) -> where it maps."""
-    if sys.platform == "linux" and not _MAP_OPTIONS:
+    if sys.platform == "linux" and sys.maxsize > 1 << 32 and not _MAP_OPTIONS:
         with contextlib.suppress(OSError, AttributeError):  # as in `_find_write_back`
             call = ctypes.CDLL(None, use_errno=True).mmap
             number = ctypes.c_int
