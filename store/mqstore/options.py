@@ -194,7 +194,7 @@ class StoreConfig:
     verify_reads: bool = True
     """Check every record's checksum before its message is handed out."""
     max_mappings: int = 1024
-    """Live mappings and descriptors that the store keeps for itself; lowered to fit the process's descriptor limit."""
+    """Live mappings and descriptors that the store keeps for itself; fewer where few descriptors are free."""
     store_host: str = "127.0.0.1:0"
     """Address written into records; part of the offset message id."""
     file_mode: int = 0o600

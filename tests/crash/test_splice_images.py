@@ -178,7 +178,7 @@ def visible(store: MessageStore) -> set[bytes]:
 
 def check_recovered(store: MessageStore, script: Script, flushed: int, waiting: set[Splice]) -> list[bytes]:
     kinds = {finding.kind for finding in store.recovery.findings}
-    assert kinds <= {"segment_size", "unfinished_splice"}, store.recovery.findings
+    assert kinds <= {"unfinished_splice"}, store.recovery.findings
     found = held(store)
     assert len(set(found)) == len(found), "something is there twice"
     same = next((i for i, (a, b) in enumerate(zip(found, script.stored, strict=False)) if a != b), None)

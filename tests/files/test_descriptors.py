@@ -13,6 +13,7 @@ import pytest
 from mqstore.errors import ReadOnlyStoreError, StoreClosedError, StoreIOError
 from mqstore.files.descriptors import DescriptorCache
 from tests.faults import FaultyFileSystem
+from tests.scarce import free_descriptors
 
 
 class HookedFileSystem(FaultyFileSystem):
@@ -143,11 +144,11 @@ def test_of_two_opens_at_once_one_descriptor_stays(fs: HookedFileSystem, paths: 
 def test_out_of_descriptors_the_idle_ones_are_given_up(fs: HookedFileSystem, paths: list[str]) -> None:
     a, b, c, d = paths
     cache = DescriptorCache(fs, 10)
-    cache.pread(a, 1, 0)
-    cache.pread(b, 1, 0)
-    fs.fail("open", errno.EMFILE)
-    assert cache.pread(c, 4, 0) == b"cccc"
-    assert sorted(fs.closed()) == ["a", "b"]
+    with free_descriptors(2):
+        cache.pread(a, 1, 0)
+        cache.pread(b, 1, 0)
+        assert cache.pread(c, 4, 0) == b"cccc"
+        assert sorted(fs.closed()) == ["a", "b"]
     fs.fail("open", errno.EMFILE, times=None)
     with pytest.raises(StoreIOError) as caught:
         cache.pread(d, 4, 0)

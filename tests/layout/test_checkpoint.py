@@ -22,7 +22,7 @@ WORKED_EXTENSION = bytes.fromhex(
 )
 I64 = st.integers(-(2**63), 2**63 - 1)
 checkpoints = st.builds(Checkpoint, I64, I64, I64, I64, I64) | st.builds(
-    Checkpoint, I64, I64, I64, I64, I64, I64, I64, I64, st.none() | st.integers(0, 2**64 - 1)
+    Checkpoint, I64, I64, I64, I64, I64, I64, I64, I64, st.none() | st.integers(0, 2**64 - 1), st.none() | I64
 )
 
 
@@ -46,6 +46,18 @@ def test_the_field_of_the_queues_counts_with_its_own_checksum_and_within_the_ext
         assert changed.queues is None
         assert (changed.flushed is None) == (at < 100)
     assert decode(page[:100]).queues is None  # as a former version wrote it
+
+
+def test_the_start_of_the_log_counts_with_its_own_checksum_and_within_the_extension() -> None:
+    noted = Checkpoint(1, 2, 3, 0, 1024, 1200, 1200, -1, None, 0x0102_0304_0506_0708)
+    page = encode(noted)
+    assert page[112:120] == bytes(range(1, 9))
+    assert page[120:124] == crc32c.crc32c(page[64:100] + page[112:120]).to_bytes(4, "big")
+    for at in (*range(64, 100), *range(112, 124)):
+        changed = decode(page[:at] + bytes([page[at] ^ 0x10]) + page[at + 1 :])
+        assert changed.log_start is None
+        assert (changed.flushed is None) == (at < 100)
+    assert decode(page[:112]).log_start is None  # as a former version wrote it
 
 
 @pytest.mark.parametrize("name", ["clean", "crashed", "propcrc", "rolled", "trimmed"])

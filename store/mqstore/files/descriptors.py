@@ -22,8 +22,9 @@ from contextlib import ExitStack
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from mqstore.errors import StoreClosedError, StoreIOError
-from mqstore.files.filesystem import REAL, TOO_MANY_OPEN, FileSystem
+from mqstore.errors import StoreClosedError
+from mqstore.files.filesystem import REAL, FileSystem
+from mqstore.files.limit import GIVE_BACK_S, register
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -58,6 +59,7 @@ class DescriptorCache:
         self._entries: OrderedDict[str, _Entry] = OrderedDict()  # least recently used first
         self._forgotten = 0  # counts `forget` and `close`: an open that one overtook is not kept
         self._closed = False
+        register(self)
 
     def __len__(self) -> int:
         """How many descriptors the table holds."""
@@ -112,6 +114,15 @@ class DescriptorCache:
             self._entries.clear()
         self._close(idle)
 
+    def give_back(self) -> None:
+        """Close all that nobody uses at the moment."""
+        if self._lock.acquire(timeout=GIVE_BACK_S):
+            try:
+                idle = self._evict(len(self._entries))
+            finally:
+                self._lock.release()
+            self._close(idle)
+
     # -- entries ----------------------------------------------------------------------------------------------------
 
     def _take(self, path: str) -> _Entry:
@@ -124,8 +135,8 @@ class DescriptorCache:
                 self._entries.move_to_end(path)
                 return entry
             forgotten = self._forgotten
-        # Outside the lock: a slow disk must not hold up those who only want an open file.
-        entry = _Entry(self._open(path))
+        # Outside the lock: a slow disk must not hold up those who only want an open file, and `give_back` takes it.
+        entry = _Entry(self._fs.open(path, self._flags))
         with self._lock:
             other = self._entries.get(path)
             if other is not None:  # another thread was faster; ours is closed unused
@@ -146,18 +157,6 @@ class DescriptorCache:
             # All were in use when the table last grew over its capacity: the first to become idle goes.
             surplus = [entry] if entry.doomed and not entry.users else self._evict(len(self._entries) - self._capacity)
         self._close(surplus)
-
-    def _open(self, path: str) -> int:
-        try:
-            return self._fs.open(path, self._flags)
-        except StoreIOError as error:
-            if error.errno not in TOO_MANY_OPEN:
-                raise
-        # The process is out of descriptors, and we may be the one who hoards them.
-        with self._lock:
-            idle = self._evict(len(self._entries))
-        self._close(idle)
-        return self._fs.open(path, self._flags)
 
     def _evict(self, count: int) -> list[_Entry]:
         """Take up to `count` idle entries out of the table, least recently used first (lock held)."""

@@ -4,10 +4,11 @@ Holds no policy: it opens, reads, writes, syncs, allocates, maps, renames. It kn
 which order of calls makes them safe; that is the business of its callers. What it does add to `os`:
 
 * a short read or write is continued, so callers see all of it or an error;
+* a call that finds no descriptor free is made once more, after all caches have given back theirs (`limit`);
 * an error carries the path, and comes as `StoreFullError`, `ReadOnlyStoreError` or `StoreIOError`
   (`errors.raise_os_error`). Two are answers rather than failures and pass unchanged: `FileNotFoundError` and
   `FileExistsError`;
-* the platforms differ in one place only:
+* the platforms differ in these places only:
 
   ==================  ===========================  =====================================================
   method              Linux                        elsewhere, or where the file system refuses
@@ -16,6 +17,7 @@ which order of calls makes them safe; that is the business of its callers. What 
                                                    drive's cache), else ``fsync``
   ``pwritev_dsync``   ``pwritev2`` ``RWF_DSYNC``   ``pwritev``, then ``fdatasync`` as above
   ``allocate``        ``posix_fallocate``          zeros are written behind the present end
+  ``map``             takes no descriptor          takes one for as long as it lasts, before CPython 3.13
   ==================  ===========================  =====================================================
 
 * no file is ever shortened (store-format 8.5): there is no truncate, only `truncate_sparse`, which refuses to.
@@ -35,20 +37,20 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import numpy as np
+
 from mqstore.errors import StoreIOError, raise_os_error
+from mqstore.files.limit import TOO_MANY_OPEN, with_room
 from mqstore.native import kernel
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-__all__ = ["DIRECTORY_MODE", "FILE_MODE", "REAL", "TOO_MANY_OPEN", "FileSystem", "SyncNotBegunError", "is_not_begun"]
+__all__ = ["DIRECTORY_MODE", "FILE_MODE", "REAL", "FileSystem", "SyncNotBegunError", "is_not_begun"]
 
 #: What store-format 1.1 gives files and folders unless options say otherwise.
 FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
-
-#: No descriptor is free, of the process or of the system.
-TOO_MANY_OPEN = (errno.EMFILE, errno.ENFILE)
 
 StrPath = str | os.PathLike[str]
 
@@ -87,6 +89,35 @@ else:
 # A mapping keeps its file alive by itself. Before 3.13 Python also kept a duplicate descriptor in each, which counts
 # against the descriptor limit; since then it need not.
 _MAP_OPTIONS: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+
+
+def _find_map_over() -> Callable[[int, int, int, int], int] | None:
+    """mmap of the system for Python before 3.13: (address, length, protection, descriptor) -> where it maps."""
+    if sys.platform == "linux" and sys.maxsize > 1 << 32 and not _MAP_OPTIONS:
+        with contextlib.suppress(OSError, AttributeError):  # as in `_find_write_back`
+            call = ctypes.CDLL(None, use_errno=True).mmap
+            number = ctypes.c_int
+            call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, number, number, number, ctypes.c_long)
+            call.restype = ctypes.c_void_p
+            flags = mmap.MAP_SHARED | 0x10  # MAP_FIXED
+            return lambda address, length, protection, fd: call(address, length, protection, flags, fd, 0)
+    return None
+
+
+_map_over = _find_map_over()
+
+
+def _map(fd: int, length: int, access: int) -> mmap.mmap:
+    """Map a file, without a descriptor that stays open where that can be: over a mapping of no file, which has none."""
+    if _map_over is None:
+        return mmap.mmap(fd, length, access=access, **_MAP_OPTIONS)
+    mapping = mmap.mmap(-1, length, access=access)
+    address = np.frombuffer(mapping, np.uint8).__array_interface__["data"][0]
+    protection = mmap.PROT_READ if access == mmap.ACCESS_READ else mmap.PROT_READ | mmap.PROT_WRITE
+    if _map_over(address, length, protection, fd) != address:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return mapping
 
 
 def _find_write_back() -> Callable[[int], object]:
@@ -149,6 +180,7 @@ class FileSystem:
 
     # -- descriptors ------------------------------------------------------------------------------------------------
 
+    @with_room
     def open(self, path: StrPath, flags: int, mode: int = FILE_MODE) -> int:
         """A descriptor of `path`; `flags` are those of `os.open`."""
         try:
@@ -269,6 +301,7 @@ class FileSystem:
         except OSError as error:
             self._fail(error, fd, "fdatasync")
 
+    @with_room
     def sync_directory(self, path: StrPath) -> None:
         """Make the names in the folder `path` durable: files created, renamed, linked and removed there."""
         try:
@@ -311,13 +344,14 @@ class FileSystem:
         except OSError as error:
             self._fail(error, fd, "truncate_sparse")
 
+    @with_room
     def map(self, fd: int, length: int, *, writable: bool) -> mmap.mmap:
         """Map the first `length` bytes, shared. The descriptor may be closed afterwards. A file shorter than that is
         StoreIOError: pages behind the end would be SIGBUS."""
         try:
             if not 0 < length <= os.fstat(fd).st_size:
                 raise OSError(errno.EINVAL, f"cannot map {length} bytes of a file of {os.fstat(fd).st_size}")
-            return mmap.mmap(fd, length, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ, **_MAP_OPTIONS)
+            return _map(fd, length, mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
         except OSError as error:
             self._fail(error, fd, "map")
 
@@ -362,6 +396,7 @@ class FileSystem:
         except OSError as error:
             self._fail(error, path, "rmdir")
 
+    @with_room
     def scandir(self, path: StrPath) -> list[str]:
         """All names in a folder, sorted. Bytes that are not UTF-8 come as lone surrogates (PEP 383)."""
         try:
@@ -369,6 +404,7 @@ class FileSystem:
         except OSError as error:
             self._fail(error, path, "scandir")
 
+    @with_room
     def scandir_files(self, path: StrPath) -> list[tuple[str, int]]:
         """(name, length) of the regular files in a folder, sorted; a symbolic link counts as what it leads to."""
         found = []
@@ -384,6 +420,7 @@ class FileSystem:
             self._fail(error, path, "scandir")
         return sorted(found)
 
+    @with_room
     def scandir_directories(self, path: StrPath) -> list[str]:
         """The names of the folders in a folder, sorted."""
         try:

@@ -13,6 +13,7 @@ import os
 from typing import NoReturn
 
 from mqstore.files.filesystem import FILE_MODE, FileSystem, StrPath
+from mqstore.files.limit import with_room
 
 __all__ = ["QUIET", "QuietFileSystem"]
 
@@ -41,6 +42,7 @@ class QuietFileSystem(FileSystem):
     ReadOnlyStoreError []
     """
 
+    @with_room
     def open(self, path: StrPath, flags: int, mode: int = FILE_MODE) -> int:
         if flags & _CHANGES:
             self._refuse(path, "open for writing")
@@ -51,6 +53,7 @@ class QuietFileSystem(FileSystem):
         self._paths[fd] = os.fspath(path)
         return fd
 
+    @with_room
     def scandir(self, path: StrPath) -> list[str]:
         try:
             fd = _open_quietly(path, os.O_RDONLY | os.O_DIRECTORY)

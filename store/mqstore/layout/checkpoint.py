@@ -15,7 +15,9 @@
         96    4 i32   CRC-32C of bytes [0, 40) and [64, 96)
        100    8 u64   queues        at a clean close: `QueueTable.digest`
        108    4 i32   CRC-32C of bytes [64, 108); another one: there is no such field
-       112   16       zero
+       112    8 i64   logStart      where the log begins: retention moves it before it deletes segments
+       120    4 i32   CRC-32C of bytes [64, 100) and [112, 120); another one: there is no such field
+       124    4       zero
        128            the file is a page of 4096 bytes; the rest stays zero
 
 The CRC covers the first five fields as well: once a Java broker has changed one of them, the extension no longer
@@ -40,6 +42,9 @@ _CRC_AT: Final = _EXTENSION_AT + _EXTENSION.size
 _QUEUES: Final = struct.Struct(">Q")
 _QUEUES_AT: Final = 100
 _QUEUES_CRC_AT: Final = 108
+_START: Final = struct.Struct(">q")
+_START_AT: Final = 112
+_START_CRC_AT: Final = 120
 _EXTENSION_MAGIC: Final = 0x4D515331
 _EXTENSION_VERSION: Final = 1
 _MARGIN_MS: Final = 3000
@@ -66,6 +71,8 @@ class Checkpoint:
     clean_end: int | None = None
     queues: int | None = None
     """Which queues there were at the clean close, and where they ended; None: not known."""
+    log_start: int | None = None
+    """Physical offset at which the log begins; None: not known."""
 
     def __post_init__(self) -> None:
         if (self.flushed is None) != (self.dispatched is None) or (self.flushed is None) != (self.clean_end is None):
@@ -98,6 +105,9 @@ def encode(checkpoint: Checkpoint) -> bytes:
         if checkpoint.queues is not None:
             _QUEUES.pack_into(page, _QUEUES_AT, checkpoint.queues)
             _CRC.pack_into(page, _QUEUES_CRC_AT, _queues_crc(page))
+        if checkpoint.log_start is not None:
+            _START.pack_into(page, _START_AT, checkpoint.log_start)
+            _CRC.pack_into(page, _START_CRC_AT, _start_crc(page))
     return bytes(page)
 
 
@@ -109,7 +119,9 @@ def decode(data: bytes) -> Checkpoint:
     known = magic == _EXTENSION_MAGIC and version == _EXTENSION_VERSION
     if known and _CRC.unpack_from(page, _CRC_AT)[0] == _crc(page):
         has_queues = _CRC.unpack_from(page, _QUEUES_CRC_AT)[0] == _queues_crc(page)
-        values = *fields, *watermarks, _QUEUES.unpack_from(page, _QUEUES_AT)[0] if has_queues else None
+        has_start = _CRC.unpack_from(page, _START_CRC_AT)[0] == _start_crc(page)
+        queues = _QUEUES.unpack_from(page, _QUEUES_AT)[0] if has_queues else None
+        values = *fields, *watermarks, queues, _START.unpack_from(page, _START_AT)[0] if has_start else None
         return Checkpoint(*values)
     return Checkpoint(*fields)
 
@@ -127,6 +139,10 @@ def min_timestamp(checkpoint: Checkpoint, *, index_safe: bool = False) -> int:
 
 def _queues_crc(page: bytes | bytearray) -> int:
     return crc32c.crc32c(bytes(page[_EXTENSION_AT:_QUEUES_CRC_AT]))
+
+
+def _start_crc(page: bytes | bytearray) -> int:
+    return crc32c.crc32c(bytes(page[_START_AT:_START_CRC_AT]), crc32c.crc32c(bytes(page[_EXTENSION_AT:_QUEUES_AT])))
 
 
 def _crc(page: bytes) -> int:

@@ -4,7 +4,8 @@
 
 A queue is a function of the commitlog: whatever is lost here is built again from there. Its files are sparse and
 written with `pwrite` through a bounded set of descriptors, so that a hundred thousand small queues cost a few KiB
-each and a full disk shows as an error of the write, never as SIGBUS. Files appear at full length by a rename.
+each and a full disk shows as an error of the write, never as SIGBUS. Files appear at full length by a rename. They are
+not synced before it: after a power cut a new one may be short, and the next opening for writing extends it.
 
 May know files and layout; knows nothing of records beyond what a unit says, and nothing of consumer groups.
 """

@@ -40,6 +40,8 @@ from mqstore.log.report import Finding
 __all__ = ["Index", "IndexFile"]
 
 _MAX_MAPPED = 16
+_MAX_UNSYNCED = 2
+"""Files that are written to: a full one keeps its descriptor until it is synced."""
 _MAX_PENDING = 1 << 20
 """Entries kept in memory while the disk is full, before the oldest are given up and counted."""
 
@@ -307,8 +309,8 @@ class Index:
                 if not file.writable:
                     self.files[-1] = file = self._open(file.path, writable=True)
                 return file
-        if len(self.files) > _MAX_MAPPED and self.files[-_MAX_MAPPED].writable:
-            self.sync()  # nobody has for long, and each file that waits for it holds descriptors
+        if len(self.files) >= _MAX_UNSYNCED and self.files[-_MAX_UNSYNCED].writable:
+            self.sync()
         file = self._create()
         self.files.append(file)
         return file

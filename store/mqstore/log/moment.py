@@ -18,7 +18,6 @@ Only looks at the store.
 from __future__ import annotations
 
 import os
-import resource
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
@@ -30,10 +29,11 @@ from mqstore.clock import SYSTEM_CLOCK
 from mqstore.errors import FormatError, StoreBusyError
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.jsonfile import JSON_BYTES_MAX, decode_json, encode_json
+from mqstore.files.limit import free_descriptors
 from mqstore.files.lock import writer_alive
 from mqstore.files.quiet import QUIET
 from mqstore.files.segments import Segment, SegmentRun, segment_start
-from mqstore.layout.checkpoint import decode
+from mqstore.layout.checkpoint import FILE_BYTES, decode, encode
 from mqstore.log import manifest as manifests
 from mqstore.log.inbox import inbox_state
 from mqstore.log.scanner import Bad, End, scan_log, used_end
@@ -172,6 +172,11 @@ class Original:
             # The log ends where that began, so in the copy nothing of it is to be undone.
             state = TxnState.from_json(decode_json(small[TXN_FILE]))
             small[TXN_FILE] = encode_json(replace(state, intent=None).as_json())
+        if (noted := decode(self._read("checkpoint") or b"").log_start) is not None:
+            # As of the listing, since retention moves the note before it deletes segments.
+            small["checkpoint"] = encode(replace(decode(small.get("checkpoint", b"")), log_start=noted)).ljust(
+                FILE_BYTES, b"\0"
+            )
         try:
             written = self._written_end(small.get("checkpoint", b""))
             end = written if live else self._run.end
@@ -200,9 +205,8 @@ class Original:
                         yield name, b""
 
     def _hold(self, segments: tuple[Segment, ...], opened: ExitStack) -> dict[int, int]:
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         held = {}
-        for segment in segments[: _HELD if soft < 0 else min(_HELD, soft // 8)]:
+        for segment in segments[: min(_HELD, free_descriptors() // 8)]:
             held[segment.start] = fd = self._fs.open(segment.path, os.O_RDONLY | os.O_NONBLOCK)
             opened.callback(self._fs.close, fd)
         return held

@@ -212,12 +212,17 @@ class _Recovery:
         self.writing = not options.dry_run
         self.problems = problems
         self.first = parts.run.starts[0] if parts.run.starts else 0
+        noted = parts.checkpoint.log_start
+        self.log_start = self.first if noted is None else min(noted, self.first)
+        """Where the log begins. Below `first` it has lost segments."""
         self.next_slot: dict[ConsumeQueue, int] = {}
         """For each queue met in the scan: the slot behind the last record seen."""
         self.last_seen: dict[ConsumeQueue, int] = {}
         """Where that record ends, of those that got their slots."""
         self.lives = Lives(parts.run, parts.checksum)
         self.touched: set[ConsumeQueue] = set()
+        self.shortened: set[str] = set()
+        """Folders of queues with a short file, after a crash."""
         self.index_entries: list[Wanted] = []
         self.salvage_segments: set[int] = set()
         self.salvaged_names: set[str] = set()
@@ -242,6 +247,7 @@ class _Recovery:
             end = self._empty_log()
         if self.writing:
             parts.queues.sync()
+            parts.queues.short_files = []
             parts.index.sync()
             if not parts.clean:
                 # Names that a killed process made may never have been synced; its bytes are dealt with where they are
@@ -282,13 +288,17 @@ class _Recovery:
             self.report.findings.append(Finding("missing_segment", name, 0, problem.length, problem.detail))
 
     def _lengthen_queue_files(self) -> None:
-        """A power cut may have taken a queue file's length: the name was durable before the file was (1.1)."""
+        """Give queue files their length. After a crash a short one is no damage: a power cut may leave the name of a
+        new file without the length, and its units are built from the log (1.1). After a clean end it is damage."""
         queues = self.parts.queues
         for path, length in queues.short_files:
-            name = os.path.relpath(path, self.parts.root)
-            detail = f"{length} bytes instead of {queues.segment_bytes}"
-            self.report.findings.append(Finding("segment_size", name, length, queues.segment_bytes - length, detail))
             self.report.changed = True
+            if self.parts.clean:
+                name, missing = os.path.relpath(path, self.parts.root), queues.segment_bytes - length
+                detail = f"{length} bytes instead of {queues.segment_bytes}"
+                self.report.findings.append(Finding("segment_size", name, length, missing, detail))
+            else:
+                self.shortened.add(os.path.dirname(path))
         if self.writing:
             queues.lengthen()
 
@@ -319,7 +329,9 @@ class _Recovery:
             raise _WholeLogNeededError  # a queue has lost files, and would be numbered anew from where they end
         end = checkpoint.clean_end
         run = parts.run
-        if end < self.first or end > run.end or any(p.kind != "segment_name" for p in self.problems):
+        if end < self.first or end > run.end or self.log_start < self.first:
+            return None
+        if any(p.kind != "segment_name" for p in self.problems):
             return None
         if run.starts[-1] >= end and run.starts[-1] != self.first:
             return None  # a segment that is not of this log: what an older copy of it was put over had that, say
@@ -489,6 +501,12 @@ class _Recovery:
         run = parts.run
         start = self._scan_start()
         watermark = self._watermark(start)
+        gap = self._gap_in_front()
+        if gap is not None and gap.start >= watermark:  # none of it was synced: the log ends before it began
+            self.first = start = gap.start
+        elif gap is not None:
+            self._note_damage(gap)
+            gap = None
         report.scanned_from = start
         doomed_index, index_from = self._plan_index(start)
         self._begin(watermark, start, index_from)
@@ -498,7 +516,7 @@ class _Recovery:
         tail = ""
         blank = False
         torn: Bad | None = None
-        for event in scan_log(run, read_from, parts.checksum):
+        for event in scan_log(run, read_from, parts.checksum) if gap is None else (gap,):
             if isinstance(event, Good):
                 self._take(event, start, index_from)
                 end = event.end
@@ -515,6 +533,10 @@ class _Recovery:
                 end = event.position
                 tail = event.detail
                 blank = not tail
+        if start > self.first and any(
+            queue.directory in self.shortened and queue not in self.next_slot for queue in parts.queues
+        ):
+            raise _WholeLogNeededError  # the file may have been cut: records before the range may lack their units
         self.report.log_end = end
         if end < watermark and not self.options.truncate:
             name, at = self._where(end)
@@ -539,6 +561,13 @@ class _Recovery:
         if self.progress is not None:
             self.progress(total, total)
         return end
+
+    def _gap_in_front(self) -> Bad | None:
+        """The segments that the log has lost at its beginning."""
+        if self.log_start == self.first:
+            return None
+        detail = f"the log begins at {self.log_start}, and no file holds [{self.log_start}, {self.first})"
+        return Bad("missing_segment", self.log_start, self.first, detail)
 
     def _write_again(self, start: int, end: int) -> None:
         """Make the pages of [start, end) dirty, so that the sync that follows really writes them: after a failed fsync
@@ -838,7 +867,7 @@ class _Recovery:
                 report.truncated.append(Cut("commitlog/" + os.path.basename(problem.file), 0, 0, "empty file"))
                 report.changed = True
         # A segment that begins at the end is kept when it is the only one, so that the log remembers where it is.
-        doomed = [s for s in run.segments() if s.start >= end and s.start != run.starts[0]]
+        doomed = [s for s in run.segments() if s.start > end or (s.start == end != run.starts[0])]
         report.changed |= bool(doomed)
         told = {begin - begin % run.segment_bytes for begin, _ in cuts}
         report.truncated += [Cut(self._where(s.start)[0], 0, 0, "unused file") for s in doomed if s.start not in told]

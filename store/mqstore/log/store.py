@@ -15,7 +15,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import resource
 import threading
 import time
 import weakref
@@ -41,8 +40,9 @@ from mqstore.files.descriptors import DescriptorCache
 from mqstore.files.filesystem import REAL, FileSystem, SyncNotBegunError, is_not_begun
 from mqstore.files.flusher import GroupCommit
 from mqstore.files.jsonfile import NO_CHECKS, Check, load_json
+from mqstore.files.limit import free_descriptors
 from mqstore.files.lock import WriterLock, writer_alive
-from mqstore.files.segments import LoadProblem, SegmentRun
+from mqstore.files.segments import LoadProblem, SegmentRun, segment_name
 from mqstore.layout.checkpoint import Checkpoint
 from mqstore.layout.consumequeue import VOID_SIZE
 from mqstore.layout.hosts import encode_host
@@ -200,9 +200,8 @@ class MessageStore(StoreWriter):
     def _build(self, *, writable: bool) -> None:
         """The parts, over the sizes of the manifest. Opens no file yet."""
         manifest, config, fs = self.manifest, self.config, self.fs
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        # A mapping may cost a descriptor; leave the program half of what it may have.
-        budget = config.max_mappings if soft < 0 else max(8, min(config.max_mappings, soft // 4))
+        # Cached descriptors and mappings; leave the program half of what is free.
+        budget = max(4, min(config.max_mappings, free_descriptors() // 4))
         tmp = self.path / "tmp"
         self._checksum = manifest.checksum
         self.delay_table_ms = delay_table_ms(manifest.delay_levels)
@@ -261,6 +260,9 @@ class MessageStore(StoreWriter):
         self._flush_wanted = False
         self._units_doubtful = False
         self._units_lock = threading.Lock()
+        self._checkpoint_lock = threading.RLock()
+        self._log_start: int | None = None
+        """What the checkpoint says of where the log begins; None: nothing, as a Java broker does not move it."""
         self._retention_lock = threading.Lock()
         self._news_lock = threading.RLock()
         self._newest_times: dict[int, int] = {}
@@ -417,6 +419,10 @@ class MessageStore(StoreWriter):
         self._dispatcher.last_store_timestamp_ms = outcome.last_store_timestamp_ms
         self._populated = end
         self._populate_seen = self.clock.monotonic_ms(), end
+        if self.manifest.profile == "mqstore":
+            # Segments that it has lost at its beginning stay noted, until retention comes there.
+            noted = self._checkpoint.current.log_start if self._run.starts else None
+            self._log_start = self._log.min_offset if noted is None else min(noted, self._log.min_offset)
         index_ms = self._index.full_end_timestamp_ms()
         self._write_checkpoint(end, end, index_ms=index_ms, clean_end=-1, last_record=max(0, outcome.last_record))
         self._set_alarm()
@@ -788,25 +794,27 @@ class MessageStore(StoreWriter):
     ) -> None:
         """Times only move once what they stand for is on disk: the last dispatched message is the newest whose store
         time we know to lie below both watermarks. `index_ms`: end of the newest full index file that was synced."""
-        current = self._checkpoint.current
-        physic = logics = self._dispatcher.last_store_timestamp_ms
-        if self._dispatcher.position > flushed:
-            physic = current.physic_msg_timestamp_ms
-        if self._dispatcher.position > dispatched:
-            logics = current.logics_msg_timestamp_ms
-        self._checkpoint.save(
-            Checkpoint(
-                physic_msg_timestamp_ms=max(physic, 0),
-                logics_msg_timestamp_ms=max(logics, 0),
-                index_msg_timestamp_ms=index_ms,
-                master_flushed_offset=0,
-                confirm_physical_offset=last_record,
-                flushed=flushed,
-                dispatched=min(dispatched, flushed),
-                clean_end=clean_end,
-                queues=queues,
+        with self._checkpoint_lock:
+            current = self._checkpoint.current
+            physic = logics = self._dispatcher.last_store_timestamp_ms
+            if self._dispatcher.position > flushed:
+                physic = current.physic_msg_timestamp_ms
+            if self._dispatcher.position > dispatched:
+                logics = current.logics_msg_timestamp_ms
+            self._checkpoint.save(
+                Checkpoint(
+                    physic_msg_timestamp_ms=max(physic, 0),
+                    logics_msg_timestamp_ms=max(logics, 0),
+                    index_msg_timestamp_ms=index_ms,
+                    master_flushed_offset=0,
+                    confirm_physical_offset=last_record,
+                    flushed=flushed,
+                    dispatched=min(dispatched, flushed),
+                    clean_end=clean_end,
+                    queues=queues,
+                    log_start=self._log_start,
+                )
             )
-        )
 
     # -- splicing ---------------------------------------------------------------------------------------------------
 
@@ -934,6 +942,9 @@ class MessageStore(StoreWriter):
             advice = ": close the store and open it again" if self._units_doubtful else ""
             why = f"consume queues may not be on disk ({self._errors.get('units')}), so no segment is deleted"
             raise FlushFailedError(f"{self.path}: {why}{advice}")
+        if starts:
+            ends = bound - self._run.segment_bytes
+            self._note_log_start(next((start for start in starts if start > ends), starts[-1]))
         try:
             return self._run.drop_before(bound)
         finally:  # what is gone is gone, even if the next one could not be deleted
@@ -942,6 +953,13 @@ class MessageStore(StoreWriter):
                 for queue in self._queues:
                     queue.drop_before(first)
                 self._index.drop_before(first)
+
+    def _note_log_start(self, start: int) -> None:
+        """Before segments below `start` are deleted: a crash in between leaves too many of them, which is no loss."""
+        with self._checkpoint_lock:
+            if self._log_start is not None and self._log_start < start:
+                self._log_start = start
+                self._checkpoint.save(replace(self._checkpoint.current, log_start=start))
 
     def clean(self, retention: Retention | None = None) -> list[str]:
         """Delete what `retention` (default: the store's) no longer keeps; the names of the deleted segments."""
@@ -1022,12 +1040,25 @@ class MessageStore(StoreWriter):
             clean=self.clean_shutdown,
             live=self.mode == "rw" or until is not None or writer_alive(self.path, self.fs),
             until=until,
-            problems=self._load_problems if self.mode == "r" else [],
+            problems=[*(self._load_problems if self.mode == "r" else ()), *self._missing_in_front()],
             index_findings=self._index_findings if self.mode == "r" else [],
             unfinished=[] if self._pending is None else would_undo(self._pending, self._run, self.fs).findings,
             json_checks=json_checks,
             fs=self.fs,
         )
+
+    def _missing_in_front(self) -> list[LoadProblem]:
+        """The segments that the log has lost at its beginning. The note of where that is was moved before retention
+        deleted anything, so it is read after the segments were listed."""
+        starts = self._run.starts
+        checkpoint = CheckpointFile(self.path, self.fs, self.config.file_mode)
+        checkpoint.load()
+        noted = checkpoint.current.log_start
+        if not starts or noted is None or noted >= starts[0]:
+            return []
+        detail = f"the log begins at {noted}, and no file holds [{noted}, {starts[0]})"
+        path = str(self._run.directory / segment_name(noted))
+        return [LoadProblem(path, "missing_segment", noted, starts[0] - noted, detail)]
 
     def verify(self) -> Iterator[Finding]:
         """Everything in the store that is not as it should be (store-format 9.7); nothing for one in order."""

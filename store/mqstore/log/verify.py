@@ -281,14 +281,15 @@ class Verifier:
         if not self._live:
             yield from self._unfinished
         for problem in self._problems:
-            if problem.kind == "missing_segment":
+            is_gap = problem.kind == "missing_segment"
+            if is_gap and problem.position >= self._begin:
                 continue  # found again by the scan, with the records around it
             at = problem.place(self._run.segment_bytes) if problem.kind == "segment_size" else 0
             name = "commitlog/" + os.path.basename(problem.file)
-            yield Finding("segment_size", name, at, problem.length, problem.detail)
+            yield Finding("missing_segment" if is_gap else "segment_size", name, at, problem.length, problem.detail)
         for name in self._queues.unsafe_names:
             yield Finding("unsafe_name", f"consumequeue/{name}", 0, 0, "no queue can be made of this folder")
-        for path, length in self._queues.short_files:
+        for path, length in self._queues.short_files if self._clean else ():  # else a power cut leaves such files
             name = os.path.relpath(path, self._root)
             missing = self._queues.segment_bytes - length
             yield Finding("segment_size", name, length, missing, f"{length} bytes instead of {length + missing}")

@@ -1,0 +1,79 @@
+"""The limit of open descriptors: what the process may still open, and what it does when no descriptor is free.
+
+There is one rule. Everything that is only cached is given back, and the call that failed is made once more. The limit
+belongs to the process, so all caches of all its stores give back.
+
+`FileSystem` makes every call that takes a descriptor, and applies the rule there (`with_room`). A cache takes part by
+`register`. Its `give_back` runs in any thread and with any lock of a store held, so it must not wait for a lock under
+which a file is opened or mapped.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import resource
+import weakref
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+from mqstore.errors import StoreIOError
+
+__all__ = ["GIVE_BACK_S", "TOO_MANY_OPEN", "free_descriptors", "register", "with_room"]
+
+TOO_MANY_OPEN = (errno.EMFILE, errno.ENFILE)
+"""No descriptor is free, of the process or of the system."""
+
+GIVE_BACK_S = 1.0
+"""How long `give_back` waits for the lock of a cache. Others hold it for microseconds. Only a signal handler that has
+interrupted the holder waits for so long."""
+
+
+class _Cache(Protocol):
+    def give_back(self) -> None: ...
+
+
+Self_ = TypeVar("Self_")
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+_caches: weakref.WeakValueDictionary[int, _Cache] = weakref.WeakValueDictionary()
+
+
+def register(cache: _Cache) -> None:
+    """Have `cache.give_back()` called when no descriptor is free, for as long as the cache exists."""
+    _caches[id(cache)] = cache
+
+
+def with_room(
+    method: Callable[Concatenate[Self_, Arguments], Result],
+) -> Callable[Concatenate[Self_, Arguments], Result]:
+    """Decorate a method that takes a descriptor: when none is free, all caches give back and it is called once more."""
+
+    @functools.wraps(method)
+    def call(self: Self_, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        try:
+            return method(self, *args, **kwargs)
+        except StoreIOError as error:
+            if error.errno not in TOO_MANY_OPEN:
+                raise
+        for reference in _caches.valuerefs():
+            cache = reference()
+            if cache is not None:
+                cache.give_back()
+        return method(self, *args, **kwargs)
+
+    return call
+
+
+def free_descriptors() -> int:
+    """Return how many descriptors the process may still open. Where that is not known, it is half of the limit."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return 1 << 31
+    try:
+        used = len(os.listdir("/dev/fd"))
+    except OSError:
+        used = limit // 2
+    return max(0, limit - used)

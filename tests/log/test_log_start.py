@@ -1,0 +1,231 @@
+"""Where the log begins is noted beside the log, so that the loss of its first segments is told."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mqstore.layout.checkpoint import decode
+from mqstore.log import moment
+from mqstore.log.commitlog import SendReceipt
+from mqstore.log.report import Finding
+from mqstore.log.snapshot import snapshot_store
+from mqstore.log.store import MessageStore
+from tests.faults import Crash, FaultyFileSystem
+from tests.log.support import SEGMENT, kill, open_store
+
+BODY = b"x" * 600
+
+
+def segment(path: Path, number: int) -> Path:
+    return path / "commitlog" / f"{number * SEGMENT:020d}"
+
+
+def make(
+    path: Path, *, crash: bool = False, flush: bool = True, segments: int = 4, **options: Any
+) -> list[SendReceipt]:
+    store = open_store(path, **options)
+    receipts = []
+    while store.max_offset < segments * SEGMENT - len(BODY):
+        receipts.append(store.put("t", BODY, keys=f"k{len(receipts)}"))
+    store.dispatch()
+    if flush:
+        store.flush()
+        store.run_once(1)
+        store.run_once(2000)
+    if crash:
+        kill(store)
+    else:
+        store.close()
+    return receipts
+
+
+def noted(path: Path) -> int | None:
+    return decode((path / "checkpoint").read_bytes()).log_start
+
+
+def missing(findings: list[Finding]) -> list[tuple[str, str, int]]:
+    return [(finding.kind, finding.file, finding.length) for finding in findings]
+
+
+def bodies_left(store: MessageStore) -> list[int]:
+    return [message.physical_offset for message in store.iter("t", 0)]
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+@pytest.mark.parametrize("crash", [False, True], ids=["closed", "killed"])
+def test_lost_first_segments_are_told_until_retention_passes(tmp_path: Path, crash: bool, lost: int) -> None:
+    """The log silently began at the second segment."""
+    path = tmp_path / "store"
+    receipts = make(path, crash=crash)
+    for number in range(lost):
+        segment(path, number).unlink()
+    kept = [receipt.physical_offset for receipt in receipts if receipt.physical_offset >= lost * SEGMENT]
+    told = [("missing_segment", f"commitlog/{0:020d}", lost * SEGMENT)]
+    with open_store(path, "r") as reader:
+        assert missing(list(reader.verify())) == told
+    for _ in range(2):
+        with open_store(path) as store:
+            assert missing(store.recovery.findings) == told
+            assert missing(list(store.verify())) == told
+            assert bodies_left(store) == kept
+            assert store.offsets("t") == (len(receipts) - len(kept), len(receipts))
+    with open_store(path) as store:
+        assert store.put("t", b"more").offset == len(receipts)
+        store.dispatch()
+        assert store.drop_before((lost + 1) * SEGMENT) == [f"{lost * SEGMENT:020d}"]
+        assert list(store.verify()) == []
+    with open_store(path) as store:
+        assert store.recovery.findings == []
+        assert list(store.verify()) == []
+    assert noted(path) == (lost + 1) * SEGMENT
+
+
+def test_a_crash_in_retention_is_no_loss(tmp_path: Path) -> None:
+    nth, crashed = 0, True
+    while crashed:
+        nth, crashed = nth + 1, False
+        path = tmp_path / f"store-{nth}"
+        receipts = make(path)
+        fs = FaultyFileSystem()
+        store = open_store(path, fs=fs)
+        fs.crash(nth)
+        try:
+            store.drop_before(2 * SEGMENT)
+        except Crash:
+            crashed = True
+        fs.heal()
+        kill(store)
+        with open_store(path, "r") as reader:
+            assert list(reader.verify()) == []
+        with open_store(path) as store:
+            assert store.recovery.findings == []
+            left = store.min_offset
+            assert left in ((0, SEGMENT, 2 * SEGMENT) if crashed else (2 * SEGMENT,))
+            assert bodies_left(store) == [r.physical_offset for r in receipts if r.physical_offset >= left]
+            assert list(store.verify()) == []
+        assert noted(path) == left
+    assert nth > 4, "it was never killed between the note and the last of two files"
+
+
+def test_a_log_whose_first_segment_was_never_synced_ends_before_it(tmp_path: Path) -> None:
+    """What remains is a prefix of the log, also of one whose first file's name a power cut took (P2)."""
+    path = tmp_path / "store"
+    make(path, crash=True, flush=False)
+    segment(path, 0).unlink()
+    with open_store(path) as store:
+        assert store.recovery.findings == []
+        assert {os.path.basename(cut.file) for cut in store.recovery.truncated} == {
+            f"{number * SEGMENT:020d}" for number in (1, 2, 3)
+        }
+        assert store.recovery.kept, "whole records are kept"
+        assert (store.min_offset, store.max_offset) == (0, 0)
+        receipt = store.put("t", b"anew")
+        assert (receipt.offset, receipt.physical_offset) == (0, 0)
+        assert list(store.verify()) == []
+    with open_store(path) as store:
+        assert store.recovery.findings == []
+        assert [message.body for message in store.iter("t", 0)] == [b"anew"]
+
+
+def test_the_profile_of_the_java_broker_notes_nothing(tmp_path: Path) -> None:
+    """A Java broker deletes segments and leaves the note as it was."""
+    path = tmp_path / "store"
+    receipts = make(path, profile="rocketmq")
+    assert noted(path) is None
+    segment(path, 0).unlink()
+    with open_store(path, profile="rocketmq", segment_bytes=SEGMENT, consumequeue_units=8) as store:
+        assert store.recovery.findings == []
+        assert bodies_left(store) == [r.physical_offset for r in receipts if r.physical_offset >= SEGMENT]
+
+
+def test_a_store_that_notes_no_start_is_opened_and_notes_it(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    make(path)
+    with open(path / "checkpoint", "r+b") as file:  # as a former version wrote it
+        file.seek(112)
+        file.write(bytes(16))
+    segment(path, 0).unlink()
+    with open_store(path) as store:
+        assert "missing_segment" not in {finding.kind for finding in store.recovery.findings}
+    assert noted(path) == SEGMENT
+
+
+def test_a_snapshot_beside_retention_has_lost_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint is read first, and the segments are listed when retention has been there."""
+    path = tmp_path / "store"
+    make(path)
+    with open_store(path) as store:
+        look = moment.inbox_state
+
+        def meanwhile(*arguments: Any) -> Any:
+            store.drop_before(2 * SEGMENT)
+            return look(*arguments)
+
+        monkeypatch.setattr(moment, "inbox_state", meanwhile)
+        snapshot_store(path, tmp_path / "copy")
+    with open_store(tmp_path / "copy") as copy:
+        assert copy.recovery.findings == []
+        assert list(copy.verify()) == []
+        assert copy.min_offset == 2 * SEGMENT
+
+
+def test_a_snapshot_of_a_log_that_lost_its_start_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    make(path)
+    segment(path, 0).unlink()
+    snapshot_store(path, tmp_path / "copy")
+    with open_store(tmp_path / "copy", "r") as copy:
+        assert missing(list(copy.verify())) == [("missing_segment", f"commitlog/{0:020d}", SEGMENT)]
+
+
+# -- consume queue files that a power cut has left short ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [0, 10, 20, 100])
+def test_after_a_crash_a_short_queue_file_is_extended_silently(tmp_path: Path, length: int) -> None:
+    """A new file's name may be durable before its length. The session that mended it reported it all the same."""
+    path = tmp_path / "store"
+    receipts = make(path, crash=True, flush=False)
+    files = sorted((path / "consumequeue" / "t" / "0").iterdir())
+    full = files[0].stat().st_size
+    os.truncate(files[-1], length)
+    with open_store(path, "r") as reader:
+        assert "segment_size" not in {finding.kind for finding in reader.verify()}
+    with open_store(path) as store:
+        assert store.recovery.findings == []
+        assert list(store.verify()) == []
+        assert store.offsets("t") == (0, len(receipts))
+    assert {file.stat().st_size for file in files} == {full}
+
+
+@pytest.mark.parametrize("length", [0, 40])
+def test_a_queue_file_cut_after_it_was_synced_is_built_again(tmp_path: Path, length: int) -> None:
+    """Its records lie before the part of the log that a crash makes an opening read."""
+    path = tmp_path / "store"
+    with open_store(path) as store:
+        early = [store.put("early", BODY) for _ in range(5)]
+    make(path, crash=True)
+    file = path / "consumequeue" / "early" / "0" / f"{0:020d}"
+    before = file.read_bytes()
+    os.truncate(file, length)
+    with open_store(path) as store:
+        assert store.offsets("early") == (0, len(early))
+        assert store.put("early", b"next").offset == len(early)
+        store.dispatch()
+        assert list(store.verify()) == []
+    assert file.read_bytes()[: 5 * 20] == before[: 5 * 20]
+
+
+def test_after_a_clean_end_a_short_queue_file_is_a_finding(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    make(path)
+    file = max((path / "consumequeue" / "t" / "0").iterdir())
+    os.truncate(file, 100)
+    with open_store(path, "r") as reader:
+        assert "segment_size" in {finding.kind for finding in reader.verify()}
+    with open_store(path) as store:
+        assert list(store.verify()) == []
