@@ -914,12 +914,18 @@ class StoreReader:
     ) -> Iterator[Message]:
         """Messages of one queue in order, or with `queue_id` None of all queues of the topic merged by store time.
 
-        `start`: a word, a time, or (one queue) an offset; `stop`: the offset to end before. With `follow` it waits for
-        more, for ever; of several queues it then yields what has come, merged within each round. Where a writer has
-        had to cut what a reader had seen already, following goes on there, and the log says so.
+        `start`: a word, a time, or (one queue) an offset; `stop`: the offset to end before, or None for the end as of
+        now. With `follow` it waits for more, for ever; of several queues it then yields what has come, merged within
+        each round. Where a writer has had to cut what a reader had seen already, following goes on there, and the log
+        says so. The same holds where retention overtakes the reader. An offset as `start` that is not there is an
+        OffsetOutOfRangeError.
         """
         if queue_id is not None:
-            yield from self._iter_queue(self._queue(topic, queue_id), start, stop, follow, tags)
+            queue = self._queue(topic, queue_id)
+            position, named = self._start_of(queue, start), isinstance(start, int)
+            if stop is None and not follow and position <= queue.max_offset:
+                stop = queue.max_offset
+            yield from self._iter_queue(queue, position, stop, follow, tags, named=named)
             return
         if isinstance(start, int) or stop is not None:
             raise InvalidMessageError("start and stop as offsets belong to one queue: give queue_id=", "start")
@@ -973,10 +979,18 @@ class StoreReader:
         return queue.min_offset if start == "earliest" else queue.max_offset
 
     def _iter_queue(
-        self, queue: ConsumeQueue, start: str | datetime | int, stop: int | None, follow: bool, tags: str | None
+        self,
+        queue: ConsumeQueue,
+        start: int,
+        stop: int | None,
+        follow: bool,
+        tags: str | None,
+        *,
+        named: bool = False,
     ) -> Generator[Message, None, int]:
-        """Messages of `queue`; the value at the end is the offset behind all that was looked at."""
-        position = self._start_of(queue, start)
+        """Messages of `queue`; the value at the end is the offset behind all that was looked at. `named`: a user asked
+        for offset `start`, and is told when it is not there."""
+        position = start
         size = 32
         cuts = queue.cuts
         while stop is None or position < stop:
@@ -987,6 +1001,13 @@ class StoreReader:
                 if position > queue.cut_to:
                     position = self._back_to_cut(queue, position)
                     continue
+            if result.status == "OFFSET_TOO_SMALL" and not (named and position == start):
+                _log.warning(
+                    "%s: retention has dropped offsets %d to %d of %s/%d before they were read; reading goes on at %d",
+                    *(self.path, position, result.min_offset - 1, queue.topic, queue.queue_id, result.min_offset),
+                )
+                position = result.min_offset
+                continue
             if result.status in ("OFFSET_TOO_SMALL", "OFFSET_OVERFLOW_BADLY"):
                 raise OffsetOutOfRangeError(
                     f"offset {position} of {queue.topic}/{queue.queue_id} is not between "
