@@ -18,7 +18,7 @@ from mqstore.files.quiet import QUIET
 from mqstore.layout.compression import MissingPackageError
 from mqstore.log.walk import walk_queue
 from mqstore_tools.render import as_json, finding_line, note, print_json, progress
-from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, within
+from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, note_front, within
 from mqstore_tools.shown import export_row
 
 __all__ = ["export"]
@@ -103,6 +103,7 @@ def export(
         if topic is not None and not refs:
             store.offsets(topic, queue_id or 0)  # says that there is no such queue
         bounds = {ref: store.offsets(*ref) for ref in refs}  # once: what comes meanwhile is not written
+        began = store.min_offset
         total = sum(high - low for low, high in bounds.values())
         with progress("exporting", lambda: (done, total), of_bytes=False):
             if format_ == "parquet":
@@ -132,6 +133,8 @@ def export(
                             continue
                         file.write(line + "\n")
                         count += 1
+        ended = store.min_offset
+    note_front(began, ended)
     if json_output and output is not None:
         print_json({"ok": not findings, "messages": count, "queues": len(refs), "findings": findings})
     elif json_output:

@@ -13,7 +13,15 @@ from mqstore.broker.configchecks import CONFIG_CHECKS
 from mqstore.files.quiet import QUIET
 from mqstore.log.verify import Verifier
 from mqstore_tools.render import as_json, console, finding_line, note, progress, show_bytes
-from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, index_options, java_config, json_option
+from mqstore_tools.shared import (
+    FINDINGS,
+    StoreCommand,
+    directory_argument,
+    index_options,
+    java_config,
+    json_option,
+    note_front,
+)
 
 __all__ = ["verify"]
 
@@ -44,12 +52,14 @@ def verify(
     out = _Output(json_output=json_output)
     with MessageStore(directory, "r", config=java_config(index_slots, index_entries), fs=QUIET) as store:
         verifier = store.verifier(CONFIG_CHECKS)
+        began = verifier.front
         with progress("verifying", _progress_of(verifier)):
             for finding in verifier.findings():
                 out.add(finding)
         out.end(verifier.messages, verifier.bytes)
         for text in store.foreign():
             note(text)
+        note_front(began, verifier.front)
     if out.kinds:
         ctx.exit(FINDINGS)
 

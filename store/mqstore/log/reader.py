@@ -368,9 +368,13 @@ class StoreReader:
             count = min(limit - position, max(1, max_messages - len(messages)))
             if unit_filter is not None:
                 count = min(limit - position, max(count, 256))
+            before = position
             found, position, stop = self._views(
                 queue, position, count, unit_filter, max_messages - len(messages), budget, not messages
             )
+            if messages and before < queue.min_offset and not (found and found[0].offset == before):
+                position = before  # retention took what comes here: to be told when it is asked for
+                break
             messages += found
             if stop:
                 break
@@ -572,8 +576,7 @@ class StoreReader:
         if not live.all():
             chosen = np.flatnonzero(live)
             if (sizes <= 0).any():  # retention may have taken the file they were in
-                self._find_news()
-                queue.correct_min(self._first_kept())
+                self._find_front(queue)
         if chosen is None and count > max_messages:
             chosen = np.arange(max_messages)
             after, stop = offset + max_messages, True
@@ -603,6 +606,9 @@ class StoreReader:
             buffer, good = checked.buffer, checked.good
             if buffer is None and physical[low] < self._first_kept():
                 queue.correct_min(self._first_kept())  # retention took it meanwhile
+                if stretches:  # to be told when it is asked for
+                    after, stop = int(slots[low]), True
+                    break
                 continue
             if not good.all():
                 self._check_open()  # a close meanwhile takes the segments away: no damage, and nothing to pass over
@@ -633,6 +639,12 @@ class StoreReader:
         return stretches, after, stop
 
     _passes_over_bad = True
+
+    def _find_front(self, queue: ConsumeQueue) -> int:
+        """Return the first offset of `queue` that retention has left by now. Lists the log again."""
+        self._find_news()
+        queue.correct_min(self._first_kept())
+        return queue.min_offset
 
     def _first_kept(self) -> int:
         """Where the log begins, as far as this process knows."""
@@ -898,6 +910,8 @@ class StoreReader:
                 if start + size <= len(buffer) and size >= 91:
                     return slot, Message(Few(queue.ref, buffer, unit, slot), start, slot).store_timestamp_ms
             slot += 1
+            if there is None and size != VOID_SIZE:  # retention may have taken it, and many behind it
+                slot = max(slot, self._find_front(queue))
         return end, None
 
     # -- iteration --------------------------------------------------------------------------------------------------

@@ -1053,6 +1053,9 @@ class MessageStore(StoreWriter):
             self._dispatcher.catch_up()
         else:
             if until is None and writer_alive(self.path, self.fs):
+                self._catch_up(None)
+                for queue in self._queues:
+                    queue.refresh()
                 until = self.listed_end()
             if until is not None:
                 self.stop_at(until)

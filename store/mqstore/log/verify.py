@@ -292,7 +292,7 @@ class Verifier:
 
     @property
     def front(self) -> int:
-        """Where the log begins, as far as it is known by now: beside a writer retention moves it."""
+        """Physical offset where the log begins, as far as it has been met: beside a writer retention moves it."""
         return self._begin
 
     def front_moved(self, front: int) -> None:
