@@ -705,8 +705,9 @@ def test_iter_ends_where_the_queue_ended_when_it_began(store: MessageStore) -> N
     assert seen == [b"before"] * 3
 
 
-def test_a_search_by_time_passes_over_what_retention_has_taken(tmp_path: Path) -> None:
-    """It listed the log once for each message that was gone."""
+@pytest.mark.parametrize("way", ["get", "offset_at"])
+def test_what_retention_has_taken_is_passed_over_at_once(tmp_path: Path, way: str) -> None:
+    """The log was listed once for each message that was gone, and a command that asked for one did not end."""
     listings = []
 
     class Counting(Unsynced):
@@ -723,7 +724,12 @@ def test_a_search_by_time_passes_over_what_retention_has_taken(tmp_path: Path) -
             assert reader.offsets("t") == (0, 400)
             writer.drop_before(writer.max_offset)
             listings.clear()
-            assert reader.offset_at("t", 0, 1 << 50) == 400
-            assert reader.offset_at("t", 0, 0) == writer.offsets("t")[0]
+            low = writer.offsets("t")[0]
+            if way == "get":
+                found = reader.get("t", 0, 100, 1)
+                assert (found.status, found.next_offset, found.min_offset) == ("OFFSET_TOO_SMALL", low, low)
+            else:
+                assert (reader.offset_at("t", 0, 1 << 50), reader.offset_at("t", 0, 0)) == (400, low)
 
+    assert low > 300
     assert len(listings) < 50

@@ -90,21 +90,22 @@ def test_a_scan_of_a_part_ends_where_the_next_part_begins(tmp_path: Path, stop: 
     assert ended == next((place for place in places if place >= stop), end)
 
 
-def _walk_while(path: Path, change: Callable[[int], None], limit: int | None = None) -> tuple[list[int], list[object]]:
-    """(fronts that a walk was told of, the other events but for records) of a store that `change(records so far)`
-    changes at each event."""
+def _walk_while(
+    path: Path, change: Callable[[], None], *, limit: int | None = None, lists: bool = False
+) -> tuple[list[int], list[object]]:
+    """(fronts that a walk was told of, the other events but for records) of a store that `change` changes at each
+    event, and that is then listed again if `lists`."""
     with mqstore.MessageStore(path, "r") as reader:
         if limit is not None:
             reader.stop_at(limit)
         fronts: list[int] = []
         told: list[object] = []
-        records = 0
         for event in scan_log(reader._run, 0, reader.manifest.checksum, on_front=fronts.append):
-            if isinstance(event, Good):
-                records += len(event.headers)
-            else:
+            if not isinstance(event, Good):
                 told.append(event)
-            change(records)
+            change()
+            if lists:
+                reader._run.refresh()
     return fronts, told
 
 
@@ -120,12 +121,13 @@ def _segment(path: Path, number: int) -> Path:
     return path / "commitlog" / f"{number << 14:020d}"
 
 
-def test_a_walk_goes_on_at_the_front_that_retention_has_moved(ten_segments: Path) -> None:
-    def drop_five(records: int) -> None:
+@pytest.mark.parametrize("lists", [False, True])
+def test_a_walk_goes_on_at_the_front_that_retention_has_moved(ten_segments: Path, lists: bool) -> None:
+    def drop_five() -> None:
         for number in range(5):
             _segment(ten_segments, number).unlink(missing_ok=True)
 
-    fronts, told = _walk_while(ten_segments, drop_five)
+    fronts, told = _walk_while(ten_segments, drop_five, lists=lists)
 
     assert fronts == [5 << 14]
     assert len(told) == 1
@@ -133,15 +135,16 @@ def test_a_walk_goes_on_at_the_front_that_retention_has_moved(ten_segments: Path
 
 
 def test_a_walk_that_is_overtaken_to_its_end_ends_there(ten_segments: Path) -> None:
-    def drop_nine(records: int) -> None:
+    def drop_nine() -> None:
         for number in range(9):
             _segment(ten_segments, number).unlink(missing_ok=True)
 
     assert _walk_while(ten_segments, drop_nine, limit=4 << 14) == ([4 << 14], [End(4 << 14, "")])
 
 
-def test_a_segment_that_vanishes_from_the_middle_is_missing(ten_segments: Path) -> None:
-    fronts, told = _walk_while(ten_segments, lambda _: _segment(ten_segments, 4).unlink(missing_ok=True))
+@pytest.mark.parametrize("lists", [False, True])
+def test_a_segment_that_vanishes_from_the_middle_is_missing(ten_segments: Path, lists: bool) -> None:
+    fronts, told = _walk_while(ten_segments, lambda: _segment(ten_segments, 4).unlink(missing_ok=True), lists=lists)
 
     assert fronts == []
     [bad, _] = told

@@ -372,8 +372,8 @@ class StoreReader:
             found, position, stop = self._views(
                 queue, position, count, unit_filter, max_messages - len(messages), budget, not messages
             )
-            if messages and before < queue.min_offset and not (found and found[0].offset == before):
-                position = before  # retention took what comes here: to be told when it is asked for
+            if before < queue.min_offset and not (found and found[0].offset == before):
+                position = before  # retention took what comes here, and perhaps many behind: who asks for it is told
                 break
             messages += found
             if stop:

@@ -231,6 +231,9 @@ def join_segments(
             if at_front:
                 position = max(position, segment.start)  # the front was dropped
                 at_front = False
+            elif segment.start > position and on_front is not None and segment.start == run.min_offset:
+                position = segment.start  # whoever takes the events has listed the log again
+                on_front(position)
             elif segment.start > position:
                 following = _next_good(run, position, stop, checksum)
                 if following is None:
