@@ -13,6 +13,7 @@
 #   make interop  both engines on one store, ours and Apache RocketMQ's (needs a JDK, Maven; ROCKETMQ=5.4.0 takes another)
 #   make crash   more crash images than `make test` tries: N=100000 of them
 #   make descriptors  stores in processes with few file descriptors: N=2000 cases (a few a second)
+#   make retention  every command and call that reads beside a writer that drops segments, N=20 rounds
 #   make sanitize  tests of the compiled parts under the address and undefined-behaviour sanitizers (needs gcc)
 #   make docs    docs/commands.md from the commands' own help; fails when the file was stale (it is fresh afterwards)
 #   make clean   remove the environment, caches and var/
@@ -35,7 +36,7 @@ SPARK_VENV := .venv-spark$(PYSPARK:%=-%)
 JOBS  ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test cover lint bench spark spark-alone spark-bench delta interop crash descriptors sanitize docs clean
+.PHONY: help demo test cover lint bench spark spark-alone spark-bench delta interop crash descriptors retention sanitize docs clean
 
 help:
 	@sed -n 's/^#   make/  make/p' Makefile
@@ -98,6 +99,10 @@ crash: $(VENV)/stamp-dev
 
 descriptors: $(VENV)/stamp-dev
 	MQSTORE_CAMPAIGN_ROUNDS=$(N) $(BIN)/python -m pytest -q -n $(JOBS) tests/campaigns/test_descriptors.py
+
+retention: N = 20
+retention: $(VENV)/stamp-dev
+	MQSTORE_CAMPAIGN_ROUNDS=$(N) $(BIN)/python -m pytest -q -n $(JOBS) tests/campaigns/test_beside_retention.py
 
 sanitize: $(VENV)/stamp-dev
 	$(BIN)/python tests/sanitized.py

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
-from mqstore.broker import popkeep
+from mqstore.broker import popkeep, poplog
 from mqstore.broker.filters import parse_filter
 from mqstore.broker.names import POP_LOG_GROUP, POP_LOG_TOPIC, dlq_topic, pop_retry_topic
+from mqstore.broker.poplog import ACK, PopLog
 from mqstore.broker.popstate import QueueState
 from mqstore.errors import InvalidReceiptError, ReceiptExpiredError
 from tests.broker.popsupport import PopBench
+from tests.log.support import open_store
 
 RETRY = pop_retry_topic("g", "t")
 INVISIBLE_MS = 60_000
@@ -844,3 +846,29 @@ def test_small_steps_back_add_up(bench: PopBench) -> None:
         bench.clock.set_wall(bench.now_ms - 900)
         bench.settle()
     assert len(bench.read(RETRY)) == 1
+
+
+def test_a_look_at_the_pop_log_goes_on_where_retention_has_left_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`mqstore offsets` beside a broker said that an offset of the pop log was out of range."""
+    monkeypatch.setattr(poplog, "_CHUNK", 4)
+    with open_store(tmp_path / "s") as writer:
+        log = PopLog(writer)
+        for batch in range(300):
+            log.put_settled(ACK, batch, [batch])
+        writer.flush()
+        writer.dispatch()
+        with open_store(tmp_path / "s", "r") as reader:
+            records = PopLog(reader).records(0)
+            seen = [next(records).position]
+            writer.drop_before(writer.max_offset)
+            log.put_settled(ACK, 300, [300])
+            writer.dispatch()
+            seen += [record.position for record in records]
+            low = writer.offsets(POP_LOG_TOPIC)[0]
+
+    assert low > 50
+    assert seen[-1] == 299  # the last one of when the look began
+    assert seen == sorted(seen)
+    assert set(range(low, 300)) <= set(seen)

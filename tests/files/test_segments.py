@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mqstore.errors import StoreFullError, StoreIOError
-from mqstore.files.filesystem import REAL, FileSystem
+from mqstore.files.filesystem import REAL, FileSystem, StrPath
 from mqstore.files.segments import LoadProblem, SegmentRun, segment_name
 from mqstore.native import kernel
 from tests.faults import Crash, FaultyFileSystem
@@ -1036,3 +1036,40 @@ def test_no_room_for_a_copy_of_its_own_changes_nothing(folder: Path) -> None:
         assert names(folder.parent / "tmp") == []
     run.own(2)
     assert (folder / segment_name(0)).stat().st_nlink == 1
+
+
+class _Listing(FileSystem):
+    """A file system whose listings of a folder are not of one moment."""
+
+    def __init__(self, *starts: int) -> None:
+        super().__init__()
+        self._starts = starts
+
+    def scandir_files(self, path: StrPath) -> list[tuple[str, int]]:
+        return [(segment_name(start * SIZE), SIZE) for start in self._starts]
+
+
+@pytest.mark.parametrize(
+    ("there", "listed", "found", "missing"),
+    [
+        pytest.param([3, 4], [0, 3, 4], [3, 4], [], id="the front was dropped meanwhile"),
+        pytest.param([0, 1, 2, 3], [0, 1, 3], [0, 1, 2, 3], [], id="one came meanwhile"),
+        pytest.param([0, 1, 2, 3, 4], [0, 1, 4], [0, 1, 2, 3, 4], [], id="two came meanwhile"),
+        pytest.param([0, 1, 3], [0, 1, 3], [0, 1, 3], [2], id="a hole in the middle"),
+        pytest.param([1, 4], [0, 1, 4], [1, 4], [2], id="a hole behind a front that was dropped"),
+    ],
+)
+def test_a_reader_tells_a_moving_front_from_a_hole(
+    folder: Path, there: list[int], listed: list[int], found: list[int], missing: list[int]
+) -> None:
+    folder.mkdir()
+    for start in there:
+        (folder / segment_name(start * SIZE)).write_bytes(bytes(SIZE))
+    run = SegmentRun(folder, folder.parent / "tmp", SIZE, fs=_Listing(*listed), writable=False)
+
+    problems = run.load()
+
+    assert [start // SIZE for start in run.starts] == found
+    assert [(problem.kind, problem.position // SIZE) for problem in problems] == [
+        ("missing_segment", start) for start in missing
+    ]

@@ -21,6 +21,7 @@ from mqstore.layout.record import encode_record
 from mqstore.layout.spares import Spares
 from mqstore.log.recovery import RecoverOptions
 from mqstore.log.repair import recover_store
+from mqstore.log.reput import Dispatcher
 from tests.conftest import GOLDEN_NAMES, GoldenStore
 from tests.faults import FaultyFileSystem
 from tests.log.support import SEGMENT, files, flip, open_store, units_of
@@ -399,16 +400,37 @@ def test_who_reads_beside_a_writer_without_pause_waits_for_what_was_there(tmp_pa
         assert store.stats().puts < 10
 
 
-def test_who_has_the_dispatcher_for_long_does_the_work_of_who_waits_for_it(tmp_path: Path) -> None:
+def test_a_waiting_reader_goes_before_a_thread_that_dispatches_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside constant puts the background thread has always more to do, and took the lock again at once."""
     with open_store(tmp_path / "s") as store:
         store.put("t", b"0")
         dispatcher = store._dispatcher
-        dispatcher._lock.acquire()
-        reader = threading.Thread(target=dispatcher.run_once)
-        reader.start()
-        try:
-            dispatcher._pass(dispatcher._end_of(), Spares())  # and takes it again, before anybody else has it
-            reader.join(20)
-            assert not reader.is_alive()
-        finally:
-            dispatcher._lock.release()
+        passes: list[str] = []
+        one_pass = dispatcher._pass
+
+        def noted(end: int, spares: Spares) -> None:
+            passes.append(threading.current_thread().name)
+            one_pass(end, spares)
+            if len(passes) == 1:
+                store.put("t", b"more")  # there is something for the other one, too
+
+        monkeypatch.setattr(dispatcher, "_pass", noted)
+        with dispatcher._lock:
+            reader = threading.Thread(target=dispatcher.run_once, name="reader")
+            reader.start()
+            while turn_is_free(dispatcher):  # the reader waits
+                pass
+            again = threading.Thread(target=dispatcher.run_again, name="again")
+            again.start()
+        reader.join()
+        again.join()
+        assert passes[0] == "reader"
+
+
+def turn_is_free(dispatcher: Dispatcher) -> bool:
+    free = dispatcher._turn.acquire(blocking=False)
+    if free:
+        dispatcher._turn.release()
+    return free

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mqstore.files.descriptors import DescriptorCache
-from mqstore.files.filesystem import REAL
+from mqstore.files.filesystem import REAL, FileSystem, StrPath
 from mqstore.layout.consumequeue import UNIT, UNIT_BYTES, VOID_UNIT
 from mqstore.log.consumequeue import ConsumeQueue, QueueTable
 
@@ -92,3 +92,46 @@ def test_the_front_is_the_first_message_that_is_still_there(
         expected = next((base + i for i, here in enumerate(is_live) if here and base + i >= gone), end)
         assert (queue.min_offset, queue.max_offset) == (expected, end)
         queue._table.descriptors.close()
+
+
+@pytest.mark.parametrize("at", ["load", "refresh"])
+def test_a_queue_whose_files_go_meanwhile_is_listed_again(tmp_path: Path, at: str) -> None:
+    """Listed files that are gone read as zeros: the queue seemed empty for as long as the reader was open."""
+    folder, size = tmp_path / "consumequeue" / "t" / "0", 8 * UNIT_BYTES
+
+    def write(number: int, count: int) -> None:
+        units = b"".join(live(slot) for slot in range(number * 8, number * 8 + count))
+        (folder / f"{number * size:020d}").write_bytes(units.ljust(size, b"\0"))
+
+    class Overtaken(FileSystem):
+        """Between the first listing and the first look at what it shows, retention and dispatch go on."""
+
+        listings = 0
+
+        def scandir(self, path: StrPath) -> list[str]:
+            names = super().scandir(path)
+            self.listings += 1
+            if self.listings == (1 if at == "load" else 2):
+                write(2, 5)
+                for number in (0, 1):
+                    (folder / f"{number * size:020d}").unlink()
+            return names
+
+    folder.mkdir(parents=True)
+    write(0, 0 if at == "refresh" else 8)
+    write(1, 0)
+    fs = Overtaken()
+    table = QueueTable(
+        *(tmp_path / "consumequeue", tmp_path / "tmp", size),
+        fs=fs,
+        descriptors=DescriptorCache(fs, 8, writable=False),
+        file_mode=0o600,
+    )
+    table.load(exact=False)
+    queue = table.get("t", 0)
+    assert queue is not None
+    if at == "refresh":
+        fs.scandir(folder)
+        queue.refresh()
+
+    assert (queue.first_offset(), queue.max_offset) == (16, 21)

@@ -7,6 +7,7 @@ import struct
 import threading
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,10 @@ from mqstore import (
     StoreClosedError,
     TopicNotFoundError,
 )
+from mqstore.files.filesystem import StrPath
 from mqstore.log import reader as reader_module
 from mqstore.log.consumequeue import ConsumeQueue
-from tests.log.support import HEADER, SEGMENT, flip, open_store
+from tests.log.support import HEADER, SEGMENT, Unsynced, flip, open_store
 
 UNIT = struct.Struct(">qiq")
 T0 = 1_700_000_000_000
@@ -668,3 +670,66 @@ def test_a_read_that_a_close_overtakes_is_an_error_and_passes_over_nothing(
         store.read_columns("t") if columns else store.get("t", 0, 0)
     assert store.closed
     assert not store._bad
+
+
+@pytest.mark.parametrize("follow", [False, True])
+def test_a_reader_that_retention_overtakes_goes_on_at_the_front(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, follow: bool
+) -> None:
+    """Iterating from the start ended with OffsetOutOfRangeError, though nobody had asked for an offset."""
+    with open_store(tmp_path / "s") as writer:
+        for i in range(400):
+            writer.put("t", b"%d" % i)
+        writer.flush()
+        writer.dispatch()
+        with open_store(tmp_path / "s", "r") as reader:
+            messages = reader.iter("t", 0, follow=follow)
+            given = [next(messages).offset for _ in range(5)]
+            writer.drop_before(writer.max_offset)
+            low, high = writer.offsets("t")
+            while given[-1] < high - 1:
+                given.append(next(messages).offset)
+
+    jump = next(i for i, (a, b) in enumerate(pairwise(given)) if b != a + 1)
+    assert given == [*range(given[jump] + 1), *range(low, high)]
+    assert f"retention has dropped offsets {given[jump] + 1} to {low - 1} of t/0" in caplog.text
+
+
+def test_iter_ends_where_the_queue_ended_when_it_began(store: MessageStore) -> None:
+    """Beside a writer that was as fast it never ended."""
+    store.put_many("t", [b"before"] * 3)
+    seen = []
+    for message in store.iter("t", 0):
+        seen.append(message.body)
+        store.put("t", b"meanwhile")
+    assert seen == [b"before"] * 3
+
+
+@pytest.mark.parametrize("way", ["get", "offset_at"])
+def test_what_retention_has_taken_is_passed_over_at_once(tmp_path: Path, way: str) -> None:
+    """The log was listed once for each message that was gone, and a command that asked for one did not end."""
+    listings = []
+
+    class Counting(Unsynced):
+        def scandir_files(self, path: StrPath) -> list[tuple[str, int]]:
+            listings.append(path)
+            return super().scandir_files(path)
+
+    with open_store(tmp_path / "s") as writer:
+        for i in range(400):
+            writer.put("t", b"%d" % i)
+        writer.flush()
+        writer.dispatch()
+        with open_store(tmp_path / "s", "r", fs=Counting()) as reader:
+            assert reader.offsets("t") == (0, 400)
+            writer.drop_before(writer.max_offset)
+            listings.clear()
+            low = writer.offsets("t")[0]
+            if way == "get":
+                found = reader.get("t", 0, 100, 1)
+                assert (found.status, found.next_offset, found.min_offset) == ("OFFSET_TOO_SMALL", low, low)
+            else:
+                assert (reader.offset_at("t", 0, 1 << 50), reader.offset_at("t", 0, 0)) == (400, low)
+
+    assert low > 300
+    assert len(listings) < 50

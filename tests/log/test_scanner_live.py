@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 import mqstore
 from mqstore import SimulatedClock, StoreConfig
 from mqstore.log import scanner
-from mqstore.log.scanner import Bad, Good, scan_log, scan_segment
+from mqstore.log.scanner import Bad, End, Good, scan_log, scan_segment
 
 
 def test_a_record_that_is_finished_during_the_scan_is_no_damage(
@@ -87,3 +88,72 @@ def test_a_scan_of_a_part_ends_where_the_next_part_begins(tmp_path: Path, stop: 
 
     assert found == [place for place in places if place < stop]
     assert ended == next((place for place in places if place >= stop), end)
+
+
+def _walk_while(
+    path: Path, change: Callable[[], None], *, limit: int | None = None, lists: bool = False
+) -> tuple[list[int], list[object]]:
+    """(fronts that a walk was told of, the other events but for records) of a store that `change` changes at each
+    event, and that is then listed again if `lists`."""
+    with mqstore.MessageStore(path, "r") as reader:
+        if limit is not None:
+            reader.stop_at(limit)
+        fronts: list[int] = []
+        told: list[object] = []
+        for event in scan_log(reader._run, 0, reader.manifest.checksum, on_front=fronts.append):
+            if not isinstance(event, Good):
+                told.append(event)
+            change()
+            if lists:
+                reader._run.refresh()
+    return fronts, told
+
+
+@pytest.fixture
+def ten_segments(tmp_path: Path) -> Path:
+    with mqstore.MessageStore(tmp_path, config=StoreConfig(segment_bytes=1 << 14, clock=SimulatedClock())) as writer:
+        while writer.max_offset < 10 << 14:
+            writer.put("orders", bytes(1000))
+    return tmp_path
+
+
+def _segment(path: Path, number: int) -> Path:
+    return path / "commitlog" / f"{number << 14:020d}"
+
+
+@pytest.mark.parametrize("lists", [False, True])
+def test_a_walk_goes_on_at_the_front_that_retention_has_moved(ten_segments: Path, lists: bool) -> None:
+    def drop_five() -> None:
+        for number in range(5):
+            _segment(ten_segments, number).unlink(missing_ok=True)
+
+    fronts, told = _walk_while(ten_segments, drop_five, lists=lists)
+
+    assert fronts == [5 << 14]
+    assert len(told) == 1
+    assert isinstance(told[0], End)
+
+
+def test_a_walk_that_is_overtaken_to_its_end_ends_there(ten_segments: Path) -> None:
+    def drop_nine() -> None:
+        for number in range(9):
+            _segment(ten_segments, number).unlink(missing_ok=True)
+
+    assert _walk_while(ten_segments, drop_nine, limit=4 << 14) == ([4 << 14], [End(4 << 14, "")])
+
+
+@pytest.mark.parametrize("lists", [False, True])
+def test_a_segment_that_vanishes_from_the_middle_is_missing(ten_segments: Path, lists: bool) -> None:
+    fronts, told = _walk_while(ten_segments, lambda: _segment(ten_segments, 4).unlink(missing_ok=True), lists=lists)
+
+    assert fronts == []
+    [bad, _] = told
+    assert isinstance(bad, Bad)
+    assert (bad.kind, bad.start, bad.end) == ("missing_segment", 4 << 14, 5 << 14)
+
+
+def test_a_walk_that_does_not_expect_it_says_what_is_gone(ten_segments: Path) -> None:
+    with mqstore.MessageStore(ten_segments, "r") as reader:
+        _segment(ten_segments, 0).unlink()
+        with pytest.raises(FileNotFoundError):
+            list(scan_log(reader._run, 0, reader.manifest.checksum))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import mqstore
 from mqstore import Finding, Message, OutgoingMessage, SendReceipt, StoreConfig
 from mqstore.errors import TopicNotFoundError
+from mqstore.log.reader import GetResult
 from mqstore.log.walk import walk_queue
 
 _SEGMENT = 1 << 16
@@ -151,3 +154,26 @@ def test_what_retention_took_is_no_finding(store: tuple[Path, list[SendReceipt]]
 def test_an_unknown_queue_is_an_error(store: tuple[Path, list[SendReceipt]]) -> None:
     with mqstore.MessageStore(store[0], "r") as opened, pytest.raises(TopicNotFoundError):
         list(walk_queue(opened, "nonesuch", 0))
+
+
+def test_what_retention_takes_during_a_step_is_no_gap(
+    store: tuple[Path, list[SendReceipt]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of units that went between the read and the look at its gaps were reported as missing units."""
+    path, receipts = store
+    with mqstore.MessageStore(path) as writer, mqstore.MessageStore(path, "r") as reader:
+        get = reader.get
+
+        def overtaken(*arguments: Any, **options: Any) -> GetResult:
+            found = get(*arguments, **options)
+            if not writer.min_offset:
+                assert writer.drop_before(receipts[800].physical_offset)
+                return replace(found, messages=found.messages[:7])
+            return found
+
+        monkeypatch.setattr(reader, "get", overtaken)
+        items = list(walk_queue(reader, "orders", 0))
+        front, end = writer.offsets("orders", 0)
+
+    assert [item.offset for item in items if isinstance(item, Message)] == [*range(7), *range(front, end)]
+    assert [item for item in items if isinstance(item, Finding)] == []

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 import mqstore as library
 from mqstore import StoreConfig
 from mqstore.layout.record import COMPRESSED
+from mqstore.log.walk import walk_queue
 from tests.conftest import GOLDEN_NAMES, GoldenStore
 from tests.log.support import flip, open_store
 from tests.tools.support import mqstore, process
@@ -255,3 +256,24 @@ def test_an_output_for_which_there_is_no_room_is_named(ten: Path, options: list[
 
     assert result.exit_code == 3
     assert "'/dev/full'" in result.stderr
+
+
+def test_what_comes_while_it_writes_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each queue was written to the end that it had when its turn came."""
+    with open_store(tmp_path / "s") as writer:
+        for queue_id in range(3):
+            writer.put_many("orders", [b"before"] * 10, queue_id=queue_id)
+        writer.dispatch()
+
+        def walk_later(*arguments: Any) -> Iterator[Any]:
+            for queue_id in range(3):
+                writer.put_many("orders", [b"meanwhile"] * 10, queue_id=queue_id)
+            writer.dispatch()
+            yield from walk_queue(*arguments)
+
+        monkeypatch.setattr("mqstore_tools.export.walk_queue", walk_later)
+        result = mqstore("export", tmp_path / "s")
+
+    assert result.exit_code == 0
+    assert {base64.b64decode(row["body"]) for row in lines(result.stdout)} == {b"before"}
+    assert len(lines(result.stdout)) == 30

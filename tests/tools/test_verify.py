@@ -173,24 +173,40 @@ def test_json_with_more_findings_than_people_are_shown_is_whole(tmp_path: Path) 
     assert "... and 1000 more" in shown
 
 
-def test_it_begins_again_when_retention_takes_what_it_was_reading(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("taken", [50, 99])
+def test_it_goes_on_when_retention_takes_what_it_was_about_to_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: int
 ) -> None:
-    with library.MessageStore(tmp_path / "s", config=StoreConfig(segment_bytes=1 << 14)) as store:
-        receipts = [store.put("orders", b"x" * 1000) for _ in range(100)]
-    findings = Verifier.findings
-    runs = []
+    """It began again each time, and ended with a bare FileNotFoundError when the writer was the faster one."""
+    config = StoreConfig(segment_bytes=1 << 14, consumequeue_units=8, index_slots=16, index_entries=8)
+    with library.MessageStore(tmp_path / "s", config=config) as store:
+        receipts = [store.put("orders", b"x" * 1000, keys=f"k{n}") for n in range(100)]
+    with library.MessageStore(tmp_path / "s") as writer:
+        folders = Verifier.folders
 
-    def interrupted(verifier: Verifier) -> Iterator[Finding]:
-        runs.append(verifier)
-        if len(runs) == 1:
-            with library.MessageStore(tmp_path / "s") as writer:
-                assert writer.drop_before(receipts[50].physical_offset)
-        yield from findings(verifier)
+        def interrupted(verifier: Verifier) -> Iterator[Finding]:
+            assert writer.drop_before(receipts[taken].physical_offset)
+            yield from folders(verifier)
 
-    monkeypatch.setattr(Verifier, "findings", interrupted)
-    found = mqstore_json("verify", tmp_path / "s")
+        monkeypatch.setattr(Verifier, "folders", interrupted)
+        found = mqstore_json("verify", tmp_path / "s")
+        kept = writer.offsets("orders")
 
-    assert len(runs) == 2
     assert found["ok"]
-    assert 50 <= found["messages"] < 100
+    assert found["messages"] == kept[1] - kept[0]
+
+
+def test_a_segment_lost_from_the_middle_beside_a_writer_is_found(tmp_path: Path) -> None:
+    """What retention takes is taken from the front."""
+    config = StoreConfig(segment_bytes=1 << 14)
+    with library.MessageStore(tmp_path / "s", config=config) as writer:
+        receipts = [writer.put("orders", b"x" * 1000) for _ in range(100)]
+        writer.flush()
+        writer.dispatch()
+        assert writer.drop_before(receipts[40].physical_offset)
+        lost = receipts[70].physical_offset >> 14 << 14
+        (tmp_path / "s" / "commitlog" / f"{lost:020d}").unlink()
+
+        found = mqstore_json("verify", tmp_path / "s", exit_code=1)["findings"]
+
+    assert (found[0]["kind"], found[0]["file"]) == ("missing_segment", f"commitlog/{lost:020d}")

@@ -18,10 +18,13 @@ from mqstore.files.quiet import QUIET
 from mqstore.layout.compression import MissingPackageError
 from mqstore.log.walk import walk_queue
 from mqstore_tools.render import as_json, finding_line, note, print_json, progress
-from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, within
+from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, note_front, within
 from mqstore_tools.shown import export_row
 
 __all__ = ["export"]
+
+_Bounds = dict[QueueRef, tuple[int, int]]
+"""First and next offset of each queue."""
 
 
 @click.command(
@@ -99,12 +102,14 @@ def export(
             note(as_json({"warning": text}) if json_output else text)
         if topic is not None and not refs:
             store.offsets(topic, queue_id or 0)  # says that there is no such queue
-        total = sum(high - low for low, high in (store.offsets(*ref) for ref in refs))
+        bounds = {ref: store.offsets(*ref) for ref in refs}  # once: what comes meanwhile is not written
+        began = store.min_offset
+        total = sum(high - low for low, high in bounds.values())
         with progress("exporting", lambda: (done, total), of_bytes=False):
             if format_ == "parquet":
                 assert output is not None
                 names = None if columns is None else [name.strip() for name in columns.split(",")]
-                batches = _batches(store, refs, from_offset, names, tell)
+                batches = _batches(store, bounds, from_offset, names, tell)
                 with _named(output), _target(output, directory) as path, _parquet(path, next(batches)) as write:
                     for batch in batches:
                         batch = batch[: None if max_messages is None else max_messages - count]
@@ -114,7 +119,7 @@ def export(
                             break
             else:
                 with _lines(output, directory) as file:
-                    for item in _items(store, refs, from_offset):
+                    for item in _items(store, bounds, from_offset):
                         if max_messages is not None and count >= max_messages:
                             break
                         done += 1
@@ -128,6 +133,8 @@ def export(
                             continue
                         file.write(line + "\n")
                         count += 1
+        ended = store.min_offset
+    note_front(began, ended)
     if json_output and output is not None:
         print_json({"ok": not findings, "messages": count, "queues": len(refs), "findings": findings})
     elif json_output:
@@ -138,9 +145,9 @@ def export(
         ctx.exit(FINDINGS)
 
 
-def _items(store: MessageStore, refs: list[QueueRef], from_offset: int | None) -> Iterator[Message | Finding]:
-    for ref in refs:
-        yield from walk_queue(store, ref.topic, ref.queue_id, from_offset)
+def _items(store: MessageStore, bounds: _Bounds, from_offset: int | None) -> Iterator[Message | Finding]:
+    for ref, (_, high) in bounds.items():
+        yield from walk_queue(store, *ref, from_offset, high)
 
 
 def _not_inflated(store: MessageStore, message: Message, error: Exception) -> Finding:
@@ -158,7 +165,7 @@ def _not_inflated(store: MessageStore, message: Message, error: Exception) -> Fi
 
 def _batches(
     store: MessageStore,
-    refs: list[QueueRef],
+    bounds: _Bounds,
     from_offset: int | None,
     columns: list[str] | None,
     tell: Callable[[Finding], None],
@@ -172,8 +179,8 @@ def _batches(
     policy = Policy(max_rows=50_000, on_corrupt="skip", tell=tell)
     with ColumnReader(store, columns, policy=policy) as reader:
         yield reader.schema
-        for ref in refs:
-            low, high = store.offsets(*ref)
+        for ref, (_, high) in bounds.items():
+            low, _ = store.offsets(*ref)
             yield from reader.queue(*ref, max(low, from_offset or 0), high)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
+from typing import Literal
 
 import click
 
@@ -160,8 +162,8 @@ def _find(
         store.queues(topic)  # an unknown topic is said to be one
         return store.find(topic, key=key, unique_key=unique_key, limit=max_messages)
     _check_queue(store, topic, queue_id)
-    start = store.offsets(topic, queue_id)[0] if offset is None else offset
-    return store.read(topic, queue_id, start, max_messages, tags=tag)
+    start: Literal["earliest"] | int = "earliest" if offset is None else offset
+    return [*islice(store.iter(topic, queue_id, start=start, tags=tag), max_messages)]
 
 
 def _check_queue(store: MessageStore, topic: str, queue_id: int) -> None:

@@ -31,7 +31,7 @@ from mqstore import (
     TopicNotFoundError,
 )
 from mqstore.errors import GroupNotFoundError, InvalidReceiptError, NotPermittedError
-from mqstore_tools.render import safe
+from mqstore_tools.render import note, safe
 
 __all__ = [
     "FINDINGS",
@@ -44,6 +44,7 @@ __all__ = [
     "index_options",
     "java_config",
     "json_option",
+    "note_front",
     "within",
 ]
 
@@ -158,6 +159,12 @@ def findings_told() -> Iterator[None]:
         yield
     finally:
         log.setLevel(before)
+
+
+def note_front(began: int, ended: int) -> None:
+    """Say on stderr that retention has moved the front of the log during a look, if it has."""
+    if ended > began:
+        note(f"the writer's retention has meanwhile moved the front of the log from {began} to {ended}")
 
 
 def within(path: Path, *folders: Path) -> bool:

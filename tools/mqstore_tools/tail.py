@@ -112,12 +112,22 @@ def _newest(
                 findings += [item for item in items if isinstance(item, Finding)]
                 of_queue = [item for item in items if isinstance(item, Message)] + of_queue
             else:
-                of_queue = list(store.iter(*ref, start=start, stop=high, tags=tag)) + of_queue
+                of_queue = list(_between(store, ref, start, high, tag)) + of_queue
             high = start
             step = min(2 * step, 4096)
         newest += of_queue[-count:] if count else []
     newest.sort(key=lambda message: (message.store_timestamp_ms, message.physical_offset))
     return newest[-count:] if count else []
+
+
+def _between(store: MessageStore, ref: QueueRef, start: int, stop: int, tag: str) -> Iterator[Message]:
+    """Messages of offsets [start, stop), or of those that retention has left."""
+    while True:
+        try:
+            yield from store.iter(*ref, start=start, stop=stop, tags=tag)
+            return
+        except OffsetOutOfRangeError as error:  # before the first message
+            start = error.min_offset
 
 
 def _coming(

@@ -13,13 +13,20 @@ from mqstore.broker.configchecks import CONFIG_CHECKS
 from mqstore.files.quiet import QUIET
 from mqstore.log.verify import Verifier
 from mqstore_tools.render import as_json, console, finding_line, note, progress, show_bytes
-from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, index_options, java_config, json_option
+from mqstore_tools.shared import (
+    FINDINGS,
+    StoreCommand,
+    directory_argument,
+    index_options,
+    java_config,
+    json_option,
+    note_front,
+)
 
 __all__ = ["verify"]
 
 _MANY = 1000
 """Findings that people are shown; programs get all of them."""
-_ATTEMPTS = 5
 
 
 @click.command(
@@ -43,23 +50,16 @@ def verify(
     finding means, and `recover` mends what can be mended.
     """
     out = _Output(json_output=json_output)
-    for attempt in range(_ATTEMPTS):
-        with MessageStore(directory, "r", config=java_config(index_slots, index_entries), fs=QUIET) as store:
-            verifier = store.verifier(CONFIG_CHECKS)
-            try:
-                with progress("verifying", _progress_of(verifier)):
-                    for finding in verifier.findings():
-                        out.add(finding)
-            except FileNotFoundError:
-                # The writer's retention unlinked what we were about to read: what is left is to be looked at anew.
-                if out.started or attempt == _ATTEMPTS - 1:
-                    raise
-                out = _Output(json_output=json_output)
-                continue
-            out.end(verifier.messages, verifier.bytes)
-            for text in store.foreign():
-                note(text)
-            break
+    with MessageStore(directory, "r", config=java_config(index_slots, index_entries), fs=QUIET) as store:
+        verifier = store.verifier(CONFIG_CHECKS)
+        began = verifier.front
+        with progress("verifying", _progress_of(verifier)):
+            for finding in verifier.findings():
+                out.add(finding)
+        out.end(verifier.messages, verifier.bytes)
+        for text in store.foreign():
+            note(text)
+        note_front(began, verifier.front)
     if out.kinds:
         ctx.exit(FINDINGS)
 

@@ -27,6 +27,7 @@ from typing import Any, Final, NamedTuple, cast
 import numpy as np
 
 from mqstore.broker.names import POP_LOG_TOPIC
+from mqstore.errors import OffsetOutOfRangeError
 from mqstore.layout.javahash import java_hash
 from mqstore.layout.properties import TAGS
 from mqstore.log.columns import Binary
@@ -162,10 +163,15 @@ class PopLog:
         """Everything from position `start` on, in order. Damaged records, and bodies that are no JSON object, are
         passed over and logged: what they said is taken as not said, which redelivers and never loses."""
         hashes = {java_hash(kind): kind for kind in KINDS}
-        position = max(start, self.bounds()[0])
-        while position < (end := self.bounds()[1]):
+        low, end = self.bounds()
+        position = max(start, low)
+        while position < end:
             names = ["queue_offset", "tags_code", "body"]
-            columns = self._store.read_columns(POP_LOG_TOPIC, 0, position, min(_CHUNK, end - position), names)
+            try:
+                columns = self._store.read_columns(POP_LOG_TOPIC, 0, position, min(_CHUNK, end - position), names)
+            except OffsetOutOfRangeError as error:  # retention, beside whoever looks
+                position = max(position + 1, error.min_offset)
+                continue
             places = cast("np.ndarray[Any, Any]", columns["queue_offset"]).tolist()
             codes = cast("np.ndarray[Any, Any]", columns["tags_code"]).astype(np.int32).tolist()
             for place, code, body in zip(places, codes, _bodies(cast(Binary, columns["body"])), strict=True):

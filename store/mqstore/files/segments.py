@@ -294,6 +294,8 @@ class SegmentRun:
         last files are removed, a short last one is extended with zeros. Whatever was found amiss is returned."""
         problems: list[LoadProblem] = []
         found = self._list(problems)
+        if not self.writable:
+            found = self._settled(found)
         if self.writable:
             at = len(problems)
             while found and found[-1].length == 0:
@@ -324,7 +326,7 @@ class SegmentRun:
         """List the folder again, for readers of a store that another process writes: new segments appear, removed
         ones vanish, mappings that somebody holds stay valid. True when anything changed."""
         assert not self.writable, "a writer knows its segments"
-        listed = self._list([])
+        listed = self._settled(self._list([]))
         self._clip(listed)
         found = {segment.start: segment for segment in listed if segment.length > 0}
         with self._lock:
@@ -342,6 +344,12 @@ class SegmentRun:
             for segment in found.values():
                 segment.length = min(segment.length, segment.size)
         return changed
+
+    def is_gone(self, segment: Segment) -> bool:
+        """Whether a segment, whose file was not found, is none of the run any more. A reader lists the folder again."""
+        if not self.writable:
+            self.refresh()
+        return self._by_start.get(segment.start) is not segment
 
     def _is_replaced(self, segment: Segment) -> bool:
         """Whether its name is another file's by now than the one that is mapped, which nobody writes to any more."""
@@ -393,6 +401,24 @@ class SegmentRun:
             else:
                 found.append(Segment(start, self.segment_bytes, length, path))
         return found  # twenty digits each: sorted by name is sorted by start
+
+    def _settled(self, listed: list[Segment]) -> list[Segment]:
+        """Return what a reader has listed without the gaps that a writer made meanwhile: a listing may show a name that
+        is unlinked later, and not one that is made earlier. A gap between two files that are there is a real one."""
+        found: list[Segment] = []
+        for segment in listed:
+            while found and found[-1].end < segment.start:
+                between = found[-1].end
+                path = str(self.directory / segment_name(between))
+                with contextlib.suppress(FileNotFoundError):
+                    found.append(Segment(between, self.segment_bytes, self._fs.size(path), path))
+                    continue
+                # Retention unlinks the first one first: was it at work, the files before the gap are gone by now.
+                while found and not self._fs.exists(found[0].path):
+                    del found[0]
+                break
+            found.append(segment)
+        return found
 
     def _clip(self, found: list[Segment]) -> None:
         """Let the files of a reader end at `limit`."""

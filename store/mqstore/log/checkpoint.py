@@ -28,6 +28,9 @@ class CheckpointFile:
             return False
         try:
             data = self._fs.pread(fd, ENCODED_BYTES, 0)
+            # A writer may be in the middle of it: a read is not all of one moment.
+            while data != (again := self._fs.pread(fd, ENCODED_BYTES, 0)):
+                data = again
         finally:
             self._fs.close(fd)
         self.current = decode(data)

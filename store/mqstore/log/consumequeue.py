@@ -133,6 +133,12 @@ class ConsumeQueue(Queue):
                 end = segment * per + used
                 break
         self.max_offset = self.next_offset = end
+        if end == self.first_offset() and self._is_front_gone():
+            self.load(exact=exact)  # between the listing and the look at what it has listed
+
+    def _is_front_gone(self) -> bool:
+        """Whether another process's retention has taken the first file that is known of."""
+        return bool(self._starts) and not os.path.exists(self._path(self._starts[0]))
 
     def _used_units(self, segment: int, *, exact: bool) -> int:
         per = self._table.units_per_segment
@@ -181,6 +187,8 @@ class ConsumeQueue(Queue):
                     self.min_offset = min(self.min_offset, self.max_offset)
                     self.cut_to = self.max_offset
                     self.cuts += 1
+            elif known == self.first_offset() and self._is_front_gone():
+                self.load(exact=False)
             self._grow()
 
     def _grow(self) -> None:

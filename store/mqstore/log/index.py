@@ -14,7 +14,7 @@ import os
 import threading
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -275,16 +275,29 @@ class Index:
         if present - {file.name for file in self.files}:
             self.load()
 
+    def headers(self) -> Iterator[tuple[IndexFile, IndexHeader]]:
+        """Yield the files and their headers, but for files that another process's retention has taken."""
+        for file in self.files:
+            try:
+                header = file.header
+            except FileNotFoundError:
+                continue
+            yield file, header
+
     def check(self, *, live: bool = False) -> list[Finding]:
         """What is wrong in the files' bytes. That the log's keys are all there is for `verify` to find out. `live`:
         another process may be filling the newest file, of which nothing can then be said."""
         return [finding for file in self.files for finding in self.check_file(file, live=live)]
 
     def check_file(self, file: IndexFile, *, live: bool = False) -> list[Finding]:
-        """As `check`, of one file."""
-        if live and not self._writable and file.header.next_entry < self.entries_per_file:
-            return []  # slots, entries and header are never all of one moment
-        problems = check_index(file.mapping, self.slots, self.entries_per_file)
+        """As `check`, of one file; nothing of one that another process's retention has taken."""
+        try:
+            if live and not self._writable and file.header.next_entry < self.entries_per_file:
+                return []  # slots, entries and header are never all of one moment
+            mapping = file.mapping
+        except FileNotFoundError:
+            return []
+        problems = check_index(mapping, self.slots, self.entries_per_file)
         return [Finding("bad_index", f"index/{file.name}", at, 0, f"{field}: {text}") for at, field, text in problems]
 
     @property

@@ -43,7 +43,7 @@ from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.inbox import inbox_state
 from mqstore.log.names import is_path_safe
 from mqstore.log.published import PublishedFiles
-from mqstore.log.scanner import Bad, End, Good, scan_log
+from mqstore.log.scanner import Bad, End, Good, scan_log, until_torn
 from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
 
@@ -75,22 +75,12 @@ def inspect_store(
     >>> found["commitlog"]["messages"], found["topics"]["orders"]["queues"]["0"]["max_offset"], found["clean_shutdown"]
     (1, 1, True)
     """
-    for attempt in range(3):
-        live = writer_alive(path, fs)
-        try:
-            return _inspect(Path(path), config, progress, fs, live=live)
-        except FileNotFoundError as error:
-            # Retention unlinked a segment between the listing and our look at it; what is left is a store still.
-            if isinstance(error, MQStoreError) or attempt == 2:
-                raise
-    raise AssertionError
-
-
-def _inspect(
-    path: Path, config: StoreConfig | None, progress: Callable[[int, int], None] | None, fs: FileSystem, *, live: bool
-) -> dict[str, Any]:
+    path = Path(path)
     problems: list[str] = []
+    live = writer_alive(path, fs)
     with MessageStore(path, "r", config=config, fs=fs) as store:
+        if live:
+            store.stop_at(store.listed_end())
         manifest = store.manifest
         problems += manifest.problems
         problems += [f"{os.path.basename(p.file)}: {p.kind}: {p.detail}" for p in store._load_problems]
@@ -111,12 +101,12 @@ def _inspect(
                 "min_physical_offset": first,
                 "max_physical_offset": end,
             }
-        commitlog, undispatched, torn = _walk_log(store, dispatched, problems, progress)
+        commitlog, undispatched, torn = _walk_log(store, dispatched, problems, progress, live=live)
         checkpoint = store._checkpoint.current
         if torn and not live:
             problems.append(torn)
         index_limit = store._index.entries_per_file
-        entries = sum(min(max(0, file.header.next_entry - 1), index_limit) for file in store._index.files)
+        entries = sum(min(max(0, header.next_entry - 1), index_limit) for _, header in store._index.headers())
         found = {
             "path": os.fspath(path),
             "profile": manifest.profile,
@@ -190,7 +180,12 @@ def _physical_bounds(queue: ConsumeQueue) -> tuple[int, int]:
 
 
 def _walk_log(
-    store: MessageStore, dispatched: int, problems: list[str], progress: Callable[[int, int], None] | None
+    store: MessageStore,
+    dispatched: int,
+    problems: list[str],
+    progress: Callable[[int, int], None] | None,
+    *,
+    live: bool,
 ) -> tuple[dict[str, Any], int, str]:
     """(the commitlog's part, bytes of whole records at or beyond `dispatched` that a queue should list, "" or what
     stands at the end of the log that is no record)."""
@@ -211,7 +206,14 @@ def _walk_log(
     }
     first = run.min_offset
     end, undispatched, torn = first, 0, ""
-    for event in scan_log(run, first, store._checksum, checksums=False) if segments else ():
+
+    def go_on_at(front: int) -> None:
+        for start in [start for start in segments if start < front]:
+            del segments[start]
+
+    events = scan_log(run, first, store._checksum, checksums=False, on_front=go_on_at)
+    # What lies before the end that is looked at beside a writer was written whole.
+    for event in until_torn(events, lambda: 1 << 62 if live else store.watermark()) if segments else ():
         if isinstance(event, Good):
             entry = segments[event.base]
             stamps = event.headers.store_timestamp_ms
@@ -238,7 +240,7 @@ def _walk_log(
                 torn = f"commitlog/{where:020d}: the log ends at {event.position - where}: {event.detail}"
     return (
         {
-            "min_offset": first,
+            "min_offset": min(segments, default=end) if first else first,
             "max_offset": end,
             "segment_bytes": size,
             "messages": sum(entry["messages"] for entry in segments.values()),

@@ -368,9 +368,13 @@ class StoreReader:
             count = min(limit - position, max(1, max_messages - len(messages)))
             if unit_filter is not None:
                 count = min(limit - position, max(count, 256))
+            before = position
             found, position, stop = self._views(
                 queue, position, count, unit_filter, max_messages - len(messages), budget, not messages
             )
+            if before < queue.min_offset and not (found and found[0].offset == before):
+                position = before  # retention took what comes here, and perhaps many behind: who asks for it is told
+                break
             messages += found
             if stop:
                 break
@@ -572,8 +576,7 @@ class StoreReader:
         if not live.all():
             chosen = np.flatnonzero(live)
             if (sizes <= 0).any():  # retention may have taken the file they were in
-                self._find_news()
-                queue.correct_min(self._first_kept())
+                self._find_front(queue)
         if chosen is None and count > max_messages:
             chosen = np.arange(max_messages)
             after, stop = offset + max_messages, True
@@ -603,6 +606,9 @@ class StoreReader:
             buffer, good = checked.buffer, checked.good
             if buffer is None and physical[low] < self._first_kept():
                 queue.correct_min(self._first_kept())  # retention took it meanwhile
+                if stretches:  # to be told when it is asked for
+                    after, stop = int(slots[low]), True
+                    break
                 continue
             if not good.all():
                 self._check_open()  # a close meanwhile takes the segments away: no damage, and nothing to pass over
@@ -633,6 +639,12 @@ class StoreReader:
         return stretches, after, stop
 
     _passes_over_bad = True
+
+    def _find_front(self, queue: ConsumeQueue) -> int:
+        """Return the first offset of `queue` that retention has left by now. Lists the log again."""
+        self._find_news()
+        queue.correct_min(self._first_kept())
+        return queue.min_offset
 
     def _first_kept(self) -> int:
         """Where the log begins, as far as this process knows."""
@@ -898,6 +910,8 @@ class StoreReader:
                 if start + size <= len(buffer) and size >= 91:
                     return slot, Message(Few(queue.ref, buffer, unit, slot), start, slot).store_timestamp_ms
             slot += 1
+            if there is None and size != VOID_SIZE:  # retention may have taken it, and many behind it
+                slot = max(slot, self._find_front(queue))
         return end, None
 
     # -- iteration --------------------------------------------------------------------------------------------------
@@ -914,12 +928,18 @@ class StoreReader:
     ) -> Iterator[Message]:
         """Messages of one queue in order, or with `queue_id` None of all queues of the topic merged by store time.
 
-        `start`: a word, a time, or (one queue) an offset; `stop`: the offset to end before. With `follow` it waits for
-        more, for ever; of several queues it then yields what has come, merged within each round. Where a writer has
-        had to cut what a reader had seen already, following goes on there, and the log says so.
+        `start`: a word, a time, or (one queue) an offset; `stop`: the offset to end before, or None for the end as of
+        now. With `follow` it waits for more, for ever; of several queues it then yields what has come, merged within
+        each round. Where a writer has had to cut what a reader had seen already, following goes on there, and the log
+        says so. The same holds where retention overtakes the reader. An offset as `start` that is not there is an
+        OffsetOutOfRangeError.
         """
         if queue_id is not None:
-            yield from self._iter_queue(self._queue(topic, queue_id), start, stop, follow, tags)
+            queue = self._queue(topic, queue_id)
+            position, named = self._start_of(queue, start), isinstance(start, int)
+            if stop is None and not follow and position <= queue.max_offset:
+                stop = queue.max_offset
+            yield from self._iter_queue(queue, position, stop, follow, tags, named=named)
             return
         if isinstance(start, int) or stop is not None:
             raise InvalidMessageError("start and stop as offsets belong to one queue: give queue_id=", "start")
@@ -973,10 +993,18 @@ class StoreReader:
         return queue.min_offset if start == "earliest" else queue.max_offset
 
     def _iter_queue(
-        self, queue: ConsumeQueue, start: str | datetime | int, stop: int | None, follow: bool, tags: str | None
+        self,
+        queue: ConsumeQueue,
+        start: int,
+        stop: int | None,
+        follow: bool,
+        tags: str | None,
+        *,
+        named: bool = False,
     ) -> Generator[Message, None, int]:
-        """Messages of `queue`; the value at the end is the offset behind all that was looked at."""
-        position = self._start_of(queue, start)
+        """Messages of `queue`; the value at the end is the offset behind all that was looked at. `named`: a user asked
+        for offset `start`, and is told when it is not there."""
+        position = start
         size = 32
         cuts = queue.cuts
         while stop is None or position < stop:
@@ -987,6 +1015,13 @@ class StoreReader:
                 if position > queue.cut_to:
                     position = self._back_to_cut(queue, position)
                     continue
+            if result.status == "OFFSET_TOO_SMALL" and not (named and position == start):
+                _log.warning(
+                    "%s: retention has dropped offsets %d to %d of %s/%d before they were read; reading goes on at %d",
+                    *(self.path, position, result.min_offset - 1, queue.topic, queue.queue_id, result.min_offset),
+                )
+                position = result.min_offset
+                continue
             if result.status in ("OFFSET_TOO_SMALL", "OFFSET_OVERFLOW_BADLY"):
                 raise OffsetOutOfRangeError(
                     f"offset {position} of {queue.topic}/{queue.queue_id} is not between "

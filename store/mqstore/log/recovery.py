@@ -55,9 +55,11 @@ from mqstore.log.scanner import (
     scan_log,
     sort_out,
     strays_in_front,
+    until_torn,
     used_end,
 )
 from mqstore.log.verify import Wanted, index_faults
+from mqstore.log.watermark import first_record_time, watermark
 
 __all__ = [
     "Progress",
@@ -65,8 +67,6 @@ __all__ = [
     "given_out",
     "has_unlisted",
     "recover",
-    "watermark_of",
-    "written_end",
 ]
 
 _log = logging.getLogger("mqstore")
@@ -134,22 +134,15 @@ def recover(
         return _Recovery(parts, problems, options, progress, whole=True).run()
 
 
-def watermark_of(parts: Parts) -> int:
-    """F, for who is about to make a store look as if a writer had been killed (9.8). The log must not be empty."""
-    options = RecoverOptions(full=True, dry_run=True)
-    return _Recovery(parts, (), options, None, whole=True)._watermark(parts.run.starts[0])
-
-
 def has_unlisted(parts: Parts) -> bool:
     """Whether recovery will give a record its first unit: there is one behind the end of its queue. Reads headers from
     S on, up to the first such record; changes nothing."""
     if not parts.run.starts:
         return False
     recovery = _Recovery(parts, (), RecoverOptions(dry_run=True), None, whole=False)
-    flushed = parts.checkpoint.flushed
-    for event in scan_log(parts.run, recovery._scan_start(), parts.checksum, checksums=False):
-        if isinstance(event, Bad) and flushed is not None and event.start >= flushed:
-            return False  # a torn tail: what is whole behind it is cut
+    start = recovery._scan_start()
+    found = scan_log(parts.run, start, parts.checksum, checksums=False)
+    for event in until_torn(found, lambda: recovery._watermark(start)):
         if not isinstance(event, Good):
             continue
         rows = parts.queues.rows_of(event.buffer, event.headers, event.base)
@@ -179,15 +172,6 @@ def given_out(queue: ConsumeQueue, first: int, seen: int, end: int) -> int:
         if len(beyond):
             return at + int(beyond[0])
     return max(first, queue.max_offset)
-
-
-def written_end(run: SegmentRun, start: int, checksum: Checksum) -> int:
-    """The end of a log that ended cleanly, as lengths alone lead to it from `start`, where a segment begins: a record
-    whose bytes do not verify had been written."""
-    end = start
-    for event in scan_log(run, start, checksum, checksums=False):
-        end = event.position if isinstance(event, End) else event.end
-    return end
 
 
 class _WholeLogNeededError(Exception):
@@ -383,39 +367,10 @@ class _Recovery:
     def _watermark(self, start: int) -> int:
         """F: a bad record below it is damage."""
         parts = self.parts
-        checkpoint = parts.checkpoint
-        if checkpoint.flushed is not None:
-            return max(checkpoint.flushed, checkpoint.clean_end or 0) if parts.clean else checkpoint.flushed
-        if parts.clean:
-            return written_end(parts.run, start, parts.checksum)
-        stamp = checkpoint.physic_msg_timestamp_ms
-        if stamp <= 0:
-            return self.first
-        # A Java store: what was stored before that time had been flushed. Times grow along the log, so look at the
-        # first record of each segment, then inside the last one that begins before.
-        starts = parts.run.starts
-        begin = starts[0]
-        for candidate in starts:
-            first = self._first_record_time(candidate)
-            if first is not None and first < stamp:
-                begin = candidate
-        for event in scan_log(parts.run, begin, parts.checksum, checksums=False):
-            if isinstance(event, Good):
-                late = np.flatnonzero(event.headers.store_timestamp_ms >= stamp)
-                if len(late):
-                    return event.base + int(event.headers.positions[late[0]])
-            elif isinstance(event, End):
-                return event.position
-        return self.first
+        return watermark(parts.run, parts.checkpoint, parts.checksum, clean=parts.clean, start=start)
 
     def _first_record_time(self, start: int) -> int | None:
-        """Store time of the record at the start of a segment; None when it does not verify."""
-        segment = self.parts.run.find(start)
-        assert segment is not None
-        buffer = self.parts.run.mapping(segment)
-        if check_record(buffer, 0, len(buffer), start, self.parts.checksum).status != "ok":
-            return None
-        return decode_record(buffer, 0).store_timestamp_ms or None
+        return first_record_time(self.parts.run, start, self.parts.checksum)
 
     def _scan_start(self) -> int:
         """S (9.8), always the start of a segment."""
@@ -500,48 +455,45 @@ class _Recovery:
         parts, report = self.parts, self.report
         run = parts.run
         start = self._scan_start()
-        watermark = self._watermark(start)
+        mark = self._watermark(start)
         gap = self._gap_in_front()
-        if gap is not None and gap.start >= watermark:  # none of it was synced: the log ends before it began
+        if gap is not None and gap.start >= mark:  # none of it was synced: the log ends before it began
             self.first = start = gap.start
         elif gap is not None:
             self._note_damage(gap)
             gap = None
         report.scanned_from = start
         doomed_index, index_from = self._plan_index(start)
-        self._begin(watermark, start, index_from)
+        self._begin(mark, start, index_from)
         read_from = min(start, max([s for s in run.starts if s <= index_from], default=start))
         total = run.end - read_from
         end = read_from
         tail = ""
         blank = False
         torn: Bad | None = None
-        for event in scan_log(run, read_from, parts.checksum) if gap is None else (gap,):
+        events = scan_log(run, read_from, parts.checksum) if gap is None else (gap,)
+        for event in until_torn(events, lambda: 0 if self.options.truncate else mark):
             if isinstance(event, Good):
                 self._take(event, start, index_from)
                 end = event.end
                 if self.progress is not None:
                     self.progress(end - read_from, total)
             elif isinstance(event, Bad):
-                if event.start >= watermark or self.options.truncate:
-                    end = event.start
-                    torn = event
-                    break
                 self._note_damage(event)
                 end = event.end
             else:
-                end = event.position
-                tail = event.detail
-                blank = not tail
+                end, torn = event.position, event.torn
+                tail = event.detail if torn is None else ""
+                blank = torn is None and not tail
         if start > self.first and any(
             queue.directory in self.shortened and queue not in self.next_slot for queue in parts.queues
         ):
             raise _WholeLogNeededError  # the file may have been cut: records before the range may lack their units
         self.report.log_end = end
-        if end < watermark and not self.options.truncate:
+        if end < mark and not self.options.truncate:
             name, at = self._where(end)
             report.findings.append(
-                Finding("lost_tail", name, at, watermark - end, f"the log once reached {watermark} and was synced")
+                Finding("lost_tail", name, at, mark - end, f"the log once reached {mark} and was synced")
             )
         cuts, damaged = self._plan_cut(end, torn, blank=blank)
         if self.options.salvage is not None:
@@ -552,7 +504,7 @@ class _Recovery:
             self.salvage_segments.update(begin - begin % run.segment_bytes for begin, _ in cuts)
         self._salvage()
         # Of a torn record alone nothing was promised. What was synced, or is whole, may be its only copy.
-        keep = torn is not None or end < watermark or self.options.keep_cut is not None
+        keep = torn is not None or end < mark or self.options.keep_cut is not None
         self._cut(end, cuts, self._why_cut(torn, tail), keep=keep)
         self._finish_queues(start, end)
         self._finish_index(doomed_index, end)

@@ -4,14 +4,19 @@
     Bad    bytes that are no record, with a record that verifies somewhere behind them
     End    nothing behind this position verifies: here the log ends, or its readable part
 
-What Bad and End mean - torn or damaged, cut or passed over - is for the reader to say. Reads through the segments'
-mappings only; at most one stretch of headers is in memory at a time, however long the log.
+`until_torn` says where bad bytes are damage and where they are a torn tail, for everybody who has to know. Reads
+through the segments' mappings only; at most one stretch of headers is in memory at a time, however long the log.
+
+Beside a writer the front of the log moves: its retention unlinks the oldest segment. A walk that was given `on_front`
+goes on at the new front, and says so by calling it; without, FileNotFoundError ends the walk. A segment that vanishes
+while older ones are there is no work of retention, and is missing.
 """
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Collection, Generator, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeVar
@@ -34,6 +39,7 @@ __all__ = [
     "End",
     "Event",
     "Good",
+    "OnFront",
     "first_good_in",
     "first_slot_in_range",
     "join_segments",
@@ -42,6 +48,7 @@ __all__ = [
     "scan_segment",
     "sort_out",
     "strays_in_front",
+    "until_torn",
     "used_end",
 ]
 
@@ -78,8 +85,12 @@ class End:
 
     position: int
     detail: str
+    torn: Bad | None = None
+    """Bad bytes at `position` with whole records behind them, none of which is of the log (`until_torn`)."""
 
 
+OnFront = Callable[[int], None]
+"""Called with the physical offset where a walk goes on, when retention has taken what it was about to read."""
 Event = Good | Bad | End
 
 
@@ -99,7 +110,9 @@ def used_end(run: SegmentRun, segment: Segment, start: int = 0) -> int:
     return content_end(buffer, start, max(start, min(len(buffer), run.data_end(segment, start))))
 
 
-def scan_log(run: SegmentRun, start: int, checksum: Checksum, *, checksums: bool = True) -> Iterator[Event]:
+def scan_log(
+    run: SegmentRun, start: int, checksum: Checksum, *, checksums: bool = True, on_front: OnFront | None = None
+) -> Iterator[Event]:
     """What the log holds from physical offset `start` on, in order; the last event is an `End`.
 
     `checksums` False trusts bytes as dispatch does: lengths, magic and the record's own offset are still checked.
@@ -109,7 +122,17 @@ def scan_log(run: SegmentRun, start: int, checksum: Checksum, *, checksums: bool
     def read(segment: Segment, at: int) -> Generator[Good | Bad, None, int]:
         return scan_segment(run, segment, at, checksum, checksums=checksums, blank=blank)
 
-    return join_segments(run, start, checksum, read, blank)
+    return join_segments(run, start, checksum, read, blank, on_front)
+
+
+def until_torn(events: Iterable[T | Bad | End], watermark: Callable[[], int]) -> Iterator[T | Bad | End]:
+    """Yield the events of a log up to its end, which is at the first bad bytes at or beyond its watermark. `Bad` then
+    means damage. `watermark` is called only if there are bad bytes, since it may have to be found out."""
+    for event in events:
+        if isinstance(event, Bad) and event.start >= watermark():
+            yield End(event.start, event.detail, event)
+            return
+        yield event
 
 
 def scan_segment(
@@ -191,76 +214,87 @@ def join_segments(
     checksum: Checksum,
     read: Callable[[Segment, int], Generator[T | Bad, None, int]],
     blank: Collection[int] = (),
+    on_front: OnFront | None = None,
 ) -> Iterator[T | Bad | End]:
     """What `read` tells of each segment from physical offset `start` on, and what lies between: segments that are
     missing, or hold nothing any more from some place on. The last event is an `End`.
 
     `read(segment, position)` is `scan_segment`, or who knows already what that would say, and returns as it does. Where
-    it adds to `blank` is not looked at again.
+    it adds to `blank` is not looked at again. Segments that come meanwhile are not read.
     """
     position = start
+    stop = run.end
     doubted = -1
-    starts = run.starts
-    index = next((i for i, s in enumerate(starts) if s + run.segment_bytes > start), len(starts))
-    if index < len(starts) and starts[index] > start:
-        position = starts[index]  # the front was dropped
-    while index < len(starts):
-        segment = run.find(starts[index])
-        assert segment is not None
-        at = yield from read(segment, position - segment.start)
-        if at >= run.segment_bytes:
-            # Full to its end. Is the next one there?
-            position = segment.end
-            index += 1
-            if index < len(starts) and starts[index] != position:
-                following = _next_good(run, index, checksum)
+    at_front = True
+    while (segment := _next_segment(run, position, stop)) is not None:
+        try:
+            if at_front:
+                position = max(position, segment.start)  # the front was dropped
+                at_front = False
+            elif segment.start > position and on_front is not None and segment.start == run.min_offset:
+                position = segment.start  # whoever takes the events has listed the log again
+                on_front(position)
+            elif segment.start > position:
+                following = _next_good(run, position, stop, checksum)
                 if following is None:
-                    yield End(position, "")
-                    return
-                index, found_at = following
-                yield Bad(
-                    "missing_segment",
-                    position,
-                    found_at,
-                    f"no file holds [{position}, {starts[index]})",
-                )
-                position = found_at
-            continue
-        # The rest of this segment holds no record.
-        buffer = run.mapping(segment)
-        short = len(buffer) < run.segment_bytes
-        following = _next_good(run, index + 1, checksum)
-        here = segment.start + at
-        if short and here == run.limit:
-            detail = ""  # what lies behind is none of a reader's business
-        elif short and at >= len(buffer):
-            detail = f"the file ends after {len(buffer)} of {run.segment_bytes} bytes"
-        elif here in blank or used_end(run, segment, at) == at:
-            detail = ""
-        else:
-            detail = check_record(buffer, at, len(buffer), here, checksum).detail
-        if following is None:
-            yield End(here, detail)
-            return
-        if not short and here != doubted and check_record(buffer, at, len(buffer), here, checksum).status != "bad":
-            # As in `scan_segment`: the writer has gone on, here and then to the next segment.
-            position = doubted = here
-            continue
-        index, found_at = following
-        yield Bad("segment_size" if short else "bad_record", here, found_at, detail or "zeros where records should be")
-        position = found_at
+                    break
+                found_in, found = following
+                yield Bad("missing_segment", position, found, f"no file holds [{position}, {found_in.start})")
+                position, segment = found, found_in
+            at = yield from read(segment, position - segment.start)
+            if at >= run.segment_bytes:
+                position = segment.end  # full to its end
+                continue
+            # The rest of this segment holds no record.
+            buffer = run.mapping(segment)
+            short = len(buffer) < run.segment_bytes
+            following = _next_good(run, segment.end, stop, checksum)
+            here = segment.start + at
+            if short and here == run.limit:
+                detail = ""  # what lies behind is none of a reader's business
+            elif short and at >= len(buffer):
+                detail = f"the file ends after {len(buffer)} of {run.segment_bytes} bytes"
+            elif here in blank or used_end(run, segment, at) == at:
+                detail = ""
+            else:
+                detail = check_record(buffer, at, len(buffer), here, checksum).detail
+            if following is None:
+                yield End(here, detail)
+                return
+            if not short and here != doubted and check_record(buffer, at, len(buffer), here, checksum).status != "bad":
+                # As in `scan_segment`: the writer has gone on, here and then to the next segment.
+                position = doubted = here
+                continue
+            kind: Literal["bad_record", "segment_size"] = "segment_size" if short else "bad_record"
+            yield Bad(kind, here, following[1], detail or "zeros where records should be")
+            position = following[1]
+        except FileNotFoundError:
+            if on_front is None or not run.is_gone(segment):
+                raise
+            if not run.starts or run.min_offset > segment.start:
+                # Retention may have passed all that a reader with a limit sees.
+                position = run.min_offset if run.starts else stop if run.limit is None else min(stop, run.limit)
+                on_front(position)
     yield End(position, "")
 
 
-def _next_good(run: SegmentRun, index: int, checksum: Checksum) -> tuple[int, int] | None:
-    """(index of the segment, position) of the first record that verifies in segments `index` and later."""
-    starts = run.starts
-    for i in range(index, len(starts)):
-        segment = run.find(starts[i])
-        assert segment is not None
+def _next_segment(run: SegmentRun, position: int, stop: int) -> Segment | None:
+    """The segment that holds `position`, or the first one behind; none that begins at `stop` or behind."""
+    here = run.find(position)
+    if here is None:
+        starts = run.starts
+        index = bisect_left(starts, position)
+        here = run.find(starts[index]) if index < len(starts) else None
+    return here if here is not None and here.start < stop else None
+
+
+def _next_good(run: SegmentRun, position: int, stop: int, checksum: Checksum) -> tuple[Segment, int] | None:
+    """The first record that verifies in the segments from `position` on, up to `stop`: (its segment, where it is)."""
+    while (segment := _next_segment(run, position, stop)) is not None:
         found = first_good_in(run, segment, 0, checksum)
         if found is not None:
-            return i, found
+            return segment, found
+        position = segment.end
     return None
 
 

@@ -44,7 +44,7 @@ from mqstore.files.limit import free_descriptors
 from mqstore.files.lock import WriterLock, writer_alive
 from mqstore.files.segments import LoadProblem, SegmentRun, segment_name
 from mqstore.layout.checkpoint import Checkpoint
-from mqstore.layout.consumequeue import VOID_SIZE
+from mqstore.layout.consumequeue import VOID_SIZE, is_message
 from mqstore.layout.hosts import encode_host
 from mqstore.log import manifest as manifests
 from mqstore.log.checkpoint import CheckpointFile
@@ -53,16 +53,17 @@ from mqstore.log.consumequeue import ConsumeQueue, QueueTable
 from mqstore.log.inbox import CreateTopics, Inbox
 from mqstore.log.index import Index
 from mqstore.log.queueends import note_ends
-from mqstore.log.recovery import Outcome, Parts, Progress, RecoverOptions, has_unlisted, recover, written_end
+from mqstore.log.recovery import Outcome, Parts, Progress, RecoverOptions, has_unlisted, recover
 from mqstore.log.report import Finding, RecoveryReport
 from mqstore.log.reput import Dispatcher
 from mqstore.log.retention import disk_ratio, expired_before
-from mqstore.log.scanner import End, scan_log
+from mqstore.log.scanner import End, scan_log, until_torn
 from mqstore.log.shard import Limits
 from mqstore.log.splice import Splicer, SpliceResult, Undone, undo, would_undo
 from mqstore.log.stats import StoreStats
 from mqstore.log.txn import TXN_FILE, Intent, IntentWatch, TxnFile
 from mqstore.log.verify import Verifier
+from mqstore.log.watermark import watermark, written_end
 from mqstore.log.writer import StoreWriter
 from mqstore.options import Durability, Duration, Profile, Retention, StoreConfig, delay_table_ms, seconds
 from mqstore.signalsafe import Bell, is_held_here
@@ -87,6 +88,10 @@ _INBOX_MS = 2_000
 
 
 _open_stores: weakref.WeakSet[MessageStore] = weakref.WeakSet()
+
+
+def _unnoticed(front: int) -> None:
+    """For a walk to which it is all the same where the log begins."""
 
 
 def _close_all() -> None:
@@ -342,7 +347,8 @@ class MessageStore(StoreWriter):
 
     def _has_records(self) -> bool:
         """Whether anything is in the log, listed or not."""
-        return not isinstance(next(scan_log(self._run, self._run.min_offset, self._checksum, checksums=False)), End)
+        events = scan_log(self._run, self._run.min_offset, self._checksum, checksums=False, on_front=_unnoticed)
+        return not isinstance(next(events), End)
 
     def _have_queues_lost(self) -> bool:
         """Whether queues have not the files or ends that the last clean close noted."""
@@ -432,6 +438,39 @@ class MessageStore(StoreWriter):
         report.findings[:0] = undone.findings
         report.truncated[:0] = undone.truncated
         report.changed |= bool(undone.findings)
+
+    def watermark(self) -> int:
+        """Return the physical offset below which bad bytes are damage, and not a torn tail (store-format 9.8). Of a
+        store opened for reading that no writer has open, and whose log is not empty; may read much of the log."""
+        return watermark(self._run, self._checkpoint.current, self._checksum, clean=self.clean_shutdown)
+
+    def listed_end(self) -> int:
+        """Return the end of what queues list; of a store whose queues are lost, the end of its log."""
+        end = 0
+        for queue in self._queues:
+            for _, units in queue.held_before(queue.max_offset, 64):
+                live = units[is_message(units)]
+                if len(live):
+                    end = max(end, int(live["physical_offset"][-1]) + int(live["size"][-1]))
+                    break
+        return min(end, self.max_offset) if end else self.readable_end(self.min_offset)
+
+    def readable_end(self, start: int) -> int:
+        """Return the position behind the last record from physical offset `start` on, as far as recovery keeps them: of
+        a batch that was being put when its writer was killed, parts may lie behind a hole, and beyond the watermark the
+        log ends at the first hole."""
+        end = start
+        events = scan_log(self._run, start, self._checksum, checksums=False, on_front=_unnoticed)
+        for event in until_torn(events, self.watermark):
+            if isinstance(event, End):
+                end = event.position
+        return end
+
+    def stop_at(self, end: int) -> None:
+        """Of a reader: see nothing of the log at or beyond physical offset `end`, as if its files ended there, until
+        the next look for news."""
+        self._run.limit = end if self._run.limit is None else min(self._run.limit, end)
+        self._run.refresh()
 
     def _parts(self, *, clean: bool, has_checkpoint: bool) -> Parts:
         return Parts(
@@ -1023,12 +1062,21 @@ class MessageStore(StoreWriter):
     def verifier(self, json_checks: Mapping[str, Check] = NO_CHECKS, *, until: int | None = None) -> Verifier:
         """A `Verifier` of this store: its `findings()` go through everything; for progress look at it meanwhile.
         `json_checks`: by path within the store, what else than decode a JSON file must (`broker.configchecks`).
-        `until`: a writer has been at work since, and what lies at this physical offset or behind is not judged."""
+        `until`: a writer has been at work since, and what lies at this physical offset or behind is not judged. Beside
+        a writer that is there now it is the end of what queues list."""
         self._check_open()
         if self.mode == "rw":
             self._dispatcher.catch_up()
-        elif self.clean_shutdown:
-            self._queues.find_short()
+        else:
+            if until is None and writer_alive(self.path, self.fs):
+                self._catch_up(None)
+                for queue in self._queues:
+                    queue.refresh()
+                until = self.listed_end()
+            if until is not None:
+                self.stop_at(until)
+            if self.clean_shutdown:
+                self._queues.find_short()
         return Verifier(
             self.path,
             self._run,
@@ -1038,8 +1086,9 @@ class MessageStore(StoreWriter):
             has_checkpoint=self._has_checkpoint or self.mode == "rw",
             checksum=self._checksum,
             clean=self.clean_shutdown,
-            live=self.mode == "rw" or until is not None or writer_alive(self.path, self.fs),
+            live=self.mode == "rw" or until is not None,
             until=until,
+            watermark=self.watermark,
             problems=[*(self._load_problems if self.mode == "r" else ()), *self._missing_in_front()],
             index_findings=self._index_findings if self.mode == "r" else [],
             unfinished=[] if self._pending is None else would_undo(self._pending, self._run, self.fs).findings,

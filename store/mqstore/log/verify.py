@@ -11,7 +11,7 @@ the log (`units`, `straight`) afterwards.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,6 +42,7 @@ from mqstore.log.scanner import (
     least_plausible,
     scan_log,
     sort_out,
+    until_torn,
     used_end,
 )
 from mqstore.log.txn import TXN_FILE, TxnState
@@ -114,12 +115,14 @@ def tally_index(index: Index, wanted: Sequence[Wanted]) -> IndexTally:
     low, high = int(physical[0]), int(physical[-1])
     there = [np.zeros(0, np.uint64)]
     matched = 0
-    for file in index.files:
-        header = file.header
-        if file.lies_outside(index.entries_per_file, low, high):
-            continue
+    for file, header in index.headers():
         last = header.next_entry - 2  # beside a writer there are more by now, and its end is of the last
-        here, keys, places, diffs = file.between(last + 1, index.entries_per_file, low, high)
+        try:
+            if file.lies_outside(index.entries_per_file, low, high):
+                continue
+            here, keys, places, diffs = file.between(last + 1, index.entries_per_file, low, high)
+        except FileNotFoundError:  # another process's retention took it
+            continue
         if not len(here):
             continue
         there.append(_fingerprints(keys, places))
@@ -213,6 +216,7 @@ class Verifier:
         clean: bool,
         live: bool,
         until: int | None,
+        watermark: Callable[[], int],
         problems: Sequence[LoadProblem],
         index_findings: Sequence[Finding],
         unfinished: Sequence[Finding] = (),
@@ -234,6 +238,9 @@ class Verifier:
         self._clean = clean
         self._live = live
         self._until = 1 << 62 if until is None else until
+        self._find_watermark = watermark
+        # What lies before the end that a look beside a writer has taken was written whole.
+        self._watermark: int | None = self._until if live else None
         self._problems = problems
         self._index_findings = index_findings
         self._unfinished = unfinished
@@ -251,6 +258,8 @@ class Verifier:
         once = max(checkpoint.flushed or 0, checkpoint.clean_end or 0)
         self._begin = run.starts[0] if run.starts else once + -once % run.segment_bytes if self._is_empty else 1 << 62
         """Where the log begins; of one that has lost all its segments, where recovery will have it go on."""
+        self._cut_from = 1 << 62
+        """Where a torn tail begins: units that lead to it go with it."""
 
     def findings(self) -> Iterator[Finding]:
         """Everything that is not as it should be; nothing for a store in order."""
@@ -274,6 +283,35 @@ class Verifier:
         self._live = self._live or writer_alive(self._root, self._fs)
         return self._live
 
+    @property
+    def watermark(self) -> int:
+        """Where damage ends and a torn tail begins (store-format 9.8)."""
+        if self._watermark is None:
+            self._watermark = self._find_watermark()
+        return self._watermark
+
+    @property
+    def front(self) -> int:
+        """Physical offset where the log begins, as far as it has been met: beside a writer retention moves it."""
+        return self._begin
+
+    def front_moved(self, front: int) -> None:
+        """The log begins at `front` by now, and is read on there: of the queues nothing is known but their units."""
+        self._begin = max(self._begin, front)
+        self._next_slot.clear()
+        self._last_seen.clear()
+
+    def _is_kept(self, physical: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Mask of the records that retention has not taken meanwhile: it takes a record before its unit and its index
+        entries. For where something seems to be wrong; beside a writer this lists the log again."""
+        front = 0
+        if self._has_writer():
+            if not self._run.writable:
+                self._run.refresh()
+            front = self._run.min_offset if self._run.starts else self._until
+        kept: npt.NDArray[np.bool_] = physical >= front
+        return kept
+
     # -- the log and what each record asks for ----------------------------------------------------------------------
 
     def folders(self) -> Iterator[Finding]:
@@ -295,7 +333,7 @@ class Verifier:
             yield Finding("segment_size", name, length, missing, f"{length} bytes instead of {length + missing}")
         if self._is_empty and self._begin:
             yield Finding("missing_segment", "commitlog", 0, 0, "the commitlog folder is empty")
-        if not self._has_checkpoint and self._run.starts:
+        if not self._has_checkpoint and self._run.starts and not self._live:  # a writer saves it every second
             yield Finding("bad_checkpoint", "checkpoint", 0, 0, "missing or too short; opening will read the whole log")
         elif self._has_checkpoint and self._checkpoint.flushed is None and self._checksum == "crc32c-record":
             # In the other profile a Java broker may have been at work, which is no fault.
@@ -311,7 +349,8 @@ class Verifier:
             return
         first = starts[0]
         waiting = 0
-        for event in scan_log(self._run, first, self._checksum):
+        events = scan_log(self._run, first, self._checksum, on_front=self.front_moved)
+        for event in until_torn(events, lambda: self.watermark):
             if isinstance(event, Good):
                 rows = self.rows_of(event)
                 self.messages += len(rows)
@@ -345,20 +384,22 @@ class Verifier:
         if self._live:
             return  # a record may be half-way in
         name, at = self._where(end.position)
-        once = max(self._checkpoint.flushed or 0, self._checkpoint.clean_end or 0)
-        if (end.position < once or end.detail) and self._has_writer():
+        known = self._checkpoint.flushed is not None or end.detail  # else it takes reading the log to know more
+        once = self.watermark if known else end.position
+        behind = [segment for segment in self._run.segments() if segment.start > end.position]
+        if (end.position < once or end.detail or behind) and self._has_writer():
             return
         if end.position < once:
             detail = f"the log once reached {once} and was synced; {end.detail or 'zeros'}"
             yield Finding("lost_tail", name, at, once - end.position, detail)
         elif end.detail:
-            yield Finding("torn_tail", name, at, self._run.segment_bytes - at, end.detail)
-        else:
-            behind = [segment for segment in self._run.segments() if segment.start >= end.position]
-            for segment in [] if behind and self._has_writer() else behind:
-                if used := used_end(self._run, segment):
-                    name, _ = self._where(segment.start)
-                    yield Finding("torn_tail", name, 0, used, "the log ends before it, and what it holds is no record")
+            self._cut_from = end.position
+            why = f"{end.detail}; whole records behind it were not known to be on disk" if end.torn else end.detail
+            yield Finding("torn_tail", name, at, self._run.segment_bytes - at, why)
+        for segment in behind:
+            if used := used_end(self._run, segment):
+                why = "the log ends before it" if end.torn else "the log ends before it, and what it holds is no record"
+                yield Finding("torn_tail", self._where(segment.start)[0], 0, used, why)
 
     # -- consume queues ---------------------------------------------------------------------------------------------
 
@@ -428,11 +469,9 @@ class Verifier:
 
     def _front(self, queue: ConsumeQueue, stop: int) -> Iterator[Finding]:
         """Units before the queue's first record must be those of records that retention took."""
-        begin = self._begin
         for at, units in queue.held(queue.first_offset(), min(stop, queue.max_offset)):
-            physical = units["physical_offset"]
-            wrong = (physical >= begin) & (physical < self._until) & ~is_void(units)
-            yield from self._ranges(queue, "bad_unit", at, wrong, "the unit's record is not in the log")
+            wrong = (units["physical_offset"] >= self._begin) & ~is_void(units)
+            yield from self._leading_nowhere(queue, at, units, wrong)
 
     def compare(self, topic: str, queue_id: int, first: int, wanted: npt.NDArray[np.void]) -> Iterator[Finding]:
         """Hold the units of a queue from queue offset `first` on against those `wanted`, of records that lie in that
@@ -457,6 +496,7 @@ class Verifier:
         if wrong.any() and not self._live and self._has_writer():
             yield from self._compare(queue, first, wanted)  # without what it has put since
         elif wrong.any():
+            wrong &= self._is_kept(wanted["physical_offset"])
             missing = found["size"] == 0
             yield from self._ranges(queue, "missing_units", first, wrong & missing, "no unit for a record of the log")
             yield from self._ranges(queue, "bad_unit", first, wrong & ~missing, "the unit differs from its record")
@@ -465,7 +505,17 @@ class Verifier:
         self, queue: ConsumeQueue, stretches: Iterable[tuple[int, npt.NDArray[np.void]]]
     ) -> Iterator[Finding]:
         for at, units in stretches:
-            yield from self._ranges(queue, "bad_unit", at, ~is_void(units), "the unit's record is not in the log")
+            yield from self._leading_nowhere(queue, at, units, ~is_void(units))
+
+    def _leading_nowhere(
+        self, queue: ConsumeQueue, first: int, units: npt.NDArray[np.void], wrong: npt.NDArray[np.bool_]
+    ) -> Iterator[Finding]:
+        """Units whose records the log does not have, though it should have those of `wrong`."""
+        physical = units["physical_offset"]
+        wrong = wrong & (physical < self._until) & (physical < self._cut_from)
+        if wrong.any():
+            wrong &= self._is_kept(physical)
+            yield from self._ranges(queue, "bad_unit", first, wrong, "the unit's record is not in the log")
 
     def tails(self) -> Iterator[Finding]:
         """Units behind the last record of each queue, all records having been taken."""
@@ -507,7 +557,7 @@ class Verifier:
 
     def _among_indexed(self, wanted: Wanted) -> Wanted | None:
         """Those within what the files span: outside of that the index may simply begin later, or lag behind."""
-        files = [file.header for file in self._index.files if file.header.next_entry > 1]
+        files = [header for _, header in self._index.headers() if header.next_entry > 1]
         if not files:
             return None
         hashes, physical, stamps = wanted
@@ -518,7 +568,20 @@ class Verifier:
         """What the index has of these entries, all of `wanted_of`."""
         if wanted and self._has_writer():
             wanted = [part for each in wanted if (part := self._among_indexed(each)) is not None]
-        return tally_index(self._index, wanted)
+        found = tally_index(self._index, wanted)
+        while found.missing and (kept := self._kept_of(wanted)) is not None:
+            wanted, found = kept, tally_index(self._index, kept)
+        return found
+
+    def _kept_of(self, wanted: Sequence[Wanted]) -> list[Wanted] | None:
+        """Those whose records retention has not taken meanwhile; None: it has taken none of them."""
+        masks = [self._is_kept(physical) for _, physical, _ in wanted]
+        if all(mask.all() for mask in masks):
+            return None
+        return [
+            (hashes[mask], physical[mask], stamps[mask])
+            for (hashes, physical, stamps), mask in zip(wanted, masks, strict=True)
+        ]
 
     def json_files(self) -> Iterator[Finding]:
         """JSON files that do not decode, or say what they cannot mean."""

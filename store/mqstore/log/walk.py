@@ -7,7 +7,7 @@ of each slot that cannot, once.
     unit points at a record that verifies      the message
     void unit                                  nothing: a record lost earlier, which was reported then
     record does not verify                     Finding bad_record, where in the commitlog
-    record below the log's first segment       nothing: retention took it
+    record below the log's first segment       nothing: retention took it, perhaps just now
     no unit, though later ones are there       Finding missing_units, where in the queue
 """
 
@@ -52,12 +52,14 @@ def walk_queue(
         if len(messages) == after - position:
             yield from messages
         else:
-            yield from _with_gaps(store, topic, queue_id, position, messages, queue.units(position, after - position))
+            units = queue.units(position, after - position)
+            front = store._find_front(queue)  # behind the look at the units: retention takes a record before its unit
+            yield from _with_gaps(store, topic, queue_id, position, messages, units, front)
         position = after
 
 
 def _with_gaps(
-    store: MessageStore, topic: str, queue_id: int, first: int, messages: list[Message], units: np.ndarray
+    store: MessageStore, topic: str, queue_id: int, first: int, messages: list[Message], units: np.ndarray, front: int
 ) -> Iterator[Message | Finding]:
     per = store.manifest.consumequeue_segment_bytes // UNIT_BYTES
     size = store.manifest.commitlog_segment_bytes
@@ -74,6 +76,8 @@ def _with_gaps(
 
     for i, (physical, length, _) in enumerate(units.tolist()):
         slot = first + i
+        if slot < front and slot not in readable:
+            continue
         if length <= 0 and slot not in readable:
             if hole and slot % per == 0:
                 yield from holes()

@@ -193,7 +193,7 @@ class _LogRecords(_Looked):
 
     def chunks(self, key: Key, start: int, stop: int) -> Iterator[tuple[_Int64s, _Int64s]]:
         store = self.store(key)
-        for event in scan_log(store._run, start, store._checksum, checksums=False):
+        for event in scan_log(store._run, start, store._checksum, checksums=False, on_front=lambda _: None):
             if not isinstance(event, Good):
                 continue
             places = event.headers.positions + event.base

@@ -38,7 +38,6 @@ from mqstore.layout.dispatch import LIGHT_PREFIX
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.names import is_path_safe
-from mqstore.log.scanner import Bad, End, scan_log
 from mqstore.log.store import MessageStore
 from mqstore.spark.keyindex import KeyIndex
 from mqstore.spark.options import SourceOptions
@@ -60,7 +59,6 @@ __all__ = [
     "bounds_of_log",
     "check_ids",
     "chosen",
-    "dispatched",
     "has_all",
     "have_queues_lost",
     "is_wanted",
@@ -415,9 +413,9 @@ def bounds_of_log(store: MessageStore, options: SourceOptions) -> Bounds:
         raise ConfigError(
             f"option scan='log' reads whole logs and knows no bounds of queues: leave {given} out, or give scan=queue"
         )
-    low, listed = store.min_offset, dispatched(store)
+    low, listed = store.min_offset, store.listed_end()
     # Queues may have listed more once: a topic that is deleted leaves its records in the log.
-    top = max(listed, _readable_end(store, max(low, listed)))
+    top = max(listed, store.readable_end(max(low, listed)))
     if options.read_up_to == "flushed" and not store.clean_shutdown:
         return Bounds(low, min(listed, store._checkpoint.current.flushed or 0), top)
     return Bounds(low, listed, top)
@@ -845,33 +843,6 @@ def _log_slices(
     start, stop = max(start, narrowing.physical[0]), min(stop, narrowing.physical[1] + 1)
     if start < stop and all(test(name.id) for column, test in narrowing.queue_tests if column == "store"):
         yield weigh_log(name, start, stop)
-
-
-def dispatched(store: MessageStore) -> int:
-    """The end of what queues list; of a store whose queues are lost, the end of its log."""
-    end = 0
-    for queue in store._queues:
-        high = queue.max_offset
-        while high > queue.min_offset:
-            physical, size, _ = queue.units(high - 1, 1)[0].tolist()
-            if 0 < size < 0x7FFF_FFFF:
-                end = max(end, physical + size)
-                break
-            high -= 1
-    return min(end, store.max_offset) if end else _readable_end(store, store.min_offset)
-
-
-def _readable_end(store: MessageStore, start: int) -> int:
-    """Behind the last record from `start` on, as far as recovery will keep them: of a batch that was being put when its
-    writer was killed, parts may lie behind a hole, and beyond what was synced the log ends at the first hole."""
-    end = start
-    flushed = None if store.clean_shutdown else store._checkpoint.current.flushed
-    for event in scan_log(store._run, start, store._checksum, checksums=False):
-        if isinstance(event, Bad) and flushed is not None and event.start >= flushed:
-            return event.start
-        if isinstance(event, End):
-            end = event.position
-    return end
 
 
 def partitions(found: Sequence[Weighed], least: int, slots: int = 1) -> Iterator[list[Slice]]:

@@ -126,14 +126,18 @@ def _segments(store: MessageStore, options: SourceOptions) -> Iterator[tuple[Any
     del options
     segments = store._run.segments()
     seen: dict[int, tuple[int, int, int, int]] = {}
-    for event in scan_log(store._run, store.min_offset, store._checksum, checksums=False) if segments else ():
+    events = scan_log(*(store._run, store.min_offset, store._checksum), checksums=False, on_front=lambda _: None)
+    for event in events if segments else ():
         if isinstance(event, Good):
             stamps = event.headers.store_timestamp_ms
             _, count, first, _ = seen.get(event.base, (0, 0, int(stamps[0]), 0))
             seen[event.base] = (event.end - event.base, count + len(event.headers), first, int(stamps[-1]))
     for segment in segments:
         used, count, first_ms, last_ms = seen.get(segment.start, (0, 0, None, None))
-        changed = _EPOCH + timedelta(microseconds=os.stat(segment.path).st_mtime_ns // 1000)
+        try:
+            changed = _EPOCH + timedelta(microseconds=os.stat(segment.path).st_mtime_ns // 1000)
+        except FileNotFoundError:  # retention took it meanwhile
+            continue
         sealed = segment is not segments[-1]
         name = os.path.basename(segment.path)
         yield name, segment.start, used, count, _instant(first_ms), _instant(last_ms), sealed, changed

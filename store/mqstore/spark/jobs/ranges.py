@@ -35,7 +35,7 @@ from mqstore.layout.dispatch import Listed, Rows
 from mqstore.layout.record import check_record
 from mqstore.log.names import is_path_safe
 from mqstore.log.report import Finding
-from mqstore.log.scanner import MAX_SLOT, Bad, End, first_good_in, join_segments, scan_segment
+from mqstore.log.scanner import MAX_SLOT, Bad, End, OnFront, first_good_in, join_segments, scan_segment, until_torn
 from mqstore.log.store import MessageStore
 from mqstore.log.verify import IndexTally
 from mqstore.spark.plan import StoreName
@@ -135,6 +135,8 @@ class RangeResult:
     records: int = 0
     bytes: int = 0
     bads: list[Bad] = field(default_factory=list)
+    torn: Bad | None = None
+    """What ends the log in this range, and reading with it (`until_torn`)."""
     unlisted: int = 0
     """How many more."""
     queues: dict[QueueKey, QueuePart] = field(default_factory=dict)
@@ -210,12 +212,13 @@ def read_range(
     take_rows: Callable[[Rows], None],
     start: int | None = None,
     max_errors: int = MAX_ERRORS,
+    watermark: Callable[[], int] | None = None,
 ) -> RangeResult | None:
     """Read a range of an open store; None when retention has taken its segment.
 
     Each run of records of a queue that follow each other goes to `take_run`, until the first break; all records go to
     `take_rows`. `start` is where a record has to begin; None: at the front of the segment, or where the first one
-    verifies.
+    verifies. `watermark` as of `Stitcher`.
     """
     segment = store._run.find(piece.base)
     if segment is None:
@@ -233,6 +236,9 @@ def read_range(
             result.end = over.value
             return result
         if isinstance(event, Bad):
+            if watermark is not None and event.start >= watermark():
+                result.end, result.torn = event.start - segment.start, event
+                return result
             result.count_bad(event, max_errors)
             continue
         rows = store.rows_of(event.buffer, event.headers, event.base)
@@ -306,7 +312,8 @@ def is_straight(parts: Sequence[QueuePart]) -> bool:
 
 class Stitcher:
     """Joins results to what a scan of the whole log would tell. `read_again(range, start)` reads a range anew from a
-    position where a record should begin; that a range was never read (the segment is new) is fine."""
+    position where a record should begin; that a range was never read (the segment is new) is fine. `watermark` as of
+    `until_torn`; None: whatever holds no record is passed over. `on_front` as of `scan_log`."""
 
     def __init__(
         self,
@@ -314,18 +321,24 @@ class Stitcher:
         name: StoreName,
         results: Iterable[RangeResult],
         read_again: Callable[[LogRange, int], RangeResult | None],
+        *,
+        watermark: Callable[[], int] | None = None,
+        on_front: OnFront | None = None,
     ) -> None:
         self.read_again_count = 0
         self._store = store
         self._name = name
         self._again = read_again
+        self._watermark = watermark
+        self._on_front = on_front
         self._by_base: dict[int, list[RangeResult]] = {}
         self._left = {(result.range, result.first): result for result in results}
         for result in self._left.values():
             self._by_base.setdefault(result.range.base, []).append(result)
         for each in self._by_base.values():
             each.sort(key=lambda result: result.range.low)
-        self._starts: dict[int, int] = {}
+        self._entered: dict[int, tuple[Segment, int]] = {}
+        self._fronts: list[int] = []
 
     @property
     def discarded(self) -> list[RangeResult]:
@@ -336,14 +349,21 @@ class Stitcher:
         """Segment by segment, with what is no record in and between them; the last event is an `End`."""
         run = self._store._run
         parts: SegmentParts | None = None
-        for event in join_segments(run, run.min_offset, self._store.manifest.checksum, self._read):
+        joined = join_segments(
+            *(run, run.min_offset, self._store.manifest.checksum, self._read),
+            on_front=None if self._on_front is None else self._fronts.append,
+        )
+        for event in joined if self._watermark is None else until_torn(joined, self._watermark):
+            while self._on_front is not None and self._fronts:
+                if parts is not None:
+                    yield parts
+                    parts = None
+                self._on_front(self._fronts.pop(0))
             if isinstance(event, RangeResult):
                 if parts is None or parts.segment.start != event.range.base:
                     if parts is not None:
                         yield parts
-                    segment = run.find(event.range.base)
-                    assert segment is not None
-                    parts = SegmentParts(segment, self._starts[segment.start])
+                    parts = SegmentParts(*self._entered[event.range.base])
                 parts.results.append(event)
                 continue
             if isinstance(event, End) and parts is not None:
@@ -352,7 +372,7 @@ class Stitcher:
 
     def _read(self, segment: Segment, start: int) -> Generator[RangeResult | Bad, None, int]:
         """As `scan_segment`, from results."""
-        self._starts[segment.start] = start
+        self._entered[segment.start] = segment, start
         length = min(segment.length, segment.size)
         at, lost = start, False  # lost: nothing behind `at` has verified yet
         for result in self._results_of(segment, length):
@@ -372,6 +392,8 @@ class Stitcher:
             self._left.pop((result.range, result.first), None)
             yield from result.bads
             yield result
+            if result.torn is not None:
+                yield result.torn
             at = result.end
             if at >= self._store._run.segment_bytes:
                 return at

@@ -63,7 +63,7 @@ from mqstore.log.checkpoint import CheckpointFile
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.lives import Lives
 from mqstore.log.names import is_path_safe
-from mqstore.log.recovery import given_out, watermark_of
+from mqstore.log.recovery import given_out
 from mqstore.log.scanner import End, first_slot_in_range, strays_in_front
 from mqstore.log.store import MessageStore
 from mqstore.log.txn import IntentWatch
@@ -569,7 +569,7 @@ class _Joiner:
         joined = _Joined(work, self._row(), log_start=self._log_start, log_end=self._end)
         if not store._run.starts:
             return joined
-        joined.watermark = watermark_of(store._parts(clean=store.clean_shutdown, has_checkpoint=store._has_checkpoint))
+        joined.watermark = store.watermark()
         if "index" in work.what:
             joined.index = self._index_files()
             joined.row = replace(

@@ -30,7 +30,7 @@ from mqstore.errors import ConfigError, MQStoreError
 from mqstore.files.lock import writer_alive
 from mqstore.layout.dispatch import Rows
 from mqstore.log.report import Finding
-from mqstore.log.scanner import Bad, End, Good, scan_segment
+from mqstore.log.scanner import Bad, End, Good, scan_segment, until_torn
 from mqstore.log.store import MessageStore
 from mqstore.log.verify import Gap, IndexTally, Verifier, Wanted
 from mqstore.spark.jobs.ranges import (
@@ -47,7 +47,7 @@ from mqstore.spark.jobs.ranges import (
     read_range,
 )
 from mqstore.spark.jobs.shape import Plan, Progress, Selection, Shaped, Stores, join, run, select, tasks_for
-from mqstore.spark.plan import StoreName, dispatched, open_store
+from mqstore.spark.plan import StoreName, open_store
 
 __all__ = [
     "LostOffsets",
@@ -62,7 +62,6 @@ __all__ = [
 ]
 
 
-_ATTEMPTS = 5
 _JOINED_FASTER = 16
 """Times that a range in order is joined faster than it is read, at least."""
 
@@ -170,7 +169,7 @@ def _cut(
         try:
             with open_store(name) as store:
                 if writer_alive(store.path, store.fs):
-                    ends[name] = dispatched(store)
+                    ends[name] = store.listed_end()
                 ranges += cut_ranges(store, name, range_bytes, ends.get(name))
                 files += [_IndexFile(name, file.name, store._index.file_bytes) for file in store._index.files if deep]
         except ConfigError:
@@ -261,7 +260,12 @@ def check_range(
             wanted.append(entries)
 
     result = read_range(
-        store, piece, take_run=verifier.compare, take_rows=take_rows, start=start, max_errors=max_errors
+        *(store, piece),
+        take_run=verifier.compare,
+        take_rows=take_rows,
+        start=start,
+        max_errors=max_errors,
+        watermark=lambda: verifier.watermark,
     )
     if result is not None:
         result.index = verifier.tally(wanted)
@@ -269,15 +273,12 @@ def check_range(
 
 
 def _check_index_file(store: MessageStore, name: str) -> list[Finding]:
-    try:
-        return [
-            finding
-            for file in store._index.files
-            if file.name == name
-            for finding in store._index.check_file(file, live=writer_alive(store.path, store.fs))
-        ]
-    except FileNotFoundError:  # retention
-        return []
+    return [
+        finding
+        for file in store._index.files
+        if file.name == name
+        for finding in store._index.check_file(file, live=writer_alive(store.path, store.fs))
+    ]
 
 
 # -- tasks: stores -----------------------------------------------------------------------------------------------------
@@ -313,31 +314,27 @@ def _join(jobs: Sequence[_Joining]) -> list[_Checked]:
 def _join_store(job: _Joining) -> _Checked:
     """The whole store, from what is known of its pieces."""
     results = [result for part in job.parts for result in part.results]
-    for attempt in range(_ATTEMPTS):
-        try:
-            with open_store(job.store) as store:
-                joiner = _Joiner(store, job, results)
-                findings = [*joiner.findings()]
-                return _Checked(job.store, joiner.row(len(results), len(findings)), findings, joiner.verifier.gaps)
-        except (MQStoreError, OSError) as error:
-            # The writer's retention may have unlinked what was about to be read: what is left is looked at anew.
-            if not isinstance(error, FileNotFoundError) or attempt == _ATTEMPTS - 1:
-                return _Checked(job.store, _unread(job.store, str(error)))
-    raise AssertionError
+    try:
+        with open_store(job.store) as store:
+            joiner = _Joiner(store, job, results)
+            findings = [*joiner.findings()]
+            return _Checked(job.store, joiner.row(len(results), len(findings)), findings, joiner.verifier.gaps)
+    except (MQStoreError, OSError) as error:
+        return _Checked(job.store, _unread(job.store, str(error)))
 
 
 class _Joiner:
     """`Verifier.findings` over results."""
 
     def __init__(self, store: MessageStore, job: _Joining, results: Sequence[RangeResult]) -> None:
-        run = store._run
-        if job.end is not None:
-            run.limit = job.end if run.limit is None else min(run.limit, job.end)
-            run.refresh()
         self.verifier = store.verifier(CONFIG_CHECKS, until=job.end)
         self._store = store
         self._job = job
-        self._stitcher = Stitcher(store, job.store, results, self._read_again)
+        self._stitcher = Stitcher(
+            *(store, job.store, results, self._read_again),
+            watermark=lambda: self.verifier.watermark,
+            on_front=self.verifier.front_moved,
+        )
         self._tally = IndexTally()
         self._messages = self._bytes = self._unlisted = 0
 
@@ -405,9 +402,11 @@ class _Joiner:
 
     def _in_order(self, parts: SegmentParts, crooked: set[QueueKey]) -> Iterator[Finding]:
         store = self._store
-        for event in scan_segment(store._run, parts.segment, parts.start, store.manifest.checksum):
-            if isinstance(event, Good):
-                yield from self.verifier.units(self.verifier.rows_of(event), crooked)
+        events = scan_segment(store._run, parts.segment, parts.start, store.manifest.checksum)
+        with suppress(FileNotFoundError):  # retention took it meanwhile
+            for event in until_torn(events, lambda: self.verifier.watermark):
+                if isinstance(event, Good):
+                    yield from self.verifier.units(self.verifier.rows_of(event), crooked)
 
     def _read_again(self, piece: LogRange, start: int) -> RangeResult | None:
         return check_range(
@@ -449,7 +448,11 @@ def verified_ranges(store: MessageStore) -> Iterator[tuple[RangeResult, int, str
     verifier = store.verifier()
     pieces = cut_ranges(store, name)
     results = [result for piece in pieces if (result := check_range(store, verifier, piece)) is not None]
-    stitcher = Stitcher(store, name, results, partial(check_range, store, verifier))
+    stitcher = Stitcher(
+        *(store, name, results, partial(check_range, store, verifier)),
+        watermark=lambda: verifier.watermark,
+        on_front=verifier.front_moved,
+    )
     fitting: list[RangeResult] = []
     outside: list[tuple[int, Finding]] = []
     for event in stitcher.events() if results else ():

@@ -1,0 +1,188 @@
+"""Torn tail or damage: everybody who looks at bad bytes gives the same answer (store-format 9.7, 9.8).
+
+`verify` once said `bad_record` of bytes that opening called a torn tail and cut. The expected answer comes from the
+watermark in the checkpoint alone: below it damage, at or beyond it a torn tail.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+
+from mqstore import Finding, MessageStore
+from mqstore.layout.checkpoint import decode
+from mqstore.log.inspect import inspect_store
+from mqstore.log.recovery import RecoverOptions
+from mqstore.log.report import RecoveryReport
+from mqstore.spark.jobs.verify import verify
+from tests.log.support import SEGMENT, flip, kill, open_store
+
+PROFILES = ("mqstore", "rocketmq")
+JUDGED = {"bad_record", "torn_tail", "lost_tail", "missing_segment", "segment_size"}
+
+Judgement = set[tuple[str, str, int]]
+"""(kind, file, position in it)."""
+
+
+def make(path: Path, profile: str) -> tuple[list[int], int]:
+    """A store of several segments whose writer was killed behind a flush: (where records begin, the watermark)."""
+    store = open_store(path, profile=profile)  # type: ignore[arg-type]
+    places = []
+    for n in range(60):
+        places.append(store.put("orders", b"message %03d " % n * (1 + n % 9), n % 2, keys=f"k{n}").physical_offset)
+        if n == 30:
+            store.flush()
+            store.dispatch()
+            store.run_once(1)
+            store.run_once(2000)
+    store.dispatch()
+    kill(store)
+    flushed = decode((path / "checkpoint").read_bytes()).flushed
+    assert flushed is not None
+    return places, flushed
+
+
+def damage(path: Path, place: int) -> tuple[str, int]:
+    """Flip a bit of the body of a record that begins at `place`: its file, and where it begins there."""
+    name = f"commitlog/{place - place % SEGMENT:020d}"
+    flip(path / name, place % SEGMENT + 93)
+    return name, place % SEGMENT
+
+
+def of_findings(findings: Iterable[Finding]) -> Judgement:
+    return {(each.kind, each.file, each.position) for each in findings if each.kind in JUDGED}
+
+
+def of_report(report: RecoveryReport) -> Judgement:
+    """What opening does: bytes that it cuts are a torn tail."""
+    cut = {("torn_tail", each.file, each.start) for each in report.truncated if each.stop > each.start}
+    return of_findings(report.findings) | cut
+
+
+def by_verify(path: Path) -> Judgement:
+    with open_store(path, "r") as store:
+        return of_findings(store.verify())
+
+
+def by_spark(path: Path) -> Judgement:
+    found = verify(None, path, range_bytes=1000).findings
+    return {(each.kind, each.file, each.position) for each in found if each.kind in JUDGED}
+
+
+def by_plan(path: Path) -> Judgement:
+    with open_store(path, "r") as store:
+        return of_report(store.plan_recovery(RecoverOptions(dry_run=True)))
+
+
+def by_full_plan(path: Path) -> Judgement:
+    with open_store(path, "r") as store:
+        return of_report(store.plan_recovery(RecoverOptions(full=True, dry_run=True)))
+
+
+def by_opening(path: Path) -> Judgement:
+    copy = path.with_name("copy")
+    shutil.copytree(path, copy)
+    with open_store(copy) as store:
+        return of_report(store.recovery)
+
+
+JUDGES: dict[str, Callable[[Path], Judgement]] = {
+    "verify": by_verify,
+    "Spark's verify": by_spark,
+    "recover --dry-run": by_plan,
+    "recover --full --dry-run": by_full_plan,
+    "opening": by_opening,
+}
+
+
+@pytest.mark.parametrize("judge", JUDGES)
+@pytest.mark.parametrize("profile", PROFILES)
+def test_a_bad_record_below_the_watermark_is_damage(tmp_path: Path, profile: str, judge: str) -> None:
+    places, flushed = make(tmp_path / "s", profile)
+    below = [place for place in places if place < flushed]
+    name, at = damage(tmp_path / "s", below[-1])
+
+    assert JUDGES[judge](tmp_path / "s") == {("bad_record", name, at)}
+
+
+@pytest.mark.parametrize("judge", JUDGES)
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("which", ["first", "middle", "last"])
+def test_a_bad_record_beyond_the_watermark_tears_the_tail(tmp_path: Path, profile: str, judge: str, which: str) -> None:
+    places, flushed = make(tmp_path / "s", profile)
+    beyond = [place for place in places if place >= flushed]
+    place = {"first": beyond[0], "middle": beyond[len(beyond) // 2], "last": beyond[-1]}[which]
+    name, at = damage(tmp_path / "s", place)
+    behind = sorted({each - each % SEGMENT for each in places if each - each % SEGMENT > place})
+
+    assert JUDGES[judge](tmp_path / "s") == {
+        ("torn_tail", name, at),
+        *(("torn_tail", f"commitlog/{start:020d}", 0) for start in behind),
+    }
+
+
+@pytest.mark.parametrize("judge", JUDGES)
+def test_damage_on_both_sides_is_told_apart(tmp_path: Path, judge: str) -> None:
+    places, flushed = make(tmp_path / "s", "mqstore")
+    below = [place for place in places if place < flushed][-2]
+    torn, behind = [place for place in places if place >= flushed][:2]
+    bad, cut = damage(tmp_path / "s", below), damage(tmp_path / "s", torn)
+    damage(tmp_path / "s", behind)
+
+    found = JUDGES[judge](tmp_path / "s")
+
+    assert {each for each in found if each[0] == "bad_record"} == {("bad_record", *bad)}
+    assert ("torn_tail", *cut) in found
+
+
+@pytest.mark.parametrize("judge", ["verify", "Spark's verify"])
+def test_units_of_a_torn_tail_are_no_findings(tmp_path: Path, judge: str) -> None:
+    """Opening cuts them with the records that they lead to, and says no more of it."""
+    places, flushed = make(tmp_path / "s", "mqstore")
+    damage(tmp_path / "s", next(place for place in places if place >= flushed))
+
+    if judge == "verify":
+        with open_store(tmp_path / "s", "r") as store:
+            kinds = {finding.kind for finding in store.verify()}
+    else:
+        kinds = {finding.kind for finding in verify(None, tmp_path / "s", range_bytes=1000).findings}
+    assert kinds == {"torn_tail"}
+
+
+def test_inspect_counts_nothing_behind_a_torn_tail(tmp_path: Path) -> None:
+    places, flushed = make(tmp_path / "s", "mqstore")
+    place = next(place for place in places if place >= flushed)
+    name = f"commitlog/{place - place % SEGMENT:020d}"
+    with open(tmp_path / "s" / name, "r+b") as file:
+        file.seek(place % SEGMENT)
+        file.write(bytes(40))
+
+    found = inspect_store(tmp_path / "s")
+
+    assert found["commitlog"]["max_offset"] == place
+    assert found["commitlog"]["messages"] == len([each for each in places if each < place])
+    assert found["recovery_needed"]
+    [problem] = found["problems"]
+    assert problem.startswith(f"{name}: the log ends at {place % SEGMENT}")
+
+
+def test_what_a_store_that_was_closed_holds_is_damage_to_its_end(tmp_path: Path) -> None:
+    with open_store(tmp_path / "s") as store:
+        places = [store.put("orders", b"message %03d " % n).physical_offset for n in range(40)]
+    name, at = damage(tmp_path / "s", places[-2])
+
+    assert by_verify(tmp_path / "s") == {("bad_record", name, at)}
+    assert by_full_plan(tmp_path / "s") == {("bad_record", name, at)}
+
+
+def test_beside_a_writer_bad_bytes_are_damage(tmp_path: Path) -> None:
+    """Whatever lies before the end that a look has taken was written whole."""
+    with open_store(tmp_path / "s") as writer:
+        places = [writer.put("orders", b"message %03d " % n).physical_offset for n in range(40)]
+        writer.dispatch()
+        name, at = damage(tmp_path / "s", places[20])
+        with MessageStore(tmp_path / "s", "r") as store:
+            assert of_findings(store.verify()) == {("bad_record", name, at)}
