@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from mqstore.log.message import Message
 from mqstore.log.store import MessageStore
 from mqstore.options import DEFAULT_DELAY_LEVELS, delay_table_ms
 from tests.broker.support import START_MS, advance, clock_of, new_parts, settle
-from tests.log.support import flip
+from tests.log.support import Unsynced, flip
 
 DEFAULT_MS = [1_000, 5_000, 10_000, 30_000, *(60_000 * n for n in range(1, 11)), 1_200_000, 1_800_000, 3_600_000]
 DEFAULT_MS.append(7_200_000)
@@ -650,6 +651,36 @@ def test_after_a_kill_exactly_what_was_delivered_since_the_file_was_written_come
     again = delays.killed()
     again.pass_ms(60_000)
     assert again.delivered() == before + before[saved:done] + [b"%02d" % n for n in range(done, 30)]
+
+
+@pytest.mark.parametrize("lives_ms", [0, 2_000, 9_000])
+def test_a_crash_loop_repeats_no_message_more_than_once(delays: Delays, lives_ms: int) -> None:
+    """Each process dies when it has caught up, or before the ten seconds are over after which progress is saved."""
+    for n in range(8):
+        delays.put(2, b"%d" % n)
+        delays.pass_ms(lives_ms)
+        delays = delays.killed(fs=Unsynced())
+        delays.clock.advance(9_000 - lives_ms)
+        delays.run()
+    delays.pass_ms(10_000)
+    counts = Counter(delays.delivered())
+    assert set(counts) == {b"%d" % n for n in range(8)}
+    assert max(counts.values()) <= 2
+
+
+def test_each_step_of_catching_up_is_done_once(delays: Delays, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mqstore.broker.delay._STEP_UNITS", 20)
+    for n in range(100):
+        delays.put(1, b"%d" % n)
+    delays.clock.advance(1_000)
+    for step in range(1, 5):
+        delays = delays.killed(fs=Unsynced())
+        delays.service.run_once(delays.clock.now_ms())
+        delays.store.dispatch()
+        assert len(delays.delivered()) == 20 * step
+    delays = delays.killed()
+    delays.run()
+    assert delays.delivered() == [b"%d" % n for n in range(100)]
 
 
 def test_progress_beyond_the_queues_end_is_lowered_and_reported(delays: Delays) -> None:

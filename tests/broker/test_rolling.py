@@ -571,6 +571,23 @@ def test_a_crash_before_the_checkpoint_doubles_what_was_rolled_since_and_no_more
     assert all(at_ms >= 30 * DAY for _, at_ms in bench.arrived())
 
 
+@pytest.mark.parametrize("kind", ["timer", "level"])
+def test_a_crash_loop_does_not_roll_again_and_again(bench: Bench, kind: str) -> None:
+    """Each process lives as long as it has something to do at once, which a pass of rolling is, and dies."""
+    options: dict[str, Any] = {"delay": 30 * DAY / 1000} if kind == "timer" else {"delay_level": 3}
+    for number in range(4):
+        bench.broker.put("orders", b"%d" % number, queue_id=0, **options)
+    bench.settle()
+    bench.clock.advance(20 * S)
+    bench.busy()
+    for _ in range(5):
+        bench.killed()
+        bench.settle()
+    for _ in range(32):
+        bench.pass_ms(DAY)
+    assert Counter(body for body, _ in bench.arrived()) == {"0": 1, "1": 1, "2": 1, "3": 1}
+
+
 def test_nothing_is_deleted_before_the_copies_are_on_record(bench: Bench) -> None:
     bench.broker.put("orders", b"level", queue_id=0, delay_level=3)
     at_the_front(bench, 20 * DAY)

@@ -400,6 +400,8 @@ def test_moments_decide_and_not_the_order_of_puts(timers: Timers) -> None:
 
 def test_it_is_called_when_there_is_something_to_do_and_not_otherwise(timers: Timers) -> None:
     timers.put("a", 5 * HOUR + 300)
+    assert timers.settle() == START_MS + 5 * HOUR + 1000
+    timers.put("b", 5 * HOUR + 300)
     assert timers.settle() == START_MS + 1000, "the flush"
     timers.clock.advance(1000)
     assert timers.settle() == START_MS + 5 * HOUR + 1000
@@ -683,8 +685,66 @@ def test_a_kill_repeats_what_came_since_the_last_flush_and_nothing_else(timers: 
     assert max(counts.values()) <= 2
 
 
+@pytest.mark.parametrize("lives_ms", [0, 300, 700])
+def test_a_crash_loop_repeats_no_message_more_than_once(timers: Timers, lives_ms: int) -> None:
+    """One message was put 64 times in 115 rounds: no process lived for the second after which progress was saved.
+
+    Each process here dies when it has caught up, or a little later, and a message falls due in each."""
+    for n in range(12):
+        timers.put(str(n), 900 + n * 700)
+    timers.put("far", 3 * DAY)  # rolled on the way
+    for _ in range(12):
+        timers.clock.advance(700 - lives_ms)
+        timers.settle()
+        timers.pass_ms(lives_ms)
+        timers.kill()
+        timers.open(Unsynced())
+    for _ in range(6):
+        timers.clock.advance(12 * HOUR)
+        timers.settle()
+        timers.kill()
+        timers.open(Unsynced())
+    timers.settle()
+    counts = Counter(timers.bodies())
+    assert set(counts) == {*map(str, range(12)), "far"}
+    assert max(counts.values()) <= 2
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_crash_while_catching_up_repeats_at_most_one_step(
+    timers: Timers, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """A backlog of many steps, and processes that die at any step, or at any write of one."""
+    monkeypatch.setattr("mqstore.broker.timer._STEP", 3)
+    rng = random.Random(seed)
+    for n in range(30):
+        timers.put(str(n), 900 + n // 10 * S)
+    timers.clock.advance(MIN)
+    crashes = 0
+    for _ in range(40):
+        timers.kill()
+        fs = Trouble()
+        timers.open(fs)
+        if rng.random() < 0.5:
+            fs.crash(rng.randrange(1, 20))
+        try:
+            for _ in range(rng.randrange(4)):
+                timers.timer.run_once(timers.clock.now_ms())
+                timers.parts.store.dispatch()
+        except Crash:
+            crashes += 1
+    timers.kill()
+    timers.open(Unsynced())
+    assert timers.timer.waiting() == 0
+    counts = Counter(timers.bodies())
+    assert sorted(counts, key=int) == [str(n) for n in range(30)]
+    assert counts.total() <= 30 + 3 * crashes
+
+
 def test_a_kill_in_the_middle_of_a_slot_goes_on_where_the_checkpoint_was(timers: Timers) -> None:
-    for n in range(2500):
+    timers.put("0", 900)
+    timers.settle()  # caught up, and so from here on by the clock
+    for n in range(1, 2500):
         timers.put(str(n), 900)
     timers.settle()
     timers.pass_ms(0)

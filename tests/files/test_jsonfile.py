@@ -527,10 +527,49 @@ def test_a_file_that_cannot_be_read_is_not_taken_for_bad(tmp_path: Path, monkeyp
     fs.fail("pread", errno.EIO)
     with pytest.raises(StoreIOError):
         load_json(path, writer=True, fs=fs)
-    monkeypatch.setattr(jsonfile, "JSON_BYTES_MAX", 7)
-    with pytest.raises(StoreIOError, match="more than the 7"):
+
+
+@pytest.mark.parametrize(("limit", "value", "text"), [("JSON_BYTES_MAX", 7, "8 bytes"), ("JSON_VALUES_MAX", 5, "6 v")])
+def test_a_file_beyond_a_limit_is_refused_and_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int, text: str
+) -> None:
+    path = put(tmp_path, b'{"n": 1}' if limit == "JSON_BYTES_MAX" else b'{"n":[{},{},2]}', b'{"n": 1}')
+    monkeypatch.setattr(jsonfile, limit, value)
+    with pytest.raises(StoreIOError) as caught:
         load_json(path, writer=True)
+    for part in (text, f"more than the {value}", limit, "move the file away", str(path)):
+        assert part in str(caught.value)
     assert names(tmp_path) == ["x.json", "x.json.bak"]
+
+
+@pytest.mark.parametrize("limit", ["JSON_BYTES_MAX", "JSON_VALUES_MAX"])
+def test_what_could_not_be_loaded_again_is_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    path = tmp_path / "x.json"
+    save_json(path, {"n": 1})
+    monkeypatch.setattr(jsonfile, limit, 20)
+    with pytest.raises(StoreIOError, match=limit):
+        save_json(path, {"n": list(range(40))})
+    assert load_json(path, writer=False) == ({"n": 1}, [])
+    assert names(tmp_path) == ["x.json"]
+
+
+def test_the_files_of_a_large_store_are_well_within_the_limits() -> None:
+    """10,000 topics, 2,000 groups and 100,000 offsets: each may grow by the factor beside it."""
+    topics = [f"team-{n % 50:02}.service-{n:05}.events.v1" for n in range(10_000)]
+    groups = [f"group-{n:05}-of-some-service" for n in range(2_000)]
+    settings = dict.fromkeys((f"aSettingOfRocketMQ{n}" for n in range(15)), 16)
+    files: list[tuple[dict[str, Any], int]] = [
+        (dict.fromkeys(topics, settings), 6),
+        (dict.fromkeys(groups, settings), 30),
+        ({f"{topic}@{groups[0]}": dict.fromkeys(range(16), 1 << 40) for topic in topics[:6_250]}, 8),
+        ({f"{topic}@{group}": {0: 1 << 40} for topic in topics for group in groups[:10]}, 3),
+    ]
+    for value, factor in files:
+        content = encode_json({"table": value})
+        assert len(content) * factor < jsonfile.JSON_BYTES_MAX
+        assert sum(map(content.count, b",{[")) * factor < jsonfile.JSON_VALUES_MAX
 
 
 def test_a_damaged_backup_is_told_of_and_by_a_writer_replaced(tmp_path: Path) -> None:

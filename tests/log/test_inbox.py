@@ -20,6 +20,7 @@ from mqstore.errors import (
     StoreIOError,
     TopicNotFoundError,
 )
+from mqstore.files import jsonfile
 from mqstore.files.filesystem import REAL
 from mqstore.log.inbox import inbox_state
 from mqstore.log.inspect import inspect_store
@@ -144,7 +145,7 @@ def _folder(name: str) -> Callable[[Path], None]:
 
 def _large(name: str) -> Callable[[Path], None]:
     """More than a JSON file of a bundle may have, in a file with holes."""
-    return lambda folder: os.truncate(folder / name, (16 << 20) + 1)
+    return lambda folder: os.truncate(folder / name, jsonfile.JSON_BYTES_MAX + 1)
 
 
 BAD: dict[str, tuple[Callable[[Path], object], str]] = {

@@ -6,6 +6,8 @@ import json
 import os
 import random
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import pytest
 
 import mqstore as library
 from mqstore import SimulatedClock, StoreConfig
+from mqstore.files import jsonfile
 from tests.conftest import GOLDEN_NAMES, GoldenStore
 from tests.tools.brokers import broker, clock_now
 from tests.tools.support import mqstore, mqstore_json, process, snapshot
@@ -574,3 +577,34 @@ def test_a_splice_under_way_and_the_inbox_are_told(tmp_path: Path) -> None:
     assert "version 7 of job" in shown
     assert "1 bundles wait" in shown
     assert "reason.txt" in shown
+
+
+def small_objects(size: int, values: int) -> bytes:
+    return b'{"offsetTable":{' + b",".join(b'"t%x@g":{"0":1}' % n for n in range(values // 2 - 2)) + b"}}"
+
+
+def one_string(size: int, values: int) -> bytes:
+    """Four bytes a character, for the sake of the last one; read twice, for the sake of the key."""
+    return b'{1:"' + b"x" * (size - 20) + "\U0001f600".encode() + b'"}'
+
+
+@pytest.mark.parametrize("content_of", [small_objects, one_string])
+def test_the_worst_file_that_is_read_takes_a_bounded_amount_of_memory(
+    tmp_path: Path, content_of: Callable[[int, int], bytes]
+) -> None:
+    """35 MB of JSON took 2 GiB. As large as the limits allow it takes 0.6 GiB, most of all in small objects."""
+    with library.open(tmp_path / "store") as store:
+        store.put("a", b"x")
+    content = content_of(jsonfile.JSON_BYTES_MAX, jsonfile.JSON_VALUES_MAX)
+    assert len(content) <= jsonfile.JSON_BYTES_MAX
+    assert sum(map(content.count, b",{[")) <= jsonfile.JSON_VALUES_MAX
+    (tmp_path / "store" / "config").mkdir(exist_ok=True)
+    (tmp_path / "store" / "config" / "consumerOffset.json").write_bytes(content)
+
+    child = process("inspect", tmp_path / "store", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    _, status, used = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
+
+    assert child.returncode == 0
+    kibibytes = used.ru_maxrss // (1024 if sys.platform == "darwin" else 1)
+    assert kibibytes < 1 << 20, f"{kibibytes >> 10} MiB"

@@ -24,7 +24,9 @@ later: so perhaps behind messages put less than a second after it, which were no
 
 Progress, the next unit of each level to look at, is written to `delayOffset.json` every ten seconds and at the end, and
 never before the log is on disk as far as it had been written: a progress on disk rests on copies on disk. So a crash
-repeats at most what was delivered since the file was written (4.8), and loses nothing.
+repeats at most what was delivered since the file was written (4.8), and loses nothing. Until nothing more is due after
+opening, and after messages were rolled, it is written at the end of each step: a process that crashes again and again
+within ten seconds repeats a message once, not each time.
 
 Knows the store's queues, the road and the progress file; knows nothing of consumers.
 """
@@ -222,6 +224,8 @@ class DelayService:
         self._table = object_member(value, "offsetTable")
         self._uncounted = 0
         self._save_due_ms: int | None = None
+        self._saves_each_step = True
+        """Until nothing more is due after opening, and after a roll: a crash now would repeat what one has repeated."""
         self._saved_ms = self._clock.now_ms()
         self._levels = {level.queue_id: level for level in self._open(parts.config.orphan_level_policy)}
         # What was corrected is written before the queues grow: they may pass the old number before the next crash, and
@@ -343,10 +347,12 @@ class DelayService:
             budget -= max(1, self._step(level, now_ms, min(budget, _BATCH_UNITS)))
             if level.ready(now_ms):
                 heappush(heap, (level.due_ms or 0, level.queue_id))
-        if self._save_due_ms is not None and not now_ms < self._save_due_ms <= now_ms + _SAVE_MS:
+        each_step, self._saves_each_step = self._saves_each_step, False  # for one that fails is tried again by time
+        if self._save_due_ms is not None and (each_step or not now_ms < self._save_due_ms <= now_ms + _SAVE_MS):
             self._save_due_ms = now_ms + _SAVE_MS  # first: a full disk must not make this the only thing we do
             self.save(now_ms)
         times = [now_ms if level.ready(now_ms) else level.due_ms for level in self._levels.values()]
+        self._saves_each_step |= each_step and now_ms in times
         return min((time for time in (*times, self._save_due_ms) if time is not None), default=None)
 
     def _step(self, level: _Level, now_ms: int, count: int) -> int:
@@ -441,6 +447,7 @@ class DelayService:
             level.stuck = level.offset
         finally:
             if level.offset > begin:
+                self._saves_each_step = True
                 self._wake()  # there is progress to be saved
         return level.offset - begin
 

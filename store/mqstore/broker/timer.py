@@ -11,7 +11,8 @@ One step (`run_once`) does, in this order, a bounded amount of
     read     each slot that is over, oldest first, once nothing is left to be placed: its chain is looked through from
              the newest unit on, then dealt with from the oldest: what was cancelled there is left out, what is due is
              put to its real queue, what is to be rolled is put to the timer topic again
-    flush    every second: commitlog, timer log, checkpoint
+    flush    every second: commitlog, timer log, checkpoint; at the end of each step until it has caught up after
+             opening, and after messages were rolled early
 
 A message costs one unit and one slot when it is placed, and one record and two looks at its unit when it is read,
 however many wait. Nothing is kept in memory for those that wait, but for each of the slot that is being read eight
@@ -25,9 +26,10 @@ and what comes then is not late (`_turn_back`).
 
 Never lost. The checkpoint says which slots were read and which messages were placed; the commitlog is flushed before it
 is written, so that it never rests on copies that a power cut takes. After a crash everything since is done again, in
-the same order: what a second delivered comes twice, at most. Files that are missing or damaged are built again from the
-timer topic's queue: `placement` tells of each message, and of each copy that was rolled, whether it was done by then.
-Retention keeps the oldest record that waits (`pins`).
+the same order. That is what one second delivered. What is done again is written down step by step: a process that
+crashes within each second repeats a message once, not each time. Files that are missing or damaged are built again from
+the timer topic's queue: `placement` tells of each message, and of each copy that was rolled, whether it was done by
+then. Retention keeps the oldest record that waits (`pins`).
 
 Rolled early (2.6, `roll`): what waits where all else in the log is dead is put to the timer topic again, as it is. The
 timer log is in the order of the commitlog, so what holds the front of that are the first units from `_low` on; `_low`
@@ -180,6 +182,8 @@ class TimerService:
         self._start(0, 0)
         self._durable: Progress | None = None
         self._dirty_ms: int | None = None
+        self._flushes_each_step = True
+        """Until nothing more is due after opening, and after a roll: a crash now would repeat what one has repeated."""
         self._pinned: tuple[int | None, int] = (None, 0)
         self._stuck: int | None = None
         """Physical offset of a message that cannot be put again, not being due."""
@@ -221,6 +225,7 @@ class TimerService:
                 more = self._step(now_ms)
                 if self._flush_due(now_ms):
                     self._flush(now_ms)
+                self._flushes_each_step &= more
                 return now_ms if more else self._next_due()
             except TimerFilesDamaged as damage:
                 self._rebuild(str(damage), self._read_ms, self._queue_offset)
@@ -337,6 +342,7 @@ class TimerService:
         if not positions:
             return 0
         self._touch(now_ms)
+        self._flushes_each_step = True
         self._wake()  # for the flush: until then all of this holds the log as it did
         for rolled, position in enumerate(positions):
             if not self._roll(position):
@@ -702,7 +708,8 @@ class TimerService:
         dirty_ms = self._dirty_ms
         if dirty_ms is None:
             return False
-        return not dirty_ms <= now_ms < dirty_ms + _FLUSH_MS or self._log.pending_bytes >= _PENDING_BYTES
+        is_over = not dirty_ms <= now_ms < dirty_ms + _FLUSH_MS
+        return self._flushes_each_step or is_over or self._log.pending_bytes >= _PENDING_BYTES
 
     def _flush(self, now_ms: int) -> None:
         """Write down what is done. First what it rests on: the copies in the commitlog, the units in the timer log."""

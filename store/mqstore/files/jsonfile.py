@@ -21,10 +21,25 @@ Saving, with what a crash right after each step leaves (old = the value of befor
                                                               every file they lead to was synced
 
 Two dialects are read: strict JSON, which is what we write, and fastjson's, whose integer keys carry no quotes.
+
+Limits keep somebody else's file from filling the memory: an object of five bytes takes 230 as a dict. Both are checked
+before anything is decoded, and before anything is written. Sizes as `encode_json` writes them, names of 30 characters::
+
+    file                                              MiB     values    part of the limits
+    topics.json, 10,000 topics                        3.1     120,000   1/8
+    subscriptionGroup.json, 2,000 groups              1.1      40,000   1/25
+    consumerOffset.json, 100,000 offsets
+      of topics with 16 queues                        2.7     113,000   1/9
+      of topics with one queue                        9.1     200,000   1/3
+    consumerOrderInfo.json, 1,000 ordered queues
+      with 32 messages each in flight                 1.5      77,000   1/13
+
+The worst file within the limits costs `mqstore inspect` 0.6 GiB: 17 bytes for a byte of long strings, 600 for a value.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -37,7 +52,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 from mqstore.clock import SYSTEM_CLOCK, Clock
-from mqstore.errors import CorruptStoreError, FormatError, MQStoreError
+from mqstore.errors import CorruptStoreError, FormatError, MQStoreError, StoreIOError
 from mqstore.files.filesystem import FILE_MODE, REAL, FileSystem
 
 __all__ = [
@@ -48,12 +63,15 @@ __all__ = [
     "decode_json",
     "encode_json",
     "load_json",
+    "read_json",
     "save_json",
     "set_aside_json",
 ]
 
-#: More is refused with StoreIOError before it is read: offsets of 100,000 queues for ten groups are a tenth of it.
-JSON_BYTES_MAX = 256 << 20
+#: Limits of a file, see above. A file beyond them is refused with StoreIOError: it is not damaged, and is left alone.
+JSON_BYTES_MAX = 32 << 20
+#: Commas and opening brackets, wherever they are: at least as many as the file has values.
+JSON_VALUES_MAX = 1_000_000
 
 Check = Callable[[dict[str, Any]], object]
 NO_CHECKS: Mapping[str, Check] = MappingProxyType({})
@@ -92,7 +110,9 @@ def decode_json(data: bytes) -> dict[str, Any]:
             value = json.loads(_TOKEN.sub(_quote_key, text), parse_constant=_refuse_constant, parse_float=_finite)
     except json.JSONDecodeError as error:
         # Columns shifted when keys were quoted, lines did not.
-        line_start = sum(len(line.encode()) + 1 for line in text.split("\n")[: error.lineno - 1])
+        line_start = 0
+        for _ in range(error.lineno - 1):
+            line_start = data.index(b"\n", line_start) + 1
         raise FormatError(f"not JSON: {error.msg} in line {error.lineno}", "json", line_start) from error
     except (ValueError, RecursionError) as error:  # a number of 5000 digits, 100,000 brackets, NaN
         raise FormatError(f"not usable JSON: {error}", "json", 0) from error
@@ -170,7 +190,7 @@ def load_json(
             problem += f", the damaged file moved to {_move_aside(main, fs, clock)}"
         with suppress(OSError, MQStoreError):
             mode = stat.S_IMODE(fs.stat(backup).st_mode)
-            _write_new(main + ".tmp", encode_json(backup_value), fs, mode)
+            _write_new(main + ".tmp", _encode_checked(backup_value, main), fs, mode)
             fs.replace(main + ".tmp", main)
             fs.sync_directory(os.path.dirname(main) or ".")
     return LoadedJson(backup_value, [problem])
@@ -186,13 +206,14 @@ def save_json(
 ) -> None:
     """Put `value` at `path`, durably, keeping the value before it at ``.bak``. The folder must exist.
 
-    `check` is that of `load_json`. After an error `path` holds the old value, or the new one if only the last sync
-    failed; the call may be repeated. One caller at a time for each file.
+    `check` is that of `load_json`. Raises StoreIOError for a value that is too large to be loaded again. After an error
+    `path` holds the old value, or the new one if only the last sync failed; the call may be repeated. One caller at a
+    time for each file.
 
     Cost: two syncs (the file, the folder), and one read of the old file.
     """
     main = os.fspath(path)
-    content = encode_json(value)
+    content = _encode_checked(value, main)
     _write_new(main + ".tmp", content, fs, file_mode)
     try:
         if _read(main, fs, check).value is not None:
@@ -240,6 +261,42 @@ def set_aside_json(
     return moved
 
 
+def read_json(path: str | os.PathLike[str], fs: FileSystem) -> bytes:
+    """The content of a JSON file, for `decode_json`. StoreIOError if it is beyond the limits of this module."""
+    try:
+        data = fs.read_whole(path, JSON_BYTES_MAX)
+    except StoreIOError as error:
+        if error.errno != errno.EFBIG:
+            raise
+        text = f"{error.strerror} (JSON_BYTES_MAX); {_TOO_LARGE}"
+        raise StoreIOError(errno.EFBIG, text, error.filename, error.operation) from error
+    _check_limits(data, os.fspath(path), "read")
+    return data
+
+
+_TOO_LARGE = (
+    "if the store really has so many topics and groups, delete those that nobody uses, with the program that wrote the "
+    "file; else move the file away: its backup counts then, or nothing where there is none"
+)
+
+
+def _encode_checked(value: dict[str, Any], path: str) -> bytes:
+    """`encode_json`; StoreIOError for a value that nobody could load again."""
+    content = encode_json(value)
+    _check_limits(content, path, "save")
+    return content
+
+
+def _check_limits(data: bytes, path: str, operation: str) -> None:
+    text = ""
+    if len(data) > JSON_BYTES_MAX:
+        text = f"{len(data)} bytes, more than the {JSON_BYTES_MAX} that such a file may hold (JSON_BYTES_MAX)"
+    elif (values := sum(map(data.count, (b",", b"{", b"[")))) > JSON_VALUES_MAX:
+        text = f"{values} values, more than the {JSON_VALUES_MAX} that such a file may hold (JSON_VALUES_MAX)"
+    if text:
+        raise StoreIOError(errno.EFBIG, f"{text}; {_TOO_LARGE}", path, operation)
+
+
 class _Read(NamedTuple):
     value: dict[str, Any] | None
     fault: str | None  # both None: no such file
@@ -247,7 +304,7 @@ class _Read(NamedTuple):
 
 def _read(path: str, fs: FileSystem, check: Check | None) -> _Read:
     try:
-        data = fs.read_whole(path, JSON_BYTES_MAX)
+        data = read_json(path, fs)
     except FileNotFoundError:
         return _Read(None, None)
     try:

@@ -49,7 +49,7 @@ from mqstore.errors import (
     StoreIOError,
 )
 from mqstore.files.filesystem import FILE_MODE, FileSystem
-from mqstore.files.jsonfile import decode_json, load_json
+from mqstore.files.jsonfile import decode_json, load_json, read_json
 from mqstore.log.names import check_topic, is_path_safe
 from mqstore.log.txn import is_app
 
@@ -58,7 +58,6 @@ __all__ = ["Bundle", "Inbox", "InboxState", "check_highest", "inbox_state", "top
 _log = logging.getLogger("mqstore")
 _REFUSED = "refused"
 _DONE = "_done-"
-_JSON_BYTES_MAX = 16 << 20
 _QUEUES_MAX = 16_384
 _ENTRY = {"readQueueNums": 16, "writeQueueNums": 16, "perm": 6}
 """Members of an entry of `topics.json`, and what RocketMQ takes where one is absent."""
@@ -85,7 +84,7 @@ class Bundle:
         """FormatError when it is missing or says what nobody can do, StoreIOError when it cannot be read."""
         path = folder / "bundle.json"
         try:
-            value = decode_json(fs.read_whole(path, _JSON_BYTES_MAX))
+            value = decode_json(read_json(path, fs))
         except FileNotFoundError as error:
             raise FormatError(f"{path}: the file is missing", "bundle", 0) from error
         except FormatError as error:

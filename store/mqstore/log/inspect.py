@@ -306,7 +306,8 @@ class _ConfigFiles:
         if not isinstance(table, dict):
             self._problems.append(f"config/{name}: {field} is not an object")
             return
-        yield from table.items()
+        for key in list(table):
+            yield key, table.pop(key)  # so that a large file is not in memory twice
 
     def _numbers(self, name: str, where: str, table: dict[str, Any]) -> dict[str, int]:
         good = {

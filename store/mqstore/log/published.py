@@ -30,13 +30,12 @@ from typing import NamedTuple
 
 from mqstore.errors import FormatError
 from mqstore.files.filesystem import REAL, FileSystem
-from mqstore.files.jsonfile import decode_json, encode_json
+from mqstore.files.jsonfile import decode_json, encode_json, read_json
 from mqstore.log.names import is_path_safe
 
 __all__ = ["Published", "PublishedFiles", "publish"]
 
 _FOLDER = ("config", "spark", "groups")
-_BYTES_MAX = 64 << 20
 _OFFSET_MAX = 0x7FFF_FFFF_FFFF_FFFF
 
 
@@ -164,7 +163,7 @@ class PublishedFiles:
 
     def _read(self, name: str) -> Published | None:
         try:
-            return _decode(self._fs.read_whole(self._folder / name, _BYTES_MAX), name.removesuffix(".taken"))
+            return _decode(read_json(self._folder / name, self._fs), name.removesuffix(".taken"))
         except FileNotFoundError:  # its owner has just settled it
             return None
         except (OSError, ValueError) as error:

@@ -26,7 +26,7 @@ import crc32c
 
 from mqstore.errors import CorruptStoreError, FormatError
 from mqstore.files.filesystem import FileSystem
-from mqstore.files.jsonfile import JSON_BYTES_MAX, decode_json, load_json, save_json
+from mqstore.files.jsonfile import decode_json, load_json, read_json, save_json
 
 __all__ = ["QueueEnds", "forget_ends", "load_ends", "note_ends"]
 
@@ -90,7 +90,7 @@ def _said(root: Path, fs: FileSystem) -> list[int]:
     found = []
     for name in (_PROGRESS, _PROGRESS.with_name(_PROGRESS.name + ".bak")):
         try:
-            value = decode_json(fs.read_whole(str(root / name), JSON_BYTES_MAX))
+            value = decode_json(read_json(root / name, fs))
         except (FileNotFoundError, FormatError):
             found.append(0)
         else:

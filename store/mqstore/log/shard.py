@@ -36,7 +36,7 @@ from crc32c import crc32c
 
 from mqstore.errors import FormatError, InvalidMessageError
 from mqstore.files.filesystem import FileSystem
-from mqstore.files.jsonfile import decode_json
+from mqstore.files.jsonfile import decode_json, read_json
 from mqstore.layout.dispatch import SCHEDULE_TOPIC, topics_of
 from mqstore.layout.properties import CRC32, CRC_TAIL_BYTES
 from mqstore.layout.record import (
@@ -57,7 +57,6 @@ __all__ = ["WINDOW_BYTES", "Groups", "Limits", "QueueKey", "Shard", "Window", "b
 
 WINDOW_BYTES = 8 << 20
 _MAX_QUEUE_ID = 16_383
-_JSON_BYTES_MAX = 16 << 20
 _TAIL_NAME = np.frombuffer(CRC32.encode(), ">i8")[0]
 _INNER = b"INNER_"
 _EVEN_PAIR = np.frombuffer(_INNER[4:6], np.uint16)[0]
@@ -142,7 +141,7 @@ class Shard:
         decode, or says what this store cannot take; StoreIOError when it cannot be read."""
         path = folder / "shard.json"
         try:
-            value = decode_json(fs.read_whole(path, _JSON_BYTES_MAX))
+            value = decode_json(read_json(path, fs))
         except FileNotFoundError:
             _refuse(path, "the file is missing: the shard was not staged to its end", "shard")
         except FormatError as error:

@@ -52,7 +52,7 @@ from mqstore.errors import (
     StoreLockedError,
 )
 from mqstore.files.filesystem import REAL, FileSystem
-from mqstore.files.jsonfile import decode_json, encode_json, load_json, save_json
+from mqstore.files.jsonfile import decode_json, encode_json, load_json, read_json, save_json
 from mqstore.files.lock import WriterLock, writer_alive
 from mqstore.layout.record import BLANK_BYTES
 from mqstore.log.commitlog import ALLOWANCE
@@ -97,7 +97,6 @@ MEMBERS: Final = "shards"
 _INBOX: Final = "inbox"
 _OURS: Final = frozenset({STAGING, MEMBERS, "lock", SET_FILE, SET_FILE + ".bak", SET_FILE + ".tmp"})
 _SEGMENT_BYTES = 64 << 20
-_JSON_BYTES_MAX = 16 << 20
 _PAGE = 4096
 _LOOK: Final = (
     "Look whether the messages are in before they are written again; with txnAppId and txnVersion they are not written "
@@ -726,7 +725,7 @@ def _check_staged(folder: Path, shards: Sequence[ShardInfo], fs: FileSystem) -> 
     for shard in shards:
         path = folder / shard.name
         try:
-            said = decode_json(fs.read_whole(path / "shard.json", _JSON_BYTES_MAX))
+            said = decode_json(read_json(path / "shard.json", fs))
             files = dict(fs.scandir_files(path))
         except FileNotFoundError as error:
             raise _gone(path) from error
