@@ -12,6 +12,7 @@
 #   make spark-bench  Spark's reads, writes and jobs beside what they replace, each ratio beside its goal (half an hour)
 #   make interop  both engines on one store, ours and Apache RocketMQ's (needs a JDK, Maven; ROCKETMQ=5.4.0 takes another)
 #   make crash   more crash images than `make test` tries: N=100000 of them
+#   make hostile commands on stores whose files and folders are links, pipes, devices: N=30000 of such cases (all)
 #   make sanitize  tests of the compiled parts under the address and undefined-behaviour sanitizers (needs gcc)
 #   make docs    docs/commands.md from the commands' own help; fails when the file was stale (it is fresh afterwards)
 #   make clean   remove the environment, caches and var/
@@ -34,7 +35,7 @@ SPARK_VENV := .venv-spark$(PYSPARK:%=-%)
 JOBS  ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test cover lint bench spark spark-alone spark-bench delta interop crash sanitize docs clean
+.PHONY: help demo test cover lint bench spark spark-alone spark-bench delta interop crash hostile sanitize docs clean
 
 help:
 	@sed -n 's/^#   make/  make/p' Makefile
@@ -94,6 +95,9 @@ var/rocketmq-%/fetched: tests/interop/pom.xml
 
 crash: $(VENV)/stamp-dev
 	MQSTORE_CRASH_IMAGES=$(N) $(BIN)/python -m pytest -q tests/crash
+
+hostile: $(VENV)/stamp-dev
+	MQSTORE_CAMPAIGN_ROUNDS=$(N) $(BIN)/python -m pytest -q -n 2 tests/campaigns/test_hostile.py
 
 sanitize: $(VENV)/stamp-dev
 	$(BIN)/python tests/sanitized.py

@@ -35,14 +35,17 @@ from mqstore.errors import (
     ReadOnlyStoreError,
     StoreBusyError,
     StoreClosedError,
+    StoreIOError,
 )
 from mqstore.files.abort import AbortMark
+from mqstore.files.beneath import resolved
 from mqstore.files.descriptors import DescriptorCache
 from mqstore.files.filesystem import REAL, FileSystem, SyncNotBegunError, is_not_begun
 from mqstore.files.flusher import GroupCommit
 from mqstore.files.jsonfile import NO_CHECKS, Check, load_json
 from mqstore.files.lock import WriterLock, writer_alive
 from mqstore.files.segments import LoadProblem, SegmentRun
+from mqstore.files.tmp import remove_temporaries
 from mqstore.layout.checkpoint import Checkpoint
 from mqstore.layout.consumequeue import VOID_SIZE
 from mqstore.layout.hosts import encode_host
@@ -52,6 +55,7 @@ from mqstore.log.commitlog import CommitLog
 from mqstore.log.consumequeue import ConsumeQueue, QueueTable
 from mqstore.log.inbox import CreateTopics, Inbox
 from mqstore.log.index import Index
+from mqstore.log.own import check_own
 from mqstore.log.queueends import note_ends
 from mqstore.log.recovery import Outcome, Parts, Progress, RecoverOptions, has_unlisted, recover, written_end
 from mqstore.log.report import Finding, RecoveryReport
@@ -138,7 +142,7 @@ class MessageStore(StoreWriter):
             raise ConfigError(f"durability must be 'append' or 'flush', not {durability!r}")
         if config is not None and not isinstance(config, StoreConfig):
             raise ConfigError(f"config is a mqstore.StoreConfig, not {config!r:.80}")
-        self.path = Path(path)
+        self.path = Path(resolved(path))
         self.mode = mode
         self.durability: Durability = durability
         self.config = config = config or StoreConfig()
@@ -157,6 +161,7 @@ class MessageStore(StoreWriter):
             self._build(writable=False)
             self._open_for_reading()
             return
+        check_own(self.path, fs)
         if self._background or not self.path.exists():
             self._make_root()
         self._lock = WriterLock(self.path, "mqstore", clock=SYSTEM_CLOCK, fs=fs, file_mode=config.file_mode)
@@ -222,6 +227,7 @@ class MessageStore(StoreWriter):
             descriptors=self._descriptors,
             file_mode=config.file_mode,
             delay_table_ms=self.delay_table_ms,
+            own=writable,
         )
         self._index = Index(
             self.path / "index",
@@ -378,7 +384,12 @@ class MessageStore(StoreWriter):
             # Puts before the splice were perhaps not synced: then the log ends before it, and what was behind is gone.
             end = min(undone.start, self._run.end)
             self._load_problems = [each for each in self._load_problems if each.position < end]
-        self._queues.load(exact=not clean or options.full)
+        try:
+            self._queues.load(exact=not clean or options.full)
+        except StoreIOError:
+            if clean:  # a link among them, say: nothing was changed but for the mark
+                self._abort.clear()
+            raise
         self._index_findings = self._index.load()
         self.clean_shutdown = clean
         outcome: Outcome = recover(
@@ -489,8 +500,7 @@ class MessageStore(StoreWriter):
         fs = self.fs
         tmp = self.path / "tmp"
         fs.mkdir(tmp, exist_ok=True)
-        for name in fs.scandir(tmp):
-            fs.unlink(tmp / name)
+        remove_temporaries(fs, tmp)
         guarded = self.manifest.profile != "mqstore" or manifests.is_guarded(self.path)
         if created or not guarded:  # the latter: who created it was killed in between
             fs.mkdir(self.path / "commitlog", exist_ok=True)
