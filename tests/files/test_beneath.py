@@ -20,9 +20,11 @@ from mqstore.files.quiet import QUIET
 WRITING = [os.O_WRONLY, os.O_RDWR, os.O_RDWR | os.O_CREAT, os.O_WRONLY | os.O_CREAT | os.O_TRUNC]
 
 
-@pytest.fixture(params=["as here", "folder by folder"], autouse=True)
+@pytest.fixture(params=["as here", "in Python", "folder by folder"], autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways to refuse links: by the system's own call, and by hand where there is none."""
+    """The ways to refuse links: by the system's own call, compiled and not, and by hand where there is none."""
+    if request.param != "as here":
+        monkeypatch.setattr(beneath, "_compiled", None)
     if request.param == "folder by folder":
         monkeypatch.setattr(beneath, "_openat2", None)
         monkeypatch.setattr(beneath, "_NOFOLLOW_ANY", 0)

@@ -136,9 +136,9 @@ def test_a_clean_opening_lists_each_queue_once(root: Path) -> None:
             self.listed[os.fspath(path)] += 1
             return super().scandir(path)
 
-        def scandir_files(self, path: StrPath) -> list[tuple[str, int]]:
+        def scandir_files(self, path: StrPath, *, own: bool = False) -> list[tuple[str, int]]:
             self.listed[os.fspath(path)] += 1
-            return super().scandir_files(path)
+            return super().scandir_files(path, own=own)
 
         def scandir_own(self, path: StrPath) -> tuple[list[str], list[str]]:
             self.listed[os.fspath(path)] += 1

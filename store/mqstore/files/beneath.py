@@ -39,6 +39,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+from mqstore.native import kernel
+
 __all__ = ["REFUSED", "check", "folder_of", "open_any", "open_file", "open_folder", "resolved"]
 
 StrPath = str | os.PathLike[str]
@@ -103,6 +105,9 @@ def _find_openat2() -> _Openat2 | None:
 
 _openat2 = _find_openat2()
 
+#: The same rule, compiled: a descriptor, or a negative errno after which nothing has happened.
+_compiled: Callable[[StrPath, int, int, bool], int] | None = None if kernel is None else kernel.open_beneath
+
 
 def resolved(path: StrPath) -> str:
     """Return `path`, or where it really leads if a part of it is a link. For places that a user names.
@@ -110,6 +115,9 @@ def resolved(path: StrPath) -> str:
     A path without links comes back as it was given, so that messages show it as the user wrote it.
     """
     given = os.fspath(path)
+    with suppress(OSError):
+        os.close(_open_folder(given, _TO_PASS))
+        return given
     real = os.path.realpath(given)
     return given if real == os.path.abspath(given) else real
 
@@ -127,6 +135,8 @@ def check(path: StrPath, mode: int, wanted: str, link: str = "") -> None:
 
 def open_file(path: StrPath, flags: int, mode: int = 0o600) -> int:
     """Open a regular file; `flags` are those of `os.open`."""
+    if _compiled is not None and (fd := _compiled(path, flags, mode, False)) >= 0:
+        return fd
     name = os.fspath(path)
     writes = flags & _WRITES
     flags |= _CAREFUL
@@ -149,7 +159,7 @@ def open_file(path: StrPath, flags: int, mode: int = 0o600) -> int:
 
 def open_folder(path: StrPath) -> int:
     """Open a folder that no link leads to, for reading."""
-    return _open_strictly(os.fspath(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, 0)
+    return _open_folder(os.fspath(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
 def open_any(path: StrPath) -> int:
@@ -170,11 +180,17 @@ def open_any(path: StrPath) -> int:
 def folder_of(path: StrPath) -> Iterator[tuple[int, str]]:
     """Give a descriptor of the folder that `path` lies in, which no link leads to, and the name in it."""
     folder, name = os.path.split(os.fspath(path))
-    fd = _open_strictly(folder or ".", _TO_PASS, 0)
+    fd = _open_folder(folder or ".", _TO_PASS)
     try:
         yield fd, name
     finally:
         os.close(fd)
+
+
+def _open_folder(name: str, flags: int) -> int:
+    if _compiled is not None and (fd := _compiled(name, flags, 0, True)) >= 0:
+        return fd
+    return _open_strictly(name, flags, 0)
 
 
 def _open_strictly(name: str, flags: int, mode: int) -> int:

@@ -390,21 +390,27 @@ class FileSystem:
         except OSError as error:
             self._fail(error, path, "scandir")
 
-    def scandir_files(self, path: StrPath) -> list[tuple[str, int]]:
-        """(name, length) of the regular files in a folder, sorted; a symbolic link counts as what it leads to."""
+    def scandir_files(self, path: StrPath, *, own: bool = False) -> list[tuple[str, int]]:
+        """(name, length) of the regular files in a folder, sorted; a symbolic link counts as what it leads to, but is
+        refused in a folder of our `own` (`scandir_own`)."""
         found = []
+        others: list[str] = []
         try:
             with os.scandir(path) as entries:
                 for entry in entries:
                     try:
-                        if entry.is_file():
+                        if entry.is_file(follow_symlinks=not own):
                             found.append((entry.name, entry.stat().st_size))
+                        elif own:
+                            others.append(entry.path)
                     except OSError as error:
                         # Removed by its owner between the listing and the look at it, or a link that leads in a circle.
                         if not isinstance(error, FileNotFoundError) and error.errno != errno.ELOOP:
                             raise
         except OSError as error:
             self._fail(error, path, "scandir")
+        for other in sorted(others):
+            self.check_own(other)
         return sorted(found)
 
     def scandir_directories(self, path: StrPath) -> list[str]:

@@ -63,7 +63,8 @@ class QuietFileSystem(FileSystem):
         except OSError as error:
             self._fail(error, path, "scandir")
 
-    def scandir_files(self, path: StrPath) -> list[tuple[str, int]]:
+    def scandir_files(self, path: StrPath, *, own: bool = False) -> list[tuple[str, int]]:
+        assert not own, "who only looks has no folder to write"
         found = []
         for name in self.scandir(path):
             full = os.path.join(path, name)

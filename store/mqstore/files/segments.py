@@ -376,7 +376,7 @@ class SegmentRun:
     def _list(self, problems: list[LoadProblem]) -> list[Segment]:
         """Segments by what names and lengths the folder has; `length` as found, even if greater than `size`."""
         try:
-            files = self._fs.scandir_files(self.directory)
+            files = self._fs.scandir_files(self.directory, own=self.writable)
         except FileNotFoundError:
             return []
         found = []

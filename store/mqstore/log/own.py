@@ -2,7 +2,8 @@
 
 A link in place of a store's own file or folder would have the writer change, move or remove things elsewhere, so such a
 store is refused (`files/beneath.py` refuses each call, too). Names that are not the store's are none of its business.
-The folders of consume queues may be 100,000: loading them lists each, so that does the same for them.
+The folders of the log and of the consume queues, which may be 100,000, are not listed here but when they are loaded,
+and are checked with that.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _FOLDERS: Final = frozenset(
 _FILES: Final = frozenset(
     {"abort", "checkpoint", "lock", "timerwheel", *(MANIFEST + end for end in ("", ".bak", ".tmp", ".bak.tmp"))}
 )
-_LISTED: Final = ("commitlog", "config", "cut", "index", "local_offsets", "timerlog")
+_LISTED: Final = ("config", "cut", "index", "local_offsets", "timerlog")
 
 
 def check_own(root: Path, fs: FileSystem) -> None:

@@ -20,6 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -370,8 +371,9 @@ class MessageStore(StoreWriter):
             mended += [(manifests.MANIFEST, problem) for problem in problems]
         if created or (self.manifest.has_file and self.manifest.delay_levels != self._stored_delay_levels()):
             manifests.save(self.manifest, self.path, fs)
-        self._prepare_folders(created)
-        self._load_problems = self._run.load()
+        with self._taking_mark_back(clean):
+            self._prepare_folders(created)
+            self._load_problems = self._run.load()
         self._has_checkpoint = self._checkpoint.load()
         if had_checkpoint is not None:
             self._has_checkpoint = had_checkpoint
@@ -384,12 +386,8 @@ class MessageStore(StoreWriter):
             # Puts before the splice were perhaps not synced: then the log ends before it, and what was behind is gone.
             end = min(undone.start, self._run.end)
             self._load_problems = [each for each in self._load_problems if each.position < end]
-        try:
+        with self._taking_mark_back(clean):
             self._queues.load(exact=not clean or options.full)
-        except StoreIOError:
-            if clean:  # a link among them, say: nothing was changed but for the mark
-                self._abort.clear()
-            raise
         self._index_findings = self._index.load()
         self.clean_shutdown = clean
         outcome: Outcome = recover(
@@ -429,6 +427,16 @@ class MessageStore(StoreWriter):
         index_ms = self._index.full_end_timestamp_ms()
         self._write_checkpoint(end, end, index_ms=index_ms, clean_end=-1, last_record=max(0, outcome.last_record))
         self._set_alarm()
+
+    @contextmanager
+    def _taking_mark_back(self, clean: bool) -> Iterator[None]:
+        """Of a store that ended cleanly: should a file not be fit to be written, a link, say, it still did."""
+        try:
+            yield
+        except StoreIOError:
+            if clean:
+                self._abort.clear()
+            raise
 
     def _report_undone(self, undone: Undone) -> None:
         report = self.recovery
