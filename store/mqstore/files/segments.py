@@ -380,11 +380,12 @@ class SegmentRun:
         except FileNotFoundError:
             return []
         found = []
+        folder = os.fspath(self.directory)
         for name, length in files:
             start = segment_start(name)
             if start is None:
                 continue
-            path = str(self.directory / name)
+            path = os.path.join(folder, name)
             if start % self.segment_bytes or start >= _OFFSET_END - self.segment_bytes:
                 why = f"not a multiple of the segment size {self.segment_bytes}, or beyond 2**63; the file is ignored"
                 problems.append(LoadProblem(path, "segment_name", start, 0, why))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -116,10 +117,16 @@ class ConsumeQueue(Queue):
         rather than bisecting, for a queue that a crash may have left with holes."""
         table = self._table
         starts = []
-        there = os.path.isdir(self.directory)
-        names = [] if not there else table.fs.scandir_own(self.directory)[0] if table.own else None
-        lengths = dict(table.fs.scandir_files(self.directory)) if exact and there else {}
-        for name in lengths or (table.fs.scandir(self.directory) if names is None else names):
+        names: list[str] = []
+        lengths: dict[str, int] = {}
+        with suppress(FileNotFoundError):
+            if exact:
+                lengths = dict(table.fs.scandir_files(self.directory, own=table.own))
+            elif table.own:
+                names, _ = table.fs.scandir_own(self.directory)
+            else:
+                names = table.fs.scandir(self.directory)
+        for name in lengths or names:
             start = segment_start(name)
             if start is not None and start % table.segment_bytes == 0:
                 starts.append(start // table.segment_bytes)
@@ -509,10 +516,11 @@ class QueueTable:
         if directory not in self._made_directories:
             parent = os.path.dirname(directory)
             for folder in (self.root, parent, directory):
-                fs.mkdir(folder, exist_ok=True)
+                if folder not in self._made_directories:
+                    fs.mkdir(folder, exist_ok=True)
+                    self._made_directories.add(folder)
             with self._lock:
                 self._dirty_directories.update((os.path.dirname(self.root), self.root, parent))
-            self._made_directories.add(directory)
         temporary = temporary_path(self._tmp, "cq")
         fd = fs.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._file_mode)
         try:
