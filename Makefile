@@ -14,6 +14,8 @@
 #   make crash   more crash images than `make test` tries: N=100000 of them
 #   make descriptors  stores in processes with few file descriptors: N=2000 cases (a few a second)
 #   make retention  every command and call that reads beside a writer that drops segments, N=20 rounds
+#   make interrupts  Ctrl-C at every point of every call, one after the other (half an hour)
+#   make hostile  commands on stores whose files and folders are links, pipes, devices: N=30000 of such cases (all)
 #   make sanitize  tests of the compiled parts under the address and undefined-behaviour sanitizers (needs gcc)
 #   make docs    docs/commands.md from the commands' own help; fails when the file was stale (it is fresh afterwards)
 #   make clean   remove the environment, caches and var/
@@ -36,7 +38,7 @@ SPARK_VENV := .venv-spark$(PYSPARK:%=-%)
 JOBS  ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test cover lint bench spark spark-alone spark-bench delta interop crash descriptors retention sanitize docs clean
+.PHONY: help demo test cover lint bench spark spark-alone spark-bench delta interop crash descriptors retention hostile interrupts sanitize docs clean
 
 help:
 	@sed -n 's/^#   make/  make/p' Makefile
@@ -103,6 +105,12 @@ descriptors: $(VENV)/stamp-dev
 retention: N = 20
 retention: $(VENV)/stamp-dev
 	MQSTORE_CAMPAIGN_ROUNDS=$(N) $(BIN)/python -m pytest -q -n $(JOBS) tests/campaigns/test_beside_retention.py
+
+interrupts: $(VENV)/stamp-dev
+	MQSTORE_CAMPAIGN_ROUNDS=4000 $(BIN)/python -m pytest -q -n $(JOBS) --timeout 3600 tests/campaigns/test_interrupts.py
+
+hostile: $(VENV)/stamp-dev
+	MQSTORE_CAMPAIGN_ROUNDS=$(N) $(BIN)/python -m pytest -q -n $(JOBS) tests/campaigns/test_hostile.py
 
 sanitize: $(VENV)/stamp-dev
 	$(BIN)/python tests/sanitized.py

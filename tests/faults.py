@@ -274,9 +274,13 @@ class FaultyFileSystem(FileSystem):
         self._enter("scandir", path)
         return super().scandir(path)
 
-    def scandir_files(self, path: StrPath) -> list[tuple[str, int]]:
+    def scandir_files(self, path: StrPath, *, own: bool = False) -> list[tuple[str, int]]:
         self._enter("scandir_files", path)
-        return super().scandir_files(path)
+        return super().scandir_files(path, own=own)
+
+    def scandir_own(self, path: StrPath) -> tuple[list[str], list[str]]:
+        self._enter("scandir_own", path)
+        return super().scandir_own(path)
 
     def scandir_directories(self, path: StrPath) -> list[str]:
         self._enter("scandir_directories", path)

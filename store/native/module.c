@@ -27,6 +27,7 @@ static PyMethodDef functions[] = {
              "check_units(buffer, starts, physical, sizes, slots, queue_id, topic, out, body_ends, bodies, table, "
              "checksums) -> int"),
     FUNCTION(read_at, "read_at(fds, positions, sizes) -> bytes, or None"),
+    FUNCTION(open_beneath, "open_beneath(path, flags, mode, folder) -> descriptor, or negative errno"),
     FUNCTION(data_end, "data_end(fd, start, end) -> position"),
     FUNCTION(lengths, "lengths(bodies) -> (greatest, sum), or None"),
     FUNCTION(encode, "encode(header, bodies, tails, flags, queue_offset, physical_offset) -> (records, sizes)"),

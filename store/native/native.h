@@ -10,7 +10,7 @@
 #include <string.h>
 
 /* Counted up with every change of what a function takes or gives; store/mqstore/native.py has the same number. */
-#define NATIVE_VERSION 8
+#define NATIVE_VERSION 9
 
 #if !defined(__x86_64__) || !defined(__GNUC__)
 #error "built for x86-64 by GCC or Clang only; elsewhere mqstore runs on Python and numpy"
@@ -159,6 +159,7 @@ PyObject *native_records_hold(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_find_inner(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_record_holds(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_assemble(PyObject *, PyObject *const *, Py_ssize_t);
+PyObject *native_open_beneath(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_read_at(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_lengths(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_encode(PyObject *, PyObject *const *, Py_ssize_t);

@@ -286,9 +286,9 @@ def test_a_bundle_that_cannot_be_read_time_and_again_is_moved_aside(tmp_path: Pa
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (_pipe("0-0-abc/records.bin"), "records.bin: not a regular file"),
-        (_pipe("0-0-abc/records.idx", index=1), "records.idx: not a regular file"),
-        (_folder("0-0-abc/records.bin"), "records.bin: not a regular file"),
+        (_pipe("0-0-abc/records.bin"), "records.bin: it is a"),
+        (_pipe("0-0-abc/records.idx", index=1), "records.idx: it is a"),
+        (_folder("0-0-abc/records.bin"), "records.bin: it is a"),
     ],
 )
 def test_what_is_no_file_hangs_nobody_and_is_moved_aside(

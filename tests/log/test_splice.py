@@ -385,7 +385,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: ((f / "records.bin").unlink(), os.mkfifo(f / "records.bin")),
         "not a regular file",
     ),
-    "a pipe for an index": (lambda f: (os.mkfifo(f / "records.idx"), _say(f, index=1)), "idx: not a regular file"),
+    "a pipe for an index": (lambda f: (os.mkfifo(f / "records.idx"), _say(f, index=1)), "idx: it is a FIFO"),
     "a pipe for shard.json": (lambda f: ((f / "shard.json").unlink(), os.mkfifo(f / "shard.json")), "not a regular"),
     "a link": (
         lambda f: ((f / "records.bin").rename(f / "else"), (f / "records.bin").symlink_to(f / "else")),

@@ -61,6 +61,7 @@ import numpy.typing as npt
 from mqstore.errors import FlushFailedError
 from mqstore.files.filesystem import FileSystem, SyncNotBegunError
 from mqstore.files.segments import SegmentRun
+from mqstore.files.tmp import temporary_path
 
 __all__ = [
     "CANCELS",
@@ -385,9 +386,8 @@ class TimerWheel:
         slots = np.zeros(len(ticks), _SLOT_DTYPE)
         slots["tick"], slots["first"], slots["last"] = ticks, positions[first_at], positions[last_at]
         slots["num"] = nums
-        fs, new = self._fs, self._tmp / self._path.name
+        fs, new = self._fs, temporary_path(self._tmp, "timerwheel")
         fs.mkdir(self._tmp, exist_ok=True)
-        fs.unlink(new, missing_ok=True)
         fd = fs.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._file_mode)
         try:
             fs.truncate_sparse(fd, WHEEL_BYTES)

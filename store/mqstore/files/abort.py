@@ -41,7 +41,7 @@ class AbortMark:
     def set(self, pid: int) -> None:
         """Leave the mark, over the one that a crash left. A crash in here leaves it too, be it empty."""
         text = b"%d" % pid
-        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
+        flags = os.O_WRONLY | os.O_CREAT
         # Not without need: to free a block that was written takes ext4 a millisecond.
         if self.exists() and self._fs.size(self._path) > len(text):
             flags |= os.O_TRUNC

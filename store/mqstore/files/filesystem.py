@@ -20,6 +20,7 @@ which order of calls makes them safe; that is the business of its callers. What 
   ``map``             takes no descriptor          takes one for as long as it lasts, before CPython 3.13
   ==================  ===========================  =====================================================
 
+* nothing is written through a link, and nothing but regular files and folders is opened (`files/beneath.py`);
 * no file is ever shortened (store-format 8.5): there is no truncate, only `truncate_sparse`, which refuses to.
 
 Descriptors are close-on-exec. Safe to use from several threads.
@@ -34,12 +35,13 @@ import mmap
 import os
 import stat
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from mqstore.errors import StoreIOError, raise_os_error
+from mqstore.files import beneath
 from mqstore.files.limit import TOO_MANY_OPEN, with_room
 from mqstore.native import kernel
 
@@ -148,6 +150,16 @@ def _allocate(fd: int, length: int) -> bool:
         return True
 
 
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Whether it is a folder, or a link to one."""
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        if error.errno != errno.ELOOP:  # a link that leads in a circle
+            raise
+        return False
+
+
 class SyncNotBegunError(StoreIOError):
     """No descriptor was free to sync by, be it the first or the last of several. Those that were made succeeded, and of
     the others the system knows nothing, so it has dropped nothing: try again, all of it."""
@@ -182,9 +194,9 @@ class FileSystem:
 
     @with_room
     def open(self, path: StrPath, flags: int, mode: int = FILE_MODE) -> int:
-        """A descriptor of `path`; `flags` are those of `os.open`."""
+        """A descriptor of the regular file `path`; `flags` are those of `os.open`."""
         try:
-            fd = os.open(path, flags | os.O_CLOEXEC, mode)
+            fd = beneath.open_file(path, flags, mode)
         except OSError as error:
             self._fail(error, path, "open")
         self._paths[fd] = os.fspath(path)
@@ -305,7 +317,7 @@ class FileSystem:
     def sync_directory(self, path: StrPath) -> None:
         """Make the names in the folder `path` durable: files created, renamed, linked and removed there."""
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fd = beneath.open_folder(path)
             try:
                 os.fsync(fd)
             except OSError as error:
@@ -357,42 +369,56 @@ class FileSystem:
 
     # -- names ------------------------------------------------------------------------------------------------------
 
+    @with_room
     def replace(self, source: StrPath, target: StrPath) -> None:
         """Rename `source` to `target` in one step, over what was there. Durable after `sync_directory`."""
         try:
-            os.replace(source, target)
+            with beneath.folder_of(source) as (folder, name), beneath.folder_of(target) as (other, new_name):
+                os.replace(name, new_name, src_dir_fd=folder, dst_dir_fd=other)
         except OSError as error:
             self._fail(error, source, "replace")
 
+    @with_room
     def link(self, source: StrPath, target: StrPath) -> None:
-        """Give the file `source` a second name. FileExistsError when `target` is taken."""
+        """Give the file `source` a second name; a link gets one of its own. FileExistsError when `target` is taken."""
         try:
-            os.link(source, target)
+            with beneath.folder_of(target) as (folder, name):
+                os.link(source, name, dst_dir_fd=folder, follow_symlinks=False)
         except OSError as error:
             self._fail(error, source, "link")
 
+    @with_room
     def unlink(self, path: StrPath, *, missing_ok: bool = False) -> None:
         """Remove a name; the bytes stay with whoever has the file open or mapped."""
         try:
-            os.unlink(path)
+            with beneath.folder_of(path) as (folder, name):
+                os.unlink(name, dir_fd=folder)
         except OSError as error:
             if missing_ok and isinstance(error, FileNotFoundError):
                 return
             self._fail(error, path, "unlink")
 
+    @with_room
     def mkdir(self, path: StrPath, mode: int = DIRECTORY_MODE, *, exist_ok: bool = False) -> None:
         """Make one folder; its parent must exist. With `exist_ok` a folder that is there is fine."""
         try:
-            os.mkdir(path, mode)
+            with beneath.folder_of(path) as (folder, name):
+                try:
+                    os.mkdir(name, mode, dir_fd=folder)
+                except FileExistsError:
+                    if not exist_ok:
+                        raise
+                    found = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
+                    beneath.check(path, found, "folder")
         except OSError as error:
-            if exist_ok and isinstance(error, FileExistsError) and os.path.isdir(path):
-                return
             self._fail(error, path, "mkdir")
 
+    @with_room
     def rmdir(self, path: StrPath) -> None:
         """Remove an empty folder."""
         try:
-            os.rmdir(path)
+            with beneath.folder_of(path) as (folder, name):
+                os.rmdir(name, dir_fd=folder)
         except OSError as error:
             self._fail(error, path, "rmdir")
 
@@ -405,19 +431,27 @@ class FileSystem:
             self._fail(error, path, "scandir")
 
     @with_room
-    def scandir_files(self, path: StrPath) -> list[tuple[str, int]]:
-        """(name, length) of the regular files in a folder, sorted; a symbolic link counts as what it leads to."""
+    def scandir_files(self, path: StrPath, *, own: bool = False) -> list[tuple[str, int]]:
+        """(name, length) of the regular files in a folder, sorted; a symbolic link counts as what it leads to, but is
+        refused in a folder of our `own` (`scandir_own`)."""
         found = []
+        others: list[str] = []
         try:
             with os.scandir(path) as entries:
                 for entry in entries:
                     try:
-                        if entry.is_file():
+                        if entry.is_file(follow_symlinks=not own):
                             found.append((entry.name, entry.stat().st_size))
-                    except FileNotFoundError:
-                        continue  # removed by its owner between the listing and the look at it
+                        elif own:
+                            others.append(entry.path)
+                    except OSError as error:
+                        # Removed by its owner between the listing and the look at it, or a link that leads in a circle.
+                        if not isinstance(error, FileNotFoundError) and error.errno != errno.ELOOP:
+                            raise
         except OSError as error:
             self._fail(error, path, "scandir")
+        for other in sorted(others):
+            self.check_own(other)
         return sorted(found)
 
     @with_room
@@ -425,9 +459,39 @@ class FileSystem:
         """The names of the folders in a folder, sorted."""
         try:
             with os.scandir(path) as entries:
-                return sorted(entry.name for entry in entries if entry.is_dir())
+                return sorted(entry.name for entry in entries if _is_folder(entry))
         except OSError as error:
             self._fail(error, path, "scandir")
+
+    @with_room
+    def scandir_own(self, path: StrPath) -> tuple[list[str], list[str]]:
+        """The names of the files and of the folders in a folder that is ours alone to write, each sorted. Any other
+        thing in it, a link too, is a StoreIOError that names it. Costs no more than a listing where the system tells
+        kinds along with names."""
+        files: list[str] = []
+        folders: list[str] = []
+        others: list[str] = []
+        try:
+            with os.scandir(path) as entries:
+                for entry in entries:
+                    if entry.is_file(follow_symlinks=False):
+                        files.append(entry.name)
+                    else:
+                        (folders if entry.is_dir(follow_symlinks=False) else others).append(entry.name)
+        except OSError as error:
+            self._fail(error, path, "scandir")
+        for name in sorted(others):
+            self.check_own(os.path.join(path, name))
+        return sorted(files), sorted(folders)
+
+    def check_own(self, path: StrPath, wanted: str = "regular file or folder") -> None:
+        """Refuse a name that is not of the `wanted` kind (`beneath.check`) but a link, say, with a StoreIOError. A name
+        that is not there is fine."""
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                beneath.check(path, os.lstat(path).st_mode, wanted)
+            except OSError as error:
+                self._fail(error, path, "opening for writing")
 
     def stat(self, file: int | StrPath) -> os.stat_result:
         """What the system knows of a descriptor or a path (links followed)."""
@@ -440,23 +504,27 @@ class FileSystem:
         """Length of a descriptor's or a path's file in bytes."""
         return self.stat(file).st_size
 
+    @with_room
     def take_after(self, file: int | StrPath, found: os.stat_result) -> None:
         """Give a file or folder the mode and the times of another, and its owner where that is allowed. The owner may
         read and write it in any case; who runs a file does so as himself."""
         try:
-            self.give_to(file, found)
-            folder = stat.S_ISDIR(found.st_mode)
-            os.chmod(file, stat.S_IMODE(found.st_mode) | 0o700 if folder else found.st_mode & 0o777 | 0o600)
-            os.utime(file, ns=(found.st_atime_ns, found.st_mtime_ns))
+            with self._descriptor(file) as fd:
+                self.give_to(fd, found)
+                folder = stat.S_ISDIR(found.st_mode)
+                os.chmod(fd, stat.S_IMODE(found.st_mode) | 0o700 if folder else found.st_mode & 0o777 | 0o600)
+                os.utime(fd, ns=(found.st_atime_ns, found.st_mtime_ns))
         except OSError as error:
             self._fail(error, file, "take_after")
 
+    @with_room
     def give_to(self, file: int | StrPath, found: os.stat_result) -> None:
         """Give a file or folder the owner of another, where that is allowed: not to every root it is, as of a container
         or over NFS, and not every file system has owners."""
         if os.geteuid() == 0:
             try:
-                os.chown(file, found.st_uid, found.st_gid)
+                with self._descriptor(file) as fd:
+                    os.chown(fd, found.st_uid, found.st_gid)
             except OSError as error:
                 if error.errno not in (errno.EPERM, *_UNSUPPORTED):
                     self._fail(error, file, "chown")
@@ -472,17 +540,14 @@ class FileSystem:
     # -- whole files, made of the calls above -------------------------------------------------------------------------
 
     def read_whole(self, path: StrPath, limit_bytes: int) -> bytes:
-        """The content of a regular file of at most `limit_bytes`; StoreIOError (EFBIG, EINVAL) for anything else."""
-        # O_NONBLOCK means nothing to a file, but keeps a pipe that bears a store's name from hanging us.
-        fd = self.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        """The content of a regular file of at most `limit_bytes`; StoreIOError (EFBIG) for a longer one."""
+        fd = self.open(path, os.O_RDONLY)
         try:
-            found = self.stat(fd)
-            if not stat.S_ISREG(found.st_mode):
-                self._fail(OSError(errno.EINVAL, "not a regular file"), fd, "read")
-            if found.st_size > limit_bytes:
-                text = f"{found.st_size} bytes, more than the {limit_bytes} that such a file may hold"
+            size = self.size(fd)
+            if size > limit_bytes:
+                text = f"{size} bytes, more than the {limit_bytes} that such a file may hold"
                 self._fail(OSError(errno.EFBIG, text), fd, "read")
-            return self.pread(fd, found.st_size, 0)
+            return self.pread(fd, size, 0)
         finally:
             self.close(fd)
 
@@ -495,11 +560,23 @@ class FileSystem:
             if not stat.S_ISDIR(os.lstat(path).st_mode):
                 self.unlink(path)
                 return
-            for name in self.scandir(path):
+            for name in self.scandir(path):  # should a link be there by now, `unlink` and `rmdir` refuse to go through
                 self.remove_tree(os.path.join(path, name))
             self.rmdir(path)
 
     # -- beneath ----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _descriptor(self, file: int | StrPath) -> Iterator[int]:
+        """Give the descriptor itself, or one of the file or folder at a path that no link leads to."""
+        if isinstance(file, int):
+            yield file
+            return
+        fd = beneath.open_any(file)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
 
     def _copy_some(self, source: int, target: int, position: int, length: int) -> int:
         """One copy by the system: how many bytes, 0 where it does not do that. Tests shorten it."""

@@ -29,7 +29,6 @@ import fcntl
 import json
 import os
 import socket
-import stat
 import struct
 import sys
 import threading
@@ -44,6 +43,7 @@ from portalocker.portalocker import FlockLocker
 
 from mqstore.clock import SYSTEM_CLOCK, Clock
 from mqstore.errors import MQStoreError, StoreFullError, StoreIOError, StoreLockedError, raise_os_error
+from mqstore.files.beneath import resolved
 from mqstore.files.filesystem import FILE_MODE, REAL, FileSystem
 
 __all__ = ["WriterLock", "refuse_beside_writer", "writer_alive"]
@@ -149,7 +149,7 @@ class WriterLock:
         fs: FileSystem = REAL,
         file_mode: int = FILE_MODE,
     ) -> None:
-        self._root = os.fspath(root)
+        self._root = resolved(root)
         self._path = os.path.join(self._root, "lock")
         self._program = program
         self._clock = clock
@@ -207,9 +207,7 @@ class WriterLock:
             self._refuse_registered(directory)
             with suppress(FileNotFoundError):
                 self._refuse_registered(_identity(self._fs.stat(self._path)))
-            # Never through a link, nor into a pipe: what bears the name may be anything, and is written to.
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-            fd = self._fs.open(self._path, flags, self._file_mode)
+            fd = self._fs.open(self._path, os.O_RDWR | os.O_CREAT, self._file_mode)
             try:
                 self._fd = fd
                 self._lock(fd)
@@ -237,8 +235,6 @@ class WriterLock:
 
     def _lock(self, fd: int) -> None:
         try:
-            if not stat.S_ISREG(self._fs.stat(fd).st_mode):
-                raise OSError(errno.EINVAL, "not a regular file")
             try:
                 _FLOCK.lock(fd, LockFlags.EXCLUSIVE | LockFlags.NON_BLOCKING)
             except AlreadyLocked:
@@ -316,7 +312,7 @@ def writer_alive(root: str | os.PathLike[str], fs: FileSystem = REAL) -> bool:
             # The registry first: opening and closing the file would drop our own lock where it is a POSIX one.
             if _identity(fs.stat(root)) in _registry or _identity(fs.stat(path)) in _registry:
                 return True
-            fd = fs.open(path, os.O_RDONLY | os.O_NONBLOCK)
+            fd = fs.open(path, os.O_RDONLY)
         except FileNotFoundError:
             return False
         except StoreIOError as error:
@@ -339,7 +335,7 @@ def refuse_beside_writer(root: str | os.PathLike[str], fs: FileSystem = REAL) ->
     with _registry_lock:
         if not {_identity(fs.stat(root)), _identity(fs.stat(path))}.isdisjoint(_registry):
             raise _refusal(root, _Holder(os.getpid()))
-        fd = fs.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        fd = fs.open(path, os.O_RDONLY)
         try:
             raise _refusal(root, _holder(fs, fd))
         finally:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from typing import NoReturn
 
+from mqstore.files.beneath import open_file
 from mqstore.files.filesystem import FILE_MODE, FileSystem, StrPath
 from mqstore.files.limit import with_room
 
@@ -21,13 +23,13 @@ _NO_ATIME: int = getattr(os, "O_NOATIME", 0)
 _CHANGES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
-def _open_quietly(path: StrPath, flags: int) -> int:
+def _open_quietly(path: StrPath, flags: int, opened: Callable[[StrPath, int], int] = open_file) -> int:
     if _NO_ATIME:
         try:
-            return os.open(path, flags | _NO_ATIME | os.O_CLOEXEC)
+            return opened(path, flags | _NO_ATIME)
         except PermissionError:
             pass  # another user's file; if it may not be read at all, the next line says so
-    return os.open(path, flags | os.O_CLOEXEC)
+    return opened(path, flags)
 
 
 class QuietFileSystem(FileSystem):
@@ -56,7 +58,7 @@ class QuietFileSystem(FileSystem):
     @with_room
     def scandir(self, path: StrPath) -> list[str]:
         try:
-            fd = _open_quietly(path, os.O_RDONLY | os.O_DIRECTORY)
+            fd = _open_quietly(path, os.O_RDONLY | os.O_DIRECTORY, os.open)
             try:
                 return sorted(os.listdir(fd))
             finally:
@@ -64,7 +66,8 @@ class QuietFileSystem(FileSystem):
         except OSError as error:
             self._fail(error, path, "scandir")
 
-    def scandir_files(self, path: StrPath) -> list[tuple[str, int]]:
+    def scandir_files(self, path: StrPath, *, own: bool = False) -> list[tuple[str, int]]:
+        assert not own, "who only looks has no folder to write"
         found = []
         for name in self.scandir(path):
             full = os.path.join(path, name)

@@ -40,6 +40,7 @@ from typing import NamedTuple
 
 from mqstore.errors import MQStoreError, StoreIOError
 from mqstore.files.filesystem import FILE_MODE, REAL, FileSystem, SyncNotBegunError, is_not_begun
+from mqstore.files.tmp import temporary_path
 
 __all__ = ["EXTENDED", "NAME_DIGITS", "LoadProblem", "Segment", "SegmentRun", "segment_name", "segment_start"]
 
@@ -54,9 +55,6 @@ _OFFSET_END = 1 << 63  # offsets are i64; 20 digits could say more
 _SCAN_BYTES = 1 << 20
 _ZEROS = bytes(_SCAN_BYTES)
 _POPULATE_STEP_BYTES = 32 << 20  # one system call's worth: a few ms, so that a thread that must stop can
-
-#: Tells apart what several runs prepare in one tmp folder. A store has one writer process, which empties it on opening.
-_tmp_numbers = itertools.count()
 
 
 def segment_name(start: int) -> str:
@@ -386,15 +384,16 @@ class SegmentRun:
     def _list(self, problems: list[LoadProblem]) -> list[Segment]:
         """Segments by what names and lengths the folder has; `length` as found, even if greater than `size`."""
         try:
-            files = self._fs.scandir_files(self.directory)
+            files = self._fs.scandir_files(self.directory, own=self.writable)
         except FileNotFoundError:
             return []
         found = []
+        folder = os.fspath(self.directory)
         for name, length in files:
             start = segment_start(name)
             if start is None:
                 continue
-            path = str(self.directory / name)
+            path = os.path.join(folder, name)
             if start % self.segment_bytes or start >= _OFFSET_END - self.segment_bytes:
                 why = f"not a multiple of the segment size {self.segment_bytes}, or beyond 2**63; the file is ignored"
                 problems.append(LoadProblem(path, "segment_name", start, 0, why))
@@ -519,7 +518,7 @@ class SegmentRun:
         """A file of full length in the tmp folder, synced: a name that is renamed before its length is durable
         could come back short after a power cut. Nothing stays behind when it fails."""
         fs = self._fs
-        path = str(self._tmp_directory / f"{segment_name(start)}.{next(_tmp_numbers)}")
+        path = temporary_path(self._tmp_directory, segment_name(start))
         fs.mkdir(self._tmp_directory, self._folder_mode(), exist_ok=True)
         try:
             file = _File(fs, path, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._file_mode)
@@ -735,7 +734,7 @@ class SegmentRun:
         segment, fs = self.find(offset), self._fs
         if segment is None or fs.stat(segment.path).st_nlink < 2:
             return
-        path = str(self._tmp_directory / f"{segment_name(segment.start)}.{next(_tmp_numbers)}")
+        path = temporary_path(self._tmp_directory, segment_name(segment.start))
         source = _File(fs, segment.path, os.O_RDONLY)
         found = fs.stat(source.fd)
         fs.mkdir(self._tmp_directory, self._folder_mode(), exist_ok=True)

@@ -114,7 +114,7 @@ class TreeCopy:
 
     def _create(self, name: str) -> int:
         self.folder(os.path.dirname(name))
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
         fd = self._fs.open(self._target / name, flags)
         self._unsynced.append(fd)
         return fd

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ import numpy.typing as npt
 from mqstore.files.descriptors import DescriptorCache
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.segments import segment_start
+from mqstore.files.tmp import temporary_path
 from mqstore.layout.consumequeue import UNIT, UNIT_BYTES, UNIT_DTYPE, VOID_UNIT, is_void
 from mqstore.layout.dispatch import Rows, as_kept, rows_of
 from mqstore.layout.record import MAGIC_V1
@@ -116,9 +118,16 @@ class ConsumeQueue(Queue):
         rather than bisecting, for a queue that a crash may have left with holes."""
         table = self._table
         starts = []
-        there = os.path.isdir(self.directory)
-        lengths = dict(table.fs.scandir_files(self.directory)) if exact and there else {}
-        for name in lengths or (table.fs.scandir(self.directory) if there else []):
+        names: list[str] = []
+        lengths: dict[str, int] = {}
+        with suppress(FileNotFoundError):
+            if exact:
+                lengths = dict(table.fs.scandir_files(self.directory, own=table.own))
+            elif table.own:
+                names, _ = table.fs.scandir_own(self.directory)
+            else:
+                names = table.fs.scandir(self.directory)
+        for name in lengths or names:
             start = segment_start(name)
             if start is not None and start % table.segment_bytes == 0:
                 starts.append(start // table.segment_bytes)
@@ -398,8 +407,11 @@ class QueueTable:
         descriptors: DescriptorCache,
         file_mode: int,
         delay_table_ms: Sequence[int] = (),
+        own: bool = False,
     ) -> None:
         self.root = str(root)
+        self.own = own
+        """Whether this process is the writer, and refuses links and other things in place of files and folders."""
         self.segment_bytes = segment_bytes
         self.units_per_segment = segment_bytes // UNIT_BYTES
         self.delay_table_ms = delay_table_ms
@@ -437,11 +449,11 @@ class QueueTable:
         self.batch_topics = frozenset(self._folders(os.path.join(beside, "batchconsumequeue")))
         self.has_addresses = bool(self._folders(os.path.join(beside, "consumequeue_ext")))
         self.in_rocksdb = self.fs.exists(os.path.join(self.root, "CURRENT"))
-        for topic in sorted(self._folders(self.root)):
+        for topic in sorted(self._folders(self.root, own=self.own)):
             if not is_path_safe(topic):
                 self.unsafe_names.append(topic)
                 continue
-            for name in self._folders(os.path.join(self.root, topic)):
+            for name in self._folders(os.path.join(self.root, topic), own=self.own):
                 if _is_queue_id(name):
                     self.create(topic, int(name)).load(exact=exact)
 
@@ -466,10 +478,10 @@ class QueueTable:
             crc32c.crc32c(queue.extent().encode("utf-8", "surrogateescape")) for queue in self if queue.max_offset
         )
 
-    def _folders(self, path: str) -> list[str]:
+    def _folders(self, path: str, *, own: bool = False) -> list[str]:
         if not os.path.isdir(path):
             return []
-        return self.fs.scandir_directories(path)
+        return self.fs.scandir_own(path)[1] if own else self.fs.scandir_directories(path)
 
     def refresh(self) -> list[ConsumeQueue]:
         """Find queues that another process has made since, and return them."""
@@ -513,17 +525,22 @@ class QueueTable:
         if directory not in self._made_directories:
             parent = os.path.dirname(directory)
             for folder in (self.root, parent, directory):
-                fs.mkdir(folder, exist_ok=True)
+                if folder not in self._made_directories:
+                    fs.mkdir(folder, exist_ok=True)
+                    self._made_directories.add(folder)
             with self._lock:
                 self._dirty_directories.update((os.path.dirname(self.root), self.root, parent))
-            self._made_directories.add(directory)
-        temporary = os.path.join(self._tmp, f"cq-{threading.get_ident()}")
-        fd = fs.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, self._file_mode)
+        temporary = temporary_path(self._tmp, "cq")
+        fd = fs.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._file_mode)
         try:
-            fs.truncate_sparse(fd, self.segment_bytes)
-        finally:
-            fs.close(fd)
-        fs.replace(temporary, path)
+            try:
+                fs.truncate_sparse(fd, self.segment_bytes)
+            finally:
+                fs.close(fd)
+            fs.replace(temporary, path)
+        except BaseException:
+            fs.unlink(temporary, missing_ok=True)
+            raise
         self.descriptors.forget(path)
         with self._lock:
             self._dirty_directories.add(directory)

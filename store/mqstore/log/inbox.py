@@ -348,7 +348,7 @@ class Inbox:
         if os.path.islink(target):
             return
         path = target / "reason.txt"
-        fd = fs.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK, self._file_mode)
+        fd = fs.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, self._file_mode)
         try:
             fs.pwrite(fd, f"{type(error).__name__}: {error}\n".encode("utf-8", "backslashreplace"), 0)
             fs.fdatasync(fd)

@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from mqstore.clock import Clock
 from mqstore.files.filesystem import FileSystem
+from mqstore.files.tmp import temporary_path
 from mqstore.layout.indexfile import (
     ENTRY_BYTES,
     ENTRY_DTYPE,
@@ -338,18 +339,18 @@ class Index:
         if self.files:
             stamp = max(stamp, int(self.files[-1].name) + 1)  # names sort by age even if the clock stepped back
         path = os.path.join(self._root, f"{stamp:017d}")
-        temporary = os.path.join(self._tmp, "index")
-        fs.unlink(temporary, missing_ok=True)
-        fd = fs.open(temporary, os.O_RDWR | os.O_CREAT, self._file_mode)
+        temporary = temporary_path(self._tmp, "index")
+        fd = fs.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._file_mode)
         try:
-            fs.allocate(fd, self.file_bytes)
-            fs.fdatasync(fd)  # before the rename: a power cut must not leave the name with a shorter file
+            try:
+                fs.allocate(fd, self.file_bytes)
+                fs.fdatasync(fd)  # before the rename: a power cut must not leave the name with a shorter file
+            finally:
+                fs.close(fd)
+            fs.replace(temporary, path)
         except BaseException:
-            fs.close(fd)
-            fs.unlink(temporary)
+            fs.unlink(temporary, missing_ok=True)
             raise
-        fs.close(fd)
-        fs.replace(temporary, path)
         fs.sync_directory(self._root)
         return self._open(path, writable=True)
 

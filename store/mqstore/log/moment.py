@@ -207,7 +207,7 @@ class Original:
     def _hold(self, segments: tuple[Segment, ...], opened: ExitStack) -> dict[int, int]:
         held = {}
         for segment in segments[: min(_HELD, free_descriptors() // 8)]:
-            held[segment.start] = fd = self._fs.open(segment.path, os.O_RDONLY | os.O_NONBLOCK)
+            held[segment.start] = fd = self._fs.open(segment.path, os.O_RDONLY)
             opened.callback(self._fs.close, fd)
         return held
 
@@ -231,7 +231,7 @@ class Original:
 
     def _tail(self, segment: Segment, end: int) -> bytes:
         at = min(end, segment.end) - segment.start
-        fd = self._fs.open(segment.path, os.O_RDONLY | os.O_NONBLOCK)
+        fd = self._fs.open(segment.path, os.O_RDONLY)
         try:
             return self._fs.pread(fd, min(at, _TAIL_BYTES), max(0, at - _TAIL_BYTES))
         finally:
@@ -276,7 +276,7 @@ class Original:
 
     def open(self, name: str) -> int:
         """A descriptor to read a file by. FileNotFoundError when it is gone."""
-        return self._fs.open(self.root / name, os.O_RDONLY | os.O_NONBLOCK)
+        return self._fs.open(self.root / name, os.O_RDONLY)
 
     def close(self, fd: int) -> None:
         self._fs.close(fd)

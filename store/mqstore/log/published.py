@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mqstore.errors import FormatError
+from mqstore.files.beneath import resolved
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.files.jsonfile import decode_json, encode_json, read_json
 from mqstore.log.names import is_path_safe
@@ -59,7 +60,7 @@ def publish(
     table: dict[str, dict[str, int]] = {}
     for (topic, queue_id), offset in sorted(offsets.items()):
         table.setdefault(topic, {})[str(queue_id)] = offset
-    folder = os.fspath(root)
+    folder = resolved(root)
     mode = 0o700
     for name in _FOLDER:
         outer, folder = folder, os.path.join(folder, name)

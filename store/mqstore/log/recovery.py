@@ -35,6 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mqstore.clock import Clock
+from mqstore.files.beneath import resolved
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.segments import EXTENDED, LoadProblem, SegmentRun
 from mqstore.layout.checkpoint import Checkpoint, min_timestamp
@@ -128,6 +129,8 @@ def recover(
     parts: Parts, problems: Sequence[LoadProblem], options: RecoverOptions, progress: Progress | None = None
 ) -> Outcome:
     """Bring the store in order, or with `dry_run` say how. Raises StoreIOError, StoreFullError; may be run again."""
+    salvage, keep_cut = (each and Path(resolved(each)) for each in (options.salvage, options.keep_cut))
+    options = replace(options, salvage=salvage, keep_cut=keep_cut)
     try:
         return _Recovery(parts, problems, options, progress, whole=False).run()
     except _WholeLogNeededError:
@@ -752,7 +755,8 @@ class _Recovery:
             return str(path)
         _make_folder(folder, fs)
         unfinished = folder / f"{name}.tmp"
-        fd = fs.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        fs.unlink(unfinished, missing_ok=True)
+        fd = fs.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
             for at, data in self._bytes_of(ranges):
                 fs.pwrite(fd, data, at)

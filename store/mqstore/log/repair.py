@@ -11,11 +11,13 @@ from typing import Any
 
 from mqstore.clock import SYSTEM_CLOCK
 from mqstore.errors import CorruptStoreError, NotAStoreError
+from mqstore.files.beneath import resolved
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.files.jsonfile import NO_CHECKS, Check, load_json, set_aside_json
 from mqstore.files.lock import WriterLock, refuse_beside_writer
 from mqstore.layout.record import Checksum
 from mqstore.log import manifest as manifests
+from mqstore.log.own import check_own
 from mqstore.log.recovery import Progress, RecoverOptions
 from mqstore.log.report import Finding, RecoveryReport
 from mqstore.log.store import MessageStore
@@ -42,7 +44,7 @@ def recover_store(
     StoreLockedError while a writer has the store, else as `mqstore.open`.
     """
     options = replace(options, full=True)
-    root = Path(path)
+    root = Path(resolved(path))
     if options.dry_run:
         refuse_beside_writer(path, fs)  # what it is writing cannot be judged
         with MessageStore(path, "r", config=config, fs=fs) as store:
@@ -75,9 +77,10 @@ def rebuild_config(
     profile, names and lengths tell the sizes. Any other bad file is moved aside with its backup, so that it starts from
     defaults: offsets in it are lost, which is why this never happens unasked.
     """
-    root = Path(path)
+    root = Path(resolved(path))
     if not (root / "commitlog").is_dir() and not (root / manifests.MANIFEST).exists():
         raise NotAStoreError(f"{root} is no store: it has neither {manifests.MANIFEST} nor commitlog/")
+    check_own(root, fs)
     lock = WriterLock(root, "mqstore recover", fs=fs)
     try:
         if dry_run:

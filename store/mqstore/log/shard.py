@@ -21,7 +21,6 @@ Writes nothing.
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -34,7 +33,8 @@ import numpy as np
 import numpy.typing as npt
 from crc32c import crc32c
 
-from mqstore.errors import FormatError, InvalidMessageError
+from mqstore.errors import FormatError, InvalidMessageError, StoreIOError
+from mqstore.files.beneath import REFUSED
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.jsonfile import decode_json, read_json
 from mqstore.layout.dispatch import SCHEDULE_TOPIC, topics_of
@@ -407,17 +407,13 @@ def index_entries(data: memoryview, sizes: npt.NDArray[np.int64]) -> bytes:
 def _open(path: Path, fs: FileSystem, field: str) -> int:
     """A descriptor to read `path`. FormatError when it is missing, or no regular file."""
     try:
-        # O_NONBLOCK means nothing to a file, but keeps a pipe that bears its name from hanging us.
-        fd = fs.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        return fs.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except FileNotFoundError:
         _refuse(path, "the file is missing", field)
-    try:
-        if not stat.S_ISREG(fs.stat(fd).st_mode):
-            _refuse(path, "not a regular file", field)
-    except BaseException:
-        fs.close(fd)
-        raise
-    return fd
+    except StoreIOError as error:
+        if error.errno not in REFUSED:
+            raise
+        _refuse(path, str(error.strerror), field)
 
 
 def _queues(path: Path, value: Any) -> dict[QueueKey, int]:

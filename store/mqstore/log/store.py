@@ -19,6 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -34,8 +35,10 @@ from mqstore.errors import (
     ReadOnlyStoreError,
     StoreBusyError,
     StoreClosedError,
+    StoreIOError,
 )
 from mqstore.files.abort import AbortMark
+from mqstore.files.beneath import resolved
 from mqstore.files.descriptors import DescriptorCache
 from mqstore.files.filesystem import REAL, FileSystem, SyncNotBegunError, is_not_begun
 from mqstore.files.flusher import GroupCommit
@@ -43,6 +46,7 @@ from mqstore.files.jsonfile import NO_CHECKS, Check, load_json
 from mqstore.files.limit import free_descriptors
 from mqstore.files.lock import WriterLock, writer_alive
 from mqstore.files.segments import LoadProblem, SegmentRun, segment_name
+from mqstore.files.tmp import remove_temporaries
 from mqstore.layout.checkpoint import Checkpoint
 from mqstore.layout.consumequeue import VOID_SIZE, is_message
 from mqstore.layout.hosts import encode_host
@@ -52,6 +56,7 @@ from mqstore.log.commitlog import CommitLog
 from mqstore.log.consumequeue import ConsumeQueue, QueueTable
 from mqstore.log.inbox import CreateTopics, Inbox
 from mqstore.log.index import Index
+from mqstore.log.own import check_own
 from mqstore.log.queueends import note_ends
 from mqstore.log.recovery import Outcome, Parts, Progress, RecoverOptions, has_unlisted, recover
 from mqstore.log.report import Finding, RecoveryReport
@@ -147,7 +152,7 @@ class MessageStore(StoreWriter):
             raise ConfigError(f"durability must be 'append' or 'flush', not {durability!r}")
         if config is not None and not isinstance(config, StoreConfig):
             raise ConfigError(f"config is a mqstore.StoreConfig, not {config!r:.80}")
-        self.path = Path(path)
+        self.path = Path(resolved(path))
         self.mode = mode
         self.durability: Durability = durability
         self.config = config = config or StoreConfig()
@@ -166,6 +171,7 @@ class MessageStore(StoreWriter):
             self._build(writable=False)
             self._open_for_reading()
             return
+        check_own(self.path, fs)
         if self._background or not self.path.exists():
             self._make_root()
         self._lock = WriterLock(self.path, "mqstore", clock=SYSTEM_CLOCK, fs=fs, file_mode=config.file_mode)
@@ -228,6 +234,7 @@ class MessageStore(StoreWriter):
             descriptors=self._descriptors,
             file_mode=config.file_mode,
             delay_table_ms=self.delay_table_ms,
+            own=writable,
         )
         self._index = Index(
             self.path / "index",
@@ -374,8 +381,9 @@ class MessageStore(StoreWriter):
             mended += [(manifests.MANIFEST, problem) for problem in problems]
         if created or (self.manifest.has_file and self.manifest.delay_levels != self._stored_delay_levels()):
             manifests.save(self.manifest, self.path, fs)
-        self._prepare_folders(created)
-        self._load_problems = self._run.load()
+        with self._taking_mark_back(clean):
+            self._prepare_folders(created)
+            self._load_problems = self._run.load()
         self._has_checkpoint = self._checkpoint.load()
         if had_checkpoint is not None:
             self._has_checkpoint = had_checkpoint
@@ -388,7 +396,8 @@ class MessageStore(StoreWriter):
             # Puts before the splice were perhaps not synced: then the log ends before it, and what was behind is gone.
             end = min(undone.start, self._run.end)
             self._load_problems = [each for each in self._load_problems if each.position < end]
-        self._queues.load(exact=not clean or options.full)
+        with self._taking_mark_back(clean):
+            self._queues.load(exact=not clean or options.full)
         self._index_findings = self._index.load()
         self.clean_shutdown = clean
         outcome: Outcome = recover(
@@ -432,6 +441,16 @@ class MessageStore(StoreWriter):
         index_ms = self._index.full_end_timestamp_ms()
         self._write_checkpoint(end, end, index_ms=index_ms, clean_end=-1, last_record=max(0, outcome.last_record))
         self._set_alarm()
+
+    @contextmanager
+    def _taking_mark_back(self, clean: bool) -> Iterator[None]:
+        """Of a store that ended cleanly: should a file not be fit to be written, a link, say, it still did."""
+        try:
+            yield
+        except StoreIOError:
+            if clean:
+                self._abort.clear()
+            raise
 
     def _report_undone(self, undone: Undone) -> None:
         report = self.recovery
@@ -536,8 +555,7 @@ class MessageStore(StoreWriter):
         fs = self.fs
         tmp = self.path / "tmp"
         fs.mkdir(tmp, exist_ok=True)
-        for name in fs.scandir(tmp):
-            fs.unlink(tmp / name)
+        remove_temporaries(fs, tmp)
         guarded = self.manifest.profile != "mqstore" or manifests.is_guarded(self.path)
         if created or not guarded:  # the latter: who created it was killed in between
             fs.mkdir(self.path / "commitlog", exist_ok=True)

@@ -51,6 +51,7 @@ from mqstore.errors import (
     ReadOnlyStoreError,
     StoreLockedError,
 )
+from mqstore.files.beneath import resolved
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.files.jsonfile import decode_json, encode_json, load_json, read_json, save_json
 from mqstore.files.lock import WriterLock, writer_alive
@@ -351,6 +352,7 @@ def clean_target(
 ) -> list[Leftover]:
     """Delete what jobs left in a store or a set that nobody has touched for `ttl_s` seconds; those, or with `dry_run`
     what they would be. Of a set also stores that its manifest does not name; then its lock is taken."""
+    root = Path(resolved(root))
     if not (root / SET_FILE).exists():
         return clean(root, ttl_s, dry_run=dry_run, clock=clock, fs=fs)
     if dry_run:

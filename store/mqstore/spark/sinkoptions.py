@@ -12,6 +12,7 @@ from typing import Final, Literal
 
 from mqstore.broker.topics import QUEUES_MAX
 from mqstore.errors import ConfigError
+from mqstore.files.beneath import resolved
 from mqstore.spark.optiontable import (
     GIVEN_BY_SPARK,
     YES_NO,
@@ -87,7 +88,7 @@ class SinkOptions:
 
 
 def _path(value: str) -> str:
-    return local_path(value).removeprefix("file://").removeprefix("file:")
+    return resolved(local_path(value).removeprefix("file://").removeprefix("file:"))
 
 
 def _app(value: str) -> str:

@@ -32,6 +32,7 @@ from typing import Final
 import crc32c
 
 from mqstore.clock import SYSTEM_CLOCK, Clock
+from mqstore.errors import raise_os_error
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.files.jsonfile import encode_json
 from mqstore.log.shard import index_entries
@@ -301,6 +302,8 @@ def _folders(path: Path) -> list[Path]:
             return sorted(Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False))
     except FileNotFoundError:
         return []
+    except OSError as error:  # no folder, or a link that leads in a circle
+        raise_os_error(error, path, "scandir")
 
 
 def _measure(path: Path) -> tuple[int, float]:

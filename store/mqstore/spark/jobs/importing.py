@@ -43,6 +43,7 @@ import pyarrow.json as pajson
 import pyarrow.parquet as pq
 
 from mqstore.errors import ConfigError, InvalidMessageError
+from mqstore.files.beneath import resolved
 from mqstore.files.filesystem import REAL
 from mqstore.spark import publish
 from mqstore.spark.encode import Encoded, Encoder
@@ -282,7 +283,7 @@ class _Job:
         options = SinkOptions.parse(given)
         paths = tuple(map(os.path.abspath, [source] if isinstance(source, str | os.PathLike) else source))
         by = (order,) if isinstance(order, str) else tuple(order or ())
-        place = None if refused is None else os.path.abspath(os.fspath(refused))
+        place = None if refused is None else resolved(os.path.abspath(os.fspath(refused)))
         said = [paths, format, dict(mapping or {}), topic, by, options.path, target, queues, validate]
         name = name or hashlib.blake2b(json.dumps(said, sort_keys=True).encode(), digest_size=10).hexdigest()
         app = app_of("import", name)

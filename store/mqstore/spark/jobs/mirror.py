@@ -42,6 +42,7 @@ from typing import Any, Final, Literal
 
 from mqstore.broker.parts import open_parts
 from mqstore.errors import ConfigError
+from mqstore.files.beneath import resolved
 from mqstore.files.filesystem import REAL
 from mqstore.files.jsonfile import save_json
 from mqstore.files.lock import WriterLock
@@ -132,7 +133,7 @@ def mirror(
         raise ConfigError(f"interval_s={interval_s!r} is not a number of seconds from 0 to {_INTERVAL_MAX_S}")
     limit = _limit(max_messages, max_bytes)
     wishes = Wishes(dict(rename or {}), queues, spread, system, grow=True)
-    folder = Path(os.path.abspath(os.fspath(checkpoint)))
+    folder = Path(resolved(os.path.abspath(os.fspath(checkpoint))))
     chosen, options, _ = _checked(src, dest, folder, target, wishes)
     positions = StreamProgress(chosen.options)
     counts: Counter[str] = Counter()
@@ -198,7 +199,7 @@ def mirror_plan(
     begins."""
     _limit(max_messages, max_bytes)
     wishes = Wishes(dict(rename or {}), queues, spread, system, grow=True)
-    folder = Path(os.path.abspath(os.fspath(checkpoint)))
+    folder = Path(resolved(os.path.abspath(os.fspath(checkpoint))))
     chosen, options, everything = _checked(src, dest, folder, target, wishes)
     if not _exists(folder):
         return Plan.of_slices(everything)

@@ -53,6 +53,7 @@ import numpy.typing as npt
 from mqstore.clock import SYSTEM_CLOCK
 from mqstore.errors import ConfigError
 from mqstore.files.abort import AbortMark
+from mqstore.files.beneath import resolved
 from mqstore.files.filesystem import FILE_MODE, REAL, FileSystem
 from mqstore.files.lock import WriterLock, refuse_beside_writer
 from mqstore.files.quiet import QUIET
@@ -355,7 +356,9 @@ def _prepare(
         target, root = None, Path(name.path)
         shutil.rmtree(root / _WORK, ignore_errors=True)  # of one that was killed
     else:
-        root = Path(dest, os.path.basename(os.path.normpath(name.path))) if several else Path(dest)
+        root = Path(resolved(dest))
+        if several:
+            root /= os.path.basename(os.path.normpath(name.path))
         target = str(root)
     folder = root / _WORK / secrets.token_hex(4)
     for each in ("consumequeue", "sorted", "entries", "index"):

@@ -1,0 +1,234 @@
+"""The rule for paths: nothing is written through a link, and only regular files and folders are ever opened.
+
+A directory may be anybody's work, so any name in it may be a link to a precious place, a FIFO or a device.
+
+====================================  ======================================================================
+a call that                           does what with such a name
+====================================  ======================================================================
+opens a file for reading              follows links to regular files, and refuses everything else
+opens a file for writing              refuses a link in any part of the path, and all but regular files
+makes, renames or removes a name      refuses a link in any part of the path above that name
+====================================  ======================================================================
+
+Nothing waits and no device is touched: a name is looked at before it is opened, opened with O_NONBLOCK, and looked at
+again. A refusal is an OSError that says which name is what: ELOOP for a link, EISDIR for a folder in place of a
+file, ENOTDIR for a file in place of a folder, EINVAL for the rest.
+
+The path of a store, and every other place that a user names, may lead through links. So it is resolved once, where it
+comes in (`resolved`). After that no part of a path is a link of the user's.
+
+==============  =================================================================================================
+system          how links are refused
+==============  =================================================================================================
+Linux 5.6       ``openat2`` with RESOLVE_NO_SYMLINKS
+macOS           O_NOFOLLOW_ANY
+else            folder by folder, each opened relative to the one above with O_NOFOLLOW
+==============  =================================================================================================
+
+Knows nothing of stores. Every descriptor that it opens is close-on-exec.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import stat
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from mqstore.native import kernel
+
+__all__ = ["REFUSED", "check", "folder_of", "open_any", "open_file", "open_folder", "resolved"]
+
+StrPath = str | os.PathLike[str]
+
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_CAREFUL = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+_NOFOLLOW_ANY: int = getattr(os, "O_NOFOLLOW_ANY", 0)
+#: Enough to name what is in a folder; where it exists it needs no permission to list it.
+_TO_PASS = os.O_DIRECTORY | os.O_CLOEXEC | getattr(os, "O_PATH", os.O_RDONLY)
+_RESOLVE_NO_SYMLINKS = 0x04
+_NR_OPENAT2 = 437
+
+_KINDS = {
+    stat.S_IFLNK: ("symbolic link", errno.ELOOP),
+    stat.S_IFIFO: ("FIFO", errno.EINVAL),
+    stat.S_IFCHR: ("device", errno.EINVAL),
+    stat.S_IFBLK: ("device", errno.EINVAL),
+    stat.S_IFSOCK: ("socket", errno.EINVAL),
+    stat.S_IFDIR: ("folder", errno.EISDIR),
+    stat.S_IFREG: ("regular file", errno.ENOTDIR),
+}
+REFUSED = frozenset(number for _, number in _KINDS.values())
+"""Numbers of the errors that say that a name is not what it should be."""
+
+_Openat2 = Callable[[str, int, int], int]
+
+
+_HOW = struct.Struct("=QQQ")  # struct open_how: flags, mode, resolve
+
+
+def _find_openat2() -> _Openat2 | None:
+    """Return openat2, which the os module lacks; None where the system has no such call."""
+    if sys.platform != "linux":
+        return None
+    try:
+        syscall = ctypes.CDLL(None, use_errno=True).syscall
+    except (OSError, AttributeError):  # a static interpreter
+        return None
+    syscall.argtypes = (ctypes.c_long, ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t)
+    syscall.restype = ctypes.c_long
+    here = -100  # AT_FDCWD
+
+    def openat2(path: str, flags: int, mode: int) -> int:
+        how = _HOW.pack(flags, mode if flags & os.O_CREAT else 0, _RESOLVE_NO_SYMLINKS)
+        name = os.fsencode(path)
+        if b"\0" in name:
+            raise ValueError("embedded null byte")
+        while True:
+            fd: int = syscall(_NR_OPENAT2, here, name, how, _HOW.size)
+            if fd >= 0:
+                return fd
+            number = ctypes.get_errno()
+            if number != errno.EINTR:
+                raise OSError(number, os.strerror(number), path)
+
+    try:
+        os.close(openat2("/", _TO_PASS, 0))
+    except OSError:  # an older kernel, or a sandbox that forbids the call
+        return None
+    return openat2
+
+
+_openat2 = _find_openat2()
+
+#: The same rule, compiled: a descriptor, or a negative errno after which nothing has happened.
+_compiled: Callable[[StrPath, int, int, bool], int] | None = None if kernel is None else kernel.open_beneath
+
+
+def resolved(path: StrPath) -> str:
+    """Return `path`, or where it really leads if a part of it is a link. For places that a user names.
+
+    A path without links comes back as it was given, so that messages show it as the user wrote it.
+    """
+    given = os.fspath(path)
+    with suppress(OSError):
+        os.close(_open_folder(given, _TO_PASS))
+        return given
+    real = os.path.realpath(given)
+    return given if real == os.path.abspath(given) else real
+
+
+def check(path: StrPath, mode: int, wanted: str, link: str = "") -> None:
+    """Raise OSError unless `mode`, the `st_mode` of a path, is of a `wanted` kind: "regular file", "folder" or both.
+
+    `link` is the part of the path that is a link, if it may not be `path` itself.
+    """
+    kind, number = _KINDS.get(stat.S_IFMT(mode), ("special file", errno.EINVAL))
+    if kind not in wanted:
+        advice = f"put the {wanted} itself in its place" if number == errno.ELOOP else "move it away"
+        raise OSError(number, f"{link or 'it'} is a {kind}, not a {wanted}; {advice}", os.fspath(path))
+
+
+def open_file(path: StrPath, flags: int, mode: int = 0o600) -> int:
+    """Open a regular file; `flags` are those of `os.open`."""
+    if _compiled is not None and (fd := _compiled(path, flags, mode, False)) >= 0:
+        return fd
+    name = os.fspath(path)
+    writes = flags & _WRITES
+    flags |= _CAREFUL
+    if flags & os.O_EXCL:  # it will be new, so it is a file
+        return _open_strictly(name, flags, mode)
+    try:
+        found = os.stat(name, follow_symlinks=not (writes or flags & os.O_NOFOLLOW))
+        check(name, found.st_mode, "regular file")
+    except FileNotFoundError:
+        if not flags & os.O_CREAT:
+            raise
+    fd = _open_strictly(name, flags, mode) if writes else os.open(name, flags)
+    try:
+        check(name, os.fstat(fd).st_mode, "regular file")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def open_folder(path: StrPath) -> int:
+    """Open a folder that no link leads to, for reading."""
+    return _open_folder(os.fspath(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+def open_any(path: StrPath) -> int:
+    """Open a file or a folder that no link leads to, for reading: what is to get another mode, owner or time."""
+    name = os.fspath(path)
+    if stat.S_ISDIR(os.lstat(name).st_mode):
+        return open_folder(name)
+    fd = _open_strictly(name, os.O_RDONLY | _CAREFUL, 0)
+    try:
+        check(name, os.fstat(fd).st_mode, "regular file")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+@contextmanager
+def folder_of(path: StrPath) -> Iterator[tuple[int, str]]:
+    """Give a descriptor of the folder that `path` lies in, which no link leads to, and the name in it."""
+    folder, name = os.path.split(os.fspath(path))
+    fd = _open_folder(folder or ".", _TO_PASS)
+    try:
+        yield fd, name
+    finally:
+        os.close(fd)
+
+
+def _open_folder(name: str, flags: int) -> int:
+    if _compiled is not None and (fd := _compiled(name, flags, 0, True)) >= 0:
+        return fd
+    return _open_strictly(name, flags, 0)
+
+
+def _open_strictly(name: str, flags: int, mode: int) -> int:
+    """Open what no link leads to."""
+    try:
+        if _openat2 is not None:
+            return _openat2(name, flags, mode)
+        if _NOFOLLOW_ANY:
+            return os.open(name, flags & ~os.O_NOFOLLOW | _NOFOLLOW_ANY, mode)
+        return _walk(name, flags, mode)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR) and (link := _first_link(name)):
+            wanted = "folder" if flags & os.O_DIRECTORY or link != name else "regular file"
+            check(name, stat.S_IFLNK, wanted, link)
+        raise
+
+
+def _walk(name: str, flags: int, mode: int) -> int:
+    """As `_open_strictly`, folder by folder."""
+    *above, last = [part for part in name.split(os.sep) if part not in ("", ".")] or ["."]
+    fd = os.open(os.sep if name.startswith(os.sep) else ".", _TO_PASS)
+    try:
+        for part in above:
+            inner = os.open(part, _TO_PASS | os.O_NOFOLLOW, dir_fd=fd)
+            os.close(fd)
+            fd = inner
+        return os.open(last, flags | os.O_NOFOLLOW, mode, dir_fd=fd)
+    finally:
+        os.close(fd)
+
+
+def _first_link(name: str) -> str | None:
+    """Return the first part of a path that is a link."""
+    end = -1
+    while end < len(name):
+        end = name.find(os.sep, end + 1)
+        end = len(name) if end < 0 else end
+        with suppress(OSError):
+            if stat.S_ISLNK(os.lstat(name[:end] or os.sep).st_mode):
+                return name[:end]
+    return None

@@ -1,0 +1,46 @@
+"""What a writer makes sure of before it changes anything: the store's own names are files and folders, not links.
+
+A link in place of a store's own file or folder would have the writer change, move or remove things elsewhere, so such a
+store is refused (`files/beneath.py` refuses each call, too). Names that are not the store's are none of its business.
+The folders of the log and of the consume queues, which may be 100,000, are not listed here but when they are loaded,
+and are checked with that.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from mqstore.files.filesystem import FileSystem
+from mqstore.log.manifest import MANIFEST
+
+__all__ = ["check_own"]
+
+_FOLDERS: Final = frozenset(
+    {"commitlog", "config", "consumequeue", "cut", "inbox", "index", "local_offsets", "timerlog", "tmp", "_staging"}
+)
+_FILES: Final = frozenset(
+    {"abort", "checkpoint", "lock", "timerwheel", *(MANIFEST + end for end in ("", ".bak", ".tmp", ".bak.tmp"))}
+)
+_LISTED: Final = ("config", "cut", "index", "local_offsets", "timerlog")
+
+
+def check_own(root: Path, fs: FileSystem) -> None:
+    """Refuse a store at `root` whose own names are links, FIFOs and the like, with a StoreIOError that names one."""
+    if not root.exists():
+        return
+    there = fs.scandir(root)
+    for name in there:
+        if name in _FOLDERS:
+            fs.check_own(root / name, "folder")
+        elif name in _FILES:
+            fs.check_own(root / name, "regular file")
+    for name in _LISTED:
+        if name in there:
+            _check_below(root / name, fs)
+
+
+def _check_below(folder: Path, fs: FileSystem) -> None:
+    _, folders = fs.scandir_own(folder)
+    for name in folders:
+        _check_below(folder / name, fs)

@@ -1,0 +1,152 @@
+"""A store one of whose own names is a link or a special file is refused by a writer before it changes anything."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import mqstore
+from mqstore.clock import SimulatedClock
+from mqstore.errors import StoreIOError
+from mqstore.files.filesystem import FileSystem, StrPath
+from mqstore.log.recovery import RecoverOptions
+from mqstore.log.repair import rebuild_config, recover_store
+from mqstore.log.store import MessageStore
+
+OWN = (
+    *("tmp", "commitlog", "commitlog/00000000000000000000", "commitlog/mqstore.profile", "checkpoint", "mqstore.json"),
+    *("lock", "abort", "config", "config/topics.json", "consumequeue", "consumequeue/orders", "consumequeue/orders/0"),
+    *("consumequeue/orders/0/00000000000000000000", "index", "timerlog", "timerwheel", "inbox", "cut", "_staging"),
+)
+"""Names in the root of a store and below it; those that a new store lacks are made by the test."""
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    root = tmp_path / "store"
+    with mqstore.open(root) as store:
+        store.put("orders", b"1", queue_id=0, keys="k")
+    return root
+
+
+def _everything(root: Path) -> dict[str, object]:
+    """All below a folder but its lock, which is taken before the queues are listed: kinds, contents and times."""
+    found: dict[str, object] = {}
+    for path in sorted(root.rglob("*")):
+        status = path.lstat()
+        content = path.read_bytes() if stat.S_ISREG(status.st_mode) else b""
+        if path.name != "lock":
+            found[str(path)] = (status.st_mode, content, status.st_mtime_ns if content else 0)
+    return found
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_link_is_refused_by_name_and_nothing_is_changed(root: Path, tmp_path: Path, name: str) -> None:
+    path, elsewhere = root / name, tmp_path / "elsewhere"
+    if path.exists():
+        path.rename(elsewhere)
+    elif name in ("abort", "timerwheel"):
+        elsewhere.write_bytes(b"precious")
+    else:
+        elsewhere.mkdir()
+        (elsewhere / "cq-1").write_bytes(b"precious")
+    path.symlink_to(elsewhere)
+    before = _everything(tmp_path)
+    for opened in (lambda: MessageStore(root), lambda: recover_store(root, RecoverOptions())):
+        with pytest.raises(StoreIOError, match="symbolic link") as caught:
+            opened()
+        assert str(path) in str(caught.value)
+    assert _everything(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "config/topics.json", "consumequeue/orders/0/00000000000000000000"])
+def test_a_fifo_is_refused_by_name(root: Path, name: str) -> None:
+    (root / name).unlink()
+    os.mkfifo(root / name)
+    for mode in ("rw", "r"):
+        if mode == "rw" or name == "checkpoint":
+            with pytest.raises(StoreIOError, match="FIFO") as caught:
+                MessageStore(root, mode)
+            assert str(root / name) in str(caught.value)
+
+
+def test_repair_of_the_tables_refuses_a_link(root: Path, tmp_path: Path) -> None:
+    (root / "config" / "topics.json").rename(tmp_path / "topics.json")
+    (tmp_path / "topics.json").write_text("{")
+    (root / "config" / "topics.json").symlink_to(tmp_path / "topics.json")
+    with pytest.raises(StoreIOError, match="symbolic link"):
+        rebuild_config(root)
+    assert (tmp_path / "topics.json").read_text() == "{"
+
+
+def test_a_refused_store_still_counts_as_closed_cleanly(root: Path, tmp_path: Path) -> None:
+    queue = root / "consumequeue" / "orders" / "0"
+    queue.rename(tmp_path / "elsewhere")
+    queue.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StoreIOError, match="symbolic link"):
+        MessageStore(root)
+    queue.unlink()
+    (tmp_path / "elsewhere").rename(queue)
+    with MessageStore(root) as store:
+        assert store.clean_shutdown
+
+
+def test_names_that_are_not_the_stores_are_left_alone(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "precious").mkdir()
+    (root / "backup").symlink_to(tmp_path / "precious")
+    (root / "tmp" / "keep").mkdir()
+    (root / "tmp" / "keep" / "letter").write_bytes(b"precious")
+    (root / "tmp" / "notes").write_bytes(b"precious")
+    with mqstore.open(root) as store:
+        store.put("orders", b"2", queue_id=0)
+    assert (root / "tmp" / "keep" / "letter").exists()
+    assert (root / "tmp" / "notes").exists()
+    assert (root / "backup").is_symlink()
+
+
+def test_a_store_is_reached_by_a_link(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "var").symlink_to(tmp_path)
+    (tmp_path / "link").symlink_to("var/store")
+    for path in (tmp_path / "var" / "store", tmp_path / "link", tmp_path / "var" / "new"):
+        with mqstore.open(path) as store:
+            store.put("more", b"x", queue_id=0, keys="k")
+            assert store.read("more", 0, 0)[-1].body == b"x"
+    assert (tmp_path / "new" / "commitlog").is_dir()
+
+
+def test_a_reader_follows_links(root: Path, tmp_path: Path) -> None:
+    for name in ("commitlog", "consumequeue/orders", "checkpoint"):
+        (root / name).rename(tmp_path / Path(name).name)
+        (root / name).symlink_to(tmp_path / Path(name).name)
+    with mqstore.open(root, "r") as store:
+        assert [message.body for message in store.read("orders", 0, 0)] == [b"1"]
+
+
+def test_a_clean_opening_lists_each_queue_once(root: Path) -> None:
+    class Counting(FileSystem):
+        def __init__(self) -> None:
+            super().__init__()
+            self.listed: Counter[str] = Counter()
+
+        def scandir(self, path: StrPath) -> list[str]:
+            self.listed[os.fspath(path)] += 1
+            return super().scandir(path)
+
+        def scandir_files(self, path: StrPath, *, own: bool = False) -> list[tuple[str, int]]:
+            self.listed[os.fspath(path)] += 1
+            return super().scandir_files(path, own=own)
+
+        def scandir_own(self, path: StrPath) -> tuple[list[str], list[str]]:
+            self.listed[os.fspath(path)] += 1
+            return super().scandir_own(path)
+
+    with mqstore.open(root) as store:  # of the first topics the sizes are looked at beforehand
+        store.put("payments", b"1", queue_id=0)
+    fs = Counting()
+    MessageStore(root, fs=fs, config=mqstore.StoreConfig(clock=SimulatedClock())).close()
+    queues = [path for path in fs.listed if path.startswith(str(root / "consumequeue" / "payments" / "0"))]
+    assert [fs.listed[path] for path in queues] == [1]
