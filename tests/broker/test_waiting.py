@@ -86,7 +86,7 @@ class Hall:
 
     def is_empty(self) -> bool:
         """Nothing is left of anybody: not a bucket, not a reader that the dispatcher heeds."""
-        return not (self.waiters.parked or self.waiters._topics or self.store._dispatcher.waiting)
+        return not (self.waiters.parked or self.waiters._topics or self.store._dispatcher.is_awaited)
 
 
 def _parts(store: MessageStore) -> Parts:
@@ -629,7 +629,7 @@ def _parked_thread(waiters: Waiters, target: Callable[[], object]) -> threading.
 def test_a_thread_by_the_clock_of_a_test(hall: Hall, happens: Callable[[Hall], object], result: bool) -> None:
     results: list[bool] = []
     thread = _parked_thread(hall.waiters, lambda: results.append(hall.waiters.wait("t", 0, 0, 20, PAID)))
-    assert hall.store._dispatcher.waiting == 1  # puts are shown at once
+    assert hall.store._dispatcher.is_awaited  # puts are shown at once
     happens(hall)
     thread.join(HANGS_S)
     assert results == [result]
@@ -654,18 +654,13 @@ def test_a_wait_for_what_is_there_does_not_park(hall: Hall) -> None:
 def test_an_interrupted_wait_passes_its_message_on(hall: Hall, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chosen for a message and then ended by Ctrl-C: another of its group gets it."""
 
-    class InterruptedLock:
-        def acquire(self, timeout: float | None = None) -> bool:
-            if timeout is not None:
-                hall.park("other", ANY_QUEUE, group="g")
-                hall.put()
-                raise KeyboardInterrupt
-            return True
+    class InterruptedBell(Bell):
+        def wait(self, timeout_s: float | None = None) -> bool:
+            hall.park("other", ANY_QUEUE, group="g")
+            hall.put()
+            raise KeyboardInterrupt
 
-        def release(self) -> None:
-            pass
-
-    monkeypatch.setattr(waiting, "allocate_lock", InterruptedLock)
+    monkeypatch.setattr(waiting, "Bell", InterruptedBell)
     with pytest.raises(KeyboardInterrupt):
         hall.waiters.wait("t", ANY_QUEUE, None, 10, group="g")
     assert hall.woken() == ["other"]
@@ -673,13 +668,11 @@ def test_an_interrupted_wait_passes_its_message_on(hall: Hall, monkeypatch: pyte
 
 
 def test_an_interrupted_wait_leaves_nothing_behind(hall: Hall, monkeypatch: pytest.MonkeyPatch) -> None:
-    class InterruptedLock:
-        def acquire(self, timeout: float | None = None) -> bool:
-            if timeout is not None:
-                raise KeyboardInterrupt
-            return True
+    class InterruptedBell(Bell):
+        def wait(self, timeout_s: float | None = None) -> bool:
+            raise KeyboardInterrupt
 
-    monkeypatch.setattr(waiting, "allocate_lock", InterruptedLock)
+    monkeypatch.setattr(waiting, "Bell", InterruptedBell)
     with pytest.raises(KeyboardInterrupt):
         hall.waiters.wait("t", 0, 0, 10)
     assert hall.is_empty()
@@ -890,7 +883,7 @@ def test_stress_every_reader_sees_every_put(live: tuple[MessageStore, Waiters]) 
         assert len(set(bodies)) == len(bodies)
     assert len({body for bodies in seen[:4] for body in bodies}) == putters * count
     assert waiters.parked == 0
-    assert store._dispatcher.waiting == 0
+    assert store._dispatcher.is_awaited is False
 
 
 def _choices(name: int, count: int, queues: int) -> list[int]:

@@ -445,6 +445,40 @@ def test_every_point(name: str, tmp_path: Path) -> None:
     check_kept(path, work)
 
 
+def test_a_waiting_thread_is_woken(tmp_path: Path) -> None:
+    """A call that was interrupted while it woke others has woken them, or the next message does."""
+    path = tmp_path / "store"
+    work = start(path, nothing)
+    for at in points_of(SEED, POINTS):
+        queue = work.store.queue(f"waited-{at % 50}", visibility=60)
+        for task in queue:
+            task.ack()
+        got: list[mqstore.Task] = []
+        waiting = [threading.Thread(target=lambda: got.append(queue.get(timeout=HANG_S)), daemon=True) for _ in "ab"]  # noqa: B023
+        for thread in waiting:
+            thread.start()
+        while queue._waits.broker._waiters.parked < len(waiting):
+            pass
+
+        def put_and_show() -> None:
+            queue.put(b"x")  # noqa: B023
+            work.store.offsets(queue.name, 0)  # noqa: B023  (dispatches, and wakes)
+
+        stack = run_interrupted(put_and_show, at)
+        try:
+            in_time(lambda: queue.put_many([b"x", b"x"]))  # noqa: B023
+            for thread in waiting:
+                thread.join(HANG_S)
+            assert len(got) == len(waiting)
+        except BaseException as error:
+            raise AssertionError(told(at, "waking", error, stack)) from error
+        for task in got:
+            task.ack()
+        if not stack:
+            break
+    check_kept(path, work)
+
+
 @pytest.mark.parametrize("mode", ["rw", "r"])
 def test_opening_at_every_point(mode: Any, tmp_path: Path) -> None:
     """The next opening finds no lock of the one that was interrupted, nor anything to complain of."""

@@ -1045,7 +1045,7 @@ class _Listing(FileSystem):
         super().__init__()
         self._starts = starts
 
-    def scandir_files(self, path: StrPath) -> list[tuple[str, int]]:
+    def scandir_files(self, path: StrPath, *, own: bool = False) -> list[tuple[str, int]]:
         return [(segment_name(start * SIZE), SIZE) for start in self._starts]
 
 

@@ -311,7 +311,7 @@ def test_waiting_ends_only_with_the_message_that_was_asked_for(tmp_path: Path) -
         thread = threading.Thread(target=wait)
         thread.start()
         for i in range(1, 4):
-            while not store._dispatcher.waiting:
+            while not store._dispatcher.is_awaited:
                 pass
             assert seen == []
             store.put("t", b"%d" % i)
@@ -351,7 +351,7 @@ def test_closing_lets_every_waiter_go(tmp_path: Path) -> None:
     threads = [threading.Thread(target=lambda: results.append(store.wait("t", 0, 1, timeout=3600))) for _ in range(5)]
     for thread in threads:
         thread.start()
-    while store._dispatcher.waiting < 5:
+    while sum(map(len, store._dispatcher._parked.values())) < 5:
         pass
     store.close()
     for thread in threads:

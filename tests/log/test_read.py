@@ -408,7 +408,7 @@ def test_following_one_queue_waits_for_the_next_message(store: MessageStore) -> 
         got: list[bytes] = []
         thread = threading.Thread(target=lambda into=got: into.append(next(follower).body))
         thread.start()
-        while not store._dispatcher.waiting:
+        while not store._dispatcher.is_awaited:
             pass
         store.put("t", b"%d" % i)
         store.dispatch()
@@ -459,7 +459,7 @@ def test_following_a_store_that_is_closed_ends_with_an_error(tmp_path: Path) -> 
 
     thread = threading.Thread(target=follow)
     thread.start()
-    while not store._dispatcher.waiting:
+    while not store._dispatcher.is_awaited:
         pass
     store.close()
     thread.join()
@@ -711,7 +711,7 @@ def test_what_retention_has_taken_is_passed_over_at_once(tmp_path: Path, way: st
     listings = []
 
     class Counting(Unsynced):
-        def scandir_files(self, path: StrPath) -> list[tuple[str, int]]:
+        def scandir_files(self, path: StrPath, *, own: bool = False) -> list[tuple[str, int]]:
             listings.append(path)
             return super().scandir_files(path)
 

@@ -30,7 +30,6 @@ import heapq
 import logging
 import math
 import threading
-from _thread import LockType, allocate_lock
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
@@ -41,6 +40,7 @@ import numpy as np
 from mqstore.errors import ConfigError, StoreBusyError, StoreClosedError
 from mqstore.log.tagfilter import UnitFilter
 from mqstore.options import Duration, seconds
+from mqstore.signalsafe import Bell
 
 if TYPE_CHECKING:
     from mqstore.broker.parts import Parts, Pin, Wake
@@ -67,7 +67,7 @@ _SWEEP = 1_024
 class Waiter:
     """Somebody parked, or no longer. Opaque: `add_waiter` gives it, `remove_waiter` takes it."""
 
-    __slots__ = ("at_once", "callback", "deadline_ms", "due_ms", "lock", "next", "outcome", "places")
+    __slots__ = ("at_once", "bell", "callback", "deadline_ms", "due_ms", "next", "outcome", "places")
 
     def __init__(
         self, offset: int | None, deadline_ms: int | None, callback: Callback | None, at_once: bool = False
@@ -77,7 +77,7 @@ class Waiter:
         self.deadline_ms = deadline_ms
         self.callback = callback
         self.at_once = at_once
-        self.lock: LockType | None = None
+        self.bell: Bell | None = None
         self.places: tuple[_Bucket, ...] = ()
         """The buckets it is in; none: it is not parked."""
         self.due_ms: int | None = None
@@ -115,7 +115,7 @@ class Waiters:
         self._wake = wake
         self._lock = threading.Lock()
         self._topics: dict[str, dict[int, dict[tuple[str | None, int], _Bucket]]] = {}
-        self._parked = 0
+        self._parked: set[Waiter] = set()
         self._news: dict[str, int] = {}
         """What `seen` shows: moves with each growth of a topic, and with each wake-up that found nobody."""
         self._group_news = 0
@@ -135,7 +135,7 @@ class Waiters:
     @property
     def parked(self) -> int:
         """How many wait now."""
-        return self._parked
+        return len(self._parked)
 
     # -- waiting ----------------------------------------------------------------------------------------------------
 
@@ -170,13 +170,12 @@ class Waiters:
             return seen is not None and self.seen(topic, also) != seen
         deadline_ms = None if math.isinf(timeout_s) else self._clock.monotonic_ms() + math.ceil(timeout_s * 1000)
         waiter = Waiter(offset, deadline_ms, None)
-        waiter.lock = lock = allocate_lock()
-        lock.acquire()
+        waiter.bell = bell = Bell()
         own_time = self._threads_time_themselves
         try:
             self._park(waiter, topic, queue_id, filter, group, also, due_ms=None if own_time else deadline_ms)
             self._look_again(waiter, topic, queue_id, offset, filter, also, seen)
-            lock.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX) if own_time else -1)
+            bell.wait(timeout_s if own_time else None)
         except BaseException:  # Ctrl-C, say: the message that this one was chosen for is still there
             if not self.remove_waiter(waiter) and waiter.outcome and group is not None:
                 self.wake_one(topic, queue_id, group)
@@ -408,15 +407,15 @@ class Waiters:
         with self._lock:
             if self._closed:
                 raise StoreClosedError(f"{self._store.path} is closed; open it again")
-            if self._parked >= _MAX_PARKED:
-                raise StoreBusyError(f"{self._parked} waiters are parked already; receive with fewer at a time")
+            if len(self._parked) >= _MAX_PARKED:
+                raise StoreBusyError(f"{len(self._parked)} waiters are parked already; receive with fewer at a time")
             keys = [(topic, queue_id), *((each, ANY_QUEUE) for each in also)]
             waiter.places = tuple(self._bucket(key, group, filter) for key in dict.fromkeys(keys))
             for bucket in waiter.places:
                 bucket.waiters[waiter] = None
-            self._parked += 1
-            if self._parked == 1:
-                self._store.attend(1)
+            self._parked.add(waiter)
+            if len(self._parked) == 1:
+                self._store.attend(True)
             if due_ms is not None:
                 self._schedule(waiter, due_ms)
         self._tell()
@@ -484,32 +483,35 @@ class Waiters:
         if bucket.due_ms is not None:
             bucket.due_ms = None
             self._stale += 1
-        for _ in range(min(number, len(bucket.waiters))):
-            self._fire(next(iter(bucket.waiters)), True)
+        while number > 0 and bucket.waiters:
+            waiter = next(iter(bucket.waiters))
+            number -= waiter.outcome is None  # else a signal handler has interrupted the end of its wait
+            self._fire(waiter, True)
 
     def _fire(self, waiter: Waiter, outcome: bool) -> None:
+        # Told first, then taken out: if a signal handler raises in between, it is in its bucket and is told again.
         waiter.outcome = outcome
-        self._take_out(waiter)
-        if waiter.lock is not None:
-            waiter.lock.release()
+        if waiter.bell is not None:
+            waiter.bell.ring()
         elif waiter.at_once:
             self._ready_at_once.append(waiter)
         else:
             self._ready.append(waiter)
             self._ring = True
+        self._take_out(waiter)
 
     def _take_out(self, waiter: Waiter) -> None:
-        places, waiter.places = waiter.places, ()
-        for bucket in places:
+        for bucket in waiter.places:
             bucket.waiters.pop(waiter, None)
             if not bucket.waiters:
                 self._drop(bucket)
+        waiter.places = ()
         if waiter.due_ms is not None:
             waiter.due_ms = None
             self._stale += 1
-        self._parked -= 1
+        self._parked.discard(waiter)
         if not self._parked:
-            self._store.attend(-1)
+            self._store.attend(False)
         if self._stale > _SWEEP and 2 * self._stale > len(self._heap):
             self._heap[:] = [entry for entry in self._heap if entry[2].due_ms == entry[0]]
             heapq.heapify(self._heap)
@@ -517,12 +519,13 @@ class Waiters:
 
     def _drop(self, bucket: _Bucket) -> None:
         topic, queue_id = bucket.key
-        queues = self._topics[topic]
-        del queues[queue_id][bucket.name]
-        if not queues[queue_id]:
-            del queues[queue_id]
-            if not queues:
-                del self._topics[topic]
+        queues = self._topics.get(topic, {})
+        buckets = queues.get(queue_id, {})
+        buckets.pop(bucket.name, None)
+        if not buckets:
+            queues.pop(queue_id, None)
+        if not queues:
+            self._topics.pop(topic, None)
         if bucket.due_ms is not None:
             bucket.due_ms = None
             self._stale += 1
@@ -547,8 +550,10 @@ class Waiters:
 
 
 def _call(waiter: Waiter) -> None:
-    assert waiter.callback is not None
+    callback, waiter.callback = waiter.callback, None
+    if callback is None:
+        return  # it was told twice
     try:
-        waiter.callback(bool(waiter.outcome))
+        callback(bool(waiter.outcome))
     except Exception:  # its owner's trouble, not that of the others
         _log.exception("a waiter's callback failed")

@@ -1,11 +1,7 @@
 """A bounded cache of file descriptors by path, for files too many to keep open: 100,000 consume queues, say.
 
-Knows paths and bytes. A descriptor that a thread is using is never closed under it; every other one may be, at any
-time, so callers name the file on each call. State of an entry::
-
-    open() --> users > 0  <-->  users == 0 --evicted, forgotten, closed--> close()
-                  |                                                          ^
-                  +--forgotten or closed while in use--> doomed --last user--+
+Knows paths and bytes. A file is closed when nobody refers to it any more: neither the table nor a call that reads or
+writes it. So no count of users is kept, which an exception of a signal handler could leave wrong.
 
 What a caller gives up by this: Linux reports a failed write-back to the descriptors that are open, or to the next one
 opened as long as the kernel still holds the inode. A file written, evicted, and dropped from the inode cache before its
@@ -15,34 +11,46 @@ its own.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections import OrderedDict
-from contextlib import ExitStack
-from itertools import islice
 from typing import TYPE_CHECKING
 
 from mqstore.errors import StoreClosedError
-from mqstore.files.filesystem import REAL, FileSystem
-from mqstore.files.limit import GIVE_BACK_S, register
+from mqstore.files.filesystem import FILE_MODE, REAL, FileSystem
+from mqstore.files.limit import register
+from mqstore.signalsafe import is_held_here
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-__all__ = ["DescriptorCache"]
+__all__ = ["DescriptorCache", "File"]
 
 
-class _Entry:
-    __slots__ = ("doomed", "fd", "users")
+class File:
+    """Descriptor that is open as long as somebody refers to this object."""
 
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-        self.users = 1
-        self.doomed = False  # no longer in the table: its last user closes it
+    __slots__ = ("_fs", "fd")
+
+    def __init__(self, fs: FileSystem, path: str, flags: int, mode: int = FILE_MODE) -> None:
+        self._fs = fs
+        self.fd = -1
+        self.fd = fs.open(path, flags, mode)
+
+    @property
+    def raw_fd(self) -> int:
+        """Descriptor for compiled code, which calls the system by itself; -1 if a file system is to see every call."""
+        return self.fd if type(self._fs) is FileSystem else -1
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            with contextlib.suppress(Exception):  # nobody is there to be told; what mattered was synced before
+                self._fs.close(self.fd)
 
 
 class DescriptorCache:
-    """Reads and writes of existing files by path, over at most `capacity` idle descriptors (more only while in use).
+    """Reads and writes of existing files by path, over a table of at most `capacity` open files.
 
     Thread-safe. Files are opened, never created: whoever makes a file renames it into place at its full length
     (store-format 1.1). Errors are those of `FileSystem`, FileNotFoundError when the file is not there, and
@@ -55,124 +63,72 @@ class DescriptorCache:
         self._fs = fs
         self._capacity = capacity
         self._flags = os.O_RDWR if writable else os.O_RDONLY
-        self._lock = threading.Lock()
-        self._entries: OrderedDict[str, _Entry] = OrderedDict()  # least recently used first
+        self._lock = threading.RLock()
+        self._files: OrderedDict[str, File] = OrderedDict()  # least recently used first
         self._forgotten = 0  # counts `forget` and `close`: an open that one overtook is not kept
         self._closed = False
         register(self)
 
     def __len__(self) -> int:
-        """How many descriptors the table holds."""
-        return len(self._entries)
+        """Return the number of files in the table."""
+        return len(self._files)
 
     def pread(self, path: str, length: int, position: int) -> bytes:
-        """Bytes [position, position + length) of a file, fewer only where it ends."""
-        entry = self._take(path)
-        try:
-            return self._fs.pread(entry.fd, length, position)
-        finally:
-            self._give_back(entry)
+        """Return bytes [position, position + length) of a file, fewer only where it ends."""
+        file = self._open(path)
+        return self._fs.pread(file.fd, length, position)
 
     def pwrite(self, path: str, data: ReadableBuffer, position: int) -> None:
         """Write all of `data` at `position`; not durable before `fdatasync`."""
-        entry = self._take(path)
-        try:
-            self._fs.pwrite(entry.fd, data, position)
-        finally:
-            self._give_back(entry)
+        file = self._open(path)
+        self._fs.pwrite(file.fd, data, position)
 
     def write_back(self, path: str) -> None:
         """Have the system begin to write what is dirty of the file: a hint, before `fdatasync`."""
-        entry = self._take(path)
-        try:
-            self._fs.write_back(entry.fd)
-        finally:
-            self._give_back(entry)
+        file = self._open(path)
+        self._fs.write_back(file.fd)
 
     def fdatasync(self, path: str) -> None:
         """Make what was written to the file durable, through whichever descriptor. An error is final."""
-        entry = self._take(path)
-        try:
-            self._fs.fdatasync(entry.fd)
-        finally:
-            self._give_back(entry)
+        file = self._open(path)
+        self._fs.fdatasync(file.fd)
 
     def forget(self, path: str) -> None:
         """Let go of a file that was removed or replaced: the next call opens what the path then leads to."""
         with self._lock:
             self._forgotten += 1
-            entry = self._entries.pop(path, None)
-            idle = [entry] if entry is not None and self._doom(entry) else []
-        self._close(idle)
+            self._files.pop(path, None)
 
     def close(self) -> None:
-        """Close all; descriptors in use are closed by their last user. Later calls raise StoreClosedError."""
+        """Let go of all files. Later calls raise StoreClosedError."""
         with self._lock:
             self._closed = True
             self._forgotten += 1
-            idle = [entry for entry in self._entries.values() if self._doom(entry)]
-            self._entries.clear()
-        self._close(idle)
+            self._files.clear()
 
     def give_back(self) -> None:
-        """Close all that nobody uses at the moment."""
-        if self._lock.acquire(timeout=GIVE_BACK_S):
-            try:
-                idle = self._evict(len(self._entries))
-            finally:
-                self._lock.release()
-            self._close(idle)
+        """Let go of all files, since no descriptor is free. Does nothing for a signal handler that interrupted this."""
+        if not is_held_here(self._lock):
+            with self._lock:
+                self._files.clear()
 
-    # -- entries ----------------------------------------------------------------------------------------------------
-
-    def _take(self, path: str) -> _Entry:
+    def _open(self, path: str) -> File:
         with self._lock:
             if self._closed:
                 raise StoreClosedError(f"{path} belongs to a store that was closed")
-            entry = self._entries.get(path)
-            if entry is not None:
-                entry.users += 1
-                self._entries.move_to_end(path)
-                return entry
+            file = self._files.get(path)
+            if file is not None:
+                self._files.move_to_end(path)
+                return file
             forgotten = self._forgotten
         # Outside the lock: a slow disk must not hold up those who only want an open file, and `give_back` takes it.
-        entry = _Entry(self._fs.open(path, self._flags))
+        file = File(self._fs, path, self._flags)
         with self._lock:
-            other = self._entries.get(path)
+            other = self._files.get(path)
             if other is not None:  # another thread was faster; ours is closed unused
-                other.users += 1
-                entry, surplus = other, [entry]
-            elif self._forgotten != forgotten:  # perhaps this very path, so this may be the old file: one use only
-                entry.doomed = True
-                surplus = []
-            else:
-                self._entries[path] = entry
-                surplus = self._evict(len(self._entries) - self._capacity)
-        self._close(surplus)
-        return entry
-
-    def _give_back(self, entry: _Entry) -> None:
-        with self._lock:
-            entry.users -= 1
-            # All were in use when the table last grew over its capacity: the first to become idle goes.
-            surplus = [entry] if entry.doomed and not entry.users else self._evict(len(self._entries) - self._capacity)
-        self._close(surplus)
-
-    def _evict(self, count: int) -> list[_Entry]:
-        """Take up to `count` idle entries out of the table, least recently used first (lock held)."""
-        if count <= 0:
-            return []
-        idle = list(islice((path for path, entry in self._entries.items() if not entry.users), count))
-        return [self._entries.pop(path) for path in idle]
-
-    @staticmethod
-    def _doom(entry: _Entry) -> bool:
-        """Mark an entry that left the table; True when nobody uses it (lock held)."""
-        entry.doomed = True
-        return not entry.users
-
-    def _close(self, entries: list[_Entry]) -> None:
-        if entries:
-            with ExitStack() as stack:  # an error of one close does not leave the others open
-                for entry in entries:
-                    stack.callback(self._fs.close, entry.fd)
+                return other
+            if self._forgotten == forgotten:  # else this may be the old file: one use only
+                self._files[path] = file
+                while len(self._files) > self._capacity:
+                    self._files.popitem(last=False)
+        return file

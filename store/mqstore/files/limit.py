@@ -20,14 +20,10 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from mqstore.errors import StoreIOError
 
-__all__ = ["GIVE_BACK_S", "TOO_MANY_OPEN", "free_descriptors", "register", "with_room"]
+__all__ = ["TOO_MANY_OPEN", "free_descriptors", "register", "with_room"]
 
 TOO_MANY_OPEN = (errno.EMFILE, errno.ENFILE)
 """No descriptor is free, of the process or of the system."""
-
-GIVE_BACK_S = 1.0
-"""How long `give_back` waits for the lock of a cache. Others hold it for microseconds. Only a signal handler that has
-interrupted the holder waits for so long."""
 
 
 class _Cache(Protocol):

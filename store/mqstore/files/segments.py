@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mqstore.errors import MQStoreError, StoreIOError
+from mqstore.files.descriptors import File
 from mqstore.files.filesystem import FILE_MODE, REAL, FileSystem, SyncNotBegunError, is_not_begun
 from mqstore.files.tmp import temporary_path
 
@@ -97,27 +98,6 @@ class LoadProblem(NamedTuple):
         return self.position % segment_bytes or segment_bytes
 
 
-class _File:
-    """A descriptor that lives as long as somebody refers to it."""
-
-    __slots__ = ("_fs", "fd")
-
-    def __init__(self, fs: FileSystem, path: str, flags: int, mode: int = FILE_MODE) -> None:
-        self._fs = fs
-        self.fd = -1
-        self.fd = fs.open(path, flags, mode)
-
-    @property
-    def raw_fd(self) -> int:
-        """For compiled code, which calls the system by itself; -1 where a file system is to see every call."""
-        return self.fd if type(self._fs) is FileSystem else -1
-
-    def __del__(self) -> None:
-        if self.fd >= 0:
-            with contextlib.suppress(Exception):  # nobody is there to be told; what mattered was synced before
-                self._fs.close(self.fd)
-
-
 class Segment:
     """One file of a run. `start`, `end`: its range in the stream. `length`: bytes of it that the file really holds
     (less than `size` only for a damaged one). `mapping` is None until `SegmentRun.mapping` makes it, and becomes None
@@ -136,7 +116,7 @@ class Segment:
         self.writable = False
         self.in_memory = False
         self.inode = -1  # of the file that a reader's mapping is of
-        self.file: _File | None = None
+        self.file: File | None = None
 
     def __repr__(self) -> str:
         return f"Segment({segment_name(self.start)}, {self.length} of {self.size} bytes)"
@@ -443,7 +423,7 @@ class SegmentRun:
             problems.append(LoadProblem(segment.path, "segment_size", segment.start + length, size - length, detail))
 
     def _extend(self, segment: Segment) -> None:
-        file = _File(self._fs, segment.path, os.O_RDWR)
+        file = File(self._fs, segment.path, os.O_RDWR)
         self._give_length(file.fd)
         self._fs.fdatasync(file.fd)
         segment.length = segment.size
@@ -471,7 +451,7 @@ class SegmentRun:
                     segment.writable = True
                     self.populate(segment, 0, segment.size if converted else min(populate_bytes, segment.size))
                     if converted:
-                        file = _File(self._fs, segment.path, os.O_RDWR)
+                        file = File(self._fs, segment.path, os.O_RDWR)
                         self._fs.fdatasync(file.fd)
                 except BaseException:
                     self._fs.unlink(segment.path, missing_ok=True)
@@ -521,7 +501,7 @@ class SegmentRun:
         path = temporary_path(self._tmp_directory, segment_name(start))
         fs.mkdir(self._tmp_directory, self._folder_mode(), exist_ok=True)
         try:
-            file = _File(fs, path, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._file_mode)
+            file = File(fs, path, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._file_mode)
             self._give_length(file.fd)
             fs.fdatasync(file.fd)
         except BaseException:
@@ -595,7 +575,7 @@ class SegmentRun:
             file = self.file(segment)
             self._fs.write_back(file.fd)
 
-    def file(self, segment: Segment) -> _File:
+    def file(self, segment: Segment) -> File:
         """Its descriptor, which stays open for as long as it is referred to."""
         return segment.file or self._open(segment)
 
@@ -605,7 +585,7 @@ class SegmentRun:
         if segment.in_memory:
             return segment.length
         try:
-            file = segment.file or _File(self._fs, segment.path, os.O_RDONLY)
+            file = segment.file or File(self._fs, segment.path, os.O_RDONLY)
         except (OSError, MQStoreError):  # removed meanwhile, or no descriptor left: a mapping needs neither
             return segment.length
         return self._fs.data_end(file.fd, start, segment.length)
@@ -673,7 +653,7 @@ class SegmentRun:
                 raise
             raise SyncNotBegunError(error.errno or 0, error.strerror or "", error.filename, error.operation) from error
 
-    def _file_to_sync(self, segment: Segment) -> _File | None:
+    def _file_to_sync(self, segment: Segment) -> File | None:
         """Its descriptor; None when it was dropped a moment ago."""
         try:
             return self.file(segment)
@@ -703,7 +683,7 @@ class SegmentRun:
         if segment is None:
             return 0
         fs = self._fs
-        file = _File(fs, segment.path, os.O_RDWR)
+        file = File(fs, segment.path, os.O_RDWR)
         if sys.platform == "linux":
             os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead, no large folios: see the module
         written = 0
@@ -735,11 +715,11 @@ class SegmentRun:
         if segment is None or fs.stat(segment.path).st_nlink < 2:
             return
         path = temporary_path(self._tmp_directory, segment_name(segment.start))
-        source = _File(fs, segment.path, os.O_RDONLY)
+        source = File(fs, segment.path, os.O_RDONLY)
         found = fs.stat(source.fd)
         fs.mkdir(self._tmp_directory, self._folder_mode(), exist_ok=True)
         try:
-            target = _File(fs, path, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._file_mode)
+            target = File(fs, path, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._file_mode)
             fs.allocate(target.fd, found.st_size)
             fs.copy(source.fd, target.fd, found.st_size)
             fs.take_after(target.fd, found)
@@ -805,7 +785,7 @@ class SegmentRun:
     # -- beneath ----------------------------------------------------------------------------------------------------
 
     def _map(self, segment: Segment, *, writable: bool) -> mmap.mmap:
-        file = _File(self._fs, segment.path, os.O_RDWR if writable else os.O_RDONLY)
+        file = File(self._fs, segment.path, os.O_RDWR if writable else os.O_RDONLY)
         mapping = self._fs.map(file.fd, segment.length, writable=writable)
         if not self.writable:
             segment.inode = self._fs.stat(file.fd).st_ino
@@ -813,13 +793,13 @@ class SegmentRun:
             mapping.madvise(mmap.MADV_RANDOM)
         return mapping
 
-    def _open(self, segment: Segment) -> _File:
+    def _open(self, segment: Segment) -> File:
         """A descriptor of the segment; kept for the two that are written to, else for this call."""
         assert self.writable, "only a writer writes"
         with self._lock:
             if segment.file is not None:
                 return segment.file
-            file = _File(self._fs, segment.path, os.O_RDWR)
+            file = File(self._fs, segment.path, os.O_RDWR)
             if segment.start in self._starts[-2:]:
                 segment.file = file
             return file

@@ -147,7 +147,7 @@ class ConsumeQueue(Queue):
 
     def _is_front_gone(self) -> bool:
         """Whether another process's retention has taken the first file that is known of."""
-        return bool(self._starts) and not os.path.exists(self._path(self._starts[0]))
+        return bool(self._starts) and not os.path.lexists(self._path(self._starts[0]))
 
     def _used_units(self, segment: int, *, exact: bool) -> int:
         per = self._table.units_per_segment

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from _thread import LockType, allocate_lock
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -28,7 +27,7 @@ from mqstore.log.commitlog import CommitLog
 from mqstore.log.consumequeue import ConsumeQueue, QueueTable
 from mqstore.log.index import Index
 from mqstore.log.names import is_path_safe
-from mqstore.signalsafe import is_held_here
+from mqstore.signalsafe import Bell, is_held_here
 
 __all__ = ["Dispatcher", "slot_runs"]
 
@@ -84,8 +83,8 @@ class Dispatcher:
         """Called with topic, queue id, first new offset and next offset of each queue that has grown, in the
         dispatching thread; must not block."""
         self.last_store_timestamp_ms = 0
-        self.waiting = 0
-        """Threads parked in `wait`, and who else needs news at once (`attend`)."""
+        self.attended = False
+        """Somebody needs news at once, and hears of it by `listeners`."""
         self._log = log
         self._queues = queues
         self._index = index
@@ -93,7 +92,7 @@ class Dispatcher:
         self._end_of = end_of
         self._turn = threading.RLock()
         self._lock = threading.RLock()
-        self._parked: dict[ConsumeQueue, list[LockType]] = {}
+        self._parked: dict[ConsumeQueue, list[Bell]] = {}
         self._parked_lock = threading.Lock()
         self._closing = False
         self._unsafe: set[str] = set()
@@ -235,46 +234,42 @@ class Dispatcher:
     def _wake(self, queue: ConsumeQueue) -> None:
         if queue in self._parked:
             with self._parked_lock:
-                locks = self._parked.pop(queue, ())
-            for lock in locks:
-                lock.release()
+                for bell in self._parked.get(queue, ()):
+                    bell.ring()
+                self._parked.pop(queue, None)
 
     def wake_all(self) -> None:
         """Let every waiter go, and whoever comes later not wait at all: the store is closing."""
         with self._parked_lock:
             self._closing = True
-            parked, self._parked = self._parked, {}
-        for locks in parked.values():
-            for lock in locks:
-                lock.release()
+            for bells in self._parked.values():
+                for bell in bells:
+                    bell.ring()
 
-    def attend(self, readers: int) -> None:
-        """Count so many readers more (negative: fewer) among the `waiting`, who are woken by a listener."""
-        with self._parked_lock:
-            self.waiting += readers
+    @property
+    def is_awaited(self) -> bool:
+        """Return True if somebody waits for the next message."""
+        return self.attended or bool(self._parked)
 
     def wait(self, queue: ConsumeQueue, offset: int, timeout_s: float, on_parked: Callable[[], None]) -> bool:
         """Park until `queue` grows, or the time is up; whether it has a unit at `offset`. `on_parked` is called once
         this thread is sure to be woken by any later dispatch."""
-        lock = allocate_lock()
-        lock.acquire()
-        with self._parked_lock:
-            if self._closing:
-                return queue.max_offset > offset
-            self._parked.setdefault(queue, []).append(lock)
-            self.waiting += 1
+        bell = Bell()
         try:
+            with self._parked_lock:
+                if self._closing:
+                    return queue.max_offset > offset
+                self._parked.setdefault(queue, []).append(bell)
             # Only now: what was dispatched before we were on the list has woken nobody.
             if queue.max_offset > offset:
                 return True
             on_parked()
-            lock.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX))
+            bell.wait(timeout_s)
             return queue.max_offset > offset
         finally:
             with self._parked_lock:
-                self.waiting -= 1
-                locks = self._parked.get(queue)
-                if locks is not None and lock in locks:
-                    locks.remove(lock)
-                    if not locks:
-                        del self._parked[queue]
+                others = [each for each in self._parked.get(queue, ()) if each is not bell]
+                if others:
+                    self._parked[queue] = others
+                else:
+                    self._parked.pop(queue, None)

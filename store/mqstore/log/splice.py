@@ -132,7 +132,7 @@ class Splicer:
         self._sync = sync
         self._poison = poison
         self._stopping = stopping
-        self._busy = False
+        self.is_busy = False
 
     def splice(
         self,
@@ -154,13 +154,13 @@ class Splicer:
         if type(version) is not int or not 0 <= version < 1 << 63:
             raise ConfigError(f"version must be an integer from 0 on, not {version!r:.80}")
         with self.lock:
-            if self._busy:  # of this thread, or the lock would not have let us in
+            if self.is_busy:  # of this thread, or the lock would not have let us in
                 raise StoreBusyError("splice within a splice of the same thread; do it later")
             try:
-                self._busy = True
+                self.is_busy = True
                 return self._splice(shards, app, version, progress, create or {}, remembered)
             finally:
-                self._busy = False
+                self.is_busy = False
 
     def _splice(
         self,

@@ -632,11 +632,11 @@ class MessageStore(StoreWriter):
                 return False
             self._dispatcher.wait(queue, offset, left, self._dispatcher_wake.ring)
 
-    def attend(self, readers: int) -> None:
-        """So many readers more (negative: fewer) wait for `on_growth`. While there are any, what is put becomes visible
-        at once, and not when the dispatcher has let puts run for a while."""
-        self._dispatcher.attend(readers)
-        if readers > 0 and not self._dispatcher_idle:  # it may be in that pause
+    def attend(self, waiting: bool) -> None:
+        """Note whether somebody waits for `on_growth`. While this is so, what is put becomes visible at once, and not
+        when the dispatcher has let puts run for a while."""
+        self._dispatcher.attended = waiting
+        if waiting and not self._dispatcher_idle:  # it may be in that pause
             self._dispatcher_wake.ring()
 
     def _flushed(self) -> None:
@@ -697,7 +697,7 @@ class MessageStore(StoreWriter):
             if "dispatch" in self._errors:
                 del self._errors["dispatch"]
             retry_s = _RETRY_MIN_S
-            if done and not self._dispatcher.waiting:
+            if done and not self._dispatcher.is_awaited:
                 wake.wait(_PACE_S)
                 continue
             with self._alarm_lock:
@@ -939,13 +939,11 @@ class MessageStore(StoreWriter):
             return self._inbox.run_once()
 
     def _interval_inbox(self) -> None:
-        # While somebody splices, or closes, the flusher has better to do than to wait.
-        if self._splicer.lock.acquire(blocking=False):
-            try:
-                if not self._closed:
-                    self._inbox.run_once()
-            finally:
-                self._splicer.lock.release()
+        if self._splicer.is_busy:
+            return  # the flusher has better to do than to wait
+        with self._splicer.lock:
+            if not self._closed:
+                self._inbox.run_once()
 
     def enter_topics_by(self, create_topics: CreateTopics) -> None:
         """For a broker: have topics of bundles entered by `create_topics` from now on, and those of bundles that were

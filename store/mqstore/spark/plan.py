@@ -32,7 +32,6 @@ from typing import Any, NamedTuple
 from mqstore.broker.names import DLQ_PREFIX, RETRY_PREFIX, SCHEDULE_TOPIC, is_system_topic
 from mqstore.broker.parts import open_parts
 from mqstore.errors import ConfigError, NotAStoreError, OffsetOutOfRangeError, TopicNotFoundError
-from mqstore.files.beneath import resolved
 from mqstore.files.quiet import QUIET
 from mqstore.layout.consumequeue import UNIT, is_void
 from mqstore.layout.dispatch import LIGHT_PREFIX
@@ -164,7 +163,7 @@ def _named(name: str, path: str) -> StoreName:
         several = "a store set, whose stores have ids of their own"
     if several:
         raise ConfigError(f"option paths: the id {name!r} is given to {path}, which is {several}: name it in an array")
-    return StoreName(name, resolved(path))
+    return StoreName(name, path)
 
 
 def _local(path: str) -> str:
@@ -192,7 +191,7 @@ def _members(path: str) -> Iterator[StoreName]:
     else:
         # A checkpoint keeps positions by ids: a store that is named in another way next time is to be the same one.
         # It goes into columns and checkpoints, which are text: bytes of a path that are none show as \xff.
-        yield StoreName(os.fsencode(place).decode("utf-8", "backslashreplace"), resolved(place))
+        yield StoreName(os.fsencode(place).decode("utf-8", "backslashreplace"), place)
 
 
 def open_store(store: StoreName) -> MessageStore:

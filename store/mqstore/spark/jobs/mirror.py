@@ -133,8 +133,9 @@ def mirror(
         raise ConfigError(f"interval_s={interval_s!r} is not a number of seconds from 0 to {_INTERVAL_MAX_S}")
     limit = _limit(max_messages, max_bytes)
     wishes = Wishes(dict(rename or {}), queues, spread, system, grow=True)
-    folder = Path(resolved(os.path.abspath(os.fspath(checkpoint))))
+    folder = Path(os.path.abspath(os.fspath(checkpoint)))
     chosen, options, _ = _checked(src, dest, folder, target, wishes)
+    folder = Path(resolved(folder))
     positions = StreamProgress(chosen.options)
     counts: Counter[str] = Counter()
     topics: Counter[str] = Counter()
@@ -199,8 +200,9 @@ def mirror_plan(
     begins."""
     _limit(max_messages, max_bytes)
     wishes = Wishes(dict(rename or {}), queues, spread, system, grow=True)
-    folder = Path(resolved(os.path.abspath(os.fspath(checkpoint))))
+    folder = Path(os.path.abspath(os.fspath(checkpoint)))
     chosen, options, everything = _checked(src, dest, folder, target, wishes)
+    folder = Path(resolved(folder))
     if not _exists(folder):
         return Plan.of_slices(everything)
     positions = StreamProgress(chosen.options)

@@ -353,7 +353,7 @@ def _prepare(
         lock = WriterLock(name.path, "mqstore rebuild")
         held.callback(lock.release)
         lock.acquire()
-        target, root = None, Path(name.path)
+        target, root = None, Path(resolved(name.path))
         shutil.rmtree(root / _WORK, ignore_errors=True)  # of one that was killed
     else:
         root = Path(resolved(dest))
