@@ -26,6 +26,7 @@ from mqstore.clock import SimulatedClock
 from mqstore.errors import ConfigError, StoreBusyError, StoreClosedError
 from mqstore.log.store import MessageStore
 from mqstore.log.tagfilter import UnitFilter
+from mqstore.signalsafe import Bell
 from tests.log.support import open_store
 
 PAID = parse_filter("paid")
