@@ -256,7 +256,7 @@ def poll_nothing(work: Work) -> None:
 
 def push(work: Work, **options: Any) -> None:
     done = threading.Event()
-    consumer = work.store.push_consumer(f"push-{options.get('mode', 'queue')}", workers=1, **options)
+    consumer = work.store.push_consumer(f"push-{'-'.join(options) or 'plain'}", workers=1, **options)
     consumer.subscribe("t", lambda message: done.set())
     try:
         consumer.start()
@@ -270,14 +270,7 @@ def push_pop(work: Work) -> None:
 
 
 def push_ordered(work: Work) -> None:
-    done = threading.Event()
-    consumer = work.store.push_consumer("push-ordered", workers=1, ordered=True)
-    consumer.subscribe("t", lambda message: done.set())
-    try:
-        consumer.start()
-        work.keep()
-    finally:
-        consumer.stop(timeout=5)
+    push(work, ordered=True)
 
 
 def producer(store: Store) -> mqstore.Producer:

@@ -148,13 +148,7 @@ def open_file(path: StrPath, flags: int, mode: int = 0o600) -> int:
     except FileNotFoundError:
         if not flags & os.O_CREAT:
             raise
-    fd = _open_strictly(name, flags, mode) if writes else os.open(name, flags)
-    try:
-        check(name, os.fstat(fd).st_mode, "regular file")
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
+    return _checked(name, _open_strictly(name, flags, mode) if writes else os.open(name, flags))
 
 
 def open_folder(path: StrPath) -> int:
@@ -167,13 +161,7 @@ def open_any(path: StrPath) -> int:
     name = os.fspath(path)
     if stat.S_ISDIR(os.lstat(name).st_mode):
         return open_folder(name)
-    fd = _open_strictly(name, os.O_RDONLY | _CAREFUL, 0)
-    try:
-        check(name, os.fstat(fd).st_mode, "regular file")
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
+    return _checked(name, _open_strictly(name, os.O_RDONLY | _CAREFUL, 0))
 
 
 @contextmanager
@@ -185,6 +173,16 @@ def folder_of(path: StrPath) -> Iterator[tuple[int, str]]:
         yield fd, name
     finally:
         os.close(fd)
+
+
+def _checked(name: str, fd: int) -> int:
+    """Return `fd` if it is of a regular file, else close it and raise."""
+    try:
+        check(name, os.fstat(fd).st_mode, "regular file")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def _open_folder(name: str, flags: int) -> int:
