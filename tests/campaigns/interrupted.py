@@ -24,7 +24,7 @@ from mqstore import SendReceipt
 from tests.campaigns import test_interrupts as calls
 
 SLOW = {"snapshot", "verify", "push consumer", "push consumer, pop", "push consumer, ordered"}
-DEADLINE_S = 60
+DEADLINE_S = 170
 
 
 def say(receipt: SendReceipt, body: bytes) -> None:

@@ -41,7 +41,7 @@ POINTS = int(os.environ.get("MQSTORE_CAMPAIGN_ROUNDS", 6))
 MAX_POINTS = 4000
 """No call has so many. Points of a first call, which creates things, are more than those of later ones."""
 HANG_S = 20
-SIGNALS = 50 * POINTS
+SIGNALS = min(50 * POINTS, 5000)
 """To a process that works. They come in bursts: the pauses between them are of random length."""
 MEAN_PAUSE_S = 0.004
 
