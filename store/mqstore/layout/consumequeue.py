@@ -29,6 +29,7 @@ __all__ = [
     "VOID_SIZE",
     "VOID_UNIT",
     "decode_units",
+    "differing",
     "encode_units",
     "is_message",
     "is_void",
@@ -69,6 +70,19 @@ def is_void(units: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
     """Mask of the units that hold a slot but no message (4.3)."""
     mask: npt.NDArray[np.bool_] = (
         (units["size"] == VOID_SIZE) & (units["physical_offset"] == 0) & (units["tags_code"] == 0)
+    )
+    return mask
+
+
+def differing(units: npt.NDArray[np.void], others: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+    """Mask of the units that are not equal.
+
+    Compared by fields: numpy's own comparison runs Python code, and makes a TypeError of what a signal handler raises.
+    """
+    mask: npt.NDArray[np.bool_] = (
+        (units["physical_offset"] != others["physical_offset"])
+        | (units["size"] != others["size"])
+        | (units["tags_code"] != others["tags_code"])
     )
     return mask
 

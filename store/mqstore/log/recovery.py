@@ -39,7 +39,7 @@ from mqstore.files.beneath import resolved
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.segments import EXTENDED, LoadProblem, SegmentRun
 from mqstore.layout.checkpoint import Checkpoint, min_timestamp
-from mqstore.layout.consumequeue import UNIT_DTYPE, VOID_SIZE, is_void
+from mqstore.layout.consumequeue import UNIT_DTYPE, VOID_SIZE, differing, is_void
 from mqstore.layout.dispatch import Listed, Rows
 from mqstore.layout.record import MIN_RECORD_BYTES, Checksum, check_record, decode_record
 from mqstore.log.consumequeue import ConsumeQueue, QueueTable
@@ -637,7 +637,7 @@ class _Recovery:
         low, high = 0, len(units)
         if self.unsynced_from > 0 or (found.view(np.uint32) != units.view(np.uint32)).any():
             units = queue.as_kept(found, units)
-            wrong = found != units
+            wrong = differing(found, units)
             count = int(np.count_nonzero(wrong))
             if count:
                 self.report.rebuilt.units += count

@@ -24,7 +24,7 @@ from mqstore.files.jsonfile import Check, check_backup, load_json
 from mqstore.files.lock import writer_alive
 from mqstore.files.segments import LoadProblem, SegmentRun
 from mqstore.layout.checkpoint import Checkpoint
-from mqstore.layout.consumequeue import UNIT_BYTES, is_void
+from mqstore.layout.consumequeue import UNIT_BYTES, differing, is_void
 from mqstore.layout.dispatch import Rows
 from mqstore.layout.record import Checksum
 from mqstore.log.consumequeue import ConsumeQueue, QueueTable
@@ -492,7 +492,7 @@ class Verifier:
             # Not dispatched yet: whoever opens the store next, or holds it now, builds these.
             wanted = wanted[: max(0, queue.max_offset - first)]
         found = queue.units(first, len(wanted))
-        wrong = found != queue.as_kept(found, wanted)
+        wrong = differing(found, queue.as_kept(found, wanted))
         if wrong.any() and not self._live and self._has_writer():
             yield from self._compare(queue, first, wanted)  # without what it has put since
         elif wrong.any():
