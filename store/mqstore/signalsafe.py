@@ -92,10 +92,14 @@ class Condition(RLock):  # type: ignore[misc]  # final for typeshed, not for CPy
         try:
             self._bells.append(bell)
             self.release()
-            return bell.wait(timeout)
-        finally:
+            rung = bell.wait(timeout)
+            self.acquire()
+            return rung
+        except BaseException:  # not `finally`: a signal handler may raise in there, too
             if not is_held_here(self):
                 self.acquire()
+            raise
+        finally:
             self._bells[:] = [each for each in self._bells if each is not bell]
 
     def notify_all(self) -> None:
