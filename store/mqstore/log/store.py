@@ -191,9 +191,7 @@ class MessageStore(StoreWriter):
             if not self._closed:
                 self.close()
             else:
-                if hasattr(self, "_run"):
-                    self._release()
-                self._lock.release()
+                self._release()
             raise
 
     # -- opening ----------------------------------------------------------------------------------------------------
@@ -1213,9 +1211,9 @@ class MessageStore(StoreWriter):
 
     def _release(self) -> None:
         try:
-            self._run.close()
-            self._descriptors.close()
-            self._index.close()
+            for name in ("_run", "_descriptors", "_index"):
+                if hasattr(self, name):  # opening may have ended before that
+                    getattr(self, name).close()
         finally:
             if self._lock is not None:
                 self._lock.release()
