@@ -326,7 +326,10 @@ class Waiters:
     def _tell(self) -> None:
         """Without our lock: rouse the housekeeper if there is something for it."""
         if self._ready_at_once:
-            self._hand_over()
+            if self._threads_time_themselves and threading.current_thread() is threading.main_thread():
+                self._ring = True  # a signal handler may raise in here: for the housekeeper, which it cannot hit
+            else:
+                self._hand_over()
         if self._ring:  # whoever sees it takes it: what it stands for happened before it was set
             self._ring = False
             self._wake()
