@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mqstore.errors import StoreFullError
 from mqstore.layout.checkpoint import decode
 from mqstore.log import moment
 from mqstore.log.commitlog import SendReceipt
+from mqstore.log.inspect import inspect_store
 from mqstore.log.report import Finding
 from mqstore.log.snapshot import snapshot_store
 from mqstore.log.store import MessageStore
@@ -229,3 +232,51 @@ def test_after_a_clean_end_a_short_queue_file_is_a_finding(tmp_path: Path) -> No
         assert "segment_size" in {finding.kind for finding in reader.verify()}
     with open_store(path) as store:
         assert list(store.verify()) == []
+
+
+def test_an_older_queue_file_that_was_cut_loses_no_message(tmp_path: Path) -> None:
+    """A queue that had grown after the last checkpoint kept the hole: consumers passed over what stood in the file."""
+    path = tmp_path / "store"
+    store = open_store(path, consumequeue_units=4)
+    for number in range(20):
+        store.put("t", b"%d" % number)
+    store.dispatch()
+    store.flush()
+    store.run_once(1)
+    store.run_once(2000)
+    for number in range(20, 30):
+        store.put("t", b"%d" % number)
+    store.dispatch()
+    kill(store)
+    cut = sorted((path / "consumequeue" / "t" / "0").iterdir())[1]
+    os.truncate(cut, 20)
+    with open_store(path) as store:
+        assert [int(message.body) for message in store.iter("t", 0)] == list(range(30))
+
+
+def test_a_note_that_was_not_saved_is_saved_by_the_next_retention(tmp_path: Path) -> None:
+    """A full disk left the note in memory only. The next pass deleted segments, and each opening told of a loss."""
+    path = tmp_path / "store"
+    fs = FaultyFileSystem()
+    make(path)
+    store = open_store(path, fs=fs)
+    fs.fail("pwrite", errno.ENOSPC, path_part="checkpoint")
+    with pytest.raises(StoreFullError):
+        store.drop_before(2 * SEGMENT)
+    fs.heal()
+    store.drop_before(2 * SEGMENT)
+    kill(store)
+    with open_store(path) as store:
+        assert store.min_offset == 2 * SEGMENT
+        assert not store.recovery.findings
+
+
+def test_retention_that_deletes_nothing_forgets_no_loss(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    make(path)
+    segment(path, 0).unlink()
+    told = [("missing_segment", f"commitlog/{0:020d}", SEGMENT)]
+    with open_store(path) as store:
+        assert store.drop_before(1) == []
+        assert missing(list(store.verify())) == told
+    assert any("missing_segment" in problem for problem in inspect_store(path)["problems"])

@@ -176,13 +176,13 @@ class Waiters:
             self._park(waiter, topic, queue_id, filter, group, also, due_ms=None if own_time else deadline_ms)
             self._look_again(waiter, topic, queue_id, offset, filter, also, seen)
             bell.wait(timeout_s if own_time else None)
+            if waiter.outcome is None and self.remove_waiter(waiter):
+                return False
+            return bool(waiter.outcome)  # fired, be it at the very end of its time
         except BaseException:  # Ctrl-C, say: the message that this one was chosen for is still there
             if not self.remove_waiter(waiter) and waiter.outcome and group is not None:
                 self.wake_one(topic, queue_id, group)
             raise
-        if waiter.outcome is None and self.remove_waiter(waiter):
-            return False
-        return bool(waiter.outcome)  # fired, be it at the very end of its time
 
     def add_waiter(
         self,

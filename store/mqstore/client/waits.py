@@ -110,11 +110,11 @@ class Waits:
         wait = self.add(topics, bell.ring, rings)
         try:
             bell.wait(timeout_s)
+            wait._end(None)
+            return wait._topic
         except BaseException:  # Ctrl-C, say: let another have the message
             wait.cancel()
             raise
-        wait._end(None)
-        return wait._topic
 
     def add(self, topics: Topics, call: Callable[[], object], rings: int, *, keep: bool = False) -> Wait:
         """Have `call()` called once, when there may be something in one of `topics` or somebody rings: by whoever

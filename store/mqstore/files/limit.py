@@ -37,6 +37,9 @@ Result = TypeVar("Result")
 _caches: weakref.WeakValueDictionary[int, _Cache] = weakref.WeakValueDictionary()
 
 
+os.register_at_fork(after_in_child=_caches.clear)  # their locks may be held by threads that are not in the child
+
+
 def register(cache: _Cache) -> None:
     """Have `cache.give_back()` called when no descriptor is free, for as long as the cache exists."""
     _caches[id(cache)] = cache

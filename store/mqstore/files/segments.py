@@ -763,11 +763,17 @@ class SegmentRun:
         for segment in doomed:
             try:
                 with self._lock:  # whoever finds a segment in the list and then no file would take that for damage
-                    self._fs.unlink(segment.path, missing_ok=True)
+                    before = self.segments()
+                    self._set([other for other in before if other is not segment])
+                    try:
+                        self._fs.unlink(segment.path, missing_ok=True)
+                    except BaseException:
+                        if self._fs.exists(segment.path):
+                            self._set(before)
+                        raise
                     removed.append(segment_name(segment.start))
                     self._names_changed += 1
                     self._let_go(segment)
-                    self._set([other for other in self.segments() if other is not segment])
             finally:
                 # One by one: of names that go together a power cut may leave any, and a gap looks like the end.
                 self.sync_folder()
@@ -829,6 +835,7 @@ class SegmentRun:
 
     def _set(self, segments: list[Segment]) -> None:
         """Make `segments`, ascending, the content of the run. The lock is held."""
-        self._by_start = {segment.start: segment for segment in segments}
-        self._starts = tuple(self._by_start)
-        self.last = segments[-1] if segments else None
+        by_start = {segment.start: segment for segment in segments}
+        starts, last = tuple(by_start), segments[-1] if segments else None
+        # No call between these: a signal handler must not find some of them.
+        self._by_start, self._starts, self.last = by_start, starts, last

@@ -83,7 +83,10 @@ def inspect_store(
             store.stop_at(store.listed_end())
         manifest = store.manifest
         problems += manifest.problems
-        problems += [f"{os.path.basename(p.file)}: {p.kind}: {p.detail}" for p in store._load_problems]
+        problems += [
+            f"{os.path.basename(p.file)}: {p.kind}: {p.detail}"
+            for p in [*store._load_problems, *store._missing_in_front()]
+        ]
         problems += [f"{finding.file}: {finding.detail}" for finding in store._index_findings]
         problems += [f"consumequeue/{name}: no queue can be made of this folder" for name in store._queues.unsafe_names]
         problems += store.foreign()

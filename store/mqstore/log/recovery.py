@@ -488,10 +488,8 @@ class _Recovery:
                 end, torn = event.position, event.torn
                 tail = event.detail if torn is None else ""
                 blank = torn is None and not tail
-        if start > self.first and any(
-            queue.directory in self.shortened and queue not in self.next_slot for queue in parts.queues
-        ):
-            raise _WholeLogNeededError  # the file may have been cut: records before the range may lack their units
+        if start > self.first and self.shortened:
+            raise _WholeLogNeededError  # a file was cut: records before the range may lack their units
         self.report.log_end = end
         if end < mark and not self.options.truncate:
             name, at = self._where(end)

@@ -128,6 +128,7 @@ class MessageStore(StoreWriter):
     (b'hello', 'created', ('o-1',), 0)
     """
 
+    _threads: Sequence[threading.Thread] = ()
     _closed = _released = True
     """Nothing may be done with the store any more; everything that it held was given back. Both until it is open."""
 
@@ -272,11 +273,12 @@ class MessageStore(StoreWriter):
         self._units_lock = threading.Lock()
         self._checkpoint_lock = threading.RLock()
         self._log_start: int | None = None
+        self._dropped_before = 0
+        """Queues and index know that the log begins there."""
         """What the checkpoint says of where the log begins; None: nothing, as a Java broker does not move it."""
         self._retention_lock = threading.Lock()
         self._news_lock = threading.RLock()
         self._newest_times: dict[int, int] = {}
-        self._threads: list[threading.Thread] = []
         self._populated = 0
         self._populate_bytes = _POPULATE_MIN
         self._populate_seen = (0, 0)
@@ -720,7 +722,7 @@ class MessageStore(StoreWriter):
         for name, target in (("dispatcher", self._run_dispatcher), ("flusher", self._run_flusher)):
             thread = threading.Thread(target=target, name=f"mqstore-{name}", daemon=True)
             thread.start()
-            self._threads.append(thread)
+            self._threads = (*self._threads, thread)
 
     def _run_flusher(self) -> None:
         while not self._stopping:
@@ -987,32 +989,32 @@ class MessageStore(StoreWriter):
 
     def _drop_before(self, physical_offset: int) -> list[str]:
         bound = min(physical_offset, self._log.end, self._dispatcher.position, self._commit.flushed)
-        before = self._log.min_offset
         starts = self._run.starts
         # With the records go the last witnesses of their numbers but the units: a queue that a power cut took them from
         # would count from 0 again.
-        if len(starts) > 1 and starts[1] <= bound and not self._sync_units():
-            advice = ": close the store and open it again" if self._units_doubtful else ""
-            why = f"consume queues may not be on disk ({self._errors.get('units')}), so no segment is deleted"
-            raise FlushFailedError(f"{self.path}: {why}{advice}")
-        if starts:
+        if len(starts) > 1 and starts[1] <= bound:
+            if not self._sync_units():
+                advice = ": close the store and open it again" if self._units_doubtful else ""
+                why = f"consume queues may not be on disk ({self._errors.get('units')}), so no segment is deleted"
+                raise FlushFailedError(f"{self.path}: {why}{advice}")
             ends = bound - self._run.segment_bytes
             self._note_log_start(next((start for start in starts if start > ends), starts[-1]))
         try:
             return self._run.drop_before(bound)
         finally:  # what is gone is gone, even if the next one could not be deleted
             first = self._log.min_offset
-            if first > before:
+            if first > self._dropped_before:
                 for queue in self._queues:
                     queue.drop_before(first)
                 self._index.drop_before(first)
+                self._dropped_before = first
 
     def _note_log_start(self, start: int) -> None:
         """Before segments below `start` are deleted: a crash in between leaves too many of them, which is no loss."""
         with self._checkpoint_lock:
             if self._log_start is not None and self._log_start < start:
-                self._log_start = start
                 self._checkpoint.save(replace(self._checkpoint.current, log_start=start))
+                self._log_start = start  # only now: without the note on disk nothing may be deleted
 
     def clean(self, retention: Retention | None = None) -> list[str]:
         """Delete what `retention` (default: the store's) no longer keeps; the names of the deleted segments."""
@@ -1154,7 +1156,6 @@ class MessageStore(StoreWriter):
         closed = StoreClosedError(f"{self.path} was closed; open it again")
         try:
             self._closed = True
-            _open_stores.discard(self)
             self._dispatcher.wake_all()
             if self.mode == "r":
                 return
@@ -1170,7 +1171,11 @@ class MessageStore(StoreWriter):
                 self._finish()
         finally:  # Ctrl-C in between costs the clean end, but nobody puts from here on, and the lock is given back
             self._stopping = True
+            self._dispatcher_wake.ring()
+            self._flusher_wake.ring()
             self._log.poison(closed)
+            for thread in self._threads:
+                thread.join(timeout_s)
             with self._splicer.lock:  # its files must not be taken from a splice that takes itself back
                 self._release()
 
@@ -1210,6 +1215,10 @@ class MessageStore(StoreWriter):
         return newest if newest >= 0 else min(self._checkpoint.current.confirm_physical_offset, end)
 
     def _release(self) -> None:
+        if any(thread.is_alive() for thread in self._threads if thread is not threading.current_thread()):
+            # It may be writing. Beside another writer that would be two.
+            _log.error("%s: a background thread still runs, so its lock is kept; close the store again", self.path)
+            return
         try:
             for name in ("_run", "_descriptors", "_index"):
                 if hasattr(self, name):  # opening may have ended before that
@@ -1218,6 +1227,7 @@ class MessageStore(StoreWriter):
             if self._lock is not None:
                 self._lock.release()
             self._released = True
+            _open_stores.discard(self)
 
     def _disown(self) -> None:
         """In a forked child: never touch the parent's files again."""
