@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from datetime import timedelta
@@ -12,7 +13,8 @@ import pytest
 
 from mqstore.broker.deadletters import DeadLetterExpiry, DeadLetters
 from mqstore.broker.filters import parse_filter
-from mqstore.broker.names import START_GROUP
+from mqstore.broker.names import SCHEDULE_GROUP, START_GROUP
+from mqstore.broker.offsets import check_offsets
 from mqstore.broker.parts import Parts
 from mqstore.broker.retention import oldest_pin
 from mqstore.broker.retry import Retries
@@ -105,7 +107,7 @@ def test_a_replayed_message_starts_anew_as_the_same_message(parts: Parts) -> Non
     die(parts, 1, __SHARDINGKEY="user", KEYS="k")
     [letter] = DeadLetters(parts, "g")
     origin_id = letter.stored_properties()["ORIGIN_MESSAGE_ID"]
-    result = DeadLetters(parts, "g").replay()
+    result = DeadLetters(parts, "g").replay(all_groups=True)
     assert (result.count, dict(result.topics), result.start) == (1, {"orders": 1}, 1)
     copy = sent_again(parts)[-1]
     assert copy.stored_properties() == {
@@ -147,10 +149,33 @@ def test_a_rocketmq_letter_goes_by_its_retry_topic_and_one_that_says_nothing_is_
     parts.store.append("%DLQ%g", 0, b"1")
     letters = DeadLetters(parts, "g")
     with pytest.raises(InvalidMessageError, match="to_topic"):
-        letters.replay()
+        letters.replay(all_groups=True)
     assert bodies(sent_again(parts)) == [0]
     assert bodies(letters) == [1], "what was sent is let go of, the other is not"
     assert letters.replay(to_topic="orders").count == 1
+
+
+def test_letters_of_the_engine_s_own_group_go_to_their_topic(parts: Parts) -> None:
+    """They are delayed messages that never arrived: no group gave them up, and that one consumes nothing."""
+    die(parts, 2, group=SCHEDULE_GROUP)
+    assert DeadLetters(parts, SCHEDULE_GROUP).replay().count == 2
+    assert bodies(sent_again(parts, after=2)) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("there", "lands"),
+    [((), "%RETRY%g"), (("%RETRY%g+orders",), "%RETRY%g+orders"), (("%RETRY%g", "%RETRY%g+orders"), "%RETRY%g")],
+)
+def test_a_letter_without_a_mark_goes_where_its_group_had_retries(
+    parts: Parts, there: tuple[str, ...], lands: str
+) -> None:
+    """Older versions did not note whether the group pops, and no more does RocketMQ."""
+    die(parts, 1)
+    for topic in there:
+        parts.topics.ensure(topic, 1)
+    DeadLetters(parts, "g").replay()
+    assert bodies(sent_again(parts, lands)) == [0]
+    assert parts.offsets.committed("g", lands, 0) == 0, "it counts as lag, and is kept, before the group reads it"
 
 
 def test_to_the_groups_own_retry_topic_only_that_group_gets_it(parts: Parts) -> None:
@@ -170,7 +195,7 @@ def test_a_message_group_stays_in_one_queue(parts: Parts) -> None:
         receipt = parts.road.put("orders", str(i).encode(), message_group="user-1")
         where.add(receipt.queue_id)
         Retries(parts).send_back("g", receipt.physical_offset, delay_level=-1)
-    DeadLetters(parts, "g").replay()
+    DeadLetters(parts, "g").replay(all_groups=True)
     assert len(where) == 1
     assert bodies(parts.store.read("orders", where.pop(), 6, 10)) == [0, 1, 2, 3, 4]
 
@@ -179,14 +204,14 @@ def test_a_dry_run_changes_nothing_and_finds_what_would_fail(parts: Parts) -> No
     die(parts, 3)
     letters = DeadLetters(parts, "g")
     end = parts.store.max_offset
-    result = letters.replay(dry_run=True)
+    result = letters.replay(dry_run=True, all_groups=True)
     assert (result.count, result.start) == (3, 3)
     assert (parts.store.max_offset, len(letters)) == (end, 3)
     assert letters.replay(dry_run=True, to_topic="new").count == 3
     assert parts.topics.get("new") is None
     parts.topics.alter("orders", perm=4)
     with pytest.raises(NotPermittedError):
-        letters.replay(dry_run=True)
+        letters.replay(dry_run=True, all_groups=True)
     for topic in ("SCHEDULE_TOPIC_XXXX", "rmq_sys_wheel_timer"):
         with pytest.raises(NotPermittedError):
             letters.replay(dry_run=True, to_topic=topic)
@@ -201,18 +226,67 @@ def test_without_auto_creation_a_dry_run_misses_the_topic_too(tmp_path: Path) ->
     parts.store.append("%DLQ%g", 0, b"0", properties={"RETRY_TOPIC": "gone"})
     for dry_run in (True, False):
         with pytest.raises(TopicNotFoundError):
-            DeadLetters(parts, "g").replay(dry_run=dry_run)
+            DeadLetters(parts, "g").replay(all_groups=True, dry_run=dry_run)
     assert len(DeadLetters(parts, "g")) == 1
     parts.store.close()
 
 
-def test_chosen_letters_at_the_front_are_let_go_of_and_others_stay_listed(parts: Parts) -> None:
-    die(parts, 5)
+def test_letters_that_were_sent_are_listed_no_more_and_not_sent_again(parts: Parts) -> None:
+    die(parts, 6)
     letters = DeadLetters(parts, "g")
     [*all_of_them] = letters
-    assert letters.replay([all_of_them[0], 1, 3]).start == 2
-    assert bodies(letters) == [2, 3, 4]
-    assert bodies(sent_again(parts, after=5)) == [0, 1, 3]
+    chosen = [all_of_them[0], 1, 3]
+    assert letters.replay(chosen, all_groups=True, dry_run=True).start == 2
+    assert letters.replay(chosen, all_groups=True).start == 2
+    assert (bodies(letters), len(letters), letters.bounds) == ([2, 4, 5], 3, (2, 6))
+    assert bodies(letters.select(offsets=[3, 4])) == [4]
+    assert letters.replay([3], all_groups=True).count == 0
+    assert letters.purge(before_offset=5, dry_run=True) == 2
+    assert letters.replay([2], all_groups=True, dry_run=True).start == 4
+    assert letters.replay([2], all_groups=True).start == 4
+    assert letters.replay(where=lambda letter: letter.body == b"5", all_groups=True).start == 4
+    assert letters.replay(all_groups=True).count == 1
+    assert (bodies(letters), len(letters), letters.bounds) == ([], 0, (6, 6))
+    assert bodies(sent_again(parts, after=6)) == [0, 1, 3, 2, 5, 4]
+
+
+def test_what_was_sent_alone_stays_so_after_a_kill(tmp_path: Path) -> None:
+    parts = new_parts(tmp_path / "store")
+    die(parts, 5)
+    DeadLetters(parts, "g").replay([1, 3])
+    parts.store._closed = True
+    parts.store._release()  # as the system does for a dead process
+    again = new_parts(tmp_path / "store")
+    letters = DeadLetters(again, "g")
+    assert bodies(letters) == [0, 2, 4]
+    assert not again.offsets.dirty
+    letters.purge(before_offset=1)
+    assert (letters.bounds, again.offsets.sent(letters.topic)) == ((2, 5), ((3, 4),))
+    again.store.close()
+
+
+def test_marks_of_letters_that_a_power_cut_took_do_not_hide_later_ones(tmp_path: Path) -> None:
+    """The file may say more than the queue has: another program wrote it, or a recovery shortened the queue."""
+    parts = new_parts(tmp_path / "store")
+    die(parts, 5)
+    DeadLetters(parts, "g").replay([1, 3])
+    parts.offsets.close()
+    parts.store.close()
+    path = tmp_path / "store" / "config" / "consumerOffset.json"
+    value = json.loads(path.read_text())
+    assert value["sentLetters"] == {"%DLQ%g": [[1, 2], [3, 4]]}
+    value["sentLetters"]["%DLQ%g"] = [[1, 2], [4, 7], [9, 10]]
+    path.write_text(json.dumps(value))
+    parts = new_parts(tmp_path / "store")
+    die(parts, 5)
+    assert [letter.offset for letter in DeadLetters(parts, "g")] == [0, 2, 3, 5, 6, 7, 8, 9]
+    parts.store.close()
+
+
+@pytest.mark.parametrize("letters", [3, {}, [3], [[1]], [[2, 1]], [[1, 1]], [[1, 2], [2, 3]], [[-1, 2]], [["1", 2]]])
+def test_a_damaged_list_of_sent_letters_is_no_empty_one(letters: object) -> None:
+    with pytest.raises(ValueError, match="sentLetters"):
+        check_offsets({"sentLetters": {"%DLQ%g": letters}})
 
 
 @pytest.mark.parametrize("damaged", [0, 2, 4])
@@ -231,7 +305,7 @@ def test_a_damaged_letter_does_not_stop_the_others_and_is_let_go_of(tmp_path: Pa
     sound = [i for i in range(5) if i != damaged]
     assert bodies(letters) == bodies(letters.select(offsets=range(5))) == sound
     assert letters.replay(offsets=[damaged]).count == 0
-    assert (letters.replay().count, len(letters)) == (4, 0)
+    assert (letters.replay(all_groups=True).count, len(letters)) == (4, 0)
     assert bodies(sent_again(parts, after=5)) == sound
     parts.store.close()
 
@@ -267,10 +341,10 @@ def test_when_a_copy_fails_what_was_sent_is_let_go_of_and_the_rest_is_not(parts:
 
     stub = Parts(**{name: getattr(parts, name) for name in Parts.__dataclass_fields__} | {"road": Road()})
     with pytest.raises(StoreFullError):
-        DeadLetters(stub, "g").replay()
+        DeadLetters(stub, "g").replay(all_groups=True)
     letters = DeadLetters(parts, "g")
     assert letters.bounds[0] == fails_at
-    assert letters.replay().count == 300 - fails_at
+    assert letters.replay(all_groups=True).count == 300 - fails_at
     assert bodies(sent_again(parts, after=300)) == [*range(300)]
 
 
@@ -285,7 +359,7 @@ def test_a_start_is_never_ahead_of_the_copies(parts: Parts) -> None:
         move(topic, queue_id, offset)
 
     parts.offsets.move_start = moved  # type: ignore[method-assign]
-    DeadLetters(parts, "g").replay()
+    DeadLetters(parts, "g").replay(all_groups=True)
     assert seen[-1] == (300, 300)
     assert len(seen) > 1, "a crash would repeat all of them"
     assert all(offset <= copies for offset, copies in seen)

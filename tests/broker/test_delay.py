@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import zlib
 from collections import Counter
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import mqstore
+from mqstore import StoreConfig
 from mqstore.broker.delay import DelayService, _parted, deliver_time_ms, restored
 from mqstore.broker.names import HALF_TOPIC, SCHEDULE_GROUP, SCHEDULE_TOPIC, dlq_topic
 from mqstore.broker.parts import Parts
@@ -226,17 +230,36 @@ def test_a_lengthened_table_leaves_old_messages_their_time(tmp_path: Path) -> No
     assert new.run() == START_MS + 5_000
 
 
-def test_a_clock_set_back_delays_nothing_longer_than_its_level(delays: Delays) -> None:
+@pytest.mark.parametrize("back_ms", [1, 999, 3_600_000, 400 * 86_400_000])
+def test_a_clock_set_back_delivers_nothing_early(delays: Delays, back_ms: int) -> None:
     delays.put(2)
     assert delays.run() == START_MS + 5_000
-    delays.clock.set_wall(START_MS - 3_600_000)
+    delays.clock.set_wall(START_MS - back_ms)
     delays.run()
+    delays.clock.set_wall(START_MS + 4_999)
+    delays.run()
+    assert delays.delivered() == []
+    delays.pass_ms(1)
     assert delays.delivered() == [b"m"]
+
+
+def test_a_clock_set_back_hides_no_shortened_table(tmp_path: Path) -> None:
+    old = Delays(tmp_path / "store", delay_levels="2h")
+    old.put(1, b"two hours")
+    new = old.again(delay_levels="5s")
+    new.put(1, b"five seconds")
+    new.clock.set_wall(START_MS - 1)
+    new.run()
+    assert new.delivered() == [b"two hours"]
+    new.pass_ms(5_000)
+    assert new.delivered() == [b"two hours"]
+    new.pass_ms(1)
+    assert new.delivered() == [b"two hours", b"five seconds"]
 
 
 def test_a_message_put_after_the_time_that_run_once_was_given_is_not_early(delays: Delays) -> None:
     """A housekeeper that is busy elsewhere hands over a time some moments old. By that, a message that was put since
-    would be due later than its level allows, and "the clock was set back" would deliver it at once."""
+    is due later than its level allows."""
     stale_ms = delays.clock.now_ms()
     delays.clock.advance(40)
     delays.put(1)
@@ -835,3 +858,45 @@ def test_progress_and_waiting(delays: Delays) -> None:
     delays.pass_ms(1_000)
     assert delays.service.progress() == {1: (2, 2), 18: (0, 1)}
     assert delays.service.waiting() == 1
+
+
+# -- by the public API -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("back_ms", [1, 60_000, 86_400_000])
+def test_a_store_whose_clock_steps_back_delivers_at_the_stored_time(tmp_path: Path, back_ms: int) -> None:
+    clock = SimulatedClock()
+    due_ms = clock.now_ms() + 7_200_000
+    with mqstore.open(tmp_path / "mq", config=StoreConfig(clock=clock)) as store:
+        store.put("reminders", b"in two hours", delay_level=18)
+        store.broker.run_once()
+        clock.set_wall(clock.now_ms() - back_ms)
+        for now_ms in (clock.now_ms(), due_ms - 1):
+            clock.set_wall(now_ms)
+            store.broker.run_once()
+            assert store.broker.pop("mail", "reminders") == []
+        clock.set_wall(due_ms)
+        store.broker.run_once()
+        [delivery] = store.broker.pop("mail", "reminders")
+        assert delivery.message.body == b"in two hours"
+
+
+@pytest.mark.parametrize("looks", [False, True])
+@pytest.mark.parametrize("delay", [{"delay_level": 18}, {"delay": 7_200}, {"delay": timedelta(days=100)}])
+def test_closing_with_delayed_messages_and_opening_again_logs_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, delay: dict[str, Any], looks: bool
+) -> None:
+    clock = SimulatedClock()
+    with caplog.at_level(logging.WARNING, "mqstore"):
+        for _ in range(3):
+            with mqstore.open(tmp_path / "mq", config=StoreConfig(clock=clock)) as store:
+                store.put("reminders", b"later", **delay)
+                if looks:
+                    store.broker.run_once()
+    assert caplog.messages == []
+    with mqstore.open(tmp_path / "mq", config=StoreConfig(clock=clock)) as store:
+        assert not store.broker.pop("mail", "reminders", n=32)
+        clock.advance(101 * 86_400_000)
+        for _ in range(200):
+            store.broker.run_once()
+        assert len(store.broker.pop("mail", "reminders", n=32)) == 3

@@ -101,10 +101,10 @@ def test_a_letter_that_is_not_there_is_a_finding(store: Path) -> None:
 
 def test_all_letters_go_back_to_where_they_came_from(store: Path) -> None:
     before = snapshot(store)
-    planned = mqstore_json("dlq", "replay", store, "--group", "billing", "--dry-run")
+    planned = mqstore_json("dlq", "replay", store, "--group", "billing", "--all-groups", "--dry-run")
     assert snapshot(store) == before
 
-    done = mqstore_json("dlq", "replay", store, "--group", "billing")
+    done = mqstore_json("dlq", "replay", store, "--group", "billing", "--all-groups")
 
     assert planned == {**done, "dry_run": True}
     assert (done["count"], done["topics"], done["min_offset"]) == (6, {"orders": 3, "payments": 3}, 6)
@@ -120,7 +120,18 @@ def test_chosen_letters_go_where_they_are_sent(store: Path) -> None:
 
     assert result.stdout == "sent 2 dead letters of billing: 2 to repaired\n"
     assert bodies(store, "repaired") == [b"body 0", b"body 4"]
-    assert left(store) == [1, 2, 3, 4, 5]  # those behind one that was left out stay
+    assert left(store) == [1, 2, 3, 5]
+    again = mqstore("dlq", "replay", store, "--group", "billing", "--offset", 4)
+    assert (again.exit_code, "no dead letter at offset 4; nothing is sent" in again.stderr) == (1, True)
+    assert mqstore_json("dlq", "replay", store, "--group", "billing")["count"] == 4
+
+
+def test_only_the_group_that_gave_them_up_gets_them(store: Path) -> None:
+    result = mqstore("dlq", "replay", store, "--group", "billing")
+
+    assert result.stdout == "sent 6 dead letters of billing: 3 from orders, 3 from payments\n"
+    assert len(bodies(store, "orders")) == 3
+    assert left(store) == []
 
 
 def test_replay_of_what_was_filed_before_a_moment(store: Path) -> None:

@@ -212,18 +212,20 @@ def _chosen(letters: DeadLetters, chosen: tuple[int, ...], before: datetime | No
 
 @dlq.command(
     cls=StoreCommand,
-    short_help="Send dead letters to where they came from.",
+    short_help="Send dead letters again to their group.",
     epilog="""\b
 Examples:
   mqstore dlq replay var/mq --group billing --dry-run
   mqstore dlq replay var/mq --group billing --offset 17 --offset 18
+  mqstore dlq replay var/mq --group billing --all-groups
   mqstore dlq replay var/mq --group billing --to orders-repaired""",
 )
 @directory_argument
 @click.option("--group", required=True, help="The group that gave them up.")
 @_offset_option
 @_before_option
-@click.option("--to", "to_topic", metavar="TOPIC", help="Send all of them here; without it, to where each came from.")
+@click.option("--all-groups", is_flag=True, help="Send each to the topic it came from, for every group of that topic.")
+@click.option("--to", "to_topic", metavar="TOPIC", help="Send all of them to this topic, for every group of it.")
 @dry_run_option
 @json_option
 @click.pass_context
@@ -233,42 +235,43 @@ def replay(
     group: str,
     chosen: tuple[int, ...],
     before: datetime | None,
+    all_groups: bool,
     to_topic: str | None,
     dry_run: bool,
     json_output: bool,
 ) -> None:
     """Send dead letters of the store in DIR again, as new: those chosen, or all.
 
-    Every group that consumes the topic gets them; `--to %RETRY%billing` sends them to one group alone, in the queue
-    model. Letters that were sent are gone from here, but for those behind one that was left out: these stay listed.
-    Exit code 1, and nothing is sent, when a letter that was named is not there.
+    Only the group that gave them up gets them, unless --all-groups or --to is given. Letters that were sent are listed
+    no more, and are not sent by a later replay. Exit code 1, and nothing is sent, when a letter that was named is not
+    there.
     """
+    how = {"all_groups": all_groups, "to_topic": to_topic, "stop_ms": _ms(before)}
+    way = "to" if all_groups or to_topic else "from"
     with planning(directory) as parts:
         missing = _missing(_letters(parts, group), chosen)
         if missing:
             note(f"no dead letter at offset {missing}; nothing is sent")
             ctx.exit(FINDINGS)
-        planned = _replay(parts, group, chosen, before, to_topic, dry_run=True)
+        planned = _replay(parts, group, chosen, how, dry_run=True)
     if dry_run:
-        tell({"dry_run": True, **planned}, _replay_text("would send", planned), json_output=json_output)
+        tell({"dry_run": True, **planned}, _replay_text("would send", way, planned), json_output=json_output)
         return
     if not planned["count"]:
         tell({"dry_run": False, **planned}, "no dead letters to send", json_output=json_output)
         return
     with offline(directory) as desk:
-        done = _replay(desk.parts, group, chosen, before, to_topic, dry_run=False)
-    tell({"dry_run": False, **done}, _replay_text("sent", done), json_output=json_output)
+        done = _replay(desk.parts, group, chosen, how, dry_run=False)
+    tell({"dry_run": False, **done}, _replay_text("sent", way, done), json_output=json_output)
 
 
-def _replay(
-    parts: Parts, group: str, chosen: tuple[int, ...], before: datetime | None, to_topic: str | None, *, dry_run: bool
-) -> dict[str, Any]:
-    found = _letters(parts, group).replay(chosen or None, to_topic=to_topic, stop_ms=_ms(before), dry_run=dry_run)
+def _replay(parts: Parts, group: str, chosen: tuple[int, ...], how: dict[str, Any], *, dry_run: bool) -> dict[str, Any]:
+    found = _letters(parts, group).replay(chosen or None, dry_run=dry_run, **how)
     return {"group": group, "count": found.count, "topics": dict(found.topics), "min_offset": found.start}
 
 
-def _replay_text(verb: str, row: dict[str, Any]) -> str:
-    where = ", ".join(f"{count} to {topic}" for topic, count in row["topics"].items())
+def _replay_text(verb: str, way: str, row: dict[str, Any]) -> str:
+    where = ", ".join(f"{count} {way} {topic}" for topic, count in row["topics"].items())
     return f"{verb} {row['count']} dead letters of {row['group']}" + (f": {where}" if where else "")
 
 

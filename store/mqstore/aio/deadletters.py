@@ -66,6 +66,7 @@ class DeadLetters:
         self,
         offsets: Iterable[int | Message] | None = None,
         *,
+        all_groups: bool = False,
         to_topic: str | None = None,
         start_ms: int | None = None,
         stop_ms: int | None = None,
@@ -77,6 +78,7 @@ class DeadLetters:
         replay = partial(
             self.sync.replay,
             chosen,
+            all_groups=all_groups,
             to_topic=to_topic,
             start_ms=start_ms,
             stop_ms=stop_ms,

@@ -3,28 +3,45 @@
     %DLQ%group, queue 0      gone | gone | letter | letter | letter | ...
                                          ^ logical start         ^ end
 
-One number, the queue's logical start (`START_GROUP`), says what is left; letters before it are no longer listed, hold
-no segment, and are freed with their segment. Three things move it, always forward:
+The queue's logical start (`START_GROUP`) says what is left: letters before it are no longer listed, hold no segment,
+and are freed with their segment. Three things move it, always forward:
 
-    replay   copies to where each letter came from are in the log          then the start moves
+    replay   copies are in the log                                         then the start moves
     purge    nothing                                                       the start moves
     expiry   older than `dlq_retention`: counted, and told in the log      the start moves
 
-So a crash in a replay sends some letters twice and loses none. A replay of chosen letters moves the start only over the
-chosen ones at its front: those behind a letter that was left out stay listed.
+Letters behind one that was left out are noted as sent (`OffsetTable.note_sent`): they are not listed, nor sent again,
+and the start moves over them when it comes there. A crash in a replay sends some letters twice and loses none.
 
-Knows the log, topics and offsets; nothing of consumers. What makes a letter is in `retry.py`.
+A replay sends each letter to the group that gave it up, into a retry topic which that group reads anyway:
+
+    the group               reads                               its letters
+    pops, in order or not   %RETRY%group+topic, queue 0         bear 1ST_POP_TIME
+    reads by offset         %RETRY%group, `retry_queues`        do not
+    is the engine's own     nothing                             are delayed messages that never arrived: to their topic
+
+Knows the log, topics, groups and offsets; nothing of consumers. What makes a letter is in `retry.py`.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from mqstore.broker.names import DLQ_PREFIX, check_user_topic, dlq_topic, is_dlq_topic, is_retry_topic
+from mqstore.broker.names import (
+    DLQ_PREFIX,
+    check_user_topic,
+    dlq_topic,
+    is_dlq_topic,
+    is_retry_topic,
+    is_system_group,
+    pop_retry_topic,
+    retry_topic,
+)
+from mqstore.broker.offsets import after_sent
 from mqstore.broker.parts import Parts, Pin, Wake
 from mqstore.broker.retry import TIMER_MARKS
 from mqstore.broker.selection import RoundRobin, group_queue
@@ -35,6 +52,7 @@ from mqstore.layout.properties import (
     DLQ_ORIGIN_MESSAGE_ID,
     DLQ_ORIGIN_TOPIC,
     DLQ_REASON,
+    FIRST_POP_TIME,
     MAX_RECONSUME_TIMES,
     REAL_QID,
     REAL_TOPIC,
@@ -56,6 +74,7 @@ _MARKS: Final = (
     DLQ_ORIGIN_MESSAGE_ID,
     DLQ_ORIGIN_TOPIC,
     DLQ_REASON,
+    FIRST_POP_TIME,
     MAX_RECONSUME_TIMES,
     REAL_QID,
     REAL_TOPIC,
@@ -77,7 +96,7 @@ class Replay:
     """What a replay did, or (`dry_run`) would do."""
 
     topics: Mapping[str, int]
-    """Letters for each topic."""
+    """Number of letters by topic: by the topic they came from, or by `to_topic`."""
     start: int
     """Where the dead letters begin after it (queue offset)."""
 
@@ -120,10 +139,19 @@ class DeadLetters:
         low, high = self._parts.store.offsets_or_none(self.topic, _QUEUE) or (0, 0)
         return min(high, max(low, self._parts.offsets.start_of(self.topic, _QUEUE))), high
 
+    @property
+    def _sent(self) -> Sequence[tuple[int, int]]:
+        """Ranges [start, stop) of the letters behind the first that were sent again, ascending; they are not listed."""
+        return self._parts.offsets.sent(self.topic)
+
     def __len__(self) -> int:
         """How many there are; one that has been damaged since still counts."""
-        start, end = self.bounds
-        return end - start
+        return self._count(*self.bounds)
+
+    def _count(self, start: int, stop: int) -> int:
+        """Number of letters in [start, stop) that were not sent again."""
+        sent = self._sent
+        return stop - start - sum(max(0, min(stop, high) - max(start, low)) for low, high in sent)
 
     def __iter__(self) -> Iterator[Message]:
         """Oldest first, up to what was there when it began."""
@@ -153,7 +181,10 @@ class DeadLetters:
         where: Callable[[Message], bool] | None,
     ) -> Iterator[Message]:
         letters = self._pages(start, end) if chosen is None else self._chosen(start, end, chosen)
+        sent = self._sent
         for message in letters:
+            if after_sent(message.offset, sent) != message.offset:
+                continue
             filed_ms = message.store_timestamp_ms
             if start_ms is not None and filed_ms < start_ms:
                 continue
@@ -183,19 +214,23 @@ class DeadLetters:
         self,
         offsets: Iterable[int | Message] | None = None,
         *,
+        all_groups: bool = False,
         to_topic: str | None = None,
         start_ms: int | None = None,
         stop_ms: int | None = None,
         where: Callable[[Message], bool] | None = None,
         dry_run: bool = False,
     ) -> Replay:
-        """Send letters again to the topic each came from, or all to `to_topic`, as new: attempt 1, no trace of retries,
-        the same unique key. Chosen as by `select`; letters filed meanwhile are not.
+        """Send letters again to this group alone, as new: attempt 1, no trace of retries, the same unique key.
 
-        Every group of the topic gets them; `to_topic="%RETRY%group"` sends them to one group alone. At least once: the
-        copies are on disk before the letters are let go of. Stops at the first that cannot be sent, when all before it
-        were sent and let go of: NotPermittedError, TopicNotFoundError, InvalidMessageError, or what a put raises.
-        `dry_run` writes nothing and raises the same for topics that cannot be sent to.
+        With `all_groups` each goes to the topic it came from, for every group that consumes it; with `to_topic` all go
+        to that topic instead. Letters are chosen as by `select`; those filed meanwhile are not sent. A letter that was
+        sent again is not listed any more, and no later replay sends it.
+
+        At least once: the copies are on disk before the letters are let go of. Stops at the first that cannot be sent,
+        when all before it were sent and let go of: GroupNotFoundError, NotPermittedError, TopicNotFoundError,
+        InvalidMessageError, or what a put raises. `dry_run` writes nothing and raises the same for topics that cannot
+        be sent to.
         """
         if to_topic is not None:
             self._target(to_topic, create=not dry_run)
@@ -205,30 +240,61 @@ class DeadLetters:
             numbers = (each.offset if isinstance(each, Message) else each for each in offsets)
             chosen = sorted(set(map(_checked_offset, numbers)))
         whole = chosen is None and start_ms is None and stop_ms is None and where is None
+        to_group = not (all_groups or to_topic is not None or is_system_group(self.group))
         counts: Counter[str] = Counter()
-        front = moved = start  # what lies before `front` is sent; the start stands at `moved`
+        front, moved = start, 0  # what lies before `front` is sent, and `moved` letters are let go of
+        apart: list[tuple[int, int]] = []  # sent as well, behind letters that were left out
         try:
             for message in self._select(start, end, chosen, start_ms, stop_ms, where):
-                target = to_topic or origin_of(message)
-                config = self._target(target, create=not dry_run)
+                origin = to_topic or origin_of(message)
+                if to_group:
+                    config = self._of_group(message, origin, create=not dry_run)
+                else:
+                    config = self._target(origin, create=not dry_run)
                 if not dry_run:
                     self._send(message, config)
-                counts[target] += 1
+                counts[origin] += 1
                 # All that are whole are to be sent, so what was passed over is damaged: nobody will ever read it.
                 if whole or message.offset == front:
                     front = message.offset + 1
-                if front - moved >= _PAGE and not dry_run:
-                    self._parts.offsets.move_start(self.topic, _QUEUE, front)
+                else:
+                    apart.append((message.offset, message.offset + 1))
+                if counts.total() - moved >= _PAGE and not dry_run:
+                    self._let_go(front, apart)
                     self._parts.offsets.save()  # which flushes the log first
-                    moved = front
+                    moved = counts.total()
             if whole:
                 front = end
         finally:
             if not dry_run:
-                self._parts.offsets.move_start(self.topic, _QUEUE, front)
-        if front > start and not dry_run:
+                self._let_go(front, apart)
+        if dry_run:
+            return Replay(dict(counts), after_sent(front, sorted([*self._sent, *apart])))
+        if counts or front > start:
             self._parts.offsets.save()
-        return Replay(dict(counts), front)
+        return Replay(dict(counts), self.bounds[0])
+
+    def _let_go(self, front: int, apart: list[tuple[int, int]]) -> None:
+        """Let go of the letters before `front`, and of those `apart`, which is emptied."""
+        self._parts.offsets.move_start(self.topic, _QUEUE, front)
+        self._parts.offsets.note_sent(self.topic, apart)
+        apart.clear()
+
+    def _of_group(self, letter: Message, origin: str, *, create: bool) -> TopicConfig:
+        """The topic in which this group, and no other, gets a letter that came from `origin`; made if it may be."""
+        topics, groups = self._parts.topics, self._parts.groups
+        group = groups.need(self.group) if create else groups.get(self.group)
+        name, queues = retry_topic(self.group), max(1, group.retry_queues if group else 1)
+        popped = pop_retry_topic(self.group, origin, self._parts.config.pop_retry_version)
+        # A letter of an older version bears no mark. Where the group had copies before, it gets this one as well.
+        if FIRST_POP_TIME in letter.stored_properties() or (
+            topics.get(name) is None and topics.get(popped) is not None
+        ):
+            name, queues = popped, 1
+        config = topics.ensure(name, queues) if create else topics.get(name) or TopicConfig(name)
+        if not config.writable:
+            raise NotPermittedError(f"topic {name!r} is not writable; give it permission 6")
+        return config
 
     def _target(self, topic: str, *, create: bool) -> TopicConfig:
         """The topic to send to, made if it may be."""
@@ -248,13 +314,15 @@ class DeadLetters:
         return config
 
     def as_new(self, message: Message, to_topic: str | None = None) -> tuple[str, int, dict[str, str]]:
-        """Topic, queue and properties with which `replay` would send a letter again now. Makes nothing; raises as it
-        does."""
+        """Topic, queue and properties with which `replay(all_groups=True, to_topic=to_topic)` would send a letter again
+        now. Makes nothing; raises as it does."""
         config = self._target(to_topic or origin_of(message), create=False)
         return (config.name, *self._placed(message, config))
 
     def _send(self, message: Message, config: TopicConfig) -> None:
         queue_id, properties = self._placed(message, config)
+        if is_retry_topic(config.name):  # part of the group's lag from now on, and kept
+            self._parts.offsets.begin(self.group, config.name, queue_id)
         self._parts.road.copy(message, config.name, queue_id, properties, reconsume_times=0, durability="append")
 
     def _placed(self, message: Message, config: TopicConfig) -> tuple[int, dict[str, str]]:
@@ -265,10 +333,11 @@ class DeadLetters:
         if shown is not None and is_retry_topic(config.name):
             properties[RETRY_TOPIC] = shown  # consumers show it in place of the retry topic
         group = properties.get(SHARDINGKEY)
+        queues = min(config.write_queues, config.read_queues) if is_retry_topic(config.name) else config.write_queues
         if group is None:
-            queue_id = self._turns.next(config.name, config.write_queues)
+            queue_id = self._turns.next(config.name, queues)
         else:
-            queue_id = group_queue(group, config.write_queues, self._parts.store.manifest.group_hash)
+            queue_id = group_queue(group, queues, self._parts.store.manifest.group_hash)
         return queue_id, properties
 
     # -- letting go -------------------------------------------------------------------------------------------------
@@ -283,10 +352,11 @@ class DeadLetters:
             stop = min(stop, self._filed_at(before_ms))
         if stop <= start:
             return 0
+        count = self._count(start, stop)
         if not dry_run:
             self._parts.offsets.move_start(self.topic, _QUEUE, stop)
             self._parts.offsets.save()
-        return stop - start
+        return count
 
     def expire(self, before_ms: int) -> int:
         """Let go of the letters filed before `before_ms`, in memory at first; how many."""
@@ -294,8 +364,9 @@ class DeadLetters:
         stop = self._filed_at(before_ms) if start < end else start
         if stop <= start:
             return 0
+        count = self._count(start, stop)
         self._parts.offsets.move_start(self.topic, _QUEUE, stop)
-        return stop - start
+        return count
 
     def _filed_at(self, when_ms: int) -> int:
         return self._parts.store.offset_at(self.topic, _QUEUE, when_ms, "lower")

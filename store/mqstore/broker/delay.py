@@ -8,7 +8,7 @@ the order of its times: nothing is sorted, nothing is kept in memory, and a leve
 
     a level is   because                             until
     idle         its queue has nothing more          the queue grows
-    waiting      its head is not due                 the head's time, to the millisecond; or the clock was set back
+    waiting      its head is not due                 the head's time, to the millisecond
     failing      a copy could not be put             100 ms later, then twice as long each time, at most 10 s
 
     a message that is due                what is done
@@ -170,10 +170,11 @@ class _Level:
         "stuck",
     )
 
-    def __init__(self, number: int, delay_ms: int, offset: int) -> None:
+    def __init__(self, number: int, delay_ms: int | None, offset: int) -> None:
         self.number = number
         self.queue_id = number - 1
         self.delay_ms = delay_ms
+        """Delay by the table; None: the table has no such level, and its messages are due now."""
         self.offset = offset
         """Progress: the next unit to look at."""
         self.saved = offset
@@ -249,9 +250,9 @@ class DelayService:
                     f"levels: they stay until it has that level again, or orphan_level_policy is 'deliver_now'"
                 )
                 if orphan_level_policy == "deliver_now":
-                    yield self._level(number, 0, offset)  # any time ahead is too far ahead then (4.4)
+                    yield self._level(number, None, offset)
 
-    def _level(self, number: int, delay_ms: int, stored: int) -> _Level:
+    def _level(self, number: int, delay_ms: int | None, stored: int) -> _Level:
         """A level at its stored offset, lowered to where its queue ends: a crash may have taken the end, and its
         numbers are given to the messages that come next, which must not be passed over (4.7)."""
         high = (self._store.offsets_or_none(SCHEDULE_TOPIC, number - 1) or (0, 0))[1]
@@ -388,17 +389,23 @@ class DelayService:
         return int(times[due]) if due < len(times) else now_ms
 
     def _times(self, level: _Level, units: npt.NDArray[np.void], now_ms: int) -> npt.NDArray[np.int64]:
-        """When the messages of `units` are due. One farther ahead than the level is long was put before the clock was
-        set back or the table shortened, and is due now (4.4)."""
+        """Return when the messages of `units` are due: at the time in their unit, whatever the clock does.
+
+        A message that was stored while its level had a longer delay is due now (4.8). Its record tells it from a
+        message that only looks too far ahead because the clock was set back.
+        """
         times = units["tags_code"].astype(np.int64)
-        # `now_ms` may be older than a message that was put while others were delivered: by that it would be too far
-        # ahead. The clock, read after the unit was, is not.
-        latest_ms = max(now_ms, self._clock.now_ms()) + level.delay_ms
-        for i in np.flatnonzero(times <= LAST_ADDRESS).tolist():
+        if level.delay_ms is None:
+            times[times > now_ms] = now_ms
+            return times
+        for i in np.flatnonzero((times <= LAST_ADDRESS) | (times > now_ms + level.delay_ms)).tolist():
             for message in self._store.get(SCHEDULE_TOPIC, level.queue_id, level.offset + i, 1).messages:
                 if message.offset == level.offset + i:
-                    times[i] = deliver_time_ms(self._table_ms, level.number, message.store_timestamp_ms)
-        times[times > latest_ms] = now_ms
+                    due_ms = deliver_time_ms(self._table_ms, level.number, message.store_timestamp_ms)
+                    if times[i] <= LAST_ADDRESS:
+                        times[i] = due_ms
+                    elif due_ms < times[i]:
+                        times[i] = now_ms
         return times
 
     # -- rolling ----------------------------------------------------------------------------------------------------

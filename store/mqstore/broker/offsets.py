@@ -29,12 +29,15 @@ opening, every `commit_interval` and at closing, as a commit would be; who opens
 The group `START_GROUP` keeps each queue's *logical start* in the same table: what lies before was purged, or belonged
 to a deleted topic of that name. A start only ever moves forward, and outlives the removal of groups and topics. So does
 what `DELETED_GROUP` says, which is an offset of the log and not of a queue.
+
+Dead letters behind a logical start that were sent again stand in the file as `"sentLetters": {TOPIC: [[start, stop],
+...]}`, ascending and apart; without any, the file has no such member. The start takes in what it touches.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import index
 from typing import Any
 
@@ -49,7 +52,7 @@ from mqstore.log.queueends import load_ends
 from mqstore.log.store import MessageStore
 from mqstore.options import Durability, StoreConfig, seconds
 
-__all__ = ["OffsetTable", "check_offsets"]
+__all__ = ["OffsetTable", "after_sent", "check_offsets"]
 
 _OFFSET_MAX = 0x7FFF_FFFF_FFFF_FFFF
 _QUEUE_ID_MAX = 0x7FFF_FFFF
@@ -83,6 +86,8 @@ class OffsetTable:
         self._committed: dict[str, dict[str, dict[int, int]]] = {}  # topic -> group -> queue id -> offset
         self._beginning: dict[tuple[str, str], dict[int, int]] = {}
         """(topic, group) -> where it begins, being saved."""
+        self._sent: dict[str, tuple[tuple[int, int], ...]] = {}
+        """Topic of dead letters -> [start, stop) of those sent again, ascending and apart, all behind its start."""
         self._pulled: dict[tuple[str, str, int], int] = {}
         self.resets: dict[tuple[str, str, int], int] = {}
         """Pending, by (group, topic, queue). Not to be changed from outside."""
@@ -284,6 +289,7 @@ class OffsetTable:
         them is buried, too (`deleted_at`). Errors as `save`; then nothing was forgotten and nothing moved."""
         before: dict[str, dict[str, dict[int, int]]] = {}
         with self._lock:
+            sent = dict(self._sent)
             for topic, ends in topics.items():
                 before[topic] = {group: dict(queues) for group, queues in self._committed.get(topic, {}).items()}
                 if deleted:
@@ -300,6 +306,7 @@ class OffsetTable:
         except BaseException:
             with self._lock:
                 self._committed.update(before)
+                self._sent = sent
                 self._changes += 1
             raise
 
@@ -376,7 +383,33 @@ class OffsetTable:
         with self._lock:
             self._move_start(topic, queue_id, offset)
 
+    def sent(self, topic: str) -> Sequence[tuple[int, int]]:
+        """Return [start, stop) of the dead letters behind the start of `topic` that were sent again, ascending."""
+        return self._sent.get(topic, ())
+
+    def note_sent(self, topic: str, letters: Iterable[tuple[int, int]]) -> None:
+        """Note the dead letters [start, stop) of `topic` as sent again. Saved as a start is."""
+        with self._lock:
+            found: list[tuple[int, int]] = []
+            for low, high in sorted([*self.sent(topic), *letters]):
+                if found and low <= found[-1][1]:
+                    found[-1] = (found[-1][0], max(high, found[-1][1]))
+                else:
+                    found.append((low, high))
+            self._keep_sent(topic, found)
+            self._move_start(topic, 0, self.start_of(topic, 0))
+
+    def _keep_sent(self, topic: str, letters: Sequence[tuple[int, int]]) -> None:
+        if letters != [*self.sent(topic)]:
+            self._sent[topic] = tuple(letters)
+            self._changes += 1
+        if not letters:
+            self._sent.pop(topic, None)
+
     def _move_start(self, topic: str, queue_id: int, offset: int) -> None:
+        if queue_id == 0 and (sent := self.sent(topic)):
+            offset = after_sent(max(offset, self.start_of(topic, 0)), sent)
+            self._keep_sent(topic, [letters for letters in sent if letters[0] > offset])
         if offset > self.start_of(topic, queue_id):
             self._queues_of(START_GROUP, topic)[index(queue_id)] = index(offset)
             self._changes += 1
@@ -412,12 +445,14 @@ class OffsetTable:
                 }
                 for key, begins in self._beginning.items():
                     table[key] = begins | table.get(key, {})
+                sent = {topic: [[*each] for each in letters] for topic, letters in self._sent.items()}
             # After the copy: whatever message an offset of the copy stands behind was put before, and is flushed now.
             self._store.flush()
             steps = changes // _VERSION_STEP - self._versioned
             version = self._version.next(self._clock.now_ms(), steps) if steps else self._version
             written = {f"{topic}@{group}": queues for (topic, group), queues in table.items() if queues}
-            self._file.save({"dataVersion": version.as_json(), "offsetTable": self._foreign | written})
+            more = {"sentLetters": sent} if sent else {}
+            self._file.save({"dataVersion": version.as_json(), "offsetTable": self._foreign | written, **more})
             self._saved, self._version, self._versioned = changes, version, self._versioned + steps
 
     def run_once(self, now_ms: int) -> int:
@@ -457,6 +492,11 @@ class OffsetTable:
             self._foreign[key] = queues
             if not group.endswith("@" + _BROADCAST):  # that is how a Java broker keeps the progress of broadcasts
                 self._file.report(f"{self._file.path}: {key!r} is not topic@group; its offsets are not used, but kept")
+
+        for topic, letters in object_member(value, "sentLetters").items():
+            where = f"{self._file.path}: sentLetters of {topic}"
+            lowered = [(low, self._lowered(where, topic, 0, high)) for low, high in letters]
+            self._sent[topic] = tuple((low, high) for low, high in lowered if low < high)
 
     def _usable(self, key: str, queues: dict[str, Any]) -> Iterator[tuple[int, int]]:
         """(queue id, offset) of an entry of the file, made to fit the queues there are."""
@@ -520,8 +560,26 @@ def _is_user(group: str) -> bool:
     return not is_system_group(group)
 
 
+def after_sent(offset: int, sent: Iterable[tuple[int, int]]) -> int:
+    """Return the first offset from `offset` on that lies in none of the ascending ranges `sent`.
+
+    >>> after_sent(3, [(3, 5), (5, 6), (8, 9)]), after_sent(7, [(3, 5), (8, 9)])
+    (6, 7)
+    """
+    for low, high in sent:
+        if low <= offset < high:
+            offset = high
+    return offset
+
+
 def check_offsets(value: dict[str, Any]) -> None:
     """ValueError unless this is a table of tables of integers. Null stands for absent."""
+    for topic, letters in object_member(value, "sentLetters").items():
+        end = -1
+        for each in letters if type(letters) is list else [None]:
+            if type(each) is not list or [*map(type, each)] != [int, int] or not end < each[0] < each[1]:
+                raise ValueError(f"sentLetters: {topic[:150]!r} must be a list of [start, stop], ascending and apart")
+            end = each[1]
     DataVersion.from_json(object_member(value, "dataVersion"))
     for key, queues in object_member(value, "offsetTable").items():
         if queues is None:

@@ -56,6 +56,7 @@ __all__ = ["MAX_BATCH", "Delivery", "Pending", "PopService"]
 _MIN_INVISIBLE_MS, _MAX_INVISIBLE_MS = 100, 12 * 3_600_000
 _RETRY_PERCENT = 20
 """How often the retry topic is looked at first."""
+_PopOne = Callable[[QueueState, Ask, int, int, list[Delivery]], bool]
 _ATTEMPTS_MS = 1_000
 _CHUNKS = 4
 """Chunks of a queue's deliveries that are put up again in one run: some thousand messages."""
@@ -149,7 +150,8 @@ class PopService:
         """Hand out up to `n` (1 to 32) messages for `invisible_ms` (100 ms to 12 h), waiting `poll_s` for a first.
 
         queue_id    one queue, or -1: all, beginning anywhere, with the group's retry topic
-        order       a queue's next batch only when nothing of its last is invisible; no retry topic
+        order       a queue's next batch only when nothing of its last is invisible. The retry topic is one more queue:
+                    it holds dead letters that were sent again
         start       where a group begins that was never in a queue; None: as the group says
         attempt_id  with `order`: the same id receives again what its lost answer held
         local       the receiver dies with this process: the next open gives the message to others at once
@@ -209,12 +211,12 @@ class PopService:
         if queue_id != -1:
             self._check_queue(route, ask.topic, queue_id)
             at, count = queue_id, 1
-        retries_first = not order and route.retries and lucky < _RETRY_PERCENT
+        retries_first = route.retries and lucky < _RETRY_PERCENT
+        pop = self._fifo.pop if order else self._standard.pop
         try:
             if retries_first:
-                more = self._pop_retries(route, ask, n, found)
+                more = self._pop_retries(route, pop, ask, n, found)
             if len(found) < n:
-                pop = self._fifo.pop if order else self._standard.pop
                 while count:
                     state = queues[at]
                     with state.lock:
@@ -223,8 +225,8 @@ class PopService:
                         break
                     at = at + 1 if at + 1 < len(queues) else 0
                     count -= 1
-            if not order and not retries_first and route.retries and len(found) < n:
-                more |= self._pop_retries(route, ask, n, found)
+            if not retries_first and route.retries and len(found) < n:
+                more |= self._pop_retries(route, pop, ask, n, found)
         except Exception:
             if not found:
                 raise
@@ -233,14 +235,15 @@ class PopService:
             self._waiters.wake_one(ask.topic, queue_id, route.group)
         return found
 
-    def _pop_retries(self, route: _Route, ask: Ask, n: int, found: list[Delivery]) -> bool:
+    @staticmethod
+    def _pop_retries(route: _Route, pop: _PopOne, ask: Ask, n: int, found: list[Delivery]) -> bool:
         # Copies were chosen by a filter when they were first delivered.
         ask = ask._replace(filter=None)
         more = False
         for mark, state in route.retries:
             if len(found) < n:
                 with state.lock:
-                    more |= self._standard.pop(state, ask, n - len(found), mark, found)
+                    more |= pop(state, ask, n - len(found), mark, found)
         return more
 
     def _route(self, group: str, topic: str) -> _Route:
@@ -300,7 +303,7 @@ class PopService:
         self, group: str, topic: str, queue_id: int, filter: Filter | None, order: bool, timeout_s: Duration
     ) -> bool:
         """Block until a pop by `group` may find something; False: the time is over."""
-        also = self._also(group, topic, order)
+        also = self._also(group, topic)
         seen = self._waiters.seen(topic, also)
         if self._may_find(group, topic, queue_id, order):
             return True
@@ -323,7 +326,7 @@ class PopService:
         pass it on with `Waiters.wake_one`. Errors as of `Waiters.add_waiter` and `pop`."""
         if (group, topic) not in self._routes:  # a group that this makes is news, and nobody is to be woken by that
             self._route(group, topic)
-        also = self._also(group, topic, order)
+        also = self._also(group, topic)
         waiter = self._waiters.add_waiter(
             topic, queue_id, None, filter, callback, deadline_ms, group=group, also=also, at_once=at_once
         )
@@ -340,16 +343,15 @@ class PopService:
         """Let the waiter go; False: its callback has been called, or is about to be."""
         return self._waiters.remove_waiter(waiter)
 
-    def _also(self, group: str, topic: str, order: bool) -> list[str]:
-        return [] if order else [name for _, name in self._retry_topics(group, topic)]
+    def _also(self, group: str, topic: str) -> list[str]:
+        return [name for _, name in self._retry_topics(group, topic)]
 
     def _may_find(self, group: str, topic: str, queue_id: int, order: bool) -> bool:
         route = self._routes.get((group, topic)) or self._route(group, topic)
         if queue_id != -1:
             self._check_queue(route, topic, queue_id)
         queues = route.queues if queue_id == -1 else [route.queues[queue_id]]
-        if not order:
-            queues = [*queues, *(state for _, state in route.retries)]
+        queues = [*queues, *(state for _, state in route.retries)]
         return any(self._holds_something(state, order) for state in queues)
 
     def _holds_something(self, state: QueueState, order: bool) -> bool:

@@ -10,7 +10,8 @@
     RETRY_TOPIC            the first failure        never changed: consumers show it as the topic
     ORIGIN_MESSAGE_ID      the first failure        never changed: address of the first copy
     reconsumeTimes         each copy                counts up; attempt = reconsumeTimes + 1
-    DLQ_ORIGIN_*           the dead letter          where replay sends it
+    DLQ_ORIGIN_*           the dead letter          where it came from
+    1ST_POP_TIME           a group that pops        its dead letters are replayed into its retry topic of pop
 
 The copy is in the log before the caller settles the original: a crash between the two makes a second copy, it never
 takes the only one. Nor does a power cut: whatever settles the original is written behind the copy, or flushes the log
@@ -78,7 +79,16 @@ TIMER_MARKS: Final = (
 """Traces of a delay that is over. A copy that kept them would be delayed once more, or (TIMER_OUT_MS) never again."""
 
 _ROOM: Final = MAX_PROPERTIES_BYTES - CRC_TAIL_BYTES
-_DISPENSABLE: Final = (DLQ_REASON, DLQ_ORIGIN_MESSAGE_ID, DLQ_ORIGIN_TOPIC, WAIT, ORIGIN_MESSAGE_ID, RETRY_TOPIC, DELAY)
+_DISPENSABLE: Final = (
+    DLQ_REASON,
+    DLQ_ORIGIN_MESSAGE_ID,
+    DLQ_ORIGIN_TOPIC,
+    WAIT,
+    ORIGIN_MESSAGE_ID,
+    FIRST_POP_TIME,
+    RETRY_TOPIC,
+    DELAY,
+)
 """What a dead letter goes without when its own properties fill the record: least missed first."""
 _CONTROLS: Final = dict.fromkeys((*range(32), *range(127, 160)), " ")
 _MAX_TIMES: Final = 0x7FFF_FFFF
@@ -176,7 +186,8 @@ class Retries:
     ) -> SendReceipt:
         """File a copy of `message` in `%DLQ%group`, which comes into being with 1 queue, readable and writable (6.1).
 
-        `origin_topic`: where a replay sends it; None: its RETRY_TOPIC, else the topic it was sent to.
+        `origin_topic`: the topic that the group popped it from. None: the group does not pop, and it came from its
+        RETRY_TOPIC, else from the topic it was sent to.
         `reconsume_times`: of the copy; None: one more than the message's. `durability`: None as the store's. `reason`
         is cut to 1024 bytes, and left out with other marks when the message's own properties leave no room: what we
         would add is no reason to refuse.
@@ -187,6 +198,9 @@ class Retries:
         properties = self._marked(message, origin_topic)
         came_from = origin_topic or properties[RETRY_TOPIC]
         _label(properties, reason, origin_topic)
+        if origin_topic is not None:
+            first = message.stored_properties().get(FIRST_POP_TIME)
+            properties[FIRST_POP_TIME] = first or str(self._parts.clock.now_ms())
         properties[DELAY] = "0"
         _shed(properties)
         if any(

@@ -217,7 +217,7 @@ class TimerService:
                 self._take_over(self._left)
                 self._left = None
             if not self._begun:
-                if self._store.offsets_or_none(TIMER_TOPIC, 0) is None:
+                if not self._has_first_messages():
                     return None
                 self._log.restart()
                 self._begin(now_ms)
@@ -234,17 +234,28 @@ class TimerService:
     def close(self) -> None:
         """Flush, and give the files back."""
         with self._lock:
-            if self._grown in self._store.on_growth:
+            is_open = self._grown in self._store.on_growth
+            if is_open:
                 self._store.on_growth.remove(self._grown)
+            now_ms = self._parts.clock.now_ms()
             try:
+                if is_open and self._has_first_messages():
+                    # Without a checkpoint the next opening would take it for lost.
+                    self._log.restart()
+                    self._begin(now_ms)
                 if self._begun and self._dirty_ms is not None:
-                    self._flush(self._parts.clock.now_ms())
+                    self._flush(now_ms)
             except TimerFilesDamaged as damage:  # found after all was written; the next opening finds it, too
                 _log.warning("%s: %s", self._store.path, damage)
             finally:
                 self._begun = False
                 self._wheel.close()
                 self._log.close()
+
+    def _has_first_messages(self) -> bool:
+        """Return True if there are messages, and no files yet."""
+        there = self._store.offsets_or_none(TIMER_TOPIC, 0) is not None
+        return there and not self._begun and self._left is None
 
     def pins(self) -> Iterable[Pin]:
         """The oldest message that waits, by what is on disk: a crash falls back to that."""

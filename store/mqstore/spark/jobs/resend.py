@@ -15,7 +15,7 @@ A task goes through the dead letters of one store and stages copies there; the d
     3 write the run's letters into the file                         a run that is not in: its letters do not count
     4 splice, as version n of the application `dlq-resend`          all of the run
     5 write that the run is in into the file                        the same; the next run goes on
-    6 move the logical start over what is sent at the front         the same; the next run moves it
+    6 note what is sent for others, with the dead letters           the same; the next run notes it
 
 Whether run n + 1 is in says the store's record of splices: so whatever happens, a letter is sent once. That record
 forgets who does not come for long, so the file does not count on it for longer than it must. A message that fails again
@@ -43,7 +43,8 @@ from mqstore.broker import sql92
 from mqstore.broker.configchecks import RESENT_FILE, check_resent
 from mqstore.broker.deadletters import DeadLetters, origin_of
 from mqstore.broker.names import DLQ_PREFIX, is_dlq_topic, is_retry_topic
-from mqstore.broker.parts import open_parts
+from mqstore.broker.offsets import after_sent
+from mqstore.broker.parts import Parts, open_parts
 from mqstore.errors import ConfigError, CorruptStoreError, MQStoreError, StoreLockedError
 from mqstore.files.jsonfile import load_json, save_json
 from mqstore.files.quiet import QUIET
@@ -122,7 +123,7 @@ def dlq_resend(
     `where`: an SQL92 expression over their properties. `groups`: only what these gave up. A selection says the rest:
     topics that they came from, when they were filed, and no other option. `spark`: a session, or None to run here.
 
-    A second run sends nothing again. Letters that are sent at the front of a group's are let go of, as by a replay.
+    A second run sends nothing again. Letters that are sent are let go of, as by a replay.
     Raises ConfigError for a group that no store knows, NotPermittedError, TopicNotFoundError, InvalidMessageError for a
     letter that cannot be sent: then nothing of any store is; StoreLockedError for a store that is open, when the stores
     before it are done.
@@ -206,7 +207,7 @@ class _Staged:
     letters: Mapping[str, Ranges]
     """Those that are sent, by group."""
     behind: bool
-    """Letters that an earlier run has sent still stand at the front: it was killed before it let go of them."""
+    """Letters that an earlier run has sent are still listed: it was killed before it let go of them."""
     bytes: int
     """Of the copies."""
     report: StoreResend
@@ -289,7 +290,7 @@ def _stage(job: _Job, name: StoreName) -> _Staged:
     with open_store(name) as store:
         parts = open_parts(store)
         found = sorted(topic.removeprefix(DLQ_PREFIX) for topic in store.topics() if is_dlq_topic(topic))
-        behind = any(_front(DeadLetters(parts, group), resent.sent.get(group, [])) is not None for group in found)
+        behind = any(_listed(DeadLetters(parts, group), resent.sent.get(group, []), parts) for group in found)
 
         def copies() -> Iterator[tuple[str, int, bytes]]:
             for group in found:
@@ -437,14 +438,16 @@ def _publish(name: StoreName, staged: _Staged, writer: str, lock_timeout_s: floa
         save_json(path / RESENT_FILE, after.as_json({}), store.fs, check=check_resent)
         for group, sent in after.sent.items():
             letters = DeadLetters(parts, group)
-            if (front := _front(letters, sent)) is not None:
-                parts.offsets.move_start(letters.topic, _QUEUE, front)
+            if new := _listed(letters, sent, parts):
+                parts.offsets.move_start(letters.topic, _QUEUE, letters.bounds[0])  # what retention took is over
+                parts.offsets.note_sent(letters.topic, new)
         parts.offsets.save()
     discard(path, _APP, staged.run)
 
 
-def _front(letters: DeadLetters, sent: Ranges) -> int | None:
-    """Behind what was sent at the front of the letters; None: what stands there was not."""
+def _listed(letters: DeadLetters, sent: Ranges, parts: Parts) -> Ranges:
+    """Return those of `sent` that hold letters which are still listed."""
     start, end = letters.bounds
-    front = next((high for low, high in sent if low <= start < high), start)
-    return front if start < front <= end else None
+    noted = parts.offsets.sent(letters.topic)
+    left = [(max(low, start), min(high, end)) for low, high in sent]
+    return [(low, high) for low, high in left if after_sent(low, noted) < high]
