@@ -436,7 +436,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
     def _subscribe_here(
         self, topic: str, handler: H, /, *, tags: str, sql: str | None, max_uncommitted: int | None
     ) -> H:
-        check_handler(handler)
+        check_handler(handler, transacts=max_uncommitted is not None)
         _, expression = wanted(self._broker, topic, tags, sql).expression
         kind: Literal["TAG", "SQL92"] = "TAG" if sql is None else "SQL92"
         if max_uncommitted is not None:
