@@ -117,9 +117,9 @@ def test_the_bounds_of_a_total_are_rocketmq_s(bench: PushBench) -> None:
 
 def test_what_may_stay_open_must_leave_room_for_more(bench: PushBench) -> None:
     consumer = PushConsumer(bench.broker, "g", ordered=True, prefetch=100, prefetch_total=10)
-    consumer.subscribe("t", nothing, max_uncommitted=9)
+    consumer.subscribe("t", lambda message, tx: None, max_uncommitted=9)
     with pytest.raises(ConfigError, match="prefetch_total"):
-        consumer.subscribe("t", nothing, max_uncommitted=10)
+        consumer.subscribe("t", lambda message, tx: None, max_uncommitted=10)
 
 
 def test_a_subscription_is_checked_when_it_is_made(bench: PushBench) -> None:
@@ -133,7 +133,7 @@ def test_a_subscription_is_checked_when_it_is_made(bench: PushBench) -> None:
         ("a b", nothing, {}, mqstore.InvalidMessageError),
         ("t", nothing, {"sql": "price >"}, FilterError),
         ("t", nothing, {"sql": "price > 1", "tags": "a"}, ConfigError),
-        ("t", nothing, {"max_uncommitted": 3}, ConfigError),
+        ("t", lambda message, tx: None, {"max_uncommitted": 3}, ConfigError),
     ):
         with pytest.raises(error):
             consumer.subscribe(topic, handler, **options)  # type: ignore[arg-type]

@@ -168,11 +168,12 @@ class Store(AbstractAsyncContextManager["Store"]):
         *,
         queue_id: int | None = None,
         durability: Durability | None = None,
+        **options: object,
     ) -> Sequence[SendReceipt]:
         """As `mqstore.Store.put_many`; `bodies` is walked through on the loop. Cancelled: all are stored, or none."""
         given = list(bodies)
         return await self._puts.in_order(
-            partial(self.sync.put_many, topic, given, queue_id=queue_id, durability=durability)
+            partial(self.sync.put_many, topic, given, queue_id=queue_id, durability=durability, **options)
         )
 
     async def recall(self, recall_handle: str) -> bool:
