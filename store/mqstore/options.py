@@ -61,6 +61,8 @@ def seconds(duration: Duration, name: str) -> float:
     >>> seconds(timedelta(minutes=1), "age")
     60.0
     """
+    if isinstance(duration, (bool, str, bytes, bytearray)):  # `float` takes them
+        raise ConfigError(f"{name} is seconds or a timedelta, not {duration!r:.80}")
     try:
         value = duration.total_seconds() if isinstance(duration, timedelta) else float(duration)
     except OverflowError:

@@ -37,6 +37,7 @@ from mqstore.client.limitedlog import LimitedLog
 from mqstore.client.waits import Wait, Waits
 from mqstore.errors import (
     ConfigError,
+    InvalidMessageError,
     MQStoreError,
     QueueEmpty,
     QueueFull,
@@ -244,9 +245,11 @@ class Queue:
         """`put`, with QueueFull instead of waiting."""
         self.put(item, block=False)
 
-    def put_many(self, items: Iterable[Any]) -> None:
+    def put_many(self, items: Iterable[Any], *, delay: None = None) -> None:
         """Store many items in one go, far quicker than one by one. Errors as `put`; QueueFull at once when they do not
-        fit into `maxsize`, and nothing was stored."""
+        fit into `maxsize`, and nothing was stored. A `delay` is an InvalidMessageError: `put` takes one."""
+        if delay is not None:
+            raise InvalidMessageError("put_many delays nothing; call put(item, delay=...) for each item", "delay")
         bodies = [self._codec.encode(item) for item in items]
         if self._shut:
             raise QueueShutDown(f"queue {self.name!r} was shut down")

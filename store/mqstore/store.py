@@ -181,7 +181,14 @@ class Store(AbstractContextManager["Store"]):
         number of them; without `exist_ok` it is a ConfigError. InvalidMessageError for a bad name."""
         topic = self.broker.topics.create(name, queues=queues, exist_ok=exist_ok)
         if topic.write_queues != queues:
-            _log.warning("topic %r has %d queues already, not %d, and stays so", name, topic.write_queues, queues)
+            _log.warning(
+                "topic %r has %d queues already, not %d, and stays so; broker.topics.alter(%r, queues=%d) alters it",
+                name,
+                topic.write_queues,
+                queues,
+                name,
+                queues,
+            )
 
     def topics(self, *, system: bool = False) -> list[str]:
         """Names of the topics, sorted; the engine's own only with `system`. In mode "r": of those with a message."""
@@ -221,10 +228,12 @@ class Store(AbstractContextManager["Store"]):
         *,
         queue_id: int | None = None,
         durability: Durability | None = None,
+        **options: object,
     ) -> Sequence[SendReceipt]:
         """Append many messages to one queue (None: whose turn it is), with one wait for the disk. Chunks of about
-        `max_message_size` bytes are stored whole or not at all. Errors as `put`."""
-        return self.broker.put_many(topic, bodies, queue_id=queue_id, durability=durability)
+        `max_message_size` bytes are stored whole or not at all. Errors as `put`. Other options are those of one
+        message, as an `OutgoingMessage` has them; a delay and a message group are for `Producer.send_many`."""
+        return self.broker.put_many(topic, bodies, queue_id=queue_id, durability=durability, **options)
 
     def recall(self, recall_handle: str) -> bool:
         """Cancel a message that was put with `delay` or `deliver_at`; whether it was still waiting."""
@@ -487,13 +496,13 @@ class Store(AbstractContextManager["Store"]):
         prefetch_bytes: int = 100 << 20,
         prefetch_total: int | None = None,
         prefetch_total_bytes: int | None = None,
-        max_span: int = 2000,
+        max_span: int | None = None,
         retry: RetryPolicy | None = None,
         consume_timeout: Duration = 900,
         suspend: Duration | None = None,
         parallel_groups: bool = False,
-        time_slice: Duration = 60,
-        strategy: str | Strategy = "avg",
+        time_slice: Duration | None = None,
+        strategy: str | Strategy | None = None,
         interceptors: Sequence[Interceptor] = (),
         on_error: OnError | None = None,
     ) -> PushConsumer:

@@ -595,3 +595,14 @@ def test_a_deleted_topics_start_is_the_engines_group_in_the_offsets_file(topics:
     topics.table.delete("a")
     table = json.loads((topics.path / "config" / "consumerOffset.json").read_text())["offsetTable"]
     assert table == {f"a@{START_GROUP}": {"0": 2}, f"a@{DELETED_GROUP}": {"0": topics.store.max_offset}}
+
+
+def test_queues_count_for_both_when_altered_as_when_created(topics: _Topics) -> None:
+    topics.table.create("a", queues=2)
+    assert topics.table.alter("a", queues=8) == TopicConfig("a", 8, 8)
+    assert topics.table.alter("a", queues=12, write_queues=10) == TopicConfig("a", 12, 10)
+    assert topics.again().need("a") == TopicConfig("a", 12, 10)
+    with pytest.raises(ConfigError, match="write_queues"):
+        topics.table.alter("a", queues=2)
+    with pytest.raises(ConfigError, match="queues"):
+        topics.table.alter("a", queues=0)

@@ -858,3 +858,17 @@ def test_a_handler_that_exits_ends_the_loop_and_settles_nothing(tmp_path: Path) 
     with mqstore.open(tmp_path / "store") as store:
         assert store.recovery.clean_shutdown
         assert not store.committed("g", QueueRef("t", 0))
+
+
+@pytest.mark.parametrize("way", ["send", "send_oneway", "submit"])
+def test_one_send_may_have_its_selector(tmp_path: Path, way: str) -> None:
+    async def test(store: aio.Store) -> None:
+        await store.create_topic("t", queues=8)
+        async with store.producer() as producer:
+            await getattr(producer, way)("t", b"x", selector=lambda queues, group: queues[5], message_group=7)
+        [message] = await store.read("t", 5, 0)
+        assert message.message_group == "7"
+        with pytest.raises(mqstore.InvalidMessageError, match="send_many"):
+            await store.put_many("t", [b"x"], delay=5)
+
+    with_store(test, tmp_path)

@@ -272,3 +272,90 @@ def test_aio_awaits_what_comes_back_and_no_more(tmp_path: Path, waits: bool) -> 
         gc.collect()
     assert sorted(ran) == ["hands_on", "object"]
     assert len(told) == 2
+
+
+# --- how many arguments -----------------------------------------------------------------------------------------------
+
+
+def no_arguments() -> None: ...
+
+
+def two_arguments(message: object, more: object) -> None: ...
+
+
+def keyword_wanted(message: object, *, more: object) -> None: ...
+
+
+class Called:
+    def __call__(self) -> None: ...
+
+    def method(self) -> None: ...
+
+
+class NotCallableAsShown:
+    """`inspect` cannot say how it is called."""
+
+    __signature__ = "no signature"
+
+    def __call__(self, message: object) -> None: ...
+
+
+TOO_FEW_OR_MANY = [
+    no_arguments,
+    two_arguments,
+    keyword_wanted,
+    lambda: None,
+    Called(),
+    Called().method,
+    functools.partial(no_arguments),
+]
+FITTING = [
+    lambda message, more=None: None,
+    lambda *messages: None,
+    functools.partial(two_arguments, 1),
+    functools.partial(two_arguments, more=1),
+    [].append,
+    print,
+    dict,
+    NotCallableAsShown(),
+]
+
+
+@pytest.mark.parametrize("options", ENGINES)
+def test_a_handler_of_the_wrong_arity_is_refused(bench: PushBench, options: dict[str, Any]) -> None:
+    consumer = PushConsumer(bench.broker, "g", **options)
+    for handler in TOO_FEW_OR_MANY:
+        with pytest.raises(ConfigError, match="one argument"):
+            consumer.subscribe("t", handler)
+        with pytest.raises(ConfigError, match="one argument"):
+            consumer.subscribe("t")(handler)
+    with pytest.raises(ConfigError, match="subscribe"):  # it was refused: nothing is handled
+        consumer.start()
+    for handler in FITTING:
+        consumer.subscribe("t", handler)
+
+
+def test_a_handler_that_decides_by_itself_takes_two_arguments(bench: PushBench) -> None:
+    consumer = PushConsumer(bench.broker, "g", ordered=True)
+    for handler in (no_arguments, lambda message: None, keyword_wanted):
+        with pytest.raises(ConfigError, match="BatchTx"):
+            consumer.subscribe("t", handler, max_uncommitted=2)
+    consumer.subscribe("t", two_arguments, max_uncommitted=2)
+
+
+def test_aio_refuses_a_handler_of_the_wrong_arity(tmp_path: Path) -> None:
+    async def none() -> None: ...
+
+    async def two(message: object, more: object) -> None: ...
+
+    async def test(store: aio.Store) -> None:
+        consumer = await store.push_consumer("g")
+        for handler in (none, two, no_arguments):
+            with pytest.raises(ConfigError, match="one argument"):
+                consumer.subscribe("t", handler)
+        ordered = await store.push_consumer("h", ordered=True)
+        with pytest.raises(ConfigError, match="BatchTx"):
+            ordered.subscribe("t", coroutine, max_uncommitted=2)
+        ordered.subscribe("t", two, max_uncommitted=2)
+
+    with_store(test, tmp_path)

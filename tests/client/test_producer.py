@@ -1728,3 +1728,113 @@ def test_a_half_message_that_ctrl_c_cut_off_is_asked_about_like_any_other(bench:
         with pytest.raises(KeyboardInterrupt):
             tx.send("orders", b"x")
         assert not producer._checks._running
+
+
+# --- what one send may say -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["send", "submit", "send_many", "put"])
+def test_a_message_group_may_be_a_number(bench: Bench, way: str) -> None:
+    bench.broker.topics.create("orders", queues=8)
+    with bench.producer() as producer:
+        if way == "put":
+            receipts = [bench.broker.put("orders", b"x", message_group=group) for group in (4711, "4711")]
+        elif way == "send_many":
+            receipts = [producer.send_many("orders", [b"x"], message_group=group)[0] for group in (4711, "4711")]
+        elif way == "submit":
+            futures = [producer.submit("orders", b"x", message_group=group) for group in (4711, "4711")]
+            producer.run_once()
+            receipts = [future.result(0) for future in futures]
+        else:
+            receipts = [producer.send("orders", b"x", message_group=group) for group in (4711, "4711")]
+    assert receipts[0].queue == receipts[1].queue
+    assert [message.message_group for message in bench.stored()] == ["4711", "4711"]
+
+
+@pytest.mark.parametrize("group", [True, 1.5, b"x", "", 10**70])
+def test_a_message_group_is_text_or_a_number(bench: Bench, group: Any) -> None:
+    with bench.producer() as producer, pytest.raises(InvalidMessageError) as caught:
+        producer.send("orders", b"x", message_group=group)
+    assert caught.value.field == "message_group"
+    assert bench.stored() == []
+
+
+@pytest.mark.parametrize("way", ["send", "send_oneway", "submit"])
+@pytest.mark.parametrize("hooked", [False, True])
+def test_one_send_may_have_its_selector(bench: Bench, way: str, hooked: bool) -> None:
+    bench.broker.topics.create("orders", queues=8)
+    asked: list[tuple[int, str | None]] = []
+
+    def last(queues: Any, group: str | None) -> QueueRef:
+        asked.append((len(queues), group))
+        return QueueRef(*queues[-1])
+
+    class Hook(mqstore.Interceptor):
+        def before_send(self, message: mqstore.OutgoingMessage) -> mqstore.OutgoingMessage:
+            return message
+
+    hooks = [Hook()] if hooked else []
+    with bench.producer(selector=lambda queues, group: queues[2], interceptors=hooks) as producer:
+        send = getattr(producer, way)
+        send("orders", b"mine", selector=last, message_group=7)
+        send("orders", b"its")
+        producer.run_once()
+        with pytest.raises(InvalidMessageError, match="exclude"):
+            send("orders", b"both", selector=last, queue_id=1)
+        with pytest.raises(mqstore.ConfigError, match="selector"):
+            send("orders", b"none", selector="last")
+    assert [(message.body, message.queue.queue_id) for message in bench.stored()] == [(b"mine", 7), (b"its", 2)]
+    assert asked == [(8, "7")]
+
+
+@pytest.mark.parametrize("delay", ["5", True, False, b"5", "soon"])
+def test_a_delay_is_a_number_or_a_timedelta(bench: Bench, delay: Any) -> None:
+    with bench.producer() as producer:
+        for put in (bench.broker.put, producer.send, producer.submit):
+            with pytest.raises(InvalidMessageError) as caught:
+                put("orders", b"x", delay=delay)
+            assert caught.value.field == "delay"
+    with pytest.raises(mqstore.ConfigError):
+        mqstore.Retry(delay)
+    with pytest.raises(mqstore.ConfigError):
+        bench.producer(timeout=delay)
+    assert bench.stored() == []
+
+
+@pytest.mark.parametrize("moment", [True, "5"])
+def test_a_moment_is_a_datetime_or_a_number(bench: Bench, moment: Any) -> None:
+    with pytest.raises(InvalidMessageError) as caught:
+        bench.broker.put("orders", b"x", deliver_at=moment)
+    assert caught.value.field == "deliver_at"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "advice"),
+    [
+        ("delay", 5, r"Producer\.send_many"),
+        ("deliver_at", 5, r"Producer\.send_many"),
+        ("delay_level", 1, r"Producer\.send_many"),
+        ("message_group", "g", r"Producer\.send_many"),
+        ("compressed", "zlib", r"Producer\.send_many"),
+        ("tag", "paid", r"OutgoingMessage\(body, tag=\.\.\.\)"),
+        ("keys", "k", r"OutgoingMessage\(body, keys=\.\.\.\)"),
+    ],
+)
+def test_put_many_says_what_takes_an_option(bench: Bench, option: str, value: Any, advice: str) -> None:
+    with pytest.raises(InvalidMessageError, match=advice) as caught:
+        bench.broker.put_many("orders", [b"x"], **{option: value})
+    assert caught.value.field == option
+    assert bench.stored() == []
+
+
+def test_put_many_of_a_delayed_message_names_only_what_takes_it(bench: Bench) -> None:
+    with pytest.raises(InvalidMessageError, match=r"Producer\.send_many") as caught:
+        bench.broker.put_many("orders", [OutgoingMessage(b"x", delay=5)])
+    assert "give it to the call" not in str(caught.value)  # which does not take it
+    with pytest.raises(InvalidMessageError, match="give it to the call"):
+        bench.broker.put_many("orders", [OutgoingMessage(b"x", queue_id=1)])
+
+
+def test_put_many_knows_no_other_options(bench: Bench) -> None:
+    with pytest.raises(TypeError, match="did you mean 'delay'"):
+        bench.broker.put_many("orders", [b"x"], dellay=1)

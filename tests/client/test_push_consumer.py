@@ -117,9 +117,9 @@ def test_the_bounds_of_a_total_are_rocketmq_s(bench: PushBench) -> None:
 
 def test_what_may_stay_open_must_leave_room_for_more(bench: PushBench) -> None:
     consumer = PushConsumer(bench.broker, "g", ordered=True, prefetch=100, prefetch_total=10)
-    consumer.subscribe("t", nothing, max_uncommitted=9)
+    consumer.subscribe("t", lambda message, tx: None, max_uncommitted=9)
     with pytest.raises(ConfigError, match="prefetch_total"):
-        consumer.subscribe("t", nothing, max_uncommitted=10)
+        consumer.subscribe("t", lambda message, tx: None, max_uncommitted=10)
 
 
 def test_a_subscription_is_checked_when_it_is_made(bench: PushBench) -> None:
@@ -133,7 +133,7 @@ def test_a_subscription_is_checked_when_it_is_made(bench: PushBench) -> None:
         ("a b", nothing, {}, mqstore.InvalidMessageError),
         ("t", nothing, {"sql": "price >"}, FilterError),
         ("t", nothing, {"sql": "price > 1", "tags": "a"}, ConfigError),
-        ("t", nothing, {"max_uncommitted": 3}, ConfigError),
+        ("t", lambda message, tx: None, {"max_uncommitted": 3}, ConfigError),
     ):
         with pytest.raises(error):
             consumer.subscribe(topic, handler, **options)  # type: ignore[arg-type]
@@ -634,3 +634,36 @@ with mqstore.open(sys.argv[1]) as store:
     assert rest == ["stopped", "True"]
     offsets = json.loads((tmp_path / "config" / "consumerOffset.json").read_bytes())["offsetTable"]["t@g"]
     assert sum(offsets.values()) == 3
+
+
+QUEUE, ORDERED, POP = {"mode": "queue"}, {"ordered": True}, {"mode": "pop"}
+ORDERED_POP = {**ORDERED, **POP}
+BROADCAST = {"model": "broadcasting", "client_id": "me"}
+EVERY_MODE: list[dict[str, Any]] = [QUEUE, ORDERED, POP, ORDERED_POP, BROADCAST, {**BROADCAST, **ORDERED}]
+
+
+@pytest.mark.parametrize("mode", EVERY_MODE, ids=str)
+@pytest.mark.parametrize(
+    ("option", "value", "of"),
+    [
+        ("max_span", 2000, [QUEUE, BROADCAST]),
+        ("suspend", 1, [ORDERED, {**BROADCAST, **ORDERED}]),
+        ("time_slice", 60, [ORDERED, {**BROADCAST, **ORDERED}]),
+        ("strategy", "avg", [QUEUE, ORDERED, BROADCAST, {**BROADCAST, **ORDERED}]),
+        ("prefetch_total", 10, [QUEUE, ORDERED, BROADCAST, {**BROADCAST, **ORDERED}]),
+        ("prefetch_total_bytes", 10_000, [QUEUE, ORDERED, BROADCAST, {**BROADCAST, **ORDERED}]),
+        ("parallel_groups", True, [ORDERED_POP]),
+        ("retry", mqstore.RetryPolicy(2, [1]), [QUEUE, ORDERED, POP, ORDERED_POP, {**BROADCAST, **ORDERED}]),
+        ("prefetch", 10, EVERY_MODE),
+        ("consume_timeout", 10, EVERY_MODE),
+    ],
+)
+def test_an_option_that_does_not_apply_is_refused(
+    bench: PushBench, mode: dict[str, Any], option: str, value: Any, of: list[dict[str, Any]]
+) -> None:
+    """Each is accepted where it has a meaning, be it the default, and nowhere else."""
+    if mode in of:
+        PushConsumer(bench.broker, "g", **mode, **{option: value})
+    else:
+        with pytest.raises(ConfigError, match=f"{option} is for .*Leave it out"):
+            PushConsumer(bench.broker, "g", **mode, **{option: value})

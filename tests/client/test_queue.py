@@ -968,3 +968,12 @@ def test_who_was_told_to_end_is_not_told_that_the_store_was_closed_as_well(tmp_p
         queue.get_many(3, timeout=1)
     with pytest.raises(mqstore.StoreClosedError):
         other.get()
+
+
+def test_put_many_with_a_delay_says_what_takes_one(tmp_path: Path) -> None:
+    with mqstore.open(tmp_path) as store:
+        queue = store.queue("jobs")
+        with pytest.raises(mqstore.InvalidMessageError, match=r"put\(item, delay=") as caught:
+            queue.put_many([b"a"], delay=5)  # type: ignore[arg-type]
+        assert caught.value.field == "delay"
+        assert queue.empty()

@@ -212,3 +212,11 @@ def test_a_damaged_table_is_3_and_names_what_mends_it(store: Path) -> None:
     assert result.exit_code == 3
     assert "topics.json" in result.stderr
     assert "recover" in result.stderr
+
+
+def test_queues_are_altered_by_the_option_that_creates_them(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    library.MessageStore(path).close()
+    mqstore_json("topics", "create", path, "orders", "--queues", 8)
+    altered = mqstore_json("topics", "alter", path, "orders", "--queues", 9)
+    assert (altered["read_queues"], altered["write_queues"]) == (9, 9)

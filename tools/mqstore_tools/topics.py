@@ -169,6 +169,7 @@ Examples:
 )
 @directory_argument
 @click.argument("name")
+@click.option("--queues", type=_QUEUES, help="Queues for reading and writing.")
 @click.option("--read-queues", type=_QUEUES, help="Readers see so many.")
 @click.option("--write-queues", type=_QUEUES, help="Senders choose among so many.")
 @click.option("--perm", type=_PERM, help="Who may: read, write.")
@@ -180,6 +181,7 @@ Examples:
 def alter(
     directory: Path,
     name: str,
+    queues: int | None,
     read_queues: int | None,
     write_queues: int | None,
     perm: str | None,
@@ -194,12 +196,13 @@ def alter(
     Groups of ordered messages choose their queue by the number of write queues: with another number they go on in
     another queue, and the order across the change is lost. While such a topic is being consumed it takes --force.
     """
-    if all(value is None for value in (read_queues, write_queues, perm, type_, order)):
-        raise click.UsageError("say what to change: --read-queues, --write-queues, --perm, --type or --order")
+    if all(value is None for value in (queues, read_queues, write_queues, perm, type_, order)):
+        raise click.UsageError("say what to change: --queues, --read-queues, --write-queues, --perm, --type or --order")
 
     def change(parts: Parts) -> TopicConfig:
         return parts.topics.alter(
             name,
+            queues=queues,
             read_queues=read_queues,
             write_queues=write_queues,
             perm=None if perm is None else _PERMS[perm],

@@ -117,13 +117,19 @@ class Producer(AbstractAsyncContextManager["Producer"]):
     # -- messages ---------------------------------------------------------------------------------------------------
 
     async def send(
-        self, topic: str, body: Body, *, queue_id: int | None = None, **options: Unpack[SendOptions]
+        self,
+        topic: str,
+        body: Body,
+        *,
+        queue_id: int | None = None,
+        selector: Selector | None = None,
+        **options: Unpack[SendOptions],
     ) -> SendReceipt:
         """As `mqstore.Producer.send`, in the order of the calls. Cancelled: stored whole, or not at all."""
         if not self._goes_here(topic, body, options):
-            return await (await self.submit(topic, body, queue_id=queue_id, **options))
+            return await (await self.submit(topic, body, queue_id=queue_id, selector=selector, **options))
         self._check()
-        receipt = self.sync.send(topic, body, queue_id=queue_id, **options)
+        receipt = self.sync.send(topic, body, queue_id=queue_id, selector=selector, **options)
         await self._puts.breathe()
         return receipt
 
@@ -134,11 +140,19 @@ class Producer(AbstractAsyncContextManager["Producer"]):
         return not (flushes or self._held or self._line.locked()) and self._puts.here(topic, size_of(body))
 
     async def send_oneway(
-        self, topic: str, body: Body, *, queue_id: int | None = None, **options: Unpack[SendOptions]
+        self,
+        topic: str,
+        body: Body,
+        *,
+        queue_id: int | None = None,
+        selector: Selector | None = None,
+        **options: Unpack[SendOptions],
     ) -> None:
         """As `mqstore.Producer.send_oneway`."""
         self._check()
-        await self._puts.in_order(partial(self.sync.send_oneway, topic, _own(body), queue_id=queue_id, **options))
+        await self._puts.in_order(
+            partial(self.sync.send_oneway, topic, _own(body), queue_id=queue_id, selector=selector, **options)
+        )
 
     async def send_many(
         self,
@@ -154,7 +168,13 @@ class Producer(AbstractAsyncContextManager["Producer"]):
         return await self._puts.in_order(partial(self.sync.send_many, topic, given, queue_id=queue_id, **options))
 
     async def submit(
-        self, topic: str, body: Body, *, queue_id: int | None = None, **options: Unpack[SendOptions]
+        self,
+        topic: str,
+        body: Body,
+        *,
+        queue_id: int | None = None,
+        selector: Selector | None = None,
+        **options: Unpack[SendOptions],
     ) -> asyncio.Future[SendReceipt]:
         """As `mqstore.Producer.submit`: waits for room, hands the message over, and returns the future of its receipt.
         A future that is cancelled in time is not stored. What wants no sync is mostly stored on return."""
@@ -162,7 +182,7 @@ class Producer(AbstractAsyncContextManager["Producer"]):
         if self._goes_here(topic, body, options):
             stored: asyncio.Future[SendReceipt] = self._bridge.loop.create_future()
             try:
-                stored.set_result(self.sync.send(topic, body, queue_id=queue_id, **options))
+                stored.set_result(self.sync.send(topic, body, queue_id=queue_id, selector=selector, **options))
             except (SendError, StoreIOError) as error:  # what the engine says comes with the future
                 stored.set_exception(error)
             await self._puts.breathe()
@@ -172,17 +192,23 @@ class Producer(AbstractAsyncContextManager["Producer"]):
             async with self._line:
                 while not self._has_room(size):
                     await self._wait_for_room()
-                return await self._submit(topic, body, size, queue_id, options)
-        return await self._submit(topic, body, size, queue_id, options)
+                return await self._submit(topic, body, size, queue_id, selector, options)
+        return await self._submit(topic, body, size, queue_id, selector, options)
 
     async def _submit(
-        self, topic: str, body: Body, size: int, queue_id: int | None, options: SendOptions
+        self,
+        topic: str,
+        body: Body,
+        size: int,
+        queue_id: int | None,
+        selector: Selector | None,
+        options: SendOptions,
     ) -> asyncio.Future[SendReceipt]:
         self._check()
         mine: asyncio.Future[SendReceipt] = self._bridge.loop.create_future()
 
         def hand_in() -> Future[SendReceipt]:
-            future = self.sync.submit(topic, body, queue_id=queue_id, **options)
+            future = self.sync.submit(topic, body, queue_id=queue_id, selector=selector, **options)
             future.add_done_callback(lambda done: self._bridge.tell(partial(self._answer, mine, done)))
             return future
 

@@ -239,7 +239,7 @@ class PushConsumer(AbstractAsyncContextManager["PushConsumer"]):
         self, topic: str, handler: H, /, *, tags: str, sql: str | None, max_uncommitted: int | None
     ) -> H:
         self._bridge.check()
-        check_handler(handler, coroutines=True)
+        check_handler(handler, coroutines=True, transacts=max_uncommitted is not None)
         self.sync.subscribe(
             topic, partial(self._on_worker, handler), tags=tags, sql=sql, max_uncommitted=max_uncommitted
         )

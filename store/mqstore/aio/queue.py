@@ -209,10 +209,10 @@ class Queue:
         """As `mqstore.Queue.put_nowait`."""
         await self.put(item, block=False)
 
-    async def put_many(self, items: Iterable[Any]) -> None:
+    async def put_many(self, items: Iterable[Any], *, delay: None = None) -> None:
         """As `mqstore.Queue.put_many`."""
         given = list(items)  # whatever it is, it is the caller's, and walked through here
-        await self._puts.in_order(partial(self.sync.put_many, given))
+        await self._puts.in_order(partial(self.sync.put_many, given, delay=delay))
 
     # -- out --------------------------------------------------------------------------------------------------------
 

@@ -168,11 +168,12 @@ class Store(AbstractAsyncContextManager["Store"]):
         *,
         queue_id: int | None = None,
         durability: Durability | None = None,
+        **options: object,
     ) -> Sequence[SendReceipt]:
         """As `mqstore.Store.put_many`; `bodies` is walked through on the loop. Cancelled: all are stored, or none."""
         given = list(bodies)
         return await self._puts.in_order(
-            partial(self.sync.put_many, topic, given, queue_id=queue_id, durability=durability)
+            partial(self.sync.put_many, topic, given, queue_id=queue_id, durability=durability, **options)
         )
 
     async def recall(self, recall_handle: str) -> bool:
@@ -412,13 +413,13 @@ class Store(AbstractAsyncContextManager["Store"]):
         prefetch_bytes: int = 100 << 20,
         prefetch_total: int | None = None,
         prefetch_total_bytes: int | None = None,
-        max_span: int = 2000,
+        max_span: int | None = None,
         retry: RetryPolicy | None = None,
         consume_timeout: Duration = 900,
         suspend: Duration | None = None,
         parallel_groups: bool = False,
-        time_slice: Duration = 60,
-        strategy: str | Strategy = "avg",
+        time_slice: Duration | None = None,
+        strategy: str | Strategy | None = None,
         interceptors: Sequence[Interceptor] = (),
         on_error: OnError | None = None,
     ) -> Made[PushConsumer]:

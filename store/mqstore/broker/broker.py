@@ -196,9 +196,11 @@ class Broker:
         *,
         queue_id: int | None = None,
         durability: Durability | None = None,
+        **options: object,
     ) -> Sequence[SendReceipt]:
-        """Append many messages to one queue (None: whose turn it is), with one flush wait. Errors as of `put`."""
-        return self._parts.road.put_many(topic, bodies, queue_id=queue_id, durability=durability)
+        """Append many messages to one queue (None: whose turn it is), with one flush wait. Errors as of `put`.
+        `options` are those of one message: InvalidMessageError says what takes them."""
+        return self._parts.road.put_many(topic, bodies, queue_id=queue_id, durability=durability, **options)
 
     def put_async(
         self, topic: str, body: Body, *, queue_id: int | None = None, **options: Unpack[SendOptions]

@@ -51,6 +51,7 @@ from mqstore.log.outgoing import (
     check_integer,
     checked_group,
     no_such_option,
+    refuse_options,
     routed_properties,
 )
 from mqstore.log.store import MessageStore
@@ -74,7 +75,7 @@ class SendOptions(PutOptions, total=False):
     ('paid', 'customer-7')
     """
 
-    message_group: str | None
+    message_group: str | int | None
     delay: Duration | None
     deliver_at: datetime | float | None
     delay_level: int | None
@@ -168,8 +169,12 @@ class Road:
         *,
         queue_id: int | None = None,
         durability: Durability | None = None,
+        **options: object,
     ) -> SendReceipts:
-        """Append many to one queue (None: whose turn it is), with one flush wait. Errors: `MessageStore.put_many`."""
+        """Append many to one queue (None: whose turn it is), with one flush wait. Errors: `MessageStore.put_many`.
+        `options` are those of one message: InvalidMessageError says what takes them."""
+        if options:
+            refuse_options(options)
         config = self._topics.for_send(topic)
         if queue_id is None:
             queue_id = self._turns.next(topic, config.write_queues)

@@ -326,6 +326,7 @@ class TopicTable:
         self,
         name: str,
         *,
+        queues: int | None = None,
         read_queues: int | None = None,
         write_queues: int | None = None,
         perm: int | None = None,
@@ -333,7 +334,8 @@ class TopicTable:
         attributes: Mapping[str, str] | None = None,
         force: bool = False,
     ) -> TopicConfig:
-        """Change what is given. A "+" before an attribute's name sets it, a "-" removes it.
+        """Change what is given; `queues` counts for reading and writing as in `create`. A "+" before an attribute's
+        name sets it, a "-" removes it.
 
         Queues are taken away from writers first, drained, and only then taken away from readers: what would hide
         messages in queues that nobody sees is a ConfigError without `force` (1.1). So is another number of write queues
@@ -341,7 +343,12 @@ class TopicTable:
         Other errors as `create`; TopicNotFoundError without such a topic, NotPermittedError for a system topic.
         """
         self._refuse_system(name, "altered")
-        given: dict[str, Any] = {"read_queues": read_queues, "write_queues": write_queues, "perm": perm, "order": order}
+        given: dict[str, Any] = {
+            "read_queues": queues if read_queues is None else read_queues,
+            "write_queues": queues if write_queues is None else write_queues,
+            "perm": perm,
+            "order": order,
+        }
         changes = {key: value for key, value in given.items() if value is not None}
         while True:
             old = self.need(name)

@@ -3,6 +3,8 @@
                              before it is called       what comes back of a call
     coroutine function       refused, but by aio       a coroutine: aio awaits it, elsewhere it has not run
     generator function       refused                   a generator: has not run
+    of another number of
+    arguments                refused                   never called
     what returns one of them is not to be seen         likewise
     anything else            taken                     not looked at
 
@@ -22,8 +24,9 @@ from mqstore.errors import ConfigError
 __all__ = ["check_handler", "check_has_run", "check_plain"]
 
 
-def check_handler(handler: object, *, coroutines: bool = False) -> None:
-    """ConfigError for what is not to be called, or would do nothing when it is. `coroutines`: they are awaited."""
+def check_handler(handler: object, *, coroutines: bool = False, transacts: bool = False) -> None:
+    """Refuse a handler that cannot be called, or would do nothing if it were. `coroutines`: they are awaited.
+    `transacts`: it takes a `BatchTx` as well. ConfigError."""
     if not callable(handler):
         raise ConfigError(f"a handler is something to call, not {handler!r:.100}")
     if not coroutines and _is(handler, _makes_coroutines):
@@ -35,6 +38,19 @@ def check_handler(handler: object, *, coroutines: bool = False) -> None:
             f"{handler!r:.100} has a `yield`, which makes it a generator function: nothing of it would run when it is "
             f"called. Have the handler do its work and return"
         )
+    try:
+        signature = inspect.signature(handler)
+    except (TypeError, ValueError):  # of some builtins Python does not know it
+        return
+    try:
+        signature.bind(*(None,) * (2 if transacts else 1))
+    except TypeError as error:
+        takes = (
+            "two arguments, the message or tuple of messages and a BatchTx"
+            if transacts
+            else ("one argument, the message (with batch_size above 1 a tuple of messages)")
+        )
+        raise ConfigError(f"a handler is called with {takes}; {handler!r:.100} cannot be: {error}") from None
 
 
 def check_plain(what: str, function: Callable[..., object]) -> None:

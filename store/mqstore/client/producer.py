@@ -61,6 +61,7 @@ from mqstore.log.outgoing import (
     ROUTING,
     Body,
     OutgoingMessage,
+    checked_group,
     flat_body,
     routed_properties,
 )
@@ -123,7 +124,7 @@ class Producer:
         compression             "zlib": bodies of `compress_over` bytes and more are stored compressed if that saves 5 %
         linger, linger_bytes    `submit` waits so many seconds, or for so many bytes, to share a sync with more
         max_inflight            `submit` blocks while so many messages, or `max_inflight_bytes`, are not stored yet
-        selector                chooses the queue of a message that names none
+        selector                chooses the queue of a message that names none; `send` may be given another
         interceptors            are called around each message, in this order
         checker                 is asked what became of a transaction whose process died (`transaction`)
 
@@ -204,9 +205,16 @@ class Producer:
     # -- one --------------------------------------------------------------------------------------------------------
 
     def send(
-        self, topic: str, body: Body, *, queue_id: int | None = None, **options: Unpack[SendOptions]
+        self,
+        topic: str,
+        body: Body,
+        *,
+        queue_id: int | None = None,
+        selector: Selector | None = None,
+        **options: Unpack[SendOptions],
     ) -> SendReceipt:
         """Store one message; where it went. Options as of `Store.put`. Does not wait for what was submitted before.
+        `selector` chooses the queue of this message, in place of the producer's.
 
         Raises InvalidMessageError, TopicNotFoundError, NotPermittedError, StoreFullError (nothing was stored then),
         StoreBusyError when it stayed busy, FlushTimeoutError (stored, not known to be on disk), StoreClosedError, and
@@ -215,9 +223,9 @@ class Producer:
         if self._closed:
             self._refuse()
         if self._hooked:
-            ready = self._through_hooks(topic, body, queue_id, options)
+            ready = self._through_hooks(topic, body, queue_id, options, selector=selector)
             return self._send_told(ready, ready.options)
-        queue_id, retries = self._place(topic, queue_id, options)
+        queue_id, retries = self._place(topic, queue_id, options, None, selector)
         self._complete(options)
         if self._compress_over is not None:
             body = self._compressed(body, options)
@@ -227,13 +235,19 @@ class Producer:
             return self._again(lambda: self._put(topic, body, queue_id=queue_id, **options), retries, busy)
 
     def send_oneway(
-        self, topic: str, body: Body, *, queue_id: int | None = None, **options: Unpack[SendOptions]
+        self,
+        topic: str,
+        body: Body,
+        *,
+        queue_id: int | None = None,
+        selector: Selector | None = None,
+        **options: Unpack[SendOptions],
     ) -> None:
         """As `send`, for what may be lost: does not wait for the disk (unless `durability=` says so), is not tried
         again, and of what the engine raises only misuse reaches the caller; the rest is logged."""
         if options.get("durability") is None:
             options["durability"] = "append"
-        ready = self._ready(topic, body, queue_id, options)
+        ready = self._ready(topic, body, queue_id, options, selector=selector)
         try:
             self._send_told(ready._replace(retries=0), ready.options)
         except _MISUSE:
@@ -288,10 +302,14 @@ class Producer:
     # -- what is done to a message before it is put -------------------------------------------------------------------
 
     def _place(
-        self, topic: str, queue_id: int | None, options: SendOptions, batch: _Batch | None = None
+        self, topic: str, queue_id: int | None, options: SendOptions, batch: _Batch | None, selector: Selector | None
     ) -> tuple[int | None, int]:
         """The queue to put to (None: by message group), and how often to try again. All of a `batch` that are free to
         lie anywhere lie together."""
+        if selector is None:
+            selector = self._selector
+        elif queue_id is not None:
+            raise InvalidMessageError("queue_id and selector exclude each other: give one of them", "queue_id")
         queues = self._for_send(topic).write_queues
         if queue_id is not None:
             if type(queue_id) is not int or not 0 <= queue_id < queues:
@@ -302,25 +320,16 @@ class Producer:
             return queue_id, 0
         group = options.get("message_group") if options else None
         if group is not None:
-            return (None, self._retries) if self._selector is None else (self._selected(topic, queues, group), 0)
+            return (None, self._retries) if selector is None else (_selected(selector, topic, queues, group), 0)
         if batch is not None and topic in batch:
             return batch[topic]
-        if self._selector is None:
+        if selector is None:
             placed = self._turns.next(topic, queues), self._retries
         else:
-            placed = self._selected(topic, queues, None), 0
+            placed = _selected(selector, topic, queues, None), 0
         if batch is not None:
             batch[topic] = placed
         return placed
-
-    def _selected(self, topic: str, queues: int, group: str | None) -> int:
-        assert self._selector is not None
-        chosen: object = self._selector([QueueRef(topic, queue_id) for queue_id in range(queues)], group)
-        if isinstance(chosen, tuple) and len(chosen) == 2 and chosen[0] == topic:
-            queue_id = chosen[1]
-            if type(queue_id) is int and 0 <= queue_id < queues:
-                return queue_id
-        raise InvalidMessageError(f"the selector returned {chosen!r}, which is no queue of {topic!r}", "queue_id")
 
     def _complete(self, options: SendOptions) -> None:
         """Add what a producer adds; check what no put checks."""
@@ -357,18 +366,30 @@ class Producer:
         )
 
     def _ready(
-        self, topic: str, body: Body, queue_id: int | None, options: SendOptions, batch: _Batch | None = None
+        self,
+        topic: str,
+        body: Body,
+        queue_id: int | None,
+        options: SendOptions,
+        batch: _Batch | None = None,
+        selector: Selector | None = None,
     ) -> _Ready:
         """A message as it will be stored: checked, so that what comes later can only be the engine's fault."""
         if self._closed:
             self._refuse()
         if self._hooked:
-            return self._through_hooks(topic, body, queue_id, options, batch)
+            return self._through_hooks(topic, body, queue_id, options, batch, selector)
         flat = self._check(body, options)
-        return self._finished(topic, flat, queue_id, options, None, batch)
+        return self._finished(topic, flat, queue_id, options, None, batch, selector)
 
     def _through_hooks(
-        self, topic: str, body: Body, queue_id: int | None, options: SendOptions, batch: _Batch | None = None
+        self,
+        topic: str,
+        body: Body,
+        queue_id: int | None,
+        options: SendOptions,
+        batch: _Batch | None = None,
+        selector: Selector | None = None,
     ) -> _Ready:
         """As `_ready`; `before_send` has its say. From there on `after_send` hears of the message."""
         flat = self._check(body, options)
@@ -383,9 +404,10 @@ class Producer:
                 sent = changed
                 topic = topic if sent.topic is None else sent.topic
                 queue_id = sent.queue_id
+                selector = None if queue_id is not None else selector  # the hook has chosen
                 options = options_of(sent)
                 flat = self._check(sent.body, options)
-            return self._finished(topic, flat, queue_id, options, sent, batch)
+            return self._finished(topic, flat, queue_id, options, sent, batch, selector)
         except BaseException as error:
             self._tell(sent, None, error)
             raise
@@ -398,12 +420,13 @@ class Producer:
         options: SendOptions,
         message: OutgoingMessage | None,
         batch: _Batch | None,
+        selector: Selector | None,
     ) -> _Ready:
         if options.get("unique_key") is None:
             options["unique_key"] = new_unique_key()
         if options.get("durability") is None and self._durability is not None:
             options["durability"] = self._durability
-        queue_id, retries = self._place(topic, queue_id, options, batch)
+        queue_id, retries = self._place(topic, queue_id, options, batch, selector)
         if batch is None:
             body = cast(bytes, self._compressed(body, options))
         flush = (options.get("durability") or self._broker.store.durability) == "flush"
@@ -506,7 +529,13 @@ class Producer:
     # -- later ------------------------------------------------------------------------------------------------------
 
     def submit(
-        self, topic: str, body: Body, *, queue_id: int | None = None, **options: Unpack[SendOptions]
+        self,
+        topic: str,
+        body: Body,
+        *,
+        queue_id: int | None = None,
+        selector: Selector | None = None,
+        **options: Unpack[SendOptions],
     ) -> Future[SendReceipt]:
         """Hand a message over to the writer thread; the future of its receipt. What is submitted is stored in the order
         of the calls, and shares its syncs.
@@ -514,7 +543,7 @@ class Producer:
         Blocks while `max_inflight` messages or `max_inflight_bytes` wait. Raises what is wrong with the message, and
         StoreClosedError; what the engine says comes with the future. One that is cancelled in time is not stored.
         """
-        ready = self._ready(topic, body, queue_id, options)
+        ready = self._ready(topic, body, queue_id, options, selector=selector)
         load = _Load(ready, Future())
         try:
             self._check_open()
@@ -739,6 +768,19 @@ def _plain(ready: _Ready) -> OutgoingMessage:
         options.get("unique_key"),
         options.get("flag", 0),
     )
+
+
+def _selected(selector: Selector, topic: str, queues: int, group: str | int | None) -> int:
+    """Return the queue that `selector` chooses among those of `topic` for writing."""
+    if not callable(selector):
+        raise ConfigError(f"a selector is a function of (queues, message group), not {selector!r:.80}")
+    name = None if group is None else checked_group(group)
+    chosen: object = selector([QueueRef(topic, queue_id) for queue_id in range(queues)], name)
+    if isinstance(chosen, tuple) and len(chosen) == 2 and chosen[0] == topic:
+        queue_id = chosen[1]
+        if type(queue_id) is int and 0 <= queue_id < queues:
+            return queue_id
+    raise InvalidMessageError(f"the selector returned {chosen!r}, which is no queue of {topic!r}", "queue_id")
 
 
 def _own_error(error: Exception, receipt: SendReceipt) -> Exception:

@@ -181,7 +181,8 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         prefetch_total     messages of a topic held here at most, 1 to 6 553 500, in equal parts for the queues that
                            are assigned (A3.4, A15.11), and no more of a queue than `prefetch`. None: that alone.
                            `prefetch_total_bytes` likewise, 1 to 102 400 MiB. Mode "queue" only
-        max_span           a message that is not done lets others get ahead so many offsets at most
+        max_span           a message that is not done lets others get ahead so many offsets at most (2000). Not
+                           ordered, mode "queue" only
         retry              when failed messages come again, and after how many attempts they are dead letters; None: as
                            the group has it
         consume_timeout    seconds after which a handler is given up: its messages come again. Ordered: it is only told
@@ -190,9 +191,11 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         parallel_groups    ordered, mode "pop": of what was fetched of a queue, message groups are handled side by side,
                            the messages of each one after the other (those without a group: as one). All members
                            alike (A8.5, D13)
-        time_slice         ordered: seconds after which a queue lets others have the thread
-        strategy           who has which queues: "avg", "circle", "consistent_hash" or a function
+        time_slice         ordered, mode "queue": seconds after which a queue lets others have the thread (60)
+        strategy           mode "queue": who has which queues: "avg" (default), "circle", "consistent_hash", a function
         on_error           told (exception, message) of what handlers raise, and of what goes wrong behind the scenes
+
+    An option that has no meaning in the mode asked for is a ConfigError.
 
     A handler that returns is done with its message, whatever it returns; only a coroutine or a generator, of which
     nothing has run, is a failure. It raises `Retry(delay)`, `Reject(reason)`, of a batch `BatchFailure(failed)`; any
@@ -228,13 +231,13 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         prefetch_bytes: int = 100 << 20,
         prefetch_total: int | None = None,
         prefetch_total_bytes: int | None = None,
-        max_span: int = 2000,
+        max_span: int | None = None,
         retry: RetryPolicy | None = None,
         consume_timeout: Duration = 900,
         suspend: Duration | None = None,
         parallel_groups: bool = False,
-        time_slice: Duration = 60,
-        strategy: str | Strategy = "avg",
+        time_slice: Duration | None = None,
+        strategy: str | Strategy | None = None,
         interceptors: Sequence[Interceptor] = (),
         on_error: OnError | None = None,
     ) -> None:
@@ -244,16 +247,40 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         pops = _one_of("mode", mode, ("queue", "pop")) == "pop"
         if broadcasting and client_id is None:
             raise ConfigError("a broadcasting consumer keeps its progress under its client_id: give one that stays")
-        if pops and suspend is not None:
-            raise ConfigError(
-                "suspend is for mode='queue'; in mode='pop' the retry policy says when a message comes again"
-            )
-        if pops and (prefetch_total is not None or prefetch_total_bytes is not None):
-            raise ConfigError("prefetch_total is for mode='queue'; in mode='pop' prefetch is of all queues as it is")
-        if parallel_groups and not (pops and ordered):
-            raise ConfigError("parallel_groups is for mode='pop' with ordered=True; elsewhere it has no meaning")
         if broadcasting and pops:
             raise ConfigError("mode='pop' shares messages out; broadcasting takes mode='queue'")
+        for name, value, applies, where in (
+            (
+                "suspend",
+                suspend,
+                ordered and not pops,
+                "mode='queue' with ordered=True; elsewhere the retry policy says when a message comes again",
+            ),
+            ("time_slice", time_slice, ordered and not pops, "mode='queue' with ordered=True"),
+            ("max_span", max_span, not (ordered or pops), "mode='queue' without ordered=True"),
+            (
+                "prefetch_total",
+                prefetch_total,
+                not pops,
+                "mode='queue'; in mode='pop' prefetch is of all queues as it is",
+            ),
+            (
+                "prefetch_total_bytes",
+                prefetch_total_bytes,
+                not pops,
+                "mode='queue'; in mode='pop' prefetch_bytes is of all queues as it is",
+            ),
+            ("strategy", strategy, not pops, "mode='queue'; in mode='pop' no queue belongs to a member"),
+            ("parallel_groups", parallel_groups or None, ordered and pops, "mode='pop' with ordered=True"),
+            (
+                "retry",
+                retry,
+                ordered or not broadcasting,
+                "consumers that try again; broadcasting without ordered=True passes over what fails",
+            ),
+        ):
+            if value is not None and not applies:
+                raise ConfigError(f"{name} is for {where}. Leave it out")
         number = min(32, (os.cpu_count() or 1) + 4) if workers is None else _count("workers", workers, 1_000)
         self.group = group
         self.client_id = f"{os.getpid()}-{uuid.uuid4().hex[:8]}" if client_id is None else check_client_id(client_id)
@@ -264,7 +291,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         self._limits = limits = Limits(
             messages=_count("prefetch", prefetch, 65_535),
             size=_count("prefetch_bytes", prefetch_bytes, 1 << 40),
-            span=None if ordered else _count("max_span", max_span, 65_535),
+            span=None if ordered else _count("max_span", 2000 if max_span is None else max_span, 65_535),
             total=None if prefetch_total is None else _count("prefetch_total", prefetch_total, 6_553_500),
             total_size=None
             if prefetch_total_bytes is None
@@ -317,14 +344,14 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
                 batch_size=self._batch_size,
                 consume_timeout_ms=timeout_ms,
                 suspend_ms=None if suspend is None else _milliseconds("suspend", suspend, 0.01, 30),
-                time_slice_ms=_milliseconds("time_slice", time_slice, 0.001, 86_400),
+                time_slice_ms=_milliseconds("time_slice", 60 if time_slice is None else time_slice, 0.001, 86_400),
                 broadcasting=broadcasting,
             )
         else:
             service = ConcurrentService(
                 *parts, batch_size=self._batch_size, consume_timeout_ms=timeout_ms, broadcasting=broadcasting
             )
-        chosen = strategy_named(strategy)
+        chosen = strategy_named("avg" if strategy is None else strategy)
         service.assignment = engine = Assignment(
             broker,
             group,
@@ -436,7 +463,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
     def _subscribe_here(
         self, topic: str, handler: H, /, *, tags: str, sql: str | None, max_uncommitted: int | None
     ) -> H:
-        check_handler(handler)
+        check_handler(handler, transacts=max_uncommitted is not None)
         _, expression = wanted(self._broker, topic, tags, sql).expression
         kind: Literal["TAG", "SQL92"] = "TAG" if sql is None else "SQL92"
         if max_uncommitted is not None:

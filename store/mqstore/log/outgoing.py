@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from datetime import datetime
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -44,6 +44,7 @@ __all__ = [
     "flat_body",
     "key_words",
     "no_such_option",
+    "refuse_options",
     "refuse_routing",
     "routed_properties",
     "tail_of",
@@ -91,7 +92,8 @@ class OutgoingMessage:
     """None: the one that the call names; so with the others."""
     queue_id: int | None = None
     durability: Durability | None = None
-    message_group: str | None = None
+    message_group: str | int | None = None
+    """A whole number stands for its digits."""
     delay: Duration | None = None
     deliver_at: datetime | float | None = None
     delay_level: int | None = None
@@ -99,7 +101,9 @@ class OutgoingMessage:
     """How the body was compressed already; whoever reads it gets it inflated."""
 
 
-_ELSEWHERE = ("queue_id", "durability", *ROUTING, "compressed")
+_ONE_BY_ONE = (*ROUTING, "compressed")
+"""Options that only messages put one by one may have."""
+_ELSEWHERE = ("queue_id", "durability", *_ONE_BY_ONE)
 
 
 def refuse_routing(message: OutgoingMessage, topic: str) -> None:
@@ -109,11 +113,28 @@ def refuse_routing(message: OutgoingMessage, topic: str) -> None:
         if getattr(message, name) is not None:
             wrong = name
     if wrong is not None:
+        advice = "use" if wrong in _ONE_BY_ONE else "give it to the call, or use"
         raise InvalidMessageError(
             f"a message asks for {wrong} {getattr(message, wrong)!r}, and many are put to one queue in one way; "
-            "give it to the call, or use Producer.send_many",
+            f"{advice} Producer.send_many",
             wrong,
         )
+
+
+def refuse_options(options: Mapping[str, object]) -> None:
+    """Refuse options of a put of many: InvalidMessageError for those that one message may have, which names what takes
+    them, and TypeError for those that there are not."""
+    known = {field.name for field in fields(OutgoingMessage)} - {"body", "topic"}
+    unknown = options.keys() - known
+    if unknown:
+        raise no_such_option(unknown, known)
+    for name in (name for name, value in options.items() if value is not None):
+        how = (
+            f"use Producer.send_many(topic, bodies, {name}=...), or put for each message"
+            if name in _ONE_BY_ONE
+            else f"give each message its own: OutgoingMessage(body, {name}=...)"
+        )
+        raise InvalidMessageError(f"put_many puts all messages to one queue at once, without {name}; {how}", name)
 
 
 def no_such_option(names: Iterable[str], known: Iterable[str]) -> TypeError:
@@ -215,8 +236,11 @@ def routed_properties(options: Mapping[str, Any], *, now_ms: int, max_delay_ms: 
 
 
 def checked_group(group: object) -> str:
-    """`group`, if messages may bear it: InvalidMessageError for what is blank, too long, or no text."""
-    checked = checked_text(group, "message_group", "", "a message group is a str, and not blank")
+    """Return `group` as text; a whole number stands for its digits. InvalidMessageError for what is blank, too long, or
+    neither a str nor an int."""
+    if isinstance(group, int) and not isinstance(group, bool):
+        group = str(int(group))
+    checked = checked_text(group, "message_group", "", "a message group is a str or an int, and not blank")
     if len(checked.encode()) > MAX_MESSAGE_GROUP:
         raise InvalidMessageError(
             f"message_group {checked[:40]!r}... is longer than {MAX_MESSAGE_GROUP} bytes", "message_group"
@@ -240,7 +264,7 @@ def _deliver_ms(delay: Duration | None, deliver_at: object, now_ms: int, max_del
         return None
     if isinstance(deliver_at, datetime):
         return to_ms(deliver_at)
-    if isinstance(deliver_at, (int, float)) and math.isfinite(deliver_at):
+    if isinstance(deliver_at, (int, float)) and not isinstance(deliver_at, bool) and math.isfinite(deliver_at):
         return math.ceil(deliver_at * 1000)
     raise InvalidMessageError(
         f"deliver_at {deliver_at!r} is neither an aware datetime nor seconds since the epoch", "deliver_at"
