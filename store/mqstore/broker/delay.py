@@ -226,7 +226,8 @@ class DelayService:
         self._uncounted = 0
         self._save_due_ms: int | None = None
         self._saves_each_step = True
-        """Until nothing more is due after opening, and after a roll: a crash now would repeat what one has repeated."""
+        """True until all overdue messages are delivered after opening, and after messages were relocated. Saving each
+        step keeps a second crash from repeating the same messages."""
         self._saved_ms = self._clock.now_ms()
         self._levels = {level.queue_id: level for level in self._open(parts.config.orphan_level_policy)}
         # What was corrected is written before the queues grow: they may pass the old number before the next crash, and

@@ -24,12 +24,12 @@ Never early (P4). A slot is read when the wall clock has passed its end, and bef
 own TIMER_OUT_MS is asked as well. A clock set back by more than a few seconds is followed: what waits is placed anew,
 and what comes then is not late (`_turn_back`).
 
-Never lost. The checkpoint says which slots were read and which messages were placed; the commitlog is flushed before it
-is written, so that it never rests on copies that a power cut takes. After a crash everything since is done again, in
-the same order. That is what one second delivered. What is done again is written down step by step: a process that
-crashes within each second repeats a message once, not each time. Files that are missing or damaged are built again from
-the timer topic's queue: `placement` tells of each message, and of each copy that was rolled, whether it was done by
-then. Retention keeps the oldest record that waits (`pins`).
+Never lost. The checkpoint says which slots were read and which messages were placed; the commitlog is flushed before
+it is written, so that it never rests on copies that a power cut takes. After a crash everything since is done again,
+in the same order. At most one second of deliveries is repeated. While catching up, progress is saved after each step:
+a process that crashes within each second repeats a message once, not each time. Files that are missing or damaged are
+built again from the timer topic's queue: `placement` tells of each message, and of each copy that was rolled, whether
+it was done by then. Retention keeps the oldest record that waits (`pins`).
 
 Rolled early (2.6, `roll`): what waits where all else in the log is dead is put to the timer topic again, as it is. The
 timer log is in the order of the commitlog, so what holds the front of that are the first units from `_low` on; `_low`
@@ -183,7 +183,8 @@ class TimerService:
         self._durable: Progress | None = None
         self._dirty_ms: int | None = None
         self._flushes_each_step = True
-        """Until nothing more is due after opening, and after a roll: a crash now would repeat what one has repeated."""
+        """True until all overdue messages are delivered after opening, and after messages were relocated. Saving each
+        step keeps a second crash from repeating the same messages."""
         self._pinned: tuple[int | None, int] = (None, 0)
         self._stuck: int | None = None
         """Physical offset of a message that cannot be put again, not being due."""

@@ -324,7 +324,7 @@ class SegmentRun:
         return changed
 
     def is_gone(self, segment: Segment) -> bool:
-        """Whether a segment, whose file was not found, is none of the run any more. A reader lists the folder again."""
+        """Return True if a segment whose file was not found has left the run. A reader lists the folder again."""
         if not self.writable:
             self.refresh()
         return self._by_start.get(segment.start) is not segment

@@ -1,4 +1,4 @@
-"""What a writer makes sure of before it changes anything: the store's own names are files and folders, not links.
+"""Check that a store's own names are regular files and folders, before a writer changes anything.
 
 A link in place of a store's own file or folder would have the writer change, move or remove things elsewhere, so such a
 store is refused (`files/beneath.py` refuses each call, too). Names that are not the store's are none of its business.

@@ -96,7 +96,7 @@ _open_stores: weakref.WeakSet[MessageStore] = weakref.WeakSet()
 
 
 def _unnoticed(front: int) -> None:
-    """For a walk to which it is all the same where the log begins."""
+    """Ignore that the front of the log has moved."""
 
 
 def _close_all() -> None:
@@ -275,7 +275,7 @@ class MessageStore(StoreWriter):
         self._log_start: int | None = None
         self._dropped_before = 0
         """Queues and index know that the log begins there."""
-        """What the checkpoint says of where the log begins; None: nothing, as a Java broker does not move it."""
+        """Start of the log as noted in the checkpoint. None in profile `rocketmq`: a Java broker does not update it."""
         self._retention_lock = threading.Lock()
         self._news_lock = threading.RLock()
         self._newest_times: dict[int, int] = {}
@@ -444,7 +444,7 @@ class MessageStore(StoreWriter):
 
     @contextmanager
     def _taking_mark_back(self, clean: bool) -> Iterator[None]:
-        """Of a store that ended cleanly: should a file not be fit to be written, a link, say, it still did."""
+        """Remove the abort mark again if opening fails on a file that must not be written. The store stays closed."""
         try:
             yield
         except StoreIOError:
@@ -486,8 +486,7 @@ class MessageStore(StoreWriter):
         return end
 
     def stop_at(self, end: int) -> None:
-        """Of a reader: see nothing of the log at or beyond physical offset `end`, as if its files ended there, until
-        the next look for news."""
+        """Hide the log at and beyond physical offset `end` until the next refresh. For readers only."""
         self._run.limit = end if self._run.limit is None else min(self._run.limit, end)
         self._run.refresh()
 

@@ -239,7 +239,7 @@ class Verifier:
         self._live = live
         self._until = 1 << 62 if until is None else until
         self._find_watermark = watermark
-        # What lies before the end that a look beside a writer has taken was written whole.
+        # Everything before this end had been written completely when a check beside a writer began.
         self._watermark: int | None = self._until if live else None
         self._problems = problems
         self._index_findings = index_findings
