@@ -126,7 +126,7 @@ def test_a_moment_that_has_come_is_no_delay(parts: Parts, options: Any) -> None:
         ({"message_group": "g", "delay": 1}, "delay"),
         ({"message_group": ""}, "message_group"),
         ({"message_group": "a\x01b"}, "message_group"),
-        ({"message_group": 7}, "message_group"),
+        ({"message_group": 7.0}, "message_group"),
         ({"message_group": " "}, "message_group"),
         ({"message_group": "g" * 64}, "message_group"),
         ({"queue_id": 4}, "queue_id"),
