@@ -1147,6 +1147,8 @@ class MessageStore(StoreWriter):
             )
         with self._close_lock:
             if self._closed:
+                for thread in self._threads:
+                    thread.join(timeout_s)
                 self._release()
             else:
                 self._close(timeout_s)
