@@ -208,8 +208,8 @@ class _Recovery:
         """Where that record ends, of those that got their slots."""
         self.lives = Lives(parts.run, parts.checksum)
         self.touched: set[ConsumeQueue] = set()
-        self.shortened: set[str] = set()
-        """Folders of queues with a short file, after a crash."""
+        self.has_short_files = False
+        """A crash has left queue files that are too short."""
         self.index_entries: list[Wanted] = []
         self.salvage_segments: set[int] = set()
         self.salvaged_names: set[str] = set()
@@ -285,7 +285,7 @@ class _Recovery:
                 detail = f"{length} bytes instead of {queues.segment_bytes}"
                 self.report.findings.append(Finding("segment_size", name, length, missing, detail))
             else:
-                self.shortened.add(os.path.dirname(path))
+                self.has_short_files = True
         if self.writing:
             queues.lengthen()
 
@@ -488,7 +488,7 @@ class _Recovery:
                 end, torn = event.position, event.torn
                 tail = event.detail if torn is None else ""
                 blank = torn is None and not tail
-        if start > self.first and self.shortened:
+        if start > self.first and self.has_short_files:
             raise _WholeLogNeededError  # a file was cut: records before the range may lack their units
         self.report.log_end = end
         if end < mark and not self.options.truncate:

@@ -1147,8 +1147,7 @@ class MessageStore(StoreWriter):
             )
         with self._close_lock:
             if self._closed:
-                for thread in self._threads:
-                    thread.join(timeout_s)
+                self._join_threads(timeout_s)
                 self._release()
             else:
                 self._close(timeout_s)
@@ -1163,8 +1162,7 @@ class MessageStore(StoreWriter):
             self._stopping = True
             self._dispatcher_wake.ring()
             self._flusher_wake.ring()
-            for thread in self._threads:
-                thread.join(timeout_s)
+            self._join_threads(timeout_s)
             with self._splicer.lock:  # who splices sees that we are closing, and takes it back
                 failed = self._log.failed
                 self._log.poison(closed)
@@ -1175,10 +1173,13 @@ class MessageStore(StoreWriter):
             self._dispatcher_wake.ring()
             self._flusher_wake.ring()
             self._log.poison(closed)
-            for thread in self._threads:
-                thread.join(timeout_s)
+            self._join_threads(timeout_s)
             with self._splicer.lock:  # its files must not be taken from a splice that takes itself back
                 self._release()
+
+    def _join_threads(self, timeout_s: float) -> None:
+        for thread in self._threads:
+            thread.join(timeout_s)
 
     def _finish(self) -> None:
         """Everything a clean end promises (store-format 9.8, Closing); until the last line a crash is a crash."""
