@@ -223,14 +223,18 @@ def test_one_that_was_never_started_may_be_stopped(bench: PushBench) -> None:
     assert consumer.stop()
 
 
-def test_a_hook_that_stops_a_consumer_while_it_starts_has_stopped_it(bench: PushBench) -> None:
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_hook_that_stops_a_consumer_while_it_starts_has_stopped_it(bench: PushBench, ordered: bool) -> None:
     class Stops(Interceptor):
         def on_assign(self, queues: frozenset[QueueRef]) -> None:
             consumer.stop()
 
-    consumer = bench.consumer(nothing, interceptors=[Stops()], run=False)
-    with pytest.raises(StoreClosedError):
-        consumer.start()
+    seen: list[Message] = []
+    bench.put(b"x")
+    consumer = bench.consumer(seen.append, interceptors=[Stops()], ordered=ordered)
+    bench.consumers.remove(consumer)
+    consumer.run_once()
+    assert seen == []
     assert consumer.stop() is True
     assert bench.broker.members.members("g") == []
     assert bench.broker.locks.snapshot() == []

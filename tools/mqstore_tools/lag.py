@@ -102,7 +102,3 @@ def _show(names: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
             ],
         )
     )
-
-
-def _known(number: int | None) -> int | str:
-    return "-" if number is None else number

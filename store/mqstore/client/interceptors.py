@@ -54,7 +54,8 @@ class Interceptor:
         """A message is dealt with; its handler took so long."""
 
     def on_assign(self, queues: frozenset[QueueRef]) -> None:
-        """These queues are consumed here from now on."""
+        """These queues are consumed here from now on. No message of them is handed out before this returns. It runs on
+        a worker: the locks of the queues are renewed meanwhile. `seek` may be called."""
 
     def on_revoke(self, queues: frozenset[QueueRef]) -> None:
         """These queues are consumed here no longer."""
