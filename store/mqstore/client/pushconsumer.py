@@ -315,7 +315,9 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         self._workers.on_exit = self._exited
         self._log = LimitedLog(f"group {group}", clock)
         hooks = Interceptors(interceptors, self._log)
-        self._handling = Handling(group, clock, batch=batch_size > 1, interceptors=hooks, on_error=on_error)
+        self._handling = Handling(
+            group, clock, batch=batch_size > 1, ordered=ordered, interceptors=hooks, on_error=on_error
+        )
         self._retry = retry
         self._mode = Mode(mode, ordered, broadcasting, parallel_groups)
         check_start(start)
