@@ -34,7 +34,7 @@ from mqstore.broker.topics import TopicConfig
 from mqstore.client.allocation import fixed_queues
 from mqstore.client.codecs import BYTES, JSON, TEXT, Codec
 from mqstore.client.delivery import Delivery
-from mqstore.client.interceptors import Interceptor
+from mqstore.client.interceptors import Consumed, Interceptor
 from mqstore.client.orderly import BatchTx
 from mqstore.client.outcome import BatchFailure, Reject, Retry
 from mqstore.client.producer import Producer, Selector
@@ -106,6 +106,7 @@ __all__ = [
     "Codec",
     "Columns",
     "ConfigError",
+    "Consumed",
     "ConsumerStats",
     "CorruptStoreError",
     "Cut",

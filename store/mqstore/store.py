@@ -369,7 +369,8 @@ class Store(AbstractContextManager["Store"]):
         self.broker.commit(group, *queue, offset, durability=durability)
 
     def lag(self, group: str) -> dict[QueueRef, int]:
-        """Messages of each queue that the group has not consumed."""
+        """Messages of each queue that the group has not consumed. A queue in which it has not started is left out;
+        GroupNotFoundError for a group that was never there."""
         return self.broker.lag(group)
 
     # -- what works on it -------------------------------------------------------------------------------------------

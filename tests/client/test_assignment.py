@@ -1012,3 +1012,86 @@ def test_a_start_is_for_groups_that_are_new(bench: PushBench) -> None:
         bench.consumer(seen, group=group, start="latest")
         bench.settle()
         assert seen == [b"2"]
+
+
+# --- on_assign before all else ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"ordered": True}, {"batch_size": 3}], ids=str)
+def test_on_assign_returns_before_the_first_message_is_handed_out(bench: PushBench, options: dict[str, Any]) -> None:
+    """On real threads the hook came when it came: a handler had no cache, no file, no client for its queue yet."""
+    news: list[str] = []
+
+    class Prepares(Interceptor):
+        def on_assign(self, queues: frozenset[QueueRef]) -> None:
+            news.append("begins")
+            bench.put(b"meanwhile")
+            consumer.run_once()  # what others would do now
+            news.append(f"ends {sorted(queue.queue_id for queue in queues)}")
+
+    bench.put(b"before")
+    consumer = bench.consumer(lambda message: news.append("message"), interceptors=[Prepares()], run=False, **options)
+    consumer.start()
+    bench.advance(1)
+    assert news[:3] == ["begins", "ends [0]", "message"]
+    assert bench.committed() == 2
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_seek_in_on_assign_is_where_it_begins(bench: PushBench, ordered: bool) -> None:
+    class FromTheEnd(Interceptor):
+        def on_assign(self, queues: frozenset[QueueRef]) -> None:
+            for queue in queues:
+                consumer.seek(queue, 3)
+
+    seen = Seen()
+    bench.put(*[b"%d" % i for i in range(5)])
+    consumer = bench.consumer(seen, interceptors=[FromTheEnd()], ordered=ordered, run=False)
+    consumer.start()
+    bench.advance(2)
+    assert seen == [b"3", b"4"]
+    assert bench.committed() == 5
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_seek_before_on_assign_does_not_pass_it_by(bench: PushBench, ordered: bool) -> None:
+    news: list[Any] = []
+
+    class Notes(Interceptor):
+        def on_assign(self, queues: frozenset[QueueRef]) -> None:
+            news.append("assign")
+
+    bench.put(*[b"%d" % i for i in range(5)])
+    consumer = bench.consumer(lambda message: news.append(message.body), interceptors=[Notes()], ordered=ordered)
+    consumer.seek(T0, 4)
+    bench.advance(2)
+    assert news == ["assign", b"4"]
+
+
+def test_a_queue_that_goes_before_on_assign_is_told_of_to_nobody(bench: PushBench) -> None:
+    told = Told()
+    consumer = bench.consumer(interceptors=[told])
+    bench.consumers.remove(consumer)
+    assert consumer.stop()  # nothing has run
+    assert told.news == []
+    assert bench.broker.locks.snapshot() == []
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_on_assign_cannot_stop_renewals(bench: PushBench, ordered: bool) -> None:
+    """A hook that took a minute lost the consumer its queues: it ran on the thread that renews their locks."""
+    kept: list[bool] = []
+
+    class Slow(Interceptor):
+        def on_assign(self, queues: frozenset[QueueRef]) -> None:
+            for _ in range(4):
+                bench.clock.advance(20_000)
+                consumer._workers._fire()  # the timer thread, which goes on meanwhile
+                kept.extend(not lock.expired for lock in bench.broker.locks.snapshot())
+
+    consumer = bench.consumer(interceptors=[Slow()], ordered=ordered)
+    bench.put(b"x")
+    bench.settle()
+    assert kept == [True] * 8
+    assert consumer.assignment() == {T0}
+    assert bench.committed() == 1

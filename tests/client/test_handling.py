@@ -57,6 +57,7 @@ def handle(bench: PushBench, given: list[Message]) -> Handle:
             "g",
             bench.clock,
             batch=batch,
+            ordered=False,
             interceptors=Interceptors([interceptor] if interceptor else ()),
             on_error=on_error or (lambda error, message: told.append((error, message))),
         )

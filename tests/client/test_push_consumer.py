@@ -26,7 +26,8 @@ import mqstore
 from mqstore.broker.broker import Broker
 from mqstore.client.interceptors import Interceptor
 from mqstore.client.outcome import BatchFailure, Reject, Retry
-from mqstore.client.pushconsumer import PushConsumer
+from mqstore.client.processqueue import ProcessQueue
+from mqstore.client.pushconsumer import PushConsumer, QueueStats
 from mqstore.client.workers import cancelled
 from mqstore.errors import ConfigError, FilterError, GroupInUseError, StoreClosedError, SubscriptionConflictError
 from mqstore.log.commitlog import QueueRef
@@ -222,14 +223,18 @@ def test_one_that_was_never_started_may_be_stopped(bench: PushBench) -> None:
     assert consumer.stop()
 
 
-def test_a_hook_that_stops_a_consumer_while_it_starts_has_stopped_it(bench: PushBench) -> None:
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_hook_that_stops_a_consumer_while_it_starts_has_stopped_it(bench: PushBench, ordered: bool) -> None:
     class Stops(Interceptor):
         def on_assign(self, queues: frozenset[QueueRef]) -> None:
             consumer.stop()
 
-    consumer = bench.consumer(nothing, interceptors=[Stops()], run=False)
-    with pytest.raises(StoreClosedError):
-        consumer.start()
+    seen: list[Message] = []
+    bench.put(b"x")
+    consumer = bench.consumer(seen.append, interceptors=[Stops()], ordered=ordered)
+    bench.consumers.remove(consumer)
+    consumer.run_once()
+    assert seen == []
     assert consumer.stop() is True
     assert bench.broker.members.members("g") == []
     assert bench.broker.locks.snapshot() == []
@@ -667,3 +672,37 @@ def test_an_option_that_does_not_apply_is_refused(
     else:
         with pytest.raises(ConfigError, match=f"{option} is for .*Leave it out"):
             PushConsumer(bench.broker, "g", **mode, **{option: value})
+
+
+@pytest.mark.parametrize("mode", ["queue", "pop"])
+def test_a_rate_is_not_known_before_there_is_a_sample(bench: PushBench, mode: Any) -> None:
+    """A consumer at full speed told 0.0 messages a second for ten seconds."""
+    consumer = bench.consumer(mode=mode)
+    bench.put(*[b"x"] * 20)
+    bench.settle()
+    stats = consumer.stats().topics["t"]
+    assert (stats.ok, stats.ok_per_s, stats.failed_per_s, stats.pulled_per_s) == (20, None, None, None)
+    bench.advance(10)
+    stats = consumer.stats().topics["t"]
+    assert (stats.ok_per_s, stats.failed_per_s, stats.pulled_per_s) == (2.0, 0.0, 2.0)
+    bench.advance(120)
+    assert consumer.stats().topics["t"].ok_per_s == 0.0  # this is known
+
+
+def test_the_time_of_a_handler_is_not_known_before_it_was_called(bench: PushBench) -> None:
+    class LeavesOut(Interceptor):
+        def on_receive(self, messages: list[Message]) -> list[Message]:
+            return []
+
+    consumer = bench.consumer(interceptors=[LeavesOut()])
+    bench.put(b"x")
+    bench.settle()
+    stats = consumer.stats().topics["t"]
+    assert (stats.pulled, stats.handler_ms) == (1, None)
+
+
+def test_the_lag_of_a_queue_is_not_known_before_something_is_committed() -> None:
+    """It was the whole queue from offset 0, what retention took included."""
+    cached = ProcessQueue(T0, 90, 0).info(0)
+    assert QueueStats(cached, None, 100).lag is None
+    assert QueueStats(cached, 90, 100).lag == 10

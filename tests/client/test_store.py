@@ -158,6 +158,17 @@ def test_following_a_topic_that_is_still_empty(store: Store) -> None:
     assert found == [b"a", b"b"]
 
 
+def test_the_lag_of_a_group_that_was_never_there_is_not_known(store: Store) -> None:
+    """It was `{}`, whose sum is 0: a misspelt name looked as if all was done."""
+    queue = store.put("t", b"x", queue_id=0).queue
+    with pytest.raises(mqstore.GroupNotFoundError, match="'nobody'"):
+        store.lag("nobody")
+    store.broker.groups.create("g")
+    assert store.lag("g") == {}  # it is there, and has started nowhere
+    store.commit_offset("g", queue, 0)
+    assert store.lag("g") == {queue: 1}
+
+
 def test_progress_of_a_group(store: Store) -> None:
     queue = store.put("t", b"x", queue_id=0).queue
     assert store.committed("g", queue) is None

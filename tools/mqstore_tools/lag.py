@@ -32,9 +32,9 @@ def lag(directory: Path, group: str | None, json_output: bool) -> None:
     """Show how many messages each group of the store in DIR has not consumed, how old the oldest of them is, and how
     many are in flight: popped and not acknowledged yet, and among the former.
 
-    As `broker.lag` has it: popped and acknowledged is consumed, also behind a message that is still in flight, and a
-    queue in which a group has no progress counts as 0 (`-` under "goes on at", with --group). Retry topics count as
-    topics; what waits for its next attempt counts once that is due (`mqstore delay` shows how much waits).
+    As `broker.lag` has it: popped and acknowledged is consumed, also behind a message that is still in flight. `-`
+    (null in JSON) means not known: the group has not started in that queue, or, of a group, in any. Retry topics count
+    as topics; what waits for its next attempt counts once that is due (`mqstore delay` shows how much waits).
 
     By what is on disk: a running broker writes its groups' progress every few seconds. Not there is how far a group has
     read what it has not committed: that counts, but not as in flight; nor what a Java broker had handed out, until
@@ -71,11 +71,12 @@ def _row(lag: QueueLag, now_ms: int) -> dict[str, Any]:
 
 
 def _sum(queues: Iterable[QueueLag], now_ms: int) -> dict[str, Any]:
-    """Of some queues together; ages in ms."""
+    """Of some queues together; ages in ms. `messages` is None if the group has not started in any of them."""
     queues = list(queues)
+    known = [each.messages for each in queues if each.committed is not None]
     oldest_ms = min((each.oldest_ms for each in queues if each.oldest_ms is not None), default=None)
     return {
-        "messages": sum(each.messages for each in queues),
+        "messages": sum(known) if known else None,
         "in_flight": sum(each.in_flight for each in queues),
         "lost": sum(each.lost for each in queues),
         "oldest_store_timestamp_ms": oldest_ms,
@@ -90,7 +91,13 @@ def _show(names: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
             "",
             columns,
             [
-                (*keys, sums["messages"], sums["in_flight"], sums["lost"], show_ms(sums["oldest_age_ms"]))
+                (
+                    *keys,
+                    "-" if sums["messages"] is None else sums["messages"],
+                    sums["in_flight"],
+                    sums["lost"],
+                    show_ms(sums["oldest_age_ms"]),
+                )
                 for *keys, sums in rows
             ],
         )

@@ -56,7 +56,7 @@ def show(directory: Path, group: str | None, topic: str | None, json_output: boo
     """Show the committed offsets of the groups in the store in DIR, beside the bounds of the queues.
 
     Of a group that pops, it goes on at the first message that is not settled, and is behind by as many as are not, as
-    in `mqstore lag`. `-`: no progress in that queue, which counts as 0 behind.
+    in `mqstore lag`. `-` (null in JSON): the group has not started in that queue.
 
     By what is on disk: a running broker writes its groups' progress every few seconds.
     """
@@ -94,7 +94,7 @@ def _row(lag: QueueLag) -> dict[str, Any]:
         "min_offset": lag.first,
         "committed": lag.committed,
         "max_offset": lag.end,
-        "behind": lag.messages,
+        "behind": None if lag.committed is None else lag.messages,
         "lost": lag.lost,
     }
 

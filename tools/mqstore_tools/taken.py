@@ -30,6 +30,7 @@ from typing import Any, Final, Literal
 
 from mqstore import (
     Delivery,
+    GroupNotFoundError,
     Interceptor,
     Message,
     QueueRef,
@@ -273,9 +274,13 @@ class Source:
         return set()
 
     def lags(self) -> dict[QueueRef, int]:
-        """Messages that the group has not done, by queue of what was asked for."""
+        """Messages that the group has not done, by queue of what was asked for. Empty until the group is there."""
         wanted = {*self.asked.topics, *self.retry_topics()}
-        return {ref: lag for ref, lag in self.broker.lag(self.asked.group).items() if ref.topic in wanted}
+        try:
+            lags = self.broker.lag(self.asked.group)
+        except GroupNotFoundError:
+            return {}
+        return {ref: lag for ref, lag in lags.items() if ref.topic in wanted}
 
     def lag(self) -> int:
         return sum(self.lags().values())

@@ -50,6 +50,7 @@ from mqstore.errors import (
     ConfigError,
     FilterError,
     GroupInUseError,
+    GroupNotFoundError,
     NotPermittedError,
     OffsetOutOfRangeError,
     ReadOnlyStoreError,
@@ -370,9 +371,16 @@ class Broker:
         return offsets
 
     def lag(self, group: str) -> dict[QueueRef, int]:
-        """Messages of each queue that the group has not consumed, those in flight included; its retry topics count."""
+        """Messages of each queue that the group has not consumed, those in flight included; its retry topics count.
+        A queue in which the group has not started is left out. GroupNotFoundError for a group that has neither settings
+        nor progress: how far it is behind is not known."""
         self._check_open()
-        return {QueueRef(*queue): messages for queue, messages in self._metrics.lag(group).items()}
+        lags = self._metrics.lag(group)
+        if not lags and self.groups.get(group) is None:
+            raise GroupNotFoundError(
+                f"{self.store.path} has no group {group!r}: no settings, no progress, so its lag is not known"
+            )
+        return {QueueRef(*queue): messages for queue, messages in lags.items()}
 
     def delete_group(self, group: str) -> None:
         """Forget a group: its settings, its progress, what it has in flight; its dead letters stay. GroupInUseError

@@ -154,6 +154,8 @@ class StatisticsSnapshot:
     """Since the store was opened."""
     latest: Mapping[CounterKey, int]
     """Last values: GROUP_GET_FALL_SIZE in bytes, GROUP_GET_FALL_TIME in ms behind the end of the log."""
+    minute_ms: int
+    """Length of `minute`; 0 before the first samples, when no rate is known."""
     minute: Mapping[CounterKey, Rate]
     """Counters that changed in the last minute, as of the newest sample; of others the rate is 0."""
     hour: Mapping[CounterKey, Rate]
@@ -198,10 +200,12 @@ class _Window:
         self.sampled_ms = now_ms
         self.due_ms = now_ms + self.period_ms
 
+    def span_ms(self) -> int:
+        """Time between the oldest and the newest sample; 0 before there are two."""
+        return self.sampled_ms - self._rounds[0].start_ms if self._rounds else 0
+
     def rates(self) -> Mapping[CounterKey, Rate]:
-        if not self._rounds:
-            return MappingProxyType({})
-        span_ms = self.sampled_ms - self._rounds[0].start_ms
+        span_ms = self.span_ms()
         sums: dict[CounterKey, Rate] = {}
         for round_ in self._rounds:
             for key, change in round_.changes.items():
@@ -290,6 +294,7 @@ class Statistics:
         """Everything as of now; the windows as of their last samples."""
         with self._window_lock:
             minute, hour, day = self._minute.rates(), self._hour.rates(), self._day.rates()
+            minute_ms = self._minute.span_ms()
         with self._lock:
             counted, latest, lost = dict(self._totals), dict(self._latest), dict(self._lost)
         totals = {key: Total(*total) for key, total in counted.items()}
@@ -297,6 +302,7 @@ class Statistics:
             taken_ms=self._clock.now_ms(),
             totals=MappingProxyType(totals),
             latest=MappingProxyType(latest),
+            minute_ms=minute_ms,
             minute=minute,
             hour=hour,
             day=day,

@@ -203,8 +203,7 @@ class Assignment:
             self.progress.save()
         finally:
             self.membership.leave(keep=kept)
-            if queues:
-                self._hooks.tell(self._hooks.on_revoke, frozenset(queue.queue for queue in queues))
+            self._tell_revoked(queues)
 
     # -- whose queues -----------------------------------------------------------------------------------------------
 
@@ -247,12 +246,10 @@ class Assignment:
             begun.update(ref for ref in sorted(taken) if self._begin(ref))
         finally:
             self._set_out(begun)
-        if begun:
-            self._hooks.tell(self._hooks.on_assign, frozenset(begun))
         if begun != wanted:
             self._workers.later(LOCK_FAILED_MS if taken != wanted else UNBALANCED_MS, self.stir)
 
-    def _begin(self, ref: QueueRef, offset: int | None = None) -> bool:
+    def _begin(self, ref: QueueRef, offset: int | None = None, *, announce: bool = True) -> bool:
         """Own a queue whose lock we hold, for `_set_out`; False: it is given back, and tried again later."""
         try:
             begin = self.progress.begin(ref) if offset is None else offset
@@ -263,6 +260,7 @@ class Assignment:
             return False
         queue = ProcessQueue(ref, begin, self._clock.monotonic_ms(), self._limits)
         queue.committed = begin if offset is None else None
+        queue.unannounced = queue.submitted = announce and bool(self._hooks.on_assign)
         with self._lock:
             if self._halted:
                 return False
@@ -275,8 +273,26 @@ class Assignment:
         self._divide()
         with self._lock:
             queues = [self._queues[ref] for ref in sorted(begun) if ref in self._queues]
-        for queue in queues:
+        new = [queue for queue in queues if queue.unannounced]
+        known = [queue for queue in queues if not queue.unannounced]
+        if new:
+            self._workers.submit(partial(self._announce, new))
+        for queue in known:
             self._submit_pull(queue)
+
+    def _announce(self, queues: Sequence[ProcessQueue], worker: Worker) -> None:
+        """Tell `on_assign`, by a worker: the timer thread renews locks, and a hook may take its time. Then pull."""
+        ours = [queue for queue in queues if self.enter(queue)]  # one that is to go was never here
+        for queue in ours:
+            queue.unannounced, queue.announcing = False, True
+        try:
+            if ours:
+                self._hooks.tell(self._hooks.on_assign, frozenset(queue.queue for queue in ours))
+        finally:
+            for queue in ours:
+                queue.announcing = False
+                self._submit_pull(queue)
+                self.leave(queue)
 
     def _divide(self) -> None:
         """Timer thread: share out what may be held of each topic among its queues (A3.4), after each change of
@@ -334,8 +350,13 @@ class Assignment:
             queue.dropped = True
         queue.clear()
         self.membership.give([queue.queue])
-        self._hooks.tell(self._hooks.on_revoke, frozenset((queue.queue,)))
+        self._tell_revoked([queue])
         self.stir()
+
+    def _tell_revoked(self, queues: Sequence[ProcessQueue]) -> None:
+        told = frozenset(queue.queue for queue in queues if not queue.unannounced)
+        if told:
+            self._hooks.tell(self._hooks.on_revoke, told)
 
     def _ended(self, queue: ProcessQueue) -> None:
         """Timer thread: nothing of a closed queue runs any more."""
@@ -535,12 +556,12 @@ class Assignment:
         with queue.settling, self._lock:
             if self._queues.get(queue.queue) is not queue or queue.restart_at is None:
                 return
-            if self._service.ordered and queue.running:  # `leave` comes back here
+            if queue.running and (self._service.ordered or queue.announcing):  # `leave` comes back here
                 return
             del self._queues[queue.queue]
             offset, queue.restart_at = queue.restart_at, None
         queue.clear()
-        begun = self._begin(queue.queue, offset)
+        begun = self._begin(queue.queue, offset, announce=queue.unannounced)
         self._set_out([queue.queue] if begun else ())
         if not begun:
             self.stir()

@@ -299,7 +299,7 @@ class ConcurrentService:
         what = f"has been in its handler for {self._timeout_ms / 1000:g} s; it is sent back"
         self._handling.log.say(logging.ERROR, what, at=messages, like=stack, stack=stack)
         for message in messages:
-            self._handling.hooks.tell(self._handling.hooks.on_timeout, message, stack)
+            self._handling.timed_out(message, stack, self._timeout_ms)
             if self._broadcasting:
                 self._end(chunk.queue, message, "dlq", self._timeout_ms)
             else:

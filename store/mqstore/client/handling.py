@@ -21,7 +21,7 @@ from typing import Any, Final, Literal
 
 from mqstore.broker.statistics import Statistics
 from mqstore.client.handlers import check_has_run
-from mqstore.client.interceptors import Interceptors, Settled
+from mqstore.client.interceptors import Consumed, Interceptors, Settled
 from mqstore.client.limitedlog import text_of
 from mqstore.client.outcome import BatchFailure, Reject, Retry, retry_delay
 from mqstore.client.workers import Awaited, Flow, Worker
@@ -87,10 +87,12 @@ class Handling:
         clock: Clock,
         *,
         batch: bool,
+        ordered: bool,
         interceptors: Interceptors,
         on_error: OnError | None = None,
     ) -> None:
-        """`batch`: handlers take sequences of messages, else one."""
+        """`batch`: handlers take sequences of messages, else one. `ordered`: a handler that timed out counts when it
+        ends."""
         self.group = group
         self.hooks = interceptors
         self.log = interceptors.log
@@ -98,6 +100,7 @@ class Handling:
         self.statistics = Statistics(clock)
         """By topic: the counters below."""
         self._batch = batch
+        self._ordered = ordered
         self._on_error = on_error
 
     def call(
@@ -114,25 +117,79 @@ class Handling:
                 # Looked at inside, so that hooks see it fail.
                 self.hooks.consuming(lambda: check_has_run(handler(argument, *more)), messages)
             elif isinstance(result := handler(argument, *more), Awaited):
-                return self._rest(worker, subscription, messages, begin, result)
+                return self._rest(worker, subscription, messages, more, begin, result)
             else:
                 check_has_run(result)
         except Exception as error:
             worker.end()
             took_ms = (time.perf_counter() - begin) * 1000  # without that of reporting
+            if self.hooks.after_consume:
+                self._consumed(worker, messages, more, took_ms, error)
             return self._failure(error, subscription, messages), took_ms
         worker.end()
-        return None, (time.perf_counter() - begin) * 1000
+        took_ms = (time.perf_counter() - begin) * 1000
+        if self.hooks.after_consume:
+            self._consumed(worker, messages, more, took_ms, None)
+        return None, took_ms
 
     def _rest(
-        self, worker: Worker, subscription: Subscription, messages: Sequence[Message], begin: float, awaited: Awaited
+        self,
+        worker: Worker,
+        subscription: Subscription,
+        messages: Sequence[Message],
+        more: tuple[Any, ...],
+        begin: float,
+        awaited: Awaited,
     ) -> Flow[Ended]:
-        failure: Failure | None = None
+        raised: Exception | None = None
         try:
             yield awaited
         except Exception as error:
-            failure = self._failure(error, subscription, messages)
-        return failure, (worker.ended_at - begin) * 1000
+            raised = error
+        took_ms = (worker.ended_at - begin) * 1000
+        if self.hooks.after_consume:
+            self._consumed(worker, messages, more, took_ms, raised)
+        return None if raised is None else self._failure(raised, subscription, messages), took_ms
+
+    def _consumed(
+        self,
+        worker: Worker,
+        messages: Sequence[Message],
+        more: tuple[Any, ...],
+        took_ms: float,
+        error: Exception | None,
+    ) -> None:
+        """Tell `after_consume` how a call ended. One that timed out has been told of, and counts only in order."""
+        if worker.lapsed == worker.calls and not self._ordered:
+            return
+        outcome: Literal["success", "retry", "reject", "exception"] = "exception"
+        if error is None:
+            rolled_back = any(getattr(each, "decision", "") == "rollback" for each in more)
+            outcome = "retry" if rolled_back else "success"
+        elif isinstance(error, Retry | BatchFailure):
+            outcome = "retry"
+        elif isinstance(error, Reject):
+            outcome = "reject"
+        self._tell_consumed(Consumed(self.group, messages[0].topic, tuple(messages), outcome, took_ms / 1000, error))
+
+    def _tell_consumed(self, consumed: Consumed) -> None:
+        for hook in self.hooks.after_consume:
+            try:
+                hook(consumed)
+            except Exception as failed:
+                self.log.say(
+                    logging.ERROR,
+                    "an interceptor's after_consume failed",
+                    at=consumed.messages,
+                    error=failed,
+                    traceback=True,
+                )
+
+    def timed_out(self, message: Message, stack: str, timeout_ms: int) -> None:
+        """Tell the interceptors that a handler has had a message for longer than `consume_timeout`."""
+        if self.hooks.after_consume:
+            self._tell_consumed(Consumed(self.group, message.topic, (message,), "timeout", timeout_ms / 1000, None))
+        self.hooks.tell(self.hooks.on_timeout, message, stack)
 
     def _failure(self, error: Exception, subscription: Subscription, messages: Sequence[Message]) -> Failure:
         # The exception is the user's, a class of his own perhaps: whatever it lacks, its messages have failed.

@@ -1,6 +1,6 @@
 """Code of the user's that is called around every step of every message (client-semantics A10.1, B.9).
 
-    before_send --> stored --> after_send          on_receive --> around_consume(handler) --> on_settle
+    before_send --> stored --> after_send     on_receive --> around_consume(handler) --> after_consume --> on_settle
 
 Hooks run in the order in which the interceptors were given. What one raises is logged, not for every message
 (limitedlog.py), and stops nothing, except in `before_send`, which may so forbid a message to be sent, and in
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -21,10 +22,32 @@ from mqstore.log.commitlog import QueueRef, SendReceipt
 from mqstore.log.message import Message
 from mqstore.log.outgoing import OutgoingMessage
 
-__all__ = ["Interceptor", "Interceptors", "Settled"]
+__all__ = ["Consumed", "Interceptor", "Interceptors", "Settled"]
 
 Settled = Literal["ack", "retry", "dlq"]
 """What became of a message: done, to come again, given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Consumed:
+    """End of one call of a handler of a push consumer.
+
+    >>> consumed = Consumed("billing", "orders", (), "exception", 0.25, ValueError("no such order"))
+    >>> consumed.group, consumed.topic, consumed.outcome
+    ('billing', 'orders', 'exception')
+    """
+
+    group: str
+    topic: str
+    """Topic that the messages were sent to, also when they came from a retry topic."""
+    messages: tuple[Message, ...]
+    outcome: Literal["success", "retry", "reject", "exception", "timeout"]
+    """"success": it returned. "retry": it raised `Retry` or `BatchFailure`, or rolled its `BatchTx` back. "reject": it
+    raised `Reject`. "exception": it raised anything else. "timeout": it has not ended within `consume_timeout`."""
+    seconds: float
+    """Time in the handler; in one that timed out, until then."""
+    error: BaseException | None
+    """What it raised."""
 
 
 class Interceptor:
@@ -50,11 +73,16 @@ class Interceptor:
         """Call the handler, which is `call`, and do what is to be done before and after."""
         call()
 
+    def after_consume(self, consumed: Consumed) -> None:
+        """A handler of a push consumer has ended, or has timed out. Of one that timed out without order the end is not
+        told, for it does not count."""
+
     def on_settle(self, message: Message, outcome: Settled, seconds: float) -> None:
         """A message is dealt with; its handler took so long."""
 
     def on_assign(self, queues: frozenset[QueueRef]) -> None:
-        """These queues are consumed here from now on."""
+        """These queues are consumed here from now on. No message of them is handed out before this returns. It runs on
+        a worker: the locks of the queues are renewed meanwhile. `seek` may be called."""
 
     def on_revoke(self, queues: frozenset[QueueRef]) -> None:
         """These queues are consumed here no longer."""
@@ -80,6 +108,7 @@ class Interceptors:
     after_send: tuple[Callable[[OutgoingMessage, SendReceipt | None, BaseException | None], None], ...]
     on_receive: tuple[Callable[[list[Message]], list[Message]], ...]
     around_consume: tuple[Callable[[Callable[[], None], Sequence[Message]], None], ...]
+    after_consume: tuple[Callable[[Consumed], None], ...]
     on_settle: tuple[Callable[[Message, Settled, float], None], ...]
     on_assign: tuple[Callable[[frozenset[QueueRef]], None], ...]
     on_revoke: tuple[Callable[[frozenset[QueueRef]], None], ...]

@@ -486,7 +486,7 @@ class OrderlyService:
         what = f"has been in its handler for {self._timeout_ms / 1000:g} s, and everything behind it waits"
         self._handling.log.say(logging.ERROR, what, at=messages, like=stack, stack=stack)
         for message in messages:
-            self._handling.hooks.tell(self._handling.hooks.on_timeout, message, stack)
+            self._handling.timed_out(message, stack, self._timeout_ms)
 
 
 def _goes_on(opened: _Open, subscription: Subscription) -> bool:

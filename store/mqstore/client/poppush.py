@@ -643,15 +643,16 @@ class PopEngine:
         if has_ended:
             self._renew_on(item)
             return
+        if not self._ordered:
+            worker.lapsed = item.call
         stack = worker.stack()
         then = "and its queue waits" if self._ordered else "and comes again"
         what = f"has been in its handler for {self._timeout_ms / 1000:g} s, {then}"
         self._handling.log.say(logging.ERROR, what, at=item.message, like=stack, stack=stack)
-        self._handling.hooks.tell(self._handling.hooks.on_timeout, item.message, stack)
+        self._handling.timed_out(item.message, stack, self._timeout_ms)
         if self._ordered:
             self._renew_on(item)
             return
-        worker.lapsed = item.call
         settling = _Settling()
         self._add_failures(settling, [item], Failure("retry", "its handler hung"), self._timeout_ms)
         self._go_through(settling)

@@ -153,7 +153,11 @@ class ProcessQueue:
         self.begun = -1
         """Where the last pull began of which something was begun to be handled."""
         self.running = 0
-        """Workers that are at its messages now."""
+        """Workers that are at its messages now, or in `on_assign`."""
+        self.unannounced = False
+        """`on_assign` is to be called, and to return before anything is pulled."""
+        self.announcing = False
+        """A worker is in `on_assign`."""
         self.last_pull_ms = self.last_settle_ms = self.last_lock_ms = now_ms
         self.asked = (0, 0)
         """(messages, bytes) that a pull was granted which has not come back yet."""

@@ -87,16 +87,16 @@ class TopicStats:
     """Messages that were handled."""
     failed: int
     """Attempts that failed, timed out, or were rejected."""
-    ok_per_s: float
-    """Rates are of the last minute, 0.0 when nothing happened in it. Averages are then of the last hour, and
-    until there is one since the start."""
-    failed_per_s: float
-    handler_ms: float
-    """Spent on a message."""
+    ok_per_s: float | None
+    """Rates are of the last minute, 0.0 when nothing happened in it. In the first 10 s they are None, for they are not
+    known yet. Averages of a minute in which nothing happened are of the last hour, or else since the start."""
+    failed_per_s: float | None
+    handler_ms: float | None
+    """Spent on a message; None before one was handled."""
     pulled: int
     """Messages that came, handled or not."""
-    pulled_per_s: float
-    pull_ms: float
+    pulled_per_s: float | None
+    pull_ms: float | None
     """Spent on looking into a queue, when something came of it: in mode "pop", into all that were looked into then."""
 
 
@@ -109,9 +109,9 @@ class QueueStats:
     max_offset: int
 
     @property
-    def lag(self) -> int:
-        """Messages that are not settled, or not even pulled."""
-        return self.max_offset - (self.committed or 0)
+    def lag(self) -> int | None:
+        """Messages that are not settled, or not even pulled; None while nothing is committed, when it is not known."""
+        return None if self.committed is None else self.max_offset - self.committed
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +315,9 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         self._workers.on_exit = self._exited
         self._log = LimitedLog(f"group {group}", clock)
         hooks = Interceptors(interceptors, self._log)
-        self._handling = Handling(group, clock, batch=batch_size > 1, interceptors=hooks, on_error=on_error)
+        self._handling = Handling(
+            group, clock, batch=batch_size > 1, ordered=ordered, interceptors=hooks, on_error=on_error
+        )
         self._retry = retry
         self._mode = Mode(mode, ordered, broadcasting, parallel_groups)
         check_start(start)
@@ -685,21 +687,24 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
 
 
 def _topic_stats(counted: StatisticsSnapshot, topic: str) -> TopicStats:
-    minute = counted.minute
-    none = Rate(0, 0, 0)
+    none = Rate(0, 0, 1)
+
+    def per_s(name: str) -> float | None:
+        return counted.minute.get((name, topic), none).tps if counted.minute_ms else None
+
     return TopicStats(
         ok=counted.total(CONSUME_OK, topic),
         failed=counted.total(CONSUME_FAILED, topic),
-        ok_per_s=minute.get((CONSUME_OK, topic), none).tps,
-        failed_per_s=minute.get((CONSUME_FAILED, topic), none).tps,
+        ok_per_s=per_s(CONSUME_OK),
+        failed_per_s=per_s(CONSUME_FAILED),
         handler_ms=_average_ms(counted, CONSUME_US, topic),
         pulled=counted.total(PULL, topic),
-        pulled_per_s=minute.get((PULL, topic), none).tps,
+        pulled_per_s=per_s(PULL),
         pull_ms=_average_ms(counted, PULL_US, topic),
     )
 
 
-def _average_ms(counted: StatisticsSnapshot, name: str, topic: str) -> float:
+def _average_ms(counted: StatisticsSnapshot, name: str, topic: str) -> float | None:
     """Of the shortest window in which something was added: who looks at a consumer that has been idle for a while wants
     to know how long its handlers take, not that they did nothing (A10.2)."""
     windows: Sequence[Mapping[CounterKey, Rate | Total]] = (counted.minute, counted.hour, counted.totals)
@@ -707,7 +712,7 @@ def _average_ms(counted: StatisticsSnapshot, name: str, topic: str) -> float:
         found = window.get((name, topic))
         if found is not None and found.times:
             return found.value / found.times / 1000
-    return 0.0
+    return None
 
 
 def _one_of(name: str, value: str, choices: Iterable[str]) -> str:

@@ -1,0 +1,169 @@
+"""The hook that is told how each call of a handler ended: of which group, on which topic (client-semantics A6.4)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mqstore
+from mqstore import BatchFailure, BatchTx, Consumed, Interceptor, Message, Reject, Retry, RetryPolicy, aio
+from tests.client.pushsupport import PushBench
+from tests.client.test_aio import with_store
+
+MODES: list[dict[str, Any]] = [
+    {},
+    {"ordered": True},
+    {"mode": "pop"},
+    {"mode": "pop", "ordered": True},
+    {"model": "broadcasting", "client_id": "me"},
+]
+LAST = RetryPolicy(1)
+
+
+class Notes(Interceptor):
+    def __init__(self) -> None:
+        self.calls: list[Consumed] = []
+
+    def after_consume(self, consumed: Consumed) -> None:
+        self.calls.append(consumed)
+
+    def told(self) -> list[tuple[str, str, list[bytes], str]]:
+        return [(each.group, each.topic, [m.body for m in each.messages], each.outcome) for each in self.calls]
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[PushBench]:
+    bench = PushBench(tmp_path)
+    yield bench
+    bench.close()
+
+
+ENDS: list[tuple[BaseException | None, str]] = [
+    (None, "success"),
+    (Retry(1), "retry"),
+    (Reject("no"), "reject"),
+    (ValueError("broken"), "exception"),
+]
+
+
+@pytest.mark.parametrize("around", [False, True])
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize(("error", "outcome"), ENDS, ids=[outcome for _, outcome in ENDS])
+def test_each_call_is_told_with_group_topic_and_outcome(
+    bench: PushBench, mode: dict[str, Any], error: BaseException | None, outcome: str, around: bool
+) -> None:
+    class Around(Notes):
+        def around_consume(self, call: Any, messages: Any) -> None:
+            call()
+
+    def handler(message: Message) -> None:
+        if error is not None:
+            raise error
+
+    notes = Around() if around else Notes()
+    if mode.get("model") != "broadcasting":
+        mode = {**mode, "retry": LAST}
+    bench.put(b"m")
+    bench.consumer(handler, interceptors=[notes], **mode)
+    bench.settle()
+    assert notes.told() == [("g", "t", [b"m"], outcome)]
+    assert notes.calls[0].error is error
+    assert notes.calls[0].seconds >= 0
+
+
+def test_a_message_that_comes_again_is_told_under_its_own_topic(bench: PushBench) -> None:
+    def handler(message: Message) -> None:
+        if message.attempt == 1:
+            raise ValueError
+
+    notes = Notes()
+    bench.put(b"m")
+    bench.consumer(handler, interceptors=[notes], retry=RetryPolicy(3, [1]))
+    bench.advance(60)
+    assert notes.told() == [("g", "t", [b"m"], "exception"), ("g", "t", [b"m"], "success")]
+
+
+def test_a_batch_is_one_call(bench: PushBench) -> None:
+    def handler(batch: tuple[Message, ...]) -> None:
+        if batch[0].attempt == 1:
+            raise BatchFailure(batch[1:])
+
+    notes = Notes()
+    bench.put(b"0", b"1")
+    bench.consumer(handler, interceptors=[notes], batch_size=2, retry=LAST)
+    bench.settle()
+    assert notes.told() == [("g", "t", [b"0", b"1"], "retry")]
+
+
+@pytest.mark.parametrize(("decide", "outcome"), [("commit", "success"), ("rollback", "retry")])
+def test_a_transaction_that_is_rolled_back_is_a_retry(bench: PushBench, decide: str, outcome: str) -> None:
+    def handler(message: Message, tx: BatchTx) -> None:
+        getattr(tx, decide)()
+
+    notes = Notes()
+    consumer = bench.consumer(run=False, ordered=True, interceptors=[notes], retry=LAST)
+    consumer.subscribe("t", handler, max_uncommitted=2)
+    bench.put(b"m")
+    consumer.start()
+    bench.settle()
+    assert notes.told() == [("g", "t", [b"m"], outcome)]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_a_call_that_takes_too_long_is_a_timeout(bench: PushBench, mode: dict[str, Any]) -> None:
+    """Its end is told only where it counts: in order."""
+
+    def handler(message: Message) -> None:
+        for _ in range(6 if message.attempt == 1 else 0):
+            bench.clock.advance(10_000)
+            consumer._workers._fire()  # the timer thread, which goes on meanwhile
+
+    notes = Notes()
+    consumer = bench.consumer(handler, interceptors=[notes], consume_timeout=20, workers=1, **mode)
+    bench.put(b"m")
+    bench.settle()
+    expected = ["timeout", "success"] if mode.get("ordered") else ["timeout"]
+    assert [each.outcome for each in notes.calls if each.messages[0].attempt == 1] == expected
+    assert notes.calls[0].seconds == 20
+
+
+def test_a_hook_that_fails_changes_nothing(bench: PushBench, caplog: pytest.LogCaptureFixture) -> None:
+    class Fails(Interceptor):
+        def after_consume(self, consumed: Consumed) -> None:
+            raise ValueError("mine")
+
+    notes = Notes()
+    bench.consumer(interceptors=[Fails(), notes])
+    bench.put(b"m")
+    bench.settle()
+    assert bench.committed() == 1
+    assert notes.told() == [("g", "t", [b"m"], "success")]
+    assert "after_consume failed" in caplog.text
+
+
+def test_handlers_of_aio_are_told_of_alike(tmp_path: Path) -> None:
+    notes = Notes()
+
+    async def test(store: aio.Store) -> None:
+        done = asyncio.Event()
+
+        async def handler(message: mqstore.Message) -> None:
+            await asyncio.sleep(0)
+            if message.body == b"bad":
+                raise ValueError
+            done.set()
+
+        await store.create_topic("t", queues=1)
+        consumer = await store.push_consumer("g", workers=1, interceptors=[notes], retry=LAST)
+        consumer.subscribe("t", handler)
+        async with consumer:
+            await store.put("t", b"bad")
+            await store.put("t", b"good")
+            await done.wait()
+
+    with_store(test, tmp_path)
+    assert notes.told() == [("g", "t", [b"bad"], "exception"), ("g", "t", [b"good"], "success")]
