@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from mqstore.errors import FlushFailedError
 from mqstore.files.filesystem import SyncNotBegunError
 from mqstore.files.flusher import GroupCommit
+from tests.interrupts import run_interrupted
 
 LIMIT_S = 60  # how long a test waits for what must happen before it says that it did not
 
@@ -88,7 +90,7 @@ def wait_for_line(commit: GroupCommit, length: int) -> None:
 
 
 def at_rest(commit: GroupCommit) -> bool:
-    return not commit._led and not commit._waiters
+    return not commit._turn.locked() and not commit._waiters
 
 
 def test_a_lone_caller_syncs_in_its_own_thread() -> None:
@@ -269,6 +271,43 @@ def test_a_follower_hit_by_ctrl_c_leaves_the_line() -> None:
     disk.let_go()
     assert leader.outcome() is True
     assert at_rest(commit)
+
+
+def interrupted_leader(at: int) -> list[str]:
+    """Raise at one point of a wait whose sync sees another caller join; where that was."""
+    leader_syncs = [True]
+    begin: SimpleQueue[None] = SimpleQueue()
+
+    def sync(flushed: int) -> int:
+        if leader_syncs:
+            leader_syncs.clear()
+            begin.put(None)
+            wait_for_line(commit, 1)
+            return 10
+        return 30
+
+    def follow() -> bool:
+        begin.get()
+        return commit.wait_until(20, None)
+
+    commit = GroupCommit(sync)
+    follower = Caller(follow)
+
+    stack = run_interrupted(partial(commit.wait_until, 10, None), at)
+
+    leader_syncs.clear()
+    begin.put(None)
+    assert follower.outcome() is True, stack
+    assert commit.wait_until(30, LIMIT_S) is True, stack
+    assert at_rest(commit)
+    return stack
+
+
+def test_a_leader_hit_by_ctrl_c_at_any_point_leaves_nobody_waiting() -> None:
+    at = 0
+    while interrupted_leader(at):
+        at += 1
+    assert at > 20
 
 
 def test_the_watermark_never_goes_back() -> None:

@@ -16,16 +16,17 @@ thread would cost each lone put. A waiting caller:
     failed        a sync failed                             `FlushFailedError`
     ============  ========================================  ========================================================
 
-What must hold: while anybody waits, somebody leads (no lost wake-up: a leader leaves only by covering all or by
-promoting the next); a round covers what was appended before it began, so who joins during a round needs one more;
-a failed sync ends it all, for the kernel may have dropped the pages it could not write, and a second sync would
-report success without them.
+What must hold: while anybody waits, somebody leads (a leader leaves by covering all or by promoting the next; where
+Ctrl-C keeps it from that, those in line find within `_LOOK_S` that nobody leads); a round covers what was appended
+before it began, so who joins during a round needs one more; a failed sync ends it all, for the kernel may have dropped
+the pages it could not write, and a second sync would report success without them.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
+import time
 from _thread import allocate_lock
 from collections.abc import Callable
 from itertools import zip_longest
@@ -37,6 +38,8 @@ from mqstore.files.filesystem import SyncNotBegunError
 __all__ = ["GroupCommit"]
 
 _WAITING, _COVERED, _LEADING, _FAILED = range(4)
+_LOOK_S = 0.1
+"""How often a waiter looks for itself whether anybody leads."""
 
 
 class _Waiter:
@@ -67,7 +70,7 @@ class GroupCommit:
     (True, 100)
     """
 
-    __slots__ = ("_crowded", "_done", "_led", "_lock", "_round", "_sync", "_waiters", "failure", "flushed")
+    __slots__ = ("_crowded", "_done", "_lock", "_next", "_round", "_sync", "_turn", "_waiters", "failure", "flushed")
 
     def __init__(self, sync: Callable[[int], int], flushed: int = 0) -> None:
         #: Every byte below is durable. Only grows. Reading it needs no lock.
@@ -77,7 +80,8 @@ class GroupCommit:
         self._sync = sync
         self._lock = threading.Lock()
         self._crowded = False  # the last leader left others in line
-        self._led = False  # somebody runs a round, or was promoted to run the next
+        self._turn = threading.Lock()  # held while a round runs. Compiled code gives it back, whatever Ctrl-C ends
+        self._next: _Waiter | None = None  # promoted, and about to take its turn
         self._round = 0  # rounds begun
         self._done = 0  # the last of them that succeeded
         self._waiters: list[_Waiter] = []
@@ -86,7 +90,7 @@ class GroupCommit:
     def busy(self) -> bool:
         """Whether a put that comes now is likely to share its sync: one is under way, or the last one had others in
         line. A hint, no promise."""
-        return self._led or self._crowded
+        return self._turn.locked() or self._next is not None or self._crowded
 
     def wait_until(self, target: int, timeout_s: float | None) -> bool:
         """Return True once every byte below `target` is durable; `target` must have been appended before.
@@ -117,55 +121,72 @@ class GroupCommit:
     # -- beneath ----------------------------------------------------------------------------------------------------
 
     def _join(self, target: int | None, timeout_s: float | None) -> bool:
-        # Ctrl-C may strike between any two calls below. So what obliges this thread is noted in the same breath as it
-        # arises (`_led = leading = True`), and the `finally` honours it on every way out.
-        leading = False
         waiter: _Waiter | None = None
+        with self._lock:
+            if target is not None and self.flushed >= target:
+                return True
+            if self.failure is not None:
+                self._raise_failure()
+            joined = self._round
+            if self._turn.locked() or self._next is not None:
+                waiter = _Waiter(target, joined)
+                self._waiters.append(waiter)
         try:
-            with self._lock:
-                if target is not None and self.flushed >= target:
-                    return True
-                if self.failure is not None:
-                    self._raise_failure()
-                if not self._led:
-                    self._led = leading = True
-                else:
-                    waiter = _Waiter(target, self._round)
-                    self._waiters.append(waiter)
             if waiter is not None:
-                wait_s = -1 if timeout_s is None else min(max(timeout_s, 0), threading.TIMEOUT_MAX)
-                if not waiter.lock.acquire(timeout=wait_s) and self._leave(waiter):
+                if not self._is_told(waiter, timeout_s):
                     return False
                 if waiter.state == _COVERED:
                     return True
-                if waiter.state == _FAILED or self.failure is not None:  # the second: poisoned since its promotion
+                if self.failure is not None:
                     self._raise_failure()
-                leading = True
-            # The round. Only the leader, one at a time, changes the watermark and the counts of rounds.
-            before = sys.exc_info()[1]
-            self._round = this_round = self._round + 1
-            try:
-                end = self._sync(self.flushed)
-            except SyncNotBegunError:
-                raise  # to this caller; the next in line tries for itself
-            except BaseException as error:
-                self._judge(error, before)
-                raise
-            if self.failure is not None:  # poisoned while syncing: what that sync promised is worth nothing
-                self._raise_failure()
-            if end > self.flushed:
-                self.flushed = end
-            self._done = this_round
+            with self._turn:
+                self._next = None
+                try:
+                    if self.failure is not None:
+                        self._raise_failure()
+                    if not self._is_covered(target, joined):  # by whoever was quicker
+                        self._run_round()
+                finally:
+                    self._hand_over()
             if target is not None and self.flushed < target:
                 raise AssertionError(f"waited for {target}, but only {self.flushed} bytes had been appended")
             return True
         finally:
-            if waiter is not None and not leading and not self._leave(waiter):
-                leading = waiter.state == _LEADING
-            if leading:
-                self._hand_over()
-            if waiter is not None and waiter.following is not None:
-                waiter.following.lock.release()
+            if waiter is not None:
+                self._leave(waiter)
+                if waiter.following is not None:
+                    waiter.following.lock.release()
+
+    def _is_told(self, waiter: _Waiter, timeout_s: float | None) -> bool:
+        """Wait until `waiter` is told something, or nobody leads; False: its time is up, and it is off the list."""
+        end_s = None if timeout_s is None else time.monotonic() + min(timeout_s, threading.TIMEOUT_MAX)
+        while True:
+            left_s = _LOOK_S if end_s is None else end_s - time.monotonic()
+            if waiter.lock.acquire(timeout=max(0, min(left_s, _LOOK_S))) or waiter.state != _WAITING:
+                return True
+            if left_s <= 0 or not self._turn.locked():
+                return not self._leave(waiter) or left_s > 0
+
+    def _run_round(self) -> None:
+        """Sync, and note what that covers. Only one thread at a time does, and changes the counts of rounds."""
+        before = sys.exc_info()[1]
+        self._round = this_round = self._round + 1
+        try:
+            end = self._sync(self.flushed)
+        except SyncNotBegunError:
+            raise  # to this caller; the next in line tries for itself
+        except BaseException as error:
+            self._judge(error, before)
+            raise
+        if self.failure is not None:  # poisoned while syncing: what that sync promised is worth nothing
+            self._raise_failure()
+        if end > self.flushed:
+            self.flushed = end
+        self._done = this_round
+
+    def _is_covered(self, target: int | None, joined: int) -> bool:
+        """Whether a round has covered who joined in round `joined`; without a target: one that began later."""
+        return joined < self._done if target is None else target <= self.flushed
 
     def _leave(self, waiter: _Waiter) -> bool:
         """Take `waiter` off the list; False when it was told something in the meantime, which then stands."""
@@ -192,7 +213,7 @@ class GroupCommit:
             self._raise_failure()
 
     def _hand_over(self) -> None:
-        """End a leadership: promote the first whom the watermark does not cover, wake those whom it does.
+        """Wake those in line whom a round has covered, and promote the first of the others.
 
         They wake each other in a chain: woken all at once they would fight for the interpreter lock, and a round of
         sixteen threads took half as long again."""
@@ -200,28 +221,17 @@ class GroupCommit:
             waiters = self._waiters
             self._crowded = bool(waiters)
             if not waiters:
-                self._led = False
                 return
-            flushed = self.flushed
-            done = self._done
-            left: list[_Waiter] = []
-            successor: _Waiter | None = None
             covered: list[_Waiter] = []
+            left: list[_Waiter] = []
             for waiter in waiters:
-                # Without a target: a round that began after it joined has covered it.
-                if (waiter.round < done) if waiter.target is None else (waiter.target <= flushed):
-                    covered.append(waiter)
-                elif successor is None:
-                    successor = waiter
-                else:
-                    left.append(waiter)
+                (covered if self._is_covered(waiter.target, waiter.round) else left).append(waiter)
             self._waiters = left
             # The successor first: its sync runs without the interpreter lock while the others wake and append.
-            if successor is not None:
+            if left:
+                self._next = successor = left.pop(0)
                 successor.state = _LEADING
                 successor.lock.release()
-            else:
-                self._led = False
             for waiter, following in zip_longest(covered, covered[1:]):
                 waiter.following = following
                 waiter.state = _COVERED
