@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Any, Literal, Unpack
 
 from mqstore.broker.asyncput import AsyncPuts
+from mqstore.broker.begun import Begun
 from mqstore.broker.deadletters import DeadLetterExpiry, DeadLetters
 from mqstore.broker.delay import DelayService
 from mqstore.broker.filters import Filter, parse_filter
@@ -135,7 +136,10 @@ class Broker:
         self._waiters = Waiters(parts, wake("waiters"))
         self._delay = DelayService(parts, wake("delay"), self._retries.dead_letter)
         self._timer = TimerService(parts, wake("timer"))
-        self._pop = PopService(parts, wake("pop"), self._waiters, self._reads, self._retries.dead_letter)
+        self._begun = Begun(parts)
+        self._pop = PopService(
+            parts, wake("pop"), self._waiters, self._reads, self._retries.dead_letter, begun=self._begun
+        )
         self._transactions = Transactions(parts, wake("transactions"))
         keepers: dict[str, Mechanism] = {
             "offsets": parts.offsets,
@@ -394,6 +398,11 @@ class Broker:
         """Failed attempts of an orderly group, by offset."""
         self._check_open()
         return self._pop.attempts(group, topic, queue_id)
+
+    @property
+    def begun(self) -> Begun:
+        """What the handlers of this process begin, and what those of the one before had begun."""
+        return self._begun
 
     def note_attempt(self, group: str, topic: str, queue_id: int, offset: int, attempts: int) -> None:
         """Note how often an orderly group has failed at a message. On disk within a second."""

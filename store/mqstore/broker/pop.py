@@ -27,6 +27,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from mqstore.broker.begun import Begun
 from mqstore.broker.configfile import ConfigFile
 from mqstore.broker.filters import Filter
 from mqstore.broker.names import is_retry_topic, pop_retry_topic
@@ -97,9 +98,11 @@ class PopService:
         reads: Reads,
         dead_letter: DeadLetter,
         *,
+        begun: Begun | None = None,
         rng: Callable[[], float] = random.random,
     ) -> None:
-        """`dead_letter`: `Retries.dead_letter`. `rng`: numbers in [0, 1), which choose the queue to begin with."""
+        """`dead_letter`: `Retries.dead_letter`. `begun`: what handlers had begun; None: what was popped in a process
+        that is gone has used an attempt. `rng`: numbers in [0, 1), which choose the queue to begin with."""
         self._parts = parts
         self._store = parts.store
         self._clock = parts.clock
@@ -123,8 +126,11 @@ class PopService:
         as_loaded = self._orders.version
         self._standard = StandardQueues(self._tables)
         self._fifo = FifoQueues(self._tables)
-        Replay(self._tables, self._fifo).run(release=parts.config.release_in_flight)
+        self._tables.begun = begun
+        Replay(self._tables, self._fifo, begun).run(release=parts.config.release_in_flight)
         self._keeper = PopKeeper(self._tables, wake, self._standard, self._fifo, file, as_loaded)
+        if begun is not None:
+            self._count_begun(begun)
         parts.topics.on_change.append(self._topic_changed)
         parts.groups.on_change.append(self._group_changed)
         parts.topics.in_order.append(self._in_order)
@@ -633,6 +639,35 @@ class PopService:
         self._orders.note_attempt(group, topic, queue_id, offset, count, now_ms)
         self._keeper.save_within(_ATTEMPTS_MS, now_ms)
         self._wake()
+
+    def _count_begun(self, begun: Begun) -> None:
+        """Count an attempt of what handlers had begun in the queue model, and let `begun` forget what is on disk."""
+        now_ms, counted = self._clock.now_ms(), False
+        for group, addresses in begun.groups.items():
+            for address in addresses if self._parts.groups.get(group) is not None else ():
+                topic, queue_id, offset = address
+                committed = self._parts.offsets.committed(group, topic, queue_id)
+                if (
+                    committed is None
+                    or offset < committed
+                    or self._was_popped(QueueKey(topic, group, queue_id), offset)
+                ):
+                    continue
+                attempts = self._orders.attempts(group, topic, queue_id).get(offset, 0) + 1
+                self._orders.note_attempt(group, topic, queue_id, offset, attempts, now_ms)
+                begun.suspect(group, [address])
+                counted = True
+        if counted:
+            self._keeper.save(now_ms)
+        begun.forget()
+
+    def _was_popped(self, key: QueueKey, offset: int) -> bool:
+        """Whether a batch says what became of a message."""
+        state = self._tables.states.get(key)
+        if state is None:
+            return False
+        record = self._tables.order(state)
+        return offset < state.cursor or (record is not None and offset in record.offsets)
 
     # -- as a mechanism ---------------------------------------------------------------------------------------------
 

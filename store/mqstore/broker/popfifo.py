@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
+from mqstore.broker.begun import PROCESS_ENDED
 from mqstore.broker.orderinfo import BATCH_MAX, OrderInfo
 from mqstore.broker.popask import Ask, Claim, Delivery, expired
 from mqstore.broker.poplog import ACK, GIVE, LOCAL, REVIVE, deltas_text, fifo_members
@@ -259,7 +260,8 @@ class FifoQueues:
             if attempt < limit:
                 continue
             try:
-                self._bury(state, record, offset, f"attempt {attempt} of {limit} ended without acknowledgement")
+                reason = f"attempt {attempt} of {limit} ended without acknowledgement"
+                self._bury(state, record, offset, PROCESS_ENDED if offset in state.died else reason)
             except InvalidMessageError as error:
                 # No later try will fare better: its record is as long as one can be. It goes on being delivered.
                 topic, group, queue_id = state.key

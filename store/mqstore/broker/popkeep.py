@@ -92,7 +92,7 @@ class PopKeeper:
             if not self._save_due_ms or now_ms < self._save_due_ms - _ORDER_INFO_MS:
                 self._save_due_ms = now_ms + _ORDER_INFO_MS
             elif now_ms >= self._save_due_ms:
-                self._save_orders(now_ms)
+                self.save(now_ms)
             if self._save_due_ms:
                 times.append(self._save_due_ms)
         return min(times, default=None)
@@ -103,7 +103,7 @@ class PopKeeper:
             self._store.on_growth.remove(self._on_growth)
         self._advance()
         if self._orders.version != self._saved_version:
-            self._save_orders(self._tables.clock.now_ms())
+            self.save(self._tables.clock.now_ms())
             self._advance()
 
     def pins(self) -> Iterable[Pin]:
@@ -168,7 +168,7 @@ class PopKeeper:
             bound = max(bound, low)
         return bound
 
-    def _save_orders(self, now_ms: int) -> None:
+    def save(self, now_ms: int) -> None:
         """Write `consumerOrderInfo.json`, never ahead of the log that it sums up."""
         parts, orders = self._parts, self._orders
         with self._save_lock:

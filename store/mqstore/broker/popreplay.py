@@ -9,7 +9,8 @@
     committed  = the first offset that is in flight or released, else the cursor
 
 What receivers in the dead process held is visible at once (`release_in_flight`): the writer lock proves that they are
-gone. What they had given back comes when it was to come.
+gone. Of a group with push consumers only the messages that a handler had begun have used an attempt (`begun.py`); the
+others were fetched ahead, and are released. What had been given back comes when it was to come.
 
 Where records of the log are lost a batch may be, of which a later one only shows that the cursor went on: what lies
 between counts as handed out and not acknowledged, in a batch of its own.
@@ -24,6 +25,7 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from mqstore.broker.begun import Address, Begun
 from mqstore.broker.names import POP_LOG_GROUP, POP_LOG_TOPIC
 from mqstore.broker.orderinfo import OrderInfo
 from mqstore.broker.popfifo import FifoQueues
@@ -45,8 +47,9 @@ as that can be known."""
 class Replay:
     """One reading of the log into `tables`, which must be empty but for the order info."""
 
-    def __init__(self, tables: PopTables, fifo: FifoQueues) -> None:
+    def __init__(self, tables: PopTables, fifo: FifoQueues, begun: Begun | None = None) -> None:
         self._tables = tables
+        self._begun = begun
         self._fifo = fifo
         self._batches: dict[int, tuple[QueueState, Batch]] = {}
         self._placed: set[QueueKey] = set()
@@ -342,6 +345,8 @@ class Replay:
 
     def _release(self, state: QueueState, now_ms: int) -> None:
         """End the deliveries of receivers that died with their process, as if their time had run out."""
+        if self._begun is not None and (begun := self._begun.groups.get(state.key.group)) is not None:
+            self._tell_apart(state, begun, now_ms)
         for batch in dict.fromkeys(state.in_flight.values()):
             if batch.local:
                 later = {offset: batch.times(offset) for offset in batch.failed or ()}
@@ -356,6 +361,40 @@ class Replay:
                     **{o: now_ms for o in record.unacked() if state.fifo.holds(o) and record.visible_at(o) > now_ms},
                 }
                 self._tables.orders.restore(*state.key, record)
+
+    def _tell_apart(self, state: QueueState, begun: set[Address], now_ms: int) -> None:
+        """Release what was only fetched; say of the rest that its attempt has failed, so that no later open needs to
+        be told which handlers had begun."""
+        log, orders = self._tables.log, self._tables.orders
+
+        def died(offset: int) -> bool:
+            return Address(state.key.topic, state.key.queue_id, offset) in begun
+
+        for batch in dict.fromkeys(state.in_flight.values()):
+            held = [o for o in batch.open_offsets() if state.in_flight.get(o) is batch and batch.holds(o)]
+            if fetched := [offset for offset in held if not died(offset)]:
+                log.put_settled(GIVE, batch.name, fetched)
+                state.give_back(batch, fetched)
+            for offset in filter(died, held):
+                past_ms = min(0, now_ms - batch.pop_time_ms)
+                log.put_change(batch.name, offset, batch.pop_time_ms, past_ms, failed=True)
+                state.change(batch, offset, batch.pop_time_ms, past_ms)
+                batch.note_failed(offset, True)
+                state.died.add(offset)
+        record = self._tables.order(state)
+        if record is None or state.fifo is None:
+            return
+        held = [o for o in record.unacked() if o >= state.cursor and state.fifo.holds(o)]
+        held = [offset for offset in held if record.visible_at(offset) > now_ms]
+        if fetched := [offset for offset in held if not died(offset)]:
+            log.put_settled(GIVE, state.fifo.name, fetched)
+            orders.release(*state.key, fetched, record.pop_time_ms, now_ms)
+        for offset in filter(died, held):
+            log.put_change(state.fifo.name, offset, record.pop_time_ms, now_ms - record.pop_time_ms, failed=True)
+            orders.update_next_visible_time(*state.key, offset, record.pop_time_ms, now_ms)
+            state.fifo.note_failed(offset, True)
+            state.died.add(offset)
+            self._tables.suspect(state.key.group, Address(state.key.topic, state.key.queue_id, offset))
 
     def _in_file(self) -> Iterator[tuple[QueueKey, OrderInfo]]:
         """The FIFO batches of groups that there are, as the file knows them."""

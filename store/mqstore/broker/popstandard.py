@@ -15,6 +15,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 
+from mqstore.broker.begun import PROCESS_ENDED, Address
 from mqstore.broker.names import is_retry_topic, pop_retry_topic
 from mqstore.broker.popask import Ask, Claim, Delivery, expired
 from mqstore.broker.poplog import ACK, GIVE, LOCAL, REVIVE, deltas_text
@@ -277,7 +278,7 @@ class StandardQueues:
                     self._tables.lost(state, offset)
                 else:
                     try:
-                        self._put_again(state.key, message, batch.pop_time_ms, limit)
+                        self._put_again(state, message, batch.pop_time_ms, limit)
                     except InvalidMessageError as error:
                         # Its record is as long as one can be: no copy ever fits. It comes again from where it lies.
                         _log.error("message %d of %s cannot be copied, not even away: %s", offset, state.key, error)
@@ -308,11 +309,14 @@ class StandardQueues:
             yield from (found.get(offset) for offset in offsets[i:j])
             i = j
 
-    def _put_again(self, key: QueueKey, message: Message, pop_time_ms: int, limit: int | None) -> None:
+    def _put_again(self, state: QueueState, message: Message, pop_time_ms: int, limit: int | None) -> None:
         """The copy for the next attempt, or the dead letter when the last has ended."""
-        parts = self._tables.parts
+        parts, key = self._tables.parts, state.key
+        died = message.offset in state.died
         if limit is not None and message.attempt >= limit:
             reason = f"attempt {message.attempt} of {limit} ended without acknowledgement"
+            if died:
+                reason = PROCESS_ENDED
             self._tables.dead_letter(message, key.group, reason, origin_topic=origin_of(key))
             return
         topic = key.topic
@@ -325,7 +329,9 @@ class StandardQueues:
             del properties[name]  # it has waited already
         properties.setdefault(FIRST_POP_TIME, str(pop_time_ms))
         try:
-            parts.road.copy(message, topic, 0, properties, reconsume_times=message.reconsume_times + 1)
+            copy = parts.road.copy(message, topic, 0, properties, reconsume_times=message.reconsume_times + 1)
+            if died:
+                self._tables.suspect(key.group, Address(*copy.queue, copy.offset))
         except InvalidMessageError as error:
             # No later try will fare better: its properties leave no room for those of a copy.
             reason = f"cannot be retried: {error}"

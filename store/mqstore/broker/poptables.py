@@ -16,6 +16,7 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
+from mqstore.broker.begun import Address, Begun
 from mqstore.broker.filters import Filter
 from mqstore.broker.names import RETRY_PREFIX, is_retry_topic
 from mqstore.broker.orderinfo import OrderInfo, OrderInfoTable
@@ -67,6 +68,7 @@ class PopTables(Desk):
         self.waiters = waiters
         self.reads = reads
         self.dead_letter = dead_letter
+        self.begun: Begun | None = None
         self.log = PopLog(parts.store)
         self.orders = OrderInfoTable()
         self.states: dict[QueueKey, QueueState] = {}
@@ -212,6 +214,11 @@ class PopTables(Desk):
             queue_id,
             group,
         )
+
+    def suspect(self, group: str, address: Address) -> None:
+        """A message comes again whose handler had begun when the process was killed."""
+        if self.begun is not None:
+            self.begun.suspect(group, [address])
 
     # -- FIFO records -----------------------------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ from queue import Empty, SimpleQueue
 from types import GeneratorType
 from typing import TypeVar
 
+from mqstore.broker.begun import note
 from mqstore.clock import Clock
 from mqstore.log.message import Message
 from mqstore.signalsafe import Condition
@@ -87,7 +88,7 @@ def cancelled() -> bool:
 class Worker:
     """One who runs jobs, and what it is at: handlers ask, the consumer looks."""
 
-    __slots__ = ("_lock", "awaits", "calls", "ended_at", "ident", "is_cancelled", "lapsed", "messages")
+    __slots__ = ("_lock", "awaits", "calls", "cells", "ended_at", "ident", "is_cancelled", "lapsed", "messages")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -100,6 +101,8 @@ class Worker:
         """When the last that it waited for had ended (`time.perf_counter`)."""
         self.messages: Sequence[Message] = ()
         """What its handler has now; empty: it is in no handler."""
+        self.cells: memoryview | None = None
+        """Where it notes what its handler has, for the next process (broker/begun.py); None: nobody is to know."""
         self.calls = 0
         """Handler calls so far: tells one from the next."""
         self.lapsed = -1
@@ -111,11 +114,15 @@ class Worker:
         """A handler gets these now."""
         self.calls += 1
         self.messages = messages
+        if self.cells is not None:
+            note(self.cells, messages)
 
     def end(self) -> None:
         """It has come back. From here on `lapse` finds nothing; `lapsed == calls` tells that it did before."""
         with self._lock:
             self.messages = ()
+        if self.cells is not None:
+            self.cells[0] = -1
 
     def lapse(self, call: int) -> Sequence[Message]:
         """Make the result of this call void; what its handler has. Empty if it has ended: then its result counts."""
