@@ -105,6 +105,32 @@ def test_a_copy_waits_in_its_level_or_is_a_dead_letter(
         assert "dlq_reason" not in properties
 
 
+# (attempts that have ended, options, level it waits in; None: dead letter, its reason): the group allows 17
+ENDED: list[tuple[int, dict[str, Any], int | None, str | None]] = [
+    (1, {}, 3, None),
+    (3, {}, 5, None),
+    (16, {}, 18, None),
+    (17, {}, None, "attempt 17 failed, 17 are allowed"),
+    (3, {"max_reconsume": 2}, None, "attempt 3 failed, 3 are allowed"),
+    (3, {"max_reconsume": 3}, 5, None),
+    (3, {"delay_level": 1}, 1, None),
+    (3, {"delay_level": -1}, None, "given up by its consumer"),
+    (3, {"delay_level": -1, "reason": "no such customer"}, None, "no such customer"),
+]
+
+
+@pytest.mark.parametrize(("attempts", "options", "level", "reason"), ENDED)
+def test_a_caller_says_how_many_attempts_have_ended(
+    parts: Parts, attempts: int, options: dict[str, Any], level: int | None, reason: str | None
+) -> None:
+    copy = back(parts, put(parts, reconsume=0), attempts=attempts, **options)
+
+    assert copy.reconsume_times == attempts
+    assert copy.topic == ("%DLQ%g" if level is None else SCHEDULE_TOPIC)
+    assert copy.stored_properties()["DELAY"] == str(level or 0)
+    assert copy.stored_properties().get("dlq_reason") == reason
+
+
 def test_a_delay_that_no_level_has_is_a_timer(parts: Parts) -> None:
     properties = (copy := back(parts, put(parts), delay_ms=1_500)).stored_properties()
     assert (copy.topic, properties["REAL_TOPIC"]) == (TIMER_TOPIC, "%RETRY%g")
@@ -222,6 +248,8 @@ def test_the_topics_of_a_group_are_readable_and_writable(parts: Parts) -> None:
         {"delay_ms": 366 * 86_400_000 + 1},
         {"max_reconsume": -1},
         {"max_reconsume": 1 << 31},
+        {"attempts": 0},
+        {"attempts": 1 << 31},
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_is_written(parts: Parts, options: dict[str, Any]) -> None:

@@ -238,6 +238,7 @@ def test_a_message_that_always_fails_has_its_attempts_and_is_a_dead_letter_once(
     [letter] = bench.broker.dead_letters("g")
     assert letter.body == b"0"
     assert letter.properties["dlq_reason"] == "attempt 3 failed: ValueError: no"
+    assert letter.reconsume_times == 3
     assert bench.broker.attempts("g", "t", 0) in ({}, {0: 2})  # forgotten when the file is next written
     assert bench.committed() == 2
 
@@ -277,6 +278,19 @@ def test_what_is_rejected_is_a_dead_letter_at_once(bench: Bench) -> None:
     assert bench.bodies == ["0", "1"]
     [letter] = bench.broker.dead_letters("g")
     assert letter.properties["dlq_reason"] == "no such customer"
+    assert letter.reconsume_times == 1
+
+
+def test_a_message_rejected_at_its_third_attempt_has_had_three(bench: Bench) -> None:
+    def handle(message: Message) -> None:
+        raise Reject("no such customer") if message.attempt == 3 else ValueError("not yet")
+
+    bench.put("0")
+    bench.join(handler=handle, retry=RetryPolicy(9, [1]))
+    bench.advance(10)
+
+    [letter] = bench.broker.dead_letters("g")
+    assert letter.reconsume_times == 3
 
 
 @pytest.mark.parametrize("killed", [False, True])

@@ -522,17 +522,20 @@ class Broker:
         delay_level: int = 0,
         delay: Duration | None = None,
         max_reconsume: int | None = None,
+        attempts: int | None = None,
         reason: str | None = None,
         durability: Durability | None = None,
     ) -> SendReceipt:
         """Have a message that failed come again, to this group alone: after `delay`, by level, or (level 0) by the
-        group's policy; to its dead letters when its attempts are used up, or `delay_level` is negative."""
+        group's policy; to its dead letters when its attempts are used up, or `delay_level` is negative. `attempts` is
+        the number of attempts that have ended; None: one more than the message's `reconsume_times`."""
         return self._retries.send_back(
             group,
             physical_offset,
             delay_level=delay_level,
             delay_ms=None if delay is None else _ms(delay, "delay"),
             max_reconsume=max_reconsume,
+            attempts=attempts,
             reason=reason,
             durability=durability,
         )

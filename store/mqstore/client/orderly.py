@@ -337,7 +337,9 @@ class OrderlyService:
             )
         else:
             try:
-                self._broker.send_back(self._group, message.physical_offset, delay_level=-1, reason=why)
+                self._broker.send_back(
+                    self._group, message.physical_offset, delay_level=-1, attempts=message.attempt, reason=why
+                )
             except StoreClosedError:
                 return False
             except Exception as error:
