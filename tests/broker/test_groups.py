@@ -70,7 +70,6 @@ ATTEMPT_MS += [20 * MINUTE, 30 * MINUTE]
 @pytest.mark.parametrize(("r", "delay_ms"), list(enumerate(SENT_BACK_MS)))
 def test_a_message_sent_back_waits_for_level_three_and_on(r: int, delay_ms: int) -> None:
     assert RetryPolicy().next_delay_ms(r) == delay_ms
-    assert GroupConfig("g").send_back_level_or_delay(r) == ("level", 3 + r)
 
 
 @pytest.mark.parametrize(("attempt", "delay_ms"), list(enumerate(ATTEMPT_MS, 1)))
@@ -87,7 +86,6 @@ def test_behind_the_end_of_the_standard_delays_two_hours_stay_two_hours(far: int
 
 def test_a_negative_count_of_retries_counts_as_none() -> None:
     assert RetryPolicy().next_delay_ms(-1) == 10 * SECOND
-    assert GroupConfig("g").send_back_level_or_delay(-5) == ("level", 3)
     assert RetryPolicy.exponential().next_delay_ms(-1) == 5 * SECOND
 
 
@@ -106,7 +104,7 @@ def test_a_policy_of_ones_own_starts_with_its_first_entry_in_every_model(
 ) -> None:
     config = GroupConfig("g", retry_policy=policy)
     assert [config.delay_ms(attempt) for attempt in range(1, len(expected_ms) + 1)] == expected_ms
-    assert [config.send_back_level_or_delay(r) for r in range(len(expected_ms))] == [("ms", ms) for ms in expected_ms]
+    assert [policy.next_delay_ms(r) for r in range(len(expected_ms))] == expected_ms
 
 
 def test_an_exponent_has_a_bound_so_that_no_attempt_number_takes_for_ever() -> None:

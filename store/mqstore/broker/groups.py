@@ -8,7 +8,7 @@ the delivery that failed, from 1: `attempt` = r + 1. An entry behind the end of 
 ===========  ================================  ==================================  ========================
 kind         queue model sends back            pop and orderly wait                stored as
 ===========  ================================  ==================================  ========================
-levels       entry r + 2 = delay level 3 + r:  entry attempt - 1 of the same 18:   CUSTOMIZED, no list
+levels       entry r + 2 of the standard 18:   entry attempt - 1 of the same 18:   CUSTOMIZED, no list
              10 s, 30 s, 1 m, ...              1 s, 5 s, 10 s, ...
 custom       entry r of the user's list        entry attempt - 1                   CUSTOMIZED, with its list
 exponential  initial * multiplier ** r         initial * multiplier ** (attempt-1) EXPONENTIAL
@@ -44,7 +44,8 @@ _FOR_EVER = 0x7FFF_FFFF
 # RocketMQ's bounds the exponent, so that the number stays one: whatever the multiplier, the maximum is long reached.
 _EXPONENT_MAX = 32
 _STANDARD_MS = delay_table_ms(DEFAULT_DELAY_LEVELS)
-_LEVEL_OF_FIRST_SEND_BACK = 3
+_FIRST_SEND_BACK = 2
+"""Entry of the standard delays for the first retry in the queue model: delay level 3."""
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _START = "mqstoreStart"
 
@@ -140,7 +141,7 @@ class RetryPolicy:
 
     def next_delay_ms(self, reconsume_times: int) -> int:
         """How long a message waits that is sent back in the queue model after it was sent back so often before."""
-        first = _LEVEL_OF_FIRST_SEND_BACK - 1 if self.kind == "levels" else 0
+        first = _FIRST_SEND_BACK if self.kind == "levels" else 0
         return self._entry(max(reconsume_times, 0) + first)
 
     def _entry(self, i: int) -> int:
@@ -277,15 +278,6 @@ class GroupConfig:
     def delay_ms(self, attempt: int) -> int:
         """How long a message stays invisible, or its queue blocked, after delivery `attempt` (from 1) failed."""
         return self.retry_policy.delay_ms(attempt)
-
-    def send_back_level_or_delay(self, reconsume_times: int) -> tuple[Literal["level", "ms"], int]:
-        """What a message sent back for the (`reconsume_times` + 1)-th time waits for: ("level", n) with the standard
-        delays, for the table in force may be another then; else ("ms", delay). A level may lie above the table: it is
-        clamped where messages are put."""
-        times = max(reconsume_times, 0)
-        if self.retry_policy.kind == "levels":
-            return "level", _LEVEL_OF_FIRST_SEND_BACK + times
-        return "ms", self.retry_policy.next_delay_ms(times)
 
     def check_broadcast(self) -> None:
         """NotPermittedError unless members may want every message for themselves."""

@@ -1,7 +1,7 @@
 """What becomes of a message that a group could not consume (broker-semantics 6, 1.4; client-semantics A6.6, A12).
 
     outcome of an attempt                             copy goes to                  with
-    failed, reconsume_times < limit, level 0          %RETRY%group, by the policy   DELAY = 3 + r, or a timer property
+    failed, reconsume_times < limit, level 0          %RETRY%group, by the policy   DELAY, or a timer property
     failed, level > 0 or delay_ms given               %RETRY%group, after that      likewise
     failed, reconsume_times >= limit                  %DLQ%group, queue 0           DELAY = 0, dlq_reason
     level < 0, or a group without retry queues        %DLQ%group, queue 0           likewise
@@ -162,8 +162,7 @@ class Retries:
         queue_id = self._queue_of(topic, config.retry_queues)
         properties = self._marked(message, None)
         if delay_level == 0 and delay_ms is None:
-            kind, amount = config.send_back_level_or_delay(times - 1)
-            delay_level, delay_ms = (amount, None) if kind == "level" else (0, min(amount, self._max_delay_ms))
+            delay_ms = min(config.retry_policy.next_delay_ms(times - 1), self._max_delay_ms)
         self._delay(properties, delay_level, delay_ms)
         try:
             parts.offsets.begin(group, topic, queue_id)

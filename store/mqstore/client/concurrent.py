@@ -39,8 +39,6 @@ NOBODY_AGAIN_MS = 1_000
 TICK_MS = 50
 IDLE_TICKS = 20
 """Ticks without work after which there are none: an idle consumer wakes nobody."""
-TIMEOUT_LEVEL = 3
-"""Delay level of a message whose handler hangs: 10 s."""
 _SETTLE_S = 0.01
 _HAND_OVER_S = 0.4
 _WORTH_MS = 1.0
@@ -311,9 +309,7 @@ class ConcurrentService:
         if queue.dropped or not queue.contains(message):
             return
         try:
-            receipt = self._broker.send_back(
-                self._group, message.physical_offset, delay_level=TIMEOUT_LEVEL, reason="its handler hung"
-            )
+            receipt = self._broker.send_back(self._group, message.physical_offset, reason="its handler hung")
         except StoreClosedError:
             return
         except Exception as error:
