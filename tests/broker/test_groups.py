@@ -171,6 +171,36 @@ def test_a_file_without_retry_queues_means_no_retries_and_is_kept(queues: int) -
 # -- coming into being -------------------------------------------------------------------------------------------------
 
 
+ORDERED_PAUSES_S = [1, 2, 4, 8, 16, 32, 60, 60]
+
+
+@pytest.mark.parametrize(
+    ("settings", "max_attempts", "pauses_s"),
+    [
+        ({}, None, ORDERED_PAUSES_S),
+        ({"start": "latest"}, None, ORDERED_PAUSES_S),
+        ({"max_attempts": 5}, 5, ORDERED_PAUSES_S),
+        ({"retry_max_times": 4}, 5, ORDERED_PAUSES_S),
+        ({"retry_policy": RetryPolicy(3, [7])}, 3, [7, 7]),
+        ({"retry_policy": RetryPolicy()}, 17, [1, 5, 10, 30, 60]),
+        ({"orderly": False}, 17, [1, 5, 10, 30, 60]),
+    ],
+)
+def test_a_group_made_to_consume_in_order_retries_for_ever_unless_told_otherwise(
+    groups: _Groups, settings: dict[str, Any], max_attempts: int | None, pauses_s: list[int]
+) -> None:
+    groups.table.create("g", **{"orderly": True, **settings})
+    config = groups.again().need("g")
+    assert config.max_attempts == max_attempts
+    assert [config.delay_ms(attempt) / 1000 for attempt in range(1, len(pauses_s) + 1)] == pauses_s
+
+
+def test_altering_a_group_to_consume_in_order_changes_no_retries(groups: _Groups) -> None:
+    groups.table.create("g")
+    assert groups.table.alter("g", orderly=True).retry_policy == RetryPolicy()
+    assert groups.table.create("g", orderly=True).retry_policy == RetryPolicy()
+
+
 def test_an_unknown_group_comes_into_being_with_its_first_use_and_stays(groups: _Groups) -> None:
     assert groups.table.get("g") is None
     config = groups.table.need("g")

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from mqstore import ReadOnlyStoreError
-from mqstore.broker.groups import GroupConfig, RetryPolicy
+from mqstore.broker.groups import ORDERED_RETRY, GroupConfig, RetryPolicy
 from mqstore.broker.inspect import group_names
 from mqstore.broker.offline import offline
 from mqstore.broker.parts import Parts
@@ -161,13 +161,15 @@ def _settings(command: Any) -> Any:
             "--retry",
             type=_retry,
             metavar="DELAYS",
-            help="How long a failed message waits: standard, a list ('10s 1m 10m'), or growing ('5s x2 2h').",
+            help="How long a failed message waits: standard, a list ('10s 1m 10m'), or growing ('5s x2 2h'). At first "
+            "standard, with --fifo '1s x2 1m'.",
         ),
         click.option(
             "--max-attempts",
             type=_attempts,
             metavar="N",
-            help="Deliveries before a message is a dead letter, the first included; or unlimited. 17 at first.",
+            help="Deliveries before a message is a dead letter, the first included; or unlimited. At first 17, with "
+            "--fifo unlimited.",
         ),
     ):
         command = decorate(command)
@@ -206,7 +208,7 @@ def _given(
 Examples:
   mqstore groups create var/mq billing
   mqstore groups create var/mq billing --max-attempts 5 --retry '10s 1m 10m' --start latest
-  mqstore groups create var/mq ledger --fifo --max-attempts unlimited""",
+  mqstore groups create var/mq ledger --fifo --max-attempts 5""",
 )
 @directory_argument
 @click.argument("name")
@@ -214,10 +216,15 @@ Examples:
 @dry_run_option
 @json_option
 def create(directory: Path, name: str, dry_run: bool, json_output: bool, **typed: Any) -> None:
-    """Create the consumer group NAME in the store in DIR."""
+    """Create the consumer group NAME in the store in DIR.
+
+    A group created with --fifo retries for ever: a message that always fails stops its queue. Give --max-attempts if
+    you prefer a gap to a halt.
+    """
 
     def change(parts: Parts) -> None:
-        parts.groups.create(name, exist_ok=False, **_given(RetryPolicy(), **typed))
+        policy = ORDERED_RETRY if typed["fifo"] else RetryPolicy()
+        parts.groups.create(name, exist_ok=False, **_given(policy, **typed))
 
     if dry_run:
         with planning(directory) as parts, suppress(ReadOnlyStoreError):

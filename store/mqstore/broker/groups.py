@@ -23,7 +23,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from mqstore.broker.configfile import ConfigFile, DataVersion, member, object_member
 from mqstore.broker.names import check_group, is_system_group
@@ -33,7 +33,16 @@ from mqstore.files.filesystem import FileSystem
 from mqstore.log.store import MessageStore
 from mqstore.options import DEFAULT_DELAY_LEVELS, Duration, StoreConfig, delay_table_ms, seconds
 
-__all__ = ["FORBIDDEN_READ", "GroupConfig", "GroupTable", "RetryPolicy", "backoff", "check_groups", "exponential"]
+__all__ = [
+    "FORBIDDEN_READ",
+    "ORDERED_RETRY",
+    "GroupConfig",
+    "GroupTable",
+    "RetryPolicy",
+    "backoff",
+    "check_groups",
+    "exponential",
+]
 
 FORBIDDEN_READ = 2
 """Index of the forbidden bit that stops a group from reading a topic."""
@@ -213,6 +222,9 @@ def _checked_attempts(max_attempts: int | None) -> int | None:
         raise ConfigError(f"max_attempts must be an integer from 1, or None for ever, not {max_attempts!r}")
     return max_attempts
 
+
+ORDERED_RETRY: Final = RetryPolicy.exponential(1, 2, 60, max_attempts=None)
+"""Retry policy of a group that is created to consume in order: no limit, so that an outage leaves no gap."""
 
 # member of the file -> field, type, and what RocketMQ takes where it is absent; the policy and `start` come apart
 _MEMBERS: dict[str, tuple[str, type, Any]] = {
@@ -415,14 +427,16 @@ class GroupTable:
 
     def create(self, name: str, *, exist_ok: bool = True, **settings: Any) -> GroupConfig:
         """Enter a group; `settings` are fields of `GroupConfig`, and `max_attempts` (None: for ever) for those of the
-        policy, or `retry_max_times` for one less.
+        policy, or `retry_max_times` for one less. A group created with `orderly=True` has the policy `ORDERED_RETRY`
+        where these do not say otherwise.
 
         With `exist_ok` a group that is there is returned as it is; else it is a ConfigError, as is a name or a setting
         that cannot be. NotPermittedError for a group of the engine's own, StoreFullError and StoreIOError when it
         cannot be saved.
         """
         _check_user_group(name)
-        return self._put(_with(GroupConfig(name), settings), exist_ok=exist_ok)
+        policy = ORDERED_RETRY if settings.get("orderly") else RetryPolicy()
+        return self._put(_with(GroupConfig(name, retry_policy=policy), settings), exist_ok=exist_ok)
 
     def alter(self, name: str, **settings: Any) -> GroupConfig:
         """Change the settings that are given. GroupNotFoundError without such a group; else as `create`."""

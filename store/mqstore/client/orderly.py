@@ -9,8 +9,8 @@
                                +--> failed, none left   dead letter first, then commit; go on
 
 There is at most one task of a queue, and a message is not begun before its predecessor is settled. How often a message
-failed is kept by the broker, and survives a restart. What is given up leaves a hole in the order: with
-`max_attempts=None` a message that always fails stops its queue for ever instead.
+failed is kept by the broker, and survives a restart. A message that always fails stops its queue for ever, unless the
+group has a limit of attempts: then it is given up, and leaves a hole in the order.
 
 With `max_uncommitted` a handler gets a transaction and says itself what is done (A7.6): until then messages stay open,
 and a bound on their number and age makes it impossible that they pile up unseen, as with RocketMQ's autoCommit=false.
@@ -47,8 +47,9 @@ from mqstore.options import Duration, seconds
 __all__ = ["BatchTx", "OrderlyService"]
 
 LOCK_LATE_MS = 100
-SUSPEND_MS = 1_000
-SUSPEND_MIN_MS, SUSPEND_MAX_MS = 10, 30_000
+NOBODY_AGAIN_MS = 1_000
+"""When to look again whether anybody handles what nobody did: by then its queue is gone, as a rule."""
+SUSPEND_MIN_MS, SUSPEND_MAX_MS = 10, 60_000
 TX_MAX_MS = 60_000
 """How long messages may be left open by a handler that takes a transaction."""
 TICK_MS = 1_000
@@ -138,7 +139,7 @@ class OrderlyService:
         time_slice_ms: int,
         broadcasting: bool,
     ) -> None:
-        """`suspend_ms` None: the delays of the group's retry policy if it has its own, else one second."""
+        """`suspend_ms` None: the delays of the group's retry policy."""
         self.assignment: Assignment
         self._broker = broker
         self._group = group
@@ -283,7 +284,7 @@ class OrderlyService:
         queue = task.queue
         if not is_retry_topic(queue.queue.topic):  # not any more: the queue is about to be given up, and these with it
             queue.again(batch)
-            return SUSPEND_MS
+            return NOBODY_AGAIN_MS
         batch = self._cut(queue, batch, len(batch))
         why = f"a retry of topic {batch[0].topic!r}, to which nobody of group {self._group!r} subscribes any more"
         self._handling.report(ConfigError(why), "it comes again", batch[0])
@@ -376,8 +377,7 @@ class OrderlyService:
         elif self._suspend_ms is not None:
             wait_ms = self._suspend_ms
         else:
-            policy = self._broker.groups.need(self._group).retry_policy
-            wait_ms = SUSPEND_MS if policy.kind == "levels" else policy.delay_ms(first.attempt)
+            wait_ms = self._broker.groups.need(self._group).delay_ms(first.attempt)
         return min(max(wait_ms, SUSPEND_MIN_MS), SUSPEND_MAX_MS)
 
     # -- transactions -----------------------------------------------------------------------------------------------

@@ -184,10 +184,11 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         max_span           a message that is not done lets others get ahead so many offsets at most (2000). Not
                            ordered, mode "queue" only
         retry              when failed messages come again, and after how many attempts they are dead letters; None: as
-                           the group has it
+                           the group has it. A new ordered group retries for ever, after 1, 2, 4 s and so on, at most
+                           60 s
         consume_timeout    seconds after which a handler is given up: its messages come again. Ordered: it is only told
-        suspend            ordered, mode "queue": for how long a failure holds its queue up, 0.01 to 30 s; None: as
-                           the retry policy says if the group has its own, else 1 s
+        suspend            ordered, mode "queue": for how long a failure holds its queue up, 0.01 to 60 s; None: as
+                           the retry policy says, at most 60 s
         parallel_groups    ordered, mode "pop": of what was fetched of a queue, message groups are handled side by side,
                            the messages of each one after the other (those without a group: as one). All members
                            alike (A8.5, D13)
@@ -345,7 +346,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
                 *parts,
                 batch_size=self._batch_size,
                 consume_timeout_ms=timeout_ms,
-                suspend_ms=None if suspend is None else _milliseconds("suspend", suspend, 0.01, 30),
+                suspend_ms=None if suspend is None else _milliseconds("suspend", suspend, 0.01, 60),
                 time_slice_ms=_milliseconds("time_slice", 60 if time_slice is None else time_slice, 0.001, 86_400),
                 broadcasting=broadcasting,
             )
