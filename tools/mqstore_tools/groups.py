@@ -10,7 +10,7 @@ import click
 
 from mqstore import ReadOnlyStoreError
 from mqstore.broker.groups import ORDERED_RETRY, GroupConfig, RetryPolicy
-from mqstore.broker.inspect import group_names
+from mqstore.broker.inspect import PopView, group_names, pop_view
 from mqstore.broker.offline import offline
 from mqstore.broker.parts import Parts
 from mqstore.errors import GroupNotFoundError
@@ -19,6 +19,7 @@ from mqstore.options import delay_table_ms
 from mqstore_tools.opened import DefaultGroup, ask, dry_run_option, looking, moment, planning, show_ms, tell, yes_option
 from mqstore_tools.render import console, print_json, safe, table, when
 from mqstore_tools.shared import StoreCommand, directory_argument, json_option
+from mqstore_tools.suspended import show_suspended, suspended_of
 
 __all__ = ["groups"]
 
@@ -57,9 +58,14 @@ def list_(directory: Path, json_output: bool) -> None:
     """Show the consumer groups of the store in DIR: attempts, retry delays, where they start, topics they consume.
 
     A group that has progress and no entry in config/subscriptionGroup.json is shown with what it would start with.
+
+    Below stand the queues of ordered groups that are suspended: by which message, since when, in which attempt, with
+    which error. `mqstore lag` tells them, too.
     """
     with looking(directory) as parts:
-        rows = [_row(parts, name) for name in group_names(parts)]
+        now_ms = parts.clock.now_ms()
+        pops = pop_view(parts, now_ms)
+        rows = [{**_row(parts, name), "suspended": _suspended(pops, name)} for name in group_names(parts)]
     if json_output:
         print_json({"groups": rows})
         return
@@ -81,6 +87,13 @@ def list_(directory: Path, json_output: bool) -> None:
             ],
         )
     )
+    show_suspended(pops, [row["name"] for row in rows], now_ms)
+
+
+def _suspended(pops: PopView, name: str) -> list[dict[str, Any]]:
+    return [
+        {"topic": topic, "queue_id": queue_id, **row} for (topic, queue_id), row in suspended_of(pops, name).items()
+    ]
 
 
 def _row(parts: Parts, name: str) -> dict[str, Any]:

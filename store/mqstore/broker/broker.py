@@ -34,6 +34,7 @@ from mqstore.broker.members import Members, Mode
 from mqstore.broker.metrics import Metrics
 from mqstore.broker.names import check_user_topic
 from mqstore.broker.offsets import OffsetTable
+from mqstore.broker.orderinfo import Suspended
 from mqstore.broker.parts import Mechanism, Parts, Pin, delete_group, open_parts
 from mqstore.broker.pop import Delivery, PopService
 from mqstore.broker.reading import Loss, ReadResult, Reads
@@ -395,10 +396,18 @@ class Broker:
         self._check_open()
         return self._pop.attempts(group, topic, queue_id)
 
-    def note_attempt(self, group: str, topic: str, queue_id: int, offset: int, attempts: int) -> None:
-        """Note how often an orderly group has failed at a message. On disk within a second."""
+    def note_attempt(
+        self, group: str, topic: str, queue_id: int, offset: int, attempts: int, *, error: str = ""
+    ) -> None:
+        """Note how often an orderly group has failed at a message, and the error of the last attempt. On disk within a
+        second."""
         self._check_open()
-        self._pop.note_attempt(group, topic, queue_id, offset, attempts)
+        self._pop.note_attempt(group, topic, queue_id, offset, attempts, error)
+
+    def suspended(self, group: str) -> dict[QueueRef, Suspended]:
+        """The queues that a failed message of an ordered group holds up, by `pop(order=True)` or by an ordered push
+        consumer: from its first failure until it is settled, also while the next attempt runs."""
+        return {QueueRef(*queue): suspended for queue, suspended in self._pop.suspended(group).items()}
 
     # -- members and locks ------------------------------------------------------------------------------------------
 
@@ -486,10 +495,13 @@ class Broker:
         receipt: str,
         delay: Duration | None = None,
         *,
+        error: str = "",
         durability: Durability | None = None,
     ) -> str | None:
-        """Give a delivery back as failed: it comes again after `delay`, None: by the group's retry policy."""
-        return self._pop.nack(group, topic, receipt, None if delay is None else _ms(delay, "delay"), durability)
+        """Give a delivery back as failed: it comes again after `delay`, None: by the group's retry policy. `error` is
+        what `suspended` tells of a queue that is popped in order."""
+        delay_ms = None if delay is None else _ms(delay, "delay")
+        return self._pop.nack(group, topic, receipt, delay_ms, durability, error=error)
 
     def release(self, group: str, topic: str, receipts: Sequence[str], *, durability: Durability | None = None) -> None:
         """Give deliveries back unseen: they come again at once, the attempt not counted."""

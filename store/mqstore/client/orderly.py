@@ -34,6 +34,7 @@ from functools import partial
 
 from mqstore.broker.broker import Broker
 from mqstore.broker.names import is_retry_topic
+from mqstore.broker.orderinfo import OrderInfoTable
 from mqstore.client.assignment import Assignment
 from mqstore.client.handling import Failure, Handling, Subscription
 from mqstore.client.outcome import shortened
@@ -157,8 +158,8 @@ class OrderlyService:
         """By topic, too: a retry topic holds messages of several."""
         self._tasks = 0
         self._ticking = False
-        self._failed_here: dict[ProcessQueue, dict[int, int]] = {}
-        """Broadcasting: failed attempts, which the broker keeps for groups only."""
+        self.own = OrderInfoTable() if broadcasting else None
+        """Failed attempts of a broadcasting consumer. Those of a group are kept by the broker."""
         self._seen: dict[Worker, tuple[int, int]] = {}
         """The call that each worker was in at the last tick, and when that was first seen."""
 
@@ -322,7 +323,7 @@ class OrderlyService:
             again.append(message)
         if not again:
             return None
-        self._note(task, again)
+        self._note(task, again, failure.reason)
         self._handling.settled(again, "retry", took_ms)
         queue.again(again)
         return AGAIN_MS if stuck else self._pause_ms(failure, again[0])
@@ -353,22 +354,22 @@ class OrderlyService:
         return True
 
     def _failed_before(self, queue: ProcessQueue) -> dict[int, int]:
-        if self._broadcasting:
-            return self._failed_here.get(queue, {})
-        return self._broker.attempts(self._group, *queue.queue)
+        kept = self._broker if self.own is None else self.own
+        return kept.attempts(self._group, *queue.queue)
 
-    def _note(self, task: _Task, batch: Sequence[Message]) -> None:
+    def _note(self, task: _Task, batch: Sequence[Message], error: str) -> None:
         """One more failed attempt of each of these, the first that are not settled."""
-        first = batch[0].offset
+        ref, first = task.queue.queue, batch[0].offset
         failed = {offset: times for offset, times in task.failed.items() if offset >= first}
         for message in batch:
             failed[message.offset] = times = failed.get(message.offset, 0) + 1
-            if not self._broadcasting:
-                self._broker.note_attempt(self._group, *task.queue.queue, message.offset, times)
+            if self.own is None:
+                self._broker.note_attempt(self._group, *ref, message.offset, times, error=error)
+            else:
+                self.own.note_attempt(self._group, *ref, message.offset, times, self._clock.now_ms(), error)
         task.failed = failed
-        if self._broadcasting:
-            live = {queue: counts for queue, counts in self._failed_here.items() if not queue.dropped}
-            self._failed_here = {**live, task.queue: failed}
+        if self.own is not None:
+            self.own.drop_attempts(self._group, *ref, first)
 
     def _pause_ms(self, failure: Failure, first: Message) -> int:
         delay_s = shortened(failure.delay_s, SUSPEND_MAX_MS / 1000, self._handling.log, first)

@@ -33,6 +33,7 @@ from mqstore.broker.groups import GroupConfig, RetryPolicy
 from mqstore.broker.localoffsets import LOCAL_OFFSETS, LocalOffsets
 from mqstore.broker.members import Mode
 from mqstore.broker.names import check_group, retry_topic
+from mqstore.broker.orderinfo import OrderInfoTable, Suspended
 from mqstore.broker.statistics import CounterKey, Rate, StatisticsSnapshot, Total
 from mqstore.client.allocation import Strategy, strategy_named
 from mqstore.client.assignment import Assignment
@@ -135,6 +136,9 @@ class ConsumerStats:
     """Empty in mode "pop"."""
     running: int
     """Workers in a handler now."""
+    suspended: Mapping[QueueRef, Suspended]
+    """The queues that a failed message holds up, from its first failure until it is settled: of the whole ordered
+    group, in either mode; of a broadcasting consumer its own."""
 
 
 class Engine(Protocol):
@@ -174,7 +178,8 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         mode               "queue": each queue is one member's, progress is an offset. "pop": any member takes any
                            message, each is acknowledged by itself, and a slow one holds nothing up
         model              "clustering": the members share the messages. "broadcasting": each has all of them, with
-                           progress of its own under `client_id`; what fails is passed over
+                           progress of its own under `client_id`; what fails is passed over, in order once
+                           its attempts are used up
         start              where a new group begins: "earliest", "latest", an aware datetime
         batch_size         more than 1: handlers take a tuple of up to so many messages of one topic
         prefetch           messages of a queue held here at most (mode "pop": of all); `prefetch_bytes` likewise
@@ -326,6 +331,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         service: ConcurrentService | OrderlyService
         parts = (broker, group, self._workers, self._handling)
         self._engine: Engine
+        self._own: OrderInfoTable | None = None
         if pops:
             self._engine = PopEngine(
                 broker,
@@ -350,6 +356,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
                 time_slice_ms=_milliseconds("time_slice", 60 if time_slice is None else time_slice, 0.001, 86_400),
                 broadcasting=broadcasting,
             )
+            self._own = service.own
         else:
             service = ConcurrentService(
                 *parts, batch_size=self._batch_size, consume_timeout_ms=timeout_ms, broadcasting=broadcasting
@@ -672,16 +679,24 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         """A snapshot."""
         counted = self._handling.statistics.snapshot()
         names = sorted({topic for _, topic in counted.totals})
+        infos = self._engine.infos()
         return ConsumerStats(
             group=self.group,
             client_id=self.client_id,
             topics={name: _topic_stats(counted, name) for name in names},
             queues={
                 info.queue: QueueStats(info, committed, self._broker.max_offset(*info.queue))
-                for info, committed in self._engine.infos()
+                for info, committed in infos
             },
             running=self._engine.running(),
+            suspended=self._suspended({info.queue: committed for info, committed in infos}),
         )
+
+    def _suspended(self, committed: Mapping[QueueRef, int | None]) -> dict[QueueRef, Suspended]:
+        if self._own is None:
+            return self._broker.suspended(self.group)
+        own = self._own.suspended(self.group, lambda topic, _, queue_id: committed.get(QueueRef(topic, queue_id)))
+        return {QueueRef(*queue): suspended for queue, suspended in own.items()}
 
     def __repr__(self) -> str:
         return f"<PushConsumer {self.client_id} of group {self.group!r}, {self._state}>"
