@@ -29,6 +29,7 @@ from mqstore.broker.broker import Broker
 from mqstore.broker.deadletters import DeadLetters
 from mqstore.broker.filters import Filter
 from mqstore.broker.groups import GroupConfig, RetryPolicy, backoff, exponential
+from mqstore.broker.orderinfo import Suspended
 from mqstore.broker.road import SendOptions
 from mqstore.broker.topics import TopicConfig
 from mqstore.client.allocation import fixed_queues
@@ -169,6 +170,7 @@ __all__ = [
     "StoreLockedError",
     "StoreStats",
     "SubscriptionConflictError",
+    "Suspended",
     "SystemClock",
     "Task",
     "TopicConfig",

@@ -118,7 +118,8 @@ class Queue:
         ordered     an item on loan, or waiting for its next attempt, holds back all behind it. A property of the queue:
                     set when it comes into being, the same for all afterwards
         retry       when a failed item comes again, and after how many attempts it is a dead letter; None: what the
-                    queue has, for a new one 17 attempts with pauses from 1 s to 2 h
+                    queue has. A new one has 17 attempts with pauses from 1 s to 2 h; a new ordered one has no limit,
+                    with pauses from 1 s to 60 s
         codec       `BYTES` (default, and None), `TEXT`, `JSON`, or an object with `encode` and `decode`
         maxsize     `put` waits while so many items are not done; 0: no limit
 

@@ -70,7 +70,6 @@ ATTEMPT_MS += [20 * MINUTE, 30 * MINUTE]
 @pytest.mark.parametrize(("r", "delay_ms"), list(enumerate(SENT_BACK_MS)))
 def test_a_message_sent_back_waits_for_level_three_and_on(r: int, delay_ms: int) -> None:
     assert RetryPolicy().next_delay_ms(r) == delay_ms
-    assert GroupConfig("g").send_back_level_or_delay(r) == ("level", 3 + r)
 
 
 @pytest.mark.parametrize(("attempt", "delay_ms"), list(enumerate(ATTEMPT_MS, 1)))
@@ -87,7 +86,6 @@ def test_behind_the_end_of_the_standard_delays_two_hours_stay_two_hours(far: int
 
 def test_a_negative_count_of_retries_counts_as_none() -> None:
     assert RetryPolicy().next_delay_ms(-1) == 10 * SECOND
-    assert GroupConfig("g").send_back_level_or_delay(-5) == ("level", 3)
     assert RetryPolicy.exponential().next_delay_ms(-1) == 5 * SECOND
 
 
@@ -106,7 +104,7 @@ def test_a_policy_of_ones_own_starts_with_its_first_entry_in_every_model(
 ) -> None:
     config = GroupConfig("g", retry_policy=policy)
     assert [config.delay_ms(attempt) for attempt in range(1, len(expected_ms) + 1)] == expected_ms
-    assert [config.send_back_level_or_delay(r) for r in range(len(expected_ms))] == [("ms", ms) for ms in expected_ms]
+    assert [policy.next_delay_ms(r) for r in range(len(expected_ms))] == expected_ms
 
 
 def test_an_exponent_has_a_bound_so_that_no_attempt_number_takes_for_ever() -> None:
@@ -171,6 +169,36 @@ def test_a_file_without_retry_queues_means_no_retries_and_is_kept(queues: int) -
 
 
 # -- coming into being -------------------------------------------------------------------------------------------------
+
+
+ORDERED_PAUSES_S = [1, 2, 4, 8, 16, 32, 60, 60]
+
+
+@pytest.mark.parametrize(
+    ("settings", "max_attempts", "pauses_s"),
+    [
+        ({}, None, ORDERED_PAUSES_S),
+        ({"start": "latest"}, None, ORDERED_PAUSES_S),
+        ({"max_attempts": 5}, 5, ORDERED_PAUSES_S),
+        ({"retry_max_times": 4}, 5, ORDERED_PAUSES_S),
+        ({"retry_policy": RetryPolicy(3, [7])}, 3, [7, 7]),
+        ({"retry_policy": RetryPolicy()}, 17, [1, 5, 10, 30, 60]),
+        ({"orderly": False}, 17, [1, 5, 10, 30, 60]),
+    ],
+)
+def test_a_group_made_to_consume_in_order_retries_for_ever_unless_told_otherwise(
+    groups: _Groups, settings: dict[str, Any], max_attempts: int | None, pauses_s: list[int]
+) -> None:
+    groups.table.create("g", **{"orderly": True, **settings})
+    config = groups.again().need("g")
+    assert config.max_attempts == max_attempts
+    assert [config.delay_ms(attempt) / 1000 for attempt in range(1, len(pauses_s) + 1)] == pauses_s
+
+
+def test_altering_a_group_to_consume_in_order_changes_no_retries(groups: _Groups) -> None:
+    groups.table.create("g")
+    assert groups.table.alter("g", orderly=True).retry_policy == RetryPolicy()
+    assert groups.table.create("g", orderly=True).retry_policy == RetryPolicy()
 
 
 def test_an_unknown_group_comes_into_being_with_its_first_use_and_stays(groups: _Groups) -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mqstore.broker.orderinfo import ILLEGAL, NO_COMMIT, OrderInfo, OrderInfoTable, check_order_info
+from mqstore.broker.orderinfo import ILLEGAL, NO_COMMIT, OrderInfo, OrderInfoTable, Suspended, check_order_info
 from mqstore.broker.receipts import parse_counts, topic_mark
 from mqstore.files.jsonfile import decode_json, encode_json
 
@@ -448,7 +448,7 @@ def test_releasing_an_old_batch_changes_nothing() -> None:
 
 def test_attempts_survive_a_restart_in_the_documented_shape() -> None:
     table = OrderInfoTable()
-    table.note_attempt("g", "t", 0, 12, 1, T0)
+    table.note_attempt("g", "t", 0, 12, 1, T0, "KeyError: 'id'")
     table.note_attempt("g", "t", 0, 10, 3, T0 + 1)
     assert table.as_json()["table"]["t@g"]["0"] == {
         "popTime": 0,
@@ -456,9 +456,42 @@ def test_attempts_survive_a_restart_in_the_documented_shape() -> None:
         "o": [10, 2],
         "oc": {"10": 3, "12": 1},
         "l": T0 + 1,
+        "susp": {"10": [3, T0 + 1, ""], "12": [1, T0, "KeyError: 'id'"]},
     }
     reload(table)
     assert table.attempts("g", "t", 0) == {10: 3, 12: 1}
+    assert table.suspended("g", past) == {}
+    assert table.suspended("g", lambda *queue: 11) == {("t", 0): Suspended(12, 1, T0, "KeyError: 'id'")}
+
+
+def test_a_failed_message_stays_known_over_pops_until_it_is_acknowledged() -> None:
+    table = OrderInfoTable()
+    table.update(None, *KEY, T0, INV, [4, 5, 6], T0)
+    table.note_failed(*KEY, 5, 1, T0 + 1, "no")
+    table.note_failed(*KEY, 4, 1, T0 + 2, "")
+    table.note_failed(*KEY, 7, 1, T0 + 2, "never popped")
+    table.update(None, *KEY, T0 + 3, INV, [4, 5], T0 + 3)
+    table.note_failed(*KEY, 5, 2, T0 + 4, "not yet")
+    reload(table)
+    assert table.suspended("g", lambda *queue: 4) == {("t", 0): Suspended(4, 1, T0 + 2, "")}
+    assert table.suspended("h", lambda *queue: 4) == {}
+
+    table.commit_and_next(*KEY, 4, T0 + 3, 4)
+    assert table.suspended("g", lambda *queue: 5) == {("t", 0): Suspended(5, 2, T0 + 1, "not yet")}
+    table.commit_and_next(*KEY, 5, T0 + 3, 5)
+    table.note_failed(*KEY, 5, 3, T0 + 5, "too late")
+    table.update(None, *KEY, T0 + 6, INV, [5, 6], T0 + 6)
+    assert table.suspended("g", lambda *queue: 0) == {}
+
+
+def test_of_offsets_that_are_gone_no_failure_is_known() -> None:
+    table = OrderInfoTable()
+    for offset in (3, 4):
+        table.note_attempt("g", "t", 0, offset, 1, T0, "no")
+    assert table.cut(lambda topic, queue_id: 4)
+    record = table.get(*KEY)
+    assert record is not None
+    assert list(record.suspended) == [3]
 
 
 def test_attempts_block_no_pop_and_take_no_ack() -> None:
@@ -682,6 +715,9 @@ BAD_ENTRIES: list[Any] = [
     {"o": [1], "oc": []}, {"o": [1], "oc": {"x": 1}}, {"o": [1], "oc": {"01": 1}}, {"o": [1], "oc": {"1": -1}},
     {"o": [1], "ot": {"1": None}}, {"o": [1], "popTime": "now"}, {"o": [1], "i": 1.5}, {"o": [1], "l": -5},
     {"o": [0, *range(1, 64)], "popTime": 1}, {"o": [0, *range(1, 64)], "cm": 1},
+    {"o": [1], "susp": []}, {"o": [1], "susp": {"x": [1, 1, ""]}}, {"o": [1], "susp": {"1": [1, 1]}},
+    {"o": [1], "susp": {"1": [1, 1, 1]}}, {"o": [1], "susp": {"1": ["1", 1, ""]}},
+    {"o": [1], "susp": {"1": [1, -1, ""]}},
 ]  # fmt: skip
 
 
@@ -735,15 +771,20 @@ def test_any_json_is_read_or_refused_and_what_is_read_works(value: Any) -> None:
 
 def test_copies_handed_out_and_in_are_copies() -> None:
     table = OrderInfoTable()
-    mine = OrderInfo((4, 6), T0, INV, T0, counts={4: 1}, visible_ms={6: T0 + 9})
+    known = Suspended(4, 1, T0, "no")
+    mine = OrderInfo((4, 6), T0, INV, T0, counts={4: 1}, visible_ms={6: T0 + 9}, suspended={4: known})
     table.restore(*KEY, mine)
     assert mine.counts is not None
     mine.counts[4] = 99
+    mine.suspended.clear()
     mine.acked = 3
     handed = table.get(*KEY)
     assert handed is not None
     assert handed.counts == {4: 1}
+    assert handed.suspended == {4: known}
+    handed.suspended.clear()
     handed.acked = 3
+    assert table.suspended("g", lambda *queue: 0) == {("t", 0): known}
     assert table.next_offset(*KEY) == 4
 
 
@@ -753,6 +794,7 @@ def test_the_version_grows_with_every_change_and_only_then() -> None:
         lambda: table.update(None, *KEY, T0, INV, [0, 1], T0),
         lambda: table.commit_and_next(*KEY, 0, T0, 0),
         lambda: table.update_next_visible_time(*KEY, 1, T0, T0),
+        lambda: table.note_failed(*KEY, 1, 1, T0, "no"),
         lambda: table.release(*KEY, [1], T0, T0),
         lambda: table.clear_block(*KEY),
         lambda: table.note_attempt("g", "t", 0, 1, 1, T0),

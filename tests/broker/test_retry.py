@@ -105,6 +105,66 @@ def test_a_copy_waits_in_its_level_or_is_a_dead_letter(
         assert "dlq_reason" not in properties
 
 
+@pytest.mark.parametrize("times", range(16))
+def test_with_the_standard_table_a_retry_is_stored_as_level_3_and_on(parts: Parts, times: int) -> None:
+    assert back(parts, put(parts, reconsume=times)).stored_properties()["DELAY"] == str(min(3 + times, 18))
+
+
+# (table in force, reconsume times of what failed, level it waits in; None: the timer), companion A12: 10 s, 30 s, ...
+TABLES: list[tuple[str, int, int | None]] = [
+    ("1h 5h", 0, None),
+    ("1h 5h", 13, None),
+    ("1h 5h", 14, 1),
+    ("1h 5h", 15, None),
+    ("10s 1m 2h", 0, 1),
+    ("10s 1m 2h", 1, None),
+    ("10s 1m 2h", 2, 2),
+    ("10s 1m 2h", 15, 3),
+]
+SENT_BACK_S = [10, 30, *(60 * n for n in range(1, 11)), 1_200, 1_800, 3_600, 7_200]
+
+
+@pytest.mark.parametrize(("table", "times", "level"), TABLES)
+def test_another_level_table_leaves_the_pauses_of_retries_as_they_are(
+    tmp_path: Path, table: str, times: int, level: int | None
+) -> None:
+    parts = new_parts(tmp_path / "other", delay_levels=table)
+    properties = (copy := back(parts, put(parts, reconsume=times))).stored_properties()
+    if level is None:
+        due_ms = START_MS + SENT_BACK_S[times] * 1_000
+        assert copy.topic == TIMER_TOPIC
+        assert due_ms - 1_000 <= int(properties["TIMER_OUT_MS"]) <= due_ms
+    else:
+        assert (copy.topic, properties["DELAY"]) == (SCHEDULE_TOPIC, str(level))
+    parts.store.close()
+
+
+# (attempts that have ended, options, level it waits in; None: dead letter, its reason): the group allows 17
+ENDED: list[tuple[int, dict[str, Any], int | None, str | None]] = [
+    (1, {}, 3, None),
+    (3, {}, 5, None),
+    (16, {}, 18, None),
+    (17, {}, None, "attempt 17 failed, 17 are allowed"),
+    (3, {"max_reconsume": 2}, None, "attempt 3 failed, 3 are allowed"),
+    (3, {"max_reconsume": 3}, 5, None),
+    (3, {"delay_level": 1}, 1, None),
+    (3, {"delay_level": -1}, None, "given up by its consumer"),
+    (3, {"delay_level": -1, "reason": "no such customer"}, None, "no such customer"),
+]
+
+
+@pytest.mark.parametrize(("attempts", "options", "level", "reason"), ENDED)
+def test_a_caller_says_how_many_attempts_have_ended(
+    parts: Parts, attempts: int, options: dict[str, Any], level: int | None, reason: str | None
+) -> None:
+    copy = back(parts, put(parts, reconsume=0), attempts=attempts, **options)
+
+    assert copy.reconsume_times == attempts
+    assert copy.topic == ("%DLQ%g" if level is None else SCHEDULE_TOPIC)
+    assert copy.stored_properties()["DELAY"] == str(level or 0)
+    assert copy.stored_properties().get("dlq_reason") == reason
+
+
 def test_a_delay_that_no_level_has_is_a_timer(parts: Parts) -> None:
     properties = (copy := back(parts, put(parts), delay_ms=1_500)).stored_properties()
     assert (copy.topic, properties["REAL_TOPIC"]) == (TIMER_TOPIC, "%RETRY%g")
@@ -222,6 +282,8 @@ def test_the_topics_of_a_group_are_readable_and_writable(parts: Parts) -> None:
         {"delay_ms": 366 * 86_400_000 + 1},
         {"max_reconsume": -1},
         {"max_reconsume": 1 << 31},
+        {"attempts": 0},
+        {"attempts": 1 << 31},
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_is_written(parts: Parts, options: dict[str, Any]) -> None:

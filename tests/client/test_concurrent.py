@@ -356,7 +356,8 @@ def test_who_takes_too_long_has_its_message_sent_back_once_and_its_end_is_void(b
     assert bench.broker.max_offset(RETRIES, 0) == 1
 
 
-def test_what_hung_comes_again_after_ten_seconds(bench: PushBench) -> None:
+@pytest.mark.parametrize("mode", ["queue", "pop"])
+def test_what_hung_comes_again_as_the_policy_says(bench: PushBench, mode: Any) -> None:
     at_ms = list[int]()
 
     def handler(message: Message) -> None:
@@ -365,10 +366,28 @@ def test_what_hung_comes_again_after_ten_seconds(bench: PushBench) -> None:
             hang(bench, consumer, 30)
             at_ms.append(bench.clock.now_ms())
 
-    consumer = bench.consumer(handler, consume_timeout=20, retry=RetryPolicy(5, delays=[1]))
+    consumer = bench.consumer(handler, mode=mode, consume_timeout=20, retry=RetryPolicy(5, delays=[300]))
+    bench.put(b"m")
+    bench.advance(400)
+    assert at_ms[2] - at_ms[1] == pytest.approx(300_000, abs=1_000)
+
+
+def test_a_first_retry_comes_after_ten_seconds_whatever_levels_there_are(tmp_path: Path) -> None:
+    """In a store with the levels "1h 5h" it came after five hours: the first retry was always level 3, at most the
+    last one."""
+    bench = PushBench(tmp_path / "levels", delay_levels="1h 5h")
+    at_ms = list[int]()
+
+    def handler(message: Message) -> None:
+        at_ms.append(bench.clock.now_ms())
+        if message.attempt == 1:
+            raise ValueError("no")
+
+    bench.consumer(handler)
     bench.put(b"m")
     bench.advance(60)
-    assert at_ms[2] - at_ms[1] == pytest.approx(10_000, abs=100)  # A4.3: level 3, whatever the policy
+    assert [later - at_ms[0] for later in at_ms[1:]] == [pytest.approx(10_000, abs=1_000)]
+    bench.close()
 
 
 def test_a_handler_that_takes_another_s_place_does_so_within_a_chunk(

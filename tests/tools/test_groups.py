@@ -62,6 +62,28 @@ def test_what_is_not_typed_stays_as_it_is(tmp_path: Path) -> None:
     assert (second["retry"], second["max_attempts"], second["consume"]) == ("3s", None, False)
 
 
+@pytest.mark.parametrize(
+    ("typed", "retry", "max_attempts"),
+    [
+        (["--fifo"], "1s x2 1m", None),
+        (["--fifo", "--max-attempts", 5], "1s x2 1m", 5),
+        (["--fifo", "--retry", "3s"], "3s", None),
+        (["--fifo", "--retry", "standard", "--max-attempts", 17], "standard", 17),
+        ([], "standard", 17),
+        (["--no-fifo", "--retry", "3s"], "3s", 17),
+    ],
+)
+def test_a_fifo_group_retries_for_ever_unless_told_otherwise(
+    tmp_path: Path, typed: list[Any], retry: str, max_attempts: int | None
+) -> None:
+    path = tmp_path / "s"
+    library.MessageStore(path).close()
+
+    row = mqstore_json("groups", "create", path, "ledger", *typed)
+
+    assert (row["retry"], row["max_attempts"]) == (retry, max_attempts)
+
+
 def test_a_start_may_be_a_time(tmp_path: Path) -> None:
     path = tmp_path / "s"
     library.MessageStore(path).close()

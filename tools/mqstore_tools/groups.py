@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 from mqstore import ReadOnlyStoreError
-from mqstore.broker.groups import GroupConfig, RetryPolicy
-from mqstore.broker.inspect import group_names
+from mqstore.broker.groups import ORDERED_RETRY, GroupConfig, RetryPolicy
+from mqstore.broker.inspect import PopView, group_names, pop_view
 from mqstore.broker.offline import offline
 from mqstore.broker.parts import Parts
 from mqstore.errors import GroupNotFoundError
@@ -19,6 +19,7 @@ from mqstore.options import delay_table_ms
 from mqstore_tools.opened import DefaultGroup, ask, dry_run_option, looking, moment, planning, show_ms, tell, yes_option
 from mqstore_tools.render import console, print_json, safe, table, when
 from mqstore_tools.shared import StoreCommand, directory_argument, json_option
+from mqstore_tools.suspended import show_suspended, suspended_of
 
 __all__ = ["groups"]
 
@@ -57,9 +58,14 @@ def list_(directory: Path, json_output: bool) -> None:
     """Show the consumer groups of the store in DIR: attempts, retry delays, where they start, topics they consume.
 
     A group that has progress and no entry in config/subscriptionGroup.json is shown with what it would start with.
+
+    Below stand the queues of ordered groups that are suspended: by which message, since when, in which attempt, with
+    which error. `mqstore lag` tells them, too.
     """
     with looking(directory) as parts:
-        rows = [_row(parts, name) for name in group_names(parts)]
+        now_ms = parts.clock.now_ms()
+        pops = pop_view(parts, now_ms)
+        rows = [{**_row(parts, name), "suspended": _suspended(pops, name)} for name in group_names(parts)]
     if json_output:
         print_json({"groups": rows})
         return
@@ -81,6 +87,13 @@ def list_(directory: Path, json_output: bool) -> None:
             ],
         )
     )
+    show_suspended(pops, [row["name"] for row in rows], now_ms)
+
+
+def _suspended(pops: PopView, name: str) -> list[dict[str, Any]]:
+    return [
+        {"topic": topic, "queue_id": queue_id, **row} for (topic, queue_id), row in suspended_of(pops, name).items()
+    ]
 
 
 def _row(parts: Parts, name: str) -> dict[str, Any]:
@@ -161,13 +174,15 @@ def _settings(command: Any) -> Any:
             "--retry",
             type=_retry,
             metavar="DELAYS",
-            help="How long a failed message waits: standard, a list ('10s 1m 10m'), or growing ('5s x2 2h').",
+            help="How long a failed message waits: standard, a list ('10s 1m 10m'), or growing ('5s x2 2h'). At first "
+            "standard, with --fifo '1s x2 1m'.",
         ),
         click.option(
             "--max-attempts",
             type=_attempts,
             metavar="N",
-            help="Deliveries before a message is a dead letter, the first included; or unlimited. 17 at first.",
+            help="Deliveries before a message is a dead letter, the first included; or unlimited. At first 17, with "
+            "--fifo unlimited.",
         ),
     ):
         command = decorate(command)
@@ -206,7 +221,7 @@ def _given(
 Examples:
   mqstore groups create var/mq billing
   mqstore groups create var/mq billing --max-attempts 5 --retry '10s 1m 10m' --start latest
-  mqstore groups create var/mq ledger --fifo --max-attempts unlimited""",
+  mqstore groups create var/mq ledger --fifo --max-attempts 5""",
 )
 @directory_argument
 @click.argument("name")
@@ -214,10 +229,15 @@ Examples:
 @dry_run_option
 @json_option
 def create(directory: Path, name: str, dry_run: bool, json_output: bool, **typed: Any) -> None:
-    """Create the consumer group NAME in the store in DIR."""
+    """Create the consumer group NAME in the store in DIR.
+
+    A group created with --fifo retries for ever: a message that always fails stops its queue. Give --max-attempts if
+    you prefer a gap to a halt.
+    """
 
     def change(parts: Parts) -> None:
-        parts.groups.create(name, exist_ok=False, **_given(RetryPolicy(), **typed))
+        policy = ORDERED_RETRY if typed["fifo"] else RetryPolicy()
+        parts.groups.create(name, exist_ok=False, **_given(policy, **typed))
 
     if dry_run:
         with planning(directory) as parts, suppress(ReadOnlyStoreError):

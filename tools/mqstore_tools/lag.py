@@ -8,10 +8,11 @@ from typing import Any
 
 import click
 
-from mqstore.broker.inspect import QueueLag, group_names, lag_of, pop_view
+from mqstore.broker.inspect import PopView, QueueLag, group_names, lag_of, pop_view
 from mqstore_tools.opened import looking, show_ms
 from mqstore_tools.render import console, note, print_json, table
 from mqstore_tools.shared import StoreCommand, directory_argument, json_option
+from mqstore_tools.suspended import show_suspended, suspended_of
 
 __all__ = ["lag"]
 
@@ -36,16 +37,19 @@ def lag(directory: Path, group: str | None, json_output: bool) -> None:
     (null in JSON) means not known: the group has not started in that queue, or, of a group, in any. Retry topics count
     as topics; what waits for its next attempt counts once that is due (`mqstore delay` shows how much waits).
 
-    By what is on disk: a running broker writes its groups' progress every few seconds. Not there is how far a group has
-    read what it has not committed: that counts, but not as in flight; nor what a Java broker had handed out, until
-    mqstore has opened its store for writing.
+    A queue of an ordered group is suspended from the first failure of a message until that message is settled: which
+    one, since when, in which attempt, with which error is shown below, and stands under `suspended` in JSON.
+
+    By what is on disk: a running broker notes failures within a second, and writes its groups' progress every few
+    seconds. Not there is how far a group has read what it has not committed: that counts, but not as in flight; nor
+    what a Java broker had handed out, until mqstore has opened its store for writing.
     """
     with looking(directory) as parts:
         now_ms = parts.clock.now_ms()
         pops = pop_view(parts, now_ms)
         found = {name: lag_of(parts, name, pops) for name in (group_names(parts) if group is None else [group])}
     groups = [
-        {"group": name, **_sum(queues, now_ms), "queues": [_row(each, now_ms) for each in queues]}
+        {"group": name, **_sum(queues, now_ms), "queues": [_row(each, pops, now_ms) for each in queues]}
         for name, queues in found.items()
     ]
     if json_output:
@@ -63,11 +67,19 @@ def lag(directory: Path, group: str | None, json_output: bool) -> None:
             [(row["topic"], row["queue_id"], at, row) for row, at in zip(rows, goes_on, strict=True)],
         )
         _show(("group",), [(only["group"], only)])
+    if not json_output:
+        show_suspended(pops, found, now_ms)
 
 
-def _row(lag: QueueLag, now_ms: int) -> dict[str, Any]:
+def _row(lag: QueueLag, pops: PopView, now_ms: int) -> dict[str, Any]:
     """`committed` is null where the group has no progress."""
-    return {"topic": lag.topic, "queue_id": lag.queue_id, "committed": lag.committed, **_sum([lag], now_ms)}
+    return {
+        "topic": lag.topic,
+        "queue_id": lag.queue_id,
+        "committed": lag.committed,
+        **_sum([lag], now_ms),
+        "suspended": suspended_of(pops, lag.group).get((lag.topic, lag.queue_id)),
+    }
 
 
 def _sum(queues: Iterable[QueueLag], now_ms: int) -> dict[str, Any]:

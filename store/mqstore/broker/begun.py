@@ -26,7 +26,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count, takewhile
 from pathlib import Path
@@ -89,39 +89,50 @@ class Notes:
 
 
 class Suspects:
-    """Messages of one group that were in handlers when the process was killed. One at a time is let into a handler.
+    """Messages of one group that were in handlers when the process was killed: one call at a time is let in.
 
-    Thread-safe. Waits for nothing: who comes is called when it is his turn.
+    Thread-safe, and waits for nothing: who comes is called when it is his turn.
     """
 
-    def __init__(self, addresses: Iterable[Address]) -> None:
-        self.left = set(addresses)
+    def __init__(self) -> None:
+        self.left: set[Address] = set()
         """Those that have not been through a handler since."""
         self._lock = threading.Lock()
-        self._busy = False
-        self._line: deque[Callable[[None], object]] = deque()
+        self._inside: Sequence[Message] | None = None
+        self._line: deque[tuple[Sequence[Message], Callable[[None], object]]] = deque()
 
     def among(self, messages: Sequence[Message]) -> bool:
         """Whether any of these is suspected."""
-        return not self.left.isdisjoint(Address(*message.queue, message.offset) for message in messages)
+        return not self.left.isdisjoint(_addresses(messages))
 
-    def come(self, turn: Callable[[None], object]) -> None:
-        """Have `turn(None)` called when no other is in a handler; `leave` must follow."""
+    def come(self, messages: Sequence[Message], turn: Callable[[None], object]) -> None:
+        """Have `turn(None)` called when no other call is inside. `leave` must follow, with the same list."""
         with self._lock:
-            if self._busy:
-                self._line.append(turn)
+            if self._inside is not None:
+                self._line.append((messages, turn))
                 return
-            self._busy = True
+            self._inside = messages
         turn(None)
 
-    def leave(self, handled: Sequence[Message] = ()) -> None:
-        """Let the next one in. These have been through a handler."""
+    def leave(self, messages: Sequence[Message]) -> None:
+        """These have been through a handler: the next may come in. Again is harmless."""
+        turn = None
         with self._lock:
-            self.left.difference_update(Address(*message.queue, message.offset) for message in handled)
-            turn = self._line.popleft() if self._line else None
-            self._busy = turn is not None
+            self.left.difference_update(_addresses(messages))
+            if self._inside is messages:
+                self._inside, turn = self._line.popleft() if self._line else (None, None)
         if turn is not None:
             turn(None)
+
+    def give_up(self, message: Message) -> None:
+        """Its handler hangs: the others do not wait for that."""
+        inside = self._inside
+        if inside is not None and message in inside:
+            self.leave(inside)
+
+
+def _addresses(messages: Sequence[Message]) -> list[Address]:
+    return [Address(*message.queue, message.offset) for message in messages]
 
 
 class Begun:
@@ -137,7 +148,7 @@ class Begun:
         self.groups: dict[str, set[Address]] = {}
         """Group -> messages that its handlers had begun, of each group with a push consumer that did not stop."""
         self.suspects: dict[str, Suspects] = {}
-        """The same, by group, as far as there are any."""
+        """Of the same groups."""
         if self._fs.exists(self._folder):
             self._left_behind, _ = self._fs.scandir_own(self._folder)
         for name in self._left_behind:
@@ -152,6 +163,7 @@ class Begun:
             group, shape = head["group"], (head["workers"], head["cells"])
             found = np.frombuffer(data, "<i8", shape[0] * shape[1], _HEAD_BYTES).reshape(shape)
             addresses = self.groups.setdefault(group, set())
+            self.suspects.setdefault(group, Suspects())
         except (ValueError, TypeError, KeyError, MQStoreError) as error:
             _log.warning("%s is not read: %s. Attempts that it tells of are not counted", path, error)
             return
@@ -166,10 +178,9 @@ class Begun:
         for name in self._left_behind:
             self._fs.unlink(self._folder / name, missing_ok=True)
 
-    def suspect(self, group: str, addresses: Iterable[Address]) -> None:
-        """Note messages that come again after they were in a handler when the process was killed."""
-        if addresses := set(addresses):
-            self.suspects.setdefault(group, Suspects(())).left |= addresses
+    def suspect(self, group: str, address: Address) -> None:
+        """Note where a message comes again that was in a handler when the process was killed."""
+        self.suspects[group].left.add(address)
 
     def open(self, group: str, workers: int, cells: int) -> Notes:
         """A new file, for `cells` messages (the largest batch) of each worker. Raises StoreFullError, StoreIOError."""

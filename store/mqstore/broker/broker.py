@@ -35,6 +35,7 @@ from mqstore.broker.members import Members, Mode
 from mqstore.broker.metrics import Metrics
 from mqstore.broker.names import check_user_topic
 from mqstore.broker.offsets import OffsetTable
+from mqstore.broker.orderinfo import Suspended
 from mqstore.broker.parts import Mechanism, Parts, Pin, delete_group, open_parts
 from mqstore.broker.pop import Delivery, PopService
 from mqstore.broker.reading import Loss, ReadResult, Reads
@@ -404,10 +405,18 @@ class Broker:
         """What the handlers of this process begin, and what those of the one before had begun."""
         return self._begun
 
-    def note_attempt(self, group: str, topic: str, queue_id: int, offset: int, attempts: int) -> None:
-        """Note how often an orderly group has failed at a message. On disk within a second."""
+    def note_attempt(
+        self, group: str, topic: str, queue_id: int, offset: int, attempts: int, *, error: str = ""
+    ) -> None:
+        """Note how often an orderly group has failed at a message, and the error of the last attempt. On disk within a
+        second."""
         self._check_open()
-        self._pop.note_attempt(group, topic, queue_id, offset, attempts)
+        self._pop.note_attempt(group, topic, queue_id, offset, attempts, error)
+
+    def suspended(self, group: str) -> dict[QueueRef, Suspended]:
+        """The queues that a failed message of an ordered group holds up, by `pop(order=True)` or by an ordered push
+        consumer: from its first failure until it is settled, also while the next attempt runs."""
+        return {QueueRef(*queue): suspended for queue, suspended in self._pop.suspended(group).items()}
 
     # -- members and locks ------------------------------------------------------------------------------------------
 
@@ -495,10 +504,13 @@ class Broker:
         receipt: str,
         delay: Duration | None = None,
         *,
+        error: str = "",
         durability: Durability | None = None,
     ) -> str | None:
-        """Give a delivery back as failed: it comes again after `delay`, None: by the group's retry policy."""
-        return self._pop.nack(group, topic, receipt, None if delay is None else _ms(delay, "delay"), durability)
+        """Give a delivery back as failed: it comes again after `delay`, None: by the group's retry policy. `error` is
+        what `suspended` tells of a queue that is popped in order."""
+        delay_ms = None if delay is None else _ms(delay, "delay")
+        return self._pop.nack(group, topic, receipt, delay_ms, durability, error=error)
 
     def release(self, group: str, topic: str, receipts: Sequence[str], *, durability: Durability | None = None) -> None:
         """Give deliveries back unseen: they come again at once, the attempt not counted."""
@@ -531,17 +543,20 @@ class Broker:
         delay_level: int = 0,
         delay: Duration | None = None,
         max_reconsume: int | None = None,
+        attempts: int | None = None,
         reason: str | None = None,
         durability: Durability | None = None,
     ) -> SendReceipt:
         """Have a message that failed come again, to this group alone: after `delay`, by level, or (level 0) by the
-        group's policy; to its dead letters when its attempts are used up, or `delay_level` is negative."""
+        group's policy; to its dead letters when its attempts are used up, or `delay_level` is negative. `attempts` is
+        the number of attempts that have ended; None: one more than the message's `reconsume_times`."""
         return self._retries.send_back(
             group,
             physical_offset,
             delay_level=delay_level,
             delay_ms=None if delay is None else _ms(delay, "delay"),
             max_reconsume=max_reconsume,
+            attempts=attempts,
             reason=reason,
             durability=durability,
         )

@@ -8,7 +8,7 @@ the delivery that failed, from 1: `attempt` = r + 1. An entry behind the end of 
 ===========  ================================  ==================================  ========================
 kind         queue model sends back            pop and orderly wait                stored as
 ===========  ================================  ==================================  ========================
-levels       entry r + 2 = delay level 3 + r:  entry attempt - 1 of the same 18:   CUSTOMIZED, no list
+levels       entry r + 2 of the standard 18:   entry attempt - 1 of the same 18:   CUSTOMIZED, no list
              10 s, 30 s, 1 m, ...              1 s, 5 s, 10 s, ...
 custom       entry r of the user's list        entry attempt - 1                   CUSTOMIZED, with its list
 exponential  initial * multiplier ** r         initial * multiplier ** (attempt-1) EXPONENTIAL
@@ -23,7 +23,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from mqstore.broker.configfile import ConfigFile, DataVersion, member, object_member
 from mqstore.broker.names import check_group, is_system_group
@@ -33,7 +33,16 @@ from mqstore.files.filesystem import FileSystem
 from mqstore.log.store import MessageStore
 from mqstore.options import DEFAULT_DELAY_LEVELS, Duration, StoreConfig, delay_table_ms, seconds
 
-__all__ = ["FORBIDDEN_READ", "GroupConfig", "GroupTable", "RetryPolicy", "backoff", "check_groups", "exponential"]
+__all__ = [
+    "FORBIDDEN_READ",
+    "ORDERED_RETRY",
+    "GroupConfig",
+    "GroupTable",
+    "RetryPolicy",
+    "backoff",
+    "check_groups",
+    "exponential",
+]
 
 FORBIDDEN_READ = 2
 """Index of the forbidden bit that stops a group from reading a topic."""
@@ -44,7 +53,8 @@ _FOR_EVER = 0x7FFF_FFFF
 # RocketMQ's bounds the exponent, so that the number stays one: whatever the multiplier, the maximum is long reached.
 _EXPONENT_MAX = 32
 _STANDARD_MS = delay_table_ms(DEFAULT_DELAY_LEVELS)
-_LEVEL_OF_FIRST_SEND_BACK = 3
+_FIRST_SEND_BACK = 2
+"""Entry of the standard delays for the first retry in the queue model: delay level 3."""
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _START = "mqstoreStart"
 
@@ -140,7 +150,7 @@ class RetryPolicy:
 
     def next_delay_ms(self, reconsume_times: int) -> int:
         """How long a message waits that is sent back in the queue model after it was sent back so often before."""
-        first = _LEVEL_OF_FIRST_SEND_BACK - 1 if self.kind == "levels" else 0
+        first = _FIRST_SEND_BACK if self.kind == "levels" else 0
         return self._entry(max(reconsume_times, 0) + first)
 
     def _entry(self, i: int) -> int:
@@ -213,6 +223,9 @@ def _checked_attempts(max_attempts: int | None) -> int | None:
     return max_attempts
 
 
+ORDERED_RETRY: Final = RetryPolicy.exponential(1, 2, 60, max_attempts=None)
+"""Retry policy of a group that is created to consume in order: no limit, so that an outage leaves no gap."""
+
 # member of the file -> field, type, and what RocketMQ takes where it is absent; the policy and `start` come apart
 _MEMBERS: dict[str, tuple[str, type, Any]] = {
     "consumeEnable": ("consume_enable", bool, True),
@@ -277,15 +290,6 @@ class GroupConfig:
     def delay_ms(self, attempt: int) -> int:
         """How long a message stays invisible, or its queue blocked, after delivery `attempt` (from 1) failed."""
         return self.retry_policy.delay_ms(attempt)
-
-    def send_back_level_or_delay(self, reconsume_times: int) -> tuple[Literal["level", "ms"], int]:
-        """What a message sent back for the (`reconsume_times` + 1)-th time waits for: ("level", n) with the standard
-        delays, for the table in force may be another then; else ("ms", delay). A level may lie above the table: it is
-        clamped where messages are put."""
-        times = max(reconsume_times, 0)
-        if self.retry_policy.kind == "levels":
-            return "level", _LEVEL_OF_FIRST_SEND_BACK + times
-        return "ms", self.retry_policy.next_delay_ms(times)
 
     def check_broadcast(self) -> None:
         """NotPermittedError unless members may want every message for themselves."""
@@ -423,14 +427,16 @@ class GroupTable:
 
     def create(self, name: str, *, exist_ok: bool = True, **settings: Any) -> GroupConfig:
         """Enter a group; `settings` are fields of `GroupConfig`, and `max_attempts` (None: for ever) for those of the
-        policy, or `retry_max_times` for one less.
+        policy, or `retry_max_times` for one less. A group created with `orderly=True` has the policy `ORDERED_RETRY`
+        where these do not say otherwise.
 
         With `exist_ok` a group that is there is returned as it is; else it is a ConfigError, as is a name or a setting
         that cannot be. NotPermittedError for a group of the engine's own, StoreFullError and StoreIOError when it
         cannot be saved.
         """
         _check_user_group(name)
-        return self._put(_with(GroupConfig(name), settings), exist_ok=exist_ok)
+        policy = ORDERED_RETRY if settings.get("orderly") else RetryPolicy()
+        return self._put(_with(GroupConfig(name, retry_policy=policy), settings), exist_ok=exist_ok)
 
     def alter(self, name: str, **settings: Any) -> GroupConfig:
         """Change the settings that are given. GroupNotFoundError without such a group; else as `create`."""

@@ -51,7 +51,7 @@ from mqstore.broker.names import (
     TRANS_CHECK_TOPIC,
     is_dlq_topic,
 )
-from mqstore.broker.orderinfo import OrderInfo, check_order_info
+from mqstore.broker.orderinfo import OrderInfo, Suspended, check_order_info
 from mqstore.broker.parts import Parts, Pin, open_parts
 from mqstore.broker.popfifo import FifoQueues
 from mqstore.broker.popreplay import Replay
@@ -317,6 +317,8 @@ class PopView:
     orders: list[OrderView] = field(default_factory=list)
     standings: dict[QueueKey, Standing] = field(default_factory=dict)
     """Of the queues that these know of."""
+    suspended: dict[QueueKey, Suspended] = field(default_factory=dict)
+    """The failed message that holds a queue up, in either model."""
 
     def count(self, group: str, topic: str, queue_id: int) -> int:
         """Messages of one queue that are in flight."""
@@ -339,6 +341,9 @@ def pop_view(parts: Parts, now_ms: int) -> PopView:
             state = tables.states.get(QueueKey(*key))
             local = state is not None and state.fifo is not None and state.fifo.local
             _note_order(view, QueueKey(*key), record, committed, now_ms, local=local)
+            suspended = record.suspended_at(committed)
+            if suspended is not None:
+                view.suspended[QueueKey(*key)] = suspended
     for key, state in sorted(tables.states.items()):
         if state.cursor >= 0:
             order = tables.order(state)
@@ -433,8 +438,9 @@ def lag_of(parts: Parts, group: str, pops: PopView) -> list[QueueLag]:
         raise GroupNotFoundError(f"{parts.store.path} has no group {group!r}: no settings, no progress")
     found: list[QueueLag] = []
     there = set(parts.store.topics())
-    # Of a broker at work that popped and has not written its offsets yet the pop log alone knows.
-    known = {*progress, *((each.topic, each.queue_id) for each in pops.standings if each.group == group)}
+    # A broker at work may have popped or failed in a queue, and not have written its offsets yet.
+    files = {*pops.standings, *pops.suspended}
+    known = {*progress, *((each.topic, each.queue_id) for each in files if each.group == group)}
     for topic in sorted({topic for topic, _ in known}):
         queues = {ref.queue_id for ref in parts.store.queues(topic)} if topic in there else set()
         queues |= {queue_id for each, queue_id in known if each == topic}

@@ -19,6 +19,9 @@ Redeliveries are counted against the batch before, message by message, and forgo
 The same file keeps the failed attempts of groups that consume orderly in the queue model (9.6; client-semantics A7.7):
 an *attempt entry* has pop time 0, so that it blocks no pop and takes no acknowledgement, here and in RocketMQ.
 
+Either kind of record also says which of its messages have failed and are not settled (`Suspended`): since when, and
+why. This is for people: nothing depends on it, and RocketMQ passes over the member `susp` of the file.
+
 Locking: a pop, an ack or a change spans several calls here and the offsets besides, so each (topic, group, queue) has a
 lock of its own in the pop service (9.5). The lock of this table is a leaf below it; it makes one call atomic, and
 `as_json` a copy of whole records.
@@ -35,7 +38,17 @@ from typing import Any, Final, NamedTuple, NoReturn
 from mqstore.broker import receipts
 from mqstore.broker.poptime import is_visible
 
-__all__ = ["BATCH_MAX", "ILLEGAL", "NO_COMMIT", "Counts", "OrderInfo", "OrderInfoTable", "check_order_info"]
+__all__ = [
+    "BATCH_MAX",
+    "ERROR_CHARS",
+    "ILLEGAL",
+    "NO_COMMIT",
+    "Counts",
+    "OrderInfo",
+    "OrderInfoTable",
+    "Suspended",
+    "check_order_info",
+]
 
 ILLEGAL: Final = -1
 """From an acknowledgement: the offset is not of the batch. The caller raises InvalidReceiptError."""
@@ -46,7 +59,23 @@ BATCH_MAX: Final = 63
 IDLE_MS: Final = 86_400_000
 """A record not popped again for longer than this is dropped (9.4), unless it holds attempts that are still to count."""
 
+ERROR_CHARS: Final = 300
+"""Longest text of an error that is kept of a suspended queue."""
+
 _I32_MAX, _I64_MAX = 2**31 - 1, 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Suspended:
+    """A message that has failed and holds up its queue: nothing behind it is handled before it is settled."""
+
+    offset: int
+    attempt: int
+    """The attempt that failed last, from 1."""
+    since_ms: int
+    """When its first attempt failed, in ms since the epoch."""
+    error: str
+    """Of the last failure, at most 300 characters; empty if nothing was said."""
 
 
 class Counts(NamedTuple):
@@ -90,6 +119,8 @@ class OrderInfo:
     """Offset -> when it becomes visible, where that was changed after the pop."""
     released: int = 0
     """Bit i: `offsets[i]` was given back unseen, so that its next delivery is no redelivery."""
+    suspended: dict[int, Suspended] = field(default_factory=dict)
+    """By offset: messages that have failed and are not settled."""
     unknown: dict[str, Any] = field(default_factory=dict)
     """Members of the file's entry that are not understood here, kept on rewriting (0.4)."""
 
@@ -113,7 +144,19 @@ class OrderInfo:
             visible_ms=kept(self.visible_ms),
             acked=self.acked & bits,
             released=self.released & bits,
+            suspended={offset: each for offset, each in self.suspended.items() if offset < end},
         )
+
+    def suspend(self, offset: int, attempt: int, now_ms: int, error: str) -> None:
+        """Note that an attempt at a message failed."""
+        before = self.suspended.get(offset)
+        since_ms = now_ms if before is None else before.since_ms
+        self.suspended[offset] = Suspended(offset, attempt, since_ms, error[:ERROR_CHARS])
+
+    def suspended_at(self, committed: int) -> Suspended | None:
+        """The first message from offset `committed` on that has failed and is not settled."""
+        unsettled = (offset for offset in self.unacked() if offset >= committed)
+        return next((self.suspended[offset] for offset in unsettled if offset in self.suspended), None)
 
     def visible_at(self, offset: int) -> int:
         """When a message of the batch becomes visible."""
@@ -189,6 +232,8 @@ class OrderInfo:
             "ot": None if self.visible_ms is None else {str(offset): ms for offset, ms in self.visible_ms.items()},
             "popTime": self.pop_time_ms,
             "rel": self.released or None,
+            "susp": {str(each.offset): [each.attempt, each.since_ms, each.error] for each in self.suspended.values()}
+            or None,
         }
         return {name: value for name, value in entry.items() if value is not None}
 
@@ -209,6 +254,7 @@ class OrderInfo:
             counts=_numbers(entry.get("oc"), f"{where}.oc"),
             visible_ms=_numbers(entry.get("ot"), f"{where}.ot"),
             released=_integer(entry.get("rel") or 0, f"{where}.rel"),
+            suspended=_suspended(entry.get("susp"), f"{where}.susp"),
             unknown={name: value for name, value in entry.items() if name not in _MEMBERS and value is not None},
         )
         if info.attempt_id is not None and not isinstance(info.attempt_id, str):
@@ -219,7 +265,7 @@ class OrderInfo:
         return info
 
 
-_MEMBERS = frozenset({"a", "c", "cm", "i", "l", "o", "oc", "ot", "popTime", "rel"})
+_MEMBERS = frozenset({"a", "c", "cm", "i", "l", "o", "oc", "ot", "popTime", "rel", "susp"})
 
 
 class OrderInfoTable:
@@ -273,7 +319,9 @@ class OrderInfoTable:
         with self._lock:
             queues = self._queues.setdefault(_key(topic, group), {})
             old = queues.get(queue_id)
-            new.counts = None if old is None else old.redelivered(attempt_id, batch)
+            if old is not None:
+                new.counts = old.redelivered(attempt_id, batch)
+                new.suspended = {offset: old.suspended[offset] for offset in batch if offset in old.suspended}
             queues[queue_id] = new
             self._version += 1
         counts = new.counts or {}
@@ -307,8 +355,32 @@ class OrderInfoTable:
             if offset not in record.offsets:
                 return ILLEGAL
             record.acked |= 1 << record.offsets.index(offset)
+            record.suspended.pop(offset, None)
             self._version += 1
             return record.next_offset()
+
+    def note_failed(
+        self, topic: str, group: str, queue_id: int, offset: int, attempt: int, now_ms: int, error: str
+    ) -> None:
+        """Note that delivery number `attempt` of a popped message failed, and why: its queue is suspended. Nothing is
+        noted of a message that is settled, or not of the last batch."""
+        with self._lock:
+            record = self._find(topic, group, queue_id)
+            if record is not None and offset in record.unacked():
+                record.suspend(offset, attempt, now_ms, error)
+                self._version += 1
+
+    def suspended(
+        self, group: str, committed: Callable[[str, str, int], int | None]
+    ) -> dict[tuple[str, int], Suspended]:
+        """(topic, queue id) -> the failed message that holds the queue up. `committed(topic, group, queue_id)` is the
+        group's progress."""
+        found = {
+            (topic, queue_id): record.suspended_at(committed(topic, group, queue_id) or 0)
+            for (topic, name, queue_id), record in self.records().items()
+            if name == group and record.suspended
+        }
+        return {queue: suspended for queue, suspended in sorted(found.items()) if suspended is not None}
 
     def update_next_visible_time(
         self, topic: str, group: str, queue_id: int, offset: int, pop_time_ms: int, visible_ms: int
@@ -410,9 +482,12 @@ class OrderInfoTable:
             record = self._find(topic, group, queue_id)
             return dict(record.counts or {}) if record is not None and record.counts_attempts else {}
 
-    def note_attempt(self, group: str, topic: str, queue_id: int, offset: int, count: int, now_ms: int) -> None:
-        """Note that the message at `offset` has failed `count` times; 0 forgets it. Takes the place of a batch left
-        over from when the group popped. ValueError for what the file could not be read with again."""
+    def note_attempt(
+        self, group: str, topic: str, queue_id: int, offset: int, count: int, now_ms: int, error: str = ""
+    ) -> None:
+        """Note that the message at `offset` has failed `count` times, the last time by `error`; 0 forgets it. Takes the
+        place of a batch left over from when the group popped. ValueError for what the file could not be read with
+        again."""
         for what, number, most in (
             ("queue id", queue_id, _I32_MAX),
             ("offset", offset, _I64_MAX),
@@ -424,9 +499,11 @@ class OrderInfoTable:
             raise ValueError(f"topic {topic[:150]!r} and group {group[:150]!r} must be names without an '@'")
         with self._lock:
             record = self._find(topic, group, queue_id)
-            counts = dict(record.counts or {}) if record is not None and record.counts_attempts else {}
-            counts[offset] = count
-            self._put_attempts(topic, group, queue_id, counts, now_ms)
+            if record is None or not record.counts_attempts:
+                record = OrderInfo((), 0, None, now_ms)
+            record.suspend(offset, count, now_ms, error)
+            counts = {**(record.counts or {}), offset: count}
+            self._put_attempts(topic, group, queue_id, counts, record.suspended, now_ms)
 
     def drop_attempts(self, group: str, topic: str, queue_id: int, below: int) -> None:
         """Forget the attempts of messages before offset `below`: the queue has moved on. Free when there are none."""
@@ -435,13 +512,22 @@ class OrderInfoTable:
             if record is None or not record.counts_attempts or not record.counts or min(record.counts) >= below:
                 return
             counts = {offset: n for offset, n in record.counts.items() if offset >= below}
-            self._put_attempts(topic, group, queue_id, counts, record.updated_ms)
+            self._put_attempts(topic, group, queue_id, counts, record.suspended, record.updated_ms)
 
-    def _put_attempts(self, topic: str, group: str, queue_id: int, counts: dict[int, int], now_ms: int) -> None:
+    def _put_attempts(
+        self,
+        topic: str,
+        group: str,
+        queue_id: int,
+        counts: dict[int, int],
+        suspended: dict[int, Suspended],
+        now_ms: int,
+    ) -> None:
         counts = {offset: counts[offset] for offset in sorted(counts) if counts[offset]}
+        suspended = {offset: suspended[offset] for offset in counts if offset in suspended}
         queues = self._queues.setdefault(_key(topic, group), {})
         if counts:
-            queues[queue_id] = OrderInfo(tuple(counts), 0, None, now_ms, counts=counts)
+            queues[queue_id] = OrderInfo(tuple(counts), 0, None, now_ms, counts=counts, suspended=suspended)
         else:
             queues.pop(queue_id, None)
         self._version += 1
@@ -542,6 +628,7 @@ def _copy(record: OrderInfo) -> OrderInfo:
         record,
         counts=None if record.counts is None else dict(record.counts),
         visible_ms=None if record.visible_ms is None else dict(record.visible_ms),
+        suspended=dict(record.suspended),
         unknown=dict(record.unknown),
     )
 
@@ -586,6 +673,21 @@ def _numbers(value: object, where: str) -> dict[int, int] | None:
     if not isinstance(value, dict):
         _refuse(where, f"an object is expected, not {type(value).__name__}")
     return {_key_number(name, where): _integer(number, f"{where}[{name}]") for name, number in value.items()}
+
+
+def _suspended(value: object, where: str) -> dict[int, Suspended]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        _refuse(where, f"an object is expected, not {type(value).__name__}")
+    found = {}
+    for name, each in value.items():
+        if not (isinstance(each, list) and len(each) == 3 and isinstance(each[2], str)):
+            _refuse(f"{where}[{name}]", "[attempt, ms, error] is expected")
+        offset = _key_number(name, where)
+        attempt, since_ms = (_integer(number, f"{where}[{name}]") for number in each[:2])
+        found[offset] = Suspended(offset, attempt, since_ms, each[2])
+    return found
 
 
 def _key_number(name: object, where: str) -> int:

@@ -31,7 +31,7 @@ from mqstore.broker.begun import Begun
 from mqstore.broker.configfile import ConfigFile
 from mqstore.broker.filters import Filter
 from mqstore.broker.names import is_retry_topic, pop_retry_topic
-from mqstore.broker.orderinfo import check_order_info
+from mqstore.broker.orderinfo import Suspended, check_order_info
 from mqstore.broker.parts import Pin
 from mqstore.broker.popask import Ask, Claim, Delivery, Pending, Start, claim_of, claims_of, expired
 from mqstore.broker.popfifo import FifoQueues
@@ -436,20 +436,28 @@ class PopService:
         return changed
 
     def nack(
-        self, group: str, topic: str, receipt: str, delay_ms: int | None = None, durability: Durability | None = None
+        self,
+        group: str,
+        topic: str,
+        receipt: str,
+        delay_ms: int | None = None,
+        durability: Durability | None = None,
+        *,
+        error: str = "",
     ) -> str | None:
         """Give a delivery back as failed: its message comes again in `delay_ms`, None: as the group's policy says for
         this attempt. The last attempt ends as a dead letter, and None is returned; else the receipt that takes the
-        place of the given one. Errors as `ack`, and ConfigError for the time."""
+        place of the given one. `error` is what `suspended` tells of a queue that is popped in order. Errors as `ack`,
+        and ConfigError for the time."""
         waits = self._waits(durability)
         if delay_ms is not None:
             _check_delay(delay_ms)
-        failed = self._fail(group, topic, receipt, delay_ms)
+        failed = self._fail(group, topic, receipt, delay_ms, error)
         if waits:
             self._store.flush()
         return failed
 
-    def _fail(self, group: str, topic: str, receipt: str, delay_ms: int | None) -> str | None:
+    def _fail(self, group: str, topic: str, receipt: str, delay_ms: int | None, error: str) -> str | None:
         claim = claim_of(receipt)
         state = self._state_of(group, topic, claim)
         config = self._parts.groups.need(group)
@@ -460,7 +468,12 @@ class PopService:
                 kind.bury(state, claim, f"attempt {attempt} of {config.max_attempts} failed")
                 return None
             delay_ms = min(config.delay_ms(attempt), _MAX_INVISIBLE_MS) if delay_ms is None else delay_ms
-            return kind.change(state, claim, delay_ms, failed=True)
+            changed = kind.change(state, claim, delay_ms, failed=True)
+            if kind is self._fifo:
+                now_ms = self._clock.now_ms()
+                self._orders.note_failed(*state.key, claim.offset, attempt, now_ms, error)
+                self._save_soon(now_ms)
+            return changed
 
     def dead_letter(
         self, group: str, topic: str, receipt: str, reason: str, durability: Durability | None = None
@@ -633,10 +646,20 @@ class PopService:
         """Queue offset -> failed attempts, as noted."""
         return self._orders.attempts(group, topic, queue_id)
 
-    def note_attempt(self, group: str, topic: str, queue_id: int, offset: int, count: int) -> None:
-        """Note that the message at `offset` has failed `count` times; on disk within a second (9.6)."""
+    def note_attempt(self, group: str, topic: str, queue_id: int, offset: int, count: int, error: str = "") -> None:
+        """Note that the message at `offset` has failed `count` times, the last time by `error`; on disk within a second
+        (9.6)."""
         now_ms = self._clock.now_ms()
-        self._orders.note_attempt(group, topic, queue_id, offset, count, now_ms)
+        self._orders.note_attempt(group, topic, queue_id, offset, count, now_ms, error)
+        self._save_soon(now_ms)
+
+    def suspended(self, group: str) -> dict[tuple[str, int], Suspended]:
+        """(topic, queue id) -> the failed message that holds the queue up, in either model."""
+        offsets = self._parts.offsets
+        return self._orders.suspended(group, lambda topic, name, queue_id: offsets.committed(name, topic, queue_id))
+
+    def _save_soon(self, now_ms: int) -> None:
+        """Have the order info on disk within a second: a message has failed."""
         self._keeper.save_within(_ATTEMPTS_MS, now_ms)
         self._wake()
 
@@ -646,16 +669,12 @@ class PopService:
         for group, addresses in begun.groups.items():
             for address in addresses if self._parts.groups.get(group) is not None else ():
                 topic, queue_id, offset = address
-                committed = self._parts.offsets.committed(group, topic, queue_id)
-                if (
-                    committed is None
-                    or offset < committed
-                    or self._was_popped(QueueKey(topic, group, queue_id), offset)
-                ):
+                committed = self._parts.offsets.committed(group, topic, queue_id) or 0
+                if offset < committed or self._was_popped(QueueKey(topic, group, queue_id), offset):
                     continue
                 attempts = self._orders.attempts(group, topic, queue_id).get(offset, 0) + 1
                 self._orders.note_attempt(group, topic, queue_id, offset, attempts, now_ms)
-                begun.suspect(group, [address])
+                begun.suspect(group, address)
                 counted = True
         if counted:
             self._keeper.save(now_ms)

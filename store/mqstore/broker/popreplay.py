@@ -216,6 +216,8 @@ class Replay:
             acked=acked,
             released=_bits(value.get("rel", 0), len(offsets)),
         )
+        if there is not None:  # the log does not say why they failed
+            record.suspended = {offset: there.suspended[offset] for offset in offsets if offset in there.suspended}
         self._tables.orders.restore(*state.key, record)
 
     def _settled(self, _position: int, value: dict[str, Any]) -> None:

@@ -218,7 +218,7 @@ class PopTables(Desk):
     def suspect(self, group: str, address: Address) -> None:
         """A message comes again whose handler had begun when the process was killed."""
         if self.begun is not None:
-            self.begun.suspect(group, [address])
+            self.begun.suspect(group, address)
 
     # -- FIFO records -----------------------------------------------------------------------------------------------
 

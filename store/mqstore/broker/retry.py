@@ -1,7 +1,7 @@
 """What becomes of a message that a group could not consume (broker-semantics 6, 1.4; client-semantics A6.6, A12).
 
     outcome of an attempt                             copy goes to                  with
-    failed, reconsume_times < limit, level 0          %RETRY%group, by the policy   DELAY = 3 + r, or a timer property
+    failed, reconsume_times < limit, level 0          %RETRY%group, by the policy   DELAY, or a timer property
     failed, level > 0 or delay_ms given               %RETRY%group, after that      likewise
     failed, reconsume_times >= limit                  %DLQ%group, queue 0           DELAY = 0, dlq_reason
     level < 0, or a group without retry queues        %DLQ%group, queue 0           likewise
@@ -131,44 +131,48 @@ class Retries:
         delay_level: int = 0,
         delay_ms: int | None = None,
         max_reconsume: int | None = None,
+        attempts: int | None = None,
         reason: str | None = None,
         durability: Durability | None = None,
     ) -> SendReceipt:
         """Give back the message at `physical_offset` (bytes), which `group` failed to consume (6.1).
 
         `delay_level` 0: by the group's policy; > 0: that level; < 0: dead-letter now. `delay_ms` stands in for a level.
-        `max_reconsume` replaces the group's limit, 0 is legal. `reason` is what a dead letter is labelled with.
+        `max_reconsume` replaces the group's limit, 0 is legal. `attempts` is the number of attempts that have ended,
+        and becomes the copy's `reconsume_times`; None: one more than the message's. `reason` is what a dead letter is
+        labelled with.
         `durability` is that of the copy, as of any put. The receipt is that of the copy as stored, a delayed one's in
         the topic where it waits.
 
         Raises, nothing written: ConfigError, GroupNotFoundError, NotPermittedError (the topic is not writable),
         LookupError (no readable message there); and whatever a put does.
         """
-        self._check_arguments(delay_level, delay_ms, max_reconsume)
+        self._check_arguments(delay_level, delay_ms, max_reconsume, attempts)
         parts = self._parts
         config = parts.groups.need(group)
         message = parts.store.at(physical_offset)
         limit = config.retry_max_times if max_reconsume is None else max_reconsume
-        times = message.reconsume_times
-        if delay_level < 0 or times >= limit or config.retry_queues <= 0:
-            receipt = self.dead_letter(message, group, reason or _why(delay_level, times, limit), durability=durability)
+        times = _next(message.reconsume_times) if attempts is None else attempts
+        if delay_level < 0 or times > limit or config.retry_queues <= 0:
+            reason = reason or _why(delay_level, times, limit)
+            receipt = self.dead_letter(message, group, reason, reconsume_times=times, durability=durability)
             parts.statistics.add(SNDBCK2DLQ_TIMES, _key(message, group))
             return receipt
         topic = retry_topic(group)
         queue_id = self._queue_of(topic, config.retry_queues)
         properties = self._marked(message, None)
         if delay_level == 0 and delay_ms is None:
-            kind, amount = config.send_back_level_or_delay(times)
-            delay_level, delay_ms = (amount, None) if kind == "level" else (0, min(amount, self._max_delay_ms))
+            delay_ms = min(config.retry_policy.next_delay_ms(times - 1), self._max_delay_ms)
         self._delay(properties, delay_level, delay_ms)
         try:
             parts.offsets.begin(group, topic, queue_id)
             receipt = parts.road.copy(
-                message, topic, queue_id, properties, reconsume_times=_next(times), durability=durability
+                message, topic, queue_id, properties, reconsume_times=times, durability=durability
             )
         except InvalidMessageError as error:
             # Its own properties leave no room for the marks of a retry. No later try will fare better.
-            receipt = self.dead_letter(message, group, f"cannot be retried: {error}", durability=durability)
+            reason = f"cannot be retried: {error}"
+            receipt = self.dead_letter(message, group, reason, reconsume_times=times, durability=durability)
             parts.statistics.add(SNDBCK2DLQ_TIMES, _key(message, group))
             return receipt
         parts.statistics.add(SNDBCK_PUT_NUMS, _key(message, group))
@@ -297,13 +301,17 @@ class Retries:
 
     # -- parts of the above -----------------------------------------------------------------------------------------
 
-    def _check_arguments(self, delay_level: int, delay_ms: int | None, max_reconsume: int | None) -> None:
+    def _check_arguments(
+        self, delay_level: int, delay_ms: int | None, max_reconsume: int | None, attempts: int | None
+    ) -> None:
         if delay_ms is not None and delay_level != 0:
             raise ConfigError(f"delay_level={delay_level} and delay_ms={delay_ms}: give one of them")
         if delay_ms is not None and not 0 <= delay_ms <= self._max_delay_ms:
             raise ConfigError(f"delay_ms must lie in 0..{self._max_delay_ms} (max_delay), not {delay_ms}")
         if max_reconsume is not None and not 0 <= max_reconsume <= _MAX_TIMES:
             raise ConfigError(f"max_reconsume must lie in 0..{_MAX_TIMES}, not {max_reconsume}")
+        if attempts is not None and not 1 <= attempts <= _MAX_TIMES:
+            raise ConfigError(f"attempts must lie in 1..{_MAX_TIMES}, not {attempts}")
 
     def _queue_of(self, topic: str, queues: int) -> int:
         """A queue of `topic` to write to; the topic comes into being with `queues` of them."""
@@ -348,10 +356,10 @@ def _key(message: Message, group: str) -> str:
     return f"{properties.get(RETRY_TOPIC) or origin or message.topic}@{group}"
 
 
-def _why(delay_level: int, times: int, limit: int) -> str:
+def _why(delay_level: int, attempts: int, limit: int) -> str:
     if delay_level < 0:
         return "given up by its consumer"
-    return f"attempt {times + 1} failed" + (f", {limit + 1} are allowed" if times >= limit else " and nothing retries")
+    return f"attempt {attempts} failed" + (f", {limit + 1} are allowed" if attempts > limit else " and nothing retries")
 
 
 def _number(text: str | None, given: int | None, default: int) -> int:

@@ -260,6 +260,8 @@ class Assignment:
             return False
         queue = ProcessQueue(ref, begin, self._clock.monotonic_ms(), self._limits)
         queue.committed = begin if offset is None else None
+        if self._retries is not None:
+            queue.attempts = self._broker.attempts(self.group, *ref)
         queue.unannounced = queue.submitted = announce and bool(self._hooks.on_assign)
         with self._lock:
             if self._halted:

@@ -19,13 +19,14 @@ from collections import deque
 from collections.abc import Sequence
 from functools import partial
 
+from mqstore.broker.begun import PROCESS_ENDED
 from mqstore.broker.broker import Broker
 from mqstore.broker.names import is_dlq_topic, is_retry_topic
 from mqstore.client.assignment import Assignment
 from mqstore.client.handling import Failure, Handling, Subscription
 from mqstore.client.interceptors import Settled
 from mqstore.client.processqueue import ProcessQueue
-from mqstore.client.shown import as_sent
+from mqstore.client.shown import as_sent, shown
 from mqstore.client.workers import Flow, Worker, Workers
 from mqstore.errors import ConfigError, StoreClosedError
 from mqstore.log.commitlog import SendReceipt
@@ -39,8 +40,6 @@ NOBODY_AGAIN_MS = 1_000
 TICK_MS = 50
 IDLE_TICKS = 20
 """Ticks without work after which there are none: an idle consumer wakes nobody."""
-TIMEOUT_LEVEL = 3
-"""Delay level of a message whose handler hangs: 10 s."""
 _SETTLE_S = 0.01
 _HAND_OVER_S = 0.4
 _WORTH_MS = 1.0
@@ -102,10 +101,29 @@ class ConcurrentService:
         self._idle_ticks = 0
 
     def accept(self, worker: Worker, queue: ProcessQueue, messages: Sequence[Message], idle: bool) -> Flow[None]:
+        if queue.attempts:
+            messages = self._with_attempts(queue, messages)
+            if not messages:
+                return _nothing()
         chunk = _Chunk(queue, messages)
         batches = -(-len(messages) // self._batch_size)
         self._invite(chunk, min(batches - 1, int(batches * self._pace_ms / _WORTH_MS)))
         return self._run(chunk, worker)
+
+    def _with_attempts(self, queue: ProcessQueue, messages: Sequence[Message]) -> Sequence[Message]:
+        """As handlers are to see them: with the attempts that ended with a process. Without those that have had their
+        last, which become dead letters."""
+        limit = self._broker.groups.need(self._group).max_attempts
+        live = []
+        for message in messages:
+            ended = queue.attempts.get(message.offset, 0)
+            times = message.reconsume_times + ended
+            if ended and limit is not None and times >= limit:
+                last = shown(message, message.topic, times - 1)
+                self._send_back(queue, last, Failure("reject", PROCESS_ENDED), 0.0)
+            else:
+                live.append(shown(message, message.topic, times))
+        return live
 
     def _invite(self, chunk: _Chunk, number: int) -> None:
         """Have up to `number` workers on their way to a chunk; those that are asked already count."""
@@ -158,6 +176,10 @@ class ConcurrentService:
         while (not queue.closing or _may_end(chunk)) and (batch := _next(chunk.messages, size)):
             if retried:
                 batch = _of_one_topic(chunk.messages, batch)
+            number = handling.together(batch)
+            if number < len(batch):
+                chunk.messages.extendleft(reversed(batch[number:]))
+                batch = batch[:number]
             if retried or subscription is None:
                 subscription = self.assignment.subscription_of(queue, batch[0])
             if subscription is None and retried:
@@ -222,7 +244,11 @@ class ConcurrentService:
         try:
             if failure.kind == "reject":
                 receipt = self._broker.send_back(
-                    self._group, message.physical_offset, delay_level=-1, reason=failure.reason
+                    self._group,
+                    message.physical_offset,
+                    delay_level=-1,
+                    attempts=message.attempt,
+                    reason=failure.reason,
                 )
             else:
                 receipt = self._retry(message, failure)
@@ -236,13 +262,15 @@ class ConcurrentService:
         self._end(queue, message, "dlq" if is_dlq_topic(receipt.queue.topic) else "retry", took_ms)
 
     def _retry(self, message: Message, failure: Failure) -> SendReceipt:
-        offset, reason = message.physical_offset, failure.reason
+        offset, attempts, reason = message.physical_offset, message.attempt, failure.reason
         if failure.delay_s is not None:
             try:
-                return self._broker.send_back(self._group, offset, delay=failure.delay_s, reason=reason)
+                return self._broker.send_back(
+                    self._group, offset, delay=failure.delay_s, attempts=attempts, reason=reason
+                )
             except ConfigError as error:  # longer than the store delays anything, say: that will not change
                 self._handling.report(error, "it comes again as the retry policy says", message)
-        return self._broker.send_back(self._group, offset, reason=reason)
+        return self._broker.send_back(self._group, offset, attempts=attempts, reason=reason)
 
     def _end(self, queue: ProcessQueue, message: Message, outcome: Settled, took_ms: float) -> None:
         self._handling.settled([message], outcome, took_ms)
@@ -311,9 +339,7 @@ class ConcurrentService:
         if queue.dropped or not queue.contains(message):
             return
         try:
-            receipt = self._broker.send_back(
-                self._group, message.physical_offset, delay_level=TIMEOUT_LEVEL, reason="its handler hung"
-            )
+            receipt = self._broker.send_back(self._group, message.physical_offset, reason="its handler hung")
         except StoreClosedError:
             return
         except Exception as error:
@@ -322,6 +348,10 @@ class ConcurrentService:
             return
         outcome: Settled = "dlq" if is_dlq_topic(receipt.queue.topic) else "retry"
         self._end(queue, message, outcome, self._timeout_ms)
+
+
+def _nothing() -> Flow[None]:
+    yield from ()
 
 
 def _next(messages: deque[Message], number: int) -> list[Message]:

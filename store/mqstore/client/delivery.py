@@ -227,7 +227,8 @@ def fail(broker: Broker, group: str, delivery: pop.Delivery, reason: str, delay:
     if limit is not None and delivery.attempt >= limit:
         broker.dead_letter(group, delivery.topic, delivery.receipt, reason)
         return "dlq"
-    return "dlq" if broker.nack(group, delivery.topic, delivery.receipt, delay) is None else "retry"
+    again = broker.nack(group, delivery.topic, delivery.receipt, delay, error=reason)
+    return "dlq" if again is None else "retry"
 
 
 def loan_seconds(visibility: Duration) -> float:

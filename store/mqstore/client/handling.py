@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+from mqstore.broker.begun import Suspects
 from mqstore.broker.statistics import Statistics
 from mqstore.client.handlers import check_has_run
 from mqstore.client.interceptors import Consumed, Interceptors, Settled
@@ -78,6 +79,17 @@ class Failure:
     """Of a batch; None: all."""
 
 
+class _Turn(Awaited):
+    """Until a call with suspected messages may begin."""
+
+    def __init__(self, suspects: Suspects, messages: Sequence[Message]) -> None:
+        self._suspects = suspects
+        self._messages = messages
+
+    def start(self, done: Callable[[BaseException | None], object]) -> None:
+        self._suspects.come(self._messages, done)
+
+
 class Handling:
     """A consumer's handlers, with everything that is to happen around each call."""
 
@@ -90,9 +102,10 @@ class Handling:
         ordered: bool,
         interceptors: Interceptors,
         on_error: OnError | None = None,
+        suspects: Suspects | None = None,
     ) -> None:
         """`batch`: handlers take sequences of messages, else one. `ordered`: a handler that timed out counts when it
-        ends."""
+        ends. `suspects`: messages that are handled one at a time."""
         self.group = group
         self.hooks = interceptors
         self.log = interceptors.log
@@ -102,12 +115,43 @@ class Handling:
         self._batch = batch
         self._ordered = ordered
         self._on_error = on_error
+        self._suspects = suspects
 
     def call(
         self, worker: Worker, subscription: Subscription, messages: Sequence[Message], *more: Any
     ) -> Ended | Flow[Ended]:
-        """Hand `messages` (one, unless handlers take batches) to the handler on this thread: its end; or, of a handler
-        that returned an `Awaited`, the flow that waits for it. SystemExit and KeyboardInterrupt pass."""
+        """Hand `messages` (one, unless handlers take batches) to the handler on this thread: its end; or the flow that
+        waits for it: of a handler that returned an `Awaited`, and of suspected messages, which wait for their turn.
+        SystemExit and KeyboardInterrupt pass."""
+        suspects = self._suspects
+        if suspects is not None and suspects.left and suspects.among(messages):
+            return self._call_alone(suspects, worker, subscription, messages, *more)
+        return self._call(worker, subscription, messages, *more)
+
+    def together(self, messages: Sequence[Message]) -> int:
+        """How many of the first of these one call may have: a suspected one is alone."""
+        suspects = self._suspects
+        if suspects is None or not suspects.left or not suspects.among(messages):
+            return len(messages)
+        return next((i for i, message in enumerate(messages) if suspects.among([message])), 0) or 1
+
+    def ended_the_process(self, message: Message) -> bool:
+        """Whether it was in a handler when the process was killed, and has not been in one since."""
+        return self._suspects is not None and self._suspects.among([message])
+
+    def _call_alone(
+        self, suspects: Suspects, worker: Worker, subscription: Subscription, messages: Sequence[Message], *more: Any
+    ) -> Flow[Ended]:
+        yield _Turn(suspects, messages)
+        try:
+            ended = self._call(worker, subscription, messages, *more)
+            return ended if isinstance(ended, tuple) else (yield from ended)
+        finally:
+            suspects.leave(messages)
+
+    def _call(
+        self, worker: Worker, subscription: Subscription, messages: Sequence[Message], *more: Any
+    ) -> Ended | Flow[Ended]:
         handler = subscription.handler
         argument = tuple(messages) if self._batch else messages[0]  # our list is not the handler's to change
         worker.begin(messages)
@@ -187,6 +231,8 @@ class Handling:
 
     def timed_out(self, message: Message, stack: str, timeout_ms: int) -> None:
         """Tell the interceptors that a handler has had a message for longer than `consume_timeout`."""
+        if self._suspects is not None:
+            self._suspects.give_up(message)
         if self.hooks.after_consume:
             self._tell_consumed(Consumed(self.group, message.topic, (message,), "timeout", timeout_ms / 1000, None))
         self.hooks.tell(self.hooks.on_timeout, message, stack)

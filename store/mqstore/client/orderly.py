@@ -9,8 +9,8 @@
                                +--> failed, none left   dead letter first, then commit; go on
 
 There is at most one task of a queue, and a message is not begun before its predecessor is settled. How often a message
-failed is kept by the broker, and survives a restart. What is given up leaves a hole in the order: with
-`max_attempts=None` a message that always fails stops its queue for ever instead.
+failed is kept by the broker, and survives a restart. A message that always fails stops its queue for ever, unless the
+group has a limit of attempts: then it is given up, and leaves a hole in the order.
 
 With `max_uncommitted` a handler gets a transaction and says itself what is done (A7.6): until then messages stay open,
 and a bound on their number and age makes it impossible that they pile up unseen, as with RocketMQ's autoCommit=false.
@@ -32,8 +32,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from mqstore.broker.begun import PROCESS_ENDED
 from mqstore.broker.broker import Broker
 from mqstore.broker.names import is_retry_topic
+from mqstore.broker.orderinfo import OrderInfoTable
 from mqstore.client.assignment import Assignment
 from mqstore.client.handling import Failure, Handling, Subscription
 from mqstore.client.outcome import shortened
@@ -47,8 +49,9 @@ from mqstore.options import Duration, seconds
 __all__ = ["BatchTx", "OrderlyService"]
 
 LOCK_LATE_MS = 100
-SUSPEND_MS = 1_000
-SUSPEND_MIN_MS, SUSPEND_MAX_MS = 10, 30_000
+NOBODY_AGAIN_MS = 1_000
+"""When to look again whether anybody handles what nobody did: by then its queue is gone, as a rule."""
+SUSPEND_MIN_MS, SUSPEND_MAX_MS = 10, 60_000
 TX_MAX_MS = 60_000
 """How long messages may be left open by a handler that takes a transaction."""
 TICK_MS = 1_000
@@ -138,7 +141,7 @@ class OrderlyService:
         time_slice_ms: int,
         broadcasting: bool,
     ) -> None:
-        """`suspend_ms` None: the delays of the group's retry policy if it has its own, else one second."""
+        """`suspend_ms` None: the delays of the group's retry policy."""
         self.assignment: Assignment
         self._broker = broker
         self._group = group
@@ -156,8 +159,8 @@ class OrderlyService:
         """By topic, too: a retry topic holds messages of several."""
         self._tasks = 0
         self._ticking = False
-        self._failed_here: dict[ProcessQueue, dict[int, int]] = {}
-        """Broadcasting: failed attempts, which the broker keeps for groups only."""
+        self.own = OrderInfoTable() if broadcasting else None
+        """Failed attempts of a broadcasting consumer. Those of a group are kept by the broker."""
         self._seen: dict[Worker, tuple[int, int]] = {}
         """The call that each worker was in at the last tick, and when that was first seen."""
 
@@ -236,6 +239,13 @@ class OrderlyService:
         subscription = self.assignment.subscription_of(queue, batch[0])
         if subscription is None:
             return self._unwanted(task, batch)
+        if task.failed and self._has_had_its_last(batch[0]):
+            queue.again(batch[1:])
+            last = shown(batch[0], batch[0].topic, batch[0].reconsume_times - 1)
+            if self._bury(queue, last, Failure("reject", PROCESS_ENDED), 0.0):
+                return None
+            queue.again(batch[:1])
+            return AGAIN_MS
         key = queue, batch[0].topic
         opened = self._open.get(key) if self._open else None
         if opened is not None and not _goes_on(opened, subscription):
@@ -244,7 +254,7 @@ class OrderlyService:
             return 0
         bound = subscription.max_uncommitted
         number = len(batch) if bound is None else bound - (len(opened.messages) if opened is not None else 0)
-        batch = self._cut(queue, batch, number)
+        batch = self._cut(queue, batch, min(number, self._handling.together(batch)))
         if bound is not None:
             return (yield from self._transact(task, subscription, bound, batch))
         ended = self._handling.call(task.worker, subscription, batch)
@@ -258,6 +268,12 @@ class OrderlyService:
             if not batch:
                 return None
         return self._failed(task, batch, failure, took_ms)
+
+    def _has_had_its_last(self, message: Message) -> bool:
+        """Whether its last attempt ended with the process. Of others a handler has the last word: their limit may have
+        been lowered since."""
+        limit = self._broker.groups.need(self._group).max_attempts
+        return limit is not None and message.reconsume_times >= limit and self._handling.ended_the_process(message)
 
     def _shown(self, task: _Task, batch: list[Message]) -> list[Message]:
         """As a handler is to see them: under the topic they were sent to, with the attempts they had."""
@@ -283,7 +299,7 @@ class OrderlyService:
         queue = task.queue
         if not is_retry_topic(queue.queue.topic):  # not any more: the queue is about to be given up, and these with it
             queue.again(batch)
-            return SUSPEND_MS
+            return NOBODY_AGAIN_MS
         batch = self._cut(queue, batch, len(batch))
         why = f"a retry of topic {batch[0].topic!r}, to which nobody of group {self._group!r} subscribes any more"
         self._handling.report(ConfigError(why), "it comes again", batch[0])
@@ -321,7 +337,7 @@ class OrderlyService:
             again.append(message)
         if not again:
             return None
-        self._note(task, again)
+        self._note(task, again, failure.reason)
         self._handling.settled(again, "retry", took_ms)
         queue.again(again)
         return AGAIN_MS if stuck else self._pause_ms(failure, again[0])
@@ -337,7 +353,9 @@ class OrderlyService:
             )
         else:
             try:
-                self._broker.send_back(self._group, message.physical_offset, delay_level=-1, reason=why)
+                self._broker.send_back(
+                    self._group, message.physical_offset, delay_level=-1, attempts=message.attempt, reason=why
+                )
             except StoreClosedError:
                 return False
             except Exception as error:
@@ -350,22 +368,22 @@ class OrderlyService:
         return True
 
     def _failed_before(self, queue: ProcessQueue) -> dict[int, int]:
-        if self._broadcasting:
-            return self._failed_here.get(queue, {})
-        return self._broker.attempts(self._group, *queue.queue)
+        kept = self._broker if self.own is None else self.own
+        return kept.attempts(self._group, *queue.queue)
 
-    def _note(self, task: _Task, batch: Sequence[Message]) -> None:
+    def _note(self, task: _Task, batch: Sequence[Message], error: str) -> None:
         """One more failed attempt of each of these, the first that are not settled."""
-        first = batch[0].offset
+        ref, first = task.queue.queue, batch[0].offset
         failed = {offset: times for offset, times in task.failed.items() if offset >= first}
         for message in batch:
             failed[message.offset] = times = failed.get(message.offset, 0) + 1
-            if not self._broadcasting:
-                self._broker.note_attempt(self._group, *task.queue.queue, message.offset, times)
+            if self.own is None:
+                self._broker.note_attempt(self._group, *ref, message.offset, times, error=error)
+            else:
+                self.own.note_attempt(self._group, *ref, message.offset, times, self._clock.now_ms(), error)
         task.failed = failed
-        if self._broadcasting:
-            live = {queue: counts for queue, counts in self._failed_here.items() if not queue.dropped}
-            self._failed_here = {**live, task.queue: failed}
+        if self.own is not None:
+            self.own.drop_attempts(self._group, *ref, first)
 
     def _pause_ms(self, failure: Failure, first: Message) -> int:
         delay_s = shortened(failure.delay_s, SUSPEND_MAX_MS / 1000, self._handling.log, first)
@@ -374,8 +392,7 @@ class OrderlyService:
         elif self._suspend_ms is not None:
             wait_ms = self._suspend_ms
         else:
-            policy = self._broker.groups.need(self._group).retry_policy
-            wait_ms = SUSPEND_MS if policy.kind == "levels" else policy.delay_ms(first.attempt)
+            wait_ms = self._broker.groups.need(self._group).delay_ms(first.attempt)
         return min(max(wait_ms, SUSPEND_MIN_MS), SUSPEND_MAX_MS)
 
     # -- transactions -----------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ __all__ = ["BatchFailure", "Reject", "Retry", "retry_delay", "shortened"]
 
 class Retry(Exception):  # noqa: N818  (an order, no error)
     """Deliver this message again: after `delay` seconds (or a timedelta), None: as the retry policy says. The attempt
-    counts. In an ordered push consumer its queue is suspended meanwhile, 0.01 to 30 seconds. What is on loan (mode
+    counts. In an ordered push consumer its queue is suspended meanwhile, 0.01 to 60 seconds. What is on loan (mode
     "pop", simple consumers, `store.queue`) comes again in 12 hours at most. A longer delay is the longest there is, and
     the log says so once.
 

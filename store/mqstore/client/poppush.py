@@ -56,7 +56,7 @@ FETCH_AGAIN_MS = 1_000
 SETTLE_AGAIN_MS, SETTLE_AGAIN_MAX_MS = 100, 1_000
 TICK_MS = 50
 IDLE_TICKS = 20
-SUSPEND_MIN_S, SUSPEND_MAX_S = 0.01, 30.0
+SUSPEND_MIN_S, SUSPEND_MAX_S = 0.01, 60.0
 DELAY_MAX_S = 12 * 3600.0
 _SETTLE_S = 0.01
 _WORTH_MS = 1.0
@@ -418,7 +418,7 @@ class PopEngine:
     def _work_on(self, chunk: _Unit, worker: Worker) -> Flow[None]:
         settled_at = time.perf_counter()
         try:
-            while not self._is_halted and (batch := _next(chunk.items, self._batch_size)):
+            while not self._is_halted and (batch := self._batch(chunk)):
                 if (subscription := self._subscription(chunk, batch)) is None:
                     return
                 failure, took_ms = yield from self._handle(subscription, batch, worker)
@@ -439,7 +439,7 @@ class PopEngine:
 
     def _run_line(self, line: _Unit, worker: Worker) -> Flow[None]:
         while line.items and not self._is_halted:
-            batch = _next(line.items, self._batch_size)
+            batch = self._batch(line)
             if (subscription := self._subscription(line, batch)) is None:
                 return
             failure, took_ms = yield from self._handle(subscription, batch, worker)
@@ -457,6 +457,13 @@ class PopEngine:
                 self._add_failures(settling, failed, failure, each_ms, line)
             if not self._go_through(settling):
                 return  # `_again` goes on when that is settled
+
+    def _batch(self, unit: _Unit) -> list[_Item]:
+        """What the next call has."""
+        batch = _next(unit.items, self._batch_size)
+        number = self._handling.together([item.message for item in batch]) if len(batch) > 1 else len(batch)
+        unit.items.extendleft(reversed(batch[number:]))
+        return batch[:number]
 
     def _subscription(self, unit: _Unit, batch: list[_Item]) -> Subscription | None:
         """Who handles the unit's topic. Nobody any more: all that is left of it is released."""

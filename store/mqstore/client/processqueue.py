@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mqstore.log.commitlog import QueueRef
@@ -154,6 +154,8 @@ class ProcessQueue:
         """Where the last pull began of which something was begun to be handled."""
         self.running = 0
         """Workers that are at its messages now, or in `on_assign`."""
+        self.attempts: Mapping[int, int] = {}
+        """Attempts that ended with a process that was killed, by offset. Unless it is orderly."""
         self.unannounced = False
         """`on_assign` is to be called, and to return before anything is pulled."""
         self.announcing = False

@@ -28,11 +28,13 @@ from queue import Empty, SimpleQueue
 from types import FrameType, TracebackType
 from typing import Any, Literal, Protocol, TypeVar, overload
 
+from mqstore.broker.begun import Notes
 from mqstore.broker.broker import Broker
 from mqstore.broker.groups import GroupConfig, RetryPolicy
 from mqstore.broker.localoffsets import LOCAL_OFFSETS, LocalOffsets
 from mqstore.broker.members import Mode
 from mqstore.broker.names import check_group, retry_topic
+from mqstore.broker.orderinfo import OrderInfoTable, Suspended
 from mqstore.broker.statistics import CounterKey, Rate, StatisticsSnapshot, Total
 from mqstore.client.allocation import Strategy, strategy_named
 from mqstore.client.assignment import Assignment
@@ -135,6 +137,9 @@ class ConsumerStats:
     """Empty in mode "pop"."""
     running: int
     """Workers in a handler now."""
+    suspended: Mapping[QueueRef, Suspended]
+    """The queues that a failed message holds up, from its first failure until it is settled: of the whole ordered
+    group, in either mode; of a broadcasting consumer its own."""
 
 
 class Engine(Protocol):
@@ -174,7 +179,8 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         mode               "queue": each queue is one member's, progress is an offset. "pop": any member takes any
                            message, each is acknowledged by itself, and a slow one holds nothing up
         model              "clustering": the members share the messages. "broadcasting": each has all of them, with
-                           progress of its own under `client_id`; what fails is passed over
+                           progress of its own under `client_id`; what fails is passed over, in order once
+                           its attempts are used up
         start              where a new group begins: "earliest", "latest", an aware datetime
         batch_size         more than 1: handlers take a tuple of up to so many messages of one topic
         prefetch           messages of a queue held here at most (mode "pop": of all); `prefetch_bytes` likewise
@@ -184,10 +190,11 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         max_span           a message that is not done lets others get ahead so many offsets at most (2000). Not
                            ordered, mode "queue" only
         retry              when failed messages come again, and after how many attempts they are dead letters; None: as
-                           the group has it
+                           the group has it. A new ordered group retries for ever, after 1, 2, 4 s and so on, at most
+                           60 s
         consume_timeout    seconds after which a handler is given up: its messages come again. Ordered: it is only told
-        suspend            ordered, mode "queue": for how long a failure holds its queue up, 0.01 to 30 s; None: as
-                           the retry policy says if the group has its own, else 1 s
+        suspend            ordered, mode "queue": for how long a failure holds its queue up, 0.01 to 60 s; None: as
+                           the retry policy says, at most 60 s
         parallel_groups    ordered, mode "pop": of what was fetched of a queue, message groups are handled side by side,
                            the messages of each one after the other (those without a group: as one). All members
                            alike (A8.5, D13)
@@ -310,13 +317,21 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         self._left: BaseException | None = None
         """The SystemExit or KeyboardInterrupt of a handler."""
         self._starts_with_topic = False
+        self._notes: Notes | None = None
+        """While it runs: of what its handlers have."""
         clock = broker.store.clock
         self._workers = Workers(f"mqstore-{group}", clock, number, threads=broker.store.config.clock is None)
         self._workers.on_exit = self._exited
         self._log = LimitedLog(f"group {group}", clock)
         hooks = Interceptors(interceptors, self._log)
         self._handling = Handling(
-            group, clock, batch=batch_size > 1, ordered=ordered, interceptors=hooks, on_error=on_error
+            group,
+            clock,
+            batch=batch_size > 1,
+            ordered=ordered,
+            interceptors=hooks,
+            on_error=on_error,
+            suspects=broker.begun.suspects.get(group),
         )
         self._retry = retry
         self._mode = Mode(mode, ordered, broadcasting, parallel_groups)
@@ -325,6 +340,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         service: ConcurrentService | OrderlyService
         parts = (broker, group, self._workers, self._handling)
         self._engine: Engine
+        self._own: OrderInfoTable | None = None
         if pops:
             self._engine = PopEngine(
                 broker,
@@ -345,10 +361,11 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
                 *parts,
                 batch_size=self._batch_size,
                 consume_timeout_ms=timeout_ms,
-                suspend_ms=None if suspend is None else _milliseconds("suspend", suspend, 0.01, 30),
+                suspend_ms=None if suspend is None else _milliseconds("suspend", suspend, 0.01, 60),
                 time_slice_ms=_milliseconds("time_slice", 60 if time_slice is None else time_slice, 0.001, 86_400),
                 broadcasting=broadcasting,
             )
+            self._own = service.own
         else:
             service = ConcurrentService(
                 *parts, batch_size=self._batch_size, consume_timeout_ms=timeout_ms, broadcasting=broadcasting
@@ -510,6 +527,10 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
                 raise ConfigError("the consumer handles nothing: subscribe to a topic first")
             self._prepare_group()
             try:
+                if not self._mode.broadcasting:  # which has no attempts
+                    self._notes = self._broker.begun.open(self.group, len(self._workers.all), self._batch_size)
+                    for worker, cells in zip(self._workers.all, self._notes.workers, strict=True):
+                        worker.cells = cells
                 self._engine.start(self._subscriptions)
                 self._check_usable()  # a hook may have stopped it
             except BaseException:
@@ -517,6 +538,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
                 self._all_ended = True
                 self._engine.halt()
                 self._engine.close()
+                self._forget_notes()
                 self._stopped.open()
                 raise
             self._state = "running"
@@ -581,6 +603,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
             self._all_ended = ended
             try:
                 self._engine.close()
+                self._forget_notes()
             finally:
                 self._log.close()
                 with self._lock:
@@ -588,6 +611,10 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
                 self._stopped.open()
                 self._wishes.put(None)
         return ended
+
+    def _forget_notes(self) -> None:
+        if self._notes is not None:
+            self._notes.close()
 
     def run(self, stop_timeout: Duration = 30) -> bool:
         """Start, wait for SIGINT or SIGTERM (in the main thread; else for a `stop` from elsewhere), stop; what `stop`
@@ -671,16 +698,24 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         """A snapshot."""
         counted = self._handling.statistics.snapshot()
         names = sorted({topic for _, topic in counted.totals})
+        infos = self._engine.infos()
         return ConsumerStats(
             group=self.group,
             client_id=self.client_id,
             topics={name: _topic_stats(counted, name) for name in names},
             queues={
                 info.queue: QueueStats(info, committed, self._broker.max_offset(*info.queue))
-                for info, committed in self._engine.infos()
+                for info, committed in infos
             },
             running=self._engine.running(),
+            suspended=self._suspended({info.queue: committed for info, committed in infos}),
         )
+
+    def _suspended(self, committed: Mapping[QueueRef, int | None]) -> dict[QueueRef, Suspended]:
+        if self._own is None:
+            return self._broker.suspended(self.group)
+        own = self._own.suspended(self.group, lambda topic, _, queue_id: committed.get(QueueRef(topic, queue_id)))
+        return {QueueRef(*queue): suspended for queue, suspended in own.items()}
 
     def __repr__(self) -> str:
         return f"<PushConsumer {self.client_id} of group {self.group!r}, {self._state}>"

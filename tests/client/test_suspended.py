@@ -1,0 +1,224 @@
+"""What is told of a queue that a failed message holds up, by an ordered consumer in either mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mqstore import Message, PushConsumer, QueueRef, Reject, RetryPolicy, Suspended
+from tests.client.orderlysupport import Bench
+
+T0, T1 = QueueRef("t", 0), QueueRef("t", 1)
+RETRY = RetryPolicy(None, [10])
+MODES: list[dict[str, Any]] = [{"mode": "queue"}, {"mode": "pop"}]
+BROADCASTING = {"model": "broadcasting"}
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path / "mq", queues=2)
+    yield bench
+    bench.close()
+
+
+def failing(bench: Bench, body: str = "1", times: int = 1_000_000) -> Callable[[Message], None]:
+    """A handler that fails so many times at one message, and says with which attempt."""
+    left = [times]
+
+    def handle(message: Message) -> None:
+        if message.text() == body and left[0]:
+            left[0] -= 1
+            raise KeyError(f"attempt {message.attempt}")
+
+    return handle
+
+
+def suspended(consumer: PushConsumer) -> dict[QueueRef, Suspended]:
+    return dict(consumer.stats().suspended)
+
+
+@pytest.mark.parametrize("options", [*MODES, BROADCASTING])
+def test_a_queue_is_suspended_from_the_first_failure_until_it_is_settled(bench: Bench, options: dict[str, Any]) -> None:
+    bench.put("0", "1", "2")
+    bench.put("a", "b", queue=1)
+    consumer = bench.join(handler=failing(bench, times=3), retry=RETRY, **options)
+    since_ms = bench.clock.now_ms()
+    bench.settle()
+    first = Suspended(1, 1, since_ms, "KeyError: 'attempt 1'")
+    assert suspended(consumer) == {T0: first}
+    bench.advance(10)
+    assert suspended(consumer) == {T0: replace(first, attempt=2, error="KeyError: 'attempt 2'")}
+    bench.advance(10)
+    assert suspended(consumer) == {T0: replace(first, attempt=3, error="KeyError: 'attempt 3'")}
+
+    bench.advance(10)
+    assert bench.bodies[-1] == "2"
+    assert suspended(consumer) == {}
+
+
+@pytest.mark.parametrize("options", [*MODES, BROADCASTING])
+def test_a_queue_is_suspended_while_its_next_attempt_runs(bench: Bench, options: dict[str, Any]) -> None:
+    told: list[int] = []
+
+    def handle(message: Message) -> None:
+        told.extend(each.attempt for each in suspended(consumer).values())
+        if message.attempt < 3:
+            raise ValueError("no")
+
+    bench.put("0")
+    consumer = bench.join(handler=handle, retry=RETRY, **options)
+    bench.advance(30)
+    assert told == [1, 2]
+
+
+@pytest.mark.parametrize("options", [*MODES, BROADCASTING])
+@pytest.mark.parametrize("last", [Reject("no"), ValueError("no")])
+def test_what_is_given_up_suspends_nothing(bench: Bench, options: dict[str, Any], last: Exception) -> None:
+    def handle(message: Message) -> None:
+        if message.text() == "0":
+            raise last if message.attempt == 2 else ValueError("not yet")
+
+    bench.put("0", "1")
+    consumer = bench.join(handler=handle, retry=RetryPolicy(2, [10]), **options)
+    bench.settle()
+    assert list(suspended(consumer)) == [T0]
+    bench.advance(10)
+    assert suspended(consumer) == {}
+    assert bench.bodies[-1] == "1"
+
+
+@pytest.mark.parametrize("options", MODES)
+@pytest.mark.parametrize("killed", [False, True])
+def test_it_is_known_after_a_restart(bench: Bench, options: dict[str, Any], killed: bool) -> None:
+    bench.put("0", "1")
+    first = bench.join(handler=failing(bench), retry=RETRY, **options)
+    since_ms = bench.clock.now_ms()
+    bench.advance(1)  # on disk within a second
+    if killed:
+        bench.kill()
+    else:
+        bench.leave(first)
+        bench.close()
+    bench.open()
+    known = {T0: Suspended(1, 1, since_ms, "KeyError: 'attempt 1'")}
+    assert bench.broker.suspended("g") == known
+
+    bench.clock.advance(10_000)
+    consumer = bench.join(handler=failing(bench), **options)
+    bench.settle()
+    assert suspended(consumer) == {T0: Suspended(1, 2, since_ms, "KeyError: 'attempt 2'")}
+    bench.leave(consumer)
+    bench.close()
+    bench.open()
+    assert bench.broker.suspended("g") == {T0: Suspended(1, 2, since_ms, "KeyError: 'attempt 2'")}
+
+    bench.join(**options)
+    bench.advance(10)
+    assert bench.bodies[-1] == "1"
+    assert bench.broker.suspended("g") == {}
+    bench.close()
+    bench.open()
+    assert bench.broker.suspended("g") == {}
+
+
+@pytest.mark.parametrize("options", [*MODES, BROADCASTING])
+def test_a_long_error_is_cut(bench: Bench, options: dict[str, Any]) -> None:
+    def handle(message: Message) -> None:
+        raise ValueError("é" * 100_000)
+
+    bench.put("0")
+    consumer = bench.join(handler=handle, retry=RETRY, **options)
+    bench.settle()
+    assert suspended(consumer)[T0].error == "ValueError: " + "é" * 288
+
+
+@pytest.mark.parametrize("pops", [False, True])
+def test_an_error_of_any_characters_is_kept(bench: Bench, pops: bool) -> None:
+    """Text that a file cannot hold must not keep the attempts of all groups from disk."""
+    error = "\x00 \x1b[31m \udc80 \U0001f600"
+    bench.put("0")
+    bench.broker.groups.create("g", orderly=True)
+    if pops:
+        [delivery] = bench.broker.pop("g", "t", order=True)
+        bench.broker.nack("g", "t", delivery.receipt, error=error)
+    else:
+        bench.broker.note_attempt("g", "t", 0, 0, 1, error=error)
+    bench.close()
+    bench.open()
+    assert bench.broker.suspended("g")[T0].error == error
+
+
+@pytest.mark.parametrize("options", MODES)
+@pytest.mark.parametrize("ends", ["reset", "delete"])
+def test_a_reset_or_deleted_group_is_not_suspended(bench: Bench, options: dict[str, Any], ends: str) -> None:
+    bench.put("0", "1")
+    consumer = bench.join(handler=failing(bench), retry=RETRY, **options)
+    bench.settle()
+    bench.leave(consumer)
+    assert list(bench.broker.suspended("g")) == [T0]
+    if ends == "reset":
+        bench.broker.reset("g", "t", None, "latest")
+    else:
+        bench.broker.delete_group("g")
+    assert bench.broker.suspended("g") == {}
+
+
+def test_groups_and_queues_are_suspended_each_by_itself(bench: Bench) -> None:
+    bench.put("0", "1")
+    bench.put("1", queue=1)
+    bench.join(handler=failing(bench), retry=RETRY)
+    bench.join("other", group="h")
+    bench.settle()
+    assert {queue: each.offset for queue, each in bench.broker.suspended("g").items()} == {T0: 1, T1: 0}
+    assert bench.broker.suspended("h") == {}
+
+
+def test_side_by_side_the_first_failed_message_of_a_queue_is_told(bench: Bench) -> None:
+    """With message groups side by side several messages of a queue may have failed, each since its own time."""
+    fails = {"1", "3"}
+
+    def handle(message: Message) -> None:
+        if message.text() in fails:
+            raise ValueError("no")
+
+    one = QueueRef("one", 0)
+    bench.store.create_topic("one", queues=1)
+    for body in "0123":
+        bench.store.put("one", body.encode(), message_group=body)
+    consumer = bench.join(handler=handle, topics=["one"], mode="pop", parallel_groups=True, retry=RETRY)
+    since_ms = bench.clock.now_ms()
+    bench.settle()
+    assert suspended(consumer) == {one: Suspended(1, 1, since_ms, "ValueError: no")}
+
+    fails.discard("1")
+    bench.advance(10)
+    assert suspended(consumer) == {one: Suspended(3, 2, since_ms, "ValueError: no")}
+
+
+@pytest.mark.parametrize(
+    "fail",
+    [
+        lambda delivery: delivery.nack(),
+        lambda delivery: delivery.__exit__(ValueError, ValueError("no"), None),
+    ],
+)
+def test_a_simple_consumer_that_receives_in_order_suspends_its_queue(bench: Bench, fail: Callable[[Any], Any]) -> None:
+    bench.put("0")
+    with bench.store.simple_consumer("g", {"t": "*"}, ordered=True) as consumer:
+        [delivery] = consumer.receive(wait=0)
+        fail(delivery)
+        [each] = bench.broker.suspended("g").values()
+        assert (each.offset, each.attempt, each.error) in [(0, 1, ""), (0, 1, "ValueError: no")]
+
+
+def test_without_order_nothing_is_suspended(bench: Bench) -> None:
+    bench.put("0")
+    for mode in ("queue", "pop"):
+        bench.join(mode, handler=failing(bench, "0"), group=mode, mode=mode, ordered=False, retry=RETRY)
+    bench.settle()
+    assert len(bench.calls) == 2
+    assert [bench.broker.suspended(group) for group in ("queue", "pop")] == [{}, {}]

@@ -1,0 +1,91 @@
+"""`mqstore lag` and `mqstore groups list` say which queue of a group is suspended, and why, beside a running broker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mqstore import Message, RetryPolicy
+from tests.client.orderlysupport import Bench
+from tests.tools.brokers import clock_now
+from tests.tools.support import mqstore, mqstore_json
+
+Shown = Callable[[Path], list[dict[str, Any]]]
+
+
+def by_lag(path: Path) -> list[dict[str, Any]]:
+    [group] = [each for each in mqstore_json("lag", path)["groups"] if each["group"] == "g"]
+    return [
+        {"topic": row["topic"], "queue_id": row["queue_id"], **row["suspended"]}
+        for row in group["queues"]
+        if row["suspended"] is not None
+    ]
+
+
+def by_groups(path: Path) -> list[dict[str, Any]]:
+    [group] = [each for each in mqstore_json("groups", "list", path)["groups"] if each["name"] == "g"]
+    return list(group["suspended"])
+
+
+class Outage:
+    """A group whose handler fails at message "1" as long as `on`."""
+
+    def __init__(self, path: Path, mode: Any) -> None:
+        self.on = True
+        self.bench = bench = Bench(path, queues=2)
+        bench.clock.advance(clock_now().now_ms() - bench.clock.now_ms())
+        bench.put("0", "1", "2")
+        bench.put("a", queue=1)
+        bench.join(handler=self.handle, mode=mode, retry=RetryPolicy(None, [10]))
+        self.since_ms = bench.clock.now_ms()
+        bench.advance(1)
+
+    def handle(self, message: Message) -> None:
+        if self.on and message.text() == "1":
+            raise ConnectionError("the\ndatabase is away")
+
+
+@pytest.mark.parametrize("shown", [by_lag, by_groups])
+@pytest.mark.parametrize("mode", ["queue", "pop"])
+def test_a_suspended_queue_is_told_until_it_goes_on(tmp_path: Path, mode: str, shown: Shown) -> None:
+    path = tmp_path / "s"
+    outage = Outage(path, mode)
+    where = {"topic": "t", "queue_id": 0, "offset": 1, "since_ms": outage.since_ms}
+    error = "ConnectionError: the\ndatabase is away"
+    assert shown(path) == [{**where, "attempt": 1, "error": error}]
+    outage.bench.advance(10)
+    assert shown(path) == [{**where, "attempt": 2, "error": error}]
+
+    outage.on = False
+    outage.bench.advance(15)  # offsets are written every 5 s
+    assert outage.bench.bodies[-1] == "2"
+    assert shown(path) == []
+    outage.bench.close()
+    assert shown(path) == []
+
+
+@pytest.mark.parametrize("mode", ["queue", "pop"])
+@pytest.mark.parametrize("command", [["lag"], ["lag", "--group", "g"], ["groups", "list"]])
+def test_a_suspended_queue_has_its_line(tmp_path: Path, mode: str, command: list[str]) -> None:
+    path = tmp_path / "s"
+    outage = Outage(path, mode)
+    shown = mqstore(command[0], *command[1:2], path) if command[0] == "groups" else mqstore("lag", path, *command[1:])
+    outage.bench.close()
+
+    [line] = [line for line in shown.stdout.splitlines() if "database is away" in line]
+    assert line.split()[:5] == ["g", "t", "0", "1", "1"]
+    assert line.endswith(r"ConnectionError: the\ndatabase is away")
+
+
+def test_a_group_that_does_not_consume_in_order_is_not_suspended(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    bench = Bench(path)
+    bench.put("0")
+    bench.broker.groups.create("g")
+    bench.broker.start_of("g", "t", 0)
+    bench.close()
+    assert by_lag(path) == by_groups(path) == []
+    assert "suspended" not in mqstore("lag", path).stdout + mqstore("groups", path).stdout

@@ -1,0 +1,40 @@
+"""What `mqstore lag` and `mqstore groups` show of queues that a failed message holds up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+from mqstore.broker.inspect import PopView
+from mqstore_tools.opened import show_ms
+from mqstore_tools.render import console, table, when
+
+__all__ = ["show_suspended", "suspended_of"]
+
+
+def suspended_of(pops: PopView, group: str) -> dict[tuple[str, int], dict[str, Any]]:
+    """(topic, queue id) -> the failed message that holds the queue up, as JSON has it."""
+    return {
+        (key.topic, key.queue_id): asdict(each) for key, each in sorted(pops.suspended.items()) if key.group == group
+    }
+
+
+def show_suspended(pops: PopView, groups: Iterable[str], now_ms: int) -> None:
+    """Print a table of the suspended queues of these groups; nothing if there are none."""
+    rows = [
+        (
+            group,
+            *queue,
+            row["offset"],
+            row["attempt"],
+            when(row["since_ms"]),
+            show_ms(max(0, now_ms - row["since_ms"])),
+            row["error"],
+        )
+        for group in groups
+        for queue, row in suspended_of(pops, group).items()
+    ]
+    if rows:
+        columns = ("group", "topic", "queue>", "offset>", "attempt>", "since", "for>", "last error")
+        console().print(table("suspended by a message that failed", columns, rows))
