@@ -524,11 +524,7 @@ def test_a_topic_whose_file_gives_it_no_queues_is_named(tmp_path: Path, queues: 
         assert len(broker.pop("g", "t")) == 1
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize("group", [5.0, " ", "x" * 64])
-=======
 @pytest.mark.parametrize("group", [5.5, " ", "x" * 64])
->>>>>>> work-g
 def test_a_message_group_is_checked_where_the_queue_is_given_too(tmp_path: Path, group: Any) -> None:
     with open_broker(tmp_path) as broker:
         with pytest.raises(InvalidMessageError, match=r"message.group"):

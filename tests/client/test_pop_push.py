@@ -771,7 +771,7 @@ def test_many_messages_in_order(bench: Bench) -> None:
 def test_after_a_crash_it_goes_on(bench: Bench, ordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed in the middle of the third message: what was done stays done, that one is an attempt more."""
 
-    def gone(*_: Any) -> None:
+    def gone(*_: Any, **__: Any) -> None:
         raise mqstore.StoreClosedError("dead")
 
     def act(message: Message) -> None:
@@ -779,7 +779,9 @@ def test_after_a_crash_it_goes_on(bench: Bench, ordered: bool, monkeypatch: pyte
             for verb in ("ack", "nack", "release", "dead_letter"):
                 monkeypatch.setattr(bench.broker, verb, gone)
             bench.kill()
-            push.engine.halt()  # it is dead: it begins nothing more
+            push.engine.halt()  # it is dead: it begins nothing more, and notes nothing
+            for worker in push.consumer._workers.all:
+                worker.cells = None
             raise Retry(0)
 
     bench.put(*[b"%d" % i for i in range(5)], queue_id=0)

@@ -7,9 +7,9 @@
     | head| cells of the first worker    | of the second |        head: {"group": name, "workers": w, "cells": of each}
     +-----+------------------------------+---------------+---
 
-The cells of a worker hold the physical offsets of the messages that its handler has, -1 behind the last. They are
-written through a mapping, so they cost no system call, and the kernel keeps them when the process is killed. A power
-cut may take them back: then an attempt is not counted.
+The cells of a worker hold the physical offsets of the messages that its handler was called with last, -1 behind the
+last of them; -1 alone once its job has ended. They are written through a mapping, so they cost no system call, and the
+kernel keeps them when the process is killed. A power cut may take them back: then an attempt is not counted.
 
     at the next open, of a message that is not settled     it comes again with
     its handler had begun                                  one attempt more; behind the last one it is a dead letter
@@ -39,7 +39,7 @@ from mqstore.errors import MQStoreError
 from mqstore.files.filesystem import FileSystem
 from mqstore.log.message import Message
 
-__all__ = ["PROCESS_ENDED", "Address", "Begun", "Notes", "Suspects", "note"]
+__all__ = ["NONE", "PROCESS_ENDED", "Address", "Begun", "Notes", "Suspects", "note"]
 
 _log = logging.getLogger("mqstore")
 
@@ -50,7 +50,8 @@ _HEAD_BYTES: Final = 512
 _CELL_BYTES: Final = 8
 _FILE_MAX_BYTES: Final = _HEAD_BYTES + _CELL_BYTES * 1_000 * 1_024
 """The most workers, each with the largest batch."""
-_NONE: Final = -1
+NONE: Final = -1
+"""A cell that holds nothing."""
 
 
 class Address(NamedTuple):
@@ -65,7 +66,7 @@ def note(cells: memoryview, messages: Sequence[Message]) -> None:
     """Let the cells of a worker hold these messages. The first cell last: until then it has none."""
     number = len(messages)
     if number < len(cells):
-        cells[number] = _NONE
+        cells[number] = NONE
     for i in range(1, number):
         cells[i] = messages[i].physical_offset
     cells[0] = messages[0].physical_offset
@@ -168,7 +169,7 @@ class Begun:
             _log.warning("%s is not read: %s. Attempts that it tells of are not counted", path, error)
             return
         for cells in found.tolist():
-            for physical_offset in takewhile(lambda cell: cell != _NONE, cells):
+            for physical_offset in takewhile(lambda cell: cell != NONE, cells):
                 with suppress(LookupError, MQStoreError):  # gone since, or never written
                     message = self._store.at(physical_offset)
                     addresses.add(Address(*message.queue, message.offset))
