@@ -568,7 +568,7 @@ def test_order_info_of_before_the_clock_was_set_back_does_not_outlive_the_log(tm
         bench.put("t", 4)
         bench.clock.advance(3_600_000)
         first = bench.pop(order=True, n=1)
-        bench.service._keeper._save_orders(bench.now_ms)
+        bench.service._keeper.save(bench.now_ms)
         bench.clock.set_wall(bench.clock.now_ms() - 3_600_000)
         bench.ack(*first)
         for _ in range(2):
@@ -584,7 +584,7 @@ def test_the_same_with_a_log_that_begins_behind_the_file(tmp_path: Path) -> None
         bench.put("t", 4)
         bench.clock.advance(3_600_000)
         first = bench.pop(order=True, n=1)
-        bench.service._keeper._save_orders(bench.now_ms)
+        bench.service._keeper.save(bench.now_ms)
         bench.clock.set_wall(bench.clock.now_ms() - 3_600_000)
         bench.ack(*first)
         bench.parts.offsets.commit(POP_LOG_GROUP, POP_LOG_TOPIC, 0, bench.parts.store.offsets(POP_LOG_TOPIC)[1])
