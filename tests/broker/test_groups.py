@@ -186,7 +186,7 @@ ORDERED_PAUSES_S = [1, 2, 4, 8, 16, 32, 60, 60]
         ({"orderly": False}, 17, [1, 5, 10, 30, 60]),
     ],
 )
-def test_a_group_made_to_consume_in_order_retries_for_ever_unless_told_otherwise(
+def test_an_ordered_group_retries_for_ever_by_default(
     groups: _Groups, settings: dict[str, Any], max_attempts: int | None, pauses_s: list[int]
 ) -> None:
     groups.table.create("g", **{"orderly": True, **settings})

@@ -464,7 +464,7 @@ def test_attempts_survive_a_restart_in_the_documented_shape() -> None:
     assert table.suspended("g", lambda *queue: 11) == {("t", 0): Suspended(12, 1, T0, "KeyError: 'id'")}
 
 
-def test_a_failed_message_stays_known_over_pops_until_it_is_acknowledged() -> None:
+def test_a_failed_message_is_known_until_it_is_acknowledged() -> None:
     table = OrderInfoTable()
     table.update(None, *KEY, T0, INV, [4, 5, 6], T0)
     table.note_failed(*KEY, 5, 1, T0 + 1, "no")
@@ -484,7 +484,7 @@ def test_a_failed_message_stays_known_over_pops_until_it_is_acknowledged() -> No
     assert table.suspended("g", lambda *queue: 0) == {}
 
 
-def test_of_offsets_that_are_gone_no_failure_is_known() -> None:
+def test_failures_of_offsets_that_are_gone_are_forgotten() -> None:
     table = OrderInfoTable()
     for offset in (3, 4):
         table.note_attempt("g", "t", 0, offset, 1, T0, "no")

@@ -106,7 +106,7 @@ def test_a_copy_waits_in_its_level_or_is_a_dead_letter(
 
 
 @pytest.mark.parametrize("times", range(16))
-def test_with_the_standard_table_a_retry_is_stored_as_level_3_and_on(parts: Parts, times: int) -> None:
+def test_with_the_standard_table_retries_are_levels_from_3_on(parts: Parts, times: int) -> None:
     assert back(parts, put(parts, reconsume=times)).stored_properties()["DELAY"] == str(min(3 + times, 18))
 
 
@@ -125,7 +125,7 @@ SENT_BACK_S = [10, 30, *(60 * n for n in range(1, 11)), 1_200, 1_800, 3_600, 7_2
 
 
 @pytest.mark.parametrize(("table", "times", "level"), TABLES)
-def test_another_level_table_leaves_the_pauses_of_retries_as_they_are(
+def test_another_level_table_changes_no_pause_of_a_retry(
     tmp_path: Path, table: str, times: int, level: int | None
 ) -> None:
     parts = new_parts(tmp_path / "other", delay_levels=table)

@@ -372,7 +372,7 @@ def test_what_hung_comes_again_as_the_policy_says(bench: PushBench, mode: Any) -
     assert at_ms[2] - at_ms[1] == pytest.approx(300_000, abs=1_000)
 
 
-def test_a_first_retry_comes_after_ten_seconds_whatever_levels_there_are(tmp_path: Path) -> None:
+def test_a_first_retry_comes_after_10_s_with_any_level_table(tmp_path: Path) -> None:
     """In a store with the levels "1h 5h" it came after five hours: the first retry was always level 3, at most the
     last one."""
     bench = PushBench(tmp_path / "levels", delay_levels="1h 5h")

@@ -284,7 +284,7 @@ def started(consumer: mqstore.PushConsumer) -> None:
         lambda store: store.broker.groups.create("g", orderly=True),
     ],
 )
-def test_whoever_makes_an_ordered_group_it_retries_for_ever(bench: Bench, make: Callable[[Any], object]) -> None:
+def test_every_way_to_an_ordered_group_retries_for_ever(bench: Bench, make: Callable[[Any], object]) -> None:
     make(bench.store)
     policy = bench.broker.groups.need("g").retry_policy
     assert policy.max_attempts is None
@@ -1227,7 +1227,7 @@ def test_what_fails_a_broadcasting_member_holds_up_its_own_queue_and_is_passed_o
     assert "t/0, offset 0: it is passed over: attempt 3 failed: ValueError: no" in caplog.text
 
 
-def test_what_fails_a_broadcasting_member_stops_its_queue_for_ever_by_default(bench: Bench) -> None:
+def test_a_failure_stops_a_broadcasting_member_by_default(bench: Bench) -> None:
     bench.put("0", "1")
     bench.join("a", fails("0"), model="broadcasting")
     bench.join("b", model="broadcasting")

@@ -1,4 +1,4 @@
-"""What is told of a queue that a failed message holds up, by an ordered consumer in either mode."""
+"""Queues that a failed message of an ordered consumer holds up, in either mode."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def suspended(consumer: PushConsumer) -> dict[QueueRef, Suspended]:
 
 
 @pytest.mark.parametrize("options", [*MODES, BROADCASTING])
-def test_a_queue_is_suspended_from_the_first_failure_until_it_is_settled(bench: Bench, options: dict[str, Any]) -> None:
+def test_a_queue_is_suspended_until_its_message_is_settled(bench: Bench, options: dict[str, Any]) -> None:
     bench.put("0", "1", "2")
     bench.put("a", "b", queue=1)
     consumer = bench.join(handler=failing(bench, times=3), retry=RETRY, **options)
@@ -177,7 +177,7 @@ def test_groups_and_queues_are_suspended_each_by_itself(bench: Bench) -> None:
     assert bench.broker.suspended("h") == {}
 
 
-def test_side_by_side_the_first_failed_message_of_a_queue_is_told(bench: Bench) -> None:
+def test_side_by_side_the_first_failed_message_is_shown(bench: Bench) -> None:
     """With message groups side by side several messages of a queue may have failed, each since its own time."""
     fails = {"1", "3"}
 
@@ -206,7 +206,7 @@ def test_side_by_side_the_first_failed_message_of_a_queue_is_told(bench: Bench) 
         lambda delivery: delivery.__exit__(ValueError, ValueError("no"), None),
     ],
 )
-def test_a_simple_consumer_that_receives_in_order_suspends_its_queue(bench: Bench, fail: Callable[[Any], Any]) -> None:
+def test_a_simple_consumer_in_order_suspends_its_queue(bench: Bench, fail: Callable[[Any], Any]) -> None:
     bench.put("0")
     with bench.store.simple_consumer("g", {"t": "*"}, ordered=True) as consumer:
         [delivery] = consumer.receive(wait=0)

@@ -473,6 +473,13 @@ def test_in_order_a_failure_holds_back_what_is_behind_it(store: Path, tmp_path: 
     assert "--ordered" in wrong.stderr
 
 
+def test_a_new_ordered_group_gets_a_limit_only_if_asked_for(store: Path) -> None:
+    for group, options in {"g": (), "h": ("--max-attempts", 4)}.items():
+        taken(store, "--ordered", "--retry-delay", 20, *options, group=group)
+    listed = {row["name"]: row for row in mqstore_json("groups", "list", store)["groups"]}
+    assert [(row["retry"], row["max_attempts"]) for row in (listed["g"], listed["h"])] == [("20s", None), ("20s", 4)]
+
+
 # -- the end -----------------------------------------------------------------------------------------------------------
 
 

@@ -50,7 +50,7 @@ class Outage:
 
 @pytest.mark.parametrize("shown", [by_lag, by_groups])
 @pytest.mark.parametrize("mode", ["queue", "pop"])
-def test_a_suspended_queue_is_told_until_it_goes_on(tmp_path: Path, mode: str, shown: Shown) -> None:
+def test_a_suspended_queue_is_shown_until_it_goes_on(tmp_path: Path, mode: str, shown: Shown) -> None:
     path = tmp_path / "s"
     outage = Outage(path, mode)
     where = {"topic": "t", "queue_id": 0, "offset": 1, "since_ms": outage.since_ms}

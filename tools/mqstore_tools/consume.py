@@ -23,6 +23,7 @@ from rich.text import Text
 import mqstore
 from mqstore import Broker, RetryPolicy, StoreClosedError
 from mqstore.broker.broker import as_filter
+from mqstore.broker.groups import default_retry
 from mqstore.broker.inspect import group_names, lag_of, pop_view
 from mqstore.broker.names import check_group, check_user_topic, pop_retry_topic, retry_topic
 from mqstore.broker.parts import Parts
@@ -274,7 +275,7 @@ def _policy(
             raise click.UsageError(f"group {asked.group!r} consumes without order: leave out --ordered")
     if max_attempts is None and not retry_delay:
         return None
-    before = RetryPolicy() if known is None else known.retry_policy
+    before = default_retry(asked.ordered) if known is None else known.retry_policy
     attempts = before.max_attempts if max_attempts is None else max_attempts
     return RetryPolicy(attempts, retry_delay) if retry_delay else before.with_attempts(attempts)
 

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from mqstore import ReadOnlyStoreError
-from mqstore.broker.groups import ORDERED_RETRY, GroupConfig, RetryPolicy
+from mqstore.broker.groups import GroupConfig, RetryPolicy, default_retry
 from mqstore.broker.inspect import PopView, group_names, pop_view
 from mqstore.broker.offline import offline
 from mqstore.broker.parts import Parts
@@ -59,8 +59,8 @@ def list_(directory: Path, json_output: bool) -> None:
 
     A group that has progress and no entry in config/subscriptionGroup.json is shown with what it would start with.
 
-    Below stand the queues of ordered groups that are suspended: by which message, since when, in which attempt, with
-    which error. `mqstore lag` tells them, too.
+    Queues of ordered groups that a failed message holds up are shown below: the message, the time of its first failure,
+    the attempt that failed last and its error. `mqstore lag` shows them, too.
     """
     with looking(directory) as parts:
         now_ms = parts.clock.now_ms()
@@ -236,7 +236,7 @@ def create(directory: Path, name: str, dry_run: bool, json_output: bool, **typed
     """
 
     def change(parts: Parts) -> None:
-        policy = ORDERED_RETRY if typed["fifo"] else RetryPolicy()
+        policy = default_retry(bool(typed["fifo"]))
         parts.groups.create(name, exist_ok=False, **_given(policy, **typed))
 
     if dry_run:

@@ -37,8 +37,9 @@ def lag(directory: Path, group: str | None, json_output: bool) -> None:
     (null in JSON) means not known: the group has not started in that queue, or, of a group, in any. Retry topics count
     as topics; what waits for its next attempt counts once that is due (`mqstore delay` shows how much waits).
 
-    A queue of an ordered group is suspended from the first failure of a message until that message is settled: which
-    one, since when, in which attempt, with which error is shown below, and stands under `suspended` in JSON.
+    A queue of an ordered group is suspended from the first failure of a message until that message is settled. The
+    message, the time of its first failure, the attempt that failed last and its error are shown below, and under
+    `suspended` in JSON.
 
     By what is on disk: a running broker notes failures within a second, and writes its groups' progress every few
     seconds. Not there is how far a group has read what it has not committed: that counts, but not as in flight; nor

@@ -1,4 +1,4 @@
-"""What `mqstore lag` and `mqstore groups` show of queues that a failed message holds up."""
+"""Suspended queues, as `mqstore lag` and `mqstore groups list` show them."""
 
 from __future__ import annotations
 

@@ -414,8 +414,10 @@ class Broker:
         self._pop.note_attempt(group, topic, queue_id, offset, attempts, error)
 
     def suspended(self, group: str) -> dict[QueueRef, Suspended]:
-        """The queues that a failed message of an ordered group holds up, by `pop(order=True)` or by an ordered push
-        consumer: from its first failure until it is settled, also while the next attempt runs."""
+        """Return the queues that a failed message of an ordered group holds up.
+
+        A queue is listed from the first failure of its message until that message is settled, also while the next
+        attempt runs. It does not matter whether the group pops with `order=True` or has ordered push consumers."""
         return {QueueRef(*queue): suspended for queue, suspended in self._pop.suspended(group).items()}
 
     # -- members and locks ------------------------------------------------------------------------------------------
@@ -508,7 +510,7 @@ class Broker:
         durability: Durability | None = None,
     ) -> str | None:
         """Give a delivery back as failed: it comes again after `delay`, None: by the group's retry policy. `error` is
-        what `suspended` tells of a queue that is popped in order."""
+        shown by `suspended`, for a queue that is popped in order."""
         delay_ms = None if delay is None else _ms(delay, "delay")
         return self._pop.nack(group, topic, receipt, delay_ms, durability, error=error)
 

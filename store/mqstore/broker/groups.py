@@ -41,6 +41,7 @@ __all__ = [
     "RetryPolicy",
     "backoff",
     "check_groups",
+    "default_retry",
     "exponential",
 ]
 
@@ -225,6 +226,12 @@ def _checked_attempts(max_attempts: int | None) -> int | None:
 
 ORDERED_RETRY: Final = RetryPolicy.exponential(1, 2, 60, max_attempts=None)
 """Retry policy of a group that is created to consume in order: no limit, so that an outage leaves no gap."""
+
+
+def default_retry(orderly: bool) -> RetryPolicy:
+    """Return the retry policy of a group that is created without one."""
+    return ORDERED_RETRY if orderly else RetryPolicy()
+
 
 # member of the file -> field, type, and what RocketMQ takes where it is absent; the policy and `start` come apart
 _MEMBERS: dict[str, tuple[str, type, Any]] = {
@@ -435,8 +442,8 @@ class GroupTable:
         cannot be saved.
         """
         _check_user_group(name)
-        policy = ORDERED_RETRY if settings.get("orderly") else RetryPolicy()
-        return self._put(_with(GroupConfig(name, retry_policy=policy), settings), exist_ok=exist_ok)
+        config = GroupConfig(name, retry_policy=default_retry(settings.get("orderly", False)))
+        return self._put(_with(config, settings), exist_ok=exist_ok)
 
     def alter(self, name: str, **settings: Any) -> GroupConfig:
         """Change the settings that are given. GroupNotFoundError without such a group; else as `create`."""

@@ -67,7 +67,17 @@ _I32_MAX, _I64_MAX = 2**31 - 1, 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class Suspended:
-    """A message that has failed and holds up its queue: nothing behind it is handled before it is settled."""
+    """A message that has failed and holds up its queue: nothing behind it is handled before it is settled.
+
+    >>> import mqstore, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder).broker as broker:
+    ...     _ = broker.put("orders", b"hello", queue_id=0)
+    ...     [delivery] = broker.pop("billing", "orders", order=True)
+    ...     _ = broker.nack("billing", "orders", delivery.receipt, error="the database is away")
+    ...     [(queue, suspended)] = broker.suspended("billing").items()
+    ...     queue.queue_id, suspended.offset, suspended.attempt, suspended.error
+    (0, 0, 1, 'the database is away')
+    """
 
     offset: int
     attempt: int

@@ -447,7 +447,7 @@ class PopService:
     ) -> str | None:
         """Give a delivery back as failed: its message comes again in `delay_ms`, None: as the group's policy says for
         this attempt. The last attempt ends as a dead letter, and None is returned; else the receipt that takes the
-        place of the given one. `error` is what `suspended` tells of a queue that is popped in order. Errors as `ack`,
+        place of the given one. `error` is shown by `suspended`, for a queue that is popped in order. Errors as `ack`,
         and ConfigError for the time."""
         waits = self._waits(durability)
         if delay_ms is not None:

@@ -140,9 +140,8 @@ class Retries:
         `delay_level` 0: by the group's policy; > 0: that level; < 0: dead-letter now. `delay_ms` stands in for a level.
         `max_reconsume` replaces the group's limit, 0 is legal. `attempts` is the number of attempts that have ended,
         and becomes the copy's `reconsume_times`; None: one more than the message's. `reason` is what a dead letter is
-        labelled with.
-        `durability` is that of the copy, as of any put. The receipt is that of the copy as stored, a delayed one's in
-        the topic where it waits.
+        labelled with. `durability` is that of the copy, as of any put. The receipt is that of the copy as stored, a
+        delayed one's in the topic where it waits.
 
         Raises, nothing written: ConfigError, GroupNotFoundError, NotPermittedError (the topic is not writable),
         LookupError (no readable message there); and whatever a put does.
