@@ -468,9 +468,29 @@ def test_in_order_a_failure_holds_back_what_is_behind_it(store: Path, tmp_path: 
     assert [body for body, _ in ran(tmp_path) if int(body) % 2 == 0] == ["0", "2", "4"]
     assert [body for body, _ in ran(tmp_path) if int(body) % 2] == ["1", "3", "5", "7", "9"]
     assert left(store) == 3
-    wrong = mqstore("consume", store, "orders", "--group", "g", "--mode", mode, "--idle-exit", 0)
+    # The group has its order from then on, whether it is asked for again or not.
+    again = mqstore("consume", store, "orders", "--group", "g", "--mode", mode, "--exec", command, "--idle-exit", 0)
+    assert again.exit_code in (0, 1)  # it may not be due yet
+    assert left(store) == 3
+    with library.open(store) as opened:
+        opened.broker.groups.create("loose")
+    wrong = mqstore("consume", store, "orders", "--group", "loose", "--mode", mode, "--ordered")
     assert wrong.exit_code == 2
     assert "--ordered" in wrong.stderr
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_group_begins_where_it_was_made_to(store: Path, mode: str) -> None:
+    """`groups create --start latest` was ignored."""
+    mqstore_of("groups", "create", store, "late", "--start", "latest")
+    planned = mqstore_json("consume", store, "orders", "--group", "late", "--mode", mode, "--dry-run")
+    assert planned["messages"] == 0
+    assert taken(store, "--mode", mode, group="late") == []
+    mqstore_of("groups", "create", store, "young", "--start", "1h")
+    planned = mqstore_json("consume", store, "orders", "--group", "young", "--mode", mode, "--dry-run")
+    assert planned["messages"] == 10
+    mqstore_of("groups", "create", store, "obeys", "--start", "latest")
+    assert len(taken(store, "--mode", mode, "--from", "earliest", group="obeys")) == 10
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------

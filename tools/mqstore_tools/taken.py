@@ -67,10 +67,12 @@ class Asked:
     topics: tuple[str, ...]
     group: str
     mode: Mode
-    ordered: bool
+    ordered: bool | None
+    """None: as the group has it."""
     tags: str
     sql: str | None
-    start: Start
+    start: Start | None
+    """None: as the group has it."""
     workers: int
     batch_size: int
     visibility: float
@@ -319,7 +321,7 @@ class _Push(Source):
                 time.sleep(_LOOK_S / 4)
             raise
         except Failed:
-            if self.asked.ordered:
+            if self._consumer.ordered:
                 self._held.add(message.queue)
             raise
 

@@ -127,7 +127,7 @@ class Broker:
         self.offsets: OffsetTable = parts.offsets
         self._clock = parts.clock
         self._locks = QueueLocks(parts.clock, self._check_open)
-        self._members = Members(parts.clock, self._may_join)
+        self._members = Members(parts.clock, self._may_join, parts.groups)
         self._retries = Retries(parts)
         self._reads = Reads(parts)
         self._async_puts = AsyncPuts(store)

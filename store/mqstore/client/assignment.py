@@ -653,6 +653,10 @@ class Assignment:
         for queue in self._owned(queues):
             queue.paused = True
 
+    def pause_as(self, other: Assignment) -> None:
+        """Before `start`: pause what was paused in `other`."""
+        self._paused, self._paused_queues = other._paused, set(other._paused_queues)
+
     def resume(self, queues: Sequence[QueueRef]) -> None:
         """Go on with these; none: with all."""
         with self._lock:

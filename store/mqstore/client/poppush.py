@@ -35,6 +35,7 @@ from typing import Literal, TypeVar
 
 from mqstore.broker import pop
 from mqstore.broker.broker import Broker, Start
+from mqstore.broker.groups import RetryPolicy
 from mqstore.client.delivery import as_delivered, fail
 from mqstore.client.handling import Ended, Failure, Handling, Subscription
 from mqstore.client.interceptors import Settled
@@ -122,7 +123,8 @@ class PopEngine:
         ordered: bool,
         parallel_groups: bool,
         batch_size: int,
-        start: Start,
+        start: Start | None,
+        retry: RetryPolicy | None,
         limits: Limits,
         consume_timeout_ms: int,
     ) -> None:
@@ -142,6 +144,7 @@ class PopEngine:
             client_id,
             ordered=ordered,
             start=start,
+            retry=retry,
             skip_acked=parallel_groups,
             on_loss=handling.hooks.loss_teller(),
         )
@@ -222,6 +225,10 @@ class PopEngine:
         with self._lock:
             self._is_paused = True
         self._source.waits.ring()  # who is not going to look is not to be called
+
+    def pause_as(self, other: PopEngine) -> None:
+        """Before `start`: fetch nothing if `other` was to fetch nothing."""
+        self._is_paused = other._is_paused
 
     def resume(self, queues: Sequence[QueueRef]) -> None:
         self._no_queues(queues)

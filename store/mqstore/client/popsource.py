@@ -18,12 +18,13 @@ from collections.abc import Callable, Mapping
 
 from mqstore.broker.broker import Broker, Start
 from mqstore.broker.filters import Filter
+from mqstore.broker.groups import RetryPolicy
 from mqstore.broker.members import Mode
 from mqstore.broker.pop import MAX_BATCH, Delivery
 from mqstore.client.progress import check_start
 from mqstore.client.waits import Waits
 from mqstore.client.wanted import Wanted
-from mqstore.errors import ConfigError, GroupInUseError, MQStoreError, StoreClosedError, TopicNotFoundError
+from mqstore.errors import ConfigError, MQStoreError, StoreClosedError, TopicNotFoundError
 from mqstore.log.commitlog import QueueRef
 
 __all__ = ["PopSource"]
@@ -53,12 +54,14 @@ class PopSource:
         client_id: str,
         *,
         ordered: bool = False,
-        start: Start = "earliest",
+        start: Start | None = None,
+        retry: RetryPolicy | None = None,
         skip_acked: bool = False,
         on_loss: Callable[[QueueRef, int, int], object] | None = None,
     ) -> None:
-        """`start`: where the group begins in a topic in which it never was; ConfigError for what is none. `skip_acked`:
-        as in `Broker.pop`. `on_loss`: who looks tells it of each loss of the group that nobody was told of (queue,
+        """`start`: where the group begins in a topic in which it never was, None: as the group has it; ConfigError for
+        what is none. `retry`: the policy that the group is to have once it has this member. `skip_acked`: as in
+        `Broker.pop`. `on_loss`: who looks tells it of each loss of the group that nobody was told of (queue,
         first lost, where it goes on); must not raise."""
         check_start(start)
         self.waits = Waits(broker, group, order=ordered)
@@ -71,6 +74,7 @@ class PopSource:
         self._client_id = client_id
         self._mode = Mode("pop", ordered, by_group=skip_acked)
         self._start = start
+        self._retry = retry
         self._skip_acked = skip_acked
         self._on_loss = on_loss
         self._lock = threading.Lock()
@@ -115,23 +119,18 @@ class PopSource:
 
     def check_mode(self) -> None:
         """GroupInUseError if members of the group consume in another mode."""
-        used = self._broker.members.mode(self._group)
-        if used is not None and used != self._mode:
-            raise GroupInUseError(
-                f"group {self._group!r} is consumed as ({used}), not ({self._mode}); stop its members first, or use "
-                f"another group"
-            )
+        self._broker.members.check(self._client_id, self._group, self._mode)
 
     def _join(self, after: Mapping[str, Wanted]) -> None:
         subscriptions = {topic: each.expression for topic, each in after.items()}
-        self._broker.members.register(self._client_id, self._group, subscriptions, self._mode, owner=self)
+        self._broker.members.register(
+            self._client_id, self._group, subscriptions, self._mode, owner=self, retry=self._retry
+        )
         self._is_member = True
 
     def _part(self) -> None:
         """Be no member any more. Does nothing for the client id of another consumer."""
-        member = self._broker.members.get(self._client_id, self._group)
-        if member is not None and member.owner is self:
-            self._broker.members.unregister(self._client_id, self._group)
+        self._broker.members.unregister(self._client_id, self._group, owner=self)
         self._is_member = False
 
     def _begin(self, topic: str) -> None:
