@@ -697,6 +697,16 @@ def test_a_dry_run_says_what_is_before_the_group_and_changes_nothing(store: Path
     assert snapshot(store) == before
 
 
+@pytest.mark.parametrize(("before", "after"), [("push", "pop"), ("pop", "push")])
+def test_what_failed_in_one_mode_is_taken_in_the_other(store: Path, before: str, after: str) -> None:
+    taken(store, "--mode", before, "--exec", "false", "--retry-delay", 0, "--max-messages", 10, exit_code=1)
+    assert left(store) == 10
+    found = mqstore_json("consume", store, "orders", "--group", "g", "--mode", after, "--dry-run")
+    assert found["messages"] == 10
+    assert len(taken(store, "--mode", after)) == 10
+    assert left(store) == 0
+
+
 def test_a_dry_run_counts_what_failed_before(store: Path) -> None:
     taken(store, "--exec", "false", "--retry-delay", 0, "--max-messages", 10, exit_code=1)
 

@@ -384,7 +384,7 @@ def _plan(parts: Parts, topics: list[str], group: str, start: Start | None, mode
     known = lag_of(parts, group, pops) if group in group_names(parts) else []
     lags = {(each.topic, each.queue_id): each for each in known if each.committed is not None}
     queues = [(topic, i) for topic in topics for i in range(parts.topics.need(topic).read_queues)]
-    again = {retry_topic(group)} if mode == "push" else {pop_retry_topic(group, topic) for topic in topics}
+    again = {retry_topic(group), *(pop_retry_topic(group, topic) for topic in topics)}
     queues += sorted(key for key in lags if key[0] in again and mode != "pull")
     rows = []
     for topic, queue_id in queues:

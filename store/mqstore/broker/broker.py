@@ -514,6 +514,17 @@ class Broker:
 
     # -- failures ---------------------------------------------------------------------------------------------------
 
+    def end_pops(self, group: str, topic: str, queue_id: int) -> None:
+        """The group reads a queue by offset from now on: what it has popped there and not settled it will read, and
+        receipts that are out expire. What a put raises."""
+        self._check_open()
+        self._pop.end(group, topic, queue_id)
+
+    def pop_retry_topics(self, group: str, topic: str) -> list[str]:
+        """Return the names of the topics in which a group that pops has its failed messages of `topic`; they need not
+        be there. One that reads has them in `%RETRY%group`, be they of any topic."""
+        return [name for _, name in self._pop.retry_topics(group, topic)]
+
     def send_back(
         self,
         group: str,

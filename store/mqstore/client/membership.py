@@ -10,7 +10,7 @@ goes on there, and gives it back after it has committed. So a queue that changes
 left: nothing is lost and nothing comes twice, unless its owner died or stayed away for longer than the lease.
 
     on_change is called when      the group's members or subscriptions changed
-                                  a subscribed topic came, was altered or went
+                                  a subscribed topic, or a retry topic, came, was altered or went
                                   a queue that `take` was refused is free again
 
 Within a process nobody dies alone, but somebody may hang, or forget that he has a consumer. So a seat is a lease, too:
@@ -143,6 +143,7 @@ class Membership:
         return [
             (self._broker.members.on_change, self._members_changed),
             (self._broker.topics.on_change, self._topic_changed),
+            (self._broker.groups.on_change, self._group_changed),
             (self._broker.locks.on_release, self._lock_released),
         ]
 
@@ -186,9 +187,9 @@ class Membership:
 
     # -- the share --------------------------------------------------------------------------------------------------
 
-    def share(self) -> dict[str, frozenset[QueueRef]]:
-        """Of each subscribed topic the queues that are this member's by the strategy; broadcasting: all that can be
-        read. None of a topic that may not be read.
+    def share(self, topics: Iterable[str] | None = None) -> dict[str, frozenset[QueueRef]]:
+        """Of each of `topics` (None: those subscribed to) the queues that are this member's by the strategy;
+        broadcasting: all that can be read. None of a topic that may not be read.
 
         A topic that is not there (yet), or for which the strategy failed, is missing here: whoever has queues of it
         keeps them. That is logged once. Raises as `join` when this member lost its seat and the others do not agree
@@ -198,7 +199,7 @@ class Membership:
         self._clear_seats()
         members = self._broker.members.members(self.group)
         shares = {}
-        for topic in sorted(self._subscriptions):
+        for topic in sorted(self._subscriptions if topics is None else topics):
             mine = self._share_of(topic, members)
             if mine is not None:
                 shares[topic] = mine
@@ -300,7 +301,11 @@ class Membership:
             self._on_change()
 
     def _topic_changed(self, topic: str) -> None:
-        if topic in self._subscriptions:
+        if topic in self._subscriptions or is_retry_topic(topic):
+            self._on_change()
+
+    def _group_changed(self, group: str) -> None:
+        if group.startswith(f"{self.group}_"):  # a retry topic of ours may bear the name of one of its (names.py)
             self._on_change()
 
     def _lock_released(self, group: str) -> None:

@@ -69,11 +69,13 @@ _T = TypeVar("_T")
 class _Item:
     """A delivery that is here."""
 
-    __slots__ = ("call", "delivery", "message", "size", "state", "worker")
+    __slots__ = ("call", "delivery", "message", "size", "state", "topic", "worker")
 
     def __init__(self, delivery: pop.Delivery) -> None:
         self.delivery = delivery
         self.message = as_delivered(delivery)
+        self.topic = self.message.topic
+        """Whose handler gets it; `delivery.topic` settles it."""
         self.size = self.message.size
         self.state: Literal["cached", "handling", "ended"] = "cached"
         self.worker: Worker | None = None
@@ -85,12 +87,12 @@ class _Item:
 
 
 class _Unit:
-    """Items of one topic, a line's of one queue or message group, in the order in which they are begun."""
+    """Items of one topic, a line's of one queue or message group, in the order in which they are begun. All are settled
+    in one topic. A line of the group's retry topic has messages that were sent to several."""
 
-    __slots__ = ("done", "items", "topic")
+    __slots__ = ("done", "items")
 
-    def __init__(self, topic: str, items: Iterable[_Item]) -> None:
-        self.topic = topic
+    def __init__(self, items: Iterable[_Item]) -> None:
         self.items = deque(items)
         self.done: deque[tuple[_Item, float]] = deque()
         """Handled well, with the milliseconds that took, and not settled yet."""
@@ -360,26 +362,26 @@ class PopEngine:
         for item in items:
             self._renewer.add(item, item.delivery.topic, item.delivery.receipt, expires_ms)
         self._renew_at(expires_ms - LOAN_MS // 3)
-        units: dict[tuple[str, int, str | None], list[_Item]] = {}
+        units: dict[tuple[str, str | int, str | None], list[_Item]] = {}
         for item in items:
-            queue_id = item.delivery.queue_id if self._ordered else -1
+            part = item.delivery.queue_id if self._ordered else item.topic
             group = item.message.message_group if self._parallel_groups else None
-            units.setdefault((item.delivery.topic, queue_id, group), []).append(item)
+            units.setdefault((item.delivery.topic, part, group), []).append(item)
         for (topic, _, _), each in units.items():
             self._handling.pulled(topic, len(each), took_ms)
         if self._handling.hooks.on_receive:
-            self._leave_out(units, items)
-        return [_Unit(topic, each) for (topic, _, _), each in units.items() if each]
+            self._leave_out(units.values(), items)
+        return [_Unit(each) for each in units.values() if each]
 
-    def _leave_out(self, units: dict[tuple[str, int, str | None], list[_Item]], items: list[_Item]) -> None:
+    def _leave_out(self, units: Iterable[list[_Item]], items: list[_Item]) -> None:
         """What the interceptors do not want is done."""
         left = {id(message) for message in self._handling.hooks.receiving([item.message for item in items])}
-        for (topic, _, _), each in units.items():
+        for each in units:
             out = [item for item in each if id(item.message) not in left]
             if out:
                 each[:] = [item for item in each if id(item.message) in left]
                 try:
-                    self._ack(topic, out)
+                    self._ack(out)
                 except MQStoreError as error:  # it comes again, and is left out again
                     what = "left out by an interceptor, and could not be acknowledged"
                     self._handling.log.say(logging.WARNING, what, at=[item.message for item in out], error=error)
@@ -446,7 +448,7 @@ class PopEngine:
 
     def _run_line(self, line: _Unit, worker: Worker) -> Flow[None]:
         while line.items and not self._is_halted:
-            batch = _next(line.items, self._batch_size)
+            batch = _of_one_topic(line.items, _next(line.items, self._batch_size))
             if (subscription := self._subscription(line, batch)) is None:
                 return
             failure, took_ms = yield from self._handle(subscription, batch, worker)
@@ -459,15 +461,16 @@ class PopEngine:
             each_ms = took_ms / len(batch)
             settling = _Settling(line)
             if good:
-                settling.steps.append((partial(self._ack, line.topic, good), good, each_ms * len(good)))
+                settling.steps.append((partial(self._ack, good), good, each_ms * len(good)))
             if failed and failure is not None:
                 self._add_failures(settling, failed, failure, each_ms, line)
             if not self._go_through(settling):
                 return  # `_again` goes on when that is settled
 
     def _subscription(self, unit: _Unit, batch: list[_Item]) -> Subscription | None:
-        """Who handles the unit's topic. Nobody any more: all that is left of it is released."""
-        subscription = self._subscriptions.get(unit.topic)
+        """Who handles the batch's topic. Nobody any more: all that is left of the unit is released."""
+        first = batch[0]
+        subscription = self._subscriptions.get(first.topic) or self._subscriptions.get(first.delivery.topic)
         if subscription is None:
             self._release([*batch, *_next(unit.items, len(unit.items))])
         return subscription
@@ -510,7 +513,7 @@ class PopEngine:
         if done:
             items = [item for item, _ in done]
             settling = _Settling()
-            settling.steps.append((partial(self._ack, chunk.topic, items), items, sum(took_ms for _, took_ms in done)))
+            settling.steps.append((partial(self._ack, items), items, sum(took_ms for _, took_ms in done)))
             self._go_through(settling)
 
     def _add_failures(
@@ -520,8 +523,8 @@ class PopEngine:
         for item in failed:
             settling.steps.append((partial(self._fail, item, failure, line), [item], each_ms))
 
-    def _ack(self, topic: str, items: Sequence[_Item]) -> Settled:
-        self._broker.ack(self._group, topic, [item.delivery.receipt for item in items])
+    def _ack(self, items: Sequence[_Item]) -> Settled:
+        self._broker.ack(self._group, items[0].delivery.topic, [item.delivery.receipt for item in items])
         return "ack"
 
     def _fail(self, item: _Item, failure: Failure, line: _Unit | None) -> Settled:
@@ -712,6 +715,13 @@ def _failed_of(batch: list[_Item], failure: Failure | None) -> list[_Item]:
         return batch
     failed = {(message.queue, message.offset) for message in failure.failed}
     return [item for item in batch if (item.message.queue, item.message.offset) in failed]
+
+
+def _of_one_topic(rest: deque[_Item], batch: list[_Item]) -> list[_Item]:
+    """Those from the front of the batch that go to one handler; the others go back to the front of `rest`."""
+    end = next((i for i, item in enumerate(batch) if item.topic != batch[0].topic), len(batch))
+    rest.extendleft(reversed(batch[end:]))
+    return batch[:end]
 
 
 def _next(items: deque[_T], number: int) -> list[_T]:

@@ -56,6 +56,7 @@ class GroupProgress:
         pass
 
     def begin(self, queue: QueueRef) -> int:
+        self._broker.end_pops(self._group, *queue)
         return self._broker.start_of(self._group, *queue, self._start)
 
     def commit(self, queue: QueueRef, offset: int) -> None:

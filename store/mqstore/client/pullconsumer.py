@@ -602,6 +602,7 @@ class PullConsumer:
                 # What came into being after `subscribe` came after "latest".
                 latest = (self._start or self._broker.groups.need(self.group).start) == "latest"
                 start = "earliest" if latest else self._start
+                self._broker.end_pops(self.group, *queue)
                 begins[queue] = self._broker.start_of(self.group, *queue, start)
             except MQStoreError as error:
                 self._seat.give([queue])
