@@ -215,6 +215,28 @@ def test_a_receive_that_waits_hears_of_the_retry_topic_of_reading(bench: PushBen
         delivery.ack()
 
 
+def test_a_receive_that_waits_hears_of_letters_of_a_group_that_read(bench: PushBench) -> None:
+    """Their retry topic comes into being meanwhile."""
+    bench.put(b"a")
+
+    def reject(message: mqstore.Message) -> None:
+        raise mqstore.Reject("wrong")
+
+    rejecting = bench.consumer(reject)
+    bench.settle()
+    rejecting.stop()
+    bench.consumers.clear()
+    with mqstore.SimpleConsumer(bench.broker, "g", {"t": "*"}) as consumer:
+        assert consumer.receive(wait=0) == []
+        called: list[int] = []
+        consumer.when_ready(lambda: called.append(1))
+        bench.broker.dead_letters("g").replay()
+        bench.settle()
+        assert called == [1]
+        [delivery] = consumer.receive(wait=0)
+        assert note(delivery.message) == ("t", b"a", 1)
+
+
 def test_batches_of_a_popping_consumer_have_one_topic_each(bench: PushBench) -> None:
     bench.put(b"a", b"b")
     bench.put(b"c", b"d", topic="u")
@@ -257,6 +279,20 @@ def test_a_retry_whose_topic_nobody_pops_holds_nothing_up_and_is_a_dead_letter_i
     assert letter.body == b"left"
     assert letter.stored_properties()["DLQ_ORIGIN_TOPIC"] == "u"
     assert sum(bench.broker.lag("g").values()) == 0
+
+
+@pytest.mark.parametrize("after", [pop, receive])
+def test_in_order_what_stands_behind_a_retry_that_nobody_pops_comes_once(bench: PushBench, after: Consume) -> None:
+    """What was acknowledged behind it came again with it, each time."""
+    bench.broker.groups.alter("g", orderly=True)
+    for topic, body in (("u", b"left"), ("t", b"a"), ("t", b"b")):
+        receipt = bench.broker.put(topic, body, queue_id=0)
+        bench.settle()
+        bench.broker.send_back("g", receipt.physical_offset, delay=0)
+        bench.broker.commit("g", *receipt.queue, bench.broker.max_offset(*receipt.queue))
+    bench.settle()
+    assert [body for _, body, _ in after(bench, False, seconds=24)] == [b"a", b"b"]
+    assert bench.dead() == [b"left"]
 
 
 @pytest.mark.parametrize("after", [pop, receive])

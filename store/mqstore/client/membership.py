@@ -143,7 +143,6 @@ class Membership:
         return [
             (self._broker.members.on_change, self._members_changed),
             (self._broker.topics.on_change, self._topic_changed),
-            (self._broker.groups.on_change, self._group_changed),
             (self._broker.locks.on_release, self._lock_released),
         ]
 
@@ -302,10 +301,6 @@ class Membership:
 
     def _topic_changed(self, topic: str) -> None:
         if topic in self._subscriptions or is_retry_topic(topic):
-            self._on_change()
-
-    def _group_changed(self, group: str) -> None:
-        if group.startswith(f"{self.group}_"):  # a retry topic of ours may bear the name of one of its (names.py)
             self._on_change()
 
     def _lock_released(self, group: str) -> None:
