@@ -4,6 +4,7 @@ topic of the mode it had (broker-semantics 6.1, 8.2)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -367,6 +368,25 @@ def test_what_a_group_that_popped_still_has_in_flight_is_read_once(bench: PushBe
     assert before(bench, True, seconds=1) == [("t", b"a", 1)]
     assert read(bench, False, seconds=10) == [("t", b"a", 1)]
     assert sum(bench.broker.lag("g").values()) == 0
+
+
+@pytest.mark.parametrize("late", ["ack", "nack"])
+def test_what_is_settled_late_in_a_group_that_reads_by_now_repeats_nothing(bench: PushBench, late: str) -> None:
+    """The acknowledgement made the group pop again, later, what it had read since."""
+    bench.put(b"a")
+    with mqstore.SimpleConsumer(bench.broker, "g", {"t": "*"}) as consumer:
+        [delivery] = consumer.receive(wait=0)
+    seen: list[bytes] = []
+    reader = bench.consumer(lambda message: seen.append(message.body))
+    bench.settle()
+    with suppress(mqstore.ReceiptExpiredError):
+        getattr(delivery, late)()
+    bench.put(b"b")
+    bench.settle()
+    assert seen == [b"a", b"b"]
+    assert reader.stop()
+    bench.consumers.clear()
+    assert receive(bench, False) == []
 
 
 def test_what_a_popping_group_had_in_flight_is_read_once_after_a_kill(bench: PushBench) -> None:

@@ -351,6 +351,8 @@ class Broker:
         if owner is not None and self._locks.owner(group, QueueRef(topic, queue_id)) not in (owner, None):
             raise NotPermittedError(f"queue {queue_id} of {topic!r} is locked for another member of {group!r}")
         self.offsets.commit(group, topic, queue_id, offset, durability=durability)
+        if owner is not None:  # a late acknowledgement may have made pop note where the group was
+            self._pop.end(group, topic, queue_id)
 
     def start_of(self, group: str, topic: str, queue_id: int, start: Start | None = None) -> int:
         """Where the group goes on, or begins if it never committed (`start`; None: as the group says); the latter is

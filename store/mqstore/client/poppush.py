@@ -36,6 +36,7 @@ from typing import Literal, TypeVar
 from mqstore.broker import pop
 from mqstore.broker.broker import Broker, Start
 from mqstore.broker.groups import RetryPolicy
+from mqstore.broker.names import is_retry_topic
 from mqstore.client.delivery import as_delivered, fail
 from mqstore.client.handling import Ended, Failure, Handling, Subscription
 from mqstore.client.interceptors import Settled
@@ -74,7 +75,8 @@ class _Item:
     def __init__(self, delivery: pop.Delivery) -> None:
         self.delivery = delivery
         self.message = as_delivered(delivery)
-        self.topic = self.message.topic
+        topic = delivery.topic
+        self.topic = self.message.topic if is_retry_topic(topic) else topic
         """Whose handler gets it; `delivery.topic` settles it."""
         self.size = self.message.size
         self.state: Literal["cached", "handling", "ended"] = "cached"

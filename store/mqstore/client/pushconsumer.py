@@ -336,7 +336,6 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         self._mode = Mode(mode, ordered, broadcasting, parallel_groups)
         check_start(start)
         self._check_group()
-        # With a time of their own they are checked here, whatever becomes of them.
         suspend_ms = None if suspend is None else _milliseconds("suspend", suspend, 0.01, 30)
         slice_ms = _milliseconds("time_slice", 60 if time_slice is None else time_slice, 0.001, 86_400)
         chosen = strategy_named("avg" if strategy is None else strategy)
@@ -508,8 +507,8 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
 
     def start(self) -> PushConsumer:
         """Begin. ConfigError without subscriptions or if it is running; GroupInUseError, SubscriptionConflictError if
-        the group's other members consume otherwise. When it raises nothing has changed, and it may be called again,
-        unless a hook has stopped the consumer meanwhile."""
+        the group's other members consume otherwise. When it raises it leaves nothing behind, but for a group that was
+        not there, and may be called again, unless a hook has stopped the consumer meanwhile."""
         with self._lock:
             self._check_usable()
             if self._state == "running":
