@@ -21,7 +21,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
@@ -29,11 +29,13 @@ from typing import Any
 from mqstore.broker.broker import Broker
 from mqstore.broker.deadletters import DeadLetters
 from mqstore.broker.groups import RetryPolicy
+from mqstore.broker.names import retry_topic
 from mqstore.broker.pop import MAX_BATCH, Delivery
 from mqstore.client.codecs import BYTES, Codec
 from mqstore.client.delivery import Lender, Loan, as_delivered, loan_seconds
 from mqstore.client.interceptors import Settled
 from mqstore.client.limitedlog import LimitedLog
+from mqstore.client.popretries import pop_retries
 from mqstore.client.waits import Wait, Waits
 from mqstore.errors import (
     ConfigError,
@@ -160,6 +162,7 @@ class Queue:
         if type(maxsize) is not int or maxsize < 0:
             raise ConfigError(f"maxsize is {maxsize!r}; give a number of items, 0 for no limit")
         self.name = name
+        self._retries = retry_topic(name)
         self._pid = os.getpid()
         self._broker = broker
         self._codec = codec
@@ -330,11 +333,7 @@ class Queue:
                     if shut == "all":
                         raise QueueShutDown(f"queue {self.name!r} was shut down")
                     expires_at = self._lender.monotonic_ms() / 1000 + loan_s
-                    # Of an ordered batch what was acknowledged behind an item that comes again is done.
-                    ordered = self._ordered
-                    found = self._broker.pop(
-                        self.name, self.name, count, invisible=loan_s, order=ordered, skip_acked=ordered
-                    )
+                    found = self._pop(count, loan_s)
                 except BaseException:
                     if turn is not None:  # for an item that another object of this queue may have
                         self._waits.pass_on(turn)
@@ -346,11 +345,25 @@ class Queue:
                 left = None if end is None else end - time.monotonic()
                 if not block or (left is not None and left <= 0):
                     raise QueueEmpty(f"nothing to get from queue {self.name!r}")
-                turn = self._waits.wait(((self.name, None),), math.inf if left is None else left, rings)
+                turn = self._waits.wait(self._topics(), math.inf if left is None else left, rings)
         except StoreClosedError:
             if self._shut:  # and closed right behind that: who was told to end hears no more
                 raise QueueShutDown(f"queue {self.name!r} was shut down") from None
             raise
+
+    def _pop(self, count: int, loan_s: float) -> list[Delivery]:
+        # Of an ordered batch what was acknowledged behind an item that comes again is done.
+        broker, name, ordered = self._broker, self.name, self._ordered
+        found: list[Delivery] = []
+        if len(self._topics()) > 1:  # what comes again first: those that fail wait, and let the others pass
+            found, _ = pop_retries(broker, name, (name,), count, loan_s, order=ordered, skip_acked=ordered)
+        return found or broker.pop(name, name, count, invisible=loan_s, order=ordered, skip_acked=ordered)
+
+    def _topics(self) -> Sequence[tuple[str, None]]:
+        """Where items may lie: where the group's consumers that read by offset left them, too, once there are none."""
+        if self._broker.topics.get(self._retries) is None or self._broker.members.mode(self.name) is not None:
+            return ((self.name, None),)
+        return (self.name, None), (self._retries, None)
 
     def when_ready(self, callback: Callable[[], object]) -> Wait:
         """Have `callback()` called once, when another `get(block=False)` may find something, or the queue is shut: for
@@ -361,7 +374,7 @@ class Queue:
         called either gets or calls `cancel` on what is returned, for the broker calls one for each item.
         """
         rings = self._waits.rings
-        return self._waits.add(((self.name, None),), callback, -1 if self._shut else rings)
+        return self._waits.add(self._topics(), callback, -1 if self._shut else rings)
 
     def __iter__(self) -> Iterator[Task]:
         """Tasks until nothing is ready. What failed and waits for its next attempt is not waited for."""

@@ -45,7 +45,26 @@ def test_a_group_without_members_is_as_if_never_used(members: Members) -> None:
     assert members.mode("g") == Mode("pop")
 
 
-@pytest.mark.parametrize("other", [Mode("pop"), Mode("queue", ordered=True), Mode("queue", broadcasting=True)])
+def test_only_its_owner_unregisters_a_member(members: Members) -> None:
+    mine, other = object(), object()
+    members.register("c1", "g", ALL, QUEUE, owner=mine)
+    assert not members.unregister("c1", "g", owner=other)
+    assert members.members("g") == ["c1"]
+    assert members.unregister("c1", "g", owner=mine)
+    members.register("c1", "g", ALL, QUEUE, owner=mine)
+    assert members.unregister("c1", "g")  # given up, by who watches over all
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Mode("pop"),
+        Mode("queue", ordered=True),
+        Mode("queue", broadcasting=True),
+        Mode("queue", strategy="circle"),
+    ],
+    ids=str,
+)
 def test_a_group_is_consumed_in_one_mode(members: Members, other: Mode) -> None:
     members.register("c1", "g", ALL, QUEUE)
     with pytest.raises(GroupInUseError, match="'g' is consumed as \\(queue, unordered, clustering\\) by 'c1'"):

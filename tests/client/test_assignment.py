@@ -724,7 +724,9 @@ def test_who_is_not_let_in_again_lets_go_of_everything_and_asks_again(
     bench.settle()
     membership = engine_of(consumer).membership
     real = membership.share
-    monkeypatch.setattr(membership, "share", lambda: (_ for _ in ()).throw(GroupInUseError("another has its name")))
+    monkeypatch.setattr(
+        membership, "share", lambda topics: (_ for _ in ()).throw(GroupInUseError("another has its name"))
+    )
     engine_of(consumer).stir()
     bench.settle()
     assert consumer.assignment() == frozenset()

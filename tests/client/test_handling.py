@@ -250,8 +250,8 @@ def test_a_message_that_came_back_is_shown_as_it_was_sent(bench: PushBench, give
     bench.broker.send_back("g", given[1].physical_offset, delay=0)
     bench.advance(1)
     [copy] = bench.broker.read("%RETRY%g", 0, 0).messages
-    shown = as_sent(copy)
+    shown = as_sent(copy, "g")
     assert (shown.topic, shown.body, shown.offset, shown.attempt) == ("t", b"1", 0, 2)
     assert shown.queue.topic == "%RETRY%g"
     assert shown.physical_offset == copy.physical_offset
-    assert as_sent(given[0]) is given[0]
+    assert as_sent(given[0], "g") is given[0]

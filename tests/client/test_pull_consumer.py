@@ -836,7 +836,7 @@ def test_members_subscribe_alike_and_consume_alike(broker: Broker) -> None:
     assert broker.members.subscriptions("g") == {"orders": ("TAG", "*")}
     both = {"orders": ("TAG", "*"), "%RETRY%g": ("TAG", "*")}  # a push consumer reads the retries, too
     with pytest.raises(SubscriptionConflictError, match="a group each"):
-        broker.members.register("c3", "g", both, Mode("queue"))
+        broker.members.register("c3", "g", both, Mode("queue", strategy="avg"))
     broker.groups.create("h")
     broker.members.register("x", "h", {"orders": ("TAG", "*")}, Mode("pop"))
     with pytest.raises(GroupInUseError):

@@ -182,7 +182,7 @@ def test_who_only_makes_a_consumer_changes_nothing(bench: PushBench) -> None:
         bench.consumer(run=False, ordered=True)
     bench.broker.groups.alter("g", orderly=True)
     with pytest.raises(ConfigError, match=r"was made to consume in order.*orderly=False"):
-        bench.consumer(run=False)
+        bench.consumer(run=False, ordered=False)
     policy = bench.broker.groups.need("g").retry_policy
     other = bench.consumer(ordered=True)
     pop = bench.consumer(run=False, ordered=True, mode="pop", retry=mqstore.RetryPolicy(3))

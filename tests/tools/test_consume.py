@@ -468,7 +468,13 @@ def test_in_order_a_failure_holds_back_what_is_behind_it(store: Path, tmp_path: 
     assert [body for body, _ in ran(tmp_path) if int(body) % 2 == 0] == ["0", "2", "4"]
     assert [body for body, _ in ran(tmp_path) if int(body) % 2] == ["1", "3", "5", "7", "9"]
     assert left(store) == 3
-    wrong = mqstore("consume", store, "orders", "--group", "g", "--mode", mode, "--idle-exit", 0)
+    # The group has its order from then on, whether it is asked for again or not.
+    again = mqstore("consume", store, "orders", "--group", "g", "--mode", mode, "--exec", command, "--idle-exit", 0)
+    assert again.exit_code in (0, 1)  # it may not be due yet
+    assert left(store) == 3
+    with library.open(store) as opened:
+        opened.broker.groups.create("loose")
+    wrong = mqstore("consume", store, "orders", "--group", "loose", "--mode", mode, "--ordered")
     assert wrong.exit_code == 2
     assert "--ordered" in wrong.stderr
 
@@ -478,6 +484,20 @@ def test_a_new_ordered_group_gets_a_limit_only_if_asked_for(store: Path) -> None
         taken(store, "--ordered", "--retry-delay", 20, *options, group=group)
     listed = {row["name"]: row for row in mqstore_json("groups", "list", store)["groups"]}
     assert [(row["retry"], row["max_attempts"]) for row in (listed["g"], listed["h"])] == [("20s", None), ("20s", 4)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_group_begins_where_it_was_made_to(store: Path, mode: str) -> None:
+    """`groups create --start latest` was ignored."""
+    mqstore_of("groups", "create", store, "late", "--start", "latest")
+    planned = mqstore_json("consume", store, "orders", "--group", "late", "--mode", mode, "--dry-run")
+    assert planned["messages"] == 0
+    assert taken(store, "--mode", mode, group="late") == []
+    mqstore_of("groups", "create", store, "young", "--start", "1h")
+    planned = mqstore_json("consume", store, "orders", "--group", "young", "--mode", mode, "--dry-run")
+    assert planned["messages"] == 10
+    mqstore_of("groups", "create", store, "obeys", "--start", "latest")
+    assert len(taken(store, "--mode", mode, "--from", "earliest", group="obeys")) == 10
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------
@@ -682,6 +702,16 @@ def test_a_dry_run_says_what_is_before_the_group_and_changes_nothing(store: Path
     assert [each["messages"] for each in new] == [10, 0, 10]
     assert "would consume 6 messages for group g" in shown.stdout
     assert snapshot(store) == before
+
+
+@pytest.mark.parametrize(("before", "after"), [("push", "pop"), ("pop", "push")])
+def test_what_failed_in_one_mode_is_taken_in_the_other(store: Path, before: str, after: str) -> None:
+    taken(store, "--mode", before, "--exec", "false", "--retry-delay", 0, "--max-messages", 10, exit_code=1)
+    assert left(store) == 10
+    found = mqstore_json("consume", store, "orders", "--group", "g", "--mode", after, "--dry-run")
+    assert found["messages"] == 10
+    assert len(taken(store, "--mode", after)) == 10
+    assert left(store) == 0
 
 
 def test_a_dry_run_counts_what_failed_before(store: Path) -> None:

@@ -23,7 +23,7 @@ from rich.text import Text
 import mqstore
 from mqstore import Broker, RetryPolicy, StoreClosedError
 from mqstore.broker.broker import as_filter
-from mqstore.broker.groups import default_retry
+from mqstore.broker.groups import GroupConfig, default_retry
 from mqstore.broker.inspect import group_names, lag_of, pop_view
 from mqstore.broker.names import check_group, check_user_topic, pop_retry_topic, retry_topic
 from mqstore.broker.parts import Parts
@@ -97,7 +97,12 @@ cannot be opened.""",
     show_default=True,
     help="push: by offset, with retries; pull: by offset, commits what was printed; pop: acknowledges each by itself.",
 )
-@click.option("--ordered", is_flag=True, help="A message that failed holds back those behind it in its queue.")
+@click.option(
+    "--ordered",
+    is_flag=True,
+    default=None,
+    help="A message that failed holds back those behind it in its queue. Left out: as the group has it.",
+)
 @click.option(
     "--tags", metavar="EXPR", default="*", help="Only these tags, as in 'created || paid'; others are skipped."
 )
@@ -107,10 +112,8 @@ cannot be opened.""",
     "start",
     type=_start,
     metavar="WHERE",
-    default="earliest",
-    show_default=True,
-    help="Where a group begins that was never here: earliest, latest, a time (UTC unless it says otherwise) or an age "
-    "(36h).",
+    help="Where the group begins where it never was: earliest, latest, a time (UTC unless it says otherwise) or an age "
+    "(36h). Left out: as the group has it, earliest for a new one.",
 )
 @click.option("--workers", type=click.IntRange(1, 1000), default=1, show_default=True, help="Messages at a time.")
 @click.option("--batch-size", type=click.IntRange(1, 1024), help="pull, pop: messages asked for at a time.")
@@ -170,10 +173,10 @@ def consume(
     topics: tuple[str, ...],
     group: str,
     mode: Mode,
-    ordered: bool,
+    ordered: bool | None,
     tags: str,
     sql: str | None,
-    start: Start,
+    start: Start | None,
     workers: int,
     batch_size: int | None,
     max_messages: int | None,
@@ -265,17 +268,14 @@ def _argv(command: str, *, shell: bool) -> list[str]:
 def _policy(
     broker: Broker, asked: Asked, max_attempts: int | None, retry_delay: tuple[float, ...]
 ) -> RetryPolicy | None:
-    """The retry policy to give to the group; None: what it has. UsageError when it is another kind of group."""
+    """The retry policy to give to the group; None: what it has. UsageError for --ordered when it has no order."""
     _check_names(broker, asked)
     known = broker.groups.get(asked.group)
-    if known is not None and known.orderly != asked.ordered and asked.mode != "pull":
-        if known.orderly:
-            raise click.UsageError(f"group {asked.group!r} consumes in order: give --ordered, or take another group")
-        if asked.mode == "pop":
-            raise click.UsageError(f"group {asked.group!r} consumes without order: leave out --ordered")
+    if known is not None and asked.ordered and not known.orderly:
+        raise click.UsageError(f"group {asked.group!r} consumes without order: leave out --ordered")
     if max_attempts is None and not retry_delay:
         return None
-    before = default_retry(asked.ordered) if known is None else known.retry_policy
+    before = default_retry(bool(asked.ordered)) if known is None else known.retry_policy
     attempts = before.max_attempts if max_attempts is None else max_attempts
     return RetryPolicy(attempts, retry_delay) if retry_delay else before.with_attempts(attempts)
 
@@ -359,7 +359,7 @@ def _text(summary: dict[str, Any]) -> str:
 
 
 def _dry_run(
-    directory: Path, topics: Iterable[str], group: str, start: Start, mode: Mode, *, json_output: bool
+    directory: Path, topics: Iterable[str], group: str, start: Start | None, mode: Mode, *, json_output: bool
 ) -> None:
     """Say what the group has before it; changes nothing."""
     with planning(directory) as parts:
@@ -376,19 +376,20 @@ def _dry_run(
     console().print(table(f"would consume {total} messages for group {group}", columns, cells))
 
 
-def _plan(parts: Parts, topics: list[str], group: str, start: Start, mode: Mode) -> list[dict[str, Any]]:
+def _plan(parts: Parts, topics: list[str], group: str, start: Start | None, mode: Mode) -> list[dict[str, Any]]:
     """A row a queue, those with what failed before included."""
+    begins = start or (parts.groups.get(group) or GroupConfig(group)).start
     reads = Reads(parts)
     pops = pop_view(parts, parts.clock.now_ms())
     known = lag_of(parts, group, pops) if group in group_names(parts) else []
     lags = {(each.topic, each.queue_id): each for each in known if each.committed is not None}
     queues = [(topic, i) for topic in topics for i in range(parts.topics.need(topic).read_queues)]
-    again = {retry_topic(group)} if mode == "push" else {pop_retry_topic(group, topic) for topic in topics}
+    again = {retry_topic(group), *(pop_retry_topic(group, topic) for topic in topics)}
     queues += sorted(key for key in lags if key[0] in again and mode != "pull")
     rows = []
     for topic, queue_id in queues:
         lag = lags.get((topic, queue_id))
-        begin = _begin(reads, topic, queue_id, start) if lag is None else max(lag.first, lag.committed or 0)
+        begin = _begin(reads, topic, queue_id, begins) if lag is None else max(lag.first, lag.committed or 0)
         end = reads.max_offset(topic, queue_id)
         rows.append(
             {
@@ -403,10 +404,10 @@ def _plan(parts: Parts, topics: list[str], group: str, start: Start, mode: Mode)
     return rows
 
 
-def _begin(reads: Reads, topic: str, queue_id: int, start: Start) -> int:
+def _begin(reads: Reads, topic: str, queue_id: int, start: Start | int) -> int:
+    """`start` as a group has it: an integer is ms since the epoch."""
     if start == "earliest":
         return reads.min_offset(topic, queue_id)
     if start == "latest":
         return reads.max_offset(topic, queue_id)
-    assert isinstance(start, datetime)
     return reads.offset_for_time(topic, queue_id, start)

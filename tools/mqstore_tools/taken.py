@@ -67,10 +67,12 @@ class Asked:
     topics: tuple[str, ...]
     group: str
     mode: Mode
-    ordered: bool
+    ordered: bool | None
+    """None: as the group has it."""
     tags: str
     sql: str | None
-    start: Start
+    start: Start | None
+    """None: as the group has it."""
     workers: int
     batch_size: int
     visibility: float
@@ -271,7 +273,10 @@ class Source:
         raise NotImplementedError
 
     def retry_topics(self) -> set[str]:
-        return set()
+        """Where what failed before waits, in whatever mode that was."""
+        group = self.asked.group
+        popped = {pop_retry_topic(group, topic, version) for topic in self.asked.topics for version in (1, 2)}
+        return {retry_topic(group), *popped}
 
     def lags(self) -> dict[QueueRef, int]:
         """Messages that the group has not done, by queue of what was asked for. Empty until the group is there."""
@@ -319,12 +324,9 @@ class _Push(Source):
                 time.sleep(_LOOK_S / 4)
             raise
         except Failed:
-            if self.asked.ordered:
+            if self._consumer.ordered:
                 self._held.add(message.queue)
             raise
-
-    def retry_topics(self) -> set[str]:
-        return {retry_topic(self.asked.group)}
 
     def start(self) -> None:
         self._consumer.start()
@@ -413,10 +415,6 @@ class _Pop(_Asking):
         with suppress(ReceiptExpiredError):  # told when it is settled
             delivery.extend(self.asked.visibility)
 
-    def retry_topics(self) -> set[str]:
-        group = self.asked.group
-        return {pop_retry_topic(group, topic, version) for topic in self.asked.topics for version in (1, 2)}
-
     def stop(self) -> None:
         self._consumer.close()
         for thread in self._threads:
@@ -445,6 +443,9 @@ class _Pull(_Asking):
         super().__init__(store, run, asked, 1)
         self._consumer = store.pull_consumer(asked.group, auto_commit=False, start=asked.start)
         self._consumer.subscribe(*asked.topics, tags=asked.tags, sql=asked.sql)
+
+    def retry_topics(self) -> set[str]:
+        return set()
 
     def turn(self) -> bool:
         messages = self._consumer.poll(0 if self.asked.drains else _POLL_S, self.run.left(self.asked.batch_size))

@@ -359,13 +359,15 @@ class PushConsumer(AbstractAsyncContextManager["PushConsumer"]):
             for number in (signal.SIGINT, signal.SIGTERM):
                 before = signal.signal(number, wish)
                 restore.append(partial(signal.signal, number, before))
+        ended = False
         try:
             await self.start()
             await self._wish_to_stop.wait()
         finally:
             for each in restore:
                 each()
-            ended = await self.stop(stop_timeout)
+            if self.sync._state != "new":  # else it did not start, and may be started again
+                ended = await self.stop(stop_timeout)
         return ended
 
     def is_mine(self) -> bool:
@@ -376,7 +378,7 @@ class PushConsumer(AbstractAsyncContextManager["PushConsumer"]):
     async def __aenter__(self) -> PushConsumer:
         try:
             await self._bridge.finish(self.sync.__enter__)
-        except BaseException:  # nobody leaves a block that was not entered
+        except asyncio.CancelledError:  # nobody leaves a block that was not entered
             await self.stop()
             raise
         return self

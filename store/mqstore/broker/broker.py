@@ -129,7 +129,7 @@ class Broker:
         self.offsets: OffsetTable = parts.offsets
         self._clock = parts.clock
         self._locks = QueueLocks(parts.clock, self._check_open)
-        self._members = Members(parts.clock, self._may_join)
+        self._members = Members(parts.clock, self._may_join, parts.groups)
         self._retries = Retries(parts)
         self._reads = Reads(parts)
         self._async_puts = AsyncPuts(store)
@@ -356,6 +356,8 @@ class Broker:
         if owner is not None and self._locks.owner(group, QueueRef(topic, queue_id)) not in (owner, None):
             raise NotPermittedError(f"queue {queue_id} of {topic!r} is locked for another member of {group!r}")
         self.offsets.commit(group, topic, queue_id, offset, durability=durability)
+        if owner is not None:  # a late acknowledgement may have made pop note where the group was
+            self._pop.end(group, topic, queue_id)
 
     def start_of(self, group: str, topic: str, queue_id: int, start: Start | None = None) -> int:
         """Where the group goes on, or begins if it never committed (`start`; None: as the group says); the latter is
@@ -536,6 +538,17 @@ class Broker:
         return self._pop.pending(group)
 
     # -- failures ---------------------------------------------------------------------------------------------------
+
+    def end_pops(self, group: str, topic: str, queue_id: int) -> None:
+        """The group reads a queue by offset from now on: what it has popped there and not settled it will read, and
+        receipts that are out expire. What a put raises."""
+        self._check_open()
+        self._pop.end(group, topic, queue_id)
+
+    def pop_retry_topics(self, group: str, topic: str) -> list[str]:
+        """Return the names of the topics in which a group that pops has its failed messages of `topic`; they need not
+        be there. One that reads has them in `%RETRY%group`, be they of any topic."""
+        return [name for _, name in self._pop.retry_topics(group, topic)]
 
     def send_back(
         self,

@@ -5,11 +5,14 @@ gives up clients whose heartbeats ceased; within a process nobody dies alone). I
 refuses before anything changed::
 
     another member of the group consumes in another mode        GroupInUseError
+    beside other members it asks for another retry policy       GroupInUseError
     another member of the group subscribes to something else    SubscriptionConflictError
     the group's settings forbid it (told by `may_join`)          NotPermittedError
 
 Members that subscribe differently would each be given queues of topics that they do not read, and would commit what
-they never saw. A member that is alone may register again with another mode or other subscriptions.
+they never saw. Members that divide queues by two strategies would leave some to nobody. A member that is alone may
+register again with another mode or other subscriptions. The retry policy that it asks for becomes the group's once it
+is a member.
 
 Listeners are told after every change of a group, outside the lock, in the thread that made it. They are told the group
 and nothing else: what they read then is at least as new as the change.
@@ -24,6 +27,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
+from mqstore.broker.groups import GroupTable, RetryPolicy
 from mqstore.broker.names import is_retry_topic
 from mqstore.clock import Clock
 from mqstore.errors import ConfigError, GroupInUseError, SubscriptionConflictError
@@ -47,12 +51,15 @@ class Mode(NamedTuple):
     by_group: bool = False
     """Ordered pop: message groups side by side. Who does not pop as these do would be given again what they are done
     with."""
+    strategy: str | None = None
+    """Name of the function that divides the queues; None in pop and broadcasting, where nothing is divided."""
 
     def __str__(self) -> str:
         order = "ordered" if self.ordered else "unordered"
         if self.by_group:
             order += " within message groups"
-        return f"{self.model}, {order}, {'broadcasting' if self.broadcasting else 'clustering'}"
+        shown = f"{self.model}, {order}, {'broadcasting' if self.broadcasting else 'clustering'}"
+        return shown if self.strategy is None else f"{shown}, strategy {self.strategy!r}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +75,8 @@ class Member:
     """Grows with each registration in the store that changed something: tells a stale one."""
     owner: object = field(default=None, compare=False, repr=False)
     """Consumer of this process that registered, or None."""
+    retry: RetryPolicy | None = None
+    """Retry policy that it asked for; None agrees with any."""
 
 
 class Members:
@@ -83,10 +92,17 @@ class Members:
     ['c1', 'c2']
     """
 
-    def __init__(self, clock: Clock, may_join: Callable[[str, Mode], object] = lambda group, mode: None) -> None:
-        """`may_join` raises for who may not consume in a group in that mode, whoever its other members are."""
+    def __init__(
+        self,
+        clock: Clock,
+        may_join: Callable[[str, Mode], object] = lambda group, mode: None,
+        settings: GroupTable | None = None,
+    ) -> None:
+        """`may_join` raises for who may not consume in a group in that mode, whoever its other members are. `settings`
+        has the groups' retry policies; without it nobody may ask for one."""
         self._clock = clock
         self._may_join = may_join
+        self._settings = settings
         self._lock = threading.Lock()
         self._groups: dict[str, dict[str, Member]] = {}
         self._version = 0
@@ -94,14 +110,22 @@ class Members:
         """Called with the name of a group whose members, or their subscriptions, have changed."""
 
     def register(
-        self, client_id: str, group: str, subscriptions: Subscriptions, mode: Mode, *, owner: object = None
+        self,
+        client_id: str,
+        group: str,
+        subscriptions: Subscriptions,
+        mode: Mode,
+        *,
+        owner: object = None,
+        retry: RetryPolicy | None = None,
     ) -> bool:
-        """Make `client_id` a member of `group`, or renew its registration. Return True if anything changed.
+        """Make `client_id` a member of `group`, or renew its registration. Return True if anything changed. The policy
+        `retry` that a new member asks for becomes the group's.
 
         Only the owner that registered a client id may register it again, so a call that was interrupted can be
         repeated. Raises ConfigError for an empty client id, `GroupInUseError` if the client id has another owner
         (A2.7), `GroupInUseError` and `SubscriptionConflictError` as the module's table says, NotPermittedError for
-        broadcasting where the group's settings forbid it, StoreClosedError.
+        broadcasting where the group's settings forbid it, StoreClosedError; for `retry` as `GroupTable.alter`.
         """
         self._may_join(group, mode)
         if not client_id or not isinstance(client_id, str):
@@ -109,32 +133,69 @@ class Members:
         wanted = {topic: (kind, _normal(kind, text)) for topic, (kind, text) in subscriptions.items()}
         with self._lock:
             members = self._groups.get(group, {})
-            others = [member for name, member in members.items() if name != client_id]
             known = members.get(client_id)
             if known is not None and known.owner is not owner:
                 raise GroupInUseError(
                     f"group {group!r} has a member {client_id!r} already; close it first, or take another client_id"
                 )
-            _check_alike(group, client_id, wanted, mode, others)
+            others = self._check(client_id, group, mode)
+            _check_subscriptions(group, client_id, wanted, others)
+            if known is None and retry is not None and others:
+                self._check_retry(client_id, group, retry, others)
             if known is not None and known.mode == mode and known.subscriptions == wanted:
                 return False
             self._version += 1
             since = self._clock.now_ms() if known is None else known.registered_ms
-            member = Member(client_id, mode, MappingProxyType(wanted), since, self._version, owner)
+            member = Member(client_id, mode, MappingProxyType(wanted), since, self._version, owner, retry)
             self._groups.setdefault(group, {})[client_id] = member
+        if known is None and retry is not None and self._settings is not None:
+            try:
+                self._settings.alter(group, retry_policy=retry)  # not under the lock: it writes a file, and tells
+            except BaseException:
+                self.unregister(client_id, group, owner=owner)
+                raise
         self._tell(group)
         return True
+
+    def check(self, client_id: str, group: str, mode: Mode) -> None:
+        """Raise GroupInUseError if `client_id` could not register since other members consume in another mode."""
+        with self._lock:
+            self._check(client_id, group, mode)
+
+    def _check(self, client_id: str, group: str, mode: Mode) -> list[Member]:
+        """Return the other members of `group`, which consume as `mode` says."""
+        others = [member for name, member in self._groups.get(group, {}).items() if name != client_id]
+        for other in others:
+            if other.mode != mode:
+                raise GroupInUseError(
+                    f"group {group!r} is consumed as ({other.mode}) by {other.client_id!r}; {client_id!r} asks for "
+                    f"({mode}): stop the other members first, or use another group"
+                )
+        return others
+
+    def _check_retry(self, client_id: str, group: str, retry: RetryPolicy, others: list[Member]) -> None:
+        """Raise GroupInUseError unless `retry` is the policy in force beside these members."""
+        known = None if self._settings is None else self._settings.get(group)
+        used = next((each.retry for each in others if each.retry is not None), known and known.retry_policy)
+        if used is not None and used != retry:
+            raise GroupInUseError(
+                f"group {group!r} retries by {used}, and has the member {others[0].client_id!r}; {client_id!r} asks "
+                f"for {retry}: stop the other members first, or leave retry= out"
+            )
 
     def get(self, client_id: str, group: str) -> Member | None:
         """Return the registration of `client_id`, None if it is no member."""
         return self._groups.get(group, {}).get(client_id)
 
-    def unregister(self, client_id: str, group: str) -> bool:
-        """Take `client_id` out of `group`. Return False if it was no member."""
+    def unregister(self, client_id: str, group: str, *, owner: object = None) -> bool:
+        """Take `client_id` out of `group`. Return False if it was no member, or if another than `owner` has registered
+        it; None: whoever has."""
         with self._lock:
             members = self._groups.get(group, {})
-            if members.pop(client_id, None) is None:
+            known = members.get(client_id)
+            if known is None or (owner is not None and known.owner is not owner):
                 return False
+            del members[client_id]
             if not members:
                 del self._groups[group]
         self._tell(group)
@@ -174,13 +235,8 @@ class Members:
                 _log.exception("a listener failed when told that the members of group %s changed", group)
 
 
-def _check_alike(group: str, client_id: str, wanted: Subscriptions, mode: Mode, others: list[Member]) -> None:
+def _check_subscriptions(group: str, client_id: str, wanted: Subscriptions, others: list[Member]) -> None:
     for other in others:
-        if other.mode != mode:
-            raise GroupInUseError(
-                f"group {group!r} is consumed as ({other.mode}) by {other.client_id!r}; {client_id!r} asks for "
-                f"({mode}): stop the other members first, or use another group"
-            )
         if other.subscriptions != wanted:
             rule = "all members of a group must subscribe alike"
             if _own(other.subscriptions) == _own(wanted):

@@ -34,6 +34,7 @@ __all__ = [
     "is_system_group",
     "is_system_topic",
     "pop_retry_topic",
+    "popped_topic",
     "retry_topic",
 ]
 
@@ -96,6 +97,19 @@ def pop_retry_topic(group: str, topic: str, version: int = 2) -> str:
     '%RETRY%billing+orders'
     """
     return f"{RETRY_PREFIX}{group}{'+' if version == 2 else '_'}{topic}"
+
+
+def popped_topic(group: str, topic: str) -> str:
+    """Return the topic whose popped copies lie in `topic`, if that is a retry topic of pop of `group`; else `topic`.
+
+    >>> popped_topic("billing", "%RETRY%billing+orders"), popped_topic("billing", "%RETRY%billing")
+    ('orders', '%RETRY%billing')
+    """
+    for between in "+_":
+        prefix = f"{RETRY_PREFIX}{group}{between}"
+        if topic.startswith(prefix):
+            return topic[len(prefix) :]
+    return topic
 
 
 def is_retry_topic(topic: str) -> bool:

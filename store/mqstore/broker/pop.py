@@ -268,7 +268,7 @@ class PopService:
         queues = [self._tables.state(QueueKey(topic, group, i)) for i in range(found.read_queues)]
         retries = [
             (mark, self._tables.state(QueueKey(name, group, 0)))
-            for mark, name in self._retry_topics(group, topic)
+            for mark, name in self.retry_topics(group, topic)
             if self._parts.topics.get(name) is not None
         ]
         routes[group, topic] = route = _Route(
@@ -276,8 +276,9 @@ class PopService:
         )
         return route
 
-    def _retry_topics(self, group: str, topic: str) -> list[tuple[int, str]]:
-        """(mark, name) of the retry topics to read. Version 1 may be another group's: its name is ambiguous (8.2)."""
+    def retry_topics(self, group: str, topic: str) -> list[tuple[int, str]]:
+        """(mark, name) of the topics that copies of popped messages may lie in, there or not. Version 1 may be another
+        group's: its name is ambiguous (8.2)."""
         names = [(2, pop_retry_topic(group, topic, 2))]
         if self._parts.config.pop_retry_version == 1 or self._parts.groups.get(f"{group}_{topic}") is None:
             names.append((1, pop_retry_topic(group, topic, 1)))
@@ -350,7 +351,7 @@ class PopService:
         return self._waiters.remove_waiter(waiter)
 
     def _also(self, group: str, topic: str) -> list[str]:
-        return [name for _, name in self._retry_topics(group, topic)]
+        return [name for _, name in self.retry_topics(group, topic)]
 
     def _may_find(self, group: str, topic: str, queue_id: int, order: bool) -> bool:
         route = self._routes.get((group, topic)) or self._route(group, topic)
@@ -639,6 +640,19 @@ class PopService:
                 self._tables.reset(state, offset)
                 self._parts.offsets.take_reset(topic, group, queue_id)
         self._waiters.wake_one(topic, queue_id, group)
+
+    def end(self, group: str, topic: str, queue_id: int) -> None:
+        """The group reads the queue from now on, from the first message that it has not settled. Receipts that are out
+        expire, nothing is redelivered, and the next pop begins where the group has read to."""
+        state = self._tables.states.get(QueueKey(topic, group, queue_id))
+        if state is None or state.cursor < 0:
+            return
+        with state.lock:
+            if not state.gone:
+                if state.in_flight or state.released or self._tables.order(state) is not None:
+                    self._tables.reset(state, state.advance())
+                state.cursor = state.committed = -1
+                state.drop_ahead()
 
     # -- attempts of orderly groups in the queue model --------------------------------------------------------------
 

@@ -24,8 +24,9 @@ from mqstore.broker.orderinfo import BATCH_MAX, OrderInfo
 from mqstore.broker.popask import Ask, Claim, Delivery, expired
 from mqstore.broker.poplog import ACK, GIVE, LOCAL, REVIVE, deltas_text, fifo_members
 from mqstore.broker.popstate import Batch, QueueState, Standing
-from mqstore.broker.poptables import PopTables, origin_of
+from mqstore.broker.poptables import PopTables
 from mqstore.broker.poptime import pop_time
+from mqstore.broker.retry import origin_topic
 from mqstore.errors import InvalidMessageError, InvalidReceiptError
 from mqstore.log.message import Message
 
@@ -279,7 +280,7 @@ class FifoQueues:
                 message,
                 key.group,
                 reason,
-                origin_topic=origin_of(key),
+                origin_topic=origin_topic(message, key.group),
                 reconsume_times=self._attempt_of(record, offset),
             )
         assert state.fifo is not None

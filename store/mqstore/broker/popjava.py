@@ -47,10 +47,10 @@ import numpy as np
 import numpy.typing as npt
 
 from mqstore.broker.delayroute import number, slot_of
-from mqstore.broker.names import TIMER_TOPIC
+from mqstore.broker.names import TIMER_TOPIC, popped_topic
 from mqstore.broker.poplog import POP, Record, deltas_text
 from mqstore.broker.popstate import QueueKey
-from mqstore.broker.poptables import PopTables, origin_of
+from mqstore.broker.poptables import PopTables
 from mqstore.errors import MQStoreError
 from mqstore.layout.consumequeue import LAST_ADDRESS
 from mqstore.layout.properties import REAL_QID, REAL_TOPIC, TAGS, TIMER_DELIVER_MS, TIMER_OUT_MS, UNIQ_KEY
@@ -336,7 +336,7 @@ class JavaTakeover:
         """Whether topic and group are known. Where no group is, the file of groups was lost, not every group deleted:
         then a group comes into being as when it consumes."""
         parts = self._parts
-        if parts.topics.get(key.topic) is None or parts.topics.get(origin_of(key)) is None:
+        if parts.topics.get(key.topic) is None or parts.topics.get(popped_topic(key.group, key.topic)) is None:
             return False
         if parts.groups.get(key.group) is not None:
             return True

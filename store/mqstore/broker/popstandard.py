@@ -20,8 +20,9 @@ from mqstore.broker.names import is_retry_topic, pop_retry_topic
 from mqstore.broker.popask import Ask, Claim, Delivery, expired
 from mqstore.broker.poplog import ACK, GIVE, LOCAL, REVIVE, deltas_text
 from mqstore.broker.popstate import Batch, QueueKey, QueueState
-from mqstore.broker.poptables import PopTables, origin_of
+from mqstore.broker.poptables import PopTables
 from mqstore.broker.poptime import pop_time
+from mqstore.broker.retry import origin_topic
 from mqstore.errors import InvalidMessageError
 from mqstore.layout.properties import DELAY
 from mqstore.log.message import Message, stored_bytes
@@ -128,7 +129,7 @@ class StandardQueues:
         over = [message for message in messages if message.reconsume_times >= limit]
         for message in over:
             reason = f"{message.reconsume_times} attempts ended, of {limit}"
-            self._tables.dead_letter(message, key.group, reason, origin_topic=origin_of(key))
+            self._tables.dead_letter(message, key.group, reason, origin_topic=origin_topic(message, key.group))
         return [message for message in messages if message.reconsume_times < limit] if over else messages
 
     def _leave_fifo(self, state: QueueState, ask: Ask) -> bool:
@@ -205,7 +206,9 @@ class StandardQueues:
         if message is None:
             self._tables.lost(state, claim.offset)
         else:
-            self._tables.dead_letter(message, state.key.group, reason, origin_topic=origin_of(state.key))
+            self._tables.dead_letter(
+                message, state.key.group, reason, origin_topic=origin_topic(message, state.key.group)
+            )
         self._settle(state, REVIVE, batch, [claim.offset])
         state.note_revived([claim.offset])
 
@@ -317,7 +320,7 @@ class StandardQueues:
             reason = f"attempt {message.attempt} of {limit} ended without acknowledgement"
             if died:
                 reason = PROCESS_ENDED
-            self._tables.dead_letter(message, key.group, reason, origin_topic=origin_of(key))
+            self._tables.dead_letter(message, key.group, reason, origin_topic=origin_topic(message, key.group))
             return
         topic = key.topic
         if not is_retry_topic(topic):
@@ -335,7 +338,7 @@ class StandardQueues:
         except InvalidMessageError as error:
             # No later try will fare better: its properties leave no room for those of a copy.
             reason = f"cannot be retried: {error}"
-            self._tables.dead_letter(message, key.group, reason, origin_topic=origin_of(key))
+            self._tables.dead_letter(message, key.group, reason, origin_topic=origin_topic(message, key.group))
 
     # -- keeping the log short --------------------------------------------------------------------------------------
 

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 from mqstore.broker.begun import Address, Begun
 from mqstore.broker.filters import Filter
-from mqstore.broker.names import RETRY_PREFIX, is_retry_topic
 from mqstore.broker.orderinfo import OrderInfo, OrderInfoTable
 from mqstore.broker.popask import Delivery, Start
 from mqstore.broker.poplog import ACK, POP, PopLog
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from mqstore.broker.reading import Reads
     from mqstore.broker.waiting import Waiters
 
-__all__ = ["DeadLetter", "PopTables", "origin_of"]
+__all__ = ["DeadLetter", "PopTables"]
 
 _log = logging.getLogger("mqstore")
 
@@ -41,20 +40,6 @@ DeadLetter = Callable[..., object]
 _AHEAD_MAX = 1024
 _LOOKS = 16
 """Reads in which one pop looks for a first message that passes its filter."""
-
-
-def origin_of(key: QueueKey) -> str:
-    """The topic that was popped from, of a queue that may be the group's retry queue of it.
-
-    >>> origin_of(QueueKey("%RETRY%billing+orders", "billing", 0))
-    'orders'
-    """
-    if is_retry_topic(key.topic):
-        for between in "+_":
-            prefix = f"{RETRY_PREFIX}{key.group}{between}"
-            if key.topic.startswith(prefix):
-                return key.topic[len(prefix) :]
-    return key.topic
 
 
 class PopTables(Desk):

@@ -27,7 +27,14 @@ import random
 from collections.abc import Mapping, MutableMapping
 from typing import Final, Protocol, TypedDict, Unpack
 
-from mqstore.broker.names import RETRY_PREFIX, dlq_topic, is_retry_topic, is_system_topic, retry_topic
+from mqstore.broker.names import (
+    RETRY_PREFIX,
+    dlq_topic,
+    is_retry_topic,
+    is_system_topic,
+    popped_topic,
+    retry_topic,
+)
 from mqstore.broker.parts import Parts
 from mqstore.broker.statistics import DLQ_PUT_NUMS, SNDBCK2DLQ_TIMES, SNDBCK_PUT_NUMS
 from mqstore.errors import ConfigError, GroupNotFoundError, InvalidMessageError, NotPermittedError
@@ -60,7 +67,7 @@ from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
 from mqstore.options import Durability, seconds
 
-__all__ = ["DLQ_REASON_BYTES", "TIMER_MARKS", "Retries", "RetryFields"]
+__all__ = ["DLQ_REASON_BYTES", "TIMER_MARKS", "Retries", "RetryFields", "origin_topic"]
 
 DLQ_REASON_BYTES: Final = 1024
 """Longest `dlq_reason`, in UTF-8 (companion A12)."""
@@ -159,7 +166,7 @@ class Retries:
             return receipt
         topic = retry_topic(group)
         queue_id = self._queue_of(topic, config.retry_queues)
-        properties = self._marked(message, None)
+        properties = self._marked(message, group, None)
         if delay_level == 0 and delay_ms is None:
             delay_ms = min(config.retry_policy.next_delay_ms(times - 1), self._max_delay_ms)
         self._delay(properties, delay_level, delay_ms)
@@ -198,7 +205,7 @@ class Retries:
         """
         topic = dlq_topic(group)
         queue_id = self._queue_of(topic, 1)
-        properties = self._marked(message, origin_topic)
+        properties = self._marked(message, group, origin_topic)
         came_from = origin_topic or properties[RETRY_TOPIC]
         _label(properties, reason, origin_topic)
         if origin_topic is not None:
@@ -321,12 +328,12 @@ class Retries:
         there = min(queues, config.read_queues, config.write_queues)
         return random.randrange(there) if there > 1 else 0
 
-    def _marked(self, message: Message, origin_topic: str | None) -> dict[str, str]:
+    def _marked(self, message: Message, group: str, origin_topic: str | None) -> dict[str, str]:
         """Properties of a copy: the message's, with its origin, without what belonged to this delivery."""
         properties = message.stored_properties()
         if origin_topic is None:  # a delayed message that never arrived lies in a topic of the engine's
             origin_topic = properties.get(REAL_TOPIC) if is_system_topic(message.topic) else None
-            origin_topic = origin_topic or message.topic
+            origin_topic = origin_topic or popped_topic(group, message.topic)
         for name in (*TIMER_MARKS, DELAY, POP_CK, FIRST_POP_TIME):
             properties.pop(name, None)
         properties.setdefault(RETRY_TOPIC, origin_topic)
@@ -344,6 +351,15 @@ class Retries:
             properties[TIMER_DELAY_MS] = str(delay_ms)
 
 
+def origin_topic(message: Message, group: str) -> str:
+    """Return the topic that `group` was sent a message in, though it may lie in a retry topic of the group now."""
+    topic = message.topic
+    if not is_retry_topic(topic):
+        return topic
+    popped = popped_topic(group, topic)
+    return popped if popped != topic else message.stored_properties().get(RETRY_TOPIC, topic)
+
+
 def _next(times: int) -> int:
     return min(times + 1, _MAX_TIMES)
 
@@ -352,7 +368,7 @@ def _key(message: Message, group: str) -> str:
     """What failures are counted under: where the message was first sent to, however often it was redelivered."""
     properties = message.stored_properties()
     origin = properties.get(REAL_TOPIC) if is_system_topic(message.topic) else None
-    return f"{properties.get(RETRY_TOPIC) or origin or message.topic}@{group}"
+    return f"{properties.get(RETRY_TOPIC) or origin or popped_topic(group, message.topic)}@{group}"
 
 
 def _why(delay_level: int, attempts: int, limit: int) -> str:

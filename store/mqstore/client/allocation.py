@@ -24,7 +24,16 @@ from mqstore.errors import ConfigError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.tip import as_queue
 
-__all__ = ["STRATEGIES", "Strategy", "avg", "circle", "consistent_hash", "fixed_queues", "strategy_named"]
+__all__ = [
+    "STRATEGIES",
+    "Strategy",
+    "avg",
+    "circle",
+    "consistent_hash",
+    "fixed_queues",
+    "name_of",
+    "strategy_named",
+]
 
 Strategy = Callable[[str, Sequence[QueueRef], Sequence[str]], Sequence[QueueRef]]
 """(my client id, the queues of one topic, the members) -> my queues. Queues and members are sorted, without repeats and
@@ -100,6 +109,17 @@ def fixed_queues(queues: Iterable[QueueRef | tuple[str, int]]) -> Strategy:
 
 
 STRATEGIES: dict[str, Strategy] = {"avg": avg, "circle": circle, "consistent_hash": consistent_hash}
+
+
+def name_of(strategy: Strategy) -> str:
+    """Return the name by which members of a group agree on a strategy: all that `fixed_queues` makes have one.
+
+    >>> name_of(avg), name_of(fixed_queues([("t", 0)]))
+    ('avg', 'mqstore.client.allocation.fixed_queues.<locals>.<lambda>')
+    """
+    named = next((name for name, each in STRATEGIES.items() if each is strategy), None)
+    called = getattr(strategy, "__qualname__", None) or type(strategy).__qualname__
+    return named or f"{strategy.__module__}.{called}"
 
 
 def strategy_named(strategy: object) -> Strategy:

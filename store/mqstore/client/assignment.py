@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from typing import Protocol
@@ -94,7 +94,8 @@ class Assignment:
         limits: Limits,
         retries: str | None,
     ) -> None:
-        """`retries`: the topic of the group's retries; None: it has none, and its progress is this client's own."""
+        """`retries`: the topic of the group's retries; None: it has none, and its progress is this client's own. The
+        retries of pop are read as well: the group may have popped before."""
         self.group = group
         self.membership = membership
         self.progress = progress
@@ -167,6 +168,14 @@ class Assignment:
         self.membership.join(wanted)
         self._filters, self._subscriptions, self._topics = filters, dict(subscriptions), frozenset(wanted)
 
+    def _pop_retries(self) -> Iterable[str]:
+        """Names of the topics in which the group has what it failed at as long as it popped. Whether one of them is
+        another group's may change, so they are no part of what members agree on."""
+        if self._retries is None:
+            return
+        for topic in self._subscriptions:
+            yield from self._broker.pop_retry_topics(self.group, topic)
+
     def stir(self) -> None:
         """Something has changed: look at the shares soon. From any thread."""
         with self._lock:
@@ -226,18 +235,17 @@ class Assignment:
                 return
         if self._paused:  # nothing moves; `resume` looks again (A11.4)
             return
-        shares = self.membership.share()
+        topics = self._topics.union(self._pop_retries())
+        shares = self.membership.share(topics)
         with self._lock:
             owned = dict(self._queues)
             leaving = set(self._leaving)
         lost = [
-            queue
-            for ref, queue in owned.items()
-            if ref.topic not in self._topics or ref not in shares.get(ref.topic, (ref,))
+            queue for ref, queue in owned.items() if ref.topic not in topics or ref not in shares.get(ref.topic, (ref,))
         ]
         for queue in lost:
             self._revoke(queue)
-        wanted = {ref for topic, share in shares.items() if topic in self._topics for ref in share}
+        wanted = {ref for share in shares.values() for ref in share}
         wanted -= owned.keys() | leaving
         taken: set[QueueRef] = set()
         begun: set[QueueRef] = set()
@@ -654,6 +662,10 @@ class Assignment:
             self._paused_queues.update(as_queue(ref) for ref in queues)
         for queue in self._owned(queues):
             queue.paused = True
+
+    def pause_as(self, other: Assignment) -> None:
+        """Before `start`: pause what was paused in `other`."""
+        self._paused, self._paused_queues = other._paused, set(other._paused_queues)
 
     def resume(self, queues: Sequence[QueueRef]) -> None:
         """Go on with these; none: with all."""

@@ -175,7 +175,7 @@ class ConcurrentService:
         settled_at = time.perf_counter()
         while (not queue.closing or _may_end(chunk)) and (batch := _next(chunk.messages, size)):
             if retried:
-                batch = _of_one_topic(chunk.messages, batch)
+                batch = _of_one_topic(self._group, chunk.messages, batch)
             number = handling.together(batch)
             if number < len(batch):
                 chunk.messages.extendleft(reversed(batch[number:]))
@@ -378,9 +378,9 @@ def _may_end(chunk: _Chunk) -> bool:
     return now < chunk.until
 
 
-def _of_one_topic(rest: deque[Message], batch: list[Message]) -> list[Message]:
+def _of_one_topic(group: str, rest: deque[Message], batch: list[Message]) -> list[Message]:
     """Of a batch of retries those of the first one's topic, as sent; the others go back to the front of `rest`."""
-    shown = [as_sent(message) for message in batch]
+    shown = [as_sent(message, group) for message in batch]
     end = next((i for i, message in enumerate(shown) if message.topic != shown[0].topic), len(shown))
     rest.extendleft(reversed(batch[end:]))
     return shown[:end]

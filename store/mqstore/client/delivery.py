@@ -25,11 +25,13 @@ from typing import Any, Literal
 
 from mqstore.broker import pop
 from mqstore.broker.broker import Broker
+from mqstore.broker.names import is_retry_topic
 from mqstore.client.interceptors import Settled
 from mqstore.client.limitedlog import LimitedLog
 from mqstore.client.outcome import Reject, Retry, retry_delay, shortened
 from mqstore.client.shown import shown
 from mqstore.errors import ConfigError, MQStoreError, ReceiptExpiredError
+from mqstore.layout.properties import RETRY_TOPIC
 from mqstore.log.message import Message
 from mqstore.options import Duration, seconds
 
@@ -218,7 +220,10 @@ class Delivery(Loan):
 def as_delivered(delivery: pop.Delivery) -> Message:
     """The message as a handler is to see it: one from a retry topic under the topic it was sent to, one delivered in
     order with the attempts that were counted for it."""
-    return shown(delivery.message, delivery.topic, delivery.attempt - 1)
+    message, topic = delivery.message, delivery.topic
+    if is_retry_topic(topic):
+        topic = message.stored_properties().get(RETRY_TOPIC, topic)
+    return shown(message, topic, delivery.attempt - 1)
 
 
 def fail(broker: Broker, group: str, delivery: pop.Delivery, reason: str, delay: Duration | None = None) -> Settled:

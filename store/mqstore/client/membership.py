@@ -10,7 +10,7 @@ goes on there, and gives it back after it has committed. So a queue that changes
 left: nothing is lost and nothing comes twice, unless its owner died or stayed away for longer than the lease.
 
     on_change is called when      the group's members or subscriptions changed
-                                  a subscribed topic came, was altered or went
+                                  a subscribed topic, or a retry topic, came, was altered or went
                                   a queue that `take` was refused is free again
 
 Within a process nobody dies alone, but somebody may hang, or forget that he has a consumer. So a seat is a lease, too:
@@ -29,9 +29,10 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from mqstore.broker.broker import Broker
+from mqstore.broker.groups import RetryPolicy
 from mqstore.broker.members import Mode, Subscriptions
 from mqstore.broker.names import is_retry_topic
-from mqstore.client.allocation import Strategy
+from mqstore.client.allocation import Strategy, name_of
 from mqstore.errors import ConfigError
 from mqstore.log.commitlog import QueueRef
 
@@ -76,14 +77,17 @@ class Membership:
         mode: Mode,
         strategy: Strategy,
         on_change: Callable[[], None],
+        *,
+        retry: RetryPolicy | None = None,
     ) -> None:
         """`on_change` is called from any thread, and must be quick: it notes that there is something to look at.
-        ConfigError for a bad client id."""
+        `retry`: the policy that the group is to have. ConfigError for a bad client id."""
         self.group = group
         self.client_id = check_client_id(client_id)
         self._broker = broker
-        self._mode = mode
+        self._mode = mode if mode.broadcasting else mode._replace(strategy=name_of(strategy))
         self._strategy = strategy
+        self._retry = retry
         self._on_change = on_change
         self._lock = threading.Lock()
         self._joined = False
@@ -108,8 +112,9 @@ class Membership:
     def join(self, subscriptions: Subscriptions) -> None:
         """Become a member, or one with other subscriptions. Locks are kept.
 
-        Raises, and nothing has changed: GroupInUseError when the group is consumed in another mode, or another consumer
-        of this store goes by this client id; SubscriptionConflictError when the other members subscribe otherwise.
+        Raises, and nothing has changed: GroupInUseError when the group is consumed in another mode or by another
+        strategy, has another retry policy than the one asked for beside other members, or another consumer of this
+        store goes by this client id; SubscriptionConflictError when the other members subscribe otherwise.
         """
         self._clear_seats()  # whoever hangs is not to be agreed with
         changed = self._register(subscriptions)
@@ -124,7 +129,9 @@ class Membership:
             self._on_change()  # what happened before we listened
 
     def _register(self, subscriptions: Subscriptions) -> bool:
-        return self._broker.members.register(self.client_id, self.group, subscriptions, self._mode, owner=self)
+        return self._broker.members.register(
+            self.client_id, self.group, subscriptions, self._mode, owner=self, retry=self._retry
+        )
 
     def _is_taken(self) -> bool:
         """Return True if another consumer has registered by this client id."""
@@ -150,11 +157,10 @@ class Membership:
         # Locks first: those whose share grows by our leaving find them free.
         with self._lock:
             queues, self._held, self._wanted = self._held.difference(keep), set(), set()
-        if self._is_taken():
-            return  # locks and registration are of another consumer with our client id, which has let us hang
-        self._broker.locks.unlock_batch(self.group, queues, self.client_id)
-        self._broker.locks.unlock_batch(self._seats, (self._seat,), self.client_id)
-        self._broker.members.unregister(self.client_id, self.group)
+        if not self._is_taken():  # else the locks are of another consumer with our client id, which has let us hang
+            self._broker.locks.unlock_batch(self.group, queues, self.client_id)
+            self._broker.locks.unlock_batch(self._seats, (self._seat,), self.client_id)
+        self._broker.members.unregister(self.client_id, self.group, owner=self)
 
     def _sit(self) -> None:
         """Keep the seat; take it again if it was taken away. Raises as `join`."""
@@ -180,9 +186,9 @@ class Membership:
 
     # -- the share --------------------------------------------------------------------------------------------------
 
-    def share(self) -> dict[str, frozenset[QueueRef]]:
-        """Of each subscribed topic the queues that are this member's by the strategy; broadcasting: all that can be
-        read. None of a topic that may not be read.
+    def share(self, topics: Iterable[str] | None = None) -> dict[str, frozenset[QueueRef]]:
+        """Of each of `topics` (None: those subscribed to) the queues that are this member's by the strategy;
+        broadcasting: all that can be read. None of a topic that may not be read.
 
         A topic that is not there (yet), or for which the strategy failed, is missing here: whoever has queues of it
         keeps them. That is logged once. Raises as `join` when this member lost its seat and the others do not agree
@@ -192,7 +198,7 @@ class Membership:
         self._clear_seats()
         members = self._broker.members.members(self.group)
         shares = {}
-        for topic in sorted(self._subscriptions):
+        for topic in sorted(self._subscriptions if topics is None else topics):
             mine = self._share_of(topic, members)
             if mine is not None:
                 shares[topic] = mine
@@ -294,7 +300,7 @@ class Membership:
             self._on_change()
 
     def _topic_changed(self, topic: str) -> None:
-        if topic in self._subscriptions:
+        if topic in self._subscriptions or is_retry_topic(topic):
             self._on_change()
 
     def _lock_released(self, group: str) -> None:

@@ -278,7 +278,7 @@ class OrderlyService:
     def _shown(self, task: _Task, batch: list[Message]) -> list[Message]:
         """As a handler is to see them: under the topic they were sent to, with the attempts they had."""
         if is_retry_topic(task.queue.queue.topic):
-            batch = [as_sent(message) for message in batch]
+            batch = [as_sent(message, self._group) for message in batch]
         if not task.failed:
             return batch
         failed = task.failed

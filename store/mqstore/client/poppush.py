@@ -31,10 +31,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
+from itertools import takewhile
 from typing import Literal, TypeVar
 
 from mqstore.broker import pop
 from mqstore.broker.broker import Broker, Start
+from mqstore.broker.groups import RetryPolicy
+from mqstore.broker.names import is_retry_topic
 from mqstore.client.delivery import as_delivered, fail
 from mqstore.client.handling import Ended, Failure, Handling, Subscription
 from mqstore.client.interceptors import Settled
@@ -68,11 +71,14 @@ _T = TypeVar("_T")
 class _Item:
     """A delivery that is here."""
 
-    __slots__ = ("call", "delivery", "message", "size", "state", "worker")
+    __slots__ = ("call", "delivery", "message", "size", "state", "topic", "worker")
 
     def __init__(self, delivery: pop.Delivery) -> None:
         self.delivery = delivery
         self.message = as_delivered(delivery)
+        topic = delivery.topic
+        self.topic = self.message.topic if is_retry_topic(topic) else topic
+        """Whose handler gets it; `delivery.topic` settles it."""
         self.size = self.message.size
         self.state: Literal["cached", "handling", "ended"] = "cached"
         self.worker: Worker | None = None
@@ -84,12 +90,12 @@ class _Item:
 
 
 class _Unit:
-    """Items of one topic, a line's of one queue or message group, in the order in which they are begun."""
+    """Items of one topic, a line's of one queue or message group, in the order in which they are begun. All are settled
+    in one topic. A line of the group's retry topic has messages that were sent to several."""
 
-    __slots__ = ("done", "items", "topic")
+    __slots__ = ("done", "items")
 
-    def __init__(self, topic: str, items: Iterable[_Item]) -> None:
-        self.topic = topic
+    def __init__(self, items: Iterable[_Item]) -> None:
         self.items = deque(items)
         self.done: deque[tuple[_Item, float]] = deque()
         """Handled well, with the milliseconds that took, and not settled yet."""
@@ -122,7 +128,8 @@ class PopEngine:
         ordered: bool,
         parallel_groups: bool,
         batch_size: int,
-        start: Start,
+        start: Start | None,
+        retry: RetryPolicy | None,
         limits: Limits,
         consume_timeout_ms: int,
     ) -> None:
@@ -142,6 +149,7 @@ class PopEngine:
             client_id,
             ordered=ordered,
             start=start,
+            retry=retry,
             skip_acked=parallel_groups,
             on_loss=handling.hooks.loss_teller(),
         )
@@ -222,6 +230,10 @@ class PopEngine:
         with self._lock:
             self._is_paused = True
         self._source.waits.ring()  # who is not going to look is not to be called
+
+    def pause_as(self, other: PopEngine) -> None:
+        """Before `start`: fetch nothing if `other` was to fetch nothing."""
+        self._is_paused = other._is_paused
 
     def resume(self, queues: Sequence[QueueRef]) -> None:
         self._no_queues(queues)
@@ -353,26 +365,26 @@ class PopEngine:
         for item in items:
             self._renewer.add(item, item.delivery.topic, item.delivery.receipt, expires_ms)
         self._renew_at(expires_ms - LOAN_MS // 3)
-        units: dict[tuple[str, int, str | None], list[_Item]] = {}
+        units: dict[tuple[str, str | int, str | None], list[_Item]] = {}
         for item in items:
-            queue_id = item.delivery.queue_id if self._ordered else -1
+            part = item.delivery.queue_id if self._ordered else item.topic
             group = item.message.message_group if self._parallel_groups else None
-            units.setdefault((item.delivery.topic, queue_id, group), []).append(item)
+            units.setdefault((item.delivery.topic, part, group), []).append(item)
         for (topic, _, _), each in units.items():
             self._handling.pulled(topic, len(each), took_ms)
         if self._handling.hooks.on_receive:
-            self._leave_out(units, items)
-        return [_Unit(topic, each) for (topic, _, _), each in units.items() if each]
+            self._leave_out(units.values(), items)
+        return [_Unit(each) for each in units.values() if each]
 
-    def _leave_out(self, units: dict[tuple[str, int, str | None], list[_Item]], items: list[_Item]) -> None:
+    def _leave_out(self, units: Iterable[list[_Item]], items: list[_Item]) -> None:
         """What the interceptors do not want is done."""
         left = {id(message) for message in self._handling.hooks.receiving([item.message for item in items])}
-        for (topic, _, _), each in units.items():
+        for each in units:
             out = [item for item in each if id(item.message) not in left]
             if out:
                 each[:] = [item for item in each if id(item.message) in left]
                 try:
-                    self._ack(topic, out)
+                    self._ack(out)
                 except MQStoreError as error:  # it comes again, and is left out again
                     what = "left out by an interceptor, and could not be acknowledged"
                     self._handling.log.say(logging.WARNING, what, at=[item.message for item in out], error=error)
@@ -452,22 +464,26 @@ class PopEngine:
             each_ms = took_ms / len(batch)
             settling = _Settling(line)
             if good:
-                settling.steps.append((partial(self._ack, line.topic, good), good, each_ms * len(good)))
+                settling.steps.append((partial(self._ack, good), good, each_ms * len(good)))
             if failed and failure is not None:
                 self._add_failures(settling, failed, failure, each_ms, line)
             if not self._go_through(settling):
                 return  # `_again` goes on when that is settled
 
     def _batch(self, unit: _Unit) -> list[_Item]:
-        """What the next call has."""
+        """What the next call has: from the front what goes to one handler, and may be in one call."""
         batch = _next(unit.items, self._batch_size)
-        number = self._handling.together([item.message for item in batch]) if len(batch) > 1 else len(batch)
-        unit.items.extendleft(reversed(batch[number:]))
-        return batch[:number]
+        if len(batch) > 1:
+            alike = [item.message for item in takewhile(lambda item: item.topic == batch[0].topic, batch)]
+            number = self._handling.together(alike)
+            unit.items.extendleft(reversed(batch[number:]))
+            batch = batch[:number]
+        return batch
 
     def _subscription(self, unit: _Unit, batch: list[_Item]) -> Subscription | None:
-        """Who handles the unit's topic. Nobody any more: all that is left of it is released."""
-        subscription = self._subscriptions.get(unit.topic)
+        """Who handles the batch's topic. Nobody any more: all that is left of the unit is released."""
+        first = batch[0]
+        subscription = self._subscriptions.get(first.topic) or self._subscriptions.get(first.delivery.topic)
         if subscription is None:
             self._release([*batch, *_next(unit.items, len(unit.items))])
         return subscription
@@ -510,7 +526,7 @@ class PopEngine:
         if done:
             items = [item for item, _ in done]
             settling = _Settling()
-            settling.steps.append((partial(self._ack, chunk.topic, items), items, sum(took_ms for _, took_ms in done)))
+            settling.steps.append((partial(self._ack, items), items, sum(took_ms for _, took_ms in done)))
             self._go_through(settling)
 
     def _add_failures(
@@ -520,8 +536,8 @@ class PopEngine:
         for item in failed:
             settling.steps.append((partial(self._fail, item, failure, line), [item], each_ms))
 
-    def _ack(self, topic: str, items: Sequence[_Item]) -> Settled:
-        self._broker.ack(self._group, topic, [item.delivery.receipt for item in items])
+    def _ack(self, items: Sequence[_Item]) -> Settled:
+        self._broker.ack(self._group, items[0].delivery.topic, [item.delivery.receipt for item in items])
         return "ack"
 
     def _fail(self, item: _Item, failure: Failure, line: _Unit | None) -> Settled:

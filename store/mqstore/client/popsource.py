@@ -3,7 +3,8 @@
     change --> positions of the group, from now on --> join: a member --> look, look, ... --> leave
 
     look: one pop of each topic, the next topic first each time, or the one whose turn was given; again of those that
-          gave as many as they were asked for
+          gave as many as they were asked for. `%RETRY%group` is one more topic if it is there: what the group failed
+          at as long as it read by offset (popretries.py)
 
 No queue is anybody's, so there is nothing to share out. Knows topics, filters and turns; what becomes of a delivery is
 the matter of who holds it.
@@ -18,12 +19,15 @@ from collections.abc import Callable, Mapping
 
 from mqstore.broker.broker import Broker, Start
 from mqstore.broker.filters import Filter
+from mqstore.broker.groups import RetryPolicy
 from mqstore.broker.members import Mode
+from mqstore.broker.names import retry_topic
 from mqstore.broker.pop import MAX_BATCH, Delivery
+from mqstore.client.popretries import pop_retries
 from mqstore.client.progress import check_start
 from mqstore.client.waits import Waits
 from mqstore.client.wanted import Wanted
-from mqstore.errors import ConfigError, GroupInUseError, MQStoreError, StoreClosedError, TopicNotFoundError
+from mqstore.errors import ConfigError, MQStoreError, StoreClosedError, TopicNotFoundError
 from mqstore.log.commitlog import QueueRef
 
 __all__ = ["PopSource"]
@@ -53,12 +57,14 @@ class PopSource:
         client_id: str,
         *,
         ordered: bool = False,
-        start: Start = "earliest",
+        start: Start | None = None,
+        retry: RetryPolicy | None = None,
         skip_acked: bool = False,
         on_loss: Callable[[QueueRef, int, int], object] | None = None,
     ) -> None:
-        """`start`: where the group begins in a topic in which it never was; ConfigError for what is none. `skip_acked`:
-        as in `Broker.pop`. `on_loss`: who looks tells it of each loss of the group that nobody was told of (queue,
+        """`start`: where the group begins in a topic in which it never was, None: as the group has it; ConfigError for
+        what is none. `retry`: the policy that the group is to have once it has this member. `skip_acked`: as in
+        `Broker.pop`. `on_loss`: who looks tells it of each loss of the group that nobody was told of (queue,
         first lost, where it goes on); must not raise."""
         check_start(start)
         self.waits = Waits(broker, group, order=ordered)
@@ -71,11 +77,13 @@ class PopSource:
         self._client_id = client_id
         self._mode = Mode("pop", ordered, by_group=skip_acked)
         self._start = start
+        self._retry = retry
         self._skip_acked = skip_acked
         self._on_loss = on_loss
         self._lock = threading.Lock()
         """Of what is wanted, of membership, and of whose turn it is."""
         self._topics: Topics = []
+        self._retries = retry_topic(group)
         self._turn = random.getrandbits(16)
         self._is_member = False
 
@@ -115,23 +123,18 @@ class PopSource:
 
     def check_mode(self) -> None:
         """GroupInUseError if members of the group consume in another mode."""
-        used = self._broker.members.mode(self._group)
-        if used is not None and used != self._mode:
-            raise GroupInUseError(
-                f"group {self._group!r} is consumed as ({used}), not ({self._mode}); stop its members first, or use "
-                f"another group"
-            )
+        self._broker.members.check(self._client_id, self._group, self._mode)
 
     def _join(self, after: Mapping[str, Wanted]) -> None:
         subscriptions = {topic: each.expression for topic, each in after.items()}
-        self._broker.members.register(self._client_id, self._group, subscriptions, self._mode, owner=self)
+        self._broker.members.register(
+            self._client_id, self._group, subscriptions, self._mode, owner=self, retry=self._retry
+        )
         self._is_member = True
 
     def _part(self) -> None:
         """Be no member any more. Does nothing for the client id of another consumer."""
-        member = self._broker.members.get(self._client_id, self._group)
-        if member is not None and member.owner is self:
-            self._broker.members.unregister(self._client_id, self._group)
+        self._broker.members.unregister(self._client_id, self._group, owner=self)
         self._is_member = False
 
     def _begin(self, topic: str) -> None:
@@ -146,7 +149,7 @@ class PopSource:
 
     def _topic_changed(self, topic: str) -> None:
         """Perhaps one that was not there."""
-        if topic in self.wanted:
+        if topic in self.wanted or topic == self._retries:
             self.waits.ring()
 
     def leave(self) -> None:
@@ -171,6 +174,8 @@ class PopSource:
                     self._join(self.wanted)
                 self._turn += 1
                 topics = self._topics
+                if self._retries not in self.wanted and self._broker.topics.get(self._retries) is not None:
+                    topics = [*topics, (self._retries, None)]
                 names = [name for name, _ in topics]
                 first = names.index(turn) if turn in names else self._turn % len(topics)
                 return topics[first:] + topics[:first]
@@ -194,16 +199,16 @@ class PopSource:
                     if not number:
                         break
                     try:
-                        got = self._pop(topic, only, number, loan_s)
+                        got, is_full = self._pop(topic, only, number, loan_s)
                     except MQStoreError as error:
                         if not isinstance(error, TopicNotFoundError):  # not there yet: we hear of it when it comes
                             failure = failure or error
                         if turn is not None:
                             self.waits.pass_on(turn)
-                        got = []
+                        got, is_full = [], False
                     turn = None
                     found += got
-                    if len(got) == number:
+                    if is_full:
                         more.append((topic, only))
                 topics = more
         except BaseException:  # Ctrl-C: nobody will ever hold what was found
@@ -218,17 +223,23 @@ class PopSource:
             raise failure
         return found
 
-    def _pop(self, topic: str, only: Filter | None, count: int, loan_s: float) -> list[Delivery]:
-        return self._broker.pop(
+    def _pop(self, topic: str, only: Filter | None, count: int, loan_s: float) -> tuple[list[Delivery], bool]:
+        """What a topic gives, and whether it may have more."""
+        order, skip_acked = self._mode.ordered, self._skip_acked
+        if topic == self._retries and topic not in self.wanted:
+            wanted = self.wanted
+            return pop_retries(self._broker, self._group, wanted, count, loan_s, order=order, skip_acked=skip_acked)
+        found = self._broker.pop(
             self._group,
             topic,
             count,
             invisible=loan_s,
             filter=only,
-            order=self._mode.ordered,
+            order=order,
             start="earliest",
-            skip_acked=self._skip_acked,
+            skip_acked=skip_acked,
         )
+        return found, len(found) == count
 
     def give_back(self, found: list[Delivery]) -> None:
         """Unseen: they come again at once."""

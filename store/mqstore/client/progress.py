@@ -45,7 +45,8 @@ class Progress(Protocol):
 class GroupProgress:
     """The group's, of which this client is a member."""
 
-    def __init__(self, broker: Broker, group: str, client_id: str, start: Start) -> None:
+    def __init__(self, broker: Broker, group: str, client_id: str, start: Start | None) -> None:
+        """`start`: where the group begins in a topic in which it never was; None: as the group has it."""
         self._broker = broker
         self._group = group
         self._client_id = client_id
@@ -55,6 +56,7 @@ class GroupProgress:
         pass
 
     def begin(self, queue: QueueRef) -> int:
+        self._broker.end_pops(self._group, *queue)
         return self._broker.start_of(self._group, *queue, self._start)
 
     def commit(self, queue: QueueRef, offset: int) -> None:
@@ -70,8 +72,10 @@ class GroupProgress:
 class LocalProgress:
     """A broadcasting client's own. Retention knows nothing of it."""
 
-    def __init__(self, broker: Broker, offsets: LocalOffsets, start: Start) -> None:
+    def __init__(self, broker: Broker, offsets: LocalOffsets, group: str, start: Start | None) -> None:
+        """`start`: where the client begins in a topic in which it never was; None: as its group has it."""
         self._broker = broker
+        self._group = group
         self._offsets = offsets
         self._start = start
 
@@ -84,14 +88,18 @@ class LocalProgress:
             return known
         queues = [QueueRef(queue.topic, i) for i in range(self._broker.topics.need(queue.topic).read_queues)]
         if any(self._offsets.get(each) is not None for each in queues):  # one that came later: nothing of it is old
-            queues = [queue]
-            start: Start = "earliest"
+            begins = {queue: self._broker.min_offset(*queue)}
         else:
-            start = self._start
-        begins = {each: place(self._broker, each, start) for each in queues}
+            begins = {each: self._first(each) for each in queues}
         for each, begin in begins.items():
             self._offsets.update(each, begin)
         return begins[queue]
+
+    def _first(self, queue: QueueRef) -> int:
+        start = self._start or self._broker.groups.need(self._group).start
+        if type(start) is int:
+            return self._broker.offset_for_time(*queue, start)
+        return place(self._broker, queue, start)
 
     def commit(self, queue: QueueRef, offset: int) -> None:
         self._offsets.update(queue, offset)
@@ -104,8 +112,8 @@ class LocalProgress:
 
 
 def check_start(start: object) -> None:
-    """ConfigError unless a group can begin there."""
-    if start not in ("earliest", "latest") and not (isinstance(start, datetime) and start.tzinfo is not None):
+    """ConfigError unless a group can begin there. None: as the group has it."""
+    if start not in (None, "earliest", "latest") and not (isinstance(start, datetime) and start.tzinfo is not None):
         raise ConfigError(f"start is 'earliest', 'latest' or an aware datetime, not {start!r}")
 
 

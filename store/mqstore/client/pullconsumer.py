@@ -37,6 +37,7 @@ from mqstore.broker.members import Mode
 from mqstore.broker.reading import ReadResult
 from mqstore.broker.waiting import Waiter
 from mqstore.client.allocation import Strategy, strategy_named
+from mqstore.client.groupsettings import enter_group
 from mqstore.client.interceptors import Interceptor, Interceptors
 from mqstore.client.limitedlog import LimitedLog
 from mqstore.client.membership import Membership, check_client_id
@@ -152,7 +153,7 @@ class PullConsumer:
         auto_commit            polls commit what *earlier* polls returned, every `auto_commit_interval` seconds, when a
                                queue is given away, and at `close`; False: only `commit` does
         start                  where the group begins in a queue in which it never committed: "earliest", "latest" or an
-                               aware datetime
+                               aware datetime; None: as the group has it
         fetch_max              messages of one poll, unless it says otherwise: 1 to 1024
         strategy               how members share queues: "avg", "circle", "consistent_hash", or a function (`Strategy`)
         client_id              by which the group knows it; None: made up
@@ -175,13 +176,14 @@ class PullConsumer:
         *,
         auto_commit: bool = True,
         auto_commit_interval: Duration = 5.0,
-        start: Start = "earliest",
+        start: Start | None = None,
         fetch_max: int = 32,
         strategy: str | Strategy = "avg",
         client_id: str | None = None,
         interceptors: Sequence[Interceptor] = (),
     ) -> None:
-        """The group is entered if it is not there. ConfigError for an option that cannot be."""
+        """The group is created if it is not there, with `start` if that is given. ConfigError for an option that cannot
+        be."""
         check_start(start)
         if type(fetch_max) is not int or not 1 <= fetch_max <= _FETCH_MAX:
             raise ConfigError(f"fetch_max is {fetch_max!r}; give a number from 1 to {_FETCH_MAX}")
@@ -200,7 +202,7 @@ class PullConsumer:
         self._seat = Membership(
             broker, group, self.client_id, Mode("queue"), strategy_named(strategy), self._shares_changed
         )
-        broker.groups.create(group)
+        enter_group(broker, group, start=start)
 
         self._lock = threading.RLock()
         """Of all that follows; not held while a poll waits. Reentrant: what is told of queues may seek and commit."""
@@ -598,7 +600,9 @@ class PullConsumer:
         for queue in queues:
             try:
                 # What came into being after `subscribe` came after "latest".
-                start = "earliest" if self._start == "latest" else self._start
+                latest = (self._start or self._broker.groups.need(self.group).start) == "latest"
+                start = "earliest" if latest else self._start
+                self._broker.end_pops(self.group, *queue)
                 begins[queue] = self._broker.start_of(self.group, *queue, start)
             except MQStoreError as error:
                 self._seat.give([queue])

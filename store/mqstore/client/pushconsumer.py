@@ -6,6 +6,9 @@
                       PopEngine           mode "pop": deliveries by receipt, no queue is anybody's
 
     new ---- start ----> running ---- stop ----> stopped, for good
+     ^-- it failed --+
+
+A `start` that fails leaves nothing behind: another engine stands ready for the next one.
 
 `stop` starts nothing any more, lets the handlers that run end, and then returns what is left: queues with their
 positions on disk, or deliveries. What handlers do after its time is up counts for nothing.
@@ -30,7 +33,7 @@ from typing import Any, Literal, Protocol, TypeVar, overload
 
 from mqstore.broker.begun import Notes
 from mqstore.broker.broker import Broker
-from mqstore.broker.groups import GroupConfig, RetryPolicy
+from mqstore.broker.groups import RetryPolicy
 from mqstore.broker.localoffsets import LOCAL_OFFSETS, LocalOffsets
 from mqstore.broker.members import Mode
 from mqstore.broker.names import check_group, retry_topic
@@ -39,6 +42,7 @@ from mqstore.broker.statistics import CounterKey, Rate, StatisticsSnapshot, Tota
 from mqstore.client.allocation import Strategy, strategy_named
 from mqstore.client.assignment import Assignment
 from mqstore.client.concurrent import ConcurrentService
+from mqstore.client.groupsettings import check_order, enter_group, order_of
 from mqstore.client.handlers import check_handler, check_plain
 from mqstore.client.handling import (
     CONSUME_FAILED,
@@ -59,7 +63,7 @@ from mqstore.client.processqueue import Limits, QueueInfo
 from mqstore.client.progress import GroupProgress, LocalProgress, Progress, Start, check_start
 from mqstore.client.wanted import wanted
 from mqstore.client.workers import Workers
-from mqstore.errors import ConfigError, GroupInUseError, StoreClosedError
+from mqstore.errors import ConfigError, StoreClosedError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
 from mqstore.options import Duration, seconds
@@ -159,6 +163,9 @@ class Engine(Protocol):
 
     def pause(self, queues: Sequence[QueueRef]) -> None: ...
 
+    def pause_as(self, other: Any) -> None:
+        """Before `start`: what another engine of this kind was told to pause is paused here."""
+
     def resume(self, queues: Sequence[QueueRef]) -> None: ...
 
     def owned(self) -> frozenset[QueueRef]: ...
@@ -175,13 +182,14 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
 
         workers            threads that run handlers; None: a few more than there are processors
         ordered            one message of a queue at a time, in order; queues side by side. A failed message holds back
-                           its queue
+                           its queue. None: as the group has it
         mode               "queue": each queue is one member's, progress is an offset. "pop": any member takes any
                            message, each is acknowledged by itself, and a slow one holds nothing up
         model              "clustering": the members share the messages. "broadcasting": each has all of them, with
                            progress of its own under `client_id`; what fails is passed over, in order once
                            its attempts are used up
-        start              where a new group begins: "earliest", "latest", an aware datetime
+        start              where the group begins in a topic in which it never was: "earliest", "latest", an aware
+                           datetime. None: as the group has it
         batch_size         more than 1: handlers take a tuple of up to so many messages of one topic
         prefetch           messages of a queue held here at most (mode "pop": of all); `prefetch_bytes` likewise
         prefetch_total     messages of a topic held here at most, 1 to 6 553 500, in equal parts for the queues that
@@ -190,8 +198,8 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         max_span           a message that is not done lets others get ahead so many offsets at most (2000). Not
                            ordered, mode "queue" only
         retry              when failed messages come again, and after how many attempts they are dead letters; None: as
-                           the group has it. A new ordered group retries for ever, after 1, 2, 4 s and so on, at most
-                           60 s
+                           the group has it. Given, it replaces the group's; beside other members it must be the one in
+                           force. A new ordered group retries for ever, after 1, 2, 4 s and so on, at most 60 s
         consume_timeout    seconds after which a handler is given up: its messages come again. Ordered: it is only told
         suspend            ordered, mode "queue": for how long a failure holds its queue up, 0.01 to 60 s; None: as
                            the retry policy says, at most 60 s
@@ -199,10 +207,12 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
                            the messages of each one after the other (those without a group: as one). All members
                            alike (A8.5, D13)
         time_slice         ordered, mode "queue": seconds after which a queue lets others have the thread (60)
-        strategy           mode "queue": who has which queues: "avg" (default), "circle", "consistent_hash", a function
+        strategy           mode "queue": who has which queues: "avg" (default), "circle", "consistent_hash", a function.
+                           All members alike
         on_error           told (exception, message) of what handlers raise, and of what goes wrong behind the scenes
 
-    An option that has no meaning in the mode asked for is a ConfigError.
+    A group that is not there is created by `start` with what is given here. An option that has no meaning in the mode
+    asked for is a ConfigError.
 
     A handler that returns is done with its message, whatever it returns; only a coroutine or a generator, of which
     nothing has run, is a failure. It raises `Retry(delay)`, `Reject(reason)`, of a batch `BatchFailure(failed)`; any
@@ -228,11 +238,11 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         group: str,
         *,
         workers: int | None = None,
-        ordered: bool = False,
+        ordered: bool | None = None,
         mode: Literal["queue", "pop"] = "queue",
         model: Literal["clustering", "broadcasting"] = "clustering",
         client_id: str | None = None,
-        start: Start = "earliest",
+        start: Start | None = None,
         batch_size: int = 1,
         prefetch: int = 1000,
         prefetch_bytes: int = 100 << 20,
@@ -256,6 +266,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
             raise ConfigError("a broadcasting consumer keeps its progress under its client_id: give one that stays")
         if broadcasting and pops:
             raise ConfigError("mode='pop' shares messages out; broadcasting takes mode='queue'")
+        ordered = order_of(broker, group, ordered)
         for name, value, applies, where in (
             (
                 "suspend",
@@ -290,6 +301,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
                 raise ConfigError(f"{name} is for {where}. Leave it out")
         number = min(32, (os.cpu_count() or 1) + 4) if workers is None else _count("workers", workers, 1_000)
         self.group = group
+        self.ordered = ordered
         self.client_id = f"{os.getpid()}-{uuid.uuid4().hex[:8]}" if client_id is None else check_client_id(client_id)
         """By which the group knows this consumer."""
         self._pid = os.getpid()
@@ -333,59 +345,71 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
             on_error=on_error,
             suspects=broker.begun.suspects.get(group),
         )
+        self._start = start
         self._retry = retry
         self._mode = Mode(mode, ordered, broadcasting, parallel_groups)
         check_start(start)
         self._check_group()
-        service: ConcurrentService | OrderlyService
-        parts = (broker, group, self._workers, self._handling)
-        self._engine: Engine
+        suspend_ms = None if suspend is None else _milliseconds("suspend", suspend, 0.01, 60)
+        slice_ms = _milliseconds("time_slice", 60 if time_slice is None else time_slice, 0.001, 86_400)
+        chosen = strategy_named("avg" if strategy is None else strategy)
+        progress = None if pops else self._progress()
+
         self._own: OrderInfoTable | None = None
-        if pops:
-            self._engine = PopEngine(
+
+        def new_engine() -> Engine:
+            if progress is None:
+                return PopEngine(
+                    broker,
+                    group,
+                    self.client_id,
+                    self._workers,
+                    self._handling,
+                    ordered=ordered,
+                    parallel_groups=parallel_groups,
+                    batch_size=self._batch_size,
+                    start=start,
+                    retry=retry,
+                    limits=limits,
+                    consume_timeout_ms=timeout_ms,
+                )
+            parts = (broker, group, self._workers, self._handling)
+            service: ConcurrentService | OrderlyService
+            if ordered:
+                service = OrderlyService(
+                    *parts,
+                    batch_size=self._batch_size,
+                    consume_timeout_ms=timeout_ms,
+                    suspend_ms=suspend_ms,
+                    time_slice_ms=slice_ms,
+                    broadcasting=broadcasting,
+                )
+                self._own = service.own
+            else:
+                service = ConcurrentService(
+                    *parts, batch_size=self._batch_size, consume_timeout_ms=timeout_ms, broadcasting=broadcasting
+                )
+            seat = Membership(
+                broker, group, self.client_id, self._mode, chosen, lambda: service.assignment.stir(), retry=retry
+            )
+            service.assignment = Assignment(
                 broker,
                 group,
-                self.client_id,
-                self._workers,
-                self._handling,
-                ordered=ordered,
-                parallel_groups=parallel_groups,
-                batch_size=self._batch_size,
-                start=start,
+                membership=seat,
+                progress=progress,
+                workers=self._workers,
+                handling=self._handling,
+                service=service,
                 limits=limits,
-                consume_timeout_ms=timeout_ms,
+                retries=None if broadcasting else retry_topic(group),
             )
-            return
-        if ordered:
-            service = OrderlyService(
-                *parts,
-                batch_size=self._batch_size,
-                consume_timeout_ms=timeout_ms,
-                suspend_ms=None if suspend is None else _milliseconds("suspend", suspend, 0.01, 60),
-                time_slice_ms=_milliseconds("time_slice", 60 if time_slice is None else time_slice, 0.001, 86_400),
-                broadcasting=broadcasting,
-            )
-            self._own = service.own
-        else:
-            service = ConcurrentService(
-                *parts, batch_size=self._batch_size, consume_timeout_ms=timeout_ms, broadcasting=broadcasting
-            )
-        chosen = strategy_named("avg" if strategy is None else strategy)
-        service.assignment = engine = Assignment(
-            broker,
-            group,
-            membership=Membership(broker, group, self.client_id, self._mode, chosen, lambda: engine.stir()),
-            progress=self._progress(start),
-            workers=self._workers,
-            handling=self._handling,
-            service=service,
-            limits=limits,
-            retries=None if broadcasting else retry_topic(group),
-        )
-        self._engine = engine
+            return service.assignment
 
-    def _progress(self, start: Start) -> Progress:
-        store = self._broker.store
+        self._new_engine = new_engine
+        self._engine = new_engine()
+
+    def _progress(self) -> Progress:
+        store, start = self._broker.store, self._start
         if not self._mode.broadcasting:
             return GroupProgress(self._broker, self.group, self.client_id, start)
         offsets = LocalOffsets(
@@ -397,35 +421,17 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
             file_mode=store.config.file_mode,
             flush=store.flush,
         )
-        return LocalProgress(self._broker, offsets, start)
+        return LocalProgress(self._broker, offsets, self.group, start)
 
-    def _check_group(self) -> GroupConfig | None:
-        """What the group is set to, if it is there: an error unless it is made to be consumed as we would."""
+    def _check_group(self) -> None:
+        """Raise an error if the group is there and not to be consumed as we would."""
         known = self._broker.groups.get(self.group)
         if known is None:
             check_group(self.group)
         elif self._mode.broadcasting:
             known.check_broadcast()
-        elif known.orderly != self._mode.ordered:
-            raise ConfigError(
-                f"group {self.group!r} was made to consume {'in order' if known.orderly else 'without order'}: give "
-                f"ordered={known.orderly}, use another group, or alter it: broker.groups.alter({self.group!r}, "
-                f"orderly={self._mode.ordered})"
-            )
-        return known
-
-    def _prepare_group(self) -> None:
-        """Enter the group. Not before `start`: who only makes a consumer changes nothing."""
-        used = self._broker.members.mode(self.group)
-        if used is not None and used != self._mode:
-            raise GroupInUseError(
-                f"group {self.group!r} is consumed as ({used}), not ({self._mode}); stop its members first, or use "
-                f"another group"
-            )
-        if self._check_group() is None:
-            self._broker.groups.create(self.group, orderly=self._mode.ordered)
-        if self._retry is not None:
-            self._broker.groups.alter(self.group, retry_policy=self._retry)
+        else:
+            check_order(known, self._mode.ordered)
 
     # -- what is handled --------------------------------------------------------------------------------------------
 
@@ -517,15 +523,18 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
     # -- running ----------------------------------------------------------------------------------------------------
 
     def start(self) -> PushConsumer:
-        """Begin. ConfigError without subscriptions or if it was started before; GroupInUseError,
-        SubscriptionConflictError if the group's other members consume otherwise."""
+        """Begin. ConfigError without subscriptions or if it is running; GroupInUseError, SubscriptionConflictError if
+        the group's other members consume otherwise. When it raises it leaves nothing behind, but for a group that was
+        not there, and may be called again, unless a hook has stopped the consumer meanwhile."""
         with self._lock:
             self._check_usable()
             if self._state == "running":
                 raise ConfigError("the consumer is running already")
             if not self._subscriptions:
                 raise ConfigError("the consumer handles nothing: subscribe to a topic first")
-            self._prepare_group()
+            # Not before: who only makes a consumer changes nothing.
+            self._check_group()
+            enter_group(self._broker, self.group, ordered=self._mode.ordered, start=self._start, retry=self._retry)
             try:
                 if not self._mode.broadcasting:  # which has no attempts
                     self._notes = self._broker.begun.open(self.group, len(self._workers.all), self._batch_size)
@@ -534,17 +543,24 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
                 self._engine.start(self._subscriptions)
                 self._check_usable()  # a hook may have stopped it
             except BaseException:
-                self._state = "stopped"
-                self._all_ended = True
-                self._engine.halt()
-                self._engine.close()
-                self._forget_notes()
-                self._stopped.open()
+                self._take_back()
                 raise
             self._state = "running"
             self._sample()
             self._workers.start()
         return self
+
+    def _take_back(self) -> None:
+        """A start failed: leave nothing of it, and be as new."""
+        failed = self._engine
+        failed.halt()
+        try:
+            failed.close()
+        finally:
+            self._workers.forget()
+            self._forget_notes()
+            self._engine = self._new_engine()
+            self._engine.pause_as(failed)
 
     def _sample(self) -> None:
         self._handling.statistics.run_once(0)
@@ -582,12 +598,13 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         with self._lock:
             state = self._state
             self._state = "stopped" if state in ("new", "stopped") else "stopping"
+            self._all_ended = self._all_ended or state == "new"
         if state != "running":
             # Who stops it may be waiting for just this thread: for its handler, or it is the one, in a signal handler.
             if state == "stopping" and not self._workers.is_mine() and self._stopper != threading.get_ident():
                 self._stopped.wait(timeout_s)
             self._wishes.put(None)
-            return self._all_ended or state == "new"
+            return self._all_ended
         self._stopper = threading.get_ident()
         ended = False
         try:
@@ -615,6 +632,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
     def _forget_notes(self) -> None:
         if self._notes is not None:
             self._notes.close()
+            self._notes = None
 
     def run(self, stop_timeout: Duration = 30) -> bool:
         """Start, wait for SIGINT or SIGTERM (in the main thread; else for a `stop` from elsewhere), stop; what `stop`

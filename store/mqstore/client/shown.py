@@ -7,7 +7,7 @@ redelivered in order               its topic; attempt 1               the attemp
 
 from __future__ import annotations
 
-from mqstore.layout.properties import RETRY_TOPIC
+from mqstore.broker.retry import origin_topic
 from mqstore.log.message import Message
 
 __all__ = ["as_sent", "shown"]
@@ -41,7 +41,6 @@ def shown(message: Message, topic: str, redeliveries: int) -> Message:
     return _Shown(message, topic, redeliveries)
 
 
-def as_sent(message: Message) -> Message:
-    """`message`, if it lies in a retry topic under the one that it was first sent to."""
-    topic = message.stored_properties().get(RETRY_TOPIC)
-    return message if topic is None else shown(message, topic, message.reconsume_times)
+def as_sent(message: Message, group: str) -> Message:
+    """`message`, if it lies in a retry topic of the group under the topic that it was sent to."""
+    return shown(message, origin_topic(message, group), message.reconsume_times)

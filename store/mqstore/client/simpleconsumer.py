@@ -28,6 +28,7 @@ from types import TracebackType
 from mqstore.broker.broker import Broker, Start
 from mqstore.broker.groups import RetryPolicy
 from mqstore.client.delivery import Delivery, Lender, loan_seconds
+from mqstore.client.groupsettings import check_order, enter_group, order_of
 from mqstore.client.interceptors import Interceptor, Interceptors, Settled
 from mqstore.client.limitedlog import LimitedLog
 from mqstore.client.membership import check_client_id
@@ -73,14 +74,17 @@ class SimpleConsumer:
 
         topics       topic -> tags ("*": all), as by `subscribe`; then the group is joined here, not at first `receive`
         visibility   0.1 s to 12 h, unless `receive` is given another
-        start        where the group begins in a topic in which it never was: "earliest", "latest", an aware datetime
+        start        where the group begins in a topic in which it never was: "earliest", "latest", an aware datetime;
+                     None: as the group has it
         ordered      nothing behind an unsettled message of its queue is received. A property of the group: set when it
-                     comes into being, the same for all afterwards
-        retry        when failed messages come again, and after how many attempts they are dead letters; None: what the
-                     group has
+                     comes into being, the same for all afterwards; None: as the group has it
+        retry        when failed messages come again, and after how many attempts they are dead letters; None: as the
+                     group has it. Given, it replaces the group's when the consumer joins; beside other members it must
+                     be the one in force
         client_id    by which the group knows this consumer; None: one of its own
 
-    Raises ConfigError for what cannot be, GroupInUseError when the group is consumed in another mode.
+    A group that is not there is created with what is given here. Raises ConfigError for what cannot be,
+    GroupInUseError when the group is consumed in another mode.
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
@@ -100,14 +104,14 @@ class SimpleConsumer:
         topics: Mapping[str, str] | None = None,
         *,
         visibility: Duration = 60,
-        start: Start = "earliest",
-        ordered: bool = False,
+        start: Start | None = None,
+        ordered: bool | None = None,
         retry: RetryPolicy | None = None,
         client_id: str | None = None,
         interceptors: Sequence[Interceptor] = (),
     ) -> None:
         self.group = group
-        self.ordered = ordered
+        self.ordered = order_of(broker, group, ordered)
         self.client_id = f"{os.getpid()}-{uuid.uuid4().hex[:8]}" if client_id is None else check_client_id(client_id)
         """By which the group knows this consumer."""
         self._broker = broker
@@ -121,29 +125,22 @@ class SimpleConsumer:
             raise ConfigError(f"topics is a mapping of names to tags, {{'orders': '*'}}, not {topics!r:.80}")
         subscriptions = {topic: wanted(broker, topic, tags) for topic, tags in (topics or {}).items()}
         self._source = PopSource(
-            broker, group, self.client_id, ordered=ordered, start=start, on_loss=self._hooks.loss_teller()
+            broker,
+            group,
+            self.client_id,
+            ordered=self.ordered,
+            start=start,
+            retry=retry,
+            on_loss=self._hooks.loss_teller(),
         )
         try:
             self._source.check_mode()
-            self._prepare_group(retry)
+            check_order(enter_group(broker, group, ordered=self.ordered, start=start, retry=retry), self.ordered)
             if subscriptions:
                 self._source.change(subscriptions, join=True)
         except BaseException:
             self._source.leave()
             raise
-
-    def _prepare_group(self, retry: RetryPolicy | None) -> None:
-        """Enter the group, unless it is there and another kind of group."""
-        groups, group = self._broker.groups, self.group
-        known = groups.get(group) or groups.create(group, orderly=self.ordered)
-        if known.orderly != self.ordered:
-            raise ConfigError(
-                f"group {group!r} was made to consume {'in order' if known.orderly else 'without order'}: give "
-                f"ordered={known.orderly}, use another group, or alter it: broker.groups.alter({group!r}, "
-                f"orderly={self.ordered})"
-            )
-        if retry is not None:
-            groups.alter(group, retry_policy=retry)
 
     # -- what is received -------------------------------------------------------------------------------------------
 

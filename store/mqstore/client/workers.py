@@ -412,6 +412,12 @@ class Workers:
         except Empty:
             return turns
 
+    def forget(self) -> None:
+        """Before `start`: what was submitted, and what is to come later, is not to be."""
+        self._take_turns()
+        with self._changed:
+            self._heap.clear()
+
     def halt(self) -> None:
         """Run what was submitted, then no more. Waits for nothing; `stop` does."""
         with self._changed:

@@ -1,0 +1,418 @@
+"""A group's settings belong to the group: what consumers take from it, what they give it, when they are refused
+(client-semantics A2.7, A2.8)."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mqstore
+import mqstore.aio
+from mqstore import ConfigError, GroupInUseError, PushConsumer, QueueRef, RetryPolicy, SubscriptionConflictError
+from mqstore.broker.broker import Broker
+from mqstore.broker.members import Mode
+from mqstore.client.allocation import avg
+from tests.client.pushsupport import PushBench
+from tests.faults import FaultyFileSystem
+
+NOON = datetime(2023, 11, 14, 12, 0, tzinfo=UTC)
+NOON_MS = 1_699_963_200_000
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[PushBench]:
+    bench = PushBench(tmp_path)
+    yield bench
+    bench.close()
+
+
+def pushed(bench: PushBench, **options: Any) -> list[bytes]:
+    """What a push consumer is given at once."""
+    seen: list[bytes] = []
+    consumer = PushConsumer(bench.broker, "g", workers=1, **options)
+    consumer.subscribe("t", lambda message: seen.append(message.body))
+    bench.consumers.append(consumer.start())
+    bench.settle()
+    return seen
+
+
+def simply(bench: PushBench, **options: Any) -> list[bytes]:
+    consumer = mqstore.SimpleConsumer(bench.broker, "g", {"t": "*"}, **options)
+    return [delivery.message.body for delivery in consumer.receive(10, wait=0)]
+
+
+def pulled(bench: PushBench, **options: Any) -> list[bytes]:
+    consumer = mqstore.PullConsumer(bench.broker, "g", **options)
+    consumer.subscribe("t")
+    return [message.body for message in consumer.poll(0)]
+
+
+def popped(bench: PushBench, **options: Any) -> list[bytes]:
+    return pushed(bench, mode="pop", **options)
+
+
+def broadcast(bench: PushBench, **options: Any) -> list[bytes]:
+    return pushed(bench, model="broadcasting", client_id="c1", **options)
+
+
+Take = Callable[..., list[bytes]]
+EVERY = pytest.mark.parametrize("take", [pushed, popped, broadcast, simply, pulled])
+
+
+# --- where a group begins --------------------------------------------------------------------------------------------
+
+
+def put_before_and_after(bench: PushBench) -> None:
+    """`old`, then a minute later `new`."""
+    bench.put(b"old")
+    bench.advance(60)
+    bench.put(b"new")
+    bench.settle()
+
+
+@EVERY
+@pytest.mark.parametrize("start", ["earliest", "latest", "between"])
+def test_a_consumer_begins_where_its_group_says(bench: PushBench, take: Take, start: Any) -> None:
+    between_ms = bench.clock.now_ms() + 30_000
+    put_before_and_after(bench)
+    bench.broker.groups.create("g", start=between_ms if start == "between" else start)
+    assert take(bench) == {"earliest": [b"old", b"new"], "latest": [], "between": [b"new"]}[start]
+
+
+@EVERY
+def test_a_consumer_that_says_where_is_obeyed_where_the_group_has_no_position(bench: PushBench, take: Take) -> None:
+    put_before_and_after(bench)
+    bench.broker.groups.create("g", start="latest")
+    assert take(bench, start="earliest") == [b"old", b"new"]
+    assert bench.broker.groups.need("g").start == "latest"
+
+
+@EVERY
+@pytest.mark.parametrize(
+    ("given", "kept"), [("latest", "latest"), (NOON, NOON_MS), ("earliest", "earliest"), (None, "earliest")], ids=str
+)
+def test_a_new_group_keeps_where_its_first_consumer_began(bench: PushBench, take: Take, given: Any, kept: Any) -> None:
+    take(bench, start=given)
+    assert bench.broker.groups.need("g").start == kept
+
+
+def test_a_pull_consumer_of_a_group_that_starts_late_misses_nothing_of_a_later_topic(bench: PushBench) -> None:
+    """ "latest" counts from `subscribe`, whoever said it."""
+    bench.broker.groups.create("g", start="latest")
+    consumer = mqstore.PullConsumer(bench.broker, "g")
+    consumer.subscribe("later")
+    consumer.poll(0)
+    bench.put(b"a", topic="later")
+    bench.settle()
+    assert [message.body for message in consumer.poll(0)] == [b"a"]
+
+
+# --- order -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["queue", "pop"])
+def test_a_push_consumer_consumes_in_order_if_its_group_does(bench: PushBench, mode: Any) -> None:
+    bench.broker.groups.create("g", orderly=True)
+    bench.consumer(mode=mode)
+    used = bench.broker.members.mode("g")
+    assert used == Mode(mode, ordered=True, strategy="avg" if mode == "queue" else None)
+
+
+def test_a_simple_consumer_receives_in_order_if_its_group_does(bench: PushBench) -> None:
+    bench.broker.groups.create("g", orderly=True)
+    assert mqstore.SimpleConsumer(bench.broker, "g").ordered
+    assert not mqstore.SimpleConsumer(bench.broker, "new").ordered
+    assert bench.broker.groups.need("new").orderly is False
+
+
+def test_a_group_that_came_in_order_meanwhile_is_refused_at_start(bench: PushBench) -> None:
+    consumer = bench.consumer(run=False)
+    bench.broker.groups.create("g", orderly=True)
+    with pytest.raises(ConfigError, match="ordered=True"):
+        consumer.start()
+    bench.broker.groups.alter("g", orderly=False)
+    consumer.start()
+
+
+# --- the retry policy ------------------------------------------------------------------------------------------------
+
+THREE, FOUR = RetryPolicy(3), RetryPolicy(4)
+
+
+def joined(bench: PushBench, mode: str, **options: Any) -> Any:
+    """A member of the group, that consumes so."""
+    if mode == "simple":
+        consumer = mqstore.SimpleConsumer(bench.broker, "g", **options)
+        consumer.subscribe("t")
+        consumer.receive(wait=0)
+        return consumer
+    return bench.consumer(mode=mode, **options)
+
+
+MODES = pytest.mark.parametrize("mode", ["queue", "pop", "simple"])
+
+
+@MODES
+@pytest.mark.parametrize("there", [None, FOUR], ids=["a new group", "a group"])
+def test_the_policy_that_a_consumer_asks_for_becomes_its_groups(
+    bench: PushBench, caplog: pytest.LogCaptureFixture, mode: str, there: RetryPolicy | None
+) -> None:
+    if there is not None:
+        bench.broker.groups.create("g", retry_policy=there)
+    with caplog.at_level(logging.INFO, logger="mqstore"):
+        for _ in range(2):
+            joined(bench, mode, retry=THREE)
+    assert bench.broker.groups.need("g").retry_policy == THREE
+    if there is not None:
+        assert caplog.text.count("takes the place of") == 1
+
+
+@MODES
+def test_a_consumer_that_asks_for_no_policy_leaves_the_groups(bench: PushBench, mode: str) -> None:
+    bench.broker.groups.create("g", retry_policy=FOUR)
+    joined(bench, mode)
+    assert bench.broker.groups.need("g").retry_policy == FOUR
+
+
+@MODES
+@pytest.mark.parametrize("asked", [None, FOUR], ids=["who asked for none", "who asked for four"])
+def test_beside_live_members_another_policy_is_refused(bench: PushBench, mode: str, asked: RetryPolicy | None) -> None:
+    bench.broker.groups.create("g", retry_policy=FOUR)
+    first = joined(bench, mode, retry=asked)
+    with pytest.raises(GroupInUseError) as caught:
+        joined(bench, mode, retry=THREE)
+    assert "max_attempts=3" in str(caught.value)
+    assert "max_attempts=4" in str(caught.value)
+    assert bench.broker.groups.need("g").retry_policy == FOUR
+    assert bench.broker.members.members("g") == [first.client_id]
+    joined(bench, mode, retry=FOUR)
+    joined(bench, mode)
+
+
+@pytest.mark.parametrize(
+    ("options", "tags", "error"),
+    [
+        ({"mode": "pop"}, "*", GroupInUseError),
+        ({}, "other", SubscriptionConflictError),
+        ({"strategy": "circle"}, "*", GroupInUseError),
+        ({"client_id": "c1"}, "*", GroupInUseError),
+    ],
+    ids=["mode", "subscription", "strategy", "client id"],
+)
+def test_a_consumer_that_is_refused_changes_nothing(
+    bench: PushBench, options: dict[str, Any], tags: str, error: type[Exception]
+) -> None:
+    bench.consumer(client_id="c1")
+    before = bench.broker.groups.need("g")
+    with pytest.raises(error):
+        bench.consumer(tags=tags, retry=THREE, start="latest", **options)
+    assert bench.broker.groups.need("g") == before
+    assert bench.broker.members.members("g") == ["c1"]
+
+
+def test_a_simple_consumer_that_is_refused_changes_nothing(bench: PushBench) -> None:
+    first = joined(bench, "simple")
+    before = bench.broker.groups.need("g")
+    with pytest.raises(SubscriptionConflictError):
+        mqstore.SimpleConsumer(bench.broker, "g", {"t": "other"}, retry=THREE)
+    assert bench.broker.groups.need("g") == before
+    assert bench.broker.members.members("g") == [first.client_id]
+
+
+def test_a_member_may_subscribe_anew_whatever_became_of_the_policy(bench: PushBench) -> None:
+    consumer = bench.consumer(retry=THREE)
+    bench.consumers[-1].subscribe("t", print)
+    bench.broker.groups.alter("g", retry_policy=FOUR)  # by an operator
+    consumer.subscribe("t", print)
+    assert bench.broker.groups.need("g").retry_policy == FOUR
+
+
+# --- strategies ------------------------------------------------------------------------------------------------------
+
+
+def mine(client_id: str, queues: Any, members: Any) -> Any:
+    return queues if client_id == members[0] else ()
+
+
+def pull(bench: PushBench, strategy: Any) -> None:
+    consumer = mqstore.PullConsumer(bench.broker, "g", strategy=strategy)
+    consumer.subscribe("t")
+    consumer.poll(0)
+
+
+def push(bench: PushBench, strategy: Any) -> None:
+    bench.consumer(strategy=strategy)
+
+
+@pytest.mark.parametrize("join", [push, pull])
+@pytest.mark.parametrize(
+    ("one", "other", "names"),
+    [
+        ("avg", "circle", ("'avg'", "'circle'")),
+        ("avg", mine, ("'avg'", f"'{__name__}.mine'")),
+        (mine, mqstore.fixed_queues([("t", 0)]), (f"'{__name__}.mine'", "fixed_queues")),
+    ],
+    ids=["avg and circle", "avg and a function", "two functions"],
+)
+def test_members_that_divide_queues_differently_are_refused(
+    bench: PushBench, join: Any, one: Any, other: Any, names: tuple[str, str]
+) -> None:
+    """Two strategies in one group left queues that nobody had."""
+    join(bench, one)
+    with pytest.raises(GroupInUseError) as caught:
+        join(bench, other)
+    assert all(name in str(caught.value) for name in names)
+    assert len(bench.broker.members.members("g")) == 1
+
+
+def test_members_with_fixed_queues_agree_whatever_they_list(bench: PushBench) -> None:
+    bench.broker.topics.create("two", queues=2)
+    both = [bench.consumer(topic="two", strategy=mqstore.fixed_queues([("two", i), ("%RETRY%g", i)])) for i in range(2)]
+    bench.settle()
+    assert [consumer.assignment() for consumer in both] == [{QueueRef("two", 0)}, {QueueRef("two", 1)}]
+
+
+def test_the_named_strategy_agrees_with_its_function(bench: PushBench) -> None:
+    bench.consumer(strategy="avg")
+    bench.consumer(strategy=avg)
+    assert len(bench.broker.members.members("g")) == 2
+
+
+# --- a start that failed ---------------------------------------------------------------------------------------------
+
+
+def listeners(broker: Broker) -> list[int]:
+    """How many listen to the broker's tables."""
+    return [len(each) for each in (broker.members.on_change, broker.topics.on_change, broker.locks.on_release)]
+
+
+@pytest.mark.parametrize("mode", ["queue", "pop"])
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [({"tags": "other"}, SubscriptionConflictError), ({"client_id": "c1"}, GroupInUseError)],
+    ids=["subscription", "client id"],
+)
+def test_a_start_that_was_refused_may_be_tried_again(
+    bench: PushBench, mode: Any, options: dict[str, Any], error: type[Exception]
+) -> None:
+    bench.put(b"a", tag="other")
+    first = bench.consumer(lambda message: None, mode=mode, client_id="c1")
+    seen: list[bytes] = []
+    second = bench.consumer(lambda message: seen.append(message.body), mode=mode, run=False, **options)
+    before = listeners(bench.broker)
+    for _ in range(2):
+        with pytest.raises(error):
+            second.start()
+        assert listeners(bench.broker) == before
+        assert bench.broker.members.members("g") == ["c1"]
+        assert second.run_once() is None  # nothing is to come
+    first.stop()
+    second.start()
+    bench.settle()
+    assert seen == [b"a"]
+    assert second.stop()
+    assert bench.broker.members.members("g") == []
+
+
+def test_a_start_that_was_not_permitted_may_be_tried_again(bench: PushBench) -> None:
+    bench.put(b"a")
+    bench.broker.groups.create("g", consume_enable=False)
+    seen: list[bytes] = []
+    consumer = bench.consumer(lambda message: seen.append(message.body), mode="pop", run=False)
+    with pytest.raises(mqstore.NotPermittedError):
+        consumer.start()
+    bench.broker.groups.alter("g", consume_enable=True)
+    consumer.start()
+    bench.settle()
+    assert seen == [b"a"]
+
+
+@pytest.mark.parametrize("mode", ["queue", "pop"])
+def test_a_start_on_a_full_disk_may_be_tried_again(tmp_path: Path, mode: Any) -> None:
+    """The policy cannot be written, so the consumer is no member, and the group has the policy that it had."""
+    fs = FaultyFileSystem()
+    bench = PushBench(tmp_path, fs=fs)
+    bench.broker.groups.create("g", retry_policy=FOUR)
+    bench.put(b"a")
+    seen: list[bytes] = []
+    consumer = bench.consumer(lambda message: seen.append(message.body), mode=mode, run=False, retry=THREE)
+    before = listeners(bench.broker)
+    fs.fail("pwrite", errno.ENOSPC, path_part="subscriptionGroup")
+    with pytest.raises(mqstore.StoreFullError):
+        consumer.start()
+    assert (listeners(bench.broker), bench.broker.members.members("g")) == (before, [])
+    assert bench.broker.groups.need("g").retry_policy == FOUR
+    fs.heal()
+    consumer.start()
+    bench.settle()
+    assert (seen, bench.broker.groups.need("g").retry_policy) == ([b"a"], THREE)
+    bench.close()
+
+
+def test_what_was_paused_before_a_start_that_failed_stays_paused(bench: PushBench) -> None:
+    bench.put(b"a")
+    first = bench.consumer(client_id="c1")
+    seen: list[bytes] = []
+    second = bench.consumer(lambda message: seen.append(message.body), run=False, mode="pop")
+    second.pause()
+    with pytest.raises(GroupInUseError):
+        second.start()
+    first.stop()
+    bench.put(b"b")
+    second.start()
+    bench.settle()
+    assert seen == []
+    second.resume()
+    bench.settle()
+    assert seen == [b"a", b"b"]
+
+
+def test_what_a_hook_stopped_stays_stopped(bench: PushBench) -> None:
+    """`on_error` is told in the middle of `start` that a queue cannot be begun, and stops the consumer."""
+    bench.broker.groups.create("g", consume_enable=False)
+    consumer = bench.consumer(run=False, on_error=lambda error, message: consumer.stop())
+    with pytest.raises(mqstore.StoreClosedError):
+        consumer.start()
+    bench.broker.groups.alter("g", consume_enable=True)
+    with pytest.raises(mqstore.StoreClosedError):
+        consumer.start()
+    assert consumer.stop()
+    assert bench.broker.members.members("g") == []
+
+
+def test_an_async_consumer_takes_from_its_group_and_starts_again_too(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with mqstore.aio.open(tmp_path) as store:
+            groups = store.sync.broker.groups
+            groups.create("g", orderly=True, start="latest")
+            await store.put("t", b"old")
+            consumer = await store.push_consumer("g", workers=1)
+            seen, done = [], asyncio.Event()
+
+            @consumer.subscribe("t")
+            async def handle(message: mqstore.Message) -> None:
+                seen.append(message.body)
+                done.set()
+
+            in_the_way = store.sync.push_consumer("g", mode="pop")
+            in_the_way.subscribe("t", print)
+            in_the_way.start()
+            for enter in (consumer.start, consumer.__aenter__, consumer.run):
+                with pytest.raises(GroupInUseError):
+                    await enter()
+            in_the_way.stop()
+            async with consumer:
+                await store.put("t", b"new")
+                await asyncio.wait_for(done.wait(), 20)
+            assert seen == [b"new"]
+            async with store.simple_consumer("g") as simple:
+                assert simple.ordered
+
+    asyncio.run(main())
