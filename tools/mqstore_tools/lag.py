@@ -36,9 +36,9 @@ def lag(directory: Path, group: str | None, json_output: bool) -> None:
     (null in JSON) means not known: the group has not started in that queue, or, of a group, in any. Retry topics count
     as topics; what waits for its next attempt counts once that is due (`mqstore delay` shows how much waits).
 
-    By what is on disk: a running broker writes its groups' progress every few seconds. Not there is how far a group has
-    read what it has not committed: that counts, but not as in flight; nor what a Java broker had handed out, until
-    mqstore has opened its store for writing.
+    By what is on disk: a running broker writes its groups' progress a moment after it is made. Not there is how far a
+    group has read what it has not committed: that counts, but not as in flight; nor what a Java broker had handed out,
+    until mqstore has opened its store for writing.
     """
     with looking(directory) as parts:
         now_ms = parts.clock.now_ms()
