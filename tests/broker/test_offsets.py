@@ -580,6 +580,20 @@ def test_a_large_table_is_saved_quickly_less_often(waking: _Waking, monkeypatch:
     assert waking.table.run_once(1_101) == 1_101 + 50 * 20
 
 
+def test_a_table_that_was_large_is_saved_quickly_again(waking: _Waking, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save that took long puts quick ones off beyond the next synced one; that is measured as well."""
+    times = iter([0.0, 1.0, 1.0, 1.0])
+    monkeypatch.setattr("mqstore.broker.offsets.thread_time", lambda: next(times))
+    waking.table.commit("g", "t", 0, 2)
+    waking.table.run_once(1_000)
+    waking.table.run_once(1_100)
+    waking.table.commit("g", "t", 0, 3)
+    assert waking.table.run_once(1_200) == 5_000
+    waking.table.run_once(5_000)
+    waking.table.commit("g", "t", 0, 4)
+    assert waking.table.run_once(5_001) == 5_101
+
+
 def test_a_quick_save_that_fails_is_made_up_for(tmp_path: Path) -> None:
     fs = FaultyFileSystem()
     waking = _Waking(tmp_path / "s", fs)

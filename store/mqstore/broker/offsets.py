@@ -462,10 +462,7 @@ class OffsetTable:
         self._wakes = True
         with self._saving:
             if self._written != self._changes:
-                begin_s = thread_time()  # not what it waits for the disk, or for the interpreter's lock
                 self._write(quick=self._file.has_saved)
-                took_ms = (thread_time() - begin_s) * 1000
-                self._quick_pause_ms = max(QUICK_MS, round(took_ms * _QUICK_REST))
 
     def _write(self, *, quick: bool) -> None:
         """Write the table. Under `_saving`."""
@@ -484,6 +481,7 @@ class OffsetTable:
         log_end = self._store.max_offset if quick else None
         if not quick:
             self._store.flush()
+        begin_s = thread_time()  # not what it waits for the disk, or for the interpreter's lock
         steps = changes // _VERSION_STEP - self._versioned
         version = self._version.next(self._clock.now_ms(), steps) if steps else self._version
         written = {f"{topic}@{group}": queues for (topic, group), queues in table.items() if queues}
@@ -493,6 +491,7 @@ class OffsetTable:
         self._written, self._version, self._versioned = changes, version, self._versioned + steps
         if not quick:
             self._saved = changes
+        self._quick_pause_ms = max(QUICK_MS, round((thread_time() - begin_s) * 1000 * _QUICK_REST))
 
     def run_once(self, now_ms: int) -> int:
         """Save what changed if `commit_interval` has passed, quickly if something was committed since the last save;
