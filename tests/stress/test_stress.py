@@ -599,9 +599,9 @@ def _check_size(store: mqstore.Store, ledger: Ledger) -> None:
 def test_with_the_shipped_pauses_only_what_was_slow_comes_twice(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A queue without order that changes hands waits for its handlers, and has 0.4 s to catch up with what they overtook.
-    What takes longer may come again, and so may what others of its queue were done with behind it; nothing else does,
-    and nothing is lost."""
+    """A queue without order that changes hands waits for its handlers, and has 0.4 s for what they overtook. What takes
+    longer may come again, and so may what others of its queue were done with behind it; nothing else does, and nothing
+    is lost."""
     caplog.set_level(logging.CRITICAL, "mqstore")
     ledger = Ledger()
     with nothing_left_behind(), mqstore.open(tmp_path / "store") as store:
