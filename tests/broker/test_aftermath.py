@@ -713,10 +713,10 @@ def test_nobody_counts_on_a_beginning_before_it_is_on_disk(bench: Bench, monkeyp
     file = broker._parts.offsets._file
     saving, go_on, save = threading.Event(), threading.Event(), file.save
 
-    def slow(value: Any) -> None:
+    def slow(value: Any, **options: Any) -> None:
         saving.set()
         assert go_on.wait(30)
-        save(value)
+        save(value, **options)
 
     monkeypatch.setattr(file, "save", slow)
     with ThreadPoolExecutor() as pool:

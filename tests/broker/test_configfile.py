@@ -62,6 +62,22 @@ def test_a_folder_that_was_made_but_not_made_durable_is_so_with_the_next_save(tm
     assert ("sync_directory", str(tmp_path)) in [(call.operation, call.path) for call in fs.changes()[before:]]
 
 
+def test_what_a_killed_process_left_is_on_disk_before_it_is_the_backup(tmp_path: Path) -> None:
+    """It may be of a quick save: a power cut would tear the file and its backup at once."""
+    _file(tmp_path).save({"n": 1})
+    fs = FaultyFileSystem()
+    file = _file(tmp_path, fs=fs)
+    file.load()
+    file.save({"n": 2})
+    file.save({"n": 3})
+    steps = [(call.operation, Path(call.path).name) for call in fs.changes() if call.operation in ("fdatasync", "link")]
+    assert steps == [
+        ("fdatasync", "x.json"),
+        *[("fdatasync", "x.json.tmp"), ("link", "x.json")],
+        *[("fdatasync", "x.json.tmp"), ("link", "x.json")],
+    ]
+
+
 def test_a_damaged_file_falls_back_to_its_backup_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = _file(tmp_path)
     file.save({"n": 1})

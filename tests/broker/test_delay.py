@@ -620,16 +620,24 @@ def test_progress_is_written_every_ten_seconds_if_there_is_any_and_after_the_log
 ) -> None:
     done: list[tuple[str, int]] = []
     flush, save = delays.store.flush, delays.service._file.save
-    monkeypatch.setattr(delays.store, "flush", lambda: (done.append(("flush", delays.clock.now_ms())), flush()))
+
+    def noted_save(value: dict[str, Any], *, quick_log_end: int | None = None) -> None:
+        done.append(("save" if quick_log_end is None else "quick", delays.clock.now_ms() - START_MS))
+        save(value, quick_log_end=quick_log_end)
+
     monkeypatch.setattr(
-        delays.service._file, "save", lambda value: (done.append(("save", delays.clock.now_ms())), save(value))
+        delays.store, "flush", lambda: (done.append(("flush", delays.clock.now_ms() - START_MS)), flush())
     )
+    monkeypatch.setattr(delays.service._file, "save", noted_save)
     for _ in range(8):
         delays.put(2)
-        delays.pass_ms(3_000)
+        delays.pass_ms(3_000)  # so deliveries are at 5, 8, ... 26 s
     delays.pass_ms(100_000)
-    times = [START_MS + ms for ms in (10_000, 20_000, 30_000)]
-    assert done == [(what, when) for when in times for what in ("flush", "save")]
+    synced = [5_100, 15_100, 25_100, 35_100]  # the first: before it there is no backup to fall back to
+    quick = [8_100, 11_100, 14_100, 17_100, 20_100, 23_100, 26_100]
+    expected = [(when, what) for when in synced for what in ("flush", "save")] + [(when, "quick") for when in quick]
+    assert sorted((when, what) for what, when in done) == sorted(expected)
+    assert [what for what, _ in done[:2]] == ["flush", "save"]
     assert delays.run() is None, "nothing new, nothing to write"
 
 
@@ -646,7 +654,7 @@ def test_a_progress_file_that_cannot_be_written_is_written_later_and_holds_no_de
             delays.service.run_once(delays.clock.now_ms())
         assert delays.delivered() == [b"a"]
         delays.put(1, b"b")
-        delays.pass_ms(1_000)
+        delays.pass_ms(1_500)
     assert delays.delivered() == [b"a", b"b"]
     delays.pass_ms(10_000)
     assert delays.file()["offsetTable"] == {"1": 2}
@@ -669,11 +677,31 @@ def test_after_a_kill_exactly_what_was_delivered_since_the_file_was_written_come
         delays.put(1, b"%02d" % n)
     saved = delays.file()["offsetTable"]["1"]
     done = delays.service.progress()[1][0]
-    assert (saved, done) == (20, 27)
+    assert (saved, done) == (26, 27)
     before = delays.delivered()
     again = delays.killed()
     again.pass_ms(60_000)
     assert again.delivered() == before + before[saved:done] + [b"%02d" % n for n in range(done, 30)]
+
+
+def test_a_kill_100_ms_after_a_delivery_repeats_nothing(delays: Delays) -> None:
+    for n in range(5):
+        delays.put(1, b"%d" % n)
+        delays.pass_ms(1_000)
+    delays.pass_ms(100)
+    again = delays.killed()
+    again.pass_ms(60_000)
+    assert again.delivered() == [b"%d" % n for n in range(5)]
+
+
+def test_what_only_a_quick_save_has_is_still_kept_by_retention(delays: Delays) -> None:
+    """A power cut may take the quick save back, and the level goes on from the last synced one."""
+    for _ in range(3):
+        delays.put(1)
+        delays.pass_ms(1_100)
+    [pin] = delays.service.pins()
+    assert "on disk at 1" in pin.why
+    assert delays.file()["offsetTable"] == {"1": 3}
 
 
 @pytest.mark.parametrize("lives_ms", [0, 2_000, 9_000])

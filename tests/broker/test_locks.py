@@ -154,6 +154,34 @@ def test_renewing_keeps_what_nobody_took_though_it_ran_out(locks: QueueLocks, cl
     assert locks.owner("g", Q[2]) is None
 
 
+def test_a_lock_at_work_is_nobody_else_s_however_old(locks: QueueLocks, clock: SimulatedClock) -> None:
+    """Nor is it of a consumer that takes the client id of one that was stopped."""
+    locks.try_lock("g", Q[0], "c1")
+    assert locks.begin_work("g", Q[0], "c1")
+    clock.advance(10 * LEASE_MS)
+    assert not locks.try_lock("g", Q[0], "c2")
+    assert not locks.try_lock("g", Q[0], "c1")
+    assert locks.unlock_batch("g", Q, "c1") == set()
+    assert locks.owner("g", Q[0]) == "c1"
+    assert not locks.is_lock_all_expired("g")
+    assert [lock.expired for lock in locks.snapshot()] == [False]
+
+    locks.end_work("g", Q[0])
+    assert locks.try_lock("g", Q[0], "c2")
+
+
+def test_who_has_lost_a_lock_cannot_begin_work(locks: QueueLocks, clock: SimulatedClock) -> None:
+    assert not locks.begin_work("g", Q[0], "c1")
+    locks.try_lock("g", Q[0], "c1")
+    assert not locks.begin_work("g", Q[0], "c2")
+    clock.advance(LEASE_MS + 1)
+    assert locks.begin_work("g", Q[0], "c1")  # it ran out, and nobody has taken it since
+    assert not locks.begin_work("g", Q[0], "c1")  # another consumer of that name
+    locks.end_work("g", Q[0])
+    locks.try_lock("g", Q[0], "c2")
+    assert not locks.begin_work("g", Q[0], "c1")
+
+
 def test_listeners_are_told_when_locks_were_given_back(locks: QueueLocks, clock: SimulatedClock) -> None:
     """Outside the mutex: they may look, and take."""
     told = []

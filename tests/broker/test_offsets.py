@@ -31,7 +31,7 @@ from mqstore.files.filesystem import FileSystem
 from mqstore.log.store import MessageStore
 from tests.conftest import GoldenStore
 from tests.faults import Crash, FaultyFileSystem
-from tests.log.support import open_store
+from tests.log.support import kill, open_store
 
 START_MS = 1_700_000_000_000
 
@@ -462,6 +462,199 @@ def test_offsets_are_saved_when_the_interval_is_over_and_only_when_dirty(tmp_pat
     table.close()
     assert offsets.stored()["offsetTable"] == {"t@g": {"0": 2}}
     offsets.store.close()
+
+
+# -- quick saves -------------------------------------------------------------------------------------------------------
+
+
+class _Waking(_Offsets):
+    """A table that has saved durably once, with a housekeeper that counts wake-ups. Time begins at 0."""
+
+    def __init__(self, path: Path, fs: FileSystem | None = None, **config: Any) -> None:
+        super().__init__(path, fs, **config)
+        self.wakes = self.flushes = 0
+        self.table.wake = self._wake
+        self.fill("t", 0, 9)
+        self.table.commit("g", "t", 0, 1, durability="flush")
+        flush = self.store.flush
+
+        def counted() -> None:
+            self.flushes += 1
+            flush()
+
+        self.store.flush = counted  # type: ignore[method-assign]
+        assert self.table.run_once(0) == 5_000
+
+    def _wake(self) -> None:
+        self.wakes += 1
+
+    def on_disk(self, suffix: str = "") -> int:
+        value = json.loads(Path(f"{self.file}{suffix}").read_text())
+        return value["offsetTable"]["t@g"]["0"]  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def waking(tmp_path: Path) -> Any:
+    waking = _Waking(tmp_path / "s")
+    yield waking
+    waking.store.close()
+
+
+def test_a_commit_is_with_the_kernel_100_ms_later_without_a_flush(waking: _Waking) -> None:
+    table = waking.table
+    table.commit("g", "t", 0, 2)
+    assert table.run_once(1_000) == 1_100
+    table.commit("g", "t", 0, 3)
+    assert table.run_once(1_099) == 1_100
+    assert waking.on_disk() == 1
+    assert table.run_once(1_100) == 5_000
+    assert (waking.on_disk(), waking.flushes) == (3, 0)
+    assert table.dirty
+    assert table.run_once(5_000) == 10_000
+    assert (waking.on_disk(), waking.flushes) == (3, 1)
+    assert not table.dirty
+
+
+def test_the_first_commit_after_a_save_wakes_and_no_other(waking: _Waking) -> None:
+    table = waking.table
+    for round_ms in (1_000, 2_000):
+        for offset in range(2, 8):
+            table.commit("g", "t", 0, offset)
+        table.run_once(round_ms)
+        table.commit("g", "t", 0, 8)
+        table.run_once(round_ms + 100)
+    assert waking.wakes == 2
+
+
+@pytest.mark.parametrize("quiet", ["note", "flush"])
+def test_what_needs_no_quick_save_does_not_wake(waking: _Waking, quiet: str) -> None:
+    """What pop has in its log, and what is on disk when the commit returns."""
+    if quiet == "note":
+        waking.table.note("g", "t", 0, 5)
+    else:
+        waking.table.commit("g", "t", 0, 5, durability="flush")
+    assert waking.wakes == 0
+    assert waking.table.run_once(1_000) == 5_000
+
+
+def test_a_commit_that_a_save_took_along_leaves_nothing_to_do(waking: _Waking) -> None:
+    waking.table.commit("g", "t", 0, 2)
+    waking.table.run_once(1_000)
+    waking.table.save()
+    assert waking.table.run_once(1_100) == 5_000
+
+
+def test_quick_saves_leave_the_last_synced_one_as_the_backup(waking: _Waking) -> None:
+    table = waking.table
+    for offset, now_ms in ((2, 1_000), (3, 2_000)):
+        table.commit("g", "t", 0, offset)
+        table.run_once(now_ms)
+        table.run_once(now_ms + 100)
+        assert (waking.on_disk(), waking.on_disk(".bak")) == (offset, 1)
+    table.commit("g", "t", 0, 4, durability="flush")
+    assert (waking.on_disk(), waking.on_disk(".bak")) == (4, 1)  # 3 may be torn on disk
+    table.commit("g", "t", 0, 5)
+    table.run_once(3_000)
+    table.run_once(3_100)
+    assert (waking.on_disk(), waking.on_disk(".bak")) == (5, 4)
+
+
+def test_the_first_save_of_a_process_is_never_a_quick_one(waking: _Waking) -> None:
+    """What the process before has left is perhaps not on disk, and there may be no backup."""
+    table = waking.again()
+    table.run_once(0)
+    table.commit("g", "t", 0, 2)
+    table.run_once(1_000)
+    table.run_once(1_100)
+    assert waking.flushes == 1
+    assert not table.dirty
+
+
+def test_a_large_table_is_saved_quickly_less_often(waking: _Waking, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.0, 0.02])
+    monkeypatch.setattr("mqstore.broker.offsets.thread_time", lambda: next(times))
+    waking.table.commit("g", "t", 0, 2)
+    waking.table.run_once(1_000)
+    waking.table.run_once(1_100)
+    waking.table.commit("g", "t", 0, 3)
+    assert waking.table.run_once(1_101) == 1_101 + 50 * 20
+
+
+def test_a_table_that_was_large_is_saved_quickly_again(waking: _Waking, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save that took long puts quick ones off beyond the next synced one; that is measured as well."""
+    times = iter([0.0, 1.0, 1.0, 1.0])
+    monkeypatch.setattr("mqstore.broker.offsets.thread_time", lambda: next(times))
+    waking.table.commit("g", "t", 0, 2)
+    waking.table.run_once(1_000)
+    waking.table.run_once(1_100)
+    waking.table.commit("g", "t", 0, 3)
+    assert waking.table.run_once(1_200) == 5_000
+    waking.table.run_once(5_000)
+    waking.table.commit("g", "t", 0, 4)
+    assert waking.table.run_once(5_001) == 5_101
+
+
+def test_a_quick_save_that_fails_is_made_up_for(tmp_path: Path) -> None:
+    fs = FaultyFileSystem()
+    waking = _Waking(tmp_path / "s", fs)
+    waking.table.commit("g", "t", 0, 2)
+    waking.table.run_once(1_000)
+    fs.fail("create", errno.ENOSPC, path_part="consumerOffset")
+    with pytest.raises(StoreFullError):
+        waking.table.run_once(1_100)
+    assert waking.on_disk() == 1
+    waking.table.run_once(1_200)
+    assert waking.on_disk() == 2
+    waking.store.close()
+
+
+def _quickly_saved(path: Path, offset: int) -> _Waking:
+    """A store whose process was killed after a quick save."""
+    waking = _Waking(path)
+    waking.table.commit("g", "t", 0, offset)
+    waking.table.run_once(1_000)
+    waking.table.run_once(1_100)
+    assert waking.on_disk() == offset
+    waking.store.dispatch()  # so there is nothing that opening has to mend
+    return waking
+
+
+def test_after_a_kill_a_quick_save_counts(tmp_path: Path) -> None:
+    waking = _quickly_saved(tmp_path / "s", 7)
+    kill(waking.store)
+    again = _Offsets(tmp_path / "s")
+    assert again.table.committed("g", "t", 0) == 7
+    assert again.table.problems == []
+    again.table.commit("g", "t", 0, 8, durability="flush")
+    assert "logEnd" not in again.stored()
+    again.store.close()
+
+
+@pytest.mark.parametrize("between", [0, 30])
+def test_a_quick_save_that_is_ahead_of_the_log_gives_way_to_the_synced_one(tmp_path: Path, between: int) -> None:
+    """The power went: the log lost its end, perhaps the copy of a message that was sent back and then passed by the
+    commit. Neither does it help that somebody without a broker has put messages `between`."""
+    waking = _quickly_saved(tmp_path / "s", 7)
+    value = waking.stored()
+    kill(waking.store)
+    value["logEnd"] += 1
+    waking.file.write_text(json.dumps(value))
+    if between:
+        with open_store(tmp_path / "s") as store:
+            for _ in range(between):
+                store.put("t", b"x", 0)
+    again = _Offsets(tmp_path / "s")
+    assert again.table.committed("g", "t", 0) == 1
+    assert "saved without a sync" in again.table.problems[0]
+    assert again.stored()["offsetTable"] == {"t@g": {"0": 1}}
+    again.store.close()
+
+
+def test_who_reads_takes_a_quick_save_as_it_is(tmp_path: Path) -> None:
+    waking = _quickly_saved(tmp_path / "s", 7)
+    with open_store(tmp_path / "s", "r") as reader:
+        assert _table(reader).committed("g", "t", 0) == 7
+    waking.store.close()
 
 
 def test_a_clock_set_back_a_day_does_not_hold_up_saving_for_a_day(offsets: _Offsets) -> None:

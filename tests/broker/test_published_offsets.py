@@ -42,8 +42,8 @@ class Owner:
         publish(self.path, group, {(topic, queue_id): offset})
 
     def tick(self) -> None:
-        now = self.table.run_once(0)
-        self.table.run_once(now)
+        self.table.run_once(0)
+        self.table.run_once(5_000)
 
     def on_disk(self) -> dict[str, Any]:
         return json.loads((self.path / "config/consumerOffset.json").read_text())["offsetTable"]  # type: ignore[no-any-return]

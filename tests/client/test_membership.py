@@ -270,27 +270,39 @@ def test_who_has_left_takes_no_locks(seat: Callable[..., Seat], broker: Broker) 
     assert broker.locks.snapshot() == []
 
 
-def test_who_leaves_may_keep_a_lock_and_give_it_later(seat: Callable[..., Seat], broker: Broker) -> None:
+def test_who_leaves_keeps_the_lock_of_a_queue_at_work(seat: Callable[..., Seat], clock: SimulatedClock) -> None:
     """A handler that still runs must have ended before another member begins there."""
     first, second = seat("c1"), seat("c2")
     first.rebalance()
-    first.leave(keep={Q[0]})
+    assert first.begin_work(Q[0])
+    first.leave()
+    clock.advance(10 * LEASE_MS)
     assert second.rebalance() == set(Q[1:])
     second.news()
+    first.end_work(Q[0])
     first.give([Q[0]])
     assert second.news() == 1
     assert second.rebalance() == set(Q)
 
 
-def test_a_kept_lock_is_not_given_for_another_who_has_taken_the_name(seat: Callable[..., Seat], broker: Broker) -> None:
+def test_a_queue_at_work_is_not_for_another_who_has_taken_the_name(seat: Callable[..., Seat]) -> None:
     first = seat("c1")
     first.rebalance()
-    first.leave(keep=Q)
+    assert first.begin_work(Q[0])
+    first.leave()
     second = seat("c1")
-    second.rebalance()
+    assert second.rebalance() == set(Q[1:])
+    first.end_work(Q[0])
+    assert second.rebalance() == set(Q)
     first.give(Q)
 
     assert second.renew() == set()
+
+
+def test_work_on_a_queue_of_a_broadcast_needs_no_lock(seat: Callable[..., Seat]) -> None:
+    first = seat("c1", BROADCASTING)
+    assert first.begin_work(Q[0])
+    first.end_work(Q[0])
 
 
 def test_another_group_s_changes_are_not_told(seat: Callable[..., Seat], broker: Broker) -> None:

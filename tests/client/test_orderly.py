@@ -110,27 +110,6 @@ def test_a_failure_holds_up_its_queue_and_no_other(wide: Bench) -> None:
     assert wide.attempts == [("0", 1), ("a", 1), ("b", 1), ("0", 2), ("0", 3), ("1", 1)]
 
 
-def test_a_lock_that_was_not_renewed_for_30_s_is_renewed_before_anything_else_begins(bench: Bench) -> None:
-    bench.put("0", "1")
-    bench.join(handler=lambda message: bench.clock.advance(30_001 if message.offset == 0 else 0))
-    bench.settle()
-    assert bench.bodies == ["0"]
-    bench.advance(0.099)
-    assert bench.bodies == ["0"]
-
-    bench.advance(0.001)
-    assert bench.bodies == ["0", "1"]
-    assert bench.committed() == 2
-
-
-def test_a_lock_is_good_for_exactly_30_s(bench: Bench) -> None:
-    bench.put("0", "1")
-    bench.join(handler=lambda message: bench.clock.advance(30_000 if message.offset == 0 else 0))
-    bench.settle()
-
-    assert bench.bodies == ["0", "1"]
-
-
 def test_a_queue_lets_another_have_the_thread_after_its_slice(wide: Bench) -> None:
     wide.put(*"0123")
     wide.put(*"abcd", queue=1)
@@ -928,25 +907,6 @@ def test_a_failure_of_a_queue_that_is_being_given_up_still_counts(wide: Bench) -
     wide.advance(2)
 
     assert [(call.member, call.attempt) for call in wide.calls] == [("a", 1), ("b", 2)]
-
-
-def test_who_is_away_for_longer_than_the_lease_has_lost_its_queue(bench: Bench) -> None:
-    def handle(message: Message) -> None:
-        bench.running.clear()  # this once two are at it: nobody can stop a process that was stopped and goes on
-        bench.clock.advance(60_001)
-        other.run_once()
-
-    bench.put("0", "1", "2")
-    first = bench.join("a", handle)
-    other = bench.join("b")
-    bench.members.remove(other)
-    bench.settle()
-    bench.members.append(other)
-    bench.advance(2)
-
-    assert [(call.member, call.body) for call in bench.calls] == [("a", "0"), ("b", "0"), ("b", "1"), ("b", "2")]
-    assert first.assignment() | other.assignment() == {T0}
-    assert bench.committed() == 3
 
 
 def test_a_dead_member_s_queue_is_taken_over_after_60_s_and_not_before(wide: Bench) -> None:

@@ -19,8 +19,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from mqstore import BatchTx, Message, PushConsumer, QueueRef, Reject, Retry, RetryPolicy
-from mqstore.client.assignment import Assignment
+from mqstore import BatchTx, Message, Reject, Retry, RetryPolicy
 from tests.client.orderlysupport import Bench, fire
 
 QUEUES = 3
@@ -199,14 +198,6 @@ class Machine(RuleBasedStateMachine):
     def not_done(self, queue: int, end: int) -> list[int]:
         return [offset for offset, fate in enumerate(self.fates[queue][:end]) if not fate.done]
 
-    @invariant()
-    def a_queue_has_one_live_owner(self) -> None:
-        now_ms = self.bench.clock.monotonic_ms()
-        owners: Counter[QueueRef] = Counter()
-        for member in self.bench.members:
-            owners.update(queues_of(member, now_ms))
-        assert all(number == 1 for number in owners.values())
-
     def check_end(self, fate: Fate, letters: int) -> None:
         assert fate.done
         if not fate.loose:
@@ -285,13 +276,6 @@ class TxMachine(Machine):
     def check_end(self, fate: Fate, letters: int) -> None:
         assert fate.done or letters
         assert letters <= 1 or fate.loose
-
-
-def queues_of(member: PushConsumer, now_ms: int) -> list[QueueRef]:
-    """Those that a member may begin a handler of now."""
-    engine = member._engine
-    assert isinstance(engine, Assignment)
-    return [ref for ref, queue in engine._queues.items() if not queue.dropped and not queue.lock_expired(now_ms)]
 
 
 TestOrderly = Machine.TestCase

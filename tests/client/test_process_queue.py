@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mqstore.client.processqueue import LOCK_LIVES_MS, Limits, ProcessQueue, even_share
+from mqstore.client.processqueue import Limits, ProcessQueue, even_share
 from mqstore.log.commitlog import QueueRef
 
 Q = QueueRef("orders", 0)
@@ -154,12 +154,6 @@ def test_info_tells_what_is_held() -> None:
         20,
         250,
     )
-
-
-def test_a_lock_is_trusted_for_half_of_its_lease() -> None:
-    queue = queue_at(0)
-    assert not queue.lock_expired(LOCK_LIVES_MS)
-    assert queue.lock_expired(LOCK_LIVES_MS + 1)
 
 
 # --- room ----------------------------------------------------------------------------------------------------------

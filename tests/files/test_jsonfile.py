@@ -267,6 +267,26 @@ def test_the_steps_of_a_save_come_in_the_order_that_makes_them_durable(tmp_path:
     ]
 
 
+def test_quick_saves_sync_nothing_once_the_synced_value_is_the_backup_on_disk(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    save_json(path, {"n": 1})
+    fs = FaultyFileSystem()
+    save_json(path, {"n": 2}, fs, synced=False)
+    steps = [(call.operation, Path(call.path).name, Path(call.target).name) for call in fs.changes()]
+    assert [step for step in steps if step[0] != "unlink"] == [
+        ("create", "x.json.tmp", ""),
+        ("pwrite", "x.json.tmp", ""),
+        ("link", "x.json", "x.json.bak.tmp"),
+        ("replace", "x.json.bak.tmp", "x.json.bak"),
+        ("sync_directory", tmp_path.name, ""),
+        ("replace", "x.json.tmp", "x.json"),
+    ]
+    fs = FaultyFileSystem()
+    save_json(path, {"n": 3}, fs, synced=False, back_up=False)
+    assert [call.operation for call in fs.changes() if call.operation != "unlink"] == ["create", "pwrite", "replace"]
+    assert json.loads((tmp_path / "x.json.bak").read_bytes()) == {"n": 1}
+
+
 def test_a_relative_name_syncs_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     save_json("x.json", {"n": 1})

@@ -41,8 +41,8 @@ def lag(directory: Path, group: str | None, json_output: bool) -> None:
     message, the time of its first failure, the attempt that failed last and its error are shown below, and under
     `suspended` in JSON.
 
-    By what is on disk: a running broker notes failures within a second, and writes its groups' progress every few
-    seconds. Not there is how far a group has read what it has not committed: that counts, but not as in flight; nor
+    By what is on disk: a running broker notes failures within a second, and writes its groups' progress a moment after
+    it is made. Not there is how far a group has read what it has not committed: that counts, but not as in flight; nor
     what a Java broker had handed out, until mqstore has opened its store for writing.
     """
     with looking(directory) as parts:

@@ -58,7 +58,8 @@ def show(directory: Path, group: str | None, topic: str | None, json_output: boo
     Of a group that pops, it goes on at the first message that is not settled, and is behind by as many as are not, as
     in `mqstore lag`. `-` (null in JSON): the group has not started in that queue.
 
-    By what is on disk: a running broker writes its groups' progress every few seconds.
+    By what is on disk: a running broker writes its groups' progress a moment after a commit, of groups that pop every
+    few seconds.
     """
     with looking(directory) as parts:
         if topic is not None:

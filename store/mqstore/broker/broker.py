@@ -134,6 +134,7 @@ class Broker:
         self._reads = Reads(parts)
         self._async_puts = AsyncPuts(store)
         wake = self._housekeeper.waker
+        self.offsets.wake = wake("offsets")
         self._waiters = Waiters(parts, wake("waiters"))
         self._delay = DelayService(parts, wake("delay"), self._retries.dead_letter)
         self._timer = TimerService(parts, wake("timer"))

@@ -5,6 +5,14 @@ reach the disk, and what is done about a damaged file, is `files.jsonfile`'s bus
 
     load    the members; those that nobody here knows are remembered
     save    `value` over the remembered members: what a newer mqstore or a Java broker added survives our rewriting
+
+Progress is saved in two ways. A synced save is preceded by a flush of the log, so it never rests on messages that a
+power cut takes back. A quick save costs no sync: it is for `kill -9`, and names the end of the log that it rests on::
+
+    {"logEnd": 8192, "offsetTable": ...}
+
+After a power cut the log may end before that. What the file counts as done may then be gone: the copy of a message that
+was sent back, say. Such a file is not taken, and its backup, the last synced save, is.
 """
 
 from __future__ import annotations
@@ -14,16 +22,20 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from mqstore.clock import Clock
 from mqstore.errors import ReadOnlyStoreError, StoreClosedError
 from mqstore.files.filesystem import FILE_MODE, FileSystem
-from mqstore.files.jsonfile import load_json, save_json
+from mqstore.files.jsonfile import load_json, save_json, sync_json
+from mqstore.log.queueends import LOG_END
 
-__all__ = ["ConfigFile", "DataVersion", "member", "object_member"]
+__all__ = ["QUICK_MS", "ConfigFile", "DataVersion", "member", "object_member"]
 
 _log = logging.getLogger("mqstore")
+
+QUICK_MS: Final = 100
+"""Time between a change of progress and the quick save that takes it along."""
 
 
 def member(entry: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
@@ -85,9 +97,11 @@ class ConfigFile:
         writer: bool = True,
         file_mode: int = FILE_MODE,
         closed: Callable[[], bool] | None = None,
+        log_end: int | None = None,
     ) -> None:
         """`check(value)` raises ValueError for an object of the wrong shape, which then counts as damaged. Without
-        `writer` nothing is ever changed on disk, nor once `closed()` says that the store was."""
+        `writer` nothing is ever changed on disk, nor once `closed()` says that the store was. `log_end` is the end of
+        the log that was found at opening: a quick save that rests on more counts as damaged. None: none does."""
         self.path = Path(path)
         self.problems: list[str] = []
         """What was amiss at `load`, a sentence each; logged once."""
@@ -98,7 +112,11 @@ class ConfigFile:
         self._file_mode = file_mode
         self._closed = closed
         self._members: dict[str, Any] = {}
-        self._folder_durable = False
+        self._log_end = log_end
+        self.has_saved = False
+        """Whether there was a synced save since this was loaded. Only then is a quick one allowed."""
+        self._is_quick = False
+        """Whether the file is of a quick save."""
 
     def load(self) -> dict[str, Any] | None:
         """The value of the file or of its backup; None when neither was ever written.
@@ -107,20 +125,31 @@ class ConfigFile:
         in the message, for it is never given up unasked (P10). StoreIOError when a file cannot be read.
         """
         value, problems = load_json(
-            self.path, writer=self._writer, fs=self._fs, clock=self._clock, check=self._check, root=self.path.parents[1]
+            self.path, writer=self._writer, fs=self._fs, clock=self._clock, check=self._fits, root=self.path.parents[1]
         )
         for problem in problems:
             self.report(problem)
-        self._members = value or {}
+        self._members = {name: each for name, each in (value or {}).items() if name != LOG_END}
         return value
+
+    def _fits(self, value: dict[str, Any]) -> None:
+        end = member(value, LOG_END, int, 0)
+        if self._log_end is not None and end > self._log_end:
+            raise ValueError(
+                f"it was saved without a sync when the log went to {end}, and the log ends at {self._log_end}"
+            )
+        if self._check is not None:
+            self._check(value)
 
     def report(self, problem: str) -> None:
         """Add to `problems`, and tell the log."""
         self.problems.append(problem)
         _log.warning("%s", problem)
 
-    def save(self, value: dict[str, Any]) -> None:
+    def save(self, value: dict[str, Any], *, quick_log_end: int | None = None) -> None:
         """Write `value` durably, and with it the members of the loaded file that it does not name.
+
+        With `quick_log_end` this is a quick save, which rests on the log up to there. Only if `has_saved`.
 
         Raises StoreFullError, StoreIOError, ReadOnlyStoreError, StoreClosedError: what the file said before then still
         stands.
@@ -129,11 +158,21 @@ class ConfigFile:
             raise ReadOnlyStoreError(f"{self.path} is of a store that was opened for reading; open it with mode='rw'")
         if self._closed is not None and self._closed():  # who holds the lock by now may have written another value
             raise StoreClosedError(f"{self.path.parents[1]} was closed; open it again")
-        if not self._folder_durable:  # by the first save of each process: who made the folder may not have come so far
+        if not self.has_saved:  # the process before may have been killed before it made folder and file durable
             folder = self.path.parent
             self._fs.mkdir(folder, exist_ok=True)
             self._fs.sync_directory(folder.parent)
-            self._folder_durable = True
+            sync_json(self.path, self._fs)
         merged = {**self._members, **value}
-        save_json(self.path, merged, self._fs, check=self._check, file_mode=self._file_mode)
-        self._members = merged
+        quick = quick_log_end is not None
+        save_json(
+            self.path,
+            {LOG_END: quick_log_end, **merged} if quick else merged,
+            self._fs,
+            check=self._fits,
+            file_mode=self._file_mode,
+            synced=not quick,
+            back_up=not self._is_quick,
+        )
+        self._members, self._is_quick = merged, quick
+        self.has_saved = True

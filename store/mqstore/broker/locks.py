@@ -1,8 +1,9 @@
 """Queue locks for orderly consumption: which client of a group may consume a queue (broker-semantics 7).
 
-A lock is a lease in memory: it ends when its owner gives it back, or when it was not renewed for `LEASE_MS`. Leases are
-measured on the monotonic clock and are gone after a restart, which is safe because the clients of this process are gone
-with it. Knows neither which groups exist nor who is a member: a client id is just a name.
+A lock is a lease in memory: it ends when its owner gives it back, or when it was not renewed for `LEASE_MS`. While its
+owner is at work on the queue (`begin_work`) it does not end. Leases are measured on the monotonic clock and are gone
+after a restart, which is safe because the clients of this process are gone with it. Knows neither which groups exist
+nor who is a member: a client id is just a name.
 
 ::
 
@@ -11,7 +12,11 @@ with it. Knows neither which groups exist nor who is a member: a client id is ju
       ├──────── unlock by c ───────────┘   └─── age > LEASE_MS, then try_lock by another ────► held by that one
       └── unlock by another: ignored
 
-A client trusts its lock for half the lease only (client-semantics A7.1), so it has stopped before another may start.
+    held by c ── begin_work by c ──► at work: no try_lock and no unlock by anybody ── end_work ──► held by c
+
+A process may be stopped for longer than a lease in the middle of a handler. When it goes on, the handler is still at
+work, so nobody else may get its queue. A handler that is about to begin asks first, and finds out what was lost.
+
 Listeners are told the group of which locks were given back, outside the mutex, in the thread that gave them: a member
 that was refused need not ask again and again. Of a lease that runs out nobody is told.
 
@@ -54,9 +59,10 @@ class QueueLock(NamedTuple):
 class _Lease:
     client_id: str
     renewed_ms: int
+    at_work: bool = False
 
     def expired(self, now_ms: int) -> bool:
-        return now_ms - self.renewed_ms > LEASE_MS
+        return not self.at_work and now_ms - self.renewed_ms > LEASE_MS
 
 
 class QueueLocks:
@@ -117,13 +123,32 @@ class QueueLocks:
                 leases[queue].renewed_ms = now_ms
             return kept
 
+    def begin_work(self, group: str, queue: QueueRef, client_id: str) -> bool:
+        """Let the lock of `client_id` on `queue` hold until `end_work`. Return False if it was lost, as `renew_batch`
+        says."""
+        with self._mutex:
+            lease = self._leases.get(group, {}).get(queue)
+            if lease is None or lease.client_id != client_id or lease.at_work:
+                return False
+            lease.at_work = True
+            return True
+
+    def end_work(self, group: str, queue: QueueRef) -> None:
+        """End what `begin_work` has begun."""
+        with self._mutex:
+            self._leases[group][queue].at_work = False
+
     def unlock_batch(self, group: str, queues: Iterable[QueueRef], client_id: str) -> set[QueueRef]:
         """Give back the locks of `client_id` on `queues`, expired or not; those that were given back. Locks of others
-        stay."""
+        stay, and those at work."""
         wanted = list(queues)
         with self._mutex:
             leases = self._leases.get(group, {})
-            given = {queue for queue in wanted if (lease := leases.get(queue)) and lease.client_id == client_id}
+            given = {
+                queue
+                for queue in wanted
+                if (lease := leases.get(queue)) and lease.client_id == client_id and not lease.at_work
+            }
             for queue in given:
                 del leases[queue]
             if not leases:
@@ -164,7 +189,7 @@ class QueueLocks:
     def _take(self, group: str, queue: QueueRef, client_id: str, now_ms: int) -> bool:
         leases = self._leases.setdefault(group, {})
         lease = leases.get(queue)
-        if lease is not None and lease.client_id != client_id and not lease.expired(now_ms):
-            return False
+        if lease is not None and (lease.at_work or (lease.client_id != client_id and not lease.expired(now_ms))):
+            return False  # one at work may be of a consumer that was stopped and had the same client id
         leases[queue] = _Lease(client_id, now_ms)
         return True

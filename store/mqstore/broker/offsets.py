@@ -20,6 +20,11 @@ A forced restart, queue by queue::
 
 Written to `config/consumerOffset.json` as RocketMQ does, and never ahead of the messages: a save takes a copy, flushes
 the commitlog, then writes the copy, so that what the file says rests on messages that no power cut takes back (2.5).
+Between two such saves there are quick ones (`configfile`), so that `kill -9` takes back no more than a moment::
+
+    commit ---> wakes the housekeeper, the first one after a save ---> 100 ms ---> quick save
+                                                 later, if quick saves would take more than 2 % of a processor
+
 A file that another program wrote may say otherwise: an offset above its queue's end is lowered to the end at load, for
 the messages to come will bear the numbers between.
 
@@ -39,9 +44,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import index
+from time import thread_time
 from typing import Any
 
-from mqstore.broker.configfile import ConfigFile, DataVersion, object_member
+from mqstore.broker.configfile import QUICK_MS, ConfigFile, DataVersion, object_member
 from mqstore.broker.names import DELETED_GROUP, START_GROUP, is_system_group
 from mqstore.clock import Clock
 from mqstore.errors import ConfigError, OffsetOutOfRangeError
@@ -59,13 +65,15 @@ _QUEUE_ID_MAX = 0x7FFF_FFFF
 _BROADCAST = "broadcast"
 # RocketMQ's consumerOffsetUpdateVersionStep: its data version counts hundreds of commits, not each one.
 _VERSION_STEP = 500
+_QUICK_REST = 50
+"""Times as long as a quick save took pass until the next, at least: the table may be large."""
 
 
 class OffsetTable:
     """Committed offsets of all groups. Thread-safe; looking up takes no lock.
 
     Changes are in memory at once and on disk with the next `save`: every `commit_interval` (`run_once`), at `close`, or
-    before a `commit` returns that asks for "flush".
+    before a `commit` returns that asks for "flush". The kernel has a `commit` about 100 ms later (`run_once`).
     """
 
     def __init__(self, store: MessageStore, config: StoreConfig, clock: Clock, fs: FileSystem) -> None:
@@ -74,6 +82,9 @@ class OffsetTable:
         self._clock = clock
         self._interval_ms = max(1, round(seconds(config.commit_interval, "commit_interval") * 1000))
         self._due_ms: int | None = None
+        self._noted = load_ends(store.path, fs)
+        """Where queues ended when a recovery shortened them, and nobody had looked at these offsets since; None once
+        these are loaded."""
         self._file = ConfigFile(
             store.path / "config" / "consumerOffset.json",
             fs=fs,
@@ -81,7 +92,14 @@ class OffsetTable:
             check=check_offsets,
             writer=store.mode == "rw",
             file_mode=config.file_mode,
+            log_end=self._log_end() if store.mode == "rw" else None,
         )
+        self.wake: Callable[[], None] = lambda: None
+        """Called when `run_once` is to come before the time it named."""
+        self._quick_due_ms: int | None = None
+        self._quick_pause_ms = QUICK_MS
+        self._wakes = True
+        """Whether the next commit calls `wake`."""
         self._lock = threading.Lock()
         self._committed: dict[str, dict[str, dict[int, int]]] = {}  # topic -> group -> queue id -> offset
         self._beginning: dict[tuple[str, str], dict[int, int]] = {}
@@ -91,16 +109,15 @@ class OffsetTable:
         self._pulled: dict[tuple[str, str, int], int] = {}
         self.resets: dict[tuple[str, str, int], int] = {}
         """Pending, by (group, topic, queue). Not to be changed from outside."""
-        # Changes so far, and how many of them the file has. _saving is held around a whole save, taken before _lock.
+        # Changes so far, how many of them the file has on disk, and how many at all. _saving is held around a whole
+        # save, taken before _lock.
         self._changes = 0
         self._saved = 0
+        self._written = 0
         self._saving = threading.Lock()
         self._foreign: dict[str, Any] = {}
         self._version = DataVersion()
         self._versioned = 0
-        self._noted = load_ends(store.path, fs)
-        """Where queues ended when a recovery shortened them, and nobody had looked at these offsets since; None once
-        these are loaded."""
         self._load()
         self._published = PublishedFiles(store.path, fs)
         self._fold()
@@ -144,9 +161,12 @@ class OffsetTable:
         self.note(group, topic, queue_id, offset)
         if durability == "flush":
             self.save()
+        elif self._wakes:
+            self._wakes = False
+            self.wake()
 
     def note(self, group: str, topic: str, queue_id: int, offset: int) -> None:
-        """`commit` of numbers that are the engine's own."""
+        """`commit` of numbers that are the engine's own, or that pop's log has, too: no quick save is made for it."""
         with self._lock:
             if not self.resets or (group, topic, queue_id) not in self.resets:
                 try:
@@ -434,36 +454,60 @@ class OffsetTable:
         """
         wanted = self._changes
         with self._saving:
-            if self._saved >= wanted:  # whoever saved while we waited took our change along
-                return
-            with self._lock:
-                changes = self._changes
-                table = {
-                    (topic, group): dict(queues)
-                    for topic, groups in self._committed.items()
-                    for group, queues in groups.items()
-                }
-                for key, begins in self._beginning.items():
-                    table[key] = begins | table.get(key, {})
-                sent = {topic: [[*each] for each in letters] for topic, letters in self._sent.items()}
-            # After the copy: whatever message an offset of the copy stands behind was put before, and is flushed now.
+            if self._saved < wanted:  # else whoever saved while we waited took our change along
+                self._write(quick=False)
+
+    def _save_quickly(self) -> None:
+        """Have with the kernel what was committed before this call. Errors as `save`."""
+        self._wakes = True
+        with self._saving:
+            if self._written != self._changes:
+                self._write(quick=self._file.has_saved)
+
+    def _write(self, *, quick: bool) -> None:
+        """Write the table. Under `_saving`."""
+        self._wakes = True  # before the copy: a commit behind it wakes
+        with self._lock:
+            changes = self._changes
+            table = {
+                (topic, group): dict(queues)
+                for topic, groups in self._committed.items()
+                for group, queues in groups.items()
+            }
+            for key, begins in self._beginning.items():
+                table[key] = begins | table.get(key, {})
+            sent = {topic: [[*each] for each in letters] for topic, letters in self._sent.items()}
+        # After the copy: whatever message an offset of the copy stands behind was put before, and is flushed now.
+        log_end = self._store.max_offset if quick else None
+        if not quick:
             self._store.flush()
-            steps = changes // _VERSION_STEP - self._versioned
-            version = self._version.next(self._clock.now_ms(), steps) if steps else self._version
-            written = {f"{topic}@{group}": queues for (topic, group), queues in table.items() if queues}
-            more = {"sentLetters": sent} if sent else {}
-            self._file.save({"dataVersion": version.as_json(), "offsetTable": self._foreign | written, **more})
-            self._saved, self._version, self._versioned = changes, version, self._versioned + steps
+        begin_s = thread_time()  # not what it waits for the disk, or for the interpreter's lock
+        steps = changes // _VERSION_STEP - self._versioned
+        version = self._version.next(self._clock.now_ms(), steps) if steps else self._version
+        written = {f"{topic}@{group}": queues for (topic, group), queues in table.items() if queues}
+        more = {"sentLetters": sent} if sent else {}
+        value = {"dataVersion": version.as_json(), "offsetTable": self._foreign | written, **more}
+        self._file.save(value, quick_log_end=log_end)
+        self._written, self._version, self._versioned = changes, version, self._versioned + steps
+        if not quick:
+            self._saved = changes
+        self._quick_pause_ms = max(QUICK_MS, round((thread_time() - begin_s) * 1000 * _QUICK_REST))
 
     def run_once(self, now_ms: int) -> int:
-        """Save what changed if `commit_interval` has passed; wall ms of the next time. Errors as `save`."""
+        """Save what changed if `commit_interval` has passed, quickly if something was committed since the last save;
+        wall ms of the next time. Errors as `save`."""
         if self._due_ms is None:
             self._due_ms = now_ms + self._interval_ms
-        # The second: the wall clock was set back, and would keep us waiting for as long.
+        # The second of each: the wall clock was set back, and would keep us waiting for as long.
         if now_ms >= self._due_ms or now_ms + self._interval_ms < self._due_ms:
             self._save_all()
-            self._due_ms = now_ms + self._interval_ms
-        return self._due_ms
+            self._due_ms, self._quick_due_ms = now_ms + self._interval_ms, None
+        elif self._quick_due_ms is not None and not now_ms < self._quick_due_ms <= now_ms + self._quick_pause_ms:
+            self._save_quickly()
+            self._quick_due_ms = None
+        if self._quick_due_ms is None and not self._wakes:
+            self._quick_due_ms = now_ms + self._quick_pause_ms
+        return self._due_ms if self._quick_due_ms is None else min(self._due_ms, self._quick_due_ms)
 
     def close(self) -> None:
         """Save what changed. Errors as `save`."""
@@ -478,6 +522,11 @@ class OffsetTable:
     def pins(self) -> tuple[()]:
         """Nothing of its own: what committed offsets still need is for retention to ask (2.6)."""
         return ()
+
+    def _log_end(self) -> int:
+        """The end of the log, or where a recovery found it."""
+        end = self._store.max_offset
+        return end if self._noted is None else min(end, self._noted.log_end)
 
     def _load(self) -> None:
         value = self._file.load() or {}

@@ -116,8 +116,9 @@ def open_parts(store: MessageStore) -> Parts:
 
 
 def _cut_with_queues(store: MessageStore, config: StoreConfig, clock: Clock, fs: FileSystem) -> None:
-    """Where queues were shortened so are their order info and the progress of clients that broadcast; before anybody
-    saves that of groups, and voids the note by it."""
+    """Where queues were shortened so are their order info and the progress of clients that broadcast, and that of delay
+    levels is not taken if it was saved quickly before; before anybody saves that of groups, and voids the note by it.
+    """
     noted = load_ends(store.path, fs) if store.mode == "rw" else None
     if noted is None:
         return
@@ -128,6 +129,7 @@ def _cut_with_queues(store: MessageStore, config: StoreConfig, clock: Clock, fs:
     if orders.cut(noted.of):
         file.save(orders.as_json())
     lower_all(store.path, noted.of, fs=fs, clock=clock, file_mode=config.file_mode)
+    ConfigFile(store.path / "config" / "delayOffset.json", fs=fs, clock=clock, log_end=noted.log_end).load()
 
 
 def delete_group(parts: Parts, group: str) -> None:

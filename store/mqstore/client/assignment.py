@@ -11,8 +11,8 @@ Of every queue there is exactly one pull: being made, submitted, waiting for mes
 timer. Whoever takes one of these away puts the next in its place.
 
 A queue that is to go is closed first: nothing of it is started any more, and what runs still counts. Once nothing runs
-it is dropped and its lock given back. Of an unordered consumer it goes after half a second in any case: what is still
-running then comes again elsewhere. An ordered one never gives up a queue under a running handler.
+it is dropped and its lock given back: no queue is given up under a running handler. As long as one runs the lock does
+not run out, either (`enter`).
 """
 
 from __future__ import annotations
@@ -59,7 +59,6 @@ COMMIT_MS = 10
 LOCK_FAILED_MS = 500
 RENEW_MS = 20_000
 SAVE_MS = 5_000
-REVOKE_MS = 500
 PULL_FAILED_MS = 1_000
 HOLD_S = 15.0
 """The longest wait for messages: whatever goes wrong with a wake-up is over then."""
@@ -194,24 +193,21 @@ class Assignment:
 
     def close(self) -> None:
         """After `halt`: what still runs counts for nothing; progress is on disk, the seat and the locks are given up.
-        Not the lock of an ordered queue whose handler runs: that is given when it ends, or runs out."""
+        Not the lock of a queue whose handler runs: that is given when it ends."""
         with self._lock:
             queues = [*self._queues.values(), *self._leaving.values()]
             self._queues.clear()
             self._leaving.clear()
         self._closed = True
-        kept = set()
         for queue in queues:
             with queue.settling:
                 self._commit_rest(queue)
                 queue.dropped = True
-                if queue.running and self._service.ordered:
-                    kept.add(queue.queue)
             queue.clear()
         try:
             self.progress.save()
         finally:
-            self.membership.leave(keep=kept)
+            self.membership.leave()
             self._tell_revoked(queues)
 
     # -- whose queues -----------------------------------------------------------------------------------------------
@@ -294,13 +290,12 @@ class Assignment:
         """Tell `on_assign`, by a worker: the timer thread renews locks, and a hook may take its time. Then pull."""
         ours = [queue for queue in queues if self.enter(queue)]  # one that is to go was never here
         for queue in ours:
-            queue.unannounced, queue.announcing = False, True
+            queue.unannounced = False
         try:
             if ours:
                 self._hooks.tell(self._hooks.on_assign, frozenset(queue.queue for queue in ours))
         finally:
             for queue in ours:
-                queue.announcing = False
                 self._submit_pull(queue)
                 self.leave(queue)
 
@@ -335,10 +330,7 @@ class Assignment:
             self._leaving[queue.queue] = queue
         queue.restart_at = None
         self._close(queue)
-        if not queue.running:
-            self._gone(queue)
-        elif not self._service.ordered:
-            self._workers.later(REVOKE_MS, partial(self._gone, queue, in_any_case=True))
+        self._gone(queue)
 
     def _close(self, queue: ProcessQueue) -> None:
         with queue.settling:
@@ -347,10 +339,10 @@ class Assignment:
         if waiter is not None:
             self._broker.remove_waiter(waiter)
 
-    def _gone(self, queue: ProcessQueue, *, in_any_case: bool = False) -> None:
-        """Timer thread: a queue that was closed is another's from here on, unless it is at work again."""
+    def _gone(self, queue: ProcessQueue) -> None:
+        """Timer thread: a queue that was closed is another's from here on, unless it is at work."""
         with queue.settling:
-            if queue.running and not in_any_case:  # `leave` comes back here
+            if queue.running:  # `leave` comes back here
                 return
             with self._lock:
                 if self._leaving.get(queue.queue) is not queue:
@@ -375,12 +367,8 @@ class Assignment:
 
     def _renew(self) -> None:
         """Timer thread: keep the locks."""
-        now_ms = self._clock.monotonic_ms()  # before they are renewed: they hold for as long from then on
         lost = self.membership.renew()
-        queues = self._owned(())
-        for queue in queues:
-            queue.last_lock_ms = now_ms
-        self._lose([queue for queue in queues if queue.queue in lost])
+        self._lose([queue for queue in self._owned(()) if queue.queue in lost])
 
     def _lose(self, queues: Sequence[ProcessQueue]) -> None:
         """These are another's already: what runs counts for nothing, our commits would take his back."""
@@ -390,17 +378,6 @@ class Assignment:
                 queue.closing = queue.dropped = True
             self._revoke(queue)
         self._divide()
-
-    def renew_soon(self) -> None:
-        """A worker found a lock that was not renewed in time."""
-        self._workers.later(0, self._renew_late)
-
-    def _renew_late(self) -> None:
-        now_ms = self._clock.monotonic_ms()
-        with self._lock:
-            late = any(queue.lock_expired(now_ms) for queue in self._queues.values())
-        if late and not self._halted:
-            self._renew()
 
     def _sweep(self) -> None:
         """Every 20 s: what no event has told of."""
@@ -548,14 +525,11 @@ class Assignment:
         with queue.settling:
             if queue.dropped and not (asked and queue.restart_at is not None):
                 return False
-            is_first = queue.restart_at is None  # else a restart is on its way, and finds the new offset
             queue.restart_at = offset
             queue.closing = queue.dropped = True  # whoever ends late must not drag the new position
             self._commit(queue, offset)
         self._close(queue)
-        # What runs is done for in vain, but better not twice at a time: half a second for it, as in a revocation.
-        if is_first:
-            self._workers.later(REVOKE_MS if queue.running else 0, partial(self._restart, queue))
+        self._workers.later(0, partial(self._restart, queue))
         return True
 
     def begin_again(self, queue: ProcessQueue) -> None:
@@ -566,7 +540,7 @@ class Assignment:
         with queue.settling, self._lock:
             if self._queues.get(queue.queue) is not queue or queue.restart_at is None:
                 return
-            if queue.running and (self._service.ordered or queue.announcing):  # `leave` comes back here
+            if queue.running:  # in vain, but not twice at a time: `leave` comes back here
                 return
             del self._queues[queue.queue]
             offset, queue.restart_at = queue.restart_at, None
@@ -580,9 +554,13 @@ class Assignment:
 
     def enter(self, queue: ProcessQueue, first: int = 0) -> bool:
         """A worker begins to work on messages of a queue that were pulled from offset `first` on; False: it must not.
-        Of one that is to go it may, as long as later ones were begun: they hand over as if none had overtaken."""
+        Of one that is to go it may, as long as later ones were begun: they hand over as if none had overtaken. The lock
+        of the queue holds until the last worker has left."""
         with queue.settling:
             if (queue.closing or self._halted) and (queue.dropped or first >= queue.begun):
+                return False
+            if not queue.running and not self.membership.begin_work(queue.queue):
+                self._workers.later(0, partial(self._lose, [queue]))
                 return False
             queue.begun = max(queue.begun, first)
             queue.running += 1
@@ -593,6 +571,8 @@ class Assignment:
         with queue.settling:
             queue.running -= 1
             self._commit_rest(queue)
+            if not queue.running:
+                self.membership.end_work(queue.queue)
             last = queue.closing and not queue.running
         if last and self._closed:
             self.membership.give([queue.queue])

@@ -7,7 +7,8 @@ A2.8, A3.2, A7.2).
 
 Every member of a clustering group, ordered or not, takes the engine lock of a queue before it looks where the group
 goes on there, and gives it back after it has committed. So a queue that changes hands goes on exactly where it was
-left: nothing is lost and nothing comes twice, unless its owner died or stayed away for longer than the lease.
+left: nothing is lost and nothing comes twice, unless its owner died or stayed away for longer than the lease. While a
+handler is at work on a queue (`begin_work`) its lock does not run out.
 
     on_change is called when      the group's members or subscriptions changed
                                   a subscribed topic, or a retry topic, came, was altered or went
@@ -25,7 +26,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from mqstore.broker.broker import Broker
@@ -146,9 +147,9 @@ class Membership:
             (self._broker.locks.on_release, self._lock_released),
         ]
 
-    def leave(self, keep: Collection[QueueRef] = ()) -> None:
-        """Give every lock back, except of `keep`, and be a member no longer. What was read must be committed before.
-        Again is harmless. Who keeps a lock gives it later; else it runs out."""
+    def leave(self) -> None:
+        """Give every lock back, except of queues at work, and be a member no longer. What was read must be committed
+        before. Again is harmless. Who ends work then gives the lock himself."""
         with self._lock:
             self._joined = False
         for listeners, listener in self._listening():
@@ -156,7 +157,7 @@ class Membership:
                 listeners.remove(listener)
         # Locks first: those whose share grows by our leaving find them free.
         with self._lock:
-            queues, self._held, self._wanted = self._held.difference(keep), set(), set()
+            queues, self._held, self._wanted = self._held, set(), set()
         if not self._is_taken():  # else the locks are of another consumer with our client id, which has let us hang
             self._broker.locks.unlock_batch(self.group, queues, self.client_id)
             self._broker.locks.unlock_batch(self._seats, (self._seat,), self.client_id)
@@ -280,6 +281,15 @@ class Membership:
         if self._mode.broadcasting or (left and self._is_taken()):
             return
         self._broker.locks.unlock_batch(self.group, given, self.client_id)
+
+    def begin_work(self, queue: QueueRef) -> bool:
+        """Keep the lock of `queue` until `end_work`, whatever happens. Return False if it was lost to another."""
+        return self._mode.broadcasting or self._broker.locks.begin_work(self.group, queue, self.client_id)
+
+    def end_work(self, queue: QueueRef) -> None:
+        """Nothing is at work on `queue` any more."""
+        if not self._mode.broadcasting:
+            self._broker.locks.end_work(self.group, queue)
 
     def renew(self) -> set[QueueRef]:
         """Renew the seat and the locks of all queues held; those that were lost to another. To be called every 20

@@ -1,7 +1,6 @@
 """Messages handled one batch after the other, queue by queue (client-semantics A7).
 
     task of a queue:   closing                          end
-                       lock not renewed for 30 s        have it renewed, come back in 100 ms
                        at it for longer than a slice    come back after others had their turn
                        take a batch; none               end: the next pull begins a new task
                        handler ---> done                commit, go on
@@ -48,7 +47,6 @@ from mqstore.options import Duration, seconds
 
 __all__ = ["BatchTx", "OrderlyService"]
 
-LOCK_LATE_MS = 100
 NOBODY_AGAIN_MS = 1_000
 """When to look again whether anybody handles what nobody did: by then its queue is gone, as a rule."""
 SUSPEND_MIN_MS, SUSPEND_MAX_MS = 10, 60_000
@@ -216,9 +214,6 @@ class OrderlyService:
         queue = task.queue
         while not queue.closing:
             now_ms = self._clock.monotonic_ms()
-            if not self._broadcasting and queue.lock_expired(now_ms):
-                self.assignment.renew_soon()
-                return LOCK_LATE_MS
             if now_ms - task.begin_ms > self._slice_ms:
                 return 0
             wait_ms = self._overdue(task, now_ms) if self._open else None

@@ -33,8 +33,6 @@ _PULL_MAX = 1_024
 _PULL_BYTES = 256 << 10
 _ROOM_MIN = 256
 """Free places that end a pause, unless the half of all is less: pulls of a few messages cost as much as large ones."""
-LOCK_LIVES_MS = 30_000
-"""For how long a consumer trusts a lock that it has not renewed: half of what the engine grants."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +156,7 @@ class ProcessQueue:
         """Attempts that ended with a process that was killed, by offset. Unless it is orderly."""
         self.unannounced = False
         """`on_assign` is to be called, and to return before anything is pulled."""
-        self.announcing = False
-        """A worker is in `on_assign`."""
-        self.last_pull_ms = self.last_settle_ms = self.last_lock_ms = now_ms
+        self.last_pull_ms = self.last_settle_ms = now_ms
         self.asked = (0, 0)
         """(messages, bytes) that a pull was granted which has not come back yet."""
         self._limits = limits
@@ -341,10 +337,6 @@ class ProcessQueue:
                 return False
             self.throttled = False
             return True
-
-    def lock_expired(self, now_ms: int) -> bool:
-        """Whether the engine's lock was renewed too long ago to be relied on."""
-        return now_ms - self.last_lock_ms > LOCK_LIVES_MS
 
     def clear(self) -> None:
         """Forget all messages."""

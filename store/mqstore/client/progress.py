@@ -1,6 +1,7 @@
 """Where a consumer goes on, and who remembers it (client-semantics A2.5, A2.6, A11.1).
 
-    clustering      the group: one offset a queue, kept by the broker, on disk every `commit_interval` of the store
+    clustering      the group: one offset a queue, kept by the broker, written 100 ms later, and on disk every
+                    `commit_interval` of the store
     broadcasting    the client: a file of its own, `local_offsets/<client id>/<group>.json` in the store
 
 A commit goes to the broker's memory at once: in one process that costs no more than to remember it here, lags are true

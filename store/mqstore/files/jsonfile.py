@@ -20,6 +20,14 @@ Saving, with what a crash right after each step leaves (old = the value of befor
     4  sync the folder                       and durable      in whatever order the renames reached the disk before,
                                                               every file they lead to was synced
 
+A *quick save* leaves the syncs out: the kernel has the value, so it survives `kill -9`, and a power cut may tear it. ::
+
+    1  write X.json.tmp                        X old
+    2  X.json -> X.json.bak, sync the folder   X old, bak old   only by the first quick save after a synced one
+    3  X.json.tmp -> X.json                    X new, bak old   after a power cut X is old, or newer, or torn
+
+A synced save that follows leaves the ``.bak`` alone: the file that it replaces may be torn on disk.
+
 Two dialects are read: strict JSON, which is what we write, and fastjson's, whose integer keys carry no quotes.
 
 Limits keep somebody else's file from filling the memory: an object of five bytes takes 230 as a dict. Both are checked
@@ -66,6 +74,7 @@ __all__ = [
     "read_json",
     "save_json",
     "set_aside_json",
+    "sync_json",
 ]
 
 #: Limits of a file, see above. A file beyond them is refused with StoreIOError: it is not damaged, and is left alone.
@@ -203,26 +212,44 @@ def save_json(
     *,
     check: Check | None = None,
     file_mode: int = FILE_MODE,
+    synced: bool = True,
+    back_up: bool = True,
 ) -> None:
     """Put `value` at `path`, durably, keeping the value before it at ``.bak``. The folder must exist.
 
-    `check` is that of `load_json`. Raises StoreIOError for a value that is too large to be loaded again. After an error
-    `path` holds the old value, or the new one if only the last sync failed; the call may be repeated. One caller at a
-    time for each file.
+    With `synced` false this is a quick save. `back_up` must be true if the file at `path` is on disk, and false if it
+    is of a quick save. `check` is that of `load_json`.
 
-    Cost: two syncs (the file, the folder), and one read of the old file.
+    Raises StoreIOError for a value that is too large to be loaded again. After an error `path` holds the old value, or
+    the new one if only the last sync failed; the call may be repeated. One caller at a time for each file.
+
+    Cost: two syncs (the file, the folder), and one read of the old file. A quick save without `back_up`: none.
     """
     main = os.fspath(path)
+    folder = os.path.dirname(main) or "."
     content = _encode_checked(value, main)
-    _write_new(main + ".tmp", content, fs, file_mode)
+    _write_new(main + ".tmp", content, fs, file_mode, synced=synced)
     try:
-        if _read(main, fs, check).value is not None:
+        if back_up and _read(main, fs, check).value is not None:
             _back_up(main, fs, file_mode)
+            if not synced:
+                fs.sync_directory(folder)
         fs.replace(main + ".tmp", main)
     except OSError:
         _remove_quietly(main + ".tmp", fs)
         raise
-    fs.sync_directory(os.path.dirname(main) or ".")
+    if synced:
+        fs.sync_directory(folder)
+
+
+def sync_json(path: str | os.PathLike[str], fs: FileSystem = REAL) -> None:
+    """Make the file at `path` durable if there is one: a killed process may have left it by a quick save."""
+    with suppress(FileNotFoundError):
+        fd = fs.open(path, os.O_RDONLY)
+        try:
+            fs.fdatasync(fd)
+        finally:
+            fs.close(fd)
 
 
 def check_backup(
@@ -244,6 +271,7 @@ def check_backup(
     problem = f"{backup} is damaged ({fault}); {main} is good"
     if writer:
         problem += f"; it was moved to {_move_aside(backup, fs, clock)}, the good one's value put in its place"
+        sync_json(main, fs)
         _back_up(main, fs, stat.S_IMODE(fs.stat(main).st_mode))
         fs.sync_directory(os.path.dirname(main) or ".")
     return problem
@@ -316,14 +344,15 @@ def _read(path: str, fs: FileSystem, check: Check | None) -> _Read:
     return _Read(value, None)
 
 
-def _write_new(path: str, content: bytes, fs: FileSystem, mode: int) -> None:
-    """A new synced file. Always a new one, never a leftover rewritten: a backup may hold a hard link of that."""
+def _write_new(path: str, content: bytes, fs: FileSystem, mode: int, *, synced: bool = True) -> None:
+    """Write a new file, and sync it if `synced`. A leftover is never rewritten: a backup may hold a hard link of it."""
     fs.unlink(path, missing_ok=True)
     fd = fs.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
         try:
             fs.pwrite(fd, content, 0)
-            fs.fdatasync(fd)
+            if synced:
+                fs.fdatasync(fd)
         finally:
             fs.close(fd)
     except OSError:

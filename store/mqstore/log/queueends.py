@@ -3,7 +3,8 @@
 A group that had come to offset 100 of a queue that was cut at 43 has to go on at 43, or it skips what is put under the
 numbers between. Who keeps the groups' progress lowers it when it opens (`broker/offsets.py`); but the store may be
 opened, and put to, without that: by `mqstore put`, `mqstore recover`, a job. So each recovery that changed anything
-leaves a note, which the next to load progress takes, and then removes:
+leaves a note, which the next to load progress takes, and then removes. It also does so if progress was saved quickly,
+without a sync, and rests on more of the log than there is (`logEnd`):
 
     config/queueEnds.json   {"ends": {"orders": {"0": 43}}, "log": 8192, "of": [2190034171, 0]}
 
@@ -28,10 +29,14 @@ from mqstore.errors import CorruptStoreError, FormatError
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.jsonfile import decode_json, load_json, read_json, save_json
 
-__all__ = ["QueueEnds", "forget_ends", "load_ends", "note_ends"]
+__all__ = ["LOG_END", "QueueEnds", "forget_ends", "is_progress_ahead", "load_ends", "note_ends"]
+
+LOG_END: Final = "logEnd"
+"""Member of a progress file that was saved quickly: the end of the log that it rests on."""
 
 _FILE: Final = Path("config", "queueEnds.json")
 _PROGRESS: Final = Path("config", "consumerOffset.json")
+_DELAYS: Final = Path("config", "delayOffset.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,18 @@ def note_ends(root: Path, ends: Mapping[tuple[str, int], int], log_end: int, fs:
         table.setdefault(topic, {})[str(queue_id)] = least
     least = log_end if before is None else min(log_end, before.log_end)
     save_json(root / _FILE, {"ends": table, "log": least, "of": said}, fs, file_mode=file_mode)
+
+
+def is_progress_ahead(root: Path, log_end: int, fs: FileSystem) -> bool:
+    """Return True if progress was saved quickly and rests on more of the log than up to `log_end`."""
+    for name in (_PROGRESS, _DELAYS):
+        try:
+            end = decode_json(read_json(root / name, fs)).get(LOG_END)
+        except (FileNotFoundError, FormatError):
+            continue
+        if type(end) is int and end > log_end:
+            return True
+    return False
 
 
 def load_ends(root: Path, fs: FileSystem) -> QueueEnds | None:

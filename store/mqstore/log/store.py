@@ -57,7 +57,7 @@ from mqstore.log.consumequeue import ConsumeQueue, QueueTable
 from mqstore.log.inbox import CreateTopics, Inbox
 from mqstore.log.index import Index
 from mqstore.log.own import check_own
-from mqstore.log.queueends import note_ends
+from mqstore.log.queueends import is_progress_ahead, note_ends
 from mqstore.log.recovery import Outcome, Parts, Progress, RecoverOptions, has_unlisted, recover
 from mqstore.log.report import Finding, RecoveryReport
 from mqstore.log.reput import Dispatcher
@@ -419,7 +419,8 @@ class MessageStore(StoreWriter):
         lost = outcome.report.scanned_from is not None and self._have_queues_lost()
         if lost:
             _log.warning("%s: the numbers of queues that were lost, or their ends, begin anew", self.path)
-        if self.recovery.changed or self.recovery.findings or lost:
+        ahead = not clean and is_progress_ahead(self.path, outcome.end, fs)
+        if self.recovery.changed or self.recovery.findings or lost or ahead:
             ends = {(queue.topic, queue.queue_id): queue.next_offset for queue in self._queues}
             note_ends(self.path, ends, outcome.end, fs, self.config.file_mode)
         end = outcome.end

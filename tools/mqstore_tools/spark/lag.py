@@ -59,7 +59,7 @@ def lag(
 
     Two looks also tell what is consumed and what arrives a second, how long the rest takes, and which queues are stuck:
     there are messages, and the group's offset does not move. By what is on disk: a running broker writes its groups'
-    progress every few seconds. It counts all that is left: bounds and --where are refused.
+    progress within a few seconds. It counts all that is left: bounds and --where are refused.
     """
     with usable():
         from mqstore.spark.jobs.lag import lag_plan, lag_report

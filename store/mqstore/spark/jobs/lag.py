@@ -100,8 +100,8 @@ def lag_report(
     """The lag of `groups` (all) on `topics` (all, those of retries as well) in `stores`. `previous`: an earlier report,
     or its `to_dict()`, to compare with. `spark`: a session, or None to run here.
 
-    By what is on disk: a running broker writes its groups' progress every few seconds. Raises ConfigError for a group
-    or topic that no store knows and for what is no report; what opening a store raises.
+    By what is on disk: a running broker writes its groups' progress within a few seconds. Raises ConfigError for a
+    group or topic that no store knows and for what is no report; what opening a store raises.
     """
     chosen = _checked(stores, topics)
     wanted = None if groups is None else tuple(dict.fromkeys(groups))
