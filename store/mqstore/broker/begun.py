@@ -15,8 +15,8 @@ kernel keeps them when the process is killed. A power cut may take them back: th
     its handler had begun                                  one attempt more; behind the last one it is a dead letter
     it was only fetched, by a push consumer                the same attempt
 
-Where such a message comes again, `Suspects` lets one of them at a time into a handler: whichever ends the process takes
-no other down with it.
+Where such messages come again, `Suspects` lets one at a time into a handler: whichever ends the process takes no other
+of them down with it.
 """
 
 from __future__ import annotations
@@ -103,8 +103,13 @@ class Suspects:
         self._line: deque[tuple[Sequence[Message], Callable[[None], object]]] = deque()
 
     def among(self, messages: Sequence[Message]) -> bool:
-        """Whether any of these is suspected."""
-        return not self.left.isdisjoint(_addresses(messages))
+        """Whether any of these is suspected: while one is left, so is whatever has failed before. It may have been in a
+        handler beside the one that ends processes, two processes ago."""
+        return any(message.attempt > 1 for message in messages) or not self.left.isdisjoint(_addresses(messages))
+
+    def holds(self, message: Message) -> bool:
+        """Whether it was in a handler when the process was killed, and has not been in one since."""
+        return not self.left.isdisjoint(_addresses([message]))
 
     def come(self, messages: Sequence[Message], turn: Callable[[None], object]) -> None:
         """Have `turn(None)` called when no other call is inside. `leave` must follow, with the same list."""
@@ -162,6 +167,8 @@ class Begun:
             data = self._fs.read_whole(path, _FILE_MAX_BYTES)
             head: Any = json.loads(data[:_HEAD_BYTES].rstrip(b"\0"))
             group, shape = head["group"], (head["workers"], head["cells"])
+            if min(shape) < 1:
+                raise ValueError(f"{shape} cells")
             found = np.frombuffer(data, "<i8", shape[0] * shape[1], _HEAD_BYTES).reshape(shape)
             addresses = self.groups.setdefault(group, set())
             self.suspects.setdefault(group, Suspects())

@@ -137,11 +137,12 @@ class Handling:
 
     def ended_the_process(self, message: Message) -> bool:
         """Whether it was in a handler when the process was killed, and has not been in one since."""
-        return self._suspects is not None and self._suspects.among([message])
+        return self._suspects is not None and self._suspects.holds(message)
 
     def _call_alone(
         self, suspects: Suspects, worker: Worker, subscription: Subscription, messages: Sequence[Message], *more: Any
     ) -> Flow[Ended]:
+        worker.rest()
         yield _Turn(suspects, messages)
         try:
             ended = self._call(worker, subscription, messages, *more)

@@ -126,6 +126,11 @@ class Worker:
         with self._lock:
             self.messages = ()
 
+    def rest(self) -> None:
+        """It is in no handler, and not about to be in one."""
+        if self.cells is not None:
+            self.cells[0] = NONE
+
     def lapse(self, call: int) -> Sequence[Message]:
         """Make the result of this call void; what its handler has. Empty if it has ended: then its result counts."""
         with self._lock:
@@ -287,8 +292,7 @@ class Workers:
 
     def _work(self, worker: Worker, flow: Flow[None], error: BaseException | None = None) -> None:
         while not self._is_suspended(worker, flow, error):
-            if worker.cells is not None:
-                worker.cells[0] = NONE
+            worker.rest()
             with self._lock:
                 if not self._waiting:
                     self._free.append(worker)

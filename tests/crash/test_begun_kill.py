@@ -1,0 +1,149 @@
+"""kill -9 in the middle of handlers: an attempt is counted when a handler begins (client-semantics A6, A8).
+
+A child consumes for real; one message has its handler kill the process. The parent starts the next one until a child
+ends by itself, and looks what became of every message. Expected numbers are those of the retry policy.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mqstore
+from mqstore.broker.begun import PROCESS_ENDED
+
+LIMIT_S = 60
+GOOD = [f"m{i}" for i in range(40)]
+WORKERS = 4
+MODES = {
+    "queue": {},
+    "queue, ordered": {"ordered": True},
+    "pop": {"mode": "pop"},
+    "pop, ordered": {"mode": "pop", "ordered": True},
+}
+
+
+def consume(path: str, log_path: str, options: str) -> None:
+    """What a child does: note each message and its attempt, then handle it. It ends when all is settled."""
+    log = os.open(log_path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+    seen = {line.split()[0] for line in os.read(log, 1 << 20).decode().splitlines()}
+
+    def handle(given: Any) -> None:
+        messages = given if isinstance(given, tuple) else (given,)
+        for message in messages:
+            os.write(log, f"{message.text()} {message.attempt}\n".encode())
+        if any(message.text() == "kill" for message in messages):
+            os.kill(os.getpid(), signal.SIGKILL)
+        seen.update(message.text() for message in messages)
+
+    with mqstore.open(path) as store:
+        consumer = store.push_consumer("g", retry=mqstore.RetryPolicy(3, [0]), workers=WORKERS, **json.loads(options))
+        consumer.subscribe("t", handle)
+        end = time.monotonic() + LIMIT_S
+        with consumer:
+            while time.monotonic() < end and not (seen.issuperset(GOOD) and len(store.dead_letters("g"))):
+                time.sleep(0.01)
+
+
+def child(path: Path, log: Path, options: dict[str, Any]) -> int:
+    code = f"from tests.crash.test_begun_kill import consume; consume(*{[str(path), str(log), json.dumps(options)]!r})"
+    return subprocess.run([sys.executable, "-c", code], timeout=LIMIT_S, check=False).returncode
+
+
+@pytest.mark.parametrize(
+    ("mode", "batch_size"), [("queue", 1), ("queue", 4), ("queue, ordered", 1), ("pop", 4), ("pop, ordered", 1)]
+)
+def test_only_the_message_that_kills_the_process_is_a_dead_letter(tmp_path: Path, mode: str, batch_size: int) -> None:
+    path, log = tmp_path / "store", tmp_path / "log"
+    with mqstore.open(path) as store:
+        store.create_topic("t", queues=1)
+        for text in [*GOOD[:10], "kill", *GOOD[10:]]:
+            store.put("t", text.encode())
+
+    codes = [child(path, log, {**MODES[mode], "batch_size": batch_size}) for _ in range(4)]
+
+    assert codes == [-signal.SIGKILL] * 3 + [0]
+    attempts = defaultdict(list)
+    for line in log.read_text().splitlines():
+        text, attempt = line.split()
+        attempts[text].append(int(attempt))
+    assert attempts.pop("kill") == [1, 2, 3]
+    assert set(attempts) == set(GOOD)
+    assert max(max(each) for each in attempts.values()) <= 2  # beside it when the process was killed, once
+    with mqstore.open(path) as store:
+        [letter] = store.dead_letters("g")
+        assert (letter.text(), letter.reconsume_times, letter.properties["dlq_reason"]) == ("kill", 3, PROCESS_ENDED)
+        assert list((path / "config" / "begun").iterdir()) == []
+
+
+def kill_in_handlers(path: str, options: str) -> None:
+    """What a child does: be killed once four messages are in handlers."""
+    inside = threading.Semaphore(0)
+
+    def handle(given: Any) -> None:
+        for _ in given if isinstance(given, tuple) else (given,):
+            inside.release()
+        time.sleep(LIMIT_S)
+
+    with mqstore.open(path) as store:
+        consumer = store.push_consumer("g", retry=mqstore.RetryPolicy(3, [0]), workers=4, **json.loads(options))
+        consumer.subscribe("t", handle)
+        with consumer:
+            for _ in range(4):
+                inside.acquire()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("mode", "batch_size"), [("queue", 1), ("pop", 4)])
+def test_what_was_in_handlers_comes_one_at_a_time_and_holds_up_nothing_else(
+    tmp_path: Path, mode: str, batch_size: int
+) -> None:
+    with mqstore.open(tmp_path) as store:
+        store.create_topic("t", queues=1)
+        for i in range(20):
+            store.put("t", b"%02d" % i)
+    options = json.dumps({"mode": mode, "batch_size": batch_size, "prefetch": 4})
+    code = f"from tests.crash.test_begun_kill import kill_in_handlers; kill_in_handlers({str(tmp_path)!r}, {options!r})"
+    assert subprocess.run([sys.executable, "-c", code], timeout=LIMIT_S, check=False).returncode == -signal.SIGKILL
+
+    lock, others, gate = threading.Lock(), threading.Semaphore(0), threading.Event()
+    calls: list[tuple[int, ...]] = []
+
+    def handle(given: Any) -> None:
+        messages = given if isinstance(given, tuple) else (given,)
+        with lock:
+            calls.append(tuple(message.attempt for message in messages))
+        if any(message.attempt == 2 for message in messages):
+            assert gate.wait(LIMIT_S)
+        for message in messages:
+            if message.attempt == 1:
+                others.release()
+        done.append(len(messages))
+
+    done: list[int] = []
+    with mqstore.open(tmp_path) as store:
+        consumer = store.push_consumer("g", workers=8, mode=mode, batch_size=batch_size)  # type: ignore[arg-type]
+        consumer.subscribe("t", handle)
+        with consumer:
+            for _ in range(16):  # none of these waits for the four
+                assert others.acquire(timeout=LIMIT_S)
+            deadline = time.monotonic() + LIMIT_S
+            while not [attempts for attempts in calls if 2 in attempts]:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            assert [attempts for attempts in calls if 2 in attempts] == [(2,)]
+            gate.set()
+            while sum(done) < 20:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+    assert [attempts for attempts in calls if 2 in attempts] == [(2,)] * 4
