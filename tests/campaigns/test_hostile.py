@@ -20,6 +20,7 @@ import select
 import shutil
 import signal
 import stat
+import struct
 import sys
 import time
 import traceback
@@ -228,6 +229,9 @@ def _build(root: Path, profile: Any) -> None:
     bundle(root, "job", 0, [[Row(b"1"), Row(b"2", queue_id=1)]])
     bundle(root, "bad", 0, [[Row(b"3")]])
     (root / "inbox" / "bad-0" / "bundle.json").write_text("{")
+    (root / "config" / "begun").mkdir(exist_ok=True)
+    head = json.dumps({"group": "billing", "workers": 1, "cells": 2}).encode()
+    (root / "config" / "begun" / "0").write_bytes(head.ljust(512, b"\0") + struct.pack("<2q", 0, -1))
     for name in ("_staging/app-1/shard/records.bin", "cut/00000000000000000000-10", "local_offsets/me/group.json"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text("{}")
