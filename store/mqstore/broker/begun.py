@@ -151,15 +151,17 @@ class Begun:
         self._folder = parts.store.path / "config" / "begun"
         self._file_mode = parts.config.file_mode
         self._left_behind: list[str] = []
+        folders: list[str] = []
         self.groups: dict[str, set[Address]] = {}
         """Group -> messages that its handlers had begun, of each group with a push consumer that did not stop."""
         self.suspects: dict[str, Suspects] = {}
         """Of the same groups."""
         if self._fs.exists(self._folder):
-            self._left_behind, _ = self._fs.scandir_own(self._folder)
+            self._left_behind, folders = self._fs.scandir_own(self._folder)
         for name in self._left_behind:
             self._read(name)
-        self._names = count(max((int(name) + 1 for name in self._left_behind if name.isdecimal()), default=0))
+        taken = [int(name) for name in (*self._left_behind, *folders) if name.isdecimal()]
+        self._names = count(max(taken, default=-1) + 1)
 
     def _read(self, name: str) -> None:
         path = self._folder / name
