@@ -570,7 +570,9 @@ def _run_on(home: OnLoop, ledger: Ledger) -> None:
     seen, still_since = -1, time.monotonic()
     while time.monotonic() - still_since < STILL_S and not failures:
         done = not any(_missing(store, ledger, group, topics) for group, topics in wanted.items())
-        if done and not any(n for group in wanted for queue, n in store.lag(group).items() if queue.topic in TOPICS):
+        if done and not any(
+            n for group in wanted for queue, n in store.lag(group.split("-")[0]).items() if queue.topic in TOPICS
+        ):
             break
         if (now_settled := ledger.settled()) != seen:
             seen, still_since = now_settled, time.monotonic()
