@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import mqstore
 
-HEAD = {"group": "g", "workers": 2, "cells": 2}
+HEAD = {"group": "g", "workers": 2, "cells": 6}
 
 
 def content(head: object, *cells: int) -> bytes:
@@ -34,21 +35,29 @@ def attempts(path: Path) -> dict[int, int]:
         return store.broker.attempts("g", "t", 0)
 
 
+NOTHING = (-1, -1, -1)
+
+
 @pytest.mark.parametrize(
-    ("cells", "expected"),
+    ("first", "second", "expected"),
     [
-        ((-1, -1, -1, -1), {}),
-        ((0, -1, -1, -1), {0: 1}),
-        ((0, 1, -1, -1), {0: 1, 1: 1}),
-        ((-1, 1, 2, -1), {2: 1}),  # what stands behind -1 is of an earlier call
-        ((0, -1, 0, -1), {0: 1}),
+        ((*NOTHING, *NOTHING), (*NOTHING, *NOTHING), {}),
+        (("m0", 0, -1, *NOTHING), (*NOTHING, *NOTHING), {0: 1}),
+        (("m2", 0, -1, *NOTHING), (*NOTHING, *NOTHING), {0: 1}),  # any message of the queue tells which queue it is
+        (("m0", 0, -1, "m0", 1, -1), (*NOTHING, *NOTHING), {0: 1, 1: 1}),
+        (("m0", 1, 2, *NOTHING), (*NOTHING, *NOTHING), {1: 1, 2: 1}),
+        (("m0", 2, 1, *NOTHING), (*NOTHING, *NOTHING), {2: 1}),  # the last is of an earlier call
+        (("m0", -1, -1, "m0", 1, -1), ("m0", 2, -1, *NOTHING), {2: 1}),  # the job has ended, the rest is of before
+        ((*NOTHING, "m0", 1, -1), (*NOTHING, *NOTHING), {}),
+        (("m0", 0, -1, *NOTHING), ("m0", 0, -1, *NOTHING), {0: 1}),
     ],
 )
 def test_each_message_that_a_worker_had_has_used_an_attempt(
-    tmp_path: Path, cells: tuple[int, ...], expected: dict[int, int]
+    tmp_path: Path, first: tuple[Any, ...], second: tuple[Any, ...], expected: dict[int, int]
 ) -> None:
     places = store_with(tmp_path, b"")
-    (tmp_path / "config" / "begun" / "7").write_bytes(content(HEAD, *(places[i] if i >= 0 else -1 for i in cells)))
+    cells = [places[int(cell[1])] if isinstance(cell, str) else cell for cell in (*first, *second)]
+    (tmp_path / "config" / "begun" / "7").write_bytes(content(HEAD, *cells))
 
     assert attempts(tmp_path) == expected
 
@@ -64,12 +73,14 @@ def test_each_message_that_a_worker_had_has_used_an_attempt(
         b"no json".ljust(600, b"\0"),
         content([1, 2], 0),
         content({"group": "g"}, 0),
-        content({"group": "g", "workers": 2, "cells": 2}, 0, 0, 0),  # too short
-        content({"group": "g", "workers": -1, "cells": 2}, 0, 0),
-        content({"group": "g", "workers": "2", "cells": 2}, 0, 0, 0, 0),
-        content({"group": ["g"], "workers": 1, "cells": 1}, 0),
-        content({"group": "g", "workers": 1, "cells": 3}, 1, -7, 1 << 60),  # nothing begins there
-        content({"group": "another", "workers": 1, "cells": 1}, 0),
+        content(HEAD, *[0] * 11),  # too short
+        content({"group": "g", "workers": -1, "cells": 3}, 0, 0, 0),
+        content({"group": "g", "workers": "1", "cells": 3}, 0, 0, 0),
+        content({"group": "g", "workers": 1, "cells": 2}, 0, 0),
+        content({"group": ["g"], "workers": 1, "cells": 3}, 0, 0, 0),
+        content({"group": "g", "workers": 1, "cells": 3}, 1, 0, 0),  # no record begins there
+        content({"group": "g", "workers": 1, "cells": 6}, -7, 0, 0, 1 << 60, 0, 0),
+        content({"group": "another", "workers": 1, "cells": 3}, 0, 0, 0),
     ],
 )
 def test_a_file_that_says_nothing_of_use_is_removed(tmp_path: Path, data: bytes) -> None:
@@ -84,7 +95,7 @@ def test_what_the_group_has_consumed_counts_no_attempt(tmp_path: Path) -> None:
     places = store_with(tmp_path, b"")
     with mqstore.open(tmp_path) as store:
         store.broker.commit("g", "t", 0, 2)
-    (tmp_path / "config" / "begun" / "7").write_bytes(content(HEAD, places[1], -1, places[2], -1))
+    (tmp_path / "config" / "begun" / "7").write_bytes(content(HEAD, places[0], 1, 2, *[-1] * 9))
 
     assert attempts(tmp_path) == {2: 1}
 

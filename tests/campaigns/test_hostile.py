@@ -230,8 +230,8 @@ def _build(root: Path, profile: Any) -> None:
     bundle(root, "bad", 0, [[Row(b"3")]])
     (root / "inbox" / "bad-0" / "bundle.json").write_text("{")
     (root / "config" / "begun").mkdir(exist_ok=True)
-    head = json.dumps({"group": "billing", "workers": 1, "cells": 2}).encode()
-    (root / "config" / "begun" / "0").write_bytes(head.ljust(512, b"\0") + struct.pack("<2q", 0, -1))
+    head = json.dumps({"group": "billing", "workers": 1, "cells": 3}).encode()
+    (root / "config" / "begun" / "0").write_bytes(head.ljust(512, b"\0") + struct.pack("<3q", 0, 0, -1))
     for name in ("_staging/app-1/shard/records.bin", "cut/00000000000000000000-10", "local_offsets/me/group.json"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text("{}")

@@ -781,7 +781,7 @@ def test_after_a_crash_it_goes_on(bench: Bench, ordered: bool, monkeypatch: pyte
             bench.kill()
             push.engine.halt()  # it is dead: it begins nothing more, and notes nothing
             for worker in push.consumer._workers.all:
-                worker.cells = None
+                worker.cells, worker.calls_with = memoryview(bytearray(24)).cast("q"), ""
             raise Retry(0)
 
     bench.put(*[b"%d" % i for i in range(5)], queue_id=0)

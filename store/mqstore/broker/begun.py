@@ -7,9 +7,14 @@
     | head| cells of the first worker    | of the second |        head: {"group": name, "workers": w, "cells": of each}
     +-----+------------------------------+---------------+---
 
-The cells of a worker hold the physical offsets of the messages that its handler was called with last, -1 behind the
-last of them; -1 alone once its job has ended. They are written through a mapping, so they cost no system call, and the
-kernel keeps them when the process is killed. A power cut may take them back: then an attempt is not counted.
+The cells of a worker name the messages that its handler was called with last, three cells at a time::
+
+    where    physical offset of any message of their queue; -1: the rest is of an earlier call
+    first    queue offset; -1: its job has ended, and the rest is of an earlier call
+    last     of several that stand in line; -1: there is one
+
+They are written through a mapping, so they cost no system call, and the kernel keeps them when the process is killed. A
+power cut may take them back: then an attempt is not counted.
 
     at the next open, of a message that is not settled     it comes again with
     its handler had begun                                  one attempt more; behind the last one it is a dead letter
@@ -28,7 +33,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import count, takewhile
+from itertools import count
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -39,7 +44,7 @@ from mqstore.errors import MQStoreError
 from mqstore.files.filesystem import FileSystem
 from mqstore.log.message import Message
 
-__all__ = ["NONE", "PROCESS_ENDED", "Address", "Begun", "Notes", "Suspects", "note"]
+__all__ = ["FIRST", "LAST", "NONE", "PROCESS_ENDED", "THREE", "WHERE", "Address", "Begun", "Notes", "Suspects", "note"]
 
 _log = logging.getLogger("mqstore")
 
@@ -48,10 +53,14 @@ PROCESS_ENDED: Final = "the process ended while it was handled"
 
 _HEAD_BYTES: Final = 512
 _CELL_BYTES: Final = 8
-_FILE_MAX_BYTES: Final = _HEAD_BYTES + _CELL_BYTES * 1_000 * 1_024
+_BATCH_MAX: Final = 1_024
+THREE: Final = 3
+"""Cells that name messages of one queue."""
+_FILE_MAX_BYTES: Final = _HEAD_BYTES + _CELL_BYTES * 1_000 * THREE * _BATCH_MAX
 """The most workers, each with the largest batch."""
 NONE: Final = -1
 """A cell that holds nothing."""
+WHERE, FIRST, LAST = range(3)
 
 
 class Address(NamedTuple):
@@ -63,13 +72,16 @@ class Address(NamedTuple):
 
 
 def note(cells: memoryview, messages: Sequence[Message]) -> None:
-    """Let the cells of a worker hold these messages. The first cell last: until then it has none."""
-    number = len(messages)
-    if number < len(cells):
-        cells[number] = NONE
-    for i in range(1, number):
-        cells[i] = messages[i].physical_offset
-    cells[0] = messages[0].physical_offset
+    """Let the cells of a worker name each of these messages, of whatever queues. Until that is done they name none."""
+    cells[FIRST] = NONE
+    end = THREE * len(messages)
+    if end < len(cells):
+        cells[end] = NONE
+    for at in range(THREE, end, THREE):
+        message = messages[at // THREE]
+        cells[at], cells[at + FIRST] = message.physical_offset, message.offset
+    cells[WHERE] = messages[0].physical_offset
+    cells[FIRST] = messages[0].offset
 
 
 class Notes:
@@ -178,10 +190,14 @@ class Begun:
             _log.warning("%s is not read: %s. Attempts that it tells of are not counted", path, error)
             return
         for cells in found.tolist():
-            for physical_offset in takewhile(lambda cell: cell != NONE, cells):
+            for at in range(0, len(cells) - LAST, THREE):
+                where, first, last = cells[at : at + THREE]
+                if where == NONE or first == NONE:
+                    break
                 with suppress(LookupError, MQStoreError):  # gone since, or never written
-                    message = self._store.at(physical_offset)
-                    addresses.add(Address(*message.queue, message.offset))
+                    queue = self._store.at(where).queue
+                    stop = min(max(first, last) + 1, first + _BATCH_MAX)
+                    addresses.update(Address(*queue, offset) for offset in range(first, stop))
 
     def forget(self) -> None:
         """Remove what was read: whoever asked for it has it on disk."""
@@ -193,7 +209,7 @@ class Begun:
         self.suspects[group].left.add(address)
 
     def open(self, group: str, workers: int, cells: int) -> Notes:
-        """A new file, for `cells` messages (the largest batch) of each worker. Raises StoreFullError, StoreIOError."""
+        """A new file, with so many `cells` for each worker. Raises StoreFullError, StoreIOError."""
         self._fs.mkdir(self._folder, exist_ok=True)
         path = self._folder / str(next(self._names))
         length = _HEAD_BYTES + _CELL_BYTES * workers * cells

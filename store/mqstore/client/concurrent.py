@@ -148,6 +148,7 @@ class ConcurrentService:
         if not chunk.messages or not self.assignment.enter(queue, chunk.first.offset):
             return
         self._at[worker] = chunk
+        worker.come_to(chunk.first)
         worker.is_cancelled = lambda: queue.closing
         if not self._ticking:
             self._begin_ticks()
@@ -169,6 +170,7 @@ class ConcurrentService:
     def _handle(self, chunk: _Chunk, worker: Worker) -> Flow[None]:
         queue, handling, size = chunk.queue, self._handling, self._batch_size
         retried = is_retry_topic(queue.queue.topic)
+        watched = handling.suspects is not None
         each = bool(handling.hooks.on_settle) or retried
         subscription: Subscription | None = None
         handled, took_ms = 0, 0.0
@@ -176,8 +178,8 @@ class ConcurrentService:
         while (not queue.closing or _may_end(chunk)) and (batch := _next(chunk.messages, size)):
             if retried:
                 batch = _of_one_topic(self._group, chunk.messages, batch)
-            number = handling.together(batch)
-            if number < len(batch):
+            if watched:
+                number = handling.together(batch)
                 chunk.messages.extendleft(reversed(batch[number:]))
                 batch = batch[:number]
             if retried or subscription is None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from mqstore.broker.begun import Suspects
+from mqstore.broker.begun import FIRST, Suspects
 from mqstore.broker.statistics import Statistics
 from mqstore.client.handlers import check_has_run
 from mqstore.client.interceptors import Consumed, Interceptors, Settled
@@ -108,6 +108,7 @@ class Handling:
         ends. `suspects`: messages that are handled one at a time."""
         self.group = group
         self.hooks = interceptors
+        self._around, self._after = interceptors.around_consume, interceptors.after_consume
         self.log = interceptors.log
         """For all that is said of messages."""
         self.statistics = Statistics(clock)
@@ -115,29 +116,31 @@ class Handling:
         self._batch = batch
         self._ordered = ordered
         self._on_error = on_error
-        self._suspects = suspects
+        self.suspects = suspects
+        """Messages that are handled one at a time; None: the process before this one was not killed."""
+        self.call: Callable[..., Ended | Flow[Ended]] = self._call if suspects is None else self._call_or_wait
+        """`call(worker, subscription, messages, *more)`: hand `messages` (one, unless handlers take batches) to the
+        handler on this thread: its end; or the flow that waits for it: of a handler that returned an `Awaited`, and of
+        suspected messages, which wait for their turn. SystemExit and KeyboardInterrupt pass."""
 
-    def call(
+    def _call_or_wait(
         self, worker: Worker, subscription: Subscription, messages: Sequence[Message], *more: Any
     ) -> Ended | Flow[Ended]:
-        """Hand `messages` (one, unless handlers take batches) to the handler on this thread: its end; or the flow that
-        waits for it: of a handler that returned an `Awaited`, and of suspected messages, which wait for their turn.
-        SystemExit and KeyboardInterrupt pass."""
-        suspects = self._suspects
+        suspects = self.suspects
         if suspects is not None and suspects.left and suspects.among(messages):
             return self._call_alone(suspects, worker, subscription, messages, *more)
         return self._call(worker, subscription, messages, *more)
 
     def together(self, messages: Sequence[Message]) -> int:
         """How many of the first of these one call may have: a suspected one is alone."""
-        suspects = self._suspects
+        suspects = self.suspects
         if suspects is None or not suspects.left or not suspects.among(messages):
             return len(messages)
         return next((i for i, message in enumerate(messages) if suspects.among([message])), 0) or 1
 
     def ended_the_process(self, message: Message) -> bool:
         """Whether it was in a handler when the process was killed, and has not been in one since."""
-        return self._suspects is not None and self._suspects.holds(message)
+        return self.suspects is not None and self.suspects.holds(message)
 
     def _call_alone(
         self, suspects: Suspects, worker: Worker, subscription: Subscription, messages: Sequence[Message], *more: Any
@@ -155,25 +158,30 @@ class Handling:
     ) -> Ended | Flow[Ended]:
         handler = subscription.handler
         argument = tuple(messages) if self._batch else messages[0]  # our list is not the handler's to change
-        worker.begin(messages)
+        if worker.calls_with == "one":  # what `begin` does, without a call: it may come every two microseconds
+            worker.calls += 1
+            worker.messages = messages
+            worker.cells[FIRST] = messages[0].offset
+        else:
+            worker.begin(messages)
         begin = time.perf_counter()
         try:
-            if self.hooks.around_consume:
+            if self._around:
                 # Looked at inside, so that hooks see it fail.
                 self.hooks.consuming(lambda: check_has_run(handler(argument, *more)), messages)
             elif isinstance(result := handler(argument, *more), Awaited):
                 return self._rest(worker, subscription, messages, more, begin, result)
-            else:
+            elif result is not None:
                 check_has_run(result)
         except Exception as error:
             worker.end()
             took_ms = (time.perf_counter() - begin) * 1000  # without that of reporting
-            if self.hooks.after_consume:
+            if self._after:
                 self._consumed(worker, messages, more, took_ms, error)
             return self._failure(error, subscription, messages), took_ms
         worker.end()
         took_ms = (time.perf_counter() - begin) * 1000
-        if self.hooks.after_consume:
+        if self._after:
             self._consumed(worker, messages, more, took_ms, None)
         return None, took_ms
 
@@ -192,7 +200,7 @@ class Handling:
         except Exception as error:
             raised = error
         took_ms = (worker.ended_at - begin) * 1000
-        if self.hooks.after_consume:
+        if self._after:
             self._consumed(worker, messages, more, took_ms, raised)
         return None if raised is None else self._failure(raised, subscription, messages), took_ms
 
@@ -218,7 +226,7 @@ class Handling:
         self._tell_consumed(Consumed(self.group, messages[0].topic, tuple(messages), outcome, took_ms / 1000, error))
 
     def _tell_consumed(self, consumed: Consumed) -> None:
-        for hook in self.hooks.after_consume:
+        for hook in self._after:
             try:
                 hook(consumed)
             except Exception as failed:
@@ -232,9 +240,9 @@ class Handling:
 
     def timed_out(self, message: Message, stack: str, timeout_ms: int) -> None:
         """Tell the interceptors that a handler has had a message for longer than `consume_timeout`."""
-        if self._suspects is not None:
-            self._suspects.give_up(message)
-        if self.hooks.after_consume:
+        if self.suspects is not None:
+            self.suspects.give_up(message)
+        if self._after:
             self._tell_consumed(Consumed(self.group, message.topic, (message,), "timeout", timeout_ms / 1000, None))
         self.hooks.tell(self.hooks.on_timeout, message, stack)
 

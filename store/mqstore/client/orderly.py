@@ -230,6 +230,7 @@ class OrderlyService:
     def _handle(self, task: _Task, taken: list[Message]) -> Flow[int | None]:
         """One batch: None to go on, else for how long the queue is suspended."""
         queue = task.queue
+        task.worker.come_to(taken[0])
         batch = self._shown(task, taken)
         subscription = self.assignment.subscription_of(queue, batch[0])
         if subscription is None:

@@ -31,7 +31,7 @@ from queue import Empty, SimpleQueue
 from types import FrameType, TracebackType
 from typing import Any, Literal, Protocol, TypeVar, overload
 
-from mqstore.broker.begun import Notes
+from mqstore.broker.begun import THREE, Notes
 from mqstore.broker.broker import Broker
 from mqstore.broker.groups import RetryPolicy
 from mqstore.broker.localoffsets import LOCAL_OFFSETS, LocalOffsets
@@ -537,9 +537,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
             enter_group(self._broker, self.group, ordered=self._mode.ordered, start=self._start, retry=self._retry)
             try:
                 if not self._mode.broadcasting:  # which has no attempts
-                    self._notes = self._broker.begun.open(self.group, len(self._workers.all), self._batch_size)
-                    for worker, cells in zip(self._workers.all, self._notes.workers, strict=True):
-                        worker.cells = cells
+                    self._take_notes()
                 self._engine.start(self._subscriptions)
                 self._check_usable()  # a hook may have stopped it
             except BaseException:
@@ -628,6 +626,16 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
                 self._stopped.open()
                 self._wishes.put(None)
         return ended
+
+    def _take_notes(self) -> None:
+        """Have the workers note what their handlers have."""
+        calls_with: Literal["one", "run", "any"] = "any"
+        if self._mode.model == "queue":
+            calls_with = "one" if self._batch_size == 1 else "run"
+        cells_each = THREE * self._batch_size if calls_with == "any" else THREE
+        self._notes = self._broker.begun.open(self.group, len(self._workers.all), cells_each)
+        for worker, cells in zip(self._workers.all, self._notes.workers, strict=True):
+            worker.cells, worker.calls_with = cells, calls_with
 
     def _forget_notes(self) -> None:
         if self._notes is not None:

@@ -28,9 +28,9 @@ from functools import partial
 from itertools import count
 from queue import Empty, SimpleQueue
 from types import GeneratorType
-from typing import TypeVar
+from typing import Literal, TypeVar
 
-from mqstore.broker.begun import NONE, note
+from mqstore.broker.begun import FIRST, LAST, NONE, THREE, WHERE, note
 from mqstore.clock import Clock
 from mqstore.log.message import Message
 from mqstore.signalsafe import Condition
@@ -88,7 +88,18 @@ def cancelled() -> bool:
 class Worker:
     """One who runs jobs, and what it is at: handlers ask, the consumer looks."""
 
-    __slots__ = ("_lock", "awaits", "calls", "cells", "ended_at", "ident", "is_cancelled", "lapsed", "messages")
+    __slots__ = (
+        "_lock",
+        "awaits",
+        "calls",
+        "calls_with",
+        "cells",
+        "ended_at",
+        "ident",
+        "is_cancelled",
+        "lapsed",
+        "messages",
+    )
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -101,8 +112,11 @@ class Worker:
         """When the last that it waited for had ended (`time.perf_counter`)."""
         self.messages: Sequence[Message] = ()
         """What its handler has now; empty: it is in no handler."""
-        self.cells: memoryview | None = None
-        """Where it notes what its handler has, for the next process (broker/begun.py); None: nobody is to know."""
+        self.cells = memoryview(bytearray(THREE * 8)).cast("q")
+        """Where it notes what its handler has, for the next process (broker/begun.py)."""
+        self.calls_with: Literal["", "one", "run", "any"] = ""
+        """What its handler has at a time: one message, or a run of them, of one queue (`come_to`), or any messages. "":
+        that is not noted."""
         self.calls = 0
         """Handler calls so far: tells one from the next."""
         self.lapsed = -1
@@ -114,12 +128,11 @@ class Worker:
         """A handler gets these now."""
         self.calls += 1
         self.messages = messages
-        cells = self.cells
-        if cells is not None:
-            if len(cells) == 1:  # one message a call, at hundreds of thousands a second
-                cells[0] = messages[0].physical_offset
-            else:
-                note(cells, messages)
+        if self.calls_with == "run":
+            self.cells[LAST] = messages[-1].offset
+            self.cells[FIRST] = messages[0].offset
+        elif self.calls_with == "any":
+            note(self.cells, messages)
 
     def end(self) -> None:
         """It has come back. From here on `lapse` finds nothing; `lapsed == calls` tells that it did before."""
@@ -128,8 +141,12 @@ class Worker:
 
     def rest(self) -> None:
         """It is in no handler, and not about to be in one."""
-        if self.cells is not None:
-            self.cells[0] = NONE
+        self.cells[FIRST] = NONE
+
+    def come_to(self, message: Message) -> None:
+        """What it will be called with lies in the queue of this message."""
+        self.cells[FIRST] = self.cells[LAST] = NONE
+        self.cells[WHERE] = message.physical_offset
 
     def lapse(self, call: int) -> Sequence[Message]:
         """Make the result of this call void; what its handler has. Empty if it has ended: then its result counts."""
