@@ -324,7 +324,7 @@ class Queue:
         """At least one delivery, and when the loan of these is over."""
         loan_s = self._loan_s if visibility is None else loan_seconds(visibility)
         end = None if timeout is None else time.monotonic() + seconds(timeout, "timeout")
-        turn = None
+        turn, topics, ordered = None, self._broker.topics, self._ordered
         try:
             while True:
                 rings = self._waits.rings  # before the look: a `shutdown` that comes later ends the wait
@@ -333,7 +333,12 @@ class Queue:
                     if shut == "all":
                         raise QueueShutDown(f"queue {self.name!r} was shut down")
                     expires_at = self._lender.monotonic_ms() / 1000 + loan_s
-                    found = self._pop(count, loan_s)
+                    found = self._pop_retries(count, loan_s) if topics.entered(self._retries) is not None else []
+                    if not found:
+                        # Of an ordered batch what was acknowledged behind an item that comes again is done.
+                        found = self._broker.pop(
+                            self.name, self.name, count, invisible=loan_s, order=ordered, skip_acked=ordered
+                        )
                 except BaseException:
                     if turn is not None:  # for an item that another object of this queue may have
                         self._waits.pass_on(turn)
@@ -351,17 +356,17 @@ class Queue:
                 raise QueueShutDown(f"queue {self.name!r} was shut down") from None
             raise
 
-    def _pop(self, count: int, loan_s: float) -> list[Delivery]:
-        # Of an ordered batch what was acknowledged behind an item that comes again is done.
-        broker, name, ordered = self._broker, self.name, self._ordered
-        found: list[Delivery] = []
-        if len(self._topics()) > 1:  # what comes again first: those that fail wait, and let the others pass
-            found, _ = pop_retries(broker, name, (name,), count, loan_s, order=ordered, skip_acked=ordered)
-        return found or broker.pop(name, name, count, invisible=loan_s, order=ordered, skip_acked=ordered)
+    def _pop_retries(self, count: int, loan_s: float) -> list[Delivery]:
+        """What comes again goes first: those that fail wait, and let the others pass."""
+        if len(self._topics()) == 1:
+            return []
+        ordered = self._ordered
+        found, _ = pop_retries(self._broker, self.name, (self.name,), count, loan_s, order=ordered, skip_acked=ordered)
+        return found
 
     def _topics(self) -> Sequence[tuple[str, None]]:
         """Where items may lie: where the group's consumers that read by offset left them, too, once there are none."""
-        if self._broker.topics.get(self._retries) is None or self._broker.members.mode(self.name) is not None:
+        if self._broker.topics.entered(self._retries) is None or self._broker.members.mode(self.name) is not None:
             return ((self.name, None),)
         return (self.name, None), (self._retries, None)
 

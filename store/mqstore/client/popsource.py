@@ -174,7 +174,7 @@ class PopSource:
                     self._join(self.wanted)
                 self._turn += 1
                 topics = self._topics
-                if self._retries not in self.wanted and self._broker.topics.get(self._retries) is not None:
+                if self._retries not in self.wanted and self._broker.topics.entered(self._retries) is not None:
                     topics = [*topics, (self._retries, None)]
                 names = [name for name, _ in topics]
                 first = names.index(turn) if turn in names else self._turn % len(topics)
