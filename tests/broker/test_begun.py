@@ -61,7 +61,7 @@ def test_each_message_that_a_worker_had_has_used_an_attempt(
 
     assert attempts(tmp_path) == expected
 
-    assert list((tmp_path / "config" / "begun").iterdir()) == []
+    assert not (tmp_path / "config" / "begun" / "7").exists()
     assert attempts(tmp_path) == expected  # counted once
 
 

@@ -20,8 +20,9 @@ power cut may take them back: then an attempt is not counted.
     its handler had begun                                  one attempt more; behind the last one it is a dead letter
     it was only fetched, by a push consumer                the same attempt
 
-Where such messages come again, `Suspects` lets one at a time into a handler: whichever ends the process takes no other
-of them down with it.
+Those whose handler had begun are suspected of having ended the process. They stand in `suspects.json`, {"suspects":
+{group: [[topic, queue id, offset], ...]}}, until they have been through a handler, and one at a time is let into one:
+whichever ends the process takes no other of them down with it.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -42,11 +44,14 @@ import numpy as np
 from mqstore.broker.parts import Parts
 from mqstore.errors import MQStoreError
 from mqstore.files.filesystem import FileSystem
+from mqstore.files.jsonfile import save_json
 from mqstore.log.message import Message
 
 __all__ = ["FIRST", "LAST", "NONE", "PROCESS_ENDED", "THREE", "WHERE", "Address", "Begun", "Notes", "Suspects", "note"]
 
 _log = logging.getLogger("mqstore")
+
+_SUSPECTS: Final = "suspects.json"
 
 PROCESS_ENDED: Final = "the process ended while it was handled"
 """Why a message failed whose handler had begun when its process was killed."""
@@ -102,55 +107,78 @@ class Notes:
 
 
 class Suspects:
-    """Messages of one group that were in handlers when the process was killed: one call at a time is let in.
+    """Messages that were in handlers when the process was killed, of all groups: one is in a handler at a time.
 
-    Thread-safe, and waits for nothing: who comes is called when it is his turn.
+    Thread-safe, and blocks nobody: who may not begin yet is called when it is his turn.
     """
 
-    def __init__(self) -> None:
-        self.left: set[Address] = set()
-        """Those that have not been through a handler since."""
+    def __init__(self, save: Callable[[dict[str, set[Address]]], object] = lambda left: None) -> None:
+        """`save` keeps them for the next process; under the lock."""
+        self.left: dict[str, set[Address]] = {}
+        """By group: those that have not been through a handler since. Not to be changed from outside."""
+        self._save = save
         self._lock = threading.Lock()
-        self._inside: Sequence[Message] | None = None
-        self._line: deque[tuple[Sequence[Message], Callable[[None], object]]] = deque()
+        self._inside: tuple[object, object] | None = None
+        """(key, owner) of whose turn it is."""
+        self._line: deque[tuple[object, object, Callable[[], object]]] = deque()
 
-    def among(self, messages: Sequence[Message]) -> bool:
-        """Whether any of these is suspected: while one is left, so is whatever has failed before. It may have been in a
-        handler beside the one that ends processes, two processes ago."""
-        return any(message.attempt > 1 for message in messages) or not self.left.isdisjoint(_addresses(messages))
+    def holds(self, group: str, address: Address) -> bool:
+        """Whether this message is suspected."""
+        return address in self.left.get(group, ())
 
-    def holds(self, message: Message) -> bool:
-        """Whether it was in a handler when the process was killed, and has not been in one since."""
-        return not self.left.isdisjoint(_addresses([message]))
+    def add(self, group: str, addresses: Iterable[Address]) -> None:
+        """Suspect these."""
+        self._change(group, self.left.get(group, set()).union(addresses))
 
-    def come(self, messages: Sequence[Message], turn: Callable[[None], object]) -> None:
-        """Have `turn(None)` called when no other call is inside. `leave` must follow, with the same list."""
+    def clear(self, group: str, addresses: Iterable[Address]) -> None:
+        """These have been through a handler, or never will be."""
+        self._change(group, self.left.get(group, set()).difference(addresses))
+
+    def _change(self, group: str, after: set[Address]) -> None:
         with self._lock:
-            if self._inside is not None:
-                self._line.append((messages, turn))
-                return
-            self._inside = messages
-        turn(None)
+            if after != self.left.get(group, set()):
+                others = {name: each for name, each in self.left.items() if name != group}
+                self.left = {**others, group: after} if after else others
+                self._save(self.left)
 
-    def leave(self, messages: Sequence[Message]) -> None:
-        """These have been through a handler: the next may come in. Again is harmless."""
+    def come(self, key: object, owner: object, turn: Callable[[], object]) -> bool:
+        """Return whether it is the turn of `key`; else `turn()` is called when it is. `leave` must follow."""
+        with self._lock:
+            if self._inside is None:
+                self._inside = key, owner
+            elif self._inside[0] is not key:
+                self._line.append((key, owner, turn))
+                return False
+        return True
+
+    def leave(self, key: object) -> None:
+        """Let the next one in, if it is the turn of `key`."""
         turn = None
         with self._lock:
-            self.left.difference_update(_addresses(messages))
-            if self._inside is messages:
-                self._inside, turn = self._line.popleft() if self._line else (None, None)
+            if self._inside is not None and self._inside[0] is key:
+                self._inside = None
+                if self._line:
+                    next_key, owner, turn = self._line.popleft()
+                    self._inside = next_key, owner
         if turn is not None:
-            turn(None)
+            turn()
 
-    def give_up(self, message: Message) -> None:
-        """Its handler hangs: the others do not wait for that."""
+    def is_in(self, key: object) -> bool:
+        """Whether it is the turn of `key`."""
         inside = self._inside
-        if inside is not None and message in inside:
-            self.leave(inside)
+        return inside is not None and inside[0] is key
 
+    def give_up(self, owner: object) -> None:
+        """The handler of this owner's that has the turn hangs: the others do not wait for it."""
+        inside = self._inside
+        if inside is not None and inside[1] is owner:
+            self.leave(inside[0])
 
-def _addresses(messages: Sequence[Message]) -> list[Address]:
-    return [Address(*message.queue, message.offset) for message in messages]
+    def desert(self, owner: object) -> None:
+        """This owner has stopped: nothing of it is called any more, and nobody waits for it."""
+        with self._lock:
+            self._line = deque(each for each in self._line if each[1] is not owner)
+        self.give_up(owner)
 
 
 class Begun:
@@ -158,6 +186,7 @@ class Begun:
 
     def __init__(self, parts: Parts) -> None:
         """Read what a process that was killed has left. Raises StoreIOError."""
+        self._parts = parts
         self._fs = parts.fs
         self._store = parts.store
         self._folder = parts.store.path / "config" / "begun"
@@ -166,12 +195,14 @@ class Begun:
         folders: list[str] = []
         self.groups: dict[str, set[Address]] = {}
         """Group -> messages that its handlers had begun, of each group with a push consumer that did not stop."""
-        self.suspects: dict[str, Suspects] = {}
-        """Of the same groups."""
+        self.suspects = Suspects(self._save)
         if self._fs.exists(self._folder):
             self._left_behind, folders = self._fs.scandir_own(self._folder)
         for name in self._left_behind:
-            self._read(name)
+            if name.isdecimal():
+                self._read(name)
+            elif name == _SUSPECTS:
+                self._load()
         taken = [int(name) for name in (*self._left_behind, *folders) if name.isdecimal()]
         self._names = count(max(taken, default=-1) + 1)
 
@@ -185,7 +216,6 @@ class Begun:
                 raise ValueError(f"{shape} cells")
             found = np.frombuffer(data, "<i8", shape[0] * shape[1], _HEAD_BYTES).reshape(shape)
             addresses = self.groups.setdefault(group, set())
-            self.suspects.setdefault(group, Suspects())
         except (ValueError, TypeError, KeyError, MQStoreError) as error:
             _log.warning("%s is not read: %s. Attempts that it tells of are not counted", path, error)
             return
@@ -202,11 +232,37 @@ class Begun:
     def forget(self) -> None:
         """Remove what was read: whoever asked for it has it on disk."""
         for name in self._left_behind:
-            self._fs.unlink(self._folder / name, missing_ok=True)
+            if name.isdecimal():
+                self._fs.unlink(self._folder / name, missing_ok=True)
 
-    def suspect(self, group: str, address: Address) -> None:
-        """Note where a message comes again that was in a handler when the process was killed."""
-        self.suspects[group].left.add(address)
+    def _load(self) -> None:
+        """What earlier processes suspected, as far as it is not settled."""
+        try:
+            value: Any = json.loads(self._fs.read_whole(self._folder / _SUSPECTS, _FILE_MAX_BYTES))
+            for group, found in value["suspects"].items():
+                addresses = {Address(str(topic), int(queue_id), int(offset)) for topic, queue_id, offset in found}
+                known = self._parts.groups.get(group) is not None
+                self.suspects.add(group, filter(partial(self._is_open, group), addresses) if known else ())
+            self._save(self.suspects.left)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, MQStoreError) as error:
+            _log.warning("%s is not read: %s", self._folder / _SUSPECTS, error)
+
+    def _is_open(self, group: str, address: Address) -> bool:
+        committed = self._parts.offsets.committed(group, address.topic, address.queue_id)
+        return committed is None or address.offset >= committed
+
+    def _save(self, suspects: Mapping[str, set[Address]]) -> None:
+        """Have the kernel keep them. What is not kept is handled beside others after the next kill, and no more."""
+        path = self._folder / _SUSPECTS
+        try:
+            if not suspects:
+                self._fs.unlink(path, missing_ok=True)
+                return
+            value = {"suspects": {group: sorted(addresses) for group, addresses in suspects.items()}}
+            self._fs.mkdir(self._folder, exist_ok=True)
+            save_json(path, value, self._fs, file_mode=self._file_mode, synced=False, back_up=False)
+        except MQStoreError as error:
+            _log.warning("%s is not written: %s", path, error)
 
     def open(self, group: str, workers: int, cells: int) -> Notes:
         """A new file, with so many `cells` for each worker. Raises StoreFullError, StoreIOError."""

@@ -141,14 +141,14 @@ class Members:
             others = self._check(client_id, group, mode)
             _check_subscriptions(group, client_id, wanted, others)
             if known is None and retry is not None and others:
-                self._check_retry(client_id, group, retry, others)
+                self._check_retry(client_id, group, retry, others[0])
             if known is not None and known.mode == mode and known.subscriptions == wanted:
                 return False
             self._version += 1
             since = self._clock.now_ms() if known is None else known.registered_ms
             member = Member(client_id, mode, MappingProxyType(wanted), since, self._version, owner, retry)
             self._groups.setdefault(group, {})[client_id] = member
-        if known is None and retry is not None and self._settings is not None:
+        if known is None and retry is not None and not others and self._settings is not None:
             try:
                 self._settings.alter(group, retry_policy=retry)  # not under the lock: it writes a file, and tells
             except BaseException:
@@ -173,14 +173,13 @@ class Members:
                 )
         return others
 
-    def _check_retry(self, client_id: str, group: str, retry: RetryPolicy, others: list[Member]) -> None:
-        """Raise GroupInUseError unless `retry` is the policy in force beside these members."""
+    def _check_retry(self, client_id: str, group: str, retry: RetryPolicy, other: Member) -> None:
+        """Raise GroupInUseError unless `retry` is the policy in force."""
         known = None if self._settings is None else self._settings.get(group)
-        used = next((each.retry for each in others if each.retry is not None), known and known.retry_policy)
-        if used is not None and used != retry:
+        if known is not None and known.retry_policy != retry:
             raise GroupInUseError(
-                f"group {group!r} retries by {used}, and has the member {others[0].client_id!r}; {client_id!r} asks "
-                f"for {retry}: stop the other members first, or leave retry= out"
+                f"group {group!r} retries by {known.retry_policy}, and has the member {other.client_id!r}; "
+                f"{client_id!r} asks for {retry}: stop the other members first, or leave retry= out"
             )
 
     def get(self, client_id: str, group: str) -> Member | None:

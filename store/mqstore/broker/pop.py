@@ -688,7 +688,7 @@ class PopService:
                     continue
                 attempts = self._orders.attempts(group, topic, queue_id).get(offset, 0) + 1
                 self._orders.note_attempt(group, topic, queue_id, offset, attempts, now_ms)
-                begun.suspect(group, address)
+                begun.suspects.add(group, [address])
                 counted = True
         if counted:
             self._keeper.save(now_ms)

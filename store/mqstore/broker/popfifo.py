@@ -262,7 +262,10 @@ class FifoQueues:
                 continue
             try:
                 reason = f"attempt {attempt} of {limit} ended without acknowledgement"
-                self._bury(state, record, offset, PROCESS_ENDED if offset in state.died else reason)
+                ended = self._tables.ended_process(state, offset)
+                self._bury(state, record, offset, PROCESS_ENDED if ended else reason)
+                if ended:
+                    self._tables.comes_again(state, offset, None)
             except InvalidMessageError as error:
                 # No later try will fare better: its record is as long as one can be. It goes on being delivered.
                 topic, group, queue_id = state.key

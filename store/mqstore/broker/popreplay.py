@@ -366,11 +366,15 @@ class Replay:
 
     def _tell_apart(self, state: QueueState, begun: set[Address], now_ms: int) -> None:
         """Release what was only fetched; say of the rest that its attempt has failed, so that no later open needs to
-        be told which handlers had begun."""
+        be told which handlers had begun. A push consumer renews what it holds, so however late it is by now, time had
+        not run out."""
         log, orders = self._tables.log, self._tables.orders
 
         def died(offset: int) -> bool:
-            return Address(state.key.topic, state.key.queue_id, offset) in begun
+            address = Address(state.key.topic, state.key.queue_id, offset)
+            if address in begun and self._begun is not None:
+                self._begun.suspects.add(state.key.group, [address])
+            return address in begun
 
         for batch in dict.fromkeys(state.in_flight.values()):
             held = [o for o in batch.open_offsets() if state.in_flight.get(o) is batch and batch.holds(o)]
@@ -382,12 +386,10 @@ class Replay:
                 log.put_change(batch.name, offset, batch.pop_time_ms, past_ms, failed=True)
                 state.change(batch, offset, batch.pop_time_ms, past_ms)
                 batch.note_failed(offset, True)
-                state.died.add(offset)
         record = self._tables.order(state)
         if record is None or state.fifo is None:
             return
         held = [o for o in record.unacked() if o >= state.cursor and state.fifo.holds(o)]
-        held = [offset for offset in held if record.visible_at(offset) > now_ms]
         if fetched := [offset for offset in held if not died(offset)]:
             log.put_settled(GIVE, state.fifo.name, fetched)
             orders.release(*state.key, fetched, record.pop_time_ms, now_ms)
@@ -395,8 +397,6 @@ class Replay:
             log.put_change(state.fifo.name, offset, record.pop_time_ms, now_ms - record.pop_time_ms, failed=True)
             orders.update_next_visible_time(*state.key, offset, record.pop_time_ms, now_ms)
             state.fifo.note_failed(offset, True)
-            state.died.add(offset)
-            self._tables.suspect(state.key.group, Address(state.key.topic, state.key.queue_id, offset))
 
     def _in_file(self) -> Iterator[tuple[QueueKey, OrderInfo]]:
         """The FIFO batches of groups that there are, as the file knows them."""

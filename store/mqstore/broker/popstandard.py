@@ -15,7 +15,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 
-from mqstore.broker.begun import PROCESS_ENDED, Address
+from mqstore.broker.begun import PROCESS_ENDED
 from mqstore.broker.names import is_retry_topic, pop_retry_topic
 from mqstore.broker.popask import Ask, Claim, Delivery, expired
 from mqstore.broker.poplog import ACK, GIVE, LOCAL, REVIVE, deltas_text
@@ -315,11 +315,12 @@ class StandardQueues:
     def _put_again(self, state: QueueState, message: Message, pop_time_ms: int, limit: int | None) -> None:
         """The copy for the next attempt, or the dead letter when the last has ended."""
         parts, key = self._tables.parts, state.key
-        died = message.offset in state.died
+        ended = self._tables.ended_process(state, message.offset)
         if limit is not None and message.attempt >= limit:
             reason = f"attempt {message.attempt} of {limit} ended without acknowledgement"
-            if died:
+            if ended:
                 reason = PROCESS_ENDED
+                self._tables.comes_again(state, message.offset, None)
             self._tables.dead_letter(message, key.group, reason, origin_topic=origin_topic(message, key.group))
             return
         topic = key.topic
@@ -333,8 +334,8 @@ class StandardQueues:
         properties.setdefault(FIRST_POP_TIME, str(pop_time_ms))
         try:
             copy = parts.road.copy(message, topic, 0, properties, reconsume_times=message.reconsume_times + 1)
-            if died:
-                self._tables.suspect(key.group, Address(*copy.queue, copy.offset))
+            if ended:
+                self._tables.comes_again(state, message.offset, copy)
         except InvalidMessageError as error:
             # No later try will fare better: its properties leave no room for those of a copy.
             reason = f"cannot be retried: {error}"

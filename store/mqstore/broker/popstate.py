@@ -221,7 +221,7 @@ class Timeline(Timed):
 class QueueState(Lending):
     """One (topic, group, queue). Fields are read and written under `lock`, by whoever holds it."""
 
-    __slots__ = ("_free", "ahead_size", "backoff_ms", "died", "revived")
+    __slots__ = ("_free", "ahead_size", "backoff_ms", "revived")
 
     def __init__(self, key: QueueKey) -> None:
         self.key = key
@@ -244,8 +244,6 @@ class QueueState(Lending):
         self.announced_ms = None
         self.backoff_ms = 0
         """How long to wait after the next put that fails."""
-        self.died: set[int] = set()
-        """Offsets whose handler had begun when the process before this one was killed."""
         self.last_pop_ms = self.reset_ms = 0
         self.pops = self.popped = self.popped_bytes = self.acked = 0
         self.gone = False

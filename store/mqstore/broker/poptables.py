@@ -24,6 +24,7 @@ from mqstore.broker.poplog import ACK, POP, PopLog
 from mqstore.broker.popquick import Desk
 from mqstore.broker.popstate import Batch, Counts, QueueKey, QueueState
 from mqstore.errors import MQStoreError
+from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
 
 if TYPE_CHECKING:
@@ -200,10 +201,18 @@ class PopTables(Desk):
             group,
         )
 
-    def suspect(self, group: str, address: Address) -> None:
-        """A message comes again whose handler had begun when the process was killed."""
+    def ended_process(self, state: QueueState, offset: int) -> bool:
+        """Whether the handler of a message had begun when a process was killed, and none has since."""
+        address = Address(state.key.topic, state.key.queue_id, offset)
+        return self.begun is not None and self.begun.suspects.holds(state.key.group, address)
+
+    def comes_again(self, state: QueueState, offset: int, copy: SendReceipt | None) -> None:
+        """Such a message lies elsewhere now; None: it is a dead letter."""
         if self.begun is not None:
-            self.begun.suspect(group, address)
+            group, suspects = state.key.group, self.begun.suspects
+            if copy is not None:
+                suspects.add(group, [Address(*copy.queue, copy.offset)])
+            suspects.clear(group, [Address(state.key.topic, state.key.queue_id, offset)])
 
     # -- FIFO records -----------------------------------------------------------------------------------------------
 

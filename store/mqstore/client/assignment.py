@@ -131,6 +131,10 @@ class Assignment:
         """Join the group and take what is ours. Before the workers are started."""
         self._join(subscriptions)
         self.progress.reload()
+        if self._paused:  # nothing is taken yet, but what comes from now on is found
+            for share in self.membership.share().values():
+                for ref in share:
+                    self.progress.begin(ref)
         self._rebalance()
         self._workers.later(RENEW_MS, partial(self._every, RENEW_MS, self._renew))
         self._workers.later(REBALANCE_MS, partial(self._every, REBALANCE_MS, self._sweep))
@@ -690,6 +694,7 @@ class Assignment:
             raise OffsetOutOfRangeError(f"queue {ref.queue_id} of {ref.topic!r} has offsets {low}..{high}", low, high)
         if not self._begin_anew(owned[0], offset, asked=True):
             raise ConfigError(f"queue {ref.queue_id} of {ref.topic!r} is just being given up; nothing has changed")
+        self.progress.save()  # no crash is to undo what was asked for
 
     def infos(self) -> list[tuple[QueueInfo, int | None]]:
         """What is cached of each queue, and the committed offset."""

@@ -49,7 +49,7 @@ _WORTH_MS = 1.0
 class _Chunk:
     """Messages of one queue that were pulled together, in the order in which they are to be begun."""
 
-    __slots__ = ("done", "first", "invited", "messages", "queue", "until")
+    __slots__ = ("alone", "done", "first", "invited", "messages", "queue", "until")
 
     def __init__(self, queue: ProcessQueue, messages: Sequence[Message]) -> None:
         self.queue = queue
@@ -61,6 +61,8 @@ class _Chunk:
         """Workers that were asked to it and have not come yet."""
         self.until: float | None = None
         """When to leave it undone, once its queue is to go."""
+        self.alone = False
+        """It is a suspected message, and begins when it may (`Handling.may_begin`)."""
 
 
 class ConcurrentService:
@@ -104,7 +106,7 @@ class ConcurrentService:
         if queue.attempts:
             messages = self._with_attempts(queue, messages)
             if not messages:
-                return _nothing()
+                return _no_work()
         chunk = _Chunk(queue, messages)
         batches = -(-len(messages) // self._batch_size)
         self._invite(chunk, min(batches - 1, int(batches * self._pace_ms / _WORTH_MS)))
@@ -119,11 +121,31 @@ class ConcurrentService:
             ended = queue.attempts.get(message.offset, 0)
             times = message.reconsume_times + ended
             if ended and limit is not None and times >= limit:
-                last = shown(message, message.topic, times - 1)
-                self._send_back(queue, last, Failure("reject", PROCESS_ENDED), 0.0)
+                self._bury(queue, shown(message, message.topic, times - 1))
             else:
                 live.append(shown(message, message.topic, times))
         return live
+
+    def _bury(self, queue: ProcessQueue, message: Message) -> None:
+        """Have a dead letter made of a message whose last attempt ended with the process: no handler gets it again."""
+        if queue.dropped or not queue.contains(message):
+            return
+        try:
+            self._broker.send_back(
+                self._group,
+                message.physical_offset,
+                delay_level=-1,
+                attempts=message.attempt,
+                reason=PROCESS_ENDED,
+            )
+        except StoreClosedError:
+            return
+        except Exception as error:
+            self._handling.report(error, "no dead letter can be made of it, again in 5 s", message)
+            self._workers.later(SEND_BACK_AGAIN_MS, partial(self._bury, queue, message))
+            return
+        self._handling.has_handled(message, [message])
+        self._end(queue, message, "dlq", 0.0)
 
     def _invite(self, chunk: _Chunk, number: int) -> None:
         """Have up to `number` workers on their way to a chunk; those that are asked already count."""
@@ -141,11 +163,22 @@ class ConcurrentService:
     def _later(self, chunk: _Chunk, delay_ms: int) -> None:
         self._workers.later(delay_ms, partial(self._workers.submit, partial(self._run, chunk)))
 
+    def _begin_alone(self, chunk: _Chunk) -> None:
+        """Have a suspected message handled when that may begin. Until then it holds no worker and no queue."""
+        chunk.alone = True
+        turn = partial(self._workers.submit, partial(self._run, chunk))
+        if self._handling.may_begin(chunk, turn):
+            turn()
+
     # -- a worker at a chunk ----------------------------------------------------------------------------------------
 
     def _run(self, chunk: _Chunk, worker: Worker) -> Flow[None]:
         queue = chunk.queue
+        if chunk.alone and not self._handling.is_in_turn(chunk):
+            self._begin_alone(chunk)
+            return
         if not chunk.messages or not self.assignment.enter(queue, chunk.first.offset):
+            self._handling.leave(chunk)
             return
         self._at[worker] = chunk
         worker.come_to(chunk.first)
@@ -166,11 +199,13 @@ class ConcurrentService:
                 self._settle(chunk)
             finally:
                 self.assignment.leave(queue)
+                if chunk.alone:
+                    self._handling.leave(chunk)
 
     def _handle(self, chunk: _Chunk, worker: Worker) -> Flow[None]:
         queue, handling, size = chunk.queue, self._handling, self._batch_size
         retried = is_retry_topic(queue.queue.topic)
-        watched = handling.suspects is not None
+        watched = handling.watches()
         each = bool(handling.hooks.on_settle) or retried
         subscription: Subscription | None = None
         handled, took_ms = 0, 0.0
@@ -182,6 +217,9 @@ class ConcurrentService:
                 number = handling.together(batch)
                 chunk.messages.extendleft(reversed(batch[number:]))
                 batch = batch[:number]
+                if not chunk.alone and handling.is_suspect(batch[0]):
+                    self._begin_alone(_Chunk(queue, batch))
+                    continue
             if retried or subscription is None:
                 subscription = self.assignment.subscription_of(queue, batch[0])
             if subscription is None and retried:
@@ -193,6 +231,8 @@ class ConcurrentService:
                 break
             ended = handling.call(worker, subscription, batch)
             failure, call_ms = ended if isinstance(ended, tuple) else (yield from ended)
+            if chunk.alone:
+                handling.has_handled(chunk, batch)
             if worker.lapsed == worker.calls:
                 handling.log.say(
                     logging.WARNING, "a handler ended after consume_timeout; its result does not count", at=batch
@@ -341,7 +381,9 @@ class ConcurrentService:
         if queue.dropped or not queue.contains(message):
             return
         try:
-            receipt = self._broker.send_back(self._group, message.physical_offset, reason="its handler hung")
+            receipt = self._broker.send_back(
+                self._group, message.physical_offset, attempts=message.attempt, reason="its handler hung"
+            )
         except StoreClosedError:
             return
         except Exception as error:
@@ -352,7 +394,7 @@ class ConcurrentService:
         self._end(queue, message, outcome, self._timeout_ms)
 
 
-def _nothing() -> Flow[None]:
+def _no_work() -> Flow[None]:
     yield from ()
 
 

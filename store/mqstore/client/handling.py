@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from mqstore.broker.begun import FIRST, Suspects
+from mqstore.broker.begun import FIRST, Address, Suspects
 from mqstore.broker.statistics import Statistics
 from mqstore.client.handlers import check_has_run
 from mqstore.client.interceptors import Consumed, Interceptors, Settled
@@ -79,17 +79,6 @@ class Failure:
     """Of a batch; None: all."""
 
 
-class _Turn(Awaited):
-    """Until a call with suspected messages may begin."""
-
-    def __init__(self, suspects: Suspects, messages: Sequence[Message]) -> None:
-        self._suspects = suspects
-        self._messages = messages
-
-    def start(self, done: Callable[[BaseException | None], object]) -> None:
-        self._suspects.come(self._messages, done)
-
-
 class Handling:
     """A consumer's handlers, with everything that is to happen around each call."""
 
@@ -105,7 +94,7 @@ class Handling:
         suspects: Suspects | None = None,
     ) -> None:
         """`batch`: handlers take sequences of messages, else one. `ordered`: a handler that timed out counts when it
-        ends. `suspects`: messages that are handled one at a time."""
+        ends. `suspects`: what is handled one at a time."""
         self.group = group
         self.hooks = interceptors
         self._around, self._after = interceptors.around_consume, interceptors.after_consume
@@ -116,46 +105,48 @@ class Handling:
         self._batch = batch
         self._ordered = ordered
         self._on_error = on_error
-        self.suspects = suspects
-        """Messages that are handled one at a time; None: the process before this one was not killed."""
-        self.call: Callable[..., Ended | Flow[Ended]] = self._call if suspects is None else self._call_or_wait
-        """`call(worker, subscription, messages, *more)`: hand `messages` (one, unless handlers take batches) to the
-        handler on this thread: its end; or the flow that waits for it: of a handler that returned an `Awaited`, and of
-        suspected messages, which wait for their turn. SystemExit and KeyboardInterrupt pass."""
+        self._suspects = Suspects() if suspects is None else suspects
+        """Messages of which one is in a handler at a time."""
 
-    def _call_or_wait(
-        self, worker: Worker, subscription: Subscription, messages: Sequence[Message], *more: Any
-    ) -> Ended | Flow[Ended]:
-        suspects = self.suspects
-        if suspects is not None and suspects.left and suspects.among(messages):
-            return self._call_alone(suspects, worker, subscription, messages, *more)
-        return self._call(worker, subscription, messages, *more)
+    def watches(self) -> bool:
+        """Whether messages of the group are suspected of having ended the process."""
+        return self.group in self._suspects.left
+
+    def is_suspect(self, message: Message) -> bool:
+        """Whether this one is."""
+        return self._suspects.holds(self.group, Address(*message.queue, message.offset))
 
     def together(self, messages: Sequence[Message]) -> int:
         """How many of the first of these one call may have: a suspected one is alone."""
-        suspects = self.suspects
-        if suspects is None or not suspects.left or not suspects.among(messages):
-            return len(messages)
-        return next((i for i, message in enumerate(messages) if suspects.among([message])), 0) or 1
+        return next((i for i, message in enumerate(messages) if self.is_suspect(message)), len(messages)) or 1
 
-    def ended_the_process(self, message: Message) -> bool:
-        """Whether it was in a handler when the process was killed, and has not been in one since."""
-        return self.suspects is not None and self.suspects.holds(message)
+    def may_begin(self, key: object, turn: Callable[[], object]) -> bool:
+        """Whether `key` may have a suspected message handled now; else `turn()` is called when it may. `has_handled` or
+        `leave` must follow."""
+        return self._suspects.come(key, self, turn)
 
-    def _call_alone(
-        self, suspects: Suspects, worker: Worker, subscription: Subscription, messages: Sequence[Message], *more: Any
-    ) -> Flow[Ended]:
-        worker.rest()
-        yield _Turn(suspects, messages)
-        try:
-            ended = self._call(worker, subscription, messages, *more)
-            return ended if isinstance(ended, tuple) else (yield from ended)
-        finally:
-            suspects.leave(messages)
+    def is_in_turn(self, key: object) -> bool:
+        """Whether it may, and has not."""
+        return self._suspects.is_in(key)
 
-    def _call(
+    def has_handled(self, key: object, messages: Sequence[Message]) -> None:
+        """These have been through a handler, in the turn of `key`, or never will be."""
+        self._suspects.clear(self.group, [Address(*message.queue, message.offset) for message in messages])
+        self._suspects.leave(key)
+
+    def leave(self, key: object) -> None:
+        """If it is the turn of `key`, it does not use it."""
+        self._suspects.leave(key)
+
+    def close(self) -> None:
+        """No other consumer waits for a suspected message of this one any more."""
+        self._suspects.desert(self)
+
+    def call(
         self, worker: Worker, subscription: Subscription, messages: Sequence[Message], *more: Any
     ) -> Ended | Flow[Ended]:
+        """Hand `messages` (one, unless handlers take batches) to the handler on this thread: its end; or, of a handler
+        that returned an `Awaited`, the flow that waits for it. SystemExit and KeyboardInterrupt pass."""
         handler = subscription.handler
         argument = tuple(messages) if self._batch else messages[0]  # our list is not the handler's to change
         if worker.calls_with == "one":  # what `begin` does, without a call: it may come every two microseconds
@@ -240,8 +231,8 @@ class Handling:
 
     def timed_out(self, message: Message, stack: str, timeout_ms: int) -> None:
         """Tell the interceptors that a handler has had a message for longer than `consume_timeout`."""
-        if self.suspects is not None:
-            self.suspects.give_up(message)
+        if self.watches() and self.is_suspect(message):
+            self._suspects.give_up(self)
         if self._after:
             self._tell_consumed(Consumed(self.group, message.topic, (message,), "timeout", timeout_ms / 1000, None))
         self.hooks.tell(self.hooks.on_timeout, message, stack)

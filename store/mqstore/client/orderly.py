@@ -50,6 +50,8 @@ __all__ = ["BatchTx", "OrderlyService"]
 NOBODY_AGAIN_MS = 1_000
 """When to look again whether anybody handles what nobody did: by then its queue is gone, as a rule."""
 SUSPEND_MIN_MS, SUSPEND_MAX_MS = 10, 60_000
+WAITS_MS = -1
+"""In place of a pause: the queue goes on when its first message, a suspected one, may begin."""
 TX_MAX_MS = 60_000
 """How long messages may be left open by a handler that takes a transaction."""
 TICK_MS = 1_000
@@ -177,10 +179,11 @@ class OrderlyService:
 
     def _run(self, queue: ProcessQueue, worker: Worker) -> Flow[None]:
         if not self.assignment.enter(queue):
+            self._handling.leave(queue)
             return
         worker.is_cancelled = lambda: queue.closing
         self._task_begins()
-        again_ms: int | None
+        again_ms: int | None = None
         try:
             again_ms = yield from self._turn(
                 _Task(queue, worker, self._clock.monotonic_ms(), self._failed_before(queue))
@@ -199,7 +202,9 @@ class OrderlyService:
             with self._lock:
                 self._tasks -= 1
             self.assignment.leave(queue)
-        if again_ms is not None:
+            if again_ms != WAITS_MS:
+                self._handling.leave(queue)
+        if again_ms is not None and again_ms != WAITS_MS:
             self._resubmit(queue, again_ms)
 
     def _task_begins(self) -> None:
@@ -239,6 +244,7 @@ class OrderlyService:
             queue.again(batch[1:])
             last = shown(batch[0], batch[0].topic, batch[0].reconsume_times - 1)
             if self._bury(queue, last, Failure("reject", PROCESS_ENDED), 0.0):
+                self._handling.has_handled(queue, batch[:1])
                 return None
             queue.again(batch[:1])
             return AGAIN_MS
@@ -250,11 +256,25 @@ class OrderlyService:
             return 0
         bound = subscription.max_uncommitted
         number = len(batch) if bound is None else bound - (len(opened.messages) if opened is not None else 0)
-        batch = self._cut(queue, batch, min(number, self._handling.together(batch)))
+        alone = False
+        if self._handling.watches():
+            number = min(number, self._handling.together(batch))
+            alone = self._handling.is_suspect(batch[0])
+        batch = self._cut(queue, batch, number)
+        if alone and not self._handling.is_in_turn(queue):
+            queue.again(batch)  # first: the turn may come at once
+            if self._handling.may_begin(queue, partial(self._resubmit, queue)):
+                self._resubmit(queue)
+            return WAITS_MS
         if bound is not None:
-            return (yield from self._transact(task, subscription, bound, batch))
+            wait_ms = yield from self._transact(task, subscription, bound, batch)
+            if alone:
+                self._handling.has_handled(queue, batch)
+            return wait_ms
         ended = self._handling.call(task.worker, subscription, batch)
         failure, took_ms = ended if isinstance(ended, tuple) else (yield from ended)
+        if alone:
+            self._handling.has_handled(queue, batch)
         if failure is None:
             if self.assignment.settle_taken(queue, batch):
                 self._handling.settled(batch, "ack", took_ms)
@@ -269,7 +289,7 @@ class OrderlyService:
         """Whether its last attempt ended with the process. Of others a handler has the last word: their limit may have
         been lowered since."""
         limit = self._broker.groups.need(self._group).max_attempts
-        return limit is not None and message.reconsume_times >= limit and self._handling.ended_the_process(message)
+        return limit is not None and message.reconsume_times >= limit and self._handling.is_suspect(message)
 
     def _shown(self, task: _Task, batch: list[Message]) -> list[Message]:
         """As a handler is to see them: under the topic they were sent to, with the attempts they had."""

@@ -406,6 +406,7 @@ class PopEngine:
         finally:
             worker.is_cancelled = None
             self._at[worker] = None
+            self._handling.leave(unit)
 
     def _run_chunk(self, chunk: _Unit, worker: Worker) -> Flow[None]:
         batches = -(-len(chunk.items) // self._batch_size)
@@ -433,7 +434,13 @@ class PopEngine:
             while not self._is_halted and (batch := self._batch(chunk)):
                 if (subscription := self._subscription(chunk, batch)) is None:
                     return
+                alone = self._is_suspect(batch)
+                if alone and not self._handling.is_in_turn(chunk):
+                    self._begin_alone(_Unit(batch))
+                    continue
                 failure, took_ms = yield from self._handle(subscription, batch, worker)
+                if alone:
+                    self._handling.has_handled(chunk, [batch[0].message])
                 live = self._end(batch)
                 each_ms = took_ms / len(batch)
                 failed = _failed_of(live, failure)
@@ -454,7 +461,15 @@ class PopEngine:
             batch = self._batch(line)
             if (subscription := self._subscription(line, batch)) is None:
                 return
+            alone = self._is_suspect(batch)
+            if alone and not self._handling.is_in_turn(line):
+                line.items.extendleft(reversed(batch))
+                if self._handling.may_begin(line, partial(self._workers.submit, partial(self._run, line))):
+                    continue
+                return
             failure, took_ms = yield from self._handle(subscription, batch, worker)
+            if alone:
+                self._handling.has_handled(line, [batch[0].message])
             if not self._end(batch):
                 return
             failed = _failed_of(batch, failure)
@@ -470,12 +485,21 @@ class PopEngine:
             if not self._go_through(settling):
                 return  # `_again` goes on when that is settled
 
+    def _is_suspect(self, batch: list[_Item]) -> bool:
+        return self._handling.watches() and self._handling.is_suspect(batch[0].message)
+
+    def _begin_alone(self, unit: _Unit) -> None:
+        """Have a unit that begins with a suspected message worked on when that may begin."""
+        turn = partial(self._workers.submit, partial(self._run, unit))
+        if self._handling.may_begin(unit, turn):
+            turn()
+
     def _batch(self, unit: _Unit) -> list[_Item]:
         """What the next call has: from the front what goes to one handler, and may be in one call."""
         batch = _next(unit.items, self._batch_size)
         if len(batch) > 1:
             alike = [item.message for item in takewhile(lambda item: item.topic == batch[0].topic, batch)]
-            number = self._handling.together(alike)
+            number = self._handling.together(alike) if self._handling.watches() else len(alike)
             unit.items.extendleft(reversed(batch[number:]))
             batch = batch[:number]
         return batch

@@ -343,7 +343,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
             ordered=ordered,
             interceptors=hooks,
             on_error=on_error,
-            suspects=broker.begun.suspects.get(group),
+            suspects=broker.begun.suspects,
         )
         self._start = start
         self._retry = retry
@@ -557,6 +557,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         finally:
             self._workers.forget()
             self._forget_notes()
+            self._handling.close()
             self._engine = self._new_engine()
             self._engine.pause_as(failed)
 
@@ -618,8 +619,10 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
             self._all_ended = ended
             try:
                 self._engine.close()
-                self._forget_notes()
+                if ended:  # else the next process is told what they have
+                    self._forget_notes()
             finally:
+                self._handling.close()
                 self._log.close()
                 with self._lock:
                     self._state = "stopped"
