@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import struct
+import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import mqstore
+from mqstore.broker.begun import Suspects
 
 HEAD = {"group": "g", "workers": 2, "cells": 6}
 
@@ -117,3 +120,56 @@ def test_a_folder_in_the_place_of_a_file_is_left_alone(tmp_path: Path) -> None:
             with store.push_consumer("g", workers=1) as consumer:
                 consumer.subscribe("t", lambda message: None)
     assert [path.name for path in (tmp_path / "config" / "begun").iterdir()] == ["8"]
+
+
+@pytest.mark.parametrize("mode", ["queue", "pop"])
+def test_a_handler_that_hangs_when_its_consumer_stops_has_used_an_attempt(tmp_path: Path, mode: Any) -> None:
+    inside, gate = threading.Event(), threading.Event()
+
+    def hang(message: mqstore.Message) -> None:
+        inside.set()
+        gate.wait(60)
+
+    with mqstore.open(tmp_path) as store:
+        store.create_topic("t", queues=1)
+        store.put("t", b"")
+        consumer = store.push_consumer("g", workers=1, mode=mode)
+        consumer.subscribe("t", hang)
+        consumer.start()
+        assert inside.wait(60)
+        assert consumer.stop(0) is False
+    try:
+        with mqstore.open(tmp_path) as store:
+            seen: list[int] = []
+            ended = threading.Event()
+
+            def note(message: mqstore.Message) -> None:
+                seen.append(message.attempt)
+                ended.set()
+
+            with store.push_consumer("g", workers=1, mode=mode) as again:
+                again.subscribe("t", note)
+                assert ended.wait(60)
+            assert seen == [2]
+    finally:
+        gate.set()
+
+
+def test_one_suspected_message_begins_at_a_time_whoever_asks() -> None:
+    suspects, told = Suspects(), []
+    assert suspects.come("a", "first owner", lambda: told.append("a"))
+    assert suspects.come("a", "first owner", lambda: told.append("a"))  # it is in turn already
+    for key, owner in (("b", "first owner"), ("c", "second owner"), ("d", "first owner"), ("e", "third owner")):
+        assert not suspects.come(key, owner, partial(told.append, key))
+    suspects.leave("c")  # it is not its turn
+    assert (told, suspects.is_in("a")) == ([], True)
+    suspects.leave("a")
+    assert (told, suspects.is_in("b")) == (["b"], True)
+    suspects.desert("first owner")  # d with it
+    assert (told, suspects.is_in("c")) == (["b", "c"], True)
+    suspects.give_up("first owner")  # has no turn
+    assert suspects.is_in("c")
+    suspects.give_up("second owner")
+    assert (told, suspects.is_in("e")) == (["b", "c", "e"], True)
+    suspects.leave("e")
+    assert suspects.come("f", "first owner", lambda: None)

@@ -196,6 +196,16 @@ def test_beside_live_members_another_policy_is_refused(bench: PushBench, mode: s
     joined(bench, mode)
 
 
+@MODES
+def test_the_policy_in_force_is_the_groups_whatever_a_member_has_asked_for(bench: PushBench, mode: str) -> None:
+    joined(bench, mode, retry=THREE)
+    bench.broker.groups.alter("g", retry_policy=FOUR)  # by an operator
+    with pytest.raises(GroupInUseError):
+        joined(bench, mode, retry=THREE)
+    joined(bench, mode, retry=FOUR)
+    assert bench.broker.groups.need("g").retry_policy == FOUR
+
+
 @pytest.mark.parametrize(
     ("options", "tags", "error"),
     [
@@ -372,6 +382,20 @@ def test_what_was_paused_before_a_start_that_failed_stays_paused(bench: PushBenc
     second.resume()
     bench.settle()
     assert seen == [b"a", b"b"]
+
+
+@pytest.mark.parametrize("mode", ["queue", "pop"])
+def test_what_comes_while_a_new_consumer_is_paused_is_not_before_latest(bench: PushBench, mode: Any) -> None:
+    seen: list[bytes] = []
+    bench.put(b"old")
+    consumer = bench.consumer(lambda message: seen.append(message.body), run=False, mode=mode, start="latest")
+    consumer.pause()
+    consumer.start()
+    bench.put(b"new")
+    bench.settle()
+    consumer.resume()
+    bench.settle()
+    assert seen == [b"new"]
 
 
 def test_what_a_hook_stopped_stays_stopped(bench: PushBench) -> None:

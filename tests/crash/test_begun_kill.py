@@ -70,7 +70,11 @@ def test_only_the_message_that_kills_the_process_is_a_dead_letter(tmp_path: Path
         for text in [*GOOD[:10], "kill", *GOOD[10:]]:
             store.put("t", text.encode())
 
-    codes = [child(path, log, {**MODES[mode], "batch_size": batch_size}) for _ in range(4)]
+    codes = []
+    for _ in range(4):
+        codes.append(child(path, log, {**MODES[mode], "batch_size": batch_size}))
+        with mqstore.open(path) as store:  # by another program: what is suspected is not forgotten
+            store.put("other", b"")
 
     assert codes == [-signal.SIGKILL] * 3 + [0]
     attempts = defaultdict(list)
@@ -132,7 +136,7 @@ def test_what_was_in_handlers_comes_one_at_a_time_and_holds_up_nothing_else(
 
     done: list[int] = []
     with mqstore.open(tmp_path) as store:
-        consumer = store.push_consumer("g", workers=8, mode=mode, batch_size=batch_size)  # type: ignore[arg-type]
+        consumer = store.push_consumer("g", workers=4, mode=mode, batch_size=batch_size)  # type: ignore[arg-type]
         consumer.subscribe("t", handle)
         with consumer:
             for _ in range(16):  # none of these waits for the four
@@ -147,3 +151,36 @@ def test_what_was_in_handlers_comes_one_at_a_time_and_holds_up_nothing_else(
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
     assert [attempts for attempts in calls if 2 in attempts] == [(2,)] * 4
+
+
+@pytest.mark.parametrize("mode", ["queue", "pop"])
+def test_a_consumer_that_stops_begins_none_of_them(tmp_path: Path, mode: str) -> None:
+    with mqstore.open(tmp_path) as store:
+        store.create_topic("t", queues=1)
+        for i in range(4):
+            store.put("t", b"%d" % i)
+    options = json.dumps({"mode": mode})
+    code = f"from tests.crash.test_begun_kill import kill_in_handlers; kill_in_handlers({str(tmp_path)!r}, {options!r})"
+    assert subprocess.run([sys.executable, "-c", code], timeout=LIMIT_S, check=False).returncode == -signal.SIGKILL
+
+    inside, gate, calls = threading.Semaphore(0), threading.Event(), []
+
+    def handle(message: mqstore.Message) -> None:
+        calls.append(message.text())
+        inside.release()
+        assert gate.wait(LIMIT_S)
+
+    with mqstore.open(tmp_path) as store:
+        consumer = store.push_consumer("g", workers=4, mode=mode)  # type: ignore[arg-type]
+        consumer.subscribe("t", handle)
+        consumer.start()
+        assert inside.acquire(timeout=LIMIT_S)
+        assert consumer.stop(0) is False
+        gate.set()
+        assert consumer.stop(LIMIT_S) in (True, False)
+        assert len(calls) == 1
+
+        with store.push_consumer("g", workers=4, mode=mode) as second:  # type: ignore[arg-type]
+            second.subscribe("t", handle)
+            for _ in range(3):  # nobody waits for the one that had the turn
+                assert inside.acquire(timeout=LIMIT_S)
