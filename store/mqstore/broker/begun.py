@@ -79,14 +79,16 @@ class Address(NamedTuple):
 def note(cells: memoryview, messages: Sequence[Message]) -> None:
     """Let the cells of a worker name each of these messages, of whatever queues. Until that is done they name none."""
     cells[FIRST] = NONE
-    end = THREE * len(messages)
-    if end < len(cells):
-        cells[end] = NONE
-    for at in range(THREE, end, THREE):
-        message = messages[at // THREE]
-        cells[at], cells[at + FIRST] = message.physical_offset, message.offset
-    cells[WHERE] = messages[0].physical_offset
-    cells[FIRST] = messages[0].offset
+    first = messages[0]
+    if len(cells) > THREE:
+        at = THREE
+        for message in messages[1:]:
+            cells[at], cells[at + FIRST] = message.physical_offset, message.offset
+            at += THREE
+        if at < len(cells):
+            cells[at] = NONE
+    cells[WHERE] = first.physical_offset
+    cells[FIRST] = first.offset
 
 
 class Notes:

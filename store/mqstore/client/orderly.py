@@ -111,6 +111,10 @@ class _Task:
     begin_ms: int
     failed: dict[int, int]
     """How often messages failed, by offset."""
+    watches: bool
+    """There may be suspected messages."""
+    is_placed: bool = False
+    """The worker knows the queue."""
 
 
 @dataclass(slots=True)
@@ -186,7 +190,13 @@ class OrderlyService:
         again_ms: int | None = None
         try:
             again_ms = yield from self._turn(
-                _Task(queue, worker, self._clock.monotonic_ms(), self._failed_before(queue))
+                _Task(
+                    queue,
+                    worker,
+                    self._clock.monotonic_ms(),
+                    self._failed_before(queue),
+                    self._handling.watches(),
+                )
             )
         except Exception as error:
             # Not a handler's: something could not be noted, the group has gone. Nothing is lost by waiting, and a task
@@ -235,7 +245,9 @@ class OrderlyService:
     def _handle(self, task: _Task, taken: list[Message]) -> Flow[int | None]:
         """One batch: None to go on, else for how long the queue is suspended."""
         queue = task.queue
-        task.worker.come_to(taken[0])
+        if not task.is_placed:
+            task.worker.come_to(taken[0])
+            task.is_placed = True
         batch = self._shown(task, taken)
         subscription = self.assignment.subscription_of(queue, batch[0])
         if subscription is None:
@@ -257,7 +269,7 @@ class OrderlyService:
         bound = subscription.max_uncommitted
         number = len(batch) if bound is None else bound - (len(opened.messages) if opened is not None else 0)
         alone = False
-        if self._handling.watches():
+        if task.watches:
             number = min(number, self._handling.together(batch))
             alone = self._handling.is_suspect(batch[0])
         batch = self._cut(queue, batch, number)

@@ -429,12 +429,14 @@ class PopEngine:
             self._at[worker] = None
 
     def _work_on(self, chunk: _Unit, worker: Worker) -> Flow[None]:
-        settled_at = time.perf_counter()
+        settled_at, watches = time.perf_counter(), self._handling.watches()
         try:
-            while not self._is_halted and (batch := self._batch(chunk)):
+            while not self._is_halted and (batch := _next(chunk.items, self._batch_size)):
+                if len(batch) > 1:
+                    batch = self._of_one_call(chunk, batch)
                 if (subscription := self._subscription(chunk, batch)) is None:
                     return
-                alone = self._is_suspect(batch)
+                alone = watches and self._handling.is_suspect(batch[0].message)
                 if alone and not self._handling.is_in_turn(chunk):
                     self._begin_alone(_Unit(batch))
                     continue
@@ -457,11 +459,14 @@ class PopEngine:
             self._settle_done(chunk)
 
     def _run_line(self, line: _Unit, worker: Worker) -> Flow[None]:
+        watches = self._handling.watches()
         while line.items and not self._is_halted:
-            batch = self._batch(line)
+            batch = _next(line.items, self._batch_size)
+            if len(batch) > 1:
+                batch = self._of_one_call(line, batch)
             if (subscription := self._subscription(line, batch)) is None:
                 return
-            alone = self._is_suspect(batch)
+            alone = watches and self._handling.is_suspect(batch[0].message)
             if alone and not self._handling.is_in_turn(line):
                 line.items.extendleft(reversed(batch))
                 if self._handling.may_begin(line, partial(self._workers.submit, partial(self._run, line))):
@@ -485,24 +490,18 @@ class PopEngine:
             if not self._go_through(settling):
                 return  # `_again` goes on when that is settled
 
-    def _is_suspect(self, batch: list[_Item]) -> bool:
-        return self._handling.watches() and self._handling.is_suspect(batch[0].message)
-
     def _begin_alone(self, unit: _Unit) -> None:
         """Have a unit that begins with a suspected message worked on when that may begin."""
         turn = partial(self._workers.submit, partial(self._run, unit))
         if self._handling.may_begin(unit, turn):
             turn()
 
-    def _batch(self, unit: _Unit) -> list[_Item]:
-        """What the next call has: from the front what goes to one handler, and may be in one call."""
-        batch = _next(unit.items, self._batch_size)
-        if len(batch) > 1:
-            alike = [item.message for item in takewhile(lambda item: item.topic == batch[0].topic, batch)]
-            number = self._handling.together(alike) if self._handling.watches() else len(alike)
-            unit.items.extendleft(reversed(batch[number:]))
-            batch = batch[:number]
-        return batch
+    def _of_one_call(self, unit: _Unit, batch: list[_Item]) -> list[_Item]:
+        """What of these goes to one handler, and may be in one call. The others go back to the front of the unit."""
+        alike = [item.message for item in takewhile(lambda item: item.topic == batch[0].topic, batch)]
+        number = self._handling.together(alike) if self._handling.watches() else len(alike)
+        unit.items.extendleft(reversed(batch[number:]))
+        return batch[:number]
 
     def _subscription(self, unit: _Unit, batch: list[_Item]) -> Subscription | None:
         """Who handles the batch's topic. Nobody any more: all that is left of the unit is released."""
