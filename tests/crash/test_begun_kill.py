@@ -87,7 +87,7 @@ def test_only_the_message_that_kills_the_process_is_a_dead_letter(tmp_path: Path
     with mqstore.open(path) as store:
         [letter] = store.dead_letters("g")
         assert (letter.text(), letter.reconsume_times, letter.properties["dlq_reason"]) == ("kill", 3, PROCESS_ENDED)
-        assert list((path / "config" / "begun").iterdir()) == []
+        assert not [file for file in (path / "config" / "begun").iterdir() if file.name.isdecimal()]
 
 
 def kill_in_handlers(path: str, options: str) -> None:
