@@ -12,6 +12,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -150,8 +151,10 @@ def verify(work: Work) -> None:
 
 
 def snapshot(work: Work) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        work.store.snapshot(Path(folder) / "copy")
+    work.number += 1
+    target = Path(work.store.path).parent / f"copy-{work.number}"  # no `tempfile`: Ctrl-C may leave its lock held
+    work.store.snapshot(target)
+    shutil.rmtree(target)
 
 
 def commit(work: Work) -> None:
