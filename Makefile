@@ -15,6 +15,7 @@
 #   make descriptors  stores in processes with few file descriptors: N=2000 cases (a few a second)
 #   make retention  every command and call that reads beside a writer that drops segments, N=20 rounds
 #   make interrupts  Ctrl-C at every point of every call, one after the other (half an hour)
+#   make stress  producers and consumers of all kinds at once, for N=60 seconds
 #   make hostile  commands on stores whose files and folders are links, pipes, devices: N=30000 of such cases (all)
 #   make sanitize  tests of the compiled parts under the address and undefined-behaviour sanitizers (needs gcc)
 #   make docs    docs/commands.md from the commands' own help; fails when the file was stale (it is fresh afterwards)
@@ -38,7 +39,7 @@ SPARK_VENV := .venv-spark$(PYSPARK:%=-%)
 JOBS  ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test cover lint bench spark spark-alone spark-bench delta interop crash descriptors retention hostile interrupts sanitize docs clean
+.PHONY: help demo test cover lint bench spark spark-alone spark-bench delta interop crash descriptors retention hostile stress interrupts sanitize docs clean
 
 help:
 	@sed -n 's/^#   make/  make/p' Makefile
@@ -108,6 +109,10 @@ retention: $(VENV)/stamp-dev
 
 interrupts: $(VENV)/stamp-dev
 	MQSTORE_CAMPAIGN_ROUNDS=4000 $(BIN)/python -m pytest -q -n $(JOBS) --timeout 3600 tests/campaigns/test_interrupts.py
+
+stress: N = 60
+stress: $(VENV)/stamp-dev
+	MQSTORE_STRESS_SECONDS=$(N) $(BIN)/python -m pytest -q tests/stress
 
 hostile: $(VENV)/stamp-dev
 	MQSTORE_CAMPAIGN_ROUNDS=$(N) $(BIN)/python -m pytest -q -n $(JOBS) tests/campaigns/test_hostile.py
