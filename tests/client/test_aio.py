@@ -881,7 +881,8 @@ def test_closing_a_store_tells_whoever_waits(tmp_path: Path) -> None:
 
 def test_no_thread_is_left_when_a_store_is_closed_or_forgotten(tmp_path: Path) -> None:
     def threads() -> list[str]:
-        return [each.name for each in threading.enumerate() if each.name.startswith("mqstore-aio")]
+        names = [each.name for each in threading.enumerate()]
+        return [name for name in names if name.startswith("mqstore-aio") and str(tmp_path) in name]
 
     async def main() -> None:
         async with aio.open(tmp_path / "a") as store:
