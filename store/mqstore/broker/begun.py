@@ -190,9 +190,7 @@ class Begun:
         """Read what a process that was killed has left. Raises StoreIOError."""
         self._parts = parts
         self._fs = parts.fs
-        self._store = parts.store
         self._folder = parts.store.path / "config" / "begun"
-        self._file_mode = parts.config.file_mode
         self._left_behind: list[str] = []
         folders: list[str] = []
         self.groups: dict[str, set[Address]] = {}
@@ -227,7 +225,7 @@ class Begun:
                 if where == NONE or first == NONE:
                     break
                 with suppress(LookupError, MQStoreError):  # gone since, or never written
-                    queue = self._store.at(where).queue
+                    queue = self._parts.store.at(where).queue
                     stop = min(max(first, last) + 1, first + _BATCH_MAX)
                     addresses.update(Address(*queue, offset) for offset in range(first, stop))
 
@@ -262,7 +260,7 @@ class Begun:
                 return
             value = {"suspects": {group: sorted(addresses) for group, addresses in suspects.items()}}
             self._fs.mkdir(self._folder, exist_ok=True)
-            save_json(path, value, self._fs, file_mode=self._file_mode, synced=False, back_up=False)
+            save_json(path, value, self._fs, file_mode=self._parts.config.file_mode, synced=False, back_up=False)
         except MQStoreError as error:
             _log.warning("%s is not written: %s", path, error)
 
@@ -271,7 +269,7 @@ class Begun:
         self._fs.mkdir(self._folder, exist_ok=True)
         path = self._folder / str(next(self._names))
         length = _HEAD_BYTES + _CELL_BYTES * workers * cells
-        fd = self._fs.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._file_mode)
+        fd = self._fs.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._parts.config.file_mode)
         try:
             # The head last: without it nothing of the file counts.
             self._fs.pwrite(fd, b"\xff" * (length - _HEAD_BYTES), _HEAD_BYTES)

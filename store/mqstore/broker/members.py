@@ -75,8 +75,6 @@ class Member:
     """Grows with each registration in the store that changed something: tells a stale one."""
     owner: object = field(default=None, compare=False, repr=False)
     """Consumer of this process that registered, or None."""
-    retry: RetryPolicy | None = None
-    """Retry policy that it asked for; None agrees with any."""
 
 
 class Members:
@@ -146,7 +144,7 @@ class Members:
                 return False
             self._version += 1
             since = self._clock.now_ms() if known is None else known.registered_ms
-            member = Member(client_id, mode, MappingProxyType(wanted), since, self._version, owner, retry)
+            member = Member(client_id, mode, MappingProxyType(wanted), since, self._version, owner)
             self._groups.setdefault(group, {})[client_id] = member
         if known is None and retry is not None and not others and self._settings is not None:
             try:

@@ -127,7 +127,7 @@ class PopService:
         self._standard = StandardQueues(self._tables)
         self._fifo = FifoQueues(self._tables)
         self._tables.begun = begun
-        Replay(self._tables, self._fifo, begun).run(release=parts.config.release_in_flight)
+        Replay(self._tables, self._fifo).run(release=parts.config.release_in_flight)
         self._keeper = PopKeeper(self._tables, wake, self._standard, self._fifo, file, as_loaded)
         if begun is not None:
             self._count_begun(begun)
@@ -681,6 +681,7 @@ class PopService:
         """Count an attempt of what handlers had begun in the queue model, and let `begun` forget what is on disk."""
         now_ms, counted = self._clock.now_ms(), False
         for group, addresses in begun.groups.items():
+            ended = []
             for address in addresses if self._parts.groups.get(group) is not None else ():
                 topic, queue_id, offset = address
                 committed = self._parts.offsets.committed(group, topic, queue_id) or 0
@@ -688,8 +689,9 @@ class PopService:
                     continue
                 attempts = self._orders.attempts(group, topic, queue_id).get(offset, 0) + 1
                 self._orders.note_attempt(group, topic, queue_id, offset, attempts, now_ms)
-                begun.suspects.add(group, [address])
-                counted = True
+                ended.append(address)
+            begun.suspects.add(group, ended)
+            counted |= bool(ended)
         if counted:
             self._keeper.save(now_ms)
         begun.forget()

@@ -47,9 +47,8 @@ as that can be known."""
 class Replay:
     """One reading of the log into `tables`, which must be empty but for the order info."""
 
-    def __init__(self, tables: PopTables, fifo: FifoQueues, begun: Begun | None = None) -> None:
+    def __init__(self, tables: PopTables, fifo: FifoQueues) -> None:
         self._tables = tables
-        self._begun = begun
         self._fifo = fifo
         self._batches: dict[int, tuple[QueueState, Batch]] = {}
         self._placed: set[QueueKey] = set()
@@ -347,7 +346,8 @@ class Replay:
 
     def _release(self, state: QueueState, now_ms: int) -> None:
         """End the deliveries of receivers that died with their process, as if their time had run out."""
-        if self._begun is not None and (begun := self._begun.groups.get(state.key.group)) is not None:
+        begun = self._tables.begun
+        if begun is not None and state.key.group in begun.groups:
             self._tell_apart(state, begun, now_ms)
         for batch in dict.fromkeys(state.in_flight.values()):
             if batch.local:
@@ -364,24 +364,18 @@ class Replay:
                 }
                 self._tables.orders.restore(*state.key, record)
 
-    def _tell_apart(self, state: QueueState, begun: set[Address], now_ms: int) -> None:
+    def _tell_apart(self, state: QueueState, begun: Begun, now_ms: int) -> None:
         """Release what was only fetched; say of the rest that its attempt has failed, so that no later open needs to
         be told which handlers had begun. A push consumer renews what it holds, so however late it is by now, time had
         not run out."""
         log, orders = self._tables.log, self._tables.orders
-
-        def died(offset: int) -> bool:
-            address = Address(state.key.topic, state.key.queue_id, offset)
-            if address in begun and self._begun is not None:
-                self._begun.suspects.add(state.key.group, [address])
-            return address in begun
-
         for batch in dict.fromkeys(state.in_flight.values()):
             held = [o for o in batch.open_offsets() if state.in_flight.get(o) is batch and batch.holds(o)]
-            if fetched := [offset for offset in held if not died(offset)]:
+            fetched, ended = _parted(state.key, held, begun)
+            if fetched:
                 log.put_settled(GIVE, batch.name, fetched)
                 state.give_back(batch, fetched)
-            for offset in filter(died, held):
+            for offset in ended:
                 past_ms = min(0, now_ms - batch.pop_time_ms)
                 log.put_change(batch.name, offset, batch.pop_time_ms, past_ms, failed=True)
                 state.change(batch, offset, batch.pop_time_ms, past_ms)
@@ -390,10 +384,11 @@ class Replay:
         if record is None or state.fifo is None:
             return
         held = [o for o in record.unacked() if o >= state.cursor and state.fifo.holds(o)]
-        if fetched := [offset for offset in held if not died(offset)]:
+        fetched, ended = _parted(state.key, held, begun)
+        if fetched:
             log.put_settled(GIVE, state.fifo.name, fetched)
             orders.release(*state.key, fetched, record.pop_time_ms, now_ms)
-        for offset in filter(died, held):
+        for offset in ended:
             log.put_change(state.fifo.name, offset, record.pop_time_ms, now_ms - record.pop_time_ms, failed=True)
             orders.update_next_visible_time(*state.key, offset, record.pop_time_ms, now_ms)
             state.fifo.note_failed(offset, True)
@@ -426,6 +421,14 @@ class Replay:
             tables.commit(state)
             if tables.order(state) is not None and record.unacked():
                 tables.announce(state, now_ms)
+
+
+def _parted(key: QueueKey, held: list[int], begun: Begun) -> tuple[list[int], list[int]]:
+    """Offsets that were only fetched, and those whose handler had begun: these are suspected from here on."""
+    noted = begun.groups[key.group]
+    ended = [offset for offset in held if Address(key.topic, key.queue_id, offset) in noted]
+    begun.suspects.add(key.group, [Address(key.topic, key.queue_id, offset) for offset in ended])
+    return [offset for offset in held if offset not in ended], ended
 
 
 def _is_number(value: object) -> bool:

@@ -121,31 +121,12 @@ class ConcurrentService:
             ended = queue.attempts.get(message.offset, 0)
             times = message.reconsume_times + ended
             if ended and limit is not None and times >= limit:
-                self._bury(queue, shown(message, message.topic, times - 1))
+                last = shown(message, message.topic, times - 1)
+                self._handling.has_handled(last, [last])
+                self._give_up(queue, last, PROCESS_ENDED, 0.0, delay_level=-1)
             else:
                 live.append(shown(message, message.topic, times))
         return live
-
-    def _bury(self, queue: ProcessQueue, message: Message) -> None:
-        """Have a dead letter made of a message whose last attempt ended with the process: no handler gets it again."""
-        if queue.dropped or not queue.contains(message):
-            return
-        try:
-            self._broker.send_back(
-                self._group,
-                message.physical_offset,
-                delay_level=-1,
-                attempts=message.attempt,
-                reason=PROCESS_ENDED,
-            )
-        except StoreClosedError:
-            return
-        except Exception as error:
-            self._handling.report(error, "no dead letter can be made of it, again in 5 s", message)
-            self._workers.later(SEND_BACK_AGAIN_MS, partial(self._bury, queue, message))
-            return
-        self._handling.has_handled(message, [message])
-        self._end(queue, message, "dlq", 0.0)
 
     def _invite(self, chunk: _Chunk, number: int) -> None:
         """Have up to `number` workers on their way to a chunk; those that are asked already count."""
@@ -373,25 +354,31 @@ class ConcurrentService:
             if self._broadcasting:
                 self._end(chunk.queue, message, "dlq", self._timeout_ms)
             else:
-                self._give_up(chunk.queue, message)
+                self._give_up(chunk.queue, message, "its handler hung", self._timeout_ms)
 
-    def _give_up(self, queue: ProcessQueue, message: Message) -> None:
-        """Timer thread: send back what a handler hangs with. Its end is void already, so this is tried until it is
-        done."""
+    def _give_up(
+        self, queue: ProcessQueue, message: Message, reason: str, took_ms: float, delay_level: int = 0
+    ) -> None:
+        """Send back what no handler here is to have again: its handler hangs, or its last attempt ended with a process.
+        So this is tried until it is done."""
         if queue.dropped or not queue.contains(message):
             return
         try:
             receipt = self._broker.send_back(
-                self._group, message.physical_offset, attempts=message.attempt, reason="its handler hung"
+                self._group,
+                message.physical_offset,
+                delay_level=delay_level,
+                attempts=message.attempt,
+                reason=reason,
             )
         except StoreClosedError:
             return
         except Exception as error:
-            self._handling.report(error, "its handler hangs and it cannot be sent back, again in 5 s", message)
-            self._workers.later(SEND_BACK_AGAIN_MS, partial(self._give_up, queue, message))
+            self._handling.report(error, f"{reason}, and it cannot be sent back, again in 5 s", message)
+            again = partial(self._give_up, queue, message, reason, took_ms, delay_level)
+            self._workers.later(SEND_BACK_AGAIN_MS, again)
             return
-        outcome: Settled = "dlq" if is_dlq_topic(receipt.queue.topic) else "retry"
-        self._end(queue, message, outcome, self._timeout_ms)
+        self._end(queue, message, "dlq" if is_dlq_topic(receipt.queue.topic) else "retry", took_ms)
 
 
 def _no_work() -> Flow[None]:
