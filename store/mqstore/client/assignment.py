@@ -529,11 +529,13 @@ class Assignment:
         with queue.settling:
             if queue.dropped and not (asked and queue.restart_at is not None):
                 return False
+            is_first = queue.restart_at is None  # else a restart is on its way, and finds the new offset
             queue.restart_at = offset
             queue.closing = queue.dropped = True  # whoever ends late must not drag the new position
             self._commit(queue, offset)
         self._close(queue)
-        self._workers.later(0, partial(self._restart, queue))
+        if is_first:
+            self._workers.later(0, partial(self._restart, queue))
         return True
 
     def begin_again(self, queue: ProcessQueue) -> None:
