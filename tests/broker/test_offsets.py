@@ -494,7 +494,8 @@ class _Waking(_Offsets):
 
 
 @pytest.fixture
-def waking(tmp_path: Path) -> Any:
+def waking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr("mqstore.broker.offsets.thread_time", lambda: 0.0)  # else a busy machine sets the pauses
     waking = _Waking(tmp_path / "s")
     yield waking
     waking.store.close()
