@@ -172,7 +172,7 @@ WRITERS: dict[str, Command] = {
     "open and put": _put,
     "put": _cli("put", "DIR", "orders", "body"),
     "recover": _cli("recover", "DIR"),
-    "recover --truncate": _cli("recover", "DIR", "--truncate", "--salvage", "OUT/saved"),
+    "recover --prefix": _cli("recover", "DIR", "--prefix"),
     "recover --rebuild config": _cli("recover", "DIR", "--rebuild", "config"),
     "topics create": _cli("topics", "create", "DIR", "fresh"),
     "topics delete": _cli("topics", "delete", "DIR", "orders", "--force", "--yes"),

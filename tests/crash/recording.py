@@ -78,6 +78,9 @@ class RecordingFileSystem(FileSystem):
             os.close(fd)
         self._mapped.clear()
 
+    def boot_id(self) -> str | None:
+        return f"machine-{id(self)}-until-the-power-cut"
+
     def mark(self, value: object) -> None:
         """Note in the record that something has happened by now: an acknowledgement, say."""
         self.observe()

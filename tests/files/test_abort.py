@@ -9,23 +9,64 @@ import pytest
 
 from mqstore.errors import StoreFullError
 from mqstore.files.abort import AbortMark
+from mqstore.files.filesystem import FileSystem
 from tests.faults import Crash, FaultyFileSystem
 
 
-def test_the_mark_holds_the_process_id_as_the_java_broker_writes_it(tmp_path: Path) -> None:
-    AbortMark(tmp_path).set(4711)
-    assert (tmp_path / "abort").read_bytes() == b"4711"
+class Booted(FileSystem):
+    """A machine whose present run has this id."""
+
+    def __init__(self, boot_id: str | None) -> None:
+        super().__init__()
+        self._boot_id = boot_id
+
+    def boot_id(self) -> str | None:
+        return self._boot_id
+
+
+def test_the_mark_begins_with_the_process_id_as_in_the_java_broker(tmp_path: Path) -> None:
+    AbortMark(tmp_path, Booted("first-run")).set(4711)
+    assert (tmp_path / "abort").read_bytes() == b"4711 first-run"
 
 
 def test_set_over_the_mark_of_a_crash(tmp_path: Path) -> None:
-    (tmp_path / "abort").write_bytes(b"1234567")
-    mark = AbortMark(tmp_path)
+    (tmp_path / "abort").write_bytes(b"1234567 of-a-longer-one")
+    mark = AbortMark(tmp_path, Booted("run"))
     assert mark.exists()
     mark.set(42)
-    assert (tmp_path / "abort").read_bytes() == b"42"
+    assert (tmp_path / "abort").read_bytes() == b"42 run"
     mark.clear()
     mark.clear()
     assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "boot_id", "expected"),
+    [
+        (b"4711 run", "run", True),
+        (b"4711 run", "another", False),
+        (b"4711 run", None, False),
+        (b"4711", "run", False),
+        (b"", "run", False),
+        (b"4711 run and-more", "run", False),
+        (b"4711 run" + bytes(1 << 20), "run", False),
+        (None, "run", False),
+    ],
+)
+def test_a_mark_tells_whether_the_machine_has_run_since(
+    tmp_path: Path, content: bytes | None, boot_id: str | None, expected: bool
+) -> None:
+    if content is not None:
+        (tmp_path / "abort").write_bytes(content)
+    assert AbortMark(tmp_path, Booted(boot_id)).is_of_this_boot() is expected
+
+
+def test_a_mark_without_a_boot_id_is_never_of_this_boot(tmp_path: Path) -> None:
+    mark = AbortMark(tmp_path)
+    mark.set(42)
+    assert mark.is_of_this_boot()
+    mark.set(42, boot_id=False)
+    assert not mark.is_of_this_boot()
 
 
 def test_set_and_clear_are_durable_when_they_return(tmp_path: Path) -> None:

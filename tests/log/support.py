@@ -13,7 +13,19 @@ from mqstore.files.filesystem import FileSystem, StrPath
 from mqstore.log.store import MessageStore
 from mqstore.options import Durability, Profile, StoreConfig
 
-__all__ = ["EXPORTED", "HEADER", "SEGMENT", "Unsynced", "as_ours", "files", "flip", "kill", "open_store", "units_of"]
+__all__ = [
+    "EXPORTED",
+    "HEADER",
+    "SEGMENT",
+    "Unsynced",
+    "as_ours",
+    "files",
+    "flip",
+    "kill",
+    "open_store",
+    "reboot",
+    "units_of",
+]
 
 SEGMENT = 4096
 HEADER = 91
@@ -61,6 +73,11 @@ def kill(store: MessageStore) -> None:
     """What the system does for a dead process: locks and descriptors are given back, nothing else happens."""
     store._closed = True
     store._release()
+
+
+def reboot(root: Path) -> None:
+    """Make it look as if the machine had gone down with its writer: the abort mark is of an earlier boot."""
+    (root / "abort").write_text("4711 8c6f2a0e-earlier-boot")
 
 
 def flip(path: Path, position: int, bit: int = 0) -> None:

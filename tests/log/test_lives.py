@@ -83,7 +83,7 @@ def test_it_is_in_order_and_stays_what_it_is(root: Path, tmp_path: Path) -> None
     assert kinds(root) == set()
     queues = {name: data for name, data in files(root).items() if name.startswith("consumequeue")}
     assert recover_store(root, RecoverOptions(full=True, dry_run=True)).rebuilt.units == 0
-    ways = {"recover": RecoverOptions(full=True), "truncate": RecoverOptions(full=True, truncate=True)}
+    ways = {"recover": RecoverOptions(full=True), "truncate": RecoverOptions(full=True, prefix=True)}
     for way, options in ways.items():
         copy = shutil.copytree(root, tmp_path / way)
         report = recover_store(copy, options)

@@ -18,7 +18,7 @@ from mqstore.log.report import Finding
 from mqstore.log.snapshot import snapshot_store
 from mqstore.log.store import MessageStore
 from tests.faults import Crash, FaultyFileSystem
-from tests.log.support import SEGMENT, kill, open_store
+from tests.log.support import SEGMENT, kill, open_store, reboot
 
 BODY = b"x" * 600
 
@@ -118,6 +118,7 @@ def test_a_log_whose_first_segment_was_never_synced_ends_before_it(tmp_path: Pat
     """What remains is a prefix of the log, also of one whose first file's name a power cut took (P2)."""
     path = tmp_path / "store"
     make(path, crash=True, flush=False)
+    reboot(path)
     segment(path, 0).unlink()
     with open_store(path) as store:
         assert store.recovery.findings == []

@@ -30,7 +30,7 @@ def cut(path: Path, places: list[int]) -> None:
     """Have the log end before message CUT, which is damaged."""
     segment = places[CUT] // SEGMENT * SEGMENT
     flip(path / "commitlog" / f"{segment:020d}", places[CUT] - segment + 100)
-    report = recover_store(path, RecoverOptions(truncate=True), fs=Unsynced())
+    report = recover_store(path, RecoverOptions(prefix=True), fs=Unsynced())
     assert report.log_end == places[CUT]
 
 

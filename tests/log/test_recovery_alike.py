@@ -7,7 +7,6 @@ import shutil
 import struct
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -175,8 +174,6 @@ DAMAGES: dict[str, Damage] = {
 
 def outcome(path: Path, options: RecoverOptions | None) -> dict[str, Any]:
     """What opening, or `recover`, says of a store and leaves of it; and what verify says before and after."""
-    if options is not None and options.salvage is not None:
-        options = replace(options, salvage=path / "salvaged")
     steps: list[tuple[int, int]] = []
     config = StoreConfig(clock=SimulatedClock())
     with MessageStore(path, "r", create=False, config=config, fs=Unsynced()) as reader:
@@ -203,8 +200,8 @@ def outcome(path: Path, options: RecoverOptions | None) -> dict[str, Any]:
 OPTIONS = (
     None,
     RecoverOptions(full=True),
-    RecoverOptions(full=True, truncate=True),
-    RecoverOptions(full=True, salvage=Path(), rebuild_index=True),
+    RecoverOptions(full=True, prefix=True),
+    RecoverOptions(full=True, rebuild_index=True),
 )
 
 

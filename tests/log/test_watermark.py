@@ -1,13 +1,15 @@
 """Torn tail or damage: everybody who looks at bad bytes gives the same answer (store-format 9.7, 9.8).
 
 `verify` once said `bad_record` of bytes that opening called a torn tail and cut. The expected answer comes from the
-watermark in the checkpoint alone: below it damage, at or beyond it a torn tail.
+watermark in the checkpoint and from the abort mark alone: bad bytes below the watermark are damage; bytes at or beyond
+it are a torn tail if the machine went down with the writer, and damage if only the writer was killed.
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -16,9 +18,11 @@ from mqstore import Finding, MessageStore
 from mqstore.layout.checkpoint import decode
 from mqstore.log.inspect import inspect_store
 from mqstore.log.recovery import RecoverOptions
+from mqstore.log.repair import recover_store
 from mqstore.log.report import RecoveryReport
 from mqstore.spark.jobs.verify import verify
-from tests.log.support import SEGMENT, flip, kill, open_store
+from tests.faults import Crash, FaultyFileSystem
+from tests.log.support import SEGMENT, flip, kill, open_store, reboot
 
 PROFILES = ("mqstore", "rocketmq")
 JUDGED = {"bad_record", "torn_tail", "lost_tail", "missing_segment", "segment_size"}
@@ -27,8 +31,9 @@ Judgement = set[tuple[str, str, int]]
 """(kind, file, position in it)."""
 
 
-def make(path: Path, profile: str) -> tuple[list[int], int]:
-    """A store of several segments whose writer was killed behind a flush: (where records begin, the watermark)."""
+def make(path: Path, profile: str, *, went_down: bool = True) -> tuple[list[int], int]:
+    """A store of several segments whose writer, or with `went_down` whose machine, died behind a flush: (where records
+    begin, the watermark)."""
     store = open_store(path, profile=profile)  # type: ignore[arg-type]
     places = []
     for n in range(60):
@@ -40,6 +45,8 @@ def make(path: Path, profile: str) -> tuple[list[int], int]:
             store.run_once(2000)
     store.dispatch()
     kill(store)
+    if went_down:
+        reboot(path)
     flushed = decode((path / "checkpoint").read_bytes()).flushed
     assert flushed is not None
     return places, flushed
@@ -93,19 +100,73 @@ JUDGES: dict[str, Callable[[Path], Judgement]] = {
     "verify": by_verify,
     "Spark's verify": by_spark,
     "recover --dry-run": by_plan,
-    "recover --full --dry-run": by_full_plan,
     "opening": by_opening,
 }
+RECOVER = {"recover": by_full_plan}
+"""Keeps what is whole behind damage, wherever that is."""
 
 
-@pytest.mark.parametrize("judge", JUDGES)
+@pytest.mark.parametrize("judge", JUDGES | RECOVER)
 @pytest.mark.parametrize("profile", PROFILES)
 def test_a_bad_record_below_the_watermark_is_damage(tmp_path: Path, profile: str, judge: str) -> None:
     places, flushed = make(tmp_path / "s", profile)
     below = [place for place in places if place < flushed]
     name, at = damage(tmp_path / "s", below[-1])
 
-    assert JUDGES[judge](tmp_path / "s") == {("bad_record", name, at)}
+    assert (JUDGES | RECOVER)[judge](tmp_path / "s") == {("bad_record", name, at)}
+
+
+@pytest.mark.parametrize(("judge", "went_down"), [*((judge, False) for judge in JUDGES | RECOVER), ("recover", True)])
+@pytest.mark.parametrize("profile", PROFILES)
+def test_a_bad_record_beyond_the_watermark_is_damage_where_the_machine_ran_on(
+    tmp_path: Path, profile: str, judge: str, went_down: bool
+) -> None:
+    places, flushed = make(tmp_path / "s", profile, went_down=went_down)
+    beyond = [place for place in places if place >= flushed]
+    bad = [damage(tmp_path / "s", place) for place in (beyond[0], beyond[len(beyond) // 2])]
+
+    assert (JUDGES | RECOVER)[judge](tmp_path / "s") == {("bad_record", name, at) for name, at in bad}
+    if judge == "recover":
+        report = recover_store(tmp_path / "s", RecoverOptions())
+        assert (report.damaged_ranges, report.moved_to_cut) == (2, 0)
+        assert report.kept_behind_damage == len([place for place in beyond if place > beyond[0]]) - 1
+    else:
+        open_store(tmp_path / "s").close()
+    with open_store(tmp_path / "s", "r") as store:
+        found = [m.physical_offset for ref in store.queues("orders") for m in store.iter(*ref)]
+    assert sorted(found) == [place for place in places if place not in (beyond[0], beyond[len(beyond) // 2])]
+
+
+def test_an_opening_that_is_killed_does_not_hide_that_the_machine_went_down(tmp_path: Path) -> None:
+    """Else the next one would keep what the first one was moving to `cut/`."""
+    places, flushed = make(tmp_path / "made", "mqstore")
+    torn = next(place for place in places if place >= flushed)
+    damage(tmp_path / "made", torn)
+    for nth in count(1):
+        path = tmp_path / f"{nth}"
+        shutil.copytree(tmp_path / "made", path)
+        fs = FaultyFileSystem()
+        fs.crash(nth)
+        try:
+            kill(open_store(path, fs=fs))
+            break
+        except Crash:
+            with open_store(path) as store:
+                assert store.max_offset == torn, f"killed before change {nth}"
+            shutil.rmtree(path)
+    assert nth > 10
+
+
+def test_a_store_that_went_on_after_a_reboot_knows_when_it_is_only_killed(tmp_path: Path) -> None:
+    make(tmp_path / "s", "mqstore")
+    store = open_store(tmp_path / "s")
+    receipts = [store.put("orders", b"later %03d" % n, 0) for n in range(20)]
+    kill(store)
+    damage(tmp_path / "s", receipts[5].physical_offset)
+
+    with open_store(tmp_path / "s") as store:
+        found = [m.body for m in store.iter("orders", 0) if m.offset >= receipts[0].offset]
+    assert found == [b"later %03d" % n for n in range(20) if n != 5]
 
 
 @pytest.mark.parametrize("judge", JUDGES)

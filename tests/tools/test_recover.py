@@ -14,6 +14,7 @@ import pytest
 import mqstore as library
 from mqstore import SendReceipt, SimulatedClock, StoreConfig
 from tests.conftest import GOLDEN_NAMES, GoldenStore
+from tests.log.support import reboot
 from tests.tools.brokers import broker
 from tests.tools.support import mqstore, mqstore_json, process, snapshot
 
@@ -21,7 +22,8 @@ Golden = Callable[[str], GoldenStore]
 CONFIG = StoreConfig(segment_bytes=1 << 14)
 
 #: What a program may rely on; there is more.
-CONTRACT = {"changed", "truncated", "rebuilt", "salvaged", "messages"}
+CONTRACT = {"changed", "truncated", "rebuilt", "messages"}
+COUNTS = {"damaged_ranges", "kept_behind_damage", "moved_to_cut"}
 
 
 @pytest.fixture
@@ -70,7 +72,7 @@ def test_a_store_in_order_is_not_changed(hundred: tuple[Path, list[SendReceipt]]
     report = mqstore_json("recover", path)
 
     check_shape(report)
-    assert (report["changed"], report["truncated"], report["messages"], report["salvaged"]) == (False, [], 100, 0)
+    assert (report["changed"], report["truncated"], report["messages"]) == (False, [], 100)
     assert report["rebuilt"] == {"consume_queues": 0, "units": 0, "index_entries": 0}
 
 
@@ -92,27 +94,51 @@ def test_a_dry_run_tells_what_a_run_does_and_does_nothing(hundred: tuple[Path, l
     assert not mqstore_json("recover", path)["changed"]
 
 
-def test_a_torn_tail_is_cut_and_what_was_whole_in_it_is_kept(tmp_path: Path) -> None:
-    """A crash: nothing was ever flushed, one record in the middle is torn."""
+@pytest.mark.parametrize("way", ["opening", "recover", "recover --prefix"])
+@pytest.mark.parametrize("machine", ["ran on", "went down"])
+def test_whole_messages_behind_damage_are_kept_or_moved_to_cut(tmp_path: Path, machine: str, way: str) -> None:
+    """A crash: nothing was ever flushed, one record in the middle does not verify."""
     with library.MessageStore(
         tmp_path / "live", config=StoreConfig(segment_bytes=1 << 14, clock=SimulatedClock())
     ) as store:
         receipts = [store.put("orders", b"%d" % i * 50) for i in range(20)]
         store.dispatch()
         shutil.copytree(tmp_path / "live", tmp_path / "s")
+    if machine == "went down":
+        reboot(tmp_path / "s")
     flip(tmp_path / "s", receipts[15])
 
-    report = mqstore_json("recover", tmp_path / "s", "--keep-cut", tmp_path / "kept")
+    if way == "opening":
+        with library.MessageStore(tmp_path / "s") as store:
+            report = store.recovery.as_dict()
+    else:
+        planned = mqstore_json(*way.split(), tmp_path / "s", "--dry-run", exit_code=1)
+        report = mqstore_json(*way.split(), tmp_path / "s", exit_code=int(way == "recover"))
+        assert {name: planned[name] for name in CONTRACT | COUNTS} == {name: report[name] for name in CONTRACT | COUNTS}
 
     check_shape(report)
-    assert report["changed"]
-    assert report["truncated"][0]["file"] == f"commitlog/{0:020d}"
-    assert report["truncated"][0]["from"] == receipts[15].physical_offset
-    assert len(bodies(tmp_path / "s")) == 15
-    assert [Path(kept).parent for kept in report["kept"]] == [tmp_path / "kept"]
-    kept = Path(report["kept"][0]).read_bytes()
-    assert b"19" * 50 in kept
-    assert not (tmp_path / "s" / "cut").exists()
+    cut = way == "recover --prefix" or (way == "opening" and machine == "went down")
+    whole = [b"%d" % i * 50 for i in range(20) if i != 15]
+    assert bodies(tmp_path / "s") == (whole[:15] if cut else whole)
+    assert (report["damaged_ranges"], report["kept_behind_damage"], report["moved_to_cut"]) == (
+        (0, 0, 4) if cut else (1, 4, 0)
+    )
+    kept = b"".join(Path(kept).read_bytes() for kept in report["kept"])
+    assert [Path(kept).parent for kept in report["kept"]] == [tmp_path / "s" / "cut"] * cut
+    assert all((body in kept) == cut for body in whole[15:])
+    assert [finding["kind"] for finding in report["findings"]] == ([] if cut else ["bad_record"])
+
+
+def test_people_are_told_how_many_messages_lie_behind_damage(hundred: tuple[Path, list[SendReceipt]]) -> None:
+    path, receipts = hundred
+    flip(path, receipts[40])
+    flip(path, receipts[50])
+
+    assert "would move 58 whole messages to cut/" in mqstore("recover", path, "--prefix", "--dry-run").stdout
+    assert "kept 58 messages behind the first damage; 2 damaged ranges" in mqstore("recover", path).stdout
+    assert "moved 58 whole messages to cut/" in mqstore("recover", path, "--prefix").stdout
+    assert bodies(path) == [b"%03d" % i * 100 for i in range(40)]
+    assert mqstore_json("verify", path)["ok"]
 
 
 def test_damage_is_reported_and_passed_over(hundred: tuple[Path, list[SendReceipt]]) -> None:
@@ -126,53 +152,12 @@ def test_damage_is_reported_and_passed_over(hundred: tuple[Path, list[SendReceip
     assert len(bodies(path)) == 99
 
 
-def test_salvage_copies_out_what_truncate_then_cuts(hundred: tuple[Path, list[SendReceipt]], tmp_path: Path) -> None:
-    path, receipts = hundred
-    flip(path, receipts[40])
-
-    salvaged = mqstore_json("recover", path, "--salvage", tmp_path / "saved", exit_code=1)
-    assert salvaged["salvaged"] > 0
-    assert sorted(str(p) for p in (tmp_path / "saved").iterdir()) == sorted(salvaged["kept"])
-
-    mqstore_json("recover", path, "--truncate")
-    assert bodies(path) == [b"%03d" % i * 100 for i in range(40)]
-    assert mqstore_json("verify", path)["ok"]
-
-
 def test_a_path_of_links_in_a_circle_is_told_plainly(tmp_path: Path) -> None:
-    """With --salvage or --keep-cut it was a traceback."""
     (tmp_path / "s").symlink_to(tmp_path / "s")
 
-    for option in ("--salvage", "--keep-cut"):
-        result = mqstore("recover", tmp_path / "s", option, tmp_path / "saved")
-        assert result.exit_code == 3
-        assert "should not happen" not in result.stderr
-
-
-@pytest.mark.parametrize("damaged", [40, 99], ids=["middle", "end"])
-def test_a_plan_tells_what_will_be_salvaged(
-    hundred: tuple[Path, list[SendReceipt]], tmp_path: Path, damaged: int
-) -> None:
-    """It said 0, whatever the run then saved."""
-    path, receipts = hundred
-    flip(path, receipts[damaged])
-    segment = receipts[damaged].physical_offset >> 14
-    around = sum(receipt.physical_offset >> 14 == segment for receipt in receipts) - 1
-    options = ("--salvage", tmp_path / "saved", "--keep-cut", tmp_path / "kept")
-
-    told = mqstore("recover", path, *options, "--dry-run").stdout
-    planned = mqstore_json("recover", path, *options, "--dry-run", exit_code=1)
-    assert not (tmp_path / "saved").exists()
-    done = mqstore_json("recover", path, *options, exit_code=1)
-
-    assert planned["salvaged"] == done["salvaged"] == around
-    saved = [kept for kept in done["kept"] if "saved" in kept]
-    assert [kept for kept in planned["kept"] if "saved" in kept] == saved
-    assert sorted(str(each) for each in (tmp_path / "saved").iterdir()) == sorted(saved)
-    # The names of the others end with the time.
-    assert [k.rpartition("-")[0] for k in planned["kept"]] == [k.rpartition("-")[0] for k in done["kept"]]
-    assert f"would salvage {around} records" in told
-    assert f"would keep {saved[0]}" in told
+    result = mqstore("recover", tmp_path / "s")
+    assert result.exit_code == 3
+    assert "should not happen" not in result.stderr
 
 
 def test_the_index_is_rebuilt_alone_when_asked(hundred: tuple[Path, list[SendReceipt]]) -> None:
@@ -370,16 +355,6 @@ def test_a_store_that_is_being_written_is_left_alone(tmp_path: Path, dry: list[s
 
     assert child.returncode == 3
     assert b"open" in error
-
-
-def test_copies_do_not_go_among_the_stores_own_files(hundred: tuple[Path, list[SendReceipt]]) -> None:
-    path, _ = hundred
-
-    assert mqstore("recover", path, "--salvage", path / "commitlog").exit_code == 2
-    assert mqstore("recover", path, "--keep-cut", path / "consumequeue" / "x").exit_code == 2
-    # Opening empties this one, and fails when it holds a folder.
-    assert mqstore("recover", path, "--keep-cut", path / "tmp").exit_code == 2
-    assert mqstore("recover", path, "--salvage", path / "tmp" / "x").exit_code == 2
 
 
 def test_for_people_it_says_what_was_done(hundred: tuple[Path, list[SendReceipt]]) -> None:

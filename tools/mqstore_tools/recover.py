@@ -27,7 +27,6 @@ from mqstore_tools.shared import (
     index_options,
     java_config,
     json_option,
-    within,
 )
 
 __all__ = ["recover"]
@@ -40,28 +39,15 @@ __all__ = ["recover"]
 Examples:
   mqstore recover var/mq --dry-run            # the plan; changes nothing
   mqstore recover var/mq                      # carry it out
-  mqstore recover var/mq --salvage var/saved --dry-run
-  mqstore recover var/mq --salvage var/saved --truncate
+  mqstore recover var/mq --prefix --dry-run   # what would be lost by ending the log at the first damage
   mqstore recover var/mq --rebuild config --yes""",
 )
 @directory_argument
 @click.option("--dry-run", is_flag=True, help="Only say what would be done.")
 @click.option(
-    "--keep-cut",
-    metavar="OUT",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Copy all that is cut to directory OUT, in place of DIR/cut.",
-)
-@click.option(
-    "--salvage",
-    metavar="OUT",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Copy damaged ranges, and each readable record around them, to directory OUT.",
-)
-@click.option(
-    "--truncate",
+    "--prefix",
     is_flag=True,
-    help="End the log at the first damage, as a Java broker would; what lies behind is gone.",
+    help="End the log at the first damage, as a Java broker would. The rest is moved to DIR/cut.",
 )
 @click.option(
     "--rebuild",
@@ -78,9 +64,7 @@ def recover(
     ctx: click.Context,
     directory: Path,
     dry_run: bool,
-    keep_cut: Path | None,
-    salvage: Path | None,
-    truncate: bool,
+    prefix: bool,
     rebuild: tuple[str, ...],
     yes: bool,
     index_slots: int | None,
@@ -89,13 +73,11 @@ def recover(
 ) -> None:
     """Read the whole log of the store in DIR and bring everything in line with it.
 
-    A torn tail is cut, queues, index and checkpoint are rebuilt where they differ. A damaged record in the middle is
-    reported and passed over: only --truncate cuts there. May be killed and run again; a second run changes nothing.
-    Exit code 1 when something was found that a recovery cannot bring back, or with --dry-run: that there is work to do.
+    Every whole record is kept in its place, on both sides of any damage; damage is reported. A torn record at the end
+    of the log is cut. Queues, index and checkpoint are rebuilt where they differ. The command may be killed and run
+    again; a second run changes nothing. Exit code 1 if something was found that a recovery cannot bring back, or with
+    --dry-run if there is work to do.
     """
-    for name, folder in (("--keep-cut", keep_cut), ("--salvage", salvage)):
-        if folder is not None and within(folder, *(directory / name for name in _OWN)):
-            raise click.UsageError(f"{name} must not lie among the store's own files")
     config_done: list[str] | None = None
     if "config" in rebuild:
         done = config_done = _rebuild_config(directory, dry_run=dry_run, yes=yes)
@@ -111,9 +93,7 @@ def recover(
             note(sentence)
     options = RecoverOptions(
         dry_run=dry_run,
-        truncate=truncate,
-        keep_cut=keep_cut,
-        salvage=salvage,
+        prefix=prefix,
         rebuild_index="index" in rebuild,
     )
     with progress("recovering") as report_progress, findings_told():
@@ -145,8 +125,6 @@ def recover(
         ctx.exit(FINDINGS)
 
 
-_OWN = ("commitlog", "consumequeue", "index", "inbox", "tmp")
-"""Folders whose files the store takes for its own; the last one it empties."""
 _DAMAGE = ("bad_record", "missing_segment", "segment_size")
 
 
@@ -179,7 +157,7 @@ def _rebuild_config(directory: Path, *, dry_run: bool, yes: bool) -> list[str] |
 
 def _tell_config(done: list[str], *, dry_run: bool, json_output: bool) -> None:
     if json_output:
-        nothing: dict[str, Any] = {"truncated": [], "rebuilt": asdict(Rebuilt()), "salvaged": 0, "messages": 0}
+        nothing: dict[str, Any] = {"truncated": [], "rebuilt": asdict(Rebuilt()), "messages": 0}
         print_json({"changed": bool(done), **nothing, "config": done, "dry_run": dry_run})
         return
     for sentence in done:
@@ -201,8 +179,13 @@ def _show(report: RecoveryReport, *, dry_run: bool) -> None:
             f"{'would rebuild' if dry_run else 'rebuilt'} {rebuilt.units} units of {rebuilt.consume_queues} queues, "
             f"{rebuilt.index_entries} index entries"
         )
-    if report.salvaged:
-        print(f"{'would salvage' if dry_run else 'salvaged'} {report.salvaged} records")
+    if report.damaged_ranges:
+        print(
+            f"{'would keep' if dry_run else 'kept'} {report.kept_behind_damage} messages behind the first damage; "
+            f"{report.damaged_ranges} damaged ranges"
+        )
+    if report.moved_to_cut:
+        print(f"{'would move' if dry_run else 'moved'} {report.moved_to_cut} whole messages to cut/; see `mqstore cut`")
     if report.changed:
         verdict = "would be changed" if dry_run else "was changed"
     elif report.findings:

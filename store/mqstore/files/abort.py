@@ -1,8 +1,9 @@
 """The abort mark: a file that exists while a writer runs, so that the next one knows whether it ended cleanly.
 
-``ROOT/abort``: the process id in decimal, no newline (store-format 7; the Java broker's own shape). Only its presence
-counts; the id is for people. Set right after the locks are taken and its absence was noted, before anything else
-changes; cleared as the last change of a clean close. Knows nothing of what a clean close demands.
+``ROOT/abort``: the process id in decimal, as the Java broker writes it (store-format 7), then a space and the boot id
+of the machine. The boot id tells the next opening whether the machine went down, too: if it did not, everything that
+was written is still in the page cache. Set right after the locks are taken and its absence was noted, before anything
+else changes; cleared as the last change of a clean close.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import os
 from mqstore.files.filesystem import FILE_MODE, REAL, FileSystem
 
 __all__ = ["AbortMark"]
+
+_READ_BYTES = 128
 
 
 class AbortMark:
@@ -35,12 +38,27 @@ class AbortMark:
         self._file_mode = file_mode
 
     def exists(self) -> bool:
-        """Whether the last writer is still running, or did not end cleanly."""
+        """Return True if the last writer is still running, or did not end cleanly."""
         return self._fs.exists(self._path)
 
-    def set(self, pid: int) -> None:
-        """Leave the mark, over the one that a crash left. A crash in here leaves it too, be it empty."""
+    def is_of_this_boot(self) -> bool:
+        """Return True if the mark was set since the machine was started: its writer may have been killed, but nothing
+        that it wrote is lost. False without a mark, for a mark without a boot id, and where the system has none."""
+        boot_id = self._fs.boot_id()
+        if boot_id is None or not self.exists():
+            return False
+        fd = self._fs.open(self._path, os.O_RDONLY)
+        try:
+            return self._fs.pread(fd, _READ_BYTES, 0).split()[1:] == [boot_id.encode()]
+        finally:
+            self._fs.close(fd)
+
+    def set(self, pid: int, *, boot_id: bool = True) -> None:
+        """Leave the mark, over the one that a crash left. A crash in here leaves it too, be it empty. `boot_id` False:
+        the files are still as the last machine left them, and an opening that is killed must not hide that."""
         text = b"%d" % pid
+        if boot_id and (known := self._fs.boot_id()) is not None:
+            text += b" " + known.encode()
         flags = os.O_WRONLY | os.O_CREAT
         # Not without need: to free a block that was written takes ext4 a millisecond.
         if self.exists() and self._fs.size(self._path) > len(text):

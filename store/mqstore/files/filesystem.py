@@ -122,6 +122,19 @@ def _map(fd: int, length: int, access: int) -> mmap.mmap:
     return mapping
 
 
+def _boot_id() -> str | None:
+    """Return what the system calls this run of the machine, from its start to its end; None if it does not say."""
+    with contextlib.suppress(OSError, AttributeError):
+        if sys.platform == "darwin":
+            text, size = ctypes.create_string_buffer(64), ctypes.c_size_t(64)
+            if ctypes.CDLL(None).sysctlbyname(b"kern.bootsessionuuid", text, ctypes.byref(size), None, 0) == 0:
+                return text.value.decode()
+        else:
+            with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+                return file.read().strip() or None
+    return None
+
+
 def _find_write_back() -> Callable[[int], object]:
     """sync_file_range, which the os module lacks, told to begin and not to wait."""
     begin = 2  # SYNC_FILE_RANGE_WRITE
@@ -536,6 +549,10 @@ class FileSystem:
         except FileNotFoundError:
             return False
         return True
+
+    def boot_id(self) -> str | None:
+        """Return an id of the machine's present run, which a reboot changes; None if the system has none."""
+        return _boot_id()
 
     # -- whole files, made of the calls above -------------------------------------------------------------------------
 

@@ -45,6 +45,7 @@ from mqstore.log.names import is_path_safe
 from mqstore.log.published import PublishedFiles
 from mqstore.log.scanner import Bad, End, Good, scan_log, until_torn
 from mqstore.log.store import MessageStore
+from mqstore.log.watermark import NEVER_TORN
 from mqstore.options import StoreConfig
 
 __all__ = ["inspect_store"]
@@ -216,7 +217,7 @@ def _walk_log(
 
     events = scan_log(run, first, store._checksum, checksums=False, on_front=go_on_at)
     # What lies before the end that is looked at beside a writer was written whole.
-    for event in until_torn(events, lambda: 1 << 62 if live else store.watermark()) if segments else ():
+    for event in until_torn(events, lambda: NEVER_TORN if live else store.torn_from()) if segments else ():
         if isinstance(event, Good):
             entry = segments[event.base]
             stamps = event.headers.store_timestamp_ms

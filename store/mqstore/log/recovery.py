@@ -3,14 +3,16 @@
 The commitlog alone is trusted. From it this finds the end of the log, tells a torn tail from damage, and brings
 consume queues and index in line with it:
 
-    F  watermark: below it a bad record is damage, at or above it a torn tail
+    F  watermark: what lies below had been synced
     S  where reading starts                 E  the end of the log
     ----------- S ===== scanned ===== E        everything in [S, E) gets its unit; beyond E there will be zeros
 
-                     bad bytes at p
-    nothing whole behind               E = p                      torn_tail (lost_tail when p < F: it goes to cut/)
-    whole records behind,  p >= F      E = p, they go to cut/     torn_tail
-    whole records behind,  p <  F      reported, passed over      bad_record
+    bad bytes at p
+    nothing whole behind                         E = p                    torn_tail (lost_tail when p < F: goes to cut/)
+    whole records behind, p is a torn tail       E = p, they go to cut/   torn_tail
+    whole records behind, p is damage            passed over              bad_record
+
+`log/watermark.py` says when p is a torn tail. For `mqstore recover` it never is, unless it was asked for the prefix.
 
 Every step may be repeated: until the end the `abort` mark stands, and a kill in between lets the next opening derive
 the same again. Two things would be forgotten with the process, so the checkpoint gets them before the first change: F
@@ -35,13 +37,12 @@ import numpy as np
 import numpy.typing as npt
 
 from mqstore.clock import Clock
-from mqstore.files.beneath import resolved
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.segments import EXTENDED, LoadProblem, SegmentRun
 from mqstore.layout.checkpoint import Checkpoint, min_timestamp
 from mqstore.layout.consumequeue import UNIT_DTYPE, VOID_SIZE, differing, is_void
 from mqstore.layout.dispatch import Listed, Rows
-from mqstore.layout.record import MIN_RECORD_BYTES, Checksum, check_record, decode_record
+from mqstore.layout.record import MIN_RECORD_BYTES, QUEUE_OFFSET_AT, Checksum, check_record, decode_record
 from mqstore.log.consumequeue import ConsumeQueue, QueueTable
 from mqstore.log.index import Index, IndexFile
 from mqstore.log.lives import Lives
@@ -49,7 +50,6 @@ from mqstore.log.names import is_path_safe
 from mqstore.log.report import Cut, Finding, RecoveryReport
 from mqstore.log.scanner import (
     Bad,
-    End,
     Good,
     first_slot_in_range,
     least_plausible,
@@ -58,9 +58,10 @@ from mqstore.log.scanner import (
     strays_in_front,
     until_torn,
     used_end,
+    wrong_number,
 )
 from mqstore.log.verify import Wanted, index_faults
-from mqstore.log.watermark import first_record_time, watermark
+from mqstore.log.watermark import NEVER_TORN, first_record_time, watermark
 
 __all__ = [
     "Progress",
@@ -86,12 +87,8 @@ class RecoverOptions:
     full: bool = False
     """Read the whole log and compare every queue and the index with it."""
     dry_run: bool = False
-    truncate: bool = False
-    """Cut at the first damage, as the Java broker would, instead of passing over it."""
-    keep_cut: Path | None = None
-    """Folder for all bytes that are cut; None: `cut/` under the root, without a torn tail that holds nothing whole."""
-    salvage: Path | None = None
-    """Folder for a raw copy of each damaged range, cut or not, and of every whole record in the segments around it."""
+    prefix: bool = False
+    """End the log at the first damage, as the Java broker would, instead of passing over it."""
     rebuild_index: bool = False
     """Build the index anew even if nothing seems wrong with it."""
 
@@ -107,6 +104,8 @@ class Parts:
     checkpoint: Checkpoint
     has_checkpoint: bool
     clean: bool
+    machine_ran_on: bool
+    """The last writer was killed, and the machine has been running since."""
     checksum: Checksum
     fs: FileSystem
     clock: Clock
@@ -129,8 +128,6 @@ def recover(
     parts: Parts, problems: Sequence[LoadProblem], options: RecoverOptions, progress: Progress | None = None
 ) -> Outcome:
     """Bring the store in order, or with `dry_run` say how. Raises StoreIOError, StoreFullError; may be run again."""
-    salvage, keep_cut = (each and Path(resolved(each)) for each in (options.salvage, options.keep_cut))
-    options = replace(options, salvage=salvage, keep_cut=keep_cut)
     try:
         return _Recovery(parts, problems, options, progress, whole=False).run()
     except _WholeLogNeededError:
@@ -145,7 +142,7 @@ def has_unlisted(parts: Parts) -> bool:
     recovery = _Recovery(parts, (), RecoverOptions(dry_run=True), None, whole=False)
     start = recovery._scan_start()
     found = scan_log(parts.run, start, parts.checksum, checksums=False)
-    for event in until_torn(found, lambda: recovery._watermark(start)):
+    for event in until_torn(found, lambda: recovery._torn_from(recovery._watermark(start))):
         if not isinstance(event, Good):
             continue
         rows = parts.queues.rows_of(event.buffer, event.headers, event.base)
@@ -211,8 +208,6 @@ class _Recovery:
         self.has_short_files = False
         """A crash has left queue files that are too short."""
         self.index_entries: list[Wanted] = []
-        self.salvage_segments: set[int] = set()
-        self.salvaged_names: set[str] = set()
         self.last_record = -1
         self.last_store_timestamp_ms = 0
         # Units of records at or beyond this were perhaps never synced. After a clean end all were.
@@ -248,6 +243,15 @@ class _Recovery:
         report.log_end = end
         for finding in report.findings:
             _log.warning("%s: %s at %d: %s", finding.kind, finding.file, finding.position, finding.detail)
+        if report.moved_to_cut and self.writing:
+            _log.warning(
+                "%s: %d whole messages lay behind damage at %d and were moved to cut/. `mqstore cut list %s` lists "
+                "them, `mqstore cut restore` appends them again",
+                parts.root,
+                report.moved_to_cut,
+                end,
+                parts.root,
+            )
         return Outcome(report, end, self.last_record, self.last_store_timestamp_ms)
 
     def _note_load_problem(self, problem: LoadProblem) -> None:
@@ -368,9 +372,15 @@ class _Recovery:
         )
 
     def _watermark(self, start: int) -> int:
-        """F: a bad record below it is damage."""
+        """F: what lies below had been synced."""
         parts = self.parts
         return watermark(parts.run, parts.checkpoint, parts.checksum, clean=parts.clean, start=start)
+
+    def _torn_from(self, mark: int) -> int:
+        """Where damage is no longer passed over; `mark` is the watermark."""
+        if self.options.prefix:
+            return 0
+        return NEVER_TORN if self.parts.machine_ran_on or (self.options.full and not self.parts.clean) else mark
 
     def _first_record_time(self, start: int) -> int | None:
         return first_record_time(self.parts.run, start, self.parts.checksum)
@@ -460,7 +470,8 @@ class _Recovery:
         start = self._scan_start()
         mark = self._watermark(start)
         gap = self._gap_in_front()
-        if gap is not None and gap.start >= mark:  # none of it was synced: the log ends before it began
+        torn_from = self._torn_from(mark)
+        if gap is not None and gap.start >= torn_from:  # none of it was synced: the log ends before it began
             self.first = start = gap.start
         elif gap is not None:
             self._note_damage(gap)
@@ -475,7 +486,7 @@ class _Recovery:
         blank = False
         torn: Bad | None = None
         events = scan_log(run, read_from, parts.checksum) if gap is None else (gap,)
-        for event in until_torn(events, lambda: 0 if self.options.truncate else mark):
+        for event in until_torn(events, lambda: torn_from):
             if isinstance(event, Good):
                 self._take(event, start, index_from)
                 end = event.end
@@ -491,22 +502,14 @@ class _Recovery:
         if start > self.first and self.has_short_files:
             raise _WholeLogNeededError  # a file was cut: records before the range may lack their units
         self.report.log_end = end
-        if end < mark and not self.options.truncate:
+        if end < mark and not self.options.prefix:
             name, at = self._where(end)
             report.findings.append(
                 Finding("lost_tail", name, at, mark - end, f"the log once reached {mark} and was synced")
             )
-        cuts, damaged = self._plan_cut(end, torn, blank=blank)
-        if self.options.salvage is not None:
-            if torn is not None and self.options.truncate:
-                self._note_damage(torn)
-            for begin, stop in damaged:
-                self._copy_damaged(begin, stop)
-            self.salvage_segments.update(begin - begin % run.segment_bytes for begin, _ in cuts)
-        self._salvage()
+        cuts, report.moved_to_cut = self._plan_cut(end, torn, blank=blank)
         # Of a torn record alone nothing was promised. What was synced, or is whole, may be its only copy.
-        keep = torn is not None or end < mark or self.options.keep_cut is not None
-        self._cut(end, cuts, self._why_cut(torn, tail), keep=keep)
+        self._cut(end, cuts, self._why_cut(torn, tail), keep=torn is not None or end < mark)
         self._finish_queues(start, end)
         self._finish_index(doomed_index, end)
         if self.writing and not parts.clean and parts.checkpoint.flushed is not None:
@@ -551,6 +554,8 @@ class _Recovery:
         self.last_store_timestamp_ms = int(rows.store_timestamp_ms[len(rows) - 1])
         if good.end > start:  # a stretch lies within one segment, and `start` begins one
             self.report.messages += len(rows)
+            if self.report.damaged_ranges:
+                self.report.kept_behind_damage += len(rows)
             for listed in rows.listed():
                 topic, queue_id = listed.topic, listed.queue_id
                 if queue_id < 0 or not is_path_safe(topic):
@@ -585,11 +590,15 @@ class _Recovery:
                 if start > self.first:
                     self._doubt_numbers(queue, least, start)
                 expected, self.last_seen[queue] = first_slot_in_range(queue, start, least)
-            runs, odd = sort_out(expected, self.last_seen[queue], offsets, physical, rows.size[chosen])
+            said, seen = offsets, self.last_seen[queue]
+            asked = queue if self.parts.checksum == "crc32-body" else None
+            offsets, runs, odd = sort_out(expected, seen, said, physical, rows.size[chosen], asked)
             for i in odd:
                 name, at = self._where(int(physical[i]))
-                detail = f"queueOffset {offsets[i]} of {queue.topic}/{queue.queue_id} does not follow those around it"
+                detail = wrong_number(queue, said[i], said[i])
                 self.report.findings.append(Finding("bad_record", name, at, int(rows.size[chosen[i]]), detail))
+            for i in np.flatnonzero(offsets != said).tolist():
+                self._renumber(int(physical[i]), int(offsets[i]))
         for low, high in runs:
             slot = int(offsets[low])
             if expected is None:
@@ -606,6 +615,14 @@ class _Recovery:
             # Not of what got no slot: its own number is lost, and the next record's jumps by it.
             last = chosen[high - 1]
             self.last_seen[queue] = int(rows.physical_offset[last]) + int(rows.size[last])
+
+    def _renumber(self, position: int, slot: int) -> None:
+        """Write the queue offset of a record whose checksum does not cover it."""
+        self.report.renumbered += 1
+        self.report.changed = True
+        if self.writing:
+            self.parts.run.own(position)
+            self.parts.run.write(position + QUEUE_OFFSET_AT, slot.to_bytes(8, "big"))
 
     def _mend_front(self, queue: ConsumeQueue, stop: int, start: int) -> None:
         """Slots before `stop` are of records that retention took."""
@@ -665,37 +682,7 @@ class _Recovery:
         known = any((f.kind, f.file, f.position) == (bad.kind, name, at) for f in self.report.findings)
         if not known:  # by the listing of segments
             self.report.findings.append(Finding(bad.kind, name, at, bad.end - bad.start, bad.detail))
-        self._copy_damaged(bad.start, bad.end)
-
-    def _copy_damaged(self, start: int, stop: int) -> None:
-        """For `salvage`: the raw bytes of [start, stop). The records around them follow (`_salvage`)."""
-        size = self.parts.run.segment_bytes
-        name = f"{start:020d}-damaged"
-        if self.options.salvage is not None and name not in self.salvaged_names:
-            self.salvaged_names.add(name)
-            self.report.kept.append(self._save(self.options.salvage, name, [(start, stop)]))
-            self.salvage_segments.update((start - start % size, stop - stop % size))
-
-    def _salvage(self) -> None:
-        """Copy the whole records of damaged segments, one chain of raw records a segment."""
-        folder = self.options.salvage
-        if folder is None:
-            return
-        for start in sorted(self.salvage_segments):
-            segment = self.parts.run.find(start)
-            if segment is None:
-                continue
-            count = 0
-            ranges: list[tuple[int, int]] = []
-            for event in scan_log(self.parts.run, start, self.parts.checksum):
-                if isinstance(event, End) or (isinstance(event, Good) and event.base != start):
-                    break
-                if isinstance(event, Good):
-                    count += len(event.headers)
-                    ranges.append((start + int(event.headers.positions[0]), event.end))
-            if count:
-                self.report.kept.append(self._save(folder, f"{start:020d}-records", ranges))
-                self.report.salvaged += count
+        self.report.damaged_ranges += 1
 
     def _left_behind(self, position: int, *, blank: bool) -> list[tuple[int, int]]:
         """What there is at `position` and behind it that is not zeros, one range a segment; with `blank` nothing in
@@ -713,29 +700,24 @@ class _Recovery:
                 found.append((segment.start + at, segment.start + min(max(stop, at + claimed), len(buffer))))
         return found
 
-    def _plan_cut(
-        self, end: int, torn: Bad | None, *, blank: bool
-    ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """(the ranges from `end` on that are not zeros, one a segment; those in them that hold no whole record)."""
+    def _plan_cut(self, end: int, torn: Bad | None, *, blank: bool) -> tuple[list[tuple[int, int]], int]:
+        """Return the ranges from `end` on that are not zeros, one a segment, and the number of their whole records."""
         cuts = self._left_behind(end, blank=blank)
         if torn is None:
-            return cuts, cuts
+            return cuts, 0
         size = self.parts.run.segment_bytes
         whole_to: dict[int, int] = {}
-        damaged = [(torn.start, torn.end)]
+        count = 0
         for event in scan_log(self.parts.run, torn.end, self.parts.checksum):
             if isinstance(event, Good):
                 whole_to[event.base] = event.end
-            elif isinstance(event, Bad):
-                damaged.append((event.start, event.end))
-            else:
-                damaged += self._left_behind(event.position, blank=not event.detail)
+                count += len(event.headers)
         # A whole record may end in zeros.
-        return [(begin, max(stop, whole_to.get(begin - begin % size, 0))) for begin, stop in cuts], damaged
+        return [(begin, max(stop, whole_to.get(begin - begin % size, 0))) for begin, stop in cuts], count
 
     def _why_cut(self, torn: Bad | None, tail: str) -> str:
         if torn is not None:
-            return "truncate" if self.options.truncate else "torn_tail"
+            return "prefix" if self.options.prefix else "torn_tail"
         return f"torn_tail: {tail}" if tail else "torn_tail"
 
     def _save(self, folder: Path, name: str, ranges: Sequence[tuple[int, int]]) -> str:
@@ -805,7 +787,7 @@ class _Recovery:
             reason = why if begin == end else why.partition(":")[0]
             report.truncated.append(Cut(name, at, at + stop - begin, reason))
             if keep:
-                folder = self.options.keep_cut or self.parts.root / "cut"
+                folder = self.parts.root / "cut"
                 stamp = self.parts.clock.now_ms()
                 report.kept.append(self._save(folder, f"{begin:020d}-{stamp}", [(begin, stop)]))
         report.changed |= bool(cuts)

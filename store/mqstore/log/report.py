@@ -99,12 +99,17 @@ class RecoveryReport:
     findings: list[Finding] = field(default_factory=list)
     rebuilt: Rebuilt = field(default_factory=Rebuilt)
     kept: list[str] = field(default_factory=list)
-    """Files that hold a copy of what was cut, or of what `recover --salvage` saved; of a dry run those that would. The
-    name of a copy of what was cut ends with the time."""
-    salvaged: int = 0
-    """Whole records copied out by `recover --salvage`."""
+    """Files under `cut/` with a copy of what was cut; in a dry run the files that would be made."""
+    moved_to_cut: int = 0
+    """Whole messages in these files. `mqstore cut` lists, exports and restores them."""
     messages: int = 0
     """Records that verified in the range read."""
+    renumbered: int = 0
+    """Records whose damaged queue offset was set right by their units and neighbours."""
+    damaged_ranges: int = 0
+    """Ranges of the log that hold no whole record, with whole records behind them."""
+    kept_behind_damage: int = 0
+    """Of `messages`, those behind the first damaged range."""
     changed: bool = False
     seconds: float = 0.0
 
@@ -119,7 +124,10 @@ class RecoveryReport:
             "findings": [finding.as_dict() for finding in self.findings],
             "rebuilt": asdict(self.rebuilt),
             "kept": list(self.kept),
-            "salvaged": self.salvaged,
+            "moved_to_cut": self.moved_to_cut,
             "messages": self.messages,
+            "renumbered": self.renumbered,
+            "damaged_ranges": self.damaged_ranges,
+            "kept_behind_damage": self.kept_behind_damage,
             "seconds": self.seconds,
         }

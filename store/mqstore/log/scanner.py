@@ -50,6 +50,7 @@ __all__ = [
     "strays_in_front",
     "until_torn",
     "used_end",
+    "wrong_number",
 ]
 
 T = TypeVar("T")
@@ -341,19 +342,28 @@ def strays_in_front(queue: ConsumeQueue, stop: int, start: int) -> Iterator[tupl
             yield at + int(group[0]), at + int(group[-1]) + 1
 
 
+def wrong_number(queue: ConsumeQueue, said: int, slot: int) -> str:
+    """Return the detail of a finding: a record says queue offset `said`, and has `slot`, or none if it is the same."""
+    rest = f"; by its unit and neighbours it is {slot}" if slot != said else ""
+    return f"queueOffset {said} of {queue.topic}/{queue.queue_id} does not follow those around it{rest}"
+
+
 def sort_out(
     expected: int | None,
     seen: int,
     offsets: npt.NDArray[np.int64],
     physical: npt.NDArray[np.int64],
     sizes: npt.NDArray[np.int32],
-) -> tuple[list[tuple[int, int]], list[int]]:
-    """Tell slots from nonsense among the queueOffsets of one queue's records, which lie at `physical` in the log.
+    queue: ConsumeQueue | None = None,
+) -> tuple[npt.NDArray[np.int64], list[tuple[int, int]], list[int]]:
+    """Find the slots of one queue's records, which lie at `physical` in the log and say `offsets`.
 
-    Returns (index ranges of consecutive slots, in order; indices of the records that can have none). `expected` is the
-    slot behind the last record before these, which ends at `seen`; None when there is none to go by. A number that
-    was given out already, one that jumps further than lost records could explain, or one that later records contradict,
-    is nonsense: profile `rocketmq` has no checksum over it (2.10). To believe it would void the slots of the rest.
+    Returns (the slot of each record; index ranges of consecutive slots, in order; indices of the records that get no
+    slot). `expected` is the slot behind the last record before these, which ends at `seen`; None when there is none to
+    go by. A number that was given out already, one that jumps further than lost records could explain, or one that
+    later records contradict, is wrong: profile `rocketmq` has no checksum over it (2.10). To believe it would void the
+    slots of the rest. Such a record gets the slot whose unit leads to it, where its neighbours leave room for that, or
+    else the only slot that they leave. `queue` None: its units are not asked.
     """
     count = len(offsets)
     if (
@@ -362,7 +372,9 @@ def sort_out(
         and offsets[-1] - offsets[0] == count - 1
         and bool((np.diff(offsets) == 1).all())
     ):
-        return [(0, count)], []
+        return offsets, [(0, count)], []
+    if queue is not None:
+        offsets = _by_units(queue, expected, offsets, physical, sizes)
     # The smallest number among those behind: a record whose own is greater stands in the way of that one.
     wanted = np.where(offsets >= (expected or 0), offsets, MAX_SLOT)
     least_behind = np.append(np.minimum.accumulate(wanted[::-1])[::-1], MAX_SLOT).tolist()
@@ -371,16 +383,48 @@ def sort_out(
     ends = (physical + sizes).tolist()
     for i, (offset, at, end) in enumerate(zip(offsets.tolist(), physical.tolist(), ends, strict=True)):
         if expected is None:
-            follows = 0 <= offset <= least_behind[i + 1] and offset < MAX_SLOT
+            follows = 0 <= offset < least_behind[i + 1] or offset == 0
         else:
             gap = offset - expected
-            follows = gap == 0 or (0 < gap <= (at - seen) // MIN_RECORD_BYTES and offset <= least_behind[i + 1])
+            follows = gap == 0 or (0 < gap <= (at - seen) // MIN_RECORD_BYTES and offset < least_behind[i + 1])
         if not follows:
             odd.append(i)
             continue
-        if runs and runs[-1][1] == i and offset == expected:
+        skipped = i - (runs[-1][1] if runs else 0)
+        if skipped and offset - skipped >= 0 and expected in (None, offset - skipped):  # the only slots that are left
+            offsets = offsets.copy()
+            offsets[i - skipped : i] = np.arange(offset - skipped, offset)
+            del odd[-skipped:]
+            runs.append((i - skipped, i))
+        if runs and runs[-1][1] == i and offset == offsets[i - 1] + 1:
             runs[-1] = (runs[-1][0], i + 1)
         else:
             runs.append((i, i + 1))
         expected, seen = offset + 1, end
-    return runs, odd
+    return offsets, runs, odd
+
+
+def _by_units(
+    queue: ConsumeQueue,
+    expected: int | None,
+    offsets: npt.NDArray[np.int64],
+    physical: npt.NDArray[np.int64],
+    sizes: npt.NDArray[np.int32],
+) -> npt.NDArray[np.int64]:
+    """`offsets`, with the slot whose unit leads to a record in place of a number that does not fit the neighbours."""
+    low = int(np.median(offsets)) - len(offsets) if expected is None else expected
+    found = np.full(len(offsets), -1, np.int64)
+    for at, units in queue.held(max(0, low), min(queue.max_offset, max(0, low) + 2 * len(offsets))):
+        order = np.argsort(units["physical_offset"], kind="stable")
+        nearest = order[np.minimum(np.searchsorted(units["physical_offset"][order], physical), len(units) - 1)]
+        own = np.clip(offsets - at, 0, len(units) - 1)
+        for chosen in (nearest, own):  # its own number, if a unit there leads to it, too
+            leads = (units["physical_offset"][chosen] == physical) & (units["size"][chosen] == sizes)
+            found[leads] = at + chosen[leads]
+    fixed = offsets.copy()
+    for i in np.flatnonzero((found >= 0) & (found != offsets)).tolist():
+        before = fixed[i - 1] if i else -1 if expected is None else expected - 1
+        behind = offsets[i + 1] if i + 1 < len(offsets) else MAX_SLOT
+        if before < found[i] < behind:
+            fixed[i] = found[i]
+    return fixed

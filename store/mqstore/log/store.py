@@ -68,7 +68,7 @@ from mqstore.log.splice import Splicer, SpliceResult, Undone, undo, would_undo
 from mqstore.log.stats import StoreStats
 from mqstore.log.txn import TXN_FILE, Intent, IntentWatch, TxnFile
 from mqstore.log.verify import Verifier
-from mqstore.log.watermark import watermark, written_end
+from mqstore.log.watermark import NEVER_TORN, watermark, written_end
 from mqstore.log.writer import StoreWriter
 from mqstore.options import Durability, Duration, Profile, Retention, StoreConfig, delay_table_ms, seconds
 from mqstore.signalsafe import Bell, is_held_here
@@ -322,6 +322,7 @@ class MessageStore(StoreWriter):
         self._load_problems: list[LoadProblem] = self._run.load()
         self._has_checkpoint = self._checkpoint.load()
         self.clean_shutdown = not self._abort.exists() and self._checkpoint.current.clean_end != -1
+        self._machine_ran_on = self._abort.is_of_this_boot()
         self.recovery.clean_shutdown = self.clean_shutdown
         self._load_queues()
         self._index_findings = self._index.load()
@@ -372,8 +373,10 @@ class MessageStore(StoreWriter):
         fs = self.fs
         created = not self.manifest.exists
         clean = not self._abort.exists()
+        self._machine_ran_on = self._abort.is_of_this_boot()
+        went_down = not clean and not self._machine_ran_on
         had_checkpoint = self._note_watermark() if clean and not created else None
-        self._abort.set(os.getpid())
+        self._abort.set(os.getpid(), boot_id=not went_down)
         self._build(writable=True)
         mended: list[tuple[str, str]] = []
         if self.manifest.problems:  # there is one good copy of it: make it two again
@@ -441,6 +444,8 @@ class MessageStore(StoreWriter):
             self._log_start = self._log.min_offset if noted is None else min(noted, self._log.min_offset)
         index_ms = self._index.full_end_timestamp_ms()
         self._write_checkpoint(end, end, index_ms=index_ms, clean_end=-1, last_record=max(0, outcome.last_record))
+        if went_down:
+            self._abort.set(os.getpid())
         self._set_alarm()
 
     @contextmanager
@@ -460,9 +465,13 @@ class MessageStore(StoreWriter):
         report.changed |= bool(undone.findings)
 
     def watermark(self) -> int:
-        """Return the physical offset below which bad bytes are damage, and not a torn tail (store-format 9.8). Of a
-        store opened for reading that no writer has open, and whose log is not empty; may read much of the log."""
+        """Return the physical offset below which the log had been synced (store-format 9.8), of a store opened for
+        reading that no writer has open, and whose log is not empty. May read much of the log."""
         return watermark(self._run, self._checkpoint.current, self._checksum, clean=self.clean_shutdown)
+
+    def torn_from(self) -> int:
+        """Return the physical offset from which bad bytes are a torn tail for the next opening, as `watermark` does."""
+        return NEVER_TORN if self._machine_ran_on else self.watermark()
 
     def listed_end(self) -> int:
         """Return the end of what queues list; of a store whose queues are lost, the end of its log."""
@@ -481,7 +490,7 @@ class MessageStore(StoreWriter):
         log ends at the first hole."""
         end = start
         events = scan_log(self._run, start, self._checksum, checksums=False, on_front=_unnoticed)
-        for event in until_torn(events, self.watermark):
+        for event in until_torn(events, self.torn_from):
             if isinstance(event, End):
                 end = event.position
         return end
@@ -500,6 +509,7 @@ class MessageStore(StoreWriter):
             checkpoint=self._checkpoint.current,
             has_checkpoint=has_checkpoint,
             clean=clean,
+            machine_ran_on=self._machine_ran_on,
             checksum=self._checksum,
             fs=self.fs,
             clock=self.clock,
@@ -1105,6 +1115,7 @@ class MessageStore(StoreWriter):
             live=self.mode == "rw" or until is not None,
             until=until,
             watermark=self.watermark,
+            torn_from=self.torn_from,
             problems=[*(self._load_problems if self.mode == "r" else ()), *self._missing_in_front()],
             index_findings=self._index_findings if self.mode == "r" else [],
             unfinished=[] if self._pending is None else would_undo(self._pending, self._run, self.fs).findings,

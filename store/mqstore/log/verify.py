@@ -44,6 +44,7 @@ from mqstore.log.scanner import (
     sort_out,
     until_torn,
     used_end,
+    wrong_number,
 )
 from mqstore.log.txn import TXN_FILE, TxnState
 
@@ -217,6 +218,7 @@ class Verifier:
         live: bool,
         until: int | None,
         watermark: Callable[[], int],
+        torn_from: Callable[[], int],
         problems: Sequence[LoadProblem],
         index_findings: Sequence[Finding],
         unfinished: Sequence[Finding] = (),
@@ -241,6 +243,8 @@ class Verifier:
         self._find_watermark = watermark
         # Everything before this end had been written completely when a check beside a writer began.
         self._watermark: int | None = self._until if live else None
+        self.torn_from: Callable[[], int] = (lambda: self._until) if live else torn_from
+        """Returns the physical offset from which bad bytes are a torn tail for the next opening, and not damage."""
         self._problems = problems
         self._index_findings = index_findings
         self._unfinished = unfinished
@@ -285,7 +289,7 @@ class Verifier:
 
     @property
     def watermark(self) -> int:
-        """Where damage ends and a torn tail begins (store-format 9.8)."""
+        """Physical offset below which the log had been synced (store-format 9.8)."""
         if self._watermark is None:
             self._watermark = self._find_watermark()
         return self._watermark
@@ -350,7 +354,7 @@ class Verifier:
         first = starts[0]
         waiting = 0
         events = scan_log(self._run, first, self._checksum, on_front=self.front_moved)
-        for event in until_torn(events, lambda: self.watermark):
+        for event in until_torn(events, self.torn_from):
             if isinstance(event, Good):
                 rows = self.rows_of(event)
                 self.messages += len(rows)
@@ -422,11 +426,14 @@ class Verifier:
             expected = self._next_slot.get(queue)
             if expected is None:
                 expected, self._last_seen[queue] = self._first_slot(queue, least_plausible(offsets, physical))
-            runs, odd = sort_out(expected, self._last_seen[queue], offsets, physical, rows.size[chosen])
-            for i in odd:
+            said, seen = offsets, self._last_seen[queue]
+            asked = queue if self._checksum == "crc32-body" else None
+            offsets, runs, odd = sort_out(expected, seen, said, physical, rows.size[chosen], asked)
+            for i in [*odd, *np.flatnonzero(offsets != said).tolist()]:
                 name, at = self._where(int(physical[i]))
-                detail = f"queueOffset {offsets[i]} of {topic}/{queue_id} does not follow those around it"
-                yield Finding("bad_record", name, at, int(rows.size[chosen[i]]), detail)
+                yield Finding(
+                    "bad_record", name, at, int(rows.size[chosen[i]]), wrong_number(queue, said[i], offsets[i])
+                )
             for low, high in runs:
                 first = int(offsets[low])
                 if queue not in self._next_slot:

@@ -1,11 +1,12 @@
-"""The watermark of a log: bytes below it had been written whole, and bytes behind it perhaps not (store-format 9.8).
+"""Watermark of a log: all bytes below it had been synced when the store was last open for writing (store-format 9.8).
 
-    bad bytes at p
-    below the watermark                damage: reported, passed over, and the log goes on behind it
-    at or beyond it                    a torn tail: the log ends at p, and whole records behind p are none of its own
+    last writer                                    bad bytes with whole records behind them
+    closed the store                               damage below the log's end
+    was killed, and the machine ran on             damage: what was written is still in the page cache
+    ended with the machine, or this is not known   damage below the watermark; at or beyond it a torn tail
 
-The second half of this rule is `scanner.until_torn`. Opening, `recover`, `verify`, `inspect` and Spark's jobs all judge
-by these two.
+Damage is reported and passed over. At a torn tail the log ends, and opening moves what lies behind it to `cut/`;
+`mqstore recover` passes over this too. `scanner.until_torn` applies the rule for everybody who has to know.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from mqstore.layout.checkpoint import Checkpoint
 from mqstore.layout.record import Checksum, check_record, decode_record
 from mqstore.log.scanner import End, Good, scan_log
 
-__all__ = ["first_record_time", "watermark", "written_end"]
+__all__ = ["NEVER_TORN", "first_record_time", "watermark", "written_end"]
+
+NEVER_TORN = 1 << 62
+"""Stands in for the watermark where bad bytes are damage wherever they are."""
 
 
 def watermark(

@@ -160,7 +160,8 @@ class Placer:
     def take(self, key: QueueKey, offsets: npt.NDArray[np.int64], units: npt.NDArray[np.void]) -> None:
         """The next stretch of a queue, as `stretches` gives it: one at least."""
         physical = units["physical_offset"].astype(np.int64)
-        kept = self._lives.of_this(self._store._queues.create(*key), offsets, physical)
+        queue = self._store._queues.create(*key)
+        kept = self._lives.of_this(queue, offsets, physical)
         if kept is not None:
             if not kept.any():
                 return
@@ -169,7 +170,8 @@ class Placer:
         if slots is None:
             slots = first_slots(self._store, self._log_start, key, least_plausible(offsets, physical))
             self.placed[key] = slots
-        runs, odd = sort_out(slots.next, slots.seen, offsets, physical, units["size"])
+        asked = queue if self._store.manifest.checksum == "crc32-body" else None
+        offsets, runs, odd = sort_out(slots.next, slots.seen, offsets, physical, units["size"], asked)
         slots.odd += len(odd)
         for low, high in runs:
             first = int(offsets[low])

@@ -265,7 +265,7 @@ def check_range(
         take_rows=take_rows,
         start=start,
         max_errors=max_errors,
-        watermark=lambda: verifier.watermark,
+        watermark=verifier.torn_from,
     )
     if result is not None:
         result.index = verifier.tally(wanted)
@@ -332,7 +332,7 @@ class _Joiner:
         self._job = job
         self._stitcher = Stitcher(
             *(store, job.store, results, self._read_again),
-            watermark=lambda: self.verifier.watermark,
+            watermark=self.verifier.torn_from,
             on_front=self.verifier.front_moved,
         )
         self._tally = IndexTally()
@@ -404,7 +404,7 @@ class _Joiner:
         store = self._store
         events = scan_segment(store._run, parts.segment, parts.start, store.manifest.checksum)
         with suppress(FileNotFoundError):  # retention took it meanwhile
-            for event in until_torn(events, lambda: self.verifier.watermark):
+            for event in until_torn(events, self.verifier.torn_from):
                 if isinstance(event, Good):
                     yield from self.verifier.units(self.verifier.rows_of(event), crooked)
 
@@ -450,7 +450,7 @@ def verified_ranges(store: MessageStore) -> Iterator[tuple[RangeResult, int, str
     results = [result for piece in pieces if (result := check_range(store, verifier, piece)) is not None]
     stitcher = Stitcher(
         *(store, name, results, partial(check_range, store, verifier)),
-        watermark=lambda: verifier.watermark,
+        watermark=verifier.torn_from,
         on_front=verifier.front_moved,
     )
     fitting: list[RangeResult] = []
