@@ -167,6 +167,8 @@ def _tell_config(done: list[str], *, dry_run: bool, json_output: bool) -> None:
 
 
 def _show(report: RecoveryReport, *, dry_run: bool) -> None:
+    for old, new in report.renamed.items():
+        print(safe(f"{'would rename' if dry_run else 'renamed'} {old} to {new}"))
     for cut in report.truncated:
         print(safe(f"{'would cut' if dry_run else 'cut'} {cut.file} [{cut.start}, {cut.stop}): {cut.reason}"))
     for finding in report.findings:

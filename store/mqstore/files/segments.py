@@ -195,6 +195,7 @@ class SegmentRun:
         "directory",
         "last",
         "limit",
+        "places",
         "segment_bytes",
         "writable",
     )
@@ -221,6 +222,8 @@ class SegmentRun:
         #: For readers: bytes at and beyond this offset do not count, as if the files ended there. None: all count.
         #: Looked at by `load` and `refresh`.
         self.limit: int | None = None
+        #: For readers: where files begin whose names say something else, by name. Looked at by `load` and `refresh`.
+        self.places: dict[str, int] = {}
         self._tmp_directory = Path(tmp_directory)
         self._fs = fs
         self._max_mappings = max_mappings
@@ -370,7 +373,7 @@ class SegmentRun:
         found = []
         folder = os.fspath(self.directory)
         for name, length in files:
-            start = segment_start(name)
+            start = self.places.get(name, segment_start(name))
             if start is None:
                 continue
             path = os.path.join(folder, name)
@@ -379,11 +382,13 @@ class SegmentRun:
                 problems.append(LoadProblem(path, "segment_name", start, 0, why))
             else:
                 found.append(Segment(start, self.segment_bytes, length, path))
-        return found  # twenty digits each: sorted by name is sorted by start
+        return sorted(found, key=lambda segment: segment.start) if self.places else found  # sorted by name
 
     def _settled(self, listed: list[Segment]) -> list[Segment]:
         """Return what a reader has listed without the gaps that a writer made meanwhile: a listing may show a name that
         is unlinked later, and not one that is made earlier. A gap between two files that are there is a real one."""
+        if self.places:
+            return listed  # of a store that nobody has open
         found: list[Segment] = []
         for segment in listed:
             while found and found[-1].end < segment.start:

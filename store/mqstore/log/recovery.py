@@ -46,6 +46,7 @@ from mqstore.layout.record import MIN_RECORD_BYTES, QUEUE_OFFSET_AT, Checksum, c
 from mqstore.log.consumequeue import ConsumeQueue, QueueTable
 from mqstore.log.index import Index, IndexFile
 from mqstore.log.lives import Lives
+from mqstore.log.misnamed import MisnamedSegmentsError, misnamed_segments
 from mqstore.log.names import is_path_safe
 from mqstore.log.report import Cut, Finding, RecoveryReport
 from mqstore.log.scanner import (
@@ -127,7 +128,8 @@ class Outcome:
 def recover(
     parts: Parts, problems: Sequence[LoadProblem], options: RecoverOptions, progress: Progress | None = None
 ) -> Outcome:
-    """Bring the store in order, or with `dry_run` say how. Raises StoreIOError, StoreFullError; may be run again."""
+    """Bring the store in order, or with `dry_run` say how. May be run again. Raises StoreIOError, StoreFullError, and
+    MisnamedSegmentsError before anything is changed."""
     try:
         return _Recovery(parts, problems, options, progress, whole=False).run()
     except _WholeLogNeededError:
@@ -274,7 +276,7 @@ class _Recovery:
                     detail += EXTENDED
             self.report.findings.append(Finding("segment_size", name, position, problem.length, detail))
         elif problem.kind == "segment_name":
-            self.report.findings.append(Finding("segment_size", name, 0, 0, problem.detail))
+            self.report.findings.append(Finding("segment_name", name, 0, 0, problem.detail))
         elif problem.kind == "missing_segment":
             self.report.findings.append(Finding("missing_segment", name, 0, problem.length, problem.detail))
 
@@ -468,6 +470,8 @@ class _Recovery:
         parts, report = self.parts, self.report
         run = parts.run
         start = self._scan_start()
+        if places := misnamed_segments(run, parts.checksum, parts.fs, start):
+            raise MisnamedSegmentsError(parts.root, places)
         mark = self._watermark(start)
         gap = self._gap_in_front()
         torn_from = self._torn_from(mark)

@@ -13,6 +13,7 @@ Kind = Literal[
     "bad_record",
     "segment_size",
     "missing_segment",
+    "segment_name",
     "missing_units",
     "bad_unit",
     "bad_index",
@@ -98,6 +99,8 @@ class RecoveryReport:
     truncated: list[Cut] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     rebuilt: Rebuilt = field(default_factory=Rebuilt)
+    renamed: dict[str, str] = field(default_factory=dict)
+    """Segment files that had wrong names: the old path below the store, and the new one."""
     kept: list[str] = field(default_factory=list)
     """Files under `cut/` with a copy of what was cut; in a dry run the files that would be made."""
     moved_to_cut: int = 0
@@ -123,6 +126,7 @@ class RecoveryReport:
             "truncated": [cut.as_dict() for cut in self.truncated],
             "findings": [finding.as_dict() for finding in self.findings],
             "rebuilt": asdict(self.rebuilt),
+            "renamed": dict(self.renamed),
             "kept": list(self.kept),
             "moved_to_cut": self.moved_to_cut,
             "messages": self.messages,

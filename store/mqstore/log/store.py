@@ -56,6 +56,7 @@ from mqstore.log.commitlog import CommitLog
 from mqstore.log.consumequeue import ConsumeQueue, QueueTable
 from mqstore.log.inbox import CreateTopics, Inbox
 from mqstore.log.index import Index
+from mqstore.log.misnamed import MisnamedSegmentsError, misnamed_segments
 from mqstore.log.own import check_own
 from mqstore.log.queueends import is_progress_ahead, note_ends
 from mqstore.log.recovery import Outcome, Parts, Progress, RecoverOptions, has_unlisted, recover
@@ -403,12 +404,17 @@ class MessageStore(StoreWriter):
             self._queues.load(exact=not clean or options.full)
         self._index_findings = self._index.load()
         self.clean_shutdown = clean
-        outcome: Outcome = recover(
-            self._parts(clean=clean, has_checkpoint=self._has_checkpoint or created),
-            self._load_problems,
-            options,
-            progress,
-        )
+        try:
+            outcome: Outcome = recover(
+                self._parts(clean=clean, has_checkpoint=self._has_checkpoint or created),
+                self._load_problems,
+                options,
+                progress,
+            )
+        except MisnamedSegmentsError:
+            if clean:
+                self._abort.clear()
+            raise
         self.recovery = outcome.report
         self._report_undone(undone)
         # The backup of this one knows one version less: that one could be spliced twice.
@@ -516,6 +522,20 @@ class MessageStore(StoreWriter):
             save_checkpoint=self._checkpoint.save,
             index_findings=self._index_findings,
         )
+
+    def place_segments(self) -> dict[str, int]:
+        """Show segment files with wrong names where their records belong. Return the places by file name. Of a store
+        opened for reading; does nothing beside a writer."""
+        if self.mode != "r" or writer_alive(self.path, self.fs):
+            return {}
+        places = misnamed_segments(self._run, self._checksum, self.fs)
+        if places:
+            self._run.places = places
+            self._load_problems = self._run.load()
+            self._log.end = self._run.end
+            for queue in self._queues:
+                self._bound(queue)
+        return places
 
     def plan_recovery(self, options: RecoverOptions, progress: Progress | None = None) -> RecoveryReport:
         """What `mqstore recover` would do to this store, opened for reading; changes nothing."""
@@ -1101,6 +1121,7 @@ class MessageStore(StoreWriter):
                 until = self.listed_end()
             if until is not None:
                 self.stop_at(until)
+            self.place_segments()
             if self.clean_shutdown:
                 self._queues.find_short()
         return Verifier(
@@ -1116,12 +1137,23 @@ class MessageStore(StoreWriter):
             until=until,
             watermark=self.watermark,
             torn_from=self.torn_from,
-            problems=[*(self._load_problems if self.mode == "r" else ()), *self._missing_in_front()],
+            problems=[
+                *(self._load_problems if self.mode == "r" else ()),
+                *self._missing_in_front(),
+                *self._misplaced(),
+            ],
             index_findings=self._index_findings if self.mode == "r" else [],
             unfinished=[] if self._pending is None else would_undo(self._pending, self._run, self.fs).findings,
             json_checks=json_checks,
             fs=self.fs,
         )
+
+    def _misplaced(self) -> list[LoadProblem]:
+        """Segment files with wrong names, which a reader shows where they belong."""
+        return [
+            LoadProblem(name, "segment_name", place, 0, f"holds the records of {segment_name(place)}")
+            for name, place in self._run.places.items()
+        ]
 
     def _missing_in_front(self) -> list[LoadProblem]:
         """The segments that the log has lost at its beginning. The note of where that is was moved before retention

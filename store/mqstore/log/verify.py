@@ -328,7 +328,8 @@ class Verifier:
                 continue  # found again by the scan, with the records around it
             at = problem.place(self._run.segment_bytes) if problem.kind == "segment_size" else 0
             name = "commitlog/" + os.path.basename(problem.file)
-            yield Finding("missing_segment" if is_gap else "segment_size", name, at, problem.length, problem.detail)
+            kind: Kind = "segment_name" if problem.kind == "segment_name" else "segment_size"
+            yield Finding("missing_segment" if is_gap else kind, name, at, problem.length, problem.detail)
         for name in self._queues.unsafe_names:
             yield Finding("unsafe_name", f"consumequeue/{name}", 0, 0, "no queue can be made of this folder")
         for path, length in self._queues.short_files if self._clean else ():  # else a power cut leaves such files
