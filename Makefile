@@ -17,6 +17,7 @@
 #   make interrupts  Ctrl-C at every point of every call, one after the other (half an hour)
 #   make stress  producers and consumers of all kinds at once, for N=60 seconds
 #   make hostile  commands on stores whose files and folders are links, pipes, devices: N=30000 of such cases (all)
+#   make salvage  every kind of damage on every kind of store, and N=200 random stores with random damage
 #   make sanitize  tests of the compiled parts under the address and undefined-behaviour sanitizers (needs gcc)
 #   make docs    docs/commands.md from the commands' own help; fails when the file was stale (it is fresh afterwards)
 #   make clean   remove the environment, caches and var/
@@ -39,7 +40,7 @@ SPARK_VENV := .venv-spark$(PYSPARK:%=-%)
 JOBS  ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test cover lint bench spark spark-alone spark-bench delta interop crash descriptors retention hostile stress interrupts sanitize docs clean
+.PHONY: help demo test cover lint bench spark spark-alone spark-bench delta interop crash descriptors retention hostile salvage stress interrupts sanitize docs clean
 
 help:
 	@sed -n 's/^#   make/  make/p' Makefile
@@ -116,6 +117,10 @@ stress: $(VENV)/stamp-dev
 
 hostile: $(VENV)/stamp-dev
 	MQSTORE_CAMPAIGN_ROUNDS=$(N) $(BIN)/python -m pytest -q -n $(JOBS) tests/campaigns/test_hostile.py
+
+salvage: N = 200
+salvage: $(VENV)/stamp-dev
+	MQSTORE_CAMPAIGN_ROUNDS=$(N) $(BIN)/python -m pytest -q -n $(JOBS) tests/damage
 
 sanitize: $(VENV)/stamp-dev
 	$(BIN)/python tests/sanitized.py

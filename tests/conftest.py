@@ -129,7 +129,7 @@ for _name, _examples in (("quick", 25), ("default", 100)):
     )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
-_CAMPAIGNS = ("/campaigns/", "/crash/", "/fuzz/", "/model/", "/stress/")
+_CAMPAIGNS = ("/campaigns/", "/crash/", "/damage/", "/fuzz/", "/model/", "/stress/")
 _COVERED = 1
 """Of a test with many parameters so many are measured. Measuring doubles the time of a test, and they go the same ways:
 what is printed is a lower bound."""

@@ -1,0 +1,251 @@
+"""Kinds of damage, as data: what is done to the files of a store, and whether it costs messages."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.damage.support import Made, Record, overwrite, queue_files, segments, write
+
+__all__ = ["KINDS", "Kind", "Target", "flip"]
+
+BLOCK = 4096
+FAR = 1 << 40
+"""A multiple of all segment sizes, and behind all logs."""
+
+
+def flip(file: Path, at: int, bit: int = 0) -> None:
+    """Flip a bit of a file."""
+    with file.open("rb") as opened:
+        opened.seek(at)
+        byte = opened.read(1)
+    if byte:
+        overwrite(file, at, bytes([byte[0] ^ 1 << bit]))
+
+
+@dataclass(frozen=True)
+class Target:
+    """A copy of a store, to be damaged."""
+
+    made: Made
+    path: Path
+    draw: random.Random
+
+    @property
+    def end(self) -> int:
+        """End of the log."""
+        return self.made.records[-1].end
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.path / "checkpoint"
+
+    @property
+    def abort(self) -> Path:
+        return self.path / "abort"
+
+    @property
+    def index(self) -> list[Path]:
+        """Files of the index in order."""
+        return sorted((self.path / "index").iterdir())
+
+    def record(self, part: float) -> Record:
+        """Return the record behind this part of all records: 0 the first, 1 the last."""
+        return self.made.records[round(part * (len(self.made.records) - 1))]
+
+    def segment(self, part: float) -> Path:
+        """Return the segment behind this part of all segments: 0 the first, 1 the last."""
+        files = segments(self.path)
+        return files[round(part * (len(files) - 1))]
+
+    def queue_file(self, part: float) -> Path:
+        """Return the file behind this part of all files of queues."""
+        files = queue_files(self.path)
+        return files[round(part * (len(files) - 1))]
+
+    def flip(self, physical: int) -> None:
+        """Flip a bit of the log."""
+        base = physical // self.made.segment_bytes * self.made.segment_bytes
+        flip(self.path / "commitlog" / f"{base:020d}", physical - base)
+
+    def zero(self, physical: int, size: int) -> None:
+        """Overwrite bytes of the log with zeros."""
+        write(self.path, physical, bytes(size))
+
+    def randomize(self, physical: int, size: int) -> None:
+        """Overwrite bytes of the log with random ones."""
+        write(self.path, physical, self.draw.randbytes(size))
+
+    def randomize_file(self, file: Path) -> None:
+        """Overwrite all bytes of a file with random ones."""
+        overwrite(file, 0, self.draw.randbytes(file.stat().st_size))
+
+    def lengthen(self, file: Path, size: int) -> None:
+        """Append random bytes to a file."""
+        with file.open("ab") as opened:
+            opened.write(self.draw.randbytes(size))
+
+
+def _shorten(file: Path, size: int) -> None:
+    os.truncate(file, max(0, file.stat().st_size - size))
+
+
+def _zero_file(file: Path) -> None:
+    overwrite(file, 0, bytes(file.stat().st_size))
+
+
+def _remove(*paths: Path) -> None:
+    for path in paths:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _rotate(*files: Path) -> None:
+    """Give each file the name of the next one, and the last the name of the first."""
+    away = [file.rename(file.with_name(f"{file.name}.away")) for file in files]
+    for file, name in zip(away, (*files[1:], files[0]), strict=True):
+        file.rename(name)
+
+
+def _rename(file: Path, number: int) -> None:
+    file.rename(file.with_name(f"{number:020d}"))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of damage."""
+
+    damage: Callable[[Target], object]
+    loses: bool = False
+    """Whether messages are lost in it, where checksums cover all bytes."""
+    may_refuse: bool = False
+    """Whether opening for writing may be refused, with an error that names `mqstore recover`."""
+    may_find_more: bool = False
+    """Whether `recover` may exit with 1 although no message is lost."""
+
+
+LOSS = True
+
+KINDS: dict[str, Kind] = {
+    # one record
+    "body of the first record": Kind(lambda t: t.flip(t.record(0).body_at), LOSS),
+    "body in the middle": Kind(lambda t: t.flip(t.record(0.4).body_at), LOSS),
+    "body in the last quarter": Kind(lambda t: t.flip(t.record(0.8).body_at), LOSS),
+    "body of the last record": Kind(lambda t: t.flip(t.record(1).body_at), LOSS),
+    "bodies of two records": Kind(lambda t: [t.flip(t.record(part).body_at) for part in (0.3, 0.7)], LOSS),
+    "bodies of the last two records": Kind(lambda t: [t.flip(t.made.records[n].body_at) for n in (-2, -1)], LOSS),
+    "total size": Kind(lambda t: t.flip(t.record(0.5).start + 3), LOSS),
+    "total size, huge": Kind(lambda t: write(t.path, t.record(0.5).start, b"\x7f"), LOSS),
+    "magic": Kind(lambda t: t.flip(t.record(0.5).start + 4), LOSS),
+    "checksum": Kind(lambda t: t.flip(t.record(0.5).start + 9), LOSS),
+    "queue id": Kind(lambda t: t.flip(t.record(0.5).start + 15), LOSS),
+    "queue offset": Kind(lambda t: t.flip(t.record(0.4).start + 27), LOSS),
+    "queue offset, high byte": Kind(lambda t: t.flip(t.record(0.4).start + 21), LOSS),
+    "physical offset": Kind(lambda t: t.flip(t.record(0.5).start + 35), LOSS),
+    "body length": Kind(lambda t: t.flip(t.record(0.5).body_at - 1), LOSS),
+    "topic length": Kind(lambda t: t.flip(t.record(0.5).topic_at - 1), LOSS),
+    "topic": Kind(lambda t: t.flip(t.record(0.5).topic_at + 2), LOSS),
+    "properties": Kind(lambda t: t.flip(t.record(0.5).properties_at), LOSS),
+    "a record of zeros": Kind(lambda t: t.zero(t.record(0.5).start, t.record(0.5).end - t.record(0.5).start), LOSS),
+    "a stale record in the place of another": Kind(
+        lambda t: write(t.path, t.record(0.5).start, _bytes_of(t, t.record(0.2))), LOSS
+    ),
+    # blocks
+    "a block of zeros": Kind(lambda t: t.zero(t.record(0.5).start // BLOCK * BLOCK, BLOCK), LOSS),
+    "a block of zeros near the end": Kind(lambda t: t.zero(t.record(0.9).start // BLOCK * BLOCK, BLOCK), LOSS),
+    "64 KiB of random bytes": Kind(lambda t: t.randomize(t.record(0.4).start + 5, 1 << 16), LOSS),
+    "64 KiB of random bytes near the end": Kind(lambda t: t.randomize(t.record(0.7).start + 5, 1 << 16), LOSS),
+    "random bytes behind the end": Kind(lambda t: t.randomize(t.end, 500)),
+    "a stale record behind the end": Kind(lambda t: write(t.path, t.end, _bytes_of(t, t.record(0.2)))),
+    # segments
+    "a segment's beginning": Kind(lambda t: overwrite(t.segment(0.5), 0, t.draw.randbytes(600)), LOSS),
+    "the first segment's beginning": Kind(lambda t: overwrite(t.segment(0), 0, bytes(600)), LOSS),
+    "the last segment's beginning": Kind(lambda t: overwrite(t.segment(1), 0, bytes(600)), LOSS),
+    "a segment's end": Kind(lambda t: t.randomize(int(t.segment(0.5).name) - 3000, 3000), LOSS),
+    "a segment of zeros": Kind(lambda t: _zero_file(t.segment(0.5)), LOSS),
+    "a segment of random bytes": Kind(lambda t: t.randomize_file(t.segment(0.5)), LOSS),
+    "a middle segment missing": Kind(lambda t: _remove(t.segment(0.5)), LOSS),
+    "the first segment missing": Kind(lambda t: _remove(t.segment(0)), LOSS),
+    "the last segment missing": Kind(lambda t: _remove(t.segment(1)), LOSS),
+    "all but the last segment missing": Kind(lambda t: _remove(*segments(t.path)[:-1]), LOSS),
+    "a segment too long": Kind(lambda t: t.lengthen(t.segment(0.5), 1000)),
+    "the last segment too long": Kind(lambda t: t.lengthen(t.segment(1), 1000)),
+    "a segment too short": Kind(lambda t: _shorten(t.segment(0.5), 20_000), LOSS),
+    "the last segment too short": Kind(lambda t: os.truncate(t.segment(1), 5000), LOSS),
+    "a segment empty": Kind(lambda t: os.truncate(t.segment(0.5), 0), LOSS),
+    "the last segment empty": Kind(lambda t: os.truncate(t.segment(1), 0), LOSS),
+    # names of segments
+    "two segments with each other's names": Kind(lambda t: _rotate(t.segment(0.3), t.segment(0.6)), may_refuse=True),
+    "first and last segment with each other's names": Kind(
+        lambda t: _rotate(t.segment(0), t.segment(1)), may_refuse=True
+    ),
+    "three segments with each other's names": Kind(lambda t: _rotate(*segments(t.path)[1:4]), may_refuse=True),
+    "a segment with a name far behind": Kind(lambda t: _rename(t.segment(0.5), FAR), may_refuse=True),
+    "a segment with a name between two": Kind(
+        lambda t: _rename(t.segment(0.5), int(t.segment(0.5).name) + 20), may_refuse=True
+    ),
+    "wrong names and one missing": Kind(
+        lambda t: (_remove(segments(t.path)[3]), _rotate(*segments(t.path)[1:3])), LOSS, may_refuse=True
+    ),
+    "a segment twice": Kind(
+        lambda t: shutil.copy(t.segment(0.4), t.segment(1).with_name(f"{FAR:020d}")), may_refuse=True
+    ),
+    "a segment in the place of another": Kind(lambda t: shutil.copy(t.segment(0.3), t.segment(0.6)), LOSS),
+    # queues
+    "files of one queue gone": Kind(lambda t: _remove(t.queue_file(0.5).parent)),
+    "files of one topic gone": Kind(lambda t: _remove(t.queue_file(0.5).parent.parent)),
+    "files of all queues gone": Kind(lambda t: _remove(t.path / "consumequeue")),
+    "a queue's first file gone": Kind(lambda t: _remove(min(t.queue_file(0.5).parent.iterdir()))),
+    "a queue's middle file gone": Kind(lambda t: _remove(sorted(t.queue_file(0.5).parent.iterdir())[1])),
+    "a queue's last file gone": Kind(lambda t: _remove(max(t.queue_file(0.5).parent.iterdir()))),
+    "a queue's file short": Kind(lambda t: _shorten(t.queue_file(0.5), 110)),
+    "a queue's last file short": Kind(lambda t: os.truncate(t.queue_file(1), 30)),
+    "a queue's file of zeros": Kind(lambda t: _zero_file(t.queue_file(0.5))),
+    "a queue's file of random bytes": Kind(lambda t: t.randomize_file(t.queue_file(0.5))),
+    "place in a unit": Kind(lambda t: flip(t.queue_file(0.5), 20 * 5 + 6)),
+    "size in a unit": Kind(lambda t: flip(t.queue_file(0.5), 20 * 5 + 11)),
+    "tags code in a unit": Kind(lambda t: flip(t.queue_file(0.5), 20 * 5 + 19)),
+    "a unit of zeros": Kind(lambda t: overwrite(t.queue_file(0.5), 20 * 5, bytes(20))),
+    "two files of queues with each other's names": Kind(lambda t: _rotate(t.queue_file(0), t.queue_file(1))),
+    # index, checkpoint, abort, config
+    "index gone": Kind(lambda t: _remove(t.path / "index")),
+    "an index file gone": Kind(lambda t: _remove(t.index[0])),
+    "an index file of random bytes": Kind(lambda t: t.randomize_file(t.index[0])),
+    "the last index file of random bytes": Kind(lambda t: t.randomize_file(t.index[-1])),
+    "an index file short": Kind(lambda t: _shorten(t.index[0], 100)),
+    "checkpoint gone": Kind(lambda t: _remove(t.checkpoint)),
+    "checkpoint of zeros": Kind(lambda t: _zero_file(t.checkpoint)),
+    "checkpoint of random bytes": Kind(lambda t: t.randomize_file(t.checkpoint)),
+    "checkpoint short": Kind(lambda t: os.truncate(t.checkpoint, 50)),
+    "another abort mark": Kind(lambda t: t.abort.write_text("1")),
+    "no abort mark, or an empty one": Kind(
+        lambda t: t.abort.unlink() if t.abort.exists() else t.abort.write_bytes(b"")
+    ),
+    "topics.json damaged": Kind(lambda t: (t.path / "config" / "topics.json").write_text("{"), may_find_more=True),
+    "topics.json of zeros": Kind(lambda t: _zero_file(t.path / "config" / "topics.json"), may_find_more=True),
+    "all gone but the log": Kind(
+        lambda t: _remove(*(t.path / name for name in ("consumequeue", "index", "checkpoint", "config")))
+    ),
+    # several
+    "body in the middle, no checkpoint": Kind(lambda t: (t.flip(t.record(0.4).body_at), _remove(t.checkpoint)), LOSS),
+    "body in the middle, no queues": Kind(
+        lambda t: (t.flip(t.record(0.4).body_at), _remove(t.path / "consumequeue")), LOSS
+    ),
+    "a block of zeros, a segment missing, a queue gone": Kind(
+        lambda t: (
+            t.zero(t.record(0.2).start, BLOCK),
+            _remove(t.segment(0.6)),
+            _remove(t.queue_file(0.5).parent),
+        ),
+        LOSS,
+    ),
+}
+
+
+def _bytes_of(target: Target, record: Record) -> bytes:
+    base = record.start // target.made.segment_bytes * target.made.segment_bytes
+    file = target.made.path / "commitlog" / f"{base:020d}"
+    return file.read_bytes()[record.start - base : record.end - base]
