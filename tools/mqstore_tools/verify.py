@@ -56,7 +56,7 @@ def verify(
         with progress("verifying", _progress_of(verifier)):
             for finding in verifier.findings():
                 out.add(finding)
-        out.end(verifier.messages, verifier.bytes)
+        out.end(verifier)
         for text in store.foreign():
             note(text)
         note_front(began, verifier.front)
@@ -95,10 +95,11 @@ class _Output:
             self.kinds[finding.kind] += 1
         self._waiting = []
 
-    def end(self, messages: int, size: int) -> None:
+    def end(self, verifier: Verifier) -> None:
         self._flush()
         if self._json:
-            rest = as_json({"ok": not self.kinds, "messages": messages, "bytes": size})
+            counts = {name: getattr(verifier, name) for name in ("messages", "bytes", "body_checksum_only")}
+            rest = as_json({"ok": not self.kinds, **counts})
             print(f"{chr(10) + '  ' if self.kinds else ''}],\n  {rest[1:]}")
             return
         screen = console()
@@ -106,4 +107,9 @@ class _Output:
             screen.print(f"... and {self.kinds.total() - _MANY} more; --json has all")
         found = ", ".join(f"{number} x {kind}" for kind, number in self.kinds.most_common())
         verdict = f"found: {found}" if self.kinds else "all is well"
-        screen.print(f"{messages} records, {show_bytes(size)} verified; {verdict}")
+        screen.print(f"{verifier.messages} records, {show_bytes(verifier.bytes)} verified; {verdict}")
+        if verifier.body_checksum_only:
+            screen.print(
+                f"{verifier.body_checksum_only} records have a checksum of their body only: altered properties and "
+                "header fields are not noticed"
+            )
