@@ -20,6 +20,7 @@ Kind = Literal[
     "bad_json",
     "unsafe_name",
     "unfinished_splice",
+    "not_inflated",
 ]
 """Kinds of findings (store-format 9.7; docs/recovery.md tells what each means)."""
 
