@@ -50,7 +50,7 @@ def test_a_flipped_bit_is_found_where_it_is(hundred: tuple[Path, list[SendReceip
     assert not found["ok"]
     assert found["messages"] == 99
     [bad] = [f for f in found["findings"] if f["kind"] == "bad_record"]
-    assert set(bad) == {"kind", "file", "position", "length", "detail"}
+    assert set(bad) == {"kind", "file", "position", "length", "detail", "known"}
     assert (bad["file"], bad["position"], bad["length"]) == (
         f"commitlog/{0:020d}",
         receipts[50].physical_offset,

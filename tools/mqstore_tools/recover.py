@@ -91,7 +91,8 @@ def recover(
 
     A torn tail is cut, queues, index and checkpoint are rebuilt where they differ. A damaged record in the middle is
     reported and passed over: only --truncate cuts there. May be killed and run again; a second run changes nothing.
-    Exit code 1 when something was found that a recovery cannot bring back, or with --dry-run: that there is work to do.
+    Exit code 1 when something new was found that a recovery cannot bring back, or with --dry-run: that there is work to
+    do. What it reports of the log is known damage afterwards, which neither `recover` nor `verify` exits with 1 for.
     """
     for name, folder in (("--keep-cut", keep_cut), ("--salvage", salvage)):
         if folder is not None and within(folder, *(directory / name for name in _OWN)):
@@ -134,14 +135,14 @@ def recover(
         _show(report, dry_run=dry_run)
         for level, waiting in orphans.items():
             note(f"{waiting} messages wait in delay level {level}, which the store's table of levels does not have")
-        if profile == "rocketmq" and any(finding.kind in _DAMAGE for finding in report.findings):
+        if profile == "rocketmq" and any(finding.kind in _DAMAGE for finding in report.new):
             note(
                 "a RocketMQ broker that opens this directory may end its log at the first of these, and delete what "
                 "lies behind: see docs/recovery.md before you give it back"
             )
     for text in foreign:
         note(text)
-    if report.findings or (dry_run and report.changed):
+    if report.new or (dry_run and report.changed):
         ctx.exit(FINDINGS)
 
 
@@ -191,7 +192,7 @@ def _tell_config(done: list[str], *, dry_run: bool, json_output: bool) -> None:
 def _show(report: RecoveryReport, *, dry_run: bool) -> None:
     for cut in report.truncated:
         print(safe(f"{'would cut' if dry_run else 'cut'} {cut.file} [{cut.start}, {cut.stop}): {cut.reason}"))
-    for finding in report.findings:
+    for finding in report.new:
         print(finding_line(finding))
     for path in report.kept:
         print(safe(f"{'would keep' if dry_run else 'kept'} {path}"))
@@ -205,8 +206,10 @@ def _show(report: RecoveryReport, *, dry_run: bool) -> None:
         print(f"{'would salvage' if dry_run else 'salvaged'} {report.salvaged} records")
     if report.changed:
         verdict = "would be changed" if dry_run else "was changed"
-    elif report.findings:
+    elif report.new:
         verdict = "is left as it is: this does not mend what is listed above"
     else:
-        verdict = "is in order; nothing to do"
+        verdict = "has no new damage; nothing to do" if report.known else "is in order; nothing to do"
+    if report.known:
+        verdict += f"; {len(report.known)} known findings (`mqstore verify --all` lists them)"
     console().print(f"{report.messages} records verified, the log ends at {report.log_end}; the store {verdict}")

@@ -98,6 +98,8 @@ class RecoveryReport:
     log_end: int = 0
     truncated: list[Cut] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
+    known: set[Finding] = field(default_factory=set)
+    """Those of `findings` that an earlier `recover` has reported; an opening does not tell them apart."""
     rebuilt: Rebuilt = field(default_factory=Rebuilt)
     kept: list[str] = field(default_factory=list)
     """Files that hold a copy of what was cut, or of what `recover --salvage` saved; of a dry run those that would. The
@@ -109,6 +111,11 @@ class RecoveryReport:
     changed: bool = False
     seconds: float = 0.0
 
+    @property
+    def new(self) -> list[Finding]:
+        """Findings that are not known."""
+        return [finding for finding in self.findings if finding not in self.known]
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values, under the names of `mqstore recover --json`."""
         return {
@@ -117,7 +124,7 @@ class RecoveryReport:
             "scanned_from": self.scanned_from,
             "log_end": self.log_end,
             "truncated": [cut.as_dict() for cut in self.truncated],
-            "findings": [finding.as_dict() for finding in self.findings],
+            "findings": [{**finding.as_dict(), "known": finding in self.known} for finding in self.findings],
             "rebuilt": asdict(self.rebuilt),
             "kept": list(self.kept),
             "salvaged": self.salvaged,

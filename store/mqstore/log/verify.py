@@ -30,6 +30,7 @@ from mqstore.layout.record import Checksum
 from mqstore.layout.scan import has_crc_tail
 from mqstore.log.consumequeue import ConsumeQueue, QueueTable
 from mqstore.log.index import Index
+from mqstore.log.known import KNOWN_FILE, check_known
 from mqstore.log.lives import Lives
 from mqstore.log.manifest import MANIFEST
 from mqstore.log.names import is_path_safe
@@ -165,7 +166,7 @@ def index_faults(index: Index, wanted: Sequence[Wanted]) -> list[Finding]:
 def json_tables(root: Path, checks: Mapping[str, Check]) -> Iterator[tuple[str, Check | None]]:
     """(path within the store, what it must pass beside decoding) of the JSON files that are there, or whose backups
     are, other than the manifest: those in `config` and `config/spark`, and what else the patterns in `checks` find."""
-    known: dict[str, Check] = {TXN_FILE: TxnState.from_json, **checks}
+    known: dict[str, Check] = {TXN_FILE: TxnState.from_json, KNOWN_FILE: check_known, **checks}
     for pattern in ("config/*.json", "config/spark/*.json", *(name for name in checks if "*" in name)):
         found = {*root.glob(pattern), *(path.with_suffix("") for path in root.glob(f"{pattern}.bak"))}
         for path in sorted(found):
