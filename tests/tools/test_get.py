@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -186,3 +187,6 @@ def test_a_body_that_does_not_inflate_is_shown_as_stored(tmp_path: Path) -> None
     assert "    not zlib" in people.stdout
     assert program.stdout == ""
     assert "zlib" in program.stderr
+    raw = mqstore("get", tmp_path / "s", "--topic", "orders", "--raw-bodies", "--json")
+    assert (raw.exit_code, raw.stderr) == (0, "")
+    assert base64.b64decode(json.loads(raw.stdout)["body"]) == b"not zlib"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import random
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import mqstore as library
-from mqstore import Finding, SendReceipt, StoreConfig
+from mqstore import Finding, OutgoingMessage, Profile, SendReceipt, StoreConfig
 from mqstore.log.verify import Verifier
 from tests.conftest import GOLDEN_NAMES, GoldenStore
 from tests.tools.support import mqstore, mqstore_json, process
@@ -23,7 +26,7 @@ def test_stores_of_the_java_engine_are_in_order(golden: Golden, name: str) -> No
 
     found = mqstore_json("verify", store.path)
 
-    assert set(found) == {"ok", "messages", "bytes", "findings"}
+    assert set(found) == {"ok", "messages", "bytes", "body_checksum_only", "findings"}
     assert (found["ok"], found["findings"]) == (True, [])
     assert found["messages"] >= len(store.of("message"))
     assert found["bytes"] >= sum(m["size"] for m in store.of("message"))
@@ -47,7 +50,7 @@ def test_a_flipped_bit_is_found_where_it_is(hundred: tuple[Path, list[SendReceip
     assert not found["ok"]
     assert found["messages"] == 99
     [bad] = [f for f in found["findings"] if f["kind"] == "bad_record"]
-    assert set(bad) == {"kind", "file", "position", "length", "detail"}
+    assert set(bad) == {"kind", "file", "position", "length", "detail", "known"}
     assert (bad["file"], bad["position"], bad["length"]) == (
         f"commitlog/{0:020d}",
         receipts[50].physical_offset,
@@ -210,3 +213,110 @@ def test_a_segment_lost_from_the_middle_beside_a_writer_is_found(tmp_path: Path)
         found = mqstore_json("verify", tmp_path / "s", exit_code=1)["findings"]
 
     assert (found[0]["kind"], found[0]["file"]) == ("missing_segment", f"commitlog/{lost:020d}")
+
+
+def copy_of_a_killed_store(path: Path, **options: Any) -> None:
+    """Leave at `path` what a writer killed after its first checkpoint leaves; all 100 messages have keys."""
+    clock = library.SimulatedClock()
+    live = path.with_name("live")
+    with library.MessageStore(live, config=StoreConfig(segment_bytes=1 << 14, clock=clock), **options) as store:
+        store.put_many("orders", [OutgoingMessage(b"%03d" % i, keys=f"k{i}") for i in range(100)])
+        store.flush()
+        store.dispatch()
+        store.run_once(clock.now_ms())
+        clock.advance(2000)
+        store.run_once(clock.now_ms())
+        shutil.copytree(live, path)
+
+
+@pytest.mark.parametrize("profile", ["mqstore", "rocketmq"])
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_deleted_index_is_found(tmp_path: Path, profile: Profile, closed: bool) -> None:
+    """Of a store that was not closed, and of a broker's, verify said that all was well."""
+    path = tmp_path / "s"
+    copy_of_a_killed_store(path, profile=profile)
+    if closed:
+        library.MessageStore(path).close()
+    assert mqstore("verify", path).exit_code == 0
+    shutil.rmtree(path / "index")
+
+    [finding] = mqstore_json("verify", path, exit_code=1)["findings"]
+
+    assert (finding["kind"], finding["file"]) == ("bad_index", "index")
+    assert "100 keys" in finding["detail"]
+    assert mqstore("recover", path).exit_code == 0
+    assert mqstore("verify", path).exit_code == 0
+
+
+@pytest.mark.parametrize("name", ["clean", "propcrc", "rolled", "trimmed"])
+@pytest.mark.parametrize("lost", ["all", "first", "last"])
+def test_lost_index_files_of_the_java_engine_are_found(golden: Golden, name: str, lost: str) -> None:
+    path = golden(name).path
+    files = sorted((path / "index").iterdir())
+    if name == "trimmed":  # the first of its files are of records that are gone
+        files = files[-3:]
+    for file in {"all": files, "first": files[:1], "last": files[-1:]}[lost]:
+        file.unlink()
+
+    kinds = {finding["kind"] for finding in mqstore_json("verify", path, exit_code=1)["findings"]}
+
+    assert kinds == {"bad_index"}
+
+
+def test_a_store_without_keys_needs_no_index(tmp_path: Path) -> None:
+    with library.MessageStore(tmp_path / "s") as store:
+        store.put_many("orders", [b"x"] * 10)
+    shutil.rmtree(tmp_path / "s" / "index", ignore_errors=True)
+
+    assert mqstore_json("verify", tmp_path / "s")["ok"]
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_index_files_that_retention_removed_are_no_finding(tmp_path: Path, closed: bool) -> None:
+    config = StoreConfig(segment_bytes=1 << 14, index_slots=16, index_entries=8, clock=library.SimulatedClock())
+    with library.MessageStore(tmp_path / "live", config=config) as store:
+        receipts = [store.put("orders", b"x" * 1000, keys=f"k{n}") for n in range(100)]
+        store.flush()
+        store.dispatch()
+        assert store.drop_before(receipts[50].physical_offset)
+        if not closed:
+            shutil.copytree(tmp_path / "live", tmp_path / "s")
+    path = tmp_path / ("live" if closed else "s")
+    assert 0 < len(list((path / "index").iterdir())) < 10
+
+    assert mqstore_json("verify", path)["findings"] == []
+
+
+@pytest.mark.parametrize("size", [40, 128, 4096])
+@pytest.mark.parametrize("profile", ["mqstore", "rocketmq"])
+def test_a_checkpoint_of_random_bytes_is_found(tmp_path: Path, profile: Profile, size: int) -> None:
+    """Of a store with a broker's checksums verify said that all was well, and opening believed the times in it."""
+    with library.MessageStore(tmp_path / "s", profile=profile) as store:
+        store.put("orders", b"hello")
+    with open(tmp_path / "s" / "checkpoint", "r+b") as file:
+        file.write(random.Random(size).randbytes(size))
+
+    [finding] = mqstore_json("verify", tmp_path / "s", exit_code=1)["findings"]
+
+    assert (finding["kind"], finding["file"]) == ("bad_checkpoint", "checkpoint")
+    assert mqstore("recover", tmp_path / "s").exit_code == 0
+    assert mqstore("verify", tmp_path / "s").exit_code == 0
+
+
+@pytest.mark.parametrize(("name", "covered"), [("clean", False), ("propcrc", True)])
+def test_records_whose_properties_no_checksum_covers_are_counted(golden: Golden, name: str, covered: bool) -> None:
+    path = golden(name).path
+
+    found, shown = mqstore_json("verify", path), mqstore("verify", path)
+
+    assert found["ok"]
+    assert found["body_checksum_only"] == (0 if covered else found["messages"])
+    assert ("altered properties" in shown.stdout) == (not covered)
+    assert shown.exit_code == 0
+
+
+def test_a_store_of_the_own_profile_covers_properties_too(hundred: tuple[Path, list[SendReceipt]]) -> None:
+    path, _ = hundred
+
+    assert mqstore_json("verify", path)["body_checksum_only"] == 0
+    assert "altered" not in mqstore("verify", path).stdout

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,7 +20,7 @@ from mqstore.layout.compression import MissingPackageError
 from mqstore.log.walk import walk_queue
 from mqstore_tools.render import as_json, finding_line, note, print_json, progress
 from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, note_front, within
-from mqstore_tools.shown import export_row
+from mqstore_tools.shown import export_row, raw_bodies_option
 
 __all__ = ["export"]
 
@@ -50,6 +51,7 @@ Examples:
     type=click.Path(path_type=Path, dir_okay=False),
     help="Write to FILE, which appears when it is complete, in place of stdout.",
 )
+@raw_bodies_option
 @click.option("--json", "json_output", is_flag=True, help="Findings and the summary as JSON too.")
 @click.pass_context
 def export(
@@ -62,6 +64,7 @@ def export(
     format_: str,
     columns: str | None,
     output: Path | None,
+    raw_bodies: bool,
     json_output: bool,
 ) -> None:
     """Write the messages of the store in DIR, queue by queue, one JSON object a line or one row of a Parquet file.
@@ -80,8 +83,15 @@ def export(
     findings = 0
     count = 0
     done = total = 0
+    not_inflated: Counter[str] = Counter()
 
     def tell(finding: Finding) -> None:
+        if finding.kind == "not_inflated":
+            not_inflated[finding.detail] += 1
+        else:
+            show(finding)
+
+    def show(finding: Finding) -> None:
         nonlocal findings
         findings += 1
         if json_output:
@@ -109,7 +119,7 @@ def export(
             if format_ == "parquet":
                 assert output is not None
                 names = None if columns is None else [name.strip() for name in columns.split(",")]
-                batches = _batches(store, bounds, from_offset, names, tell)
+                batches = _batches(store, bounds, from_offset, names, tell, inflates=not raw_bodies)
                 with _named(output), _target(output, directory) as path, _parquet(path, next(batches)) as write:
                     for batch in batches:
                         batch = batch[: None if max_messages is None else max_messages - count]
@@ -127,12 +137,15 @@ def export(
                             tell(item)
                             continue
                         try:
-                            line = as_json(export_row(item))
+                            line = as_json(export_row(item, raw_body=raw_bodies))
                         except (FormatError, MissingPackageError) as error:
                             tell(_not_inflated(store, item, error))
                             continue
                         file.write(line + "\n")
                         count += 1
+        for why, number in not_inflated.items():
+            detail = f"{number} messages are left out: {why}, or use --raw-bodies"
+            show(Finding("not_inflated", "commitlog", 0, 0, detail))
         ended = store.min_offset
     note_front(began, ended)
     if json_output and output is not None:
@@ -153,14 +166,11 @@ def _items(store: MessageStore, bounds: _Bounds, from_offset: int | None) -> Ite
 def _not_inflated(store: MessageStore, message: Message, error: Exception) -> Finding:
     size = store.manifest.commitlog_segment_bytes
     start = message.physical_offset // size * size
+    file, at = f"commitlog/{start:020d}", message.physical_offset - start
+    if isinstance(error, MissingPackageError):
+        return Finding("not_inflated", file, at, message.size, str(error))
     where = f"{message.topic}, queue {message.queue_id}, offset {message.offset}"
-    return Finding(
-        "bad_record",
-        f"commitlog/{start:020d}",
-        message.physical_offset - start,
-        message.size,
-        f"{where}: left out, its body does not inflate: {error}",
-    )
+    return Finding("bad_record", file, at, message.size, f"{where}: left out, its body does not inflate: {error}")
 
 
 def _batches(
@@ -169,6 +179,8 @@ def _batches(
     from_offset: int | None,
     columns: list[str] | None,
     tell: Callable[[Finding], None],
+    *,
+    inflates: bool,
 ) -> Iterator[Any]:
     """The schema, then record batches of all queues."""
     try:
@@ -177,7 +189,7 @@ def _batches(
     except ImportError as error:
         raise click.UsageError(f"--format parquet: {error}") from error
     policy = Policy(max_rows=50_000, on_corrupt="skip", tell=tell)
-    with ColumnReader(store, columns, policy=policy) as reader:
+    with ColumnReader(store, columns, policy=policy, decompress=inflates) as reader:
         yield reader.schema
         for ref, (_, high) in bounds.items():
             low, _ = store.offsets(*ref)

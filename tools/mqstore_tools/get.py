@@ -13,7 +13,7 @@ from mqstore.files.quiet import QUIET
 from mqstore.log.walk import walk_queue
 from mqstore_tools.render import finding_line, note
 from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, index_options, java_config, json_option
-from mqstore_tools.shown import body_bytes_option, print_message
+from mqstore_tools.shown import body_bytes_option, print_message, raw_bodies_option
 
 __all__ = ["get"]
 
@@ -50,6 +50,7 @@ Examples:
 @click.option("--message-id", help="The message with this offset message id.")
 @click.option("--physical-offset", type=click.IntRange(0), help="The message whose record starts there.")
 @body_bytes_option
+@raw_bodies_option
 @index_options
 @json_option
 @click.pass_context
@@ -66,6 +67,7 @@ def get(
     message_id: str | None,
     physical_offset: int | None,
     body_bytes: int,
+    raw_bodies: bool,
     index_slots: int | None,
     index_entries: int | None,
     json_output: bool,
@@ -94,7 +96,10 @@ def get(
         else:
             assert topic is not None
             messages, findings = _walk(store, topic, queue_id, offset, max_messages)
-        shown = [print_message(message, json_output=json_output, body_bytes=body_bytes) for message in messages]
+        shown = [
+            print_message(message, json_output=json_output, body_bytes=body_bytes, raw_body=raw_bodies)
+            for message in messages
+        ]
         for finding in findings:
             note(finding_line(finding))
         bad = 0 if findings else store.stats().bad_records

@@ -75,8 +75,9 @@ def recover(
 
     Every whole record is kept in its place, on both sides of any damage; damage is reported. A torn record at the end
     of the log is cut. Queues, index and checkpoint are rebuilt where they differ. The command may be killed and run
-    again; a second run changes nothing. Exit code 1 if something was found that a recovery cannot bring back, or with
-    --dry-run if there is work to do.
+    again; a second run changes nothing. Exit code 1 if something new was found that a recovery cannot bring back, or
+    with --dry-run if there is work to do. Damage that was reported once is known: neither `recover` nor `verify` exits
+    with 1 for it again.
     """
     config_done: list[str] | None = None
     if "config" in rebuild:
@@ -114,14 +115,14 @@ def recover(
         _show(report, dry_run=dry_run)
         for level, waiting in orphans.items():
             note(f"{waiting} messages wait in delay level {level}, which the store's table of levels does not have")
-        if profile == "rocketmq" and any(finding.kind in _DAMAGE for finding in report.findings):
+        if profile == "rocketmq" and any(finding.kind in _DAMAGE for finding in report.new):
             note(
                 "a RocketMQ broker that opens this directory may end its log at the first of these, and delete what "
                 "lies behind: see docs/recovery.md before you give it back"
             )
     for text in foreign:
         note(text)
-    if report.findings or (dry_run and report.changed):
+    if report.new or (dry_run and report.changed):
         ctx.exit(FINDINGS)
 
 
@@ -171,7 +172,7 @@ def _show(report: RecoveryReport, *, dry_run: bool) -> None:
         print(safe(f"{'would rename' if dry_run else 'renamed'} {old} to {new}"))
     for cut in report.truncated:
         print(safe(f"{'would cut' if dry_run else 'cut'} {cut.file} [{cut.start}, {cut.stop}): {cut.reason}"))
-    for finding in report.findings:
+    for finding in report.new:
         print(finding_line(finding))
     for path in report.kept:
         print(safe(f"{'would keep' if dry_run else 'kept'} {path}"))
@@ -190,8 +191,10 @@ def _show(report: RecoveryReport, *, dry_run: bool) -> None:
         print(f"{'would move' if dry_run else 'moved'} {report.moved_to_cut} whole messages to cut/; see `mqstore cut`")
     if report.changed:
         verdict = "would be changed" if dry_run else "was changed"
-    elif report.findings:
+    elif report.new:
         verdict = "is left as it is: this does not mend what is listed above"
     else:
-        verdict = "is in order; nothing to do"
+        verdict = "has no new damage; nothing to do" if report.known else "is in order; nothing to do"
+    if report.known:
+        verdict += f"; {len(report.known)} known findings (`mqstore verify --all` lists them)"
     console().print(f"{report.messages} records verified, the log ends at {report.log_end}; the store {verdict}")

@@ -139,11 +139,11 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Iterable[object]]) 
     return found
 
 
-def finding_line(finding: Finding) -> str:
+def finding_line(finding: Finding, *, known: bool = False) -> str:
     """A finding in one line."""
     where = f"{finding.file} at {finding.position}"
     length = f", {finding.length} bytes" if finding.length else ""
-    return safe(f"{finding.kind}: {where}{length}: {finding.detail}")
+    return safe(f"{'known ' if known else ''}{finding.kind}: {where}{length}: {finding.detail}")
 
 
 # -- JSON --------------------------------------------------------------------------------------------------------------

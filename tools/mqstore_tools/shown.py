@@ -12,7 +12,7 @@ from mqstore.layout.compression import MissingPackageError
 from mqstore.log.message import row_of
 from mqstore_tools.render import as_json, body_text, note, safe, when
 
-__all__ = ["body_bytes_option", "export_row", "print_message"]
+__all__ = ["body_bytes_option", "export_row", "print_message", "raw_bodies_option"]
 
 _BODY_BYTES = 1024
 
@@ -25,23 +25,29 @@ body_bytes_option = click.option(
 )
 
 
-def export_row(message: Message) -> dict[str, Any]:
+raw_bodies_option = click.option(
+    "--raw-bodies", is_flag=True, help="Leave compressed bodies as they are stored; sys_flag says how."
+)
+
+
+def export_row(message: Message, *, raw_body: bool = False) -> dict[str, Any]:
     """The message as `export` writes it: stored names and units, `body` in base64.
 
-    Raises FormatError or MissingPackageError when a compressed body cannot be inflated.
+    Raises FormatError or MissingPackageError when a compressed body cannot be inflated; not with `raw_body`, which
+    leaves it as it is stored.
     """
-    row = row_of(message)
+    row = row_of(message, stored=raw_body)
     row["body"] = base64.b64encode(row["body"]).decode("ascii")
     return row
 
 
-def print_message(message: Message, *, json_output: bool, body_bytes: int) -> bool:
+def print_message(message: Message, *, json_output: bool, body_bytes: int, raw_body: bool = False) -> bool:
     """Print one message on stdout; False when its body could not be inflated (told on stderr)."""
     try:
         if json_output:
-            print(as_json(export_row(message)))
+            print(as_json(export_row(message, raw_body=raw_body)))
             return True
-        body = body_text(message.body, body_bytes)
+        body = body_text(message.body_view if raw_body else message.body, body_bytes)
         fine = True
     except (FormatError, MissingPackageError) as error:
         note(f"{message.topic}, queue {message.queue_id}, offset {message.offset}: {error}")

@@ -369,6 +369,14 @@ class FileSystem:
         except OSError as error:
             self._fail(error, fd, "truncate_sparse")
 
+    def shorten(self, fd: int, length: int) -> None:
+        """Cut what lies behind the first `length` bytes of a file. Nobody may have mapped any of it: behind the end of
+        a file a mapping cannot be read."""
+        try:
+            os.ftruncate(fd, length)
+        except OSError as error:
+            self._fail(error, fd, "shorten")
+
     @with_room
     def map(self, fd: int, length: int, *, writable: bool) -> mmap.mmap:
         """Map the first `length` bytes, shared. The descriptor may be closed afterwards. A file shorter than that is

@@ -32,7 +32,7 @@ from typing import Final
 
 import crc32c
 
-__all__ = ["ENCODED_BYTES", "FILE_BYTES", "Checkpoint", "decode", "encode", "min_timestamp"]
+__all__ = ["ENCODED_BYTES", "FILE_BYTES", "Checkpoint", "decode", "encode", "is_plausible", "min_timestamp"]
 
 _FIELDS: Final = struct.Struct(">qqqqq")
 _EXTENSION: Final = struct.Struct(">iiqqq")
@@ -48,6 +48,11 @@ _START_CRC_AT: Final = 120
 _EXTENSION_MAGIC: Final = 0x4D515331
 _EXTENSION_VERSION: Final = 1
 _MARGIN_MS: Final = 3000
+_TIMES: Final = 3
+"""The first fields are times, the other two are offsets."""
+_TIME_END_MS: Final = 1 << 47
+"""In the year 6429."""
+_OFFSET_END: Final = 1 << 62
 
 ENCODED_BYTES: Final = 128  # written with one pwrite, inside one sector
 FILE_BYTES: Final = 4096
@@ -124,6 +129,22 @@ def decode(data: bytes) -> Checkpoint:
         values = *fields, *watermarks, queues, _START.unpack_from(page, _START_AT)[0] if has_start else None
         return Checkpoint(*values)
     return Checkpoint(*fields)
+
+
+def is_plausible(data: bytes) -> bool:
+    """Return True if `data` can be the beginning of a checkpoint: its fields are there, no time or offset is beyond all
+    bounds, and bytes that nobody uses are zero. A Java broker writes -1 for an offset that it does not know."""
+    if len(data) < _FIELDS.size:
+        return False
+    page = bytes(data[:ENCODED_BYTES]).ljust(ENCODED_BYTES, b"\0")
+    fields = _FIELDS.unpack_from(page)
+    (magic,) = struct.unpack_from(">i", page, _EXTENSION_AT)
+    return (
+        all(0 <= time_ms < _TIME_END_MS for time_ms in fields[:_TIMES])
+        and all(-1 <= offset < _OFFSET_END for offset in fields[_TIMES:])
+        and not any(page[_FIELDS.size : _EXTENSION_AT])
+        and (magic == _EXTENSION_MAGIC or not any(page[_EXTENSION_AT:]))
+    )
 
 
 def min_timestamp(checkpoint: Checkpoint, *, index_safe: bool = False) -> int:

@@ -3,7 +3,7 @@
     bits 8-10   0x000 zlib (old writers)   0x100 LZ4 frames   0x200 Zstandard frames   0x300 zlib
 
 The store keeps bodies as they come; only a reader that wants the message's own bytes comes here. zlib is in the
-standard library; `lz4` and `zstandard` are asked for when a body needs them, so that nobody installs them for nothing.
+standard library; the packages `lz4` and `zstandard` are imported when a body needs them.
 What a body claims is never believed: output is bounded, so a small record cannot make a reader allocate the machine's
 memory.
 """
@@ -64,7 +64,7 @@ def _inflate_lz4(body: bytes, max_bytes: int) -> bytes:
     try:
         import lz4.frame
     except ImportError as error:
-        raise _missing("lz4", "LZ4") from error
+        raise _missing("lz4") from error
 
     def frame(data: bytes, room: int) -> tuple[bytes, bytes, bool]:
         stream = lz4.frame.LZ4FrameDecompressor()
@@ -79,7 +79,7 @@ def _inflate_zstd(body: bytes, max_bytes: int) -> bytes:
     try:
         import zstandard
     except ImportError as error:
-        raise _missing("zstandard", "Zstandard") from error
+        raise _missing("zstandard") from error
 
     def frame(data: bytes, room: int) -> tuple[bytes, bytes, bool]:
         stream = zstandard.ZstdDecompressor().decompressobj()
@@ -124,8 +124,10 @@ def _too_large(max_bytes: int) -> FormatError:
     return FormatError(f"the body inflates to more than the limit of {max_bytes} bytes", "body", 0)
 
 
-def _missing(package: str, name: str) -> MissingPackageError:
-    return MissingPackageError(f"the body is {name}-compressed; to read it: pip install {package}", name=package)
+def _missing(package: str) -> MissingPackageError:
+    return MissingPackageError(
+        f"the body is compressed with {package}, which is not installed: pip install {package}", name=package
+    )
 
 
 _INFLATERS: Final[dict[int, Callable[[bytes, int], bytes]]] = {

@@ -667,11 +667,19 @@ def verify(buf: ReadableBuffer, headers: Headers, checksum: Checksum) -> _Bools:
         found = np.fromiter(map(zlib.crc32, _slices(view, bodies, bodies + body_sizes)), np.uint32, len(rows))
         result[rows] = ((found & 0x7FFF_FFFF) == stored) | (body_sizes == 0)
 
-    tail = np.flatnonzero(headers.properties_size[rows] >= CRC_TAIL_BYTES)
-    tail = tail[_column(view, (starts + sizes - CRC_TAIL_BYTES)[tail], ">i8") == _TAIL_NAME]
+    tail = np.flatnonzero(has_crc_tail(view, headers)[rows])
     for row, at, end in zip(rows[tail].tolist(), starts[tail].tolist(), (starts + sizes)[tail].tolist(), strict=True):
         result[row] &= _tail_holds(view, at, end, int(headers.properties_size[row]))
     return result
+
+
+def has_crc_tail(buf: ReadableBuffer, headers: Headers) -> _Bools:
+    """Return which records, gathered from `buf`, end with `__CRC32#`, a checksum of the whole record (2.5)."""
+    found: _Bools = headers.properties_size >= CRC_TAIL_BYTES
+    rows = np.flatnonzero(found)
+    ends = headers.positions[rows] + headers.size[rows]
+    found[rows] = _column(_bytes_of(buf), ends - CRC_TAIL_BYTES, ">i8") == _TAIL_NAME
+    return found
 
 
 def topic_is(buf: ReadableBuffer, headers: Headers, topic: bytes) -> _Bools:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from mqstore.files.filesystem import FileSystem
-from mqstore.layout.checkpoint import ENCODED_BYTES, FILE_BYTES, Checkpoint, decode, encode
+from mqstore.layout.checkpoint import ENCODED_BYTES, FILE_BYTES, Checkpoint, decode, encode, is_plausible
 
 __all__ = ["CheckpointFile"]
 
@@ -21,7 +21,7 @@ class CheckpointFile:
         self.current = Checkpoint()
 
     def load(self) -> bool:
-        """Read it; False when it is missing or shorter than its five first fields."""
+        """Read it. Return False if it is missing or cannot be a checkpoint; nothing in it counts then."""
         try:
             fd = self._fs.open(self.path, os.O_RDONLY)
         except FileNotFoundError:
@@ -33,8 +33,9 @@ class CheckpointFile:
                 data = again
         finally:
             self._fs.close(fd)
-        self.current = decode(data)
-        return len(data) >= 40
+        plausible = is_plausible(data)
+        self.current = decode(data) if plausible else Checkpoint()
+        return plausible
 
     def save(self, checkpoint: Checkpoint) -> None:
         """Write and sync `checkpoint`, unless it is what the file holds already."""

@@ -28,6 +28,7 @@ import crc32c
 from mqstore.errors import CorruptStoreError, FormatError
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.jsonfile import decode_json, load_json, read_json, save_json
+from mqstore.log.known import KNOWN_FILE
 
 __all__ = ["LOG_END", "QueueEnds", "forget_ends", "is_progress_ahead", "load_ends", "note_ends"]
 
@@ -53,9 +54,10 @@ class QueueEnds:
 
 
 def note_ends(root: Path, ends: Mapping[tuple[str, int], int], log_end: int, fs: FileSystem, file_mode: int) -> None:
-    """Leave a note of where all queues and the log end. Durable on return. Nothing to note where there is no `config`:
-    nobody keeps positions there. Raises as `save_json`."""
-    if not (root / _FILE).parent.is_dir():
+    """Leave a note of where all queues and the log end. Durable on return. Nothing to note where there is no `config`,
+    or only known damage in it: nobody keeps positions there. Raises as `save_json`."""
+    folder = root / _FILE.parent
+    if not folder.is_dir() or all(name.startswith(Path(KNOWN_FILE).name) for name in fs.scandir(folder)):
         return
     said = _said(root, fs)
     before = load_ends(root, fs)

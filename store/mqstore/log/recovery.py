@@ -69,6 +69,7 @@ __all__ = [
     "RecoverOptions",
     "given_out",
     "has_unlisted",
+    "make_folder",
     "recover",
 ]
 
@@ -737,7 +738,7 @@ class _Recovery:
                 return str(path)
         if not self.writing:
             return str(path)
-        _make_folder(folder, fs)
+        make_folder(folder, fs)
         unfinished = folder / f"{name}.tmp"
         fs.unlink(unfinished, missing_ok=True)
         fd = fs.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL)
@@ -950,7 +951,7 @@ class _Recovery:
         return bool(index_faults(index, entries))
 
 
-def _make_folder(folder: Path, fs: FileSystem) -> None:
+def make_folder(folder: Path, fs: FileSystem) -> None:
     """`folder` and what is missing above it, durably."""
     missing = []
     while not folder.exists():

@@ -18,15 +18,18 @@ from mqstore.files.lock import WriterLock, refuse_beside_writer
 from mqstore.files.segments import segment_name
 from mqstore.layout.record import Checksum
 from mqstore.log import manifest as manifests
+from mqstore.log.known import load_known, save_known
 from mqstore.log.misnamed import misnamed_segments, rename_segments
 from mqstore.log.own import check_own
-from mqstore.log.recovery import Progress, RecoverOptions
-from mqstore.log.report import Finding, RecoveryReport
+from mqstore.log.recovery import Progress, RecoverOptions, make_folder
+from mqstore.log.report import Cut, Finding, RecoveryReport
 from mqstore.log.store import MessageStore
 from mqstore.log.verify import bad_json, json_files, json_tables
 from mqstore.options import Profile, StoreConfig
 
 __all__ = ["rebuild_config", "recover_store"]
+
+_COPY_BYTES = 1 << 20
 
 
 def recover_store(
@@ -44,6 +47,9 @@ def recover_store(
 
     With `options.dry_run` nothing is written, and the report says what would be. May be killed and run again. Raises
     StoreLockedError while a writer has the store, else as `mqstore.open`.
+
+    What a segment has too much is moved to `cut/`. Damage in the log that stays becomes known damage (`log.known`);
+    `known` of the report is what was known before.
     """
     options = replace(options, full=True)
     root = Path(resolved(path))
@@ -54,12 +60,14 @@ def recover_store(
             report = store.plan_recovery(options, progress)
             _report_renamed(report, places)
             _report_json(report, bad_json(root, json_files(root, json_checks), fs))
+            _settle(store, report, dry_run=True)
             return report
     places = _rename_segments(path, config, fs)
     with MessageStore(path, create=False, config=config, fs=fs, recover_options=options, progress=progress) as store:
         report = store.recovery
         _report_renamed(report, places)
         _report_json(report, bad_json(root, json_files(root, json_checks), fs, mend=True))
+        _settle(store, report, dry_run=False)
         return report
 
 
@@ -83,6 +91,53 @@ def _rename_segments(path: str | os.PathLike[str], config: StoreConfig | None, f
 def _report_renamed(report: RecoveryReport, places: Mapping[str, int]) -> None:
     report.renamed = {f"commitlog/{name}": f"commitlog/{segment_name(place)}" for name, place in places.items()}
     report.changed |= bool(places)
+
+
+def _settle(store: MessageStore, report: RecoveryReport, *, dry_run: bool) -> None:
+    """Move away what segments have too much, and note the damage that stays."""
+    size = store.manifest.commitlog_segment_bytes
+    for finding in [*report.findings]:
+        surplus = finding.kind == "segment_size" and finding.position == size and finding.file.startswith("commitlog/")
+        if not surplus or not (store.path / finding.file).exists():  # a file behind the end of the log is gone
+            continue
+        kept = store.path / "cut" / f"{os.path.basename(finding.file)}-surplus-{store.clock.now_ms()}"
+        if not dry_run:
+            _move_surplus(store.path / finding.file, size, kept, store.fs)
+        report.findings.remove(finding)
+        report.truncated.append(Cut(finding.file, size, size + finding.length, "surplus"))
+        report.kept.append(str(kept))
+        report.changed = True
+    known = load_known(store.path, size, store.fs)
+    report.known = {finding for finding in report.findings if finding in known}
+    if not dry_run:
+        lasting = [each for each in report.findings if not _is_extended(store.path / each.file, each, size)]
+        save_known(store.path, known, lasting, report.log_end, size, store.fs)
+
+
+def _is_extended(path: Path, finding: Finding, size: int) -> bool:
+    """Return True if a finding is about a segment that was too short, and has its length by now."""
+    return finding.kind == "segment_size" and path.exists() and path.stat().st_size == size
+
+
+def _move_surplus(segment: Path, size: int, target: Path, fs: FileSystem) -> None:
+    """Move what `segment` has behind its first `size` bytes to `target`. Killed in between, it is in both."""
+    make_folder(target.parent, fs)
+    unfinished = target.with_name(f"{target.name}.tmp")
+    fs.unlink(unfinished, missing_ok=True)
+    source, copy = fs.open(segment, os.O_RDWR), fs.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    try:
+        position = size
+        while data := fs.pread(source, _COPY_BYTES, position):
+            fs.pwrite(copy, data, position - size)
+            position += len(data)
+        fs.fdatasync(copy)
+        fs.replace(unfinished, target)
+        fs.sync_directory(target.parent)
+        fs.shorten(source, size)
+        fs.fdatasync(source)
+    finally:
+        fs.close(copy)
+        fs.close(source)
 
 
 def _report_json(report: RecoveryReport, found: Iterable[tuple[Finding, bool]]) -> None:

@@ -21,6 +21,7 @@ Kind = Literal[
     "bad_json",
     "unsafe_name",
     "unfinished_splice",
+    "not_inflated",
 ]
 """Kinds of findings (store-format 9.7; docs/recovery.md tells what each means)."""
 
@@ -98,6 +99,8 @@ class RecoveryReport:
     log_end: int = 0
     truncated: list[Cut] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
+    known: set[Finding] = field(default_factory=set)
+    """Those of `findings` that an earlier `recover` has reported; an opening does not tell them apart."""
     rebuilt: Rebuilt = field(default_factory=Rebuilt)
     renamed: dict[str, str] = field(default_factory=dict)
     """Segment files that had wrong names: the old path below the store, and the new one."""
@@ -116,6 +119,11 @@ class RecoveryReport:
     changed: bool = False
     seconds: float = 0.0
 
+    @property
+    def new(self) -> list[Finding]:
+        """Findings that are not known."""
+        return [finding for finding in self.findings if finding not in self.known]
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values, under the names of `mqstore recover --json`."""
         return {
@@ -124,7 +132,7 @@ class RecoveryReport:
             "scanned_from": self.scanned_from,
             "log_end": self.log_end,
             "truncated": [cut.as_dict() for cut in self.truncated],
-            "findings": [finding.as_dict() for finding in self.findings],
+            "findings": [{**finding.as_dict(), "known": finding in self.known} for finding in self.findings],
             "rebuilt": asdict(self.rebuilt),
             "renamed": dict(self.renamed),
             "kept": list(self.kept),

@@ -38,7 +38,7 @@ from mqstore.files.beneath import REFUSED
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.jsonfile import decode_json, read_json
 from mqstore.layout.dispatch import SCHEDULE_TOPIC, topics_of
-from mqstore.layout.properties import CRC32, CRC_TAIL_BYTES
+from mqstore.layout.properties import CRC32
 from mqstore.layout.record import (
     BLANK_BYTES,
     INNER_BATCH,
@@ -47,7 +47,7 @@ from mqstore.layout.record import (
     TRANSACTION_MASK,
     unreadable_number,
 )
-from mqstore.layout.scan import Headers, gather, records_hold, walk
+from mqstore.layout.scan import Headers, gather, has_crc_tail, records_hold, walk
 from mqstore.log.ahead import Ahead
 from mqstore.log.names import check_topic
 from mqstore.native import kernel
@@ -57,7 +57,6 @@ __all__ = ["WINDOW_BYTES", "Groups", "Limits", "QueueKey", "Shard", "Window", "b
 
 WINDOW_BYTES = 8 << 20
 _MAX_QUEUE_ID = 16_383
-_TAIL_NAME = np.frombuffer(CRC32.encode(), ">i8")[0]
 _INNER = b"INNER_"
 _EVEN_PAIR = np.frombuffer(_INNER[4:6], np.uint16)[0]
 _ODD_PAIR = np.frombuffer(_INNER[1:3], np.uint16)[0]
@@ -306,10 +305,7 @@ class Shard:
                 check_topic(topic)
             except InvalidMessageError as error:
                 raise FormatError(f"{self.file}: {error}", "topic", base) from error
-        ends = headers.positions + headers.size
-        long = np.flatnonzero(headers.properties_size >= CRC_TAIL_BYTES)
-        everywhere: npt.NDArray[np.signedinteger[Any]] = np.ndarray((max(0, len(data) - 7),), ">i8", data, 0, (1,))
-        tailed = long[everywhere[ends[long] - CRC_TAIL_BYTES] == _TAIL_NAME]
+        tailed = np.flatnonzero(has_crc_tail(data, headers))
         if len(tailed):
             at = base + int(headers.positions[tailed[0]])
             _refuse(self.file, f"the property {CRC32} is the log's own", "properties", at)

@@ -27,8 +27,10 @@ from mqstore.layout.checkpoint import Checkpoint
 from mqstore.layout.consumequeue import UNIT_BYTES, differing, is_void
 from mqstore.layout.dispatch import Rows
 from mqstore.layout.record import Checksum
+from mqstore.layout.scan import has_crc_tail
 from mqstore.log.consumequeue import ConsumeQueue, QueueTable
 from mqstore.log.index import Index
+from mqstore.log.known import KNOWN_FILE, check_known
 from mqstore.log.lives import Lives
 from mqstore.log.manifest import MANIFEST
 from mqstore.log.names import is_path_safe
@@ -165,7 +167,7 @@ def index_faults(index: Index, wanted: Sequence[Wanted]) -> list[Finding]:
 def json_tables(root: Path, checks: Mapping[str, Check]) -> Iterator[tuple[str, Check | None]]:
     """(path within the store, what it must pass beside decoding) of the JSON files that are there, or whose backups
     are, other than the manifest: those in `config` and `config/spark`, and what else the patterns in `checks` find."""
-    known: dict[str, Check] = {TXN_FILE: TxnState.from_json, **checks}
+    known: dict[str, Check] = {TXN_FILE: TxnState.from_json, KNOWN_FILE: check_known, **checks}
     for pattern in ("config/*.json", "config/spark/*.json", *(name for name in checks if "*" in name)):
         found = {*root.glob(pattern), *(path.with_suffix("") for path in root.glob(f"{pattern}.bak"))}
         for path in sorted(found):
@@ -227,6 +229,8 @@ class Verifier:
     ) -> None:
         self.messages = 0
         self.bytes = 0
+        self.body_checksum_only = 0
+        """Records with a checksum of their body alone: altered properties and header fields are not noticed."""
         self.done_bytes = 0
         """How far the log has been read, for a progress bar; `total_bytes` in the end."""
         self.total_bytes = len(run.starts) * run.segment_bytes
@@ -339,7 +343,8 @@ class Verifier:
         if self._is_empty and self._begin:
             yield Finding("missing_segment", "commitlog", 0, 0, "the commitlog folder is empty")
         if not self._has_checkpoint and self._run.starts and not self._live:  # a writer saves it every second
-            yield Finding("bad_checkpoint", "checkpoint", 0, 0, "missing or too short; opening will read the whole log")
+            detail = "missing, or its bytes are no checkpoint; opening will read the whole log"
+            yield Finding("bad_checkpoint", "checkpoint", 0, 0, detail)
         elif self._has_checkpoint and self._checkpoint.flushed is None and self._checksum == "crc32c-record":
             # In the other profile a Java broker may have been at work, which is no fault.
             yield Finding("bad_checkpoint", "checkpoint", 64, 36, "the watermarks do not fit their checksum")
@@ -360,6 +365,9 @@ class Verifier:
                 rows = self.rows_of(event)
                 self.messages += len(rows)
                 self.bytes += rows.record_bytes
+                if self._checksum == "crc32-body":
+                    tailed = np.count_nonzero(has_crc_tail(event.buffer, event.headers))
+                    self.body_checksum_only += len(rows) - int(tailed)
                 self.done_bytes = event.end - first
                 yield from self.units(rows)
                 wanted = self.wanted_of(rows)
@@ -559,18 +567,22 @@ class Verifier:
         """The entries that the index should have for these records; None for none."""
         physical = rows.physical_offset[rows.entry_row]
         wanted = rows.entry_hash, physical, rows.store_timestamp_ms[rows.entry_row]
-        if self._checkpoint.flushed is not None and self._clean and not self._live:
-            return wanted if len(physical) else None  # ours, and closed: every key has its entry
         return self._among_indexed(wanted)
 
     def _among_indexed(self, wanted: Wanted) -> Wanted | None:
-        """Those within what the files span: outside of that the index may simply begin later, or lag behind."""
-        files = [header for _, header in self._index.headers() if header.next_entry > 1]
-        if not files:
-            return None
+        """Those of records before the end of the index, which may lag behind the log."""
+        ends = [header.end_physical_offset for _, header in self._index.headers() if header.next_entry > 1]
         hashes, physical, stamps = wanted
-        inside = (physical >= files[0].begin_physical_offset) & (physical < files[-1].end_physical_offset)
+        inside = physical < max(self._indexed_end(), ends[-1] if ends else 0)
         return (hashes[inside], physical[inside], stamps[inside]) if inside.any() else None
+
+    def _indexed_end(self) -> int:
+        """Physical offset below which every key has its entry, whatever index files there are."""
+        if self._clean and not self._live:
+            return self._until
+        if self._checkpoint.dispatched is not None:
+            return self._checkpoint.dispatched
+        return 0 if self._live else self.watermark
 
     def tally(self, wanted: Sequence[Wanted]) -> IndexTally:
         """What the index has of these entries, all of `wanted_of`."""

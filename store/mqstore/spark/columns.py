@@ -32,7 +32,7 @@ from mqstore.layout.properties import KEYS, TAGS, UNIQ_KEY, decode_properties
 from mqstore.layout.record import BORN_HOST_AT, BORN_HOST_V6, COMPRESSED, STORE_HOST_AT_V4, STORE_HOST_V6
 from mqstore.layout.scan import Headers, gather
 from mqstore.log.commitlog import QueueRef
-from mqstore.log.report import Finding
+from mqstore.log.report import Finding, Kind
 from mqstore.log.store import MessageStore
 from mqstore.log.tagfilter import TagFilter, parse_tags
 from mqstore.spark.arrow import cut, laid, spread, text
@@ -458,9 +458,11 @@ class ColumnReader:
         physical = int(headers.physical_offset[row])
         start = physical // self.store.manifest.commitlog_segment_bytes * self.store.manifest.commitlog_segment_bytes
         where = f"{self._topic_name(piece, row)}, queue {headers.queue_id[row]}, offset {headers.queue_offset[row]}"
-        detail = f"{where}: its body does not inflate: {error}"
+        missing = isinstance(error, MissingPackageError)
+        detail = str(error) if missing else f"{where}: its body does not inflate: {error}"
+        kind: Kind = "not_inflated" if missing else "bad_record"
         size = int(headers.size[row])
-        self.policy.damage(Finding("bad_record", f"commitlog/{start:020d}", physical - start, size, detail))
+        self.policy.damage(Finding(kind, f"commitlog/{start:020d}", physical - start, size, detail))
         return detail
 
     @staticmethod
