@@ -22,7 +22,7 @@ from mqstore_tools.render import as_json, finding_line, note, print_json, progre
 from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, note_front, within
 from mqstore_tools.shown import export_row, raw_bodies_option
 
-__all__ = ["export"]
+__all__ = ["export", "lines"]
 
 _Bounds = dict[QueueRef, tuple[int, int]]
 """First and next offset of each queue."""
@@ -128,7 +128,7 @@ def export(
                         if count == max_messages:
                             break
             else:
-                with _lines(output, directory) as file:
+                with lines(output, directory) as file:
                     for item in _items(store, bounds, from_offset):
                         if max_messages is not None and count >= max_messages:
                             break
@@ -205,8 +205,8 @@ def _parquet(path: str, schema: Any) -> Iterator[Callable[[Any], None]]:
 
 
 @contextmanager
-def _lines(output: Path | None, directory: Path) -> Iterator[TextIO]:
-    """Where lines of text go."""
+def lines(output: Path | None, directory: Path) -> Iterator[TextIO]:
+    """Open the place where lines of text go: stdout, or `output` once it is complete."""
     if output is None:
         yield sys.stdout
         return

@@ -27,6 +27,7 @@ COMMANDS = (
     "inspect",
     "verify",
     "recover",
+    "cut",
     "snapshot",
     "export",
     "topics",
@@ -91,7 +92,7 @@ def cli(ctx: click.Context) -> None:
     """Look at, check, mend, fill and empty message stores: directories of mqstore or of a RocketMQ broker.
 
     Only put, produce, consume, recover and demo change a store, and what is called create, alter, delete, reset,
-    cancel, replay or purge; all others read, also beside a running writer.
+    cancel, replay, restore or purge; all others read, also beside a running writer.
     """
     from mqstore_tools.render import EscapingHandler
 

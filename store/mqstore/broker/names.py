@@ -9,7 +9,7 @@ import re
 
 from mqstore.errors import ConfigError, InvalidMessageError, NotPermittedError
 from mqstore.layout.dispatch import SCHEDULE_TOPIC
-from mqstore.log.names import MAX_TOPIC, RETRY_PREFIX
+from mqstore.log.names import HALF_TOPIC, MAX_TOPIC, RETRY_PREFIX, SYSTEM_PREFIX, TIMER_TOPIC
 
 __all__ = [
     "DELETED_GROUP",
@@ -38,10 +38,8 @@ __all__ = [
     "retry_topic",
 ]
 
-HALF_TOPIC = "RMQ_SYS_TRANS_HALF_TOPIC"
 OP_TOPIC = "RMQ_SYS_TRANS_OP_HALF_TOPIC"
 TRANS_CHECK_TOPIC = "TRANS_CHECK_MAX_TIME_TOPIC"
-TIMER_TOPIC = "rmq_sys_wheel_timer"
 POP_LOG_TOPIC = "rmq_sys_pop_log"
 DLQ_PREFIX = "%DLQ%"
 
@@ -74,7 +72,6 @@ _SYSTEM_TOPICS = frozenset(
         "CHECKPOINT_TOPIC",
     }
 )
-_SYSTEM_PREFIX = "rmq_sys_"
 _SYSTEM_GROUP_PREFIX = "CID_RMQ_SYS_"
 _USER_NAME = re.compile(r"[a-zA-Z0-9_-]+")
 
@@ -122,7 +119,7 @@ def is_dlq_topic(topic: str) -> bool:
 
 def is_system_topic(topic: str) -> bool:
     """Whether the engine alone writes to `topic`. Retry and dead-letter topics are none of these."""
-    return topic in _SYSTEM_TOPICS or topic.startswith(_SYSTEM_PREFIX)
+    return topic in _SYSTEM_TOPICS or topic.startswith(SYSTEM_PREFIX)
 
 
 def is_system_group(group: str) -> bool:

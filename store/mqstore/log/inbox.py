@@ -53,7 +53,7 @@ from mqstore.files.jsonfile import decode_json, load_json, read_json
 from mqstore.log.names import check_topic, is_path_safe
 from mqstore.log.txn import is_app
 
-__all__ = ["Bundle", "Inbox", "InboxState", "check_highest", "inbox_state", "topics_entered"]
+__all__ = ["Bundle", "Inbox", "InboxState", "check_highest", "free_path", "inbox_state", "queues_of", "topics_entered"]
 
 _log = logging.getLogger("mqstore")
 _REFUSED = "refused"
@@ -151,13 +151,17 @@ def check_highest(root: Path, entered: Mapping[str, Entered], highest: Mapping[s
     """ConfigError if a topic of the store at `root`, which has `topics_entered`, has no longer the `highest` queue that
     records were given."""
     for topic, queue_id in highest.items():
-        has = entered.get(topic)
-        queues = max(has.read_queues, has.write_queues) if has is not None else _QUEUES_MAX
+        queues = queues_of(entered.get(topic))
         if queue_id >= queues:
             raise ConfigError(
                 f"{root}: rows were written for queue {queue_id} of topic {topic!r}, which has {queues} queues now: it "
                 "was altered meanwhile; write them again"
             )
+
+
+def queues_of(entry: Entered | None) -> int:
+    """Return the number of queues that a topic has by its entry; without one, the most that a topic can have."""
+    return _QUEUES_MAX if entry is None else max(entry.read_queues, entry.write_queues)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +188,7 @@ def _folders(path: Path, fs: FileSystem) -> list[str]:
         return []
 
 
-def _free(path: Path) -> Path:
+def free_path(path: Path) -> Path:
     """`path`, or it with a number behind: a name that nothing has."""
     number = 0
     found = path
@@ -338,7 +342,7 @@ class Inbox:
         fs = self._fs
         aside = self._folder / _REFUSED
         fs.mkdir(aside, exist_ok=True)
-        target = _free(aside / folder.name)
+        target = free_path(aside / folder.name)
         fs.replace(folder, target)
         fs.sync_directory(aside)
         fs.sync_directory(self._folder)
@@ -357,7 +361,7 @@ class Inbox:
 
     def _remove(self, folder: Path) -> None:
         """Remove a bundle that is in. The new name first, durably: half of one must never look like one that waits."""
-        done = _free(self._folder / f"{_DONE}{folder.name}")
+        done = free_path(self._folder / f"{_DONE}{folder.name}")
         self._fs.replace(folder, done)
         self._fs.sync_directory(self._folder)
         self._tidy(done)

@@ -50,6 +50,7 @@ __all__ = [
     "tail_of",
     "tail_of_bytes",
     "user_properties",
+    "without_place",
 ]
 
 Body = bytes | bytearray | memoryview
@@ -277,12 +278,18 @@ def tail_of(plain_tail: bytes, properties: Mapping[str, str]) -> bytes:
 
 
 def tail_of_bytes(plain_tail: bytes, properties: bytes) -> bytes:
-    """As `tail_of`, of properties that are encoded already.
+    """As `tail_of`, of properties that are encoded already, by `without_place`."""
+    properties = without_place(properties)
+    return b"".join((plain_tail[:-2], len(properties).to_bytes(2, "big"), properties))
 
-    What came in and belongs to another record is left out: a `__CRC32#` would make this one fail its check
-    (store-format 2.5), the numbers of light queues would list it where that one is.
+
+def without_place(properties: bytes) -> bytes:
+    """Return encoded properties without those that belong to another record, or the same object if there are none.
+
+    A `__CRC32#` would make this record fail its check (store-format 2.5). The numbers of light queues would list it in
+    the place of the other one.
     """
     for name in _OF_RECORD:
         if properties.find(name) >= 0:  # `in` looks for an integer first, and takes three times as long
             properties = b"\2".join(piece for piece in properties.split(b"\2") if not piece.startswith(name))
-    return b"".join((plain_tail[:-2], len(properties).to_bytes(2, "big"), properties))
+    return properties

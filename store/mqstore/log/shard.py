@@ -36,7 +36,7 @@ from crc32c import crc32c
 from mqstore.errors import FormatError, InvalidMessageError, StoreIOError
 from mqstore.files.beneath import REFUSED
 from mqstore.files.filesystem import FileSystem
-from mqstore.files.jsonfile import decode_json, read_json
+from mqstore.files.jsonfile import decode_json, encode_json, read_json
 from mqstore.layout.dispatch import SCHEDULE_TOPIC, topics_of
 from mqstore.layout.properties import CRC32
 from mqstore.layout.record import (
@@ -53,10 +53,21 @@ from mqstore.log.names import check_topic
 from mqstore.native import kernel
 from mqstore.options import Profile
 
-__all__ = ["WINDOW_BYTES", "Groups", "Limits", "QueueKey", "Shard", "Window", "by_queue", "index_entries"]
+__all__ = [
+    "MAX_QUEUE_ID",
+    "WINDOW_BYTES",
+    "Groups",
+    "Limits",
+    "QueueKey",
+    "Shard",
+    "Window",
+    "by_queue",
+    "index_entries",
+    "shard_json",
+]
 
 WINDOW_BYTES = 8 << 20
-_MAX_QUEUE_ID = 16_383
+MAX_QUEUE_ID = 16_383
 _INNER = b"INNER_"
 _EVEN_PAIR = np.frombuffer(_INNER[4:6], np.uint16)[0]
 _ODD_PAIR = np.frombuffer(_INNER[1:3], np.uint16)[0]
@@ -103,12 +114,12 @@ class Groups(NamedTuple):
 def by_queue(window: Window) -> Groups:
     """The records of a window by queue."""
     topics, topic = topics_of(window.data, window.headers)
-    codes = topic * (_MAX_QUEUE_ID + 1) + np.clip(window.headers.queue_id, 0, _MAX_QUEUE_ID)
+    codes = topic * (MAX_QUEUE_ID + 1) + np.clip(window.headers.queue_id, 0, MAX_QUEUE_ID)
     counts = np.bincount(codes)
     present = np.flatnonzero(counts)
     number = np.zeros(len(counts), np.int64)
     number[present] = np.arange(len(present))
-    keys = [(topics[code // (_MAX_QUEUE_ID + 1)], code % (_MAX_QUEUE_ID + 1)) for code in present.tolist()]
+    keys = [(topics[code // (MAX_QUEUE_ID + 1)], code % (MAX_QUEUE_ID + 1)) for code in present.tolist()]
     # Sorting numbers of 16 bits is a radix sort, several times faster.
     kind = np.uint16 if len(keys) < 1 << 16 else np.int64
     return Groups(keys, number[codes].astype(kind), counts[present])
@@ -274,7 +285,7 @@ class Shard:
             (~headers.ok, "record", "its inner lengths do not add up to its size"),
             (headers.size > limits.max_record_bytes, "record", f"it has more than {limits.max_record_bytes} bytes"),
             (headers.body_size > limits.max_body_bytes, "body", f"max_message_size is {limits.max_body_bytes} bytes"),
-            ((headers.queue_id < 0) | (headers.queue_id > _MAX_QUEUE_ID), "queue_id", "no queue has this id"),
+            ((headers.queue_id < 0) | (headers.queue_id > MAX_QUEUE_ID), "queue_id", "no queue has this id"),
             (headers.checksum != 0, "checksum", "not zero"),
             (headers.queue_offset != 0, "queue_offset", "not zero: a queue gives the number"),
             (headers.physical_offset != 0, "physical_offset", "not zero: the log gives the place"),
@@ -400,6 +411,24 @@ def index_entries(data: memoryview, sizes: npt.NDArray[np.int64]) -> bytes:
     return entries.tobytes()
 
 
+def shard_json(
+    profile: Profile,
+    *,
+    records: int,
+    size: int,
+    crc: int,
+    largest: int,
+    queues: Mapping[QueueKey, int],
+    index: int | None = None,
+) -> bytes:
+    """Return `shard.json` of `size` bytes of records whose CRC-32C is `crc`. `index`: that of `records.idx`, if any."""
+    counts: dict[str, dict[str, int]] = {}
+    for (topic, queue_id), count in sorted(queues.items()):
+        counts.setdefault(topic, {})[str(queue_id)] = count
+    value = {"version": 1, "profile": profile, "records": records, "bytes": size, "crc32c": crc, "largest": largest}
+    return encode_json({**value, "queues": counts} if index is None else {**value, "queues": counts, "index": index})
+
+
 def _open(path: Path, fs: FileSystem, field: str) -> int:
     """A descriptor to read `path`. FormatError when it is missing, or no regular file."""
     try:
@@ -424,8 +453,8 @@ def _queues(path: Path, value: Any) -> dict[QueueKey, int]:
         if not isinstance(counts, dict):
             _refuse(path, f"the queues of {topic!r} must be an object, not {counts!r:.80}", "queues")
         for text, count in counts.items():
-            if not (text.isascii() and text.isdigit() and len(text) <= 5 and int(text) <= _MAX_QUEUE_ID):
-                _refuse(path, f"queue {text!r:.80} of {topic!r} does not lie in 0..{_MAX_QUEUE_ID}", "queues")
+            if not (text.isascii() and text.isdigit() and len(text) <= 5 and int(text) <= MAX_QUEUE_ID):
+                _refuse(path, f"queue {text!r:.80} of {topic!r} does not lie in 0..{MAX_QUEUE_ID}", "queues")
             if type(count) is not int or count < 0:
                 _refuse(path, f"queue {text} of {topic!r} gets {count!r:.80} records", "queues")
             queues[topic, int(text)] = count

@@ -34,8 +34,7 @@ import crc32c
 from mqstore.clock import SYSTEM_CLOCK, Clock
 from mqstore.errors import raise_os_error
 from mqstore.files.filesystem import REAL, FileSystem
-from mqstore.files.jsonfile import encode_json
-from mqstore.log.shard import index_entries
+from mqstore.log.shard import index_entries, shard_json
 from mqstore.options import Profile
 from mqstore.spark.encode import Encoded
 
@@ -152,20 +151,14 @@ class ShardWriter:
     def finish(self) -> ShardInfo:
         """Make it durable, records before the file that says they are whole."""
         self._close(sync=self._sync)
-        queues: dict[str, dict[str, int]] = {}
-        for (topic, queue_id), count in sorted(self._queues.items()):
-            queues.setdefault(topic, {})[str(queue_id)] = count
-        content = encode_json(
-            {
-                "version": 1,
-                "profile": self._profile,
-                "records": self.records,
-                "bytes": self._bytes,
-                "crc32c": self._crc,
-                "index": self._index_crc,
-                "largest": self._largest,
-                "queues": queues,
-            }
+        content = shard_json(
+            self._profile,
+            records=self.records,
+            size=self._bytes,
+            crc=self._crc,
+            largest=self._largest,
+            queues=self._queues,
+            index=self._index_crc,
         )
         write_file(self.folder / "shard.json", content, sync=self._sync, fs=self._fs)
         return ShardInfo(

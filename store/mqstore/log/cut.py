@@ -1,0 +1,470 @@
+"""Read what recovery has cut from the log, and append it again.
+
+    cut/<physical offset>-<ms>     bytes of one segment: byte i lay at that offset (20 digits) + i, until that time
+    cut/restored/                  files whose messages were appended again
+    cut/staged/, restoring.json    files of a `restore` that is running or was killed
+
+A restore appends all its messages by one splice (`log.splice`), so all of them are in or none. Each restore has a
+number, which is the version of that splice:
+
+    step                                                     a crash right after it leaves
+    1 stage the records that are not in the log              files that the next restore removes
+    2 write restoring.json: number, names of the files       the same: the number is not spliced
+    3 splice                                                 the number is spliced, so the files count as restored
+    4 move the files to cut/restored/, remove restoring.json nothing to do
+
+A message is left alone if its bytes still lie at its place in the log, or in an earlier file of the same restore. Files
+that share a message are therefore restored together or not at all.
+
+The files may be anybody's work. They are mapped, every record is verified, and links, pipes and devices are refused.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from crc32c import crc32c
+
+from mqstore.errors import ConfigError, FormatError, InvalidMessageError
+from mqstore.files.jsonfile import decode_json, read_json, save_json
+from mqstore.layout.consumequeue import UNIT
+from mqstore.layout.dispatch import tags_code_at, topics_of
+from mqstore.layout.record import (
+    CHECKSUM_AT,
+    INNER_BATCH,
+    QUEUE_ID_AT,
+    QUEUE_OFFSET_AT,
+    SYS_FLAG_AT,
+    TOTAL_SIZE_AT,
+    TRANSACTION_COMMIT,
+    TRANSACTION_MASK,
+    check_record,
+    store_timestamp_at,
+    unreadable_number,
+)
+from mqstore.layout.scan import find_next, read_run
+from mqstore.log.inbox import free_path, queues_of, topics_entered
+from mqstore.log.message import Message
+from mqstore.log.names import HALF_TOPIC, SYSTEM_PREFIX, TIMER_TOPIC, check_topic
+from mqstore.log.outgoing import without_place
+from mqstore.log.recovery import Progress
+from mqstore.log.report import Finding
+from mqstore.log.shard import MAX_QUEUE_ID, QueueKey, shard_json
+from mqstore.log.store import MessageStore
+from mqstore.log.stretch import Few
+from mqstore.log.tip import QueueRef
+from mqstore.log.txn import read_txn
+
+__all__ = ["CutFile", "Progress", "Restore", "Tally", "contents", "cut_files", "restore"]
+
+_NAME: Final = re.compile(r"[0-9]{20}-[0-9]+(\.[0-9]+)*")
+_OFFSET_DIGITS: Final = 20
+_APP: Final = "mqstore cut"
+"""Name under which `config/spark/txn.json` keeps the number of the last restore."""
+_JOURNAL: Final = "restoring.json"
+_RESTORED: Final = "restored"
+_STAGED: Final = "staged"
+_BATCH: Final = 8192
+_BUFFER_BYTES: Final = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class CutFile:
+    """A file of bytes that were cut. `name` is its path below `cut/`."""
+
+    name: str
+
+    @property
+    def start(self) -> int:
+        """Physical offset of its first byte."""
+        return int(os.path.basename(self.name)[:_OFFSET_DIGITS])
+
+
+@dataclass(slots=True)
+class Tally:
+    """Number of messages of one file, by what becomes of them, and its bytes that are no whole message."""
+
+    file: str
+    messages: int = 0
+    appended: int = 0
+    in_place: int = 0
+    """Messages that are still in the log."""
+    repeated: int = 0
+    """Messages that an earlier file of the same restore has, too."""
+    bookkeeping: int = 0
+    """Records of the engine's own topics. They describe the old place of other records, and are never restored."""
+    refused: Counter[str] = field(default_factory=Counter)
+    """Messages that cannot be restored, by reason."""
+    other_bytes: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, under the same names."""
+        return {**asdict(self), "refused": dict(self.refused)}
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Result of a restore, or its plan. `queues`: messages appended to each queue. `offsets`: the queue offsets that
+    they got, (first, end); empty in a plan."""
+
+    files: Sequence[Tally]
+    queues: Mapping[QueueKey, int]
+    offsets: Mapping[QueueKey, tuple[int, int]]
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def cut_files(store: MessageStore, names: Sequence[str] = ()) -> list[CutFile]:
+    """Return the files in `cut/` that were not restored, by offset, or those with these `names`.
+
+    A name that begins with `restored/` means a file that was restored. Raises ConfigError for a name that is not there.
+    """
+    done = _spliced(store)
+    waiting = [file for file in _listed(store, "") if file.name not in done]
+    if not names:
+        return waiting
+    known = {file.name: file for file in (*waiting, *_listed(store, _RESTORED))}
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                f"{store.path / 'cut'} has no file {name!r}; `mqstore cut list` shows the names of its files"
+            )
+    return sorted({known[name] for name in names}, key=_order)
+
+
+def _listed(store: MessageStore, folder: str) -> list[CutFile]:
+    try:
+        names = store.fs.scandir(store.path / "cut" / folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    files = [CutFile(os.path.join(folder, name)) for name in names if _NAME.fullmatch(name)]
+    return sorted(files, key=_order)
+
+
+def _order(file: CutFile) -> tuple[int, str]:
+    return file.start, file.name
+
+
+def contents(store: MessageStore, file: CutFile) -> Iterator[Message | Finding]:
+    """Yield each whole message of a file, in order, and a Finding for each range of bytes that is none.
+
+    A message counts only if it verifies and says that it lay where the file's name says. Raises StoreIOError for a name
+    that is no regular file.
+    """
+    buffer = _map(store, file)
+    if buffer:
+        yield from _walk(store, file, buffer)
+
+
+def _map(store: MessageStore, file: CutFile) -> mmap.mmap | bytes:
+    fs = store.fs
+    fd = fs.open(store.path / "cut" / file.name, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        size = fs.size(fd)
+        return fs.map(fd, size, writable=False) if size else b""
+    finally:
+        fs.close(fd)
+
+
+def _walk(store: MessageStore, file: CutFile, buffer: mmap.mmap | bytes) -> Iterator[Message | Finding]:
+    name, start, size = f"cut/{file.name}", file.start, len(buffer)
+    checksum, segment_bytes = store.manifest.checksum, store.manifest.commitlog_segment_bytes
+    if start + size >= 1 << 63:
+        yield Finding("bad_record", name, 0, size, "no log reaches as far as the offset in the file's name")
+        return
+    at = met = 0
+    while at < size:
+        headers, at, met = read_run(buffer, at, size, start, checksum, _BATCH, met=met)
+        topics, topic = topics_of(memoryview(buffer), headers)
+        for position, number, queue_id, slot, length in zip(
+            headers.positions.tolist(),
+            topic.tolist(),
+            headers.queue_id.tolist(),
+            headers.queue_offset.tolist(),
+            headers.size.tolist(),
+            strict=True,
+        ):
+            code = tags_code_at(buffer, position, store.delay_table_ms)
+            unit = UNIT.pack(start + position, length, code)
+            yield Message(Few(QueueRef(topics[number], queue_id), buffer, unit, slot), position, slot)
+        if len(headers) or at >= size:
+            continue
+        check = check_record(buffer, at, segment_bytes - start % segment_bytes, start + at, checksum)
+        if check.status == "blank":
+            at += check.size
+            continue
+        found = find_next(buffer, at + 1, size, start, checksum)
+        stop = size if found is None else found
+        yield Finding("bad_record", name, at, stop - at, check.detail)
+        at = stop
+
+
+# -- restoring ---------------------------------------------------------------------------------------------------------
+
+
+def restore(
+    store: MessageStore, names: Sequence[str] = (), *, dry_run: bool = False, progress: Progress | None = None
+) -> Restore:
+    """Append the messages of the files in `cut/`, or of those with these `names`, to the log, in the order of their old
+    offsets.
+
+    Queue, body, properties, flags, time and host of birth stay. Queue offset, physical offset and store time are new.
+    All messages become visible at once, or none. The files are moved to `cut/restored/` then. The call may be killed
+    and repeated. With `dry_run` nothing is written, and `store` may be open for reading. `progress` is called with
+    (bytes done, bytes in all).
+
+    Raises ConfigError for an unknown name, for files that share messages with files that are not named, and for a
+    message whose topic no longer has its queue. Raises what `MessageStore.splice` raises. Nothing was appended then.
+    """
+    if not dry_run:
+        _settle(store)
+    files = cut_files(store, names)
+    for name in names:
+        if name.startswith(_RESTORED):
+            raise ConfigError(f"{name} was restored already; to append its messages once more, move it to cut/ first")
+    staged = _Staged(store, write=not dry_run)
+    try:
+        tallies = _gather(store, files, staged, progress or _unheard)
+        moved = [tally.file for tally in tallies if tally.messages]
+        if dry_run or not moved:
+            return Restore(tallies, staged.queues, {})
+        staged.finish()
+        number = store.spliced_version(_APP) + 1
+        save_json(
+            store.path / "cut" / _JOURNAL,
+            {"number": number, "files": moved},
+            store.fs,
+            file_mode=store.config.file_mode,
+        )
+        read = sum(_size(store, file) for file in files)
+
+        def spliced(done: int, total: int) -> None:
+            if progress is not None:
+                progress(read + done, read + total)
+
+        result = store.splice([staged.folder], app=_APP, version=number, progress=spliced)
+        _settle(store)
+        return Restore(tallies, staged.queues, result.offsets)
+    finally:
+        staged.close()
+
+
+def _unheard(done: int, total: int) -> None:
+    """Progress that nobody wants to hear of."""
+
+
+def _size(store: MessageStore, file: CutFile) -> int:
+    return store.fs.size(store.path / "cut" / file.name)
+
+
+def _gather(store: MessageStore, files: Sequence[CutFile], staged: _Staged, progress: Progress) -> list[Tally]:
+    """Stage each message that is to be appended, and count the others."""
+    entered = topics_entered(store.path, store.fs)
+    others = [file for file in cut_files(store) if file not in files]
+    sizes = {file: _size(store, file) for file in (*files, *others)}
+    total = 3 * sum(sizes[file] for file in files)  # a splice reads everything twice
+    done = 0
+    tallies = []
+    for i, file in enumerate(files):
+        stop = file.start + sizes[file]
+
+        def beside(each: CutFile, file: CutFile = file, stop: int = stop) -> bool:
+            return each.start < stop and file.start < each.start + sizes[each]
+
+        earlier = [(each, _map(store, each)) for each in files[:i] if beside(each)]
+        left = [(each, _map(store, each)) for each in others if beside(each)]
+        tally = Tally(file.name)
+        for item in contents(store, file):
+            if isinstance(item, Finding):
+                tally.other_bytes += item.length
+                continue
+            tally.messages += 1
+            if _is_bookkeeping(item.topic):
+                tally.bookkeeping += 1
+            elif obstacle := _obstacle(item):
+                tally.refused[obstacle] += 1
+            elif _is_in_log(store, item):
+                tally.in_place += 1
+            elif _holder(item, earlier) is not None:
+                tally.repeated += 1
+            elif (other := _holder(item, left)) is not None:
+                raise ConfigError(
+                    f"{file.name} and {other.name} hold the same message, of physical offset {item.physical_offset}: "
+                    "restore both together, or the message would come twice"
+                )
+            else:
+                if item.queue_id >= (queues := queues_of(entered.get(item.topic))):
+                    raise ConfigError(
+                        f"{file.name} has a message for queue {item.queue_id} of topic {item.topic!r}, which has "
+                        f"{queues} queues now; give it {item.queue_id + 1} with `mqstore topics alter --queues`, and "
+                        "restore again"
+                    )
+                tally.appended += 1
+                staged.add(item)
+            if tally.messages % _BATCH == 0:
+                progress(done + item.physical_offset - file.start, total)
+        done += sizes[file]
+        tallies.append(tally)
+    return tallies
+
+
+def _is_bookkeeping(topic: str) -> bool:
+    """Return True for a topic in which the engine notes what became of other records. Half messages are messages."""
+    return topic.lower().startswith(SYSTEM_PREFIX) and topic not in (TIMER_TOPIC, HALF_TOPIC)
+
+
+def _obstacle(message: Message) -> str:
+    """Return why a message cannot be appended; "" if nothing is in its way."""
+    if message.topic == HALF_TOPIC or message.sys_flag & TRANSACTION_MASK not in (0, TRANSACTION_COMMIT):
+        return "message of a transaction that was not committed"
+    if message.sys_flag & INNER_BATCH:
+        return "batch in one record"
+    if not 0 <= message.queue_id <= MAX_QUEUE_ID:
+        return "queue id that no queue can have"
+    try:
+        topic = check_topic(message.topic)
+    except InvalidMessageError:
+        return "topic that nobody can put to"
+    return "property that is no number" if unreadable_number(topic, message.encoded_properties) else ""
+
+
+def _is_in_log(store: MessageStore, message: Message) -> bool:
+    try:
+        return store.at(message.physical_offset).record_bytes() == message.record_bytes()
+    except LookupError:
+        return False
+
+
+def _holder(message: Message, files: Sequence[tuple[CutFile, mmap.mmap | bytes]]) -> CutFile | None:
+    """Return the file that has the bytes of `message` at the same physical offset."""
+    if not files:
+        return None
+    record = message.record_bytes()
+    for file, buffer in files:
+        at = message.physical_offset - file.start
+        if at >= 0 and buffer[at : at + len(record)] == record:
+            return file
+    return None
+
+
+class _Staged:
+    """Records on their way into the log, as a shard (`log.shard`). With `write` false they are only counted."""
+
+    def __init__(self, store: MessageStore, *, write: bool) -> None:
+        self.folder: Path = store.path / "cut" / _STAGED
+        self.queues: Counter[QueueKey] = Counter()
+        self._store = store
+        self._write = write
+        self._fd = -1
+        self._buffer = bytearray()
+        self._bytes = self._crc = self._largest = 0
+
+    def add(self, message: Message) -> None:
+        self.queues[message.topic, message.queue_id] += 1
+        if not self._write:
+            return
+        record = _without_place(message)
+        self._largest = max(self._largest, len(record))
+        self._buffer += record
+        if len(self._buffer) >= _BUFFER_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        fs = self._store.fs
+        if self._fd < 0:
+            fs.mkdir(self.folder)
+            self._fd = self._create("records.bin")
+        fs.pwrite(self._fd, self._buffer, self._bytes)
+        self._crc = crc32c(self._buffer, self._crc)
+        self._bytes += len(self._buffer)
+        self._buffer = bytearray()
+
+    def _create(self, name: str) -> int:
+        return self._store.fs.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._store.config.file_mode)
+
+    def finish(self) -> None:
+        self._flush()
+        content = shard_json(
+            self._store.manifest.profile,
+            records=self.queues.total(),
+            size=self._bytes,
+            crc=self._crc,
+            largest=self._largest,
+            queues=self.queues,
+        )
+        fs = self._store.fs
+        fd = self._create("shard.json")
+        try:
+            fs.pwrite(fd, content, 0)
+        finally:
+            fs.close(fd)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            self._store.fs.close(self._fd)
+        if self._write:
+            self._store.fs.remove_tree(self.folder)
+
+
+def _without_place(message: Message) -> bytes:
+    """Return a record as a shard has it: all that only the log gives is zero or gone."""
+    record = bytearray(message.record_bytes())
+    properties = message.encoded_properties
+    kept = without_place(properties)
+    if kept is not properties:
+        record[len(record) - len(properties) - 2 :] = len(kept).to_bytes(2, "big") + kept
+        record[TOTAL_SIZE_AT : TOTAL_SIZE_AT + 4] = len(record).to_bytes(4, "big")
+    stamp_at = store_timestamp_at(message.sys_flag)
+    for begin, end in ((CHECKSUM_AT, QUEUE_ID_AT), (QUEUE_OFFSET_AT, SYS_FLAG_AT), (stamp_at, stamp_at + 8)):
+        record[begin:end] = bytes(end - begin)
+    return bytes(record)
+
+
+# -- once --------------------------------------------------------------------------------------------------------------
+
+
+def _spliced(store: MessageStore) -> frozenset[str]:
+    """Return the names of the files that the last restore has appended and, being killed, may not have moved."""
+    path = store.path / "cut" / _JOURNAL
+    try:
+        value = decode_json(read_json(path, store.fs))
+        number, names = value.get("number"), value.get("files")
+        if type(number) is not int or not isinstance(names, list):
+            raise FormatError("it needs a number and a list of files", "number", 0)
+        if not all(isinstance(name, str) and _NAME.fullmatch(name) for name in names):
+            raise FormatError("its files are not names of cut files", "files", 0)
+    except FileNotFoundError:
+        return frozenset()
+    except FormatError as error:
+        raise FormatError(
+            f"{path}: {error}. It says which files of cut/ a restore was about to append. Look whether their messages "
+            "are in the log, move those files to cut/restored/ if they are, and remove this one",
+            error.field,
+            error.position,
+        ) from error
+    return frozenset(names) if number <= read_txn(store.path, store.fs).version_of(_APP) else frozenset()
+
+
+def _settle(store: MessageStore) -> None:
+    """Bring the last restore to its end: move its files, and remove what is left of it."""
+    fs, folder = store.fs, store.path / "cut"
+    done = _spliced(store)
+    if done:
+        restored = folder / _RESTORED
+        fs.mkdir(restored, exist_ok=True)
+        for name in sorted(done):
+            with suppress(FileNotFoundError):
+                fs.replace(folder / name, free_path(restored / name))
+        fs.sync_directory(restored)
+        fs.sync_directory(folder)
+    fs.unlink(folder / _JOURNAL, missing_ok=True)
+    fs.remove_tree(folder / _STAGED)
