@@ -171,10 +171,15 @@ def instant(ms: int) -> datetime.datetime | None:
 
 
 def exported(path: Path) -> list[dict[str, Any]]:
-    """What `mqstore export` writes of a store, in its order; bodies stay base64."""
+    """What `mqstore export` writes of a store, queue by queue; bodies stay base64."""
     result = CliRunner().invoke(cli, ["export", str(path)])
     assert result.exit_code == 0, result.stderr
-    return [json.loads(line) for line in result.stdout.splitlines()]
+    return sorted((json.loads(line) for line in result.stdout.splitlines()), key=queue_order)
+
+
+def queue_order(row: dict[str, Any]) -> tuple[str, int, int]:
+    """Key to sort messages queue by queue."""
+    return row["topic"], row["queue_id"], row["queue_offset"]
 
 
 EXPORTED_AS = {"born_timestamp": "born_timestamp_ms", "store_timestamp": "store_timestamp_ms"}

@@ -36,6 +36,7 @@ from tests.spark.support import (
     log_end,
     many,
     odd_records,
+    queue_order,
     read_all,
     rows_of,
     write_store,
@@ -525,7 +526,7 @@ def test_an_export_to_parquet_has_the_messages_of_one_to_json(golden: Golden, tm
     path = golden(name).path
     result = mqstore_command("export", path, "--format", "parquet", "--output", tmp_path / "all.parquet")
     assert result.exit_code == 0
-    rows = rows_of(parquet.read_table(tmp_path / "all.parquet").to_batches())
+    rows = sorted(rows_of(parquet.read_table(tmp_path / "all.parquet").to_batches()), key=queue_order)
     assert [as_exported(row) for row in rows] == [as_row(line) for line in exported(path)]
     assert f"exported {len(rows)} messages" in result.stderr
 

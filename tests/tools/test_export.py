@@ -10,6 +10,7 @@ import shutil
 import stat
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,13 @@ from click.testing import Result
 
 import mqstore as library
 from mqstore import StoreConfig
-from mqstore.layout.record import COMPRESSED
-from mqstore.log.walk import walk_queue
+from mqstore.layout.record import COMPRESSED, TRANSACTION_PREPARED, TRANSACTION_ROLLBACK
+from mqstore.log.checkpoint import CheckpointFile
+from mqstore.log.walk import walk_log
+from mqstore.options import Profile
 from tests.conftest import GOLDEN_NAMES, GoldenStore
-from tests.log.support import flip, open_store
+from tests.log.splicesupport import Row, stage
+from tests.log.support import SEGMENT, Unsynced, flip, kill, open_store
 from tests.tools.support import mqstore, process
 
 Golden = Callable[[str], GoldenStore]
@@ -67,14 +71,197 @@ def test_a_java_store_is_exported_as_the_java_engine_reads_it(golden: Golden, na
             assert value == wanted[field], (field, wanted)
 
 
-def test_queues_come_one_after_the_other_in_order(golden: Golden) -> None:
+def test_messages_come_in_the_order_of_the_log(golden: Golden) -> None:
     found = lines(mqstore("export", golden("rolled").path).stdout)
 
-    order = [(m["topic"], m["queue_id"], m["queue_offset"]) for m in found]
-    assert order == sorted(order)
+    assert [m["physical_offset"] for m in found] == sorted(m["physical_offset"] for m in found)
 
 
-def test_what_a_crash_left_in_no_queue_is_told_of(tmp_path: Path) -> None:
+# -- damage ------------------------------------------------------------------------------------------------------------
+
+Put = dict[str, Any]
+Range = tuple[int, int]
+Damage = Callable[[Path, list[Put]], list[Range]]
+"""Damages a store in which these messages were put, and returns the physical ranges of the log that it changed."""
+
+
+def filled(path: Path, profile: Profile, *, killed: bool) -> list[Put]:
+    """A store of several segments, queues and topics, whose writer closed it, or was killed when it had dispatched most
+    of it. Returns what was put."""
+    store = open_store(path, profile=profile)
+    puts = []
+    for i in range(90):
+        body = b"%02d" % i * (20 + i % 5 * 10)
+        receipt = store.put(f"topic{i % 2}", body, i % 3, keys=[f"k{i}"], tag="abc"[i % 3])
+        place = {"physical_offset": receipt.physical_offset, "size": receipt.size}
+        key = {"topic": receipt.topic, "queue_id": receipt.queue_id, "queue_offset": receipt.offset}
+        puts.append({**key, **place, "body": base64.b64encode(body).decode()})
+        if i == 70:
+            store.dispatch()
+    if killed:
+        kill(store)
+    else:
+        store.close()
+    return puts
+
+
+def segment_of(root: Path, place: int) -> Path:
+    return root / "commitlog" / f"{place // SEGMENT * SEGMENT:020d}"
+
+
+def flipped(*which: int) -> Damage:
+    """One bit in the body of each of these messages."""
+
+    def damage(root: Path, puts: list[Put]) -> list[Range]:
+        places = [puts[i]["physical_offset"] + 100 for i in which]
+        for place in places:
+            flip(segment_of(root, place), place % SEGMENT)
+        return [(place, place + 1) for place in places]
+
+    return damage
+
+
+def size_flipped(root: Path, puts: list[Put]) -> list[Range]:
+    place = puts[40]["physical_offset"]
+    flip(segment_of(root, place), place % SEGMENT + 3)
+    return [(place, place + 4)]
+
+
+def zeroed(root: Path, puts: list[Put]) -> list[Range]:
+    """400 bytes from the middle of a message on."""
+    place = puts[30]["physical_offset"] + 50
+    stop = min(place + 400, place // SEGMENT * SEGMENT + SEGMENT)
+    with open(segment_of(root, place), "r+b") as file:
+        file.seek(place % SEGMENT)
+        file.write(bytes(stop - place))
+    return [(place, stop)]
+
+
+def segment_gone(which: int) -> Damage:
+    """The segment of this message."""
+
+    def damage(root: Path, puts: list[Put]) -> list[Range]:
+        start = puts[which]["physical_offset"] // SEGMENT * SEGMENT
+        segment_of(root, start).unlink()
+        return [(start, start + SEGMENT)]
+
+    return damage
+
+
+def segment_short(root: Path, puts: list[Put]) -> list[Range]:
+    start = puts[45]["physical_offset"] // SEGMENT * SEGMENT
+    os.truncate(segment_of(root, start), 1000)
+    return [(start + 1000, start + SEGMENT)]
+
+
+def segment_long(root: Path, puts: list[Put]) -> list[Range]:
+    with open(segment_of(root, puts[45]["physical_offset"]), "ab") as file:
+        file.write(b"too much")
+    return []
+
+
+def all_segments_gone(root: Path, puts: list[Put]) -> list[Range]:
+    for path in (root / "commitlog").glob("0*"):
+        path.unlink()
+    return [(0, 1 << 60)]
+
+
+def removed(*names: str) -> Damage:
+    """Files and folders that hold no message."""
+
+    def damage(root: Path, puts: list[Put]) -> list[Range]:
+        for name in names:
+            path = root / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        return []
+
+    return damage
+
+
+def unit_flipped(root: Path, puts: list[Put]) -> list[Range]:
+    flip(root / "consumequeue" / "topic0" / "0" / f"{0:020d}", 3 * 20 + 7)
+    return []
+
+
+def after(*damages: Damage) -> Damage:
+    return lambda root, puts: [each for damage in damages for each in damage(root, puts)]
+
+
+DAMAGES: dict[str, Damage] = {
+    "none": after(),
+    "one message": flipped(40),
+    "neighbours": flipped(40, 41, 43),
+    "first message": flipped(0),
+    "last message": flipped(89),
+    "last messages": flipped(88, 89),
+    "last dispatched": flipped(70, 71),
+    "all messages": flipped(*range(90)),
+    "size": size_flipped,
+    "zeros": zeroed,
+    "segment gone": segment_gone(45),
+    "last segment gone": segment_gone(89),
+    "all segments gone": all_segments_gone,
+    "segment short": segment_short,
+    "segment too long": segment_long,
+    "queue gone": removed("consumequeue/topic0/0"),
+    "topic gone": removed("consumequeue/topic1"),
+    "queues gone": removed("consumequeue"),
+    "unit": unit_flipped,
+    "index gone": removed("index"),
+    "checkpoint gone": removed("checkpoint"),
+    "queue gone and a message": after(removed("consumequeue/topic0/0"), flipped(36)),
+    "only the log left, and damaged": after(
+        removed("consumequeue", "index", "checkpoint"), flipped(3), zeroed, segment_short
+    ),
+}
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["closed", "killed"])
+@pytest.mark.parametrize("profile", ["mqstore", "rocketmq"])
+@pytest.mark.parametrize("name", DAMAGES)
+def test_every_whole_message_is_exported_and_loss_is_told(
+    tmp_path: Path, name: str, profile: Profile, killed: bool
+) -> None:
+    puts = filled(tmp_path / "s", profile, killed=killed)
+    damaged = DAMAGES[name](tmp_path / "s", puts)
+
+    def is_whole(put: Put) -> bool:
+        start, end = put["physical_offset"], put["physical_offset"] + put["size"]
+        return not any(low < end and start < high for low, high in damaged)
+
+    whole = [put for put in puts if is_whole(put)]
+
+    result = mqstore("export", tmp_path / "s", "--json")
+
+    found = lines(result.stdout)
+    assert [{key: row[key] for key in puts[0]} for row in found] == whole
+    *told, summary = lines(result.stderr)
+    assert summary["messages"] == len(whole)
+    has_trace = not (killed and name == "last segment gone")  # else nothing says that there was more
+    if len(whole) == len(puts) or not has_trace:
+        assert (result.exit_code, told, summary["ok"], summary["missing"]) == (0, [], True, 0)
+    else:
+        assert (result.exit_code, summary["ok"]) == (1, False)
+        assert told
+    if not killed:
+        mqstore("recover", tmp_path / "s")
+        assert lines(mqstore("export", tmp_path / "s").stdout) == found
+
+
+@pytest.mark.parametrize("victims", [[0], [40], [40, 41, 43], [88, 89]], ids=str)
+def test_missing_offsets_are_named_and_counted(tmp_path: Path, victims: list[int]) -> None:
+    puts = filled(tmp_path / "s", "mqstore", killed=False)
+    flipped(*victims)(tmp_path / "s", puts)
+
+    result = mqstore("export", tmp_path / "s")
+
+    for i in victims:
+        topic, queue_id, offset = (puts[i][key] for key in ("topic", "queue_id", "queue_offset"))
+        assert f"missing: {topic}, queue {queue_id}, offset {offset}: no record" in result.stderr
+    assert f"exported {90 - len(victims)} messages of 6 queues, {len(victims)} messages are missing" in result.stderr
+
+
+def test_what_a_crash_left_in_no_queue_is_exported(tmp_path: Path) -> None:
     with open_store(tmp_path / "s") as store:
         store.put("t", b"a")
         store.dispatch()
@@ -82,27 +269,108 @@ def test_what_a_crash_left_in_no_queue_is_told_of(tmp_path: Path) -> None:
         shutil.copytree(store.path, tmp_path / "crashed")
 
     result = mqstore("export", tmp_path / "crashed")
-    as_json = mqstore("export", tmp_path / "crashed", "--json")
 
-    assert (result.exit_code, len(lines(result.stdout))) == (0, 1)
-    assert "a crash left messages in the log" in result.stderr
-    assert "`mqstore recover`" in lines(as_json.stderr)[0]["warning"]
-    assert "crash" not in mqstore("export", tmp_path / "s").stderr
+    assert (result.exit_code, len(lines(result.stdout))) == (0, 2)
 
 
 @pytest.mark.parametrize("name", ["clean", "crashed"])
-def test_a_java_store_without_its_queues_is_not_taken_for_an_empty_one(golden: Golden, name: str) -> None:
-    """Nothing was exported and nothing was said; `get` and `tail` knew no such topic. Only ours note their queues."""
+def test_a_java_store_is_exported_without_its_queues(golden: Golden, name: str) -> None:
     path = golden(name).path
+    before = mqstore("export", path).stdout
     shutil.rmtree(path / "consumequeue")
 
-    for words in (("export", path), ("get", path, "--topic", "orders"), ("tail", path, "--topic", "orders")):
-        assert "no queue lists what is in the log" in mqstore(*words).stderr
-    mqstore("recover", path)
-
     result = mqstore("export", path)
+
+    assert (result.exit_code, result.stdout) == (0, before)
     assert "no queue lists" not in result.stderr
-    assert len(lines(result.stdout)) > 400
+    for words in (("get", path, "--topic", "orders"), ("tail", path, "--topic", "orders")):
+        assert "no queue lists what is in the log" in mqstore(*words).stderr
+
+
+def earlier_generation(root: Path) -> set[tuple[str, int]]:
+    """A Java broker deleted the topic, and made it again."""
+    with open_store(root, profile="rocketmq") as store:
+        store.put_many("orders", [b"old"] * 9, queue_id=0)
+        store.put("others", b"other", queue_id=0)
+    shutil.rmtree(root / "consumequeue" / "orders")
+    checkpoint = CheckpointFile(root, Unsynced(), 0o600)
+    checkpoint.load()
+    checkpoint.save(replace(checkpoint.current, queues=None))  # a broker keeps no note of queues
+    with open_store(root) as store:
+        store.put_many("orders", [b"new"] * 3, queue_id=0)
+    return {("orders", n) for n in range(3)} | {("others", 0)}
+
+
+def prepared_transaction(root: Path) -> set[tuple[str, int]]:
+    with open_store(root) as store:
+        store.put("orders", b"before", queue_id=0)
+        store.append("orders", 0, b"prepared", sys_flag=TRANSACTION_PREPARED)
+        store.append("orders", 0, b"rolled back", sys_flag=TRANSACTION_ROLLBACK)
+        store.put("orders", b"behind", queue_id=0)
+    return {("orders", 0), ("orders", 1)}
+
+
+def unfinished_bulk_append(root: Path) -> set[tuple[str, int]]:
+    """All records are written, and nothing says yet that they count."""
+
+    def kill_at_end(done: int, total: int) -> None:
+        if done == total:
+            shutil.copytree(store.path, root)
+
+    with open_store(root.parent / "whole") as store:
+        store.put("orders", b"before", queue_id=0)
+        store.dispatch()
+        store.splice([stage(root.parent / "shard", [Row(b"batch")] * 3)], app="a", version=0, progress=kill_at_end)
+    return {("orders", 0)}
+
+
+@pytest.mark.parametrize("make", [earlier_generation, prepared_transaction, unfinished_bulk_append])
+def test_what_recover_does_not_list_is_not_exported(
+    tmp_path: Path, make: Callable[[Path], set[tuple[str, int]]]
+) -> None:
+    listed = make(tmp_path / "s")
+
+    result = mqstore("export", tmp_path / "s")
+
+    found = lines(result.stdout)
+    assert (result.exit_code, {(m["topic"], m["queue_offset"]) for m in found}, len(found)) == (0, listed, len(listed))
+    mqstore("recover", tmp_path / "s")
+    assert lines(mqstore("export", tmp_path / "s").stdout) == found
+
+
+@pytest.mark.parametrize("name", ["none", "neighbours", "last messages", "segment gone", "queues gone", "all messages"])
+def test_parquet_has_the_messages_and_the_losses_of_json(tmp_path: Path, name: str) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    puts = filled(tmp_path / "s", "mqstore", killed=False)
+    DAMAGES[name](tmp_path / "s", puts)
+    output = tmp_path / "all.parquet"
+
+    as_lines = mqstore("export", tmp_path / "s", "--json")
+    as_rows = mqstore("export", tmp_path / "s", "--format", "parquet", "--output", output, "--json")
+
+    rows = parquet.read_table(output, columns=["physical_offset"])["physical_offset"].to_pylist()
+    assert sorted(rows) == [m["physical_offset"] for m in lines(as_lines.stdout)]
+    *told, summary = lines(as_lines.stderr)
+    assert as_rows.exit_code == as_lines.exit_code
+    assert lines(as_rows.stderr) == told
+    assert json.loads(as_rows.stdout)["missing"] == summary["missing"]
+
+
+@pytest.mark.parametrize("damage", ["none", "queues gone", "neighbours"])
+def test_only_the_chosen_messages_and_their_losses_are_told(tmp_path: Path, damage: str) -> None:
+    puts = filled(tmp_path / "s", "mqstore", killed=False)
+    DAMAGES[damage](tmp_path / "s", puts)
+    lost = [40, 41, 43] if damage == "neighbours" else []
+    wanted = [i for i, put in enumerate(puts) if put["topic"] == "topic1" and put["queue_offset"] >= 5]
+
+    chosen = ("--topic", "topic1", "--from-offset", 5)
+    result = mqstore("export", tmp_path / "s", "--json", *chosen)
+
+    places = [m["physical_offset"] for m in lines(result.stdout)]
+    assert places == [puts[i]["physical_offset"] for i in wanted if i not in lost]
+    assert lines(result.stderr)[-1]["missing"] == len({*wanted} & {*lost})
+    assert mqstore("export", tmp_path / "s", "--topic", "nonesuch").exit_code == 2
+    assert mqstore("export", tmp_path / "s", "--topic", "topic1", "--queue-id", 7).exit_code == 2
 
 
 def test_the_selection_narrows_what_is_exported(golden: Golden) -> None:
@@ -136,7 +404,7 @@ def ten(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("victims", [[0], [4], [9], [8, 9], [3, 4, 9], list(range(9)), list(range(10))], ids=str)
 def test_damage_costs_only_the_messages_it_hit(ten: Path, victims: list[int]) -> None:
-    """Also at the end of a queue, where a reader beside a writer would wait for the record to become whole."""
+    """Also at the end of the log, where there is no record behind the damage."""
     whole = lines(mqstore("export", ten).stdout)
     for i in victims:
         flip(ten / "commitlog" / f"{0:020d}", whole[i]["physical_offset"] + 100)
@@ -145,11 +413,13 @@ def test_damage_costs_only_the_messages_it_hit(ten: Path, victims: list[int]) ->
 
     assert result.exit_code == 1
     assert lines(result.stdout) == [m for m in whole if m["queue_offset"] not in victims]
-    *findings, summary = lines(result.stderr)
-    assert [(f["kind"], f["position"]) for f in findings] == [
-        ("bad_record", whole[i]["physical_offset"]) for i in victims
-    ]
-    assert summary == {"ok": False, "messages": 10 - len(victims), "queues": 1}
+    summary = lines(result.stderr)[-1]
+    assert summary == {
+        "ok": False,
+        "messages": 10 - len(victims),
+        "queues": int(len(victims) < 10),
+        "missing": len(victims),
+    }
 
 
 def test_a_body_that_does_not_inflate_is_left_out_and_told(tmp_path: Path) -> None:
@@ -245,7 +515,7 @@ def test_a_file_appears_only_when_it_is_complete(ten: Path, tmp_path: Path) -> N
     result = mqstore("export", ten, "--output", target, "--json")
 
     assert result.exit_code == 0
-    assert json.loads(result.stdout) == {"ok": True, "messages": 10, "queues": 1, "findings": 0}
+    assert json.loads(result.stdout) == {"ok": True, "messages": 10, "queues": 1, "missing": 0, "findings": 0}
     assert len(lines(target.read_text())) == 10
     assert sorted(p.name for p in tmp_path.iterdir()) == ["all.jsonl", "ten"]
 
@@ -337,7 +607,7 @@ def test_an_output_for_which_there_is_no_room_is_named(ten: Path, options: list[
 
 
 def test_what_comes_while_it_writes_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each queue was written to the end that it had when its turn came."""
+    """The log is read to the end that the queues had at the start."""
     with open_store(tmp_path / "s") as writer:
         for queue_id in range(3):
             writer.put_many("orders", [b"before"] * 10, queue_id=queue_id)
@@ -347,9 +617,9 @@ def test_what_comes_while_it_writes_is_not_written(tmp_path: Path, monkeypatch: 
             for queue_id in range(3):
                 writer.put_many("orders", [b"meanwhile"] * 10, queue_id=queue_id)
             writer.dispatch()
-            yield from walk_queue(*arguments)
+            yield from walk_log(*arguments)
 
-        monkeypatch.setattr("mqstore_tools.export.walk_queue", walk_later)
+        monkeypatch.setattr("mqstore_tools.export.walk_log", walk_later)
         result = mqstore("export", tmp_path / "s")
 
     assert result.exit_code == 0

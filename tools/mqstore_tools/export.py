@@ -1,5 +1,5 @@
-"""`mqstore export`: every readable message, a JSON object a line or a row of Parquet; what cannot be read is told on
-stderr."""
+"""`mqstore export`: every whole message of the log, a JSON object a line or a row of Parquet. What is missing is named
+on stderr, counted, and told by the exit code."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -17,15 +18,14 @@ import click
 from mqstore import Finding, FormatError, Message, MessageStore, MQStoreError, QueueRef
 from mqstore.files.quiet import QUIET
 from mqstore.layout.compression import MissingPackageError
-from mqstore.log.walk import walk_queue
+from mqstore.log.stretch import Stretch
+from mqstore.log.verify import Verifier
+from mqstore.log.walk import in_log_order, walk_log
 from mqstore_tools.render import as_json, finding_line, note, print_json, progress
-from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, note_front, within
+from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, findings_told, note_front, within
 from mqstore_tools.shown import export_row, raw_bodies_option
 
 __all__ = ["export", "lines"]
-
-_Bounds = dict[QueueRef, tuple[int, int]]
-"""First and next offset of each queue."""
 
 
 @click.command(
@@ -67,12 +67,15 @@ def export(
     raw_bodies: bool,
     json_output: bool,
 ) -> None:
-    """Write the messages of the store in DIR, queue by queue, one JSON object a line or one row of a Parquet file.
+    """Write the messages of the store in DIR in the order of its log, one JSON object a line or one row of a Parquet
+    file.
 
     In JSON `body` is base64, inflated if it was stored compressed; names and units are the stored ones. Parquet, which
-    needs pyarrow and --output, has the columns of the Spark source, times as timestamps and bodies as bytes. What
-    cannot be read is told on stderr, the rest is written, and the exit code is 1. Messages that a crash left in no
-    queue are not written, and a line on stderr says so. Reads only, also beside a writer.
+    needs pyarrow and --output, has the columns of the Spark source, times as timestamps and bodies as bytes.
+
+    Every whole message of the log is written, on both sides of damage, also if no queue lists it: what `mqstore
+    recover` would keep. Damage and missing offsets are named on stderr and counted, and the exit code is then 1. With
+    --topic all damage counts, because nobody knows whose messages it held. Reads only, also beside a writer.
     """
     if queue_id is not None and topic is None:
         raise click.UsageError("--queue-id goes with --topic")
@@ -80,87 +83,145 @@ def export(
         raise click.UsageError("--format parquet goes with --output")
     if columns is not None and format_ != "parquet":
         raise click.UsageError("--columns goes with --format parquet")
-    findings = 0
-    count = 0
-    done = total = 0
-    not_inflated: Counter[str] = Counter()
+    with findings_told():  # the warning that queues are lost: here they are not needed
+        store = MessageStore(directory, "r", fs=QUIET)
+    with store:
+        if topic is not None and store.has_all_queues():
+            _check_queue(store, topic, queue_id)  # a wrong name is refused without reading the log
+        verifier = store.verifier()
+        began = verifier.front
+        found = _Found(
+            store, verifier, topic, queue_id, from_offset or 0, raw_bodies=raw_bodies, json_output=json_output
+        )
+        with progress("exporting", lambda: (verifier.done_bytes, verifier.total_bytes)):
+            if format_ == "parquet":
+                assert output is not None
+                names = None if columns is None else [name.strip() for name in columns.split(",")]
+                count = _write_parquet(found, output, directory, names, max_messages)
+            else:
+                with lines(output, directory) as file:
+                    count = 0
+                    for line in found.lines() if max_messages != 0 else ():
+                        file.write(line + "\n")
+                        count += 1
+                        if count == max_messages:
+                            break
+        found.tell_not_inflated()
+    note_front(began, verifier.front)
+    summary = {"ok": not found.findings and not found.missing, "messages": count, "queues": len(found.queues)}
+    summary["missing"] = found.missing
+    if json_output and output is not None:
+        print_json({**summary, "findings": found.findings})
+    elif json_output:
+        print(as_json(summary), file=sys.stderr)
+    else:
+        missing = f", {found.missing} messages are missing" if found.missing else ""
+        findings = f", {found.findings} findings" if found.findings else ""
+        note(f"exported {count} messages of {len(found.queues)} queues{missing}{findings}")
+    if not summary["ok"]:
+        ctx.exit(FINDINGS)
 
-    def tell(finding: Finding) -> None:
+
+def _check_queue(store: MessageStore, topic: str, queue_id: int | None) -> None:
+    """TopicNotFoundError for a topic or queue that is not there."""
+    store.queues(topic)
+    if queue_id is not None:
+        store.offsets(topic, queue_id)
+
+
+class _Found:
+    """Messages of the chosen queues as the log has them. Prints and counts what is not there."""
+
+    def __init__(
+        self,
+        store: MessageStore,
+        verifier: Verifier,
+        topic: str | None,
+        queue_id: int | None,
+        from_offset: int,
+        *,
+        raw_bodies: bool,
+        json_output: bool,
+    ) -> None:
+        self.findings = 0
+        self.missing = 0
+        """Queue offsets that no record has."""
+        self.queues: set[QueueRef] = set()
+        """Queues of which there were messages."""
+        self.store = store
+        self.raw_bodies = raw_bodies
+        self._not_inflated: Counter[str] = Counter()
+        self._verifier = verifier
+        self._topic = topic
+        self._queue_id = queue_id
+        self._from_offset = from_offset
+        self._json = json_output
+
+    def lines(self) -> Iterator[str]:
+        """Messages in the order of the log, as JSON."""
+        for stretches in self.stretches():
+            for message in in_log_order(stretches):
+                try:
+                    yield as_json(export_row(message, raw_body=self.raw_bodies))
+                except (FormatError, MissingPackageError) as error:
+                    self.tell(_not_inflated(self.store, message, error))
+
+    def stretches(self) -> Iterator[list[Stretch]]:
+        """All chosen messages, some consecutive ones of the log at a time. TopicNotFoundError behind the last if none
+        of the topic or queue ever was there."""
+        for each in walk_log(self.store, self._verifier, None if self._topic is None else self._is_wanted):
+            if isinstance(each, Finding):
+                self.tell(each)
+            elif isinstance(each, list):
+                stretches = [part for stretch in each if len(part := self._from(stretch))]
+                self.queues.update(stretch.queue for stretch in stretches)
+                yield stretches
+            else:
+                self._tell_gap(*each)
+        if self._topic is not None and not self.queues:
+            _check_queue(self.store, self._topic, self._queue_id)
+
+    def _is_wanted(self, topic: str, queue_id: int) -> bool:
+        return topic == self._topic and self._queue_id in (None, queue_id)
+
+    def _from(self, stretch: Stretch) -> Stretch:
+        return stretch if stretch.slots[0] >= self._from_offset else stretch.only(stretch.slots >= self._from_offset)
+
+    def tell_not_inflated(self) -> None:
+        """Print one line for each package that was missing."""
+        counted, self._not_inflated = self._not_inflated, Counter()
+        for why, number in counted.items():
+            self._print(
+                Finding(
+                    "not_inflated", "commitlog", 0, 0, f"{number} messages are left out: {why}, or use --raw-bodies"
+                )
+            )
+
+    def tell(self, finding: Finding) -> None:
+        """Print a finding on stderr, and count it. Bodies that only lack a package are counted until the end."""
         if finding.kind == "not_inflated":
-            not_inflated[finding.detail] += 1
+            self._not_inflated[finding.detail] += 1
         else:
-            show(finding)
+            self._print(finding)
 
-    def show(finding: Finding) -> None:
-        nonlocal findings
-        findings += 1
-        if json_output:
+    def _print(self, finding: Finding) -> None:
+        self.findings += 1
+        if self._json:
             print(as_json(finding.as_dict()), file=sys.stderr)
         else:
             note(finding_line(finding))
 
-    with MessageStore(directory, "r", fs=QUIET) as store:
-        refs = [
-            ref
-            for name in ([topic] if topic is not None else store.topics())
-            for ref in store.queues(name)
-            if queue_id is None or ref.queue_id == queue_id
-        ]
-        if store.has_unlisted():
-            text = "a crash left messages in the log that queues do not list, and those are not exported: open the "
-            text += "store for writing once, or `mqstore recover` it"
-            note(as_json({"warning": text}) if json_output else text)
-        if topic is not None and not refs:
-            store.offsets(topic, queue_id or 0)  # says that there is no such queue
-        bounds = {ref: store.offsets(*ref) for ref in refs}  # once: what comes meanwhile is not written
-        began = store.min_offset
-        total = sum(high - low for low, high in bounds.values())
-        with progress("exporting", lambda: (done, total), of_bytes=False):
-            if format_ == "parquet":
-                assert output is not None
-                names = None if columns is None else [name.strip() for name in columns.split(",")]
-                batches = _batches(store, bounds, from_offset, names, tell, inflates=not raw_bodies)
-                with _named(output), _target(output, directory) as path, _parquet(path, next(batches)) as write:
-                    for batch in batches:
-                        batch = batch[: None if max_messages is None else max_messages - count]
-                        write(batch)
-                        done = count = count + batch.num_rows
-                        if count == max_messages:
-                            break
-            else:
-                with lines(output, directory) as file:
-                    for item in _items(store, bounds, from_offset):
-                        if max_messages is not None and count >= max_messages:
-                            break
-                        done += 1
-                        if isinstance(item, Finding):
-                            tell(item)
-                            continue
-                        try:
-                            line = as_json(export_row(item, raw_body=raw_bodies))
-                        except (FormatError, MissingPackageError) as error:
-                            tell(_not_inflated(store, item, error))
-                            continue
-                        file.write(line + "\n")
-                        count += 1
-        for why, number in not_inflated.items():
-            detail = f"{number} messages are left out: {why}, or use --raw-bodies"
-            show(Finding("not_inflated", "commitlog", 0, 0, detail))
-        ended = store.min_offset
-    note_front(began, ended)
-    if json_output and output is not None:
-        print_json({"ok": not findings, "messages": count, "queues": len(refs), "findings": findings})
-    elif json_output:
-        print(as_json({"ok": not findings, "messages": count, "queues": len(refs)}), file=sys.stderr)
-    else:
-        note(f"exported {count} messages of {len(refs)} queues" + (f", {findings} findings" if findings else ""))
-    if findings:
-        ctx.exit(FINDINGS)
-
-
-def _items(store: MessageStore, bounds: _Bounds, from_offset: int | None) -> Iterator[Message | Finding]:
-    for ref, (_, high) in bounds.items():
-        yield from walk_queue(store, *ref, from_offset, high)
+    def _tell_gap(self, topic: str, queue_id: int, first: int, stop: int) -> None:
+        first = max(first, self._from_offset)
+        if first >= stop:
+            return
+        self.missing += stop - first
+        if self._json:
+            gap = {"topic": topic, "queue_id": queue_id, "from_offset": first, "messages": stop - first}
+            print(as_json({"missing": gap}), file=sys.stderr)
+        else:
+            offsets = f"offset {first}" if stop == first + 1 else f"offsets {first} to {stop - 1}"
+            note(f"missing: {topic}, queue {queue_id}, {offsets}: no record")
 
 
 def _not_inflated(store: MessageStore, message: Message, error: Exception) -> Finding:
@@ -173,27 +234,31 @@ def _not_inflated(store: MessageStore, message: Message, error: Exception) -> Fi
     return Finding("bad_record", file, at, message.size, f"{where}: left out, its body does not inflate: {error}")
 
 
-def _batches(
-    store: MessageStore,
-    bounds: _Bounds,
-    from_offset: int | None,
-    columns: list[str] | None,
-    tell: Callable[[Finding], None],
-    *,
-    inflates: bool,
-) -> Iterator[Any]:
-    """The schema, then record batches of all queues."""
+def _write_parquet(
+    found: _Found, output: Path, directory: Path, columns: list[str] | None, max_messages: int | None
+) -> int:
+    """Write record batches of all messages; how many messages."""
     try:
         from mqstore.spark.columns import ColumnReader
         from mqstore.spark.rows import Policy
     except ImportError as error:
         raise click.UsageError(f"--format parquet: {error}") from error
-    policy = Policy(max_rows=50_000, on_corrupt="skip", tell=tell)
-    with ColumnReader(store, columns, policy=policy, decompress=inflates) as reader:
-        yield reader.schema
-        for ref, (_, high) in bounds.items():
-            low, _ = store.offsets(*ref)
-            yield from reader.queue(*ref, max(low, from_offset or 0), high)
+    policy = Policy(max_rows=50_000, on_corrupt="skip", tell=found.tell)
+    count = 0
+    with (
+        ColumnReader(found.store, columns, policy=policy, decompress=not found.raw_bodies) as reader,
+        _named(output),
+        _target(output, directory) as path,
+        _parquet(path, reader.schema) as write,
+    ):
+        stretches = chain.from_iterable(found.stretches())
+        for batch in reader.stretches(stretches) if max_messages != 0 else ():
+            batch = batch[: None if max_messages is None else max_messages - count]
+            write(batch)
+            count += batch.num_rows
+            if count == max_messages:
+                break
+    return count
 
 
 @contextmanager

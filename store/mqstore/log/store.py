@@ -364,6 +364,11 @@ class MessageStore(StoreWriter):
         noted = self._checkpoint.current.queues
         return noted is not None and noted != self._queues.digest()
 
+    def has_all_queues(self) -> bool:
+        """Return True if the last clean close noted which queues there are and where they end, and so they are."""
+        noted = self._checkpoint.current.queues
+        return self.clean_shutdown and noted is not None and noted == self._queues.digest()
+
     def _bound(self, queue: ConsumeQueue) -> None:
         """Of a reader: where a queue that was loaded begins and ends."""
         if not self.clean_shutdown:

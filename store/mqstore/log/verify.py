@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -50,7 +51,7 @@ from mqstore.log.scanner import (
 )
 from mqstore.log.txn import TXN_FILE, TxnState
 
-__all__ = ["Gap", "IndexTally", "Verifier", "Wanted", "index_faults", "json_tables"]
+__all__ = ["Gap", "IndexTally", "Placed", "Verifier", "Wanted", "index_faults", "json_tables"]
 
 
 Wanted = tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]
@@ -61,6 +62,18 @@ _ENTRIES_TALLIED = 1 << 20
 
 Gap = tuple[str, int, int, int]
 """Queue offsets whose records are lost: (topic, queue id, first, the one behind the last)."""
+
+
+class Placed(NamedTuple):
+    """Consecutive records of a queue with the queue offsets that recovery gives them."""
+
+    queue: ConsumeQueue
+    first: int
+    expected: int | None
+    """Queue offset behind the last record before these; None when there is none to go by."""
+    units: npt.NDArray[np.void]
+    is_first: bool
+    """Whether no record of the queue came before."""
 
 
 @dataclass(slots=True)
@@ -285,6 +298,11 @@ class Verifier:
         wanted, self._entries_wanted = self._entries_wanted, []
         self._entries_tallied.add(self.tally(wanted))
 
+    @property
+    def is_live(self) -> bool:
+        """Whether a writer was at work when this began, or was noticed since."""
+        return self._live
+
     def _has_writer(self) -> bool:
         """Whether a writer is at work by now: it may have come since we began, and what it puts is not judged. For
         where something seems to be wrong; asking costs a look at the lock."""
@@ -326,6 +344,22 @@ class Verifier:
         """What the names and lengths of files show, and the checkpoint."""
         if not self._live:
             yield from self._unfinished
+        yield from self.segments()
+        for name in self._queues.unsafe_names:
+            yield Finding("unsafe_name", f"consumequeue/{name}", 0, 0, "no queue can be made of this folder")
+        for path, length in self._queues.short_files if self._clean else ():  # else a power cut leaves such files
+            name = os.path.relpath(path, self._root)
+            missing = self._queues.segment_bytes - length
+            yield Finding("segment_size", name, length, missing, f"{length} bytes instead of {length + missing}")
+        if not self._has_checkpoint and self._run.starts and not self._live:  # a writer saves it every second
+            detail = "missing, or its bytes are no checkpoint; opening will read the whole log"
+            yield Finding("bad_checkpoint", "checkpoint", 0, 0, detail)
+        elif self._has_checkpoint and self._checkpoint.flushed is None and self._checksum == "crc32c-record":
+            # In the other profile a Java broker may have been at work, which is no fault.
+            yield Finding("bad_checkpoint", "checkpoint", 64, 36, "the watermarks do not fit their checksum")
+
+    def segments(self) -> Iterator[Finding]:
+        """What the names and lengths of the log's files show."""
         for problem in self._problems:
             is_gap = problem.kind == "missing_segment"
             if is_gap and problem.position >= self._begin:
@@ -334,20 +368,8 @@ class Verifier:
             name = "commitlog/" + os.path.basename(problem.file)
             kind: Kind = "segment_name" if problem.kind == "segment_name" else "segment_size"
             yield Finding("missing_segment" if is_gap else kind, name, at, problem.length, problem.detail)
-        for name in self._queues.unsafe_names:
-            yield Finding("unsafe_name", f"consumequeue/{name}", 0, 0, "no queue can be made of this folder")
-        for path, length in self._queues.short_files if self._clean else ():  # else a power cut leaves such files
-            name = os.path.relpath(path, self._root)
-            missing = self._queues.segment_bytes - length
-            yield Finding("segment_size", name, length, missing, f"{length} bytes instead of {length + missing}")
         if self._is_empty and self._begin:
             yield Finding("missing_segment", "commitlog", 0, 0, "the commitlog folder is empty")
-        if not self._has_checkpoint and self._run.starts and not self._live:  # a writer saves it every second
-            detail = "missing, or its bytes are no checkpoint; opening will read the whole log"
-            yield Finding("bad_checkpoint", "checkpoint", 0, 0, detail)
-        elif self._has_checkpoint and self._checkpoint.flushed is None and self._checksum == "crc32c-record":
-            # In the other profile a Java broker may have been at work, which is no fault.
-            yield Finding("bad_checkpoint", "checkpoint", 64, 36, "the watermarks do not fit their checksum")
 
     def _where(self, position: int) -> tuple[str, int]:
         start = position - position % self._run.segment_bytes
@@ -418,8 +440,24 @@ class Verifier:
 
     def units(self, rows: Rows, only: Collection[tuple[str, int]] | None = None) -> Iterator[Finding]:
         """The records of a stretch, those before them having been taken; of `only` these (topic, queue id)."""
+        for found in self.placed(rows, None if only is None else lambda *queue: queue in only):
+            if isinstance(found, Finding):
+                yield found
+                continue
+            queue, first, expected, units, is_first = found
+            if is_first:
+                yield from self._front(queue, first if expected is None else min(first, expected))
+            if expected is not None and first > expected:
+                self.gaps.append((*queue.ref, expected, first))
+                yield from self._no_record(queue, queue.chunks(expected, min(first, queue.max_offset)))
+            yield from self._compare(queue, first, units)
+
+    def placed(self, rows: Rows, wanted: Callable[[str, int], bool] | None = None) -> Iterator[Placed | Finding]:
+        """Yield the queue offsets that recovery gives to the records of a stretch, and a finding for each record that
+        gets none. `wanted`: chooses queues by topic and queue id; None: all. The records before these must have been
+        taken, and a run has to be done with before the next one is asked for."""
         for topic, queue_id, chosen, offsets, units, _ in rows.listed():
-            if only is not None and (topic, queue_id) not in only:
+            if wanted is not None and not wanted(topic, queue_id):
                 continue
             if queue_id < 0 or not is_path_safe(topic):
                 name, at = self._where(int(rows.physical_offset[chosen[0]]))
@@ -445,16 +483,19 @@ class Verifier:
                 )
             for low, high in runs:
                 first = int(offsets[low])
-                if queue not in self._next_slot:
-                    yield from self._front(queue, first if expected is None else min(first, expected))
-                if expected is not None and first > expected:
-                    self.gaps.append((topic, queue_id, expected, first))
-                    yield from self._no_record(queue, queue.chunks(expected, min(first, queue.max_offset)))
-                yield from self._compare(queue, first, units[low:high])
+                yield Placed(queue, first, expected, units[low:high], queue not in self._next_slot)
                 expected = first + high - low
                 self._next_slot[queue] = expected
                 last = chosen[high - 1]
                 self._last_seen[queue] = int(rows.physical_offset[last]) + int(rows.size[last])
+
+    def behind_last(self, queue: ConsumeQueue) -> tuple[int, int]:
+        """Return the queue offset behind the last record of a queue, and where that record ends, all having been
+        taken."""
+        if queue in self._next_slot:
+            return self._next_slot[queue], self._last_seen[queue]
+        found, seen = first_slot_in_range(queue, self._begin, None)
+        return queue.max_offset if found is None else found, seen
 
     def _first_slot(self, queue: ConsumeQueue, least: int) -> tuple[int | None, int]:
         """As recovery finds it; but a writer's retention may be taking the files that tell."""

@@ -1,8 +1,17 @@
-"""Everything in a queue, one message after the other, damaged or not: for exports and rebuilds (store-format 9.7).
+"""Everything in a log, or in a queue, one message after the other, damaged or not: for exports (store-format 9.7).
 
 `MessageStore.read` serves consumers: a reader beside a writer stops before a record that does not verify, since it may
 be one that is just being written. Whoever copies a store out wants the opposite: all that can be read, and to be told
-of each slot that cannot, once.
+once of everything that cannot.
+
+`walk_log` reads the log and needs no queue. It yields the messages that `mqstore recover` would list, and passes over
+damage everywhere, whatever the watermark says:
+
+    records that verify                        the messages, in log order
+    bytes that hold no record                  Finding, where in the commitlog
+    queue offsets that no record has           Gap: these messages are lost
+
+`walk_queue` reads the units of one queue:
 
     unit points at a record that verifies      the message
     void unit                                  nothing: a record lost earlier, which was reported then
@@ -13,18 +22,83 @@ of each slot that cannot, once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, repeat
+from operator import attrgetter
 
 import numpy as np
 
 from mqstore.layout.consumequeue import UNIT_BYTES, is_void
 from mqstore.log.message import Message
+from mqstore.log.recovery import given_out
 from mqstore.log.report import Finding
+from mqstore.log.scanner import Bad, Good, scan_log
 from mqstore.log.store import MessageStore
+from mqstore.log.stretch import Stretch
+from mqstore.log.verify import Gap, Placed, Verifier
 
-__all__ = ["walk_queue"]
+__all__ = ["in_log_order", "walk_log", "walk_queue"]
 
 _STEP = 512
+_NO_END = 1 << 62
+
+
+def walk_log(
+    store: MessageStore, verifier: Verifier, wanted: Callable[[str, int], bool] | None = None
+) -> Iterator[list[Stretch] | Finding | Gap]:
+    """Yield all messages of the queues `wanted` (by topic and queue id; None: all) that the log of a reader holds.
+
+    `verifier`: a new one of `store`; its `front` and `done_bytes` tell how far the walk is. The stretches of a list
+    belong to different queues, or follow each other in one, and their records lie in one segment. Beside a writer the
+    log ends where it ended when `verifier` was made. Bounded memory.
+    """
+    yield from (finding for finding in verifier.segments() if finding.kind == "missing_segment")
+    first = verifier.front
+    events = scan_log(store._run, first, store.manifest.checksum, on_front=verifier.front_moved)
+    for event in events if store._run.starts else ():
+        if isinstance(event, Good):
+            stretches: list[Stretch] = []
+            for found in verifier.placed(verifier.rows_of(event), wanted):
+                if isinstance(found, Finding):
+                    yield found
+                    continue
+                if found.expected is not None and found.first > found.expected:
+                    yield (*found.queue.ref, found.expected, found.first)
+                stretches.append(_stretch(event, found))
+            verifier.done_bytes = event.end - first
+            yield stretches
+        elif isinstance(event, Bad):
+            yield verifier.bad(event)
+        else:
+            yield from verifier.end(event)
+    if not verifier.is_live:
+        yield from _lost_behind(store, verifier, wanted)
+
+
+def in_log_order(stretches: Sequence[Stretch]) -> Iterator[Message]:
+    """Yield the messages of stretches that `walk_log` gives together, as their records lie in the log."""
+    found = chain.from_iterable(
+        map(Message, repeat(each), each.starts.tolist(), each.slots.tolist(), each.body_ends()) for each in stretches
+    )
+    return found if len(stretches) == 1 else iter(sorted(found, key=attrgetter("physical_offset")))
+
+
+def _stretch(good: Good, found: Placed) -> Stretch:
+    units = found.units
+    slots = np.arange(found.first, found.first + len(units), dtype=np.int64)
+    starts = units["physical_offset"].astype(np.int64) - good.base
+    sizes, codes = units["size"].astype(np.int64), units["tags_code"].astype(np.int64)
+    return Stretch(found.queue.ref, good.buffer, starts, sizes, codes, slots, None)
+
+
+def _lost_behind(store: MessageStore, verifier: Verifier, wanted: Callable[[str, int], bool] | None) -> Iterator[Gap]:
+    """Queue offsets behind the last record of each queue that its units, or void ones, stand for."""
+    for queue in store._queues:
+        if wanted is None or wanted(*queue.ref):
+            first, seen = verifier.behind_last(queue)
+            stop = given_out(queue, first, seen, _NO_END)
+            if stop > first:
+                yield (*queue.ref, first, stop)
 
 
 def walk_queue(

@@ -14,7 +14,7 @@ years 1 to 9999, which only a damaged or foreign record has, is null.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final, Literal
@@ -34,9 +34,10 @@ from mqstore.layout.scan import Headers, gather
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.report import Finding, Kind
 from mqstore.log.store import MessageStore
+from mqstore.log.stretch import Stretch
 from mqstore.log.tagfilter import TagFilter, parse_tags
 from mqstore.spark.arrow import cut, laid, spread, text
-from mqstore.spark.rows import Keep, OnCorrupt, Piece, Policy, at_once, log_batches, queue_batches
+from mqstore.spark.rows import Keep, OnCorrupt, Piece, Policy, at_once, log_batches, queue_batches, stretch_batches
 from mqstore.spark.windows import WINDOW_BYTES, Windows
 
 __all__ = [
@@ -384,6 +385,11 @@ class ColumnReader:
         chosen = None if self._tags is None else parse_tags(self._tags, "")
         for pieces in log_batches(self.store, self._windows, start, stop, self.policy, wanted):
             yield from self._batches(pieces, chosen)
+
+    def stretches(self, stretches: Iterable[Stretch]) -> Iterator[Any]:
+        """Record batches of messages that were found and checked before."""
+        for pieces in stretch_batches(stretches, self.policy):
+            yield from self._batches(pieces, None)
 
     # -- batches ----------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ names its own position (store-format 2.1), so ranges that follow each other shar
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -41,11 +41,12 @@ from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.names import is_path_safe
 from mqstore.log.report import Finding
 from mqstore.log.store import MessageStore
+from mqstore.log.stretch import Stretch
 from mqstore.log.tagfilter import TagFilter
 from mqstore.spark.arrow import cut
 from mqstore.spark.windows import Window, Windows, lie_far_apart
 
-__all__ = ["Keep", "OnCorrupt", "Piece", "Policy", "at_once", "log_batches", "queue_batches"]
+__all__ = ["Keep", "OnCorrupt", "Piece", "Policy", "at_once", "log_batches", "queue_batches", "stretch_batches"]
 
 OnCorrupt = Literal["fail", "skip", "keep"]
 _Int64s = npt.NDArray[np.int64]
@@ -299,13 +300,27 @@ def at_once(
     return Piece(None, None, slots, physical, sizes, codes, window.buffer, window.base, headers)
 
 
-def _joined(pieces: Iterator[Piece], policy: Policy) -> Iterator[list[Piece]]:
-    """Pieces by batches: small ones together, each as it comes once there is enough. Joining costs a copy."""
+def stretch_batches(stretches: Iterable[Stretch], policy: Policy) -> Iterator[list[Piece]]:
+    """Messages that were found and checked before, such as those of `log.walk.walk_log`."""
+    return _joined((each for stretch in stretches for each in _pieces(stretch, policy)), policy, policy.max_rows)
+
+
+def _pieces(stretch: Stretch, policy: Policy) -> Iterator[Piece]:
+    for low, high in _spans(stretch.sizes, policy.max_rows, policy.max_bytes):
+        here = slice(low, high)
+        headers = gather(stretch.buffer, stretch.starts[here])
+        slots, physical = stretch.slots[here], headers.physical_offset
+        sizes, codes = stretch.sizes[here], stretch.tags_codes[here]
+        yield Piece(*stretch.queue, slots, physical, sizes, codes, stretch.buffer, known_headers=headers)
+
+
+def _joined(pieces: Iterator[Piece], policy: Policy, enough: int = _ENOUGH_ROWS) -> Iterator[list[Piece]]:
+    """Pieces by batches: small ones together, each as it comes once there are `enough` rows. Joining costs a copy."""
     group: list[Piece] = []
     rows = size = 0
     for piece in pieces:
         more = int(piece.sizes.sum())
-        if group and (rows >= _ENOUGH_ROWS or rows + len(piece) > policy.max_rows or size + more > policy.max_bytes):
+        if group and (rows >= enough or rows + len(piece) > policy.max_rows or size + more > policy.max_bytes):
             yield group
             group, rows, size = [], 0, 0
         group.append(piece)
