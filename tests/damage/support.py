@@ -401,7 +401,11 @@ class _Checks:
                     self.expect(planned.exit_code == 0, "recover --dry-run says that there is something to do", planned)
         self.export("export after recover", store)
         self.run("recover", store)
-        self.expect(contents(store) == recovered, "a second recover changes the store")
+        again = contents(store)
+        self.expect(
+            again == recovered,
+            f"a second recover changes the store: {[n for n in recovered.keys() | again.keys() if recovered.get(n) != again.get(n)]}",
+        )
         verified = self.run("verify", store)
         self.expect(verified is None or verified.exit_code == 0, "verify after recover finds something", verified)
 

@@ -911,7 +911,7 @@ def test_what_recovery_makes_of_a_wild_queue_offset_is_what_verify_asks_for(
         file.write(number.to_bytes(8, "big"))
     made = Made(path, "rocketmq", receipts)
     with MessageStore(path, "r") as reader:
-        assert kinds(reader.verify()) == ["bad_record"]
+        assert kinds(reader.verify()) == ["queue_offset"]
     assert kinds(made.recover()) == []
     with MessageStore(path, "r") as reader:
         assert kinds(reader.verify()) == []
@@ -1033,7 +1033,7 @@ def test_one_flipped_bit_in_a_queue_offset_costs_nothing(
     flip(made.segment(bad.physical_offset // SEGMENT * SEGMENT), bad.physical_offset % SEGMENT + 20 + 7 - byte, bit)
     with made.open("r") as store:
         (found,) = [f for f in store.verify() if f.file.startswith("commitlog")]
-        assert (found.kind, found.position) == ("bad_record", bad.physical_offset % SEGMENT)
+        assert (found.kind, found.position) == ("queue_offset", bad.physical_offset % SEGMENT)
 
     planned = made.recover(dry_run=True)
     report = made.recover()

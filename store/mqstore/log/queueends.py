@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -66,7 +67,11 @@ def note_ends(root: Path, ends: Mapping[tuple[str, int], int], log_end: int, fs:
         least = end if before is None else min(end, before.of(topic, queue_id))
         table.setdefault(topic, {})[str(queue_id)] = least
     least = log_end if before is None else min(log_end, before.log_end)
-    save_json(root / _FILE, {"ends": table, "log": least, "of": said}, fs, file_mode=file_mode)
+    noted = {"ends": table, "log": least, "of": said}
+    with suppress(FileNotFoundError, FormatError):
+        if decode_json(read_json(root / _FILE, fs)) == noted:
+            return
+    save_json(root / _FILE, noted, fs, file_mode=file_mode)
 
 
 def is_progress_ahead(root: Path, log_end: int, fs: FileSystem) -> bool:

@@ -282,17 +282,10 @@ class _Recovery:
             self.report.findings.append(Finding("missing_segment", name, 0, problem.length, problem.detail))
 
     def _lengthen_queue_files(self) -> None:
-        """Give queue files their length. After a crash a short one is no damage: a power cut may leave the name of a
-        new file without the length, and its units are built from the log (1.1). After a clean end it is damage."""
+        """Give queue files their length. Their units are built from the log."""
         queues = self.parts.queues
-        for path, length in queues.short_files:
-            self.report.changed = True
-            if self.parts.clean:
-                name, missing = os.path.relpath(path, self.parts.root), queues.segment_bytes - length
-                detail = f"{length} bytes instead of {queues.segment_bytes}"
-                self.report.findings.append(Finding("segment_size", name, length, missing, detail))
-            else:
-                self.has_short_files = True
+        self.report.changed |= bool(queues.short_files)
+        self.has_short_files = bool(queues.short_files) and not self.parts.clean
         if self.writing:
             queues.lengthen()
 

@@ -11,6 +11,7 @@ Kind = Literal[
     "torn_tail",
     "lost_tail",
     "bad_record",
+    "queue_offset",
     "segment_size",
     "missing_segment",
     "segment_name",

@@ -478,9 +478,9 @@ class Verifier:
             offsets, runs, odd = sort_out(expected, seen, said, physical, rows.size[chosen], asked)
             for i in [*odd, *np.flatnonzero(offsets != said).tolist()]:
                 name, at = self._where(int(physical[i]))
-                yield Finding(
-                    "bad_record", name, at, int(rows.size[chosen[i]]), wrong_number(queue, said[i], offsets[i])
-                )
+                kind: Kind = "bad_record" if i in odd else "queue_offset"
+                detail = wrong_number(queue, said[i], offsets[i])
+                yield Finding(kind, name, at, int(rows.size[chosen[i]]), detail)
             for low, high in runs:
                 first = int(offsets[low])
                 yield Placed(queue, first, expected, units[low:high], queue not in self._next_slot)
