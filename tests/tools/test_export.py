@@ -245,7 +245,7 @@ def test_a_file_appears_only_when_it_is_complete(ten: Path, tmp_path: Path) -> N
     result = mqstore("export", ten, "--output", target, "--json")
 
     assert result.exit_code == 0
-    assert json.loads(result.stdout) == {"ok": True, "messages": 10, "queues": 1, "findings": 0}
+    assert json.loads(result.stdout) == {"version": 1, "ok": True, "messages": 10, "queues": 1, "findings": 0}
     assert len(lines(target.read_text())) == 10
     assert sorted(p.name for p in tmp_path.iterdir()) == ["all.jsonl", "ten"]
 

@@ -18,7 +18,7 @@ from mqstore import Finding, FormatError, Message, MessageStore, MQStoreError, Q
 from mqstore.files.quiet import QUIET
 from mqstore.layout.compression import MissingPackageError
 from mqstore.log.walk import walk_queue
-from mqstore_tools.render import as_json, finding_line, note, print_json, progress
+from mqstore_tools.render import as_json, note, print_finding, print_json, progress
 from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, note_front, within
 from mqstore_tools.shown import export_row, raw_bodies_option
 
@@ -97,7 +97,7 @@ def export(
         if json_output:
             print(as_json(finding.as_dict()), file=sys.stderr)
         else:
-            note(finding_line(finding))
+            print_finding(finding, stderr=True)
 
     with MessageStore(directory, "r", fs=QUIET) as store:
         refs = [
