@@ -207,7 +207,7 @@ def check_not_inflated(stderr: str) -> None:
 
 
 @pytest.mark.usefixtures("without_packages")
-def test_bodies_that_need_a_missing_package_are_told_in_one_line_each_package(compressed: Path) -> None:
+def test_a_missing_package_is_told_in_one_line(compressed: Path) -> None:
     """Each was a bad_record, with a line of its own: 13 to 16 % of the messages of a store in order."""
     result = mqstore("export", compressed, "--json")
 

@@ -99,7 +99,7 @@ class RecoveryReport:
     truncated: list[Cut] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     known: set[Finding] = field(default_factory=set)
-    """Those of `findings` that an earlier `recover` has reported; an opening does not tell them apart."""
+    """Findings that an earlier `recover` has reported too. Filled by `recover` alone, not by an opening."""
     rebuilt: Rebuilt = field(default_factory=Rebuilt)
     kept: list[str] = field(default_factory=list)
     """Files that hold a copy of what was cut, or of what `recover --salvage` saved; of a dry run those that would. The
