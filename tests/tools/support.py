@@ -35,10 +35,13 @@ def mqstore(*arguments: object, stdin: bytes | None = None) -> Result:
 
 
 def mqstore_json(*arguments: object, exit_code: int = 0) -> Any:
-    """Run with --json; what it printed on stdout."""
+    """Run with --json; the value that it printed on stdout, without the version that each object begins with."""
     result = mqstore(*arguments, "--json")
     assert result.exit_code == exit_code, result.output
-    return json.loads(result.stdout)
+    value = json.loads(result.stdout)
+    if isinstance(value, dict):
+        assert value.pop("version") == 1
+    return value
 
 
 def process(*arguments: object, **options: Any) -> subprocess.Popen[bytes]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import logging
 import os
 import re
@@ -16,6 +17,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+import mqstore as library
 from mqstore_tools import shared
 from mqstore_tools.main import COMMANDS, cli
 from tests.tools.support import mqstore, process
@@ -275,3 +277,66 @@ def test_an_interrupt_is_130_and_prints_no_more_than_what_was_stored(tmp_path: P
     assert (child.returncode, out) == (130, b"")
     assert re.fullmatch(rb"(the first \d000 lines were stored, none behind them:\n)?", err) or presses > 1
     assert mqstore("verify", tmp_path / "s").exit_code == 0
+
+
+LEAVES = [
+    *((name,) for name in THERE if name != "spark" and name not in {group for group, _ in SUB_COMMANDS}),
+    *SUB_COMMANDS,
+]
+
+
+@pytest.mark.parametrize("words", LEAVES, ids=" ".join)
+def test_a_wrong_option_is_told_as_json_by_every_command(words: tuple[str, ...]) -> None:
+    result = mqstore(*words, "--json", "--nonesuch")
+
+    assert (result.exit_code, result.stdout) == (2, "")
+    [line] = result.stderr.splitlines()
+    error = json.loads(line)
+    assert set(error) == {"version", "error"}
+    assert error["version"] == 1
+    assert error["error"]["type"] == "NoSuchOption"
+    assert "--nonesuch" in error["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "kind"),
+    [
+        (("inspect", "ABSENT"), 3, "NotAStoreError"),
+        (("verify", "ABSENT"), 3, "NotAStoreError"),
+        (("recover", "ABSENT"), 3, "NotAStoreError"),
+        (("recover", "LOCKED"), 3, "StoreLockedError"),
+        (("topics", "ABSENT"), 3, "NotAStoreError"),
+        (("inspect",), 2, "MissingParameter"),
+        (("topics", "nonesuch", "ABSENT"), 2, "UsageError"),
+        (("nonesuch",), 2, "NoSuchCommand"),
+        (("get", "STORE"), 2, "UsageError"),
+        (("get", "STORE", "--topic", "nonesuch"), 2, "TopicNotFoundError"),
+        (("get", "STORE", "--physical-offset", "7"), 2, "LookupError"),
+        (("export", "STORE", "--topic", "nonesuch"), 2, "TopicNotFoundError"),
+        (("tail", "STORE", "--topic", "nonesuch"), 2, "TopicNotFoundError"),
+        (("put", "STORE", "a/b", "x"), 2, "InvalidMessageError"),
+        (("groups", "delete", "STORE", "nonesuch", "--yes"), 2, "GroupNotFoundError"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_refusals_honour_json(tmp_path: Path, arguments: tuple[str, ...], code: int, kind: str) -> None:
+    """A program got a line for people, and no way to tell a locked store from one that is not there."""
+    paths = {"ABSENT": tmp_path / "absent", "STORE": tmp_path / "s", "LOCKED": tmp_path / "locked"}
+    assert mqstore("put", tmp_path / "s", "orders", "x").exit_code == 0
+    with library.open(paths["LOCKED"]):
+        words = [paths.get(word, word) for word in arguments]
+        plain, as_json = mqstore(*words), mqstore(*words, "--json")
+
+    assert (plain.exit_code, as_json.exit_code) == (code, code)
+    assert as_json.stdout == ""
+    [line] = as_json.stderr.splitlines()
+    error = json.loads(line)["error"]
+    assert set(error) == {"type", "message"}
+    assert error["type"] == kind
+    assert error["message"] in plain.stderr.replace("\n", " ")
+
+
+def test_an_option_value_behind_two_dashes_asks_for_no_json(tmp_path: Path) -> None:
+    result = mqstore("put", tmp_path / "s", "a/b", "--", "--json")
+
+    assert result.stderr.startswith("mqstore put: ")

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mqstore_tools.render import as_json, body_text, safe, table, when
+from mqstore import Finding
+from mqstore.log.report import Kind
+from mqstore_tools.render import as_json, body_text, console, print_finding, print_json, safe, table, when
 from tests.tools.support import SHOULD_NOT_REACH_A_SCREEN
 
 ANY_TEXT = st.text(st.characters(codec=None, categories=None, exclude_categories=()))
@@ -77,3 +82,71 @@ def test_times_beyond_the_calendar_are_numbers() -> None:
     assert when(1 << 62) == f"{1 << 62} ms"
     assert when(-(1 << 63)) == f"{-(1 << 63)} ms"
     assert when(0) == when(None) == "-"
+
+
+def test_each_json_document_that_is_an_object_has_a_version(capsys: pytest.CaptureFixture[str]) -> None:
+    for value, printed in (({"a": 1}, {"version": 1, "a": 1}), ([1], [1])):
+        print_json(value)
+
+        assert json.loads(capsys.readouterr().out) == printed
+
+
+ROWS = [["orders-" + "x" * 300, 1], ["b", 20]]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def printed(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch, *, columns: int = 60) -> str:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stdout", stream)
+    console().print(table("a title that is longer than a narrow table is wide", ("name", "n>"), ROWS))
+    return stream.getvalue()
+
+
+def test_a_table_in_a_pipe_has_a_line_a_row_and_is_cut_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    title, header, *rows = printed(io.StringIO(), monkeypatch).splitlines()
+
+    assert title.rstrip() == "a title that is longer than a narrow table is wide"
+    assert header.split() == ["name", "n"]
+    assert [row.split() for row in rows] == [[str(cell) for cell in row] for row in ROWS]
+    assert all(line == line.rstrip() for line in (title, header, *rows))
+
+
+def test_a_title_may_be_wider_than_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", stream := io.StringIO())
+    console().print(table("a title of many words", ("n>",), [[1]]))
+
+    assert stream.getvalue().splitlines()[0].rstrip() == "a title of many words"
+
+
+@pytest.mark.parametrize("columns", [20, 60, 200])
+def test_a_table_on_a_terminal_is_no_wider_than_it(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    text = re.sub(r"\x1b\[[0-9;]*m", "", printed(Terminal(), monkeypatch, columns=columns))
+
+    assert max(map(len, text.splitlines())) <= columns
+    assert text.count("x") >= 300
+
+
+@pytest.mark.parametrize(
+    ("kind", "colour"), [("bad_record", "31"), ("lost_tail", "31"), ("torn_tail", "33"), ("bad_index", "33")]
+)
+def test_findings_have_a_colour_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch, kind: Kind, colour: str) -> None:
+    finding = Finding(kind, "commitlog/" + "0" * 20, 4096, 10, "what is wrong here takes more than a line of sixty")
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+
+    def shown(stream: io.StringIO) -> str:
+        monkeypatch.setattr("sys.stdout", stream)
+        print_finding(finding)
+        return stream.getvalue()
+
+    plain = shown(io.StringIO())
+    assert plain == f"{kind}: commitlog/{'0' * 20} at 4096, 10 bytes: {finding.detail}\n"
+    assert shown(Terminal()) == plain.replace(kind, f"\x1b[{colour}m{kind}\x1b[0m", 1)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert shown(Terminal()) == plain

@@ -17,7 +17,7 @@ from mqstore.layout.compression import MissingPackageError
 from mqstore.log import cut as library
 from mqstore_tools.export import lines
 from mqstore_tools.opened import DefaultGroup, dry_run_option
-from mqstore_tools.render import as_json, finding_line, note, print_json, progress, safe, when
+from mqstore_tools.render import as_json, note, print_finding, print_json, progress, safe, when
 from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, json_option
 from mqstore_tools.shown import export_row
 
@@ -99,7 +99,7 @@ class _Told:
         if self._json_output:
             print(as_json(finding.as_dict()), file=sys.stderr)
         else:
-            note(finding_line(finding))
+            print_finding(finding, stderr=True)
 
 
 def _messages(store: MessageStore, file: library.CutFile, tally: library.Tally, told: _Told) -> Iterator[Message]:

@@ -21,7 +21,7 @@ from mqstore.layout.compression import MissingPackageError
 from mqstore.log.stretch import Stretch
 from mqstore.log.verify import Verifier
 from mqstore.log.walk import in_log_order, walk_log
-from mqstore_tools.render import as_json, finding_line, note, print_json, progress
+from mqstore_tools.render import as_json, note, print_finding, print_json, progress
 from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, findings_told, note_front, within
 from mqstore_tools.shown import export_row, raw_bodies_option
 
@@ -209,7 +209,7 @@ class _Found:
         if self._json:
             print(as_json(finding.as_dict()), file=sys.stderr)
         else:
-            note(finding_line(finding))
+            print_finding(finding, stderr=True)
 
     def _tell_gap(self, topic: str, queue_id: int, first: int, stop: int) -> None:
         first = max(first, self._from_offset)

@@ -11,7 +11,7 @@ import click
 from mqstore import Finding, Message, MessageStore, OffsetOutOfRangeError, TopicNotFoundError
 from mqstore.files.quiet import QUIET
 from mqstore.log.walk import walk_queue
-from mqstore_tools.render import finding_line, note
+from mqstore_tools.render import note, print_finding
 from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, index_options, java_config, json_option
 from mqstore_tools.shown import body_bytes_option, print_message, raw_bodies_option
 
@@ -101,7 +101,7 @@ def get(
             for message in messages
         ]
         for finding in findings:
-            note(finding_line(finding))
+            print_finding(finding, stderr=True)
         bad = 0 if findings else store.stats().bad_records
     if not shown:
         note("no message")

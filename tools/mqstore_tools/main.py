@@ -12,9 +12,12 @@ import logging
 import os
 import sys
 from importlib import metadata
+from itertools import takewhile
 from typing import Any
 
 import click
+
+from mqstore_tools import JSON_ASKED
 
 __all__ = ["COMMANDS", "cli", "main"]
 
@@ -56,11 +59,23 @@ class _LazyGroup(click.Group):
         assert isinstance(command, click.Command)
         return command
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        # Before anything is parsed: that may be refused.
+        ctx.meta[JSON_ASKED] = "--json" in takewhile(lambda word: word != "--", args)
+        return super().parse_args(ctx, args)
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:  # click would say 1, which is "findings"
             ctx.exit(130)
+        except click.ClickException as error:
+            if not ctx.meta[JSON_ASKED]:
+                raise
+            from mqstore_tools.shared import print_error
+
+            print_error(error, error.format_message())
+            ctx.exit(error.exit_code)
 
 
 def _tell_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
@@ -77,6 +92,7 @@ def _tell_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="""\b
 Exit codes: 0 fine, 1 findings, 2 wrong usage, 3 the directory cannot be opened.
+With --json an error is a line on stderr: {"version": 1, "error": {"type", "message"}}.
 `mqstore COMMAND --help` tells more, with examples.""",
 )
 @click.option(

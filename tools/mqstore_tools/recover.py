@@ -18,7 +18,7 @@ from mqstore.log.recovery import RecoverOptions
 from mqstore.log.repair import rebuild_config, recover_store
 from mqstore.log.report import Rebuilt
 from mqstore_tools.opened import looking
-from mqstore_tools.render import console, finding_line, note, print_json, progress, safe
+from mqstore_tools.render import console, note, print_finding, print_json, progress, safe
 from mqstore_tools.shared import (
     FINDINGS,
     StoreCommand,
@@ -173,7 +173,7 @@ def _show(report: RecoveryReport, *, dry_run: bool) -> None:
     for cut in report.truncated:
         print(safe(f"{'would cut' if dry_run else 'cut'} {cut.file} [{cut.start}, {cut.stop}): {cut.reason}"))
     for finding in report.new:
-        print(finding_line(finding))
+        print_finding(finding)
     for path in report.kept:
         print(safe(f"{'would keep' if dry_run else 'kept'} {path}"))
     rebuilt = report.rebuilt

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any, TextIO
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
@@ -23,12 +23,13 @@ from rich.text import Text
 from mqstore import Finding
 
 __all__ = [
+    "VERSION",
     "EscapingHandler",
     "as_json",
     "body_text",
     "console",
-    "finding_line",
     "note",
+    "print_finding",
     "print_json",
     "progress",
     "safe",
@@ -37,8 +38,10 @@ __all__ = [
     "when",
 ]
 
-_WIDE = 200
-"""Columns of output that is no terminal: what reads it must not find names broken over lines."""
+_WIDE = 1 << 20
+"""Columns of output that is no terminal: a row of a table is one line there, however long."""
+_SEVERE = frozenset({"bad_record", "lost_tail", "missing_segment", "segment_size", "bad_json"})
+"""Kinds of findings that may cost messages or settings. All others can be made good from the log."""
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -104,7 +107,8 @@ def show_bytes(count: int) -> str:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A rich console over what stdout (or stderr) is now; without markup, emoji or colouring of what it prints."""
+    """A rich console over what stdout (or stderr) is now, without markup or emoji. Colours go to a terminal alone, and
+    not if NO_COLOR is set."""
     stream = sys.stderr if stderr else sys.stdout
     width = None if _is_terminal(stream) else _WIDE
     return _Screen(file=stream, width=width, highlight=False, markup=False, emoji=False)
@@ -127,11 +131,22 @@ def note(text: object) -> None:
     print(safe(text), file=sys.stderr)
 
 
+class _Titled(Table):
+    """A table below a line of text. Rich breaks its own titles at the width of the table."""
+
+    heading = ""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self.heading:
+            yield Text(self.heading, "table.title")
+        yield from super().__rich_console__(console, options)
+
+
 def table(title: str, columns: Sequence[str], rows: Iterable[Iterable[object]]) -> Table:
     """A table; columns whose name ends in `>` are aligned to the right; no header when all names are empty. Every cell
-    passes `safe`."""
-    found = Table(title=Text(safe(title)), title_justify="left", box=None, pad_edge=False, header_style="bold")
-    found.show_header = any(columns)
+    passes `safe`. On a terminal it is no wider than that; in a pipe each row is one line, aligned by spaces."""
+    found = _Titled(box=None, pad_edge=False, header_style="bold", show_header=any(columns))
+    found.heading = safe(title)
     for name in columns:
         found.add_column(name.rstrip(">"), justify="right" if name.endswith(">") else "left", overflow="fold")
     for row in rows:
@@ -139,11 +154,14 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Iterable[object]]) 
     return found
 
 
-def finding_line(finding: Finding, *, known: bool = False) -> str:
-    """A finding in one line."""
+def print_finding(finding: Finding, *, prefix: str = "", stderr: bool = False) -> None:
+    """Print a finding in one line; on a terminal its kind is red or yellow."""
     where = f"{finding.file} at {finding.position}"
     length = f", {finding.length} bytes" if finding.length else ""
-    return safe(f"{'known ' if known else ''}{finding.kind}: {where}{length}: {finding.detail}")
+    prefix = safe(prefix)
+    line = Text(safe(f"{prefix}{finding.kind}: {where}{length}: {finding.detail}"))
+    line.stylize("red" if finding.kind in _SEVERE else "yellow", len(prefix), len(prefix) + len(finding.kind))
+    console(stderr=stderr).print(line, soft_wrap=True)
 
 
 # -- JSON --------------------------------------------------------------------------------------------------------------
@@ -154,9 +172,13 @@ def as_json(value: Any, *, indent: int | None = None) -> str:
     return json.dumps(value, ensure_ascii=True, allow_nan=False, indent=indent)
 
 
+VERSION = {"version": 1}
+"""First member of every JSON document that is an object: the version of the shapes that programs rely on."""
+
+
 def print_json(value: Any) -> None:
-    """One JSON value on stdout, indented."""
-    print(as_json(value, indent=2))
+    """One JSON value on stdout, indented; an object begins with its version."""
+    print(as_json(VERSION | value if isinstance(value, dict) else value, indent=2))
 
 
 # -- progress ----------------------------------------------------------------------------------------------------------

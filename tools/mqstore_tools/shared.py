@@ -4,6 +4,8 @@
 2  wrong usage: an option, a topic, a group, an offset or an id that does not fit
 3  the directory cannot be opened, read or written
 130  interrupted        141  whoever read the output went away
+
+With --json an error is one line on stderr, behind what else is there: {"version": 1, "error": {"type", "message"}}.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from mqstore import (
     TopicNotFoundError,
 )
 from mqstore.errors import GroupNotFoundError, InvalidReceiptError, NotPermittedError
-from mqstore_tools.render import note, safe
+from mqstore_tools import JSON_ASKED
+from mqstore_tools.render import VERSION, as_json, note, safe
 
 __all__ = [
     "FINDINGS",
@@ -45,6 +48,7 @@ __all__ = [
     "java_config",
     "json_option",
     "note_front",
+    "print_error",
     "within",
 ]
 
@@ -89,22 +93,32 @@ class StoreCommand(click.Command):
             self._fail(ctx, error, UNUSABLE)
         except LookupError as error:
             # `at` and `get_by_id` say so when nothing lies where they were asked to look.
-            self._fail(ctx, error.args[0] if error.args else error, WRONG_USAGE)
+            self._fail(ctx, error, WRONG_USAGE, error.args[0] if error.args else error)
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except Exception as error:
             # A mistake of ours. Its text may quote the store, so even a traceback goes out line by line, escaped.
             for line in "".join(traceback.format_exception(error)).splitlines():
                 click.echo(safe(line), err=True)
-            self._fail(ctx, "this should not happen; please report it with the lines above", UNUSABLE)
+            self._fail(ctx, error, UNUSABLE, "this should not happen; please report it with the lines above")
 
-    def _fail(self, ctx: click.Context, error: object, code: int) -> None:
+    def _fail(self, ctx: click.Context, error: Exception, code: int, message: object = None) -> None:
+        message = error if message is None else message
+        if ctx.meta.get(JSON_ASKED):
+            print_error(error, message)
+            ctx.exit(code)
         # Of a filter the lines behind the first point into it; they are the person's own words.
-        first, *others = str(error).splitlines() if isinstance(error, FilterError) else [error]
+        first, *others = str(message).splitlines() if isinstance(error, FilterError) else [message]
         click.echo(f"{ctx.command_path}: {safe(first)}", err=True)
         for line in others:
             click.echo(safe(line), err=True)
         ctx.exit(code)
+
+
+def print_error(error: Exception, message: object) -> None:
+    """Print a refusal for programs, as one line on stderr: stdout holds nothing but what was asked for."""
+    row = {**VERSION, "error": {"type": type(error).__name__, "message": str(message)}}
+    click.echo(as_json(row), err=True)
 
 
 def _forget_stdout() -> None:

@@ -8,7 +8,7 @@ import click
 
 from mqstore.broker.configchecks import CONFIG_CHECKS
 from mqstore.log.snapshot import SnapshotPlan, SnapshotReport, plan_snapshot, snapshot_store
-from mqstore_tools.render import console, finding_line, note, print_json, progress, safe, show_bytes
+from mqstore_tools.render import console, note, print_finding, print_json, progress, safe, show_bytes
 from mqstore_tools.shared import (
     FINDINGS,
     StoreCommand,
@@ -93,7 +93,7 @@ def _show_plan(plan: SnapshotPlan) -> None:
 
 def _show(report: SnapshotReport) -> None:
     for finding in report.findings:
-        print(finding_line(finding))
+        print_finding(finding)
     for cut in report.truncated:
         print(safe(f"not copied: {cut.file} [{cut.start}, {cut.stop}): {cut.reason}"))
     _tell_left(report.plan)

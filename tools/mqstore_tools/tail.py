@@ -12,7 +12,7 @@ import click
 from mqstore import Finding, Message, MessageStore, OffsetOutOfRangeError, QueueRef, TopicNotFoundError
 from mqstore.files.quiet import QUIET
 from mqstore.log.walk import walk_queue
-from mqstore_tools.render import finding_line, note
+from mqstore_tools.render import note, print_finding
 from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, json_option
 from mqstore_tools.shown import body_bytes_option, print_message
 
@@ -62,7 +62,7 @@ def tail(
             for message in _newest(store, topic, queue_id, count, tag, positions, findings, follow=follow):
                 fine &= print_message(message, json_output=json_output, body_bytes=body_bytes)
             for finding in findings:
-                note(finding_line(finding))
+                print_finding(finding, stderr=True)
             if follow:
                 for message in _coming(store, topic, queue_id, tag, positions):
                     print_message(message, json_output=json_output, body_bytes=body_bytes)

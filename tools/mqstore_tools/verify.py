@@ -13,7 +13,7 @@ from mqstore.broker.configchecks import CONFIG_CHECKS
 from mqstore.files.quiet import QUIET
 from mqstore.log.known import load_known
 from mqstore.log.verify import Verifier
-from mqstore_tools.render import as_json, console, finding_line, note, progress, show_bytes
+from mqstore_tools.render import VERSION, as_json, console, note, print_finding, progress, show_bytes
 from mqstore_tools.shared import (
     FINDINGS,
     StoreCommand,
@@ -98,7 +98,7 @@ class _Output:
 
     def _flush(self) -> None:
         if self._json and not self._started:
-            print('{\n  "findings": [', end="")
+            print(f'{as_json(VERSION)[:-1]},\n  "findings": [', end="")
         self._started = True
         for finding, known in self._waiting:
             if known:
@@ -111,7 +111,7 @@ class _Output:
                 row = {**finding.as_dict(), "known": known}
                 print(f"{',' if self._listed else ''}\n    {as_json(row)}", end="")
             elif self._listed < _MANY:
-                print(finding_line(finding, known=known))
+                print_finding(finding, prefix="known " if known else "")
             self._listed += 1
         self._waiting = []
 

@@ -75,6 +75,7 @@ def save_known(
     found = KnownDamage(ranges, segment_bytes).ranges
     if found != before.ranges:
         fs.mkdir((root / KNOWN_FILE).parent, exist_ok=True)
+        fs.sync_directory(root)
         save_json(root / KNOWN_FILE, {"ranges": found}, fs, check=check_known)
 
 

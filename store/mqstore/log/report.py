@@ -101,7 +101,7 @@ class RecoveryReport:
     truncated: list[Cut] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     known: set[Finding] = field(default_factory=set)
-    """Those of `findings` that an earlier `recover` has reported; an opening does not tell them apart."""
+    """Findings that an earlier `recover` has reported too. Filled by `recover` alone, not by an opening."""
     rebuilt: Rebuilt = field(default_factory=Rebuilt)
     renamed: dict[str, str] = field(default_factory=dict)
     """Segment files that had wrong names: the old path below the store, and the new one."""

@@ -611,7 +611,7 @@ class Verifier:
         return self._among_indexed(wanted)
 
     def _among_indexed(self, wanted: Wanted) -> Wanted | None:
-        """Those of records before the end of the index, which may lag behind the log."""
+        """The entries of records before the end of the index, which may lag behind the log."""
         ends = [header.end_physical_offset for _, header in self._index.headers() if header.next_entry > 1]
         hashes, physical, stamps = wanted
         inside = physical < max(self._indexed_end(), ends[-1] if ends else 0)

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from mqstore import Finding
-from mqstore_tools.render import console, finding_line, note, print_json, safe, show_bytes, table
+from mqstore_tools.render import console, note, print_finding, print_json, safe, show_bytes, table
 from mqstore_tools.shared import FINDINGS, StoreCommand
 from mqstore_tools.spark.common import Given, job_options, usable
 
@@ -61,8 +61,8 @@ def verify(given: Given, no_index: bool, max_errors: int) -> None:
 def _show(found: Any) -> None:
     several = len(found.stores) > 1
     for each in found.findings[:_MANY]:
-        line = finding_line(Finding(each.kind, each.file, each.position, each.length, each.detail))
-        print(f"{safe(each.store)}: {line}" if several else line)
+        finding = Finding(each.kind, each.file, each.position, each.length, each.detail)
+        print_finding(finding, prefix=f"{each.store}: " if several else "")
     if len(found.findings) > _MANY:
         note(f"... and {len(found.findings) - _MANY} more; --json has all")
     for gap in found.lost[:_MANY]:
