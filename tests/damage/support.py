@@ -402,10 +402,8 @@ class _Checks:
         self.export("export after recover", store)
         self.run("recover", store)
         again = contents(store)
-        self.expect(
-            again == recovered,
-            f"a second recover changes the store: {[n for n in recovered.keys() | again.keys() if recovered.get(n) != again.get(n)]}",
-        )
+        changed = sorted(name for name in again.keys() | recovered.keys() if again.get(name) != recovered.get(name))
+        self.expect(not changed, f"a second recover changes {', '.join(changed)}")
         verified = self.run("verify", store)
         self.expect(verified is None or verified.exit_code == 0, "verify after recover finds something", verified)
 
