@@ -35,6 +35,7 @@ import pytest
 import mqstore
 import mqstore_tools.main
 from mqstore.errors import MQStoreError
+from mqstore.layout.record import Checksum, encode_record
 from mqstore.log.published import publish
 from tests.log.splicesupport import Row, bundle
 
@@ -43,7 +44,10 @@ ONE = os.environ.get("MQSTORE_CAMPAIGN_CASE", "")
 PARTS = max(2, min(ROUNDS, 30_000) // 200)
 """Tests that share the cases, so that several processors can, and each ends in time."""
 DEADLINE_S = 30.0
-PROFILES = ("mqstore", "rocketmq")
+CHECKSUMS: dict[str, Checksum] = {"mqstore": "crc32c-record", "rocketmq": "crc32-body"}
+PROFILES = tuple(CHECKSUMS)
+CUT_AT = 10 << 20
+"""Physical offset of a message in `cut/`."""
 FOREIGN_IN_TMP = ("tmp/keep/precious", "tmp/precious", "tmp/00000000000000000000.7/inside")
 
 Replace = Callable[[Path, Path], None]
@@ -162,6 +166,9 @@ READERS: dict[str, Command] = {
     "groups": _cli("groups", "DIR"),
     "dlq": _cli("dlq", "DIR", "--group", "billing"),
     "delay": _cli("delay", "DIR"),
+    "cut": _cli("cut", "DIR"),
+    "cut export": _cli("cut", "export", "DIR"),
+    "cut restore --dry-run": _cli("cut", "restore", "DIR", "--dry-run"),
     "recover --dry-run": _cli("recover", "DIR", "--dry-run"),
     "recover --rebuild config --dry-run": _cli("recover", "DIR", "--rebuild", "config", "--dry-run"),
     "topics delete --dry-run": _cli("topics", "delete", "DIR", "orders", "--force", "--dry-run"),
@@ -174,6 +181,7 @@ WRITERS: dict[str, Command] = {
     "recover": _cli("recover", "DIR"),
     "recover --prefix": _cli("recover", "DIR", "--prefix"),
     "recover --rebuild config": _cli("recover", "DIR", "--rebuild", "config"),
+    "cut restore": _cli("cut", "restore", "DIR"),
     "topics create": _cli("topics", "create", "DIR", "fresh"),
     "topics delete": _cli("topics", "delete", "DIR", "orders", "--force", "--yes"),
     "groups delete": _cli("groups", "delete", "DIR", "billing", "--yes"),
@@ -232,7 +240,20 @@ def _build(root: Path, profile: Any) -> None:
     (root / "config" / "begun").mkdir(exist_ok=True)
     head = json.dumps({"group": "billing", "workers": 1, "cells": 3}).encode()
     (root / "config" / "begun" / "0").write_bytes(head.ljust(512, b"\0") + struct.pack("<3q", 0, 0, -1))
-    for name in ("_staging/app-1/shard/records.bin", "cut/00000000000000000000-10", "local_offsets/me/group.json"):
+    (root / "cut").mkdir()
+    (root / "cut" / f"{CUT_AT:020d}-10").write_bytes(
+        encode_record(
+            topic="orders",
+            body=b"cut",
+            queue_id=0,
+            queue_offset=90,
+            physical_offset=CUT_AT,
+            born_timestamp_ms=1,
+            store_timestamp_ms=1,
+            checksum=CHECKSUMS[profile],
+        )
+    )
+    for name in ("_staging/app-1/shard/records.bin", "local_offsets/me/group.json"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text("{}")
     for name in FOREIGN_IN_TMP:
@@ -245,6 +266,7 @@ ABSENT = (
     *("abort", "mqstore.json.bak", "mqstore.json.tmp", "config/topics.json.tmp", "config/topics.json.bak.tmp"),
     *("commitlog/00000000000000131072", "consumequeue/new", "consumequeue/orders/1", "tmp/cq.0", "tmp/index.1"),
     *("timerlog/00000000000000004096", "config/spark/groups/billing.json", "config/spark/txn.json"),
+    *("cut/staged", "cut/restored", "cut/restoring.json", "cut/restoring.json.tmp"),
 )
 """Names that a writer may come to make."""
 

@@ -362,11 +362,13 @@ def test_a_file_with_the_wrong_offset_in_its_name_holds_no_message(cut_store: Pa
         assert all_of(store) == SENT[:BAD] + SENT[BAD + 1 :]
 
 
-@pytest.mark.parametrize("kind", ["link", "fifo", "folder"])
+@pytest.mark.parametrize("kind", ["link", "link to nothing", "fifo", "folder"])
 def test_what_is_no_regular_file_is_refused_and_not_opened(cut_store: Path, tmp_path: Path, kind: str) -> None:
     place = cut_store / "cut" / f"{0:020d}-1"
     if kind == "link":
         (tmp_path / "elsewhere").write_bytes(b"precious")
+        place.symlink_to(tmp_path / "elsewhere")
+    elif kind == "link to nothing":
         place.symlink_to(tmp_path / "elsewhere")
     elif kind == "fifo":
         os.mkfifo(place)

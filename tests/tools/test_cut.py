@@ -224,6 +224,25 @@ def test_delayed_and_grouped_messages_are_delivered_after_a_restore(tmp_path: Pa
     assert sorted(found) == [(b"by level", None), (b"by time", None), (b"grouped", "customer 7")]
 
 
+def test_a_group_receives_restored_messages_that_it_had_consumed_before_the_cut(tmp_path: Path) -> None:
+    path, clock = tmp_path / "s", clock_now()
+    with broker(path, clock) as running:
+        bad = running.put("orders", b"damaged" * 5, queue_id=0)
+        for body in (b"a", b"b"):
+            running.put("orders", body, queue_id=0)
+        running.run_once()
+        running.commit("billing", "orders", 0, 3)
+    flip(path / "commitlog" / f"{0:020d}", bad.physical_offset + 100)
+    recover_store(path, RecoverOptions(truncate=True))
+
+    mqstore("cut", "restore", path)
+
+    with broker(path, clock) as running:
+        start = running.committed("billing", "orders", 0)
+        assert start is not None
+        assert [message.body for message in running.store.read("orders", 0, start, 9)] == [b"a", b"b"]
+
+
 def test_a_java_store_gets_back_what_was_cut(golden: Golden) -> None:
     path = golden("rolled").path
     with MessageStore(path, "r") as store:

@@ -263,7 +263,7 @@ def _unheard(done: int, total: int) -> None:
 
 
 def _size(store: MessageStore, file: CutFile) -> int:
-    return store.fs.size(store.path / "cut" / file.name)
+    return len(_map(store, file))  # of a regular file, as everywhere: `stat` would follow a link
 
 
 def _gather(store: MessageStore, files: Sequence[CutFile], staged: _Staged, progress: Progress) -> list[Tally]:
@@ -274,14 +274,15 @@ def _gather(store: MessageStore, files: Sequence[CutFile], staged: _Staged, prog
     total = 3 * sum(sizes[file] for file in files)  # a splice reads everything twice
     done = 0
     tallies = []
-    for i, file in enumerate(files):
+
+    def beside(file: CutFile, candidates: Sequence[CutFile]) -> list[tuple[CutFile, mmap.mmap | bytes]]:
+        """Return those of the candidates that have bytes of the same physical offsets, mapped."""
         stop = file.start + sizes[file]
+        found = [each for each in candidates if each.start < stop and file.start < each.start + sizes[each]]
+        return [(each, _map(store, each)) for each in found]
 
-        def beside(each: CutFile, file: CutFile = file, stop: int = stop) -> bool:
-            return each.start < stop and file.start < each.start + sizes[each]
-
-        earlier = [(each, _map(store, each)) for each in files[:i] if beside(each)]
-        left = [(each, _map(store, each)) for each in others if beside(each)]
+    for i, file in enumerate(files):
+        earlier, left = beside(file, files[:i]), beside(file, others)
         tally = Tally(file.name)
         for item in contents(store, file):
             if isinstance(item, Finding):
@@ -338,8 +339,11 @@ def _obstacle(message: Message) -> str:
 
 
 def _is_in_log(store: MessageStore, message: Message) -> bool:
+    place = message.physical_offset
+    if not store.min_offset <= place < store.max_offset:
+        return False  # `at` would list the log's folder to find out
     try:
-        return store.at(message.physical_offset).record_bytes() == message.record_bytes()
+        return store.at(place).record_bytes() == message.record_bytes()
     except LookupError:
         return False
 
