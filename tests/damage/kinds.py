@@ -142,6 +142,7 @@ KINDS: dict[str, Kind] = {
     "magic": Kind(lambda t: t.flip(t.record(0.5).start + 4), LOSS),
     "checksum": Kind(lambda t: t.flip(t.record(0.5).start + 9), LOSS),
     "queue id": Kind(lambda t: t.flip(t.record(0.5).start + 15), LOSS),
+    "queue id in the last quarter": Kind(lambda t: t.flip(t.record(0.8).start + 15), LOSS),
     "queue offset": Kind(lambda t: t.flip(t.record(0.4).start + 27), LOSS),
     "queue offset, high byte": Kind(lambda t: t.flip(t.record(0.4).start + 21), LOSS),
     "physical offset": Kind(lambda t: t.flip(t.record(0.5).start + 35), LOSS),
@@ -171,16 +172,22 @@ KINDS: dict[str, Kind] = {
     "the first segment missing": Kind(lambda t: _remove(t.segment(0)), LOSS),
     "the last segment missing": Kind(lambda t: _remove(t.segment(1)), LOSS),
     "all but the last segment missing": Kind(lambda t: _remove(*segments(t.path)[:-1]), LOSS),
+    "all segments missing": Kind(lambda t: _remove(*segments(t.path)), LOSS),
     "a segment too long": Kind(lambda t: t.lengthen(t.segment(0.5), 1000)),
     "the last segment too long": Kind(lambda t: t.lengthen(t.segment(1), 1000)),
+    "all segments too long": Kind(lambda t: [t.lengthen(file, 1000) for file in segments(t.path)]),
     "a segment too short": Kind(lambda t: _shorten(t.segment(0.5), 20_000), LOSS),
     "the last segment too short": Kind(lambda t: os.truncate(t.segment(1), 5000), LOSS),
+    "all segments too short": Kind(lambda t: [_shorten(file, 3000) for file in segments(t.path)], LOSS),
     "a segment empty": Kind(lambda t: os.truncate(t.segment(0.5), 0), LOSS),
     "the last segment empty": Kind(lambda t: os.truncate(t.segment(1), 0), LOSS),
     # names of segments
     "two segments with each other's names": Kind(lambda t: _rotate(t.segment(0.3), t.segment(0.6)), may_refuse=True),
     "first and last segment with each other's names": Kind(
         lambda t: _rotate(t.segment(0), t.segment(1)), may_refuse=True
+    ),
+    "two segments with each other's names, one of zeros": Kind(
+        lambda t: (_zero_file(t.segment(0.3)), _rotate(t.segment(0.3), t.segment(1))), LOSS, may_refuse=True
     ),
     "three segments with each other's names": Kind(lambda t: _rotate(*segments(t.path)[1:4]), may_refuse=True),
     "a segment with a name far behind": Kind(lambda t: _rename(t.segment(0.5), FAR), may_refuse=True),

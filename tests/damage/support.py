@@ -440,6 +440,8 @@ class _Checks:
     def expect(self, holds: bool, problem: str, result: Result | None = None) -> None:
         if not holds:
             said = (
-                "" if result is None else f" (exit code {result.exit_code}: {' '.join(result.stderr.split())[-300:]})"
+                ""
+                if result is None
+                else f" (exit code {result.exit_code}: {' '.join((result.stderr or result.stdout).split())[-300:]})"
             )
             self.problems.append(problem + said)
