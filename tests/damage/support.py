@@ -308,6 +308,10 @@ def judge(made: Made, store: Path) -> Verdict:
         for base, end in used.items()
         if end < made.records[-1].end
     )
+    last = made.records[-1].end
+    base = last // made.segment_bytes * made.segment_bytes
+    # Bytes behind the end of a killed store may be what is left of a message.
+    intact = intact and not ((made.path / "abort").exists() and any(after[base][last - base :]))
     if not told and (lost or doubtful or not intact):
         told = None
     return Verdict(

@@ -84,7 +84,7 @@ def cut_from(path: Path, receipt: SendReceipt) -> RecoveryReport:
     """Damage the body of one record, and have recovery cut the log there."""
     at = receipt.physical_offset % SEGMENT
     flip(path / "commitlog" / f"{receipt.physical_offset - at:020d}", at + 100)
-    return recover_store(path, RecoverOptions(truncate=True), config=config())
+    return recover_store(path, RecoverOptions(prefix=True), config=config())
 
 
 def copy_of_log(path: Path, start: int, stop: int, name: str | None = None) -> Path:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from mqstore import MQStoreError
 from mqstore.log.misnamed import MisnamedSegmentsError
 from mqstore.log.recovery import RecoverOptions
 from mqstore.log.repair import recover_store
@@ -52,6 +52,12 @@ def damage_first_record(path: Path) -> None:
     with segment(path, 1).open("r+b") as file:
         file.seek(95)
         file.write(b"\xff")
+
+
+def one_of_zeros(path: Path) -> None:
+    """What belongs to the second name is gone; the other file holds it."""
+    swap(path, 1, 2)
+    segment(path, 1).write_bytes(bytes(SEGMENT))
 
 
 def off_the_grid(path: Path) -> None:
@@ -118,10 +124,17 @@ def test_a_refused_store_is_left_as_closed_as_it_was(tmp_path: Path) -> None:
     assert not (tmp_path / "s" / "abort").exists()
 
 
-@pytest.mark.parametrize("name", ["first and last", "all by one"])
+@pytest.mark.parametrize("name", ["first and last", "all by one", "one of zeros"])
 def test_renaming_may_be_killed_at_every_change_and_run_again(tmp_path: Path, name: str) -> None:
     make(tmp_path / "made", "mqstore", killed=True)
-    RENAMED[name][0](tmp_path / "made")
+    expected = EVERY
+    if name == "one of zeros":
+        with open_store(tmp_path / "made", "r") as store:
+            found = [m for ref in store.queues("orders") for m in store.iter(*ref)]
+        expected = sorted(m.body for m in found if m.physical_offset // SEGMENT != 2)
+        one_of_zeros(tmp_path / "made")
+    else:
+        RENAMED[name][0](tmp_path / "made")
     for nth in itertools.count(1):
         path = tmp_path / f"{nth}"
         shutil.copytree(tmp_path / "made", path)
@@ -131,12 +144,10 @@ def test_renaming_may_be_killed_at_every_change_and_run_again(tmp_path: Path, na
             recover_store(path, RecoverOptions(), fs=fs)
             break
         except Crash:
-            try:
+            with suppress(MisnamedSegmentsError):
                 open_store(path).close()
-            except MQStoreError as error:
-                assert isinstance(error, MisnamedSegmentsError), nth  # noqa: PT017
             recover_store(path, RecoverOptions(), fs=Unsynced())
-            assert held(path) == EVERY, f"killed before change {nth}"
+            assert held(path) == expected, f"killed before change {nth}"
             shutil.rmtree(path)
     assert nth > 8
 

@@ -108,6 +108,7 @@ def test_export_prints_the_rows_that_export_printed_before_the_cut(tmp_path: Pat
     assert (tmp_path / "out.jsonl").read_text() == printed.stdout
     assert printed.exit_code == written.exit_code == 1
     assert json.loads(written.stdout) == {
+        "version": 1,
         "ok": False,
         "messages": len(wanted),
         "files": len(names(store)),
@@ -165,7 +166,7 @@ def test_messages_larger_than_the_limit_of_today_come_back(tmp_path: Path) -> No
         bad = store.put("t", b"x" * 20)
         store.put("t", large)
     flip(path / "commitlog" / f"{0:020d}", bad.physical_offset + 100)
-    recover_store(path, RecoverOptions(truncate=True))
+    recover_store(path, RecoverOptions(prefix=True))
 
     assert mqstore("cut", "restore", path).exit_code == 1
     with MessageStore(path, "r") as store:
@@ -208,7 +209,7 @@ def test_delayed_and_grouped_messages_are_delivered_after_a_restore(tmp_path: Pa
         running.put("orders", b"by level", queue_id=0, delay_level=3)
         running.put("orders", b"by time", queue_id=0, deliver_at=clock.now_ms() / 1000 + 60)
     flip(path / "commitlog" / f"{0:020d}", bad.physical_offset + 100)
-    recover_store(path, RecoverOptions(truncate=True))
+    recover_store(path, RecoverOptions(prefix=True))
 
     assert mqstore("cut", "restore", path).exit_code == 1
     with broker(path, clock) as running:
@@ -233,7 +234,7 @@ def test_a_group_receives_restored_messages_that_it_had_consumed_before_the_cut(
         running.run_once()
         running.commit("billing", "orders", 0, 3)
     flip(path / "commitlog" / f"{0:020d}", bad.physical_offset + 100)
-    recover_store(path, RecoverOptions(truncate=True))
+    recover_store(path, RecoverOptions(prefix=True))
 
     mqstore("cut", "restore", path)
 
@@ -252,7 +253,7 @@ def test_a_java_store_gets_back_what_was_cut(golden: Golden) -> None:
     bad = next(row for row in rows[len(rows) // 2 :] if len(row["body"]) > 4)
     at = bad["physical_offset"] % segment_bytes
     flip(path / "commitlog" / f"{bad['physical_offset'] - at:020d}", at + 90)
-    recover_store(path, RecoverOptions(truncate=True))
+    recover_store(path, RecoverOptions(prefix=True))
 
     mqstore("cut", "restore", path)
 

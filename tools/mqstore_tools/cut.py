@@ -17,7 +17,7 @@ from mqstore.layout.compression import MissingPackageError
 from mqstore.log import cut as library
 from mqstore_tools.export import lines
 from mqstore_tools.opened import DefaultGroup, dry_run_option
-from mqstore_tools.render import as_json, note, print_finding, print_json, progress, safe, when
+from mqstore_tools.render import VERSION, as_json, note, print_finding, print_json, progress, safe, when
 from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, json_option
 from mqstore_tools.shown import export_row
 
@@ -71,7 +71,7 @@ def list_(ctx: click.Context, directory: Path, files: tuple[str, ...], json_outp
     with MessageStore(directory, "r", fs=QUIET) as store:
         found = library.cut_files(store, files)
         if json_output:
-            print('{"files": [')
+            print(f'{as_json(VERSION)[:-1]}, "files": [')
         for i, file in enumerate(found):
             tally = library.Tally(file.name)
             rows = (_row(message) for message in _messages(store, file, tally, told))

@@ -101,6 +101,8 @@ def _is_range(value: Any) -> bool:
 def _place(finding: Finding, segment_bytes: int) -> _Range | None:
     """Return the bytes of the log that a finding is about; None if it is about something else, or about the surplus of
     a segment."""
+    if finding.file == "commitlog":  # all of it
+        return finding.position, finding.position + finding.length
     folder, _, name = finding.file.rpartition("/")
     start = segment_start(name) if folder == "commitlog" else None
     if start is None or finding.position >= segment_bytes:

@@ -307,9 +307,9 @@ def contradiction_of(manifest: Manifest, root: Path, fs: FileSystem) -> str:
     segments = {start: length for start, length in found if start is not None}
     lengths = list(segments.values())
     distances = {behind - start for start, behind in itertools.pairwise(sorted(segments))}
-    # Those that lie where they should and are all cut to one length are damaged, too.
-    cut = distances == {manifest.commitlog_segment_bytes} and max(lengths) < manifest.commitlog_segment_bytes
-    if not cut and _differ(lengths, manifest.commitlog_segment_bytes):
+    # Where names confirm the size, all files may have lost or got bytes.
+    confirmed = min(distances, default=0) == manifest.commitlog_segment_bytes
+    if not confirmed and _differ(lengths, manifest.commitlog_segment_bytes):
         return f"commitlog_segment_bytes is {manifest.commitlog_segment_bytes}, but no segment has that length"
     lengths = []
     for topic in _folders(root / "consumequeue", fs)[:8]:

@@ -6,6 +6,7 @@ the store, since it would take what does not lie in its place for damage, and cu
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 from collections import Counter
@@ -41,27 +42,35 @@ def misnamed_segments(run: SegmentRun, checksum: Checksum, fs: FileSystem, start
     looked_at = [segment.start for segment in run.segments() if segment.end > start]
     if not others and all(_is_in_place(run, each, checksum) for each in looked_at):
         return {}
-    places = {}
-    for segment in run.segments():
-        found = _place(run.mapping(segment), segment.start, run.segment_bytes, checksum)
-        if found not in (None, segment.start):
-            places[os.path.basename(segment.path)] = found
+    said = {os.path.basename(segment.path): segment.start for segment in run.segments()}
+    found = {
+        os.path.basename(segment.path): _place(run.mapping(segment), segment.start, run.segment_bytes, checksum)
+        for segment in run.segments()
+    }
     for name in others:
         fd = fs.open(run.directory / name, os.O_RDONLY)
         try:
             length = min(fs.size(fd), run.segment_bytes)
-            found = _place(fs.map(fd, length, writable=False), None, run.segment_bytes, checksum) if length else None
+            buffer = fs.map(fd, length, writable=False) if length else None
         finally:
             fs.close(fd)
-        if found is not None:
-            places[name] = found
-    while True:
-        claims = Counter(places.values())
-        taken = {segment.start for segment in run.segments() if os.path.basename(segment.path) not in places}
-        kept = {name: place for name, place in places.items() if claims[place] == 1 and place not in taken}
-        if kept == places:
-            return kept
-        places = kept
+        found[name] = None if buffer is None else _place(buffer, None, run.segment_bytes, checksum)
+        if found[name] is None and name.endswith(_UNFINISHED):
+            found[name] = segment_start(name.removesuffix(_UNFINISHED))
+    claims = Counter(found.values())
+    places = {
+        name: place
+        for name, place in found.items()
+        if place is not None and place != said.get(name) and claims[place] == 1
+    }
+    # A file without any record gives way, and gets the first name that is free.
+    used = {*places.values(), *(start for name, start in said.items() if name not in places)}
+    free = (start for start in itertools.count(run.min_offset, run.segment_bytes) if start not in used)
+    taken = set(places.values())
+    for name, start in said.items():
+        if start in taken and name not in places:
+            places[name] = next(free)
+    return places
 
 
 def rename_segments(run: SegmentRun, places: dict[str, int], fs: FileSystem) -> None:
@@ -84,11 +93,11 @@ def _names(run: SegmentRun, fs: FileSystem) -> list[str]:
 
 
 def _is_in_place(run: SegmentRun, start: int, checksum: Checksum) -> bool:
-    """Return True if the record at the start of a segment verifies, or nothing was written there."""
+    """Return True if the record at the start of a segment verifies."""
     segment = run.find(start)
     assert segment is not None
     buffer = run.mapping(segment)
-    return not any(buffer[:8]) or check_record(buffer, 0, len(buffer), start, checksum).status != "bad"
+    return check_record(buffer, 0, len(buffer), start, checksum).status != "bad"
 
 
 def _place(buffer: mmap.mmap, start: int | None, segment_bytes: int, checksum: Checksum) -> int | None:

@@ -298,7 +298,7 @@ class _Recovery:
         self.first = end
         if end:
             detail = "the commitlog folder is empty"
-            self.report.findings.append(Finding("missing_segment", "commitlog", 0, 0, detail))
+            self.report.findings.append(Finding("missing_segment", "commitlog", 0, end, detail))
         self._begin(end, end, end)
         self._finish_queues(end, end)
         self._finish_index([], end)

@@ -369,7 +369,7 @@ class Verifier:
             kind: Kind = "segment_name" if problem.kind == "segment_name" else "segment_size"
             yield Finding("missing_segment" if is_gap else kind, name, at, problem.length, problem.detail)
         if self._is_empty and self._begin:
-            yield Finding("missing_segment", "commitlog", 0, 0, "the commitlog folder is empty")
+            yield Finding("missing_segment", "commitlog", 0, self._begin, "the commitlog folder is empty")
 
     def _where(self, position: int) -> tuple[str, int]:
         start = position - position % self._run.segment_bytes
