@@ -50,7 +50,8 @@ def lag(ctx: click.Context, directory: Path, group: str | None, json_output: boo
         now_ms = parts.clock.now_ms()
         pops = pop_view(parts, now_ms)
         found = {name: lag_of(parts, name, pops) for name in (group_names(parts) if group is None else [group])}
-        incomplete = parts.store.unlisted_queue({each.topic for queues in found.values() for each in queues})
+        topics = {each.topic for queues in found.values() for each in queues}
+        incomplete = parts.store.unlisted_queue(topics) if topics else None
     groups = [
         {"group": name, **_sum(queues, now_ms), "queues": [_row(each, pops, now_ms) for each in queues]}
         for name, queues in found.items()
