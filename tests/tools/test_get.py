@@ -13,7 +13,9 @@ import pytest
 import mqstore as library
 from mqstore import SendReceipt
 from mqstore.layout.record import COMPRESSED
+from mqstore.options import Profile
 from tests.conftest import GoldenStore
+from tests.tools.damages import DAMAGES, filled
 from tests.tools.support import mqstore
 
 Golden = Callable[[str], GoldenStore]
@@ -126,10 +128,51 @@ def test_an_empty_queue_of_a_topic_is_told_from_no_topic(store: tuple[Path, list
     assert "queue 7 of 'orders' holds nothing; there are messages in 0" in result.stderr
 
 
-def test_a_search_without_hits_is_fine(store: tuple[Path, list[SendReceipt]]) -> None:
+def test_a_search_without_hits_exits_with_1(store: tuple[Path, list[SendReceipt]]) -> None:
     result = mqstore("get", store[0], "--topic", "orders", "--key", "nobody")
 
-    assert (result.exit_code, result.stdout, result.stderr) == (0, "", "no message\n")
+    assert (result.exit_code, result.stdout, result.stderr) == (1, "", "no message\n")
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["closed", "killed"])
+@pytest.mark.parametrize("profile", ["mqstore", "rocketmq"])
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("queue gone", ["--topic", "topic0"], "topic0, queue 0, lacks messages"),
+        ("queue gone", ["--topic", "topic0", "--queue-id", "0", "--offset", "3"], "topic0, queue 0, lacks messages"),
+        ("topic gone", ["--topic", "topic1", "--queue-id", "1"], "topic1, queue 0, lacks messages"),
+        ("topic gone", ["--topic", "topic1", "--key", "k1", "--max-messages", "2"], "topic1, queue 0, lacks messages"),
+        ("queues gone", ["--topic", "topic0"], "topic0, queue 0, lacks messages"),
+        ("index gone", ["--topic", "topic0", "--key", "k2"], "recover"),
+        ("one message", ["--physical-offset", "40"], "bad_record: commitlog/"),
+        ("segment gone", ["--physical-offset", "45"], "missing_segment: commitlog/"),
+        ("last message", ["--physical-offset", "89"], "_tail: commitlog/"),
+    ],
+)
+def test_an_answer_that_loss_may_have_cut_short_exits_with_1(
+    tmp_path: Path, name: str, options: list[str], says: str, profile: Profile, killed: bool
+) -> None:
+    puts = filled(tmp_path / "s", profile, killed=killed)
+    DAMAGES[name](tmp_path / "s", puts)
+    if options[0] == "--physical-offset":
+        options = [options[0], str(puts[int(options[1])]["physical_offset"])]
+
+    result = mqstore("get", tmp_path / "s", *options)
+
+    assert result.exit_code == 1
+    assert says in result.stderr
+    if says.endswith("lacks messages"):
+        assert f"`mqstore recover {tmp_path / 's'}`" in result.stderr
+
+
+def test_loss_elsewhere_does_not_matter(tmp_path: Path) -> None:
+    puts = filled(tmp_path / "s", "mqstore", killed=False)
+    DAMAGES["topic gone"](tmp_path / "s", puts)
+
+    assert mqstore("get", tmp_path / "s", "--topic", "topic0", "--max-messages", 99).exit_code == 0
+    assert mqstore("get", tmp_path / "s", "--topic", "nonesuch").exit_code == 2
+    assert mqstore("get", tmp_path / "s", "--physical-offset", puts[3]["physical_offset"] + 1).exit_code == 2
 
 
 @pytest.mark.parametrize(

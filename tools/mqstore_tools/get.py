@@ -8,11 +8,20 @@ from typing import Literal
 
 import click
 
-from mqstore import Finding, Message, MessageStore, OffsetOutOfRangeError, TopicNotFoundError
+from mqstore import Finding, Message, MessageStore, OffsetOutOfRangeError, QueueRef, TopicNotFoundError
 from mqstore.files.quiet import QUIET
-from mqstore.log.walk import walk_queue
+from mqstore.layout.messageid import decode_message_id
+from mqstore.log.walk import damage_at, walk_queue
 from mqstore_tools.render import note, print_finding
-from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, index_options, java_config, json_option
+from mqstore_tools.shared import (
+    FINDINGS,
+    StoreCommand,
+    directory_argument,
+    index_options,
+    java_config,
+    json_option,
+    note_incomplete,
+)
 from mqstore_tools.shown import body_bytes_option, print_message, raw_bodies_option
 
 __all__ = ["get"]
@@ -76,6 +85,9 @@ def get(
 
     One way of asking at a time: --topic (with --queue-id, --offset, --max-messages, --tag), --topic with --key or
     --unique-key, --message-id, or --physical-offset. With --json one object a line, as `export` has it.
+
+    Exit code 1 if there is no such message, or if there may be more than is shown: damage is named on stderr, and so is
+    a queue that lacks messages of the log, or an index that is lost.
     """
     ways = [name for name, value in _ways(key, unique_key, message_id, physical_offset) if value is not None]
     if len(ways) > 1:
@@ -89,13 +101,28 @@ def get(
         max_messages = 32
     with MessageStore(directory, "r", config=java_config(index_slots, index_entries), fs=QUIET) as store:
         findings: list[Finding] = []
-        if ways or tag != "*":
-            messages = _find(
-                store, topic, queue_id, offset, max_messages, tag, key, unique_key, message_id, physical_offset
-            )
-        else:
+        messages: list[Message] = []
+        incomplete: QueueRef | None = None
+        try:
+            if ways or tag != "*":
+                messages = _find(
+                    store, topic, queue_id, offset, max_messages, tag, key, unique_key, message_id, physical_offset
+                )
+            else:
+                assert topic is not None
+                messages, findings = _walk(store, topic, queue_id, offset, max_messages)
+            if topic is not None and len(messages) < max_messages:
+                incomplete = store.unlisted_queue({topic})
+        except (TopicNotFoundError, OffsetOutOfRangeError):
             assert topic is not None
-            messages, findings = _walk(store, topic, queue_id, offset, max_messages)
+            incomplete = store.unlisted_queue({topic})
+            if incomplete is None:
+                raise
+        except LookupError:
+            place = physical_offset if message_id is None else decode_message_id(message_id)[1]
+            findings = [] if place is None else [*damage_at(store, place)]
+            if not findings:
+                raise
         shown = [
             print_message(message, json_output=json_output, body_bytes=body_bytes, raw_body=raw_bodies)
             for message in messages
@@ -103,11 +130,16 @@ def get(
         for finding in findings:
             print_finding(finding, stderr=True)
         bad = 0 if findings else store.stats().bad_records
+        doubt = store.index_doubt() if key is not None or unique_key is not None else ""
     if not shown:
         note("no message")
     if bad:
         note(f"{bad} records do not verify and were passed over; see `mqstore verify`")
-    if bad or findings or not all(shown):
+    if incomplete is not None:
+        note_incomplete(incomplete, directory)
+    if doubt:
+        note(f"{doubt}, so keys may be missed: run `mqstore recover {directory} --rebuild index`")
+    if bad or findings or incomplete is not None or doubt or not shown or not all(shown):
         ctx.exit(FINDINGS)
 
 

@@ -8,17 +8,20 @@ from typing import Any
 
 import click
 
+from mqstore import QueueRef
 from mqstore.broker.inspect import inspect_broker
 from mqstore.log.inspect import inspect_store
 from mqstore_tools.opened import show_ms
 from mqstore_tools.render import console, note, print_json, progress, show_bytes, table, when
 from mqstore_tools.shared import (
+    FINDINGS,
     StoreCommand,
     directory_argument,
     findings_told,
     index_options,
     java_config,
     json_option,
+    note_incomplete,
 )
 
 __all__ = ["inspect"]
@@ -39,12 +42,16 @@ Examples:
 @directory_argument
 @index_options
 @json_option
-def inspect(directory: Path, index_slots: int | None, index_entries: int | None, json_output: bool) -> None:
+@click.pass_context
+def inspect(
+    ctx: click.Context, directory: Path, index_slots: int | None, index_entries: int | None, json_output: bool
+) -> None:
     """Show what the store in DIR holds: log, topics, queues, index, checkpoint, consumers' offsets; and of the broker:
     delay levels, timer, deliveries in flight, order info, transactions, dead letters, what keeps the front of the log.
 
     Reads only: bytes and times of the directory stay as they are, also beside a writer. Works on damaged stores; what
-    is plainly wrong is listed under problems, but checksums are left to `verify`, and so is the exit code 1.
+    is plainly wrong is listed under problems, but checksums are left to `verify`. Exit code 1 only if a queue lacks
+    messages that are in the log, after a crash or because its files are lost. A line on stderr names such a queue.
     """
     config = java_config(index_slots, index_entries)
     with progress("reading the log") as report:
@@ -55,6 +62,10 @@ def inspect(directory: Path, index_slots: int | None, index_entries: int | None,
         print_json(found)
     else:
         _show(found)
+    queue = found["incomplete_queue"]
+    if queue is not None:
+        note_incomplete(QueueRef(**queue), directory)
+        ctx.exit(FINDINGS)
 
 
 def _show(found: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ import click
 from mqstore.broker.inspect import PopView, QueueLag, group_names, lag_of, pop_view
 from mqstore_tools.opened import looking, show_ms
 from mqstore_tools.render import console, note, print_json, table
-from mqstore_tools.shared import StoreCommand, directory_argument, json_option
+from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, json_option, note_incomplete
 from mqstore_tools.suspended import show_suspended, suspended_of
 
 __all__ = ["lag"]
@@ -29,7 +29,8 @@ Examples:
 @directory_argument
 @click.option("--group", help="Only this group, queue by queue.")
 @json_option
-def lag(directory: Path, group: str | None, json_output: bool) -> None:
+@click.pass_context
+def lag(ctx: click.Context, directory: Path, group: str | None, json_output: bool) -> None:
     """Show how many messages each group of the store in DIR has not consumed, how old the oldest of them is, and how
     many are in flight: popped and not acknowledged yet, and among the former.
 
@@ -49,6 +50,8 @@ def lag(directory: Path, group: str | None, json_output: bool) -> None:
         now_ms = parts.clock.now_ms()
         pops = pop_view(parts, now_ms)
         found = {name: lag_of(parts, name, pops) for name in (group_names(parts) if group is None else [group])}
+        topics = {each.topic for queues in found.values() for each in queues}
+        incomplete = parts.store.unlisted_queue(topics) if topics else None
     groups = [
         {"group": name, **_sum(queues, now_ms), "queues": [_row(each, pops, now_ms) for each in queues]}
         for name, queues in found.items()
@@ -70,6 +73,9 @@ def lag(directory: Path, group: str | None, json_output: bool) -> None:
         _show(("group",), [(only["group"], only)])
     if not json_output:
         show_suspended(pops, found, now_ms)
+    if incomplete is not None:
+        note_incomplete(incomplete, directory)
+        ctx.exit(FINDINGS)
 
 
 def _row(lag: QueueLag, pops: PopView, now_ms: int) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from mqstore import (
     InvalidMessageError,
     MQStoreError,
     OffsetOutOfRangeError,
+    QueueRef,
     StoreConfig,
     TopicNotFoundError,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "java_config",
     "json_option",
     "note_front",
+    "note_incomplete",
     "print_error",
     "within",
 ]
@@ -173,6 +175,14 @@ def findings_told() -> Iterator[None]:
         yield
     finally:
         log.setLevel(before)
+
+
+def note_incomplete(queue: QueueRef, directory: Path) -> None:
+    """Say on stderr that a queue does not list all its messages, so what is read by queues is not all there is."""
+    note(
+        f"{queue.topic}, queue {queue.queue_id}, lacks messages that are in the log, and other queues may, too: run "
+        f"`mqstore recover {directory}`"
+    )
 
 
 def note_front(began: int, ended: int) -> None:

@@ -1,7 +1,7 @@
 """What a store directory holds, at a glance: the value behind `mqstore inspect --json`.
 
     {"path", "profile", "checksum", "store_id", "clean_shutdown", "writer_alive", "recovery_needed",
-     "undispatched_bytes",
+     "undispatched_bytes", "incomplete_queue": None or {"topic", "queue_id"},
      "commitlog":  {"min_offset", "max_offset", "segment_bytes", "messages",
                     "segments": [{"file", "start", "end", "length", "used", "messages",
                                   "first_store_timestamp_ms", "last_store_timestamp_ms"}, ...]},
@@ -18,7 +18,8 @@
 Offsets are physical (bytes in the commitlog) but for a queue's `min_offset` and `max_offset`, which count messages;
 `max_` is always one behind the last: the end of a record, the next offset. A queue without messages has -1 for its
 physical ones. A segment stands for the bytes [`start`, `end`), its file really has `length`, records fill `used`.
-`undispatched_bytes`: whole records that no queue knows yet. `order_info` is the broker's table as it lies in the file.
+`undispatched_bytes`: whole records that no queue knows yet. `incomplete_queue`: a queue that lacks messages of the log,
+where no writer is at work; there may be more. `order_info` is the broker's table as it lies in the file.
 
 Takes no lock, needs no `config/`, and leaves no trace: bytes and times stay as they are (see `files.quiet`). Lengths,
 magic numbers and offsets of the log are followed, checksums are not computed: that is what `verify` is for.
@@ -106,6 +107,7 @@ def inspect_store(
                 "max_physical_offset": end,
             }
         commitlog, undispatched, torn = _walk_log(store, dispatched, problems, progress, live=live)
+        incomplete = store.unlisted_queue()
         checkpoint = store._checkpoint.current
         if torn and not live:
             problems.append(torn)
@@ -120,6 +122,7 @@ def inspect_store(
             "writer_alive": live,
             "recovery_needed": not live and (not store.clean_shutdown or bool(torn) or undispatched > 0),
             "undispatched_bytes": undispatched,
+            "incomplete_queue": None if incomplete is None else incomplete._asdict(),
             "commitlog": commitlog,
             "topics": topics,
             "index": {

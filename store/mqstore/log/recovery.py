@@ -61,6 +61,7 @@ from mqstore.log.scanner import (
     used_end,
     wrong_number,
 )
+from mqstore.log.tip import QueueRef
 from mqstore.log.verify import Wanted, index_faults
 from mqstore.log.watermark import NEVER_TORN, first_record_time, watermark
 
@@ -68,9 +69,9 @@ __all__ = [
     "Progress",
     "RecoverOptions",
     "given_out",
-    "has_unlisted",
     "make_folder",
     "recover",
+    "unlisted_queue",
 ]
 
 _log = logging.getLogger("mqstore")
@@ -137,12 +138,13 @@ def recover(
         return _Recovery(parts, problems, options, progress, whole=True).run()
 
 
-def has_unlisted(parts: Parts) -> bool:
-    """Whether recovery will give a record its first unit: there is one behind the end of its queue. Reads headers from
-    S on, up to the first such record; changes nothing."""
+def unlisted_queue(parts: Parts, wanted: Callable[[str], bool], *, whole: bool = False) -> QueueRef | None:
+    """Return a queue of a topic that is `wanted` to which recovery will give its first unit for a record: one behind
+    its end, or in front of its first file. Reads headers from S on (`whole`: all), up to the first such record; changes
+    nothing."""
     if not parts.run.starts:
-        return False
-    recovery = _Recovery(parts, (), RecoverOptions(dry_run=True), None, whole=False)
+        return None
+    recovery = _Recovery(parts, (), RecoverOptions(dry_run=True), None, whole=whole)
     start = recovery._scan_start()
     found = scan_log(parts.run, start, parts.checksum, checksums=False)
     for event in until_torn(found, lambda: recovery._torn_from(recovery._watermark(start))):
@@ -150,15 +152,18 @@ def has_unlisted(parts: Parts) -> bool:
             continue
         rows = parts.queues.rows_of(event.buffer, event.headers, event.base)
         for topic, queue_id, chosen in rows.by_queue():
-            if queue_id >= 0 and is_path_safe(topic):
-                queue = parts.queues.get(topic, queue_id)
-                if queue is None:
-                    return True
-                offsets = rows.queue_offset[chosen]
-                kept = recovery.lives.of_this(queue, offsets, rows.physical_offset[chosen])
-                if int(offsets.max() if kept is None else offsets[kept].max(initial=-1)) >= queue.max_offset:
-                    return True
-    return False
+            if queue_id < 0 or not is_path_safe(topic) or not wanted(topic):
+                continue
+            queue = parts.queues.get(topic, queue_id)
+            if queue is None:
+                return QueueRef(topic, queue_id)
+            offsets = rows.queue_offset[chosen]
+            kept = recovery.lives.of_this(queue, offsets, rows.physical_offset[chosen])
+            if kept is not None:
+                offsets = offsets[kept]
+            if len(offsets) and (offsets.max() >= queue.max_offset or 0 <= offsets.min() < queue.first_offset()):
+                return queue.ref
+    return None
 
 
 def given_out(queue: ConsumeQueue, first: int, seen: int, end: int) -> int:

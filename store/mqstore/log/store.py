@@ -18,7 +18,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -59,7 +59,7 @@ from mqstore.log.index import Index
 from mqstore.log.misnamed import MisnamedSegmentsError, misnamed_segments
 from mqstore.log.own import check_own
 from mqstore.log.queueends import is_progress_ahead, note_ends
-from mqstore.log.recovery import Outcome, Parts, Progress, RecoverOptions, has_unlisted, recover
+from mqstore.log.recovery import Outcome, Parts, Progress, RecoverOptions, recover, unlisted_queue
 from mqstore.log.report import Finding, RecoveryReport
 from mqstore.log.reput import Dispatcher
 from mqstore.log.retention import disk_ratio, expired_before
@@ -67,9 +67,10 @@ from mqstore.log.scanner import End, scan_log, until_torn
 from mqstore.log.shard import Limits
 from mqstore.log.splice import Splicer, SpliceResult, Undone, undo, would_undo
 from mqstore.log.stats import StoreStats
+from mqstore.log.tip import QueueRef
 from mqstore.log.txn import TXN_FILE, Intent, IntentWatch, TxnFile
 from mqstore.log.verify import Verifier
-from mqstore.log.watermark import NEVER_TORN, watermark, written_end
+from mqstore.log.watermark import NEVER_TORN, first_record_time, watermark, written_end
 from mqstore.log.writer import StoreWriter
 from mqstore.options import Durability, Duration, Profile, Retention, StoreConfig, delay_table_ms, seconds
 from mqstore.signalsafe import Bell, is_held_here
@@ -557,9 +558,31 @@ class MessageStore(StoreWriter):
     def has_unlisted(self) -> bool:
         """Of a reader: whether a crash left messages that no queue lists, and nobody is there who will list them. Who
         reads by queues misses them until the store is opened for writing, or recovered."""
-        if self.clean_shutdown or writer_alive(self.path, self.fs):
-            return False
-        return has_unlisted(self._parts(clean=False, has_checkpoint=self._has_checkpoint))
+        return not self.clean_shutdown and self.unlisted_queue() is not None
+
+    def unlisted_queue(self, topics: Collection[str] | None = None) -> QueueRef | None:
+        """Return a queue, of `topics` if they are given, that does not list all its messages in the log: after a crash,
+        or because its files are lost. None beside a writer, who will list them. For readers only.
+
+        Cheap for a store that mqstore closed, and that has its queues. Else it reads headers of the part of the log
+        that an opening would read, or of all if queues are known to be lost."""
+        if self.has_all_queues() or self._queues.in_rocksdb or writer_alive(self.path, self.fs):
+            return None
+        parts = self._parts(clean=self.clean_shutdown, has_checkpoint=self._has_checkpoint)
+        wanted = (lambda topic: True) if topics is None else topics.__contains__
+        return unlisted_queue(parts, wanted, whole=self.clean_shutdown and self._have_queues_lost())
+
+    def index_doubt(self) -> str:
+        """Return why the index of a reader may lack keys, as the lists of its files show: "" if they show nothing."""
+        if self._index_findings:
+            return f"{self._index_findings[0].file} is damaged"
+        newest_ms = max((file.header.end_timestamp_ms for file in self._index.files), default=0)
+        synced_ms = self._checkpoint.current.index_msg_timestamp_ms
+        if newest_ms < synced_ms and self._run.starts:
+            first_ms = first_record_time(self._run, self._run.starts[0], self._checksum)
+            if first_ms is not None and first_ms <= synced_ms:  # else retention has taken those files
+                return "index files are missing"
+        return "" if self._index.files or not self._has_records() else "there is no index"
 
     def _stored_delay_levels(self) -> str:
         value, _ = load_json(self.path / manifests.MANIFEST, writer=False, fs=self.fs)

@@ -32,12 +32,12 @@ from mqstore.layout.consumequeue import UNIT_BYTES, is_void
 from mqstore.log.message import Message
 from mqstore.log.recovery import given_out
 from mqstore.log.report import Finding
-from mqstore.log.scanner import Bad, Good, scan_log
+from mqstore.log.scanner import Bad, End, Good, scan_log
 from mqstore.log.store import MessageStore
 from mqstore.log.stretch import Stretch
 from mqstore.log.verify import Gap, Placed, Verifier
 
-__all__ = ["in_log_order", "walk_log", "walk_queue"]
+__all__ = ["damage_at", "in_log_order", "walk_log", "walk_queue"]
 
 _STEP = 512
 _NO_END = 1 << 62
@@ -74,6 +74,22 @@ def walk_log(
             yield from verifier.end(event)
     if not verifier.is_live:
         yield from _lost_behind(store, verifier, wanted)
+
+
+def damage_at(store: MessageStore, position: int) -> Iterator[Finding]:
+    """Yield the damaged range of a reader's log that holds physical offset `position`; nothing if it is not damaged.
+    Reads the log from the start of that segment up to there."""
+    verifier = store.verifier()
+    size = store.manifest.commitlog_segment_bytes
+    start = max(position // size * size, verifier.front)
+    before = max((each for each in store._run.starts if each <= start), default=start)
+    for event in scan_log(store._run, before, store.manifest.checksum, on_front=verifier.front_moved):
+        if isinstance(event, Bad) and event.start <= position < event.end:
+            yield verifier.bad(event)
+        elif isinstance(event, End) and event.position <= position:
+            yield from verifier.end(event)
+        if not isinstance(event, End) and event.end > position:
+            return
 
 
 def in_log_order(stretches: Sequence[Stretch]) -> Iterator[Message]:
