@@ -166,9 +166,9 @@ def overwrite(file: Path, at: int, data: bytes) -> None:
 class Shape(NamedTuple):
     """Sizes of a store, and the seed of its messages."""
 
-    messages: int = 400
+    messages: int = 300
     topics: int = 3
-    body_bytes: int = 1500
+    body_bytes: int = 2000
     segment_bytes: int = 1 << 16
     seed: int = 1
 
