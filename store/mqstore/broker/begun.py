@@ -34,6 +34,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import count, takewhile
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -73,9 +74,12 @@ class Address(NamedTuple):
     offset: int
 
 
+_physical_offset = attrgetter("physical_offset")
+
+
 def note(cells: memoryview, messages: Sequence[Message]) -> None:
     """Name these messages in the cells of a worker. Until this is done the cells name none."""
-    places = array("q", [message.physical_offset for message in messages])
+    places = array("q", map(_physical_offset, messages))
     end = len(places)
     cells[0] = NONE
     if end < len(cells):
