@@ -16,6 +16,7 @@ import pytest
 
 import mqstore
 from mqstore import BatchFailure, GroupInUseError, Interceptor, Message, Reject, Retry, RetryPolicy, Store
+from mqstore.broker.begun import UNREAD
 from mqstore.broker.members import Mode
 from mqstore.client import poppush
 from mqstore.client.poppush import PopEngine
@@ -782,7 +783,7 @@ def test_after_a_crash_it_goes_on(bench: Bench, ordered: bool, later_s: int, mon
             bench.kill()
             push.engine.halt()  # it is dead: it begins nothing more, and notes nothing
             for worker in push.consumer._workers.all:
-                worker.cells, worker.calls_with = memoryview(bytearray(24)).cast("q"), ""
+                worker.cells = UNREAD
             raise Retry(0)
 
     bench.put(*[b"%d" % i for i in range(5)], queue_id=0)

@@ -1,28 +1,25 @@
-"""Which messages handlers have begun: after a kill it tells who may have caused it (client-semantics A6, A8).
+"""Notes of the messages that handlers have begun, for the next process (client-semantics A6, A8).
 
     config/begun/N    of one push consumer, while it runs
 
-     0     512                            8 bytes a cell, little endian
-    +-----+------------------------------+---------------+---
-    | head| cells of the first worker    | of the second |        head: {"group": name, "workers": w, "cells": of each}
-    +-----+------------------------------+---------------+---
+     0      512                          each cell: 8 bytes, little endian
+    +------+----------------------------+---------------+---
+    | head | cells of the first worker  | of the second |        head: {"group": name, "workers": w, "cells": of each}
+    +------+----------------------------+---------------+---
 
-The cells of a worker name the messages that its handler was called with last, three cells at a time::
+The cells of a worker hold the physical offsets of the messages of its last handler call. A cell with -1 ends the list:
+the cells behind it are left over from earlier calls.
 
-    where    physical offset of any message of their queue; -1: the rest is of an earlier call
-    first    queue offset; -1: its job has ended, and the rest is of an earlier call
-    last     of several that stand in line; -1: there is one
+The cells are written through a mapping. This takes no system call, and the kernel keeps the bytes when the process is
+killed. A power cut may lose them; then the attempt is not counted.
 
-They are written through a mapping, so they cost no system call, and the kernel keeps them when the process is killed. A
-power cut may take them back: then an attempt is not counted.
+    at the next open, a message that is not settled    is redelivered with
+    and whose handler had begun                        one attempt more; after its last attempt it is a dead letter
+    and that a push consumer had only prefetched       the same attempt
 
-    at the next open, of a message that is not settled     it comes again with
-    its handler had begun                                  one attempt more; behind the last one it is a dead letter
-    it was only fetched, by a push consumer                the same attempt
-
-Those whose handler had begun are suspected of having ended the process. They stand in `suspects.json`, {"suspects":
-{group: [[topic, queue id, offset], ...]}}, until they have been through a handler, and one at a time is let into one:
-whichever ends the process takes no other of them down with it.
+Messages whose handler had begun are suspected of having ended the process. `suspects.json` keeps them, as {"suspects":
+{group: [[topic, queue id, offset], ...]}}, until they have been through a handler. Only one of them is in a handler at
+a time, so the message that ends the process uses no attempt of the others.
 """
 
 from __future__ import annotations
@@ -31,11 +28,13 @@ import json
 import logging
 import os
 import threading
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import count
+from itertools import count, takewhile
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -47,7 +46,7 @@ from mqstore.files.filesystem import FileSystem
 from mqstore.files.jsonfile import save_json
 from mqstore.log.message import Message
 
-__all__ = ["FIRST", "LAST", "NONE", "PROCESS_ENDED", "THREE", "WHERE", "Address", "Begun", "Notes", "Suspects", "note"]
+__all__ = ["NONE", "PROCESS_ENDED", "UNREAD", "Address", "Begun", "Notes", "Suspects", "note"]
 
 _log = logging.getLogger("mqstore")
 
@@ -59,13 +58,12 @@ PROCESS_ENDED: Final = "the process ended while it was handled"
 _HEAD_BYTES: Final = 512
 _CELL_BYTES: Final = 8
 _BATCH_MAX: Final = 1_024
-THREE: Final = 3
-"""Cells that name messages of one queue."""
-_FILE_MAX_BYTES: Final = _HEAD_BYTES + _CELL_BYTES * 1_000 * THREE * _BATCH_MAX
+_FILE_MAX_BYTES: Final = _HEAD_BYTES + _CELL_BYTES * 1_000 * _BATCH_MAX
 """The most workers, each with the largest batch."""
 NONE: Final = -1
 """A cell that holds nothing."""
-WHERE, FIRST, LAST = range(3)
+UNREAD: Final = memoryview(bytearray(_CELL_BYTES * _BATCH_MAX)).cast("q")
+"""Cells of workers whose calls are not noted. Nobody reads them."""
 
 
 class Address(NamedTuple):
@@ -76,19 +74,18 @@ class Address(NamedTuple):
     offset: int
 
 
+_physical_offset = attrgetter("physical_offset")
+
+
 def note(cells: memoryview, messages: Sequence[Message]) -> None:
-    """Let the cells of a worker name each of these messages, of whatever queues. Until that is done they name none."""
-    cells[FIRST] = NONE
-    first = messages[0]
-    if len(cells) > THREE:
-        at = THREE
-        for message in messages[1:]:
-            cells[at], cells[at + FIRST] = message.physical_offset, message.offset
-            at += THREE
-        if at < len(cells):
-            cells[at] = NONE
-    cells[WHERE] = first.physical_offset
-    cells[FIRST] = first.offset
+    """Name these messages in the cells of a worker. Until this is done the cells name none."""
+    places = array("q", map(_physical_offset, messages))
+    end = len(places)
+    cells[0] = NONE
+    if end < len(cells):
+        cells[end] = NONE
+    cells[1:end] = places[1:]
+    cells[0] = places[0]
 
 
 class Notes:
@@ -143,15 +140,16 @@ class Suspects:
                 self.left = {**others, group: after} if after else others
                 self._save(self.left)
 
-    def come(self, key: object, owner: object, turn: Callable[[], object]) -> bool:
-        """Return whether it is the turn of `key`; else `turn()` is called when it is. `leave` must follow."""
+    def come(self, key: object, owner: object, turn: Callable[[], object]) -> None:
+        """Call `turn()` once it is the turn of `key`: now, or by the thread that ends the turn before. `leave` must
+        follow."""
         with self._lock:
             if self._inside is None:
                 self._inside = key, owner
             elif self._inside[0] is not key:
                 self._line.append((key, owner, turn))
-                return False
-        return True
+                return
+        turn()
 
     def leave(self, key: object) -> None:
         """Let the next one in, if it is the turn of `key`."""
@@ -220,14 +218,10 @@ class Begun:
             _log.warning("%s is not read: %s. Attempts that it tells of are not counted", path, error)
             return
         for cells in found.tolist():
-            for at in range(0, len(cells) - LAST, THREE):
-                where, first, last = cells[at : at + THREE]
-                if where == NONE or first == NONE:
-                    break
+            for physical_offset in takewhile(NONE.__ne__, cells):
                 with suppress(LookupError, MQStoreError):  # gone since, or never written
-                    queue = self._parts.store.at(where).queue
-                    stop = min(max(first, last) + 1, first + _BATCH_MAX)
-                    addresses.update(Address(*queue, offset) for offset in range(first, stop))
+                    message = self._parts.store.at(physical_offset)
+                    addresses.add(Address(*message.queue, message.offset))
 
     def forget(self) -> None:
         """Remove what was read: whoever asked for it has it on disk."""

@@ -31,8 +31,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any, Final, NamedTuple, NoReturn
 
 from mqstore.broker import receipts
@@ -633,14 +634,15 @@ def _idle(record: OrderInfo, now_ms: int) -> bool:
     return now_ms - record.updated_ms > IDLE_MS and not _copy(record).blocks(None, 0, now_ms)
 
 
+_values = attrgetter(*(each.name for each in fields(OrderInfo)))
+
+
 def _copy(record: OrderInfo) -> OrderInfo:
-    return replace(
-        record,
-        counts=None if record.counts is None else dict(record.counts),
-        visible_ms=None if record.visible_ms is None else dict(record.visible_ms),
-        suspended=dict(record.suspended),
-        unknown=dict(record.unknown),
-    )
+    copied = OrderInfo(*_values(record))  # `replace` is slower, and each ordered acknowledgement makes two copies
+    copied.counts = None if record.counts is None else dict(record.counts)
+    copied.visible_ms = None if record.visible_ms is None else dict(record.visible_ms)
+    copied.suspended, copied.unknown = dict(record.suspended), dict(record.unknown)
+    return copied
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ class _Chunk:
         self.until: float | None = None
         """When to leave it undone, once its queue is to go."""
         self.alone = False
-        """It is a suspected message, and begins when it may (`Handling.may_begin`)."""
+        """It is a suspected message, and begins when it may (`Handling.in_turn`)."""
 
 
 class ConcurrentService:
@@ -147,9 +147,7 @@ class ConcurrentService:
     def _begin_alone(self, chunk: _Chunk) -> None:
         """Have a suspected message handled when that may begin. Until then it holds no worker and no queue."""
         chunk.alone = True
-        turn = partial(self._workers.submit, partial(self._run, chunk))
-        if self._handling.may_begin(chunk, turn):
-            turn()
+        self._handling.in_turn(chunk, partial(self._workers.submit, partial(self._run, chunk)))
 
     # -- a worker at a chunk ----------------------------------------------------------------------------------------
 
@@ -162,7 +160,6 @@ class ConcurrentService:
             self._handling.leave(chunk)
             return
         self._at[worker] = chunk
-        worker.come_to(chunk.first)
         worker.is_cancelled = lambda: queue.closing
         if not self._ticking:
             self._begin_ticks()

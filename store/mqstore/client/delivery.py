@@ -223,7 +223,7 @@ def as_delivered(delivery: pop.Delivery) -> Message:
     message, topic = delivery.message, delivery.topic
     if is_retry_topic(topic):
         topic = message.stored_properties().get(RETRY_TOPIC, topic)
-    return shown(message, topic, delivery.attempt - 1)
+    return shown(message, topic, delivery.redeliveries)
 
 
 def fail(broker: Broker, group: str, delivery: pop.Delivery, reason: str, delay: Duration | None = None) -> Settled:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from mqstore.broker.begun import FIRST, Address, Suspects
+from mqstore.broker.begun import Address, Suspects, note
 from mqstore.broker.statistics import Statistics
 from mqstore.client.handlers import check_has_run
 from mqstore.client.interceptors import Consumed, Interceptors, Settled
@@ -120,10 +120,10 @@ class Handling:
         """How many of the first of these one call may have: a suspected one is alone."""
         return next((i for i, message in enumerate(messages) if self.is_suspect(message)), len(messages)) or 1
 
-    def may_begin(self, key: object, turn: Callable[[], object]) -> bool:
-        """Whether `key` may have a suspected message handled now; else `turn()` is called when it may. `has_handled` or
-        `leave` must follow."""
-        return self._suspects.come(key, self, turn)
+    def in_turn(self, key: object, turn: Callable[[], object]) -> None:
+        """Call `turn()` once `key` may have a suspected message handled: now, or later. `has_handled` or `leave` must
+        follow."""
+        self._suspects.come(key, self, turn)
 
     def is_in_turn(self, key: object) -> bool:
         """Whether it may, and has not."""
@@ -149,12 +149,13 @@ class Handling:
         that returned an `Awaited`, the flow that waits for it. SystemExit and KeyboardInterrupt pass."""
         handler = subscription.handler
         argument = tuple(messages) if self._batch else messages[0]  # our list is not the handler's to change
-        if worker.calls_with == "one":  # what `begin` does, without a call: it may come every two microseconds
+        if self._batch:
+            worker.begin(messages)
+            note(worker.cells, messages)
+        else:  # the same of one message, without calls: it may come every two microseconds
             worker.calls += 1
             worker.messages = messages
-            worker.cells[FIRST] = messages[0].offset
-        else:
-            worker.begin(messages)
+            worker.cells[0] = messages[0].physical_offset
         begin = time.perf_counter()
         try:
             if self._around:

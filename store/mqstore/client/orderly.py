@@ -113,8 +113,6 @@ class _Task:
     """How often messages failed, by offset."""
     watches: bool
     """There may be suspected messages."""
-    is_placed: bool = False
-    """The worker knows the queue."""
 
 
 @dataclass(slots=True)
@@ -245,9 +243,6 @@ class OrderlyService:
     def _handle(self, task: _Task, taken: list[Message]) -> Flow[int | None]:
         """One batch: None to go on, else for how long the queue is suspended."""
         queue = task.queue
-        if not task.is_placed:
-            task.worker.come_to(taken[0])
-            task.is_placed = True
         batch = self._shown(task, taken)
         subscription = self.assignment.subscription_of(queue, batch[0])
         if subscription is None:
@@ -275,8 +270,7 @@ class OrderlyService:
         batch = self._cut(queue, batch, number)
         if alone and not self._handling.is_in_turn(queue):
             queue.again(batch)  # first: the turn may come at once
-            if self._handling.may_begin(queue, partial(self._resubmit, queue)):
-                self._resubmit(queue)
+            self._handling.in_turn(queue, partial(self._resubmit, queue))
             return WAITS_MS
         if bound is not None:
             wait_ms = yield from self._transact(task, subscription, bound, batch)

@@ -32,12 +32,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from itertools import takewhile
+from operator import attrgetter
 from typing import Literal, TypeVar
 
 from mqstore.broker import pop
 from mqstore.broker.broker import Broker, Start
 from mqstore.broker.groups import RetryPolicy
-from mqstore.broker.names import is_retry_topic
 from mqstore.client.delivery import as_delivered, fail
 from mqstore.client.handling import Ended, Failure, Handling, Subscription
 from mqstore.client.interceptors import Settled
@@ -75,9 +75,8 @@ class _Item:
 
     def __init__(self, delivery: pop.Delivery) -> None:
         self.delivery = delivery
-        self.message = as_delivered(delivery)
-        topic = delivery.topic
-        self.topic = self.message.topic if is_retry_topic(topic) else topic
+        self.message = message = as_delivered(delivery)
+        self.topic = delivery.topic if message is delivery.message else message.topic
         """Whose handler gets it; `delivery.topic` settles it."""
         self.size = self.message.size
         self.state: Literal["cached", "handling", "ended"] = "cached"
@@ -87,6 +86,9 @@ class _Item:
 
     def __str__(self) -> str:
         return f"{self.delivery.topic}/{self.delivery.queue_id}, offset {self.message.offset}"
+
+
+_topic = attrgetter("topic")
 
 
 class _Unit:
@@ -429,24 +431,26 @@ class PopEngine:
             self._at[worker] = None
 
     def _work_on(self, chunk: _Unit, worker: Worker) -> Flow[None]:
-        settled_at, watches = time.perf_counter(), self._handling.watches()
+        handling, settled_at = self._handling, time.perf_counter()
+        watches, alone = handling.watches(), False
         try:
             while not self._is_halted and (batch := _next(chunk.items, self._batch_size)):
                 if len(batch) > 1:
                     batch = self._of_one_call(chunk, batch)
                 if (subscription := self._subscription(chunk, batch)) is None:
                     return
-                alone = watches and self._handling.is_suspect(batch[0].message)
-                if alone and not self._handling.is_in_turn(chunk):
+                if watches and (alone := handling.is_suspect(batch[0].message)) and not handling.is_in_turn(chunk):
                     self._begin_alone(_Unit(batch))
                     continue
                 failure, took_ms = yield from self._handle(subscription, batch, worker)
                 if alone:
-                    self._handling.has_handled(chunk, [batch[0].message])
+                    handling.has_handled(chunk, [batch[0].message])
                 live = self._end(batch)
                 each_ms = took_ms / len(batch)
                 failed = _failed_of(live, failure)
-                chunk.done.extend((item, each_ms) for item in live if item not in failed)
+                for item in live:
+                    if item not in failed:
+                        chunk.done.append((item, each_ms))
                 if failed and failure is not None:
                     settling = _Settling()
                     self._add_failures(settling, failed, failure, each_ms)
@@ -459,27 +463,25 @@ class PopEngine:
             self._settle_done(chunk)
 
     def _run_line(self, line: _Unit, worker: Worker) -> Flow[None]:
-        watches = self._handling.watches()
+        handling = self._handling
+        watches, alone = handling.watches(), False
         while line.items and not self._is_halted:
             batch = _next(line.items, self._batch_size)
             if len(batch) > 1:
                 batch = self._of_one_call(line, batch)
             if (subscription := self._subscription(line, batch)) is None:
                 return
-            alone = watches and self._handling.is_suspect(batch[0].message)
-            if alone and not self._handling.is_in_turn(line):
-                line.items.extendleft(reversed(batch))
-                if self._handling.may_begin(line, partial(self._workers.submit, partial(self._run, line))):
-                    continue
+            if watches and (alone := handling.is_suspect(batch[0].message)) and not handling.is_in_turn(line):
+                self._begin_alone(_Unit([*batch, *line.items]))
                 return
             failure, took_ms = yield from self._handle(subscription, batch, worker)
             if alone:
-                self._handling.has_handled(line, [batch[0].message])
+                handling.has_handled(line, [batch[0].message])
             if not self._end(batch):
                 return
             failed = _failed_of(batch, failure)
             if failed != batch[len(batch) - len(failed) :]:
-                failure, failed = self._handling.not_the_end(batch[0].message), batch
+                failure, failed = handling.not_the_end(batch[0].message), batch
             good = batch[: len(batch) - len(failed)]
             each_ms = took_ms / len(batch)
             settling = _Settling(line)
@@ -491,15 +493,14 @@ class PopEngine:
                 return  # `_again` goes on when that is settled
 
     def _begin_alone(self, unit: _Unit) -> None:
-        """Have a unit that begins with a suspected message worked on when that may begin."""
-        turn = partial(self._workers.submit, partial(self._run, unit))
-        if self._handling.may_begin(unit, turn):
-            turn()
+        """Have a unit that begins with a suspected message worked on when that message may begin."""
+        self._handling.in_turn(unit, partial(self._workers.submit, partial(self._run, unit)))
 
     def _of_one_call(self, unit: _Unit, batch: list[_Item]) -> list[_Item]:
         """What of these goes to one handler, and may be in one call. The others go back to the front of the unit."""
-        alike = [item.message for item in takewhile(lambda item: item.topic == batch[0].topic, batch)]
-        number = self._handling.together(alike) if self._handling.watches() else len(alike)
+        number = len(list(takewhile(batch[0].topic.__eq__, map(_topic, batch))))
+        if self._handling.watches():
+            number = self._handling.together([item.message for item in batch[:number]])
         unit.items.extendleft(reversed(batch[number:]))
         return batch[:number]
 

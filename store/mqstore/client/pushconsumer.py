@@ -31,7 +31,7 @@ from queue import Empty, SimpleQueue
 from types import FrameType, TracebackType
 from typing import Any, Literal, Protocol, TypeVar, overload
 
-from mqstore.broker.begun import THREE, Notes
+from mqstore.broker.begun import Notes
 from mqstore.broker.broker import Broker
 from mqstore.broker.groups import RetryPolicy
 from mqstore.broker.localoffsets import LOCAL_OFFSETS, LocalOffsets
@@ -632,13 +632,9 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
 
     def _take_notes(self) -> None:
         """Have the workers note what their handlers have."""
-        calls_with: Literal["one", "run", "any"] = "any"
-        if self._mode.model == "queue":
-            calls_with = "one" if self._batch_size == 1 else "run"
-        cells_each = THREE * self._batch_size if calls_with == "any" else THREE
-        self._notes = self._broker.begun.open(self.group, len(self._workers.all), cells_each)
+        self._notes = self._broker.begun.open(self.group, len(self._workers.all), self._batch_size)
         for worker, cells in zip(self._workers.all, self._notes.workers, strict=True):
-            worker.cells, worker.calls_with = cells, calls_with
+            worker.cells = cells
 
     def _forget_notes(self) -> None:
         if self._notes is not None:

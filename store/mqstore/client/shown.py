@@ -34,13 +34,13 @@ class _Shown(Message):
         return self._redeliveries
 
 
-def shown(message: Message, topic: str, redeliveries: int) -> Message:
-    """`message` under this topic, after so many deliveries before this one."""
-    if message.topic == topic and message.reconsume_times == redeliveries:
+def shown(message: Message, topic: str, redeliveries: int | None = None) -> Message:
+    """Return `message` under this topic, after so many earlier deliveries. None: as many as its record says."""
+    if message.topic == topic and (redeliveries is None or message.reconsume_times == redeliveries):
         return message
-    return _Shown(message, topic, redeliveries)
+    return _Shown(message, topic, message.reconsume_times if redeliveries is None else redeliveries)
 
 
 def as_sent(message: Message, group: str) -> Message:
     """`message`, if it lies in a retry topic of the group under the topic that it was sent to."""
-    return shown(message, origin_topic(message, group), message.reconsume_times)
+    return shown(message, origin_topic(message, group))

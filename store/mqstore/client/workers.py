@@ -28,9 +28,9 @@ from functools import partial
 from itertools import count
 from queue import Empty, SimpleQueue
 from types import GeneratorType
-from typing import Literal, TypeVar
+from typing import TypeVar
 
-from mqstore.broker.begun import FIRST, LAST, NONE, THREE, WHERE, note
+from mqstore.broker.begun import NONE, UNREAD
 from mqstore.clock import Clock
 from mqstore.log.message import Message
 from mqstore.signalsafe import Condition
@@ -92,7 +92,6 @@ class Worker:
         "_lock",
         "awaits",
         "calls",
-        "calls_with",
         "cells",
         "ended_at",
         "ident",
@@ -112,11 +111,8 @@ class Worker:
         """When the last that it waited for had ended (`time.perf_counter`)."""
         self.messages: Sequence[Message] = ()
         """What its handler has now; empty: it is in no handler."""
-        self.cells = memoryview(bytearray(THREE * 8)).cast("q")
+        self.cells = UNREAD
         """Where it notes what its handler has, for the next process (broker/begun.py)."""
-        self.calls_with: Literal["", "one", "run", "any"] = ""
-        """What its handler has at a time: one message, or a run of them, of one queue (`come_to`), or any messages. "":
-        that is not noted."""
         self.calls = 0
         """Handler calls so far: tells one from the next."""
         self.lapsed = -1
@@ -128,11 +124,6 @@ class Worker:
         """A handler gets these now."""
         self.calls += 1
         self.messages = messages
-        if self.calls_with == "run":
-            self.cells[LAST] = messages[-1].offset
-            self.cells[FIRST] = messages[0].offset
-        elif self.calls_with == "any":
-            note(self.cells, messages)
 
     def end(self) -> None:
         """It has come back. From here on `lapse` finds nothing; `lapsed == calls` tells that it did before."""
@@ -141,12 +132,7 @@ class Worker:
 
     def rest(self) -> None:
         """It is in no handler, and not about to be in one."""
-        self.cells[FIRST] = NONE
-
-    def come_to(self, message: Message) -> None:
-        """What it will be called with lies in the queue of this message."""
-        self.cells[FIRST] = self.cells[LAST] = NONE
-        self.cells[WHERE] = message.physical_offset
+        self.cells[0] = NONE
 
     def lapse(self, call: int) -> Sequence[Message]:
         """Make the result of this call void; what its handler has. Empty if it has ended: then its result counts."""
