@@ -11,7 +11,7 @@
 #   make delta   Delta tables imported, and written by streams, in an environment of their own (needs Maven)
 #   make spark-bench  Spark's reads, writes and jobs beside what they replace, each ratio beside its goal (half an hour)
 #   make interop  both engines on one store, ours and Apache RocketMQ's (needs a JDK, Maven; ROCKETMQ=5.4.0 takes another)
-#   make crash   more crash images than `make test` tries: N=100000 of them
+#   make crash   more crash images than `make test` tries, N=100000 of them, and a crash or error at every change
 #   make descriptors  stores in processes with few file descriptors: N=2000 cases (a few a second)
 #   make retention  every command and call that reads beside a writer that drops segments, N=20 rounds
 #   make interrupts  Ctrl-C at every point of every call, one after the other (half an hour)
@@ -99,7 +99,7 @@ var/rocketmq-%/fetched: tests/interop/pom.xml
 	@touch $@
 
 crash: $(VENV)/stamp-dev
-	MQSTORE_CRASH_IMAGES=$(N) $(BIN)/python -m pytest -q tests/crash
+	MQSTORE_CRASH_IMAGES=$(N) $(BIN)/python -m pytest -q tests/crash tests/log/test_snapshot.py tests/spark/test_publish.py
 
 descriptors: $(VENV)/stamp-dev
 	MQSTORE_CAMPAIGN_ROUNDS=$(N) $(BIN)/python -m pytest -q -n $(JOBS) tests/campaigns/test_descriptors.py

@@ -13,6 +13,7 @@ a line, told apart by `kind`: `queue`, `message`, `lost` (a unit whose record is
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import lzma
@@ -165,14 +166,21 @@ def _unmeasured() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Rewriting asserts takes twice as long when it is measured. So what importing runs is measured before."""
+    """Rewriting asserts takes twice as long when it is measured. So what importing runs is measured before.
+    No garbage collection looks at the thousands of collected tests. Tests ask for hundreds of collections."""
     if Coverage.current() is not None:
         for package in (mqstore, mqstore_tools):
             for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
                 with suppress(ImportError):  # no pyspark
                     importlib.import_module(module.name)
+    gc.disable()
     with _unmeasured():
-        return (yield)
+        try:
+            return (yield)
+        finally:
+            gc.collect()
+            gc.freeze()
+            gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)

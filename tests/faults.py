@@ -38,7 +38,10 @@ from mqstore.files.filesystem import DIRECTORY_MODE, FILE_MODE, FileSystem, StrP
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-__all__ = ["CHANGES", "Call", "Crash", "FaultyFileSystem"]
+__all__ = ["CHANGES", "STEP", "Call", "Crash", "FaultyFileSystem"]
+
+STEP = 1 if "MQSTORE_CRASH_IMAGES" in os.environ else 3
+"""Step of a test that tries a fault at every change of a run. `make crash` tries them all."""
 
 #: The operations that can leave something else on disk, or decide what is durable.
 CHANGES = frozenset(

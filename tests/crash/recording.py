@@ -264,8 +264,8 @@ class _Node:
             self.length = self.lengths[-1]
             self.lengths.clear()
 
-    def left_over(self, rng: random.Random, luck: float) -> bytes:
-        """The file's bytes after a crash; each thing unsynced is there with probability `luck`."""
+    def leave(self, path: Path, rng: random.Random, luck: float) -> None:
+        """Write the file as a crash leaves it. Each unsynced change is there with probability `luck`."""
         length = rng.choice(self.lengths) if self.lengths and rng.random() < luck else self.length
         if self.lengths and luck == 1:
             length = self.lengths[-1]
@@ -278,12 +278,12 @@ class _Node:
             pages[page] = chain[at]
             if luck < 1 and rng.random() < 0.2:
                 pages[page] = _torn(chain[at - 1], chain[at], rng)
-        data = bytearray(length)
-        for page, content in pages.items():
-            at = page * PAGE
-            if at < length:
-                data[at : at + len(content)] = content[: length - at]
-        return bytes(data)
+        with open(path, "wb", buffering=0) as file:  # zeros are not written: files of a timer have megabytes of them
+            for page, content in pages.items():
+                at = page * PAGE
+                if at < length and content.strip(b"\0"):
+                    os.pwrite(file.fileno(), content[: length - at], at)
+            file.truncate(length)
 
 
 def _torn(old: bytes, new: bytes, rng: random.Random) -> bytes:
@@ -307,7 +307,9 @@ def build_image(
     written_until = rng.randrange(len(events)) if in_order else len(events)
     files: dict[int, _Node] = {}
     folders = {ROOT}
-    operations: list[tuple[tuple[tuple[int, str, int | None], ...], bool]] = []
+    operations: list[tuple[int, tuple[tuple[int, str, int | None], ...]]] = []
+    synced: dict[int, int] = {}
+    """Number of the last event that synced a folder."""
     marks = []
     for number, (kind, operands) in enumerate(events):
         if kind == "write":
@@ -319,14 +321,11 @@ def build_image(
         elif kind == "sync":
             files.setdefault(operands[0], _Node()).sync()
         elif kind == "names":
-            operations.append((operands, False))
+            operations.append((number, operands))
         elif kind == "folder":
             folders.add(operands[0])
         elif kind == "sync_folder":
-            operations = [
-                (changes, durable or any(folder == operands[0] for folder, _, _ in changes))
-                for changes, durable in operations
-            ]
+            synced[operands[0]] = number
         else:
             marks.append(operands[0])
     names_luck = luck
@@ -334,7 +333,8 @@ def build_image(
         luck = 1.0 if in_order else rng.choice((0.0, 0.3, 0.5, 0.7, 1.0))
         names_luck = rng.choice((0.0, 0.5, 0.5, 1.0))
     tree: dict[int, dict[str, int]] = {}
-    for changes, durable in operations:
+    for number, changes in operations:
+        durable = any(synced.get(folder, -1) > number for folder, _, _ in changes)
         if durable or rng.random() < names_luck:
             for folder, name, child in changes:
                 if child is None:
@@ -350,5 +350,5 @@ def build_image(
                 (path / name).mkdir()
                 todo.append((child, path / name))
             else:
-                (path / name).write_bytes(files[child].left_over(rng, luck) if child in files else b"")
+                files.get(child, _Node()).leave(path / name, rng, luck)
     return marks

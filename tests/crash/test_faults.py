@@ -29,7 +29,7 @@ from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.store import MessageStore
 from mqstore.options import Durability, StoreConfig
-from tests.faults import FaultyFileSystem
+from tests.faults import STEP, FaultyFileSystem
 
 SIZES = {"segment_bytes": 4096, "consumequeue_units": 8, "index_slots": 8, "index_entries": 24}
 COUNT = 30
@@ -115,28 +115,26 @@ def calls(tmp_path: Path, operation: str) -> int:
 
 
 FAULTS = [
-    ("allocate", errno.ENOSPC, 1),
-    ("truncate_sparse", errno.EDQUOT, 1),
-    ("pwrite", errno.ENOSPC, 1),
-    ("pwrite", errno.EIO, 3),
-    ("create", errno.EMFILE, 1),
-    ("open", errno.EMFILE, 3),
-    ("map", errno.ENOMEM, 1),
-    ("replace", errno.EIO, 1),
-    ("mkdir", errno.ENOSPC, 1),
-    ("unlink", errno.EIO, 1),
-    ("sync_directory", errno.EIO, 1),
-    ("fdatasync", errno.EIO, 1),
+    ("allocate", errno.ENOSPC),
+    ("truncate_sparse", errno.EDQUOT),
+    ("pwrite", errno.ENOSPC),
+    ("pwrite", errno.EIO),
+    ("create", errno.EMFILE),
+    ("open", errno.EMFILE),
+    ("map", errno.ENOMEM),
+    ("replace", errno.EIO),
+    ("mkdir", errno.ENOSPC),
+    ("unlink", errno.EIO),
+    ("sync_directory", errno.EIO),
+    ("fdatasync", errno.EIO),
 ]
 
 
-@pytest.mark.parametrize(("operation", "number", "step"), FAULTS, ids=lambda value: str(value))
-def test_one_failing_call_is_a_named_error_and_harms_nothing(
-    tmp_path: Path, operation: str, number: int, step: int
-) -> None:
+@pytest.mark.parametrize(("operation", "number"), FAULTS, ids=lambda value: str(value))
+def test_one_failing_call_is_a_named_error_and_harms_nothing(tmp_path: Path, operation: str, number: int) -> None:
     total = calls(tmp_path, operation)
     assert total > 0
-    for nth in range(1, total + 1, step):
+    for nth in range(1, total + 1, STEP):
         path = tmp_path / f"store-{nth}"
         fs = FaultyFileSystem()
         fs.fail(operation, number, nth=nth)
@@ -228,7 +226,7 @@ def test_queues_that_find_no_descriptor_free_to_sync_by_are_synced_later(tmp_pat
 
 @pytest.mark.parametrize("length", [0, 1, 19, 100])
 def test_short_writes_are_continued(tmp_path: Path, length: int) -> None:
-    for nth in range(1, 40, 4):
+    for nth in range(1, 40, 2 * STEP):
         fs = FaultyFileSystem()
         if length:
             fs.shorten("pwrite", length=length, nth=nth)

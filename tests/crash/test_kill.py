@@ -23,7 +23,7 @@ from mqstore.clock import SimulatedClock
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
-from tests.faults import Crash, FaultyFileSystem
+from tests.faults import STEP, Crash, FaultyFileSystem
 from tests.log.support import kill
 
 SIZES = {"segment_bytes": 8192, "consumequeue_units": 32, "index_slots": 16, "index_entries": 128}
@@ -224,7 +224,7 @@ def changes_of_a_run(path: Path) -> int:
 def test_dying_at_any_change_loses_nothing(tmp_path: Path, offset: int) -> None:
     total = changes_of_a_run(tmp_path / "whole")
     assert total > 100
-    for nth in range(1 + offset, total + 1, 4):
+    for nth in range(1 + offset * STEP, total + 1, 4 * STEP):
         path = tmp_path / f"store-{nth}"
         fs = FaultyFileSystem()
         fs.crash(nth, torn=nth % 2 == 0)

@@ -15,7 +15,7 @@ from mqstore.clock import SimulatedClock
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
-from tests.faults import Crash, FaultyFileSystem
+from tests.faults import STEP, Crash, FaultyFileSystem
 from tests.log.splicesupport import Row, bodies, stage
 
 SIZES = {"segment_bytes": 16_384, "consumequeue_units": 64, "index_slots": 8, "index_entries": 64}
@@ -42,7 +42,7 @@ def test_dying_at_any_change_leaves_all_of_a_splice_or_nothing(tmp_path: Path) -
     """The second death falls into the recovery from the first."""
     shard = stage(tmp_path / "shard", ROWS)
     spliced = sorted(row.body for row in ROWS)
-    for nth in range(1, 400):
+    for nth in range(1, 400, STEP):
         path, done, stores = tmp_path / f"store-{nth}", list[str](), list[MessageStore]()
         path.mkdir()
         fs = FaultyFileSystem()

@@ -141,7 +141,7 @@ def test_any_log_is_read_alike(checksum: Checksum, data: st.DataObject) -> None:
 
 @compiled
 @pytest.mark.parametrize("checksum", CHECKSUMS)
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None)
 @given(st.data())
 def test_damaged_logs_are_read_alike(checksum: Checksum, data: st.DataObject) -> None:
     rows = data.draw(st.lists(RECORDS, min_size=1, max_size=8))

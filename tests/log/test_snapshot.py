@@ -51,7 +51,7 @@ from mqstore.log.splice import Splicer
 from mqstore.log.txn import TXN_FILE, Intent, TxnFile, TxnState
 from tests.conftest import GOLDEN_NAMES, GoldenStore
 from tests.crash.recording import RecordingFileSystem, build_image
-from tests.faults import CHANGES, Crash, FaultyFileSystem
+from tests.faults import CHANGES, STEP, Crash, FaultyFileSystem
 from tests.log.splicesupport import Row, bodies, bundle, stage
 from tests.log.support import SEGMENT, Unsynced, files, flip, kill, open_store, reboot, units_of
 
@@ -1383,10 +1383,10 @@ def test_killed_at_any_change_there_is_a_whole_one_or_none_and_the_next_call_mak
     count = changes(few, tmp_path / "first")
     before = files(few)
     assert count > 100
-    for nth in range(1 + part, count + 1, 4):
+    for nth in range(1 + part * STEP, count + 1, 4 * STEP):
         target = tmp_path / f"copy{nth}"
         fs = FaultyFileSystem()
-        fs.crash(nth, torn=nth % 3 == 0)
+        fs.crash(nth, torn=nth % 2 == 0)
         with pytest.raises(Crash):
             taken(few, target, fs=fs, link=True)
         if target.exists():
@@ -1402,7 +1402,7 @@ def test_killed_at_any_change_there_is_a_whole_one_or_none_and_the_next_call_mak
 def test_after_an_error_at_any_change_nothing_is_left(few: Path, tmp_path: Path, part: int) -> None:
     count = changes(few, tmp_path / "first" / "b" / "copy")
     before = files(few)
-    for nth in range(1 + part, count + 1, 4):
+    for nth in range(1 + part * STEP, count + 1, 4 * STEP):
         target = tmp_path / f"a{nth}" / "b" / "copy"
         fs = FaultyFileSystem()
         fs.fail(CHANGES, errno.EIO, nth=nth)
