@@ -294,9 +294,16 @@ class _Recovery:
         if self.writing:
             queues.lengthen()
 
+    def _refuse_misnamed(self, start: int) -> None:
+        """Raise MisnamedSegmentsError if segments from physical offset `start` on have wrong names."""
+        parts = self.parts
+        if places := misnamed_segments(parts.run, parts.checksum, parts.fs, start):
+            raise MisnamedSegmentsError(parts.root, places)
+
     def _empty_log(self) -> int:
         """No segment. The stream goes on behind all that is known of it, so that old units point below its start and
         the numbers of queues go on; with no checkpoint to tell, it begins anew and units into it are cut."""
+        self._refuse_misnamed(0)
         checkpoint = self.parts.checkpoint
         end = max(checkpoint.clean_end or 0, checkpoint.flushed or 0)
         end += -end % self.parts.run.segment_bytes
@@ -469,8 +476,7 @@ class _Recovery:
         parts, report = self.parts, self.report
         run = parts.run
         start = self._scan_start()
-        if places := misnamed_segments(run, parts.checksum, parts.fs, start):
-            raise MisnamedSegmentsError(parts.root, places)
+        self._refuse_misnamed(start)
         mark = self._watermark(start)
         gap = self._gap_in_front()
         torn_from = self._torn_from(mark)
@@ -513,7 +519,7 @@ class _Recovery:
         cuts, report.moved_to_cut = self._plan_cut(end, torn, blank=blank)
         # Of a torn record alone nothing was promised. What was synced, or is whole, may be its only copy.
         self._cut(end, cuts, self._why_cut(torn, tail), keep=torn is not None or end < mark)
-        self._finish_queues(start, end)
+        self._finish_queues(min(start, end), end)  # index entries may have been read from further in front
         self._finish_index(doomed_index, end)
         if self.writing and not parts.clean and parts.checkpoint.flushed is not None:
             self._write_again(max(parts.checkpoint.flushed, self.first), end)

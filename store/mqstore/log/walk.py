@@ -40,7 +40,8 @@ from mqstore.log.verify import Gap, Placed, Verifier
 __all__ = ["damage_at", "in_log_order", "walk_log", "walk_queue"]
 
 _STEP = 512
-_NO_END = 1 << 62
+_LOST_SEGMENTS = 1024
+"""A unit that points further behind the end of the log is a damaged one, and no sign of a lost record."""
 
 
 def walk_log(
@@ -113,7 +114,7 @@ def _lost_behind(store: MessageStore, verifier: Verifier, wanted: Callable[[str,
     for queue in store._queues:
         if wanted is None or wanted(*queue.ref):
             first, seen = verifier.behind_last(queue)
-            stop = given_out(queue, first, seen, _NO_END)
+            stop = given_out(queue, first, seen, store._run.end + _LOST_SEGMENTS * store._run.segment_bytes)
             if stop > first:
                 yield (*queue.ref, first, stop)
 
