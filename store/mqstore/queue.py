@@ -33,6 +33,7 @@ from mqstore.broker.names import retry_topic
 from mqstore.broker.pop import MAX_BATCH, Delivery
 from mqstore.client.codecs import BYTES, Codec
 from mqstore.client.delivery import Lender, Loan, as_delivered, loan_seconds
+from mqstore.client.groupsettings import enter_group
 from mqstore.client.interceptors import Settled
 from mqstore.client.limitedlog import LimitedLog
 from mqstore.client.popretries import pop_retries
@@ -121,13 +122,14 @@ class Queue:
                     set when it comes into being, the same for all afterwards
         retry       when a failed item comes again, and after how many attempts it is a dead letter; None: what the
                     queue has. A new one has 17 attempts with pauses from 1 s to 2 h; a new ordered one has no limit,
-                    with pauses from 1 s to 60 s
+                    with pauses from 1 s to 60 s. Given, it replaces the queue's; beside live consumers of its group it
+                    must be the one in force
         codec       `BYTES` (default, and None), `TEXT`, `JSON`, or an object with `encode` and `decode`
         maxsize     `put` waits while so many items are not done; 0: no limit
 
     Raises ConfigError for a name of more than 120 characters, for options that cannot be, for a topic that is none of
-    one queue, and for `ordered` where the queue was made without, or the other way round; InvalidMessageError for a
-    name that no topic can have.
+    one queue, and for `ordered` where the queue was made without, or the other way round; GroupInUseError for a `retry`
+    that is not the one of the group's live consumers; InvalidMessageError for a name that no topic can have.
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
@@ -189,12 +191,13 @@ class Queue:
                 f"ordered={group.orderly}, choose another name, or alter it: broker.groups.alter({name!r}, "
                 f"orderly={ordered})"
             )
+        broker.members.check_retry("this Queue", name, retry)
         topic = broker.topics.create(name, queues=1)
         if topic.read_queues != 1 or topic.write_queues != 1:
             raise ConfigError(f"topic {name!r} has {topic.write_queues} queues, a Queue is one; choose another name")
-        broker.groups.create(name, orderly=ordered)
+        enter_group(broker, name, ordered=ordered, retry=retry)
         if retry is not None:
-            broker.groups.alter(name, retry_policy=retry)
+            broker.members.set_retry("this Queue", name, retry)
         broker.start_of(name, name, 0, "earliest")  # from here on it counts what is not done, and retention keeps it
 
     # -- in ---------------------------------------------------------------------------------------------------------

@@ -881,8 +881,16 @@ def test_closing_a_store_tells_whoever_waits(tmp_path: Path) -> None:
 
 def test_no_thread_is_left_when_a_store_is_closed_or_forgotten(tmp_path: Path) -> None:
     def threads() -> list[str]:
-        names = [each.name for each in threading.enumerate()]
-        return [name for name in names if name.startswith("mqstore-aio") and str(tmp_path) in name]
+        return [each.name for each in threading.enumerate() if each.name.startswith("mqstore-aio")]
+
+    def end_of_threads() -> list[str]:
+        gc.collect()
+        for each in threading.enumerate():
+            if each.name.startswith("mqstore-aio"):
+                each.join(20)
+        return threads()
+
+    assert end_of_threads() == []  # of other tests
 
     async def main() -> None:
         async with aio.open(tmp_path / "a") as store:
@@ -893,11 +901,7 @@ def test_no_thread_is_left_when_a_store_is_closed_or_forgotten(tmp_path: Path) -
         forgotten.sync.close()
 
     run(main())
-    gc.collect()
-    for each in threading.enumerate():
-        if each.name.startswith("mqstore-aio"):
-            each.join(20)
-    assert threads() == []
+    assert end_of_threads() == []
 
 
 def test_the_end_of_a_loop_leaves_messages_that_were_on_their_way_to_others(tmp_path: Path) -> None:
@@ -1085,6 +1089,29 @@ def test_who_is_parked_hears_when_the_bridge_closes() -> None:
             await task
 
     run(main())
+
+
+@pytest.mark.parametrize("heard_of", [True, False], ids=["the loop was woken", "it was closed before"])
+def test_news_that_a_loop_never_heard_keeps_no_thread(heard_of: bool) -> None:
+    """They lay in the mail, which the thread held, and held the bridge, whose end is what ends the thread."""
+
+    async def begin() -> Bridge:
+        return Bridge("test")
+
+    loop = asyncio.new_event_loop()
+    bridge = loop.run_until_complete(begin())
+    thread = bridge._thread
+    if heard_of:
+        assert bridge.tell(bridge.check)
+        loop.close()
+    else:
+        bridge.tell(bridge.check, wakes=False)
+        loop.close()
+        assert not bridge.mail.wake()
+    del bridge
+    gc.collect()
+    thread.join(20)
+    assert not thread.is_alive()
 
 
 def test_a_result_for_a_loop_that_has_ended_is_undone(caplog: pytest.LogCaptureFixture) -> None:

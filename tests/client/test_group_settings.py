@@ -227,6 +227,93 @@ def test_a_consumer_that_is_refused_changes_nothing(
     assert bench.broker.members.members("g") == ["c1"]
 
 
+def member(bench: PushBench, group: str, topic: str, mode: str, **options: Any) -> Any:
+    """A consumer that joins at once."""
+    if mode == "simple":
+        return mqstore.SimpleConsumer(bench.broker, group, {topic: "*"}, **options)
+    return bench.consumer(group=group, topic=topic, mode=mode, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "settings", "forbidden"),
+    [
+        ({"mode": "pop"}, {"consume_enable": False}, False),
+        ({"mode": "pop"}, {}, True),
+        ({"mode": "simple"}, {"consume_enable": False}, False),
+        ({"mode": "simple"}, {}, True),
+        (
+            {"mode": "queue", "model": "broadcasting", "client_id": "c1", "ordered": True},
+            {"consume_broadcast_enable": False, "orderly": True},
+            False,
+        ),
+    ],
+    ids=["pop", "pop, the topic", "simple", "simple, the topic", "queue, broadcasting"],
+)
+def test_a_consumer_that_is_not_permitted_changes_nothing(
+    bench: PushBench, options: dict[str, Any], settings: dict[str, Any], forbidden: bool
+) -> None:
+    """Its policy became the group's before it was refused."""
+    bench.broker.groups.create("g", retry_policy=FOUR, **settings)
+    if forbidden:
+        bench.broker.groups.forbid("g", "t")
+    told: list[str] = []
+    bench.broker.members.on_change.append(told.append)
+    before = listeners(bench.broker)
+    for _ in range(2):
+        with pytest.raises(mqstore.NotPermittedError):
+            member(bench, "g", "t", retry=THREE, **options)
+    assert bench.broker.groups.need("g").retry_policy == FOUR
+    assert (bench.broker.members.members("g"), told, listeners(bench.broker)) == ([], [], before)
+
+
+@pytest.mark.parametrize("mode", ["pop", "simple"])
+def test_a_consumer_that_does_not_agree_begins_in_no_queue(bench: PushBench, mode: str) -> None:
+    """A group that begins in a topic has its messages kept."""
+    bench.broker.topics.create("other")
+    joined(bench, mode)
+    with pytest.raises(SubscriptionConflictError):
+        member(bench, "g", "other", mode)
+    assert bench.committed(topic="other") is None
+
+
+# --- the policy of a queue -------------------------------------------------------------------------------------------
+
+
+@MODES
+def test_a_queue_agrees_with_the_live_members_of_its_group(bench: PushBench, mode: str) -> None:
+    """It replaced the policy that they retry by."""
+    bench.broker.topics.create("one", queues=1)
+    bench.broker.groups.create("one", retry_policy=FOUR)
+    live = member(bench, "one", "one", mode)
+    with pytest.raises(GroupInUseError) as caught:
+        mqstore.Queue(bench.broker, "one", retry=THREE)
+    assert "max_attempts=3" in str(caught.value)
+    assert "max_attempts=4" in str(caught.value)
+    assert bench.broker.groups.need("one").retry_policy == FOUR
+    mqstore.Queue(bench.broker, "one", retry=FOUR)
+    mqstore.Queue(bench.broker, "one")
+    live.__exit__(None, None, None)
+    mqstore.Queue(bench.broker, "one", retry=THREE)
+    assert bench.broker.groups.need("one").retry_policy == THREE
+
+
+def test_a_queue_that_is_refused_makes_no_topic(bench: PushBench) -> None:
+    bench.consumer(topic="elsewhere", retry=FOUR)
+    with pytest.raises(GroupInUseError):
+        mqstore.Queue(bench.broker, "g", retry=THREE)
+    assert bench.broker.topics.get("g") is None
+
+
+@pytest.mark.parametrize("retries", [(THREE, THREE), (THREE, None), (None, THREE), (FOUR, THREE)])
+def test_queues_of_one_name_are_no_members_and_the_last_policy_holds(
+    bench: PushBench, retries: tuple[RetryPolicy | None, RetryPolicy | None]
+) -> None:
+    one, other = (mqstore.Queue(bench.broker, "jobs", retry=retry) for retry in retries)
+    assert bench.broker.groups.need("jobs").retry_policy == THREE
+    one.put(b"a")
+    assert other.get(timeout=0).value == b"a"
+
+
 def test_a_simple_consumer_that_is_refused_changes_nothing(bench: PushBench) -> None:
     first = joined(bench, "simple")
     before = bench.broker.groups.need("g")

@@ -87,10 +87,11 @@ def test_with_topics_it_is_a_member_at_once(bench: Bench) -> None:
 def test_members_have_names_of_their_own_unless_they_are_given_one(bench: Bench) -> None:
     first, second = bench.consumer(), bench.consumer()
     assert first.client_id != second.client_id
-    bench.consumer(client_id="c")
-    with pytest.raises(mqstore.GroupInUseError, match="'c' already"):
-        bench.consumer(client_id="c")
     other = bench.store.simple_consumer("g", client_id="c")
+    bench.consumer(client_id="c")
+    for make in (bench.consumer, lambda client_id: bench.store.simple_consumer("g", client_id=client_id)):
+        with pytest.raises(mqstore.GroupInUseError, match="'c' already"):
+            make(client_id="c")
     other.subscribe("u")  # would take the place of the other's subscriptions
     with pytest.raises(mqstore.GroupInUseError, match="'c' already"):
         other.receive(wait=0)

@@ -254,7 +254,7 @@ class Bridge:
         self._line: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._looks: set[_Look[Any]] = set()
         self._thread = threading.Thread(
-            target=_run, args=(self._line, self.mail), name=f"mqstore-aio {name}", daemon=True
+            target=_run, args=(self._line, weakref.WeakMethod(self.mail.wake)), name=f"mqstore-aio {name}", daemon=True
         )
         self._thread.start()
         self._end = weakref.finalize(self, self._line.put, None)  # a store that nobody closed leaves no thread
@@ -351,19 +351,24 @@ async def uncancelled(future: asyncio.Future[T]) -> T:
     return future.result()
 
 
-def _run(line: SimpleQueue[Callable[[], object] | None], mail: _Mail) -> None:
-    """The thread. Knows no bridge, so that it keeps none alive."""
+def _run(line: SimpleQueue[Callable[[], object] | None], waker: weakref.WeakMethod[Callable[[], bool]]) -> None:
+    """The thread. Holds neither the bridge nor its mail: news that a loop never heard hold the bridge."""
+
+    def wake() -> None:
+        if (found := waker()) is not None:
+            found()
+
     held = 0  # answers that the loop was not woken for
     while True:
         if line.empty():
-            mail.wake()
+            wake()
             held = 0
         work = line.get()
         if work is None:
-            mail.wake()
+            wake()
             return
         if held and (held >= _BATCH or not getattr(work, "quick", False)):
-            mail.wake()
+            wake()
             held = 0
         try:
             work()

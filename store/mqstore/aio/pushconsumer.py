@@ -95,7 +95,7 @@ class _Run(workers.Awaited):
     def start(self, done: Callable[[BaseException | None], object]) -> None:
         self._done.append(done)
         if not self._consumer._bridge.tell(partial(self._consumer._begin, self)):
-            self.end(_Abandoned("the event loop has ended"))
+            self.look()  # the loop has ended, and perhaps heard of it before
 
     def wait(self) -> None:
         """Begin, and block until it has ended; raises what it raised."""

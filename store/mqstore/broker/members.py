@@ -12,7 +12,7 @@ refuses before anything changed::
 Members that subscribe differently would each be given queues of topics that they do not read, and would commit what
 they never saw. Members that divide queues by two strategies would leave some to nobody. A member that is alone may
 register again with another mode or other subscriptions. The retry policy that it asks for becomes the group's once it
-is a member.
+is a member (`set_retry`). `check` refuses what `register` would, and makes no member.
 
 Listeners are told after every change of a group, outside the lock, in the thread that made it. They are told the group
 and nothing else: what they read then is at least as new as the change.
@@ -125,60 +125,93 @@ class Members:
         (A2.7), `GroupInUseError` and `SubscriptionConflictError` as the module's table says, NotPermittedError for
         broadcasting where the group's settings forbid it, StoreClosedError; for `retry` as `GroupTable.alter`.
         """
-        self._may_join(group, mode)
-        if not client_id or not isinstance(client_id, str):
-            raise ConfigError(f"a client id is a str that is not empty, not {client_id!r}")
-        wanted = {topic: (kind, _normal(kind, text)) for topic, (kind, text) in subscriptions.items()}
+        wanted = _normalized(subscriptions)
         with self._lock:
-            members = self._groups.get(group, {})
-            known = members.get(client_id)
-            if known is not None and known.owner is not owner:
-                raise GroupInUseError(
-                    f"group {group!r} has a member {client_id!r} already; close it first, or take another client_id"
-                )
-            others = self._check(client_id, group, mode)
-            _check_subscriptions(group, client_id, wanted, others)
-            if known is None and retry is not None and others:
-                self._check_retry(client_id, group, retry, others[0])
+            known = self._check(client_id, group, wanted, mode, owner, retry)
             if known is not None and known.mode == mode and known.subscriptions == wanted:
                 return False
             self._version += 1
             since = self._clock.now_ms() if known is None else known.registered_ms
             member = Member(client_id, mode, MappingProxyType(wanted), since, self._version, owner)
             self._groups.setdefault(group, {})[client_id] = member
-        if known is None and retry is not None and not others and self._settings is not None:
+        if known is None and retry is not None:
             try:
-                self._settings.alter(group, retry_policy=retry)  # not under the lock: it writes a file, and tells
+                self.set_retry(client_id, group, retry)
             except BaseException:
                 self.unregister(client_id, group, owner=owner)
                 raise
         self._tell(group)
         return True
 
-    def check(self, client_id: str, group: str, mode: Mode) -> None:
-        """Raise GroupInUseError if `client_id` could not register since other members consume in another mode."""
+    def check(
+        self,
+        client_id: str,
+        group: str,
+        subscriptions: Subscriptions | None,
+        mode: Mode,
+        *,
+        owner: object = None,
+        retry: RetryPolicy | None = None,
+    ) -> None:
+        """Raise what `register` would raise. `subscriptions`: None if they are not known yet."""
+        wanted = None if subscriptions is None else _normalized(subscriptions)
         with self._lock:
-            self._check(client_id, group, mode)
+            self._check(client_id, group, wanted, mode, owner, retry)
 
-    def _check(self, client_id: str, group: str, mode: Mode) -> list[Member]:
-        """Return the other members of `group`, which consume as `mode` says."""
-        others = [member for name, member in self._groups.get(group, {}).items() if name != client_id]
+    def _check(
+        self,
+        client_id: str,
+        group: str,
+        wanted: Subscriptions | None,
+        mode: Mode,
+        owner: object,
+        retry: RetryPolicy | None,
+    ) -> Member | None:
+        """Return the registration of `client_id`, which may register so."""
+        self._may_join(group, mode)
+        if not client_id or not isinstance(client_id, str):
+            raise ConfigError(f"a client id is a str that is not empty, not {client_id!r}")
+        known = self._groups.get(group, {}).get(client_id)
+        if known is not None and known.owner is not owner:
+            raise GroupInUseError(
+                f"group {group!r} has a member {client_id!r} already; close it first, or take another client_id"
+            )
+        others = self._others(client_id, group)
         for other in others:
             if other.mode != mode:
                 raise GroupInUseError(
                     f"group {group!r} is consumed as ({other.mode}) by {other.client_id!r}; {client_id!r} asks for "
                     f"({mode}): stop the other members first, or use another group"
                 )
-        return others
+        if wanted is not None:
+            _check_subscriptions(group, client_id, wanted, others)
+        if known is None:
+            self._check_retry(client_id, group, retry)
+        return known
 
-    def _check_retry(self, client_id: str, group: str, retry: RetryPolicy, other: Member) -> None:
-        """Raise GroupInUseError unless `retry` is the policy in force."""
+    def _others(self, client_id: str, group: str) -> list[Member]:
+        return [member for name, member in self._groups.get(group, {}).items() if name != client_id]
+
+    def check_retry(self, client_id: str, group: str, retry: RetryPolicy | None) -> None:
+        """Raise GroupInUseError if `retry` is not the policy of `group` and members besides `client_id` live by it."""
+        with self._lock:
+            self._check_retry(client_id, group, retry)
+
+    def _check_retry(self, client_id: str, group: str, retry: RetryPolicy | None) -> None:
+        others = self._others(client_id, group)
         known = None if self._settings is None else self._settings.get(group)
-        if known is not None and known.retry_policy != retry:
+        if retry is not None and others and known is not None and known.retry_policy != retry:
             raise GroupInUseError(
-                f"group {group!r} retries by {known.retry_policy}, and has the member {other.client_id!r}; "
+                f"group {group!r} retries by {known.retry_policy}, and has the member {others[0].client_id!r}; "
                 f"{client_id!r} asks for {retry}: stop the other members first, or leave retry= out"
             )
+
+    def set_retry(self, client_id: str, group: str, retry: RetryPolicy) -> None:
+        """Make `retry` the policy of `group`, as `client_id` asks, which need not be a member. Errors as `check_retry`
+        and `GroupTable.alter`."""
+        self.check_retry(client_id, group, retry)
+        if self._settings is not None:
+            self._settings.alter(group, retry_policy=retry)  # not under the lock: it writes a file, and tells
 
     def get(self, client_id: str, group: str) -> Member | None:
         """Return the registration of `client_id`, None if it is no member."""
@@ -250,6 +283,10 @@ def _check_subscriptions(group: str, client_id: str, wanted: Subscriptions, othe
 def _own(subscriptions: Subscriptions) -> Subscriptions:
     """What the user asked for."""
     return {topic: expression for topic, expression in subscriptions.items() if not is_retry_topic(topic)}
+
+
+def _normalized(subscriptions: Subscriptions) -> dict[str, Expression]:
+    return {topic: (kind, _normal(kind, text)) for topic, (kind, text) in subscriptions.items()}
 
 
 def _normal(kind: str, text: str) -> str:

@@ -6,7 +6,10 @@ ordered    None           False                         as the group has it
 start      None           "earliest"                    as the group has it
            given          the group is created so       counts in queues without a position of the group
 retry      None           the default                   as the group has it
-           given          the group is created so       replaces the group's when the consumer joins (members.py)
+           given          the group is created so       replaces the group's when the consumer joins; beside members
+                                                        GroupInUseError if it differs (`Members.set_retry`)
+
+A `Queue` is no member of its group; its `retry` follows the same rule when the `Queue` is made.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from mqstore.broker.broker import Broker, Start
 from mqstore.broker.filters import Filter
 from mqstore.broker.groups import RetryPolicy
-from mqstore.broker.members import Mode
+from mqstore.broker.members import Mode, Subscriptions
 from mqstore.broker.names import retry_topic
 from mqstore.broker.pop import MAX_BATCH, Delivery
 from mqstore.client.popretries import pop_retries
@@ -97,19 +97,14 @@ class PopSource:
         """
         with self._lock:
             self.check_open()
-            was_member = self._is_member
-            try:
-                if join or was_member:
-                    self._join(after)
-                for topic in after:
-                    if topic not in self.wanted:
-                        self._begin(topic)
-            except BaseException:
-                if was_member:
-                    self._join(self.wanted)
-                elif join:
-                    self._part()
-                raise
+            joins = join or self._is_member
+            if joins:
+                self.check(after)
+            for topic in after:
+                if topic not in self.wanted:
+                    self._begin(topic)
+            if joins:  # last: who may not begin has not changed the group
+                self._join(after)
             self.wanted = dict(after)
             self._topics = [(topic, each.filter) for topic, each in after.items()]
             listeners = self._broker.topics.on_change
@@ -121,21 +116,16 @@ class PopSource:
         if self.closed:
             raise StoreClosedError(f"this consumer of group {self._group!r} was closed; make another one")
 
-    def check_mode(self) -> None:
-        """GroupInUseError if members of the group consume in another mode."""
-        self._broker.members.check(self._client_id, self._group, self._mode)
+    def check(self, after: Mapping[str, Wanted] | None) -> None:
+        """Raise what `change` with `join` would raise because of other members. None: it is not known yet."""
+        wanted = None if after is None else _subscriptions(after)
+        self._broker.members.check(self._client_id, self._group, wanted, self._mode, owner=self, retry=self._retry)
 
     def _join(self, after: Mapping[str, Wanted]) -> None:
-        subscriptions = {topic: each.expression for topic, each in after.items()}
         self._broker.members.register(
-            self._client_id, self._group, subscriptions, self._mode, owner=self, retry=self._retry
+            self._client_id, self._group, _subscriptions(after), self._mode, owner=self, retry=self._retry
         )
         self._is_member = True
-
-    def _part(self) -> None:
-        """Be no member any more. Does nothing for the client id of another consumer."""
-        self._broker.members.unregister(self._client_id, self._group, owner=self)
-        self._is_member = False
 
     def _begin(self, topic: str) -> None:
         """Note where the group begins in each queue that is there: what comes from now on is found, and kept by
@@ -158,7 +148,8 @@ class PopSource:
             self.closed = True
         if self._topic_changed in self._broker.topics.on_change:
             self._broker.topics.on_change.remove(self._topic_changed)
-        self._part()
+        self._broker.members.unregister(self._client_id, self._group, owner=self)
+        self._is_member = False
         self.waits.ring()
 
     # -- what is found ----------------------------------------------------------------------------------------------
@@ -248,3 +239,7 @@ class PopSource:
                 self._broker.release(self._group, each.topic, [each.receipt])
             except MQStoreError as error:  # it comes again when its loan is over
                 _log.warning("group %s: %s/%d could not be given back: %s", self._group, *each[3:5], error)
+
+
+def _subscriptions(wanted: Mapping[str, Wanted]) -> Subscriptions:
+    return {topic: each.expression for topic, each in wanted.items()}

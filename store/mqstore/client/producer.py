@@ -223,8 +223,10 @@ class Producer:
         if self._closed:
             self._refuse()
         if self._hooked:
-            ready = self._through_hooks(topic, body, queue_id, options, selector=selector)
+            ready = self._ready(topic, body, queue_id, options, selector=selector)
             return self._send_told(ready, ready.options)
+        if options:
+            check_limits(options)
         queue_id, retries = self._place(topic, queue_id, options, None, selector)
         self._complete(options)
         if self._compress_over is not None:
@@ -332,9 +334,7 @@ class Producer:
         return placed
 
     def _complete(self, options: SendOptions) -> None:
-        """Add what a producer adds; check what no put checks."""
-        if options:
-            check_limits(options)
+        """Add what a producer adds."""
         if options.get("unique_key") is None:
             options["unique_key"] = new_unique_key()
         if self._durability is not None and options.get("durability") is None:
@@ -374,63 +374,37 @@ class Producer:
         batch: _Batch | None = None,
         selector: Selector | None = None,
     ) -> _Ready:
-        """A message as it will be stored: checked, so that what comes later can only be the engine's fault."""
+        """A message as it will be stored: checked, so that what comes later can only be the engine's fault. With hooks
+        `before_send` has its say; from there on `after_send` hears of the message."""
         if self._closed:
             self._refuse()
+        flat = self._check(body, options)
+        sent: OutgoingMessage | None = None
         if self._hooked:
-            return self._through_hooks(topic, body, queue_id, options, batch, selector)
-        flat = self._check(body, options)
-        return self._finished(topic, flat, queue_id, options, None, batch, selector)
-
-    def _through_hooks(
-        self,
-        topic: str,
-        body: Body,
-        queue_id: int | None,
-        options: SendOptions,
-        batch: _Batch | None = None,
-        selector: Selector | None = None,
-    ) -> _Ready:
-        """As `_ready`; `before_send` has its say. From there on `after_send` hears of the message."""
-        flat = self._check(body, options)
-        if options.get("unique_key") is None:
-            options["unique_key"] = new_unique_key()
-        sent = OutgoingMessage(flat, topic=topic, queue_id=queue_id, **options)
+            if options.get("unique_key") is None:
+                options["unique_key"] = new_unique_key()
+            sent = OutgoingMessage(flat, topic=topic, queue_id=queue_id, **options)
         try:
-            changed: object = self._hooks.sending(sent)
-            if not isinstance(changed, OutgoingMessage):
-                raise TypeError(f"a before_send returned {changed!r:.80}; it has to return the message")
-            if changed is not sent:
-                sent = changed
-                topic = topic if sent.topic is None else sent.topic
-                queue_id = sent.queue_id
-                selector = None if queue_id is not None else selector  # the hook has chosen
-                options = options_of(sent)
-                flat = self._check(sent.body, options)
-            return self._finished(topic, flat, queue_id, options, sent, batch, selector)
+            if sent is not None:
+                changed: object = self._hooks.sending(sent)
+                if not isinstance(changed, OutgoingMessage):
+                    raise TypeError(f"a before_send returned {changed!r:.80}; it has to return the message")
+                if changed is not sent:
+                    sent = changed
+                    topic = topic if sent.topic is None else sent.topic
+                    queue_id = sent.queue_id
+                    selector = None if queue_id is not None else selector  # the hook has chosen
+                    options = options_of(sent)
+                    flat = self._check(sent.body, options)
+            self._complete(options)
+            queue_id, retries = self._place(topic, queue_id, options, batch, selector)
+            if batch is None:
+                flat = cast(bytes, self._compressed(flat, options))
+            flush = (options.get("durability") or self._broker.store.durability) == "flush"
+            return _Ready(topic, flat, queue_id, options, flush, retries, sent)
         except BaseException as error:
             self._tell(sent, None, error)
             raise
-
-    def _finished(
-        self,
-        topic: str,
-        body: bytes,
-        queue_id: int | None,
-        options: SendOptions,
-        message: OutgoingMessage | None,
-        batch: _Batch | None,
-        selector: Selector | None,
-    ) -> _Ready:
-        if options.get("unique_key") is None:
-            options["unique_key"] = new_unique_key()
-        if options.get("durability") is None and self._durability is not None:
-            options["durability"] = self._durability
-        queue_id, retries = self._place(topic, queue_id, options, batch, selector)
-        if batch is None:
-            body = cast(bytes, self._compressed(body, options))
-        flush = (options.get("durability") or self._broker.store.durability) == "flush"
-        return _Ready(topic, body, queue_id, options, flush, retries, message)
 
     # -- many -------------------------------------------------------------------------------------------------------
 

@@ -134,7 +134,7 @@ class SimpleConsumer:
             on_loss=self._hooks.loss_teller(),
         )
         try:
-            self._source.check_mode()
+            self._source.check(subscriptions or None)
             check_order(enter_group(broker, group, ordered=self.ordered, start=start, retry=retry), self.ordered)
             if subscriptions:
                 self._source.change(subscriptions, join=True)
