@@ -218,16 +218,24 @@ WAYS: dict[str, Callable[[Producer, Any, Any, dict[str, Any]], Any]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    """A bench that takes messages up to `MAX` bytes. It stays empty, so all refusals share it."""
+    bench = Bench(tmp_path_factory.mktemp("limited") / "store")
+    bench.broker.close()
+    bench.open(max_message_size=MAX)
+    yield bench
+    bench.broker.close()
+
+
 @pytest.mark.parametrize("hooked", [False, True], ids=["plain", "hooked"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("wrong", "field"), _BAD, ids=[f"{list(wrong)}-{i}" for i, (wrong, _) in enumerate(_BAD)])
 def test_a_message_that_breaks_a_rule_is_refused_at_once_and_nothing_is_stored(
-    bench: Bench, wrong: dict[str, Any], field: str, way: str, hooked: bool
+    limited: Bench, wrong: dict[str, Any], field: str, way: str, hooked: bool
 ) -> None:
-    bench.broker.close()
-    bench.open(max_message_size=MAX)
     seen = Recorder()
-    producer = bench.producer(interceptors=[seen] if hooked else [])
+    producer = limited.producer(interceptors=[seen] if hooked else [])
     given = {"topic": "orders", "body": b"x", **wrong}
     if way == "transaction" and given.keys() & {"message_group", "delay", "deliver_at", "delay_level"}:
         field = next(n for n in ("message_group", "delay", "deliver_at", "delay_level") if n in given)
@@ -237,9 +245,10 @@ def test_a_message_that_breaks_a_rule_is_refused_at_once_and_nothing_is_stored(
 
     assert caught.value.field == field
     producer.flush()
-    assert bench.bodies() == []
-    assert bench.broker.stats().open_transactions == 0
+    assert limited.bodies() == []
+    assert limited.broker.stats().open_transactions == 0
     assert [event for event in seen.events if event[0] == "after" and event[4] is None] == []
+    producer.close()
 
 
 _GOOD: list[dict[str, Any]] = [

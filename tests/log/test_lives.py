@@ -55,7 +55,7 @@ def found(root: Path) -> list[Finding]:
 def kinds(root: Path) -> set[str]:
     """What is found, by one process and in ranges alike."""
     one = {finding.kind for finding in found(root)}
-    for range_bytes in (700, 1 << 26):
+    for range_bytes in (2_000, 1 << 26):
         assert {each.kind for each in verify(None, root, range_bytes=range_bytes).findings} == one
     return one
 

@@ -327,7 +327,7 @@ def test_beside_a_writer_all_that_had_been_put_is_in_it_and_what_comes_meanwhile
     try:
         while newest < 30_000:  # from here on the oldest go
             time.sleep(0.01)
-        for round_ in range(8):
+        for round_ in range(4):
             known = newest
             target = tmp_path / f"copy{round_}"
             report = snapshot_store(root, target, link=round_ % 2 == 0)
