@@ -67,11 +67,11 @@ def export(
     raw_bodies: bool,
     json_output: bool,
 ) -> None:
-    """Write the messages of the store in DIR in the order of its log, one JSON object a line or one row of a Parquet
-    file.
+    """Write the messages of the store in DIR, one JSON object a line or one row of a Parquet file.
 
-    In JSON `body` is base64, inflated if it was stored compressed; names and units are the stored ones. Parquet, which
-    needs pyarrow and --output, has the columns of the Spark source, times as timestamps and bodies as bytes.
+    JSON has the order of the log. Its `body` is base64, inflated if it was stored compressed; names and units are the
+    stored ones. Parquet, which needs pyarrow and --output, has the columns of the Spark source, times as timestamps and
+    bodies as bytes; its rows are in order within a queue.
 
     Every whole message of the log is written, on both sides of damage, also if no queue lists it: what `mqstore
     recover` would keep. Damage and missing offsets are named on stderr and counted, and the exit code is then 1. With
