@@ -288,11 +288,19 @@ def judge(made: Made, store: Path) -> Verdict:
     """Return what must come back from `store`, a damaged copy of `made`."""
     before, after = ({int(file.name): file.read_bytes() for file in segments(path)} for path in (made.path, store))
     whole, doubtful, lost = [], [], []
+    # A last file that is too short is filled with zeros.
+    after = {
+        base: data.ljust(made.segment_bytes, bytes(1)) if base == max(after) else data for base, data in after.items()
+    }
+    places = {}
     for record in made.records:
         base = record.start // made.segment_bytes * made.segment_bytes
-        place = slice(record.start - base, record.end - base)
+        places[record] = base, slice(record.start - base, record.end - base)
+    # Files with any record in its place. A copy of such a file is of no use, whatever its name.
+    rightful = {base for base, place in places.values() if after.get(base, b"")[place] == before[base][place]}
+    for record, (base, place) in places.items():
         data, found = before[base][place], after.get(base, b"")[place]
-        if found == data or any(other[place] == data for other in after.values()):
+        if found == data or (base not in rightful and any(other[place] == data for other in after.values())):
             whole.append(record)
         elif parse(after.get(base, b""), place.start, record.start, made.profile) is None:
             lost.append(record)

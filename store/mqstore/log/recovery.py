@@ -311,9 +311,10 @@ class _Recovery:
         if end:
             detail = "the commitlog folder is empty"
             self.report.findings.append(Finding("missing_segment", "commitlog", 0, end, detail))
+        doomed_index, _ = self._plan_index(end)
         self._begin(end, end, end)
         self._finish_queues(end, end)
-        self._finish_index([], end)
+        self._finish_index(doomed_index, end)
         return end
 
     # -- where to read ----------------------------------------------------------------------------------------------
