@@ -429,7 +429,9 @@ class Verifier:
             yield Finding("lost_tail", name, at, once - end.position, detail)
         elif end.detail:
             self._cut_from = end.position
-            why = f"{end.detail}; whole records behind it were not known to be on disk" if end.torn else end.detail
+            why = end.detail
+            if end.torn:
+                why += "; of whole records behind it, `mqstore recover` keeps all, and opening moves all to cut/"
             yield Finding("torn_tail", name, at, self._run.segment_bytes - at, why)
         for segment in behind:
             if used := used_end(self._run, segment):
