@@ -61,7 +61,7 @@ def misnamed_segments(run: SegmentRun, checksum: Checksum, fs: FileSystem, start
     places = {
         name: place
         for name, place in found.items()
-        if place is not None and place != said.get(name) and claims[place] == 1
+        if place is not None and place != said.get(name, segment_start(name)) and claims[place] == 1
     }
     # A file without any record gives way, and gets the first name that is free.
     used = {*places.values(), *(start for name, start in said.items() if name not in places)}
