@@ -39,7 +39,7 @@ def attempts(path: Path) -> dict[int, int]:
 
 
 NONE = None
-"""A cell that names no message; the others have the queue offset of theirs."""
+"""A cell that names no message; the others have the queue offset of theirs, or are negative."""
 
 
 @pytest.mark.parametrize(
@@ -50,6 +50,9 @@ NONE = None
         ((2, NONE, NONE), (NONE, NONE, NONE), {2: 1}),
         ((0, 1, NONE), (2, NONE, NONE), {0: 1, 1: 1, 2: 1}),
         ((2, 0, 1), (NONE, NONE, NONE), {0: 1, 1: 1, 2: 1}),
+        ((0, -3, NONE), (NONE, NONE, NONE), {0: 1, 1: 1}),  # and those behind it up to offset 1
+        ((1, -4, 0), (2, -2, NONE), {0: 1, 1: 1, 2: 1}),  # none of a queue lies in front of its first
+        ((-4, NONE, NONE), (NONE, NONE, NONE), {}),
         ((2, NONE, 1), (NONE, NONE, NONE), {2: 1}),  # the rest is of an earlier call
         ((NONE, 0, 1), (2, NONE, NONE), {2: 1}),  # the job has ended, or a call was just being noted
         ((0, NONE, NONE), (0, NONE, NONE), {0: 1}),
@@ -59,7 +62,7 @@ def test_each_message_that_a_worker_had_has_used_an_attempt(
     tmp_path: Path, first: tuple[int | None, ...], second: tuple[int | None, ...], expected: dict[int, int]
 ) -> None:
     places = store_with(tmp_path, b"")
-    cells = [-1 if offset is NONE else places[offset] for offset in (*first, *second)]
+    cells = [-1 if cell is NONE else places[cell] if cell >= 0 else cell for cell in (*first, *second)]
     (tmp_path / "config" / "begun" / "7").write_bytes(content(HEAD, *cells))
 
     assert attempts(tmp_path) == expected

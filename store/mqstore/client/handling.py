@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from mqstore.broker.begun import Address, Suspects, note
+from mqstore.broker.begun import Address, Suspects, note, note_run
 from mqstore.broker.statistics import Statistics
 from mqstore.client.handlers import check_has_run
 from mqstore.client.interceptors import Consumed, Interceptors, Settled
@@ -89,12 +89,14 @@ class Handling:
         *,
         batch: bool,
         ordered: bool,
+        one_queue: bool = False,
         interceptors: Interceptors,
         on_error: OnError | None = None,
         suspects: Suspects | None = None,
     ) -> None:
         """`batch`: handlers take sequences of messages, else one. `ordered`: a handler that timed out counts when it
-        ends. `suspects`: what is handled one at a time."""
+        ends. `one_queue`: the messages of a call are of one queue, ascending. `suspects`: what is handled one at a
+        time."""
         self.group = group
         self.hooks = interceptors
         self._around, self._after = interceptors.around_consume, interceptors.after_consume
@@ -104,6 +106,7 @@ class Handling:
         """By topic: the counters below."""
         self._batch = batch
         self._ordered = ordered
+        self._note = note_run if one_queue else note
         self._on_error = on_error
         self._suspects = Suspects() if suspects is None else suspects
         """Messages of which one is in a handler at a time."""
@@ -151,7 +154,7 @@ class Handling:
         argument = tuple(messages) if self._batch else messages[0]  # our list is not the handler's to change
         if self._batch:
             worker.begin(messages)
-            note(worker.cells, messages)
+            self._note(worker.cells, messages)
         else:  # the same of one message, without calls: it may come every two microseconds
             worker.calls += 1
             worker.messages = messages

@@ -341,6 +341,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
             clock,
             batch=batch_size > 1,
             ordered=ordered,
+            one_queue=not pops,
             interceptors=hooks,
             on_error=on_error,
             suspects=broker.begun.suspects,
