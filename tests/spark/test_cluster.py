@@ -23,8 +23,7 @@ from typing import Any
 import pytest
 
 from mqstore import MessageStore
-from mqstore.spark import java, rebuild
-from tests.log.support import files, flip
+from mqstore.spark import java
 from tests.spark import speculation_job
 from tests.spark.conftest import BRIEF, _unavailable, spark_home
 from tests.spark.support import many, write_store
@@ -143,26 +142,6 @@ def test_a_standalone_cluster_runs_the_installed_wheel(installed: Path, tmp_path
     env = environment(bare_python, tmp_path, installed)
     with standalone(tmp_path, env) as master:
         check(run(master, store, tmp_path, env, "spark.cores.max=2"), store, installed, {"site"})
-
-
-def test_what_a_cluster_has_sorted_is_rebuilt_as_in_one_process(
-    installed: Path, tmp_path: Path, bare_python: str
-) -> None:
-    """The executors read, sort and write in processes of their own, one of which is killed on the way."""
-    store = write_store(tmp_path / "s", many(300), "rocketmq", segment_bytes=6_000)
-    with MessageStore(store, "r") as opened:
-        place = [*opened.iter("t", 0)][20].physical_offset
-    flip(store / "commitlog" / f"{place - place % 6_000:020d}", place % 6_000 + 100)
-    expected = tmp_path / "expected"
-    rebuild(None, store, dest=expected)
-    env = environment(bare_python, tmp_path, installed)
-
-    said = run_job("rebuild_job.py", ["local-cluster[2,1,1024]", str(store), str(tmp_path)], tmp_path, env)
-
-    assert json.loads(said.splitlines()[-1]) == {"ways": ["shuffle"]}
-    assert (tmp_path / "killed").exists()
-    for built in (tmp_path / "built", store):
-        assert files(built / "consumequeue") == files(expected / "consumequeue")
 
 
 def test_a_task_that_is_tried_twice_at_once_writes_once(installed: Path, tmp_path: Path, bare_python: str) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from mqstore.spark.jobs.compact import compact
-from mqstore.spark.jobs.rebuild import rebuild
 from mqstore.spark.jobs.shape import select
 from mqstore.spark.jobs.verify import verify
 from mqstore.spark.plan import QueueSlice
@@ -54,12 +53,6 @@ def test_they_are_sound(foreign: Callable[[str], Path], name: str) -> None:
     report = verify(None, str(foreign(name)))
     assert report.ok
     assert report.findings == ()
-
-
-@pytest.mark.parametrize("name", ["light", "batch"])
-def test_a_rebuild_finds_nothing_to_change(foreign: Callable[[str], Path], name: str) -> None:
-    [store] = rebuild(None, str(foreign(name)), what="queues").stores
-    assert store.changed_units == 0
 
 
 def test_a_copy_has_each_message_once(foreign: Callable[[str], Path], tmp_path: Path) -> None:

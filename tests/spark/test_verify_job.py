@@ -179,8 +179,8 @@ def test_a_damaged_record_at_the_front_the_end_or_a_seam_of_a_range_is_told_once
 # -- seams -------------------------------------------------------------------------------------------------------------
 
 
-def with_an_image_inside(path: Path, topic: str = "t") -> Path:
-    """A store whose fourth record has in its body a record that verifies where it lies: another one of that topic."""
+def with_an_image_inside(path: Path) -> Path:
+    """A store whose fourth record has in its body a record that verifies where it lies."""
     before, behind = many(3), many(9)[3:]
 
     def written(body: bytes) -> Path:
@@ -193,7 +193,7 @@ def with_an_image_inside(path: Path, topic: str = "t") -> Path:
         checksum = store.manifest.checksum
     shutil.rmtree(path)
     image = encode_record(
-        topic=topic,
+        topic="t",
         body=b"never sent",
         queue_id=0,
         queue_offset=0,

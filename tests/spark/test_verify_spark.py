@@ -1,4 +1,4 @@
-"""Verify and rebuild in Spark's tasks: the same as without."""
+"""Verify in Spark's tasks: the same as without."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 
-from mqstore.spark import rebuild, verify
+from mqstore.spark import verify
 from tests.log.support import flip
 from tests.spark.support import many, write_store
-from tests.spark.test_rebuild_job import below, contents
 
 pytestmark = pytest.mark.spark
 
 
-def test_a_damaged_store_is_found_and_mended_in_tasks_as_without_spark(spark: Any, tmp_path: Path) -> None:
+def test_damage_is_found_in_tasks_as_without_spark(spark: Any, tmp_path: Path) -> None:
     good = write_store(tmp_path / "good", many(200), segment_bytes=6_000)
     bad = tmp_path / "bad"
     shutil.copytree(good, bad)
@@ -28,16 +27,6 @@ def test_a_damaged_store_is_found_and_mended_in_tasks_as_without_spark(spark: An
 
     assert found == verify(None, stores, range_bytes=5_000)
     assert {(each.store, each.kind) for each in found.findings} == {("bad", "missing_units"), ("bad", "bad_index")}
-
-    report = rebuild(spark, stores, range_bytes=5_000)
-
-    assert [(row.store, row.changed_queues, row.index_changed) for row in report.stores] == [
-        ("good", 0, False),
-        ("bad", 2, True),
-    ]
-    assert below(bad, "consumequeue") == below(good, "consumequeue")
-    assert contents(bad) == contents(good)
-    assert verify(spark, stores, range_bytes=5_000).ok
 
 
 def test_the_view_of_a_fleet_is_a_table(spark: Any, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`mqstore spark verify` and `mqstore spark rebuild`, without Spark."""
+"""`mqstore spark verify`, without Spark."""
 
 from __future__ import annotations
 
@@ -82,108 +82,21 @@ def test_a_store_that_cannot_be_opened_does_not_keep_the_others_from_being_check
     assert str(fleet / "c") in found["stores"][1]["error"]
 
 
-@pytest.mark.parametrize("command", ["verify", "rebuild"])
-def test_topics_and_bounds_are_refused_before_anything_is_read(fleet: Path, command: str) -> None:
+def test_topics_and_bounds_are_refused_before_anything_is_read(fleet: Path) -> None:
     for option in (["--topics", "orders"], ["--from", "3"], ["--where", "a = 1"]):
-        result = spark(command, fleet / "a", "--master", "none", *option)
+        result = spark("verify", fleet / "a", "--master", "none", *option)
 
         assert (result.exit_code, result.stdout) == (2, "")
         assert "reads whole logs" in result.stderr
 
 
-@pytest.mark.parametrize("command", ["verify", "rebuild"])
-def test_a_dry_run_tells_how_much_would_be_read_and_changes_nothing(fleet: Path, command: str) -> None:
+def test_a_dry_run_tells_how_much_would_be_read_and_changes_nothing(fleet: Path) -> None:
     before = files(fleet)
 
-    result = spark(command, fleet / "*", "--dry-run", "--json")
+    result = spark("verify", fleet / "*", "--dry-run", "--json")
 
     assert result.exit_code == 0
     log = sum(len(data) for name, data in before.items() if "commitlog" in name and name[-20:].isdigit())
     plan = json.loads(result.stdout)["plan"]
     assert (plan["stores"], plan["bytes"], plan["tasks"]) == (2, log, 1)
     assert files(fleet) == before
-
-
-def test_rebuilding_mends_what_a_log_can_mend_and_says_what_it_changed(fleet: Path) -> None:
-    result = spark("rebuild", fleet / "b", "--master", "none", "--json")
-
-    assert result.exit_code == 0
-    found = json.loads(result.stdout)
-    assert found["changed"]
-    orders, bills = sorted(found["queues"], key=lambda queue: str(queue["topic"]), reverse=True)
-    assert (orders["changed"], orders["void"], orders["old_max"], orders["new_max"]) == (1, 1, 40, 40)
-    assert (bills["changed"], bills["void"], bills["old_max"], bills["new_max"]) == (1, 0, 0, 1)
-    with MessageStore(fleet / "b", "r") as store:
-        assert {finding.kind for finding in store.verify()} == {"bad_record"}
-        assert [message.body for message in store.iter("bills")] == [b"other"]
-        assert len([*store.iter("orders")]) == 39
-
-    again = spark("rebuild", fleet / "b", "--master", "none")
-    assert again.exit_code == 0
-    assert "everything was in order; nothing was replaced" in again.stdout
-
-
-def test_a_dry_run_says_which_way_each_queue_goes(fleet: Path) -> None:
-    before = files(fleet)
-
-    result = spark("rebuild", fleet / "*", "--dry-run", "--shuffle", "always", "--json")
-
-    assert result.exit_code == 0
-    found = json.loads(result.stdout)
-    assert found["plan"]["stores"] == 2
-    ways = {(Path(each["store"]).name, each["topic"]): each["way"] for each in found["queues"]}
-    assert ways == dict.fromkeys([("a", "bills"), ("a", "orders"), ("b", "bills"), ("b", "orders")], "shuffle")
-
-    result = spark("rebuild", fleet / "*", "--dry-run", "--shuffle", "auto", "--json")
-    ways = {(Path(each["store"]).name, each["topic"]): each["way"] for each in json.loads(result.stdout)["queues"]}
-    assert ways == {
-        ("a", "bills"): "slots",
-        ("a", "orders"): "slots",
-        ("b", "bills"): "slots",
-        ("b", "orders"): "order",
-    }
-
-    shown = spark("rebuild", fleet / "b", "--dry-run", "--shuffle", "never")
-    assert [line.split()[-1] for line in shown.stdout.splitlines() if "orders" in line] == ["order"]
-    assert "queues" not in json.loads(spark("rebuild", fleet / "b", "--dry-run", "--json").stdout)  # reads no log
-    assert files(fleet) == before
-
-
-def test_a_shuffle_that_cannot_be_is_refused(fleet: Path) -> None:
-    before = files(fleet)
-    for option in ([], ["--dry-run"]):
-        result = spark("rebuild", fleet / "a", "--shuffle", "always", "--master", "none", *option)
-        assert (result.exit_code, result.stdout) == (2, "")
-        assert "needs a Spark session" in result.stderr
-    result = spark("rebuild", fleet / "a", "--shuffle", "sometimes")
-    assert result.exit_code == 2
-    assert "'sometimes' is not one of 'auto', 'always', 'never'" in result.stderr
-    assert files(fleet) == before
-
-
-def test_a_store_with_a_writer_is_not_rebuilt(fleet: Path) -> None:
-    with MessageStore(fleet / "a"):
-        before = files(fleet)
-        for option in ([], ["--dry-run"]):
-            result = spark("rebuild", fleet / "*", "--master", "none", *option)
-
-            assert result.exit_code == 3
-            assert "is open for writing in process" in result.stderr
-            assert {**files(fleet), "b/lock": b""} == {**before, "b/lock": b""}
-
-
-def test_what_is_built_elsewhere_leaves_the_store_as_it_is(fleet: Path, tmp_path: Path) -> None:
-    before = files(fleet)
-
-    result = spark("rebuild", fleet / "*", "--dest", tmp_path / "new", "--master", "none")
-
-    assert result.exit_code == 0
-    assert files(fleet) == before
-    new = files(tmp_path / "new")
-    queues = {name for name in before if "consumequeue" in name}
-    assert {name for name in new if "consumequeue" in name} == {*queues, f"b/consumequeue/bills/0/{0:020d}"}
-    assert all(new[name] == data for name, data in before.items() if name.startswith("a/consumequeue"))
-
-    refused = spark("rebuild", fleet / "*", "--dest", tmp_path / "new", "--master", "none")
-    assert refused.exit_code == 2
-    assert "is not an empty directory" in refused.stderr

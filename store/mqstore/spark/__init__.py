@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from mqstore.spark.jobs.importing import import_rows
     from mqstore.spark.jobs.lag import lag_report
     from mqstore.spark.jobs.mirror import mirror
-    from mqstore.spark.jobs.rebuild import rebuild
     from mqstore.spark.jobs.replay import replay
     from mqstore.spark.jobs.resend import dlq_resend
     from mqstore.spark.jobs.shape import select
@@ -53,7 +52,6 @@ __all__ = [
     "lag_report",
     "mirror",
     "ordered",
-    "rebuild",
     "register",
     "replay",
     "select",
@@ -75,7 +73,6 @@ _LAZY: Final = {
     "lag_report": "mqstore.spark.jobs.lag",
     "mirror": "mqstore.spark.jobs.mirror",
     "ordered": "mqstore.spark.ordering",
-    "rebuild": "mqstore.spark.jobs.rebuild",
     "replay": "mqstore.spark.jobs.replay",
     "select": "mqstore.spark.jobs.shape",
     "session": "mqstore.spark.sessions",

@@ -16,7 +16,6 @@ COMMANDS = (
     "trace",
     "dlq",
     "verify",
-    "rebuild",
     "replay",
     "mirror",
     "import",

@@ -110,16 +110,11 @@ class Given:
             options={**options, **_pairs("--option", self.options)},
         )
 
-    @property
-    def with_spark(self) -> bool:
-        """Whether tasks are run by Spark."""
-        return self.master != _NO_SPARK
-
-    def print_plan(self, plan: Any, **more: Any) -> None:
-        """What --dry-run prints; `more` with --json only."""
+    def print_plan(self, plan: Any) -> None:
+        """Print what a job would read, for --dry-run."""
         row = plan.to_dict()
         if self.json_output:
-            print_json({"dry_run": True, "plan": row, **more})
+            print_json({"dry_run": True, "plan": row})
             return
         facts = [(name, show_bytes(value) if name == "bytes" else value) for name, value in row.items()]
         console().print(table("would read", ("", ">"), facts))
@@ -128,7 +123,7 @@ class Given:
     def session(self) -> Iterator[Any]:
         """A session that ends with the command; None for `--master none`. SparkMissingError."""
         conf = _pairs("--conf", self.conf)
-        if not self.with_spark:
+        if self.master == _NO_SPARK:
             yield None
             return
         from mqstore.spark.sessions import session

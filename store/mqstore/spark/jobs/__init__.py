@@ -8,9 +8,7 @@
     dlq        what groups gave up, and why
     sql        stores as views of SQL
     verify     whether everything in stores is as it should be
-    rebuild    consume queues and index anew, from the log
-    ranges     a log read in byte ranges, and put together again: for these two
-    placing    records into slots of fresh queue files: for rebuild
+    ranges     a log read in byte ranges, and put together again: for verify
     replay     messages into other stores again
     mirror     what comes into stores, copied as it comes
     importing  rows of files as messages
@@ -18,12 +16,11 @@
     dedup      a copy without messages that were there before
     resend     dead letters to where they came from
     rewrite    what the jobs share that copy messages; keyed, what the two do that leave some out
-    shuffle    rows from tasks to other tasks, sorted by Spark: for rebuild
 
 A job has three parts, and Spark sees only the second: the driver plans, from consume queues (`plan`); tasks, which are
 plain values, are worked on by a function of a module, which opens the stores it needs; the driver joins what they give
-back, which is small. So rows do not cross from Python to Java and back, but for those that `shuffle` has sorted. With
-`spark=None` the same tasks are run one after the other in this process, without pyspark and Java.
+back, which is small. So rows do not cross from Python to Java and back. With `spark=None` the same tasks are run one
+after the other in this process, without pyspark and Java.
 
 Nothing is imported here: a worker that runs a task of one job loads that job.
 """

@@ -1,4 +1,4 @@
-"""A commitlog read in byte ranges, each by a task of its own, and put together again: what verify and rebuild share.
+"""A commitlog read in byte ranges, each by a task of its own, and put together again: for `verify`.
 
 A record says where it lies, so reading may begin anywhere: at the first place of a range where a record verifies whose
 own physical offset is that place (store-format 9.2, 9.8; spark.md B8).
@@ -102,21 +102,16 @@ P = TypeVar("P", bound=Piece)
 
 @dataclass(slots=True)
 class QueuePart:
-    """Of the records of a queue in a range: offsets and times, where the first begins and the last ends."""
+    """Queue offsets of a queue's records in a range, where the first record begins, and where the last one ends."""
 
     first: int
     """Smallest queue offset."""
     stop: int
     """Behind the greatest."""
-    count: int
     first_physical: int
     last_end: int
-    first_ms: int
-    last_ms: int
     straight: bool = True
     """Each record's queue offset was one more than that of the record before."""
-    breaks: int = 0
-    """How often it was not."""
     findings: list[Finding] = field(default_factory=list)
     """What `take_run` found up to the first break."""
     unlisted: int = 0
@@ -141,8 +136,6 @@ class RangeResult:
     """How many more."""
     queues: dict[QueueKey, QueuePart] = field(default_factory=dict)
     index: IndexTally = field(default_factory=IndexTally)
-    entries: int = 0
-    """Index entries that its records ask for."""
 
     @property
     def errors(self) -> int:
@@ -210,9 +203,9 @@ def read_range(
     *,
     take_run: TakeRun,
     take_rows: Callable[[Rows], None],
-    start: int | None = None,
-    max_errors: int = MAX_ERRORS,
-    watermark: Callable[[], int] | None = None,
+    start: int | None,
+    max_errors: int,
+    watermark: Callable[[], int],
 ) -> RangeResult | None:
     """Read a range of an open store; None when retention has taken its segment.
 
@@ -236,7 +229,7 @@ def read_range(
             result.end = over.value
             return result
         if isinstance(event, Bad):
-            if watermark is not None and event.start >= watermark():
+            if event.start >= watermark():
                 result.end, result.torn = event.start - segment.start, event
                 return result
             result.count_bad(event, max_errors)
@@ -244,7 +237,6 @@ def read_range(
         rows = store.rows_of(event.buffer, event.headers, event.base)
         result.records += len(rows)
         result.bytes += rows.record_bytes
-        result.entries += len(rows.entry_row)
         take_rows(rows)
         for listed in rows.listed():
             _take_queue(result, rows, listed, take_run, max_errors)
@@ -259,22 +251,19 @@ def _take_queue(result: RangeResult, rows: Rows, listed: Listed, take_run: TakeR
     topic, queue_id, chosen, offsets, units, follow = listed
     begin, last = int(chosen[0]), int(chosen[-1])
     low, high = int(offsets[0]), int(offsets[-1])
-    breaks = 0 if follow else int(np.count_nonzero(np.diff(offsets) != 1))
+    straight = follow or bool((np.diff(offsets) == 1).all())
     part = result.queues.get((topic, queue_id))
     if part is None:
-        part = QueuePart(low, low, 0, int(rows.physical_offset[begin]), 0, int(rows.store_timestamp_ms[begin]), 0)
+        part = QueuePart(low, low, int(rows.physical_offset[begin]), 0)
         result.queues[topic, queue_id] = part
     else:
-        breaks += low != part.stop
+        straight = straight and low == part.stop
     usable = 0 <= low < MAX_SLOT and queue_id >= 0 and is_path_safe(topic)
-    if breaks or not usable:
+    if not (straight and usable):
         low, high = int(offsets.min()), int(offsets.max())
         part.straight = False
-        part.breaks += breaks
     part.first, part.stop = min(part.first, low), max(part.stop, high + 1)
-    part.count += len(offsets)
     part.last_end = int(rows.physical_offset[last]) + int(rows.size[last])
-    part.last_ms = int(rows.store_timestamp_ms[last])
     if not part.straight:
         return
     for finding in take_run(topic, queue_id, low, units):
@@ -313,7 +302,7 @@ def is_straight(parts: Sequence[QueuePart]) -> bool:
 class Stitcher:
     """Joins results to what a scan of the whole log would tell. `read_again(range, start)` reads a range anew from a
     position where a record should begin; that a range was never read (the segment is new) is fine. `watermark` as of
-    `until_torn`; None: whatever holds no record is passed over. `on_front` as of `scan_log`."""
+    `until_torn`, `on_front` as of `scan_log`."""
 
     def __init__(
         self,
@@ -322,8 +311,8 @@ class Stitcher:
         results: Iterable[RangeResult],
         read_again: Callable[[LogRange, int], RangeResult | None],
         *,
-        watermark: Callable[[], int] | None = None,
-        on_front: OnFront | None = None,
+        watermark: Callable[[], int],
+        on_front: OnFront,
     ) -> None:
         self.read_again_count = 0
         self._store = store
@@ -332,29 +321,22 @@ class Stitcher:
         self._watermark = watermark
         self._on_front = on_front
         self._by_base: dict[int, list[RangeResult]] = {}
-        self._left = {(result.range, result.first): result for result in results}
-        for result in self._left.values():
+        for result in results:
             self._by_base.setdefault(result.range.base, []).append(result)
         for each in self._by_base.values():
             each.sort(key=lambda result: result.range.low)
         self._entered: dict[int, tuple[Segment, int]] = {}
         self._fronts: list[int] = []
 
-    @property
-    def discarded(self) -> list[RangeResult]:
-        """After the events: results that did not fit, or lie where no record can."""
-        return [*self._left.values()]
-
     def events(self) -> Iterator[SegmentParts | Bad | End]:
         """Segment by segment, with what is no record in and between them; the last event is an `End`."""
         run = self._store._run
         parts: SegmentParts | None = None
         joined = join_segments(
-            *(run, run.min_offset, self._store.manifest.checksum, self._read),
-            on_front=None if self._on_front is None else self._fronts.append,
+            *(run, run.min_offset, self._store.manifest.checksum, self._read), on_front=self._fronts.append
         )
-        for event in joined if self._watermark is None else until_torn(joined, self._watermark):
-            while self._on_front is not None and self._fronts:
+        for event in until_torn(joined, self._watermark):
+            while self._fronts:
                 if parts is not None:
                     yield parts
                     parts = None
@@ -389,7 +371,6 @@ class Stitcher:
                     return at
                 self.read_again_count += 1
                 result = again
-            self._left.pop((result.range, result.first), None)
             yield from result.bads
             yield result
             if result.torn is not None:

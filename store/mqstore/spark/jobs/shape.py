@@ -47,7 +47,6 @@ from mqstore.spark.workers import settle
 
 __all__ = [
     "Bound",
-    "Failure",
     "Plan",
     "Progress",
     "Selection",
@@ -55,7 +54,6 @@ __all__ = [
     "Stores",
     "check_followed",
     "check_known",
-    "described",
     "join",
     "local_path",
     "run",
@@ -337,7 +335,7 @@ def local_path(path: str | os.PathLike[str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class _Failure:
     """An error on its way from a task: its class, its text and its attributes, as many errors do not pickle."""
 
     kind: type[BaseException]
@@ -345,7 +343,7 @@ class Failure:
     attributes: dict[str, Any]
 
     @classmethod
-    def of(cls, error: Exception) -> Failure:
+    def of(cls, error: Exception) -> _Failure:
         attributes = dict(error.__dict__)
         if isinstance(error, OSError) and error.errno is not None:  # not in its dict
             attributes |= {"errno": error.errno, "strerror": error.strerror, "filename": error.filename}
@@ -397,7 +395,7 @@ def run(
     report(0, len(tasks))
     outcomes = _here(tasks, function, report) if spark is None else _in_spark(spark, tasks, function, report, title)
     for outcome in outcomes:
-        if isinstance(outcome, Failure):
+        if isinstance(outcome, _Failure):
             raise outcome.error()
     return outcomes
 
@@ -416,19 +414,19 @@ def _here(tasks: Sequence[T], function: Callable[[T], R], report: Progress) -> l
         outcome = pickle.loads(pickle.dumps(_attempt(*pickle.loads(pickle.dumps((function, task))))))
         found.append(outcome)
         report(number + 1, len(tasks))
-        if isinstance(outcome, Failure):
+        if isinstance(outcome, _Failure):
             break
     return found
 
 
-def _attempt(function: Callable[[T], R], task: T) -> R | Failure:
+def _attempt(function: Callable[[T], R], task: T) -> R | _Failure:
     try:
         return function(task)
     except (MQStoreError, OSError) as error:
-        return Failure.of(error)
+        return _Failure.of(error)
 
 
-def _counted(function: Callable[[T], R], done: Any, task: T) -> R | Failure:
+def _counted(function: Callable[[T], R], done: Any, task: T) -> R | _Failure:
     settle()
     outcome = _attempt(function, task)
     done.add(1)
@@ -439,14 +437,14 @@ def _in_spark(spark: Any, tasks: Sequence[T], function: Callable[[T], R], report
     context = _context_of(spark)
     ship(context)
     done = context.accumulator(0)
-    with described(context, title):
+    with _described(context, title):
         rdd = context.parallelize([*tasks], len(tasks)).map(partial(_counted, function, done))
         with _watched(lambda: done.value, len(tasks), report):
             return list(rdd.collect())
 
 
 @contextmanager
-def described(context: Any, title: str) -> Iterator[None]:
+def _described(context: Any, title: str) -> Iterator[None]:
     """What Spark's UI calls the jobs that a SparkContext runs meanwhile."""
     before = context.getLocalProperty("spark.job.description")
     context.setJobDescription(title)

@@ -58,7 +58,6 @@ __all__ = [
     "plan_verify",
     "verified_ranges",
     "verify",
-    "whole_stores",
 ]
 
 
@@ -136,7 +135,7 @@ def verify(
     `spark`: a session, or None to do it here. `deep` False leaves the index out. A store that cannot be opened is told
     in its row, and the others are checked. Raises ConfigError; spark.md B7, B8.
     """
-    chosen = whole_stores(stores, "verify")
+    chosen = _whole_stores(stores)
     if max_errors < 1:
         raise ConfigError(f"max_errors={max_errors} would tell nothing of what is found; give at least 1")
     names = chosen.stores()
@@ -181,7 +180,7 @@ def _cut(
 
 def plan_verify(stores: Stores | Selection, *, range_bytes: int = RANGE_BYTES) -> Plan:
     """What `verify` would read; opens the stores, and reads no record."""
-    chosen = whole_stores(stores, "verify")
+    chosen = _whole_stores(stores)
     plan = Plan.of_stores(chosen, lambda topic: True)
     ranges: list[LogRange] = []
     for name in chosen.stores():
@@ -191,12 +190,12 @@ def plan_verify(stores: Stores | Selection, *, range_bytes: int = RANGE_BYTES) -
     return Plan(plan.stores, plan.queues, plan.messages, size, len(bundles(ranges, tasks_for(None), range_bytes)))
 
 
-def whole_stores(stores: Stores | Selection, job: str) -> Selection:
-    """The stores that a job over whole logs is to read. ConfigError when topics or bounds were asked for."""
+def _whole_stores(stores: Stores | Selection) -> Selection:
+    """Return the selection of `stores`. Raises ConfigError if topics or bounds were asked for."""
     chosen = select(stores)
     every = select(chosen.options.paths)
     if chosen != every:
-        raise ConfigError(f"{job} reads whole logs: leave out topics, bounds, filters and options of the source")
+        raise ConfigError("verify reads whole logs: leave out topics, bounds, filters and options of the source")
     return chosen
 
 
