@@ -44,7 +44,7 @@ from mqstore.spark.progress import StreamProgress
 from mqstore.spark.sets import SET_FILE
 from mqstore.spark.tasks import read_slices
 from mqstore.spark.views import view_batch
-from tests.log.support import open_store
+from tests.log.support import open_store, reboot
 from tests.spark.support import Odd, crashed_store, log_end, many, odd_records, rows_of, write_store
 
 T0 = 1_700_000_000_000
@@ -135,6 +135,7 @@ def test_a_scan_of_the_log_ends_where_recovery_will_end_it(tmp_path: Path) -> No
         store._interval_checkpoint()
         places = [receipt.physical_offset for receipt in store.put_many("t", [b"%d" % i for i in range(9)])]
         shutil.copytree(store.path, tmp_path / "torn")
+    reboot(tmp_path / "torn")
     shutil.rmtree(tmp_path / "torn" / "consumequeue", ignore_errors=True)
     log = tmp_path / "torn" / "commitlog" / f"{0:020d}"
     data = bytearray(log.read_bytes())
