@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import shutil
 import subprocess
 import sys
@@ -17,9 +18,10 @@ import pytest
 import mqstore as library
 from mqstore import SimulatedClock, StoreConfig
 from mqstore.files import jsonfile
+from mqstore.log.inspect import inspect_store
 from mqstore.options import Profile
 from tests.conftest import GOLDEN_NAMES, GoldenStore
-from tests.log.support import open_store
+from tests.log.support import kill, open_store
 from tests.tools.brokers import broker, clock_now
 from tests.tools.damages import DAMAGES, filled
 from tests.tools.support import mqstore, mqstore_json, process, snapshot
@@ -656,3 +658,23 @@ def test_what_a_writer_has_not_dispatched_is_not_called_lost(tmp_path: Path) -> 
         result = mqstore("inspect", tmp_path / "s", "--json")
 
     assert (result.exit_code, json.loads(result.stdout)["incomplete_queue"]) == (0, None)
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["closed", "killed"])
+def test_holes_of_a_sparse_store_are_not_read(tmp_path: Path, killed: bool) -> None:
+    """10 GiB of holes behind the log took seconds."""
+    size = 64 << 20
+    store = open_store(tmp_path / "s", segment_bytes=size)
+    for _ in range(100):
+        store.put("orders", b"x" * 100)
+    kill(store) if killed else store.close()
+    for start in range(size, 10 << 30, size):
+        with (tmp_path / "s" / "commitlog" / f"{start:020d}").open("xb") as file:
+            file.truncate(size)
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    found = inspect_store(tmp_path / "s")
+    pages = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    assert found["commitlog"]["messages"] == 100
+    assert pages < (10 << 30) / 4096 / 20

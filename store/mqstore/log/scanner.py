@@ -101,7 +101,9 @@ def first_good_in(
     """Physical offset of the first record that begins in bytes `[start, before)` of `segment` and verifies; None
     without one."""
     buffer = run.mapping(segment)
-    found = find_next(buffer, start, len(buffer), segment.start, checksum, before)
+    # Holes of a sparse file need not be read.
+    stop = min(len(buffer) if before is None else before, run.data_end(segment, start))
+    found = find_next(buffer, start, len(buffer), segment.start, checksum, stop) if start < stop else None
     return None if found is None else segment.start + found
 
 
@@ -197,9 +199,10 @@ def scan_segment(
                 blank.add(base + at)
                 break
             # Not a record. Is there one behind?
-            found = find_next(buffer, at + 1, len(buffer), base, checksum, stop)
+            found = first_good_in(run, segment, at + 1, checksum, stop)
             if found is None:
                 break
+            found -= base
             if at != doubted and check_record(buffer, at, len(buffer), base + at, checksum).status != "bad":
                 # Another process's writer has finished it since we looked, and gone on to the one behind.
                 doubted = at
