@@ -243,6 +243,7 @@ def test_the_summary_as_json(store: Path) -> None:
     silent = mqstore_json("consume", store, "orders", "--group", "g", "--idle-exit", 0, "--exec", "true")
 
     assert summary.pop("seconds") >= 0
+    assert summary.pop("version") == 1
     assert summary == {
         "group": "g",
         "mode": "push",

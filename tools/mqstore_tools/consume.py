@@ -30,7 +30,7 @@ from mqstore.broker.parts import Parts
 from mqstore.broker.reading import Reads
 from mqstore_tools.handled import Commands, Printer
 from mqstore_tools.opened import dry_run_option, moment, planning
-from mqstore_tools.render import as_json, console, note, print_json, safe, table
+from mqstore_tools.render import VERSION, as_json, console, note, print_json, safe, table
 from mqstore_tools.shared import FINDINGS, NumberRange, StoreCommand, directory_argument, json_option
 from mqstore_tools.shown import body_bytes_option
 from mqstore_tools.taken import SOURCES, Asked, Mode, Run, Source, Start, quiet, supervise
@@ -229,7 +229,7 @@ def consume(
             supervise(run, source, idle_exit)
         summary = _summary(run, asked, source.lag(), time.monotonic() - began)
     if json_output:
-        print(as_json(summary), file=sys.stdout if argv is not None and run.error is None else sys.stderr)
+        print(as_json(VERSION | summary), file=sys.stdout if argv is not None and run.error is None else sys.stderr)
     else:
         note(_text(summary))
     if run.error is not None:
