@@ -50,6 +50,15 @@ def test_a_retry_policy_is_stored_as_typed_and_shown_as_it_may_be_typed(
     assert stored == policy.with_attempts(5)
 
 
+def test_one_group_is_shown_as_in_the_list(store: Path) -> None:
+    [row] = [each for each in mqstore_json("groups", store)["groups"] if each["name"] == "billing"]
+
+    assert mqstore_json("groups", "show", store, "billing") == row
+    refused = mqstore("groups", "show", store, "biling")
+    assert refused.exit_code == mqstore("groups", "delete", store, "biling", "--dry-run").exit_code > 1
+    assert "no group 'biling'" in refused.stderr
+
+
 def test_what_is_not_typed_stays_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "s"
     library.MessageStore(path).close()

@@ -1,4 +1,4 @@
-"""`mqstore lag` and `mqstore groups list` say which queue of a group is suspended, and why, beside a running broker."""
+"""`mqstore lag`, `groups list` and `groups show` say which queue is suspended, and why, beside a running broker."""
 
 from __future__ import annotations
 
@@ -30,6 +30,10 @@ def by_groups(path: Path) -> list[dict[str, Any]]:
     return list(group["suspended"])
 
 
+def by_group(path: Path) -> list[dict[str, Any]]:
+    return list(mqstore_json("groups", "show", path, "g")["suspended"])
+
+
 class Outage:
     """A group whose handler fails at message "1" as long as `on`."""
 
@@ -48,7 +52,7 @@ class Outage:
             raise ConnectionError("the\ndatabase is away")
 
 
-@pytest.mark.parametrize("shown", [by_lag, by_groups])
+@pytest.mark.parametrize("shown", [by_lag, by_groups, by_group])
 @pytest.mark.parametrize("mode", ["queue", "pop"])
 def test_a_suspended_queue_is_shown_until_it_goes_on(tmp_path: Path, mode: str, shown: Shown) -> None:
     path = tmp_path / "s"
@@ -68,11 +72,19 @@ def test_a_suspended_queue_is_shown_until_it_goes_on(tmp_path: Path, mode: str, 
 
 
 @pytest.mark.parametrize("mode", ["queue", "pop"])
-@pytest.mark.parametrize("command", [["lag"], ["lag", "--group", "g"], ["groups", "list"]])
-def test_a_suspended_queue_has_its_line(tmp_path: Path, mode: str, command: list[str]) -> None:
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("lag", "DIR"),
+        ("lag", "DIR", "--group", "g"),
+        ("groups", "list", "DIR"),
+        ("groups", "show", "DIR", "g"),
+    ],
+)
+def test_a_suspended_queue_has_its_line(tmp_path: Path, mode: str, command: tuple[str, ...]) -> None:
     path = tmp_path / "s"
     outage = Outage(path, mode)
-    shown = mqstore(command[0], *command[1:2], path) if command[0] == "groups" else mqstore("lag", path, *command[1:])
+    shown = mqstore(*(path if word == "DIR" else word for word in command))
     outage.bench.close()
 
     [line] = [line for line in shown.stdout.splitlines() if "database is away" in line]

@@ -30,7 +30,7 @@ __all__ = ["groups"]
     epilog="""\b
 Examples:
   mqstore groups var/mq                       # the same as: mqstore groups list var/mq
-  mqstore groups var/mq --json
+  mqstore groups show var/mq billing --json
   mqstore groups create var/mq billing --max-attempts 5 --retry '10s 1m 10m'
   mqstore groups alter var/mq billing --retry '5s x2 2h'
   mqstore groups delete var/mq billing --dry-run""",
@@ -38,8 +38,8 @@ Examples:
 def groups() -> None:
     """Show, create, alter and delete consumer groups.
 
-    `list` reads, also beside a running broker; the others take the writer's lock. `mqstore groups COMMAND --help` tells
-    more.
+    `list` and `show` read, also beside a running broker; the others take the writer's lock. `mqstore groups COMMAND
+    --help` tells more.
     """
 
 
@@ -62,12 +62,39 @@ def list_(directory: Path, json_output: bool) -> None:
     Queues of ordered groups that a failed message holds up are shown below: the message, the time of its first failure,
     the attempt that failed last and its error. `mqstore lag` shows them, too.
     """
+    _show(directory, None, json_output=json_output)
+
+
+@groups.command(
+    "show",
+    cls=StoreCommand,
+    short_help="Show one group. Changes nothing.",
+    epilog="""\b
+Examples:
+  mqstore groups show var/mq billing
+  mqstore groups show var/mq billing --json | jq '.suspended[].error'""",
+)
+@directory_argument
+@click.argument("group")
+@json_option
+def show(directory: Path, group: str, json_output: bool) -> None:
+    """Show the consumer group GROUP of the store in DIR as `mqstore groups list` does, and its suspended queues.
+
+    With --json the object has what an entry of `groups list` has. An unknown group is an error.
+    """
+    _show(directory, group, json_output=json_output)
+
+
+def _show(directory: Path, only: str | None, *, json_output: bool) -> None:
     with looking(directory) as parts:
         now_ms = parts.clock.now_ms()
         pops = pop_view(parts, now_ms)
-        rows = [{**_row(parts, name), "suspended": _suspended(pops, name)} for name in group_names(parts)]
+        names = [name for name in group_names(parts) if only in (None, name)]
+        if only is not None and not names:
+            raise GroupNotFoundError(f"{directory} has no group {only!r}; `mqstore groups list` shows all")
+        rows = [{**_row(parts, name), "suspended": _suspended(pops, name)} for name in names]
     if json_output:
-        print_json({"groups": rows})
+        print_json({"groups": rows} if only is None else rows[0])
         return
     console().print(
         table(

@@ -1,4 +1,4 @@
-"""Suspended queues, as `mqstore lag` and `mqstore groups list` show them."""
+"""Suspended queues, as `mqstore lag`, `mqstore groups list` and `groups show` show them."""
 
 from __future__ import annotations
 
