@@ -103,7 +103,7 @@ def parse(data: bytes, at: int, physical: int, profile: str) -> Record | None:
         verifies = crc32c.crc32c(record[:8] + bytes(4) + record[12:]) == checksum & 0xFFFF_FFFF
     else:
         verifies = zlib.crc32(body) & 0x7FFF_FFFF == checksum
-        if properties[-20:-11] == b"__CRC32#\x01":
+        if properties[-20:-11] == b"__CRC32#\x01" and properties[-21:-20] in (b"", b"\x02"):
             verifies = verifies and record[-20:] == _crc_tail(record[:-20])
     if not verifies:
         return None
@@ -302,7 +302,7 @@ def judge(made: Made, store: Path) -> Verdict:
         data, found = before[base][place], after.get(base, b"")[place]
         if found == data or (base not in rightful and any(other[place] == data for other in after.values())):
             whole.append(record)
-        elif parse(after.get(base, b""), place.start, record.start, made.profile) is None:
+        elif all(parse(other, place.start, record.start, made.profile) is None for other in after.values()):
             lost.append(record)
         elif found[:20] + found[28:] == data[:20] + data[28:] and _has_unit(store, record):
             whole.append(record)  # its unit outvotes the altered queue offset

@@ -24,7 +24,8 @@ PARTS = max(2, ROUNDS // 50)
 """Tests that share the seeds, so that each processor has some and each test ends in time."""
 SPARED = ("lock", "mqstore.json", "mqstore.profile", "abort")
 """A damaged manifest is refused. An abort mark of another boot lets opening cut the log at the first damage."""
-SALVAGED = [name for name in KINDS if "abort" not in name]
+# Where no file has the length that the manifest says, a store may be refused: which of them is wrong cannot be told.
+SALVAGED = [name for name in KINDS if "abort" not in name and "all segments too" not in name]
 
 
 def _flips(file: Path, draw: random.Random) -> None:

@@ -69,7 +69,8 @@ def save_known(
     room = _RANGES_MAX
     for finding in findings:
         place = _place(finding, segment_bytes)
-        if place is not None and place[0] < log_end and place[1] <= log_end and room > 0:
+        lasts = place is not None and ((place[0] < log_end and place[1] <= log_end) or finding.kind == "segment_name")
+        if place is not None and lasts and room > 0:
             ranges.setdefault(finding.kind, set()).add(place)
             room -= 1
     found = KnownDamage(ranges, segment_bytes).ranges

@@ -92,14 +92,15 @@ class Lives:
             for i in np.flatnonzero((units["size"] > 0) & ~is_void(units))[: _TRIED - tried].tolist():
                 physical = int(units["physical_offset"][i])
                 place = min(place, physical)
-                if self._leads_to_record(queue, at + i, physical):
+                if self.leads_to_record(queue, at + i, physical):
                     return at + i, place
                 tried += 1
             if tried == _TRIED:
                 break
         return _NONE
 
-    def _leads_to_record(self, queue: ConsumeQueue, slot: int, physical: int) -> bool:
+    def leads_to_record(self, queue: ConsumeQueue, slot: int, physical: int) -> bool:
+        """Return True if the record at a physical offset verifies and is that of a slot."""
         segment = self._run.find(physical)
         if segment is None:
             return False

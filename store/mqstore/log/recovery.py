@@ -166,20 +166,32 @@ def unlisted_queue(parts: Parts, wanted: Callable[[str], bool], *, whole: bool =
     return None
 
 
-def given_out(queue: ConsumeQueue, first: int, seen: int, end: int) -> int:
+def given_out(queue: ConsumeQueue, first: int, seen: int, end: int, run: SegmentRun, checksum: Checksum) -> int:
     """Behind the last slot from `first` on whose number a lost record may have had, so that it is not given out again.
 
     Such records lay one behind the other between `seen`, where the record before `first` ends, and `end`, that of the
-    log. What points elsewhere, or is more than there is room for, is not of this queue: to believe it would make
-    nonsense of the number of the next record (`sort_out`).
+    log. What points elsewhere, leads to a record that is there, or is more than there is room for, is not of this
+    queue: to believe it would make nonsense of the number of the next record (`sort_out`).
     """
     for at, units in queue.chunks(first, queue.max_offset):
         least = seen + np.arange(at - first, at - first + len(units)) * MIN_RECORD_BYTES
-        place = np.where(is_void(units), least, units["physical_offset"])
-        beyond = np.flatnonzero((place < least) | (place > end - MIN_RECORD_BYTES) | (units["size"] <= 0))
-        if len(beyond):
-            return at + int(beyond[0])
+        void = is_void(units)
+        place = np.where(void, least, units["physical_offset"])
+        believed = (place >= least) & (place <= end - MIN_RECORD_BYTES) & (units["size"] > 0)
+        for i in range(len(units)):
+            if not believed[i] or not (void[i] or _is_lost(run, int(place[i]), checksum)):
+                return at + i
     return max(first, queue.max_offset)
+
+
+def _is_lost(run: SegmentRun, physical: int, checksum: Checksum) -> bool:
+    """Return True unless a record that verifies lies at a physical offset."""
+    segment = run.find(physical)
+    if segment is None:
+        return True
+    buffer = run.mapping(segment)
+    at = physical - segment.start
+    return at >= len(buffer) or check_record(buffer, at, len(buffer), physical, checksum).status != "ok"
 
 
 class _WholeLogNeededError(Exception):
@@ -591,7 +603,7 @@ class _Recovery:
             rest = listed.rows[kept], listed.queue_offset[kept], listed.units[kept]
             listed = Listed(queue.topic, queue.queue_id, *rest, follow=False)
         chosen, offsets = listed.rows, listed.queue_offset
-        if listed.follow and expected == offsets[0]:
+        if listed.follow and expected == offsets[0] and self.parts.checksum == "crc32c-record":
             runs: list[tuple[int, int]] = [(0, len(offsets))]
         else:
             physical = rows.physical_offset[chosen]
@@ -602,7 +614,8 @@ class _Recovery:
                 expected, self.last_seen[queue] = first_slot_in_range(queue, start, least)
             said, seen = offsets, self.last_seen[queue]
             asked = queue if self.parts.checksum == "crc32-body" else None
-            offsets, runs, odd = sort_out(expected, seen, said, physical, rows.size[chosen], asked)
+            sizes, leads = rows.size[chosen], self.lives.leads_to_record
+            offsets, runs, odd = sort_out(expected, seen, said, physical, sizes, asked, leads)
             for i in odd:
                 name, at = self._where(int(physical[i]))
                 detail = wrong_number(queue, said[i], said[i])
@@ -689,9 +702,10 @@ class _Recovery:
 
     def _note_damage(self, bad: Bad) -> None:
         name, at = self._where(bad.start)
-        known = any((f.kind, f.file, f.position) == (bad.kind, name, at) for f in self.report.findings)
-        if not known:  # by the listing of segments
-            self.report.findings.append(Finding(bad.kind, name, at, bad.end - bad.start, bad.detail))
+        findings = self.report.findings
+        # The listing of segments knows where such a range begins, and not how far it reaches.
+        findings[:] = [each for each in findings if (each.kind, each.file, each.position) != (bad.kind, name, at)]
+        findings.append(Finding(bad.kind, name, at, bad.end - bad.start, bad.detail))
         self.report.damaged_ranges += 1
 
     def _left_behind(self, position: int, *, blank: bool) -> list[tuple[int, int]]:
@@ -830,7 +844,7 @@ class _Recovery:
                 found, seen = first_slot_in_range(queue, start, None)
                 first = queue.max_offset if found is None else found
                 self._mend_front(queue, first, start)
-            zero_from = given_out(queue, first, seen, end)
+            zero_from = given_out(queue, first, seen, end, self.parts.run, self.parts.checksum)
             if zero_from > first:
                 self._void(queue, first, zero_from)
             if zero_from < queue.max_offset:

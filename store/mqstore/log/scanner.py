@@ -302,6 +302,7 @@ def _next_good(run: SegmentRun, position: int, stop: int, checksum: Checksum) ->
     return None
 
 
+Leads = Callable[[ConsumeQueue, int, int], bool]
 MAX_SLOT = (1 << 63) // 64
 """No queue can have more units: their byte offset is an i64, and 20 bytes each."""
 
@@ -358,6 +359,7 @@ def sort_out(
     physical: npt.NDArray[np.int64],
     sizes: npt.NDArray[np.int32],
     queue: ConsumeQueue | None = None,
+    leads: Leads = lambda queue, slot, physical: False,
 ) -> tuple[npt.NDArray[np.int64], list[tuple[int, int]], list[int]]:
     """Find the slots of one queue's records, which lie at `physical` in the log and say `offsets`.
 
@@ -366,18 +368,21 @@ def sort_out(
     go by. A number that was given out already, one that jumps further than lost records could explain, or one that
     later records contradict, is wrong: profile `rocketmq` has no checksum over it (2.10). To believe it would void the
     slots of the rest. Such a record gets the slot whose unit leads to it, where its neighbours leave room for that, or
-    else the only slot that they leave. `queue` None: its units are not asked.
+    else the only slot that they leave. A record of another queue, whose queue id is damaged, gets no slot that another
+    record has. `queue` None: its units are not asked. `leads` tells whether a unit leads to the record of its slot.
     """
     count = len(offsets)
-    if (
+    follow = (
         count
         and (offsets[0] == expected or (expected is None and 0 <= offsets[0] < MAX_SLOT))
         and offsets[-1] - offsets[0] == count - 1
         and bool((np.diff(offsets) == 1).all())
-    ):
+    )
+    if follow and (queue is None or not _contrary(queue.units(int(offsets[0]), count), physical).any()):
         return offsets, [(0, count)], []
+    said = offsets
     if queue is not None:
-        offsets = _by_units(queue, expected, offsets, physical, sizes)
+        offsets = _by_units(queue, expected, offsets, physical, sizes, leads)
     # The smallest number among those behind: a record whose own is greater stands in the way of that one.
     wanted = np.where(offsets >= (expected or 0), offsets, MAX_SLOT)
     least_behind = np.append(np.minimum.accumulate(wanted[::-1])[::-1], MAX_SLOT).tolist()
@@ -390,6 +395,8 @@ def sort_out(
         else:
             gap = offset - expected
             follows = gap == 0 or (0 < gap <= (at - seen) // MIN_RECORD_BYTES and offset < least_behind[i + 1])
+            if gap > 0 and follows and queue is not None:  # is the record lost that it leaves out?
+                follows = not _is_kept(queue, expected, leads)
         if not follows:
             odd.append(i)
             continue
@@ -404,7 +411,21 @@ def sort_out(
         else:
             runs.append((i, i + 1))
         expected, seen = offset + 1, end
+    if odd and offsets is not said:
+        offsets[odd] = said[odd]
     return offsets, runs, odd
+
+
+def _is_kept(queue: ConsumeQueue, slot: int, leads: Leads) -> bool:
+    """Return True if the unit of a slot leads to the record of that slot."""
+    physical, size, _ = queue.units(slot, 1)[0].tolist()
+    return size > 0 and leads(queue, slot, physical)
+
+
+def _contrary(units: npt.NDArray[np.void], physical: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Return which units lead to another place than `physical`."""
+    contrary: npt.NDArray[np.bool_] = (units["size"] > 0) & ~is_void(units) & (units["physical_offset"] != physical)
+    return contrary
 
 
 def _by_units(
@@ -413,20 +434,26 @@ def _by_units(
     offsets: npt.NDArray[np.int64],
     physical: npt.NDArray[np.int64],
     sizes: npt.NDArray[np.int32],
+    leads: Leads,
 ) -> npt.NDArray[np.int64]:
     """`offsets`, with the slot whose unit leads to a record in place of a number that does not fit the neighbours."""
     low = int(np.median(offsets)) - len(offsets) if expected is None else expected
     found = np.full(len(offsets), -1, np.int64)
+    displaced = []
     for at, units in queue.held(max(0, low), min(queue.max_offset, max(0, low) + 2 * len(offsets))):
         order = np.argsort(units["physical_offset"], kind="stable")
         nearest = order[np.minimum(np.searchsorted(units["physical_offset"][order], physical), len(units) - 1)]
         own = np.clip(offsets - at, 0, len(units) - 1)
         for chosen in (nearest, own):  # its own number, if a unit there leads to it, too
-            leads = (units["physical_offset"][chosen] == physical) & (units["size"][chosen] == sizes)
-            found[leads] = at + chosen[leads]
+            here = (units["physical_offset"][chosen] == physical) & (units["size"][chosen] == sizes)
+            found[here] = at + chosen[here]
+        for i in np.flatnonzero(_contrary(units[own], physical) & (at + own == offsets)).tolist():
+            if leads(queue, int(offsets[i]), int(units["physical_offset"][own[i]])):
+                displaced.append(i)
     fixed = offsets.copy()
+    fixed[displaced] = -1
     for i in np.flatnonzero((found >= 0) & (found != offsets)).tolist():
-        before = fixed[i - 1] if i else -1 if expected is None else expected - 1
+        before = max(fixed[:i].max(initial=-1), -1 if expected is None else expected - 1)
         behind = offsets[i + 1] if i + 1 < len(offsets) else MAX_SLOT
         if before < found[i] < behind:
             fixed[i] = found[i]

@@ -477,7 +477,8 @@ class Verifier:
                 expected, self._last_seen[queue] = self._first_slot(queue, least_plausible(offsets, physical))
             said, seen = offsets, self._last_seen[queue]
             asked = queue if self._checksum == "crc32-body" else None
-            offsets, runs, odd = sort_out(expected, seen, said, physical, rows.size[chosen], asked)
+            sizes, leads = rows.size[chosen], self._lives.leads_to_record
+            offsets, runs, odd = sort_out(expected, seen, said, physical, sizes, asked, leads)
             for i in [*odd, *np.flatnonzero(offsets != said).tolist()]:
                 name, at = self._where(int(physical[i]))
                 kind: Kind = "bad_record" if i in odd else "queue_offset"

@@ -114,7 +114,9 @@ def _lost_behind(store: MessageStore, verifier: Verifier, wanted: Callable[[str,
     for queue in store._queues:
         if wanted is None or wanted(*queue.ref):
             first, seen = verifier.behind_last(queue)
-            stop = given_out(queue, first, seen, store._run.end + _LOST_SEGMENTS * store._run.segment_bytes)
+            run = store._run
+            end = run.end + _LOST_SEGMENTS * run.segment_bytes
+            stop = given_out(queue, first, seen, end, run, store.manifest.checksum)
             if stop > first:
                 yield (*queue.ref, first, stop)
 
