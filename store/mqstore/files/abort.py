@@ -44,8 +44,7 @@ class AbortMark:
     def is_of_this_boot(self) -> bool:
         """Return True if the mark was set since the machine was started: its writer may have been killed, but nothing
         that it wrote is lost. False without a mark, for a mark without a boot id, and where the system has none."""
-        boot_id = self._fs.boot_id()
-        if boot_id is None or not self.exists():
+        if not self.exists() or (boot_id := self._fs.boot_id()) is None:
             return False
         fd = self._fs.open(self._path, os.O_RDONLY)
         try:

@@ -36,6 +36,7 @@ import os
 import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -122,6 +123,7 @@ def _map(fd: int, length: int, access: int) -> mmap.mmap:
     return mapping
 
 
+@lru_cache(maxsize=1)
 def _boot_id() -> str | None:
     """Return what the system calls this run of the machine, from its start to its end; None if it does not say."""
     with contextlib.suppress(OSError, AttributeError):
@@ -130,7 +132,7 @@ def _boot_id() -> str | None:
             if ctypes.CDLL(None).sysctlbyname(b"kern.bootsessionuuid", text, ctypes.byref(size), None, 0) == 0:
                 return text.value.decode()
         else:
-            with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
                 return file.read().strip() or None
     return None
 

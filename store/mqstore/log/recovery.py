@@ -620,7 +620,7 @@ class _Recovery:
                 name, at = self._where(int(physical[i]))
                 detail = wrong_number(queue, said[i], said[i])
                 self.report.findings.append(Finding("bad_record", name, at, int(rows.size[chosen[i]]), detail))
-            for i in np.flatnonzero(offsets != said).tolist():
+            for i in () if offsets is said else np.flatnonzero(offsets != said).tolist():
                 self._renumber(int(physical[i]), int(offsets[i]))
         for low, high in runs:
             slot = int(offsets[low])

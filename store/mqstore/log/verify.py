@@ -479,7 +479,7 @@ class Verifier:
             asked = queue if self._checksum == "crc32-body" else None
             sizes, leads = rows.size[chosen], self._lives.leads_to_record
             offsets, runs, odd = sort_out(expected, seen, said, physical, sizes, asked, leads)
-            for i in [*odd, *np.flatnonzero(offsets != said).tolist()]:
+            for i in odd if offsets is said else [*odd, *np.flatnonzero(offsets != said).tolist()]:
                 name, at = self._where(int(physical[i]))
                 kind: Kind = "bad_record" if i in odd else "queue_offset"
                 detail = wrong_number(queue, said[i], offsets[i])
