@@ -20,8 +20,9 @@ import numpy.typing as npt
 
 from mqstore.files.segments import SegmentRun
 from mqstore.layout.consumequeue import is_void
-from mqstore.layout.record import Checksum, check_record, decode_record
+from mqstore.layout.record import Checksum
 from mqstore.log.consumequeue import ConsumeQueue
+from mqstore.log.scanner import record_at
 
 __all__ = ["Lives"]
 
@@ -101,12 +102,7 @@ class Lives:
 
     def leads_to_record(self, queue: ConsumeQueue, slot: int, physical: int) -> bool:
         """Return True if the record at a physical offset verifies and is that of a slot."""
-        segment = self._run.find(physical)
-        if segment is None:
+        record = record_at(self._run, physical, self._checksum)
+        if record is None:
             return False
-        buffer = self._run.mapping(segment)
-        at = physical - segment.start
-        if check_record(buffer, at, len(buffer), physical, self._checksum).status != "ok":
-            return False
-        record = decode_record(buffer, at)
         return (record.topic, record.queue_id, record.queue_offset) == (queue.topic, queue.queue_id, slot)

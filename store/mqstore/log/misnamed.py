@@ -16,6 +16,7 @@ from mqstore.files.filesystem import FileSystem
 from mqstore.files.segments import SegmentRun, segment_name, segment_start
 from mqstore.layout.record import MAGIC_AT, MAGIC_V1, MAGIC_V2, PHYSICAL_OFFSET_AT, Checksum, check_record
 from mqstore.layout.scan import content_end, find_next
+from mqstore.log.scanner import record_at
 
 __all__ = ["MisnamedSegmentsError", "misnamed_segments", "rename_segments"]
 
@@ -40,7 +41,7 @@ def misnamed_segments(run: SegmentRun, checksum: Checksum, fs: FileSystem, start
     physical offset `start` on are right. Files whose place another file rightly has are not among them."""
     others = [name for name in _names(run, fs) if name not in {os.path.basename(s.path) for s in run.segments()}]
     looked_at = [segment.start for segment in run.segments() if segment.end > start]
-    if not others and all(_is_in_place(run, each, checksum) for each in looked_at):
+    if not others and all(record_at(run, each, checksum) is not None for each in looked_at):
         return {}
     said = {os.path.basename(segment.path): segment.start for segment in run.segments()}
     found = {
@@ -90,14 +91,6 @@ def _names(run: SegmentRun, fs: FileSystem) -> list[str]:
     except FileNotFoundError:
         return []
     return [name for name, _ in files if segment_start(name.removesuffix(_UNFINISHED)) is not None]
-
-
-def _is_in_place(run: SegmentRun, start: int, checksum: Checksum) -> bool:
-    """Return True if the record at the start of a segment verifies."""
-    segment = run.find(start)
-    assert segment is not None
-    buffer = run.mapping(segment)
-    return check_record(buffer, 0, len(buffer), start, checksum).status != "bad"
 
 
 def _place(buffer: mmap.mmap, start: int | None, segment_bytes: int, checksum: Checksum) -> int | None:

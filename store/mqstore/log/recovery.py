@@ -29,7 +29,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -54,6 +54,7 @@ from mqstore.log.scanner import (
     Good,
     first_slot_in_range,
     least_plausible,
+    record_at,
     scan_log,
     sort_out,
     strays_in_front,
@@ -69,8 +70,8 @@ __all__ = [
     "Progress",
     "RecoverOptions",
     "given_out",
-    "make_folder",
     "recover",
+    "save_bytes",
     "unlisted_queue",
 ]
 
@@ -179,19 +180,9 @@ def given_out(queue: ConsumeQueue, first: int, seen: int, end: int, run: Segment
         place = np.where(void, least, units["physical_offset"])
         believed = (place >= least) & (place <= end - MIN_RECORD_BYTES) & (units["size"] > 0)
         for i in range(len(units)):
-            if not believed[i] or not (void[i] or _is_lost(run, int(place[i]), checksum)):
+            if not believed[i] or not (void[i] or record_at(run, int(place[i]), checksum) is None):
                 return at + i
     return max(first, queue.max_offset)
-
-
-def _is_lost(run: SegmentRun, physical: int, checksum: Checksum) -> bool:
-    """Return True unless a record that verifies lies at a physical offset."""
-    segment = run.find(physical)
-    if segment is None:
-        return True
-    buffer = run.mapping(segment)
-    at = physical - segment.start
-    return at >= len(buffer) or check_record(buffer, at, len(buffer), physical, checksum).status != "ok"
 
 
 class _WholeLogNeededError(Exception):
@@ -757,18 +748,7 @@ class _Recovery:
                 return str(path)
         if not self.writing:
             return str(path)
-        make_folder(folder, fs)
-        unfinished = folder / f"{name}.tmp"
-        fs.unlink(unfinished, missing_ok=True)
-        fd = fs.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-        try:
-            for at, data in self._bytes_of(ranges):
-                fs.pwrite(fd, data, at)
-            fs.fdatasync(fd)
-        finally:
-            fs.close(fd)
-        fs.replace(unfinished, path)
-        fs.sync_directory(folder)
+        save_bytes(path, self._bytes_of(ranges), fs)
         return str(path)
 
     def _is_copy(self, path: Path, ranges: Sequence[tuple[int, int]]) -> bool:
@@ -970,7 +950,23 @@ class _Recovery:
         return bool(index_faults(index, entries))
 
 
-def make_folder(folder: Path, fs: FileSystem) -> None:
+def save_bytes(path: Path, parts: Iterable[tuple[int, bytes]], fs: FileSystem) -> None:
+    """Write a file of `parts`, each (position, bytes). Durable on return, and it has its name only when it is whole."""
+    _make_folder(path.parent, fs)
+    unfinished = path.with_name(f"{path.name}.tmp")
+    fs.unlink(unfinished, missing_ok=True)
+    fd = fs.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    try:
+        for at, data in parts:
+            fs.pwrite(fd, data, at)
+        fs.fdatasync(fd)
+    finally:
+        fs.close(fd)
+    fs.replace(unfinished, path)
+    fs.sync_directory(path.parent)
+
+
+def _make_folder(folder: Path, fs: FileSystem) -> None:
     """`folder` and what is missing above it, durably."""
     missing = []
     while not folder.exists():

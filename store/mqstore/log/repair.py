@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from mqstore.log import manifest as manifests
 from mqstore.log.known import load_known, save_known
 from mqstore.log.misnamed import misnamed_segments, rename_segments
 from mqstore.log.own import check_own
-from mqstore.log.recovery import Progress, RecoverOptions, make_folder
+from mqstore.log.recovery import Progress, RecoverOptions, save_bytes
 from mqstore.log.report import Cut, Finding, RecoveryReport
 from mqstore.log.store import MessageStore
 from mqstore.log.verify import bad_json, json_files, json_tables
@@ -121,23 +121,21 @@ def _is_extended(path: Path, finding: Finding, size: int) -> bool:
 
 def _move_surplus(segment: Path, size: int, target: Path, fs: FileSystem) -> None:
     """Move what `segment` has behind its first `size` bytes to `target`. Killed in between, it is in both."""
-    make_folder(target.parent, fs)
-    unfinished = target.with_name(f"{target.name}.tmp")
-    fs.unlink(unfinished, missing_ok=True)
-    source, copy = fs.open(segment, os.O_RDWR), fs.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    source = fs.open(segment, os.O_RDWR)
     try:
-        position = size
-        while data := fs.pread(source, _COPY_BYTES, position):
-            fs.pwrite(copy, data, position - size)
-            position += len(data)
-        fs.fdatasync(copy)
-        fs.replace(unfinished, target)
-        fs.sync_directory(target.parent)
+        save_bytes(target, _surplus(source, size, fs), fs)
         fs.shorten(source, size)
         fs.fdatasync(source)
     finally:
-        fs.close(copy)
         fs.close(source)
+
+
+def _surplus(fd: int, size: int, fs: FileSystem) -> Iterator[tuple[int, bytes]]:
+    """Yield what a file has behind its first `size` bytes, in pieces: (position in the surplus, bytes)."""
+    position = 0
+    while data := fs.pread(fd, _COPY_BYTES, size + position):
+        yield position, data
+        position += len(data)
 
 
 def _report_json(report: RecoveryReport, found: Iterable[tuple[Finding, bool]]) -> None:

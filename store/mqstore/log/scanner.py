@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from mqstore.files.segments import Segment, SegmentRun
 from mqstore.layout.consumequeue import is_void
-from mqstore.layout.record import MIN_RECORD_BYTES, Checksum, check_record
+from mqstore.layout.record import MIN_RECORD_BYTES, Checksum, Record, check_record, decode_record
 from mqstore.layout.scan import Headers, content_end, find_next, read_run
 from mqstore.layout.spares import Spares
 from mqstore.log.ahead import Ahead
@@ -44,6 +44,7 @@ __all__ = [
     "first_slot_in_range",
     "join_segments",
     "least_plausible",
+    "record_at",
     "scan_log",
     "scan_segment",
     "sort_out",
@@ -105,6 +106,18 @@ def first_good_in(
     stop = min(len(buffer) if before is None else before, run.data_end(segment, start))
     found = find_next(buffer, start, len(buffer), segment.start, checksum, stop) if start < stop else None
     return None if found is None else segment.start + found
+
+
+def record_at(run: SegmentRun, physical: int, checksum: Checksum) -> Record | None:
+    """Return the record at a physical offset; None if none that verifies begins there."""
+    segment = run.find(physical)
+    if segment is None:
+        return None
+    buffer = run.mapping(segment)
+    at = physical - segment.start
+    if at >= len(buffer) or check_record(buffer, at, len(buffer), physical, checksum).status != "ok":
+        return None
+    return decode_record(buffer, at)
 
 
 def used_end(run: SegmentRun, segment: Segment, start: int = 0) -> int:

@@ -15,8 +15,8 @@ import numpy as np
 
 from mqstore.files.segments import SegmentRun
 from mqstore.layout.checkpoint import Checkpoint
-from mqstore.layout.record import Checksum, check_record, decode_record
-from mqstore.log.scanner import End, Good, scan_log
+from mqstore.layout.record import Checksum
+from mqstore.log.scanner import End, Good, record_at, scan_log
 
 __all__ = ["NEVER_TORN", "first_record_time", "watermark", "written_end"]
 
@@ -58,12 +58,8 @@ def watermark(
 
 def first_record_time(run: SegmentRun, start: int, checksum: Checksum) -> int | None:
     """Return the store time of the record at the start of a segment; None when it does not verify."""
-    segment = run.find(start)
-    assert segment is not None
-    buffer = run.mapping(segment)
-    if check_record(buffer, 0, len(buffer), start, checksum).status != "ok":
-        return None
-    return decode_record(buffer, 0).store_timestamp_ms or None
+    record = record_at(run, start, checksum)
+    return None if record is None else record.store_timestamp_ms or None
 
 
 def written_end(run: SegmentRun, start: int, checksum: Checksum) -> int:
