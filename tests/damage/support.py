@@ -260,7 +260,7 @@ def _append_crc_tails(store: Path) -> None:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What must come back from a damaged store."""
+    """Messages that a damaged store must give back."""
 
     whole: Counter[Content]
     doubtful: frozenset[bytes]

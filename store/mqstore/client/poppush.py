@@ -493,7 +493,7 @@ class PopEngine:
                 return  # `_again` goes on when that is settled
 
     def _begin_alone(self, unit: _Unit) -> None:
-        """Have a unit that begins with a suspected message worked on when that message may begin."""
+        """Submit a unit that begins with a suspected message once that message may be handled."""
         self._handling.in_turn(unit, partial(self._workers.submit, partial(self._run, unit)))
 
     def _of_one_call(self, unit: _Unit, batch: list[_Item]) -> list[_Item]:

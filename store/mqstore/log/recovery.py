@@ -389,7 +389,7 @@ class _Recovery:
         return watermark(parts.run, parts.checkpoint, parts.checksum, clean=parts.clean, start=start)
 
     def _torn_from(self, mark: int) -> int:
-        """Where damage is no longer passed over; `mark` is the watermark."""
+        """Return the physical offset from which bad bytes are a torn tail. `mark` is the watermark."""
         if self.options.prefix:
             return 0
         return NEVER_TORN if self.parts.machine_ran_on or (self.options.full and not self.parts.clean) else mark

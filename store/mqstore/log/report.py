@@ -116,7 +116,7 @@ class RecoveryReport:
     damaged_ranges: int = 0
     """Ranges of the log that hold no whole record, with whole records behind them."""
     kept_behind_damage: int = 0
-    """Of `messages`, those behind the first damaged range."""
+    """Number of `messages` that lie behind the first damaged range."""
     changed: bool = False
     seconds: float = 0.0
 

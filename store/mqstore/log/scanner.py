@@ -378,7 +378,7 @@ def sort_out(
 
     Returns (the slot of each record; index ranges of consecutive slots, in order; indices of the records that get no
     slot). `expected` is the slot behind the last record before these, which ends at `seen`; None when there is none to
-    go by. A number that was given out already, one that jumps further than lost records could explain, or one that
+    go by. A number that another record has already, one that jumps further than lost records could explain, or one that
     later records contradict, is wrong: profile `rocketmq` has no checksum over it (2.10). To believe it would void the
     slots of the rest. Such a record gets the slot whose unit leads to it, where its neighbours leave room for that, or
     else the only slot that they leave. A record of another queue, whose queue id is damaged, gets no slot that another

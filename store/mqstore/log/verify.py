@@ -359,7 +359,7 @@ class Verifier:
             yield Finding("bad_checkpoint", "checkpoint", 64, 36, "the watermarks do not fit their checksum")
 
     def segments(self) -> Iterator[Finding]:
-        """What the names and lengths of the log's files show."""
+        """Yield findings about names and lengths of the log's files."""
         for problem in self._problems:
             is_gap = problem.kind == "missing_segment"
             if is_gap and problem.position >= self._begin:
