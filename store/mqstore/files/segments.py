@@ -43,7 +43,16 @@ from mqstore.files.descriptors import File
 from mqstore.files.filesystem import FILE_MODE, REAL, FileSystem, SyncNotBegunError, is_not_begun
 from mqstore.files.tmp import temporary_path
 
-__all__ = ["EXTENDED", "NAME_DIGITS", "LoadProblem", "Segment", "SegmentRun", "segment_name", "segment_start"]
+__all__ = [
+    "EXTENDED",
+    "NAME_DIGITS",
+    "LoadProblem",
+    "Segment",
+    "SegmentRun",
+    "place_in_file",
+    "segment_name",
+    "segment_start",
+]
 
 NAME_DIGITS = 20
 EXTENDED = "; extended with zeros"
@@ -65,6 +74,16 @@ def segment_name(start: int) -> str:
     '00000000000067108864'
     """
     return f"{start:0{NAME_DIGITS}d}"
+
+
+def place_in_file(physical_offset: int, segment_bytes: int) -> tuple[str, int]:
+    """Return the segment file of a physical offset, as a path below the store, and the position in it.
+
+    >>> place_in_file(70000000, 67108864)
+    ('commitlog/00000000000067108864', 2891136)
+    """
+    at = physical_offset % segment_bytes
+    return f"commitlog/{segment_name(physical_offset - at)}", at
 
 
 def segment_start(name: str) -> int | None:
