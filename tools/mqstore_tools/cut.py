@@ -1,4 +1,4 @@
-"""`mqstore cut`: list, print and append again what recovery has cut from the log. `mqstore.log.cut` does it."""
+"""`mqstore cut`: list, print and append again what recovery has cut from the log (`mqstore.broker.admin.cut`)."""
 
 from __future__ import annotations
 

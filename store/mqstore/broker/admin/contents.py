@@ -34,6 +34,7 @@ from typing import Any
 
 import numpy as np
 
+from mqstore.broker.published import PublishedFiles
 from mqstore.errors import MQStoreError
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.jsonfile import load_json
@@ -44,7 +45,6 @@ from mqstore.layout.consumequeue import is_message
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.inbox import inbox_state
 from mqstore.log.names import is_path_safe
-from mqstore.log.published import PublishedFiles
 from mqstore.log.scanner import Bad, End, Good, scan_log, until_torn
 from mqstore.log.store import MessageStore
 from mqstore.log.watermark import NEVER_TORN
