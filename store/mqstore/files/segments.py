@@ -36,7 +36,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from mqstore.errors import MQStoreError, StoreIOError
 from mqstore.files.descriptors import File
@@ -107,7 +107,7 @@ class LoadProblem(NamedTuple):
     """
 
     file: str
-    kind: str
+    kind: Literal["segment_size", "empty_segment", "missing_segment", "segment_name"]
     position: int
     length: int
     detail: str

@@ -47,7 +47,7 @@ from mqstore.log.consumequeue import ConsumeQueue, QueueTable
 from mqstore.log.index import Index, IndexFile
 from mqstore.log.misnamed import MisnamedSegmentsError, misnamed_segments
 from mqstore.log.names import is_path_safe
-from mqstore.log.report import Cut, Finding, RecoveryReport
+from mqstore.log.report import Cut, Finding, RecoveryReport, finding_of
 from mqstore.log.scanner import Bad, Good, scan_log, until_torn, used_end
 from mqstore.log.slots import Misnumbered, SlotAssigner, first_slot_in_range, strays_in_front
 from mqstore.log.tip import QueueRef
@@ -233,28 +233,19 @@ class _Recovery:
         return Outcome(report, end, self.last_record, self.last_store_timestamp_ms)
 
     def _note_load_problem(self, problem: LoadProblem) -> None:
-        """What listing the segments showed. A writer has mended the last one by then, a dry run would."""
-        name = "commitlog/" + os.path.basename(problem.file)
-        run = self.parts.run
-        if problem.kind == "empty_segment":
-            if problem.position >= run.end:
-                self.report.truncated.append(Cut(name, 0, 0, "empty file"))
-                self.report.changed = True
-            else:
-                self.report.findings.append(Finding("segment_size", name, 0, 0, problem.detail))
-        elif problem.kind == "segment_size":
-            position = problem.place(run.segment_bytes)
-            detail = problem.detail
-            # A last one that is short is extended; a surplus stays.
-            if run.starts and run.starts[-1] < problem.position < run.end:
-                self.report.changed = True
-                if not run.writable:
-                    detail += EXTENDED
-            self.report.findings.append(Finding("segment_size", name, position, problem.length, detail))
-        elif problem.kind == "segment_name":
-            self.report.findings.append(Finding("segment_name", name, 0, 0, problem.detail))
-        elif problem.kind == "missing_segment":
-            self.report.findings.append(Finding("missing_segment", name, 0, problem.length, problem.detail))
+        """Report what listing the segments showed. A writer has mended the last one by then; a dry run would."""
+        run, report = self.parts.run, self.report
+        finding = finding_of(problem, run.segment_bytes)
+        if problem.kind == "empty_segment" and problem.position >= run.end:
+            report.truncated.append(Cut(finding.file, 0, 0, "empty file"))
+            report.changed = True
+            return
+        # A short last segment is extended; a surplus stays.
+        if problem.kind == "segment_size" and run.starts and run.starts[-1] < problem.position < run.end:
+            report.changed = True
+            if not run.writable:
+                finding = replace(finding, detail=finding.detail + EXTENDED)
+        report.findings.append(finding)
 
     def _lengthen_queue_files(self) -> None:
         """Give queue files their length. Their units are built from the log."""
@@ -674,51 +665,23 @@ class _Recovery:
             return "prefix" if self.options.prefix else "torn_tail"
         return f"torn_tail: {tail}" if tail else "torn_tail"
 
-    def _save(self, folder: Path, name: str, ranges: Sequence[tuple[int, int]]) -> str:
-        """Copy `ranges` of the log, one behind the other, to a file in `folder`; its path. What lies there under that
-        name is left alone, and used if it is the same: the run that made it may have been killed when it had begun to
-        cut, and hold what is gone by now. With `dry_run` only the path is told."""
-        fs = self.parts.fs
-        for number in itertools.count(1):
-            path = folder / (name if number == 1 else f"{name}.{number}")
-            if not path.exists():
-                break
-            if self._is_copy(path, ranges):
-                return str(path)
-        if not self.writing:
-            return str(path)
-        save_bytes(path, self._bytes_of(ranges), fs)
+    def _save(self, begin: int, stop: int) -> str:
+        """Copy [begin, stop) of the log to a new file under `cut/`; return its path. With `dry_run` only name it."""
+        name = f"{begin:020d}-{self.parts.clock.now_ms()}"
+        names = (name if number == 1 else f"{name}.{number}" for number in itertools.count(1))
+        path = next(each for name in names if not (each := self.parts.root / "cut" / name).exists())
+        if self.writing:
+            save_bytes(path, self._bytes_of(begin, stop), self.parts.fs)
         return str(path)
 
-    def _is_copy(self, path: Path, ranges: Sequence[tuple[int, int]]) -> bool:
-        """Whether a file is what `_save` would write. Only `ranges` that no file holds are not looked at."""
-        fs = self.parts.fs
-        fd = fs.open(path, os.O_RDONLY)
-        try:
-            end = 0
-            for at, data in self._bytes_of(ranges):
-                end = at + len(data)
-                if fs.pread(fd, len(data), at) != data:
-                    return False
-            return fs.size(fd) == end
-        finally:
-            fs.close(fd)
-
-    def _bytes_of(self, ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, bytes]]:
-        """(position in a copy of `ranges`, bytes there), as far as files hold them."""
-        run = self.parts.run
-        before = 0
-        for start, stop in ranges:
-            position = start
-            while position < stop:
-                segment = run.find(position)
-                buffer = b"" if segment is None else run.mapping(segment)
-                at = position % run.segment_bytes
-                data = buffer[at : min(len(buffer), at + min(stop - position, _COPY_BYTES))]
-                if data:
-                    yield before + position - start, data
-                position += len(data) or run.segment_bytes - at
-            before += stop - start
+    def _bytes_of(self, begin: int, stop: int) -> Iterator[tuple[int, bytes]]:
+        """Yield (position behind `begin`, bytes there) of [begin, stop), which lies in one segment."""
+        segment = self.parts.run.find(begin)
+        assert segment is not None
+        buffer = self.parts.run.mapping(segment)
+        end = min(stop - segment.start, len(buffer))
+        for at in range(begin - segment.start, end, _COPY_BYTES):
+            yield segment.start + at - begin, buffer[at : min(at + _COPY_BYTES, end)]
 
     def _cut(self, end: int, cuts: Sequence[tuple[int, int]], why: str, *, keep: bool) -> None:
         """Zeros from `end` to the end of its segment, unless there are; no segments behind (9.6). `cuts` tells what
@@ -730,9 +693,7 @@ class _Recovery:
             reason = why if begin == end else why.partition(":")[0]
             report.truncated.append(Cut(name, at, at + stop - begin, reason))
             if keep:
-                folder = self.parts.root / "cut"
-                stamp = self.parts.clock.now_ms()
-                report.kept.append(self._save(folder, f"{begin:020d}-{stamp}", [(begin, stop)]))
+                report.kept.append(self._save(begin, stop))
         report.changed |= bool(cuts)
         segment = run.find(end)
         if segment is not None:

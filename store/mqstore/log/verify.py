@@ -32,7 +32,7 @@ from mqstore.log.consumequeue import ConsumeQueue, QueueTable
 from mqstore.log.index import Index
 from mqstore.log.known import KNOWN_FILE, check_known
 from mqstore.log.manifest import MANIFEST
-from mqstore.log.report import Finding, Kind
+from mqstore.log.report import Finding, Kind, finding_of
 from mqstore.log.scanner import Bad, End, Good, scan_log, until_torn, used_end
 from mqstore.log.slots import Misnumbered, Placed, SlotAssigner, first_slot_in_range
 from mqstore.log.txn import TXN_FILE, TxnState
@@ -332,13 +332,8 @@ class Verifier:
     def segments(self) -> Iterator[Finding]:
         """Yield findings about names and lengths of the log's files."""
         for problem in self._problems:
-            is_gap = problem.kind == "missing_segment"
-            if is_gap and problem.position >= self._begin:
-                continue  # found again by the scan, with the records around it
-            at = problem.place(self._run.segment_bytes) if problem.kind == "segment_size" else 0
-            name = "commitlog/" + os.path.basename(problem.file)
-            kind: Kind = "segment_name" if problem.kind == "segment_name" else "segment_size"
-            yield Finding("missing_segment" if is_gap else kind, name, at, problem.length, problem.detail)
+            if problem.kind != "missing_segment" or problem.position < self._begin:  # else the scan finds it
+                yield finding_of(problem, self._run.segment_bytes)
         if self._is_empty and self._begin:
             yield Finding("missing_segment", "commitlog", 0, self._begin, "the commitlog folder is empty")
 
