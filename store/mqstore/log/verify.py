@@ -22,16 +22,15 @@ from mqstore.errors import CorruptStoreError, MQStoreError
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.jsonfile import Check, check_backup, load_json
 from mqstore.files.lock import writer_alive
-from mqstore.files.segments import LoadProblem, SegmentRun, place_in_file
-from mqstore.layout.checkpoint import Checkpoint
+from mqstore.files.segments import LoadProblem, place_in_file
 from mqstore.layout.consumequeue import UNIT_BYTES, differing, is_void
 from mqstore.layout.dispatch import Rows
-from mqstore.layout.record import Checksum
 from mqstore.layout.scan import has_crc_tail
-from mqstore.log.consumequeue import ConsumeQueue, QueueTable
+from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.index import Index
 from mqstore.log.known import KNOWN_FILE, check_known
 from mqstore.log.manifest import MANIFEST
+from mqstore.log.parts import StoreParts
 from mqstore.log.report import Finding, Kind, finding_of
 from mqstore.log.scanner import Bad, End, Good, scan_log, until_torn, used_end
 from mqstore.log.slots import Misnumbered, Placed, SlotAssigner, first_slot_in_range
@@ -195,24 +194,13 @@ class Verifier:
 
     def __init__(
         self,
-        root: Path,
-        run: SegmentRun,
-        queues: QueueTable,
-        index: Index,
+        parts: StoreParts,
         *,
-        checkpoint: Checkpoint,
-        has_checkpoint: bool,
-        checksum: Checksum,
-        clean: bool,
         live: bool,
         until: int | None,
-        watermark: Callable[[], int],
-        torn_from: Callable[[], int],
         problems: Sequence[LoadProblem],
-        index_findings: Sequence[Finding],
         unfinished: Sequence[Finding] = (),
         json_checks: Mapping[str, Check],
-        fs: FileSystem,
     ) -> None:
         self.messages = 0
         self.bytes = 0
@@ -220,30 +208,24 @@ class Verifier:
         """Records with a checksum of their body alone: altered properties and header fields are not noticed."""
         self.done_bytes = 0
         """How far the log has been read, for a progress bar; `total_bytes` in the end."""
+        self._parts = parts
+        self._root, self._fs, self._checksum = parts.root, parts.fs, parts.checksum
+        self._run, self._queues, self._index = parts.run, parts.queues, parts.index
+        self._checkpoint, self._clean = parts.checkpoint, parts.clean
+        run, checkpoint = parts.run, parts.checkpoint
         self.total_bytes = len(run.starts) * run.segment_bytes
-        self._root = root
-        self._run = run
-        self._queues = queues
-        self._index = index
-        self._checkpoint = checkpoint
-        self._has_checkpoint = has_checkpoint
-        self._checksum = checksum
-        self._clean = clean
         self._live = live
         self._until = 1 << 62 if until is None else until
-        self._find_watermark = watermark
         # Everything before this end had been written completely when a check beside a writer began.
         self._watermark: int | None = self._until if live else None
-        self.torn_from: Callable[[], int] = (lambda: self._until) if live else torn_from
+        self.torn_from: Callable[[], int] = (lambda: self._until) if live else parts.torn_from
         """Returns the physical offset from which bad bytes are a torn tail for the next opening, and not damage."""
         self._problems = problems
-        self._index_findings = index_findings
         self._unfinished = unfinished
         self._json_checks = json_checks
-        self._fs = fs
         self.gaps: list[Gap] = []
         """What the damage met so far has cost, as far as later records of the queue tell."""
-        self.slots = SlotAssigner(run, queues, checksum, self._first_slot)
+        self.slots = SlotAssigner(run, parts.queues, parts.checksum, self._first_slot)
         self._entries_wanted: list[Wanted] = []
         self._entries_tallied = IndexTally()
         # Beside a writer the first segment may have come since the listing; an unfinished splice may hide it.
@@ -259,7 +241,7 @@ class Verifier:
         yield from self.folders()
         yield from self._log()
         yield from self.tails()
-        yield from self._index_findings
+        yield from self._parts.index_findings
         self._tally()
         yield from self._index.check(live=self._live)
         yield from self._entries_tallied.findings(self._index)
@@ -285,7 +267,7 @@ class Verifier:
     def watermark(self) -> int:
         """Physical offset below which the log had been synced (store-format 9.8)."""
         if self._watermark is None:
-            self._watermark = self._find_watermark()
+            self._watermark = self._parts.watermark()
         return self._watermark
 
     @property
@@ -322,10 +304,10 @@ class Verifier:
             name = os.path.relpath(path, self._root)
             missing = self._queues.segment_bytes - length
             yield Finding("segment_size", name, length, missing, f"{length} bytes instead of {length + missing}")
-        if not self._has_checkpoint and self._run.starts and not self._live:  # a writer saves it every second
+        if not self._parts.has_checkpoint and self._run.starts and not self._live:  # a writer saves it every second
             detail = "missing, or its bytes are no checkpoint; opening will read the whole log"
             yield Finding("bad_checkpoint", "checkpoint", 0, 0, detail)
-        elif self._has_checkpoint and self._checkpoint.flushed is None and self._checksum == "crc32c-record":
+        elif self._parts.has_checkpoint and self._checkpoint.flushed is None and self._checksum == "crc32c-record":
             # In the other profile a Java broker may have been at work, which is no fault.
             yield Finding("bad_checkpoint", "checkpoint", 64, 36, "the watermarks do not fit their checksum")
 
@@ -518,9 +500,7 @@ class Verifier:
 
     def wanted_of(self, rows: Rows) -> Wanted | None:
         """The entries that the index should have for these records; None for none."""
-        physical = rows.physical_offset[rows.entry_row]
-        wanted = rows.entry_hash, physical, rows.store_timestamp_ms[rows.entry_row]
-        return self._among_indexed(wanted)
+        return self._among_indexed(rows.entries())
 
     def _among_indexed(self, wanted: Wanted) -> Wanted | None:
         """The entries of records before the end of the index, which may lag behind the log."""
