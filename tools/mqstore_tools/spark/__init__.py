@@ -53,7 +53,7 @@ class _LazyJobs(click.Group):
 Examples:
   mqstore spark export var/mq lake/mq --dry-run
   mqstore spark lag 'fleet/*' --max-lag 100000 --json
-  mqstore spark traffic 'fleet/*' --from 24h --plot traffic.svg
+  mqstore spark traffic 'fleet/*' --from 24h
   mqstore spark sql var/mq "select topic, count(*) from messages group by topic"
 
 \b
