@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from mqstore.spark.jobs.dedup import dedup
     from mqstore.spark.jobs.dlq import dlq_report
     from mqstore.spark.jobs.export import export_parquet
-    from mqstore.spark.jobs.importing import import_rows
     from mqstore.spark.jobs.lag import lag_report
     from mqstore.spark.jobs.mirror import mirror
     from mqstore.spark.jobs.replay import replay
@@ -48,7 +47,6 @@ __all__ = [
     "dlq_report",
     "dlq_resend",
     "export_parquet",
-    "import_rows",
     "lag_report",
     "mirror",
     "ordered",
@@ -69,7 +67,6 @@ _LAZY: Final = {
     "dlq_report": "mqstore.spark.jobs.dlq",
     "dlq_resend": "mqstore.spark.jobs.resend",
     "export_parquet": "mqstore.spark.jobs.export",
-    "import_rows": "mqstore.spark.jobs.importing",
     "lag_report": "mqstore.spark.jobs.lag",
     "mirror": "mqstore.spark.jobs.mirror",
     "ordered": "mqstore.spark.ordering",

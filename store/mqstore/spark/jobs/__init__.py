@@ -11,7 +11,6 @@
     ranges     a log read in byte ranges, and put together again: for verify
     replay     messages into other stores again
     mirror     what comes into stores, copied as it comes
-    importing  rows of files as messages
     compact    a copy with the last message of each key
     dedup      a copy without messages that were there before
     resend     dead letters to where they came from
