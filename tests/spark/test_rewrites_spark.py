@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 
-from mqstore import MessageStore
 from mqstore.errors import InvalidMessageError
 from mqstore.layout.properties import encode_properties
 from mqstore.spark.jobs.compact import compact
 from mqstore.spark.jobs.dedup import dedup
-from mqstore.spark.jobs.mirror import mirror
 from mqstore.spark.jobs.replay import replay
 from mqstore.spark.jobs.resend import dlq_resend
 from mqstore.spark.jobs.shape import Selection, select
@@ -57,15 +55,6 @@ def test_an_error_of_a_task_is_the_one_that_it_raised(spark: Any, tmp_path: Path
         replay(spark, source, tmp_path / "t", topics="t", tag=True, id="x" * 90)
 
     assert not (tmp_path / "t").exists()
-
-
-def test_a_mirror_copies_batch_by_batch(spark: Any, store: Path, tmp_path: Path) -> None:
-    mirror(spark, cut(store), tmp_path / "t", tmp_path / "cp", max_messages=50)
-    with MessageStore(store) as writer:
-        writer.put("t", b"more")
-
-    assert mirror(spark, cut(store), tmp_path / "t", tmp_path / "cp").messages == 1
-    assert messages(tmp_path / "t") == messages(store)
 
 
 def test_compaction_and_dedup_are_those_without_spark(spark: Any, store: Path, tmp_path: Path) -> None:

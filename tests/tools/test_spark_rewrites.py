@@ -1,13 +1,10 @@
-"""`mqstore spark replay`, `mirror`, `compact`, `dedup`, `dlq resend` without Spark: output and exit codes."""
+"""`mqstore spark replay`, `compact`, `dedup`, `dlq resend` without Spark: output and exit codes."""
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
-import signal
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +12,11 @@ import pytest
 
 from mqstore import MessageStore
 from mqstore.spark.jobs.compact import CompactReport
-from mqstore.spark.jobs.mirror import MirrorReport
 from mqstore.spark.jobs.resend import ResendReport
 from mqstore.spark.jobs.rewrite import RewriteReport
 from tests.spark.copies import fail, members, messages, tree
 from tests.spark.support import many, write_store
-from tests.tools.support import mqstore, mqstore_json, process
+from tests.tools.support import mqstore, mqstore_json
 
 HERE = ("--master", "none")
 PAGE = Path(__file__).parent.parent.parent / "docs" / "spark-rewrites.md"
@@ -33,13 +29,12 @@ def store(tmp_path: Path) -> Path:
 
 def arguments(name: str, store: Path, dest: Path) -> list[object]:
     """A call that is right, but for --master."""
-    more = {"mirror": ["--checkpoint", dest.parent / "cp"]}
-    return ["spark", name, store, dest, *more.get(name, [])]
+    return ["spark", name, store, dest]
 
 
-NAMES = ("replay", "mirror", "compact", "dedup")
+NAMES = ("replay", "compact", "dedup")
 SHAPES: dict[str, Any] = {
-    "replay": RewriteReport, "mirror": MirrorReport, "compact": CompactReport,
+    "replay": RewriteReport, "compact": CompactReport,
     "dedup": CompactReport,
 }  # fmt: skip
 
@@ -91,8 +86,6 @@ def test_help_has_examples_and_explains_every_option(name: str) -> None:
         ("replay", ["--topics", "t", "--rename", "t=%DLQ%x"], "belongs to a group"),
         ("replay", ["--dest", "elsewhere"], "2 targets"),
         ("replay", ["--target", "heap"], "heap"),
-        ("mirror", ["--from", "3"], "no bounds"),
-        ("mirror", ["--max-bytes", "9", "--max-messages", "9"], "exclude"),
         ("compact", ["--retention", "soon"], "as in 36h"),
         ("compact", ["--no-tombstones", "--retention", "1d"], "tombstones"),
         ("compact", ["--key", ","], "key="),
@@ -117,7 +110,7 @@ def test_wrong_usage_ends_with_2_and_writes_nothing(
         assert tree(tmp_path) == before
 
 
-@pytest.mark.parametrize("name", ["replay", "mirror", "compact", "dedup"])
+@pytest.mark.parametrize("name", ["replay", "compact", "dedup"])
 def test_a_target_inside_the_source_is_refused_by_a_dry_run_too(name: str, store: Path) -> None:
     before = tree(store)
 
@@ -186,7 +179,7 @@ def test_the_commands_of_the_page_run_one_after_the_other_and_once_more(
     [first, *_] = re.findall(r"^```python\n(.*?)^```", text, re.S | re.M)
     exec(compile(first, "page", "exec"), {"__name__": "page"})
     lines = [line for block in re.findall(r"^```sh\n(.*?)^```", text, re.S | re.M) for line in block.splitlines()]
-    assert len(lines) >= 8
+    assert len(lines) >= 6
 
     for _ in range(2):
         for line in lines:
@@ -196,22 +189,5 @@ def test_the_commands_of_the_page_run_one_after_the_other_and_once_more(
             else:
                 subprocess.run(line, shell=True, check=True)
 
-    assert messages(tmp_path / "backup" / "mq") == messages(tmp_path / "var" / "mq")
     with MessageStore("var/latest", "r") as store:
         assert sum(store.offsets(*ref)[1] for ref in store.queues("orders")) == 4
-
-
-def test_a_mirror_that_goes_on_ends_with_ctrl_c_and_tells_what_it_did(store: Path, tmp_path: Path) -> None:
-    call = ["spark", "mirror", store, tmp_path / "t", "--checkpoint", tmp_path / "cp", "--continuous", "--json", *HERE]
-    with process(*call) as running:
-        try:
-            deadline = time.monotonic() + 60
-            while running.poll() is None and not (tmp_path / "cp").exists() and time.monotonic() < deadline:
-                time.sleep(0.05)
-            running.send_signal(signal.SIGINT)
-            said, errors = running.communicate(timeout=60)
-        finally:
-            running.kill()
-
-    assert running.returncode == 0, errors.decode()
-    assert json.loads(said)["messages"] == sum(map(len, messages(tmp_path / "t").values())) == 41

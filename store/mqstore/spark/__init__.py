@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from mqstore.spark.jobs.dlq import dlq_report
     from mqstore.spark.jobs.export import export_parquet
     from mqstore.spark.jobs.lag import lag_report
-    from mqstore.spark.jobs.mirror import mirror
     from mqstore.spark.jobs.replay import replay
     from mqstore.spark.jobs.resend import dlq_resend
     from mqstore.spark.jobs.shape import select
@@ -48,7 +47,6 @@ __all__ = [
     "dlq_resend",
     "export_parquet",
     "lag_report",
-    "mirror",
     "ordered",
     "register",
     "replay",
@@ -68,7 +66,6 @@ _LAZY: Final = {
     "dlq_resend": "mqstore.spark.jobs.resend",
     "export_parquet": "mqstore.spark.jobs.export",
     "lag_report": "mqstore.spark.jobs.lag",
-    "mirror": "mqstore.spark.jobs.mirror",
     "ordered": "mqstore.spark.ordering",
     "replay": "mqstore.spark.jobs.replay",
     "select": "mqstore.spark.jobs.shape",

@@ -17,7 +17,6 @@ COMMANDS = (
     "dlq",
     "verify",
     "replay",
-    "mirror",
     "compact",
     "dedup",
     "clean",

@@ -10,7 +10,6 @@
     verify     whether everything in stores is as it should be
     ranges     a log read in byte ranges, and put together again: for verify
     replay     messages into other stores again
-    mirror     what comes into stores, copied as it comes
     compact    a copy with the last message of each key
     dedup      a copy without messages that were there before
     resend     dead letters to where they came from
