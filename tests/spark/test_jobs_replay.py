@@ -19,8 +19,6 @@ from mqstore.errors import ConfigError, CorruptStoreError, InvalidMessageError, 
 from mqstore.layout.hosts import encode_host
 from mqstore.layout.properties import encode_properties
 from mqstore.spark import publish
-from mqstore.spark.jobs.compact import compact
-from mqstore.spark.jobs.dedup import dedup
 from mqstore.spark.jobs.export import export_parquet
 from mqstore.spark.jobs.replay import replay, replay_plan
 from mqstore.spark.jobs.rewrite import Pace
@@ -100,7 +98,7 @@ def test_what_is_damaged_ends_it_or_is_left_out_and_counted(store: Path, tmp_pat
         replay(None, select(store, options={"scan": "log"}), tmp_path / "u")
 
 
-@pytest.mark.parametrize("job", [replay, compact, dedup])
+@pytest.mark.parametrize("job", [replay])
 def test_a_store_whose_queues_a_crash_left_behind_its_log_is_not_copied_in_part(tmp_path: Path, job: Any) -> None:
     """It was, and the same command after the store had been opened said that all was done."""
     source = crashed_store(tmp_path / "s", 10, 6)
@@ -121,7 +119,7 @@ def test_a_crashed_store_whose_queues_list_everything_is_copied(tmp_path: Path) 
     assert replay(None, source, tmp_path / "t").messages == 10
 
 
-@pytest.mark.parametrize("job", [replay, compact, dedup])
+@pytest.mark.parametrize("job", [replay])
 def test_a_store_without_queues_is_not_copied_as_if_it_had_no_messages(store: Path, tmp_path: Path, job: Any) -> None:
     shutil.rmtree(store / "consumequeue")
     with pytest.raises(ConfigError, match=r"s has records, and no consume queues .* `mqstore recover`"):
@@ -130,7 +128,7 @@ def test_a_store_without_queues_is_not_copied_as_if_it_had_no_messages(store: Pa
 
 
 @pytest.mark.parametrize("lost", ["orders", "orders/0"])
-@pytest.mark.parametrize("job", [replay, compact, dedup, export_parquet])
+@pytest.mark.parametrize("job", [replay, export_parquet])
 def test_a_store_that_lost_some_queues_is_not_copied_without_their_messages(
     tmp_path: Path, job: Any, lost: str
 ) -> None:
@@ -154,7 +152,7 @@ def test_a_store_that_lost_some_queues_is_not_copied_without_their_messages(
         assert messages(tmp_path / "t") == before
 
 
-@pytest.mark.parametrize("job", [replay, compact, dedup])
+@pytest.mark.parametrize("job", [replay])
 def test_what_was_deleted_or_purged_does_not_rise_in_a_copy(tmp_path: Path, job: Any) -> None:
     """It is in the log, and in queues, until retention takes it."""
     fail(tmp_path / "s", 6)

@@ -9,8 +9,6 @@ import pytest
 
 from mqstore.errors import InvalidMessageError
 from mqstore.layout.properties import encode_properties
-from mqstore.spark.jobs.compact import compact
-from mqstore.spark.jobs.dedup import dedup
 from mqstore.spark.jobs.replay import replay
 from mqstore.spark.jobs.resend import dlq_resend
 from mqstore.spark.jobs.shape import Selection, select
@@ -55,17 +53,6 @@ def test_an_error_of_a_task_is_the_one_that_it_raised(spark: Any, tmp_path: Path
         replay(spark, source, tmp_path / "t", topics="t", tag=True, id="x" * 90)
 
     assert not (tmp_path / "t").exists()
-
-
-def test_compaction_and_dedup_are_those_without_spark(spark: Any, store: Path, tmp_path: Path) -> None:
-    with_spark = compact(spark, cut(store), str(tmp_path / "1"), key="tags")
-    dedup(spark, cut(store), str(tmp_path / "2"), by="tags", window=None)
-    without = compact(None, cut(store), str(tmp_path / "3"), key="tags")
-    dedup(None, cut(store), str(tmp_path / "4"), by="tags", window=None)
-
-    assert messages(tmp_path / "1") == messages(tmp_path / "3")
-    assert messages(tmp_path / "2") == messages(tmp_path / "4")
-    assert with_spark.topics == without.topics
 
 
 def test_dead_letters_are_sent_again_once(spark: Any, tmp_path: Path) -> None:

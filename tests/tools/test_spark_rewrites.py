@@ -1,4 +1,4 @@
-"""`mqstore spark replay`, `compact`, `dedup`, `dlq resend` without Spark: output and exit codes."""
+"""`mqstore spark replay`, `dlq resend` without Spark: output and exit codes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from mqstore import MessageStore
-from mqstore.spark.jobs.compact import CompactReport
 from mqstore.spark.jobs.resend import ResendReport
 from mqstore.spark.jobs.rewrite import RewriteReport
 from tests.spark.copies import fail, members, messages, tree
@@ -32,10 +30,9 @@ def arguments(name: str, store: Path, dest: Path) -> list[object]:
     return ["spark", name, store, dest]
 
 
-NAMES = ("replay", "compact", "dedup")
+NAMES = ("replay",)
 SHAPES: dict[str, Any] = {
-    "replay": RewriteReport, "compact": CompactReport,
-    "dedup": CompactReport,
+    "replay": RewriteReport,
 }  # fmt: skip
 
 
@@ -86,15 +83,8 @@ def test_help_has_examples_and_explains_every_option(name: str) -> None:
         ("replay", ["--topics", "t", "--rename", "t=%DLQ%x"], "belongs to a group"),
         ("replay", ["--dest", "elsewhere"], "2 targets"),
         ("replay", ["--target", "heap"], "heap"),
-        ("compact", ["--retention", "soon"], "as in 36h"),
-        ("compact", ["--no-tombstones", "--retention", "1d"], "tombstones"),
-        ("compact", ["--key", ","], "key="),
-        ("dedup", ["--window", "soon"], "as in 36h"),
         ("replay", ["--from", "24h"], "--id"),
         ("replay", ["--to", "1h"], "--id"),
-        ("compact", ["--from", "24h"], "--id"),
-        ("dedup", ["--to", "7d"], "--id"),
-        ("dedup", ["--target", "inbox"], "inbox"),
     ],
 )
 def test_wrong_usage_ends_with_2_and_writes_nothing(
@@ -110,7 +100,7 @@ def test_wrong_usage_ends_with_2_and_writes_nothing(
         assert tree(tmp_path) == before
 
 
-@pytest.mark.parametrize("name", ["replay", "compact", "dedup"])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_target_inside_the_source_is_refused_by_a_dry_run_too(name: str, store: Path) -> None:
     before = tree(store)
 
@@ -121,7 +111,7 @@ def test_a_target_inside_the_source_is_refused_by_a_dry_run_too(name: str, store
     assert tree(store) == before
 
 
-@pytest.mark.parametrize("name", ["replay", "compact", "dedup"])
+@pytest.mark.parametrize("name", NAMES)
 def test_an_age_as_bound_with_a_name_is_the_same_run_when_it_is_run_again(
     name: str, store: Path, tmp_path: Path
 ) -> None:
@@ -179,7 +169,7 @@ def test_the_commands_of_the_page_run_one_after_the_other_and_once_more(
     [first, *_] = re.findall(r"^```python\n(.*?)^```", text, re.S | re.M)
     exec(compile(first, "page", "exec"), {"__name__": "page"})
     lines = [line for block in re.findall(r"^```sh\n(.*?)^```", text, re.S | re.M) for line in block.splitlines()]
-    assert len(lines) >= 6
+    assert len(lines) >= 4
 
     for _ in range(2):
         for line in lines:
@@ -188,6 +178,3 @@ def test_the_commands_of_the_page_run_one_after_the_other_and_once_more(
                 assert shown.exit_code == 0, (line, shown.stderr)
             else:
                 subprocess.run(line, shell=True, check=True)
-
-    with MessageStore("var/latest", "r") as store:
-        assert sum(store.offsets(*ref)[1] for ref in store.queues("orders")) == 4

@@ -24,8 +24,6 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from mqstore.spark.jobs.compact import compact
-    from mqstore.spark.jobs.dedup import dedup
     from mqstore.spark.jobs.dlq import dlq_report
     from mqstore.spark.jobs.export import export_parquet
     from mqstore.spark.jobs.lag import lag_report
@@ -40,9 +38,7 @@ if TYPE_CHECKING:
     from mqstore.spark.sessions import session
 
 __all__ = [
-    "compact",
     "create_views",
-    "dedup",
     "dlq_report",
     "dlq_resend",
     "export_parquet",
@@ -59,9 +55,7 @@ __all__ = [
 ]
 
 _LAZY: Final = {
-    "compact": "mqstore.spark.jobs.compact",
     "create_views": "mqstore.spark.jobs.sql",
-    "dedup": "mqstore.spark.jobs.dedup",
     "dlq_report": "mqstore.spark.jobs.dlq",
     "dlq_resend": "mqstore.spark.jobs.resend",
     "export_parquet": "mqstore.spark.jobs.export",

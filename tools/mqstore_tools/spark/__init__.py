@@ -17,8 +17,6 @@ COMMANDS = (
     "dlq",
     "verify",
     "replay",
-    "compact",
-    "dedup",
     "clean",
     "sql",
     "shell",

@@ -16,7 +16,6 @@ __all__ = [
     "show_copied",
     "show_plan",
     "show_topics",
-    "sift",
     "spread_options",
     "target_option",
     "told_already",
@@ -109,31 +108,6 @@ def show_copied(given: Given, done: Any, name: str) -> None:
     console().print(table("", ("target", "topic", "messages>"), topics))
     if row["damaged"]:
         note(f"{row['damaged']} damaged messages were left out")
-
-
-def sift(given: Given, name: str, plan: Callable[..., Any], run: Callable[..., Any], dest: str, **how: Any) -> None:
-    """Run, or plan, `compact` or `dedup`, and show what it has done."""
-    chosen = given.select()
-    if given.dry_run:
-        show_plan(given, plan(chosen, dest, **how), name)
-        return
-    with given.running(f"{name}ing") as (spark, report):
-        row = run(spark, chosen, dest, progress=report, **how).to_dict()
-    if told_already(given, row, name):
-        return
-    facts = [
-        ("target", row["dest"]),
-        ("messages", f"{row['before']} before, {row['after']} after"),
-        ("of records", f"{show_bytes(row['bytes_before'])} before, {show_bytes(row['bytes_after'])} after"),
-        ("keys", row["keys"]),
-        ("without a key", row["without_key"]),
-        ("took", f"{row['seconds']:.1f} s"),
-    ]
-    if row["damaged"]:
-        facts.append(("damaged, left out", row["damaged"]))
-    console().print(table(f"{name} {row['id']}", ("", ""), facts))
-    cells = [(each["topic"], each["before"], each["after"]) for each in row["topics"]]
-    console().print(table("", ("topic", "before>", "after>"), cells))
 
 
 def show_topics(title: str, topics: Mapping[str, int]) -> None:

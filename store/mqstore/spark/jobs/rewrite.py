@@ -1,4 +1,4 @@
-"""What all jobs share that copy stored messages into other stores: `replay`, `compact`, `dedup` (B6, B7).
+"""What a job does that copies stored messages into other stores (B6, B7).
 
     plan      slices of queues of the sources; where each topic goes; checked against every target before a task runs
     stage     a task copies its slices into a shard under each target's `_staging` (`mqstore.spark.copying`)
