@@ -7,7 +7,6 @@
     progress  how far a stream has come, and what its next batch is; positions and pacing belong to it
     source    the data source: thin; stream: its other half
     sink      writing frames: thin; encode, staging and publish do it
-    copying   stored records as records of another store
     java      where a Java for Spark is
     sessions  a session with settings that suit
     jobs      ready-made pipelines, each with a command: export, lag, traffic, trace, ...
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from mqstore.spark.jobs.dlq import dlq_report
     from mqstore.spark.jobs.export import export_parquet
     from mqstore.spark.jobs.lag import lag_report
-    from mqstore.spark.jobs.replay import replay
     from mqstore.spark.jobs.resend import dlq_resend
     from mqstore.spark.jobs.shape import select
     from mqstore.spark.jobs.sql import create_views, sql
@@ -45,7 +43,6 @@ __all__ = [
     "lag_report",
     "ordered",
     "register",
-    "replay",
     "select",
     "session",
     "sql",
@@ -61,7 +58,6 @@ _LAZY: Final = {
     "export_parquet": "mqstore.spark.jobs.export",
     "lag_report": "mqstore.spark.jobs.lag",
     "ordered": "mqstore.spark.ordering",
-    "replay": "mqstore.spark.jobs.replay",
     "select": "mqstore.spark.jobs.shape",
     "session": "mqstore.spark.sessions",
     "sql": "mqstore.spark.jobs.sql",

@@ -16,7 +16,6 @@ COMMANDS = (
     "trace",
     "dlq",
     "verify",
-    "replay",
     "clean",
     "sql",
     "shell",
