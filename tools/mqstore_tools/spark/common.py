@@ -22,12 +22,11 @@ from typing import Any
 import click
 
 from mqstore import ConfigError
-from mqstore_tools.opened import is_age, moment
+from mqstore_tools.opened import moment
 from mqstore_tools.render import console, print_json, progress, show_bytes, table
 from mqstore_tools.shared import json_option
 
 __all__ = [
-    "Bound",
     "Given",
     "bound",
     "duration",
@@ -40,25 +39,9 @@ __all__ = [
 _NO_SPARK = "none"
 
 
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """Where reading begins or ends, as it was given."""
-
-    text: str
-    at: int | datetime
-    """A queue offset, or a time."""
-
-    @property
-    def moves(self) -> bool:
-        """It is an age: the same words mean another time in the next run."""
-        return is_age(self.text)
-
-
-def bound(value: Any) -> Bound:
+def bound(value: Any) -> int | datetime:
     """The type of an option: a queue offset, or a time as `moment` has it."""
-    if isinstance(value, Bound):
-        return value
-    return Bound(value, int(value) if value.isdecimal() else moment(value))
+    return value if not isinstance(value, str) else int(value) if value.isdecimal() else moment(value)
 
 
 def duration(value: Any) -> float:
@@ -86,8 +69,8 @@ class Given:
     master: str
     conf: tuple[str, ...]
     topics: str | None
-    start: Bound | None
-    stop: Bound | None
+    start: int | datetime | None
+    stop: int | datetime | None
     where: str | None
     options: tuple[str, ...]
     dry_run: bool
@@ -100,8 +83,8 @@ class Given:
         return select(
             self.stores,
             topics=self.topics,
-            start=None if self.start is None else self.start.at,
-            stop=None if self.stop is None else self.stop.at,
+            start=self.start,
+            stop=self.stop,
             where=self.where,
             options={**options, **_pairs("--option", self.options)},
         )
