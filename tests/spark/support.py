@@ -44,6 +44,7 @@ class Odd:
     born_host: bytes = LOCAL_HOST
     store_host: bytes = LOCAL_HOST
     reconsume_times: int = 0
+    prepared_offset: int = 0
 
 
 def write_store(path: Path, records: Sequence[Odd], profile: str = "mqstore", segment_bytes: int = SEGMENT) -> Path:
@@ -76,6 +77,7 @@ def write_store(path: Path, records: Sequence[Odd], profile: str = "mqstore", se
                 born_host=odd.born_host,
                 store_host=odd.store_host,
                 reconsume_times=odd.reconsume_times,
+                prepared_transaction_offset=odd.prepared_offset,
             )
 
         left = size - len(log) % size
@@ -105,7 +107,7 @@ def crashed_store(path: Path, listed: int, unlisted: int) -> Path:
     return path
 
 
-_NAMES = st.sampled_from(["TAGS", "KEYS", "UNIQ_KEY", "colour", "TAG", "KEYSX", "ä", "WAIT"])
+_NAMES = st.sampled_from(["TAGS", "KEYS", "UNIQ_KEY", "colour", "TAG", "KEYSX", "ä", "WAIT", "__SHARDINGKEY", "DELAY"])
 _VALUES = st.text(st.characters(exclude_characters="\x01\x02", exclude_categories=["Cs"]), min_size=1, max_size=12)
 _PIECES = st.one_of(
     st.tuples(_NAMES, _VALUES).map(lambda pair: f"{pair[0]}\x01{pair[1]}".encode()),
@@ -144,6 +146,7 @@ def odd_records(draw: st.DrawFn) -> Odd:
         born_host=draw(_HOSTS),
         store_host=draw(_HOSTS),
         reconsume_times=draw(st.integers(0, 20)),
+        prepared_offset=draw(st.integers(0, 1 << 40)) if sys_flag & 0x008 else 0,
     )
 
 

@@ -7,6 +7,7 @@ what it needs, and only if it is asked for:
     header       one or two cache lines of each record
     body         its bytes, copied once
     properties   its bytes, copied once and taken apart for all messages together
+    record       all its bytes, copied once
 
 Values are those of `mqstore export`, row by row; times are UTC timestamps in place of milliseconds. A time outside the
 years 1 to 9999, which only a damaged or foreign record has, is null.
@@ -52,7 +53,7 @@ __all__ = [
     "table_of",
 ]
 
-Cost = Literal["unit", "header", "body", "properties"]
+Cost = Literal["unit", "header", "body", "properties", "record"]
 _Int64s = npt.NDArray[np.int64]
 _YEAR_1_MS, _YEAR_9999_MS = -62_135_596_800_000, 253_402_300_799_999
 
@@ -99,6 +100,7 @@ _TABLE: Final[tuple[tuple[str, Any, str, Cost, str], ...]] = (
     ("size", pa.int32(), "int", "unit", "bytes of the whole record"),
     ("tags_code", pa.int64(), "bigint", "unit", "hash of the tag; of a delayed message the time of its delivery"),
     ("error", _STRING, "string", "unit", "why the row has no record; only with onCorrupt `keep`"),
+    ("record", pa.binary(), "binary", "record", "the stored bytes, for a copy; only if it is named"),
 )
 COLUMNS: Final[Mapping[str, Column]] = {row[0]: Column(*row) for row in _TABLE}
 """Every column, in the order of a row."""
@@ -113,17 +115,16 @@ def as_markdown() -> str:
 
 def default_columns(*, keep: bool = False) -> tuple[str, ...]:
     """The columns of a row when none are chosen; `error` with `keep`."""
-    return tuple(name for name in COLUMNS if keep or name != "error")
+    return tuple(name for name in COLUMNS if name != "record" and (keep or name != "error"))
 
 
 def check_columns(columns: Sequence[str] | None, *, keep: bool = False) -> tuple[str, ...]:
     """`columns` if there are such. ConfigError."""
     if columns is None:
         return default_columns(keep=keep)
-    known = default_columns(keep=True)
-    unknown = [name for name in columns if name not in known]
+    unknown = [name for name in columns if name not in COLUMNS]
     if unknown:
-        raise ConfigError(f"columns: no column {', '.join(map(repr, unknown))}; there are {', '.join(known)}")
+        raise ConfigError(f"columns: no column {', '.join(map(repr, unknown))}; there are {', '.join(COLUMNS)}")
     return check_once(columns)
 
 
@@ -172,6 +173,12 @@ def _body(piece: Piece) -> Any:
     index[rows] = np.arange(len(stored), len(stored) + len(rows), dtype=np.int32)
     inflated = pa.array([piece.bodies[row] for row in rows], pa.binary())
     return pa.concat_arrays([stored, inflated]).take(pa.array(index))
+
+
+def _record(piece: Piece) -> Any:
+    headers = piece.headers
+    assert headers is not None
+    return cut(piece.buffer, headers.positions, headers.positions + headers.size)
 
 
 def _properties(piece: Piece) -> Any:
@@ -295,6 +302,7 @@ _OF_RECORD: Final[Mapping[str, Callable[[Piece], Any]]] = {
     "body_crc": _int("checksum"),
     "message_id": _message_id,
     "unique_key": _property(UNIQ_KEY),
+    "record": _record,
 }
 
 

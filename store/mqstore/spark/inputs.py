@@ -70,10 +70,17 @@ _TABLE: Final = (
         "batch), partition and row, so that whoever reads can leave out what was written twice",
         UNIQ_KEY,
     ),
+    Input(
+        "record",
+        ("binary",),
+        "refused",
+        "a whole message as it was stored, in place of `body` and all else except `topic` and `queue_id`",
+    ),
 )
 
 INPUTS: Final[Mapping[str, Input]] = {each.name: each for each in _TABLE}
 """Every column by its name."""
+_BESIDE_RECORD: Final = ("topic", "queue_id")
 
 
 def check_columns(types: Mapping[str, str], *, topic: str | None) -> None:
@@ -91,6 +98,14 @@ def check_columns(types: Mapping[str, str], *, topic: str | None) -> None:
             raise ConfigError(
                 f"column {name!r} is {kind}, and must be {' or '.join(known.types)}: {_remedy(known, kind)}"
             )
+    if "record" in types:
+        others = [name for name in types if name not in ("record", *_BESIDE_RECORD)]
+        if others:
+            raise ConfigError(
+                f"column 'record' is a whole message: drop {', '.join(others)}; beside it there may be "
+                f"{', '.join(_BESIDE_RECORD)}"
+            )
+        return
     if "body" not in types:
         raise ConfigError(f"column 'body' is missing; the frame has {', '.join(types) or 'none'}")
     if topic is None and "topic" not in types:

@@ -182,7 +182,7 @@ def _struct(options: SourceOptions, columns: Iterable[str]) -> StructType:
 
 def _check_schema(options: SourceOptions, schema: StructType) -> Any:
     """Whether rows can have this schema, which may be the user's; how bodies are to be had. ConfigError."""
-    every = VIEWS[options.view].columns if options.view != "messages" else default_columns(keep=True)
+    every = VIEWS[options.view].columns if options.view != "messages" else COLUMNS
     known = {field.name: field.dataType for field in _struct(options, every).fields}
     body_as: str = options.body_as
     if not schema.fields:
