@@ -6,6 +6,7 @@
     keys, tags, unique_key, sharding_key, properties      properties, in the order in which a producer's put has them
     delay_level, deliver_time, delay_seconds              the record goes to where the engine keeps what waits
     body, flag, born_timestamp                            the record's
+    value, key, partition, headers    as Spark's Kafka sink has them: `_from_kafka`
     record            the record, all of it, in place of the other columns except topic and queue_id: `_Copies`
 
 queueOffset, physicalOffset, storeTimestamp and the checksum are 0: whoever splices a shard into a log knows them.
@@ -87,7 +88,7 @@ from mqstore.log.commitlog import ALLOWANCE
 from mqstore.log.outgoing import MAX_MESSAGE_GROUP, checked_text
 from mqstore.options import DEFAULT_DELAY_LEVELS, StoreConfig, delay_table_ms, seconds
 from mqstore.spark.arrow import cut, text
-from mqstore.spark.inputs import INPUTS, check_columns, sql_type
+from mqstore.spark.inputs import INPUTS, KAFKA, check_columns, is_kafka, sql_type
 
 __all__ = ["Encoded", "Encoder", "Rules", "TopicRule", "derived_prefix"]
 
@@ -247,6 +248,7 @@ assert _HEADER.itemsize == BODY_AT_V4
 # As scalars of Arrow: from bytes it would find out the type each time, for which it looks for modules on disk.
 _NAME_END, _PAIR_END, _NOTHING = (pa.scalar(each, pa.binary()) for each in (b"\x01", b"\x02", b""))
 
+_HEADERS: Final = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 _HOW: Final[Mapping[str, tuple[str, str, str]]] = {
     # column: field of the engine's rule, characters that it forbids, the rule
     "tags": ("tags", "|", "a tag is a text without '|', and not blank"),
@@ -294,12 +296,18 @@ class Encoder:
         self._prefix = np.frombuffer(derived_prefix(app, version, partition).encode(), np.uint8)
         self._first_turn = int.from_bytes(_digest(app, version, partition)[-4:], "big")
         self._turns: Counter[str] = Counter()
+        self._called: Mapping[str, str] = {}
+        """What errors call columns that came under other names."""
 
     def encode(self, batch: Any) -> Iterator[Encoded]:
         """The records of a RecordBatch, in pieces. ConfigError for its columns, InvalidMessageError for a row; then
         nothing of the piece that the row belongs to is handed out."""
         check_columns({each.name: sql_type(each.type) for each in batch.schema}, topic=self._topic)
         columns = {each.name: _small(batch.column(i)) for i, each in enumerate(batch.schema)}
+        self._called = {}
+        if is_kafka(columns):
+            columns = _from_kafka(columns)
+            self._called = {here: name for name, here in KAFKA.items()} | {"sharding_key": "key"}
         start = 0
         kind = _Copies if "record" in columns else _Slice
         ends = np.cumsum(_sizes(columns["record" if "record" in columns else "body"]))
@@ -398,6 +406,7 @@ class _Slice:
     # -- errors ------------------------------------------------------------------------------------------------------
 
     def _refuse(self, row: int, column: str, value: str, rule: str) -> NoReturn:
+        column = self._encoder._called.get(column, column)
         where = f"row {self._encoder.row + row} of partition {self._encoder.partition}, column {column!r}"
         raise InvalidMessageError(": ".join(filter(None, (where, value, rule))), column)
 
@@ -559,6 +568,9 @@ class _Slice:
         if column.null_count and np.diff(column.offsets.to_numpy())[_nulls(column)].any():
             column = pa.array(column.to_pylist(), column.type)  # a null map that has entries all the same
         entries = _Entries(column)
+        if self._encoder._called:  # a map of Spark's has each name once
+            rule = "a name stands twice, and a property has one value; keep one of them"
+            self._refuse_first(entries.repeated(), "properties", lambda _: "", rule)
         for values in (entries.names, entries.values):
             self._check(values, "properties", entries.row_of)
         if self._validate:
@@ -811,6 +823,13 @@ class _Entries:
         pairs = zip(names.to_pylist(), values.to_pylist(), strict=True)
         return {name: value for name, value in pairs if value is not None}
 
+    def repeated(self) -> _Bools:
+        """Which rows have a name more than once."""
+        rows = np.repeat(np.arange(len(self._edges) - 1), np.diff(self._edges))
+        names = self.names.dictionary_encode().indices.to_numpy().astype(np.int64)
+        _, first = np.unique(rows * max(1, len(names)) + names, return_index=True)
+        return np.bincount(np.delete(rows, first), minlength=len(self._edges) - 1) > 0
+
     def has(self, names: Any) -> _Bools:
         """Which rows have one of these names."""
         found = pc.is_in(self.names, names).to_numpy(zero_copy_only=False)
@@ -823,6 +842,21 @@ def _property(name: str, values: Any) -> Any:
     start = pa.scalar(f"{name}\x01".encode(), pa.binary())
     piece = pc.binary_join_element_wise(start, values.cast(pa.binary()), _PAIR_END, _NOTHING)
     return piece.fill_null(_NOTHING) if piece.null_count else piece
+
+
+def _from_kafka(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of a frame for Spark's Kafka sink as those of this one. A message is found by its key, which is its
+    message group, too: messages of a key keep their order. Bytes become texts unchecked; each text is checked later,
+    with its row."""
+    found = {KAFKA[name]: values for name, values in columns.items()}
+    if "keys" in found:
+        found["keys"] = found["sharding_key"] = found["keys"].view(pa.string())
+    if "properties" in found:
+        headers = found["properties"].cast(_HEADERS)
+        if pc.struct_field(pc.list_flatten(headers), "key").null_count:
+            raise InvalidMessageError("column 'headers': a header has no name; leave it out: filter()", "headers")
+        found["properties"] = headers.view(pa.map_(pa.string(), pa.string()))
+    return found
 
 
 def _origin(data: memoryview, headers: Headers) -> Callable[[int], str]:

@@ -378,7 +378,14 @@ _TABLE: Final = (
         "and for a stream always",
         word("auto", "queue", "log"),
     ),
-    Option("columns", "columns", "all", "names, separated by commas", "which columns; the others cost nothing", names),
+    Option(
+        "columns",
+        "columns",
+        "all",
+        "names, separated by commas, or kafka",
+        "which columns; the others cost nothing; kafka: those of Spark's Kafka source",
+        names,
+    ),
     Option("includeProperties", "include_properties", "true", YES_NO, "column `properties`", boolean),
     Option(
         "bodyAs",

@@ -34,6 +34,7 @@ try:
         Not,
     )
     from pyspark.sql.types import (
+        ArrayType,
         BinaryType,
         BooleanType,
         IntegerType,
@@ -168,6 +169,9 @@ _TYPES: Final = {
     "bigint": LongType(),
     "timestamp": TimestampType(),
     "map<string,string>": MapType(StringType(), StringType()),
+    "array<struct<key:string,value:binary>>": ArrayType(
+        StructType([StructField("key", StringType()), StructField("value", BinaryType())])
+    ),
 }
 
 
