@@ -22,7 +22,10 @@ from mqstore.layout.properties import encode_properties
 from mqstore.layout.record import encode_blank, encode_record
 from mqstore.log.recovery import RecoverOptions
 from mqstore.spark.columns import ColumnReader
+from mqstore.spark.options import SourceOptions
+from mqstore.spark.plan import plan
 from mqstore.spark.rows import Policy
+from mqstore.spark.tasks import read_slices
 from mqstore_tools.main import cli
 
 SEGMENT = 1 << 14
@@ -250,3 +253,18 @@ def log_end(store: MessageStore) -> int:
             for physical, size, _ in store.units(*ref, low, high - low).tolist():
                 end = max(end, physical + size)
     return end
+
+
+def java_at(path: Path, text: str = "#!/bin/sh\n") -> Path:
+    """A program that may be taken for Java."""
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+def query(path: Path, **options: str) -> list[dict[str, Any]]:
+    """Rows of four columns, planned and read as a query does it."""
+    given = SourceOptions.parse({"path": str(path), **options})
+    names = ("topic", "queue_id", "queue_offset", "body")
+    return rows_of(batch for slices in plan(given) for batch in read_slices(given, names, "binary", slices))

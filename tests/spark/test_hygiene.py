@@ -18,21 +18,15 @@ import mqstore
 from mqstore import MessageStore, StoreConfig
 from mqstore.errors import CorruptStoreError
 from mqstore.log.commitlog import QueueRef
-from mqstore.spark import replay
+from mqstore.spark import export_parquet
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import StoreName, plan
 from mqstore.spark.tasks import read_slices
 from mqstore.spark.views import VIEWS, view_batch
 from tests.holding import held, linux_only, open_files
-from tests.spark.support import SEGMENT, Odd, many, rows_of, write_store
+from tests.spark.support import SEGMENT, Odd, many, query, rows_of, write_store
 
 NAMES = ("topic", "queue_id", "queue_offset", "body")
-
-
-def query(path: Path, **options: str) -> list[dict[str, Any]]:
-    """Planned and read, as a query does it."""
-    given = SourceOptions.parse({"path": str(path), **options})
-    return rows_of(batch for slices in plan(given) for batch in read_slices(given, NAMES, "binary", slices))
 
 
 @linux_only
@@ -81,7 +75,7 @@ def test_who_owns_the_store_keeps_its_lock_while_it_is_queried_in_the_same_proce
 
 LIMITED = """
 import resource, sys
-from tests.spark.test_hygiene import query
+from tests.spark.support import query
 from pathlib import Path
 query(Path(sys.argv[1]), subscribe="seed")  # all modules are there
 with open("/proc/self/statm") as file:
@@ -425,7 +419,7 @@ def test_damage_is_told_with_the_store_that_it_is_in(tmp_path: Path) -> None:
     with pytest.raises(CorruptStoreError, match=says):
         view_batch("traffic", StoreName("b", str(tmp_path / "b")), given)
     with pytest.raises(CorruptStoreError, match=says) as caught:
-        replay(None, fleet, tmp_path / "t")
+        export_parquet(None, fleet, tmp_path / "t")
     assert caught.value.file == f"commitlog/{0:020d}"
 
 

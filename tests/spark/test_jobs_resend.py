@@ -27,7 +27,7 @@ from mqstore.spark.jobs import resend
 from mqstore.spark.jobs.dlq import dlq_report
 from mqstore.spark.jobs.resend import dlq_resend, resend_plan
 from mqstore.spark.jobs.shape import select
-from tests.spark.copies import fail, tree
+from tests.spark.copies import fail, messages, tree
 from tests.spark.support import Odd, write_store
 from tests.tools.brokers import broker, clock_now
 from tests.tools.support import mqstore, mqstore_json
@@ -407,3 +407,21 @@ def test_a_copy_of_the_file_counts_only_if_it_lacks_no_run(store: Path) -> None:
     path.write_bytes(before)
     with pytest.raises(CorruptStoreError, match="run 1 has sent"):
         dlq_resend(None, store)
+
+
+@pytest.mark.spark
+def test_spark_sends_each_letter_once(spark: Any, tmp_path: Path) -> None:
+    marks = encode_properties({"DLQ_ORIGIN_TOPIC": "t"})
+    paths = {
+        name: write_store(tmp_path / name, [Odd(topic="%DLQ%g", body=b"1", properties=marks), Odd(body=b"2")])
+        for name in ("x", "y")
+    }
+
+    assert dlq_resend(spark, paths).resent == 2
+    assert dlq_resend(spark, paths).resent == 0
+
+    for path in paths.values():
+        assert sorted(copy.body for key, found in messages(path).items() if key[0] == "t" for copy in found) == [
+            b"1",
+            b"2",
+        ]

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
-from click.testing import CliRunner
 
 from mqstore import SimulatedClock
 from mqstore.spark import java
@@ -351,38 +348,3 @@ def test_dead_letters_are_counted_and_shown_escaped(store: Path) -> None:
     assert "no such thing" in shown
     assert "x1b[2J body" in shown
     assert mqstore(*call, "--group", "billing").stderr == "no dead letters\n"
-
-
-# -- plots -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["lag", "traffic"])
-def test_a_plot_that_cannot_be_drawn_is_told_before_the_work(
-    name: str, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    there: Callable[..., Any] = importlib.util.find_spec
-    call = ("spark", name, store, *HERE, "--plot")
-    wrong = mqstore(*call, tmp_path / "x.txt")
-    nowhere = mqstore(*call, tmp_path / "none" / "x.png")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda n, *a: None if n == "matplotlib" else there(n, *a))
-    without = mqstore(*call, tmp_path / "x.png")
-
-    for result, text in (
-        (wrong, "ends in none of .png, .svg, .pdf"),
-        (nowhere, "there is no such folder"),
-        (without, "pip install 'mqstore[plot]'"),
-    ):
-        assert (result.exit_code, text in result.stderr, result.stdout) == (2, True, "")
-
-
-@pytest.mark.parametrize("name", ["lag", "traffic"])
-@pytest.mark.parametrize(("kind", "magic"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
-def test_reports_are_drawn(name: str, kind: str, magic: bytes, store: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    file = tmp_path / f"picture.{kind}"
-
-    result = CliRunner().invoke(cli, ["spark", name, str(store), *HERE, "--plot", str(file)])
-
-    assert result.exit_code == 0, result.output
-    assert file.read_bytes().startswith(magic)
-    assert [*tmp_path.iterdir()] == [file]

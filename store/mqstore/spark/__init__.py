@@ -7,7 +7,6 @@
     progress  how far a stream has come, and what its next batch is; positions and pacing belong to it
     source    the data source: thin; stream: its other half
     sink      writing frames: thin; encode, staging and publish do it
-    copying   stored records as records of another store
     java      where a Java for Spark is
     sessions  a session with settings that suit
     jobs      ready-made pipelines, each with a command: export, lag, traffic, trace, ...
@@ -24,14 +23,9 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from mqstore.spark.jobs.compact import compact
-    from mqstore.spark.jobs.dedup import dedup
     from mqstore.spark.jobs.dlq import dlq_report
     from mqstore.spark.jobs.export import export_parquet
-    from mqstore.spark.jobs.importing import import_rows
     from mqstore.spark.jobs.lag import lag_report
-    from mqstore.spark.jobs.mirror import mirror
-    from mqstore.spark.jobs.replay import replay
     from mqstore.spark.jobs.resend import dlq_resend
     from mqstore.spark.jobs.shape import select
     from mqstore.spark.jobs.sql import create_views, sql
@@ -42,18 +36,13 @@ if TYPE_CHECKING:
     from mqstore.spark.sessions import session
 
 __all__ = [
-    "compact",
     "create_views",
-    "dedup",
     "dlq_report",
     "dlq_resend",
     "export_parquet",
-    "import_rows",
     "lag_report",
-    "mirror",
     "ordered",
     "register",
-    "replay",
     "select",
     "session",
     "sql",
@@ -63,17 +52,12 @@ __all__ = [
 ]
 
 _LAZY: Final = {
-    "compact": "mqstore.spark.jobs.compact",
     "create_views": "mqstore.spark.jobs.sql",
-    "dedup": "mqstore.spark.jobs.dedup",
     "dlq_report": "mqstore.spark.jobs.dlq",
     "dlq_resend": "mqstore.spark.jobs.resend",
     "export_parquet": "mqstore.spark.jobs.export",
-    "import_rows": "mqstore.spark.jobs.importing",
     "lag_report": "mqstore.spark.jobs.lag",
-    "mirror": "mqstore.spark.jobs.mirror",
     "ordered": "mqstore.spark.ordering",
-    "replay": "mqstore.spark.jobs.replay",
     "select": "mqstore.spark.jobs.shape",
     "session": "mqstore.spark.sessions",
     "sql": "mqstore.spark.jobs.sql",
@@ -98,7 +82,7 @@ def register(spark: SparkSession) -> None:
     broken `pyspark_*` module hides all sources that are found that way. Executors of a cluster that lack the package
     are sent it first (numpy, pyarrow, crc32c and portalocker they need to have). No setting of the session is changed:
     `spark.sql.python.filterPushdown.enabled`, which option `pushDown` needs, is not safe for every query
-    (docs/spark.md). ImportError says what to install.
+    (docs/spark-source.md). ImportError says what to install.
     """
     from mqstore.spark.shipping import ship
     from mqstore.spark.source import register_source

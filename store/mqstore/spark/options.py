@@ -474,7 +474,7 @@ _TABLE: Final = (
         "false",
         YES_NO,
         "take over filters from Spark, for a frame that is used once, in one query, and where no clock was set back by "
-        "more than a minute (see `spark.md`)",
+        "more than a minute (see `spark-source.md`)",
         boolean,
     ),
     Option(

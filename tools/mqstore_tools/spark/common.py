@@ -17,26 +17,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import click
 
 from mqstore import ConfigError
-from mqstore_tools.opened import is_age, moment
-from mqstore_tools.render import console, note, print_json, progress, show_bytes, table
+from mqstore_tools.opened import moment
+from mqstore_tools.render import console, print_json, progress, show_bytes, table
 from mqstore_tools.shared import json_option
 
 __all__ = [
-    "Bound",
     "Given",
     "bound",
-    "check_plot",
     "duration",
     "job_options",
     "names",
-    "plot_option",
-    "save_plot",
     "spark_errors",
     "usable",
 ]
@@ -44,25 +39,9 @@ __all__ = [
 _NO_SPARK = "none"
 
 
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """Where reading begins or ends, as it was given."""
-
-    text: str
-    at: int | datetime
-    """A queue offset, or a time."""
-
-    @property
-    def moves(self) -> bool:
-        """It is an age: the same words mean another time in the next run."""
-        return is_age(self.text)
-
-
-def bound(value: Any) -> Bound:
+def bound(value: Any) -> int | datetime:
     """The type of an option: a queue offset, or a time as `moment` has it."""
-    if isinstance(value, Bound):
-        return value
-    return Bound(value, int(value) if value.isdecimal() else moment(value))
+    return value if not isinstance(value, str) else int(value) if value.isdecimal() else moment(value)
 
 
 def duration(value: Any) -> float:
@@ -90,8 +69,8 @@ class Given:
     master: str
     conf: tuple[str, ...]
     topics: str | None
-    start: Bound | None
-    stop: Bound | None
+    start: int | datetime | None
+    stop: int | datetime | None
     where: str | None
     options: tuple[str, ...]
     dry_run: bool
@@ -104,8 +83,8 @@ class Given:
         return select(
             self.stores,
             topics=self.topics,
-            start=None if self.start is None else self.start.at,
-            stop=None if self.stop is None else self.stop.at,
+            start=self.start,
+            stop=self.stop,
             where=self.where,
             options={**options, **_pairs("--option", self.options)},
         )
@@ -161,36 +140,6 @@ def spark_errors() -> Iterator[None]:
             raise
         said = str(error).strip().split("\n\nJVM stacktrace", 1)[0].splitlines()
         raise ConfigError(said[0] if said else repr(error)) from error
-
-
-plot_option = click.option(
-    "--plot",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Also draw it to this file, PNG, SVG or PDF by its name (pip install 'mqstore[plot]').",
-)
-
-
-def check_plot(path: Path | None) -> None:
-    """Whether the plot that was asked for can be drawn: better known before a job than after it."""
-    if path is not None:
-        with usable():
-            from mqstore.spark.jobs import plot
-
-            plot.check_plot(path)
-
-
-def save_plot(kind: Literal["lag", "traffic"], report: Any, path: Path | None) -> None:
-    """Draw a report, if a plot was asked for."""
-    if path is None:
-        return
-    from mqstore.spark.jobs import plot
-
-    if kind == "lag":
-        plot.plot_lag(report, path)
-    else:
-        plot.plot_traffic(report, path)
-    note(f"drawn to {path}")
 
 
 def _pairs(option: str, given: tuple[str, ...]) -> dict[str, str]:

@@ -13,7 +13,7 @@ from mqstore import ConfigError
 from mqstore_tools.opened import show_ms
 from mqstore_tools.render import console, note, print_json, table, when
 from mqstore_tools.shared import FINDINGS, StoreCommand
-from mqstore_tools.spark.common import Given, check_plot, duration, job_options, plot_option, save_plot, usable
+from mqstore_tools.spark.common import Given, duration, job_options, usable
 
 __all__ = ["lag"]
 
@@ -29,8 +29,7 @@ Examples:
   mqstore spark lag 'fleet/*'
   mqstore spark lag var/mq --wait 30s                     # two looks: rates, and queues that are stuck
   mqstore spark lag var/mq --json > now.json; mqstore spark lag var/mq --previous now.json
-  mqstore spark lag 'fleet/*' --group billing --max-lag 10000 --max-age 15m || page-somebody
-  mqstore spark lag 'fleet/*' --plot lag.svg""",
+  mqstore spark lag 'fleet/*' --group billing --max-lag 10000 --max-age 15m || page-somebody""",
 )
 @job_options
 @click.option("--group", "groups", multiple=True, help="Only this group; may be repeated.")
@@ -44,7 +43,6 @@ Examples:
     help="Compare with an earlier look: the output of this command with --json.",
 )
 @click.option("--wait", type=duration, metavar="TIME", help="Look twice, so long apart (30s), and compare.")
-@plot_option
 def lag(
     given: Given,
     groups: tuple[str, ...],
@@ -53,7 +51,6 @@ def lag(
     max_age: float | None,
     previous: Path | None,
     wait: float | None,
-    plot: Path | None,
 ) -> None:
     """Show how many messages each group has not consumed in STORES, by topic, and how old the oldest of them is.
 
@@ -65,7 +62,6 @@ def lag(
         from mqstore.spark.jobs.lag import lag_plan, lag_report
     if previous is not None and wait is not None:
         raise click.UsageError("--previous and --wait both say what to compare with; give one of them")
-    check_plot(plot)
     chosen = given.select()
     before = None if previous is None else _read(previous)
     if given.dry_run:
@@ -81,7 +77,6 @@ def lag(
         for row in found.rows
         if (max_lag is not None and row.lag > max_lag) or (max_age is not None and row.lag_seconds > max_age)
     ]
-    save_plot("lag", found, plot)
     row = found.to_dict()
     row["over"] = [{"group": each.group, "topic": each.topic} for each in over]
     row["rows"] = row["rows"][:top]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -10,7 +9,7 @@ import click
 from mqstore_tools.opened import show_ms
 from mqstore_tools.render import console, note, print_json, show_bytes, table, when
 from mqstore_tools.shared import StoreCommand
-from mqstore_tools.spark.common import Given, check_plot, job_options, names, plot_option, save_plot, usable
+from mqstore_tools.spark.common import Given, job_options, names, usable
 
 __all__ = ["traffic"]
 
@@ -22,7 +21,7 @@ __all__ = ["traffic"]
 Examples:
   mqstore spark traffic 'fleet/*' --from 24h
   mqstore spark traffic var/mq --topics orders --by topic,queue_id --interval 1h
-  mqstore spark traffic var/mq --from 7d --interval 1h --plot week.svg
+  mqstore spark traffic var/mq --from 7d --interval 1h
   mqstore spark traffic var/mq --json | jq -r '.series[] | [.start_ms, .topic, .messages] | @tsv'""",
 )
 @job_options
@@ -35,8 +34,7 @@ Examples:
     show_default=True,
     help="Show so many rows and frequent keys. 0: all rows, and no keys, which is faster.",
 )
-@plot_option
-def traffic(given: Given, interval: str, by: str, top: int, plot: Path | None) -> None:
+def traffic(given: Given, interval: str, by: str, top: int) -> None:
     """Count the messages of STORES by time of storing: how many, how large, how evenly over queues, which keys are
     frequent, how long from producer to store, how many were delivered before.
 
@@ -44,7 +42,6 @@ def traffic(given: Given, interval: str, by: str, top: int, plot: Path | None) -
     """
     with usable():
         from mqstore.spark.jobs.traffic import check_traffic, traffic_plan, traffic_report
-    check_plot(plot)
     chosen = given.select()
     check_traffic(interval, names(by) or ())
     if given.dry_run:
@@ -52,7 +49,6 @@ def traffic(given: Given, interval: str, by: str, top: int, plot: Path | None) -
         return
     with given.running("counting") as (spark, report):
         found = traffic_report(spark, chosen, interval=interval, by=names(by) or (), top=top, progress=report)
-    save_plot("traffic", found, plot)
     if given.json_output:
         print_json(found.to_dict())
     else:

@@ -9,13 +9,7 @@
     sql        stores as views of SQL
     verify     whether everything in stores is as it should be
     ranges     a log read in byte ranges, and put together again: for verify
-    replay     messages into other stores again
-    mirror     what comes into stores, copied as it comes
-    importing  rows of files as messages
-    compact    a copy with the last message of each key
-    dedup      a copy without messages that were there before
     resend     dead letters to where they came from
-    rewrite    what the jobs share that copy messages; keyed, what the two do that leave some out
 
 A job has three parts, and Spark sees only the second: the driver plans, from consume queues (`plan`); tasks, which are
 plain values, are worked on by a function of a module, which opens the stores it needs; the driver joins what they give
