@@ -192,8 +192,8 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
                            datetime. None: as the group has it
         batch_size         more than 1: handlers take a tuple of up to so many messages of one topic
         prefetch           messages of a queue held here at most (mode "pop": of all); `prefetch_bytes` likewise
-        prefetch_total     messages of a topic held here at most, 1 to 6 553 500, in equal parts for the queues that
-                           are assigned (A3.4, A15.11), and no more of a queue than `prefetch`. None: that alone.
+        prefetch_total     messages of a topic, 1 to 6 553 500, divided by the number of its queues that are assigned
+                           here (A3.4, A15.11): the most that is held of each, if less than `prefetch`.
                            `prefetch_total_bytes` likewise, 1 to 102 400 MiB. Mode "queue" only
         max_span           a message that is not done lets others get ahead so many offsets at most (2000). Not
                            ordered, mode "queue" only
@@ -497,7 +497,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
                 raise ConfigError(
                     "max_uncommitted is for ordered consumers of mode 'queue': others settle each message by itself"
                 )
-            most = self._limits.divided([(0, 0)]).messages
+            most = self._limits.divided(1).messages
             if not self._batch_size <= _count("max_uncommitted", max_uncommitted, 65_535) < most:
                 raise ConfigError(
                     f"max_uncommitted={max_uncommitted} does not lie in {self._batch_size} (batch_size) to {most - 1} "
