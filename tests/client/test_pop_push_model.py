@@ -56,7 +56,6 @@ class Fate:
 
 class Standard(RuleBasedStateMachine):
     ordered = False
-    parallel_groups = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,8 +139,7 @@ class Standard(RuleBasedStateMachine):
         for _ in range(count):
             body = len(self.fates)
             receipt = self.bench.store.put("t", b"%d" % body, message_group=group)
-            lane = (receipt.queue, group) if self.parallel_groups else (receipt.queue,)
-            self.fates.append(Fate(lane, (receipt.queue, receipt.offset), fails, inside))
+            self.fates.append(Fate((receipt.queue,), (receipt.queue, receipt.offset), fails, inside))
 
     @precondition(lambda self: len(self.living) < 3)
     @rule(prefetch=st.sampled_from([2, 5, 1000]))
@@ -150,7 +148,6 @@ class Standard(RuleBasedStateMachine):
             self.bench,
             lambda message: self.handle(push, message),
             ordered=self.ordered,
-            parallel_groups=self.parallel_groups,
             prefetch=prefetch,
             retry=RetryPolicy(ATTEMPTS, [1, 3]),
             start=False,
@@ -254,14 +251,7 @@ class InOrder(Standard):
     ordered = True
 
 
-class SideBySide(Standard):
-    ordered = True
-    parallel_groups = True
-
-
 TestStandard = Standard.TestCase
 TestStandard.settings = SOME
 TestInOrder = InOrder.TestCase
 TestInOrder.settings = SOME
-TestSideBySide = SideBySide.TestCase
-TestSideBySide.settings = SOME

@@ -203,9 +203,6 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         consume_timeout    seconds after which a handler is given up: its messages come again. Ordered: it is only told
         suspend            ordered, mode "queue": for how long a failure holds its queue up, 0.01 to 60 s; None: as
                            the retry policy says, at most 60 s
-        parallel_groups    ordered, mode "pop": of what was fetched of a queue, message groups are handled side by side,
-                           the messages of each one after the other (those without a group: as one). All members
-                           alike (A8.5, D13)
         time_slice         ordered, mode "queue": seconds after which a queue lets others have the thread (60)
         strategy           mode "queue": who has which queues: "avg" (default), "circle", "consistent_hash", a function.
                            All members alike
@@ -252,7 +249,6 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         retry: RetryPolicy | None = None,
         consume_timeout: Duration = 900,
         suspend: Duration | None = None,
-        parallel_groups: bool = False,
         time_slice: Duration | None = None,
         strategy: str | Strategy | None = None,
         interceptors: Sequence[Interceptor] = (),
@@ -289,7 +285,6 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
                 "mode='queue'; in mode='pop' prefetch_bytes is of all queues as it is",
             ),
             ("strategy", strategy, not pops, "mode='queue'; in mode='pop' no queue belongs to a member"),
-            ("parallel_groups", parallel_groups or None, ordered and pops, "mode='pop' with ordered=True"),
             (
                 "retry",
                 retry,
@@ -348,7 +343,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         )
         self._start = start
         self._retry = retry
-        self._mode = Mode(mode, ordered, broadcasting, parallel_groups)
+        self._mode = Mode(mode, ordered, broadcasting)
         check_start(start)
         self._check_group()
         suspend_ms = None if suspend is None else _milliseconds("suspend", suspend, 0.01, 60)
@@ -367,7 +362,6 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
                     self._workers,
                     self._handling,
                     ordered=ordered,
-                    parallel_groups=parallel_groups,
                     batch_size=self._batch_size,
                     start=start,
                     retry=retry,
