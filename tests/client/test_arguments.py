@@ -85,7 +85,6 @@ def test_says_what_was_given_and_changes_nothing(store: mqstore.Store, case: Cas
         ("segment_bytes", "64M"),
         ("segment_bytes", 1e6),
         ("consumequeue_units", 0x7FFF_FFFF),
-        ("access_in_memory_bytes", -1),
         ("default_queues", "4"),
         ("default_queues", 16_385),
         ("default_queues", None),
