@@ -187,8 +187,6 @@ class StoreConfig:
     """Age at which a dead letter expires; None: never."""
     orphan_level_policy: Literal["keep", "deliver_now"] = "keep"
     """What to do with messages delayed by a level that the table no longer has."""
-    strict_rocketmq_sql: bool = False
-    """SQL92 filters as RocketMQ parses them: text behind the expression is ignored, `0.0` is an error."""
 
     verify_reads: bool = True
     """Check every record's checksum before its message is handed out."""

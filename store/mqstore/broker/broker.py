@@ -254,7 +254,7 @@ class Broker:
     def filter(self, expression: str, kind: Literal["TAG", "SQL92"] = "TAG") -> Filter | None:
         """What to give `read`, `wait` and `pop` for an expression over tags or properties; None for one that passes
         everything. FilterError points at the place that is wrong."""
-        return parse_filter(expression, kind, strict_rocketmq=self.store.config.strict_rocketmq_sql)
+        return parse_filter(expression, kind)
 
     def wait(
         self, topic: str, queue_id: int, offset: int, timeout: Duration, filter: Filter | str | None = None
