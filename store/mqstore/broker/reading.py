@@ -118,10 +118,6 @@ class Reads:
         self._clock = parts.clock
         self._fetched: dict[tuple[str, str, int], Fetched] = {}
         self._fetched_lock = threading.Lock()
-        self.longest_ns = 0
-        """Of the reads for groups that found something."""
-        self.misses = 0
-        """Looks at a queue, for a group, that found nothing, those of pops included; no lock is worth one of them."""
         self._begin_lock = threading.Lock()
         self._told_lock = threading.Lock()
         self._lost_to: dict[tuple[str, str, int], int] = {}
@@ -167,12 +163,10 @@ class Reads:
             if result.messages:
                 took_ns = time.perf_counter_ns() - begin_ns
                 self._count(group, topic, queue_id, result.messages, took_ns, delivers=delivers)
-            else:
-                self.misses += 1
-                if result.next_offset != offset:
-                    moved_from = self._tell(group, topic, queue_id, offset, result)
-                    if moved_from is not None and not delivers:
-                        self.note_loss(group, topic, queue_id, moved_from, result.next_offset)
+            elif result.next_offset != offset:
+                moved_from = self._tell(group, topic, queue_id, offset, result)
+                if moved_from is not None and not delivers:
+                    self.note_loss(group, topic, queue_id, moved_from, result.next_offset)
         self._offsets.note_pull(group, topic, queue_id, result.next_offset)
         return result
 
@@ -193,8 +187,6 @@ class Reads:
                 fetched.size += size
             fetched.reads += 1
             fetched.took_ns += took_ns
-            if took_ns > self.longest_ns:
-                self.longest_ns = took_ns
             fetched.behind_bytes = behind_bytes
             fetched.behind_ms = behind_ms
 
