@@ -214,7 +214,7 @@ def test_beside_a_writer_it_says_so(tmp_path: Path) -> None:
         ["export"],
         ["get", "--topic", "orders"],
         ["get", "--topic", "orders", "--key", "K3"],
-        ["tail", "--topic", "orders"],
+        ["get", "--topic", "orders", "--last", "10"],
         ["recover", "--dry-run"],
         ["recover", "--dry-run", "--rebuild", "config", "--rebuild", "index"],
         ["produce", "--dry-run", "--body", "hello"],

@@ -166,7 +166,9 @@ def test_the_librarys_log_reaches_stderr_escaped(capsys: pytest.CaptureFixture[s
     assert (logger.handlers, logger.propagate) == (handlers, True)
 
 
-@pytest.mark.parametrize("command", [("topics",), ("inspect",), ("lag", "--json"), ("tail", "--topic", "orders")])
+@pytest.mark.parametrize(
+    "command", [("topics",), ("inspect",), ("lag", "--json"), ("get", "--topic", "orders", "--last", "1")]
+)
 def test_a_reader_that_went_away_is_no_finding(tmp_path: Path, command: tuple[str, ...]) -> None:
     """Tables ended with 1, so `mqstore verify ... | head` with `pipefail` told of findings that there are not."""
     assert mqstore("produce", tmp_path / "s", "orders", "--body", "x").exit_code == 0
@@ -217,7 +219,7 @@ def test_what_a_terminal_has_no_letters_for_is_escaped(tmp_path: Path, monkeypat
     assert mqstore("produce", tmp_path / "s", "orders", "--body", "ключ", "--tag", "été").exit_code == 0
     monkeypatch.setenv("PYTHONIOENCODING", "latin-1")
 
-    child = process("tail", tmp_path / "s", "--topic", "orders")
+    child = process("get", tmp_path / "s", "--topic", "orders", "--last", 1)
     out, err = child.communicate()
 
     assert (child.returncode, err) == (0, b"")
@@ -302,7 +304,7 @@ def test_a_wrong_option_is_told_as_json_by_every_command(words: tuple[str, ...])
         (("get", "STORE", "--topic", "nonesuch"), 2, "TopicNotFoundError"),
         (("get", "STORE", "--physical-offset", "7"), 2, "LookupError"),
         (("export", "STORE", "--topic", "nonesuch"), 2, "TopicNotFoundError"),
-        (("tail", "STORE", "--topic", "nonesuch"), 2, "TopicNotFoundError"),
+        (("get", "STORE", "--topic", "nonesuch", "--last", "1"), 2, "TopicNotFoundError"),
         (("produce", "STORE", "a/b", "--body", "x"), 2, "InvalidMessageError"),
         (("groups", "delete", "STORE", "nonesuch", "--yes"), 2, "GroupNotFoundError"),
     ],

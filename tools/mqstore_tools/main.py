@@ -24,7 +24,6 @@ __all__ = ["COMMANDS", "cli", "main"]
 COMMANDS = (
     "produce",
     "get",
-    "tail",
     "consume",
     "inspect",
     "verify",
