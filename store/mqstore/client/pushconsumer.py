@@ -29,7 +29,7 @@ from datetime import datetime
 from functools import partial
 from queue import Empty, SimpleQueue
 from types import FrameType, TracebackType
-from typing import Any, Literal, Protocol, TypeVar, overload
+from typing import Any, Literal, Protocol, TypedDict, TypeVar, overload
 
 from mqstore.broker.begun import Notes
 from mqstore.broker.broker import Broker
@@ -69,7 +69,7 @@ from mqstore.log.message import Message
 from mqstore.options import Duration, seconds
 from mqstore.signalsafe import Gate
 
-__all__ = ["ConsumerStats", "Engine", "Handler", "PushConsumer", "QueueStats", "TopicStats"]
+__all__ = ["ConsumerStats", "Engine", "Handler", "PushConsumer", "PushConsumerOptions", "QueueStats", "TopicStats"]
 
 _log = logging.getLogger("mqstore")
 
@@ -175,6 +175,30 @@ class Engine(Protocol):
     def seek(self, ref: QueueRef, to: int | str | datetime) -> None: ...
 
     def infos(self) -> list[tuple[QueueInfo, int | None]]: ...
+
+
+class PushConsumerOptions(TypedDict, total=False):
+    """Options of a `PushConsumer`, which has their meanings and defaults."""
+
+    workers: int | None
+    ordered: bool | None
+    mode: Literal["queue", "pop"]
+    model: Literal["clustering", "broadcasting"]
+    client_id: str | None
+    start: Start | None
+    batch_size: int
+    prefetch: int
+    prefetch_bytes: int
+    prefetch_total: int | None
+    prefetch_total_bytes: int | None
+    max_span: int | None
+    retry: RetryPolicy | None
+    consume_timeout: Duration
+    suspend: Duration | None
+    time_slice: Duration | None
+    strategy: str | Strategy | None
+    interceptors: Sequence[Interceptor]
+    on_error: OnError | None
 
 
 class PushConsumer(AbstractContextManager["PushConsumer"]):
