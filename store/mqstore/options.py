@@ -187,12 +187,6 @@ class StoreConfig:
     """Age at which a dead letter expires; None: never."""
     orphan_level_policy: Literal["keep", "deliver_now"] = "keep"
     """What to do with messages delayed by a level that the table no longer has."""
-    rocketmq_rules: bool = False
-    """RocketMQ's answer where ours deliberately differs (broker-semantics 16), for tests and for its clients."""
-    strict_rocketmq_sql: bool = False
-    """SQL92 filters as RocketMQ parses them: text behind the expression is ignored, `0.0` is an error."""
-    access_in_memory_bytes: int | None = None
-    """With `rocketmq_rules`: how far behind the log's end a message counts as in memory; None: 40 % of the RAM."""
 
     verify_reads: bool = True
     """Check every record's checksum before its message is handed out."""
@@ -214,7 +208,6 @@ class StoreConfig:
             ("max_message_size", 0, _INT_MAX),
             ("flush_pages", 0, _INT_MAX),
             ("max_mappings", 4, _INT_MAX),
-            ("access_in_memory_bytes", 0, None),
         ):
             if getattr(self, name) is not None:
                 _check_whole(name, getattr(self, name), low, high)

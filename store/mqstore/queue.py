@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Any
+from typing import Any, TypedDict
 
 from mqstore.broker.broker import Broker
 from mqstore.broker.deadletters import DeadLetters
@@ -52,7 +52,7 @@ from mqstore.log.message import Message
 from mqstore.options import Duration, seconds
 from mqstore.signalsafe import Condition
 
-__all__ = ["Queue", "Task"]
+__all__ = ["Queue", "QueueOptions", "Task"]
 
 _UNREAD: Any = object()
 _MAX_NAME = 120
@@ -110,6 +110,16 @@ class Task(Loan):
 
     def __enter__(self) -> Task:
         return self
+
+
+class QueueOptions(TypedDict, total=False):
+    """Options of a `Queue`, which has their meanings and defaults."""
+
+    visibility: Duration
+    retry: RetryPolicy | None
+    ordered: bool
+    codec: Codec | None
+    maxsize: int
 
 
 class Queue:

@@ -23,21 +23,15 @@ from types import TracebackType
 from typing import Any, Literal, NoReturn, Unpack
 from weakref import WeakSet
 
-from mqstore.broker.broker import Broker, Start
+from mqstore.broker.broker import Broker
 from mqstore.broker.configchecks import CONFIG_CHECKS
 from mqstore.broker.deadletters import DeadLetters
-from mqstore.broker.groups import RetryPolicy
 from mqstore.broker.names import is_system_topic
 from mqstore.broker.road import SendOptions
-from mqstore.client.allocation import Strategy
-from mqstore.client.codecs import BYTES, Codec
-from mqstore.client.handling import OnError
-from mqstore.client.interceptors import Interceptor
-from mqstore.client.producer import Producer, Selector
-from mqstore.client.pullconsumer import PullConsumer
-from mqstore.client.pushconsumer import PushConsumer
-from mqstore.client.simpleconsumer import SimpleConsumer
-from mqstore.client.transaction import Checker
+from mqstore.client.producer import Producer, ProducerOptions
+from mqstore.client.pullconsumer import PullConsumer, PullConsumerOptions
+from mqstore.client.pushconsumer import PushConsumer, PushConsumerOptions
+from mqstore.client.simpleconsumer import SimpleConsumer, SimpleConsumerOptions
 from mqstore.errors import OffsetOutOfRangeError, ReadOnlyStoreError, TopicNotFoundError
 from mqstore.log.columns import Columns
 from mqstore.log.commitlog import QueueRef, SendReceipt
@@ -49,7 +43,7 @@ from mqstore.log.snapshot import SnapshotReport, snapshot_store
 from mqstore.log.stats import StoreStats
 from mqstore.log.store import MessageStore
 from mqstore.options import Durability, Duration, Profile, StoreConfig, seconds
-from mqstore.queue import Queue
+from mqstore.queue import Queue, QueueOptions
 
 __all__ = ["Store"]
 
@@ -375,163 +369,34 @@ class Store(AbstractContextManager["Store"]):
 
     # -- what works on it -------------------------------------------------------------------------------------------
 
-    def queue(
-        self,
-        name: str,
-        *,
-        visibility: Duration = 60,
-        retry: RetryPolicy | None = None,
-        ordered: bool = False,
-        codec: Codec | None = BYTES,
-        maxsize: int = 0,
-    ) -> Queue:
+    def queue(self, name: str, **options: Unpack[QueueOptions]) -> Queue:
         """A persistent queue with the verbs of `queue.Queue`; see `Queue`."""
-        return Queue(
-            self.broker, name, visibility=visibility, retry=retry, ordered=ordered, codec=codec, maxsize=maxsize
-        )
+        return Queue(self.broker, name, **options)
 
-    def producer(
-        self,
-        group: str = "default",
-        *,
-        retries: int = 2,
-        timeout: Duration = 3.0,
-        durability: Durability | None = None,
-        compression: Literal["zlib"] | None = None,
-        compress_over: int = 4096,
-        linger: Duration = 0,
-        linger_bytes: int = 32 << 10,
-        max_inflight: int = 1024,
-        max_inflight_bytes: int = 100 << 20,
-        selector: Selector | None = None,
-        interceptors: Sequence[Interceptor] = (),
-        checker: Checker | None = None,
-    ) -> Producer:
+    def producer(self, group: str = "default", **options: Unpack[ProducerOptions]) -> Producer:
         """Sends messages, one or many, now or by a thread of its own, and in transactions. See `Producer`."""
-        producer = Producer(
-            self.broker,
-            group,
-            retries=retries,
-            timeout=timeout,
-            durability=durability,
-            compression=compression,
-            compress_over=compress_over,
-            linger=linger,
-            linger_bytes=linger_bytes,
-            max_inflight=max_inflight,
-            max_inflight_bytes=max_inflight_bytes,
-            selector=selector,
-            interceptors=interceptors,
-            checker=checker,
-        )
+        producer = Producer(self.broker, group, **options)
         self._producers.add(producer)
         return producer
 
     def simple_consumer(
-        self,
-        group: str,
-        topics: Mapping[str, str] | None = None,
-        *,
-        visibility: Duration = 60,
-        start: Start | None = None,
-        ordered: bool | None = None,
-        retry: RetryPolicy | None = None,
-        client_id: str | None = None,
-        interceptors: Sequence[Interceptor] = (),
+        self, group: str, topics: Mapping[str, str] | None = None, **options: Unpack[SimpleConsumerOptions]
     ) -> SimpleConsumer:
         """A consumer that takes messages when it wants some, each for a while; `topics`: name -> tags, "*" for all. See
         `SimpleConsumer`."""
-        consumer = SimpleConsumer(
-            self.broker,
-            group,
-            topics,
-            visibility=visibility,
-            start=start,
-            ordered=ordered,
-            retry=retry,
-            client_id=client_id,
-            interceptors=interceptors,
-        )
+        consumer = SimpleConsumer(self.broker, group, topics, **options)
         self._consumers.add(consumer)
         return consumer
 
-    def pull_consumer(
-        self,
-        group: str,
-        *,
-        auto_commit: bool = True,
-        auto_commit_interval: Duration = 5.0,
-        start: Literal["earliest", "latest"] | datetime | None = None,
-        fetch_max: int = 32,
-        strategy: str | Strategy = "avg",
-        client_id: str | None = None,
-        interceptors: Sequence[Interceptor] = (),
-    ) -> PullConsumer:
+    def pull_consumer(self, group: str, **options: Unpack[PullConsumerOptions]) -> PullConsumer:
         """A consumer that reads when it is polled, and keeps track of how far it has come. See `PullConsumer`."""
-        consumer = PullConsumer(
-            self.broker,
-            group,
-            auto_commit=auto_commit,
-            auto_commit_interval=auto_commit_interval,
-            start=start,
-            fetch_max=fetch_max,
-            strategy=strategy,
-            client_id=client_id,
-            interceptors=interceptors,
-        )
+        consumer = PullConsumer(self.broker, group, **options)
         self._consumers.add(consumer)
         return consumer
 
-    def push_consumer(
-        self,
-        group: str,
-        *,
-        workers: int | None = None,
-        ordered: bool | None = None,
-        mode: Literal["queue", "pop"] = "queue",
-        model: Literal["clustering", "broadcasting"] = "clustering",
-        client_id: str | None = None,
-        start: Literal["earliest", "latest"] | datetime | None = None,
-        batch_size: int = 1,
-        prefetch: int = 1000,
-        prefetch_bytes: int = 100 << 20,
-        prefetch_total: int | None = None,
-        prefetch_total_bytes: int | None = None,
-        max_span: int | None = None,
-        retry: RetryPolicy | None = None,
-        consume_timeout: Duration = 900,
-        suspend: Duration | None = None,
-        parallel_groups: bool = False,
-        time_slice: Duration | None = None,
-        strategy: str | Strategy | None = None,
-        interceptors: Sequence[Interceptor] = (),
-        on_error: OnError | None = None,
-    ) -> PushConsumer:
+    def push_consumer(self, group: str, **options: Unpack[PushConsumerOptions]) -> PushConsumer:
         """A consumer that calls handlers on threads of its own, from `start` to `stop`. See `PushConsumer`."""
-        consumer = PushConsumer(
-            self.broker,
-            group,
-            workers=workers,
-            ordered=ordered,
-            mode=mode,
-            model=model,
-            client_id=client_id,
-            start=start,
-            batch_size=batch_size,
-            prefetch=prefetch,
-            prefetch_bytes=prefetch_bytes,
-            prefetch_total=prefetch_total,
-            prefetch_total_bytes=prefetch_total_bytes,
-            max_span=max_span,
-            retry=retry,
-            consume_timeout=consume_timeout,
-            suspend=suspend,
-            parallel_groups=parallel_groups,
-            time_slice=time_slice,
-            strategy=strategy,
-            interceptors=interceptors,
-            on_error=on_error,
-        )
+        consumer = PushConsumer(self.broker, group, **options)
         self._consumers.add(consumer)
         return consumer
 

@@ -166,13 +166,6 @@ def test_sql_filters_need_an_expression(expression: str | None) -> None:
     assert caught.value.position == len(expression or "") - (expression == "*")
 
 
-def test_the_strict_flag_reaches_the_parser_and_the_cache() -> None:
-    for _ in range(2):
-        assert parsed("a = 3 garbage", "SQL92", strict_rocketmq=True).matches({"a": "3"})
-        with pytest.raises(FilterError):
-            parse_filter("a = 3 garbage", "SQL92")
-
-
 @pytest.mark.parametrize("kind", ["SQL", "tag", ""])
 def test_other_types_are_refused(kind: str) -> None:
     with pytest.raises(FilterError, match="use 'TAG' or 'SQL92'"):
@@ -193,9 +186,9 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
     original = sql92.compile
 
-    def counting(expression: str, *, strict_rocketmq: bool = False) -> sql92.Expression:
+    def counting(expression: str) -> sql92.Expression:
         seen.append(expression)
-        return original(expression, strict_rocketmq=strict_rocketmq)
+        return original(expression)
 
     monkeypatch.setattr(sql92, "compile", counting)
     return seen

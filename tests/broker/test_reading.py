@@ -108,36 +108,6 @@ def test_the_limits_are_the_callers(make: Make) -> None:
     assert len(reads.read("t", 0, 0, 100, max_bytes=1).messages) == 1
 
 
-@pytest.mark.parametrize(
-    ("size", "memory", "count", "next_offset"),
-    [
-        (1, 1 << 40, 32, 32),  # in memory: 32 messages
-        (1, 0, 8, 8),  # on disk: 8
-        (20_000, 1 << 40, 13, 13),  # 262 144 bytes
-        (20_000, 0, 3, 3),  # 65 536
-        (
-            20_000,
-            20_100 * 37,
-            13,
-            13,
-        ),  # three on disk, and the fourth is the first in memory: the wider limit holds for it
-    ],
-)
-def test_rocketmq_limits(make: Make, size: int, memory: int, count: int, next_offset: int) -> None:
-    parts, reads = make(rocketmq_rules=True, access_in_memory_bytes=memory, segment_bytes=1 << 22)
-    _fill(parts, count=40, size=size)
-    result = reads.read("t", 0, 0, 1000)
-    assert (len(result.messages), result.next_offset) == (count, next_offset)
-    assert len(reads.read("t", 0, 0, 5).messages) == min(5, count)
-
-
-def test_rocketmq_returns_one_message_of_any_size(make: Make) -> None:
-    parts, reads = make(rocketmq_rules=True, access_in_memory_bytes=0, segment_bytes=1 << 20)
-    _fill(parts, count=2, size=70_000)
-    result = reads.read("t", 0, 0)
-    assert (len(result.messages), result.next_offset) == (1, 1)
-
-
 # -- who may -----------------------------------------------------------------------------------------------------------
 
 
@@ -378,42 +348,6 @@ def test_a_start_that_is_none(make: Make, start: Any) -> None:
     with pytest.raises(ConfigError, match="start is"):
         reads.first_position("g", "t", 0, start)
     assert parts.offsets.committed("g", "t", 0) is None
-
-
-@pytest.mark.parametrize(
-    ("topic", "start", "memory", "kept_from_0", "position"),
-    [
-        ("t", "latest", 1 << 40, True, "0"),  # young: the beginning, whatever was asked for
-        ("t", START_MS + 10_000, 1 << 40, True, "0"),
-        ("t", "latest", 0, True, "max"),  # its first message is not in memory any more
-        ("t", "earliest", 0, True, "0"),
-        ("t", START_MS + 20, 0, True, "2"),
-        ("t", "latest", 1 << 40, False, "max"),
-        ("%RETRY%g", "latest", 0, True, "0"),
-        ("%RETRY%g", START_MS, 0, True, "max"),
-    ],
-)
-def test_where_rocketmq_begins(
-    make: Make, topic: str, start: Start, memory: int, kept_from_0: bool, position: str
-) -> None:
-    parts, reads = make(rocketmq_rules=True, access_in_memory_bytes=memory, segment_bytes=4096)
-    parts.topics.ensure(topic)
-    _fill(parts, topic, step_ms=10, count=50, size=200)
-    if not kept_from_0:
-        assert _lose_front(parts) > 0
-    assert reads.first_position("g", topic, 0, start) == (50 if position == "max" else int(position))
-
-
-def test_rocketmq_knows_no_young_queue_behind_a_logical_start(make: Make) -> None:
-    parts, reads = make(rocketmq_rules=True)
-    _fill(parts)
-    parts.offsets.move_start("t", 0, 3)
-    assert reads.first_position("g", "t", 0, "latest") == 5
-
-
-def test_rocketmq_begins_an_empty_queue_at_its_end(make: Make) -> None:
-    _, reads = make(rocketmq_rules=True)
-    assert reads.first_position("g", "t", 1, "latest") == 0
 
 
 # -- and begins anew ---------------------------------------------------------------------------------------------------

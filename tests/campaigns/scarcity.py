@@ -47,7 +47,7 @@ COMMAND_LINES = {
     "snapshot": ["snapshot", "STORE", "COPY"],
     "export": ["export", "STORE", "--format", "jsonl"],
     "get": ["get", "STORE", "--topic", "t3", "--queue-id", "1"],
-    "tail": ["tail", "STORE", "--topic", "t3"],
+    "get the newest": ["get", "STORE", "--topic", "t3", "--last", "10"],
     "topics": ["topics", "list", "STORE"],
     "groups": ["groups", "list", "STORE"],
     "offsets": ["offsets", "show", "STORE", "--group", "billing"],

@@ -266,8 +266,8 @@ LOOKS = [
     Look("get", ("get", "DIR", "--topic", "orders", "--json", "--max-messages", "500")),
     Look("get by tag", ("get", "DIR", "--topic", "orders", "--json", "--max-messages", "500", "--tag", "even")),
     Look("get by key", ("get", "DIR", "--topic", "orders", "--key", "k1500"), codes=(0, 1)),  # it may be gone
-    Look("tail", ("tail", "DIR", "--topic", "orders", "-n", "5000", "--json")),
-    Look("tail by tag", ("tail", "DIR", "--topic", "orders", "--tag", "odd", "-n", "500", "--json")),
+    Look("get the newest", ("get", "DIR", "--topic", "orders", "--last", "5000", "--json")),
+    Look("get the newest by tag", ("get", "DIR", "--topic", "orders", "--tag", "odd", "--last", "500", "--json")),
     Look("lag", ("lag", "DIR", "--json")),
     Look("delay", ("delay", "DIR", "--json")),
     Look("dlq", ("dlq", "DIR", "--json")),

@@ -177,7 +177,7 @@ READERS: dict[str, Command] = {
 }
 WRITERS: dict[str, Command] = {
     "open and put": _put,
-    "put": _cli("put", "DIR", "orders", "body"),
+    "produce": _cli("produce", "DIR", "orders", "--body", "body"),
     "recover": _cli("recover", "DIR"),
     "recover --prefix": _cli("recover", "DIR", "--prefix"),
     "recover --rebuild config": _cli("recover", "DIR", "--rebuild", "config"),

@@ -518,37 +518,6 @@ def test_a_plain_function_is_called_on_the_loop(tmp_path: Path) -> None:
     with_store(test, tmp_path)
 
 
-def test_message_groups_of_one_queue_overlap_and_each_keeps_its_order(tmp_path: Path) -> None:
-    async def test(store: aio.Store) -> None:
-        await store.create_topic("t", queues=1)
-        for i in range(3):
-            for group in "ab":
-                await store.put("t", b"%s%d" % (group.encode(), i), message_group=group)
-        both, done = asyncio.Barrier(2), asyncio.Event()
-        seen: list[bytes] = []
-        consumer = await store.push_consumer(
-            "g", mode="pop", ordered=True, parallel_groups=True, workers=2, retry=AGAIN
-        )
-
-        @consumer.subscribe("t")
-        async def handle(message: mqstore.Message) -> None:
-            if message.body.endswith(b"0") and message.attempt == 1:
-                async with asyncio.timeout(20):
-                    await both.wait()
-                if message.body == b"a0":
-                    raise ValueError(message.body)
-            seen.append(message.body)
-            if len(seen) == 6:
-                done.set()
-
-        async with consumer, asyncio.timeout(20):
-            await done.wait()
-        for group in b"ab":
-            assert [body for body in seen if body[0] == group] == [b"%c%d" % (group, i) for i in range(3)]
-
-    with_store(test, tmp_path)
-
-
 @pytest.mark.parametrize("ordered", [False, True])
 def test_what_is_held_of_a_topic_is_bounded_as_with_the_sync_twin(tmp_path: Path, ordered: bool) -> None:
     async def test(store: aio.Store) -> None:

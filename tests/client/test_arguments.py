@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,11 @@ import pytest
 
 import mqstore
 from mqstore import ConfigError, InvalidMessageError
+from mqstore.client.producer import ProducerOptions
+from mqstore.client.pullconsumer import PullConsumerOptions
+from mqstore.client.pushconsumer import PushConsumerOptions
+from mqstore.client.simpleconsumer import SimpleConsumerOptions
+from mqstore.queue import QueueOptions
 
 Case = tuple[Callable[[Any], object], type[Exception], str]
 
@@ -85,7 +91,6 @@ def test_says_what_was_given_and_changes_nothing(store: mqstore.Store, case: Cas
         ("segment_bytes", "64M"),
         ("segment_bytes", 1e6),
         ("consumequeue_units", 0x7FFF_FFFF),
-        ("access_in_memory_bytes", -1),
         ("default_queues", "4"),
         ("default_queues", 16_385),
         ("default_queues", None),
@@ -117,3 +122,21 @@ def test_a_queue_may_be_any_pair(store: mqstore.Store) -> None:
     consumer.assign(("orders", np.int64(0)))  # type: ignore[arg-type]
     consumer.seek(["orders", 0], 0)  # type: ignore[arg-type]
     assert consumer.assignment() == {mqstore.QueueRef("orders", 0)}
+
+
+@pytest.mark.parametrize(
+    ("made", "options"),
+    [
+        (mqstore.Producer, ProducerOptions),
+        (mqstore.SimpleConsumer, SimpleConsumerOptions),
+        (mqstore.PullConsumer, PullConsumerOptions),
+        (mqstore.PushConsumer, PushConsumerOptions),
+        (mqstore.Queue, QueueOptions),
+    ],
+)
+def test_the_options_that_type_checkers_know_are_those_of_the_class(made: type, options: type) -> None:
+    keywords = [p for p in inspect.signature(made).parameters.values() if p.kind is p.KEYWORD_ONLY]
+
+    assert {p.name: p.annotation for p in keywords} == {
+        name: getattr(found, "__forward_arg__", found) for name, found in options.__annotations__.items()
+    }

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import mqstore
-from mqstore import BatchFailure, GroupInUseError, Interceptor, Message, Reject, Retry, RetryPolicy, Store
+from mqstore import BatchFailure, Interceptor, Message, Reject, Retry, RetryPolicy, Store
 from mqstore.broker.begun import UNREAD
 from mqstore.broker.members import Mode
 from mqstore.client import poppush
@@ -659,13 +659,12 @@ def test_of_a_batch_only_what_failed_comes_again(bench: Bench) -> None:
 # -- in order ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"parallel_groups": True}])
-def test_in_order_what_stands_behind_a_failure_is_not_done_either(bench: Bench, options: dict[str, Any]) -> None:
+def test_in_order_what_stands_behind_a_failure_is_not_done_either(bench: Bench) -> None:
     def act(given: Any) -> None:
         if given[0].attempt == 1 and len(given) == 3:
             raise BatchFailure(given[1:])
 
-    push = Push(bench, act, ordered=True, batch_size=3, **options)
+    push = Push(bench, act, ordered=True, batch_size=3)
     bench.put(b"0", b"1", b"2", b"3", queue_id=0)
     push.advance(10)
     assert push.bodies() == [b"0", b"1", b"2", b"1", b"2", b"3"]
@@ -673,8 +672,7 @@ def test_in_order_what_stands_behind_a_failure_is_not_done_either(bench: Bench, 
     assert lag(bench) == 0
 
 
-@pytest.mark.parametrize("options", [{}, {"parallel_groups": True}])
-def test_a_failure_that_is_not_the_end_of_its_batch_fails_it_all(bench: Bench, options: dict[str, Any]) -> None:
+def test_a_failure_that_is_not_the_end_of_its_batch_fails_it_all(bench: Bench) -> None:
     """What stood before it was acknowledged, and nobody was told, while consumers by queue did as is documented."""
     told: list[tuple[str, Any]] = []
 
@@ -689,7 +687,6 @@ def test_a_failure_that_is_not_the_end_of_its_batch_fails_it_all(bench: Bench, o
         ordered=True,
         batch_size=3,
         on_error=lambda error, message: told.append((str(error), message.body)),
-        **options,
     )
     bench.put(b"0", b"1", b"2", b"3", queue_id=0)
     push.advance(10)
@@ -879,152 +876,6 @@ def test_whatever_handlers_do_each_message_has_one_fate(bench: Bench, ordered: b
     assert bench.broker.pending("g") == []
 
 
-# -- message groups side by side --------------------------------------------------------------------------------------
-
-
-def put_groups(bench: Bench, *bodies: bytes) -> None:
-    """To topic "one", which has one queue; the first letter is the message group, "-" is none."""
-    if bench.broker.topics.get("one") is None:
-        bench.store.create_topic("one", queues=1)
-    for body in bodies:
-        group = chr(body[0])
-        bench.put(body, topic="one", message_group=None if group == "-" else group)
-
-
-def groups(bench: Bench, act: Callable[[Any], object] = lambda _: None, **options: Any) -> Push:
-    return Push(bench, act, "one", ordered=True, parallel_groups=True, **options)
-
-
-def test_what_fails_holds_its_group_and_nothing_comes_twice(bench: Bench) -> None:
-    """Others go on; what they are done with behind the failure does not come again with it (D13)."""
-
-    def act(message: Message) -> None:
-        if message.body == b"a0" and message.attempt < 4:
-            raise Retry(1)
-
-    put_groups(bench, b"a0", b"b0", b"a1", b"-0", b"b1", b"-1", b"c0")
-    push = groups(bench, act)
-    push.go()
-    assert Counter(push.seen) == Counter([(b, 1) for b in (b"a0", b"b0", b"b1", b"-0", b"-1", b"c0")])
-    put_groups(bench, b"b2")
-    push.advance(10)
-    assert [each for each in push.seen if each[0][:1] == b"a"] == [(b"a0", n) for n in (1, 2, 3, 4)] + [(b"a1", 1)]
-    assert [each for each in push.seen if each[0][:1] == b"b"] == [(b"b0", 1), (b"b1", 1), (b"b2", 1)]
-    assert Counter(push.bodies())[b"c0"] == 1
-    assert lag(bench) == 0
-    assert not push.engine._items
-
-
-def test_groups_that_fail_side_by_side_have_all_their_attempts_and_one_letter_each(bench: Bench) -> None:
-    """However little is fetched at a time: with room for two, one may come without the other."""
-    put_groups(bench, *(b"%c%d" % (group, i) for i in range(2) for group in b"abc"))
-    push = groups(bench, fails(b"a0", b"b0", b"c1"), retry=RetryPolicy(3, [1, 5]), prefetch=2)
-    push.advance(60)
-    wrong = {b"a0", b"b0", b"c1"}
-    assert Counter(push.seen) == Counter(
-        [(body, n) for body in wrong for n in (1, 2, 3)] + [(b"a1", 1), (b"b1", 1), (b"c0", 1)]
-    )
-    assert sorted(letters(bench)) == [(body, "RuntimeError: mine") for body in sorted(wrong)]
-    assert lag(bench) == 0
-
-
-def test_a_batch_is_of_one_message_group(bench: Bench) -> None:
-    batches: list[bytes] = []
-    put_groups(bench, *(b"%c%d" % (group, i) for i in range(3) for group in b"ab-"))
-    push = groups(bench, lambda given: batches.append(b" ".join(message.body for message in given)), batch_size=2)
-    push.go()
-    assert sorted(batches) == [b"-0 -1", b"-2", b"a0 a1", b"a2", b"b0 b1", b"b2"]
-
-
-def test_a_crash_brings_again_only_what_was_not_done(bench: Bench) -> None:
-    """Other groups had got ahead of one that failed twice; what they did stays done."""
-
-    def act(message: Message) -> None:
-        if message.body == b"a0":
-            raise Retry(1)
-
-    put_groups(bench, b"a0", b"b0", b"a1", b"b1", b"a2")
-    push = groups(bench, act)
-    push.advance(1.5)
-    assert sorted(push.seen) == [(b"a0", 1), (b"a0", 2), (b"b0", 1), (b"b1", 1)]
-    push.engine.halt()
-    bench.kill()
-    bench.open()
-    again = groups(bench)
-    again.advance(5)
-    assert again.seen == [(b"a0", 3), (b"a1", 1), (b"a2", 1)]
-    assert lag(bench) == 0
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_whatever_handlers_do_each_group_keeps_its_order(bench: Bench, seed: int) -> None:
-    """Random outcomes, batch sizes and rooms, members that come and go: of each message the attempts are 1, 2, 3, none
-    twice, the last of them ends it, and only then the next of its group begins."""
-    rng = random.Random(seed)
-    size, attempts = rng.choice([1, 1, 3]), 3
-    put: dict[str, list[bytes]] = defaultdict(list)
-    tried: Counter[bytes] = Counter()
-    over: set[bytes] = set()
-    wrong: list[str] = []
-
-    def act(given: Any) -> None:
-        batch = list(given) if size > 1 else [given]
-        group = batch[0].message_group
-        mine = put[group or "-"]
-        at = mine.index(batch[0].body)
-        if [message.body for message in batch] != mine[at : at + len(batch)]:
-            wrong.append(f"{batch} is not in order")
-        if not over.issuperset(mine[:at]):
-            wrong.append(f"{batch[0].body!r} before its predecessors were done")
-        for message in batch:
-            tried[message.body] += 1
-            if message.body in over or message.attempt != tried[message.body]:
-                wrong.append(f"{message.body!r} came as attempt {message.attempt}, after {tried[message.body] - 1}")
-        what = rng.choice(["ok", "ok", "ok", "error", "retry", "reject"])
-        good = batch if what == "ok" else batch[: rng.randrange(len(batch))]
-        failed = batch[len(good) :]
-        over.update(message.body for message in good)
-        over.update(message.body for message in failed if what == "reject" or message.attempt == attempts)
-        if what == "reject" and not good:
-            raise Reject("no")
-        if what == "reject":  # one letter for some of a batch there is not
-            over.difference_update(message.body for message in failed if message.attempt < attempts)
-        if what == "retry" and not good:
-            raise Retry(rng.choice([0, 1, 8]))
-        if failed:
-            raise BatchFailure(failed) if size > 1 else RuntimeError("mine")
-
-    def join() -> Push:
-        return groups(
-            bench, act, batch_size=size, prefetch=rng.choice([2, 5, 1000]), retry=RetryPolicy(attempts, [1, 5])
-        )
-
-    put_groups(bench)
-    members = [join(), join()]
-    for _ in range(40):
-        member = rng.choice(members)
-        step = rng.randrange(5)
-        if step < 2:
-            for _ in range(rng.randrange(1, 12)):
-                group = rng.choice("abbccc-")
-                put[group].append(b"%s%03d" % (group.encode(), len(put[group])))
-                put_groups(bench, put[group][-1])
-        elif step < 4:
-            member.advance(rng.choice([0, 0.5, 3]))
-        else:
-            assert member.consumer.stop()
-            members[members.index(member)] = join()
-    for _ in range(150):
-        for member in members:
-            member.advance(1)
-        if lag(bench) == 0:
-            break
-    assert wrong == []
-    assert lag(bench) == 0
-    assert over == {body for bodies in put.values() for body in bodies}
-    assert bench.broker.pending("g") == []
-
-
 # -- with threads -----------------------------------------------------------------------------------------------------
 
 
@@ -1169,46 +1020,7 @@ def of_one_queue(store: Store, *bodies: bytes) -> None:
         store.put("one", body, message_group=None if group == "-" else group)
 
 
-@pytest.mark.parametrize("bodies", [(b"a0", b"b0"), (b"-0", b"a0")], ids=["two groups", "a group and none"])
-def test_message_groups_of_one_queue_overlap(store: Store, bodies: tuple[bytes, ...]) -> None:
-    both = threading.Barrier(2)
-    met: list[bytes] = []
-
-    def handle(message: Message) -> None:
-        if message.body in bodies:
-            both.wait(20)
-            met.append(message.body)
-
-    of_one_queue(store, *bodies, b"a1")
-    consumer = store.push_consumer("g", mode="pop", ordered=True, parallel_groups=True, workers=2)
-    consumer.subscribe("one", handle)
-    with consumer:
-        until(lambda: sum(store.lag("g").values()) == 0)
-    assert sorted(met) == sorted(bodies)
-
-
-def test_messages_without_a_group_are_one_group(store: Store) -> None:
-    go, begun, seen = threading.Event(), threading.Event(), []
-
-    def handle(message: Message) -> None:
-        seen.append(message.body)
-        if message.body == b"-0":
-            begun.set()
-            go.wait(20)
-
-    of_one_queue(store, b"-0", b"-1", b"a0", b"-2", b"a1")
-    consumer = store.push_consumer("g", mode="pop", ordered=True, parallel_groups=True, workers=4)
-    consumer.subscribe("one", handle)
-    with consumer:
-        assert begun.wait(20)
-        until(lambda: b"a1" in seen)
-        assert [body for body in seen if body[:1] == b"-"] == [b"-0"]
-        go.set()
-        until(lambda: len(seen) == 5)
-    assert [body for body in seen if body[:1] == b"-"] == [b"-0", b"-1", b"-2"]
-
-
-def test_without_parallel_groups_a_queue_is_strictly_serial(store: Store) -> None:
+def test_an_ordered_queue_is_strictly_serial(store: Store) -> None:
     running, seen, overlaps = [], [], []
 
     def handle(message: Message) -> None:
@@ -1226,117 +1038,3 @@ def test_without_parallel_groups_a_queue_is_strictly_serial(store: Store) -> Non
         until(lambda: len(seen) == 60)
     assert overlaps == []
     assert seen == bodies
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_with_threads_no_group_overlaps_itself_and_each_keeps_its_order(store: Store, seed: int) -> None:
-    rng = random.Random(seed)
-    lock = threading.Lock()
-    running: Counter[str] = Counter()
-    done: dict[str, list[bytes]] = defaultdict(list)
-    wrong: list[str] = []
-    side_by_side = 0
-
-    def handle(message: Message) -> None:
-        nonlocal side_by_side
-        group = message.message_group or "-"
-        with lock:
-            if running[group]:
-                wrong.append(f"{message.body!r} began while another of its group ran")
-            side_by_side += sum(running.values()) > 0
-            running[group] += 1
-            if int(message.body[1:]) != len(done[group]):
-                wrong.append(f"{message.body!r} began after {done[group][-3:]}")
-            nap_s, fails = rng.choice([0, 0.0005, 0.003]), message.attempt < 3 and rng.random() < 0.1
-        time.sleep(nap_s)
-        with lock:
-            running[group] -= 1
-            if not fails:
-                done[group].append(message.body)
-        if fails:
-            raise Retry(0.01)
-
-    put: Counter[str] = Counter()
-    store.create_topic("one", queues=1)
-    for _ in range(200):
-        group = rng.choice("aabcd-")
-        body = b"%s%d" % (group.encode(), put[group])
-        store.put("one", body, message_group=None if group == "-" else group)
-        put[group] += 1
-    consumers = [store.push_consumer("g", mode="pop", ordered=True, parallel_groups=True, workers=3) for _ in range(2)]
-    for consumer in consumers:
-        consumer.subscribe("one", handle)
-        consumer.start()
-    until(lambda: sum(map(len, done.values())) == 200)
-    assert all(consumer.stop(20) for consumer in consumers)
-    assert wrong == []
-    assert {group: len(bodies) for group, bodies in done.items()} == put
-    assert side_by_side
-    assert sum(store.lag("g").values()) == 0
-
-
-def test_stop_lets_each_group_end_what_it_is_at_and_nothing_that_is_done_comes_again(store: Store) -> None:
-    """One group is slow, others have got ahead of it: who comes next gets what was not begun, and only that."""
-    go, begun, seen = threading.Event(), threading.Event(), []
-
-    def handle(message: Message) -> None:
-        seen.append(message.body)
-        if message.body == b"a0":
-            begun.set()
-            go.wait(20)
-
-    of_one_queue(store, b"a0", b"b0", b"a1", b"b1", b"a2", b"c0")
-    first = store.push_consumer("g", mode="pop", ordered=True, parallel_groups=True, workers=2)
-    first.subscribe("one", handle)
-    first.start()
-    assert begun.wait(20)
-    until(lambda: len(seen) == 4)
-    thread = in_thread(lambda: first.stop(20))
-    until(lambda: first._state == "stopping")
-    go.set()
-    assert ended(*thread) is True
-    assert sorted(seen) == [b"a0", b"b0", b"b1", b"c0"]
-    again: list[tuple[bytes, int]] = []
-    second = store.push_consumer("g", mode="pop", ordered=True, parallel_groups=True, workers=2)
-    second.subscribe("one", lambda message: again.append((message.body, message.attempt)))
-    with second:
-        until(lambda: sum(store.lag("g").values()) == 0)
-    assert again == [(b"a1", 1), (b"a2", 1)]
-
-
-@pytest.mark.parametrize("first", ["by group", "by queue", "received"])
-def test_members_that_do_not_pop_alike_are_refused(store: Store, first: str) -> None:
-    """They would be given again what the others of a queue are done with."""
-    store.create_topic("one", queues=1)
-
-    def push(parallel_groups: bool) -> Any:
-        consumer = store.push_consumer("g", mode="pop", ordered=True, parallel_groups=parallel_groups)
-        consumer.subscribe("one", lambda message: None)
-        return consumer
-
-    other = push(first != "by group")
-    with (
-        store.simple_consumer("g", {"one": "*"}, ordered=True) if first == "received" else push(first == "by group"),
-        pytest.raises(GroupInUseError, match="within message groups"),
-    ):
-        other.start()
-
-
-def test_what_hangs_at_the_end_comes_again_without_what_the_others_did(store: Store) -> None:
-    go, seen = threading.Event(), []
-
-    def handle(message: Message) -> None:
-        seen.append(message.body)
-        if message.body == b"a0":
-            go.wait(20)
-
-    of_one_queue(store, b"a0", b"b0", b"a1", b"b1")
-    first = store.push_consumer("g", mode="pop", ordered=True, parallel_groups=True, workers=2)
-    first.subscribe("one", handle)
-    first.start()
-    until(lambda: len(seen) == 3)
-    until(lambda: [each.offset for each in store.broker.pending("g")] == [0, 2])
-    assert first.stop(0.05) is False
-    [pending] = store.broker.pending("g")
-    assert pending.offset == 0
-    go.set()

@@ -27,6 +27,8 @@ from tests.client.test_pop_push import Push
 QUEUES = 2
 ATTEMPTS = 3
 REJECTS = -1
+PAUSE_MS = 3_000
+"""Longest pause before a failed message is delivered again."""
 SOME = settings(
     max_examples=25,
     stateful_step_count=30,
@@ -56,7 +58,6 @@ class Fate:
 
 class Standard(RuleBasedStateMachine):
     ordered = False
-    parallel_groups = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,8 +141,7 @@ class Standard(RuleBasedStateMachine):
         for _ in range(count):
             body = len(self.fates)
             receipt = self.bench.store.put("t", b"%d" % body, message_group=group)
-            lane = (receipt.queue, group) if self.parallel_groups else (receipt.queue,)
-            self.fates.append(Fate(lane, (receipt.queue, receipt.offset), fails, inside))
+            self.fates.append(Fate((receipt.queue,), (receipt.queue, receipt.offset), fails, inside))
 
     @precondition(lambda self: len(self.living) < 3)
     @rule(prefetch=st.sampled_from([2, 5, 1000]))
@@ -150,7 +150,6 @@ class Standard(RuleBasedStateMachine):
             self.bench,
             lambda message: self.handle(push, message),
             ordered=self.ordered,
-            parallel_groups=self.parallel_groups,
             prefetch=prefetch,
             retry=RetryPolicy(ATTEMPTS, [1, 3]),
             start=False,
@@ -171,8 +170,10 @@ class Standard(RuleBasedStateMachine):
             self.wrong.append("a stop did not end")
         if push.engine._items:
             self.wrong.append("what was lent is kept by who has stopped")
-        if not (self.living or self.running) and self.bench.broker.pending("g"):
-            self.wrong.append("something is on loan, and nobody is there")
+        # A failed message is pending, too, for the pause before its next attempt.
+        leases = [each for each in self.bench.broker.pending("g") if each.visible_at_ms - each.pop_time_ms > PAUSE_MS]
+        if leases and not (self.living or self.running):
+            self.wrong.append("a message is leased to a consumer that is gone")
 
     @rule()
     def pause(self) -> None:
@@ -254,14 +255,7 @@ class InOrder(Standard):
     ordered = True
 
 
-class SideBySide(Standard):
-    ordered = True
-    parallel_groups = True
-
-
 TestStandard = Standard.TestCase
 TestStandard.settings = SOME
 TestInOrder = InOrder.TestCase
 TestInOrder.settings = SOME
-TestSideBySide = SideBySide.TestCase
-TestSideBySide.settings = SOME

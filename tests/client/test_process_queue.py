@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mqstore.client.processqueue import Limits, ProcessQueue, even_share
+from mqstore.client.processqueue import Limits, ProcessQueue
 from mqstore.log.commitlog import QueueRef
 
 Q = QueueRef("orders", 0)
@@ -246,19 +246,8 @@ def test_a_total_is_divided_into_equal_parts(
     limits: dict[str, int], queues: int, messages_max: int, size_max: int
 ) -> None:
     """A15.11, and that the limit of a queue holds beside it."""
-    share = Limits(**limits).divided([(0, 0)] * queues)
+    share = Limits(**limits).divided(queues)
     assert (share.messages, share.size) == (messages_max, size_max)
-
-
-@given(st.integers(1, 50), st.lists(st.integers(0, 30), min_size=1, max_size=6), st.integers(0, 30))
-def test_a_share_is_the_largest_by_which_the_total_holds(total: int, held: list[int], going: int) -> None:
-    def filled(share: int) -> int:
-        return going + sum(max(each, share) for each in held)
-
-    share = even_share(total, held, going)
-    assert filled(share + 1) > total
-    assert filled(share) <= total or share == 1
-    assert share <= max(1, total // len(held))
 
 
 def test_a_smaller_limit_waits_for_what_is_beyond_it_and_a_larger_one_counts_at_once() -> None:
@@ -274,18 +263,6 @@ def test_a_smaller_limit_waits_for_what_is_beyond_it_and_a_larger_one_counts_at_
     assert queue.room() == (0, 0)
     queue.limits = Limits(messages=10, span=None)
     assert queue.begins_to_have_room()
-
-
-def test_what_is_being_pulled_counts_as_held_until_it_is_here() -> None:
-    queue = queue_at(0, messages=10, size=10_000)
-    assert queue.held() == (0, 0)
-    queue.room()
-    assert queue.held() == (10, 10_000)
-    queue.put(messages(0, 1), 2)
-    assert queue.held() == (2, 2 * 123)
-    queue.room()
-    queue.clear()
-    assert queue.held() == (0, 0)
 
 
 # --- any order, against a set --------------------------------------------------------------------------------------

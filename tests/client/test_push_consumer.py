@@ -88,9 +88,6 @@ def broker(tmp_path: Path) -> Iterator[Broker]:
         {"prefetch_total_bytes": (102_400 << 20) + 1},
         {"mode": "pop", "prefetch_total": 10},
         {"mode": "pop", "prefetch_total_bytes": 10},
-        {"parallel_groups": True},
-        {"parallel_groups": True, "ordered": True},
-        {"parallel_groups": True, "mode": "pop"},
         {"max_span": 0},
         {"max_span": 65_536},
         {"consume_timeout": 0},
@@ -109,11 +106,6 @@ def test_options_out_of_range_are_refused_before_anything_is_started(bench: Push
     with pytest.raises(ConfigError):
         PushConsumer(bench.broker, "g", **wrong)
     assert bench.broker.members.members("g") == []
-
-
-def test_the_bounds_of_a_total_are_rocketmq_s(bench: PushBench) -> None:
-    for options in ({"prefetch_total": 6_553_500, "prefetch_total_bytes": 102_400 << 20}, {"prefetch_total": 1}):
-        PushConsumer(bench.broker, "g", **options)  # type: ignore[arg-type]
 
 
 def test_what_may_stay_open_must_leave_room_for_more(bench: PushBench) -> None:
@@ -657,7 +649,6 @@ EVERY_MODE: list[dict[str, Any]] = [QUEUE, ORDERED, POP, ORDERED_POP, BROADCAST,
         ("strategy", "avg", [QUEUE, ORDERED, BROADCAST, {**BROADCAST, **ORDERED}]),
         ("prefetch_total", 10, [QUEUE, ORDERED, BROADCAST, {**BROADCAST, **ORDERED}]),
         ("prefetch_total_bytes", 10_000, [QUEUE, ORDERED, BROADCAST, {**BROADCAST, **ORDERED}]),
-        ("parallel_groups", True, [ORDERED_POP]),
         ("retry", mqstore.RetryPolicy(2, [1]), [QUEUE, ORDERED, POP, ORDERED_POP, {**BROADCAST, **ORDERED}]),
         ("prefetch", 10, EVERY_MODE),
         ("consume_timeout", 10, EVERY_MODE),

@@ -177,28 +177,6 @@ def test_groups_and_queues_are_suspended_each_by_itself(bench: Bench) -> None:
     assert bench.broker.suspended("h") == {}
 
 
-def test_side_by_side_the_first_failed_message_is_shown(bench: Bench) -> None:
-    """With message groups side by side several messages of a queue may have failed, each since its own time."""
-    fails = {"1", "3"}
-
-    def handle(message: Message) -> None:
-        if message.text() in fails:
-            raise ValueError("no")
-
-    one = QueueRef("one", 0)
-    bench.store.create_topic("one", queues=1)
-    for body in "0123":
-        bench.store.put("one", body.encode(), message_group=body)
-    consumer = bench.join(handler=handle, topics=["one"], mode="pop", parallel_groups=True, retry=RETRY)
-    since_ms = bench.clock.now_ms()
-    bench.settle()
-    assert suspended(consumer) == {one: Suspended(1, 1, since_ms, "ValueError: no")}
-
-    fails.discard("1")
-    bench.advance(10)
-    assert suspended(consumer) == {one: Suspended(3, 2, since_ms, "ValueError: no")}
-
-
 @pytest.mark.parametrize(
     "fail",
     [

@@ -506,9 +506,7 @@ def _run_on(home: OnLoop, ledger: Ledger) -> None:
 
     def aio_steps(number: int) -> Any:
         handler = partial(aio_steps_luck.awaited, ordered=True)
-        return home.member(
-            "aiosteps", "steps", handler, mode="pop", ordered=True, parallel_groups=True, workers=20, retry=RETRY
-        )
+        return home.member("aiosteps", "steps", handler, mode="pop", ordered=True, workers=20, retry=RETRY)
 
     def everybody(name: str) -> mqstore.PushConsumer:
         consumer = store.push_consumer("everybody", model="broadcasting", client_id=name, workers=2)

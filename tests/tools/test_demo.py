@@ -20,8 +20,9 @@ import pytest
 from click.testing import CliRunner
 
 import mqstore
+from mqstore.broker.selection import group_queue
 from mqstore_tools import demo as demo_module
-from mqstore_tools.demo import demo, queue_of
+from mqstore_tools.demo import demo
 
 CHECKS = {
     "killed",
@@ -83,7 +84,7 @@ def test_the_store_holds_the_files_line_by_line(run: tuple[dict[str, Any], Path]
         for ref in store.queues("stdlib"):
             for message in store.iter(*ref):
                 assert message.message_group is not None
-                assert message.queue_id == queue_of(message.message_group, 8)
+                assert message.queue_id == group_queue(message.message_group, 8)
                 lines.setdefault(message.message_group, []).append(message.body)
                 assert message.keys == (f"{message.message_group}:{len(lines[message.message_group]) - 1}",)
                 assert message.tag == message.message_group.split("/")[0].removesuffix(".py")
@@ -109,9 +110,9 @@ def test_the_mended_copy_has_lost_one_message_and_says_so(run: tuple[dict[str, A
 def test_a_file_that_comes_back_changed_is_told_and_the_directory_is_kept(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def one_wrong(*arguments: Any) -> tuple[list[demo_module.Source], list[str]]:
-        sources, unreadable = demo_module_read(*arguments)
-        return [replace(sources[0], sha256="0" * 64), *sources[1:]], unreadable
+    def one_wrong(*arguments: Any) -> list[demo_module.Source]:
+        sources = demo_module_read(*arguments)
+        return [replace(sources[0], sha256="0" * 64), *sources[1:]]
 
     demo_module_read = demo_module.read_sources
     monkeypatch.setattr(demo_module, "read_sources", one_wrong)
@@ -131,20 +132,3 @@ def test_a_directory_with_something_in_it_is_refused(tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert "is not empty" in result.output
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
-
-
-@pytest.mark.parametrize(
-    ("group", "of_4", "of_8", "of_16"),
-    [
-        ("", 0, 0, 0),
-        ("a", 0, 0, 0),
-        ("order-1", 3, 3, 3),
-        ("order-2", 2, 2, 11),
-        ("order-42", 3, 3, 10),
-        ("用户-7", 1, 1, 12),
-        ("0123456789abcdef", 1, 1, 1),
-    ],
-)
-def test_a_group_goes_to_the_queue_that_rocketmq_would_choose(group: str, of_4: int, of_8: int, of_16: int) -> None:
-    """The vectors of broker-semantics 12."""
-    assert [queue_of(group, queues) for queues in (1, 4, 8, 16)] == [0, of_4, of_8, of_16]

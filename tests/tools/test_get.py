@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
+import select
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,12 @@ from typing import Any
 import pytest
 
 import mqstore as library
-from mqstore import SendReceipt
+from mqstore import SendReceipt, SimulatedClock, StoreConfig
 from mqstore.layout.record import COMPRESSED
 from mqstore.options import Profile
 from tests.conftest import GoldenStore
 from tests.tools.damages import DAMAGES, filled
-from tests.tools.support import mqstore
+from tests.tools.support import mqstore, process
 
 Golden = Callable[[str], GoldenStore]
 
@@ -189,6 +191,13 @@ def test_loss_elsewhere_does_not_matter(tmp_path: Path) -> None:
         ["--physical-offset", "0", "--max-messages", "5"],
         ["--topic", "t", "--offset", "-1"],
         ["--topic", "t", "--max-messages", "0"],
+        ["--last", "3"],
+        ["--topic", "orders", "--last", "0"],
+        ["--topic", "orders", "--last", "3", "--max-messages", "2"],
+        ["--topic", "orders", "--last", "3", "--offset", "2"],
+        ["--topic", "orders", "--last", "3", "--key", "k3"],
+        ["--topic", "orders", "--follow", "--message-id", "m"],
+        ["--topic", "orders", "--follow", "--offset", "0"],
     ],
     ids=" ".join,
 )
@@ -233,3 +242,86 @@ def test_a_body_that_does_not_inflate_is_shown_as_stored(tmp_path: Path) -> None
     raw = mqstore("get", tmp_path / "s", "--topic", "orders", "--raw-bodies", "--json")
     assert (raw.exit_code, raw.stderr) == (0, "")
     assert base64.b64decode(json.loads(raw.stdout)["body"]) == b"not zlib"
+
+
+# -- the newest, and those that come ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def turns(tmp_path: Path) -> Path:
+    """Messages 0..29 in three queues by turns, each a millisecond behind the other."""
+    clock = SimulatedClock()
+    with library.MessageStore(tmp_path / "turns", config=StoreConfig(clock=clock)) as store:
+        for i in range(30):
+            clock.advance(1)
+            store.put("orders", b"%d" % i, i % 3, tag="tens" if i % 10 == 0 else None)
+    return tmp_path / "turns"
+
+
+@pytest.mark.parametrize(
+    ("options", "bodies"),
+    [
+        (["--last", 2], [28, 29]),
+        (["--last", 1000], list(range(30))),
+        (["--last", 3, "--queue-id", 1], [22, 25, 28]),
+        (["--last", 2, "--tag", "tens"], [10, 20]),
+    ],
+)
+def test_the_newest_of_the_queues_come_by_store_time(turns: Path, options: list[object], bodies: list[int]) -> None:
+    found = get(turns, "--topic", "orders", *options)
+
+    assert [int(base64.b64decode(message["body"])) for message in found] == bodies
+
+
+def test_follow_alone_leaves_out_what_is_there(tmp_path: Path) -> None:
+    with library.MessageStore(tmp_path / "s") as store:
+        store.put("orders", b"old")
+        store.dispatch()
+        child = process("get", tmp_path / "s", "--topic", "orders", "--follow", "--json")
+        assert child.stdout is not None
+        try:
+            while not select.select([child.stdout], [], [], 0.1)[0]:
+                store.put("orders", b"new")
+                store.dispatch()
+            line = child.stdout.readline()
+        finally:
+            child.kill()
+            child.communicate()
+
+    assert json.loads(line)["queue_offset"] > 0
+
+
+@pytest.mark.parametrize("options", [["--last", 5], ["--last", 5, "--queue-id", 0]], ids=str)
+def test_follow_prints_what_comes_until_interrupted(tmp_path: Path, options: list[object]) -> None:
+    with library.MessageStore(tmp_path / "s") as store:
+        store.put("other", b"so that there is a store")
+        store.dispatch()
+        child = process("get", tmp_path / "s", "--topic", "orders", "--follow", "--json", *options)
+        assert child.stdout is not None
+        try:
+            seen = []
+            for i in range(3):  # the topic, and later two more messages, appear under its eyes
+                store.put("orders", b"%d" % i)
+                store.dispatch()
+                seen.append(json.loads(child.stdout.readline())["queue_offset"])
+            child.send_signal(signal.SIGINT)
+            rest, error = child.communicate(timeout=60)
+        finally:
+            child.kill()
+
+    assert seen == [0, 1, 2]
+    assert (child.returncode, rest, error) == (0, b"", b"")
+
+
+def test_damage_among_the_newest_hides_nothing_before_it(turns: Path) -> None:
+    with library.MessageStore(turns, "r") as store:
+        [last] = store.read("orders", 2, 9)
+    with open(turns / "commitlog" / f"{0:020d}", "r+b") as file:
+        file.seek(last.physical_offset + 88)
+        file.write(b"\xff")
+
+    result = mqstore("get", turns, "--topic", "orders", "--last", 3)
+
+    assert result.exit_code == 1
+    assert [int(line) for line in result.stdout.splitlines() if line.startswith("    ")] == [26, 27, 28]
+    assert result.stderr.startswith("bad_record: commitlog/")

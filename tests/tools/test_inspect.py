@@ -214,10 +214,10 @@ def test_beside_a_writer_it_says_so(tmp_path: Path) -> None:
         ["export"],
         ["get", "--topic", "orders"],
         ["get", "--topic", "orders", "--key", "K3"],
-        ["tail", "--topic", "orders"],
+        ["get", "--topic", "orders", "--last", "10"],
         ["recover", "--dry-run"],
         ["recover", "--dry-run", "--rebuild", "config", "--rebuild", "index"],
-        ["put", "--dry-run"],
+        ["produce", "--dry-run", "--body", "hello"],
         ["topics", "--system"],
         ["groups"],
         ["offsets"],
@@ -238,7 +238,7 @@ def test_looking_leaves_no_trace(golden: Golden, name: str, arguments: list[str]
     before = snapshot(path)
 
     command, *options = arguments
-    rest = ["orders", "hello"] if command == "put" else []
+    rest = ["orders"] if command == "produce" else []
     result = mqstore(command, path, *rest, *options)
 
     assert result.exit_code in (0, 1), result.output

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import logging
 import os
-import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -75,7 +72,7 @@ def test_every_sub_command_has_help_an_example_and_json(name: str, each: str) ->
 
 
 def test_the_first_sub_command_is_meant_when_none_is_named(tmp_path: Path) -> None:
-    assert mqstore("put", tmp_path / "s", "orders", "x").exit_code == 0
+    assert mqstore("produce", tmp_path / "s", "orders", "--body", "x").exit_code == 0
 
     assert mqstore("topics", tmp_path / "s").stdout == mqstore("topics", "list", tmp_path / "s").stdout
     assert mqstore("topics", "--json", tmp_path / "s").exit_code == 0
@@ -109,11 +106,11 @@ def test_numbers_that_are_none_are_wrong_usage(tmp_path: Path, option: tuple[str
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-@pytest.mark.parametrize("command", [("inspect",), ("verify",), ("put", "orders", "x"), ("topics",)])
+@pytest.mark.parametrize("command", [("inspect",), ("verify",), ("produce", "orders", "--body", "x"), ("topics",)])
 def test_a_directory_that_may_not_be_read_is_no_wrong_usage(tmp_path: Path, command: tuple[str, ...]) -> None:
     name, *more = command
     store = tmp_path / "s"
-    assert mqstore("put", store, "orders", "x").exit_code == 0
+    assert mqstore("produce", store, "orders", "--body", "x").exit_code == 0
     store.chmod(0)
     try:
         result = mqstore(name, store, *more)
@@ -125,9 +122,9 @@ def test_a_directory_that_may_not_be_read_is_no_wrong_usage(tmp_path: Path, comm
 
 
 def test_one_command_does_not_load_the_others() -> None:
-    """`mqstore put` in a shell loop is as fast as Python, numpy and click start."""
+    """`mqstore produce` in a shell loop is as fast as Python, numpy and click start."""
     program = (
-        "import sys; from mqstore_tools.main import cli; cli(['put', '--help'], standalone_mode=False); "
+        "import sys; from mqstore_tools.main import cli; cli(['produce', '--help'], standalone_mode=False); "
         "print(sorted(m for m in sys.modules if m.startswith('mqstore_tools.')))"
     )
     path = os.pathsep.join(str(Path(__file__).parents[2] / folder) for folder in ("store", "tools"))
@@ -140,8 +137,8 @@ def test_one_command_does_not_load_the_others() -> None:
     )
 
     loaded = run.stdout.splitlines()[-1]
-    assert "mqstore_tools.put" in loaded
-    assert not any(f"mqstore_tools.{name}'" in loaded for name in THERE if name != "put")
+    assert "mqstore_tools.produce" in loaded
+    assert not any(f"mqstore_tools.{name}'" in loaded for name in THERE if name != "produce")
 
 
 def test_a_mistake_of_ours_is_told_escaped_and_is_no_finding() -> None:
@@ -169,10 +166,12 @@ def test_the_librarys_log_reaches_stderr_escaped(capsys: pytest.CaptureFixture[s
     assert (logger.handlers, logger.propagate) == (handlers, True)
 
 
-@pytest.mark.parametrize("command", [("topics",), ("inspect",), ("lag", "--json"), ("tail", "--topic", "orders")])
+@pytest.mark.parametrize(
+    "command", [("topics",), ("inspect",), ("lag", "--json"), ("get", "--topic", "orders", "--last", "1")]
+)
 def test_a_reader_that_went_away_is_no_finding(tmp_path: Path, command: tuple[str, ...]) -> None:
     """Tables ended with 1, so `mqstore verify ... | head` with `pipefail` told of findings that there are not."""
-    assert mqstore("put", tmp_path / "s", "orders", "x").exit_code == 0
+    assert mqstore("produce", tmp_path / "s", "orders", "--body", "x").exit_code == 0
     reading, writing = os.pipe()
     os.close(reading)
 
@@ -188,8 +187,7 @@ def test_streams_that_the_shell_closed_are_nothing_to_fail_at(tmp_path: Path, cl
     """They were None, so commands ended in the middle, some with a message stored, and asked to be reported."""
     store = tmp_path / "s"
     commands = [
-        ("put", store, "orders", "x"),
-        ("put", store, "orders", "-"),
+        ("produce", store, "orders", "--body", "x", "--queue-id", 0),
         ("produce", store, "orders"),
         ("consume", store, "orders", "--group", "g", "--idle-exit", "0"),
         ("inspect", store),
@@ -218,10 +216,10 @@ def test_streams_that_the_shell_closed_are_nothing_to_fail_at(tmp_path: Path, cl
 
 
 def test_what_a_terminal_has_no_letters_for_is_escaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert mqstore("put", tmp_path / "s", "orders", "ключ", "--tag", "été").exit_code == 0
+    assert mqstore("produce", tmp_path / "s", "orders", "--body", "ключ", "--tag", "été").exit_code == 0
     monkeypatch.setenv("PYTHONIOENCODING", "latin-1")
 
-    child = process("tail", tmp_path / "s", "--topic", "orders")
+    child = process("get", tmp_path / "s", "--topic", "orders", "--last", 1)
     out, err = child.communicate()
 
     assert (child.returncode, err) == (0, b"")
@@ -254,7 +252,7 @@ def test_what_takes_long_to_load_is_loaded_where_an_interrupt_is_minded() -> Non
 def test_a_standard_output_that_is_full_is_not_taken_for_the_store(tmp_path: Path) -> None:
     """The message was stored, and all that was told is that no space is left on a device."""
     with open("/dev/full", "wb") as full:
-        child = process("put", tmp_path / "s", "orders", "hello", stdout=full)
+        child = process("produce", tmp_path / "s", "orders", "--body", "hello", "--queue-id", 0, stdout=full)
         _, err = child.communicate()
 
     assert (child.returncode, b"'standard output'" in err) == (3, True)
@@ -270,28 +268,6 @@ def test_what_is_printed_without_a_command_says_in_a_line_that_the_output_is_ful
 
     assert child.returncode == 3
     assert err == b"mqstore: [Errno 28] No space left on device: 'standard output'\n"
-
-
-def test_an_interrupt_is_130_and_prints_no_more_than_what_was_stored(tmp_path: Path) -> None:
-    child = process("put", tmp_path / "s", "orders", "-", stdin=subprocess.PIPE)
-    assert child.stdin is not None
-    child.stdin.write(b"line\n" * 5000)
-    child.stdin.flush()
-    while not (tmp_path / "s" / "commitlog" / f"{0:020d}").exists():
-        assert child.poll() is None
-    # Python drops an interrupt that falls into a finalizer, and says so; who types Ctrl-C then types it again.
-    presses = 0
-    while child.poll() is None:
-        presses += 1
-        assert presses < 100
-        child.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(10)  # another one while it ends would be the end
-    out, err = child.communicate()
-
-    assert (child.returncode, out) == (130, b"")
-    assert re.fullmatch(rb"(the first \d000 lines were stored, none behind them:\n)?", err) or presses > 1
-    assert mqstore("verify", tmp_path / "s").exit_code == 0
 
 
 LEAVES = [
@@ -328,8 +304,8 @@ def test_a_wrong_option_is_told_as_json_by_every_command(words: tuple[str, ...])
         (("get", "STORE", "--topic", "nonesuch"), 2, "TopicNotFoundError"),
         (("get", "STORE", "--physical-offset", "7"), 2, "LookupError"),
         (("export", "STORE", "--topic", "nonesuch"), 2, "TopicNotFoundError"),
-        (("tail", "STORE", "--topic", "nonesuch"), 2, "TopicNotFoundError"),
-        (("put", "STORE", "a/b", "x"), 2, "InvalidMessageError"),
+        (("get", "STORE", "--topic", "nonesuch", "--last", "1"), 2, "TopicNotFoundError"),
+        (("produce", "STORE", "a/b", "--body", "x"), 2, "InvalidMessageError"),
         (("groups", "delete", "STORE", "nonesuch", "--yes"), 2, "GroupNotFoundError"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
@@ -337,7 +313,7 @@ def test_a_wrong_option_is_told_as_json_by_every_command(words: tuple[str, ...])
 def test_refusals_honour_json(tmp_path: Path, arguments: tuple[str, ...], code: int, kind: str) -> None:
     """A program got a line for people, and no way to tell a locked store from one that is not there."""
     paths = {"ABSENT": tmp_path / "absent", "STORE": tmp_path / "s", "LOCKED": tmp_path / "locked"}
-    assert mqstore("put", tmp_path / "s", "orders", "x").exit_code == 0
+    assert mqstore("produce", tmp_path / "s", "orders", "--body", "x").exit_code == 0
     with library.open(paths["LOCKED"]):
         words = [paths.get(word, word) for word in arguments]
         plain, as_json = mqstore(*words), mqstore(*words, "--json")
@@ -352,6 +328,6 @@ def test_refusals_honour_json(tmp_path: Path, arguments: tuple[str, ...], code: 
 
 
 def test_an_option_value_behind_two_dashes_asks_for_no_json(tmp_path: Path) -> None:
-    result = mqstore("put", tmp_path / "s", "a/b", "--", "--json")
+    result = mqstore("produce", tmp_path / "s", "a/b", "--", "--json")
 
-    assert result.stderr.startswith("mqstore put: ")
+    assert result.stderr.startswith("mqstore produce: ")

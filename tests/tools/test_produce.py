@@ -203,6 +203,28 @@ def test_message_groups_keep_their_order_over_pieces(tmp_path: Path, monkeypatch
         assert [int(message.body) for message in mine] == sorted(int(message.body) for message in mine)
 
 
+def test_one_body_is_given_on_the_command_line(tmp_path: Path) -> None:
+    options = ["--unique-key", "u", "--queue-id", 3]
+
+    result = mqstore("produce", tmp_path / "s", "orders", "--body", "h\u00e9\nllo", *options)
+
+    assert result.exit_code == 0, result.output
+    [message] = stored(tmp_path / "s")
+    assert (message.body, message.unique_key, message.queue_id) == ("h\u00e9\nllo".encode(), "u", 3)
+
+
+def test_a_whole_file_is_one_body(tmp_path: Path) -> None:
+    data = [bytes(range(256)) * 10, b"", b"x\n"]
+    files = [tmp_path / f"body{i}" for i in range(len(data))]
+    for file, each in zip(files, data, strict=True):
+        file.write_bytes(each)
+
+    result = run(tmp_path / "s", "stdin\n", "--format", "file", *files, "-")
+
+    assert result.exit_code == 0, result.output
+    assert bodies(tmp_path / "s") == [*data, b"stdin\n"]
+
+
 # -- what it says ------------------------------------------------------------------------------------------------------
 
 
@@ -310,6 +332,10 @@ def test_of_many_bad_lines_only_the_first_are_shown(tmp_path: Path) -> None:
         ["--rate", "0"],
         ["--delay", "-1"],
         ["--format", "xml"],
+        ["--format", "file", "--key", "@id"],
+        ["--body", "x", "-"],
+        ["--body", "x", "--format", "csv"],
+        ["--body", "x", "--exported"],
         ["no-such-file"],
     ],
     ids=" ".join,
@@ -334,10 +360,23 @@ def test_a_directory_that_cannot_be_opened(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert mqstore("produce", tmp_path / "file", "orders", stdin=b"x\n").exit_code == 3
     assert mqstore("produce", tmp_path / "none", "orders", "--no-create", stdin=b"x\n").exit_code == 3
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters" / "one").write_text("dear")
     with library.open(tmp_path / "held"):
-        for option in ([], ["--dry-run"]):
-            result = mqstore("produce", tmp_path / "held", "orders", *option, stdin=b"x\n")
-            assert result.exit_code == 3, result.output
+        for name in ("held", "letters"):
+            for option in ([], ["--dry-run"]):
+                result = mqstore("produce", tmp_path / name, "orders", *option, stdin=b"x\n")
+                assert result.exit_code == 3, result.output
+    assert [file.name for file in (tmp_path / "letters").iterdir()] == ["one"]
+
+
+def test_a_body_beyond_the_limit_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "long").write_bytes(b"x" * ((4 << 20) + 1))
+
+    result = run(tmp_path / "s", "", "--format", "file", tmp_path / "long")
+
+    assert result.exit_code == 2
+    assert "max_message_size is 4194304" in result.stderr
 
 
 # -- writing nothing ---------------------------------------------------------------------------------------------------

@@ -400,7 +400,7 @@ def test_a_store_that_lost_what_a_group_had_consumed_can_be_looked_at_and_put_to
 
     assert snapshot(path) == before
     assert lag["messages"] == 0
-    assert mqstore("put", path, "orders", "next").exit_code == 0
+    assert mqstore("produce", path, "orders", "--body", "next").exit_code == 0
     with broker(path) as running:
         assert [delivery.message.body for delivery in running.pop("billing", "orders")] == [b"next"]
 
@@ -502,7 +502,7 @@ def test_an_opening_settles_nothing(hundred: Store) -> None:
     path, receipts = hundred
     flip(path, receipts[50])
 
-    assert mqstore("put", path, "orders", "next").exit_code == 0
+    assert mqstore("produce", path, "orders", "--body", "next").exit_code == 0
     mqstore("recover", path, "--dry-run")
 
     assert not mqstore_json("verify", path, exit_code=1)["ok"]

@@ -95,7 +95,7 @@ def test_a_log_that_lost_every_segment_is_found(hundred: tuple[Path, list[SendRe
     assert kinds == ({"missing_segment"} if checkpoint else {"bad_unit"})
     assert mqstore("recover", path).exit_code == (1 if checkpoint else 0)
     assert mqstore("verify", path).exit_code == 0
-    assert mqstore("put", path, "orders", "x").exit_code == 0
+    assert mqstore("produce", path, "orders", "--body", "x").exit_code == 0
     assert mqstore("verify", path).exit_code == 0
 
 

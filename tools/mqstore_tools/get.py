@@ -1,8 +1,12 @@
-"""`mqstore get`: read single messages, by queue offset, id, key or physical offset."""
+"""`mqstore get`: read messages by queue offset, id, key or physical offset, the newest, and those that come."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from heapq import merge
 from itertools import islice
+from operator import attrgetter
 from pathlib import Path
 from typing import Literal
 
@@ -11,6 +15,7 @@ import click
 from mqstore import Finding, Message, MessageStore, OffsetOutOfRangeError, QueueRef, TopicNotFoundError
 from mqstore.files.quiet import QUIET
 from mqstore.layout.messageid import decode_message_id
+from mqstore.log.tagfilter import parse_tags
 from mqstore.log.walk import damage_at, walk_queue
 from mqstore_tools.render import note, print_finding
 from mqstore_tools.shared import (
@@ -28,31 +33,39 @@ __all__ = ["get"]
 
 _MANY = 100
 """Unreadable records after which `get` gives up looking for a readable one."""
+_PAUSE_MIN_S, _PAUSE_MAX_S = 0.001, 0.1
+_IN_TIME = attrgetter("store_timestamp_ms", "physical_offset")
 _IN_A_QUEUE = ("queue_id", "offset", "tag")
 _NO_GOOD = {
+    "--last": ("offset", "max_messages"),
+    "--follow": ("offset", "max_messages"),
     "--key": _IN_A_QUEUE,
     "--unique-key": _IN_A_QUEUE,
     "--message-id": ("topic", "max_messages", *_IN_A_QUEUE),
     "--physical-offset": ("topic", "max_messages", *_IN_A_QUEUE),
 }
 """Options that a way of asking has no use for: whoever gave them would take the answer for one that heeds them."""
+_WAYS = ("last", "follow", "key", "unique_key", "message_id", "physical_offset")
 
 
 @click.command(
     cls=StoreCommand,
-    short_help="Print messages by offset, id, key or physical offset.",
+    short_help="Print messages by offset, id or key, the newest, or those that come.",
     epilog="""\b
 Examples:
   mqstore get var/mq --topic orders --offset 100 --max-messages 5
   mqstore get var/mq --topic orders --key o-17 --json
+  mqstore get var/mq --topic orders --last 10 --follow
   mqstore get var/mq --message-id 7F000001000000000000000000000400
   mqstore get var/mq --physical-offset 1024""",
 )
 @directory_argument
 @click.option("--topic", help="Topic to read, or to search with --key or --unique-key.")
-@click.option("--queue-id", type=click.IntRange(0), default=0, show_default=True)
+@click.option("--queue-id", type=click.IntRange(0), help="Queue to read; without it 0, with --last or --follow all.")
 @click.option("--offset", type=click.IntRange(0), help="First queue offset; without it the first there is.")
 @click.option("--max-messages", type=click.IntRange(1), default=1, show_default=True)
+@click.option("--last", type=click.IntRange(1), metavar="N", help="The newest N messages, by store time.")
+@click.option("--follow", "-f", is_flag=True, help="Print what comes, until interrupted; with --last after the newest.")
 @click.option("--tag", metavar="EXPR", default="*", help="Only messages of these tags, as in 'created || paid'.")
 @click.option("--key", help="Messages that bear this key, newest first.")
 @click.option("--unique-key", help="Messages of this unique key, newest first.")
@@ -67,9 +80,11 @@ def get(
     ctx: click.Context,
     directory: Path,
     topic: str | None,
-    queue_id: int,
+    queue_id: int | None,
     offset: int | None,
     max_messages: int,
+    last: int | None,
+    follow: bool,
     tag: str,
     key: str | None,
     unique_key: str | None,
@@ -83,34 +98,40 @@ def get(
 ) -> None:
     """Print messages of the store in DIR.
 
-    One way of asking at a time: --topic (with --queue-id, --offset, --max-messages, --tag), --topic with --key or
-    --unique-key, --message-id, or --physical-offset. With --json one object a line, as `export` has it.
+    One way of asking at a time: --topic (with --queue-id, --offset, --max-messages, --tag), --topic with --last and
+    --follow, or one of them (with --queue-id, --tag), --topic with --key or --unique-key, --message-id, or
+    --physical-offset. With --json one object a line, as `export` has it.
 
     Exit code 1 if there is no such message, or if there may be more than is shown: damage is named on stderr, and so is
     a queue that lacks messages of the log, or an index that is lost.
     """
-    ways = [name for name, value in _ways(key, unique_key, message_id, physical_offset) if value is not None]
-    if len(ways) > 1:
+    ways = [f"--{name.replace('_', '-')}" for name in _WAYS if _given(ctx, name)]
+    if len(ways) > 1 and ways != ["--last", "--follow"]:
         raise click.UsageError(f"{' and '.join(ways)}: one of them")
-    if topic is None and (not ways or ways[0] in ("--key", "--unique-key")):
+    if topic is None and (not ways or ways[0] not in ("--message-id", "--physical-offset")):
         raise click.UsageError("give --topic, --message-id or --physical-offset")
     for name in _NO_GOOD[ways[0]] if ways else ():
         if _given(ctx, name):
             raise click.UsageError(f"--{name.replace('_', '-')} does not go with {ways[0]}")
     if ways and ways[0] in ("--key", "--unique-key") and not _given(ctx, "max_messages"):
         max_messages = 32
+    max_messages = last or max_messages
+    positions: dict[QueueRef, int] = {}
     with MessageStore(directory, "r", config=java_config(index_slots, index_entries), fs=QUIET) as store:
         findings: list[Finding] = []
         messages: list[Message] = []
         incomplete: QueueRef | None = None
         try:
-            if ways or tag != "*":
+            if last is not None or follow:
+                assert topic is not None
+                messages, findings = _newest(store, topic, queue_id, last or 0, tag, positions, follow=follow)
+            elif ways or tag != "*":
                 messages = _find(
-                    store, topic, queue_id, offset, max_messages, tag, key, unique_key, message_id, physical_offset
+                    store, topic, queue_id or 0, offset, max_messages, tag, key, unique_key, message_id, physical_offset
                 )
             else:
                 assert topic is not None
-                messages, findings = _walk(store, topic, queue_id, offset, max_messages)
+                messages, findings = _walk(store, topic, queue_id or 0, offset, max_messages)
             if topic is not None and len(messages) < max_messages:
                 incomplete = store.unlisted_queue({topic})
         except (TopicNotFoundError, OffsetOutOfRangeError):
@@ -129,6 +150,13 @@ def get(
         ]
         for finding in findings:
             print_finding(finding, stderr=True)
+        if follow:
+            assert topic is not None
+            try:
+                for message in _coming(store, topic, queue_id, tag, positions):
+                    print_message(message, json_output=json_output, body_bytes=body_bytes, raw_body=raw_bodies)
+            except KeyboardInterrupt:
+                return
         bad = 0 if findings else store.stats().bad_records
         doubt = store.index_doubt() if key is not None or unique_key is not None else ""
     if not shown:
@@ -141,17 +169,6 @@ def get(
         note(f"{doubt}, so keys may be missed: run `mqstore recover {directory} --rebuild index`")
     if bad or findings or incomplete is not None or doubt or not shown or not all(shown):
         ctx.exit(FINDINGS)
-
-
-def _ways(
-    key: str | None, unique_key: str | None, message_id: str | None, physical_offset: int | None
-) -> list[tuple[str, object]]:
-    return [
-        ("--key", key),
-        ("--unique-key", unique_key),
-        ("--message-id", message_id),
-        ("--physical-offset", physical_offset),
-    ]
 
 
 def _given(ctx: click.Context, name: str) -> bool:
@@ -211,3 +228,87 @@ def _check_queue(store: MessageStore, topic: str, queue_id: int) -> None:
         raise TopicNotFoundError(
             f"queue {queue_id} of {topic!r} holds nothing; there are messages in {there} (--queue-id)"
         )
+
+
+# -- the newest, and those that come ----------------------------------------------------------------------------------
+
+
+def _queues(store: MessageStore, topic: str, queue_id: int | None) -> list[QueueRef]:
+    if queue_id is None:
+        return store.queues(topic)
+    store.offsets(topic, queue_id)
+    return [QueueRef(topic, queue_id)]
+
+
+def _newest(
+    store: MessageStore,
+    topic: str,
+    queue_id: int | None,
+    count: int,
+    tag: str,
+    positions: dict[QueueRef, int],
+    *,
+    follow: bool,
+) -> tuple[list[Message], list[Finding]]:
+    """Return the last `count` messages and what could not be read; `positions` then says where each queue goes on."""
+    wanted = parse_tags(tag, topic)
+    try:
+        refs = _queues(store, topic, queue_id)
+    except TopicNotFoundError:
+        if not follow:
+            raise
+        refs = []  # its first message may be on its way
+    newest: list[Message] = []
+    findings: list[Finding] = []
+    for ref in refs:
+        low, high = store.offsets(*ref)
+        positions[ref] = high
+        of_queue: list[Message] = []
+        step = count
+        while high > low and len(of_queue) < count:
+            # Backwards, further each time: a filter, or damage, may leave few of many.
+            start = max(low, high - step)
+            items = list(walk_queue(store, *ref, start, high))
+            findings += [item for item in items if isinstance(item, Finding)]
+            found = [item for item in items if isinstance(item, Message)]
+            of_queue[:0] = found if wanted is None else filter(wanted.accepts, found)
+            high = start
+            step = min(2 * step, 4096)
+        newest += of_queue
+    newest.sort(key=_IN_TIME)
+    return newest[-count:] if count else [], findings
+
+
+def _coming(
+    store: MessageStore, topic: str, queue_id: int | None, tag: str, positions: dict[QueueRef, int]
+) -> Iterator[Message]:
+    """Messages from `positions` on as they come, merged within each look; queues that appear begin at their start."""
+    pause = _PAUSE_MIN_S
+    while True:
+        try:
+            for ref in _queues(store, topic, queue_id):
+                positions.setdefault(ref, store.offsets(*ref)[0])
+        except TopicNotFoundError:
+            pass
+        seen = False
+        for message in merge(*(_round(store, ref, tag, positions) for ref in list(positions)), key=_IN_TIME):
+            seen = True
+            yield message
+        pause = _PAUSE_MIN_S if seen else min(2 * pause, _PAUSE_MAX_S)
+        time.sleep(pause)
+
+
+def _round(store: MessageStore, ref: QueueRef, tag: str, positions: dict[QueueRef, int]) -> Iterator[Message]:
+    """Messages of one queue from its position up to its end as of now."""
+    while True:
+        result = store.get(*ref, positions[ref], tags=tag)
+        if result.status in ("OFFSET_TOO_SMALL", "OFFSET_OVERFLOW_BADLY"):
+            # Retention passed us, or the writer came back after a crash and cut a torn tail.
+            bound = result.min_offset if result.status == "OFFSET_TOO_SMALL" else result.max_offset
+            note(f"{ref.topic}, queue {ref.queue_id}: offset {positions[ref]} is gone; going on at {bound}")
+            positions[ref] = bound
+            return
+        if result.next_offset <= positions[ref]:
+            return
+        positions[ref] = result.next_offset
+        yield from result.messages

@@ -24,7 +24,7 @@ from mqstore_tools.shared import (
     note_incomplete,
 )
 
-__all__ = ["inspect"]
+__all__ = ["inspect", "show_store"]
 
 _MANY = 200
 """Rows of a table for people; programs get all of them."""
@@ -61,14 +61,15 @@ def inspect(
     if json_output:
         print_json(found)
     else:
-        _show(found)
+        show_store(found)
     queue = found["incomplete_queue"]
     if queue is not None:
         note_incomplete(QueueRef(**queue), directory)
         ctx.exit(FINDINGS)
 
 
-def _show(found: dict[str, Any]) -> None:
+def show_store(found: dict[str, Any]) -> None:
+    """Print what `inspect_store` and `inspect_broker` found, as tables."""
     screen = console()
     log, index, checkpoint = found["commitlog"], found["index"], found["checkpoint"]
     if found["writer_alive"]:

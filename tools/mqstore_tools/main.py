@@ -22,10 +22,8 @@ from mqstore_tools import JSON_ASKED
 __all__ = ["COMMANDS", "cli", "main"]
 
 COMMANDS = (
-    "put",
     "produce",
     "get",
-    "tail",
     "consume",
     "inspect",
     "verify",
@@ -47,7 +45,7 @@ COMMANDS = (
 
 
 class _LazyGroup(click.Group):
-    """Sub-commands that cost nothing until used, so that `mqstore put` starts as fast as it can."""
+    """Sub-commands that cost nothing until used, so that `mqstore produce` starts as fast as it can."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [name for name in COMMANDS if importlib.util.find_spec(f"mqstore_tools.{name}") is not None]
@@ -107,7 +105,7 @@ With --json an error is a line on stderr: {"version": 1, "error": {"type", "mess
 def cli(ctx: click.Context) -> None:
     """Look at, check, mend, fill and empty message stores: directories of mqstore or of a RocketMQ broker.
 
-    Only put, produce, consume, recover and demo change a store, and what is called create, alter, delete, reset,
+    Only produce, consume, recover and demo change a store, and what is called create, alter, delete, reset,
     cancel, replay, restore or purge; all others read, also beside a running writer.
     """
     from mqstore_tools.render import EscapingHandler

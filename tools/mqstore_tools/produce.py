@@ -1,4 +1,4 @@
-"""`mqstore produce`: messages from lines, JSON lines or CSV, with what they say about themselves.
+"""`mqstore produce`: messages from the command line, files, lines, JSON lines or CSV.
 
     bytes --Lines--> lines --_records--> records --_Recipe--> messages --_Sender--> the store
                                      |                      |
@@ -13,7 +13,9 @@ from __future__ import annotations
 import base64
 import binascii
 import csv
+import io
 import json
+import os
 import re
 import signal
 import sys
@@ -51,14 +53,16 @@ _PIECES_A_SECOND = 10
 _BAD_SHOWN = 10
 _DURATION = re.compile(r"\d{1,9}[smhd]")
 
-Format = Literal["lines", "jsonl", "csv"]
+Format = Literal["lines", "jsonl", "csv", "file"]
 
 
 @click.command(
     cls=StoreCommand,
-    short_help="Send messages from lines, JSON lines or CSV.",
+    short_help="Send messages: one body, files, lines, JSON lines or CSV.",
     epilog="""\b
 Examples:
+  mqstore produce var/mq orders --body 'hello' --tag created --key o-17 --property region=eu
+  mqstore produce var/mq orders invoice.pdf --format file
   seq 1000 | mqstore produce var/mq numbers
   mqstore produce var/mq orders orders.jsonl --format jsonl --key @id --message-group @customer
   mqstore produce var/mq orders orders.csv --format csv --whole --tag imported --dry-run
@@ -73,11 +77,13 @@ Examples:
 @click.option(
     "--format",
     "format_",
-    type=click.Choice(["lines", "jsonl", "csv"]),
+    type=click.Choice(["lines", "jsonl", "csv", "file"]),
     default="lines",
     show_default=True,
-    help="A line is: a body; a JSON object; a row of a table whose first row has the names of the fields.",
+    help="A line is: a body; a JSON object; a row of a table whose first row has the names of the fields. With `file` "
+    "each FILE is one body.",
 )
+@click.option("--body", metavar="TEXT", help="Send this one body, and read no FILE.")
 @click.option("--key", "keys", metavar="VALUE", multiple=True, help="Key to find the message by; may be repeated.")
 @click.option("--tag", metavar="VALUE", help="Tag, for readers that filter.")
 @click.option("--message-group", metavar="VALUE", help="All messages of a group go to one queue, in order.")
@@ -109,6 +115,7 @@ def produce(
     topic: str,
     files: tuple[Path, ...],
     format_: Format,
+    body: str | None,
     keys: tuple[str, ...],
     tag: str | None,
     message_group: str | None,
@@ -126,7 +133,7 @@ def produce(
     dry_run: bool,
     json_output: bool,
 ) -> None:
-    """Send a message to TOPIC in the store in DIR for each line of the FILEs, or of stdin (-).
+    """Send a message to TOPIC in the store in DIR for each line of the FILEs, or of stdin (-); or one --body.
 
     A VALUE is taken as it stands; @FIELD takes it from that field of a JSON object or row, where there is one and it is
     not empty; @@ stands for one @. Without such an option the fields key (or keys), tag, message_group, unique_key,
@@ -137,8 +144,12 @@ def produce(
     Takes the writer's lock for as long as it runs. Ctrl-C or SIGTERM: it stores what was read, and tells how much that
     is.
     """
-    if exported and format_ == "csv":
-        raise click.UsageError("--exported lines are JSON lines: leave out --format csv")
+    if exported and format_ in ("csv", "file"):
+        raise click.UsageError("--exported lines are JSON lines: leave out --format")
+    if body is not None:
+        if files or format_ != "lines" or exported:
+            raise click.UsageError("--body is the one message: leave out FILE, --format and --exported")
+        format_ = "file"
     recipe = _Recipe(
         "jsonl" if exported else format_,
         keys=keys,
@@ -154,7 +165,7 @@ def produce(
     check_user_topic(topic)
     done = _Done(topic)
     stop = _Interrupt()
-    sources = _sources(files or (Path("-"),), done)
+    sources = _sources(files or (Path("-"),), done) if body is None else [("--body", io.BytesIO(os.fsencode(body)))]
     with stop.installed(), _target(directory, topic, queue_id, dry_run=dry_run, create=create, flush=flush) as send:
         try:
             _run(sources, recipe, done, stop, send, skip_bad=skip_bad, rate=rate if not dry_run else None)
@@ -439,6 +450,16 @@ class Lines:
             self.number += 1
             yield rest
 
+    def rest(self) -> Iterator[bytes]:
+        """Yield all that is left as one body, unless interrupted. InvalidMessageError if a body may not be so large."""
+        data = b""
+        while block := self._read():
+            data += block
+            check_size(data, StoreConfig().max_message_size)
+        if not self.interrupted:
+            self.number = 1
+            yield data
+
     def _read(self) -> bytes:
         self._before_wait()
         if self._stop.asked:
@@ -493,8 +514,8 @@ def _records(format_: Format, lines: Lines) -> Iterator[tuple[int, _Record]]:
     if format_ == "csv":
         yield from _rows(lines)
         return
-    for line in lines:
-        if format_ == "lines":
+    for line in lines.rest() if format_ == "file" else lines:
+        if format_ in ("lines", "file"):
             yield lines.number, line
         elif line.strip():
             yield lines.number, _object(line)
@@ -563,9 +584,9 @@ class _Recipe:
         self._whole = whole
         self._config = StoreConfig()
         fields = [is_field for is_field, _ in (*self._texts.values(), *self._keys, *self._properties.values())]
-        if format_ == "lines":
+        if format_ in ("lines", "file"):
             if any(fields):
-                raise click.UsageError("lines have no fields for @FIELD; give --format jsonl or csv (@@ for one @)")
+                raise click.UsageError("bodies have no fields for @FIELD; give --format jsonl or csv (@@ for one @)")
             if whole:
                 raise click.UsageError("--whole is for --format jsonl and csv")
         if exported and (whole or body_field != "body"):

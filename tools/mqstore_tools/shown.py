@@ -1,4 +1,4 @@
-"""How `get` and `tail` print messages: for people two lines each, for programs the object that `export` has."""
+"""How `get` prints messages: for people two lines each, for programs the object that `export` has."""
 
 from __future__ import annotations
 

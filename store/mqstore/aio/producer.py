@@ -16,16 +16,14 @@ from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Unpack
+from typing import Any, Unpack
 
 from mqstore.aio.bridge import Bridge
 from mqstore.aio.puts import Puts, size_of
 from mqstore.aio.queue import limit
 from mqstore.broker.road import SendOptions
 from mqstore.client import transaction
-from mqstore.client.interceptors import Interceptor
 from mqstore.client.producer import Selector
-from mqstore.client.transaction import Checker
 from mqstore.errors import (
     ConfigError,
     FlushTimeoutError,
@@ -36,7 +34,7 @@ from mqstore.errors import (
 )
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.outgoing import Body, OutgoingMessage
-from mqstore.options import Durability, Duration, seconds
+from mqstore.options import Duration, seconds
 from mqstore.store import Store
 
 __all__ = ["Producer", "Transaction"]
@@ -65,45 +63,22 @@ class Producer(AbstractAsyncContextManager["Producer"]):
         store: Store,
         group: str = "default",
         *,
-        retries: int = 2,
-        timeout: Duration = 3.0,
-        durability: Durability | None = None,
-        compression: Literal["zlib"] | None = None,
-        compress_over: int = 4096,
-        linger: Duration = 0,
-        linger_bytes: int = 32 << 10,
         max_inflight: int = 1024,
         max_inflight_bytes: int = 100 << 20,
-        selector: Selector | None = None,
-        interceptors: Sequence[Interceptor] = (),
-        checker: Checker | None = None,
+        **options: Any,
     ) -> None:
-        """On the store's thread."""
+        """On the store's thread. Options as `ProducerOptions`."""
         for name, value in (("max_inflight", max_inflight), ("max_inflight_bytes", max_inflight_bytes)):
             if type(value) is not int or value < 1:
                 raise ConfigError(f"{name} is a whole number from 1, not {value!r}")
         self.group = group
         self._bridge = bridge
         self._puts = puts
-        self._flushes = (durability or store.log.durability) == "flush"
-        self._lingers = bool(seconds(linger, "linger"))
+        self._flushes = (options.get("durability") or store.log.durability) == "flush"
+        self._lingers = bool(seconds(options.get("linger", 0), "linger"))
         self._max = max_inflight
         self._max_bytes = max_inflight_bytes
-        self.sync = store.producer(
-            group,
-            retries=retries,
-            timeout=timeout,
-            durability=durability,
-            compression=compression,
-            compress_over=compress_over,
-            linger=linger,
-            linger_bytes=linger_bytes,
-            max_inflight=1 << 40,
-            max_inflight_bytes=1 << 60,
-            selector=selector,
-            interceptors=interceptors,
-            checker=checker,
-        )
+        self.sync = store.producer(group, max_inflight=1 << 40, max_inflight_bytes=1 << 60, **options)
         """The `mqstore.Producer`; what is submitted there has no bound."""
         self._held: dict[asyncio.Future[SendReceipt], int] = {}
         """What is submitted and not stored, oldest first, with its size."""

@@ -50,9 +50,8 @@ class PullConsumer(AbstractAsyncContextManager["PullConsumer"]):
     1
     """
 
-    def __init__(self, bridge: Bridge, sync: pullconsumer.PullConsumer, fetch_max: int) -> None:
+    def __init__(self, bridge: Bridge, sync: pullconsumer.PullConsumer) -> None:
         self._bridge = bridge
-        self._fetch_max = fetch_max
         self.sync = sync
         """The `mqstore.PullConsumer`."""
         self.group = sync.group
@@ -99,7 +98,7 @@ class PullConsumer(AbstractAsyncContextManager["PullConsumer"]):
     async def _next(self) -> Message | None:
         if self.sync.closed:
             return None
-        found = await self._poll(None, lambda: self.sync._poll(0, self._fetch_max, 1))
+        found = await self._poll(None, lambda: self.sync._poll(0, self.sync.fetch_max, 1))
         return found[0] if found else None
 
     async def _poll(self, timeout_s: float | None, poll: Callable[[], list[Message]]) -> list[Message]:

@@ -33,16 +33,12 @@ from mqstore.aio.pushconsumer import PushConsumer
 from mqstore.aio.puts import Puts
 from mqstore.aio.queue import Queue
 from mqstore.aio.simpleconsumer import SimpleConsumer
-from mqstore.broker.broker import Start
-from mqstore.broker.groups import RetryPolicy
 from mqstore.broker.road import SendOptions
 from mqstore.broker.waiting import Waiter
-from mqstore.client.allocation import Strategy
-from mqstore.client.codecs import BYTES, Codec
-from mqstore.client.handling import OnError
-from mqstore.client.interceptors import Interceptor
-from mqstore.client.producer import Selector
-from mqstore.client.transaction import Checker
+from mqstore.client.producer import ProducerOptions
+from mqstore.client.pullconsumer import PullConsumerOptions
+from mqstore.client.pushconsumer import PushConsumerOptions
+from mqstore.client.simpleconsumer import SimpleConsumerOptions
 from mqstore.errors import InvalidMessageError
 from mqstore.log.columns import Columns
 from mqstore.log.commitlog import QueueRef, SendReceipt
@@ -52,6 +48,7 @@ from mqstore.log.report import Finding, RecoveryReport
 from mqstore.log.snapshot import SnapshotReport
 from mqstore.log.stats import StoreStats
 from mqstore.options import Durability, Duration, Profile, StoreConfig, seconds
+from mqstore.queue import QueueOptions
 
 __all__ = ["Store", "open"]
 
@@ -280,177 +277,38 @@ class Store(AbstractAsyncContextManager["Store"]):
 
     # -- what works on it -------------------------------------------------------------------------------------------
 
-    def queue(
-        self,
-        name: str,
-        *,
-        visibility: Duration = 60,
-        retry: RetryPolicy | None = None,
-        ordered: bool = False,
-        codec: Codec | None = BYTES,
-        maxsize: int = 0,
-    ) -> Made[Queue]:
+    def queue(self, name: str, **options: Unpack[QueueOptions]) -> Made[Queue]:
         """As `mqstore.Store.queue`: `await store.queue(name)`, or `async with store.queue(name) as queue`, which shuts
         the object down at its end."""
-        return self._made(
-            lambda: Queue(
-                self._bridge,
-                self.sync.broker,
-                self._puts,
-                name,
-                visibility=visibility,
-                retry=retry,
-                ordered=ordered,
-                codec=codec,
-                maxsize=maxsize,
-            )
-        )
+        return self._made(lambda: Queue(self._bridge, self.sync.broker, self._puts, name, **options))
 
-    def producer(
-        self,
-        group: str = "default",
-        *,
-        retries: int = 2,
-        timeout: Duration = 3.0,
-        durability: Durability | None = None,
-        compression: Literal["zlib"] | None = None,
-        compress_over: int = 4096,
-        linger: Duration = 0,
-        linger_bytes: int = 32 << 10,
-        max_inflight: int = 1024,
-        max_inflight_bytes: int = 100 << 20,
-        selector: Selector | None = None,
-        interceptors: Sequence[Interceptor] = (),
-        checker: Checker | None = None,
-    ) -> Made[Producer]:
+    def producer(self, group: str = "default", **options: Unpack[ProducerOptions]) -> Made[Producer]:
         """As `mqstore.Store.producer`; to be awaited, or entered."""
         return self._made(
-            lambda: Producer(
-                self._bridge,
-                self._puts,
-                self.sync,
-                group,
-                retries=retries,
-                timeout=timeout,
-                durability=durability,
-                compression=compression,
-                compress_over=compress_over,
-                linger=linger,
-                linger_bytes=linger_bytes,
-                max_inflight=max_inflight,
-                max_inflight_bytes=max_inflight_bytes,
-                selector=selector,
-                interceptors=interceptors,
-                checker=checker,
-            ),
-            lambda made: made.sync.close(),
+            lambda: Producer(self._bridge, self._puts, self.sync, group, **options), lambda made: made.sync.close()
         )
 
     def simple_consumer(
-        self,
-        group: str,
-        topics: Mapping[str, str] | None = None,
-        *,
-        visibility: Duration = 60,
-        start: Start | None = None,
-        ordered: bool | None = None,
-        retry: RetryPolicy | None = None,
-        client_id: str | None = None,
-        interceptors: Sequence[Interceptor] = (),
+        self, group: str, topics: Mapping[str, str] | None = None, **options: Unpack[SimpleConsumerOptions]
     ) -> Made[SimpleConsumer]:
         """As `mqstore.Store.simple_consumer`; to be awaited, or entered."""
-        make = partial(
-            self.sync.simple_consumer,
-            group,
-            topics,
-            visibility=visibility,
-            start=start,
-            ordered=ordered,
-            retry=retry,
-            client_id=client_id,
-            interceptors=interceptors,
+        return self._made(
+            lambda: SimpleConsumer(self._bridge, self.sync.simple_consumer(group, topics, **options)),
+            lambda made: made.sync.close(),
         )
-        return self._made(lambda: SimpleConsumer(self._bridge, make()), lambda made: made.sync.close())
 
-    def pull_consumer(
-        self,
-        group: str,
-        *,
-        auto_commit: bool = True,
-        auto_commit_interval: Duration = 5.0,
-        start: Literal["earliest", "latest"] | datetime | None = None,
-        fetch_max: int = 32,
-        strategy: str | Strategy = "avg",
-        client_id: str | None = None,
-        interceptors: Sequence[Interceptor] = (),
-    ) -> Made[PullConsumer]:
+    def pull_consumer(self, group: str, **options: Unpack[PullConsumerOptions]) -> Made[PullConsumer]:
         """As `mqstore.Store.pull_consumer`; to be awaited, or entered."""
-        make = partial(
-            self.sync.pull_consumer,
-            group,
-            auto_commit=auto_commit,
-            auto_commit_interval=auto_commit_interval,
-            start=start,
-            fetch_max=fetch_max,
-            strategy=strategy,
-            client_id=client_id,
-            interceptors=interceptors,
+        return self._made(
+            lambda: PullConsumer(self._bridge, self.sync.pull_consumer(group, **options)),
+            lambda made: made.sync.close(),
         )
-        return self._made(lambda: PullConsumer(self._bridge, make(), fetch_max), lambda made: made.sync.close())
 
-    def push_consumer(
-        self,
-        group: str,
-        *,
-        workers: int | None = None,
-        ordered: bool | None = None,
-        mode: Literal["queue", "pop"] = "queue",
-        model: Literal["clustering", "broadcasting"] = "clustering",
-        client_id: str | None = None,
-        start: Literal["earliest", "latest"] | datetime | None = None,
-        batch_size: int = 1,
-        prefetch: int = 1000,
-        prefetch_bytes: int = 100 << 20,
-        prefetch_total: int | None = None,
-        prefetch_total_bytes: int | None = None,
-        max_span: int | None = None,
-        retry: RetryPolicy | None = None,
-        consume_timeout: Duration = 900,
-        suspend: Duration | None = None,
-        parallel_groups: bool = False,
-        time_slice: Duration | None = None,
-        strategy: str | Strategy | None = None,
-        interceptors: Sequence[Interceptor] = (),
-        on_error: OnError | None = None,
-    ) -> Made[PushConsumer]:
+    def push_consumer(self, group: str, **options: Unpack[PushConsumerOptions]) -> Made[PushConsumer]:
         """As `mqstore.Store.push_consumer`, with handlers that are coroutines; to be awaited, or entered."""
-        make = partial(
-            self.sync.push_consumer,
-            group,
-            workers=workers,
-            ordered=ordered,
-            mode=mode,
-            model=model,
-            client_id=client_id,
-            start=start,
-            batch_size=batch_size,
-            prefetch=prefetch,
-            prefetch_bytes=prefetch_bytes,
-            prefetch_total=prefetch_total,
-            prefetch_total_bytes=prefetch_total_bytes,
-            max_span=max_span,
-            retry=retry,
-            consume_timeout=consume_timeout,
-            suspend=suspend,
-            parallel_groups=parallel_groups,
-            time_slice=time_slice,
-            strategy=strategy,
-            interceptors=interceptors,
-            on_error=on_error,
-        )
 
         def made() -> PushConsumer:
-            consumer = PushConsumer(self._bridge, make())
+            consumer = PushConsumer(self._bridge, self.sync.push_consumer(group, **options))
             self._consumers.add(consumer)
             return consumer
 

@@ -42,7 +42,6 @@ from mqstore.broker.reading import Loss, ReadResult, Reads
 from mqstore.broker.retention import RetentionService
 from mqstore.broker.retry import Retries, RetryFields
 from mqstore.broker.road import SendOptions
-from mqstore.broker.runtime import RuntimeValue
 from mqstore.broker.statistics import StatisticsSnapshot
 from mqstore.broker.timer import TimerService
 from mqstore.broker.topics import QUEUES_MAX, TopicTable
@@ -78,9 +77,6 @@ class BrokerStats:
 
     store: StoreStats
     counters: StatisticsSnapshot
-    runtime: Mapping[str, RuntimeValue]
-    """What RocketMQ's brokers tell of themselves, by its names (13): numbers, rates over 10, 60 and 600 s, and a sample
-    of put durations (upper bound in ms -> count)."""
     delay_levels: dict[int, tuple[int, int]]
     """(next queue offset to look at, end of the queue) of each level that was ever used."""
     timer_waiting: int
@@ -254,7 +250,7 @@ class Broker:
     def filter(self, expression: str, kind: Literal["TAG", "SQL92"] = "TAG") -> Filter | None:
         """What to give `read`, `wait` and `pop` for an expression over tags or properties; None for one that passes
         everything. FilterError points at the place that is wrong."""
-        return parse_filter(expression, kind, strict_rocketmq=self.store.config.strict_rocketmq_sql)
+        return parse_filter(expression, kind)
 
     def wait(
         self, topic: str, queue_id: int, offset: int, timeout: Duration, filter: Filter | str | None = None
@@ -600,7 +596,6 @@ class Broker:
         return BrokerStats(
             store=store,
             counters=self._parts.statistics.snapshot(),
-            runtime=self._metrics.runtime(store),
             delay_levels=self._delay.progress(),
             timer_waiting=self._timer.waiting(),
             in_flight=self._pop.in_flight(),

@@ -130,10 +130,10 @@ class SqlSubscription:
         return f"SqlSubscription({self.expression!r})"
 
 
-def parse_filter(expression: str | None, kind: str = "TAG", *, strict_rocketmq: bool = False) -> Filter | None:
+def parse_filter(expression: str | None, kind: str = "TAG") -> Filter | None:
     """The filter that `expression` stands for; None for one that passes everything.
 
-    Raises FilterError with the `.position` in the expression. `strict_rocketmq`: see `sql92.compile`.
+    Raises FilterError with the `.position` in the expression.
 
     >>> parse_filter("paid || refunded").matches({"TAGS": "paid"})
     True
@@ -144,7 +144,7 @@ def parse_filter(expression: str | None, kind: str = "TAG", *, strict_rocketmq: 
     """
     if not isinstance(expression, str | None):
         raise FilterError(f"a filter is a str, not {type(expression).__name__}", 0)
-    parsed = _parsed(expression or "", kind, strict_rocketmq)
+    parsed = _parsed(expression or "", kind)
     if isinstance(parsed, FilterError):
         # A copy: tracebacks of all who ask would pile up on the one that is remembered.
         raise FilterError(str(parsed), parsed.position)
@@ -152,12 +152,12 @@ def parse_filter(expression: str | None, kind: str = "TAG", *, strict_rocketmq: 
 
 
 @lru_cache(maxsize=CACHED)
-def _parsed(expression: str, kind: str, strict: bool) -> Filter | FilterError | None:
+def _parsed(expression: str, kind: str) -> Filter | FilterError | None:
     try:
         if kind == "TAG":
             return _parse_tags(expression)
         if kind == "SQL92":
-            return _parse_sql(expression, strict)
+            return _parse_sql(expression)
         return FilterError(f"filter type {kind!r} is not known; use 'TAG' or 'SQL92'", 0)
     except FilterError as error:
         return FilterError(str(error), error.position)  # without the frames that it was raised through
@@ -172,7 +172,7 @@ def _parse_tags(expression: str) -> TagSubscription | None:
     return TagSubscription(expression, frozenset(piece.strip(_JAVA_BLANKS) for piece in pieces) - {""})
 
 
-def _parse_sql(expression: str, strict: bool) -> SqlSubscription:
+def _parse_sql(expression: str) -> SqlSubscription:
     if not expression:
         raise FilterError("an SQL92 filter needs an expression; to receive everything use tags '*'", 0)
-    return SqlSubscription(sql92.compile(expression, strict_rocketmq=strict))
+    return SqlSubscription(sql92.compile(expression))

@@ -48,16 +48,11 @@ class Mode(NamedTuple):
     model: Literal["queue", "pop"]
     ordered: bool = False
     broadcasting: bool = False
-    by_group: bool = False
-    """Ordered pop: message groups side by side. Who does not pop as these do would be given again what they are done
-    with."""
     strategy: str | None = None
     """Name of the function that divides the queues; None in pop and broadcasting, where nothing is divided."""
 
     def __str__(self) -> str:
         order = "ordered" if self.ordered else "unordered"
-        if self.by_group:
-            order += " within message groups"
         shown = f"{self.model}, {order}, {'broadcasting' if self.broadcasting else 'clustering'}"
         return shown if self.strategy is None else f"{shown}, strategy {self.strategy!r}"
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -27,9 +27,8 @@ import numpy as np
 
 from mqstore.broker import statistics as names
 from mqstore.broker.lag import Lag, measure
-from mqstore.broker.names import is_dlq_topic, is_retry_topic, is_system_topic
+from mqstore.broker.names import HALF_TOPIC, SCHEDULE_TOPIC, TIMER_TOPIC, is_dlq_topic, is_retry_topic, is_system_topic
 from mqstore.broker.retention import physical_of
-from mqstore.broker.runtime import RUNTIME_HELP, Runtime, RuntimeValue, message_type, runtime_series
 from mqstore.broker.statistics import CounterKey, Samples, labels_of
 from mqstore.layout.consumequeue import is_message
 
@@ -50,6 +49,9 @@ _PAGE_UNITS = 65_536
 _NS_A_MS = 1_000_000
 _ALL_TOPICS = 1_000
 """With more topics than that, those that no group consumes have no zeros in each scrape."""
+
+_SERVES = {SCHEDULE_TOPIC: "delay", TIMER_TOPIC: "delay", HALF_TOPIC: "transaction"}
+"""Message type of the engine's own topics."""
 
 _Item = tuple[str, str, int, int]
 """Name, key, value, times."""
@@ -78,8 +80,6 @@ class Metrics:
         self._timer = timer
         self._transactions = transactions
         self._topics = parts.topics
-        self._runtime = Runtime(parts, reads, delay, timer)
-        self._misses_counted = 0
         self._lock = threading.Lock()
         """Held for a whole harvest, so that who looks sees all of what came before."""
         self._grown_lock = threading.Lock()
@@ -97,7 +97,6 @@ class Metrics:
     def run_once(self, now_ms: int) -> int:
         """Count, then let the windows take the samples that are due; wall ms of the next."""
         self.harvest()
-        self._runtime.sample()
         return self._statistics.run_once(now_ms)
 
     def close(self) -> None:
@@ -192,10 +191,6 @@ class Metrics:
                     yield of_broker, "", value, value
 
     def _gets(self) -> Iterator[_Item]:
-        misses = self._reads.misses
-        if misses > self._misses_counted:
-            missed, self._misses_counted = misses - self._misses_counted, misses
-            yield names.BROKER_GET_MISSES, "", missed, missed
         for key, fetched in self._reads.counts().items():
             group, topic, queue_id = key
             if fetched.messages:
@@ -221,19 +216,13 @@ class Metrics:
         stats = self._store.stats()  # before we dispatch what is behind
         self.refresh()
         return self._statistics.prometheus_text(
-            {**self._gauges(stats), **runtime_series(self._runtime.values(stats))},
-            expected=self._expected(),
-            type_of=self._message_type,
-            more_help=RUNTIME_HELP,
+            self._gauges(stats), expected=self._expected(), type_of=self._message_type
         )
 
-    def runtime(self, stats: StoreStats) -> Mapping[str, RuntimeValue]:
-        """`Runtime.values`."""
-        return self._runtime.values(stats)
-
     def _message_type(self, topic: str) -> str:
+        """Return the declared message type of a topic, in RocketMQ's words for its metrics."""
         config = self._topics.get(topic)
-        return message_type(topic, None if config is None else config.message_type)
+        return _SERVES.get(topic) or ("unspecified" if config is None else config.message_type.lower())
 
     def _expected(self) -> Iterator[CounterKey]:
         """Counters that stand at 0 until something happens: of topics of users, and of the groups that came there."""

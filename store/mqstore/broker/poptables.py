@@ -166,7 +166,6 @@ class PopTables(Desk):
         for _ in range(_LOOKS):
             bounds = self.store.offsets_or_none(topic, queue_id)
             if bounds is None or state.cursor == bounds[1]:
-                self.reads.misses += 1
                 return False
             result = self.reads.read(
                 topic, queue_id, state.cursor, state.ahead_size, filter=filter, group=group, delivers=False

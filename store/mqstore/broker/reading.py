@@ -21,7 +21,6 @@ purged, topics that were deleted and came again). Never blocks, and writes nothi
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import deque
@@ -40,7 +39,7 @@ from mqstore.errors import (
 )
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message, stored_bytes
-from mqstore.log.reader import Bound, GetResult
+from mqstore.log.reader import Bound
 
 if TYPE_CHECKING:
     from mqstore.broker.parts import Parts
@@ -65,10 +64,6 @@ ReadStatus = Literal[
 OnReset = Callable[[str, str, int, int], object]
 """Told (topic, group, queue id, offset) of each reset."""
 
-# RocketMQ's limits of one answer (3.3.1): bytes and messages, for records in memory and for others.
-_HOT = (262_144, 32)
-_COLD = (65_536, 8)
-_RAM_PERCENT = 40
 _LOSSES_KEPT = 1_024
 """Losses of a popping group that wait for somebody to ask; older ones were logged and counted."""
 
@@ -120,16 +115,9 @@ class Reads:
         self._groups = parts.groups
         self._offsets = parts.offsets
         self._statistics = parts.statistics
-        self._rocketmq_rules = parts.config.rocketmq_rules
-        memory = parts.config.access_in_memory_bytes
-        self._memory_bytes = _physical_memory() * _RAM_PERCENT // 100 if memory is None else memory
         self._clock = parts.clock
         self._fetched: dict[tuple[str, str, int], Fetched] = {}
         self._fetched_lock = threading.Lock()
-        self.longest_ns = 0
-        """Of the reads for groups that found something."""
-        self.misses = 0
-        """Looks at a queue, for a group, that found nothing, those of pops included; no lock is worth one of them."""
         self._begin_lock = threading.Lock()
         self._told_lock = threading.Lock()
         self._lost_to: dict[tuple[str, str, int], int] = {}
@@ -175,12 +163,10 @@ class Reads:
             if result.messages:
                 took_ns = time.perf_counter_ns() - begin_ns
                 self._count(group, topic, queue_id, result.messages, took_ns, delivers=delivers)
-            else:
-                self.misses += 1
-                if result.next_offset != offset:
-                    moved_from = self._tell(group, topic, queue_id, offset, result)
-                    if moved_from is not None and not delivers:
-                        self.note_loss(group, topic, queue_id, moved_from, result.next_offset)
+            elif result.next_offset != offset:
+                moved_from = self._tell(group, topic, queue_id, offset, result)
+                if moved_from is not None and not delivers:
+                    self.note_loss(group, topic, queue_id, moved_from, result.next_offset)
         self._offsets.note_pull(group, topic, queue_id, result.next_offset)
         return result
 
@@ -201,8 +187,6 @@ class Reads:
                 fetched.size += size
             fetched.reads += 1
             fetched.took_ns += took_ns
-            if took_ns > self.longest_ns:
-                self.longest_ns = took_ns
             fetched.behind_bytes = behind_bytes
             fetched.behind_ms = behind_ms
 
@@ -233,31 +217,15 @@ class Reads:
             low, high = self._bounds(topic, queue_id)
             if offset < low:
                 return ReadResult("OFFSET_TOO_SMALL", [], low, low, high, low - max(offset, 0))
-        if self._rocketmq_rules:
-            max_messages = min(max_messages, _HOT[1])
         try:
             found = self._store.get(topic, queue_id, offset, max_messages, max_bytes=max_bytes, tags=filter)
         except TopicNotFoundError:  # the topic is there, a queue comes into being with its first message
             return ReadResult("NO_MATCHED_LOGIC_QUEUE", [], 0, 0, 0, 0)
         messages, next_offset, low = found.messages, found.next_offset, found.min_offset
-        if self._rocketmq_rules and messages:
-            messages, next_offset = self._as_rocketmq_answers(found)
         if start > low:
             low = min(start, found.max_offset)
         lost = low - max(offset, 0) if found.status == "OFFSET_TOO_SMALL" else 0
         return ReadResult(found.status, messages, next_offset, low, found.max_offset, lost)
-
-    def _as_rocketmq_answers(self, found: GetResult) -> tuple[list[Message], int]:
-        """As much of `found` as fits RocketMQ's limits, and where the next read goes on (3.3.1)."""
-        in_memory_from = self._store.max_offset - self._memory_bytes
-        total = 0
-        for count, message in enumerate(found.messages):
-            size = message.size
-            bytes_limit, messages_limit = _HOT if message.physical_offset >= in_memory_from else _COLD
-            if count and (total + size > bytes_limit or count >= messages_limit):
-                return found.messages[:count], message.offset
-            total += size
-        return found.messages, found.next_offset
 
     def _tell(self, group: str, topic: str, queue_id: int, offset: int, result: ReadResult) -> int | None:
         """Count what the group lost, each message once; log an offset that the queue never had (3.4, P13). The first of
@@ -361,11 +329,6 @@ class Reads:
 
     def _begin(self, group: str, topic: str, queue_id: int, start: Start) -> int:
         """Commit where a group begins that has no progress in a queue."""
-        if self._rocketmq_rules:
-            begin = self._begin_as_rocketmq(topic, queue_id, start)
-            durable = begin > self._bounds(topic, queue_id)[0]
-            self._offsets.start(group, topic, {queue_id: begin}, durable=durable)
-            return begin
         queues = range(self._topics.need(topic).read_queues)
         is_new = all(self._offsets.committed(group, topic, each) is None for each in queues)
         if not is_new or is_retry_topic(topic):
@@ -375,17 +338,6 @@ class Reads:
         same = is_retry_topic(topic) or (start == "earliest" and self._groups.need(group).start == "earliest")
         self._offsets.start(group, topic, begins, durable=not same)
         return begins[queue_id]
-
-    def _begin_as_rocketmq(self, topic: str, queue_id: int, start: Start) -> int:
-        """A young queue is read from 0 whatever was asked for, and a time skips the retries before it (2.3)."""
-        low, high = self._bounds(topic, queue_id)
-        if low == 0 and high > 0:
-            [first] = self._store.units(topic, queue_id, 0, 1)["physical_offset"].tolist() or [-1]
-            if first >= 0 and self._store.max_offset - first <= self._memory_bytes:
-                return 0
-        if start == "earliest" or (start == "latest" and is_retry_topic(topic)):
-            return low
-        return high if is_retry_topic(topic) else self._place(topic, queue_id, start)
 
     def _place(self, topic: str, queue_id: int, start: Start) -> int:
         low, high = self._bounds(topic, queue_id)
@@ -434,7 +386,3 @@ class Reads:
             if on_reset is not None:
                 on_reset(topic, group, ref.queue_id, target)
         return targets
-
-
-def _physical_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -83,11 +83,11 @@ class Expression:
         return f"Expression({self.text!r})"
 
 
-def compile(expression: str, *, strict_rocketmq: bool = False) -> Expression:  # noqa: A001 - as in `re.compile`
+def compile(expression: str) -> Expression:  # noqa: A001 - as in `re.compile`
     """The expression that `expression` spells. Raises FilterError, whose `.position` is the index of the character.
 
-    `strict_rocketmq` takes over two habits of RocketMQ's parser: it ignores what follows a complete expression, so that
-    `a = 3 garbage` is `a = 3`, and it refuses a float literal that is zero.
+    RocketMQ's parser differs in two ways: it ignores what follows a complete expression, so that `a = 3 garbage` is
+    `a = 3`, and it refuses a float literal that is zero.
 
     >>> large = compile("amount > 100 AND region IN ('eu', 'us')")
     >>> large.evaluate({"amount": "250", "region": "eu"}), large.evaluate({"amount": "250"})
@@ -95,7 +95,7 @@ def compile(expression: str, *, strict_rocketmq: bool = False) -> Expression:  #
     """
     if len(expression) > MAX_LENGTH:
         raise FilterError(f"the filter has {len(expression)} characters; at most {MAX_LENGTH} are allowed", MAX_LENGTH)
-    return Expression(expression, _Parser(expression, strict_rocketmq).parse().run())
+    return Expression(expression, _Parser(expression).parse().run())
 
 
 # -- Java's numbers ----------------------------------------------------------------------------------------------------
@@ -663,15 +663,14 @@ class _Lexer:
 class _Parser:
     """Recursive descent, one token ahead; a method for each rule of the grammar above, and the checks of 10.2."""
 
-    def __init__(self, text: str, strict: bool) -> None:
+    def __init__(self, text: str) -> None:
         self._lexer = _Lexer(text)
-        self._strict = strict
         self._level = 0
         self._ahead = self._lexer.next()
 
     def parse(self) -> Node:
         tree = self._truth(self._or())
-        if self._ahead.kind != "end" and not self._strict:
+        if self._ahead.kind != "end":
             raise self._unexpected("the end, AND or OR")
         return tree
 
@@ -806,7 +805,7 @@ class _Parser:
         if math.isinf(value):
             raise self._error(token.at, "this number is larger than 1.7976931348623157E308")
         # Zero itself is meant; what rounds to zero is not.
-        if value == 0.0 and (self._strict or token.text.lower().partition("e")[0].strip("0.")):
+        if value == 0.0 and token.text.lower().partition("e")[0].strip("0."):
             raise self._error(token.at, "this number is smaller than 4.9E-324", "write 0 for zero")
         return Constant(token.at, Kind.DOUBLE, value)
 

@@ -15,7 +15,7 @@ SNDBCK_PUT_NUMS, SNDBCK2DLQ_TIMES, DLQ_PUT_NUMS                           topic@
 GROUP_GET_LATENCY (ms), GROUP_GET_FALL_SIZE, GROUP_GET_FALL_TIME (last)   queueId@topic@group
 QUEUE_GET_NUMS, QUEUE_GET_SIZE                                            topic@queueId@group
 BROKER_PUT_NUMS, BROKER_GET_NUMS, the same ..._WITHOUT_SYSTEM_TOPIC,      "" (one for the store)
-BROKER_CK_NUMS, BROKER_ACK_NUMS, BROKER_GET_MISSES
+BROKER_CK_NUMS, BROKER_ACK_NUMS
 COMMIT_NUMS, ROLLBACK_NUMS (transactions), DELAY_LATENCY (ms late)        topic
 ========================================================================  ==============================================
 
@@ -46,7 +46,6 @@ from mqstore.clock import Clock
 __all__ = [
     "BROKER_ACK_NUMS",
     "BROKER_CK_NUMS",
-    "BROKER_GET_MISSES",
     "BROKER_GET_NUMS",
     "BROKER_GET_NUMS_WITHOUT_SYSTEM_TOPIC",
     "BROKER_PUT_NUMS",
@@ -95,7 +94,6 @@ QUEUE_GET_SIZE: Final = "QUEUE_GET_SIZE"
 GROUP_CK_NUMS: Final = "GROUP_CK_NUMS"
 GROUP_ACK_NUMS: Final = "GROUP_ACK_NUMS"
 BROKER_CK_NUMS: Final = "BROKER_CK_NUMS"
-BROKER_GET_MISSES: Final = "BROKER_GET_MISSES"
 BROKER_ACK_NUMS: Final = "BROKER_ACK_NUMS"
 SNDBCK_PUT_NUMS: Final = "SNDBCK_PUT_NUMS"
 SNDBCK2DLQ_TIMES: Final = "SNDBCK2DLQ_TIMES"
@@ -256,11 +254,6 @@ class Statistics:
                 total = self._totals.get((name, key), (0, 0))
                 self._totals[name, key] = (total[0] + value, total[1] + times)
 
-    def totals(self, *counters: str) -> list[Total]:
-        """Counters of the store, those without a key, as of now."""
-        with self._lock:
-            return [Total(*self._totals.get((name, ""), _NOTHING)) for name in counters]
-
     def set(self, name: str, key: str, value: int) -> None:
         """Note the last value of what is measured rather than counted: GROUP_GET_FALL_SIZE, GROUP_GET_FALL_TIME."""
         with self._lock:
@@ -315,7 +308,6 @@ class Statistics:
         *,
         expected: Iterable[CounterKey] | None = None,
         type_of: Callable[[str], str] | None = None,
-        more_help: Mapping[str, tuple[str, str]] = MappingProxyType({}),
     ) -> str:
         """All series of 13 in Prometheus' text format 0.0.4, counters from here, `gauges` from the broker.
 
@@ -323,14 +315,13 @@ class Statistics:
         A value that is not a finite number is left out; of samples with equal labels the last counts. ValueError for a
         name or a label that Prometheus would refuse. `expected`: counters that are told as 0 before their first event
         (without one, their series are), or a scraper would never see them grow from 0 to 1. `type_of`: a topic's
-        `message_type`. `more_help`: series -> type and text, of gauges.
+        `message_type`.
         """
         series = _counted(self.snapshot(), expected, type_of)
         for name, samples in (gauges or {}).items():
             pairs = samples if isinstance(samples, Iterable) else [({}, samples)]
             series.setdefault(name, {}).update({_labels(name, labels): value for labels, value in pairs})
-        helps = {**_HELP, **more_help}
-        return "".join(_exposed(name, series[name], helps.get(name)) for name in sorted(series))
+        return "".join(_exposed(name, series[name], _HELP.get(name)) for name in sorted(series))
 
 
 # --- Prometheus ------------------------------------------------------------------------------------------------------

@@ -272,17 +272,9 @@ class TimerService:
 
     def waiting(self) -> int:
         """How many messages wait."""
-        return self._waiting + self.unplaced()
-
-    def unplaced(self) -> int:
-        """How many of them came, and are not in the wheel yet."""
         low, high = self._store.offsets_or_none(TIMER_TOPIC, 0) or (0, 0)
-        return max(0, high - max(low, self._queue_offset))
-
-    def behind_ms(self, now_ms: int) -> int:
-        """How long ago the slot was over that is being read, or is to be read next."""
-        slot_ms = self._next_ms if self._reading is None else self._read_ms
-        return 0 if slot_ms is None else max(0, now_ms - slot_ms - PRECISION_MS)
+        not_in_the_wheel_yet = max(0, high - max(low, self._queue_offset))
+        return self._waiting + not_in_the_wheel_yet
 
     def recall(self, handle: str) -> bool:
         """Cancel the message of a recall handle (5.3). True: it waits no more, and will not be delivered. False: it is

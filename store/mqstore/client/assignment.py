@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
@@ -33,7 +34,7 @@ from mqstore.client.handling import Handling, Subscription
 from mqstore.client.membership import Membership
 from mqstore.client.processqueue import Limits, ProcessQueue, QueueInfo
 from mqstore.client.progress import Progress, place
-from mqstore.client.workers import Flow, Timer, Worker, Workers
+from mqstore.client.workers import Flow, Worker, Workers
 from mqstore.errors import (
     ConfigError,
     GroupInUseError,
@@ -63,8 +64,6 @@ PULL_FAILED_MS = 1_000
 HOLD_S = 15.0
 """The longest wait for messages: whatever goes wrong with a wake-up is over then."""
 PULL_IDLE_MS = 120_000
-DIVIDE_AGAIN_MS = 50
-"""While queues hold more than their share of `prefetch_total`: how often is looked whether they still do."""
 
 
 class Service(Protocol):
@@ -105,7 +104,6 @@ class Assignment:
         self._hooks = handling.hooks
         self._service = service
         self._limits = limits
-        self._divides = limits.total is not None or limits.total_size is not None
         self._retries = retries
         self._topics: frozenset[str] = frozenset()
         """What is consumed."""
@@ -121,8 +119,6 @@ class Assignment:
         self._paused_queues: set[QueueRef] = set()
         self._halted = self._closed = False
         self._stirred = False
-        self._division: Timer | None = None
-        """When shares are looked at again."""
         self._full_times = 0
 
     # -- life -------------------------------------------------------------------------------------------------------
@@ -279,7 +275,7 @@ class Assignment:
         return True
 
     def _set_out(self, begun: Collection[QueueRef]) -> None:
-        """Pull what was begun; shares first, lest one queue takes what others are to have."""
+        """Divide the limits of the topics, then pull what was begun."""
         self._divide()
         with self._lock:
             queues = [self._queues[ref] for ref in sorted(begun) if ref in self._queues]
@@ -304,27 +300,13 @@ class Assignment:
                 self.leave(queue)
 
     def _divide(self) -> None:
-        """Timer thread: share out what may be held of each topic among its queues (A3.4), after each change of
-        `_queues`; who has room by that pulls on."""
-        if not self._divides:
-            return
-        with self._lock:
-            queues, going = list(self._queues.values()), list(self._leaving.values())
-            even = True
-            for topic in {queue.queue.topic for queue in queues}:
-                mine = [queue for queue in queues if queue.queue.topic == topic]
-                rest = [queue.held() for queue in going if queue.queue.topic == topic]
-                share = self._limits.divided(
-                    [queue.held() for queue in mine], (sum(number for number, _ in rest), sum(size for _, size in rest))
-                )
-                even = even and share == self._limits.divided([(0, 0)] * len(mine))
-                for queue in mine:
-                    queue.limits = share
+        """Timer thread: divide the limits of each topic by the number of its queues here (A3.4). A queue that has room
+        now is pulled."""
+        queues = self._owned(())
+        number = Counter(queue.queue.topic for queue in queues)
         for queue in queues:
+            queue.limits = self._limits.divided(number[queue.queue.topic])
             self.refill(queue)
-        if self._division is not None:
-            self._division.cancel()
-        self._division = None if even or self._halted else self._workers.later(DIVIDE_AGAIN_MS, self._divide)
 
     def _revoke(self, queue: ProcessQueue) -> None:
         with self._lock:
@@ -381,7 +363,6 @@ class Assignment:
             with queue.settling:
                 queue.closing = queue.dropped = True
             self._revoke(queue)
-        self._divide()
 
     def _sweep(self) -> None:
         """Every 20 s: what no event has told of."""
@@ -422,8 +403,7 @@ class Assignment:
             if self._paused or queue.paused:
                 queue.parked = True  # whoever resumes it sees this, or we would have seen that
                 return
-        with self._lock:  # `_divide` either sees what is asked for here, or has set the limit for it
-            messages_max, bytes_max = queue.room()
+        messages_max, bytes_max = queue.room()
         if not messages_max:
             self._full_times += 1
             if self._full_times % 1_000 == 1:
@@ -452,7 +432,6 @@ class Assignment:
             yield from self._service.accept(worker, queue, messages, idle)
 
     def _pull_failed(self, queue: ProcessQueue, error: Exception) -> None:
-        queue.asked = 0, 0
         if isinstance(error, TopicNotFoundError | NotPermittedError | ConfigError):
             self.stir()  # it was deleted or altered: the share says so
         self._handling.log.say(

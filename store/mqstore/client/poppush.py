@@ -8,11 +8,7 @@
     standard  a chunk of one topic, which        done: acknowledged together, when the chunk ends or 10 ms have passed.
               several workers may be at          failed: given back, or a dead letter
     ordered   a line: what was found in one      one batch after the other, the next when this one is settled. Failed:
-              queue, in order; by message group  given back, all behind it in its line released; the queue is blocked
-              with `parallel_groups`             until then, and until its other lines are through
-
-With `parallel_groups` (client-semantics A8.5, D13) other lines of a queue go on while one has failed, and what they are
-done with must not come again with it: each pop skips what was acknowledged. Messages without a group are one line.
+              queue, in order                    given back, all behind it released; the queue is blocked until then
 
 Failures wait in the engine, not here: their attempts are counted where a crash does not lose them, and no worker and no
 message is held meanwhile. What is here and not settled is renewed (renewal.py). A settlement that fails, since the disk
@@ -92,8 +88,8 @@ _topic = attrgetter("topic")
 
 
 class _Unit:
-    """Items of one topic, a line's of one queue or message group, in the order in which they are begun. All are settled
-    in one topic. A line of the group's retry topic has messages that were sent to several."""
+    """Items of one topic, a line's of one queue, in the order in which they are begun. All are settled in one topic. A
+    line of the group's retry topic has messages that were sent to several."""
 
     __slots__ = ("done", "items")
 
@@ -128,7 +124,6 @@ class PopEngine:
         handling: Handling,
         *,
         ordered: bool,
-        parallel_groups: bool,
         batch_size: int,
         start: Start | None,
         retry: RetryPolicy | None,
@@ -140,7 +135,6 @@ class PopEngine:
         self._workers = workers
         self._handling = handling
         self._ordered = ordered
-        self._parallel_groups = parallel_groups
         self._batch_size = batch_size
         self._limits = limits
         self._timeout_ms = consume_timeout_ms
@@ -152,7 +146,6 @@ class PopEngine:
             ordered=ordered,
             start=start,
             retry=retry,
-            skip_acked=parallel_groups,
             on_loss=handling.hooks.loss_teller(),
         )
         self._subscriptions: Mapping[str, Subscription] = {}
@@ -367,12 +360,11 @@ class PopEngine:
         for item in items:
             self._renewer.add(item, item.delivery.topic, item.delivery.receipt, expires_ms)
         self._renew_at(expires_ms - LOAN_MS // 3)
-        units: dict[tuple[str, str | int, str | None], list[_Item]] = {}
+        units: dict[tuple[str, str | int], list[_Item]] = {}
         for item in items:
             part = item.delivery.queue_id if self._ordered else item.topic
-            group = item.message.message_group if self._parallel_groups else None
-            units.setdefault((item.delivery.topic, part, group), []).append(item)
-        for (topic, _, _), each in units.items():
+            units.setdefault((item.delivery.topic, part), []).append(item)
+        for (topic, _), each in units.items():
             self._handling.pulled(topic, len(each), took_ms)
         if self._handling.hooks.on_receive:
             self._leave_out(units.values(), items)

@@ -24,7 +24,14 @@ _log = logging.getLogger("mqstore")
 
 
 def pop_retries(
-    broker: Broker, group: str, topics: Container[str], count: int, loan_s: float, *, order: bool, skip_acked: bool
+    broker: Broker,
+    group: str,
+    topics: Container[str],
+    count: int,
+    loan_s: float,
+    *,
+    order: bool,
+    skip_acked: bool = False,
 ) -> tuple[list[Delivery], bool]:
     """Pop up to `count` messages of the group's retry topic that were sent to one of `topics`. Return them, and whether
     there may be more. In order those behind a message that failed here are given back. Errors as `Broker.pop`."""

@@ -59,13 +59,12 @@ class PopSource:
         ordered: bool = False,
         start: Start | None = None,
         retry: RetryPolicy | None = None,
-        skip_acked: bool = False,
         on_loss: Callable[[QueueRef, int, int], object] | None = None,
     ) -> None:
         """`start`: where the group begins in a topic in which it never was, None: as the group has it; ConfigError for
-        what is none. `retry`: the policy that the group is to have once it has this member. `skip_acked`: as in
-        `Broker.pop`. `on_loss`: who looks tells it of each loss of the group that nobody was told of (queue,
-        first lost, where it goes on); must not raise."""
+        what is none. `retry`: the policy that the group is to have once it has this member. `on_loss`: who looks
+        tells it of each loss of the group that nobody was told of (queue, first lost, where it goes on); must not
+        raise."""
         check_start(start)
         self.waits = Waits(broker, group, order=ordered)
         """Of those who found nothing. Rung when topics come, when what is wanted changes, and at the end."""
@@ -75,10 +74,9 @@ class PopSource:
         self._broker = broker
         self._group = group
         self._client_id = client_id
-        self._mode = Mode("pop", ordered, by_group=skip_acked)
+        self._mode = Mode("pop", ordered)
         self._start = start
         self._retry = retry
-        self._skip_acked = skip_acked
         self._on_loss = on_loss
         self._lock = threading.Lock()
         """Of what is wanted, of membership, and of whose turn it is."""
@@ -216,19 +214,12 @@ class PopSource:
 
     def _pop(self, topic: str, only: Filter | None, count: int, loan_s: float) -> tuple[list[Delivery], bool]:
         """What a topic gives, and whether it may have more."""
-        order, skip_acked = self._mode.ordered, self._skip_acked
+        order = self._mode.ordered
         if topic == self._retries and topic not in self.wanted:
             wanted = self.wanted
-            return pop_retries(self._broker, self._group, wanted, count, loan_s, order=order, skip_acked=skip_acked)
+            return pop_retries(self._broker, self._group, wanted, count, loan_s, order=order)
         found = self._broker.pop(
-            self._group,
-            topic,
-            count,
-            invisible=loan_s,
-            filter=only,
-            order=order,
-            start="earliest",
-            skip_acked=skip_acked,
+            self._group, topic, count, invisible=loan_s, filter=only, order=order, start="earliest"
         )
         return found, len(found) == count
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message, stored_bytes
 
-__all__ = ["Limits", "ProcessQueue", "QueueInfo", "even_share"]
+__all__ = ["Limits", "ProcessQueue", "QueueInfo"]
 
 _PULL_MAX = 1_024
 """Messages of one pull at most: a worker is at it for milliseconds."""
@@ -50,37 +50,20 @@ class Limits:
     total_size: int | None = None
     """Their bytes likewise."""
 
-    def divided(self, held: Sequence[tuple[int, int]], going: tuple[int, int] = (0, 0)) -> Limits:
-        """What each of the queues of a topic may hold (A3.4), which hold so much now: (messages, bytes). `going`: what
-        queues hold that are being given up.
+    def divided(self, queues: int) -> Limits:
+        """Return the limits of one queue of a topic that has `queues` queues here (A3.4). A queue may always hold one
+        message and one byte, or it would stand still.
 
         >>> limits = Limits(total=1024)
-        >>> [limits.divided([(0, 0)] * queues).messages for queues in (1, 2, 3)]
+        >>> [limits.divided(queues).messages for queues in (1, 2, 3)]
         [1000, 512, 341]
         """
         messages, size = self.messages, self.size
         if self.total is not None:
-            messages = min(messages, even_share(self.total, [number for number, _ in held], going[0]))
+            messages = min(messages, max(1, self.total // queues))
         if self.total_size is not None:
-            size = min(size, even_share(self.total_size, [number for _, number in held], going[1]))
+            size = min(size, max(1, self.total_size // queues))
         return replace(self, messages=messages, size=size)
-
-
-def even_share(total: int, held: Sequence[int], going: int = 0) -> int:
-    """The largest number that each of some queues, which hold `held` now, may fill up to so that together they do not
-    come to hold more than `total` less `going`; at least 1, or a queue would stand still. An equal part, unless some
-    hold more than that, from when there were fewer of them: the others do without it until it is handled.
-
-    >>> even_share(1024, [0, 0, 0]), even_share(1024, [1024, 0]), even_share(1024, [700, 0, 0])
-    (341, 1, 162)
-    """
-    left, number = total - going, len(held)
-    for each in sorted(held, reverse=True):
-        if each * number <= left:
-            break
-        left -= each
-        number -= 1
-    return max(1, left // number) if number else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +140,6 @@ class ProcessQueue:
         self.unannounced = False
         """`on_assign` is to be called, and to return before anything is pulled."""
         self.last_pull_ms = self.last_settle_ms = now_ms
-        self.asked = (0, 0)
-        """(messages, bytes) that a pull was granted which has not come back yet."""
         self._limits = limits
         self._size_of = size_of
         self._lock = threading.Lock()
@@ -188,11 +169,6 @@ class ProcessQueue:
         with self._lock:
             self._limits = limits
 
-    def held(self) -> tuple[int, int]:
-        """(messages, bytes) that are here, or may be about to come."""
-        with self._lock:
-            return len(self) + self.asked[0], self._size + self.asked[1]
-
     def room(self) -> tuple[int, int]:
         """(messages, bytes) that are to be pulled now; (0, 0) while it is full, and then `begins_to_have_room` will say
         when it no longer is."""
@@ -202,8 +178,7 @@ class ProcessQueue:
             if messages <= 0 or size <= 0 or (limits.span is not None and self._span() > limits.span):
                 self.throttled = True
                 return 0, 0
-            self.asked = min(messages, _PULL_MAX), min(size, _PULL_BYTES)
-            return self.asked
+            return min(messages, _PULL_MAX), min(size, _PULL_BYTES)
 
     def put(self, messages: Sequence[Message], next_offset: int) -> bool:
         """Take in what was pulled, in ascending order, and where the next pull begins. Orderly: True if no worker is at
@@ -219,7 +194,6 @@ class ProcessQueue:
             if messages:
                 self._highest = max(self._highest, messages[-1].offset)
             self._size += size
-            self.asked = 0, 0
             self.next_offset = next_offset
             found = bool(waiting) and not self.active
             self.active = self.active or found
@@ -344,7 +318,6 @@ class ProcessQueue:
             self._waiting.clear()
             self._taken.clear()
             self._size = 0
-            self.asked = 0, 0
 
     def info(self, now_ms: int) -> QueueInfo:
         with self._lock:

@@ -31,7 +31,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from types import TracebackType
-from typing import Any, Final, Literal, NamedTuple, NoReturn, TypeVar, Unpack, cast
+from typing import Any, Final, Literal, NamedTuple, NoReturn, TypedDict, TypeVar, Unpack, cast
 
 from mqstore.broker.broker import Broker
 from mqstore.broker.names import check_group
@@ -67,7 +67,7 @@ from mqstore.log.outgoing import (
 from mqstore.options import Durability, Duration, seconds
 from mqstore.signalsafe import Future, Gate
 
-__all__ = ["Producer", "Selector"]
+__all__ = ["Producer", "ProducerOptions", "Selector"]
 
 _log = logging.getLogger("mqstore")
 
@@ -113,6 +113,23 @@ _Batch = dict[str, tuple[int | None, int]]
 class _Load(NamedTuple):
     ready: _Ready
     future: Future[SendReceipt]
+
+
+class ProducerOptions(TypedDict, total=False):
+    """Options of a `Producer`, which has their meanings and defaults."""
+
+    retries: int
+    timeout: Duration
+    durability: Durability | None
+    compression: Literal["zlib"] | None
+    compress_over: int
+    linger: Duration
+    linger_bytes: int
+    max_inflight: int
+    max_inflight_bytes: int
+    selector: Selector | None
+    interceptors: Sequence[Interceptor]
+    checker: Checker | None
 
 
 class Producer:

@@ -29,7 +29,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Final
+from typing import Final, TypedDict
 
 from mqstore.broker.broker import Broker
 from mqstore.broker.filters import Filter
@@ -58,7 +58,7 @@ from mqstore.log.tip import as_queue
 from mqstore.options import Durability, Duration, seconds
 from mqstore.signalsafe import Bell
 
-__all__ = ["PullConsumer", "Ready"]
+__all__ = ["PullConsumer", "PullConsumerOptions", "Ready"]
 
 _log = logging.getLogger("mqstore")
 
@@ -146,6 +146,18 @@ class Ready:
         self._broker.remove_waiter(waiter)
 
 
+class PullConsumerOptions(TypedDict, total=False):
+    """Options of a `PullConsumer`, which has their meanings and defaults."""
+
+    auto_commit: bool
+    auto_commit_interval: Duration
+    start: Start | None
+    fetch_max: int
+    strategy: str | Strategy
+    client_id: str | None
+    interceptors: Sequence[Interceptor]
+
+
 class PullConsumer:
     """Polls the queues it has a share of (`subscribe`), or those it is told (`assign`). One thread polls; the other
     methods may be called by any.
@@ -196,7 +208,8 @@ class PullConsumer:
         self._auto_commit = auto_commit
         self._interval_ms = seconds(auto_commit_interval, "auto_commit_interval") * 1000
         self._start = start
-        self._fetch_max = fetch_max
+        self.fetch_max = fetch_max
+        """Messages of one poll at most."""
         self._log = LimitedLog(f"group {group}", broker.store.clock)
         self._hooks = Interceptors(interceptors, self._log)
         self._seat = Membership(
@@ -345,7 +358,7 @@ class PullConsumer:
         GroupInUseError when the group is consumed otherwise, or has a member of this name; what `on_assign` and
         `on_revoke` raise; StoreClosedError; and what a read raises: it is tried again by the next poll.
         """
-        count = self._fetch_max if max_messages is None else max_messages
+        count = self.fetch_max if max_messages is None else max_messages
         if type(count) is not int or count < 1:
             raise ConfigError(f"max_messages is {max_messages!r}; give a number from 1")
         with self._lock:
@@ -356,7 +369,7 @@ class PullConsumer:
         """Messages one at a time, waiting for ever, until the consumer is closed. Asking for the next one says that the
         caller is done with the last. Errors as `poll`."""
         while not self._closed:
-            yield from self._poll(math.inf, self._fetch_max, 1)
+            yield from self._poll(math.inf, self.fetch_max, 1)
 
     def _poll(self, timeout_s: float, read: int, give: int) -> list[Message]:
         """`give` messages of those that are there, else of up to `read` that are read now, else waited for."""

@@ -29,7 +29,7 @@ from datetime import datetime
 from functools import partial
 from queue import Empty, SimpleQueue
 from types import FrameType, TracebackType
-from typing import Any, Literal, Protocol, TypeVar, overload
+from typing import Any, Literal, Protocol, TypedDict, TypeVar, overload
 
 from mqstore.broker.begun import Notes
 from mqstore.broker.broker import Broker
@@ -69,7 +69,7 @@ from mqstore.log.message import Message
 from mqstore.options import Duration, seconds
 from mqstore.signalsafe import Gate
 
-__all__ = ["ConsumerStats", "Engine", "Handler", "PushConsumer", "QueueStats", "TopicStats"]
+__all__ = ["ConsumerStats", "Engine", "Handler", "PushConsumer", "PushConsumerOptions", "QueueStats", "TopicStats"]
 
 _log = logging.getLogger("mqstore")
 
@@ -177,6 +177,30 @@ class Engine(Protocol):
     def infos(self) -> list[tuple[QueueInfo, int | None]]: ...
 
 
+class PushConsumerOptions(TypedDict, total=False):
+    """Options of a `PushConsumer`, which has their meanings and defaults."""
+
+    workers: int | None
+    ordered: bool | None
+    mode: Literal["queue", "pop"]
+    model: Literal["clustering", "broadcasting"]
+    client_id: str | None
+    start: Start | None
+    batch_size: int
+    prefetch: int
+    prefetch_bytes: int
+    prefetch_total: int | None
+    prefetch_total_bytes: int | None
+    max_span: int | None
+    retry: RetryPolicy | None
+    consume_timeout: Duration
+    suspend: Duration | None
+    time_slice: Duration | None
+    strategy: str | Strategy | None
+    interceptors: Sequence[Interceptor]
+    on_error: OnError | None
+
+
 class PushConsumer(AbstractContextManager["PushConsumer"]):
     """Calls handlers on threads of its own; `with` starts and stops it. Made by `Store.push_consumer`.
 
@@ -192,8 +216,8 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
                            datetime. None: as the group has it
         batch_size         more than 1: handlers take a tuple of up to so many messages of one topic
         prefetch           messages of a queue held here at most (mode "pop": of all); `prefetch_bytes` likewise
-        prefetch_total     messages of a topic held here at most, 1 to 6 553 500, in equal parts for the queues that
-                           are assigned (A3.4, A15.11), and no more of a queue than `prefetch`. None: that alone.
+        prefetch_total     messages of a topic, 1 to 6 553 500, divided by the number of its queues that are assigned
+                           here (A3.4, A15.11): the most that is held of each, if less than `prefetch`.
                            `prefetch_total_bytes` likewise, 1 to 102 400 MiB. Mode "queue" only
         max_span           a message that is not done lets others get ahead so many offsets at most (2000). Not
                            ordered, mode "queue" only
@@ -203,9 +227,6 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         consume_timeout    seconds after which a handler is given up: its messages come again. Ordered: it is only told
         suspend            ordered, mode "queue": for how long a failure holds its queue up, 0.01 to 60 s; None: as
                            the retry policy says, at most 60 s
-        parallel_groups    ordered, mode "pop": of what was fetched of a queue, message groups are handled side by side,
-                           the messages of each one after the other (those without a group: as one). All members
-                           alike (A8.5, D13)
         time_slice         ordered, mode "queue": seconds after which a queue lets others have the thread (60)
         strategy           mode "queue": who has which queues: "avg" (default), "circle", "consistent_hash", a function.
                            All members alike
@@ -252,7 +273,6 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         retry: RetryPolicy | None = None,
         consume_timeout: Duration = 900,
         suspend: Duration | None = None,
-        parallel_groups: bool = False,
         time_slice: Duration | None = None,
         strategy: str | Strategy | None = None,
         interceptors: Sequence[Interceptor] = (),
@@ -289,7 +309,6 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
                 "mode='queue'; in mode='pop' prefetch_bytes is of all queues as it is",
             ),
             ("strategy", strategy, not pops, "mode='queue'; in mode='pop' no queue belongs to a member"),
-            ("parallel_groups", parallel_groups or None, ordered and pops, "mode='pop' with ordered=True"),
             (
                 "retry",
                 retry,
@@ -348,7 +367,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         )
         self._start = start
         self._retry = retry
-        self._mode = Mode(mode, ordered, broadcasting, parallel_groups)
+        self._mode = Mode(mode, ordered, broadcasting)
         check_start(start)
         self._check_group()
         suspend_ms = None if suspend is None else _milliseconds("suspend", suspend, 0.01, 60)
@@ -367,7 +386,6 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
                     self._workers,
                     self._handling,
                     ordered=ordered,
-                    parallel_groups=parallel_groups,
                     batch_size=self._batch_size,
                     start=start,
                     retry=retry,
@@ -497,7 +515,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
                 raise ConfigError(
                     "max_uncommitted is for ordered consumers of mode 'queue': others settle each message by itself"
                 )
-            most = self._limits.divided([(0, 0)]).messages
+            most = self._limits.divided(1).messages
             if not self._batch_size <= _count("max_uncommitted", max_uncommitted, 65_535) < most:
                 raise ConfigError(
                     f"max_uncommitted={max_uncommitted} does not lie in {self._batch_size} (batch_size) to {most - 1} "

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from types import TracebackType
+from typing import TypedDict
 
 from mqstore.broker.broker import Broker, Start
 from mqstore.broker.groups import RetryPolicy
@@ -39,7 +40,7 @@ from mqstore.errors import ConfigError, MQStoreError
 from mqstore.log.commitlog import QueueRef
 from mqstore.options import Duration, seconds
 
-__all__ = ["PendingInfo", "SimpleConsumer"]
+__all__ = ["PendingInfo", "SimpleConsumer", "SimpleConsumerOptions"]
 
 _log = logging.getLogger("mqstore")
 
@@ -67,6 +68,17 @@ class PendingInfo:
     """Which delivery this is, from 1; None: of one delivered in order that is not known from outside."""
     expires: datetime
     """When it comes again unless it is settled."""
+
+
+class SimpleConsumerOptions(TypedDict, total=False):
+    """Options of a `SimpleConsumer`, which has their meanings and defaults."""
+
+    visibility: Duration
+    start: Start | None
+    ordered: bool | None
+    retry: RetryPolicy | None
+    client_id: str | None
+    interceptors: Sequence[Interceptor]
 
 
 class SimpleConsumer:

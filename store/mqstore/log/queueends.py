@@ -2,7 +2,7 @@
 
 A group that had come to offset 100 of a queue that was cut at 43 has to go on at 43, or it skips what is put under the
 numbers between. Who keeps the groups' progress lowers it when it opens (`broker/offsets.py`); but the store may be
-opened, and put to, without that: by `mqstore put`, `mqstore recover`, a job. So each recovery that changed anything
+opened, and put to, without that: by a `MessageStore`, `mqstore recover`, a job. So each recovery that changed anything
 leaves a note, which the next to load progress takes, and then removes. It also does so if progress was saved quickly,
 without a sync, and rests on more of the log than there is (`logEnd`):
 

@@ -1,13 +1,11 @@
-"""The names of broker-semantics 13, each in the snapshot and in what is scraped, or with a reason in the docs."""
+"""Counters and series by the names of broker-semantics 13."""
 
 from __future__ import annotations
 
 import errno
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -47,40 +45,6 @@ COUNTERS = [
     "GROUP_GET_FALL_SIZE",
     "GROUP_GET_FALL_TIME",
 ]
-STORE = [
-    "putMessageTimesTotal",
-    "putMessageSizeTotal",
-    "putMessageAverageSize",
-    "putMessageFailedTimes",
-    "putMessageEntireTimeMax",
-    "putMessageDistributeTime",
-    "putLatency99",
-    "putLatency999",
-    "getMessageEntireTimeMax",
-    "putTps",
-    "getFoundTps",
-    "getMissTps",
-    "getTotalTps",
-    "getTransferredTps",
-    "dispatchMaxBuffer",
-    "bootTimestamp",
-]
-RUNTIME = [
-    "dispatchBehindBytes",
-    "remainHowManyDataToFlush",
-    "commitLogMaxOffset",
-    "commitLogMinOffset",
-    "commitLogDiskRatio",
-    "consumeQueueDiskRatio",
-    "earliestMessageTimeStamp",
-    "pageCacheLockTimeMills",
-    "scheduleMessageOffset_1",
-    "timerReadBehind",
-    "timerOffsetBehind",
-    "timerCongestNum",
-    "msgPutTotalToday",
-    "msgGetTotalToday",
-]
 SERIES = [
     "messages_in_total",
     "messages_out_total",
@@ -106,7 +70,6 @@ SERIES = [
     "timing_messages",
     "delay_message_latency",
 ]
-WITHOUT_MEANING = {"dispatchMaxBuffer", "pageCacheLockTimeMills"}
 
 
 @pytest.fixture
@@ -149,16 +112,6 @@ def test_each_counter_stands_in_the_snapshot_and_in_the_docs(used: Broker, name:
     counters = used.stats().counters
     assert name in {key[0] for key in (*counters.totals, *counters.latest)}
     assert name in DOCS.read_text()
-
-
-@pytest.mark.parametrize("name", [*STORE, *RUNTIME])
-def test_each_name_stands_in_snapshot_and_text_or_has_a_reason_why_not(used: Broker, name: str) -> None:
-    text, docs = used.prometheus(), DOCS.read_text()
-    family = name.rstrip("1").rstrip("_")
-    assert f"`{family}" in docs
-    assert (name in used.stats().runtime) == (name not in WITHOUT_MEANING)
-    assert (f"\nmqstore_{family}" in text) == (name not in WITHOUT_MEANING)
-    assert (f"# TYPE mqstore_{family} " in text) == (name not in WITHOUT_MEANING)
 
 
 @pytest.mark.parametrize("name", SERIES)
@@ -221,18 +174,6 @@ def test_the_kind_of_a_topic_is_a_label_of_what_comes_in(broker: Broker) -> None
 # -- what the names mean -----------------------------------------------------------------------------------------------
 
 
-def test_puts_are_told_by_number_bytes_and_time(broker: Broker) -> None:
-    size = broker.put_many("t", [b"x" * 10] * 99)[0].size + broker.put("t", b"x" * 10).size
-    found = broker.stats().runtime
-    assert (found["putMessageTimesTotal"], found["putMessageSizeTotal"]) == (100, 50 * size)
-    assert found["putMessageAverageSize"] == size / 2
-    broker.put("u", b"x", queue_id=0)
-    found = broker.stats().runtime
-    times: Any = found["putMessageDistributeTime"]
-    assert sum(times.values()) == 1  # the first in its queue is of the sample; of a batch none is
-    assert 0 < found["putMessageEntireTimeMax"] <= found["putLatency99"] == found["putLatency999"]
-
-
 def test_puts_that_raise_are_counted(tmp_path: Path) -> None:
     fs = FaultyFileSystem()
     clock = SimulatedClock()
@@ -248,12 +189,11 @@ def test_puts_that_raise_are_counted(tmp_path: Path) -> None:
         ):
             with pytest.raises(InvalidMessageError):
                 put()
-        assert broker.stats().runtime["putMessageFailedTimes"] == 4
+        assert broker.stats().store.failed_puts == 4
         fs.fail("allocate", errno.ENOSPC)
-        while broker.stats().runtime["putMessageFailedTimes"] == 4:  # until the segment is full
+        while broker.stats().store.failed_puts == 4:  # until the segment is full
             with suppress(StoreFullError):
                 broker.put("t", bytes(6_000))
-        assert broker.stats().runtime["putMessageFailedTimes"] == 5
         assert broker.stats().store.failed_puts == 5
 
 
@@ -271,80 +211,4 @@ def test_how_long_puts_took_is_counted_by_queue(broker: Broker, monkeypatch: pyt
     broker.put("v", b"x", delay_level=1)
     broker.put("u", b"x", queue_id=0)
     assert broker.stats().counters.totals["TOPIC_PUT_LATENCY", "0@u"] == (1, 1)
-    assert broker.stats().runtime["putMessageEntireTimeMax"] == 1.5
-
-
-def test_rates_are_over_10_60_and_600_seconds(bench: Bench, broker: Broker) -> None:
-    assert broker.stats().runtime["putTps"] == (0.0, 0.0, 0.0)
-    broker.start_of("g", "t", 0)
-    for number in (100, 20, 0):
-        if number:
-            broker.put_many("t", [b"x"] * number)
-        bench.advance(10_000)
-    found = broker.stats().runtime
-    assert found["putTps"] == (0.0, 4.0, 4.0)
-    assert found["getFoundTps"] == found["getMissTps"] == (0.0, 0.0, 0.0)
-    broker.read("t", 0, 0, 10, group="g")
-    broker.pop("h", "t", 5)
-    for _ in range(3):
-        broker.read("t", 0, 120, group="g")
-    broker.topics.create("empty", queues=2)
-    broker.pop("h", "empty", 1)
-    bench.advance(10_000)
-    found = broker.stats().runtime
-    assert found["getFoundTps"][0] == 0.2
-    assert found["getTransferredTps"][0] == 1.5
-    assert found["getMissTps"][0] == 0.5  # a pop looks into both queues
-    assert found["getTotalTps"][0] == 0.7
-    assert found["getMessageEntireTimeMax"] > 0
-    for _ in range(70):
-        bench.advance(10_000)
-    assert broker.stats().runtime["putTps"] == (0.0, 0.0, 0.0)
-
-
-def test_today_begins_at_midnight(bench: Bench, broker: Broker) -> None:
-    def today() -> tuple[object, object]:
-        found = broker.stats().runtime
-        return found["msgPutTotalToday"], found["msgGetTotalToday"]
-
-    at = time.localtime(bench.clock.now_ms() / 1000)
-    left_s = 86_400 - (at.tm_hour * 3600 + at.tm_min * 60 + at.tm_sec)
-    broker.put_many("t", [b"x"] * 5)
-    broker.pop("g", "t", 2)
-    assert today() == (5, 2)
-    bench.clock.advance((left_s + 3700) * 1000)  # also where the clocks are changed that night
-    bench.advance(1)
-    assert today() == (0, 0)
-    broker.put("t", b"x")
-    assert today() == (1, 0)
-
-
-def test_the_log_is_told_by_its_ends_its_age_and_its_disk(bench: Bench, broker: Broker) -> None:
-    opened_ms = broker.stats().runtime["bootTimestamp"]
-    assert broker.stats().runtime["earliestMessageTimeStamp"] == -1
-    bench.clock.advance(5_000)
-    size = broker.put("t", b"x").size
-    found = broker.stats().runtime
-    assert (found["commitLogMinOffset"], found["commitLogMaxOffset"]) == (0, size)
-    assert found["earliestMessageTimeStamp"] == bench.clock.now_ms() == opened_ms + 5_000
-    assert 0 < found["commitLogDiskRatio"] == found["consumeQueueDiskRatio"] <= 1
-    assert found["remainHowManyDataToFlush"] == broker.stats().store.flush_lag_bytes > 0
-    assert found["dispatchBehindBytes"] == size
-
-
-def test_delay_levels_and_timer_are_told_by_how_far_they_are(bench: Bench, broker: Broker) -> None:
-    broker.put("t", b"x", delay_level=3)
-    broker.put("t", b"x", delay=100)
-    found = broker.stats().runtime
-    assert (found["timerCongestNum"], found["timerOffsetBehind"], found["timerReadBehind"]) == (1, 1, 0)
-    bench.advance(1_000)
-    found = broker.stats().runtime
-    assert found["scheduleMessageOffset_3"] == "0,1"
-    assert (found["timerCongestNum"], found["timerOffsetBehind"], found["timerReadBehind"]) == (1, 0, 0)
-    assert 'mqstore_scheduleMessageOffset{level="3",of="max"} 1' in broker.prometheus().splitlines()
-    bench.clock.advance(130_000)  # nobody keeps house
-    assert 29 <= int(str(broker.stats().runtime["timerReadBehind"])) <= 31
-    bench.settle()
-    found = broker.stats().runtime
-    assert (found["timerCongestNum"], found["timerReadBehind"]) == (0, 0)
-    assert found["scheduleMessageOffset_3"] == "1,1"
+    assert broker.stats().store.put_longest_ns == 1_500_000
