@@ -270,6 +270,8 @@ class StreamProgress:
         self._target: Offsets | None = None
         self._last: Offsets = {}
         self._published: dict[str, dict[tuple[str, int], int]] = {}
+        self._done: Offsets | None = None
+        """The offsets of the last call of `_publish`."""
 
     def initial(self) -> dict[str, Any]:
         """Where a new stream begins; the same however often it is asked for in a run. As `look`."""
@@ -300,9 +302,13 @@ class StreamProgress:
         """The offset that the next batch ends at; `start` itself if there is nothing new. None for `start`: that of the
         last call, for a Spark that does not say.
 
+        Spark asks when the batch that ended at `start` is done, so `start` is committed, as by `commit`.
+
         Raises for lost messages, as the module has it; ConfigError for a `start` of another kind of stream.
         """
         begin = self._last if start is None else self._decode(start)
+        if start is not None:
+            self._publish(begin)
         if self._pin:
             self._pin = False
             if self._initial == begin:
@@ -352,12 +358,15 @@ class StreamProgress:
     def commit(self, end: dict[str, Any]) -> None:
         """Everything before `end` is processed: tell the stores, if a group was named, of the queues that the options
         name: of others nothing is read, so they would lag for good. ConfigError for a store that cannot be told."""
+        self._publish(self._decode(end))
+
+    def _publish(self, done: Offsets) -> None:
         group = self._options.commit_group
-        if group is None:
+        if group is None or done == self._done:
             return
         admits = _admits(self._options)
         by_store: dict[str, dict[tuple[str, int], int]] = {}
-        for key, offset in self._decode(end).items():
+        for key, offset in done.items():
             if admits(key):
                 by_store.setdefault(key.store, {})[key.topic, key.queue_id] = offset
         for name in stores_of(self._options):
@@ -373,6 +382,7 @@ class StreamProgress:
                         "the user that Spark runs as write in config/spark, or leave the option out"
                     ) from error
                 self._published[name.id] = offsets
+        self._done = done
 
     def _encode(self, offsets: Offsets) -> dict[str, Any]:
         return encode_offset(offsets, by_log=self._by_log)
